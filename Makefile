@@ -1,0 +1,74 @@
+# make demo    install, make small assets, train SFT then DPO on the CPU
+# make test    install, run the whole test suite
+# make check   lint, format, types
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+DEMO   := build/demo
+
+# Where launch itself looks for the pinned checkout; its packages are installed only if one is there.
+CHECKOUT := $(firstword $(wildcard $(LAUNCH_OPEN_INSTRUCT)/open_instruct/finetune.py \
+  external/open-instruct/open_instruct/finetune.py \
+  /workspace/open-instruct/open_instruct/finetune.py \
+  $(HOME)/open-instruct/open_instruct/finetune.py))
+
+.PHONY: demo test check format bench snapshot install install-trl install-open-instruct install-dev clean
+
+$(VENV)/created:
+	@$(PYTHON) -c 'import sys; sys.exit("launch needs Python 3.11 or later: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/trl: $(VENV)/created pyproject.toml constraints.txt
+	$(PIP) install -q -c constraints.txt -e '.[trl]'
+	@touch $@
+
+# deepspeed has no wheel and its build imports torch
+$(VENV)/open-instruct: $(VENV)/trl
+	$(PIP) install -q -c constraints.txt setuptools wheel ninja py-cpuinfo hjson pydantic
+	DS_BUILD_OPS=0 $(PIP) install -q -c constraints.txt --no-build-isolation deepspeed
+	$(PIP) install -q -c constraints.txt -e '.[open-instruct]'
+	@touch $@
+
+$(VENV)/dev: $(VENV)/created pyproject.toml constraints.txt
+	$(PIP) install -q -c constraints.txt -e '.[dev]'
+	@touch $@
+
+install: $(VENV)/created
+	$(PIP) install -q -c constraints.txt -e .
+
+install-trl: $(VENV)/trl
+install-open-instruct: $(VENV)/open-instruct
+install-dev: $(VENV)/dev
+
+demo: $(VENV)/trl
+	rm -rf $(DEMO)
+	$(BIN)/python scripts/make_demo_assets.py $(DEMO)
+	$(BIN)/launch sft configs/demo/sft.yaml
+	$(BIN)/launch dpo configs/demo/dpo.yaml
+	@echo
+	@$(BIN)/launch runs
+	@echo "each run folder under $(or $(LAUNCH_RUNS),runs)/ holds console.log, metrics.jsonl, verdict.json and report.html"
+
+test: $(VENV)/trl $(VENV)/dev $(if $(CHECKOUT),$(VENV)/open-instruct)
+	$(BIN)/python -m pytest
+
+check: $(VENV)/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/trl
+	$(BIN)/python benchmarks/validate.py
+
+# rewrites launcher/snapshots from the pinned checkout and the installed packages
+snapshot: $(VENV)/open-instruct
+	$(BIN)/python scripts/snapshot.py $(dir $(patsubst %/,%,$(dir $(CHECKOUT))))
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,1 @@
+"""The accelerate config that every run starts from."""

@@ -1,0 +1,54 @@
+"""The types in which a backend describes an entry script."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A key that this script does not have: what became of it, and who says so.
+
+    `to` is the key to write instead (None: nothing replaces it); `why` names the commit, or the other
+    stage or backend where the key lives.
+    """
+
+    to: str | None
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """How one script spells the ideas that launch itself has to know."""
+
+    model: str = "model_name_or_path"
+    data: str
+    output: str = "output_dir"
+    per_device: str = "per_device_train_batch_size"
+    accumulation: str = "gradient_accumulation_steps"
+    epochs: str = "num_train_epochs"
+    max_steps: str
+    max_length: str
+    logging_steps: str = "logging_steps"
+    liger: str = "use_liger_kernel"
+    packing: str | None = "packing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One entry script: where it is, which dataclasses it parses, how it names things.
+
+    `script` is relative to the folder that holds the package. `classes` are (module, class name) in
+    the parser's order. `splits` are list keys whose value may be one text split at blanks. `hints` say
+    what to write instead of a value that is always refused. `derived` are values that launch sets
+    where the stage file is silent, each with its reason.
+    """
+
+    script: str
+    classes: tuple[tuple[str, str], ...]
+    names: Names
+    splits: frozenset[str] = frozenset()
+    hints: Mapping[str, str] = field(default_factory=dict)
+    moved: Mapping[str, Moved] = field(default_factory=dict)
+    derived: Mapping[str, tuple[object, str]] = field(default_factory=dict)

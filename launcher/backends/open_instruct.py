@@ -1,0 +1,108 @@
+"""allenai/open-instruct at the pin: its SFT and DPO scripts, as data.
+
+Line numbers are those of the pin; tests/test_upstream_facts.py holds them against a checkout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from launcher.backends.entry import Entry, Moved, Names
+from launcher.backends.open_instruct_log import PATTERNS as LOG_PATTERNS
+from launcher.schema import Values
+
+__all__ = [
+    "EXTRA", "LOG_PATTERNS", "NAME", "NEEDS", "PACKAGES", "PIN", "STAGES", "TAKES_NONE",
+    "output_folder",
+]  # fmt: skip
+
+NAME = "open_instruct"
+PACKAGES: tuple[str, ...] = ("open_instruct",)
+PIN = "45901fd00593422a366dc303012b55b4fe5f4241"
+TAKES_NONE = False
+# finetune.py:22-60 and what those modules import in turn
+NEEDS: tuple[str, ...] = (
+    "torch", "transformers", "accelerate", "datasets", "deepspeed", "peft", "ai2-olmo-core",
+    "absl-py", "bettermap", "beaker-py", "immutabledict", "langdetect", "litellm", "nltk", "ray",
+    "wandb",
+)  # fmt: skip
+EXTRA = "open-instruct"
+
+_TOKENIZER = ("open_instruct.dataset_transformation", "TokenizerConfig")
+
+# The same idea under two names, on purpose upstream: (SFT's, DPO's).
+_PAIRS = (
+    ("dataset_mixer_list", "mixer_list"),
+    ("dataset_mixer_list_splits", "mixer_list_splits"),
+    ("dataset_transform_fn", "transform_fn"),
+    ("dataset_target_columns", "target_columns"),
+    ("dataset_cache_mode", "cache_mode"),
+    ("dataset_local_cache_dir", "local_cache_dir"),
+    ("dataset_config_hash", "config_hash"),
+    ("dataset_skip_cache", "skip_cache"),
+    ("num_train_epochs", "num_epochs"),
+    ("wandb_project_name", "wandb_project"),
+    ("clip_grad_norm", "max_grad_norm"),
+    ("gradient_checkpointing", "activation_memory_budget"),
+)
+
+_REMOVED = {
+    "use_flash_attn": Moved(
+        None, "removed upstream by #1567 (9e8e2187c): attention is detected from what is installed"
+    ),
+    "chat_template": Moved("chat_template_name", "renamed upstream"),
+    "model_name": Moved("model_name_or_path", "upstream's name"),
+    "max_length": Moved("max_seq_length", "TRL's name"),
+    "max_steps": Moved("max_train_steps", "TRL's name"),
+    "use_peft": Moved("use_lora", "TRL's name"),
+    "lora_r": Moved("lora_rank", "TRL's name"),
+}
+
+
+def _mixer_hint(listed: str) -> dict[str, str]:
+    return {"dataset_mixer": f"write the sets as `{listed}: [name, amount, name, amount, ...]`"}
+
+
+STAGES: Mapping[str, Entry] = {
+    "sft": Entry(
+        script="open_instruct/finetune.py",
+        classes=(("open_instruct.finetune", "FlatArguments"), _TOKENIZER),
+        names=Names(
+            data="dataset_mixer_list", max_steps="max_train_steps", max_length="max_seq_length"
+        ),
+        splits=frozenset({"dataset_mixer_list"}),
+        hints=_mixer_hint("dataset_mixer_list"),
+        moved={
+            **_REMOVED,
+            **{theirs: Moved(ours, f"DPO's name; SFT has `{ours}`") for ours, theirs in _PAIRS},
+        },
+        derived={
+            "logging_steps": (1, "upstream's default prints no loss line at all (finetune.py:183)"),
+        },
+    ),
+    "dpo": Entry(
+        script="open_instruct/dpo_tune_cache.py",
+        classes=(("open_instruct.dpo_utils", "DPOExperimentConfig"), _TOKENIZER),
+        names=Names(
+            data="mixer_list",
+            epochs="num_epochs",
+            max_steps="max_train_steps",
+            max_length="max_seq_length",
+        ),
+        splits=frozenset({"mixer_list"}),
+        hints=_mixer_hint("mixer_list"),
+        moved={
+            **_REMOVED,
+            **{theirs: Moved(ours, f"SFT's name; DPO has `{ours}`") for theirs, ours in _PAIRS},
+        },
+    ),
+}
+
+
+def output_folder(values: Values) -> Path | None:
+    """`output_dir`, with `exp_name` below it unless told otherwise (finetune.py:425)."""
+    folder = Path(str(values["output_dir"]))
+    if values["do_not_randomize_output_dir"]:
+        return folder
+    return folder / str(values["exp_name"])

@@ -1,0 +1,171 @@
+"""What open-instruct prints at the pin (45901fd0), as patterns with the line that prints each."""
+
+from __future__ import annotations
+
+from launcher.backends import any_log
+from launcher.logs import Pattern, pattern
+
+STAGES = {"FlatArguments": "sft", "DPOExperimentConfig": "dpo"}
+"""Which stage a dataclass in the arguments dump belongs to."""
+
+ATTENTION = {
+    "flash_4": "flash_attention_4",
+    "flash_3": "flash_attention_3",
+    "flash_2": "flash_attention_2",
+    "torch": "sdpa",
+    "te": "sdpa",
+}
+"""olmo-core's names of attention -> those of transformers (open_instruct/model_utils.py:49)."""
+
+# A logged line, not the same words in a training sample that visualize_token prints.
+_LOGGED = r"(?:\.py:\d+ -|\[RANK \d+\]|INFO:[\w.]+:)\s+"
+_LIGER = "liger_kernel/transformers/monkey_patch.py"
+_CACHE = "open_instruct/dataset_transformation.py"
+_REFERENCE = "open_instruct/dpo_utils.py"
+
+_OWN: tuple[Pattern, ...] = (
+    pattern(
+        "arguments",
+        "│   ",
+        r"│   (?:(?P<block>FlatArguments|DPOExperimentConfig|TokenizerConfig)\(|"
+        r"│   (?P<deep>(?:│   )+)?(?P<field>\S.*)|(?P<other>\S.*))",
+        "open_instruct/finetune.py:477, dpo_tune_cache.py:219 (rich.pretty.pprint)",
+    ),
+    pattern(
+        "output_dir",
+        "using the output directory: ",
+        _LOGGED + r"using the output directory: (?P<path>.+)",
+        "open_instruct/finetune.py:427, dpo_tune_cache.py:167",
+    ),
+    pattern(
+        "processes",
+        "Num processes: ",
+        r"Num processes: (?P<count>\d+)",
+        "accelerate/state.py, by open_instruct/finetune.py:481, dpo_tune_cache.py:228",
+    ),
+    pattern(
+        "liger_attempted",
+        "Attempting to apply liger-kernel",
+        r"Attempting to apply liger-kernel\.(?: fused_linear_cross_entropy=(?P<fused>\w+))?",
+        "open_instruct/finetune.py:575, dpo_tune_cache.py:315",
+    ),
+    pattern(
+        "liger_applied",
+        "Applying Liger kernels ",
+        r"Applying Liger kernels (?:for|to model instance with) model type: (?P<model_type>\w+)"
+        r"(?: with kwargs: (?P<kwargs>.*))?",
+        f"{_LIGER}:2953 (liger-kernel 0.7.0)",
+    ),
+    pattern(
+        "liger_unsupported",
+        "Liger kernels",
+        r"(?:There are currently no Liger kernels supported|No Liger kernels will be applied).*",
+        f"{_LIGER} _apply_liger_kernel (liger-kernel 0.7.0)",
+    ),
+    pattern(
+        "attention",
+        "Auto-detected attention implementation: ",
+        _LOGGED + r"Auto-detected attention implementation: (?P<value>\S+)",
+        "open_instruct/model_utils.py:93",
+    ),
+    pattern(
+        "packing",
+        "Using packing/padding-free collation",
+        r"Using packing/padding-free collation",
+        "open_instruct/dpo_tune_cache.py:405, dpo.py:217",
+    ),
+    pattern(
+        "dataset_missed",
+        "Cache not found",
+        r"Cache not found(?: or invalid)?, transforming datasets\.\.\.",
+        f"{_CACHE}:1927 (local), :1821 (hf)",
+    ),
+    pattern(
+        "dataset_missed",
+        "dataset_skip_cache is True",
+        r"dataset_skip_cache is True, so we will not load the dataset from cache",
+        f"{_CACHE}:1807",
+    ),
+    pattern(
+        "dataset_saved",
+        " transformed dataset to ",
+        r"(?:Saved|Pushed) transformed dataset to (?P<path>[^🚀✅\n]+)",
+        f"{_CACHE}:1995 (local), :1842 (hf)",
+    ),
+    pattern(
+        "dataset_found",
+        "Found cached dataset at ",
+        r"Found cached dataset at (?P<path>[^🚀✅\n]+)",
+        f"{_CACHE}:1913 (hit), :1996 (miss), :1805 and :1872 (hf)",
+    ),
+    pattern(
+        "reference_hit",
+        "Loading reference logprobs cache from ",
+        _LOGGED + r"Loading reference logprobs cache from (?P<path>.+)",
+        f"{_REFERENCE}:439",
+    ),
+    # The bar, as it first stands: dpo.py:332 logs the same words before it looks for the cache.
+    pattern(
+        "reference_missed",
+        "Caching reference logprobs:   0%|",
+        r"Caching reference logprobs:   0%\|",
+        f"{_REFERENCE}:467",
+    ),
+    pattern(
+        "reference_missed",
+        "Reference logprobs cached, using",
+        _LOGGED + r"Reference logprobs cached, using",
+        f"{_REFERENCE}:512,514",
+    ),
+    pattern(
+        "reference_missed",
+        "Saving reference logprobs cache to ",
+        _LOGGED + r"Saving reference logprobs cache to (?P<path>.+)",
+        f"{_REFERENCE}:517",
+    ),
+    pattern(
+        "total_steps",
+        "Total optimization steps = ",
+        _LOGGED + r"Total optimization steps = (?P<total>\d+)",
+        "open_instruct/finetune.py:745, dpo_tune_cache.py:494",
+    ),
+    pattern(
+        "resumed",
+        "Resumed from checkpoint: ",
+        r"Resumed from checkpoint: (?P<path>.+)",
+        "open_instruct/finetune.py:754, dpo_tune_cache.py:502",
+    ),
+    pattern(
+        "step",
+        "Step: ",
+        _LOGGED + r"Step: (?P<step>\d+), LR: (?P<lr>[^\s,]+), Loss: (?P<loss>[^\s,]+)"
+        r"(?:,? Aux Loss: (?P<aux>[^\s,]+))?(?:, TPS: (?P<tps>[^\s,]+))?",
+        "open_instruct/finetune.py:951,956, dpo_tune_cache.py:668",
+    ),
+    pattern(
+        "progress",
+        "[step=",
+        r"\[step=(?P<step>\d+)/(?P<total>\d+),epoch=",
+        "olmo_core/train/callbacks/console_logger.py:84, by open_instruct/dpo.py:360",
+    ),
+    pattern(
+        "saved",
+        "Model weights saved in ",
+        r"Model weights saved in (?P<path>.+)",
+        "transformers/modeling_utils.py:3556; accelerate/checkpointing.py:115 for checkpoints",
+    ),
+    pattern(
+        "saved",
+        "You can find where each parameters has been saved in the index located at",
+        r"saved in the index located at (?P<path>.+?)\.?$",
+        "transformers/modeling_utils.py:3565",
+    ),
+    pattern(
+        "remaining",
+        "Remaining files:",
+        _LOGGED + r"Remaining files: ?\[(?P<files>.*)\]",
+        "open_instruct/utils.py:835, after every checkpoint too",
+    ),
+)
+
+PATTERNS: tuple[Pattern, ...] = (*_OWN, *any_log.PATTERNS)

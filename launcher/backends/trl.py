@@ -1,0 +1,71 @@
+"""TRL's own SFT and DPO scripts (`trl/scripts`), for laptops, CI and LoRA."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from launcher.backends.entry import Entry, Moved, Names
+from launcher.backends.trl_log import PATTERNS as LOG_PATTERNS
+from launcher.schema import Values
+
+__all__ = [
+    "EXTRA", "LOG_PATTERNS", "NAME", "NEEDS", "PACKAGES", "PIN", "STAGES", "TAKES_NONE",
+    "output_folder",
+]  # fmt: skip
+
+NAME = "trl"
+PACKAGES: tuple[str, ...] = ("trl", "transformers")
+PIN = "trl 1.16.0, transformers 5.17.0"
+TAKES_NONE = True
+NEEDS: tuple[str, ...] = ("torch", "transformers", "trl", "accelerate", "datasets")
+EXTRA = "trl"
+
+_SCRIPT = ("trl.scripts.utils", "ScriptArguments")
+_MODEL = ("trl.trainer.model_config", "ModelConfig")
+_MIXTURE = ("trl.scripts.utils", "DatasetMixtureConfig")
+
+_OPEN_INSTRUCT = "open-instruct's name"
+_MOVED = {
+    "dataset_mixer_list": Moved("dataset_name", _OPEN_INSTRUCT),
+    "mixer_list": Moved("dataset_name", _OPEN_INSTRUCT),
+    "max_seq_length": Moved("max_length", _OPEN_INSTRUCT),
+    "max_train_steps": Moved("max_steps", _OPEN_INSTRUCT),
+    "num_epochs": Moved("num_train_epochs", "open-instruct's DPO name"),
+    "use_lora": Moved("use_peft", _OPEN_INSTRUCT),
+    "lora_rank": Moved("lora_r", _OPEN_INSTRUCT),
+    "clip_grad_norm": Moved("max_grad_norm", _OPEN_INSTRUCT),
+    "checkpointing_steps": Moved("save_steps", _OPEN_INSTRUCT),
+    "keep_last_n_checkpoints": Moved("save_total_limit", _OPEN_INSTRUCT),
+    "chat_template_name": Moved("chat_template_path", _OPEN_INSTRUCT),
+    "use_flash_attn": Moved(
+        "attn_implementation", "spelt `attn_implementation: flash_attention_2`"
+    ),
+}
+_NAMES = Names(data="dataset_name", max_steps="max_steps", max_length="max_length")
+
+STAGES: Mapping[str, Entry] = {
+    "sft": Entry(
+        script="trl/scripts/sft.py",
+        classes=(_SCRIPT, ("trl.trainer.sft_config", "SFTConfig"), _MODEL, _MIXTURE),
+        names=_NAMES,
+        moved=_MOVED,
+    ),
+    "dpo": Entry(
+        script="trl/scripts/dpo.py",
+        classes=(_SCRIPT, ("trl.trainer.dpo_config", "DPOConfig"), _MODEL, _MIXTURE),
+        names=Names(
+            data="dataset_name",
+            max_steps="max_steps",
+            max_length="max_length",
+            packing="padding_free",
+        ),
+        moved=_MOVED,
+    ),
+}
+
+
+def output_folder(values: Values) -> Path | None:
+    """`output_dir`; where it is not given, transformers writes to `trainer_output`."""
+    given = values["output_dir"]
+    return Path(str(given)) if given else None

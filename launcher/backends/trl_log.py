@@ -1,0 +1,41 @@
+"""What TRL's scripts and HF Trainer print (trl 1.16, transformers 5.17), as patterns."""
+
+from __future__ import annotations
+
+from launcher.backends import any_log
+from launcher.logs import Pattern, pattern
+
+_OWN: tuple[Pattern, ...] = (
+    pattern(
+        "metrics",
+        "{'loss': ",
+        r"(?P<pairs>\{'loss': [^{}]*\})",
+        "transformers/trainer_callback.py ProgressCallback.on_log; PrinterCallback without a bar",
+    ),
+    pattern(
+        "metrics",
+        "{'train_runtime': ",
+        r"(?P<pairs>\{'train_runtime': [^{}]*\})",
+        "transformers/trainer.py _finalize_training, through the same callback",
+    ),
+    pattern(
+        "training_completed",
+        "Training completed.",
+        r"✅ Training completed\.",
+        "trl/scripts/sft.py:116, dpo.py:122",
+    ),
+    pattern(
+        "saved",
+        "Model saved to ",
+        r"💾 Model saved to (?P<path>.+?)\.?$",
+        "trl/scripts/sft.py:120, dpo.py:126",
+    ),
+    pattern(
+        "reference_missed",
+        "reference log probs for ",
+        r"(?:Computing|Caching) reference log probs for \w+ dataset",
+        "trl/trainer/dpo_trainer.py:1209,1237",
+    ),
+)
+
+PATTERNS: tuple[Pattern, ...] = (*_OWN, *any_log.PATTERNS)

@@ -1,0 +1,133 @@
+"""What was asked for + what a run left behind -> a `Verdict`, each point with its evidence.
+
+`ok` is True or False only where there is proof; None means that something was asked for and there
+is none either way. A point of which nothing is expected is fine whatever its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from launcher.backends.open_instruct_log import ATTENTION
+from launcher.evidence import Evidence
+from launcher.logs import Log
+from launcher.measures import metrics, metrics_rows
+from launcher.points import POINTS, Cite, Seen
+
+__all__ = [
+    "DEFAULTS",
+    "Cite",
+    "Point",
+    "Verdict",
+    "expected_from_log",
+    "judge",
+    "metrics_rows",
+]
+
+Stage = Literal["sft", "dpo"]
+Status = Literal["pass", "fail", "unproven"]
+
+DEFAULTS: Mapping[str, str] = {"loss": "finite", "memory": "ok", "finish": "completed"}
+"""What is expected of a point that the stage file does not name."""
+
+CITES = 8  # of one point: 64 ranks would say the same
+
+# The states that meet an expectation, where it is not the very same word.
+_MEETS: Mapping[tuple[str, str], tuple[str, ...]] = {
+    ("liger", "applied"): ("engaged", "applied"),
+    ("liger", "attempted"): ("engaged", "applied", "attempted"),
+    ("packing", "on"): ("on", "isolated"),
+    **{("attention", name): (name, meant) for name, meant in ATTENTION.items()},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One question about a run and its answer."""
+
+    name: str
+    state: str
+    expected: str | None
+    ok: bool | None
+    evidence: tuple[Cite, ...] = ()
+    detail: Mapping[str, object] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, object]:
+        """As the JSON contract spells it."""
+        return {
+            "name": self.name,
+            "state": self.state,
+            "expected": self.expected,
+            "ok": self.ok,
+            "evidence": [cite.as_json() for cite in self.evidence],
+            "detail": dict(self.detail),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The answer to `did what was asked for run?`; `steps` is the last optimizer step seen."""
+
+    status: Status
+    stage: str | None
+    steps: int | None
+    points: tuple[Point, ...]
+    metrics: Mapping[str, float | None]
+
+    def point(self, name: str) -> Point:
+        """The point of this name. Raises KeyError if this stage has none."""
+        return {point.name: point for point in self.points}[name]
+
+    def as_json(self) -> dict[str, object]:
+        """The verdict as the JSON contract spells it; plain values only, and no NaN."""
+        return {
+            "status": self.status,
+            "stage": self.stage,
+            "steps": self.steps,
+            "points": [point.as_json() for point in self.points],
+            "metrics": dict(self.metrics),
+        }
+
+
+def judge(stage: Stage | None, expected: Mapping[str, str | None], evidence: Evidence) -> Verdict:
+    """Compare what was expected with what was seen.
+
+    A state of None or `any` expects nothing. Without a stage it is taken from the evidence.
+    """
+    named = stage or evidence.stage
+    points = []
+    for name, see in POINTS.items():
+        if name == "reference_cache" and named != "dpo":
+            continue
+        want = expected.get(name, DEFAULTS.get(name))
+        want = None if want == "any" else want
+        points.append(_point(name, want, see(evidence, want)))
+    oks = [point.ok for point in points]
+    return Verdict(
+        status="fail" if False in oks else "unproven" if None in oks else "pass",
+        stage=named,
+        steps=evidence.last_step,
+        points=tuple(points),
+        metrics=metrics(evidence),
+    )
+
+
+def expected_from_log(log: Log) -> dict[str, str | None]:
+    """What a stranger's log was asked for, by the arguments dump near its top."""
+    liger = {"True": "engaged", "False": "off"}.get(log.asked.get("use_liger_kernel", ""))
+    packing = {"True": "isolated", "False": "off"}.get(log.asked.get("packing", ""))
+    return {"liger": liger, "packing": packing, **DEFAULTS}
+
+
+def _point(name: str, want: str | None, seen: Seen) -> Point:
+    met = seen.state in _MEETS.get((name, want or ""), (want,))
+    return Point(
+        name=name,
+        state=seen.state,
+        expected=want,
+        ok=True if want is None else met if seen.proved else None,
+        evidence=seen.cites[:CITES],
+        detail=seen.detail,
+    )

@@ -1,0 +1,301 @@
+"""The command line: each command parses, calls, reports and returns an exit code."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import sys
+import traceback
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, UsageError, errors
+
+app = typer.Typer(
+    add_completion=True,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Start SFT and DPO stages from YAML, and prove afterwards that what was asked for is what ran.",
+)
+
+
+class Format(str, Enum):  # noqa: UP042 - StrEnum is not what typer looks for
+    """How to answer."""
+
+    text = "text"
+    json = "json"
+
+
+FormatOption = Annotated[Format, typer.Option("--format", help="text, or json for machines")]
+Config = Annotated[Path, typer.Argument(help="the stage file", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", show_default=False)
+]
+Gpus = Annotated[
+    int | None, typer.Option("--gpus", min=0, help="GPUs on this machine; 0 is the CPU")
+]
+Nodes = Annotated[int, typer.Option("--nodes", min=1, help="machines")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="print the plan and the command, start nothing")
+]
+Python = Annotated[Path | None, typer.Option("--python", help="the trainer's Python")]
+Checkout = Annotated[
+    Path | None, typer.Option("--open-instruct", help="the open-instruct checkout")
+]
+Unpinned = Annotated[
+    bool, typer.Option("--allow-unpinned", help="go on at another commit than the pin")
+]
+Unproven = Annotated[
+    bool, typer.Option("--allow-unproven", help="an unproven verdict is good enough")
+]
+Strict = Annotated[bool, typer.Option("--strict", help="warnings stop too")]
+
+
+@app.command(
+    epilog="Example: launch sft configs/tulu/sft_qwen7b_25pct.yaml learning_rate=1e-5 --gpus 8"
+)
+def sft(
+    config: Config, overrides: Overrides = None, gpus: Gpus = None, nodes: Nodes = 1,
+    dry_run: DryRun = False, python: Python = None, open_instruct: Checkout = None,
+    allow_unpinned: Unpinned = False, allow_unproven: Unproven = False, strict: Strict = False,
+    format: FormatOption = Format.text,
+) -> None:  # fmt: skip
+    """Validate, plan and run one SFT stage, then judge it."""
+    _stage("sft", config, overrides, gpus, nodes, dry_run, python, open_instruct, allow_unpinned,
+           allow_unproven, strict, format)  # fmt: skip
+
+
+@app.command(epilog="Example: launch dpo configs/tulu/dpo_qwen7b.yaml --gpus 8 --dry-run")
+def dpo(
+    config: Config, overrides: Overrides = None, gpus: Gpus = None, nodes: Nodes = 1,
+    dry_run: DryRun = False, python: Python = None, open_instruct: Checkout = None,
+    allow_unpinned: Unpinned = False, allow_unproven: Unproven = False, strict: Strict = False,
+    format: FormatOption = Format.text,
+) -> None:  # fmt: skip
+    """Validate, plan and run one DPO stage, then judge it."""
+    _stage("dpo", config, overrides, gpus, nodes, dry_run, python, open_instruct, allow_unpinned,
+           allow_unproven, strict, format)  # fmt: skip
+
+
+def _stage(
+    stage: str, config: Path, overrides: list[str] | None, gpus: int | None, nodes: int,
+    dry_run: bool, python: Path | None, checkout: Path | None, allow_unpinned: bool,
+    allow_unproven: bool, strict: bool, format: Format,
+) -> None:  # fmt: skip
+    from launcher import report, start
+
+    request = start.Request(
+        stage=stage, config=config, overrides=overrides or (), gpus=gpus, nodes=nodes, python=python,
+        checkout=checkout, allow_unpinned=allow_unpinned, strict=strict,
+    )  # fmt: skip
+    if nodes > 1 and not dry_run:
+        raise UsageError(
+            _usage("several-nodes", "only --dry-run plans for several machines as yet")
+        )
+    as_json = format is Format.json
+    prepared = start.prepare(request, running=not dry_run)
+    if not as_json:
+        report.findings(prepared.findings)
+    if dry_run:
+        if as_json:
+            report.envelope(stage, True, prepared.findings, _plan_json(prepared))
+        else:
+            report.dry_run(prepared.plan, prepared.command)
+        return
+    if not as_json:
+        for line in report.plan_lines(prepared.plan):
+            report.say(line, err=True)
+        console = prepared.folder.console(prepared.attempt)
+        report.say(f"log: {console}", err=True)
+    ended = start.run(prepared)
+    verdict = start.finish(prepared.folder)
+    code = start.exit_code(ended, verdict, allow_unproven=allow_unproven)
+    if as_json:
+        data = {**verdict.as_json(), "run": str(prepared.folder.path)}
+        report.envelope(stage, code is Exit.OK, prepared.findings, data)
+    else:
+        report.verdict(verdict)
+        report.say(f"run: {prepared.folder.path}\nreport: {prepared.folder.path / 'report.html'}")
+    raise typer.Exit(code)
+
+
+def _plan_json(prepared: object) -> dict[str, object]:
+    from launcher.start import Prepared
+
+    assert isinstance(prepared, Prepared)
+    return {
+        "plan": {"gpus": [prepared.plan.as_json()]},
+        "upstream": prepared.plan.stage.upstream.as_json(),
+        "derived": {name: d.value for name, d in prepared.plan.derived.items()},
+        "argv": list(prepared.command.argv),
+        "env": dict(prepared.command.env),
+        "cwd": str(prepared.command.cwd),
+        "run": str(prepared.folder.path),
+    }
+
+
+@app.command(
+    "validate-config", epilog="Example: launch validate-config configs/tulu/*.yaml --strict"
+)
+def validate_config(
+    paths: Annotated[list[Path], typer.Argument(help="stage files", show_default=False)],
+    stage: Annotated[str | None, typer.Option("--stage", help="sft or dpo, for flat files")] = None,
+    open_instruct: Checkout = None,
+    allow_unpinned: Unpinned = False,
+    strict: Strict = False,
+    format: FormatOption = Format.text,
+) -> None:
+    """Say everything that upstream would refuse, ignore or misread; no GPU, no packages needed."""
+    from launcher import config, report
+    from launcher import stage as stages
+
+    if stage not in {None, "sft", "dpo"}:
+        raise UsageError(
+            _usage("bad-stage", f"`{stage}` is no stage", "--stage sft or --stage dpo")
+        )
+    found: list[Finding] = []
+    files: list[dict[str, object]] = []
+    for path in paths:
+        entry: dict[str, object] = {"path": str(path)}
+        try:
+            loaded = config.load(path)
+            judged = stages.judge(
+                loaded, stage=stage, checkout=open_instruct, allow_unpinned=allow_unpinned
+            )
+            mine = judged.findings
+            source = judged.upstream.as_json() if judged.upstream else None
+            entry |= {"stage": judged.stage, "shape": loaded.shape, "upstream": source}
+        except InvalidConfig as error:
+            mine = error.findings
+        entry["valid"] = not errors(mine, strict=strict)
+        files.append(entry)
+        found += mine
+    ok = all(entry["valid"] for entry in files)
+    if format is Format.json:
+        report.envelope("validate-config", ok, found, {"files": files})
+    else:
+        report.findings(found)
+        for entry in files:
+            report.say(
+                f"{entry['path']}: {'valid' if entry['valid'] else 'invalid'}{_checked(entry)}"
+            )
+    raise typer.Exit(Exit.OK if ok else Exit.CONFIG)
+
+
+def _checked(entry: dict[str, object]) -> str:
+    source = entry.get("upstream")
+    if not isinstance(source, dict):
+        return ""
+    where = source["root"] if source["root"] else "the committed snapshot"
+    return f" ({entry['stage']}, {source['backend']} {source['version']}, {where})"
+
+
+@app.command(epilog="Example: launch check runs/20260101T000000Z-sft-demo --format json")
+def check(
+    target: Annotated[str, typer.Argument(metavar="RUN|LOG", help="a run, or any console log")],
+    allow_unproven: Unproven = False,
+    format: FormatOption = Format.text,
+) -> None:
+    """Judge a run of ours, or what a stranger's log alone can prove."""
+    from launcher import check as checks
+    from launcher import evidence, report, rundir, start
+
+    folder, unpinned = None, ()
+    if Path(target).is_file():
+        found = evidence.read_log(Path(target))
+        verdict = checks.judge(found.stage, checks.expected_from_log(found.log), found)
+    else:
+        folder = rundir.find(target)
+        if folder is None:
+            raise UsageError(
+                _usage("no-such-run", f"there is no run or log `{target}`", "launch runs")
+            )
+        verdict = start.finish(folder)
+        unpinned = start.unpinned_note(folder)
+    code = start.exit_code(None, verdict, allow_unproven=allow_unproven)
+    if format is Format.json:
+        report.envelope("check", code is Exit.OK, unpinned, verdict.as_json())
+    else:
+        report.findings(unpinned)
+        report.verdict(verdict)
+    raise typer.Exit(code)
+
+
+@app.command(epilog="Example: launch runs --format json")
+def runs(format: FormatOption = Format.text) -> None:
+    """List every run that is known on this machine."""
+    from launcher import overview, report, rundir
+
+    rows = [overview.row(folder) for folder in rundir.known_runs()]
+    if format is Format.json:
+        report.envelope("runs", True, (), rows)
+    elif rows:
+        report.table(rows, overview.COLUMNS)
+    else:
+        report.say("no runs yet")
+
+
+def _usage(code: str, message: str, help: str | None = None) -> Finding:
+    return Finding(severity="error", layer="launch", code=code, message=message, help=help)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The console entry: every way out is one of the documented exit codes."""
+    arguments = sys.argv[1:] if argv is None else argv
+    code = _guarded(lambda: app(args=arguments, prog_name="launch"), arguments)
+    if argv is None:
+        sys.exit(code)
+    return code
+
+
+def _guarded(call: Callable[[], object], arguments: list[str]) -> int:
+    from launcher import report
+
+    try:
+        call()
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
+    except LaunchError as error:
+        if ("json" in arguments and "--format" in arguments) or "--format=json" in arguments:
+            report.envelope(arguments[0], False, error.findings, None)
+        else:
+            report.findings(error.findings)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return Exit.INTERRUPTED
+    except BrokenPipeError:
+        # the reader has gone: nothing is left to say, and Python must not complain at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return Exit.OK
+    except Exception as error:
+        return _bug(error, arguments)
+    return Exit.OK
+
+
+def _bug(error: Exception, arguments: list[str]) -> int:
+    """Traceback and versions to a file, ready for an issue; one line on the screen."""
+    from launcher import rundir
+
+    folder = rundir.state_folder()
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
+    text = "".join(traceback.format_exception(error))
+    path = folder / f"bug-{now}.txt"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        head = f"launch {' '.join(arguments)}\nPython {platform.python_version()}, {platform.platform()}\n\n"
+        path.write_text(rundir.redact(head + text), encoding="utf-8")
+    except OSError:
+        typer.echo(text, err=True)
+    typer.echo(f"bug in launch: {type(error).__name__}: {error}  (traceback in {path})", err=True)
+    return Exit.BUG
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Evidence -> how the run ended, and the first real error: an `Ending`.
+
+A traceback in a log proves no crash: training data is printed into it, and a handled error may be.
+What counts is an error after which no work is seen any more, an exit code, or a signal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from signal import Signals
+
+from launcher.evidence import Evidence
+from launcher.logs import Log, Signal
+
+HELP: Mapping[str, str] = {
+    "oom": "GPU memory ran out: see the memory point",
+    "oom_host": "host memory ran out: fewer dataset or dataloader workers, no offloading, or a "
+    "machine with more memory",
+    "refused": "the trainer's parser refused the arguments: `launch validate-config` names them",
+    "nccl_timeout": "a collective timed out: one rank was busy or dead. If rank 0 was still "
+    "tokenizing, prepare the data first (`launch prepare`) or raise `timeout`",
+    "port_in_use": "another run holds the port: choose another main process port",
+    "flash_attn_missing": "with CUDA present open-instruct needs the `flash_attn` package to be "
+    "importable: `launch doctor` says how to get it",
+    "disk_full": "the disk is full: free space, or point the output and cache folders elsewhere",
+    "time_limit": "the scheduler's time limit was reached: ask for more, and set "
+    "`checkpointing_steps` so that the run can resume",
+    "ended_early": "training ended without an error, before the announced last step",
+    "no_save": "training ended without an error, but no final save was seen",
+}
+
+_STOPS = {Signals.SIGINT, Signals.SIGTERM}
+# A process does these to itself; the others come from outside.
+_OWN_FAULTS = {s for s in Signals if s.name in ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")}
+_WORK = (
+    *("total_steps", "liger_attempted", "liger_applied", "attention", "packing", "resumed"),
+    *("reference_hit", "progress", "training_completed", "saved"),
+)
+_FAILURES = ("exception", "child_failed", "child_signal", "refused", "shell_killed", "cancelled")
+_MESSENGERS = ("ChildFailedError", "CalledProcessError", "SignalException")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a run ended. `state` is as in the `finish` point; `proved` is False where the evidence
+    allows it to have ended well and does not show it; `reason` is a key of `HELP`."""
+
+    state: str
+    proved: bool
+    reason: str | None = None
+    error: Mapping[str, str] | None = None
+    signal: str | None = None
+    lines: tuple[Signal, ...] = ()
+
+
+def fatal(log: Log, *names: str) -> tuple[Signal, ...]:
+    """The signals of these names after which the log shows no work any more.
+
+    One step may still be logged: rank 0 prints it while another rank is already going under.
+    """
+    work = max((s.line for s in log.all(*_WORK)), default=0)
+    work = max(work, log.steps[-2].line if len(log.steps) > 1 else 0)
+    return tuple(s for s in log.all(*names) if s.line > work)
+
+
+def ending(evidence: Evidence) -> Ending:
+    """How the run ended: an exit record counts first, then the log and the probe."""
+    log, ended = evidence.log, evidence.exit
+    failures = fatal(log, *_FAILURES) if log else ()
+    signal = _signal(evidence, failures)
+    code = ended.returncode if ended else _probe_code(evidence)
+    failed = (
+        bool(code) or (code is None and bool(failures)) or (ended is None and _raised(evidence))
+    )
+    if signal is None and not failed:
+        return _well(evidence, clean=code == 0)
+    state = "crashed"
+    if signal is not None and signal not in _OWN_FAULTS:
+        state = "stopped" if signal in _STOPS else "killed"
+    reason = next((name for name in HELP if log and fatal(log, name)), None)
+    if any("TIME LIMIT" in s.fields.get("why", "") for s in failures):
+        state, reason = "killed", "time_limit"
+    return Ending(
+        state=state,
+        proved=True,
+        reason=reason,
+        error=_error(evidence, failures),
+        signal=signal.name if signal else None,
+        lines=failures[:3],
+    )
+
+
+def _well(evidence: Evidence, clean: bool) -> Ending:
+    """The ending of a run of which nothing bad is known; `clean` if it is known to be over."""
+    last, total, log = evidence.last_step, evidence.total_steps, evidence.log
+    clean = clean or bool(log and log.first("training_completed"))
+    all_steps = last is not None and last >= total if total is not None else clean
+    if all_steps and evidence.final_save:
+        return Ending(state="completed", proved=True)
+    if not clean:
+        return Ending(state="running", proved=False)
+    if log and log.asked.get("cache_dataset_only") == "True" and last is None:
+        return Ending(state="completed", proved=True)
+    if not all_steps:
+        return Ending(state="stopped", proved=True, reason="ended_early")
+    return Ending(state="stopped", proved=False, reason="no_save")
+
+
+def _signal(evidence: Evidence, failures: tuple[Signal, ...]) -> Signals | None:
+    """The signal that ended the run, by its exit or by what torchrun, accelerate and bash say."""
+    numbers: list[int] = []
+    if evidence.exit is not None:
+        code = evidence.exit.returncode
+        if code == 0 and not evidence.exit.signal:
+            return None
+        numbers += [evidence.exit.signal or 0, -code, code - 128]
+    log = evidence.log
+    if log is not None and (asked := fatal(log, "stop_asked")):
+        numbers.append(int(asked[0].fields["signal"]))
+    roots = [s for s in failures if s.name == "child_failed" and "rank" in s.fields]
+    roots = roots or [s for s in failures if s.name == "child_failed"][-1:]
+    numbers += [-int(s.fields["exitcode"]) for s in roots[:1]]
+    numbers += [int(s.fields["signal"]) for s in failures if s.name == "child_signal" and not roots]
+    if (error := _error(evidence, failures)) and error["type"] == "KeyboardInterrupt":
+        numbers.append(Signals.SIGINT)
+    numbers += [Signals.SIGKILL for s in failures if s.name == "shell_killed"]
+    numbers += [Signals.SIGTERM for s in failures if s.name == "cancelled"]
+    return next((Signals(n) for n in numbers if n in set(Signals)), None)
+
+
+def _probe_code(evidence: Evidence) -> int | None:
+    """0 if every rank's probe saw a clean end, another number if one saw a bad one."""
+    if evidence.probe is None:
+        return None
+    codes = [event.number("exit") for _, event in evidence.probe.events("end")]
+    if any(codes):
+        return 1
+    ranks = evidence.probe.ranks.values()
+    whole = not evidence.probe.missing and all(r.last("end") for r in ranks)
+    return 0 if whole else None
+
+
+def _raised(evidence: Evidence) -> bool:
+    return evidence.probe is not None and any(True for _ in evidence.probe.events("error"))
+
+
+def _error(evidence: Evidence, failures: tuple[Signal, ...]) -> dict[str, str] | None:
+    """The first real error: not the launcher's report of it, and the last of a chain."""
+    raised = [s for s in failures if s.name == "exception"]
+    real = [s for s in raised if not s.fields["type"].endswith(_MESSENGERS)]
+    if not real and evidence.log:  # another rank was still at work when this one was going under
+        earlier = evidence.log.all("exception")
+        real = [s for s in earlier if not s.fields["type"].endswith(_MESSENGERS)][-1:]
+    chosen: Signal | None = None
+    for signal in real:
+        same_rank = chosen is not None and signal.fields["rank"] == chosen.fields["rank"]
+        if chosen is None or (same_rank and signal.fields["chained"]):
+            chosen = signal
+    refused = next((s for s in failures if s.name == "refused"), None)
+    if refused is not None:
+        return {"type": "arguments", "message": refused.fields["message"]}
+    if chosen is not None:
+        return {key: chosen.fields[key] for key in ("type", "message", "at", "rank")}
+    for record, event in evidence.probe.events("error") if evidence.probe else ():
+        kind, message = event.text("type") or "", event.text("message") or ""
+        return {"type": kind, "message": message, "rank": str(record.rank)}
+    if raised:
+        return {key: raised[0].fields[key] for key in ("type", "message", "at", "rank")}
+    return None

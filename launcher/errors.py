@@ -1,0 +1,109 @@
+"""Findings, the exception tree and the exit codes: how `launch` says that something is wrong.
+
+LaunchError                  anything a user can cause and mend
+├── InvalidConfig            exit 3   carries every finding, not only the first
+├── NotReady                 exit 5   this machine lacks something the run needs
+└── UsageError               exit 2   the command line itself makes no sense
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+Severity = Literal["error", "warning", "note"]
+Layer = Literal["parser", "run", "launch"]
+
+
+class Exit(IntEnum):
+    """The exit codes of every command; the README's table is tested against this one."""
+
+    OK = 0
+    VERDICT = 1
+    USAGE = 2
+    CONFIG = 3
+    TRAINING = 4
+    NOT_READY = 5
+    BUG = 70
+    INTERRUPTED = 130
+
+
+EXIT_MEANING: dict[Exit, str] = {
+    Exit.OK: "fine",
+    Exit.VERDICT: "the verdict failed or is unproven (`--allow-unproven` makes the latter 0)",
+    Exit.USAGE: "the command line is wrong",
+    Exit.CONFIG: "the config is invalid",
+    Exit.TRAINING: "training failed",
+    Exit.NOT_READY: "the machine is not ready",
+    Exit.BUG: "a bug in launch (traceback in a file, one line on the screen)",
+    Exit.INTERRUPTED: "interrupted",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing worth saying about a config, a plan or a machine.
+
+    `layer` tells who objects: `parser` is upstream's own parser and `__post_init__`, `run` is
+    upstream later on (a crash, or a value that does nothing), `launch` is our own format and rules.
+    `code` is stable and listed in docs/findings.md; `line` is 1-based.
+    """
+
+    severity: Severity
+    layer: Layer
+    code: str
+    message: str
+    key: str | None = None
+    help: str | None = None
+    file: str | None = None
+    line: int | None = None
+
+    def as_json(self) -> dict[str, object]:
+        """The finding as the JSON contract spells it; every key is always there."""
+        names = ("severity", "layer", "code", "key", "message", "help", "file", "line")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def place(self) -> str | None:
+        """`file:line`, clickable in most terminals; None where there is no file."""
+        if self.file is None:
+            return None
+        return self.file if self.line is None else f"{self.file}:{self.line}"
+
+
+class LaunchError(Exception):
+    """Base of everything a user can cause and mend; shown without a traceback."""
+
+    exit_code: Exit = Exit.USAGE
+
+    def __init__(self, findings: Finding | Iterable[Finding]) -> None:
+        self.findings: tuple[Finding, ...] = (
+            (findings,) if isinstance(findings, Finding) else tuple(findings)
+        )
+        super().__init__("; ".join(f.message for f in self.findings))
+
+
+class UsageError(LaunchError):
+    """The command line makes no sense (exit 2)."""
+
+    exit_code = Exit.USAGE
+
+
+class InvalidConfig(LaunchError):
+    """The stage file, or what it asks for, is refused (exit 3)."""
+
+    exit_code = Exit.CONFIG
+
+
+class NotReady(LaunchError):
+    """This machine lacks something that the run needs (exit 5)."""
+
+    exit_code = Exit.NOT_READY
+
+
+def errors(findings: Iterable[Finding], *, strict: bool = False) -> tuple[Finding, ...]:
+    """Those findings that stop a run: errors, and under `strict` warnings too."""
+    stops = {"error", "warning"} if strict else {"error"}
+    return tuple(f for f in findings if f.severity in stops)

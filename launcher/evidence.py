@@ -1,0 +1,316 @@
+"""Everything a run left behind -> `Evidence`: its console log, its probe's events, its exit.
+
+Each part may be missing. By default it is all of the last attempt: `console.3.log` and
+`exit.3.json` with the probe's events since the third `start`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.backends import open_instruct_log, trl_log
+from launcher.logs import Log, Pattern, Signal, scan
+
+PATTERNS: tuple[Pattern, ...] = tuple(dict.fromkeys(open_instruct_log.PATTERNS + trl_log.PATTERNS))
+"""The patterns of every backend: a stranger's log does not say which one wrote it."""
+
+MEASURED = ("tokens", "positions", "seconds", "allocated_gib", "reserved_gib")
+"""The numbers of a `ProbeStep`."""
+
+KEPT_EVENTS = 1_000  # of each name but `step`, a rank
+_NUMBERED = re.compile(r"\.(\d+)\.(?:log|json)$")
+_CHECKPOINT = re.compile(r"(?:^|/)(?:step_|epoch_|global_step|checkpoint-)\d+(?:/|$)")
+_REWARD = re.compile(r"^rewards/")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One line of a rank's JSONL; `line` is 1-based."""
+
+    line: int
+    name: str
+    fields: Mapping[str, object]
+
+    def text(self, key: str) -> str | None:
+        """The field as text, None where it is missing or null."""
+        value = self.fields.get(key)
+        return None if value is None else str(value)
+
+    def number(self, key: str) -> float | None:
+        """The field as a finite number, None where it is none."""
+        return _finite(self.fields.get(key))
+
+    def shown(self) -> str:
+        """The event as it stands in the file, short."""
+        return json.dumps({"event": self.name, **self.fields}, ensure_ascii=False)[:300]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeStep:
+    """One optimizer step as one rank lived it; memory in GiB, time in seconds."""
+
+    line: int
+    step: int
+    loss: float | None
+    finite: bool
+    tokens: float | None
+    positions: float | None
+    seconds: float | None
+    allocated_gib: float | None
+    reserved_gib: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRecord:
+    """What one rank's probe wrote in one attempt; `garbage` counts unreadable lines of the file."""
+
+    rank: int
+    path: Path
+    events: tuple[Event, ...]
+    steps: tuple[ProbeStep, ...]
+    garbage: int
+
+    def all(self, *names: str) -> tuple[Event, ...]:
+        """The events of these names, in order."""
+        return tuple(e for e in self.events if e.name in names)
+
+    def last(self, name: str) -> Event | None:
+        """The last event of this name."""
+        return next((e for e in reversed(self.events) if e.name == name), None)
+
+    def start(self, key: str) -> int | None:
+        """A whole number out of the attempt's `start` event."""
+        event = self.last("start")
+        value = event.number(key) if event else None
+        return None if value is None else int(value)
+
+    @property
+    def liger_calls(self) -> Mapping[str, int]:
+        """Calls by operation, as counted last."""
+        event = self.last("liger")
+        calls = event.fields.get("calls") if event else None
+        if not isinstance(calls, dict):
+            return {}
+        return {str(k): int(n) for k, v in calls.items() if (n := _finite(v)) is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """The records of all ranks of one attempt, by rank."""
+
+    ranks: Mapping[int, RankRecord]
+
+    @property
+    def world(self) -> int:
+        """How many ranks there should be."""
+        worlds = [record.start("world") or 1 for record in self.ranks.values()]
+        return max(worlds, default=0)
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Ranks that left no record."""
+        return tuple(rank for rank in range(self.world) if rank not in self.ranks)
+
+    @property
+    def last_step(self) -> int | None:
+        """The last optimizer step that any rank finished."""
+        return max((r.steps[-1].step for r in self.ranks.values() if r.steps), default=None)
+
+    def events(self, *names: str) -> Iterator[tuple[RankRecord, Event]]:
+        """The events of these names, rank by rank."""
+        for _, record in sorted(self.ranks.items()):
+            for event in record.all(*names):
+                yield record, event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitRecord:
+    """How the training command ended; a negative `returncode` is a signal too."""
+
+    path: Path
+    returncode: int
+    signal: int | None
+    started: str | None
+    ended: str | None
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """All that is known of one attempt of a run."""
+
+    log: Log | None = None
+    probe: Probe | None = None
+    exit: ExitRecord | None = None
+
+    @property
+    def last_step(self) -> int | None:
+        """The last optimizer step that the log or the probe saw."""
+        seen = [part.last_step for part in (self.log, self.probe) if part is not None]
+        if self.log is not None and (progress := self.log.last("progress")):
+            seen.append(int(progress.fields["step"]))
+        return max((s for s in seen if s is not None), default=None)
+
+    @property
+    def total_steps(self) -> int | None:
+        """The optimizer steps that the log announced."""
+        if self.log is None:
+            return None
+        progress = self.log.last("progress")
+        return self.log.total_steps or (int(progress.fields["total"]) if progress else None)
+
+    @property
+    def final_save(self) -> Signal | tuple[RankRecord, Event] | None:
+        """Where the final model was seen to be saved: after the last step, and no checkpoint."""
+        if self.log is not None:
+            since = self.log.steps[-1].line if self.log.steps else 0
+            for signal in self.log.all("saved", "remaining"):
+                if signal.line >= since and _final(signal):
+                    return signal
+        for record, event in self.probe.events("saved") if self.probe else ():
+            since = record.steps[-1].line if record.steps else 0
+            if event.line > since and not _CHECKPOINT.search(event.text("path") or ""):
+                return record, event
+        return None
+
+    @property
+    def stage(self) -> str | None:
+        """`sft` or `dpo`, from the arguments dump, DPO's rewards, or the script; None if unknown."""
+        log, stages = self.log, open_instruct_log.STAGES
+        if log is not None and (named := [stages[b] for b in log.blocks if b in stages]):
+            return named[-1]
+        if log is not None and log.steps:
+            return "dpo" if any(map(_REWARD.match, log.steps[-1].extra)) else "sft"
+        for _, start in self.probe.events("start") if self.probe else ():
+            script = Path(start.text("target") or "").name
+            return (
+                "dpo" if "dpo" in script else "sft" if re.search("sft|finetune", script) else None
+            )
+        return None
+
+
+def read_log(path: Path, patterns: Sequence[Pattern] = PATTERNS) -> Evidence:
+    """The evidence of a console log alone. Raises OSError if it cannot be read."""
+    return Evidence(log=scan(path, patterns))
+
+
+def read_run(
+    folder: Path, patterns: Sequence[Pattern] = PATTERNS, attempt: int | None = None
+) -> Evidence:
+    """The evidence of a run folder, of its last attempt unless one is named.
+
+    What is missing or unreadable is None. Raises OSError if a file that is there cannot be opened.
+    """
+    if attempt is None:
+        files = [*folder.glob("console*.log"), *folder.glob("exit*.json")]
+        attempt = max(map(_attempt, files), default=None)
+    infix = "" if attempt in (None, 1) else f".{attempt}"
+    console = folder / f"console{infix}.log"
+    return Evidence(
+        log=scan(console, patterns) if console.is_file() else None,
+        probe=_read_probe(folder / "probe", attempt),
+        exit=_read_exit(folder / f"exit{infix}.json", attempt or 1),
+    )
+
+
+def _final(signal: Signal) -> bool:
+    """Whether a save is the final one: open-instruct says the same of its checkpoints."""
+    if signal.name == "remaining":
+        return bool(re.search(r"'(?:adapter_)?(?:pytorch_)?model[\w.-]*'", signal.fields["files"]))
+    return not _CHECKPOINT.search(signal.fields["path"])
+
+
+def _attempt(path: Path) -> int:
+    found = _NUMBERED.search(path.name)
+    return int(found[1]) if found else 1
+
+
+def _finite(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _read_exit(path: Path, attempt: int) -> ExitRecord | None:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    if not isinstance(values, dict) or not isinstance(values.get("returncode"), int):
+        return None
+    signal = values.get("signal")
+    return ExitRecord(
+        path=path,
+        returncode=values["returncode"],
+        signal=signal if isinstance(signal, int) else None,
+        started=values.get("started"),
+        ended=values.get("ended"),
+        attempt=values.get("attempt") or attempt,
+    )
+
+
+def _read_probe(folder: Path, attempt: int | None) -> Probe | None:
+    records = [_read_rank(path, attempt) for path in sorted(folder.glob("rank-*.jsonl"))]
+    found = [r for r in records if r is not None]
+    # A rank of an earlier, larger attempt left its file behind: it is not of this one.
+    latest = max((r.start("attempt") or 1 for r in found), default=1)
+    ours = [r for r in found if (r.start("attempt") or 1) == latest]
+    world = next((r.start("world") for r in ours if r.rank == 0), None)
+    ranks = {r.rank: r for r in ours if world is None or r.rank < world}
+    return Probe(ranks=ranks) if ranks else None
+
+
+def _read_rank(path: Path, attempt: int | None) -> RankRecord | None:
+    """The events since the last `start`, of the attempt if it is named."""
+    events: dict[str, list[Event]] = {}
+    steps: list[ProbeStep] = []
+    garbage, ours = 0, True
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            event = _event(number, raw)
+            if event is None:
+                garbage += bool(raw.strip())
+                continue
+            if event.name == "start":
+                ours = attempt is None or (event.number("attempt") or attempt) == attempt
+                events, steps = ({}, []) if ours else (events, steps)
+            if not ours:
+                continue
+            if event.name == "step":
+                steps += _step(event)
+                continue
+            kept = events.setdefault(event.name, [])
+            kept.append(event)
+            if len(kept) > KEPT_EVENTS:
+                del kept[KEPT_EVENTS // 2]
+    digits = re.sub(r"\D", "", path.stem)
+    if not events and not steps:
+        return None
+    flat = sorted((e for kept in events.values() for e in kept), key=lambda e: e.line)
+    return RankRecord(
+        rank=int(digits or 0), path=path, events=tuple(flat), steps=tuple(steps), garbage=garbage
+    )
+
+
+def _event(line: int, raw: bytes) -> Event | None:
+    try:
+        values = json.loads(raw)
+    except ValueError:
+        return None
+    name = values.pop("event", None) if isinstance(values, dict) else None
+    return Event(line=line, name=name, fields=values) if isinstance(name, str) else None
+
+
+def _step(event: Event) -> list[ProbeStep]:
+    number = event.number("step")
+    if number is None:
+        return []
+    loss, raw = event.number("loss"), event.fields.get("loss")
+    finite = event.fields.get("finite") is not False and (raw is None or loss is not None)
+    measured = {key: event.number(key) for key in MEASURED}
+    return [ProbeStep(line=event.line, step=int(number), loss=loss, finite=finite, **measured)]

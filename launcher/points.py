@@ -1,0 +1,329 @@
+"""Evidence -> what can be said about each point: a `Seen`, with the lines it rests on.
+
+Each function takes the evidence and what is wanted (None: nothing), because what proves a point
+depends on it: an announcement can disprove `off`, and never prove `engaged`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from launcher.backends.open_instruct_log import ATTENTION
+from launcher.ending import HELP, ending, fatal
+from launcher.evidence import Event, Evidence, ProbeStep, RankRecord
+from launcher.logs import Log, Signal, StepLine
+from launcher.measures import losses, peak_allocated_gib
+
+OPERATIONS = ("rms_norm", "rope", "swiglu", "fused_linear_cross_entropy", "preference_loss")
+TREND_LOSSES = 8  # fewer say nothing
+TREND_BINS = 64
+TREND_CHANGE = 0.01  # of the loss, from the first step to the last
+TREND_Z = 2.33  # one-sided 1 %
+
+_OOM_HELP = (
+    "lower the micro-batch and keep the global batch (`batch: {per_device: N}`), switch activation "
+    "checkpointing on (SFT `gradient_checkpointing: true`, DPO `activation_memory_budget` below 1), "
+    "or lower `max_seq_length`; with packing a micro-batch holds every token of its rows at once, "
+    "so fewer rows (or `packing: false`) shrink it"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cite:
+    """One line that a point rests on; `line` is 1-based."""
+
+    source: Literal["probe", "log", "exit"]
+    file: str
+    line: int | None
+    text: str
+
+    def as_json(self) -> dict[str, object]:
+        """As the JSON contract spells it."""
+        return {"source": self.source, "file": self.file, "line": self.line, "text": self.text}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """A point's state; `proved` is False where the evidence settles nothing for what is wanted."""
+
+    state: str
+    proved: bool = True
+    cites: tuple[Cite, ...] = ()
+    detail: Mapping[str, object] = field(default_factory=dict)
+
+
+def _liger(evidence: Evidence, want: str | None) -> Seen:
+    counted = _liger_counted(evidence, want)
+    return counted or _liger_logged(evidence.log, want, _patches(evidence))
+
+
+def _liger_counted(evidence: Evidence, want: str | None) -> Seen | None:
+    """From the calls counted in every rank; None where no rank came as far as a step."""
+    probe, log = evidence.probe, evidence.log
+    if probe is None or probe.last_step is None:
+        return None
+    calls = {rank: record.liger_calls for rank, record in sorted(probe.ranks.items())}
+    names = dict.fromkeys((*OPERATIONS, *(op for counts in calls.values() for op in counts)))
+    detail: dict[str, object] = {
+        op: {str(rank): counts.get(op, 0) for rank, counts in calls.items()} for op in names
+    }
+    if probe.missing:
+        detail["missing_ranks"] = list(probe.missing)
+    cites = tuple(_of_event(r, e) for r in probe.ranks.values() if (e := r.last("liger")))
+    if all(any(counts.values()) for counts in calls.values()):
+        proved = not probe.missing or want == "off"
+        return Seen(state="engaged", proved=proved, cites=cites, detail=detail)
+    idle = [rank for rank, counts in calls.items() if not any(counts.values())]
+    if len(idle) < len(calls):
+        detail["idle_ranks"] = idle
+    asked = want == "engaged" or (log is not None and log.asked.get("use_liger_kernel") == "True")
+    state = "not_engaged" if asked or len(idle) < len(calls) else "off"
+    cites += tuple(
+        _of_step(r, r.steps[-1]) for r in probe.ranks.values() if r.rank in idle and r.steps
+    )
+    return Seen(state=state, cites=cites, detail=detail)
+
+
+def _liger_logged(log: Log | None, want: str | None, patches: tuple[Cite, ...]) -> Seen:
+    """From announcements, which can rule Liger out but never prove that it runs."""
+    applied = log.all("liger_applied") if log else ()
+    if applied or patches:
+        kwargs = applied[0].fields.get("kwargs") if applied else None
+        detail = {} if kwargs is None else {"kwargs": kwargs}
+        cites = (*patches, *_of_signals(log, applied))
+        return Seen(state="applied", proved=want != "engaged", cites=cites, detail=detail)
+    refused = log.all("liger_unsupported") if log else ()
+    attempted = log.all("liger_attempted") if log else ()
+    cites = _of_signals(log, (*attempted, *refused))
+    if refused:
+        return Seen(state="not_engaged", cites=cites, detail={"reason": refused[0].text})
+    if attempted:
+        return Seen(state="attempted", proved=want == "off", cites=cites)
+    # Training began and the attempt, logged right before it, is not there: it was never made
+    # (use_qlora wins over use_liger_kernel, and dpo.py does not read it).
+    began = log is not None and bool(log.asked) and bool(log.first("total_steps", "progress"))
+    asked_off = log is not None and log.asked.get("use_liger_kernel") == "False"
+    detail = {"reason": "the log shows no attempt to apply it"} if want == "engaged" else {}
+    proved = began or (asked_off and want == "off")
+    cites = _of_asked(log, "use_liger_kernel")
+    return Seen(state="off", proved=proved, cites=cites, detail=detail)
+
+
+def _patches(evidence: Evidence) -> tuple[Cite, ...]:
+    events = evidence.probe.events("liger_patch") if evidence.probe else ()
+    return tuple(_of_event(record, event) for record, event in events)
+
+
+def _packing(evidence: Evidence, want: str | None) -> Seen:
+    for name, states in (
+        ("packing_isolation", ("leaking", "isolated")),
+        ("packing", ("on", "off")),
+    ):
+        seen = _probe_state(evidence, name, states)
+        if seen is not None:
+            # `on` is no proof of isolation, and none against it
+            return replace(seen, proved=not (seen.state == "on" and want == "isolated"))
+    log = evidence.log
+    said = log.all("packing") if log else ()
+    asked = log.asked.get("packing") if log else None
+    if said or asked == "True":
+        cites = (*_of_signals(log, said), *_of_asked(log, "packing"))
+        return Seen(state="on", proved=want != "isolated", cites=cites)
+    cites = _of_asked(log, "packing")
+    return Seen(state="off" if cites else "unknown", proved=bool(cites), cites=cites)
+
+
+def _attention(evidence: Evidence, want: str | None) -> Seen:
+    for record, event in evidence.probe.events("model") if evidence.probe else ():
+        if state := event.text("attention"):
+            return Seen(state=state, cites=(_of_event(record, event),))
+    log = evidence.log
+    detected = log.last("attention") if log else None
+    chosen = log.asked.get("attn_implementation") if log else None  # DPO's own argument wins
+    word = (chosen or "").strip("'") or (detected.fields["value"] if detected else "")
+    if word in ("", "None"):
+        return Seen(state="unknown", proved=False)
+    state = ATTENTION.get(word, word)
+    cites = _of_signals(log, (detected,) if detected else ())
+    other = want is not None and ATTENTION.get(want, want) != state
+    return Seen(state=state, proved=other, cites=cites, detail={"announced": word})
+
+
+def _dataset_cache(evidence: Evidence, _want: str | None) -> Seen:
+    seen = _probe_state(evidence, "dataset_cache", ("stale", "miss", "hit"))
+    missed = evidence.log.all("dataset_missed", "dataset_saved") if evidence.log else ()
+    found = evidence.log.all("dataset_found") if evidence.log else ()
+    return seen or _cache_logged(evidence.log, missed, found)
+
+
+def _reference_cache(evidence: Evidence, _want: str | None) -> Seen:
+    seen = _probe_state(evidence, "reference_cache", ("stale", "miss", "hit"))
+    missed = evidence.log.all("reference_missed") if evidence.log else ()
+    found = evidence.log.all("reference_hit") if evidence.log else ()
+    return seen or _cache_logged(evidence.log, missed, found)
+
+
+def _cache_logged(log: Log | None, missed: Sequence[Signal], found: Sequence[Signal]) -> Seen:
+    """One rank fills a cache and the others then find it, so a single miss outweighs all finds."""
+    if not missed and not found:
+        return Seen(state="unknown", proved=False)
+    cites = _of_signals(log, (*missed[:1], *missed[1:][-1:]) if missed else found)
+    paths = [s.fields["path"] for s in (*found, *missed) if "path" in s.fields]
+    detail = {"path": paths[0]} if paths else {}
+    return Seen(state="miss" if missed else "hit", cites=cites, detail=detail)
+
+
+def _probe_state(evidence: Evidence, name: str, order: Sequence[str]) -> Seen | None:
+    """The gravest state that an event of this name has on any rank, in the order given."""
+    events = list(evidence.probe.events(name)) if evidence.probe else []
+    for state in order:
+        told = [(r, e) for r, e in events if e.text("state") == state]
+        if told:
+            detail = {k: v for k, v in told[0][1].fields.items() if k not in ("t", "state")}
+            return Seen(state=state, cites=tuple(_of_event(*t) for t in told), detail=detail)
+    return None
+
+
+def _loss(evidence: Evidence, _want: str | None) -> Seen:
+    log, ranks = evidence.log, evidence.probe.ranks.values() if evidence.probe else ()
+    bad: list[tuple[int, int | None, Cite]] = []
+    for line in log.steps if log else ():
+        if _nonfinite(line):
+            bad.append((line.step, None, _of_line(log, line)))
+    for record in ranks:
+        bad += [
+            (step.step, record.rank, _of_step(record, step))
+            for step in record.steps
+            if not step.finite
+        ]
+    logged = len(log.steps) if log else 0
+    counted = sum(len(record.steps) for record in ranks)
+    detail: dict[str, object] = {"logged": logged, "counted": counted}
+    if bad:
+        # a rank that is known tells more than a logged mean of the same step
+        first = min(bad, key=lambda b: (b[0], b[1] is None, b[1] or 0))
+        detail |= {"first_step": first[0], "rank": first[1], "nonfinite": len(bad)}
+        return Seen(state="nonfinite", cites=tuple(b[2] for b in bad), detail=detail)
+    if not losses(evidence):
+        return Seen(state="none_logged", proved=False, detail=detail)
+    ends = (log.steps[0], log.steps[-1]) if log and log.steps else ()
+    return Seen(state="finite", cites=tuple(_of_line(log, e) for e in ends), detail=detail)
+
+
+def _nonfinite(line: StepLine) -> bool:
+    """HF Trainer prints 0 for a loss that is NaN; the gradient norm beside it tells."""
+    hidden = line.loss == 0 and not math.isfinite(line.extra.get("grad_norm", 0.0))
+    return hidden or not math.isfinite(line.loss)
+
+
+def _trend(evidence: Evidence, _want: str | None) -> Seen:
+    finite = [loss for loss in losses(evidence) if math.isfinite(loss)]
+    detail: dict[str, object] = {"losses": len(finite)}
+    if len(finite) < TREND_LOSSES:
+        return Seen(state="too_short", proved=False, detail=detail)
+    change, z = trend(finite)
+    detail |= {"change": round(change, 4), "z": round(z, 2)}
+    sure = abs(z) >= TREND_Z and abs(change) >= TREND_CHANGE
+    state = "flat" if not sure else "falling" if change < 0 else "rising"
+    return Seen(state=state, detail=detail)
+
+
+def trend(series: Sequence[float]) -> tuple[float, float]:
+    """Relative change from first to last by the Theil-Sen slope, and Mann-Kendall's z.
+
+    Both go by pairs of losses, so that a few spikes move neither. Needs two losses or more.
+    """
+    size = math.ceil(len(series) / TREND_BINS)
+    bins = [statistics.median(series[i : i + size]) for i in range(0, len(series), size)]
+    n = len(bins)
+    pairs = [(j - i, bins[j] - bins[i]) for i in range(n) for j in range(i + 1, n)]
+    slope = statistics.median(rise / run for run, rise in pairs)
+    score = sum((rise > 0) - (rise < 0) for _, rise in pairs)
+    deviation = math.sqrt(n * (n - 1) * (2 * n + 5) / 18)
+    level = statistics.median(map(abs, bins)) or 1.0
+    return slope * (n - 1) / level, (score - math.copysign(min(1, abs(score)), score)) / deviation
+
+
+def _memory(evidence: Evidence, _want: str | None) -> Seen:
+    log, peak = evidence.log, peak_allocated_gib(evidence)
+    detail: dict[str, object] = {"peak_allocated_gib": peak}
+    error = ending(evidence).error or {}
+    told = fatal(log, "oom") if log else ()
+    if not told and not re.search(r"OutOfMemory|out of memory", " ".join(error.values())):
+        return Seen(state="ok", proved=bool(log or evidence.probe), detail=detail)
+    asked = log.asked if log else {}
+    keys = ("per_device_train_batch_size", "gradient_checkpointing", "packing", "max_seq_length")
+    detail |= {"help": _OOM_HELP, "asked": {k: asked[k] for k in keys if k in asked}}
+    if told and told[0].fields:
+        detail |= told[0].fields
+    return Seen(state="oom", cites=_of_signals(log, told), detail=detail)
+
+
+def _finish(evidence: Evidence, _want: str | None) -> Seen:
+    end, log, saved = ending(evidence), evidence.log, evidence.final_save
+    detail: dict[str, object] = {
+        "last_step": evidence.last_step,
+        "total_steps": evidence.total_steps,
+        "saved": saved is not None,
+    }
+    told = {"reason": end.reason, "signal": end.signal, "error": end.error}
+    detail |= {k: v for k, v in told.items() if v is not None}
+    if end.reason is not None:
+        detail["help"] = HELP[end.reason]
+    cites = list(_of_signals(log, end.lines))
+    if log and log.steps:
+        cites.append(_of_line(log, log.steps[-1]))
+    if saved is not None:
+        cites.append(
+            _of_event(*saved) if isinstance(saved, tuple) else _of_signals(log, (saved,))[0]
+        )
+    if evidence.exit is not None:
+        detail["returncode"] = evidence.exit.returncode
+        text = f"returncode {evidence.exit.returncode}, signal {evidence.exit.signal}"
+        cites.append(Cite(source="exit", file=str(evidence.exit.path), line=1, text=text))
+    return Seen(state=end.state, proved=end.proved, cites=tuple(cites), detail=detail)
+
+
+def _of_signals(log: Log | None, signals: Sequence[Signal]) -> tuple[Cite, ...]:
+    file = str(log.path) if log else ""
+    return tuple(Cite(source="log", file=file, line=s.line, text=s.text) for s in signals)
+
+
+def _of_asked(log: Log | None, key: str) -> tuple[Cite, ...]:
+    """The line of the arguments dump that shows this value."""
+    if log is None or key not in log.asked:
+        return ()
+    text = f"{key}={log.asked[key]}"
+    return (Cite(source="log", file=str(log.path), line=log.asked_at[key], text=text),)
+
+
+def _of_line(log: Log | None, line: StepLine) -> Cite:
+    file = str(log.path) if log else ""
+    return Cite(source="log", file=file, line=line.line, text=line.text)
+
+
+def _of_event(record: RankRecord, event: Event) -> Cite:
+    return Cite(source="probe", file=str(record.path), line=event.line, text=event.shown())
+
+
+def _of_step(record: RankRecord, step: ProbeStep) -> Cite:
+    text = f"step {step.step}, loss {step.loss}, finite {step.finite}"
+    return Cite(source="probe", file=str(record.path), line=step.line, text=text)
+
+
+POINTS: Mapping[str, Callable[[Evidence, str | None], Seen]] = {
+    "liger": _liger,
+    "packing": _packing,
+    "attention": _attention,
+    "dataset_cache": _dataset_cache,
+    "reference_cache": _reference_cache,
+    "loss": _loss,
+    "trend": _trend,
+    "memory": _memory,
+    "finish": _finish,
+}

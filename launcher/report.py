@@ -1,0 +1,113 @@
+"""Results -> text for people, the JSON envelope for machines. The only module that knows colour."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import typer
+
+from launcher.check import Verdict
+from launcher.command import Command
+from launcher.errors import Finding
+from launcher.plan import Plan
+
+SCHEMA_VERSION = 1
+_COLOUR = {"error": "red", "warning": "yellow", "note": "cyan"}
+_STATUS = {"pass": "green", "fail": "red", "unproven": "yellow"}
+_MARK = {True: "ok", False: "FAIL", None: "unproven"}
+
+
+def envelope(command: str, ok: bool, findings: Iterable[Finding], data: Any) -> None:
+    """Print the one JSON shape of every command to stdout."""
+    whole = {
+        "schema_version": SCHEMA_VERSION,
+        "command": command,
+        "ok": ok,
+        "findings": [finding.as_json() for finding in findings],
+        "data": data,
+    }
+    typer.echo(json.dumps(whole, indent=2, ensure_ascii=False, default=str))
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """One plain line, never wrapped."""
+    typer.echo(text, err=err)
+
+
+def findings(found: Sequence[Finding], *, err: bool = True) -> None:
+    """Every finding: what, where, what to do next."""
+    for finding in found:
+        head = typer.style(
+            f"{finding.severity}[{finding.code}]", fg=_COLOUR[finding.severity], bold=True
+        )
+        typer.echo(f"{head}: {finding.message}", err=err)
+        if finding.place is not None:
+            typer.echo(f"  --> {finding.place}", err=err)
+        if finding.help is not None:
+            typer.echo(f"  help: {finding.help}", err=err)
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """The plan, the source and the derived values, one fact a line."""
+    where = f"{plan.gpus} GPU(s)" if plan.gpus else "the CPU"
+    nodes = f" on each of {plan.nodes} nodes" if plan.nodes > 1 else ""
+    rows = "unknown number of" if plan.rows is None else f"{plan.rows:,}"
+    steps = (
+        "steps unknown until the data is read" if plan.steps is None else f"{plan.steps:,} steps"
+    )
+    lines = [
+        f"{plan.stage.options.stage} {plan.stage.name} on {where}{nodes}, "
+        f"deepspeed {plan.stage.options.deepspeed_name}",
+        f"source: {plan.stage.upstream.describe()}",
+        f"batch: {plan.per_device} rows x {plan.accumulation} accumulated x {plan.processes} "
+        f"process(es) = {plan.global_batch} rows a step",
+        f"data: {rows} rows, {steps}",
+    ]
+    return lines + [f"set: {name}={d.value}  ({d.why})" for name, d in plan.derived.items()]
+
+
+def dry_run(plan: Plan, command: Command) -> None:
+    """The plan and the environment as comments, then the command on one line, ready to paste."""
+    for line in plan_lines(plan):
+        typer.echo(f"# {line}")
+    typer.echo("# environment:")
+    for name, value in command.env.items():
+        typer.echo(f"#   {name}={value}")
+    typer.echo(command.shell())
+
+
+def verdict(judged: Verdict) -> None:
+    """The verdict as a table of points, then the figures."""
+    status = typer.style(judged.status, fg=_STATUS[judged.status], bold=True)
+    typer.echo(f"verdict: {status}  ({judged.stage or 'unknown stage'}, {judged.steps or 0} steps)")
+    for point in judged.points:
+        expected = "" if point.expected in {None, "any"} else f"expected {point.expected}"
+        mark = _MARK[point.ok]
+        colour = {True: "green", False: "red", None: "yellow"}[point.ok]
+        typer.echo(
+            f"  {point.name:<16}{point.state!s:<18}{typer.style(f'{mark:<10}', fg=colour)}{expected}".rstrip()
+        )
+        for key in ("error", "help"):
+            if point.ok is not True and point.detail.get(key):
+                typer.echo(f"    {key}: {point.detail[key]}")
+    figures = [
+        f"{name} {_number(value)}" for name, value in judged.metrics.items() if value is not None
+    ]
+    if figures:
+        typer.echo("  " + ", ".join(figures))
+
+
+def _number(value: Any) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
+
+
+def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
+    """Plain columns, as wide as their widest entry."""
+    shown = [[str(row.get(c) if row.get(c) is not None else "-") for c in columns] for row in rows]
+    widths = [max(len(c), *(len(r[i]) for r in shown)) for i, c in enumerate(columns)]
+    for cells in [list(columns), *shown]:
+        typer.echo(
+            "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+        )

@@ -1,0 +1,153 @@
+"""From a stage file to a verdict: prepare, run, finish. Every way to start a stage goes through here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher import check, command, config, doctor, evidence, machine, page, plan, rundir, runner
+from launcher import stage as stages
+from launcher.backends import BACKENDS
+from launcher.command import Command
+from launcher.errors import Exit, Finding, InvalidConfig, UsageError, errors
+from launcher.machine import Trainer
+from launcher.plan import Plan
+from launcher.rundir import RunFolder
+from launcher.upstream import locate
+from launcher.view import View
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One command line: which stage, from which file, on what."""
+
+    stage: str
+    config: Path
+    overrides: Sequence[str] = ()
+    gpus: int | None = None
+    nodes: int = 1
+    python: Path | None = None
+    checkout: Path | None = None
+    allow_unpinned: bool = False
+    strict: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """Everything decided, nothing started."""
+
+    plan: Plan
+    command: Command
+    trainer: Trainer
+    folder: RunFolder
+    attempt: int
+    output: Path | None
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Warnings and notes of validation and planning."""
+        return (*self.plan.stage.findings, *self.plan.findings)
+
+
+def prepare(request: Request, *, running: bool) -> Prepared:
+    """Load, check, plan. Raises InvalidConfig, NotReady or UsageError; writes nothing."""
+    loaded = config.load(request.config, request.overrides)
+    backend = str(loaded.options.get("backend") or "open_instruct")
+    checkout = None
+    if backend == "open_instruct":
+        checkout = locate(backend, checkout=request.checkout).root
+    trainer = machine.find_trainer(request.python, checkout)
+    judged = stages.judge(
+        loaded, stage=request.stage, checkout=request.checkout, search=trainer.path,
+        allow_unpinned=request.allow_unpinned, running=running,
+    )  # fmt: skip
+    stage = stages.validate(judged, strict=request.strict)
+    gpus = _gpus(request.gpus, stage)
+    root = rundir.runs_root()
+    first = plan.make(stage, gpus=gpus, nodes=request.nodes)
+    named = plan.output_folder(first) if stage.entry.names.output in stage.args else None
+    output = None if named is None else named.absolute()
+    folder, attempt = rundir.choose(request.stage, stage.name, output, root)
+    made = plan.make(stage, gpus=gpus, nodes=request.nodes, output=folder.path / "model")
+    if errors(made.findings, strict=request.strict):
+        raise InvalidConfig(made.findings)
+    built = command.build(made, trainer, folder.path, environ=os.environ)
+    final = plan.output_folder(made)
+    return Prepared(
+        plan=made, command=built, trainer=trainer, folder=folder, attempt=attempt,
+        output=None if final is None else final.absolute(),
+    )  # fmt: skip
+
+
+def _gpus(asked: int | None, stage: stages.Stage) -> int:
+    """`--gpus`, `num_gpus` of the file, or for TRL whatever single device is here."""
+    gpus = asked if asked is not None else stage.options.gpus
+    if gpus is None and stage.options.backend == "trl":
+        gpus = 1 if machine.gpus() else 0
+    if gpus is None or gpus < 0:
+        raise UsageError(
+            Finding(
+                severity="error", layer="launch", code="no-gpus", message="how many GPUs?",
+                help="--gpus 8, or --gpus 0 for the CPU",
+            )
+        )  # fmt: skip
+    return gpus
+
+
+def run(prepared: Prepared) -> runner.Exit:
+    """Check the machine, make the run folder, train to the end; raises NotReady."""
+    doctor.require_ready(prepared.plan, prepared.trainer)
+    rundir.create(
+        prepared.folder, prepared.attempt, prepared.plan, prepared.command, prepared.trainer,
+        prepared.output,
+    )  # fmt: skip
+    view = View(
+        f"{prepared.plan.stage.options.stage} {prepared.plan.stage.name}",
+        prepared.folder.console(prepared.attempt), prepared.folder.probe, prepared.plan.steps,
+        terminal=sys.stderr.isatty(),
+    )  # fmt: skip
+    with view.showing():
+        return runner.run(prepared.command, prepared.folder, prepared.attempt, view.tick)
+
+
+def finish(folder: RunFolder) -> check.Verdict:
+    """Judge a run folder; write verdict.json, metrics.jsonl and report.html where that is possible."""
+    manifest = rundir.read_manifest(folder)
+    backend = BACKENDS.get(str(manifest.get("backend")))
+    patterns = backend.LOG_PATTERNS if backend is not None else evidence.PATTERNS
+    found = evidence.read_run(folder.path, patterns)
+    judged = check.judge(manifest.get("stage"), manifest.get("expect") or {}, found)
+    if os.access(folder.path, os.W_OK):
+        rundir.write_json(folder.verdict, judged.as_json())
+        rows = evidence.metrics_rows(found)
+        rundir.write_text(folder.metrics, "".join(rundir.json_line(row) for row in rows))
+        rundir.write_text(folder.path / "report.html", page.render(manifest, judged))
+    return judged
+
+
+def exit_code(ended: runner.Exit | None, verdict: check.Verdict, *, allow_unproven: bool) -> Exit:
+    """The documented exit code of a run that ended so, or of a verdict alone."""
+    if ended is not None and ended.stopped is not None:
+        return Exit.INTERRUPTED
+    if ended is not None and (ended.returncode or ended.signal == signal.SIGKILL):
+        return Exit.TRAINING
+    if verdict.status == "pass" or (verdict.status == "unproven" and allow_unproven):
+        return Exit.OK
+    return Exit.VERDICT
+
+
+def unpinned_note(folder: RunFolder) -> tuple[Finding, ...]:
+    """What a verdict has to say of a run on another commit than the pin."""
+    source = rundir.read_manifest(folder).get("upstream") or {}
+    if source.get("pinned", True):
+        return ()
+    return (
+        Finding(
+            severity="warning", layer="launch", code="unpinned-checkout", file=source.get("root"),
+            message=f"this run used {source.get('version')}, the pin is {source.get('pin')}",
+        ),
+    )  # fmt: skip

@@ -1,0 +1,284 @@
+"""Which upstream source is here, whether it is the pinned one, and the `Schema` of an entry script.
+
+The committed snapshot answers when nothing is installed or checked out, and also when the files
+here are byte for byte those that it was read from: then nothing has to be parsed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from launcher.backends import BACKENDS, Backend
+from launcher.declarations import read_fields
+from launcher.errors import Finding, InvalidConfig, NotReady
+from launcher.schema import Schema, field_as_json, field_from_json
+from launcher.sources import Sources, find_package
+
+SNAPSHOT_VERSION = 1
+REPOSITORY = Path(__file__).resolve().parent.parent
+SUBMODULE = REPOSITORY / "external" / "open-instruct"
+FOUND_IN = (Path("/workspace/open-instruct"), Path("~/open-instruct"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upstream:
+    """The upstream source that a run or a check would use.
+
+    `root` is the folder on PYTHONPATH (the checkout, or site-packages), None where only the snapshot
+    is here. `asked` is false for a checkout that was merely found in one of the usual places.
+    `changed` are the files that differ from the snapshot's.
+    """
+
+    backend: str
+    root: Path | None
+    source: str
+    asked: bool
+    pin: str
+    version: str
+    changed: tuple[str, ...] = ()
+
+    @property
+    def pinned(self) -> bool:
+        """Whether every file that matters is the pinned one."""
+        return self.root is None or not self.changed
+
+    def describe(self) -> str:
+        """One line for every answer: which source, which commit."""
+        where = f"{self.root} ({self.source})" if self.root else "the committed snapshot"
+        return f"{self.backend} {self.version}, {where}"
+
+    def as_json(self) -> dict[str, object]:
+        """For envelopes and the manifest."""
+        return {
+            "backend": self.backend,
+            "root": None if self.root is None else str(self.root),
+            "source": self.source,
+            "pin": self.pin,
+            "version": self.version,
+            "pinned": self.pinned,
+            "changed_files": list(self.changed),
+        }
+
+
+@cache
+def snapshot(backend: str) -> Mapping[str, Any]:
+    """The committed facts of one backend; raises FileNotFoundError where it was never taken."""
+    raw = files("launcher.snapshots").joinpath(f"{backend}.json").read_text(encoding="utf-8")
+    data: dict[str, Any] = json.loads(raw)
+    return data
+
+
+def locate(
+    backend: str,
+    *,
+    checkout: Path | None = None,
+    search: Sequence[Path] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Upstream:
+    """Find the source of `backend`: the checkout in the documented order, or installed packages.
+
+    `search` is the import path of another interpreter (the trainer's). Raises NotReady where a
+    checkout was named and is none.
+    """
+    if backend == "open_instruct":
+        environ = os.environ if environ is None else environ
+        return _locate_checkout(checkout, environ)
+    return _locate_packages(backend, tuple(search) if search is not None else None)
+
+
+def _locate_checkout(named: Path | None, environ: Mapping[str, str]) -> Upstream:
+    variable = environ.get("LAUNCH_OPEN_INSTRUCT")
+    asked = [
+        (named, "--open-instruct"),
+        (Path(variable) if variable else None, "LAUNCH_OPEN_INSTRUCT"),
+    ]
+    for path, source in asked:
+        if path is not None:
+            root = path.expanduser().absolute()
+            if not _is_checkout(root):
+                raise NotReady(_no_checkout(root, source))
+            return _compare("open_instruct", root, source, asked=True)
+    if _is_checkout(SUBMODULE):
+        return _compare("open_instruct", SUBMODULE, "submodule", asked=True)
+    for place in FOUND_IN:
+        if _is_checkout(place.expanduser()):
+            return _compare("open_instruct", place.expanduser(), "found", asked=False)
+    return _snapshot_only("open_instruct")
+
+
+def _is_checkout(root: Path) -> bool:
+    return (root / "open_instruct" / "finetune.py").is_file()
+
+
+def _no_checkout(root: Path, source: str) -> Finding:
+    state = "is empty" if root.is_dir() and not any(root.iterdir()) else "does not hold one"
+    return Finding(
+        severity="error", layer="launch", code="no-checkout", file=str(root),
+        message=f"{source} names an open-instruct checkout, but {root} {state}",
+        help="git submodule update --init external/open-instruct",
+    )  # fmt: skip
+
+
+def _snapshot_only(backend: str) -> Upstream:
+    facts = snapshot(backend)
+    pin = str(facts["version"])
+    return Upstream(
+        backend=backend, root=None, source="snapshot", asked=False, pin=pin, version=pin
+    )
+
+
+def _locate_packages(backend: str, search: tuple[Path, ...] | None) -> Upstream:
+    found = [find_package(name, search) for name in BACKENDS[backend].PACKAGES]
+    if any(path is None for path in found) or found[0] is None:
+        return _snapshot_only(backend)
+    return _compare(backend, found[0].parent, "installed", asked=True)
+
+
+def _compare(backend: str, root: Path, source: str, *, asked: bool) -> Upstream:
+    facts = snapshot(backend)
+    changed = tuple(
+        name for name, digest in facts["files"].items() if _digest(root / name) != digest
+    )
+    pin = str(facts["version"])
+    version = pin if not changed else version_of(backend, root)
+    return Upstream(
+        backend=backend, root=root, source=source, asked=asked, pin=pin, version=version,
+        changed=changed,
+    )  # fmt: skip
+
+
+def _digest(path: Path) -> str | None:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+def version_of(backend: str, root: Path) -> str:
+    """The commit of a checkout (`+edited` with local changes), or the versions of packages."""
+    if backend == "open_instruct":
+        from launcher.machine import git_version
+
+        return git_version(root, "open_instruct") or "no git history"
+    names = BACKENDS[backend].PACKAGES
+    return ", ".join(f"{name} {package_version(root, name)}" for name in names)
+
+
+def package_version(site: Path, name: str) -> str:
+    """The version of an installed distribution, from the name of its metadata folder."""
+    stem = name.replace("-", "_").lower()
+    found = sorted(
+        p.name for p in site.glob("*.dist-info") if p.name.lower().startswith(f"{stem}-")
+    )
+    return found[0].removesuffix(".dist-info").partition("-")[2] if found else "unknown"
+
+
+def unpinned(upstream: Upstream, *, running: bool, allowed: bool) -> Finding | None:
+    """What to say about a source that is not the pinned one; None where there is nothing to say.
+
+    A checkout that was named, or is the submodule, must be the pin. One merely found is only warned
+    about while nothing runs. Installed TRL packages are simply read: they are what will run.
+    """
+    if upstream.pinned:
+        return None
+    if upstream.backend != "open_instruct":
+        return Finding(
+            severity="note", layer="launch", code="other-version",
+            message=f"checked against the installed {upstream.version}; tested with {upstream.pin}",
+        )  # fmt: skip
+    stops = (running or upstream.asked) and not allowed
+    files_changed = ", ".join(upstream.changed[:4])
+    return Finding(
+        severity="error" if stops else "warning",
+        layer="launch",
+        code="unpinned-checkout",
+        file=str(upstream.root),
+        message=f"the checkout is at {upstream.version}, the pin is {upstream.pin} "
+        f"(different: {files_changed})",
+        help=f"git -C {upstream.root} checkout {upstream.pin[:12]}, or go on with --allow-unpinned",
+    )
+
+
+def load_schema(upstream: Upstream, stage: str, *, allow_unpinned: bool = False) -> Schema:
+    """The schema of one entry script, from source where it differs from the snapshot and is wanted.
+
+    Raises InvalidConfig where the source lacks the dataclasses (another commit's layout).
+    """
+    backend = BACKENDS[upstream.backend]
+    use_source = not upstream.pinned and upstream.root is not None
+    if upstream.backend == "open_instruct" and not allow_unpinned:
+        use_source = False
+    if use_source and upstream.root is not None:
+        return _read(backend, stage, upstream.root, upstream.version)
+    facts = snapshot(upstream.backend)
+    entry = backend.STAGES[stage]
+    listed = [field_from_json(facts["fields"][key]) for key in facts["stages"][stage]]
+    return Schema(
+        backend=upstream.backend, stage=stage, script=entry.script, source="snapshot",
+        version=str(facts["version"]), fields={known.name: known for known in listed},
+        digests=facts["files"], splits=entry.splits,
+    )  # fmt: skip
+
+
+def _read(backend: Backend, stage: str, root: Path, version: str) -> Schema:
+    entry = backend.STAGES[stage]
+    sources = Sources({name: root / name for name in backend.PACKAGES})
+    try:
+        fields = read_fields(
+            sources, entry.classes, snapshot(backend.NAME)["externals"],
+            takes_none=backend.TAKES_NONE,
+        )  # fmt: skip
+    except (LookupError, SyntaxError) as error:
+        raise InvalidConfig(
+            Finding(
+                severity="error", layer="launch", code="unreadable-source", file=str(root),
+                message=f"{version} cannot be read as this stage's source: {error}",
+            )
+        ) from None  # fmt: skip
+    return Schema(
+        backend=backend.NAME, stage=stage, script=entry.script, source="source", version=version,
+        fields=fields, digests=sources.digests, splits=entry.splits,
+    )  # fmt: skip
+
+
+def take_snapshot(backend: str, root: Path, foreign: Mapping[str, Path]) -> dict[str, Any]:
+    """The facts of one backend as the committed JSON holds them: names, types, defaults, places.
+
+    `foreign` are packages whose types the dataclasses use without belonging to upstream; their
+    versions are recorded, their files are not among the digests.
+    """
+    module = BACKENDS[backend]
+    sources = Sources({**{name: root / name for name in module.PACKAGES}, **foreign})
+    fields: dict[str, dict[str, Any]] = {}
+    stages: dict[str, list[str]] = {}
+    externals: dict[str, list[Any]] = {}
+    for stage, entry in module.STAGES.items():
+        stages[stage] = []
+        known_fields = read_fields(sources, entry.classes, {}, takes_none=module.TAKES_NONE)
+        for known in known_fields.values():
+            key = f"{known.owner}.{known.name}"
+            fields[key] = field_as_json(known)
+            stages[stage].append(key)
+            if known.external and known.external.partition(".")[0] in foreign:
+                externals[known.external] = list(known.choices)
+    digests = {k: v for k, v in sources.digests.items() if k.partition("/")[0] in module.PACKAGES}
+    for entry in module.STAGES.values():
+        digests[entry.script] = _digest(root / entry.script) or ""
+    return {
+        "schema_version": SNAPSHOT_VERSION,
+        "backend": backend,
+        "version": version_of(backend, root),
+        "foreign": {name: package_version(path.parent, name) for name, path in foreign.items()},
+        "files": dict(sorted(digests.items())),
+        "externals": dict(sorted(externals.items())),
+        "stages": stages,
+        "fields": dict(sorted(fields.items())),
+    }

@@ -1,0 +1,57 @@
+"""Write launcher/snapshots/*.json from a pinned checkout and the installed packages.
+
+usage: python scripts/snapshot.py [CHECKOUT]
+
+Needs the training extras: types such as `attn_implementation` live in ai2-olmo-core.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from launcher.backends import BACKENDS
+from launcher.sources import find_package
+from launcher.upstream import package_version, take_snapshot
+
+FOLDER = Path(__file__).resolve().parent.parent / "launcher" / "snapshots"
+# package folder -> the distribution it comes from
+FOREIGN = {"olmo_core": "ai2_olmo_core"}
+
+
+def main(arguments: list[str]) -> int:
+    """Take both snapshots; returns the exit code."""
+    checkout = Path(arguments[0] if arguments else "~/open-instruct").expanduser()
+    foreign = {}
+    for name in FOREIGN:
+        path = find_package(name)
+        if path is None:
+            print(
+                f"{name} is not installed: run this where the training extras are", file=sys.stderr
+            )
+            return 1
+        foreign[name] = path
+    facts = take_snapshot("open_instruct", checkout, foreign)
+    facts["foreign"] = {
+        FOREIGN[n]: package_version(p.parent, FOREIGN[n]) for n, p in foreign.items()
+    }
+    if facts["version"] != BACKENDS["open_instruct"].PIN:
+        print(f"{checkout} is at {facts['version']}, not at the pin", file=sys.stderr)
+        return 1
+    packages = find_package("trl")
+    if packages is None:
+        print("trl is not installed", file=sys.stderr)
+        return 1
+    for name, data in (
+        ("open_instruct", facts),
+        ("trl", take_snapshot("trl", packages.parent, {})),
+    ):
+        target = FOLDER / f"{name}.json"
+        target.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        print(f"{target}: {len(data['fields'])} fields at {data['version']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -68,6 +68,7 @@ class Probe:
         self.cpu = bool(settings.get("cpu"))
         self.record = Record(settings["out"], self.rank)
         self.begun = time.perf_counter()
+        self.step_begun: float | None = None
         self.liger: dict[str, int] = {}
         self.reported_liger: dict[str, int] = {}
         self.step = 0
@@ -138,6 +139,8 @@ class Probe:
             if ids is None:
                 return
             mask = kwargs.get("attention_mask")
+            if self.step_begun is None:
+                self.step_begun = time.perf_counter()
             self.positions += int(ids.numel())
             # summed on the device; read once a step
             real = mask.sum() if mask is not None and mask.dim() == 2 else ids.numel()
@@ -180,17 +183,23 @@ class Probe:
         self.step += 1
         losses = _read(self.losses)
         finite = all(math.isfinite(loss) for loss in losses)
-        mean = sum(losses) / len(losses) if losses and finite else None
+        # transformers' Trainer has already divided each micro-batch's loss, open-instruct has not
+        parts = 1 if self.settings.get("backend") == "trl" else max(1, len(losses))
+        mean = sum(losses) / parts if losses and finite else None
         if not finite:
             value = next(str(loss) for loss in losses if not math.isfinite(loss))
             self.record.write("nonfinite", step=self.step, what="loss", value=value)
         allocated, reserved = self.memory()
+        now = time.perf_counter()
         self.record.write(
             "step", step=self.step, loss=mean, finite=finite, micro_batches=self.micro,
             tokens=int(sum(self.tokens)), positions=self.positions,
-            seconds=round(time.perf_counter() - self.begun, 4),
+            seconds=round(now - (self.step_begun or self.begun), 4),
+            elapsed=round(now - self.begun, 4),
             allocated_gib=allocated, reserved_gib=reserved,
         )  # fmt: skip
+        # a step lasts from the end of the one before: its data loading and logging are part of it
+        self.step_begun = now
         self.losses, self.tokens, self.positions, self.micro = [], [], 0, 0
         if self.step & (self.step - 1) == 0:
             self.report_liger()
@@ -350,6 +359,27 @@ def watch_dataset_cache(probe: Probe, module: types.ModuleType) -> None:
     wrap(module.LocalDatasetTransformationCache, "load_or_transform_dataset", load)
 
 
+def watch_tokenising(probe: Probe, module: types.ModuleType) -> None:
+    """TRL tokenises with `Dataset.map`: a hit is a result whose files are older than the call."""
+
+    def mapped(original: Any) -> Any:
+        @functools.wraps(original)
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            begun = time.time()
+            result = original(*args, **kwargs)
+            with probe.quietly("dataset cache"):
+                names = [file["filename"] for file in getattr(result, "cache_files", None) or ()]
+                if str(kwargs.get("desc", "")).startswith("Tokenizing") and names:
+                    hit = all(os.path.getmtime(name) < begun for name in names)
+                    state = "hit" if hit else "miss"
+                    probe.record.write("dataset_cache", state=state, path=os.path.dirname(names[0]))
+            return result
+
+        return inner
+
+    wrap(module.Dataset, "map", mapped)  # type: ignore[attr-defined]
+
+
 def watch_reference_cache(probe: Probe, module: types.ModuleType) -> None:
     def build(original: Any) -> Any:
         @functools.wraps(original)
@@ -483,6 +513,8 @@ def watched(probe: Probe) -> dict[str, Callable[[Probe, types.ModuleType], None]
         "open_instruct.dpo_utils": watch_reference_cache,
     }
     after.update({f"liger_kernel.ops.{name}": watch_liger_op for name in LIGER_OPS})
+    if probe.settings.get("backend") == "trl":
+        after["datasets.arrow_dataset"] = watch_tokenising
     if probe.settings.get("backend") == "open_instruct":
         after["huggingface_hub"] = watch_hub
         if probe.cpu:

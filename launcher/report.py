@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from launcher.check import Verdict
-from launcher.command import Command
 from launcher.errors import Finding
-from launcher.plan import Plan
+
+if TYPE_CHECKING:
+    # only for annotations: validation must not pay for importing what judges a run
+    from launcher.check import Verdict
+    from launcher.command import Command
+    from launcher.plan import Plan
 
 SCHEMA_VERSION = 1
 _COLOUR = {"error": "red", "warning": "yellow", "note": "cyan"}

@@ -59,8 +59,9 @@ def text(raw: bytes) -> str:
 def clean(segment: bytes) -> str:
     """At most 300 printable characters, without the progress bar that the text stands behind."""
     whole = text(segment)
-    rest = _LEADING_BAR.sub("", whole).strip()
-    return "".join(c for c in rest or whole if c.isprintable())[:TEXT_CHARS]
+    rest = _LEADING_BAR.sub("", whole).strip() if "%|" in whole else whole
+    shown = (rest or whole)[:TEXT_CHARS]
+    return shown if shown.isprintable() else "".join(c for c in shown if c.isprintable())
 
 
 def _plain(block: bytes) -> bytes:

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher import check, command, config, doctor, evidence, machine, page, plan, rundir, runner
+from launcher import check, command, config, doctor, evidence, machine, measures, page, plan, rundir, runner
 from launcher import stage as stages
-from launcher.backends import BACKENDS
 from launcher.command import Command
 from launcher.errors import Exit, Finding, InvalidConfig, UsageError, errors
 from launcher.machine import Trainer
@@ -117,13 +116,11 @@ def run(prepared: Prepared) -> runner.Exit:
 def finish(folder: RunFolder) -> check.Verdict:
     """Judge a run folder; write verdict.json, metrics.jsonl and report.html where that is possible."""
     manifest = rundir.read_manifest(folder)
-    backend = BACKENDS.get(str(manifest.get("backend")))
-    patterns = backend.LOG_PATTERNS if backend is not None else evidence.PATTERNS
-    found = evidence.read_run(folder.path, patterns)
+    found = evidence.read_run(folder.path)
     judged = check.judge(manifest.get("stage"), manifest.get("expect") or {}, found)
     if os.access(folder.path, os.W_OK):
         rundir.write_json(folder.verdict, judged.as_json())
-        rows = evidence.metrics_rows(found)
+        rows = measures.metrics_rows(found)
         rundir.write_text(folder.metrics, "".join(rundir.json_line(row) for row in rows))
         rundir.write_text(folder.path / "report.html", page.render(manifest, judged))
     return judged

@@ -90,7 +90,7 @@ class Tracebacks:
                         type=text(found["type"]),
                         message=text(found["message"] or b""),
                         at=at,
-                        rank=text(prefix),
+                        rank=text(re.sub(rb"\D", b"", prefix)),
                         chained=chained,
                         line=line,
                         segment=segment,

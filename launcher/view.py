@@ -64,7 +64,7 @@ class Progress:
             self.step = int(event["step"])
             self.loss = event.get("loss")
             self.memory_gib = event.get("allocated_gib")
-            self.times.append((float(event["seconds"]), int(event.get("tokens") or 0)))
+            self.times.append((float(event.get("elapsed") or 0.0), int(event.get("tokens") or 0)))
             del self.times[:-WINDOW]
 
     @property

@@ -11,7 +11,6 @@ from typing import Protocol
 
 from launcher.backends import open_instruct, trl
 from launcher.backends.entry import Entry, Moved, Names
-from launcher.logs import Pattern
 from launcher.schema import Values
 
 __all__ = ["BACKENDS", "Backend", "Entry", "Moved", "Names"]
@@ -32,7 +31,6 @@ class Backend(Protocol):
     """Distributions without which its scripts cannot be imported."""
     EXTRA: str
     """The extra of ours that installs them."""
-    LOG_PATTERNS: tuple[Pattern, ...]
 
     def output_folder(self, values: Values) -> Path | None:
         """Where the final model will lie; None where the config names no place."""

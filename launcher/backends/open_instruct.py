@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from launcher.backends.entry import Entry, Moved, Names
-from launcher.backends.open_instruct_log import PATTERNS as LOG_PATTERNS
 from launcher.schema import Values
 
 __all__ = [
-    "EXTRA", "LOG_PATTERNS", "NAME", "NEEDS", "PACKAGES", "PIN", "STAGES", "TAKES_NONE",
+    "EXTRA", "NAME", "NEEDS", "PACKAGES", "PIN", "STAGES", "TAKES_NONE",
     "output_folder",
 ]  # fmt: skip
 

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from launcher.backends.entry import Entry, Moved, Names
-from launcher.backends.trl_log import PATTERNS as LOG_PATTERNS
 from launcher.schema import Values
 
 __all__ = [
-    "EXTRA", "LOG_PATTERNS", "NAME", "NEEDS", "PACKAGES", "PIN", "STAGES", "TAKES_NONE",
+    "EXTRA", "NAME", "NEEDS", "PACKAGES", "PIN", "STAGES", "TAKES_NONE",
     "output_folder",
 ]  # fmt: skip
 

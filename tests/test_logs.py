@@ -1,0 +1,265 @@
+"""Lines -> signals, steps and arguments, on real logs and on what logs do to a reader."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from launcher.backends import BACKENDS
+from launcher.evidence import PATTERNS
+from launcher.logs import Log, scan
+
+LOGS = Path(__file__).parent / "data" / "logs"
+STAMP = "2026-11-20 15:41:37 - INFO - "
+
+
+def log_of(folder: Path, content: str | bytes) -> Log:
+    path = folder / "console.log"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return scan(path, PATTERNS)
+
+
+def sft_step(step: int, loss: float | str = 2.5) -> str:
+    return f"{STAMP}finetune.py:956 - [RANK 0]   Step: {step}, LR: 1e-05, Loss: {loss}, TPS: 12.5\n"
+
+
+def dpo_step(step: int, loss: float | str = 0.6931471824645996) -> str:
+    return f"{STAMP}dpo_tune_cache.py:682 -   Step: {step}, LR: 5e-07, Loss: {loss}\n"
+
+
+def dump(block: str = "FlatArguments", **values: object) -> str:
+    lines = "".join(f"│   │   {key}={value!r},\n" for key, value in values.items())
+    return f"[\n│   {block}(\n{lines}│   ),\n│   TokenizerConfig(\n│   │   use_fast=True\n│   )\n]\n"
+
+
+def test_reads_a_real_sft_log() -> None:
+    log = scan(LOGS / "sft_liger_pack_miss.log", PATTERNS)
+    assert log.lines == 336
+    assert [s.step for s in log.steps] == list(range(1, 31))
+    assert log.steps[0].loss == 12.101487159729004
+    assert log.steps[0].learning_rate == 4.833333333333333e-06
+    assert log.steps[0].tokens_per_second == 395.7507386232391
+    assert log.steps[0].line == 297  # as `sed -n 297p` shows it: a bar redraws on the same line
+    assert log.steps[0].text.startswith("2026-11-20 15:41:37 - INFO - finetune.py:956")
+    assert (log.total_steps, log.last_step, log.last_bar) == (30, 30, (30, 336))
+    assert log.asked["packing"] == "True"
+    assert log.asked_at["packing"] == 81
+    assert log.asked["dataset_transform_fn"] == (
+        "['sft_tulu_tokenize_and_truncate_v1', 'sft_tulu_filter_v1']"
+    )
+    applied = log.first("liger_applied")
+    assert applied is not None
+    assert applied.line == 262
+    assert applied.fields == {
+        "model_type": "qwen2",
+        "kwargs": "{'fused_linear_cross_entropy': True}",
+    }
+
+
+def test_reads_a_real_dpo_log() -> None:
+    log = scan(LOGS / "dpo_liger_pack.log", PATTERNS)
+    assert log.blocks == ("DPOExperimentConfig", "TokenizerConfig")
+    assert [s.step for s in log.steps] == list(range(1, 13))
+    assert log.steps[-1].loss == 0.6941739320755005
+    assert log.asked["loss_type"] == "<DPOLossType.dpo_norm: 'dpo_norm'>"
+    assert log.first("packing") and log.first("reference_missed")
+    assert not log.first("reference_hit")
+
+
+@pytest.mark.parametrize(
+    ("name", "every", "total"), [("trl_sft.log", 5, 150), ("trl_dpo.log", 5, 75)]
+)
+def test_numbers_the_dicts_of_trl_by_the_bar(name: str, every: int, total: int) -> None:
+    log = scan(LOGS / name, PATTERNS)
+    assert [s.step for s in log.steps] == list(range(every, total + 1, every))
+    assert (log.total_steps, log.last_step) == (total, total)
+    assert log.first("training_completed") and log.first("saved")
+    assert math.isfinite(log.steps[0].extra["grad_norm"])
+    assert ("rewards/margins" in log.steps[0].extra) == (name == "trl_dpo.log")
+
+
+def test_numbers_the_dicts_of_trl_where_stdout_was_buffered(tmp_path: Path) -> None:
+    bars = "".join(f"\r {n * 10}%|█  | {n}/10 [00:01<00:09,  1.00it/s]" for n in range(11))
+    dicts = "".join(
+        f"{{'loss': {3 - n / 10}, 'grad_norm': 1.0, 'learning_rate': 1e-05, 'epoch': {n / 5}}}\n"
+        for n in range(2, 11, 2)
+    )
+    tail = "{'train_runtime': 9.9, 'train_loss': 2.5, 'epoch': 2.0}\n"
+    whole = log_of(tmp_path, bars + "\n" + dicts + tail)
+    assert [s.step for s in whole.steps] == [2, 4, 6, 8, 10]
+    no_end = log_of(tmp_path, bars + "\n" + dicts)
+    assert [s.step for s in no_end.steps] == [2, 4, 6, 8, 10]
+    no_bars = log_of(tmp_path, dicts)
+    assert [s.step for s in no_bars.steps] == [1, 2, 3, 4, 5]
+    assert no_bars.total_steps is None
+
+
+def test_takes_floats_and_strings_and_nan_from_trl(tmp_path: Path) -> None:
+    log = log_of(
+        tmp_path,
+        "{'loss': 2.31, 'grad_norm': nan, 'learning_rate': 0.0002, 'epoch': 0.1}\n"
+        "{'eval_loss': 9.0, 'eval_runtime': 1.0, 'epoch': 0.1}\n"
+        "{'loss': 'nan', 'grad_norm': 'nan', 'learning_rate': '0', 'epoch': '0.2'}\n",
+    )
+    assert log.steps[0].loss == 2.31
+    assert log.steps[0].learning_rate == 0.0002
+    assert math.isnan(log.steps[0].extra["grad_norm"])
+    assert len(log.steps) == 2
+    assert math.isnan(log.steps[1].loss)
+
+
+def test_ignores_the_bar_of_an_evaluation(tmp_path: Path) -> None:
+    log = log_of(
+        tmp_path,
+        "\r  0%|    | 0/4 [00:00<?, ?it/s]\r 50%|██  | 2/4 [00:01<00:01]\r     \r"
+        "{'loss': '2.5', 'epoch': '0.5'}\n\r 50%|██  | 2/4 [00:01<00:01]"
+        "\n\r  0%|    | 0/9 [00:00<?, ?it/s]\r100%|████| 9/9 [00:01<00:00]\n",
+    )
+    assert (log.total_steps, log.last_step) == (4, 2)
+
+
+def test_every_rank_of_dpo_prints_a_step_once(tmp_path: Path) -> None:
+    log = log_of(tmp_path, "".join(dpo_step(n, f"0.69{n}1") * 4 for n in (1, 2, 3)))
+    assert [(s.step, s.loss) for s in log.steps] == [(1, 0.6911), (2, 0.6921), (3, 0.6931)]
+
+
+def test_reads_aux_loss_in_both_spellings(tmp_path: Path) -> None:
+    sft = f"{STAMP}finetune.py:951 - [RANK 0]   Step: 1, LR: 1e-05, Loss: 2.5, Aux Loss: 0.25, TPS: 9"
+    dpo = f"{STAMP}dpo_tune_cache.py:682 -   Step: 2, LR: 1e-05, Loss: 2.5 Aux Loss: 0.5"
+    log = log_of(tmp_path, f"{sft}\n{dpo}\n")
+    assert [s.extra for s in log.steps] == [{"aux_loss": 0.25}, {"aux_loss": 0.5}]
+    assert [s.tokens_per_second for s in log.steps] == [9.0, None]
+
+
+@pytest.mark.parametrize("loss", ["nan", "inf", "-inf"])
+def test_losses_need_not_be_finite(tmp_path: Path, loss: str) -> None:
+    log = log_of(tmp_path, sft_step(1) + sft_step(2, loss))
+    assert not math.isfinite(log.steps[-1].loss)
+    assert log.counts["nonfinite_loss"] == 1
+
+
+def test_colours_carriage_returns_and_bad_bytes(tmp_path: Path) -> None:
+    log = log_of(
+        tmp_path,
+        b"\xff\xfe\x00 garbage\r\n"
+        b"\xe2\x94\x82   \x1b[1;35mFlatArguments\x1b[0m\x1b[1m(\x1b[0m\n"
+        b"\xe2\x94\x82   \xe2\x94\x82   \x1b[33mpacking\x1b[0m=\x1b[3;92mTrue\x1b[0m,\n"
+        b"\r 50%|x| 1/2 [00:01<00:01, 1it/s]\x1b[A" + sft_step(1).encode() + b"\x1b[31m"
+        + sft_step(2).replace("Step", "\x1b[1mStep\x1b[0m").encode(),
+    )  # fmt: skip
+    assert log.asked == {"packing": "True"}
+    assert [(s.step, s.line) for s in log.steps] == [(1, 4), (2, 5)]
+    assert "\x1b" not in log.steps[1].text
+
+
+def test_counts_lines_by_line_feeds_only(tmp_path: Path) -> None:
+    log = log_of(tmp_path, "a\rb\rc\r\n" * 3 + sft_step(7))
+    assert log.steps[0].line == 4
+
+
+@pytest.mark.parametrize("tail", ["2026-11-20 15:41:37 - INFO - fine", "\r 10%|", "│   │   pack", ""])
+def test_a_log_may_end_anywhere(tmp_path: Path, tail: str) -> None:
+    log = log_of(tmp_path, dump(packing=True) + sft_step(1) + tail)
+    assert log.last_step == 1
+    assert log.asked["packing"] == "True"
+
+
+def test_a_loss_that_was_cut_off_is_not_taken_for_a_number(tmp_path: Path) -> None:
+    whole = dpo_step(1) + dpo_step(2, 11.853009)
+    cut = whole.rindex("1.853009") + 1
+    assert log_of(tmp_path, whole[:cut]).last_step == 1
+    assert log_of(tmp_path, whole.rstrip("\n")).last_step == 2
+
+
+def test_an_empty_log_says_nothing(tmp_path: Path) -> None:
+    log = log_of(tmp_path, b"")
+    assert (log.lines, log.signals, log.steps, log.last_step) == (0, (), (), None)
+
+
+def test_the_last_run_of_an_appended_log_counts(tmp_path: Path) -> None:
+    attention = f"{STAMP}model_utils.py:93 - Auto-detected attention implementation: %s\n"
+    total = f"{STAMP}finetune.py:745 - [RANK 0]   Total optimization steps = 9\n"
+    first = attention % "flash_2" + dump(packing=True) + total + sft_step(1) + sft_step(5)
+    crash = "Traceback (most recent call last):\nRuntimeError: first run\n"
+    second = attention % "torch" + dump(packing=False) + total + sft_step(3)
+    log = log_of(tmp_path, first + crash + second)
+    assert log.asked["packing"] == "False"
+    assert [s.step for s in log.steps] == [3]
+    assert [s.fields["value"] for s in log.all("attention")] == ["torch"]
+    assert not log.all("exception")
+    assert log.begins > 1
+
+
+def test_training_data_in_the_log_is_no_step(tmp_path: Path) -> None:
+    log = log_of(tmp_path, "<|user|>\n  Step: 3, LR: 0.1, Loss: nan\nmy log says {'loss': 1}\n")
+    assert not log.steps or log.steps[0].loss == 1
+
+
+def test_follows_tracebacks_of_interleaved_ranks(tmp_path: Path) -> None:
+    log = log_of(
+        tmp_path,
+        "\r 10%|█ | 1/9 [00:01<00:09]\n"
+        "[rank1]: Traceback (most recent call last):\n"
+        '[rank1]:   File "/x/finetune.py", line 12, in <module>\n'
+        "[rank0]: Traceback (most recent call last):\n"
+        '[rank0]:   File "/x/a.py", line 1, in main\n'
+        "2026-11-20 15:41:37 - INFO - something else: here\n"
+        '[rank1]:   File "/x/b.py", line 34, in main\n'
+        "[rank1]: KeyError: 'x'\n"
+        "[rank0]: torch.distributed.DistBackendError: NCCL error\n"
+        "\n[rank1]: During handling of the above exception, another exception occurred:\n\n"
+        "[rank1]: Traceback (most recent call last):\n"
+        '[rank1]:   File "/x/c.py", line 5, in main\n'
+        "[rank1]: ValueError: no such column: x\n",
+    )
+    raised = [(s.fields["rank"], s.fields["type"], s.fields["at"]) for s in log.all("exception")]
+    assert raised == [
+        ("1", "KeyError", "/x/b.py:34"),
+        ("0", "torch.distributed.DistBackendError", "/x/a.py:1"),
+        ("1", "ValueError", "/x/c.py:5"),
+    ]
+    assert log.all("exception")[-1].fields["chained"] == "yes"
+    assert log.all("exception")[-1].fields["message"] == "no such column: x"
+
+
+def test_a_traceback_that_ends_no_process_is_none(tmp_path: Path) -> None:
+    log = log_of(
+        tmp_path,
+        "Exception ignored in: <function tqdm.__del__ at 0x7f>\n"
+        'Traceback (most recent call last):\n  File "t.py", line 1\nTypeError: x\n',
+    )
+    assert not log.all("exception")
+
+
+def test_repeated_signals_are_bounded_and_counted(tmp_path: Path) -> None:
+    line = "✅ Found cached dataset at cache/%d\n"
+    log = log_of(tmp_path, "".join(line % n for n in range(1000)))
+    found = log.all("dataset_found")
+    assert log.counts["dataset_found"] == 1000
+    assert len(found) == 100
+    assert (found[0].fields["path"], found[-1].fields["path"]) == ("cache/0", "cache/999")
+    assert [s.line for s in found] == sorted(s.line for s in found)
+
+
+def test_one_endless_line_costs_little(tmp_path: Path) -> None:
+    log = log_of(tmp_path, sft_step(1).encode() + b"x" * (20 << 20) + b"\n" + sft_step(2).encode())
+    assert [(s.step, s.line) for s in log.steps] == [(1, 1), (2, 3)]
+    assert all(len(s.text) <= 300 for s in log.steps)
+
+
+def test_pieces_of_a_large_log_fit_together(tmp_path: Path) -> None:
+    bar = "\r  1%|▏         | {n}/99999 [00:00<01:18,  1.90it/s]"
+    lines = [bar.format(n=n) * 20 + sft_step(n) for n in range(1, 3001)]
+    log = log_of(tmp_path, dump(packing=True) + "".join(lines))  # three times the piece read at once
+    assert [s.step for s in log.steps] == list(range(1, 3001))
+    first = log.steps[0].line
+    assert [s.line for s in log.steps] == list(range(first, first + 3000))
+
+
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+def test_every_pattern_says_where_its_line_comes_from(backend: str) -> None:
+    for found in BACKENDS[backend].LOG_PATTERNS:
+        assert found.where
+        assert found.needle

@@ -130,13 +130,14 @@ def _plan_json(prepared: object) -> dict[str, object]:
     from launcher.start import Prepared
 
     assert isinstance(prepared, Prepared)
+    shown = prepared.command.redacted()
     return {
         "plan": {"gpus": [prepared.plan.as_json()]},
         "upstream": prepared.plan.stage.upstream.as_json(),
         "derived": {name: d.value for name, d in prepared.plan.derived.items()},
-        "argv": list(prepared.command.argv),
-        "env": dict(prepared.command.env),
-        "cwd": str(prepared.command.cwd),
+        "argv": list(shown.argv),
+        "env": dict(shown.env),
+        "cwd": str(shown.cwd),
         "run": str(prepared.folder.path),
     }
 
@@ -206,11 +207,12 @@ def check(
     """Judge a run of ours, or what a stranger's log alone can prove."""
     from launcher import check as checks
     from launcher import evidence, report, rundir, start
+    from launcher.redaction import redact
 
     folder, unpinned = None, ()
     if Path(target).is_file():
         found = evidence.read_log(Path(target))
-        verdict = checks.judge(found.stage, checks.expected_from_log(found.log), found)
+        verdict = redact(checks.judge(found.stage, checks.expected_from_log(found.log), found))
     else:
         folder = rundir.find(target)
         if folder is None:
@@ -282,6 +284,7 @@ def _guarded(call: Callable[[], object], arguments: list[str]) -> int:
 def _bug(error: Exception, arguments: list[str]) -> int:
     """Traceback and versions to a file, ready for an issue; one line on the screen."""
     from launcher import rundir
+    from launcher.redaction import redact
 
     folder = rundir.state_folder()
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
@@ -290,7 +293,7 @@ def _bug(error: Exception, arguments: list[str]) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         head = f"launch {' '.join(arguments)}\nPython {platform.python_version()}, {platform.platform()}\n\n"
-        path.write_text(rundir.redact(head + text), encoding="utf-8")
+        path.write_text(redact(head + text), encoding="utf-8")
     except OSError:
         typer.echo(text, err=True)
     typer.echo(f"bug in launch: {type(error).__name__}: {error}  (traceback in {path})", err=True)

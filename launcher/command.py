@@ -12,7 +12,10 @@ from importlib.resources import files
 from pathlib import Path
 
 from launcher.machine import Trainer
+from launcher.paths import expanded
 from launcher.plan import Plan
+from launcher.redaction import redact
+from launcher.upstream import SUBMODULE
 
 PROBE = Path(__file__).resolve().parent / "probe.py"
 
@@ -30,16 +33,18 @@ class Command:
         words = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
         return " ".join([*words, shlex.join(self.argv)])
 
+    def redacted(self) -> Command:
+        """The same without tokens, for whatever is shown or kept."""
+        return redact(self)
+
 
 def build(plan: Plan, trainer: Trainer, folder: Path, *, environ: Mapping[str, str]) -> Command:
     """The `accelerate launch` command of a plan, with the probe as the script it starts.
 
     `folder` is the run folder; `environ` the environment that training will inherit.
     """
-    root = plan.stage.upstream.root
-    if root is None:
-        # only a dry run gets here: say where the source would be
-        root = Path("external/open-instruct").absolute()
+    # without a root, only a dry run gets here: say where the source would be
+    root = plan.stage.upstream.root or _expected_root(plan, trainer)
     script = root / plan.stage.entry.script
     argv = [str(trainer.python), "-m", "accelerate.commands.launch", *_accelerate(plan), str(PROBE)]
     for name, words in plan.arguments().items():
@@ -49,13 +54,20 @@ def build(plan: Plan, trainer: Trainer, folder: Path, *, environ: Mapping[str, s
     )
 
 
+def _expected_root(plan: Plan, trainer: Trainer) -> Path:
+    if plan.stage.options.backend == "open_instruct":
+        return SUBMODULE
+    places = [path for path in trainer.path if path.name in {"site-packages", "dist-packages"}]
+    return places[0] if places else Path("site-packages").absolute()
+
+
 def _accelerate(plan: Plan) -> list[str]:
     """accelerate's own options; an own config file, so that the user's default one changes nothing."""
     options = plan.stage.options
     neutral = files("launcher.accelerate").joinpath("neutral.yaml")
     argv = ["--config_file", str(neutral)]
     argv += ["--num_machines", str(plan.nodes), "--num_processes", str(plan.processes)]
-    argv += ["--mixed_precision", options.mixed_precision or ("bf16" if plan.gpus else "no")]
+    argv += ["--mixed_precision", options.mixed_precision or _precision(plan)]
     argv += ["--dynamo_backend", "no"]
     if not plan.gpus:
         return [*argv, "--cpu"]
@@ -63,10 +75,22 @@ def _accelerate(plan: Plan) -> list[str]:
         argv += ["--use_deepspeed", "--deepspeed_config_file", str(options.deepspeed)]
     elif plan.processes > 1:
         argv += ["--multi_gpu"]
-    if plan.processes > 1:
-        # 0: accelerate picks a free port
+    if plan.nodes > 1:
+        if options.deepspeed is not None:
+            # accelerate's own default needs pdsh, and starts the other machines itself
+            argv += ["--deepspeed_multinode_launcher", "standard"]
+        argv += ["--machine_rank", "NODE_RANK", "--main_process_ip", "HEAD_ADDRESS"]
+        argv += ["--main_process_port", "29500"]
+    elif plan.processes > 1 or options.deepspeed is not None:
+        # 0: accelerate picks a free port; DeepSpeed takes one for a single process too
         argv += ["--main_process_port", "0"]
     return argv
+
+
+def _precision(plan: Plan) -> str:
+    # TRL's own `bf16`, `fp16` decide; accelerate's bf16 would win over `bf16: false`
+    own = plan.stage.options.backend == "trl"
+    return "bf16" if plan.gpus and not own else "no"
 
 
 def _environment(
@@ -93,21 +117,28 @@ def _environment(
     if plan.gpus == 0:
         env["ACCELERATE_USE_CPU"] = "true"
         env["CUDA_VISIBLE_DEVICES"] = ""
+    if plan.gpus == 1:
+        # one process that sees several cards: transformers spreads it over all (nn.DataParallel)
+        env["CUDA_VISIBLE_DEVICES"] = environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     return env
 
 
 def _reference_cache(plan: Plan, folder: Path) -> Path:
     """A folder of its own for each content of a local model.
 
-    Upstream's key holds the model's path, not its weights (dpo_utils.py:381): a model retrained into
+    Upstream's key holds the model's path, not its weights (dpo_utils.py:377): a model retrained into
     the same folder would meet the old reference. Upstream's default folder exists only inside Ai2.
     """
     name = str(plan.values[plan.stage.entry.names.model])
-    model = Path(name).expanduser()
-    digest = hashlib.sha256(name.encode())
-    if model.is_dir():
-        for path in sorted(model.iterdir()):
-            if path.is_file():
-                status = path.stat()
-                digest.update(f"{path.name}:{status.st_size}:{status.st_mtime_ns}".encode())
+    digest = hashlib.sha256(name.encode(errors="surrogateescape"))
+    try:
+        entries = sorted(os.scandir(expanded(name)), key=lambda entry: entry.name)
+        for entry in entries:
+            if entry.is_file():
+                status = entry.stat()
+                told = f"{entry.name}:{status.st_size}:{status.st_mtime_ns}"
+                digest.update(told.encode(errors="surrogateescape"))
+    except (OSError, ValueError):
+        # a model of the hub: its name is all there is
+        pass
     return folder.parent / "cache" / "reference_logprobs" / digest.hexdigest()[:12]

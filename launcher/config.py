@@ -6,21 +6,19 @@ upstream's flat files. Interpolation (`${...}`) is omegaconf's.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import yaml
-
-from launcher.document import KEY, LOADER, Builder, Origin, bad, join, read_yaml
-from launcher.errors import Finding, InvalidConfig
-
-Shape = Literal["stage", "wrapped", "flat"]
+from launcher.builder import Origin, bad, join, nearest
+from launcher.document import Document, read_yaml
+from launcher.errors import Finding, InvalidConfig, brief
+from launcher.interpolation import interpolate
+from launcher.overrides import OPTIONS, Shape, Tree, forget
+from launcher.paths import canonical, exists, expanded
 
 MAX_EXTENDS = 16
-_INTERPOLATION = re.compile(r"(?<!\\)\$\{")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +26,8 @@ class Config:
     """One stage as its author wrote it: nothing checked yet beyond being YAML of a known shape.
 
     `args` go to upstream under exactly these names. `options` are launch's own top-level keys.
-    `origins` maps dotted keys (`args.learning_rate`, `args.mixer_list[1]`) to places.
+    `origins` maps dotted keys (`args.learning_rate`, `args.mixer_list[1]`) to places. `faults` are
+    keys that stand twice or cannot be keys; the last value of a key that stands twice is held.
     """
 
     path: Path
@@ -37,282 +36,151 @@ class Config:
     args: Mapping[str, Any]
     origins: Mapping[str, Origin] = field(default_factory=dict)
     parents: tuple[Path, ...] = ()
+    faults: tuple[Finding, ...] = ()
 
     def origin(self, key: str) -> Origin:
-        """The place of `key`, or of the nearest enclosing key, or of the file."""
-        while key:
-            if key in self.origins:
-                return self.origins[key]
-            head, bracket, _ = key.rpartition("[")
-            key = head if bracket else key.rpartition(".")[0]
-        return Origin(str(self.path))
+        """The place of `key`, or of the nearest enclosing key, or the start of the file."""
+        return nearest(self.origins, key) or Origin(str(self.path), 1)
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a stage file of any of the three shapes, merge its parents and the overrides into it.
 
     Raises InvalidConfig with every problem of the layer that failed: unreadable file, broken YAML,
-    duplicate or non-text keys, `extends` cycles, malformed overrides.
+    `extends` cycles, malformed overrides, unresolvable interpolation.
     """
     path = Path(path)
-    tree, origins, parents = _with_parents(path, ())
-    tree, origins = _override(path, tree, origins, overrides)
-    tree = _interpolate(path, tree, origins)
-    return _shape(path, tree, origins, parents)
+    document, parents = _with_parents(path, ())
+    shape = _shape_of(document.value)
+    tree = Tree(path, shape, document.value, document.origins)
+    faults = [fault for text in overrides for fault in tree.override(text)]
+    if faults:
+        raise InvalidConfig(faults)
+    value = interpolate(path, tree.value, tree.origins)
+    document = replace(document, value=value, origins=tree.origins)
+    return _SHAPED[shape](path, document, parents)
 
 
 # --- several layers -------------------------------------------------------------------------------
 
 
-def _with_parents(
-    path: Path, children: tuple[Path, ...]
-) -> tuple[dict[str, Any], dict[str, Origin], tuple[Path, ...]]:
-    tree, origins = read_yaml(path)
-    parent = tree.pop("extends", None)
+def _with_parents(path: Path, children: tuple[Path, ...]) -> tuple[Document, tuple[Path, ...]]:
+    document = read_yaml(path)
+    parent = document.value.pop("extends", None)
     if parent is None:
-        return tree, origins, ()
-    place = origins.pop("extends")
-    if not isinstance(parent, str):
-        raise InvalidConfig(bad(path, "bad-extends", "`extends` names one file", place.line))
-    target = path.parent / parent
+        return document, ()
+    line = document.origins.pop("extends").line
+    if not isinstance(parent, str) or not parent.strip():
+        message = "`extends` names one file, relative to this one"
+        raise InvalidConfig(bad(path, "bad-extends", message, line))
+    target = path.parent / expanded(parent)
     chain = (*children, path)
-    if target.resolve() in {p.resolve() for p in chain}:
-        loop = " -> ".join(str(p) for p in (*chain, target))
-        raise InvalidConfig(
-            bad(path, "extends-cycle", f"`extends` goes in a circle: {loop}", place.line)
-        )
+    if canonical(target) in {canonical(known) for known in chain}:
+        loop = " -> ".join(str(known) for known in (*chain, target))
+        message = f"`extends` goes in a circle: {loop}"
+        raise InvalidConfig(bad(path, "extends-cycle", message, line))
     if len(chain) >= MAX_EXTENDS:
-        raise InvalidConfig(
-            bad(path, "extends-depth", f"more than {MAX_EXTENDS} parents", place.line)
-        )
-    if not target.exists():
-        raise InvalidConfig(
-            bad(
-                path,
-                "missing-parent",
-                f"`extends: {parent}`: there is no {target}",
-                place.line,
-                "`extends` is relative to the file that holds it",
-            )
-        )
-    base, base_origins, parents = _with_parents(target, chain)
-    return _merge(base, tree), {**base_origins, **origins}, (target, *parents)
+        message = f"`extends` goes on for more than {MAX_EXTENDS} files"
+        raise InvalidConfig(bad(path, "extends-depth", message, line))
+    if not exists(target):
+        message = f"`extends: {brief(parent)}`: there is no {brief(target, 200)}"
+        help = "`extends` is relative to the file that holds it"
+        raise InvalidConfig(bad(path, "missing-parent", message, line, help))
+    base, parents = _with_parents(target, chain)
+    origins = dict(base.origins)
+    value = _merge(base.value, document.value, origins)
+    merged = Document(
+        value=value,
+        origins={**origins, **document.origins},
+        faults=(*base.faults, *document.faults),
+    )
+    return merged, (target, *parents)
 
 
-def _merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
-    """Deep merge, lists replaced whole."""
+def _merge(
+    base: Mapping[str, Any], top: Mapping[str, Any], origins: dict[str, Origin], path: str = ""
+) -> dict[str, Any]:
+    """Deep merge, lists replaced whole; `origins` forget the places of what was replaced."""
     merged = dict(base)
     for key, value in top.items():
-        below = merged.get(key)
-        both = isinstance(below, dict) and isinstance(value, dict)
-        merged[key] = _merge(below, value) if both else value  # type: ignore[arg-type]
+        below, where = merged.get(key), join(path, key)
+        if isinstance(below, dict) and isinstance(value, dict):
+            merged[key] = _merge(below, value, origins, where)
+        else:
+            merged[key] = value
+            forget(origins, where)
     return merged
 
 
-OPTIONS = frozenset(
-    {
-        "stage",
-        "backend",
-        "deepspeed",
-        "mixed_precision",
-        "batch",
-        "expect",
-        "args",
-        "name",
-        "extends",
+# --- shapes ---------------------------------------------------------------------------------------
+
+
+def _shape_of(tree: Mapping[str, Any]) -> Shape:
+    if "stage" in tree or "args" in tree:
+        return "stage"
+    if "open_instruct" in tree:
+        return "wrapped"
+    return "stage" if "backend" in tree else "flat"
+
+
+def _stage_file(path: Path, document: Document, parents: tuple[Path, ...]) -> Config:
+    options = {key: value for key, value in document.value.items() if key != "args"}
+    return Config(
+        path=path,
+        shape="stage",
+        options=options,
+        args=_mapping(path, document, "args", document.value.get("args")),
+        origins=document.origins,
+        parents=parents,
+        faults=document.faults,
+    )
+
+
+def _flat_file(path: Path, document: Document, parents: tuple[Path, ...]) -> Config:
+    """Upstream's own: every key is an argument; options of ours can come from overrides only."""
+    tree, given = document.value, document.origins
+    ours = {key for key in OPTIONS & tree.keys() if key not in given or given[key].override}
+    lines = [origin.line for origin in given.values() if origin.line is not None]
+    origins = {
+        key if key.partition(".")[0] in ours else f"args.{key}": origin
+        for key, origin in given.items()
     }
-)
+    return Config(
+        path=path,
+        shape="flat",
+        options={key: tree[key] for key in ours},
+        args={key: value for key, value in tree.items() if key not in ours},
+        origins={"args": Origin(str(path), min(lines, default=1)), **origins},
+        parents=parents,
+        faults=document.faults,
+    )
 
 
-def _override(
-    path: Path, tree: dict[str, Any], origins: dict[str, Origin], overrides: Sequence[str]
-) -> tuple[dict[str, Any], dict[str, Origin]]:
-    findings = []
-    for text in overrides:
-        key, equals, raw = text.partition("=")
-        finding = _override_fault(text, key, equals, raw)
-        if finding is not None:
-            findings.append(finding)
-            continue
-        try:
-            value = _override_value(raw, text)
-        except InvalidConfig as error:
-            findings.extend(error.findings)
-            continue
-        dotted = _override_key(key, tree)
-        node: Any = tree
-        *heads, last = dotted.split(".")
-        for head in heads:
-            below = node.get(head)
-            node[head] = below if isinstance(below, dict) else {}
-            node = node[head]
-        node[last] = value
-        stale = [known for known in origins if known.startswith((f"{dotted}.", f"{dotted}["))]
-        for known in stale:
-            del origins[known]
-        origins[dotted] = Origin(str(path), None, text)
-    if findings:
-        raise InvalidConfig(findings)
-    return tree, origins
-
-
-def _override_fault(text: str, key: str, equals: str, raw: str) -> Finding | None:
-    def bad(message: str, help: str) -> Finding:
-        return Finding(
-            severity="error",
-            layer="launch",
-            code="bad-override",
-            key=key or None,
-            message=message,
-            help=help,
-        )
-
-    if not equals or not KEY.match(key) or key.endswith(".") or ".." in key:
-        return bad(f"`{text}` is not of the form key=value", "write for example learning_rate=1e-5")
-    if raw == "None":
-        return bad(f"`{text}` would be the text 'None'", f"write {key}=null")
-    return None
-
-
-def _override_value(raw: str, text: str) -> Any:
-    """An override's value is read as YAML: `a=[x,y]` and `a=1e-5` mean what they mean in a file."""
-    if "\n" in raw or not raw.strip():
-        return raw if raw.strip() else None
-    try:
-        return Builder(f"override `{text}`", {}).build(yaml.parse(raw, Loader=LOADER))
-    except (yaml.YAMLError, InvalidConfig):
-        if raw[:1] in "[{":
-            raise InvalidConfig(
-                Finding(
-                    severity="error",
-                    layer="launch",
-                    code="bad-override",
-                    message=f"`{text}`: the value is not valid YAML",
-                    help="quote the whole override",
-                )
-            ) from None
-        return raw
-
-
-def _override_key(key: str, tree: Mapping[str, Any]) -> str:
-    """`args.` may be left out: what is no option of ours is an argument of upstream's."""
-    head = key.partition(".")[0]
-    if head == "args" or "args" not in _arg_holder(tree)[1]:
-        return key
-    prefix = _arg_holder(tree)[0]
-    if head in OPTIONS or head in {"open_instruct", "num_gpus"}:
-        return key
-    return f"{prefix}args.{key}"
-
-
-def _arg_holder(tree: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    wrapped = tree.get("open_instruct")
-    if isinstance(wrapped, dict) and "stage" not in tree:
-        return "open_instruct.", {"args": None, **wrapped}
-    if "stage" in tree or "args" in tree or "backend" in tree:
-        return "", {"args": None, **tree}
-    return "", tree
-
-
-def _interpolate(path: Path, tree: dict[str, Any], origins: Mapping[str, Origin]) -> dict[str, Any]:
-    keys = [
-        key
-        for key, value in _leaves(tree)
-        if isinstance(value, str) and _INTERPOLATION.search(value)
-    ]
-    if not keys:
-        return tree
-    # omegaconf costs 70 ms to import: paid only by files that interpolate
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    findings = []
-    container = OmegaConf.create(tree)
-    for key in keys:
-        try:
-            OmegaConf.select(container, key, throw_on_missing=True)
-        except OmegaConfBaseException as error:
-            origin = origins.get(key, Origin(str(path)))
-            reason = str(error).splitlines()[0]
-            findings.append(
-                bad(
-                    Path(origin.file),
-                    "interpolation",
-                    f"`{key}`: {reason}",
-                    origin.line,
-                    "write \\${ for a literal ${",
-                )
-            )
-    if findings:
-        raise InvalidConfig(findings)
-    resolved: dict[str, Any] = OmegaConf.to_container(container, resolve=True)  # type: ignore[assignment]
-    return resolved
-
-
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key, below in value.items():
-            yield from _leaves(below, join(path, str(key)))
-    elif isinstance(value, list):
-        for index, below in enumerate(value):
-            yield from _leaves(below, f"{path}[{index}]")
-    else:
-        yield path, value
-
-
-# --- shapes ---
-
-
-def _shape(
-    path: Path, tree: dict[str, Any], origins: dict[str, Origin], parents: tuple[Path, ...]
-) -> Config:
-    wrapped = tree.get("open_instruct")
-    if isinstance(wrapped, dict) and "stage" not in tree:
-        return _wrapped(path, tree, wrapped, origins, parents)
-    if "stage" in tree or "args" in tree or "backend" in tree:
-        options = {key: value for key, value in tree.items() if key != "args"}
-        args = tree.get("args")
-        if args is not None and not isinstance(args, dict):
-            place = origins.get("args")
-            raise InvalidConfig(
-                bad(
-                    path,
-                    "bad-args",
-                    "`args` is a mapping of upstream's own names",
-                    place.line if place else None,
-                )
-            )
-        return Config(
-            path=path,
-            shape="stage",
-            options=options,
-            args=args or {},
-            origins=origins,
-            parents=parents,
-        )
-    moved = {f"args.{key}": origin for key, origin in origins.items()}
-    return Config(path=path, shape="flat", options={}, args=tree, origins=moved, parents=parents)
-
-
-def _wrapped(
-    path: Path,
-    tree: Mapping[str, Any],
-    inner: Mapping[str, Any],
-    origins: Mapping[str, Origin],
-    parents: tuple[Path, ...],
-) -> Config:
+def _wrapped_file(path: Path, document: Document, parents: tuple[Path, ...]) -> Config:
     """The shape `open_instruct: {script, deepspeed_config, args}` with `num_gpus` beside it."""
-    options: dict[str, Any] = {k: v for k, v in tree.items() if k != "open_instruct"}
-    places = {key.removeprefix("open_instruct."): origin for key, origin in origins.items()}
-    options.update({key: value for key, value in inner.items() if key != "args"})
-    args = inner.get("args")
-    if args is not None and not isinstance(args, dict):
-        raise InvalidConfig(bad(path, "bad-args", "`open_instruct.args` is a mapping", None))
+    inner = _mapping(path, document, "open_instruct", document.value["open_instruct"])
+    outer = {k: v for k, v in document.value.items() if k != "open_instruct"}
+    options = {**outer, **{key: value for key, value in inner.items() if key != "args"}}
+    origins = {key.removeprefix("open_instruct."): o for key, o in document.origins.items()}
     return Config(
         path=path,
         shape="wrapped",
         options=options,
-        args=args or {},
-        origins=places,
+        args=_mapping(path, document, "open_instruct.args", inner.get("args")),
+        origins=origins,
         parents=parents,
+        faults=document.faults,
     )
+
+
+def _mapping(path: Path, document: Document, key: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, dict):
+        return value
+    if value is None:
+        return {}
+    origin = document.origins.get(key, Origin(str(path), 1))
+    message = f"`{key}` is a mapping of names to values, not `{brief(value)}`"
+    raise InvalidConfig(bad(Path(origin.file), "bad-args", message, origin.line))
+
+
+_SHAPED = {"stage": _stage_file, "flat": _flat_file, "wrapped": _wrapped_file}

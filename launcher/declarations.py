@@ -10,7 +10,7 @@ from typing import Any
 from launcher.schema import Field, Kind
 from launcher.sources import UNKNOWN, Module, Sources, enum_members
 
-# trl/scripts/utils.py:53 wraps the converter of every other optional type
+# trl/scripts/_hf_argparser.py:254 wraps the converter of these optional types, and of no list
 _NULLABLE = {"int", "float", "dict", "opaque"}
 
 
@@ -24,8 +24,8 @@ def read_fields(
     """The fields of several dataclasses, in the parser's order.
 
     `classes` are (module, class name); `externals` gives the choices of types by dotted name that
-    no root holds; `takes_none` says that the parser reads the
-    word `none` for `T | None`. Raises LookupError naming the class that the source does not have.
+    no root holds, and the values of expressions that only running them would tell; `takes_none` says that the parser reads the word `none` for `T | None`. Raises
+    LookupError naming the class that the source does not have.
     """
     fields: dict[str, Field] = {}
     for module_name, class_name in classes:
@@ -36,6 +36,7 @@ def read_fields(
             for name, known in _own_fields(sources, owner, node, externals):
                 # a field keeps the position of its first definition, as dataclasses do
                 nullable = takes_none and known.kind in _NULLABLE and "None" in known.type
+                nullable = nullable and not known.many
                 fields[name] = replace(known, nullable=nullable)
     return fields
 
@@ -90,8 +91,9 @@ def _field(
     required = expression is None
     if isinstance(expression, ast.Call) and ast.unparse(expression.func).endswith("field"):
         keywords = {k.arg: k.value for k in expression.keywords}
-        if isinstance(keywords.get("init"), ast.Constant) and keywords["init"].value is False:
-            return None
+        match keywords.get("init"):
+            case ast.Constant(value=False):
+                return None
         metadata = keywords.get("metadata")
         factory = "default_factory" in keywords
         expression = keywords.get("default") or keywords.get("default_factory")
@@ -101,7 +103,8 @@ def _field(
     if resolved.many and not factory:
         # the parser hands a list field its factory's default and drops a plain one (hf_argparser)
         default = None
-    choices = resolved.choices or _metadata_choices(sources, module, metadata)
+    extra = _metadata(sources, module, metadata, externals)
+    choices = resolved.choices or tuple(extra.get("choices") or ())
     return Field(
         name=name,
         type=ast.unparse(statement.annotation).strip("'\""),
@@ -111,22 +114,27 @@ def _field(
         default=None if default is UNKNOWN else default,
         default_text=ast.unparse(expression) if expression and default is UNKNOWN else None,
         required=required,
+        word_optional=extra.get("nargs") == "?",
         owner=owner,
         where=f"{module.label}:{statement.lineno}",
         external=resolved.external,
     )
 
 
-def _metadata_choices(
-    sources: Sources, module: Module, metadata: ast.expr | None
-) -> tuple[Any, ...]:
-    if not isinstance(metadata, ast.Dict):
-        return ()
-    for key, value in zip(metadata.keys, metadata.values, strict=True):
-        if isinstance(key, ast.Constant) and key.value == "choices":
-            choices = sources.evaluate(module, value)
-            return () if choices is UNKNOWN else tuple(choices)
-    return ()
+def _metadata(
+    sources: Sources, module: Module, node: ast.expr | None, externals: Mapping[str, Sequence[Any]]
+) -> dict[str, Any]:
+    """What of a field's metadata can be read; argparse gets it as it is."""
+    if not isinstance(node, ast.Dict):
+        return {}
+    known = {}
+    for key, expression in zip(node.keys, node.values, strict=True):
+        value = sources.evaluate(module, expression)
+        if value is UNKNOWN:
+            value = externals.get(ast.unparse(expression), UNKNOWN)
+        if isinstance(key, ast.Constant) and value is not UNKNOWN:
+            known[str(key.value)] = value
+    return known
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +188,7 @@ class _Annotation:
             return self._subscript(node)
         match name.rpartition(".")[2]:
             case "int" | "float" | "str" | "bool" as kind:
-                return _Resolved(kind)  # type: ignore[arg-type]
+                return _Resolved(kind)
             case "dict" | "Dict":
                 return _Resolved("dict")
             case "list" | "List":
@@ -196,9 +204,8 @@ class _Annotation:
             values = tuple(self.sources.evaluate(self.module, item) for item in items)
             return _Resolved("choice", choices=values)
         if outer in {"list", "List"}:
-            inner = self._single(node.slice)
-            # argparse calls the item's type on each word; a Literal or an enum checks nothing there
-            return _Resolved(inner.kind, many=True, external=inner.external)
+            # argparse calls the item's type on each word; calling an enum checks its values
+            return replace(self._single(node.slice), many=True)
         return _Resolved("dict") if outer in {"dict", "Dict"} else _Resolved("opaque")
 
     def _named(self, name: str) -> _Resolved:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from launcher import machine
@@ -10,10 +11,23 @@ from launcher.errors import Finding, NotReady
 from launcher.machine import Trainer
 from launcher.plan import Plan
 
+OLDEST = (3, 10)
+# what a switch needs beside the backend's own packages
+_OPTIONAL = {
+    "use_peft": "peft",
+    "use_qlora": "bitsandbytes",
+    "load_in_4bit": "bitsandbytes",
+    "load_in_8bit": "bitsandbytes",
+    "dpo_use_paged_optimizer": "bitsandbytes",
+}
+
 
 def require_ready(plan: Plan, trainer: Trainer) -> None:
     """Raises NotReady with everything that is missing."""
-    found = [*checkout(plan), *packages(plan, trainer), *devices(plan), *local_files(plan)]
+    found = [
+        *checkout(plan), *interpreter(trainer), *packages(plan, trainer), *devices(plan),
+        *local_files(plan),
+    ]  # fmt: skip
     if found:
         raise NotReady(found)
 
@@ -33,6 +47,17 @@ def checkout(plan: Plan) -> Iterator[Finding]:
         )
 
 
+def interpreter(trainer: Trainer) -> Iterator[Finding]:
+    """The probe and upstream need Python 3.10."""
+    if trainer.version < OLDEST:
+        version = ".".join(map(str, trainer.version))
+        yield _missing(
+            "old-python",
+            f"{trainer.python} ({trainer.source}) is Python {version}",
+            f"name Python {'.'.join(map(str, OLDEST))} or later with --python",
+        )
+
+
 def packages(plan: Plan, trainer: Trainer) -> Iterator[Finding]:
     """Distributions that the trainer's Python lacks."""
     backend = BACKENDS[plan.stage.options.backend]
@@ -40,9 +65,12 @@ def packages(plan: Plan, trainer: Trainer) -> Iterator[Finding]:
     if plan.values.get(plan.stage.entry.names.liger):
         needed.append("liger-kernel")
     if plan.gpus and backend.NAME == "open_instruct":
-        # with CUDA and no such package its detection raises (model_utils.py:62)
+        # with CUDA and no such package its detection raises (model_utils.py:69)
         needed.append("flash-attn")
-    lacking = [name for name in needed if name not in trainer.packages]
+    if plan.gpus and plan.stage.options.deepspeed is not None:
+        needed.append("deepspeed")
+    needed += [name for key, name in _OPTIONAL.items() if plan.values.get(key) is True]
+    lacking = [name for name in dict.fromkeys(needed) if name not in trainer.packages]
     if lacking:
         yield _missing(
             "missing-packages",
@@ -53,12 +81,14 @@ def packages(plan: Plan, trainer: Trainer) -> Iterator[Finding]:
 
 
 def devices(plan: Plan) -> Iterator[Finding]:
-    """Fewer GPUs here than asked for."""
-    present = len(machine.gpus()) if plan.gpus else 0
+    """Fewer GPUs to be seen here than asked for."""
+    present = machine.visible_gpus() if plan.gpus else 0
     if plan.gpus > present:
+        limit = os.environ.get("CUDA_VISIBLE_DEVICES")
+        through = "" if limit is None else f" (CUDA_VISIBLE_DEVICES={limit})"
         yield _missing(
             "too-few-gpus",
-            f"{plan.gpus} GPU(s) asked for, {present} here",
+            f"{plan.gpus} GPU(s) asked for, {present} here{through}",
             f"--gpus {present}" if present else "--gpus 0 trains on the CPU",
         )
 

@@ -107,3 +107,9 @@ def errors(findings: Iterable[Finding], *, strict: bool = False) -> tuple[Findin
     """Those findings that stop a run: errors, and under `strict` warnings too."""
     stops = {"error", "warning"} if strict else {"error"}
     return tuple(f for f in findings if f.severity in stops)
+
+
+def brief(value: object, limit: int = 80) -> str:
+    """A value for a message: its text, cut where it is long."""
+    text = str(value)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

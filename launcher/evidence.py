@@ -180,7 +180,7 @@ class Evidence:
 
     @property
     def stage(self) -> str | None:
-        """`sft` or `dpo`, from the arguments dump, DPO's rewards, or the script; None if unknown."""
+        """`sft` or `dpo`, by the arguments dump, DPO's rewards or the script; None if unknown."""
         log, stages = self.log, open_instruct_log.STAGES
         if log is not None and (named := [stages[b] for b in log.blocks if b in stages]):
             return named[-1]

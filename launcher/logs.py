@@ -9,10 +9,10 @@ of their own: `arguments` (groups block, deep, field, other), `step` (step, lr, 
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from pathlib import Path
 
 from launcher.segments import BAR, BAR_BYTES, SEGMENT_BYTES, blocks, bounds, clean, text
@@ -143,6 +143,7 @@ class _Reading:
     kept: dict[str, list[Signal]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     steps: list[StepLine] = field(default_factory=list)
+    dicts: list[StepLine] = field(default_factory=list)
     asked: dict[str, str] = field(default_factory=dict)
     asked_at: dict[str, int] = field(default_factory=dict)
     blocks: list[str] = field(default_factory=list)
@@ -150,7 +151,7 @@ class _Reading:
     open_value: tuple[str, str] | None = None
     announced: int | None = None
     highest: int = 0
-    shown: list[tuple[int, int] | None] = field(default_factory=list)
+    shown: dict[int, tuple[int, int]] = field(default_factory=dict)
     entries: int = 0
     final_epoch: float | None = None
     bars: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -239,7 +240,7 @@ class _Reading:
         sign of work stays, because DPO prints its attention line before the dump."""
         late = [s for s in self.kept.get("attention", []) if s.line > self.busy_line]
         self.kept, self.counts = {"attention": late}, {"attention": len(late)}
-        self.steps, self.shown, self.blocks = [], [], []
+        self.steps, self.dicts, self.shown, self.blocks = [], [], {}, []
         self.asked, self.asked_at, self.bars = {}, {}, {}
         self.announced, self.final_epoch, self.highest, self.begins = None, None, 0, line
 
@@ -250,11 +251,11 @@ class _Reading:
         self.highest = step
         extra = {} if aux is None else {"aux_loss": aux}
         numbers = {k: number(groups.get(k)) for k in ("lr", "tps")}
-        self._add(step, loss, numbers, extra, segment, line)
+        self._add(self.steps, step, loss, numbers, extra, segment, line)
 
     def _metrics(self, pairs: bytes, block: bytes, start: int, end: int, line: int) -> None:
         """One dict of HF Trainer; which step it belongs to is settled at the end (`_number`)."""
-        numbers = {k.decode(): number(a or b) for k, a, b in _PAIR.findall(pairs)}
+        numbers = {text(k): number(a or b) for k, a, b in _PAIR.findall(pairs)}
         values = {k: v for k, v in numbers.items() if v is not None}
         if "loss" not in values:
             self.final_epoch = values.get("epoch", self.final_epoch)
@@ -262,16 +263,18 @@ class _Reading:
         lead = self.tail + block[:start] if start < BAR_BYTES else block[start - BAR_BYTES : start]
         after = BAR.match(block, end, end + BAR_BYTES) or BAR.match(block, end + 1)
         bar = after or next(iter(reversed(list(BAR.finditer(lead)))), None)
-        if self.steps and values.get("epoch", 0) < self.steps[-1].extra.get("epoch", 0):
-            self.steps, self.shown = [], []  # appended to an older run's log
+        if self.dicts and values.get("epoch", 0) < self.dicts[-1].extra.get("epoch", 0):
+            self.dicts, self.shown = [], {}  # appended to an older run's log
             self.entries = 0
         self.entries += 1
-        self.shown.append((int(bar["done"]), int(bar["total"])) if bar else None)
+        if bar:
+            self.shown[line] = (int(bar["done"]), int(bar["total"]))
         loss, numbers = values.pop("loss"), {"lr": values.pop("learning_rate", None)}
-        self._add(self.entries, loss, numbers, values, block[start:end], line)
+        self._add(self.dicts, self.entries, loss, numbers, values, block[start:end], line)
 
     def _add(
         self,
+        steps: list[StepLine],
         step: int,
         loss: float,
         numbers: Mapping[str, float | None],
@@ -280,9 +283,7 @@ class _Reading:
         line: int,
     ) -> None:
         self.busy_line = line
-        if not math.isfinite(loss):
-            self._keep("nonfinite_loss", segment, {"step": str(step)}, line)
-        self.steps.append(
+        steps.append(
             StepLine(
                 step=step,
                 loss=loss,
@@ -293,8 +294,10 @@ class _Reading:
                 extra=extra,
             )
         )
-        if len(self.steps) > KEPT_STEPS:  # memory is bounded: half of a longer run is let go
-            del self.steps[1:-1:2], self.shown[1:-1:2]
+        if len(steps) > KEPT_STEPS:  # memory is bounded: half of a longer run is let go
+            bad = next((s for s in steps if not isfinite(s.loss)), None)
+            steps[1:-1] = [s for i, s in enumerate(steps[1:-1]) if i % 2 or s is bad]
+            self.shown = {s.line: self.shown[s.line] for s in steps if s.line in self.shown}
 
     def _bars(self, block: bytes, line: int) -> None:
         """Remember where each bar without a description stands last; training's has none."""
@@ -320,11 +323,12 @@ class _Reading:
 
     def log(self, path: Path, lines: int) -> Log:
         """What the whole file came to."""
-        totals = [bar[1] for bar in self.shown if bar]
-        total = self.announced or (totals[-1] if totals else next(iter(self.bars), None))
-        if self.shown:
-            steps = self._number(total)
-            self.steps = [replace(s, step=n) for s, n in zip(self.steps, steps, strict=True)]
+        beside = [self.shown[d.line] for d in self.dicts if d.line in self.shown]
+        total = self.announced or (beside[-1][1] if beside else next(iter(self.bars), None))
+        if not self.steps and self.announced is None:  # else a dict is a word of the training data
+            steps = self._number([done for done, _ in beside], total)
+            pairs = zip(self.dicts, steps, strict=True)
+            self.steps = [replace(found, step=step) for found, step in pairs]
         signals = sorted(itertools.chain(*self.kept.values()), key=lambda s: s.line)
         return Log(
             path=path,
@@ -340,23 +344,22 @@ class _Reading:
             last_bar=self.bars.get(total) if total is not None else None,
         )
 
-    def _number(self, total: int | None) -> list[int]:
+    def _number(self, beside: list[int], total: int | None) -> list[int]:
         """The optimizer step of each of HF Trainer's dicts, which do not name it.
 
         The bar redrawn beside the dict shows it, unless stdout was buffered and all dicts came in
         one heap: then the share of the epochs done tells, else the count.
         """
-        beside = [bar[0] for bar in self.shown if bar]
-        if len(beside) == len(self.shown) and _rising(beside):
+        if len(beside) == len(self.dicts) and _rising(beside):
             return beside
-        epochs = [s.extra.get("epoch", 0.0) for s in self.steps]
+        epochs = [s.extra.get("epoch", 0.0) for s in self.dicts]
         if total and self.final_epoch:
             shares = [round(total * epoch / self.final_epoch) for epoch in epochs]
             if _rising([0, *shares]):
                 return shares
         last = self.bars.get(total or 0, (0, 0))[0]
-        every = max(1, round(last / len(self.steps)))
-        return [s.step * every for s in self.steps]
+        every = max(1, round(last / max(1, len(self.dicts))))
+        return [s.step * every for s in self.dicts]
 
 
 def _rising(values: Sequence[int]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -11,23 +11,20 @@ from typing import Any
 
 from launcher.backends import BACKENDS
 from launcher.config import Config
-from launcher.errors import Finding
+from launcher.errors import Finding, brief
+from launcher.paths import expanded, is_file
 
 STAGES = ("sft", "dpo")
 PRECISIONS = ("no", "fp16", "bf16")
 DEEPSPEED = ("zero2", "zero2_fp32_comm", "zero3", "zero3_offload")
-KEYS = (
-    "stage",
-    "backend",
-    "deepspeed",
-    "mixed_precision",
-    "batch",
-    "expect",
-    "name",
-    "args",
-    "extends",
-)
-WRAPPED_KEYS = ("script", "deepspeed_config", "num_gpus", "args")
+_SHARED = ("mixed_precision", "batch", "expect", "name")
+KEYS = ("stage", "backend", "deepspeed", *_SHARED, "args", "extends")
+WRAPPED_KEYS = ("script", "deepspeed_config", "num_gpus", *_SHARED)
+# as an override on a stage file it would say what --gpus says
+_ELSEWHERE = {
+    "num_gpus": "the number of GPUs is given with --gpus",
+    "open_instruct": "either `stage:` and `args:`, or everything inside `open_instruct:`",
+}
 SCRIPTS = {"finetune.py": "sft", "dpo_tune_cache.py": "dpo"}
 
 # What may be expected of each point of a verdict; `any` switches the point off.
@@ -70,57 +67,73 @@ class Options:
     gpus: int | None = None
 
 
-def read(config: Config, stage: str, folders: Sequence[Path] = ()) -> tuple[Options, list[Finding]]:
+def read(
+    config: Config, stage: str, folders: Sequence[Path] = (), fields: Collection[str] = ()
+) -> tuple[Options, list[Finding]]:
     """The options of a config and everything wrong with them; faulty ones keep their default.
 
-    `folders` are further places (a checkout) that a relative DeepSpeed path may start from.
+    `folders` are further places (a checkout) that a relative DeepSpeed path may start from;
+    `fields` are upstream's own names, for those who write them beside `args:`.
     """
-    findings: list[Finding] = []
+    findings = unknown(config, fields)
     raw = config.options
-    keys = WRAPPED_KEYS if config.shape == "wrapped" else KEYS
-    for key in raw:
-        if key not in keys:
-            findings.append(_unknown(config, key, keys))
-    backend = str(raw.get("backend") or "open_instruct")
-    if backend not in BACKENDS:
-        findings.append(_bad(config, "backend", f"`{backend}` is no backend", ", ".join(BACKENDS)))
+    backend = raw.get("backend")
+    if backend is None:
+        backend = "open_instruct"
+    elif not isinstance(backend, str) or backend not in BACKENDS:
+        findings.append(
+            _bad(config, "backend", f"`{brief(backend)}` is no backend", _one_of(BACKENDS))
+        )
         backend = "open_instruct"
     precision = raw.get("mixed_precision")
     # a plain `no` is a boolean in YAML
     precision = "no" if precision is False else precision
     if precision is not None and precision not in PRECISIONS:
-        choices = ", ".join(PRECISIONS)
-        findings.append(_bad(config, "mixed_precision", f"`{precision}` is no precision", choices))
+        message = f"`{brief(precision)}` is no precision"
+        findings.append(_bad(config, "mixed_precision", message, _one_of(PRECISIONS)))
         precision = None
     deepspeed, name = _deepspeed(config, folders, findings)
     return Options(
         stage=stage, backend=backend, deepspeed=deepspeed, deepspeed_name=name,
         mixed_precision=precision, batch=_batch(config, findings), expect=_expect(config, findings),
-        name=str(raw["name"]) if raw.get("name") is not None else None,
-        gpus=_gpus(config, findings),
+        name=_name(config, findings), gpus=_gpus(config, findings),
     ), findings  # fmt: skip
+
+
+def unknown(config: Config, fields: Collection[str] = ()) -> list[Finding]:
+    """A finding for every top-level key that is none of ours."""
+    keys = WRAPPED_KEYS if config.shape == "wrapped" else KEYS
+    return [_unknown(config, key, keys, fields) for key in config.options if key not in keys]
 
 
 def stage_of(config: Config) -> str | None:
     """The stage that a file names: by `stage`, or by the script of the wrapped shape."""
-    if config.shape == "wrapped":
-        return SCRIPTS.get(Path(str(config.options.get("script", ""))).name)
     stage = config.options.get("stage")
-    return stage if stage in STAGES else None
+    if config.shape == "wrapped":
+        script = config.options.get("script")
+        return SCRIPTS.get(Path(script).name) if isinstance(script, str) else None
+    return stage if isinstance(stage, str) and stage in STAGES else None
 
 
 def stage_fault(config: Config) -> Finding | None:
-    """Why a file that should name its stage does not; None for flat files, which never do."""
-    if config.shape == "flat" or stage_of(config) is not None:
+    """Why a file that should name its stage does not; None for flat files, which need not."""
+    if stage_of(config) is not None or (config.shape == "flat" and "stage" not in config.options):
         return None
     if config.shape == "wrapped":
         script = config.options.get("script")
-        known = ", ".join(SCRIPTS)
-        return _bad(config, "script", f"`{script}` is no script that launch starts", known)
-    if "stage" not in config.options:
+        if script is None:
+            help = f"add `script:` inside `open_instruct:`, {_one_of(SCRIPTS)}"
+            return _bad(config, "script", "`script` is missing", help)
+        message = f"`{brief(script)}` is no script that launch starts"
+        return _bad(config, "script", message, _one_of(SCRIPTS))
+    given = config.options.get("stage")
+    if given is None:
         return _bad(config, "stage", "`stage` is missing", "add `stage: sft` or `stage: dpo`")
-    given = config.options["stage"]
-    return _bad(config, "stage", f"`{given}` is no stage", ", ".join(STAGES))
+    return _bad(config, "stage", f"`{brief(given)}` is no stage", _one_of(STAGES))
+
+
+def _one_of(names: Iterable[str]) -> str:
+    return f"one of {', '.join(names)}"
 
 
 def _bad(config: Config, key: str, message: str, help: str | None = None) -> Finding:
@@ -131,13 +144,16 @@ def _bad(config: Config, key: str, message: str, help: str | None = None) -> Fin
     )  # fmt: skip
 
 
-def _unknown(config: Config, key: str, keys: tuple[str, ...]) -> Finding:
-    near = difflib.get_close_matches(key, keys, n=1)
-    help = (
-        f"did you mean `{near[0]}`?"
-        if near
-        else f"upstream's own names go under `args:`; ours are {', '.join(keys)}"
-    )
+def _unknown(config: Config, key: str, keys: tuple[str, ...], fields: Collection[str]) -> Finding:
+    near = difflib.get_close_matches(key, keys, n=1, cutoff=0.75)
+    if key in _ELSEWHERE:
+        help = _ELSEWHERE[key]
+    elif key in fields:
+        help = f"`{key}` is upstream's: write it under `args:`"
+    elif near:
+        help = f"did you mean `{near[0]}`?"
+    else:
+        help = f"upstream's own names go under `args:`; ours are {', '.join(keys)}"
     origin = config.origin(key)
     return Finding(
         severity="error", layer="launch", code="unknown-option", key=key,
@@ -163,16 +179,25 @@ def _deepspeed(
     if isinstance(given, str):
         # beside the stage file, or where launch was started
         for base in (Path(), config.path.parent, *folders):
-            path = (base / given).expanduser()
-            if path.is_file():
+            path = base / expanded(given)
+            if is_file(path):
                 return path.absolute(), path.stem
-    names = ", ".join((*DEEPSPEED, "none"))
+    names = _one_of((*DEEPSPEED, "none"))
     near = difflib.get_close_matches(str(given), DEEPSPEED, n=1)
-    help = f"did you mean `{near[0]}`?" if near else f"a path, or one of {names}"
-    findings.append(
-        _bad(config, key, f"`{given}` is neither a DeepSpeed file nor a known name", help)
-    )
+    help = f"did you mean `{near[0]}`?" if near else f"a path, or {names}"
+    message = f"`{brief(given)}` is neither a DeepSpeed file nor a known name"
+    findings.append(_bad(config, key, message, help))
     return None, "none"
+
+
+def _name(config: Config, findings: list[Finding]) -> str | None:
+    given = config.options.get("name")
+    if given is None:
+        return None
+    if isinstance(given, dict | list):
+        findings.append(_bad(config, "name", "`name` is one word for the run"))
+        return None
+    return str(given)
 
 
 def _batch(config: Config, findings: list[Finding]) -> Batch | None:
@@ -180,32 +205,27 @@ def _batch(config: Config, findings: list[Finding]) -> Batch | None:
     if given is None:
         return None
     if not isinstance(given, dict):
-        findings.append(_bad(config, "batch", "`batch` is {global: N, per_device: N}"))
+        help = "write `batch: {global: 128, per_device: 16}`"
+        findings.append(_bad(config, "batch", f"`batch` is a mapping, not `{brief(given)}`", help))
         return None
     numbers: dict[str, int | None] = {"global": None, "per_device": None}
     for key, value in given.items():
-        number = _positive(value)
         if key not in numbers:
-            findings.append(
-                _bad(config, f"batch.{key}", f"`{key}` is no part of `batch`", "global, per_device")
-            )
-        elif number is None:
-            findings.append(
-                _bad(
-                    config,
-                    f"batch.{key}",
-                    f"`batch.{key}` is a whole number above 0, not `{value}`",
-                )
-            )
-        else:
-            numbers[key] = number
+            message = f"`{key}` is no part of `batch`"
+            findings.append(_bad(config, f"batch.{key}", message, _one_of(numbers)))
+            continue
+        numbers[key] = _whole(value) or None
+        if value is not None and numbers[key] is None:
+            message = f"`batch.{key}` is a whole number above 0, not `{brief(value)}`"
+            findings.append(_bad(config, f"batch.{key}", message))
     return Batch(total=numbers["global"], per_device=numbers["per_device"])
 
 
-def _positive(value: Any) -> int | None:
-    if isinstance(value, str) and value.isdigit():
-        value = int(value)
-    valid = isinstance(value, int) and not isinstance(value, bool) and value > 0
+def _whole(value: Any) -> int | None:
+    """A whole number from 0 on, also as text; None for anything else."""
+    if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 10:
+        return int(value)
+    valid = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**9
     return value if valid else None
 
 
@@ -213,9 +233,11 @@ def _gpus(config: Config, findings: list[Finding]) -> int | None:
     given = config.options.get("num_gpus")
     if given is None:
         return None
-    number = 0 if given == 0 and given is not False else _positive(given)
+    number = _whole(given)
     if number is None:
-        findings.append(_bad(config, "num_gpus", f"`num_gpus` is a whole number, not `{given}`"))
+        findings.append(
+            _bad(config, "num_gpus", f"`num_gpus` is a whole number, not `{brief(given)}`")
+        )
     return number
 
 
@@ -224,34 +246,28 @@ def _expect(config: Config, findings: list[Finding]) -> dict[str, str]:
     if given is None:
         return {}
     if not isinstance(given, dict):
-        findings.append(_bad(config, "expect", "`expect` maps points of the verdict to states"))
+        help = "write for example `expect: {liger: engaged, loss: finite}`"
+        message = "`expect` is a mapping of points of the verdict to their states"
+        findings.append(_bad(config, "expect", message, help))
         return {}
     expected = {}
     for point, value in given.items():
-        # a plain `off` or `on` is a boolean in YAML
-        state = (
-            {True: "on", False: "off", None: "any"}.get(value, value)
-            if not isinstance(value, str)
-            else value
-        )
+        state = _state(value)
         if point not in EXPECT:
-            findings.append(
-                _bad(
-                    config,
-                    f"expect.{point}",
-                    f"`{point}` is no point of a verdict",
-                    ", ".join(EXPECT),
-                )
-            )
+            near = difflib.get_close_matches(point, EXPECT, n=1)
+            help = f"did you mean `{near[0]}`?" if near else _one_of(EXPECT)
+            message = f"`{point}` is no point of a verdict"
+            findings.append(_bad(config, f"expect.{point}", message, help))
         elif state not in EXPECT[point]:
-            findings.append(
-                _bad(
-                    config,
-                    f"expect.{point}",
-                    f"`{state}` cannot be expected of `{point}`",
-                    ", ".join(EXPECT[point]),
-                )
-            )
+            message = f"`{brief(state)}` cannot be expected of `{point}`"
+            findings.append(_bad(config, f"expect.{point}", message, _one_of(EXPECT[point])))
         else:
-            expected[point] = str(state)
+            expected[point] = state
     return expected
+
+
+def _state(value: Any) -> str:
+    """A state as its author meant it: a plain `off` or `on` is a boolean in YAML."""
+    if value is None:
+        return "any"
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import os
+import time
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
-from launcher import rundir, runner
+from launcher import process, rundir, runner
 from launcher.rundir import RunFolder
-from launcher.view import Progress, Tail, clock
+from launcher.view import Progress, clock
 
 COLUMNS = ("run", "stage", "state", "step", "loss", "tokens/s", "age", "gpus", "output")
 
@@ -15,53 +19,76 @@ COLUMNS = ("run", "stage", "state", "step", "loss", "tokens/s", "age", "gpus", "
 def row(folder: RunFolder) -> dict[str, Any]:
     """One run for `launch runs`."""
     manifest = rundir.read_manifest(folder)
-    verdict = rundir.read_json(folder.verdict)
-    progress = Progress(total=manifest.get("plan", {}).get("steps"))
+    plan = manifest.get("plan")
+    plan = plan if isinstance(plan, dict) else {}
+    progress = Progress(total=plan.get("steps"), world=_processes(plan))
     last_steps(folder, progress)
     rate = progress.tokens_per_second
     return {
         "run": folder.path.name,
         "path": str(folder.path),
         "stage": manifest.get("stage"),
-        "state": state(folder),
-        "verdict": verdict.get("status"),
+        "state": state(folder, progress),
+        "verdict": rundir.read_json(folder.verdict).get("status"),
         "step": progress.step,
         "steps": progress.total,
         "loss": None if progress.loss is None else round(progress.loss, 4),
         "tokens/s": None if rate is None else round(rate),
         "age": age(manifest.get("created")),
-        "gpus": manifest.get("plan", {}).get("gpus"),
+        "gpus": plan.get("gpus"),
         "output": manifest.get("output"),
     }
 
 
-def state(folder: RunFolder) -> str:
-    """running, finished, failed, stopped, or lost: ended without a record of how."""
-    if runner.alive(folder.path):
+def _processes(plan: Mapping[str, Any]) -> int:
+    gpus, nodes = plan.get("gpus"), plan.get("nodes")
+    return max(1, gpus if isinstance(gpus, int) else 1) * (nodes if isinstance(nodes, int) else 1)
+
+
+def state(folder: RunFolder, progress: Progress | None = None) -> str:
+    """running, finished, failed, stopped, or lost: ended without a record of how.
+
+    Where the launcher did not live to write that record, the last word of rank 0's probe counts.
+    """
+    if runner.alive(folder.path, lambda: _marks(int(time.monotonic()))):
         return "running"
     ended = rundir.read_json(folder.exit(max(1, folder.attempts())))
-    if not ended:
-        return "lost"
     if ended.get("stopped") is not None:
         return "stopped"
-    return "finished" if ended.get("returncode") == 0 else "failed"
+    code = ended.get("returncode")
+    if not ended and progress is not None:
+        code = progress.exit
+    if code is None:
+        return "lost"
+    return "finished" if code == 0 else "failed"
 
 
-def last_steps(folder: RunFolder, progress: Progress, window: int = 65536) -> None:
+@lru_cache(maxsize=1)
+def _marks(_second: int) -> frozenset[str]:
+    """One look at all processes serves a whole list of runs."""
+    return process.marks()
+
+
+def last_steps(folder: RunFolder, progress: Progress, window: int = 6144) -> None:
     """Fill in the progress from the end of rank 0's record."""
-    record = folder.probe / "rank-0.jsonl"
-    size = record.stat().st_size if record.exists() else 0
-    for raw in Tail(record, offset=max(0, size - window)).read():
-        event = rundir.parse_line(raw)
-        if event:
-            progress.event(event)
+    try:
+        with (folder.probe / "rank-0.jsonl").open("rb") as record:
+            record.seek(max(0, os.fstat(record.fileno()).st_size - window))
+            lines = record.read().split(b"\n")
+    except OSError:
+        return
+    # the first may be torn by the window, the last not be finished: neither is JSON then
+    for line in lines:
+        progress.event(rundir.parse_line(line))
 
 
 def age(created: object) -> str | None:
     """Time since the start, short."""
     try:
         begun = datetime.datetime.fromisoformat(str(created))
-    except ValueError:
+        passed = datetime.datetime.now(datetime.UTC) - begun
+    except (TypeError, ValueError):
         return None
-    passed = datetime.datetime.now(datetime.UTC) - begun
-    return f"{passed.days}d" if passed.days else clock(max(0.0, passed.total_seconds()))
+    # a clock that was set back makes nothing younger than now
+    seconds = max(0.0, passed.total_seconds())
+    return f"{passed.days}d" if passed.days > 0 else clock(seconds)

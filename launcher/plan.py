@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launcher.backends import BACKENDS
 from launcher.errors import Finding, InvalidConfig
+from launcher.paths import expanded
 from launcher.schema import Values
 from launcher.stage import Stage
 
@@ -73,15 +76,16 @@ def make(stage: Stage, *, gpus: int, nodes: int = 1, output: Path | None = None)
     the nearest possible splits where the global batch cannot be divided.
     """
     names = stage.entry.names
-    per_device, accumulation = _solve(stage, max(1, gpus) * nodes)
+    devices = max(1, gpus) * nodes
+    per_device, accumulation = _solve(stage, devices)
+    world = per_device * accumulation * devices
     derived: dict[str, Derived] = {}
     if stage.options.batch is not None:
-        total = per_device * accumulation * max(1, gpus) * nodes
-        why = f"batch of {total} over {max(1, gpus) * nodes} device(s)"
+        why = f"batch of {world} over {devices} device(s)"
         for name, number in ((names.per_device, per_device), (names.accumulation, accumulation)):
             if stage.args.get(name) is None:
                 derived[name] = Derived(value=number, why=why)
-    notes = []
+    notes = [*_devices_and_deepspeed(stage, gpus, nodes)]
     for name, (value, why) in stage.entry.derived.items():
         if name not in stage.args:
             derived[name] = Derived(value=value, why=why)
@@ -93,11 +97,10 @@ def make(stage: Stage, *, gpus: int, nodes: int = 1, output: Path | None = None)
             derived.setdefault("do_not_randomize_output_dir", Derived(value=True, why=why))
     values = Values(stage.schema, {**stage.args, **{k: d.value for k, d in derived.items()}})
     rows = count_rows(stage, values)
-    world = per_device * accumulation * max(1, gpus) * nodes
     return Plan(
         stage=stage, gpus=gpus, nodes=nodes, per_device=per_device, accumulation=accumulation,
         global_batch=world, rows=rows, derived=derived, values=values,
-        steps=_steps(values, names.max_steps, names.epochs, rows, world), findings=tuple(notes),
+        steps=_steps(stage, values, rows, world), findings=tuple(notes),
     )  # fmt: skip
 
 
@@ -113,31 +116,68 @@ def _note(stage: Stage, name: str, value: Any, why: str) -> Finding:
     )  # fmt: skip
 
 
+def _devices_and_deepspeed(stage: Stage, gpus: int, nodes: int) -> Iterator[Finding]:
+    key, options = "deepspeed", stage.options
+    origin = stage.config.origin("deepspeed_config" if stage.config.shape == "wrapped" else key)
+    if options.deepspeed is not None and not gpus:
+        yield Finding(
+            severity="note", layer="launch", code="deepspeed-left-out", key=key,
+            message=f"`deepspeed: {options.deepspeed_name}` is left out on the CPU",
+            file=origin.file, line=origin.line,
+        )  # fmt: skip
+    alone = gpus == 1 and nodes == 1 and options.deepspeed is None
+    if alone and options.backend == "open_instruct" and options.stage == "dpo":
+        yield Finding(
+            severity="error", layer="run", code="no-process-group", key=key,
+            message="one process without DeepSpeed has no process group: the reference pass crashes "
+            "in dist.barrier (dpo_utils.py:453)",
+            help="set a `deepspeed:`, such as zero2", file=origin.file, line=origin.line,
+        )  # fmt: skip
+    if nodes > 1:
+        yield Finding(
+            severity="note", layer="launch", code="several-nodes", key="nodes",
+            message="the same command runs on each machine, with NODE_RANK (0, 1, ...) and "
+            "HEAD_ADDRESS filled in",
+        )  # fmt: skip
+
+
 def _solve(stage: Stage, devices: int) -> tuple[int, int]:
-    """Rows per device and forward pass, and forward passes per optimizer step."""
+    """Rows per device and forward pass, and forward passes per optimizer step; both above 0."""
     names, batch = stage.entry.names, stage.options.batch
-    if batch is None:
-        return int(stage.values[names.per_device]), int(stage.values[names.accumulation])
-    findings = []
-    for name, wanted in ((names.per_device, batch.per_device), (names.accumulation, batch.total)):
-        if stage.args.get(name) is not None and (name == names.accumulation or wanted is not None):
-            findings.append(_twice(stage, name))
-    if findings:
-        raise InvalidConfig(findings)
-    per_device = batch.per_device or int(stage.values[names.per_device])
-    total = batch.total
+    total = None if batch is None else batch.total
+    wanted = {
+        names.per_device: None if batch is None else batch.per_device,
+        names.accumulation: total,
+    }
+    faults = [_twice(stage, n) for n, w in wanted.items() if w and stage.args.get(n) is not None]
+    per_device = wanted[names.per_device] or int(stage.values[names.per_device])
+    accumulation = 1 if total else int(stage.values[names.accumulation])
+    numbers = {names.per_device: per_device, names.accumulation: accumulation}
+    faults += [_not_positive(stage, n, number) for n, number in numbers.items() if number < 1]
+    if faults:
+        raise InvalidConfig(faults)
     if total is None:
-        return per_device, int(stage.values[names.accumulation])
+        return per_device, accumulation
     if total % (per_device * devices):
         raise InvalidConfig(_impossible(stage, total, per_device, devices))
     return per_device, total // (per_device * devices)
+
+
+def _not_positive(stage: Stage, name: str, number: int) -> Finding:
+    origin = stage.config.origin(f"args.{name}")
+    return Finding(
+        severity="error", layer="run", code="impossible-batch", key=f"args.{name}",
+        message=f"`{name}: {number}` is no batch", help="a whole number above 0",
+        file=origin.file, line=origin.line,
+    )  # fmt: skip
 
 
 def _twice(stage: Stage, name: str) -> Finding:
     origin = stage.config.origin(f"args.{name}")
     return Finding(
         severity="error", layer="launch", code="batch-twice", key=f"args.{name}",
-        message=f"`{name}` and `batch:` both set the batch", help="keep `batch:`, delete this line",
+        message=f"`{name}` and `batch:` both set the batch",
+        help="keep `batch:`, leave this one out",
         file=origin.file, line=origin.line,
     )  # fmt: skip
 
@@ -163,41 +203,62 @@ def _impossible(stage: Stage, total: int, per_device: int, devices: int) -> Find
     )  # fmt: skip
 
 
-def _steps(values: Values, max_steps: str, epochs: str, rows: int | None, batch: int) -> int | None:
-    """Optimizer steps in all; upstream rounds the last batch of an epoch up (finetune.py:683)."""
-    limit = values[max_steps]
+def _steps(stage: Stage, values: Values, rows: int | None, batch: int) -> int | None:
+    """Optimizer steps in all; an epoch's last batch is rounded up (finetune.py:692, trainer.py)."""
+    names = stage.entry.names
+    limit, epochs = values[names.max_steps], values[names.epochs]
     if isinstance(limit, int) and limit > 0:
         return limit
-    if rows is None or not isinstance(values[epochs], int | float):
+    if rows is None or not isinstance(epochs, int | float) or _repacked(stage, values):
         return None
-    return int(-(-rows // batch) * values[epochs])
+    return math.ceil(epochs * -(-rows // batch))
+
+
+def _repacked(stage: Stage, values: Values) -> bool:
+    """Whether rows are put together before they are counted into batches: TRL's SFT does that."""
+    packing = stage.entry.names.packing
+    return stage.options.backend == "trl" and packing == "packing" and bool(values.get("packing"))
 
 
 def count_rows(stage: Stage, values: Values) -> int | None:
     """Rows before filtering, from counts in the mixer list and from local files; None if unknown."""
     listed = values.get(stage.entry.names.data)
-    if isinstance(listed, list) and len(listed) % 2 == 0:
-        counted = [_rows_of(str(n), str(a)) for n, a in zip(listed[::2], listed[1::2], strict=True)]
-        return None if not counted or None in counted else sum(c for c in counted if c is not None)
+    if isinstance(listed, list) and listed and len(listed) % 2 == 0:
+        pairs = zip(listed[::2], listed[1::2], strict=True)
+        counted = [_rows_of(str(name), str(amount)) for name, amount in pairs]
+        return sum(n for n in counted if n is not None) if None not in counted else None
     if isinstance(listed, str):
         split = str(values.get("dataset_train_split") or "train")
-        return lines_of(sorted(Path(listed).expanduser().glob(f"{split}*.jsonl")))
+        return lines_of(_files_of(expanded(listed), split))
     return None
 
 
-def _rows_of(name: str, amount: str) -> int | None:
-    if amount.isdigit():
-        return int(amount)
-    path = Path(name).expanduser()
-    rows = lines_of([path]) if name.endswith(".jsonl") and path.is_file() else None
+def _files_of(folder: Path, split: str) -> list[Path]:
+    # `train[:100]` is a part of the split, which no file is
     try:
-        return None if rows is None else int(rows * float(amount))
+        names = sorted(os.listdir(folder)) if split.isidentifier() else []
+    except (OSError, ValueError):
+        return []
+    return [folder / n for n in names if n.startswith(split) and n.endswith(".jsonl")]
+
+
+def _rows_of(name: str, amount: str) -> int | None:
+    """Rows that one entry of a mixer list gives: a count stands for itself, samples are repeated."""
+    try:
+        if "." not in amount:
+            return int(amount)
+        share = float(amount)
     except ValueError:
         return None
+    rows = lines_of([expanded(name)]) if name.endswith(".jsonl") else None
+    return None if rows is None or not math.isfinite(share) else int(rows * share)
 
 
 def lines_of(paths: Sequence[Path]) -> int | None:
     """Lines of local .jsonl files in all; None where there are none or they are too large to count."""
-    if not paths or sum(path.stat().st_size for path in paths) > 64 * 2**20:
+    try:
+        if not paths or sum(path.stat().st_size for path in paths) > 64 * 2**20:
+            return None
+        return sum(len(path.read_bytes().splitlines()) for path in paths)
+    except (OSError, ValueError):
         return None
-    return sum(path.read_bytes().count(b"\n") for path in paths)

@@ -27,7 +27,7 @@ TREND_Z = 2.33  # one-sided 1 %
 
 _OOM_HELP = (
     "lower the micro-batch and keep the global batch (`batch: {per_device: N}`), switch activation "
-    "checkpointing on (SFT `gradient_checkpointing: true`, DPO `activation_memory_budget` below 1), "
+    "checkpointing on (SFT `gradient_checkpointing: true`, DPO `activation_memory_budget` < 1), "
     "or lower `max_seq_length`; with packing a micro-batch holds every token of its rows at once, "
     "so fewer rows (or `packing: false`) shrink it"
 )
@@ -67,16 +67,17 @@ def _liger_counted(evidence: Evidence, want: str | None) -> Seen | None:
     probe, log = evidence.probe, evidence.log
     if probe is None or probe.last_step is None:
         return None
-    calls = {rank: record.liger_calls for rank, record in sorted(probe.ranks.items())}
+    calls = {rank: r.liger_calls for rank, r in sorted(probe.ranks.items()) if r.steps}
+    unknown = sorted({*probe.missing, *probe.ranks} - {*calls})
     names = dict.fromkeys((*OPERATIONS, *(op for counts in calls.values() for op in counts)))
     detail: dict[str, object] = {
         op: {str(rank): counts.get(op, 0) for rank, counts in calls.items()} for op in names
     }
-    if probe.missing:
-        detail["missing_ranks"] = list(probe.missing)
+    if unknown:
+        detail["missing_ranks"] = unknown
     cites = tuple(_of_event(r, e) for r in probe.ranks.values() if (e := r.last("liger")))
     if all(any(counts.values()) for counts in calls.values()):
-        proved = not probe.missing or want == "off"
+        proved = not unknown or want == "off"
         return Seen(state="engaged", proved=proved, cites=cites, detail=detail)
     idle = [rank for rank, counts in calls.items() if not any(counts.values())]
     if len(idle) < len(calls):

@@ -52,10 +52,12 @@ class Record:
         # forked data workers inherit the stream; their events would tear the lines
         if self.stream is None or os.getpid() != self.pid:
             return
-        line = json.dumps({"t": round(time.time(), 3), "event": event, **fields}, default=str)
-        with self.lock, contextlib.suppress(OSError, ValueError):
-            self.stream.write(line + "\n")
-            self.stream.flush()
+        # whatever is wrong, with the disk or with a value, is no reason to stop training
+        with contextlib.suppress(Exception):
+            line = json.dumps({"t": round(time.time(), 3), "event": event, **fields}, default=str)
+            with self.lock:
+                self.stream.write(line + "\n")
+                self.stream.flush()
 
 
 class Probe:
@@ -398,7 +400,7 @@ def watch_reference_cache(probe: Probe, module: types.ModuleType) -> None:
 
 
 def watch_hub(probe: Probe, module: types.ModuleType) -> None:
-    """finetune.py:541 asks the hub for a snapshot of whatever the model is called, folders too."""
+    """finetune.py:528 asks the hub for a snapshot of whatever the model is called, folders too."""
 
     def download(original: Any) -> Any:
         @functools.wraps(original)
@@ -449,7 +451,7 @@ def supply_cuda_counters(probe: Probe, module: types.ModuleType) -> None:
 
 
 def supply_mfu(probe: Probe, module: types.ModuleType) -> None:
-    """utils.py:1847: MFU needs a known GPU name; on a CPU the figure means nothing and is 0."""
+    """utils.py:1872: MFU needs a known GPU name; on a CPU the figure means nothing and is 0."""
     dims = module.ModelDims  # type: ignore[attr-defined]
 
     def none(value: Any) -> Callable[[Any], Any]:
@@ -535,7 +537,8 @@ def main() -> None:
     )  # fmt: skip
     sys.meta_path.insert(0, Watcher(probe, watched(probe)))
     sys.argv[0] = target
-    sys.path[0] = os.path.dirname(os.path.abspath(target))
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.path.dirname(os.path.abspath(target))
     code: Any = 0
     try:
         runpy.run_path(target, run_name="__main__")

@@ -73,12 +73,18 @@ def plan_lines(plan: Plan) -> list[str]:
 
 def dry_run(plan: Plan, command: Command) -> None:
     """The plan and the environment as comments, then the command on one line, ready to paste."""
+    shown = command.redacted()
     for line in plan_lines(plan):
-        typer.echo(f"# {line}")
+        typer.echo(_comment(line))
     typer.echo("# environment:")
-    for name, value in command.env.items():
-        typer.echo(f"#   {name}={value}")
-    typer.echo(command.shell())
+    for name, value in shown.env.items():
+        typer.echo(_comment(f"  {name}={value}"))
+    typer.echo(shown.shell())
+
+
+def _comment(text: str) -> str:
+    """A shell comment throughout: what is pasted must not run the second line of a value."""
+    return "\n".join(f"# {line}" for line in text.splitlines())
 
 
 def verdict(judged: Verdict) -> None:
@@ -92,14 +98,25 @@ def verdict(judged: Verdict) -> None:
         typer.echo(
             f"  {point.name:<16}{point.state!s:<18}{typer.style(f'{mark:<10}', fg=colour)}{expected}".rstrip()
         )
-        for key in ("error", "help"):
-            if point.ok is not True and point.detail.get(key):
-                typer.echo(f"    {key}: {point.detail[key]}")
+        if point.ok is not True:
+            for line in _reasons(point.detail):
+                typer.echo(f"    {line}")
     figures = [
         f"{name} {_number(value)}" for name, value in judged.metrics.items() if value is not None
     ]
     if figures:
         typer.echo("  " + ", ".join(figures))
+
+
+def _reasons(detail: Mapping[str, Any]) -> list[str]:
+    """Why a point is not as expected, and what to do about it."""
+    lines = []
+    error = detail.get("error")
+    if isinstance(error, Mapping):
+        where = f"  ({error['at']})" if error.get("at") else ""
+        lines.append(f"{error.get('type')}: {error.get('message')}{where}")
+    lines += [str(detail[key]) for key in ("reason", "help") if detail.get(key)]
+    return lines
 
 
 def _number(value: Any) -> str:

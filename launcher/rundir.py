@@ -6,29 +6,27 @@ folder again is a new attempt of the same run.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import hashlib
 import json
 import os
 import re
-import tempfile
+import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher import machine
 from launcher.command import Command
-from launcher.errors import Finding, NotReady
+from launcher.errors import Finding, NotReady, UsageError
+from launcher.machine import Trainer
+from launcher.manifest import manifest
 from launcher.plan import Plan
+from launcher.redaction import redact
 
-MANIFEST_VERSION = 1
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
-_SECRET_NAME = re.compile(r"(token|secret|password|api_?key|credential)", re.IGNORECASE)
-_SECRET_SHAPE = re.compile(
-    r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|"
-    r"AKIA[0-9A-Z]{16}|xox[abp]-[A-Za-z0-9-]{10,})"
-)
-REDACTED = "<redacted>"
+_NUMBERED = re.compile(r"(?:console|exit)(?:\.(\d+))?\.(?:log|json)\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +55,16 @@ class RunFolder:
         """What `check` found."""
         return self.path / "verdict.json"
 
+    @property
+    def process(self) -> Path:
+        """Which process the attempt that began last is."""
+        return self.path / "process.json"
+
+    @property
+    def lock(self) -> Path:
+        """Held, through the kernel, by the process of the attempt that runs."""
+        return self.path / "lock"
+
     def console(self, attempt: int) -> Path:
         """What the training processes wrote, raw."""
         return self.path / _numbered("console", attempt, "log")
@@ -66,11 +74,13 @@ class RunFolder:
         return self.path / _numbered("exit", attempt, "json")
 
     def attempts(self) -> int:
-        """How many attempts have begun."""
-        count = 0
-        while self.console(count + 1).exists():
-            count += 1
-        return count
+        """How many attempts have begun; a log that was tidied away still counts."""
+        try:
+            names = os.listdir(self.path)
+        except OSError:
+            return 0
+        found = (_NUMBERED.match(name) for name in names)
+        return max((int(match[1] or 1) for match in found if match), default=0)
 
 
 def _numbered(stem: str, attempt: int, suffix: str) -> str:
@@ -86,36 +96,76 @@ def runs_root(environ: Mapping[str, str] | None = None) -> Path:
 def state_folder(environ: Mapping[str, str] | None = None) -> Path:
     """The user's state folder, where the index of runs is kept (XDG)."""
     environ = os.environ if environ is None else environ
-    base = environ.get("XDG_STATE_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "state") / "launch"
+    base = environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return Path(base) / "launch"
 
 
-def choose(stage: str, name: str, output: Path | None, root: Path) -> tuple[RunFolder, int]:
-    """The folder of this start and the number of the attempt; nothing is created.
+def choose(
+    stage: str, name: str, output: Path | None, root: Path, *, reserve: bool = False
+) -> tuple[RunFolder, int]:
+    """The folder of this start and the number of the attempt.
 
-    The newest run into the same output folder is continued, any other start is a new run.
+    The newest run into the same output folder is continued, any other start is a new run. Nothing
+    is created, unless `reserve` asks for the empty folder of a new run: then two starts in the same
+    second get two. Raises NotReady where that cannot be made.
     """
-    for folder in _newest_first(root) if output is not None else ():
-        if read_manifest(folder).get("output") == str(output) and output is not None:
+    wanted = None if output is None else redact(str(output))
+    for folder in _newest_first(root) if wanted is not None else ():
+        if read_manifest(folder).get("output") == wanted:
             return folder, folder.attempts() + 1
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
-    stem = f"{now}-{stage}-{_UNSAFE.sub('-', name).strip('-') or 'run'}"
+    stem = f"{now}-{stage}-{_UNSAFE.sub('-', redact(name)).strip('-')[:100] or 'run'}"
     path, count = root / stem, 1
-    while path.exists():
+    while not _free(path, reserve):
         count += 1
         path = root / f"{stem}-{count}"
     return RunFolder(path), 1
 
 
+def _free(path: Path, reserve: bool) -> bool:
+    if not reserve:
+        return not path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir()
+    except FileExistsError:
+        if not path.parent.is_dir():
+            raise not_writable(path.parent, "it is a file") from None
+        return False
+    except OSError as error:
+        raise not_writable(path, error.strerror) from None
+    return True
+
+
+def release(folder: RunFolder) -> None:
+    """Take back a reserved folder that nothing was written into."""
+    with contextlib.suppress(OSError):
+        folder.path.rmdir()
+
+
+def not_writable(path: Path, reason: str | None) -> NotReady:
+    """What to raise where a run folder cannot be made or written."""
+    return NotReady(
+        Finding(
+            severity="error", layer="launch", code="runs-not-writable", file=str(path),
+            message=f"the run folder cannot be written: {reason}",
+            help="set LAUNCH_RUNS to a writable folder",
+        )
+    )  # fmt: skip
+
+
 def _newest_first(root: Path) -> Iterator[RunFolder]:
-    if root.is_dir():
-        for path in sorted(root.iterdir(), reverse=True):
-            if (path / "run.json").is_file():
-                yield RunFolder(path)
+    try:
+        names = sorted(os.listdir(root), reverse=True)
+    except OSError:
+        return
+    for name in names:
+        if os.path.isfile(root / name / "run.json"):
+            yield RunFolder(root / name)
 
 
 def create(
-    folder: RunFolder, attempt: int, plan: Plan, command: Command, trainer: machine.Trainer,
+    folder: RunFolder, attempt: int, plan: Plan, command: Command, trainer: Trainer,
     output: Path | None,
 ) -> None:  # fmt: skip
     """Make the folder, write the manifest, enter the run in the index.
@@ -124,100 +174,10 @@ def create(
     """
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
-        write_json(folder.manifest, manifest(attempt, plan, command, trainer, output))
+        write_json(folder.manifest, manifest(attempt, now(), plan, command, trainer, output))
     except OSError as error:
-        raise NotReady(
-            Finding(
-                severity="error", layer="launch", code="runs-not-writable", file=str(folder.path),
-                message=f"the run folder cannot be written: {error.strerror}",
-                help="set LAUNCH_RUNS to a writable folder",
-            )
-        ) from None  # fmt: skip
+        raise not_writable(folder.path, error.strerror) from None
     _enter_in_index(folder)
-
-
-def manifest(
-    attempt: int, plan: Plan, command: Command, trainer: machine.Trainer, output: Path | None
-) -> dict[str, Any]:
-    """Every resolved field with who set it, the plan, the command and the versions of everything."""
-    stage = plan.stage
-    project = Path(__file__).resolve().parent.parent
-    return {
-        "schema_version": MANIFEST_VERSION,
-        "created": now(),
-        "attempt": attempt,
-        "stage": stage.options.stage,
-        "backend": stage.options.backend,
-        "name": stage.name,
-        "config": str(stage.config.path),
-        "output": None if output is None else str(output),
-        "expect": expectations(plan),
-        "plan": plan.as_json(),
-        "args": redact(_resolved(plan)),
-        "argv": redact(list(command.argv)),
-        "env": sorted(command.env),
-        "cwd": str(command.cwd),
-        "upstream": stage.upstream.as_json(),
-        "launch_commit": machine.git_version(project),
-        "trainer": {
-            "python": str(trainer.python),
-            "source": trainer.source,
-            "version": ".".join(map(str, trainer.version)),
-            "packages": dict(sorted(trainer.packages.items())),
-        },
-        "machine": machine.describe(),
-        "findings": [finding.as_json() for finding in (*stage.findings, *plan.findings)],
-    }
-
-
-def expectations(plan: Plan) -> dict[str, str]:
-    """What the verdict will hold the run to: `expect:`, completed by what the arguments ask for."""
-    names, values = plan.stage.entry.names, plan.values
-    expected = {"loss": "finite", "memory": "ok", "finish": "completed"}
-    expected["liger"] = "engaged" if values.get(names.liger) else "off"
-    packed = bool(names.packing and values.get(names.packing))
-    expected["packing"] = "isolated" if packed else "off"
-    return {**expected, **plan.stage.options.expect}
-
-
-def _resolved(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Value and origin of every field: default (file:line), stage file, override, or derived."""
-    fields = {}
-    for name, known in plan.stage.schema.fields.items():
-        if name in plan.derived:
-            origin = f"derived: {plan.derived[name].why}"
-        elif name in plan.stage.args:
-            origin = str(plan.stage.config.origin(f"args.{name}"))
-        else:
-            origin = f"default: {known.where}"
-        fields[name] = {"value": plan.values[name], "origin": origin}
-    return fields
-
-
-def redact(value: Any, name: str = "") -> Any:
-    """The same value with tokens taken out, by the name of their key and by their shape."""
-    if isinstance(value, Mapping):
-        return {key: redact(below, str(key)) for key, below in value.items()}
-    if isinstance(value, list | tuple):
-        hidden = False
-        clean = []
-        for item in value:
-            clean.append(REDACTED if hidden else redact(item))
-            hidden = isinstance(item, str) and item.startswith("--") and _is_secret(item)
-        return clean
-    if isinstance(value, str):
-        if _is_secret(name) and value:
-            return REDACTED
-        return _SECRET_SHAPE.sub(REDACTED, value)
-    return value
-
-
-def _is_secret(name: str) -> bool:
-    # `eos_token`, `max_tokens` and the like are words of the trade
-    plain = re.sub(
-        r"(eos|pad|bos|unk|image|mask|special|tokens?_per|num|max|new)_tokens?", "", name
-    )
-    return bool(_SECRET_NAME.search(plain.replace("tokenizer", "")))
 
 
 def read_manifest(folder: RunFolder) -> dict[str, Any]:
@@ -236,18 +196,28 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_json(path: Path, data: Any) -> None:
     """Write atomically: a reader sees the old file or the new one, never a half."""
-    write_text(path, json.dumps(data, indent=2, ensure_ascii=False, default=str) + "\n")
+    try:
+        raw = json.dumps(data, indent=2, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        # a path that is no UTF-8: escaped, it is still JSON
+        raw = json.dumps(data, indent=2, default=str).encode()
+    write_bytes(path, raw + b"\n")
 
 
 def write_text(path: Path, text: str) -> None:
     """Write atomically, by renaming a finished file over the old one."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    write_bytes(path, text.encode(errors="backslashreplace"))
+
+
+def write_bytes(path: Path, raw: bytes) -> None:
+    """Write atomically, by renaming a finished file over the old one."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        temporary.write_bytes(raw)
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise
 
 
@@ -259,40 +229,61 @@ def now() -> str:
 def _enter_in_index(folder: RunFolder) -> None:
     """One small file a run, named by its folder: no lock, no file that two starts could tear."""
     index = state_folder() / "runs"
-    name = _UNSAFE.sub("-", str(folder.path)).strip("-")[-200:]
-    try:
+    place = os.fsencode(folder.path.absolute())
+    name = f"{_UNSAFE.sub('-', folder.path.name)[-100:]}-{hashlib.sha256(place).hexdigest()[:16]}"
+    # a read-only home costs the overview from elsewhere, not the run
+    with contextlib.suppress(OSError):
         index.mkdir(parents=True, exist_ok=True)
-        (index / name).write_text(str(folder.path), encoding="utf-8")
-    except OSError:
-        # a read-only home costs the overview from elsewhere, not the run
-        return
+        write_bytes(index / name, place)
 
 
 def known_runs() -> list[RunFolder]:
     """Every run of the index and of the runs folder here, oldest first."""
     paths = {folder.path for folder in _newest_first(runs_root())}
     index = state_folder() / "runs"
-    for entry in index.iterdir() if index.is_dir() else ():
-        try:
-            paths.add(Path(entry.read_text(encoding="utf-8")))
-        except (OSError, UnicodeDecodeError):
-            continue
-    return sorted(
-        (RunFolder(p) for p in paths if (p / "run.json").is_file()), key=lambda f: f.path.name
-    )
+    try:
+        entries = list(index.iterdir())
+    except OSError:
+        entries = []
+    for entry in entries:
+        with contextlib.suppress(OSError):
+            path = Path(os.fsdecode(entry.read_bytes()))
+            if path not in paths and path.is_absolute() and (path / "run.json").is_file():
+                paths.add(path)
+    return sorted(map(RunFolder, paths), key=lambda folder: (folder.path.name, folder.path))
 
 
 def find(name: str) -> RunFolder | None:
-    """A run by its folder, its name, a unique prefix of it, or `last`."""
+    """A run by its folder, its name, a unique prefix of it, or `last`: the one started last.
+
+    Raises UsageError where several begin so.
+    """
     path = Path(name)
-    if (path / "run.json").is_file():
-        return RunFolder(path)
+    if name and (path / "run.json").is_file():
+        return RunFolder(path.absolute())
     runs = known_runs()
     if name == "last":
-        return runs[-1] if runs else None
-    matching = [folder for folder in runs if folder.path.name.startswith(name)]
+        return max(runs, key=_started, default=None)
+    matching = [folder for folder in runs if name and folder.path.name.startswith(name)]
     exact = [folder for folder in matching if folder.path.name == name]
-    return exact[0] if exact else (matching[0] if len(matching) == 1 else None)
+    found = exact or matching
+    if len(found) > 1:
+        listed = ", ".join(str(f.path) if exact else f.path.name for f in found[-5:])
+        raise UsageError(
+            Finding(
+                severity="error", layer="launch", code="ambiguous-run",
+                message=f"{len(found)} runs are meant by `{name}`", help=f"such as {listed}",
+            )
+        )  # fmt: skip
+    return found[0] if found else None
+
+
+def _started(folder: RunFolder) -> tuple[float, str]:
+    # every attempt writes its manifest anew
+    try:
+        return folder.manifest.stat().st_mtime, folder.path.name
+    except OSError:
+        return 0.0, folder.path.name
 
 
 def json_line(value: Mapping[str, Any]) -> str:

@@ -12,9 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from launcher.errors import brief
+
 Kind = Literal["int", "float", "str", "bool", "dict", "choice", "opaque"]
 
-_NEGATIVE_NUMBER = re.compile(r"-\d+\Z|-\d*\.\d+\Z")
+# argparse's own, with its `$`: a line end may follow
+_NEGATIVE_NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
 _TRUE = {"yes", "true", "t", "y", "1"}
 _FALSE = {"no", "false", "f", "n", "0"}
 
@@ -25,7 +28,8 @@ class Field:
 
     `kind` is what each word is converted by; `many` means one flag with several words. `default` is
     None also where only running the module could tell, then `default_text` holds the expression.
-    `nullable` fields take the word `none` (TRL's parser only).
+    `nullable` fields take the word `none` (TRL's parser only); `word_optional` ones say so in their
+    metadata.
     `where` is `file:line` of the definition. `external` names a type that lives in another package.
     """
 
@@ -37,20 +41,19 @@ class Field:
     default: Any = None
     default_text: str | None = None
     required: bool = False
+    word_optional: bool = False
     nullable: bool = False
     owner: str = ""
     where: str = ""
     external: str | None = None
 
     def refusal(self, words: Sequence[str]) -> str | None:
-        """Why upstream's parser would refuse `--name WORDS...`; None where it takes them."""
+        """Why the field cannot hold these words; None where it can (see `Schema.refusal`)."""
         if not words:
             return None if self.bare else "expected at least one value, got an empty list"
         if len(words) > 1 and not self.many:
             return f"takes one value, got {len(words)}"
         for word in words:
-            if _looks_like_flag(word):
-                return f"`{word}` would be read as a flag"
             if (reason := self._word_refusal(word)) is not None:
                 return reason
         return None
@@ -58,6 +61,8 @@ class Field:
     @property
     def bare(self) -> bool:
         """Whether the flag may stand without a value, meaning true (`nargs="?"`)."""
+        if self.word_optional:
+            return True
         return self.kind == "bool" and ("None" not in self.type or self.default is not None)
 
     def typed(self, words: Sequence[str]) -> Any:
@@ -69,18 +74,21 @@ class Field:
 
     def _word_refusal(self, word: str) -> str | None:
         if self.kind == "bool" and word.lower() not in _TRUE | _FALSE:
-            return f"expected true or false, got `{word}`"
+            return f"expected true or false, got `{brief(word)}`"
         if self.kind == "choice" and word not in {str(choice) for choice in self.choices}:
-            return f"`{word}` is not one of {', '.join(str(c) for c in self.choices)}"
+            return self._no_choice(word)
         if self.choices and self.kind != "choice" and self._convertible(word):
             # `choices` in the field's metadata go straight to argparse
             if self._convert(word) not in self.choices:
-                return f"`{word}` is not one of {', '.join(str(c) for c in self.choices)}"
+                return self._no_choice(word)
         elif self.kind == "dict" and word:
             return "a mapping cannot be given as a flag, upstream refuses every value"
         elif not self._convertible(word):
-            return f"expected {_article(self.kind)}, got `{word}`"
+            return f"expected {_article(self.kind)}, got `{brief(word)}`"
         return None
+
+    def _no_choice(self, word: str) -> str:
+        return f"`{brief(word)}` is not one of {', '.join(str(choice) for choice in self.choices)}"
 
     def _convertible(self, word: str) -> bool:
         try:
@@ -116,12 +124,36 @@ def _article(kind: Kind) -> str:
     }.get(kind, "text")
 
 
-def _looks_like_flag(word: str) -> bool:
-    """argparse's own test (`_parse_optional`) for a word that cannot be a value."""
-    return (
-        len(word) > 1 and word[0] == "-" and not _NEGATIVE_NUMBER.match(word)
-        and " " not in word
-    )  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One option string of upstream's parser: the field it sets; `negated` ones set it to false."""
+
+    name: str
+    negated: bool = False
+
+
+def json_fault(value: Any) -> str | None:
+    """Why upstream's `__post_init__` cannot read a text as JSON; only one with a brace is tried.
+
+    transformers/training_args.py:161 converts the values in it, and stumbles over digits such as `²`.
+    """
+    if not isinstance(value, str) or not value.startswith("{"):
+        return None
+    try:
+        _convert_texts(json.loads(value))
+    except (ValueError, RecursionError) as error:
+        return str(error)
+    return None
+
+
+def _convert_texts(mapping: dict[str, Any]) -> None:
+    for value in mapping.values():
+        if isinstance(value, dict):
+            _convert_texts(value)
+        elif isinstance(value, str) and value.isdigit():
+            int(value)
+        elif isinstance(value, str) and value.replace(".", "", 1).isdigit():
+            float(value)
 
 
 def text(value: Any) -> str:
@@ -153,18 +185,42 @@ class Schema:
             return value.split()
         return [text(item) for item in value] if isinstance(value, list) else [text(value)]
 
-    def flags(self) -> Iterator[str]:
-        """Every flag that upstream's parser knows, aliases too."""
-        for known in self.fields.values():
-            names = [known.name]
-            if known.kind == "bool" and known.default is True and not known.many:
-                names.append(f"no_{known.name}")
-            for name in names:
-                yield f"--{name}"
-                if "_" in known.name:
-                    head = "no-" if name.startswith("no_") and name != known.name else ""
-                    yield f"--{head}{known.name.replace('_', '-')}"
-        yield from ("--help", "-h")
+    def refusal(self, name: str, words: Sequence[str]) -> str | None:
+        """Why upstream's parser would refuse `--name WORDS...`; None where it takes them."""
+        for word in words:
+            if self._reads_as_flag(word):
+                return f"`{brief(word)}` would be read as a flag"
+        return self.fields[name].refusal(words)
+
+    def flags(self) -> dict[str, Flag | None]:
+        """Every flag that upstream's parser knows, in its order; None for help."""
+        known: dict[str, Flag | None] = {"-h": None, "--help": None}
+        for name, one in self.fields.items():
+            known[f"--{name}"] = known[f"--{name.replace('_', '-')}"] = Flag(name)
+            if one.kind == "bool" and one.default is True and not one.many:
+                negated = Flag(name, negated=True)
+                known[f"--no_{name}"] = known[f"--no-{name.replace('_', '-')}"] = negated
+        return known
+
+    def taken_as(self, key: str) -> Flag | None:
+        """What argparse takes `--key` for: an alias, or the only flag that starts like this."""
+        flags = self.flags()
+        if f"--{key}" in flags:
+            return flags[f"--{key}"]
+        # two spellings of one field are still two flags: argparse calls that ambiguous
+        matches = [flag for flag in flags if flag.startswith(f"--{key}")]
+        return flags[matches[0]] if len(matches) == 1 else None
+
+    def _reads_as_flag(self, word: str) -> bool:
+        """argparse's own test (`_parse_optional`) for a word that cannot be a value."""
+        if len(word) < 2 or word[0] != "-":
+            return False
+        head = word.partition("=")[0]
+        if any(flag == head for flag in self.flags()) or word.startswith("-h"):
+            return True
+        if word.startswith("--") and any(flag.startswith(head) for flag in self.flags()):
+            return True
+        return not _NEGATIVE_NUMBER.match(word) and " " not in word
 
 
 class Values(Mapping[str, Any]):
@@ -177,7 +233,7 @@ class Values(Mapping[str, Any]):
             known = schema.fields.get(name)
             if known is not None and value is not None:
                 words = schema.words(name, value)
-                if known.refusal(words) is None:
+                if schema.refusal(name, words) is None:
                     self._given[name] = known.typed(words)
 
     def __getitem__(self, name: str) -> Any:

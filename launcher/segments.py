@@ -16,7 +16,9 @@ BAR_BYTES = 2_000  # a bar on a wide terminal
 TEXT_CHARS = 300
 
 # Training's bar is the one without a description before the percentage.
-BAR = re.compile(rb"(?:\A|[\r\n])[ \t]*\d+%\|[^|\r\n]*\|[ \t]*(?P<done>\d+)/(?P<total>\d+) \[")
+BAR = re.compile(
+    rb"(?:\A|[\r\n])[ \t]*\d+%\|[^|\r\n]*\|[ \t]*(?P<done>\d{1,12})/(?P<total>\d{1,12}) \["
+)
 _ANSI = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\r\n]*(?:\x07|\x1b\\)?|[@-Z\\^_])")
 _LEADING_BAR = re.compile(r"^[^|]{0,120}%\|[^|]*\|[^\[]{1,40}\[[^\]]*\]")
 

@@ -38,6 +38,12 @@ class Module:
     classes: dict[str, ast.ClassDef] = field(default_factory=dict)
     constants: dict[str, ast.expr] = field(default_factory=dict)
 
+    def unbind(self, name: str) -> None:
+        """Forget what the name was before: of several bindings the last one counts."""
+        self.imports.pop(name, None)
+        self.classes.pop(name, None)
+        self.constants.pop(name, None)
+
 
 @dataclass(slots=True)
 class Sources:
@@ -77,7 +83,7 @@ class Sources:
         """The value of a default: literals, constants, and the few calls upstream uses."""
         try:
             return _Evaluator(self, module).value(node)
-        except _Unknowable:
+        except (_Unknowable, ArithmeticError, LookupError, RecursionError, TypeError, ValueError):
             return UNKNOWN
 
     def _file(self, name: str) -> Path | None:
@@ -100,14 +106,18 @@ class Sources:
             if isinstance(node, ast.ImportFrom):
                 origin = _absolute(node, package)
                 for alias in node.names:
+                    module.unbind(alias.asname or alias.name)
                     module.imports[alias.asname or alias.name] = (origin, alias.name)
             elif isinstance(node, ast.ClassDef):
+                module.unbind(node.name)
                 module.classes[node.name] = node
             elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                module.unbind(node.targets[0].id)
                 module.constants[node.targets[0].id] = node.value
             elif (
                 isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value
             ):
+                module.unbind(node.target.id)
                 module.constants[node.target.id] = node.value
         return module
 

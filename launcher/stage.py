@@ -5,15 +5,16 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from launcher import options, rules, upstream
 from launcher.backends import BACKENDS, Entry
 from launcher.config import Config
-from launcher.errors import Finding, InvalidConfig, Layer, errors
+from launcher.errors import Finding, InvalidConfig, Layer, brief, errors
 from launcher.options import Options
-from launcher.schema import Field, Schema, Values
+from launcher.schema import Field, Flag, Schema, Values
 from launcher.upstream import Upstream
 
 
@@ -74,22 +75,19 @@ def judge(
     found, findings = _stage_name(config, stage)
     if found is None:
         return _rejected(config, findings)
-    backend = str(config.options.get("backend") or "open_instruct")
-    source = upstream.locate(
-        backend if backend in BACKENDS else "open_instruct", checkout=checkout, search=search
-    )
-    folders = (source.root,) if source.root is not None else ()
-    opts, problems = options.read(config, found, folders)
-    findings += problems
+    source = upstream.locate(_backend(config), checkout=checkout, search=search)
     pin = upstream.unpinned(source, running=running, allowed=allow_unpinned)
     findings += [pin] if pin is not None else []
     schema = upstream.load_schema(source, found, allow_unpinned=allow_unpinned)
+    folders = (source.root,) if source.root is not None else ()
+    opts, problems = options.read(config, found, folders, schema.fields)
+    findings += problems
     entry = BACKENDS[opts.backend].STAGES[found]
-    given = {key: value for key, value in config.args.items() if value is not None}
-    findings += _check_args(config, schema, entry)
-    known = {key: value for key, value in given.items() if key in schema.fields}
-    values = Values(schema, known)
-    findings += [_placed(config, finding) for finding in rules.apply(values)]
+    checked = list(_check_args(config, schema, entry))
+    values = Values(schema, _taken(schema, config.args))
+    meant = _meant(config, schema, entry, checked)
+    ruled = [_placed(config, finding) for finding in rules.apply(values)]
+    findings += [*checked, *(f for f in ruled if f.layer == "parser" or f.key not in meant)]
     return Judged(
         config=config, stage=found, options=opts, schema=schema, upstream=source, values=values,
         findings=tuple(sorted(findings, key=_order)),
@@ -111,7 +109,7 @@ def validate(judged: Judged, *, strict: bool = False) -> Stage:
 def _rejected(config: Config, findings: list[Finding]) -> Judged:
     return Judged(
         config=config, stage=None, options=None, schema=None, upstream=None, values=None,
-        findings=tuple(findings),
+        findings=tuple(sorted(findings, key=_order)),
     )  # fmt: skip
 
 
@@ -119,10 +117,20 @@ def _order(finding: Finding) -> tuple[str, int]:
     return finding.file or "", finding.line or 0
 
 
+def _backend(config: Config) -> str:
+    backend = config.options.get("backend")
+    return backend if isinstance(backend, str) and backend in BACKENDS else "open_instruct"
+
+
 def _stage_name(config: Config, asked: str | None) -> tuple[str | None, list[Finding]]:
+    """The stage to check against, None where that makes no sense, and what is wrong so far."""
+    faults = list(config.faults)
     fault = options.stage_fault(config)
     if fault is not None:
-        return None, [fault]
+        faults.append(fault)
+        # a stage that was forgotten can be guessed, and everything else said too
+        forgotten = config.shape == "stage" and config.options.get("stage") is None
+        return (asked or _guess(config), faults) if forgotten else (None, faults)
     named = options.stage_of(config)
     if named is not None and asked is not None and named != asked:
         key = "script" if config.shape == "wrapped" else "stage"
@@ -132,8 +140,8 @@ def _stage_name(config: Config, asked: str | None) -> tuple[str | None, list[Fin
             message=f"this is a {named} file, not {asked}", help=f"launch {named} {config.path}",
             file=origin.file, line=origin.line,
         )  # fmt: skip
-        return None, [wrong]
-    return named or asked or _guess(config), []
+        return None, [*faults, wrong]
+    return named or asked or _guess(config), faults
 
 
 def _guess(config: Config) -> str:
@@ -169,83 +177,122 @@ def _check_args(config: Config, schema: Schema, entry: Entry) -> Iterator[Findin
             yield _placed(config, fault)
 
 
+def _taken(schema: Schema, args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments under the names that upstream's parser would take them for; the last one wins."""
+    taken: dict[str, Any] = {}
+    for key, value in args.items():
+        if value is None:
+            continue
+        flag = Flag(key) if key in schema.fields else schema.taken_as(key)
+        if flag is not None and not flag.negated:
+            taken[flag.name] = value
+        elif flag is not None and value == []:
+            taken[flag.name] = False
+    return taken
+
+
+def _meant(
+    config: Config, schema: Schema, entry: Entry, faults: Sequence[Finding]
+) -> frozenset[str | None]:
+    """Keys about which enough was said: theirs, and those that a wrong key was meant to be."""
+    meant = {fault.key for fault in faults}
+    for key in config.args.keys() - schema.fields.keys():
+        moved = entry.moved.get(key)
+        near = [moved.to] if moved is not None else _near(schema, key)
+        meant |= {f"args.{name}" for name in near}
+    if any(config.args.get(key) is not None for key in entry.hints):
+        meant.add(f"args.{entry.names.data}")
+    return frozenset(meant)
+
+
 def _check_value(schema: Schema, entry: Entry, known: Field, value: Any) -> Finding | None:
-    key = f"args.{known.name}"
     if value is None:
         return None
-    if isinstance(value, list) and None in value:
-        return Finding(
-            severity="error", layer="launch", code="bad-value", key=f"{key}[{value.index(None)}]",
-            message=f"an entry of `{known.name}` is empty", help="null is not a value of a list",
-        )  # fmt: skip
+    key, help = f"args.{known.name}", f"its type is {known.type}  ({known.where})"
+    layer: Layer = "launch"
     words = schema.words(known.name, value)
-    reason = known.refusal(words)
+    reason = schema.refusal(known.name, words)
     if reason is not None:
-        help = entry.hints.get(known.name, f"{known.type}  ({known.where})")
+        layer, help = "parser", entry.hints.get(known.name) or _advice(value, words) or help
+    elif not words:
+        reason = "an empty list, which upstream would read as true"
+    elif isinstance(value, list) and any(v is None or isinstance(v, list | dict) for v in value):
+        reason = "an entry is a list, a mapping or empty, which no flag can carry"
+    elif isinstance(value, dict) and "dict" not in known.type:
+        reason = f"a mapping, which upstream would take as the text `{brief(words[0])}`"
+    elif isinstance(value, bool) and known.kind == "str":
         return Finding(
-            severity="error", layer="parser", code="bad-value", key=key,
-            message=f"`{known.name}`: {reason}", help=help,
+            severity="warning", layer="run", code="bool-as-text", key=key,
+            message=f"`{known.name}`: YAML reads a bool here, upstream will get the text {value}",
+            help="put the text in quotes",
         )  # fmt: skip
-    if not words:
-        return Finding(
-            severity="error", layer="launch", code="bad-value", key=key,
-            message=f"`{known.name}` is an empty list; upstream would read true",
-            help=f"{known.type}  ({known.where})",
-        )  # fmt: skip
+    else:
+        return None
+    return Finding(
+        severity="error", layer=layer, code="bad-value", key=key,
+        message=f"`{known.name}`: {reason}", help=help,
+    )  # fmt: skip
+
+
+def _advice(value: Any, words: Sequence[str]) -> str | None:
+    """What to write instead, where YAML or argparse reads something else than its author meant."""
+    if isinstance(value, bool):
+        return "YAML reads yes, no, on and off as a bool: put the text in quotes"
+    if len(words) == 1 and words[0].startswith("-"):
+        try:
+            plain = format(Decimal(words[0]), "f")
+        except ArithmeticError:
+            return None
+        return f'argparse knows no negative numbers with an exponent: write "{plain}", in quotes'
     return None
 
 
 def _check_unknown(schema: Schema, entry: Entry, key: str, value: Any) -> Finding:
     code, message, help = _explain_unknown(schema, entry, key)
-    taken_as = _abbreviates(schema, key)
     layer: Layer = "launch" if value is None else "parser"
-    if taken_as is not None and value is not None:
-        known = schema.fields.get(taken_as)
-        words = schema.words(taken_as, value)
-        if known is not None and known.refusal(words) is None:
+    flag = schema.taken_as(key)
+    if flag is not None and value is not None:
+        if flag.negated:
+            code, help = "negated-key", f"write `{flag.name}: true` or `{flag.name}: false`"
+            layer = "launch" if value == [] else layer
+        elif schema.refusal(flag.name, schema.words(key, value)) is None:
             # argparse would take the abbreviation without a word: only we object
             layer = "launch"
             if code == "unknown-key":
-                code, help = "abbreviated-key", f"write `{taken_as}`"
-            message += f"; upstream would silently take it for `{taken_as}`"
+                code, help = "abbreviated-key", f"write `{flag.name}`"
+            message += f"; upstream would silently take it for `{flag.name}`"
     return Finding(
         severity="error", layer=layer, code=code, key=f"args.{key}", message=message, help=help
     )
 
 
 def _explain_unknown(schema: Schema, entry: Entry, key: str) -> tuple[str, str, str]:
-    owner = entry.classes[0][1] if schema.backend == "open_instruct" else entry.classes[1][1]
-    message = f"`{key}` is not a field of {owner}"
+    message = f"`{key}` is not a field of {entry.owner}"
     moved = entry.moved.get(key)
     if moved is not None:
         if moved.to is None:
             return "removed-key", f"{message}: {moved.why}", "delete the line"
         where = schema.fields[moved.to].where if moved.to in schema.fields else ""
         return "renamed-key", f"{message}: {moved.why}", f"write `{moved.to}`  ({where})"
-    near = difflib.get_close_matches(key, schema.fields, n=1, cutoff=0.7)
+    near = _near(schema, key)
     if near:
-        return (
-            "unknown-key",
-            message,
-            f"did you mean `{near[0]}`?  ({schema.fields[near[0]].where})",
-        )
-    if key in options.KEYS:
-        return (
-            "unknown-key",
-            message,
-            f"`{key}` is launch's own: it stands beside `args:`, not in it",
-        )
-    return "unknown-key", message, f"{schema.script} at {schema.version[:12]} has no such argument"
+        help = f"did you mean `{near[0]}`?  ({schema.fields[near[0]].where})"
+    elif key in options.KEYS:
+        help = f"`{key}` is launch's own: it stands beside `args:`, not in it"
+    elif others := list(_homes(schema, key)):
+        help = f"only {' and '.join(others)} have it"
+    else:
+        help = f"{schema.script} at {schema.version[:12]} has no such argument"
+    return "unknown-key", message, help
 
 
-def _abbreviates(schema: Schema, key: str) -> str | None:
-    """The field that argparse would take `--key` for: an exact alias or an unambiguous prefix."""
-    flag = f"--{key}"
-    flags = list(schema.flags())
-    exact = [known for known in flags if known == flag]
-    matches = exact or [known for known in flags if known.startswith(flag)]
-    # two spellings of one field are still two option strings: argparse calls that ambiguous
-    if len(matches) != 1:
-        return None
-    name = matches[0].removeprefix("--").replace("-", "_")
-    return name if name in schema.fields else None
+def _near(schema: Schema, key: str) -> list[str]:
+    return difflib.get_close_matches(key, schema.fields, n=1, cutoff=0.7)
+
+
+def _homes(schema: Schema, key: str) -> Iterator[str]:
+    """The other stages and backends that have a field of this name."""
+    for backend in BACKENDS:
+        for stage, names in upstream.snapshot(backend)["stages"].items():
+            if any(name.partition(".")[2] == key for name in names):
+                yield f"{stage} on {backend}"

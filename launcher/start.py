@@ -9,12 +9,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher import check, command, config, doctor, evidence, machine, measures, page, plan, rundir, runner
+from launcher import (
+    check,
+    claim,
+    command,
+    config,
+    doctor,
+    evidence,
+    machine,
+    measures,
+    page,
+    plan,
+    rundir,
+    runner,
+)  # fmt: skip
 from launcher import stage as stages
 from launcher.command import Command
 from launcher.errors import Exit, Finding, InvalidConfig, UsageError, errors
 from launcher.machine import Trainer
 from launcher.plan import Plan
+from launcher.redaction import redact
 from launcher.rundir import RunFolder
 from launcher.upstream import locate
 from launcher.view import View
@@ -70,9 +84,10 @@ def prepare(request: Request, *, running: bool) -> Prepared:
     first = plan.make(stage, gpus=gpus, nodes=request.nodes)
     named = plan.output_folder(first) if stage.entry.names.output in stage.args else None
     output = None if named is None else named.absolute()
-    folder, attempt = rundir.choose(request.stage, stage.name, output, root)
+    folder, attempt = rundir.choose(request.stage, stage.name, output, root, reserve=running)
     made = plan.make(stage, gpus=gpus, nodes=request.nodes, output=folder.path / "model")
     if errors(made.findings, strict=request.strict):
+        rundir.release(folder)
         raise InvalidConfig(made.findings)
     built = command.build(made, trainer, folder.path, environ=os.environ)
     final = plan.output_folder(made)
@@ -86,7 +101,7 @@ def _gpus(asked: int | None, stage: stages.Stage) -> int:
     """`--gpus`, `num_gpus` of the file, or for TRL whatever single device is here."""
     gpus = asked if asked is not None else stage.options.gpus
     if gpus is None and stage.options.backend == "trl":
-        gpus = 1 if machine.gpus() else 0
+        gpus = min(1, machine.visible_gpus())
     if gpus is None or gpus < 0:
         raise UsageError(
             Finding(
@@ -99,25 +114,30 @@ def _gpus(asked: int | None, stage: stages.Stage) -> int:
 
 def run(prepared: Prepared) -> runner.Exit:
     """Check the machine, make the run folder, train to the end; raises NotReady."""
-    doctor.require_ready(prepared.plan, prepared.trainer)
-    rundir.create(
-        prepared.folder, prepared.attempt, prepared.plan, prepared.command, prepared.trainer,
-        prepared.output,
-    )  # fmt: skip
-    view = View(
-        f"{prepared.plan.stage.options.stage} {prepared.plan.stage.name}",
-        prepared.folder.console(prepared.attempt), prepared.folder.probe, prepared.plan.steps,
-        terminal=sys.stderr.isatty(),
-    )  # fmt: skip
-    with view.showing():
-        return runner.run(prepared.command, prepared.folder, prepared.attempt, view.tick)
+    folder, attempt, planned = prepared.folder, prepared.attempt, prepared.plan
+    try:
+        doctor.require_ready(planned, prepared.trainer)
+        with claim.claimed(folder, attempt, prepared.output) as lock:
+            rundir.create(
+                folder, attempt, planned, prepared.command, prepared.trainer, prepared.output
+            )
+            view = View(
+                f"{planned.stage.options.stage} {planned.stage.name}", folder.console(attempt),
+                folder.probe, planned.steps, terminal=sys.stderr.isatty(), world=planned.processes,
+            )  # fmt: skip
+            with view.showing():
+                return runner.run(prepared.command, folder, attempt, view.tick, lock)
+    finally:
+        # the folder that was reserved, if nothing came of it
+        rundir.release(folder)
 
 
 def finish(folder: RunFolder) -> check.Verdict:
     """Judge a run folder; write verdict.json, metrics.jsonl and report.html where that is possible."""
     manifest = rundir.read_manifest(folder)
     found = evidence.read_run(folder.path)
-    judged = check.judge(manifest.get("stage"), manifest.get("expect") or {}, found)
+    # a token that training printed must not get from the log into what is shown and kept
+    judged = redact(check.judge(manifest.get("stage"), manifest.get("expect") or {}, found))
     if os.access(folder.path, os.W_OK):
         rundir.write_json(folder.verdict, judged.as_json())
         rows = measures.metrics_rows(found)

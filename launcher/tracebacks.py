@@ -55,7 +55,7 @@ class Tracebacks:
     followed: int = 0
 
     def follow(self, block: bytes, start: int, line: int) -> tuple[int, list[Raised]]:
-        """Read on from `start`, in line `line`, until every open traceback has said what was raised.
+        """Read on from `start`, in line `line`, until every open traceback says what was raised.
 
         Gives the position reached and what was raised on the way.
         """

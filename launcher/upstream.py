@@ -19,6 +19,7 @@ from typing import Any
 from launcher.backends import BACKENDS, Backend
 from launcher.declarations import read_fields
 from launcher.errors import Finding, InvalidConfig, NotReady
+from launcher.paths import exists, expanded, is_file
 from launcher.schema import Schema, field_as_json, field_from_json
 from launcher.sources import Sources, find_package
 
@@ -102,24 +103,26 @@ def _locate_checkout(named: Path | None, environ: Mapping[str, str]) -> Upstream
     ]
     for path, source in asked:
         if path is not None:
-            root = path.expanduser().absolute()
+            root = expanded(path).absolute()
             if not _is_checkout(root):
                 raise NotReady(_no_checkout(root, source))
             return _compare("open_instruct", root, source, asked=True)
     if _is_checkout(SUBMODULE):
         return _compare("open_instruct", SUBMODULE, "submodule", asked=True)
     for place in FOUND_IN:
-        if _is_checkout(place.expanduser()):
-            return _compare("open_instruct", place.expanduser(), "found", asked=False)
+        if _is_checkout(expanded(place)):
+            return _compare("open_instruct", expanded(place), "found", asked=False)
     return _snapshot_only("open_instruct")
 
 
 def _is_checkout(root: Path) -> bool:
-    return (root / "open_instruct" / "finetune.py").is_file()
+    return is_file(root / "open_instruct" / "finetune.py")
 
 
 def _no_checkout(root: Path, source: str) -> Finding:
-    state = "is empty" if root.is_dir() and not any(root.iterdir()) else "does not hold one"
+    state = "does not hold one" if exists(root) else "is not there"
+    if root.is_dir() and not any(root.iterdir()):
+        state = "is empty"
     return Finding(
         severity="error", layer="launch", code="no-checkout", file=str(root),
         message=f"{source} names an open-instruct checkout, but {root} {state}",
@@ -233,10 +236,10 @@ def _read(backend: Backend, stage: str, root: Path, version: str) -> Schema:
     sources = Sources({name: root / name for name in backend.PACKAGES})
     try:
         fields = read_fields(
-            sources, entry.classes, snapshot(backend.NAME)["externals"],
+            sources, entry.classes, {**snapshot(backend.NAME)["externals"], **backend.COMPUTED},
             takes_none=backend.TAKES_NONE,
         )  # fmt: skip
-    except (LookupError, SyntaxError) as error:
+    except (LookupError, SyntaxError, TypeError, ValueError, OSError) as error:
         raise InvalidConfig(
             Finding(
                 severity="error", layer="launch", code="unreadable-source", file=str(root),
@@ -262,7 +265,9 @@ def take_snapshot(backend: str, root: Path, foreign: Mapping[str, Path]) -> dict
     externals: dict[str, list[Any]] = {}
     for stage, entry in module.STAGES.items():
         stages[stage] = []
-        known_fields = read_fields(sources, entry.classes, {}, takes_none=module.TAKES_NONE)
+        known_fields = read_fields(
+            sources, entry.classes, module.COMPUTED, takes_none=module.TAKES_NONE
+        )
         for known in known_fields.values():
             key = f"{known.owner}.{known.name}"
             fields[key] = field_as_json(known)

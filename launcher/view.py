@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import typer
 
@@ -16,31 +18,75 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 _TOTAL = re.compile(rb"Total optimization steps = (\d+)|\b\d+/(\d+) \[")
+_END = re.compile(rb"[\r\n]")
 PLAIN_EVERY_S = 5.0
 WINDOW = 20
+BACKLOG = 16 * 2**20
+"""Bytes of the log that the view reads at most after falling behind a very talkative training."""
 
 
 @dataclass(slots=True)
 class Tail:
-    """New complete lines of a growing file."""
+    """New complete lines of a growing file.
+
+    It holds on to the file that it began with, as those who write it do: a log that is moved or
+    removed is read on. What takes its place follows once it has something to say; a file that was
+    truncated is begun anew.
+    """
 
     path: Path
     offset: int = 0
     rest: bytes = b""
+    stream: BinaryIO | None = None
 
     def read(self, limit: int = 4 * 2**20) -> list[bytes]:
         """The lines that were finished since the last call, at most `limit` bytes of them."""
-        try:
-            with self.path.open("rb") as stream:
-                stream.seek(self.offset)
-                block = stream.read(limit)
-        except OSError:
-            return []
+        block = self._block(limit)
+        if not block and self._replaced():
+            self.close()
+            self.offset, self.rest = 0, b""
+            block = self._block(limit)
         self.offset += len(block)
-        *lines, self.rest = re.split(rb"[\r\n]", self.rest + block)
+        *lines, self.rest = _END.split(self.rest + block)
         # a line without end must not grow in memory
         self.rest = self.rest[-65536:]
         return lines
+
+    def _block(self, limit: int) -> bytes:
+        try:
+            if self.stream is None:
+                self.stream = self.path.open("rb", buffering=0)
+            if os.fstat(self.stream.fileno()).st_size < self.offset:
+                self.offset, self.rest = 0, b""
+            self.stream.seek(self.offset)
+            return self.stream.read(limit)
+        except OSError:
+            return b""
+
+    def _replaced(self) -> bool:
+        try:
+            now = self.path.stat()
+            return (
+                self.stream is not None
+                and now.st_size > 0
+                and not os.path.samestat(now, os.fstat(self.stream.fileno()))
+            )
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self.stream is not None:
+            self.stream.close()
+            self.stream = None
+
+    def skip(self, backlog: int) -> None:
+        """Leave out what is more than `backlog` bytes behind, up to the next line."""
+        with contextlib.suppress(OSError):
+            held = self.path if self.stream is None else self.stream.fileno()
+            behind = os.stat(held).st_size - backlog
+            if behind > self.offset:
+                self.offset, self.rest = behind, b""
 
 
 @dataclass(slots=True)
@@ -52,20 +98,24 @@ class Progress:
     loss: float | None = None
     memory_gib: float | None = None
     world: int = 1
-    times: list[tuple[float, int]] = field(default_factory=list)
+    times: list[tuple[float, float]] = field(default_factory=list)
     note: str = "starting"
+    exit: int | None = None
 
     def event(self, event: dict[str, Any]) -> None:
         """Take in one line of rank 0's record."""
         if event.get("event") == "start":
-            self.world = int(event.get("world") or 1)
-            self.step, self.times, self.note = 0, [], "loading"
-        elif event.get("event") == "step":
-            self.step = int(event["step"])
-            self.loss = event.get("loss")
-            self.memory_gib = event.get("allocated_gib")
-            self.times.append((float(event.get("elapsed") or 0.0), int(event.get("tokens") or 0)))
+            self.world = int(_number(event.get("world"))) or self.world
+            self.step, self.times, self.note, self.exit = 0, [], "loading", None
+        elif event.get("event") == "step" and isinstance(event.get("step"), int):
+            self.step = event["step"]
+            loss, memory = event.get("loss"), event.get("allocated_gib")
+            self.loss = loss if isinstance(loss, int | float) else None
+            self.memory_gib = memory if isinstance(memory, int | float) else None
+            self.times.append((_number(event.get("elapsed")), _number(event.get("tokens"))))
             del self.times[:-WINDOW]
+        elif event.get("event") == "end" and isinstance(event.get("exit"), int):
+            self.exit = event["exit"]
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -100,6 +150,10 @@ class Progress:
         return "   ".join(parts)
 
 
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
 def clock(seconds: float) -> str:
     """1:02:03, or 2:03."""
     minutes, second = divmod(int(seconds), 60)
@@ -110,45 +164,84 @@ def clock(seconds: float) -> str:
 class View:
     """Shows progress while something else waits: a live line on a terminal, plain lines elsewhere."""
 
-    def __init__(self, title: str, console: Path, probe: Path, total: int | None, terminal: bool):
+    def __init__(
+        self, title: str, console: Path, probe: Path, total: int | None, terminal: bool,
+        world: int = 1,
+    ):  # fmt: skip
         self.title = title
         self.log = Tail(console)
         record = probe / "rank-0.jsonl"
         # a further attempt appends to the same record: begin where it begins
         self.events = Tail(record, offset=record.stat().st_size if record.exists() else 0)
-        self.progress = Progress(total=total)
+        self.progress = Progress(total=total, world=world)
+        self.announced = False
         self.terminal = terminal
         self.live: Live | None = None
-        self.printed = (0.0, -1)
+        self.since = 0.0
+        self.printed = ""
 
-    def showing(self) -> AbstractContextManager[Any]:
-        """The context in which `tick` may draw."""
-        if not self.terminal:
-            return nullcontext()
-        from rich.console import Console
-        from rich.live import Live
+    @contextlib.contextmanager
+    def showing(self) -> Iterator[None]:
+        """The context in which `tick` may draw; at its end the last line stays."""
+        if self.terminal:
+            from rich.console import Console
+            from rich.live import Live
 
-        self.live = Live(console=Console(stderr=True), refresh_per_second=4, transient=False)
-        return self.live
+            self.live = Live(console=Console(stderr=True), refresh_per_second=4, transient=False)
+            self.live.start()
+        try:
+            yield
+        finally:
+            # a terminal that has gone must not take the verdict with it
+            with contextlib.suppress(OSError, ValueError):
+                self.take_in()
+                self.show(last=True)
+            if self.live is not None:
+                with contextlib.suppress(OSError, ValueError):
+                    self.live.stop()
+            self.log.close()
+            self.events.close()
 
     def tick(self) -> None:
         """Take in what is new and show it."""
+        self.take_in()
+        self.show()
+
+    def take_in(self) -> None:
+        """Read what has been written since the last time."""
         for raw in self.events.read():
-            try:
-                self.progress.event(json.loads(raw))
-            except (ValueError, KeyError, TypeError):
-                continue
+            self.progress.event(_mapping(raw))
+        self.log.skip(BACKLOG)
         for raw in self.log.read():
-            found = _TOTAL.search(raw) if self.progress.total is None else None
+            self._total(raw)
+
+    def _total(self, raw: bytes) -> None:
+        if self.announced or not (found := _TOTAL.search(raw)):
+            return
+        if found[1]:
+            # what upstream says counts for more than what the plan could know
+            self.progress.total, self.announced = int(found[1]), True
+        elif self.progress.total is None and 0 < self.progress.step <= int(found[2]):
             # a progress bar of the tokeniser counts rows, not steps
-            if found and (found[1] or (self.progress.step and b"examples" not in raw)):
-                self.progress.total = int(found[1] or found[2])
+            self.progress.total = int(found[2]) if b"examples" not in raw else None
+
+    def show(self, *, last: bool = False) -> None:
+        """Draw the line, or print it where it is due: it changed, and not so often."""
+        line = f"{self.title}   {self.progress.line()}"
         if self.live is not None:
             from rich.text import Text
 
-            self.live.update(Text(f"{self.title}   {self.progress.line()}", no_wrap=True))
+            self.live.update(Text(line, no_wrap=True, overflow="ellipsis"))
             return
-        since, step = self.printed
-        if self.progress.step != step and time.monotonic() - since >= PLAIN_EVERY_S:
-            self.printed = (time.monotonic(), self.progress.step)
-            typer.echo(f"{self.title}   {self.progress.line()}", err=True)
+        due = last or time.monotonic() - self.since >= PLAIN_EVERY_S or not self.printed
+        if due and line != self.printed:
+            self.since, self.printed = time.monotonic(), line
+            typer.echo(line, err=True)
+
+
+def _mapping(raw: bytes) -> dict[str, Any]:
+    try:
+        data = json.loads(raw)
+    except ValueError:
+        return {}
+    return data if isinstance(data, dict) else {}

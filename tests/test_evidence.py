@@ -97,7 +97,10 @@ def test_odd_values_are_unknown_not_fatal(tmp_path: Path) -> None:
     assert evidence.probe is not None
     record = evidence.probe.ranks[0]
     assert record.liger_calls == {}
-    assert [(s.step, s.finite, s.tokens) for s in record.steps] == [(2, True, None), (3, False, None)]
+    assert [(s.step, s.finite, s.tokens) for s in record.steps] == [
+        (2, True, None),
+        (3, False, None),
+    ]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"returncode": null}'])

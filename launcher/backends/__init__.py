@@ -24,6 +24,8 @@ class Backend(Protocol):
     """Top-level packages whose source holds the dataclasses."""
     PIN: str
     """The commit, or the version, that the committed snapshot was read from."""
+    COMPUTED: Mapping[str, tuple[str, ...]]
+    """Choices that its source computes: the expression, as it stands there, and its value."""
     TAKES_NONE: bool
     """Whether its parser reads the word `none`."""
     STAGES: Mapping[str, Entry]

@@ -40,13 +40,15 @@ class Entry:
     """One entry script: where it is, which dataclasses it parses, how it names things.
 
     `script` is relative to the folder that holds the package. `classes` are (module, class name) in
-    the parser's order. `splits` are list keys whose value may be one text split at blanks. `hints` say
-    what to write instead of a value that is always refused. `derived` are values that launch sets
-    where the stage file is silent, each with its reason.
+    the parser's order; `owner` is the one of them to name to people. `splits` are list keys whose
+    value may be one text split at blanks. `hints` say what to write instead of a value that is
+    refused, or of a key that always is. `derived` are values that launch sets where the stage file is
+    silent, each with its reason.
     """
 
     script: str
     classes: tuple[tuple[str, str], ...]
+    owner: str
     names: Names
     splits: frozenset[str] = frozenset()
     hints: Mapping[str, str] = field(default_factory=dict)

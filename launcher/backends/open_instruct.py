@@ -12,7 +12,7 @@ from launcher.backends.entry import Entry, Moved, Names
 from launcher.schema import Values
 
 __all__ = [
-    "EXTRA", "NAME", "NEEDS", "PACKAGES", "PIN", "STAGES", "TAKES_NONE",
+    "COMPUTED", "EXTRA", "NAME", "NEEDS", "PACKAGES", "PIN", "STAGES", "TAKES_NONE",
     "output_folder",
 ]  # fmt: skip
 
@@ -20,6 +20,7 @@ NAME = "open_instruct"
 PACKAGES: tuple[str, ...] = ("open_instruct",)
 PIN = "45901fd00593422a366dc303012b55b4fe5f4241"
 TAKES_NONE = False
+COMPUTED: Mapping[str, tuple[str, ...]] = {}
 # finetune.py:22-60 and what those modules import in turn
 NEEDS: tuple[str, ...] = (
     "torch", "transformers", "accelerate", "datasets", "deepspeed", "peft", "ai2-olmo-core",
@@ -59,19 +60,21 @@ _REMOVED = {
 }
 
 
-def _mixer_hint(listed: str) -> dict[str, str]:
-    return {"dataset_mixer": f"write the sets as `{listed}: [name, amount, name, amount, ...]`"}
+def _data_hints(listed: str) -> dict[str, str]:
+    help = f"write the sets as `{listed}: [name, amount, name, amount, ...]`"
+    return {"dataset_mixer": help, "dataset_name": help}
 
 
 STAGES: Mapping[str, Entry] = {
     "sft": Entry(
         script="open_instruct/finetune.py",
         classes=(("open_instruct.finetune", "FlatArguments"), _TOKENIZER),
+        owner="FlatArguments",
         names=Names(
             data="dataset_mixer_list", max_steps="max_train_steps", max_length="max_seq_length"
         ),
         splits=frozenset({"dataset_mixer_list"}),
-        hints=_mixer_hint("dataset_mixer_list"),
+        hints=_data_hints("dataset_mixer_list"),
         moved={
             **_REMOVED,
             **{theirs: Moved(ours, f"DPO's name; SFT has `{ours}`") for ours, theirs in _PAIRS},
@@ -83,6 +86,7 @@ STAGES: Mapping[str, Entry] = {
     "dpo": Entry(
         script="open_instruct/dpo_tune_cache.py",
         classes=(("open_instruct.dpo_utils", "DPOExperimentConfig"), _TOKENIZER),
+        owner="DPOExperimentConfig",
         names=Names(
             data="mixer_list",
             epochs="num_epochs",
@@ -90,7 +94,10 @@ STAGES: Mapping[str, Entry] = {
             max_length="max_seq_length",
         ),
         splits=frozenset({"mixer_list"}),
-        hints=_mixer_hint("mixer_list"),
+        hints={
+            **_data_hints("mixer_list"),
+            "checkpointing_steps": "DPO counts steps: write a number (`epoch` is SFT's)",
+        },
         moved={
             **_REMOVED,
             **{theirs: Moved(ours, f"SFT's name; DPO has `{ours}`") for theirs, ours in _PAIRS},

@@ -15,7 +15,7 @@ ATTENTION = {
     "torch": "sdpa",
     "te": "sdpa",
 }
-"""olmo-core's names of attention -> those of transformers (open_instruct/model_utils.py:49)."""
+"""olmo-core's names of attention -> those of transformers (open_instruct/model_utils.py:50)."""
 
 # A logged line, not the same words in a training sample that visualize_token prints.
 _LOGGED = r"(?:\.py:\d+ -|\[RANK \d+\]|INFO:[\w.]+:)\s+"
@@ -109,7 +109,7 @@ _OWN: tuple[Pattern, ...] = (
         "reference_missed",
         "Caching reference logprobs:   0%|",
         r"Caching reference logprobs:   0%\|",
-        f"{_REFERENCE}:467",
+        f"{_REFERENCE}:463",
     ),
     pattern(
         "reference_missed",
@@ -126,7 +126,7 @@ _OWN: tuple[Pattern, ...] = (
     pattern(
         "total_steps",
         "Total optimization steps = ",
-        _LOGGED + r"Total optimization steps = (?P<total>\d+)",
+        _LOGGED + r"Total optimization steps = (?P<total>\d{1,12})",
         "open_instruct/finetune.py:745, dpo_tune_cache.py:494",
     ),
     pattern(
@@ -138,14 +138,14 @@ _OWN: tuple[Pattern, ...] = (
     pattern(
         "step",
         "Step: ",
-        _LOGGED + r"Step: (?P<step>\d+), LR: (?P<lr>[^\s,]+), Loss: (?P<loss>[^\s,]+)"
+        _LOGGED + r"Step: (?P<step>\d{1,12}), LR: (?P<lr>[^\s,]+), Loss: (?P<loss>[^\s,]+)"
         r"(?:,? Aux Loss: (?P<aux>[^\s,]+))?(?:, TPS: (?P<tps>[^\s,]+))?",
         "open_instruct/finetune.py:951,956, dpo_tune_cache.py:668",
     ),
     pattern(
         "progress",
         "[step=",
-        r"\[step=(?P<step>\d+)/(?P<total>\d+),epoch=",
+        r"\[step=(?P<step>\d{1,12})/(?P<total>\d{1,12}),epoch=",
         "olmo_core/train/callbacks/console_logger.py:84, by open_instruct/dpo.py:360",
     ),
     pattern(

@@ -9,7 +9,7 @@ from launcher.backends.entry import Entry, Moved, Names
 from launcher.schema import Values
 
 __all__ = [
-    "EXTRA", "NAME", "NEEDS", "PACKAGES", "PIN", "STAGES", "TAKES_NONE",
+    "COMPUTED", "EXTRA", "NAME", "NEEDS", "PACKAGES", "PIN", "STAGES", "TAKES_NONE",
     "output_folder",
 ]  # fmt: skip
 
@@ -19,6 +19,12 @@ PIN = "trl 1.16.0, transformers 5.17.0"
 TAKES_NONE = True
 NEEDS: tuple[str, ...] = ("torch", "transformers", "trl", "accelerate", "datasets")
 EXTRA = "trl"
+# transformers/training_args.py:64 builds it by calls, transformers/utils/logging.py:44 holds the names
+COMPUTED: Mapping[str, tuple[str, ...]] = {
+    "trainer_log_levels.keys()": (
+        "detail", "debug", "info", "warning", "error", "critical", "passive",
+    )
+}  # fmt: skip
 
 _SCRIPT = ("trl.scripts.utils", "ScriptArguments")
 _MODEL = ("trl.trainer.model_config", "ModelConfig")
@@ -47,12 +53,14 @@ STAGES: Mapping[str, Entry] = {
     "sft": Entry(
         script="trl/scripts/sft.py",
         classes=(_SCRIPT, ("trl.trainer.sft_config", "SFTConfig"), _MODEL, _MIXTURE),
+        owner="SFTConfig",
         names=_NAMES,
         moved=_MOVED,
     ),
     "dpo": Entry(
         script="trl/scripts/dpo.py",
         classes=(_SCRIPT, ("trl.trainer.dpo_config", "DPOConfig"), _MODEL, _MIXTURE),
+        owner="DPOConfig",
         names=Names(
             data="dataset_name",
             max_steps="max_steps",

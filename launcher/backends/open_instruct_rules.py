@@ -1,0 +1,223 @@
+"""Rules for open-instruct: what its `__post_init__`s refuse first, then what parses and goes wrong.
+
+Line numbers are those of the pin; tests/test_upstream_facts.py holds them against a checkout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from launcher.backends.mixer_rules import RULES as MIXER_RULES
+from launcher.backends.mixer_rules import listed
+from launcher.backends.rule import Rule, say
+from launcher.errors import Finding, brief
+from launcher.schema import Values, json_fault
+
+# --- what __post_init__ refuses --------------------------------------------------------------------
+
+
+def two_data_sources(values: Values) -> Iterator[Finding]:
+    """finetune.py:330, dpo_utils.py:342: beside a list that is never None, both others fail."""
+    data = listed(values)
+    for key in ("dataset_name", "dataset_mixer"):
+        if values[key] is not None:
+            yield say(
+                "error", "parser", "two-data-sources", key,
+                f"`{key}` beside `{data}` is refused, even where `{data}` is not given",
+                f"write `{data}: [name, amount, ...]` instead",
+            )  # fmt: skip
+
+
+def beaker_without_push(values: Values) -> Iterator[Finding]:
+    """finetune.py:335, dpo_utils.py:347."""
+    if values["try_launch_beaker_eval_jobs"] and not values["push_to_hub"]:
+        yield say(
+            "error", "parser", "beaker-without-push", "push_to_hub",
+            "`push_to_hub: false` alone is refused: `try_launch_beaker_eval_jobs` defaults to true",
+            "add `try_launch_beaker_eval_jobs: false`",
+        )  # fmt: skip
+
+
+def final_lr_ratio(values: Values) -> Iterator[Finding]:
+    """finetune.py:338, finetune.py:340."""
+    ratio = values.get("final_lr_ratio")
+    if ratio is None:
+        return
+    if values["lr_scheduler_type"] != "linear":
+        yield say(
+            "error", "parser", "final-lr-scheduler", "final_lr_ratio",
+            f"`final_lr_ratio` needs `lr_scheduler_type: linear`, not {values['lr_scheduler_type']}",
+        )  # fmt: skip
+    elif not 1.0 >= ratio >= 0.0:
+        yield say(
+            "error", "parser", "final-lr-range", "final_lr_ratio",
+            f"`final_lr_ratio` is between 0 and 1, not {ratio}",
+        )  # fmt: skip
+
+
+def json_mappings(values: Values) -> Iterator[Finding]:
+    """finetune.py:348, dpo_utils.py:353: a text that starts with a brace is read as JSON."""
+    for key in ("additional_model_arguments", "optimizer_kwargs"):
+        if (fault := json_fault(values.get(key))) is not None:
+            yield say("error", "parser", "bad-json", key, f"`{key}` is not JSON: {fault}")
+
+
+def zero_stage(values: Values) -> Iterator[Finding]:
+    """dpo_utils.py:358, dpo_utils.py:360."""
+    stage = values["zero_stage"]
+    if stage is None:
+        return
+    if stage not in {0, 1, 2, 3}:
+        message = f"`zero_stage` is 0, 1, 2 or 3, not {stage}"
+        yield say("error", "parser", "zero-stage", "zero_stage", message)
+    elif values["offload_param"] and stage != 3:
+        yield say(
+            "error", "parser", "offload-without-zero3", "offload_param",
+            f"`offload_param` needs `zero_stage: 3`, not {stage}",
+        )  # fmt: skip
+
+
+# --- what parses and then goes wrong ---------------------------------------------------------------
+
+
+def entity_twice(values: Values) -> Iterator[Finding]:
+    """finetune.py:438, dpo_tune_cache.py:180 prefix `hf_entity`, or whoever is logged in."""
+    repo = values["hf_repo_id"]
+    if values["push_to_hub"] and isinstance(repo, str) and "/" in repo:
+        entity, _, name = repo.rpartition("/")
+        owner = values["hf_entity"] or "<you>"
+        yield say(
+            "error", "run", "entity-twice", "hf_repo_id",
+            f"would be pushed to {owner}/{repo}: the entity is prefixed to `hf_repo_id`",
+            f"write `hf_entity: {entity}` and `hf_repo_id: {name}`",
+        )  # fmt: skip
+
+
+def push_by_default(values: Values) -> Iterator[Finding]:
+    """finetune.py:283, dpo_utils.py:159: the default uploads the model when training has ended."""
+    if values["push_to_hub"] and not values.given("push_to_hub"):
+        yield say(
+            "warning", "run", "push-by-default", "push_to_hub",
+            "the model will be uploaded to the hub: `push_to_hub` defaults to true",
+            "write `push_to_hub: false` and `try_launch_beaker_eval_jobs: false`, or true to keep it",
+        )  # fmt: skip
+
+
+def tracker_without_wandb(values: Values) -> Iterator[Finding]:
+    """finetune.py:470 asks for wandb's tracker whatever `report_to` says (finetune.py:374)."""
+    reported = values["report_to"]
+    if not values["with_tracking"] or {"wandb", "all"} & set(reported or ()):
+        return
+    # the parser drops the default `all` of a list that is none (hf_argparser.py:223)
+    what = f"with `report_to: {', '.join(reported)}`" if reported else "without `report_to`"
+    yield say(
+        "error", "run", "tracking-needs-wandb", "report_to",
+        f"`with_tracking` {what} crashes: upstream asks for wandb's tracker",
+        "write `report_to: wandb`, or `with_tracking: false`",
+    )  # fmt: skip
+
+
+def report_to_unread(values: Values) -> Iterator[Finding]:
+    """dpo_tune_cache.py:123 reports to wandb, whatever `report_to` says."""
+    reported = values["report_to"]
+    if values["with_tracking"] and reported and "wandb" not in reported:
+        yield say(
+            "warning", "run", "tracking-needs-wandb", "report_to",
+            f"`report_to: {', '.join(reported)}` is not read: this script reports to wandb only",
+            "write `report_to: wandb`, or `with_tracking: false`",
+        )  # fmt: skip
+
+
+def no_checkpoints(values: Values) -> Iterator[Finding]:
+    """SFT writes none without (finetune.py:974, finetune.py:988); short runs need none."""
+    steps = values["max_train_steps"]
+    short = isinstance(steps, int) and steps <= 200
+    words = values[listed(values)] or []
+    counts = [str(amount) for amount in words[1::2]]
+    small = bool(counts) and all(c.isdecimal() and int(c) <= 2000 for c in counts)
+    if values["checkpointing_steps"] is None and not short and not small:
+        yield say(
+            "warning", "run", "no-checkpoints", "checkpointing_steps",
+            "no checkpoints: whatever stops this run loses all of it",
+            "add `checkpointing_steps: epoch`, or a number of steps",
+        )  # fmt: skip
+
+
+def checkpoint_steps_number(values: Values) -> Iterator[Finding]:
+    """finetune.py:734: anything but `epoch` goes through int(), then finetune.py:974 divides by it."""
+    steps = values["checkpointing_steps"]
+    if steps is None or steps == "epoch":
+        return
+    try:
+        number = int(steps)
+    except ValueError:
+        number = 0
+    if number == 0:
+        yield say(
+            "error", "run", "checkpoint-steps", "checkpointing_steps",
+            f"`checkpointing_steps` is `epoch` or a number of steps, not `{brief(steps)}`",
+        )  # fmt: skip
+
+
+def checkpoint_steps_zero(values: Values) -> Iterator[Finding]:
+    """dpo_tune_cache.py:696 divides by it."""
+    if values["checkpointing_steps"] == 0:
+        yield say(
+            "error", "run", "checkpoint-steps", "checkpointing_steps",
+            "`checkpointing_steps: 0` divides by zero", "write a number of steps",
+        )  # fmt: skip
+
+
+def no_model(values: Values) -> Iterator[Finding]:
+    """finetune.py:548, dpo_tune_cache.py:287; with `config_name` upstream starts from random weights."""
+    if not values["model_name_or_path"] and not values["config_name"]:
+        yield say(
+            "error", "run", "no-model", "model_name_or_path", "no model named",
+            "add `model_name_or_path: <hub name or folder>`",
+        )  # fmt: skip
+
+
+def divides_by_zero(values: Values) -> Iterator[Finding]:
+    """finetune.py:358: the linear schedule is stretched by 1 / (1 - final_lr_ratio)."""
+    if values["final_lr_ratio"] == 1.0 and values["lr_scheduler_type"] == "linear":
+        yield say(
+            "error", "run", "final-lr-one", "final_lr_ratio",
+            "`final_lr_ratio: 1.0` parses and then divides by zero",
+            "write `lr_scheduler_type: constant_with_warmup` for a constant rate",
+        )  # fmt: skip
+
+
+def separate_forward_packed(values: Values) -> Iterator[Finding]:
+    """dpo_utils.py:326."""
+    if values["packing"] and not values["concatenated_forward"]:
+        yield say(
+            "error", "run", "packing-separate-forward", "packing",
+            "`packing` with `concatenated_forward: false` is not implemented upstream",
+        )  # fmt: skip
+
+
+def samples_crash(values: Values) -> Iterator[Finding]:
+    """dpo_tune_cache.py:393: the reference cache is sized for the full set (dpo_utils.py:501)."""
+    # simpo alone needs no reference (dpo_utils.py:88)
+    if values["max_train_samples"] is not None and values["loss_type"] != "simpo":
+        yield say(
+            "error", "run", "max-train-samples", "max_train_samples",
+            "`max_train_samples` crashes: the reference cache misses the samples left out",
+            "give a number of samples in `mixer_list` instead: [name, 200]",
+        )  # fmt: skip
+
+
+_SHARED: tuple[Rule, ...] = (
+    two_data_sources, beaker_without_push, json_mappings, no_model, *MIXER_RULES, entity_twice,
+    push_by_default, no_checkpoints,
+)  # fmt: skip
+
+RULES: Mapping[str, tuple[Rule, ...]] = {
+    "sft": (
+        *_SHARED, final_lr_ratio, divides_by_zero, checkpoint_steps_number, tracker_without_wandb,
+    ),
+    "dpo": (
+        *_SHARED, zero_stage, separate_forward_packed, samples_crash, checkpoint_steps_zero,
+        report_to_unread,
+    ),
+}  # fmt: skip

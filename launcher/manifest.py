@@ -1,0 +1,76 @@
+"""What a run folder keeps of everything that was decided before the start, as plain data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from launcher import machine
+from launcher.command import Command
+from launcher.machine import Trainer
+from launcher.plan import Plan
+from launcher.redaction import redact
+
+MANIFEST_VERSION = 1
+
+
+def manifest(
+    attempt: int, created: str, plan: Plan, command: Command, trainer: Trainer, output: Path | None
+) -> dict[str, Any]:
+    """Every resolved field with who set it, the plan, the command and the versions of everything.
+
+    Tokens are taken out of all of it.
+    """
+    stage = plan.stage
+    project = Path(__file__).resolve().parent.parent
+    whole = {
+        "schema_version": MANIFEST_VERSION,
+        "created": created,
+        "attempt": attempt,
+        "stage": stage.options.stage,
+        "backend": stage.options.backend,
+        "name": stage.name,
+        "config": str(stage.config.path),
+        "output": None if output is None else str(output),
+        "expect": expectations(plan),
+        "plan": plan.as_json(),
+        "args": _resolved(plan),
+        "argv": list(command.argv),
+        "env": sorted(command.env),
+        "cwd": str(command.cwd),
+        "upstream": stage.upstream.as_json(),
+        "launch_commit": machine.git_version(project),
+        "trainer": {
+            "python": str(trainer.python),
+            "source": trainer.source,
+            "version": ".".join(map(str, trainer.version)),
+            "packages": dict(sorted(trainer.packages.items())),
+        },
+        "machine": machine.describe(),
+        "findings": [finding.as_json() for finding in (*stage.findings, *plan.findings)],
+    }
+    return redact(whole)
+
+
+def expectations(plan: Plan) -> dict[str, str]:
+    """What the verdict will hold the run to: `expect:`, completed by what the arguments ask for."""
+    names, values = plan.stage.entry.names, plan.values
+    expected = {"loss": "finite", "memory": "ok", "finish": "completed"}
+    expected["liger"] = "engaged" if values.get(names.liger) else "off"
+    packed = bool(names.packing and values.get(names.packing))
+    expected["packing"] = "isolated" if packed else "off"
+    return {**expected, **plan.stage.options.expect}
+
+
+def _resolved(plan: Plan) -> dict[str, dict[str, Any]]:
+    """Value and origin of every field: default (file:line), stage file, override, or derived."""
+    fields = {}
+    for name, known in plan.stage.schema.fields.items():
+        if name in plan.derived:
+            origin = f"derived: {plan.derived[name].why}"
+        elif name in plan.stage.args:
+            origin = str(plan.stage.config.origin(f"args.{name}"))
+        else:
+            origin = f"default: {known.where}"
+        fields[name] = {"value": plan.values[name], "origin": origin}
+    return fields

@@ -1,0 +1,152 @@
+"""`key=value` texts of the command line -> changes to the values of a file: `Tree`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from launcher.builder import LOADER, UNUSABLE, Builder, Origin, bad, join, plain
+from launcher.errors import Finding, InvalidConfig, brief
+
+Shape = Literal["stage", "wrapped", "flat"]
+
+# Ours: everything else that an override names without `args.` is an argument of upstream's.
+OPTIONS = frozenset({"stage", "backend", "deepspeed", "mixed_precision", "batch", "expect", "name"})
+_WRAPPED_OPTIONS = {"deepspeed": "open_instruct.deepspeed_config", "num_gpus": "num_gpus"} | {
+    name: f"open_instruct.{name}" for name in ("script", "deepspeed_config")
+}
+_OVERRIDE = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+|\[[0-9]{1,6}\])*\Z")
+_STEP = re.compile(r"[\w-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """The values of a file, to which `key=value` texts are applied."""
+
+    path: Path
+    shape: Shape
+    value: dict[str, Any]
+    origins: dict[str, Origin]
+
+    def override(self, text: str) -> Iterator[Finding]:
+        """Apply one override in place; says what is wrong with it instead where it cannot be."""
+        key, equals, raw = text.partition("=")
+        if UNUSABLE.search(text):
+            shown = text.encode("utf-8", "backslashreplace").decode()
+            yield self._fault(None, f"`{brief(shown)}` is not UTF-8", None)
+        elif not equals or not _OVERRIDE.match(key):
+            help = "write for example learning_rate=1e-5"
+            yield self._fault(None, f"`{brief(text)}` is not of the form key=value", help)
+        elif key == "extends":
+            yield self._fault(key, f"`{brief(text)}`: a parent is named in the file", None)
+        elif raw == "None":
+            yield self._fault(key, f"`{brief(text)}` would be the text 'None'", f"write {key}=null")
+        else:
+            try:
+                value = _override_value(raw)
+            except (yaml.YAMLError, InvalidConfig) as error:
+                help = f"for a text, quote it for YAML too: '{key}=\"...\"'"
+                yield self._fault(key, f"`{brief(text)}`: {_reason(error)}", help)
+            else:
+                yield from self._set(_full_key(key, self.shape), value, text)
+
+    def _set(self, key: str, value: Any, text: str) -> Iterator[Finding]:
+        *heads, last = [_step(step) for step in _STEP.findall(key)]
+        node: Any = self.value
+        path = ""
+        for head in heads:
+            below = _below(node, head)
+            if below is None and isinstance(node, dict):
+                below = node[str(head)] = {}
+            node, path = below, _joined(node, path, head)
+            if not isinstance(node, dict | list):
+                shown = path.removeprefix("args.")
+                yield self._fault(
+                    key, f"`{brief(text)}`: `{shown}` holds nothing that has parts", None
+                )
+                return
+        if isinstance(node, list) and (not isinstance(last, int) or last >= len(node)):
+            shown = path.removeprefix("args.")
+            message = f"`{brief(text)}`: `{shown}` is a list with entries 0 to {len(node) - 1}"
+            yield self._fault(key, message, f"give the whole list: '{shown}=[...]'")
+            return
+        path = _joined(node, path, last)
+        node[last if isinstance(node, list) else str(last)] = value
+        forget(self.origins, path)
+        self.origins[path] = Origin(str(self.path), None, text)
+
+    def _fault(self, key: str | None, message: str, help: str | None) -> Finding:
+        return replace(bad(self.path, "bad-override", message, None, help), key=key)
+
+
+def _step(text: str) -> str | int:
+    return int(text) if text.isdecimal() and len(text) < 7 else text
+
+
+def _below(node: dict[str, Any] | list[Any], step: str | int) -> Any:
+    if isinstance(node, dict):
+        return node.get(str(step))
+    return node[step] if isinstance(step, int) and step < len(node) else None
+
+
+def _joined(node: Any, path: str, step: str | int) -> str:
+    return f"{path}[{step}]" if isinstance(node, list) else join(path, str(step))
+
+
+def _reason(error: yaml.YAMLError | InvalidConfig) -> str:
+    if isinstance(error, InvalidConfig):
+        return error.findings[0].message
+    problem = getattr(error, "problem", None)
+    return f"the value is not valid YAML{f': {problem}' if problem else ''}"
+
+
+def _override_value(raw: str) -> Any:
+    """What stands after `=`: a YAML list, mapping or quoted text, else one plain value.
+
+    Text that only looks like YAML (`a: b`, `x # y`, `- z`, `{% if %}`) is kept whole.
+    """
+    stripped = raw.strip()
+    if stripped[:1] in {"[", "{"} and stripped[:2] not in {"{%", "{{", "{#"}:
+        return _yaml(stripped)
+    if stripped[:1] in {"'", '"'}:
+        try:
+            return _yaml(stripped)
+        except (yaml.YAMLError, InvalidConfig):
+            return raw
+    value = plain(stripped)
+    return raw if isinstance(value, str) else value
+
+
+def _yaml(raw: str) -> Any:
+    builder = Builder("override")
+    value = builder.build(yaml.parse(raw, Loader=LOADER))
+    if builder.findings:
+        raise InvalidConfig(builder.findings)
+    return value
+
+
+def _full_key(key: str, shape: Shape) -> str:
+    """`args.` may be left out: what is no option of ours is an argument of upstream's."""
+    head = _STEP.match(key)
+    first = head.group() if head else key
+    rest = key[len(first) :]
+    if shape == "stage":
+        return key if first in OPTIONS or first in {"args", "num_gpus"} else f"args.{key}"
+    if shape == "flat":
+        return key.removeprefix("args.")
+    if first == "open_instruct" or first in OPTIONS - _WRAPPED_OPTIONS.keys() - {"stage"}:
+        return key
+    if first in _WRAPPED_OPTIONS:
+        return f"{_WRAPPED_OPTIONS[first]}{rest}"
+    return f"open_instruct.{key}" if first == "args" else f"open_instruct.args.{key}"
+
+
+def forget(origins: dict[str, Origin], path: str) -> None:
+    """Drop the places of everything below `path`: it was replaced."""
+    for known in [known for known in origins if known.startswith((f"{path}.", f"{path}["))]:
+        del origins[known]

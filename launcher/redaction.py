@@ -1,0 +1,179 @@
+"""Tokens out of whatever is written down: by the name of their key, by their shape, by their value."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+REDACTED = "<redacted>"
+
+_T = TypeVar("_T")
+
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+# `eos_token`, `max_new_token` and the like are words of the trade
+_TRADE = frozenset(
+    {
+        "additional",
+        "audio",
+        "bos",
+        "boundary",
+        "cls",
+        "each",
+        "end",
+        "eos",
+        "first",
+        "image",
+        "last",
+        "mask",
+        "max",
+        "min",
+        "new",
+        "next",
+        "num",
+        "pad",
+        "per",
+        "prefix",
+        "sep",
+        "special",
+        "start",
+        "stop",
+        "suffix",
+        "unk",
+        "video",
+    }
+)
+_ALWAYS = frozenset(
+    {"apikey", "credential", "credentials", "passphrase", "passwd", "password", "secret"}
+)
+_KEY_OF = frozenset(
+    {
+        "access",
+        "account",
+        "api",
+        "auth",
+        "license",
+        "private",
+        "secret",
+        "service",
+        "signing",
+        "ssh",
+    }
+)
+# `HF_TOKEN_PATH` says where a token is, not what it is
+_ABOUT = frozenset({"dir", "file", "folder", "fn", "id", "name", "path", "type"})
+
+_SHAPE = re.compile(
+    r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|"
+    r"gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|A(?:KIA|SIA)[0-9A-Z]{16}|"
+    r"xox[abpr]-[A-Za-z0-9-]{10,}|wandb_v\d_\w{20,}|AIza[\w-]{30,}|"
+    r"eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,})"
+)
+_BEARER = re.compile(r"(?i)\b((?:bearer|basic)\s+)[\w.~+/=-]{12,}")
+_URL = re.compile(r"(?<=://)([^\s/@:]*):[^\s/@]+(?=@)")
+# name=value, name: value, 'name': 'value', --name=value; names of one word only before `=`
+_PAIR = re.compile(
+    r"(?P<head>(?P<name>[A-Za-z][\w.-]*)[\"']?(?P<sign>\s*=\s*|:\s+|\":))"
+    r"(?:(?P<quote>[\"'])(?P<quoted>[^\"']+)(?P=quote)|(?P<plain>[^\s\"',;&)}\]`]+))"
+)
+# --hub_token VALUE inside a text
+_FLAG = re.compile(r"(?P<head>(?P<name>--[A-Za-z][\w.-]*)\s+)(?P<value>(?!--)\S+)")
+_PLAIN_WORDS = frozenset({"none", "null", "true", "false"})
+_SHORTEST = 8
+
+
+def redact(value: _T, environ: Mapping[str, str] | None = None) -> _T:
+    """The same value with every token taken out of it, of the same types throughout.
+
+    Mappings, sequences, dataclasses and text are looked into. `environ` is where known tokens are:
+    their very values go wherever they turn up.
+    """
+    cleaned: _T = _clean(value, "", known_values(os.environ if environ is None else environ))
+    return cleaned
+
+
+def known_values(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The values of variables whose name says that they are secret, longest first."""
+    found = {
+        value
+        for name, value in environ.items()
+        if len(value) >= _SHORTEST and not value.startswith(("/", "~")) and is_secret(name)
+    }
+    return tuple(sorted(found, key=lambda value: (-len(value), value)))
+
+
+def is_secret(name: str) -> bool:
+    """Whether a key, flag or variable of this name holds a token or a password."""
+    words = [word.lower() for word in _WORD.findall(name)]
+    if not words or words[-1] in _ABOUT:
+        return False
+    pairs = list(zip(["", *words], words, strict=False))
+    if any(word in _ALWAYS for word in words):
+        return True
+    if any(word == "key" and before in _KEY_OF for before, word in pairs):
+        return True
+    before, last = pairs[-1]
+    return last == "token" and before not in _TRADE
+
+
+def _clean(value: Any, name: str, known: Sequence[str]) -> Any:
+    if isinstance(value, str):
+        hidden = name and value and value.lower() not in _PLAIN_WORDS
+        return REDACTED if hidden else _text(value, known)
+    if isinstance(value, Mapping):
+        # {"hub_token": {"value": ..., "origin": ...}}: the name reaches the value
+        return {
+            key: _clean(below, key if is_secret(str(key)) else name * (key == "value"), known)
+            for key, below in value.items()
+        }
+    if isinstance(value, list):
+        return _words(value, name, known)
+    if isinstance(value, tuple):
+        return tuple(_words(value, name, known))
+    if is_dataclass(value) and not isinstance(value, type):
+        own = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+        cleaned = {key: _clean(v, key if is_secret(key) else "", known) for key, v in own.items()}
+        return replace(value, **{k: v for k, v in cleaned.items() if v is not own[k]})
+    return value
+
+
+def _words(values: Sequence[Any], name: str, known: Sequence[str]) -> list[Any]:
+    """A list, which may be a command line: the words after `--hub_token` are its value."""
+    cleaned, flag = [], ""
+    for value in values:
+        if isinstance(value, str) and value.startswith("--"):
+            flag = value if is_secret(value) and "=" not in value else ""
+            cleaned.append(_text(value, known))
+        else:
+            cleaned.append(_clean(value, name or flag, known))
+    return cleaned
+
+
+def _text(text: str, known: Sequence[str]) -> str:
+    for value in known:
+        if value in text:
+            text = text.replace(value, REDACTED)
+    text = _SHAPE.sub(REDACTED, text)
+    text = _URL.sub(rf"\1:{REDACTED}", text)
+    text = _BEARER.sub(rf"\1{REDACTED}", text)
+    return _FLAG.sub(_flag, _PAIR.sub(_pair, text))
+
+
+def _flag(found: re.Match[str]) -> str:
+    hidden = is_secret(found["name"]) and not _harmless(found["value"])
+    return f"{found['head']}{REDACTED}" if hidden else found[0]
+
+
+def _pair(found: re.Match[str]) -> str:
+    value = found["quoted"] or found["plain"]
+    spoken = "=" not in found["sign"] and len(_WORD.findall(found["name"])) < 2
+    if spoken or not is_secret(found["name"]) or _harmless(value):
+        return found[0]
+    quote = found["quote"] or ""
+    return f"{found['head']}{quote}{REDACTED}{quote}"
+
+
+def _harmless(value: str) -> bool:
+    return value.lower() in _PLAIN_WORDS or value == REDACTED or value.replace(".", "").isdigit()

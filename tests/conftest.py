@@ -1,0 +1,84 @@
+"""What every test gets: no colour, a fixed width, its own state folder, an environment left as it was."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from launcher import upstream
+
+# The same examples everywhere: a test that fails for one machine in a hundred helps nobody.
+settings.register_profile("launch", derandomize=True, database=None, deadline=None)
+settings.load_profile("launch")
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+NO_CHECKOUT = "no open-instruct checkout at the pin"
+NO_PACKAGES = "no training packages"
+
+Write = Callable[[str, str | bytes], Path]
+
+
+@pytest.fixture(autouse=True)
+def _environment(tmp_path: Path) -> Iterator[None]:
+    # a context of its own: a test's monkeypatch is undone before the comparison
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_COLOR", "1")
+        patch.setenv("COLUMNS", "200")
+        patch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+        patch.setenv("LAUNCH_RUNS", str(tmp_path / "runs"))
+        before = _environ()
+        yield
+        changed = [name for name, value in _environ().items() ^ before.items()]
+    assert not changed, f"the test left the environment changed: {', '.join(sorted(set(changed)))}"
+
+
+def _environ() -> dict[str, str]:
+    # pytest itself writes this one
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Write a file below the test's own folder; returns its path."""
+
+    def written(name: str, text: str | bytes) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return written
+
+
+@pytest.fixture(scope="session")
+def checkout() -> Path:
+    """The pinned open-instruct checkout; skips where there is none."""
+    found = find_checkout()
+    if found is None:
+        pytest.skip(NO_CHECKOUT)
+    return found
+
+
+def find_checkout() -> Path | None:
+    """The checkout that launch itself would use, if its files are those of the pin."""
+    named = os.environ.get("LAUNCH_OPEN_INSTRUCT")
+    candidates = [Path(named)] if named else [upstream.SUBMODULE, *upstream.FOUND_IN]
+    for candidate in candidates:
+        root = candidate.expanduser()
+        if (root / "open_instruct" / "finetune.py").is_file():
+            source = upstream.locate("open_instruct", checkout=root)
+            return root if source.pinned else None
+    return None
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say plainly what could not be tried here."""
+    reasons = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
+    for what in (NO_CHECKOUT, NO_PACKAGES):
+        count = sum(what in reason for reason in reasons)
+        if count:
+            terminalreporter.write_line(f"skipped: {count} test(s), for {what} here")

@@ -1,0 +1,584 @@
+"""Expected + evidence -> verdict, point by point."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.check import Point, Verdict, expected_from_log, judge
+from launcher.evidence import read_log, read_run
+from launcher.points import trend
+
+LOGS = Path(__file__).parent / "data" / "logs"
+STAMP = "2026-11-20 15:41:37 - INFO - "
+MISS = "Cache not found or invalid, transforming datasets...\n"
+SAVED = "🚀 Saved transformed dataset to cache/0927\n"
+FOUND = "✅ Found cached dataset at cache/0927\n"
+WEIGHTS = "[transformers] Model weights saved in out/model.safetensors\n"
+ATTEMPT = f"{STAMP}finetune.py:575 - [RANK 0] Attempting to apply liger-kernel.\n"
+OOM = (
+    '[rank1]: Traceback (most recent call last):\n[rank1]:   File "/x/finetune.py", line 9\n'
+    "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 12.25 GiB. GPU 1 has a "
+    "total capacity of 79.25 GiB of which 3.19 GiB is free.\n"
+)
+ELASTIC = (
+    "E1120 15:52:26.888000 687 torch/distributed/elastic/multiprocessing/api.py:986] "
+    "failed (exitcode: {code}) local_rank: 1 (pid: 688) of binary: /usr/bin/python3\n"
+    "Traceback (most recent call last):\n"
+    '  File "/usr/bin/accelerate", line 8, in <module>\n'
+    "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
+    "============================================================\n"
+    "Root Cause (first observed failure):\n[0]:\n  exitcode  : {code} (pid: 688)\n"
+)
+
+
+def total(steps: int) -> str:
+    return f"{STAMP}finetune.py:745 - [RANK 0]   Total optimization steps = {steps}\n"
+
+
+def sft(steps: int, losses: Sequence[float | str] = (), until: int | None = None) -> str:
+    """The log of an SFT run as far as its last loss line."""
+    values = losses or [2.5] * steps
+    tail = "TPS: 12.5\n"
+    lines = [
+        f"\r 10%|█ | {n}/{steps} [00:01<00:09,  1.00s/it]{STAMP}finetune.py:956 - [RANK 0]   "
+        f"Step: {n}, LR: 1e-05, Loss: {loss}, {tail}"
+        for n, loss in enumerate(values[:until], start=1)
+    ]
+    return total(steps) + "".join(lines)
+
+
+def dump(block: str = "FlatArguments", **values: object) -> str:
+    lines = "".join(f"│   │   {key}={value!r},\n" for key, value in values.items())
+    return f"[\n│   {block}(\n{lines}│   )\n]\n"
+
+
+def verdict_of_log(
+    folder: Path, content: str, expected: Mapping[str, str | None] | None = None
+) -> Verdict:
+    path = folder / "some.log"
+    path.write_text(content)
+    evidence = read_log(path)
+    assert evidence.log is not None
+    return judge(None, expected_from_log(evidence.log) if expected is None else expected, evidence)
+
+
+class Run:
+    """A run folder in the making."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "probe").mkdir()
+
+    def log(self, content: str) -> Run:
+        (self.folder / "console.log").write_text(content)
+        return self
+
+    def rank(self, number: int, *events: dict[str, Any], world: int = 1) -> Run:
+        begin = {"event": "start", "rank": number, "world": world, "attempt": 1}
+        text = "".join(json.dumps(event) + "\n" for event in (begin, *events))
+        (self.folder / "probe" / f"rank-{number}.jsonl").write_text(text)
+        return self
+
+    def exit(self, code: int, number: int | None = None) -> Run:
+        values = {"returncode": code, "signal": number, "attempt": 1}
+        (self.folder / "exit.json").write_text(json.dumps(values))
+        return self
+
+    def judge(self, stage: str = "sft", **expected: str | None) -> Verdict:
+        return judge(stage, expected, read_run(self.folder))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+def step(number: int, loss: float | None = 2.0, finite: bool = True) -> dict[str, Any]:
+    return {"event": "step", "step": number, "loss": loss, "finite": finite}
+
+
+def liger(**calls: int) -> dict[str, Any]:
+    return {"event": "liger", "calls": calls}
+
+
+def brief(point: Point) -> tuple[str, bool | None]:
+    return point.state, point.ok
+
+
+# -- whole logs --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "steps", "packing", "attention"),
+    [
+        ("sft_liger_pack_miss.log", "sft", 30, ("on", None), "sdpa"),
+        ("dpo_liger_pack.log", "dpo", 12, ("on", None), "sdpa"),
+        ("sft_7b_zero2_2gpu_liger.log", "sft", 14, ("off", True), "sdpa"),
+        ("sft_2gpu_flash_pack.log", "sft", 12, ("on", None), "flash_attention_2"),
+    ],
+)
+def test_a_log_alone_proves_only_so_much(
+    name: str, stage: str, steps: int, packing: tuple[str, bool | None], attention: str
+) -> None:
+    evidence = read_log(LOGS / name)
+    assert evidence.log is not None
+    verdict = judge(None, expected_from_log(evidence.log), evidence)
+    assert (verdict.status, verdict.stage, verdict.steps) == ("unproven", stage, steps)
+    assert brief(verdict.point("liger")) == ("applied", None)
+    assert brief(verdict.point("packing")) == packing
+    assert brief(verdict.point("attention")) == (attention, True)
+    assert brief(verdict.point("dataset_cache")) == ("miss", True)
+    assert brief(verdict.point("loss")) == ("finite", True)
+    assert brief(verdict.point("memory")) == ("ok", True)
+    assert brief(verdict.point("finish")) == ("completed", True)
+    names = [point.name for point in verdict.points]
+    assert ("reference_cache" in names) == (stage == "dpo")
+    if stage == "dpo":
+        assert brief(verdict.point("reference_cache")) == ("miss", True)
+
+
+def test_evidence_points_at_the_line() -> None:
+    path = LOGS / "sft_liger_pack_miss.log"
+    evidence = read_log(path)
+    assert evidence.log is not None
+    verdict = judge(None, expected_from_log(evidence.log), evidence)
+    lines = path.read_bytes().split(b"\n")
+    for point in verdict.points:
+        for cite in point.evidence:
+            assert cite.line is not None
+            shown = lines[cite.line - 1].decode()
+            assert cite.text.split(" - ")[-1].strip()[:60] in shown
+    (liger_line,) = verdict.point("liger").evidence
+    assert (liger_line.source, liger_line.file, liger_line.line) == ("log", str(path), 262)
+
+
+def test_the_json_is_the_contract() -> None:
+    evidence = read_log(LOGS / "dpo_liger_pack.log")
+    assert evidence.log is not None
+    found = judge(None, expected_from_log(evidence.log), evidence).as_json()
+    assert list(found) == ["status", "stage", "steps", "points", "metrics"]
+    points = found["points"]
+    assert isinstance(points, list)
+    assert [p["name"] for p in points] == [
+        *("liger", "packing", "attention", "dataset_cache", "reference_cache"),
+        *("loss", "trend", "memory", "finish"),
+    ]
+    for point in points:
+        assert list(point) == ["name", "state", "expected", "ok", "evidence", "detail"]
+        for cite in point["evidence"]:
+            assert list(cite) == ["source", "file", "line", "text"]
+    json.dumps(found, allow_nan=False)
+
+
+@pytest.mark.parametrize("name", ["sft_cpu_hit.log", "trl_sft.log", "trl_dpo.log"])
+def test_a_log_that_asked_for_nothing_special_passes(name: str) -> None:
+    evidence = read_log(LOGS / name)
+    assert evidence.log is not None
+    assert judge(None, expected_from_log(evidence.log), evidence).status == "pass"
+
+
+def test_a_real_crash() -> None:
+    evidence = read_log(LOGS / "dpo_cpu_crash.log")
+    verdict = judge(None, {}, evidence)
+    assert verdict.status == "fail"
+    assert verdict.steps == 1
+    assert brief(verdict.point("dataset_cache")) == ("hit", True)
+    assert brief(verdict.point("reference_cache")) == ("hit", True)
+    finish = verdict.point("finish")
+    assert brief(finish) == ("crashed", False)
+    assert finish.detail["error"] == {
+        "type": "AssertionError",
+        "message": "device_name must be set",
+        "at": "/root/open-instruct/open_instruct/utils.py:1870",
+        "rank": "0",
+    }
+
+
+# -- liger --------------------------------------------------------------------------------------
+
+
+def test_liger_is_engaged_where_every_rank_counted_calls(run: Run) -> None:
+    for rank in range(2):
+        run.rank(rank, step(1), liger(rms_norm=4), step(2), liger(rms_norm=8, rope=2), world=2)
+    point = run.judge(liger="engaged").point("liger")
+    assert brief(point) == ("engaged", True)
+    assert point.detail["rms_norm"] == {"0": 8, "1": 8}
+    assert point.detail["fused_linear_cross_entropy"] == {"0": 0, "1": 0}
+    assert {cite.source for cite in point.evidence} == {"probe"}
+
+
+def test_liger_on_some_ranks_only_is_not_engaged(run: Run) -> None:
+    run.rank(0, step(1), liger(rope=4), world=2).rank(1, step(1), world=2)
+    point = run.judge(liger="engaged").point("liger")
+    assert brief(point) == ("not_engaged", False)
+    assert point.detail["idle_ranks"] == [1]
+
+
+def test_liger_is_unproven_where_a_rank_left_no_record(run: Run) -> None:
+    point = run.rank(0, step(1), liger(rope=4), world=2).judge(liger="engaged").point("liger")
+    assert brief(point) == ("engaged", None)
+    assert point.detail["missing_ranks"] == [1]
+    run.rank(1, world=2)  # it began, and finished no step
+    assert brief(run.judge(liger="engaged").point("liger")) == ("engaged", None)
+
+
+def test_liger_asked_for_and_never_called_fails(run: Run) -> None:
+    verdict = run.rank(0, step(1), step(2)).judge(liger="engaged")
+    assert brief(verdict.point("liger")) == ("not_engaged", False)
+    assert verdict.status == "fail"
+
+
+@pytest.mark.parametrize(
+    ("events", "want", "answer"),
+    [
+        ((step(1),), "off", ("off", True)),
+        ((step(1), liger(rope=4)), "off", ("engaged", False)),
+        ((step(1), liger(rope=4)), None, ("engaged", True)),
+        ((step(1), liger(rope=4)), "any", ("engaged", True)),
+        ((step(1), liger(rope=4)), "applied", ("engaged", True)),
+        (({"event": "liger_patch", "function": "f"},), "engaged", ("applied", None)),
+    ],
+)
+def test_liger_by_the_probe(
+    run: Run, events: Sequence[dict[str, Any]], want: str | None, answer: tuple[str, bool | None]
+) -> None:
+    assert brief(run.rank(0, *events).judge(liger=want).point("liger")) == answer
+
+
+@pytest.mark.parametrize(
+    ("content", "want", "answer"),
+    [
+        (ATTEMPT, "engaged", ("attempted", None)),
+        (ATTEMPT, "applied", ("attempted", None)),
+        (ATTEMPT + "There are currently no Liger kernels supported for model type: gpt2.\n",
+         "engaged", ("not_engaged", False)),
+        (dump(use_liger_kernel=True) + total(3), "engaged", ("off", False)),
+        (dump(use_liger_kernel=True), "engaged", ("off", None)),
+        (dump(use_liger_kernel=False), "off", ("off", True)),
+        ("", "off", ("off", None)),
+        ("", "engaged", ("off", None)),
+        (ATTEMPT, "off", ("attempted", False)),
+    ],
+)  # fmt: skip
+def test_liger_by_the_log(
+    tmp_path: Path, content: str, want: str, answer: tuple[str, bool | None]
+) -> None:
+    verdict = verdict_of_log(tmp_path, content, {"liger": want})
+    assert brief(verdict.point("liger")) == answer
+
+
+# -- packing, attention, caches -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("states", "want", "answer"),
+    [
+        (["on"], "isolated", ("on", None)),
+        (["on"], "on", ("on", True)),
+        (["on"], "off", ("on", False)),
+        (["off"], "isolated", ("off", False)),
+        ([], "isolated", ("unknown", None)),
+        (["on", "isolated"], "isolated", ("isolated", True)),
+        (["on", "isolated"], "on", ("isolated", True)),
+        (["on", "leaking"], "isolated", ("leaking", False)),
+    ],
+)
+def test_packing(run: Run, states: list[str], want: str, answer: tuple[str, bool | None]) -> None:
+    names = ("packing", "packing_isolation")
+    events = [{"event": e, "state": s} for e, s in zip(names, states, strict=False)]
+    assert brief(run.rank(0, *events).judge(packing=want).point("packing")) == answer
+
+
+def test_attention_is_what_the_model_has(run: Run) -> None:
+    run.log(f"{STAMP}model_utils.py:93 - Auto-detected attention implementation: flash_2\n")
+    assert brief(run.judge(attention="sdpa").point("attention")) == ("flash_attention_2", False)
+    assert brief(run.judge(attention="flash_2").point("attention")) == ("flash_attention_2", None)
+    run.rank(0, {"event": "model", "attention": "flash_attention_2"})
+    assert brief(run.judge(attention="flash_2").point("attention")) == ("flash_attention_2", True)
+    assert brief(run.judge(attention="eager").point("attention")) == ("flash_attention_2", False)
+
+
+def test_the_attention_that_dpo_was_told_wins_over_the_detected(tmp_path: Path) -> None:
+    detected = f"{STAMP}model_utils.py:93 - Auto-detected attention implementation: flash_2\n"
+    told = dump("DPOExperimentConfig", attn_implementation="torch")
+    assert verdict_of_log(tmp_path, detected + told).point("attention").state == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("content", "state"),
+    [
+        (FOUND, "hit"),
+        (FOUND * 8, "hit"),
+        (MISS + SAVED + FOUND * 8, "miss"),
+        (FOUND + MISS + FOUND, "miss"),
+        (MISS, "miss"),
+        (MISS.replace(" or invalid", ""), "miss"),
+        (
+            FOUND + "dataset_skip_cache is True, so we will not load the dataset from cache\n",
+            "miss",
+        ),
+        ("🚀 Pushed transformed dataset to https://huggingface.co/x\n" + FOUND, "miss"),
+        ("✅ Found cached dataset at a✅ Found cached dataset at a\n\n", "hit"),
+        ("nothing\n", "unknown"),
+    ],
+)
+def test_dataset_cache_by_the_log(tmp_path: Path, content: str, state: str) -> None:
+    ok = {"hit": True, "miss": False, "unknown": None}[state]
+    point = verdict_of_log(tmp_path, content, {"dataset_cache": "hit"}).point("dataset_cache")
+    assert brief(point) == (state, ok)
+
+
+def test_a_cache_missed_by_one_rank_is_a_miss(run: Run) -> None:
+    events = [{"event": "dataset_cache", "state": s, "path": "p"} for s in ("miss", "hit")]
+    run.log(FOUND).rank(0, events[0], world=2).rank(1, events[1], world=2)
+    point = run.judge(dataset_cache="hit").point("dataset_cache")
+    assert brief(point) == ("miss", False)
+    assert point.detail["path"] == "p"
+
+
+@pytest.mark.parametrize(
+    ("content", "state"),
+    [
+        (f"{STAMP}dpo_utils.py:439 - Loading reference logprobs cache from ref/b5.pt\n", "hit"),
+        (f"{STAMP}dpo.py:332 - Caching reference logprobs...\n", "unknown"),
+        ("\rCaching reference logprobs:   0%|          | 0/13 [00:00<?, ?it/s]\n", "miss"),
+        (f"{STAMP}dpo_utils.py:514 - Reference logprobs cached, using 0.00 GiB of RAM.\n", "miss"),
+    ],
+)
+def test_reference_cache_by_the_log(tmp_path: Path, content: str, state: str) -> None:
+    config = dump("DPOExperimentConfig", packing=False)
+    assert verdict_of_log(tmp_path, config + content).point("reference_cache").state == state
+
+
+def test_reference_cache_by_the_probe(run: Run) -> None:
+    run.rank(0, {"event": "reference_cache", "state": "stale", "path": "p"})
+    answer = run.judge("dpo", reference_cache="hit").point("reference_cache")
+    assert brief(answer) == ("stale", False)
+
+
+# -- loss, trend, memory --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_logged_loss_that_is_not_finite_fails(tmp_path: Path, value: str) -> None:
+    content = dump(packing=False) + sft(4, [2.5, 2.4, value, value]) + WEIGHTS
+    verdict = verdict_of_log(tmp_path, content)
+    point = verdict.point("loss")
+    assert brief(point) == ("nonfinite", False)
+    assert (point.detail["first_step"], point.detail["rank"]) == (3, None)
+    assert verdict.metrics["last_loss"] is None
+    assert verdict.metrics["min_loss"] == 2.4
+    json.dumps(verdict.as_json(), allow_nan=False)
+
+
+def test_the_probe_names_step_and_rank_of_a_bad_loss(run: Run) -> None:
+    run.rank(0, step(1), step(2), world=2).rank(1, step(1), step(2, None, False), world=2)
+    point = run.judge().point("loss")
+    assert brief(point) == ("nonfinite", False)
+    assert (point.detail["first_step"], point.detail["rank"]) == (2, 1)
+
+
+def test_trl_hides_a_nan_loss_behind_zero(tmp_path: Path) -> None:
+    content = "{'loss': '0', 'grad_norm': 'nan', 'learning_rate': '1e-05', 'epoch': '0.1'}\n"
+    assert verdict_of_log(tmp_path, content).point("loss").state == "nonfinite"
+
+
+def test_no_loss_at_all_is_unproven(run: Run) -> None:
+    assert brief(run.log(total(3)).judge().point("loss")) == ("none_logged", None)
+    assert brief(run.rank(0, step(1)).judge().point("loss")) == ("finite", True)
+
+
+@pytest.mark.parametrize(
+    ("losses", "state", "ok"),
+    [
+        ([2.5 - n / 20 for n in range(20)], "falling", True),
+        ([2.5 + n / 20 for n in range(20)], "rising", False),
+        ([2.5 + (-1) ** n / 20 for n in range(20)], "flat", False),
+        ([2.5] * 20, "flat", False),
+        ([2.5 - n / 1e5 for n in range(20)], "flat", False),
+        ([2.5 - n / 20 for n in range(7)], "too_short", None),
+        ([2.5 - n / 20 + 90 * (n == 11) for n in range(20)], "falling", True),
+    ],
+)
+def test_trend(tmp_path: Path, losses: list[float], state: str, ok: bool | None) -> None:
+    content = sft(len(losses), losses)
+    assert brief(verdict_of_log(tmp_path, content, {"trend": "falling"}).point("trend")) == (
+        state,
+        ok,
+    )
+    assert verdict_of_log(tmp_path, content, {}).point("trend").ok is True
+
+
+def test_trend_of_many_losses() -> None:
+    change, z = trend([3 - n / 100_000 for n in range(100_000)])
+    assert change == pytest.approx(-0.4, abs=0.01)
+    assert z < -5
+
+
+def test_out_of_memory_says_what_to_change(tmp_path: Path) -> None:
+    asked = dump(packing=True, per_device_train_batch_size=16)
+    verdict = verdict_of_log(tmp_path, asked + sft(9, until=3) + OOM + ELASTIC.format(code=1))
+    memory, finish = verdict.point("memory"), verdict.point("finish")
+    assert brief(memory) == ("oom", False)
+    for word in ("per_device", "checkpointing", "packing"):
+        assert word in str(memory.detail["help"])
+    assert memory.detail["asked"] == {"per_device_train_batch_size": "16", "packing": "True"}
+    assert (memory.detail["tried"], memory.detail["gpu"]) == ("12.25 GiB", "1")
+    assert brief(finish) == ("crashed", False)
+    assert finish.detail["reason"] == "oom"
+    error = finish.detail["error"]
+    assert isinstance(error, dict) and error["type"] == "torch.OutOfMemoryError"
+    assert (verdict.status, verdict.steps) == ("fail", 3)
+
+
+def test_out_of_memory_beside_the_last_logged_step(tmp_path: Path) -> None:
+    before, _, last = sft(9, until=3).rpartition("\r")
+    content = before + OOM + "\r" + last + ELASTIC.format(code=1)
+    assert verdict_of_log(tmp_path, content).point("memory").state == "oom"
+
+
+def test_out_of_memory_by_the_probe(run: Run) -> None:
+    run.rank(0, {"event": "error", "type": "OutOfMemoryError", "message": "x"}).exit(1)
+    assert brief(run.judge().point("memory")) == ("oom", False)
+
+
+# -- finish -------------------------------------------------------------------------------------
+
+
+def test_training_data_that_looks_like_an_error_is_none(tmp_path: Path) -> None:
+    sample = FOUND + 'Traceback (most recent call last):\n  File "a.py", line 1\nValueError: x\n'
+    oom = "RuntimeError: CUDA out of memory\n"
+    verdict = verdict_of_log(tmp_path, dump(packing=False) + sample + oom + sft(9) + WEIGHTS)
+    assert verdict.status == "pass"
+
+
+@pytest.mark.parametrize(
+    ("content", "answer", "reason"),
+    [
+        (sft(9) + WEIGHTS, ("completed", True), None),
+        (sft(9), ("running", None), None),
+        (sft(9, until=4), ("running", None), None),
+        (sft(9, until=4) + WEIGHTS.replace("out/", "out/step_4/"), ("running", None), None),
+        (sft(9) + WEIGHTS.replace("out/", "out/step_9/"), ("running", None), None),
+        (sft(9) + f"{STAMP}utils.py:835 - Remaining files:['adapter_model.safetensors']\n",
+         ("completed", True), None),
+        (sft(9) + f"{STAMP}utils.py:835 - Remaining files:['step_9']\n", ("running", None), None),
+        (sft(9, until=4) + ELASTIC.format(code=-9), ("killed", False), None),
+        (sft(9, until=4) + ELASTIC.format(code=-15), ("stopped", False), None),
+        (sft(9, until=4) + ELASTIC.format(code=-11), ("crashed", False), None),
+        (sft(9, until=4) + "run.sh: line 3: 1234 Killed                  accelerate launch\n",
+         ("killed", False), None),
+        (sft(9, until=4) + "Traceback (most recent call last):\n  File \"a.py\", line 1\n"
+         "torch.distributed.elastic.multiprocessing.api.SignalException: "
+         "Process 12 got signal: 15\n", ("stopped", False), None),
+        (sft(9, until=4) + "Traceback (most recent call last):\n  File \"a.py\", line 1\n"
+         "KeyboardInterrupt\n", ("stopped", False), None),
+        (sft(9) + WEIGHTS + "Traceback (most recent call last):\n  File \"a.py\", line 1\n"
+         "huggingface_hub.errors.HfHubHTTPError: 403\n", ("crashed", False), None),
+        ("usage: finetune.py [-h]\nfinetune.py: error: argument --x: invalid int value: 'a'\n"
+         + ELASTIC.format(code=2), ("crashed", False), "refused"),
+        ("Traceback (most recent call last):\n  File \"a.py\", line 1\nValueError: Some specified "
+         "arguments are not used by the HfArgumentParser: ['--x']\n", ("crashed", False), "refused"),
+        ("Traceback (most recent call last):\n  File \"a.py\", line 1\nModuleNotFoundError: "
+         "No module named 'flash_attn'\n", ("crashed", False), "flash_attn_missing"),
+        ("Traceback (most recent call last):\n  File \"a.py\", line 1\nOSError: [Errno 28] "
+         "No space left on device\n", ("crashed", False), "disk_full"),
+        (sft(9, until=4) + "[rank3]:[E1120] Watchdog caught collective operation timeout: Work"
+         "NCCL(SeqNum=1)\n" + ELASTIC.format(code=-6), ("crashed", False), "nccl_timeout"),
+        (sft(9, until=4) + "slurmstepd: error: *** STEP 1.0 ON n1 CANCELLED AT 2026-11-20T1 DUE TO "
+         "TIME LIMIT ***\n", ("killed", False), "time_limit"),
+    ],
+)  # fmt: skip
+def test_finish_by_the_log(
+    tmp_path: Path, content: str, answer: tuple[str, bool | None], reason: str | None
+) -> None:
+    point = verdict_of_log(tmp_path, content, {}).point("finish")
+    assert brief(point) == answer
+    assert point.detail.get("reason") == reason
+    assert ("help" in point.detail) == (reason is not None)
+
+
+@pytest.mark.parametrize(
+    ("code", "number", "state"),
+    [
+        (0, None, "completed"),
+        (1, None, "crashed"),
+        (-9, signal.SIGKILL, "killed"),
+        (137, None, "killed"),
+        (-9, None, "killed"),
+        (-15, signal.SIGTERM, "stopped"),
+        (1, signal.SIGINT, "stopped"),
+        (130, None, "stopped"),
+        (-11, signal.SIGSEGV, "crashed"),
+    ],
+)
+def test_finish_by_the_exit(run: Run, code: int, number: int | None, state: str) -> None:
+    point = run.log(sft(9) + WEIGHTS).exit(code, number).judge().point("finish")
+    assert brief(point) == (state, state == "completed")
+    assert point.detail["returncode"] == code
+    assert point.evidence[-1].source == "exit"
+
+
+@pytest.mark.parametrize(
+    ("content", "answer", "reason"),
+    [
+        (sft(9, until=4), ("stopped", False), "ended_early"),
+        (sft(9), ("stopped", None), "no_save"),
+        (dump(cache_dataset_only=True) + MISS, ("completed", True), None),
+    ],
+)
+def test_a_clean_exit_is_not_yet_a_finish(
+    run: Run, content: str, answer: tuple[str, bool | None], reason: str | None
+) -> None:
+    point = run.log(content).exit(0).judge().point("finish")
+    assert brief(point) == answer
+    assert point.detail.get("reason") == reason
+
+
+def test_the_probe_tells_the_finish_where_the_log_is_silent(run: Run) -> None:
+    end = [{"event": "saved", "path": "out"}, {"event": "end", "exit": 0}]
+    verdict = run.log("").rank(0, step(1), step(2), *end).judge()
+    assert brief(verdict.point("finish")) == ("completed", True)
+    assert verdict.steps == 2
+
+
+def test_a_checkpoint_is_no_final_save(run: Run) -> None:
+    end = [{"event": "saved", "path": "out/checkpoint-2"}, {"event": "end", "exit": 0}]
+    point = run.rank(0, step(1), step(2), *end).exit(0).judge().point("finish")
+    assert brief(point) == ("stopped", None)
+
+
+def test_the_probe_tells_the_error(run: Run) -> None:
+    events = [{"event": "error", "type": "ValueError", "message": "m"}, {"event": "end", "exit": 1}]
+    point = run.rank(0, step(1), *events).judge().point("finish")
+    assert brief(point) == ("crashed", False)
+    assert point.detail["error"] == {"type": "ValueError", "message": "m", "rank": "0"}
+
+
+def test_nothing_at_all_proves_nothing(run: Run) -> None:
+    verdict = run.judge(liger="engaged")
+    assert verdict.status == "unproven"
+    assert {p.ok for p in verdict.points if p.expected is not None} == {None}
+    assert verdict.steps is None
+
+
+def test_everything_asked_for_and_proved_passes(run: Run) -> None:
+    run.log(dump(use_liger_kernel=True, packing=True) + MISS + sft(9) + WEIGHTS).exit(0)
+    run.rank(
+        0,
+        {"event": "model", "attention": "sdpa"},
+        {"event": "packing", "state": "on"},
+        {"event": "packing_isolation", "state": "isolated"},
+        *(step(n) for n in range(1, 10)),
+        liger(rms_norm=9),
+        {"event": "end", "exit": 0},
+    )
+    verdict = run.judge(liger="engaged", packing="isolated", attention="sdpa", dataset_cache="any")
+    assert verdict.status == "pass"
+    assert verdict.steps == 9

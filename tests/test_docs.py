@@ -1,0 +1,78 @@
+"""The documents say what the program does."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+from launcher.cli import app
+from launcher.errors import EXIT_MEANING, Exit
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def finding_codes() -> set[str]:
+    """Every code that the source gives to a finding: by keyword, or in the usual place of a helper."""
+    codes = set()
+    for path in sorted((ROOT / "launcher").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call):
+                continue
+            named = [k.value for k in node.keywords if k.arg == "code"]
+            name = ast.unparse(node.func).rpartition(".")[2]
+            place = {"_say": 2, "_missing": 0, "_add": 0, "_stop": 0, "bad": 1, "_usage": 0}.get(name)
+            if place is not None and len(node.args) > place:
+                named.append(node.args[place])
+            codes |= {
+                n.value for n in named if isinstance(n, ast.Constant) and isinstance(n.value, str)
+            }
+    return codes
+
+
+def test_every_finding_code_is_documented() -> None:
+    documented = set(re.findall(r"^\| `([a-z0-9-]+)`", (ROOT / "docs/findings.md").read_text(), re.M))
+    assert finding_codes() - documented == set()
+
+
+def test_the_exit_codes_of_the_readme_are_those_of_the_program() -> None:
+    rows = dict(re.findall(r"^\| (\d+) \| (.+) \|$", README, re.M))
+    assert rows == {str(int(code)): EXIT_MEANING[code] for code in Exit}
+
+
+def test_every_command_has_help_an_example_and_a_place_in_the_readme() -> None:
+    for command in app.registered_commands:
+        function = command.callback
+        assert function is not None
+        name = command.name or function.__name__
+        assert function.__doc__, name
+        assert (command.epilog or "").startswith(f"Example: launch {name}"), name
+        assert f"`launch {name} " in README or f"`launch {name}`" in README, name
+
+
+def test_the_module_map_of_the_readme_is_complete() -> None:
+    table = README[README.index("## The modules of") :]
+    named = set(re.findall(r"`([a-z_]+)/?`", table))
+    modules = {
+        path.stem if path.is_file() else path.name
+        for path in (ROOT / "launcher").iterdir()
+        if path.name not in {"__init__.py", "__pycache__", "py.typed"}
+    }
+    assert modules - named == set()
+
+
+def test_the_pin_is_the_submodule_and_the_snapshot() -> None:
+    import json
+    import subprocess
+
+    from launcher.backends import open_instruct
+
+    facts = json.loads((ROOT / "launcher/snapshots/open_instruct.json").read_text())
+    assert facts["version"] == open_instruct.PIN
+    assert open_instruct.PIN in README
+    listed = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files", "-s", "external/open-instruct"],
+        capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    assert not listed or f"160000 {open_instruct.PIN}" in listed

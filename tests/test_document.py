@@ -1,0 +1,285 @@
+"""YAML files that are right, odd, broken and hostile: values, places, and one clear error."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import Write
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from launcher.builder import MAX_DEPTH, MAX_NODES, Builder, plain
+from launcher.document import MAX_BYTES, Document, read_yaml
+from launcher.errors import Finding, InvalidConfig
+
+
+def fault(path: Path) -> Finding:
+    with pytest.raises(InvalidConfig) as raised:
+        read_yaml(path)
+    (finding,) = raised.value.findings
+    assert finding.file == str(path)
+    return finding
+
+
+def read(write: Write, text: str | bytes) -> Document:
+    return read_yaml(write("a.yaml", text))
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-5", 1e-5),  # PyYAML reads a text
+        ("5.0e-6", 5e-6),
+        ("-1E-5", -1e-5),
+        ("1.5e3", 1500.0),
+        ("1.", 1.0),
+        (".5", 0.5),
+        ("8", 8),
+        ("-3", -3),
+        ("+3", 3),
+        ("0", 0),
+        ("12e4567", "12e4567"),  # a commit
+        ("1e5", "1e5"),
+        ("007", "007"),  # no octals: upstream's int() reads 7
+        ("0o17", "0o17"),
+        ("0x10", "0x10"),
+        ("1_000", "1_000"),
+        ("1:30", "1:30"),  # no base 60
+        ("2024-01-01", "2024-01-01"),  # no dates
+        (".nan", ".nan"),
+        ("nan", "nan"),
+        (".inf", ".inf"),
+        ("true", True),
+        ("Yes", True),
+        ("ON", True),
+        ("false", False),
+        ("no", False),
+        ("off", False),
+        ("y", "y"),
+        ("null", None),
+        ("~", None),
+        ("None", "None"),
+        ("none", "none"),
+    ],
+)
+def test_a_plain_scalar_means_what_its_author_meant(write: Write, text: str, value: Any) -> None:
+    read_value = read(write, f"a: {text}\n").value["a"]
+    assert (read_value, type(read_value)) == (value, type(value))
+
+
+@pytest.mark.parametrize("text", ['"8"', "'no'", '"1e-5"', "!!str 8", "! 8", "|-\n  8", ">-\n  no"])
+def test_quoted_and_tagged_scalars_stay_text(write: Write, text: str) -> None:
+    assert isinstance(read(write, f"a: {text}\n").value["a"], str)
+
+
+def test_long_digits_stay_text_and_do_not_overflow() -> None:
+    assert plain("9" * 5000) == "9" * 5000
+    assert math.isinf(plain("1.0e999"))
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
+def test_line_ends_of_every_system(write: Write, newline: str) -> None:
+    document = read(write, newline.join(["a: 1", "b:", "  c: [x,", "      y]", ""]))
+    assert document.value == {"a": 1, "b": {"c": ["x", "y"]}}
+    assert document.origins["b.c[1]"].line == 4
+
+
+def test_a_byte_order_mark_is_skipped(write: Write) -> None:
+    assert read(write, b"\xef\xbb\xbfa: 1\n").value == {"a": 1}
+
+
+def test_every_key_and_entry_has_its_line(write: Write) -> None:
+    document = read(write, "a: 1\nargs:\n  lr: 2\n  mixer_list:\n  - x\n  - 1.0\n  m: {k: v}\n")
+    lines = {key: origin.line for key, origin in document.origins.items()}
+    assert lines == {
+        "a": 1, "args": 2, "args.lr": 3, "args.mixer_list": 4, "args.mixer_list[0]": 5,
+        "args.mixer_list[1]": 6, "args.m": 7, "args.m.k": 7,
+    }  # fmt: skip
+
+
+def test_aliases_are_copies(write: Write) -> None:
+    document = read(write, "a: &x [1, {b: 2}]\nc: *x\n")
+    document.value["a"][1]["b"] = 3
+    assert document.value["c"] == [1, {"b": 2}]
+
+
+@pytest.mark.parametrize("text", ["m: &m {a: 1, b: 2}\nx:\n  a: 5\n  <<: *m\n",
+                                  "m: &m {a: 1, b: 2}\nx:\n  <<: [*m, {b: 9}]\n  a: 5\n"])  # fmt: skip
+def test_merge_keys_do_not_override(write: Write, text: str) -> None:
+    document = read(write, text)
+    assert document.value["x"] == {"a": 5, "b": 2}
+    assert document.faults == ()
+
+
+def test_a_merged_key_keeps_the_line_of_the_explicit_one(write: Write) -> None:
+    origins = read(write, "m: &m {a: 1, b: 2}\nx:\n  a: 5\n  <<: *m\n").origins
+    assert (origins["x.a"].line, origins["x.b"].line) == (3, 4)
+
+
+def test_keys_are_text_as_written(write: Write) -> None:
+    assert read(write, "on: 1\nargs: {m: {1e3: x, allenai/a: y}}\n").value == {
+        "on": 1,
+        "args": {"m": {"1e3": "x", "allenai/a": "y"}},
+    }
+
+
+# --- faults that do not stop the reading ----------------------------------------------------------
+
+
+def test_all_duplicate_and_bad_keys_at_once(write: Write) -> None:
+    text = "a: 1\nb: 1\na: 2\nargs:\n  x: 1\n  x: 2\n  1: y\n  [k]: z\n  'not a name': w\n"
+    document = read(write, text)
+    assert [(f.code, f.line) for f in document.faults] == [
+        ("duplicate-key", 3),
+        ("duplicate-key", 6),
+        ("bad-key", 7),
+        ("bad-key", 8),
+        ("bad-key", 9),
+    ]
+    assert "line 1" in document.faults[0].message
+    assert document.faults[1].key == "args.x"
+    assert document.value["args"] == {"x": 2}
+
+
+# --- one clear error ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "line"),
+    [
+        (b"", "empty-file", 1),
+        (b"# only words\n", "empty-file", 1),
+        (b"---\n...\n", "empty-file", 1),
+        (b"- a\n- b\n", "not-a-mapping", 1),
+        (b"just words\n", "not-a-mapping", 1),
+        (b"a: 1\n---\nb: 2\n", "several-documents", 2),
+        (b"a: [1,\nb: 2\n", "broken-yaml", 2),
+        (b"a: 1\n  b: 2\n", "broken-yaml", 2),
+        (b"a:\n\tb: 1\n", "broken-yaml", 2),
+        (b"a: 'x\n", "broken-yaml", 1),
+        (b"a: *nowhere\n", "broken-yaml", 1),
+        (b"a: &x [*x]\n", "broken-yaml", 1),
+        ("é: é\nb: \a\n".encode(), "broken-yaml", 2),
+        (b"a: 1\nb: \xff\n", "not-utf8", 2),
+        ("a: 1\n".encode("utf-16"), "not-utf8", 1),
+        (b"\x7fELF\x02\n\0\0\0", "binary-file", 2),
+        (b'a: "x\\0y"\n', "bad-character", 1),
+        (b"a: !!python/object/apply:os.system [ls]\n", "unknown-tag", 1),
+        (b"a: !!set {x}\n", "unknown-tag", 1),
+        (b"a: !!python/name:os.system x\n", "unknown-tag", 1),
+        (b"a: !mine x\n", "unknown-tag", 1),
+        (b"a: !!binary aGk=\n", "unknown-tag", 1),
+        (b"a: " + b"[" * 100 + b"]" * 100, "too-deep", 1),
+        (b"{a: " * 70 + b"1" + b"}" * 70, "too-deep", 1),
+        (b"a: [" + b"1," * MAX_NODES + b"]", "too-large", 1),
+        (b"a: " + b"x" * MAX_BYTES, "huge-file", None),
+    ],
+)
+def test_bad_content_is_one_error_with_a_place(
+    write: Write, text: bytes, code: str, line: int | None
+) -> None:
+    found = fault(write("a.yaml", text))
+    assert (found.code, found.line, found.severity) == (code, line, "error")
+
+
+def test_a_tab_is_named(write: Write) -> None:
+    assert "tabs" in (fault(write("a.yaml", "a:\n\tb: 1\n")).help or "")
+
+
+def test_aliases_that_explode_are_stopped(write: Write) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
+    assert fault(write("a.yaml", "\n".join(lines))).code == "too-large"
+
+
+def test_aliases_that_nest_ever_deeper_are_stopped(write: Write) -> None:
+    lines = [f"a0: &a0 {'[' * 50}{']' * 50}"]
+    lines += [f"a{n}: &a{n} {'[' * 50}*a{n - 1}{']' * 50}" for n in range(1, 40)]
+    found = fault(write("a.yaml", "\n".join(lines)))
+    assert (found.code, found.line) == ("too-deep", 2)
+
+
+def test_the_deepest_allowed_nesting(write: Write) -> None:
+    depth = MAX_DEPTH - 1
+    assert read(write, f"a: {'[' * depth}{']' * depth}\n").faults == ()
+
+
+def test_missing_directory_and_unreadable(tmp_path: Path, write: Write) -> None:
+    assert fault(tmp_path / "none.yaml").code == "missing-file"
+    assert fault(tmp_path).code == "not-a-file"
+    assert fault(write("a.yaml", "a: 1") / "below.yaml").code == "unreadable-file"
+    assert fault(tmp_path / ("x" * 5000)).code == "unreadable-file"
+    assert fault(Path("a\0b")).code == "unreadable-file"
+
+
+# --- anything at all ------------------------------------------------------------------------------
+
+YAML_LIKE = st.text(alphabet=st.sampled_from("ab: -[]{},&*!|>'\"%@`#?\n\t\r\\1.e~<=$\x85é\0\a"))
+FLOATS = st.floats(allow_nan=False, allow_infinity=False)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | FLOATS | st.text(),
+    lambda below: st.lists(below) | st.dictionaries(st.text(), below),
+    max_leaves=20,
+)
+
+
+def check_anything(path: Path) -> None:
+    try:
+        document = read_yaml(path)
+    except InvalidConfig as error:
+        found = error.findings
+        assert found
+    else:
+        found = document.faults
+        assert isinstance(document.value, dict)
+        assert all(o.line is not None and o.line >= 1 for o in document.origins.values())
+    lines = path.read_bytes().count(b"\n") + path.read_bytes().count(b"\r") + 60
+    for finding in found:
+        assert finding.file == str(path)
+        assert finding.line is not None and 1 <= finding.line <= lines
+        finding.message.encode()
+
+
+@given(st.binary(max_size=200))
+@example(b"\xfe\xff")
+@example(b"a: \xed\xa0\x80")
+def test_any_bytes_are_read_or_refused_with_a_place(
+    tmp_path_factory: pytest.TempPathFactory, raw: bytes
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_bytes(raw)
+    check_anything(path)
+
+
+@settings(max_examples=400)
+@given(YAML_LIKE)
+@example("a: &b\n? *b\n: *b")
+@example("<<: *x")
+@example("a: !<tag:yaml.org,2002:int> x")
+@example("%YAML 9.9\n---\na: 1")
+def test_anything_like_yaml_is_read_or_refused_with_a_place(
+    tmp_path_factory: pytest.TempPathFactory, text: str
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "like.yaml"
+    path.write_bytes(text.encode())
+    check_anything(path)
+
+
+@given(st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), VALUES))
+def test_what_pyyaml_writes_is_read_back(value: dict[str, Any]) -> None:
+    text = yaml.safe_dump(value)
+    builder = Builder("dumped")
+    try:
+        built = builder.build(yaml.parse(text, Loader=yaml.SafeLoader))
+    except InvalidConfig as error:
+        assert error.findings[0].code in {"bad-character", "too-deep"}
+        return
+    if not builder.findings:
+        assert built == value

@@ -1,0 +1,233 @@
+"""Questions to the outside, answered by fakes on PATH and by real git repositories."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher import machine
+from launcher.errors import NotReady
+from launcher.machine import Gpu
+
+H100 = "0, NVIDIA H100 80GB HBM3, 81559, 4\n1, NVIDIA H100 80GB HBM3, 81559, 70000\n"
+
+
+@pytest.fixture
+def bin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in front of everything on PATH."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return folder
+
+
+def script(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def smi(folder: Path, answer: str, code: int = 0) -> None:
+    script(folder, "nvidia-smi", f"cat <<'X'\n{answer}\nX\nexit {code}")
+
+
+def test_gpus_as_nvidia_smi_tells_them(bin_folder: Path) -> None:
+    smi(bin_folder, H100)
+    first, second = machine.gpus()
+    assert first == Gpu(index=0, name="NVIDIA H100 80GB HBM3", memory_mib=81559, used_mib=4)
+    assert second.index == 1
+    assert machine.describe()["gpus"] == ["NVIDIA H100 80GB HBM3, 81559 MiB"] * 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "count"),
+    [
+        ("No devices were found", 0, 0),
+        ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", 9, 0),
+        ("", 0, 0),
+        ("0, NVIDIA GB10, [N/A], [N/A]", 0, 1),
+        ("0, Some card, with a comma, 100, 1\nwarning: infoROM is corrupted", 0, 1),
+    ],
+)
+def test_odd_answers_of_nvidia_smi(bin_folder: Path, answer: str, code: int, count: int) -> None:
+    smi(bin_folder, answer, code)
+    assert len(machine.gpus()) == count
+
+
+def test_no_driver_no_gpus(bin_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(bin_folder))
+    assert machine.gpus() == ()
+    assert machine.visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}) == 0
+
+
+@pytest.mark.parametrize(
+    ("listed", "count"),
+    [
+        (None, 2), ("", 0), ("0", 1), ("1,0", 2), ("0,1,2", 2), ("-1", 0), ("0,-1,1", 1),
+        ("GPU-8f1,GPU-9a2", 2), ("7", 0), (" 0, 1 ", 2),
+    ],
+)  # fmt: skip
+def test_gpus_that_are_left_visible(bin_folder: Path, listed: str | None, count: int) -> None:
+    smi(bin_folder, H100)
+    environ = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
+    assert machine.visible_gpus(environ) == count
+
+
+def test_short_commands(tmp_path: Path) -> None:
+    assert machine.run(["echo", "a b"]) == "a b"
+    assert machine.run(["false"]) is None
+    assert machine.run([str(tmp_path / "none")]) is None
+    assert machine.run(["sleep", "5"], timeout_s=0.05) is None
+    assert machine.run(["cat"]) == ""
+    assert machine.run(["printf", "\\377"]) == "\ufffd"
+
+
+# --- git ------------------------------------------------------------------------------------------
+
+
+def git(folder: Path, *words: str) -> str:
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    done = subprocess.run(
+        ["git", "-C", str(folder), *identity, *words], check=True, capture_output=True, text=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    root = tmp_path / "a repository"
+    (root / "package").mkdir(parents=True)
+    (root / "package" / "code.py").write_text("1")
+    (root / "notes").write_text("1")
+    git(root, "init", "-q")
+    git(root, "add", ".")
+    git(root, "commit", "-qm", "first")
+    return root
+
+
+def test_the_commit_and_edits_below(repository: Path) -> None:
+    commit = git(repository, "rev-parse", "HEAD")
+    assert machine.git_version(repository) == commit
+    (repository / "untracked").touch()
+    assert machine.git_version(repository) == commit
+    (repository / "notes").write_text("2")
+    assert machine.git_version(repository) == f"{commit}+edited"
+    assert machine.git_version(repository, "package") == commit
+
+
+def test_a_folder_inside_another_repository_has_no_version(repository: Path) -> None:
+    assert machine.git_version(repository / "package") is None
+    inner = repository / "vendored"
+    inner.mkdir()
+    assert machine.git_version(inner) is None
+
+
+def test_no_repository_and_no_commit(tmp_path: Path) -> None:
+    assert machine.git_version(tmp_path / "none") is None
+    git(tmp_path, "init", "-q")
+    assert machine.git_version(tmp_path) is None
+
+
+def test_a_link_to_a_repository(repository: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(repository)
+    assert machine.git_version(tmp_path / "link") == machine.git_version(repository)
+
+
+def test_a_git_hook_does_not_mislead(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = machine.git_version(repository)
+    other = tmp_path / "other"
+    other.mkdir()
+    git(other, "init", "-q")
+    monkeypatch.setenv("GIT_DIR", str(other / ".git"))
+    assert machine.git_version(repository) == commit
+
+
+# --- the trainer's Python -------------------------------------------------------------------------
+
+
+def python(folder: Path, name: str = "python") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return script(folder, name, f'exec "{sys.executable}" "$@"')
+
+
+def test_the_order_of_interpreters(tmp_path: Path) -> None:
+    named = python(tmp_path / "named")
+    variable = python(tmp_path / "variable")
+    checkout = tmp_path / "checkout"
+    inside = python(checkout / ".venv" / "bin")
+    environ = {"LAUNCH_PYTHON": str(variable)}
+    found = machine.find_trainer(named, checkout, environ)
+    assert (found.python, found.source) == (named, "--python")
+    found = machine.find_trainer(None, checkout, environ)
+    assert (found.python, found.source) == (variable, "LAUNCH_PYTHON")
+    found = machine.find_trainer(None, checkout, {"LAUNCH_PYTHON": ""})
+    assert (found.python, found.source) == (inside, "the checkout's .venv")
+    for nothing in (None, tmp_path):
+        found = machine.find_trainer(None, nothing, {})
+        assert (found.python, found.source) == (Path(sys.executable), "launch's own")
+
+
+def test_a_name_on_path_and_a_relative_path(
+    bin_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python(bin_folder, "python9")
+    assert machine.find_trainer(Path("python9"), None, {}).python == bin_folder / "python9"
+    monkeypatch.chdir(tmp_path)
+    assert machine.find_trainer(Path("bin/python9"), None, {}).python == bin_folder / "python9"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert machine.find_trainer(Path("~/bin/python9"), None, {}).python == bin_folder / "python9"
+
+
+def test_a_virtual_environment_stays_a_link(tmp_path: Path) -> None:
+    link = tmp_path / "python"
+    link.symlink_to(sys.executable)
+    assert machine.find_trainer(link, None, {}).python == link
+
+
+def test_what_an_interpreter_says_of_itself() -> None:
+    own = machine.ask_trainer(Path(sys.executable), "us")
+    assert own.version == tuple(sys.version_info[:3])
+    assert "typer" in own.packages
+    assert all(isinstance(entry, Path) for entry in own.path)
+
+
+def test_what_a_site_file_prints_first_is_no_answer(tmp_path: Path) -> None:
+    noisy = script(tmp_path, "python", f'echo welcome; exec "{sys.executable}" "$@"')
+    assert machine.ask_trainer(noisy, "a test").version[:2] == sys.version_info[:2]
+
+
+@pytest.mark.parametrize("text", ["exit 1", "echo no json", "echo '[1]'", "true"])
+def test_a_python_that_is_none(tmp_path: Path, text: str) -> None:
+    fake = script(tmp_path, "python", text)
+    with pytest.raises(NotReady) as caught:
+        machine.ask_trainer(fake, "LAUNCH_PYTHON")
+    (finding,) = caught.value.findings
+    assert (finding.code, finding.file) == ("no-python", str(fake))
+    assert "LAUNCH_PYTHON" in finding.message
+
+
+@pytest.mark.parametrize("named", ["/no/such/python", "~nobody/python", "no-such-python", "/"])
+def test_a_python_that_is_not_there(named: str) -> None:
+    with pytest.raises(NotReady, match="--python names"):
+        machine.find_trainer(Path(named), None, {})
+
+
+def test_names_of_packages_are_normalised(tmp_path: Path) -> None:
+    info = tmp_path / "Some_Thing.py-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: Some_Thing.py\nVersion: 1.2\n")
+    (tmp_path / "nameless-1.0.dist-info").mkdir()
+    wrapper = script(tmp_path, "python", f'PYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@"')
+    assert machine.ask_trainer(wrapper, "a test").packages["some-thing-py"] == "1.2"
+
+
+def test_describe_names_this_machine() -> None:
+    assert machine.describe()["cpus"] == os.cpu_count()

@@ -1,0 +1,207 @@
+"""`key=value` on the command line, for every shape of file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Write
+
+from launcher import config
+from launcher.errors import InvalidConfig
+
+STAGE = """\
+stage: sft
+batch: {global: 128, per_device: 16}
+args:
+  learning_rate: 1.0e-5
+  dataset_mixer_list: [a, 1.0, b, 2]
+  extra: {x: {y: 1}}
+  empty:
+"""
+FLAT = "learning_rate: 1\nmixer_list: [a, 1.0]\n"
+WRAPPED = "num_gpus: 8\nopen_instruct:\n  script: finetune.py\n  args: {seed: 1, mixer_list: [a]}\n"
+
+
+@pytest.fixture
+def stage_file(write: Write) -> Path:
+    return write("stage.yaml", STAGE)
+
+
+def args(path: Path, *overrides: str) -> dict[str, Any]:
+    return dict(config.load(path, overrides).args)
+
+
+def fault(path: Path, *overrides: str) -> str:
+    with pytest.raises(InvalidConfig) as raised:
+        config.load(path, overrides)
+    (found,) = raised.value.findings
+    assert (found.code, found.file) == ("bad-override", str(path))
+    return f"{found.message} | {found.help}"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("seed=5", 5),
+        ("seed=1e-5", 1e-5),
+        ("seed= 5 ", 5),
+        ("seed=true", True),
+        ("seed=null", None),
+        ("seed=", None),
+        ("seed=~", None),
+        ('seed=""', ""),
+        ('seed="5"', "5"),
+        ("seed='no'", "no"),
+        ("seed=[x, 1.0, 2]", ["x", 1.0, 2]),
+        ("seed=[]", []),
+        ("seed={a: 1, b: [x]}", {"a": 1, "b": ["x"]}),
+        ('seed={"a": 1}', {"a": 1}),
+        ("seed=a=b=c", "a=b=c"),
+        ("seed=http://x?y=1&z=2", "http://x?y=1&z=2"),
+        ("seed=a b  c", "a b  c"),
+        ("seed=a: b", "a: b"),
+        ("seed=a # b", "a # b"),
+        ("seed=- a", "- a"),
+        ("seed=*a", "*a"),
+        ("seed=&a", "&a"),
+        ("seed=!x", "!x"),
+        ("seed=@x", "@x"),
+        ("seed=a\nb: c\n", "a\nb: c\n"),
+        ("seed={% if x %}{{ y }}{% endif %}", "{% if x %}{{ y }}{% endif %}"),
+        ("seed={{ messages[0]['role'] }}", "{{ messages[0]['role'] }}"),
+        ("seed='it''s'", "it's"),
+        ("seed='a' and 'b'", "'a' and 'b'"),
+        ("seed=12e4567", "12e4567"),
+        ("seed=/data/ü/x y.jsonl", "/data/ü/x y.jsonl"),
+    ],
+)
+def test_values(stage_file: Path, text: str, value: Any) -> None:
+    found = args(stage_file, text)["seed"]
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["seed", "=5", "a b=5", "1=x", "a..b=1", "a.=1", ".a=1", "a[x]=1", "a[=1", "-seed=1", "seed:5"],
+)
+def test_what_is_no_override(stage_file: Path, text: str) -> None:
+    assert "not of the form key=value" in fault(stage_file, text)
+
+
+@pytest.mark.parametrize(
+    "text", ["seed=[1", "seed={a: ", "seed=[a]]", "seed={a: 1, a: 2}", "seed=[*x]"]
+)
+def test_values_that_begin_like_yaml_and_are_none(stage_file: Path, text: str) -> None:
+    assert text in fault(stage_file, text)
+
+
+def test_python_none_is_not_text(stage_file: Path) -> None:
+    assert "write seed=null" in fault(stage_file, "seed=None")
+
+
+def test_a_parent_cannot_be_overridden(stage_file: Path) -> None:
+    assert "named in the file" in fault(stage_file, "extends=other.yaml")
+
+
+def test_bytes_that_are_no_utf8(stage_file: Path) -> None:
+    assert "not UTF-8" in fault(stage_file, b"seed=\xff".decode("utf-8", "surrogateescape"))
+
+
+def test_all_bad_overrides_at_once(stage_file: Path) -> None:
+    with pytest.raises(InvalidConfig) as raised:
+        config.load(stage_file, ["a", "seed=1", "b=None"])
+    assert len(raised.value.findings) == 2
+
+
+def test_options_and_arguments_of_a_stage_file(stage_file: Path) -> None:
+    loaded = config.load(
+        stage_file, ["batch.global=64", "deepspeed=none", "seed=1", "args.a=2", "name=x"]
+    )
+    assert loaded.options == {
+        "stage": "sft",
+        "batch": {"global": 64, "per_device": 16},
+        "deepspeed": "none",
+        "name": "x",
+    }
+    assert (loaded.args["seed"], loaded.args["a"]) == (1, 2)
+
+
+def test_the_origin_of_an_override(stage_file: Path) -> None:
+    loaded = config.load(stage_file, ["learning_rate=2", "dataset_mixer_list=[c]"])
+    assert str(loaded.origin("args.learning_rate")) == "override `learning_rate=2`"
+    assert str(loaded.origin("args.dataset_mixer_list[0]")) == "override `dataset_mixer_list=[c]`"
+    assert loaded.origin("args.learning_rate").file == str(stage_file)
+
+
+@pytest.mark.parametrize(
+    "key", ["dataset_mixer_list[1]", "args.dataset_mixer_list[1]", "dataset_mixer_list.1"]
+)
+def test_an_entry_of_a_list(stage_file: Path, key: str) -> None:
+    loaded = config.load(stage_file, [f"{key}=0.5"])
+    assert loaded.args["dataset_mixer_list"] == ["a", 0.5, "b", 2]
+    assert loaded.origin("args.dataset_mixer_list[1]").override == f"{key}=0.5"
+    assert loaded.origin("args.dataset_mixer_list[2]").line == 5
+
+
+@pytest.mark.parametrize(
+    "key", ["dataset_mixer_list[4]", "dataset_mixer_list.x", "dataset_mixer_list[9].a"]
+)
+def test_an_entry_that_is_not_there(stage_file: Path, key: str) -> None:
+    assert "dataset_mixer_list" in fault(stage_file, f"{key}=1")
+
+
+def test_below_mappings_and_what_is_empty(stage_file: Path) -> None:
+    found = args(stage_file, "extra.x.y=2", "extra.z=3", "empty.a.b=4")
+    assert found["extra"] == {"x": {"y": 2}, "z": 3}
+    assert found["empty"] == {"a": {"b": 4}}
+
+
+def test_a_value_has_no_parts(stage_file: Path) -> None:
+    assert "`learning_rate` holds nothing that has parts" in fault(stage_file, "learning_rate.x=1")
+
+
+def test_flat_files_take_arguments_and_options(write: Write) -> None:
+    path = write("flat.yaml", FLAT)
+    texts = [
+        "learning_rate=2",
+        "args.seed=3",
+        "mixer_list[1]=0.5",
+        "deepspeed=zero3",
+        "batch.global=8",
+    ]
+    loaded = config.load(path, texts)
+    assert loaded.shape == "flat"
+    assert loaded.args == {"learning_rate": 2, "seed": 3, "mixer_list": ["a", 0.5]}
+    assert loaded.options == {"deepspeed": "zero3", "batch": {"global": 8}}
+    assert loaded.origin("args.seed").override == "args.seed=3"
+    assert loaded.origin("batch.global").override == "batch.global=8"
+    assert loaded.origin("args.mixer_list[0]").line == 2
+
+
+def test_wrapped_files_take_arguments_and_options(write: Write) -> None:
+    path = write("wrapped.yaml", WRAPPED)
+    texts = [
+        "seed=2", "args.a=3", "open_instruct.args.b=4", "mixer_list[0]=c", "num_gpus=2",
+        "deepspeed=zero3", "script=dpo_tune_cache.py", "expect.liger=any",
+    ]  # fmt: skip
+    loaded = config.load(path, texts)
+    assert loaded.args == {"seed": 2, "a": 3, "b": 4, "mixer_list": ["c"]}
+    assert loaded.options == {
+        "num_gpus": 2,
+        "script": "dpo_tune_cache.py",
+        "deepspeed_config": "zero3",
+        "expect": {"liger": "any"},
+    }
+    assert loaded.origin("args.a").override == "args.a=3"
+
+
+def test_overrides_reach_values_of_a_parent(write: Write) -> None:
+    write("parent.yaml", STAGE)
+    child = write("child.yaml", "extends: parent.yaml\n")
+    assert args(child, "learning_rate=3")["learning_rate"] == 3
+
+
+def test_an_interpolation_in_an_override(stage_file: Path) -> None:
+    assert args(stage_file, "output_dir=out/${args.learning_rate}")["output_dir"] == "out/1e-05"

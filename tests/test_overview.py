@@ -1,0 +1,159 @@
+"""`launch runs`: one row a run, whatever state its folder is in."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher import overview, process, rundir
+from launcher.rundir import RunFolder
+from launcher.view import Progress
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    path = tmp_path / "20250101T000000Z-sft-demo"
+    (path / "probe").mkdir(parents=True)
+    return RunFolder(path)
+
+
+def manifest(folder: RunFolder, **changes: object) -> None:
+    plan = {"gpus": 2, "nodes": 1, "steps": 10}
+    base = {"stage": "sft", "plan": plan, "created": rundir.now(), "output": "/models/demo"}
+    rundir.write_json(folder.manifest, {**base, **changes})
+
+
+def record(folder: RunFolder, *lines: object) -> None:
+    text = "".join(f"{json.dumps(line) if isinstance(line, dict) else line}\n" for line in lines)
+    (folder.probe / "rank-0.jsonl").write_text(text)
+
+
+def step(number: int) -> dict[str, object]:
+    return {"event": "step", "step": number, "loss": 1.23456, "elapsed": number, "tokens": 50}
+
+
+def live(folder: RunFolder) -> None:
+    own = process.identify(os.getpid()).as_json()
+    rundir.write_json(folder.process, {**own, "mark": str(folder.path), "attempt": 1})
+
+
+def test_a_row(folder: RunFolder) -> None:
+    manifest(folder)
+    record(folder, {"event": "start", "world": 2}, step(1), step(2), step(3))
+    rundir.write_json(folder.exit(1), {"returncode": 0, "stopped": None})
+    rundir.write_json(folder.verdict, {"status": "pass"})
+    row = overview.row(folder)
+    assert row.pop("age") in {"0:00", "0:01"}
+    assert row == {
+        "run": folder.path.name, "path": str(folder.path), "stage": "sft", "state": "finished",
+        "verdict": "pass", "step": 3, "steps": 10, "loss": 1.2346, "tokens/s": 100, "gpus": 2,
+        "output": "/models/demo",
+    }  # fmt: skip
+    assert set(overview.COLUMNS) <= {*row, "age"}
+
+
+@pytest.mark.parametrize(
+    ("ended", "state"),
+    [
+        ({"returncode": 0, "stopped": None}, "finished"),
+        ({"returncode": 1, "stopped": None}, "failed"),
+        ({"returncode": 137, "signal": 9}, "failed"),
+        ({"returncode": 130, "stopped": 2}, "stopped"),
+        ({"returncode": 0, "stopped": 15}, "stopped"),
+        ({}, "lost"),
+    ],
+)
+def test_states(folder: RunFolder, ended: dict[str, object], state: str) -> None:
+    manifest(folder)
+    if ended:
+        rundir.write_json(folder.exit(1), ended)
+    assert overview.state(folder) == state
+    live(folder)
+    assert overview.state(folder) == "running"
+
+
+def test_the_last_attempt_counts(folder: RunFolder) -> None:
+    for attempt, code in ((1, 0), (2, 1)):
+        folder.console(attempt).touch()
+        rundir.write_json(folder.exit(attempt), {"returncode": code, "stopped": None})
+    assert overview.state(folder) == "failed"
+    folder.console(3).touch()
+    assert overview.state(folder) == "lost"
+
+
+@pytest.mark.parametrize(("code", "state"), [(0, "finished"), (1, "failed")])
+def test_the_probe_knows_the_end_when_the_launcher_was_killed(
+    folder: RunFolder, code: int, state: str
+) -> None:
+    manifest(folder)
+    record(folder, {"event": "start"}, step(1), {"event": "end", "exit": code})
+    assert overview.row(folder)["state"] == state
+    record(folder, {"event": "start"}, step(1), {"event": "end", "exit": code}, {"event": "start"})
+    assert overview.row(folder)["state"] == "lost"
+
+
+def test_a_torn_first_line_is_passed_over(folder: RunFolder) -> None:
+    record(folder, *[step(n) for n in range(1, 2000)])
+    for window in range(90, 190):
+        progress = Progress(total=None)
+        overview.last_steps(folder, progress, window=window)
+        assert progress.step in {0, 1999}
+    progress = Progress(total=None)
+    overview.last_steps(folder, progress)
+    assert progress.step == 1999
+
+
+@pytest.mark.parametrize("line", ["1}", "null", "[1]", '"event"', '{"event": "step"}', "3"])
+def test_a_first_line_that_happens_to_be_json(folder: RunFolder, line: str) -> None:
+    record(folder, line, step(7))
+    progress = Progress(total=None)
+    overview.last_steps(folder, progress)
+    assert progress.step == 7
+
+
+def test_the_speed_of_all_ranks_where_the_start_is_out_of_sight(folder: RunFolder) -> None:
+    manifest(folder)
+    record(folder, {"event": "start", "world": 2}, *[step(n) for n in range(1, 2000)])
+    assert overview.row(folder)["tokens/s"] == 100
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"plan": null}', '{"plan": {"gpus": "two"}}', '{"created": 5}', "\0"]
+)
+def test_a_half_written_folder_is_a_row_too(folder: RunFolder, text: str) -> None:
+    folder.manifest.write_text(text)
+    row = overview.row(folder)
+    assert (row["state"], row["step"], row["age"]) == ("lost", 0, None)
+
+
+def test_ages() -> None:
+    now = datetime.datetime.now(datetime.UTC)
+    assert overview.age((now - datetime.timedelta(days=3, hours=2)).isoformat()) == "3d"
+    hours = overview.age((now - datetime.timedelta(hours=2)).isoformat())
+    assert hours is not None and hours.startswith("2:00:0")
+    # the clock was set back
+    assert overview.age((now + datetime.timedelta(days=3)).isoformat()) == "0:00"
+    assert overview.age("2025-01-01T00:00:00") is None
+    assert overview.age(None) is None
+
+
+def test_many_runs_are_listed_quickly(tmp_path: Path) -> None:
+    for number in range(200):
+        folder = RunFolder(tmp_path / "runs" / f"2025-{number:03}")
+        folder.probe.mkdir(parents=True)
+        manifest(folder)
+        record(folder, {"event": "start"}, *[step(n) for n in range(1, 50)])
+        rundir.write_json(
+            folder.process, {**process.identify(os.getpid()).as_json(), "began": 1, "mark": "x"}
+        )
+    begun = time.perf_counter()
+    rows = [overview.row(folder) for folder in rundir.known_runs()]
+    assert len(rows) == 200
+    assert {row["state"] for row in rows} == {"lost"}
+    # 1,000 in 0.4 s is the goal; the machine may be busy
+    assert time.perf_counter() - begun < 1.0

@@ -1,0 +1,232 @@
+"""GPUs -> batch, accumulation, steps; what launch sets, and what it says about that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from plans import CONFIGS, SFT, TRL, from_text, planned, staged
+
+from launcher.errors import Finding, InvalidConfig
+from launcher.plan import Plan, lines_of
+
+
+def sft(folder: Path, more: str = "", gpus: int = 1, **changes: str) -> Plan:
+    text = SFT.format(more=more)
+    for old, new in changes.items():
+        text = text.replace(
+            {"batch": "batch: {global: 16, per_device: 2}", "data": '"64"'}[old], new
+        )
+    return planned(from_text(folder, text), gpus)
+
+
+def codes(caught: pytest.ExceptionInfo[InvalidConfig]) -> list[str]:
+    return [finding.code for finding in caught.value.findings]
+
+
+def found(made: Plan, code: str) -> Finding:
+    return next(finding for finding in made.findings if finding.code == code)
+
+
+@pytest.mark.parametrize(("gpus", "accumulation"), [(0, 8), (1, 8), (2, 4), (4, 2), (8, 1)])
+def test_the_global_batch_is_kept(tmp_path: Path, gpus: int, accumulation: int) -> None:
+    made = sft(tmp_path, gpus=gpus)
+    assert (made.per_device, made.accumulation, made.global_batch) == (2, accumulation, 16)
+    words = made.arguments()
+    assert words["per_device_train_batch_size"] == ["2"]
+    assert words["gradient_accumulation_steps"] == [str(accumulation)]
+    assert made.derived["gradient_accumulation_steps"].why.startswith("batch of 16 over")
+
+
+def test_several_nodes_share_the_batch(tmp_path: Path) -> None:
+    made = planned(from_text(tmp_path, SFT.format(more="")), gpus=4, nodes=2)
+    assert (made.accumulation, made.processes, made.global_batch) == (1, 8, 16)
+    assert "NODE_RANK" in found(made, "several-nodes").message
+
+
+def test_without_a_batch_the_arguments_stand(tmp_path: Path) -> None:
+    more = "per_device_train_batch_size: 3\n  gradient_accumulation_steps: 5"
+    made = sft(tmp_path, more, gpus=2, batch="")
+    assert (made.per_device, made.accumulation, made.global_batch) == (3, 5, 30)
+    assert set(made.derived) == {"logging_steps", "output_dir", "do_not_randomize_output_dir"} - {
+        name for name in ("output_dir", "do_not_randomize_output_dir") if name in made.stage.args
+    }
+
+
+def test_a_batch_per_device_alone_leaves_accumulation_to_the_arguments(tmp_path: Path) -> None:
+    made = sft(tmp_path, "gradient_accumulation_steps: 3", batch="batch: {per_device: 4}")
+    assert (made.per_device, made.accumulation, made.global_batch) == (4, 3, 12)
+    assert "gradient_accumulation_steps" not in made.derived
+
+
+@pytest.mark.parametrize(
+    ("batch", "gpus", "help"),
+    [
+        ("{global: 16, per_device: 3}", 1, "batch.global=15 or 18 with per_device 3; "
+         "batch.per_device=2 or 4 with global 16"),
+        ("{global: 16, per_device: 2}", 3, "batch.global=12 or 18 with per_device 2"),
+        ("{global: 2, per_device: 2}", 4, "batch.global=8 with per_device 2"),
+        ("{global: 128, per_device: 16}", 16, "batch.global=256 with per_device 16; "
+         "batch.per_device=4 or 8 with global 128"),
+    ],
+)  # fmt: skip
+def test_an_impossible_split_names_the_nearest(
+    tmp_path: Path, batch: str, gpus: int, help: str
+) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        sft(tmp_path, gpus=gpus, batch=f"batch: {batch}")
+    (finding,) = caught.value.findings
+    assert finding.code == "impossible-batch"
+    assert finding.help == f"nearest possible: {help}"
+    assert finding.line == 3
+
+
+@pytest.mark.parametrize("name", ["per_device_train_batch_size", "gradient_accumulation_steps"])
+def test_a_batch_said_twice_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        sft(tmp_path, f"{name}: 2")
+    assert codes(caught) == ["batch-twice"]
+    assert caught.value.findings[0].line == 9
+
+
+@pytest.mark.parametrize("number", ["0", "-1"])
+def test_no_batch_at_all_is_refused(tmp_path: Path, number: str) -> None:
+    more = f"per_device_train_batch_size: {number}\n  gradient_accumulation_steps: {number}"
+    with pytest.raises(InvalidConfig) as caught:
+        sft(tmp_path, more, batch="")
+    assert codes(caught) == ["impossible-batch", "impossible-batch"]
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("amount", "epochs", "gpus", "steps"),
+    [('"64"', 1, 1, 4), ('"65"', 1, 1, 5), ('"65"', 3, 2, 15), ('"1"', 2, 1, 2)],
+)
+def test_steps_follow_from_counts(
+    tmp_path: Path, amount: str, epochs: int, gpus: int, steps: int
+) -> None:
+    made = sft(tmp_path, f"num_train_epochs: {epochs}", gpus, data=amount)
+    assert made.steps == steps
+
+
+def test_steps_are_what_max_train_steps_says(tmp_path: Path) -> None:
+    assert sft(tmp_path, "max_train_steps: 7").steps == 7
+
+
+def test_rows_of_local_files_are_counted(tmp_path: Path) -> None:
+    data = tmp_path / "some rows.jsonl"
+    data.write_text('{"a": 1}\n{"a": 2}\n{"a": 3}')
+    text = SFT.format(more="").replace('[set, "64"]', f'["{data}", "0.5", other, "10"]')
+    assert planned(from_text(tmp_path, text), 1).rows == 11
+
+
+def test_what_is_not_here_is_not_counted(tmp_path: Path) -> None:
+    for amount in ('"0.5"', '"half"', '"nan"', '"²"'):
+        text = SFT.format(more="").replace('"64"', amount)
+        try:
+            made = planned(from_text(tmp_path, text), 1)
+        except InvalidConfig:
+            continue
+        assert (made.rows, made.steps) == (None, None)
+
+
+def test_lines_of_missing_and_unfinished_files(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("1\n2")
+    (tmp_path / "b").write_text("1\n")
+    assert lines_of([tmp_path / "a", tmp_path / "b"]) == 3
+    assert lines_of([tmp_path / "a", tmp_path / "none"]) is None
+    assert lines_of([tmp_path]) is None
+    assert lines_of([]) is None
+
+
+def trl_rows(folder: Path, more: str) -> Plan:
+    data = folder / "data"
+    data.mkdir(exist_ok=True)
+    (data / "train.jsonl").write_text("{}\n" * 100)
+    (data / "test.jsonl").write_text("{}\n" * 7)
+    more += "\n  per_device_train_batch_size: 8"
+    return planned(from_text(folder, TRL.format(data=data, more=more)), 0)
+
+
+@pytest.mark.parametrize(
+    ("more", "rows", "steps"),
+    [
+        ("num_train_epochs: 2", 100, 26),
+        ("num_train_epochs: 0.5", 100, 7),
+        ("max_steps: 4", 100, 4),
+        ("dataset_train_split: test", 7, 3),
+        ("dataset_train_split: train[:20]", None, None),
+        ("packing: true", 100, None),
+    ],
+)
+def test_steps_of_trl(tmp_path: Path, more: str, rows: int | None, steps: int | None) -> None:
+    made = trl_rows(tmp_path, more)
+    assert (made.rows, made.steps) == (rows, steps)
+
+
+# --- what launch sets, and says -------------------------------------------------------------------
+
+
+def test_logging_steps_is_set_and_said(tmp_path: Path) -> None:
+    made = sft(tmp_path)
+    assert made.arguments()["logging_steps"] == ["1"]
+    note = found(made, "derived")
+    assert (note.severity, note.key) == ("note", "args.logging_steps")
+    assert made.values["logging_steps"] == 1
+    assert sft(tmp_path, "logging_steps: 5").arguments()["logging_steps"] == ["5"]
+    assert sft(tmp_path, "logging_steps: null").arguments()["logging_steps"] == ["1"]
+
+
+def test_a_model_without_a_place_goes_into_the_run_folder(tmp_path: Path) -> None:
+    words = sft(tmp_path).arguments()
+    assert words["output_dir"] == ["/run/model"]
+    assert words["do_not_randomize_output_dir"] == ["True"]
+    words = sft(tmp_path, "output_dir: somewhere").arguments()
+    assert words["output_dir"] == ["somewhere"]
+    assert "do_not_randomize_output_dir" not in words
+
+
+def test_deepspeed_on_the_cpu_is_left_out_and_said() -> None:
+    path = CONFIGS / "tulu" / "sft_qwen7b.yaml"
+    made = planned(staged(path), 0)
+    note = found(made, "deepspeed-left-out")
+    assert (note.severity, note.layer, note.file) == ("note", "launch", str(path))
+    assert "zero2_fp32_comm" in note.message
+    assert "deepspeed-left-out" not in {f.code for f in planned(staged(path), 8).findings}
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "gpus", "nodes", "refused"),
+    [
+        ("none", 1, 1, True), ("none", 0, 1, False), ("none", 2, 1, False), ("none", 1, 2, False),
+        ("zero2", 1, 1, False),
+    ],
+)  # fmt: skip
+def test_dpo_alone_on_a_gpu_needs_deepspeed(
+    deepspeed: str, gpus: int, nodes: int, refused: bool
+) -> None:
+    stage = staged(CONFIGS / "tulu" / "dpo_qwen7b.yaml", [f"deepspeed={deepspeed}"])
+    made = planned(stage, gpus, nodes)
+    assert ("no-process-group" in {f.code for f in made.findings}) is refused
+    if refused:
+        finding = found(made, "no-process-group")
+        assert (finding.severity, finding.layer) == ("error", "run")
+        assert "deepspeed" in (finding.help or "")
+
+
+def test_sft_and_trl_need_no_process_group() -> None:
+    stages = [
+        staged(CONFIGS / "tulu" / "sft_qwen7b.yaml", ["deepspeed=none"]),
+        staged(CONFIGS / "demo" / "dpo.yaml"),
+    ]
+    for stage in stages:
+        assert "no-process-group" not in {f.code for f in planned(stage, 1).findings}
+
+
+def test_the_plan_as_json(tmp_path: Path) -> None:
+    assert sft(tmp_path, gpus=2).as_json() == {
+        "gpus": 2, "nodes": 1, "per_device": 2, "accumulation": 4, "global": 16, "rows": 64,
+        "steps": 8,
+    }  # fmt: skip

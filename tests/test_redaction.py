@@ -1,0 +1,130 @@
+"""Tokens go, words of the trade stay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from launcher.redaction import REDACTED, is_secret, known_values, redact
+
+SHAPED = [
+    "hf_" + "aB3" * 11, "sk-" + "a1b2" * 8, "sk-proj-" + "a_-1" * 8, "ghp_" + "a1" * 18,
+    "github_pat_" + "a1_" * 10, "AKIA" + "ABCD" * 4, "xoxb-1234567890-abcdef", "AIza" + "x-_1" * 9,
+    "eyJhbGciOiJI.eyJzdWIiOiIx.abc-_def12", "wandb_v1_" + "a1" * 20,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["hub_token", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY",
+     "token", "use_auth_token", "hubToken", "apiKey", "password", "DB_PASSWORD", "--hub_token",
+     "OPENAI_API_KEY", "push_to_hub_token", "client_secret", "ssh-key", "credentials"],
+)  # fmt: skip
+def test_secret_names(name: str) -> None:
+    assert is_secret(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["eos_token", "pad_token", "bos_token", "unk_token", "mask_token", "eos_token_id", "max_tokens",
+     "tokens_per_second", "tokens", "tokenizer_name", "tokenizer_files_hash", "get_tokenizer_fn",
+     "average_tokens_across_devices", "include_num_input_tokens_seen", "sft_messages_key",
+     "ground_truths_key", "HF_TOKEN_PATH", "key", "keep_last_n_checkpoints", "secretstorage", ""],
+)  # fmt: skip
+def test_words_of_the_trade(name: str) -> None:
+    assert not is_secret(name)
+
+
+@pytest.mark.parametrize("token", SHAPED)
+def test_by_shape_anywhere(token: str) -> None:
+    for text in (token, f"see {token}, ok", f"https://x/{token}/y", f"'{token}'"):
+        assert redact(text, {}) == text.replace(token, REDACTED)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Qwen/Qwen2.5-7B", "hf_model", "task-1", "45901fd00593422a366dc303012b55b4fe5f4241", "a=b=c",
+     "eos_token='<|im_end|>'", "unexpected token: foo", "hub_token=None", "hub_token: null",
+     "use_auth_token=True", "https://host:8080/path", "output/hf_run/step_100"],
+)  # fmt: skip
+def test_what_is_no_token_stays(text: str) -> None:
+    assert redact(text, {}) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        ("│   hub_token='a b c',", "│   hub_token='#',"),
+        ("--hub_token=abc --seed 8", "--hub_token=# --seed 8"),
+        ("launch sft x.yaml --hub_token abc --seed 8", "launch sft x.yaml --hub_token # --seed 8"),
+        ("override `hub_token=abc`", "override `hub_token=#`"),
+        ("hub_token: abc", "hub_token: #"),
+        ('{"hub_token": "a b"}', '{"hub_token": "#"}'),
+        ("WANDB_API_KEY=0123abc launch", "WANDB_API_KEY=# launch"),
+        ("Authorization: Bearer abcdefghijklmnop", "Authorization: Bearer #"),
+        ("https://me:pass@host/x", "https://me:#@host/x"),
+    ],
+)
+def test_by_name_in_a_text(text: str, clean: str) -> None:
+    assert redact(text, {}) == clean.replace("#", REDACTED)
+
+
+def test_by_name_in_data() -> None:
+    data = {
+        "hub_token": {"value": "abc", "origin": "a.yaml:3"},
+        "eos_token": {"value": "<|im_end|>", "origin": "a.yaml:4"},
+        "pad_token": "<pad>", "token": "abc", "password": ["a", "b"], "api_key": None,
+        "use_auth_token": True, "nested": [{"WANDB_API_KEY": "abc"}],
+    }  # fmt: skip
+    assert redact(data, {}) == {
+        "hub_token": {"value": REDACTED, "origin": "a.yaml:3"},
+        "eos_token": {"value": "<|im_end|>", "origin": "a.yaml:4"},
+        "pad_token": "<pad>", "token": REDACTED, "password": [REDACTED, REDACTED], "api_key": None,
+        "use_auth_token": True, "nested": [{"WANDB_API_KEY": REDACTED}],
+    }  # fmt: skip
+
+
+def test_by_flag_in_a_command_line() -> None:
+    argv = ("python", "--hub_token", "abc", "--eos_token", "<s>", "--push_to_hub_token", "False")
+    clean = (
+        "python",
+        "--hub_token",
+        REDACTED,
+        "--eos_token",
+        "<s>",
+        "--push_to_hub_token",
+        "False",
+    )
+    assert redact(argv, {}) == clean
+    assert redact(list(argv), {}) == list(clean)
+
+
+def test_by_value_of_the_environment() -> None:
+    environ = {"WANDB_API_KEY": "0" * 40, "HF_TOKEN": "unusual-shape", "SHORT_TOKEN": "abc",
+               "HF_TOKEN_PATH": "/home/token", "HOME": "/home/someone"}  # fmt: skip
+    assert known_values(environ) == ("0" * 40, "unusual-shape")
+    text = f"login {'0' * 40} unusual-shape abc /home/someone"
+    assert redact(text, environ) == f"login {REDACTED} {REDACTED} abc /home/someone"
+
+
+@dataclass(frozen=True, slots=True)
+class Thing:
+    """Something immutable with texts in it."""
+
+    text: str
+    parts: tuple[object, ...]
+    place: Path
+    hub_token: str = "abc"
+
+
+def test_types_stay_what_they_are() -> None:
+    thing = Thing(text="HF_TOKEN=abc", parts=(1, {"token": "abc"}, None), place=Path("/x"))
+    clean = redact(thing, {})
+    assert clean == Thing(
+        text=f"HF_TOKEN={REDACTED}", parts=(1, {"token": REDACTED}, None), place=Path("/x"),
+        hub_token=REDACTED,
+    )  # fmt: skip
+    assert thing.hub_token == "abc"
+    assert redact(3.5, {}) == 3.5

@@ -1,0 +1,379 @@
+"""The folder of a run: attempts, names, the manifest, the index; and no token in any of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from plans import CONFIGS, SFT, built, from_text, planned, staged, trainer
+
+from launcher import check, evidence, page, rundir
+from launcher.errors import NotReady, UsageError
+from launcher.redaction import REDACTED, redact
+from launcher.rundir import RunFolder
+
+TOKEN = "hf_" + "abcDEF123" * 4
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """The runs folder (LAUNCH_RUNS, see conftest)."""
+    assert rundir.runs_root() == tmp_path / "runs"
+    return tmp_path / "runs"
+
+
+def run(root: Path, name: str, **manifest: object) -> RunFolder:
+    folder = RunFolder(root / name)
+    folder.path.mkdir(parents=True)
+    rundir.write_json(folder.manifest, manifest)
+    return folder
+
+
+def create(folder: RunFolder, *overrides: str, output: Path | None = None) -> None:
+    text = SFT.format(more="exp_name: one")
+    made = planned(from_text(folder.path.parent, text, *overrides))
+    rundir.create(folder, 1, made, built(made), trainer("torch"), output)
+
+
+# --- names and attempts ---------------------------------------------------------------------------
+
+
+def test_the_files_of_an_attempt() -> None:
+    folder = RunFolder(Path("/runs/x"))
+    assert (folder.console(1).name, folder.console(2).name) == ("console.log", "console.2.log")
+    assert (folder.exit(1).name, folder.exit(12).name) == ("exit.json", "exit.12.json")
+
+
+@pytest.mark.parametrize(
+    ("names", "count"),
+    [
+        ([], 0), (["console.log"], 1), (["console.log", "console.2.log"], 2),
+        (["console.2.log"], 2), (["console.log", "exit.3.json"], 3), (["exit.json"], 1),
+        (["console.10.log", "console.9.log"], 10), (["console.x.log", "console.log.bak"], 0),
+    ],
+)  # fmt: skip
+def test_attempts_are_counted_by_what_is_left(tmp_path: Path, names: list[str], count: int) -> None:
+    for name in names:
+        (tmp_path / name).touch()
+    assert RunFolder(tmp_path).attempts() == count
+    assert RunFolder(tmp_path / "none").attempts() == 0
+
+
+def test_a_new_output_is_a_new_run(root: Path, tmp_path: Path) -> None:
+    folder, attempt = rundir.choose("sft", "my run", tmp_path / "model", root)
+    assert attempt == 1
+    assert re.fullmatch(r"\d{8}T\d{6}Z-sft-my-run", folder.path.name)
+    assert not root.exists()
+
+
+def test_the_same_output_is_another_attempt_of_the_newest_run(root: Path, tmp_path: Path) -> None:
+    output = tmp_path / "model"
+    run(root, "20250101T000000Z-sft-a", output=str(output))
+    newest = run(root, "20250102T000000Z-sft-a", output=str(output))
+    run(root, "20250103T000000Z-sft-a", output="elsewhere")
+    newest.console(1).touch()
+    assert rundir.choose("sft", "a", output, root) == (newest, 2)
+    assert rundir.choose("sft", "a", None, root)[1] == 1
+    assert rundir.choose("sft", "a", None, root)[0] != newest
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("../../etc", "..-..-etc"), ("a b\n'c'", "a-b-c"), ("ü", "run"), ("", "run"),
+     ("x" * 300, "x" * 100), (TOKEN, "redacted")],
+)  # fmt: skip
+def test_any_name_makes_a_folder_below_the_root(root: Path, name: str, shown: str) -> None:
+    folder, _ = rundir.choose("dpo", name, None, root)
+    assert folder.path.parent == root
+    assert folder.path.name.partition("-dpo-")[2] == shown
+
+
+def test_starts_in_the_same_second_get_folders_of_their_own(root: Path) -> None:
+    chosen: list[Path] = []
+
+    def start() -> None:
+        chosen.append(rundir.choose("sft", "a", None, root, reserve=True)[0].path)
+
+    threads = [threading.Thread(target=start) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(chosen)) == 12
+    assert all(path.is_dir() for path in chosen)
+
+
+def test_a_reserved_folder_is_taken_back_only_if_empty(root: Path) -> None:
+    folder, _ = rundir.choose("sft", "a", None, root, reserve=True)
+    (folder.path / "x").touch()
+    rundir.release(folder)
+    assert folder.path.is_dir()
+    (folder.path / "x").unlink()
+    rundir.release(folder)
+    rundir.release(folder)
+    assert not folder.path.exists()
+
+
+def test_a_runs_folder_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "runs").touch()
+    with pytest.raises(NotReady, match="cannot be written") as caught:
+        rundir.choose("sft", "a", None, tmp_path / "runs", reserve=True)
+    assert [f.code for f in caught.value.findings] == ["runs-not-writable"]
+    with pytest.raises(NotReady, match="cannot be written"):
+        rundir.choose("sft", "a", None, tmp_path / "runs" / "deeper", reserve=True)
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "data.json"
+    rundir.write_json(path, {"n": -1})
+    stop = threading.Event()
+    torn = []
+
+    def read() -> None:
+        while not stop.is_set():
+            data = rundir.read_json(path)
+            if len(data.get("body", [])) not in (0, 2000):
+                torn.append(data)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for number in range(40):
+        rundir.write_json(path, {"n": number, "body": [number] * 2000})
+    stop.set()
+    reader.join()
+    assert not torn
+    assert [p.name for p in tmp_path.iterdir()] == ["data.json"]
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "data.json"
+    rundir.write_json(path, {"n": 1})
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        rundir.write_json(path, {"n": 2})
+    assert rundir.read_json(path) == {"n": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["data.json"]
+
+
+def test_files_have_the_usual_mode(tmp_path: Path) -> None:
+    mask = os.umask(0o027)
+    try:
+        rundir.write_text(tmp_path / "a", "x")
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "null", '{"a": 1} x', "\0"])
+def test_what_is_no_json_object_reads_as_nothing(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a").write_text(text)
+    assert rundir.read_json(tmp_path / "a") == {}
+    assert rundir.parse_line(text.encode()) == {}
+
+
+def test_bytes_that_are_no_text_are_survived(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    rundir.write_json(tmp_path / "a", {"path": name, "text": "ümlaut"})
+    assert rundir.read_json(tmp_path / "a")["path"] == name
+    assert rundir.parse_line(b"\xff\xfe") == {}
+    (tmp_path / "b").write_bytes(b"\xff")
+    assert rundir.read_json(tmp_path / "b") == {}
+
+
+# --- the manifest ---------------------------------------------------------------------------------
+
+
+def test_every_field_has_a_value_and_an_origin(root: Path) -> None:
+    root.mkdir()
+    folder = RunFolder(root / "run")
+    create(folder, "learning_rate=1e-5", output=Path("/models/one"))
+    kept = rundir.read_manifest(folder)
+    fields = kept["args"]
+    assert len(fields) > 80
+    assert fields["learning_rate"] == {"value": 1e-5, "origin": fields["learning_rate"]["origin"]}
+    assert "learning_rate=1e-5" in fields["learning_rate"]["origin"]
+    assert fields["exp_name"]["origin"].endswith("stage.yaml:9")
+    assert fields["gradient_accumulation_steps"]["value"] == 8
+    assert fields["gradient_accumulation_steps"]["origin"].startswith("derived: batch of 16")
+    assert re.fullmatch(r"default: .+\.py:\d+", fields["weight_decay"]["origin"])
+    assert (kept["stage"], kept["output"], kept["attempt"]) == ("sft", "/models/one", 1)
+    assert kept["argv"][1:3] == ["-m", "accelerate.commands.launch"]
+    assert kept["env"] == sorted(kept["env"])
+    assert kept["trainer"]["packages"] == {"torch": "1.0"}
+    assert kept["expect"]["finish"] == "completed"
+
+
+def test_expectations_follow_from_the_arguments() -> None:
+    made = planned(staged(CONFIGS / "tulu" / "sft_qwen7b.yaml"), 8)
+    from launcher.manifest import expectations
+
+    assert expectations(made) == {
+        "loss": "finite", "memory": "ok", "finish": "completed", "liger": "engaged",
+        "packing": "isolated", "dataset_cache": "any",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("override", "environ"),
+    [
+        (f"exp_name={TOKEN}", {}),
+        (f"dataset_mixer_list=[{TOKEN}, '64']", {}),
+        ("exp_name=0123456789abcdef", {"WANDB_API_KEY": "0123456789abcdef"}),
+    ],
+)
+def test_tokens_never_reach_the_run_folder(
+    root: Path, override: str, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    root.mkdir()
+    folder = RunFolder(root / "run")
+    create(folder, override)
+    folder.console(1).write_text(
+        "[2026-01-01] finetune.py:1 - Auto-detected attention implementation: sdpa\n"
+        f"│   hub_token='{TOKEN}',\n"
+        f"Traceback (most recent call last):\nValueError: bad token {TOKEN} 0123456789abcdef\n"
+    )
+    rundir.write_json(folder.exit(1), {"returncode": 1, "attempt": 1})
+    found = evidence.read_run(folder.path)
+    judged = redact(check.judge("sft", {"finish": "completed"}, found))
+    rundir.write_json(folder.verdict, judged.as_json())
+    rundir.write_text(folder.path / "page", page.render(rundir.read_manifest(folder), judged))
+    for name in ("run.json", "verdict.json", "page"):
+        text = (folder.path / name).read_text()
+        assert TOKEN not in text, name
+        assert "redacted" in text, name
+        for value in environ.values():
+            assert value not in text, name
+
+
+def test_a_hub_token_of_trl_never_reaches_the_manifest(root: Path) -> None:
+    root.mkdir()
+    stage = staged(CONFIGS / "demo" / "sft.yaml", ["hub_token=short", "eos_token=<|im_end|>"])
+    made = planned(stage)
+    folder = RunFolder(root / "run")
+    rundir.create(folder, 1, made, built(made), trainer(), None)
+    kept = rundir.read_manifest(folder)
+    assert kept["args"]["hub_token"]["value"] == REDACTED
+    assert "short" not in folder.manifest.read_text()
+    assert kept["args"]["eos_token"]["value"] == "<|im_end|>"
+    words = kept["argv"]
+    assert words[words.index("--hub_token") + 1] == REDACTED
+    assert words[words.index("--eos_token") + 1] == "<|im_end|>"
+    assert kept["env"] == sorted(made_env for made_env in built(made).env)
+
+
+def test_an_output_with_a_token_is_still_the_same_run(root: Path, tmp_path: Path) -> None:
+    root.mkdir()
+    output = tmp_path / TOKEN
+    folder = RunFolder(root / "20250101T000000Z-sft-a")
+    made = replace(planned(from_text(tmp_path, SFT.format(more=""))))
+    rundir.create(folder, 1, made, built(made), trainer(), output)
+    assert TOKEN not in folder.manifest.read_text()
+    assert rundir.choose("sft", "a", output, root)[0] == folder
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
+def test_a_runs_folder_without_permission(root: Path) -> None:
+    root.mkdir(mode=0o500)
+    with pytest.raises(NotReady):
+        create(RunFolder(root / "run"))
+
+
+# --- the index ------------------------------------------------------------------------------------
+
+
+def test_runs_are_known_from_elsewhere(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = tmp_path / "a 'b'\nü" / "runs"
+    odd.mkdir(parents=True)
+    for folder in (RunFolder(odd / "2025-b"), RunFolder(odd / "2025 b"), RunFolder(odd / "2025-a")):
+        create(folder)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LAUNCH_RUNS", str(tmp_path / "none"))
+    assert [f.path.name for f in rundir.known_runs()] == ["2025 b", "2025-a", "2025-b"]
+    assert rundir.find("2025-a") == RunFolder(odd / "2025-a")
+
+
+def test_a_run_is_listed_once_and_not_when_it_is_gone(root: Path) -> None:
+    root.mkdir()
+    create(RunFolder(root / "one"))
+    create(RunFolder(root / "two"))
+    (root / "not a run").mkdir()
+    assert len(rundir.known_runs()) == 2
+    (root / "one" / "run.json").unlink()
+    assert [f.path.name for f in rundir.known_runs()] == ["two"]
+
+
+def test_a_state_folder_that_cannot_be_written_costs_only_the_index(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    root.mkdir()
+    create(RunFolder(root / "one"))
+    assert [f.path.name for f in rundir.known_runs()] == ["one"]
+
+
+def test_garbage_in_the_index_is_passed_over(root: Path) -> None:
+    index = rundir.state_folder() / "runs"
+    index.mkdir(parents=True)
+    (index / "a").write_bytes(b"\xff\xfe")
+    (index / "b").write_text("")
+    (index / "c").write_text("relative/path")
+    (index / "d").mkdir()
+    assert rundir.known_runs() == []
+
+
+def test_find_by_folder_name_prefix_and_last(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = run(root, "20250101T000000Z-sft-a")
+    two = run(root, "20250102T000000Z-sft-a")
+    longer = run(root, "20250102T000000Z-sft-a-2")
+    assert rundir.find(str(one.path)) == one
+    monkeypatch.chdir(one.path.parent)
+    assert rundir.find(f"./{one.path.name}") == one
+    assert rundir.find("20250101") == one
+    assert rundir.find("20250102T000000Z-sft-a") == two
+    assert rundir.find("nothing") is None
+    assert rundir.find("") is None
+    with pytest.raises(UsageError) as caught:
+        rundir.find("2025")
+    (finding,) = caught.value.findings
+    assert finding.code == "ambiguous-run"
+    assert longer.path.name in (finding.help or "")
+
+
+def test_last_is_the_run_that_was_started_last(root: Path) -> None:
+    assert rundir.find("last") is None
+    first = run(root, "20250101T000000Z-sft-a")
+    second = run(root, "20250102T000000Z-sft-a")
+    now = time.time()
+    os.utime(first.manifest, (now - 10, now - 10))
+    os.utime(second.manifest, (now - 10, now - 10))
+    assert rundir.find("last") == second
+    # a further attempt writes its manifest anew
+    rundir.write_json(first.manifest, {"attempt": 2})
+    assert rundir.find("last") == first
+
+
+def test_json_lines() -> None:
+    assert rundir.json_line({"a": "ü", "b": Path("/x")}) == '{"a": "ü", "b": "/x"}\n'
+    assert rundir.parse_line(json.dumps({"a": 1}).encode()) == {"a": 1}
+    assert rundir.parse_line(b'"event": "step"}') == {}

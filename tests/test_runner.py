@@ -1,0 +1,411 @@
+"""Real processes: started, followed, stopped, killed; nothing lost, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher import claim, process, rundir, runner
+from launcher.command import Command
+from launcher.errors import NotReady
+from launcher.rundir import RunFolder
+
+FAKE = Path(__file__).with_name("fake_trainer.py")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "POLL_S", 0.02)
+    monkeypatch.setattr(runner, "GRACE_S", (0.3, 0.3, 0.3))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    path = tmp_path / "runs" / "a run"
+    path.mkdir(parents=True)
+    return RunFolder(path)
+
+
+@pytest.fixture
+def pids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder where fake trainers leave their process numbers; none may live afterwards."""
+    place = tmp_path / "pids"
+    place.mkdir()
+    monkeypatch.setenv("FAKE_PIDS", str(place))
+    yield place
+    for entry in place.iterdir():
+        with_number = int(entry.read_text())
+        if living(with_number):
+            os.kill(with_number, signal.SIGKILL)
+
+
+def fake(*steps: str) -> Command:
+    return Command(argv=(sys.executable, "-u", str(FAKE), *steps), env={}, cwd=Path.cwd())
+
+
+def living(pid: int) -> bool:
+    return process.identify(pid).lives() if Path(f"/proc/{pid}").exists() else False
+
+
+def until(true: Callable[[], object], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+def pid_of(pids: Path, name: str) -> int:
+    until(lambda: (pids / name).exists())
+    return int((pids / name).read_text())
+
+
+def record(folder: RunFolder, attempt: int = 1) -> dict[str, Any]:
+    return rundir.read_json(folder.exit(attempt))
+
+
+# --- how an attempt ends --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("steps", "code", "number"),
+    [
+        (["print=2"], 0, None),
+        (["exit=3"], 3, None),
+        (["raise=no"], 1, None),
+        (["kill=KILL"], 137, 9),
+        (["kill=SEGV"], 139, 11),
+        (["kill=TERM"], 143, 15),
+    ],
+)
+def test_the_exit_is_recorded(
+    folder: RunFolder, steps: list[str], code: int, number: int | None
+) -> None:
+    ended = runner.run(fake(*steps), folder, 1)
+    assert (ended.returncode, ended.signal, ended.stopped) == (code, number, None)
+    assert record(folder) == {
+        "returncode": code, "signal": number, "stopped": None, "started": ended.started,
+        "ended": ended.ended, "attempt": 1,
+    }  # fmt: skip
+    assert ended.started <= ended.ended
+    assert not runner.alive(folder.path)
+
+
+def test_training_writes_its_own_log_and_reads_nothing(folder: RunFolder) -> None:
+    runner.run(fake("print=3", "stdin=", "raise=the end"), folder, 1)
+    text = folder.console(1).read_text()
+    assert text.startswith("line 0\nline 1\nline 2\nstdin: ''\n")
+    assert text.endswith("RuntimeError: the end\n")
+
+
+def test_a_further_attempt_has_its_own_files_and_number(folder: RunFolder) -> None:
+    runner.run(fake("print=1", "exit=1"), folder, 1)
+    ended = runner.run(fake("env=LAUNCH_ATTEMPT", "env=LAUNCH_RUN"), folder, 2)
+    assert folder.console(1).read_text() == "line 0\n"
+    assert folder.console(2).name == "console.2.log"
+    assert folder.console(2).read_text() == f"LAUNCH_ATTEMPT=2\nLAUNCH_RUN={folder.path}\n"
+    assert (record(folder, 1)["returncode"], record(folder, 2)["returncode"]) == (1, 0)
+    assert (ended.attempt, folder.attempts()) == (2, 2)
+
+
+def test_the_environment_is_ours_and_what_the_command_adds(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTER", "kept")
+    command = Command(argv=fake("env=OUTER", "env=INNER").argv, env={"INNER": "$(no) `sh`;\n'x'"},
+                      cwd=folder.path)  # fmt: skip
+    runner.run(command, folder, 1)
+    assert folder.console(1).read_text() == "OUTER=kept\nINNER=$(no) `sh`;\n'x'\n"
+
+
+@pytest.mark.parametrize("name", ["/no/such/python", "bad\0name"])
+def test_a_missing_interpreter(folder: RunFolder, name: str) -> None:
+    with pytest.raises(NotReady) as caught:
+        runner.run(Command(argv=(name,), env={}, cwd=Path.cwd()), folder, 1)
+    assert [f.code for f in caught.value.findings] == ["not-started"]
+    assert record(folder)["returncode"] == 127
+    assert not runner.alive(folder.path)
+
+
+def test_a_file_that_cannot_be_executed(folder: RunFolder, tmp_path: Path) -> None:
+    text = tmp_path / "python"
+    text.write_text("")
+    with pytest.raises(NotReady, match="Permission denied"):
+        runner.run(Command(argv=(str(text),), env={}, cwd=Path.cwd()), folder, 1)
+
+
+def test_a_display_that_fails_ends_alone(folder: RunFolder) -> None:
+    calls = []
+
+    def tick() -> None:
+        calls.append(1)
+        raise OSError(5, "the terminal has gone")
+
+    assert runner.run(fake("sleep=0.2", "exit=0"), folder, 1, tick).returncode == 0
+    assert calls == [1]
+
+
+def test_a_full_disk_costs_the_records_not_the_run(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(rundir, "write_json", full)
+    assert runner.run(fake("print=1", "exit=0"), folder, 1).returncode == 0
+    assert folder.console(1).read_text() == "line 0\n"
+
+
+# --- nobody is left behind ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["group", "session"])
+@pytest.mark.parametrize("end", ["exit=0", "kill=KILL"])
+def test_what_outlives_the_leader_is_ended(
+    folder: RunFolder, pids: Path, where: str, end: str
+) -> None:
+    steps = [f"child={where}", f"wait={pids / 'child'}", end]
+    runner.run(fake(*steps), folder, 1)
+    assert not living(pid_of(pids, "child"))
+    assert not runner.alive(folder.path)
+
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from launcher import claim, runner
+from launcher.command import Command
+from launcher.rundir import RunFolder
+
+runner.POLL_S, runner.GRACE_S = 0.02, ({grace}, {grace}, 0.3)
+command = Command(argv=tuple(sys.argv[2:]), env={{}}, cwd=Path.cwd())
+folder = RunFolder(Path(sys.argv[1]))
+with claim.claimed(folder, 1, None) as lock:
+    ended = runner.run(command, folder, 1, lock=lock)
+print(ended.returncode, ended.signal, ended.stopped)
+"""
+
+
+@pytest.fixture
+def launcher(folder: RunFolder, pids: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a launcher process of its own around a fake trainer, and waits until that one trains."""
+    started = []
+
+    def start(*steps: str, then: Sequence[str] = (), grace: float = 0.3) -> subprocess.Popen[str]:
+        code = textwrap.dedent(LAUNCHER).format(grace=grace)
+        argv = [sys.executable, "-c", code, str(folder.path), *fake(*steps, "pid=leader").argv]
+        running = subprocess.Popen(
+            [*argv, *then, "sleep=60"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        started.append(running)
+        pid_of(pids, "leader")
+        until(folder.process.exists)
+        return running
+
+    yield start
+    for running in started:
+        running.kill()
+        running.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_launcher_ends_the_whole_run(
+    launcher: Callable[..., subprocess.Popen[str]], folder: RunFolder, pids: Path, number: int
+) -> None:
+    running = launcher("child=session", "child=group")
+    child = pid_of(pids, "child")
+    running.send_signal(number)
+    out, _ = running.communicate(timeout=20)
+    assert out.split()[2] == str(int(number))
+    assert not living(child)
+    assert not living(pid_of(pids, "leader"))
+    assert record(folder)["stopped"] == number
+    assert not process.family(None, str(folder.path))
+
+
+def test_training_that_ignores_int_is_ended_by_term(
+    launcher: Callable[..., subprocess.Popen[str]], folder: RunFolder
+) -> None:
+    running = launcher("ignore=INT")
+    running.send_signal(signal.SIGINT)
+    assert running.communicate(timeout=20)[0].split() == ["143", "15", "2"]
+
+
+def test_training_that_ignores_both_is_killed(
+    launcher: Callable[..., subprocess.Popen[str]], folder: RunFolder
+) -> None:
+    running = launcher("ignore=INT,TERM")
+    running.send_signal(signal.SIGINT)
+    assert running.communicate(timeout=20)[0].split() == ["137", "9", "2"]
+    assert record(folder)["signal"] == 9
+
+
+def test_asked_again_it_does_not_wait(
+    launcher: Callable[..., subprocess.Popen[str]], folder: RunFolder
+) -> None:
+    running = launcher("ignore=INT,TERM", grace=60)
+    begun = time.monotonic()
+    while running.poll() is None and time.monotonic() - begun < 20:
+        running.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    assert running.communicate(timeout=1)[0].split() == ["137", "9", "2"]
+
+
+def test_a_closed_terminal_stops_nothing(
+    launcher: Callable[..., subprocess.Popen[str]], folder: RunFolder, pids: Path
+) -> None:
+    running = launcher()
+    running.send_signal(signal.SIGHUP)
+    time.sleep(0.1)
+    assert running.poll() is None
+    assert living(pid_of(pids, "leader"))
+    running.send_signal(signal.SIGTERM)
+    assert running.communicate(timeout=20)[0].split()[2] == "15"
+
+
+def test_killing_the_launcher_loses_no_line_and_stops_no_training(
+    launcher: Callable[..., subprocess.Popen[str]], folder: RunFolder, pids: Path, tmp_path: Path
+) -> None:
+    go = tmp_path / "go on"
+    running = launcher("print=100", then=(f"wait={go}", "print=200"))
+    leader = pid_of(pids, "leader")
+    running.kill()
+    running.wait()
+    assert living(leader)
+    assert runner.alive(folder.path)
+    with pytest.raises(NotReady, match="trains"), claim.claimed(folder, 2, None):
+        pass
+    go.touch()
+    lines = [f"line {n}\n" for n in [*range(100), *range(200)]]
+    until(lambda: folder.console(1).read_text() == "".join(lines))
+    os.kill(leader, signal.SIGKILL)
+    until(lambda: not living(leader))
+    assert not runner.alive(folder.path)
+
+
+# --- who is alive ---------------------------------------------------------------------------------
+
+
+def written(folder: RunFolder, **changes: object) -> None:
+    own = {**process.identify(os.getpid()).as_json(), "mark": "another", "attempt": 1}
+    rundir.write_json(folder.process, {**own, **changes})
+
+
+def test_alive_is_exactly_this_process(folder: RunFolder) -> None:
+    assert not runner.alive(folder.path)
+    written(folder)
+    assert runner.alive(folder.path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"began": 1}, {"boot": "an earlier boot"}, {"host": "elsewhere"}, {"pid": None},
+        {"pid": "1"}, {"pid": -1}, {"pid": 2**22 + 1},
+    ],
+)  # fmt: skip
+def test_a_reused_number_is_not_alive(folder: RunFolder, changes: dict[str, object]) -> None:
+    written(folder, **changes)
+    assert not runner.alive(folder.path)
+
+
+def test_a_half_written_record_is_nobody(folder: RunFolder) -> None:
+    folder.process.write_text('{"pid": 1')
+    assert not runner.alive(folder.path)
+
+
+def test_a_zombie_is_dead(folder: RunFolder) -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    told = process.identify(child.pid)
+    until(lambda: not told.lives())
+    assert Path(f"/proc/{child.pid}").exists()
+    child.wait()
+
+
+def test_a_worker_without_its_leader_is_alive_until_it_ends(folder: RunFolder, pids: Path) -> None:
+    environment = {**os.environ, process.MARK: str(folder.path)}
+    argv = [sys.executable, str(FAKE), "child=session", f"wait={pids / 'child'}"]
+    leader = subprocess.Popen(argv, env=environment, start_new_session=True)
+    written(folder, **process.identify(leader.pid).as_json(), mark=str(folder.path))
+    leader.wait()
+    assert runner.alive(folder.path)
+    rundir.write_json(folder.exit(1), {"returncode": 0})
+    assert not runner.alive(folder.path)
+    folder.exit(1).unlink()
+    os.kill(pid_of(pids, "child"), signal.SIGKILL)
+    until(lambda: not runner.alive(folder.path))
+
+
+def test_without_proc_the_number_has_to_do(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(process, "PROC", tmp_path / "none")
+    written(folder)
+    assert json.loads(folder.process.read_text())["began"] is None
+    assert runner.alive(folder.path)
+    written(folder, pid=2**22 + 1)
+    assert not runner.alive(folder.path)
+    assert runner.run(fake("exit=4"), folder, 1).returncode == 4
+
+
+def test_a_command_name_with_brackets_is_read_right(tmp_path: Path) -> None:
+    script = tmp_path / "a) S 1 (b"
+    script.symlink_to("/bin/sleep")
+    child = subprocess.Popen([script, "60"])
+    try:
+        assert process.identify(child.pid).lives()
+        assert child.pid in process.family(child.pid, "no mark")
+    finally:
+        child.kill()
+        child.wait()
+
+
+# --- the right to run -----------------------------------------------------------------------------
+
+
+def test_a_claim_is_held_once_and_freed(folder: RunFolder) -> None:
+    with claim.claimed(folder, 1, None):
+        with pytest.raises(NotReady) as caught, claim.claimed(folder, 1, None):
+            pass
+        assert [f.code for f in caught.value.findings] == ["run-is-live"]
+    with claim.claimed(folder, 1, None):
+        pass
+
+
+def test_a_claim_on_an_attempt_that_was_taken_is_refused(folder: RunFolder) -> None:
+    folder.console(1).touch()
+    with pytest.raises(NotReady, match="started before"), claim.claimed(folder, 1, None):
+        pass
+    with claim.claimed(folder, 2, None):
+        pass
+
+
+def test_another_folder_with_the_same_output_is_refused(
+    folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LAUNCH_RUNS", str(folder.path.parent))
+    output = tmp_path / "model"
+    rundir.write_json(folder.manifest, {"output": str(output)})
+    other = RunFolder(tmp_path / "other")
+    written(folder)
+    with pytest.raises(NotReady, match="a run"), claim.claimed(other, 1, output):
+        pass
+    assert not other.path.exists()
+    with claim.claimed(other, 1, tmp_path / "elsewhere"):
+        pass
+
+
+def test_a_claim_where_nothing_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(NotReady, match="cannot be written"):
+        claim.claimed(RunFolder(tmp_path / "file" / "run"), 1, None).__enter__()

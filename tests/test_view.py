@@ -1,0 +1,261 @@
+"""The live view: what it reads out of growing files, and what it says."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher import view
+from launcher.view import Progress, Tail, View, clock
+
+
+def step(number: int, elapsed: float, **more: object) -> dict[str, object]:
+    return {"event": "step", "step": number, "loss": 2.0 / number, "elapsed": elapsed,
+            "seconds": 0.5, "tokens": 100, **more}  # fmt: skip
+
+
+# --- following a file -----------------------------------------------------------------------------
+
+
+def test_only_finished_lines_are_read(tmp_path: Path) -> None:
+    tail = Tail(tmp_path / "log")
+    assert tail.read() == []
+    tail.path.write_bytes(b"one\ntw")
+    assert tail.read() == [b"one"]
+    assert tail.read() == []
+    with tail.path.open("ab") as stream:
+        stream.write(b"o\r 50%|bar\rthree\n")
+    assert tail.read() == [b"two", b" 50%|bar", b"three"]
+
+
+def test_a_truncated_file_is_begun_anew(tmp_path: Path) -> None:
+    tail = Tail(tmp_path / "log")
+    tail.path.write_bytes(b"one\ntwo\nunfinish")
+    assert tail.read() == [b"one", b"two"]
+    tail.path.write_bytes(b"")
+    assert tail.read() == []
+    tail.path.write_bytes(b"three\n")
+    assert tail.read() == [b"three"]
+
+
+@pytest.mark.parametrize("how", ["moved", "removed"])
+def test_a_file_that_was_moved_or_removed_is_read_on(tmp_path: Path, how: str) -> None:
+    tail = Tail(tmp_path / "log")
+    with tail.path.open("ab", buffering=0) as writer:
+        writer.write(b"one\nunfinish")
+        assert tail.read() == [b"one"]
+        if how == "moved":
+            tail.path.rename(tmp_path / "log.1")
+        else:
+            tail.path.unlink()
+        assert tail.read() == []
+        # as logrotate does it
+        tail.path.touch()
+        writer.write(b"ed\n")
+        assert tail.read() == [b"unfinished"]
+    tail.path.write_bytes(b"a new file that is longer than the old one\n")
+    assert tail.read() == [b"a new file that is longer than the old one"]
+    tail.close()
+
+
+def test_a_line_without_end_does_not_grow(tmp_path: Path) -> None:
+    tail = Tail(tmp_path / "log")
+    tail.path.write_bytes(b"x" * 300_000)
+    for _ in range(4):
+        assert tail.read(limit=100_000) == []
+    assert len(tail.rest) <= 65536
+
+
+def test_it_does_not_fall_behind_for_ever(tmp_path: Path) -> None:
+    tail = Tail(tmp_path / "log")
+    tail.path.write_bytes(b"line\n" * 100_000 + b"the end\n")
+    tail.skip(backlog=100)
+    assert tail.read()[-1] == b"the end"
+    tail.skip(backlog=100)
+    assert tail.read() == []
+    Tail(tmp_path / "none").skip(1)
+
+
+# --- what is known --------------------------------------------------------------------------------
+
+
+def test_speed_and_time_left() -> None:
+    progress = Progress(total=10)
+    assert progress.line() == "starting"
+    progress.event({"event": "start", "world": 2})
+    assert progress.line() == "loading"
+    progress.event(step(1, 30.0))
+    assert progress.tokens_per_second is None
+    assert progress.line() == "step 1/10   loss 2.0000"
+    progress.event(step(2, 31.0, allocated_gib=12.34))
+    progress.event(step(3, 32.0, allocated_gib=12.34))
+    assert progress.tokens_per_second == 200.0
+    assert progress.left_s == 7.0
+    assert progress.line() == "step 3/10   loss 0.6667   200 tokens/s   0:07 left   12.3 GiB"
+
+
+def test_a_loss_that_is_none() -> None:
+    progress = Progress(total=None)
+    progress.event(step(1, 1.0, loss=None))
+    assert progress.line() == "step 1   loss not finite"
+
+
+def test_a_new_attempt_begins_anew() -> None:
+    progress = Progress(total=10)
+    for number in (1, 2, 3):
+        progress.event(step(number, float(number)))
+    progress.event({"event": "end", "exit": 1})
+    assert progress.exit == 1
+    progress.event({"event": "start"})
+    assert (progress.step, progress.times, progress.exit) == (0, [], None)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {}, {"event": "step"}, {"event": "step", "step": "three"}, {"event": "step", "step": None},
+        {"event": "step", "step": 1, "loss": "nan", "elapsed": "x", "tokens": []},
+        {"event": "start", "world": "many"}, {"event": "end"}, {"event": "end", "exit": "x"},
+        {"event": ["step"]},
+    ],
+)  # fmt: skip
+def test_half_an_event_is_survived(event: dict[str, object]) -> None:
+    progress = Progress(total=10)
+    progress.event(event)
+    assert progress.line()
+    assert progress.tokens_per_second is None
+
+
+def test_only_the_last_steps_count() -> None:
+    progress = Progress(total=None)
+    for number in range(1, 200):
+        progress.event(step(number, float(number) if number < 150 else 150 + number * 2.0))
+    assert len(progress.times) == view.WINDOW
+    assert progress.tokens_per_second == 50.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (59.9, "0:59"), (123, "2:03"), (3723, "1:02:03")]
+)
+def test_clock(seconds: float, text: str) -> None:
+    assert clock(seconds) == text
+
+
+# --- what is shown --------------------------------------------------------------------------------
+
+
+def watching(folder: Path, total: int | None = None, *, terminal: bool = False) -> View:
+    (folder / "probe").mkdir(exist_ok=True)
+    return View("sft demo", folder / "console.log", folder / "probe", total, terminal, world=1)
+
+
+def write(folder: Path, *events: dict[str, object]) -> None:
+    with (folder / "probe" / "rank-0.jsonl").open("a") as stream:
+        stream.writelines(json.dumps(event) + "\n" for event in events)
+
+
+def log(folder: Path, text: str) -> None:
+    with (folder / "console.log").open("a") as stream:
+        stream.write(text)
+
+
+def test_plain_lines_where_there_is_no_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = watching(tmp_path, 3)
+    with shown.showing():
+        shown.tick()
+        write(tmp_path, {"event": "start"}, step(1, 1.0))
+        shown.tick()
+        # not so often
+        write(tmp_path, step(2, 2.0))
+        shown.tick()
+        monkeypatch.setattr(view, "PLAIN_EVERY_S", 0.0)
+        shown.tick()
+        shown.tick()
+        write(tmp_path, step(3, 3.0))
+    assert capsys.readouterr().err.splitlines() == [
+        "sft demo   starting",
+        "sft demo   step 2/3   loss 1.0000   100 tokens/s   0:01 left",
+        "sft demo   step 3/3   loss 0.6667   100 tokens/s   0:00 left",
+    ]
+
+
+def test_a_further_attempt_does_not_show_the_steps_of_the_first(tmp_path: Path) -> None:
+    (tmp_path / "probe").mkdir()
+    write(tmp_path, {"event": "start"}, step(9, 9.0))
+    shown = watching(tmp_path)
+    shown.take_in()
+    assert shown.progress.step == 0
+    write(tmp_path, {"event": "start"}, step(1, 1.0))
+    shown.take_in()
+    assert shown.progress.step == 1
+
+
+def test_torn_lines_of_the_record_are_passed_over(tmp_path: Path) -> None:
+    shown = watching(tmp_path)
+    (tmp_path / "probe" / "rank-0.jsonl").write_bytes(
+        b'{"event": "st\n[]\nnull\n\xff\n' + json.dumps(step(4, 1.0)).encode() + b"\n"
+    )
+    shown.take_in()
+    assert shown.progress.step == 4
+
+
+@pytest.mark.parametrize(
+    ("planned", "text", "total"),
+    [
+        (None, "2026 - finetune.py:745 - Total optimization steps = 48\n", 48),
+        (50, "Total optimization steps = 48\n", 48),
+        (None, " 10%|#  | 1/60 [00:01<00:20,  2.8it/s]\n", 60),
+        (50, " 10%|#  | 1/60 [00:01<00:20,  2.8it/s]\n", 50),
+        (None, "Tokenizing: 10%|#  | 1/60 [00:01<00:20, 99 examples/s]\n", None),
+        (None, "Evaluating | 1/2 [00:01<00:20]\n", None),
+        (None, "1/2 of it\n", None),
+    ],
+)
+def test_how_many_steps_there_will_be(
+    tmp_path: Path, planned: int | None, text: str, total: int | None
+) -> None:
+    shown = watching(tmp_path, planned)
+    write(tmp_path, step(3, 1.0))
+    log(tmp_path, "an early line\n" + text)
+    shown.take_in()
+    assert shown.progress.total == total
+
+
+def test_a_bar_before_the_first_step_is_no_total(tmp_path: Path) -> None:
+    shown = watching(tmp_path)
+    log(tmp_path, " 10%|#  | 1/60 [00:01<00:20,  2.8it/s]\n")
+    shown.take_in()
+    assert shown.progress.total is None
+
+
+def test_a_terminal_that_has_gone_takes_nothing_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gone:
+        """A stream whose terminal was closed."""
+
+        def write(self, _: str) -> int:
+            raise OSError(5, "Input/output error")
+
+        def flush(self) -> None:
+            raise OSError(5, "Input/output error")
+
+    shown = watching(tmp_path)
+    with shown.showing():
+        monkeypatch.setattr(sys, "stderr", Gone())
+    monkeypatch.undo()
+
+
+def test_a_terminal_gets_one_line_that_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = watching(tmp_path, 2, terminal=True)
+    with shown.showing():
+        write(tmp_path, step(1, 1.0), step(2, 2.0))
+        shown.tick()
+    assert "step 2/2" in capsys.readouterr().err

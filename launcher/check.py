@@ -26,7 +26,6 @@ __all__ = [
     "metrics_rows",
 ]
 
-Stage = Literal["sft", "dpo"]
 Status = Literal["pass", "fail", "unproven"]
 
 DEFAULTS: Mapping[str, str] = {"loss": "finite", "memory": "ok", "finish": "completed"}
@@ -91,7 +90,7 @@ class Verdict:
         }
 
 
-def judge(stage: Stage | None, expected: Mapping[str, str | None], evidence: Evidence) -> Verdict:
+def judge(stage: str | None, expected: Mapping[str, str | None], evidence: Evidence) -> Verdict:
     """Compare what was expected with what was seen.
 
     A state of None or `any` expects nothing. Without a stage it is taken from the evidence.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import os
 import platform
 import sys
@@ -205,14 +206,11 @@ def check(
     format: FormatOption = Format.text,
 ) -> None:
     """Judge a run of ours, or what a stranger's log alone can prove."""
-    from launcher import check as checks
-    from launcher import evidence, report, rundir, start
-    from launcher.redaction import redact
+    from launcher import report, rundir, start
 
-    folder, unpinned = None, ()
+    unpinned: tuple[Finding, ...] = ()
     if Path(target).is_file():
-        found = evidence.read_log(Path(target))
-        verdict = redact(checks.judge(found.stage, checks.expected_from_log(found.log), found))
+        verdict = start.judge_log(Path(target))
     else:
         folder = rundir.find(target)
         if folder is None:
@@ -272,7 +270,9 @@ def _guarded(call: Callable[[], object], arguments: list[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return Exit.INTERRUPTED
-    except BrokenPipeError:
+    except OSError as error:
+        if error.errno not in {errno.EPIPE, errno.EIO}:
+            return _bug(error, arguments)
         # the reader has gone: nothing is left to say, and Python must not complain at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return Exit.OK

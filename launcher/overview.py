@@ -69,7 +69,7 @@ def _marks(_second: int) -> frozenset[str]:
     return process.marks()
 
 
-def last_steps(folder: RunFolder, progress: Progress, window: int = 6144) -> None:
+def last_steps(folder: RunFolder, progress: Progress, window: int = 4096) -> None:
     """Fill in the progress from the end of rank 0's record."""
     try:
         with (folder.probe / "rank-0.jsonl").open("rb") as record:

@@ -142,44 +142,15 @@ def _devices_and_deepspeed(stage: Stage, gpus: int, nodes: int) -> Iterator[Find
 
 
 def _solve(stage: Stage, devices: int) -> tuple[int, int]:
-    """Rows per device and forward pass, and forward passes per optimizer step; both above 0."""
+    """Rows per device and forward pass, and forward passes per optimizer step."""
     names, batch = stage.entry.names, stage.options.batch
-    total = None if batch is None else batch.total
-    wanted = {
-        names.per_device: None if batch is None else batch.per_device,
-        names.accumulation: total,
-    }
-    faults = [_twice(stage, n) for n, w in wanted.items() if w and stage.args.get(n) is not None]
-    per_device = wanted[names.per_device] or int(stage.values[names.per_device])
-    accumulation = 1 if total else int(stage.values[names.accumulation])
-    numbers = {names.per_device: per_device, names.accumulation: accumulation}
-    faults += [_not_positive(stage, n, number) for n, number in numbers.items() if number < 1]
-    if faults:
-        raise InvalidConfig(faults)
+    per_device = (batch and batch.per_device) or int(stage.values[names.per_device])
+    total = batch.total if batch else None
     if total is None:
-        return per_device, accumulation
+        return per_device, int(stage.values[names.accumulation])
     if total % (per_device * devices):
         raise InvalidConfig(_impossible(stage, total, per_device, devices))
     return per_device, total // (per_device * devices)
-
-
-def _not_positive(stage: Stage, name: str, number: int) -> Finding:
-    origin = stage.config.origin(f"args.{name}")
-    return Finding(
-        severity="error", layer="run", code="impossible-batch", key=f"args.{name}",
-        message=f"`{name}: {number}` is no batch", help="a whole number above 0",
-        file=origin.file, line=origin.line,
-    )  # fmt: skip
-
-
-def _twice(stage: Stage, name: str) -> Finding:
-    origin = stage.config.origin(f"args.{name}")
-    return Finding(
-        severity="error", layer="launch", code="batch-twice", key=f"args.{name}",
-        message=f"`{name}` and `batch:` both set the batch",
-        help="keep `batch:`, leave this one out",
-        file=origin.file, line=origin.line,
-    )  # fmt: skip
 
 
 def _impossible(stage: Stage, total: int, per_device: int, devices: int) -> Finding:

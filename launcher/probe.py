@@ -191,7 +191,9 @@ class Probe:
         if not finite:
             value = next(str(loss) for loss in losses if not math.isfinite(loss))
             self.record.write("nonfinite", step=self.step, what="loss", value=value)
-        allocated, reserved = self.memory()
+        allocated, reserved = None, None
+        with self.quietly("memory"):
+            allocated, reserved = self.memory()
         now = time.perf_counter()
         self.record.write(
             "step", step=self.step, loss=mean, finite=finite, micro_batches=self.micro,
@@ -289,7 +291,7 @@ def watch_liger_op(probe: Probe, module: types.ModuleType) -> None:
 
 
 def watch_preference(probe: Probe, module: types.ModuleType) -> None:
-    function = module.LigerFusedLinearPreferenceBase  # type: ignore[attr-defined]
+    function = module.LigerFusedLinearPreferenceBase
     wrap(function, "forward", _counter(probe, "preference_loss"))
 
 
@@ -379,7 +381,7 @@ def watch_tokenising(probe: Probe, module: types.ModuleType) -> None:
 
         return inner
 
-    wrap(module.Dataset, "map", mapped)  # type: ignore[attr-defined]
+    wrap(module.Dataset, "map", mapped)
 
 
 def watch_reference_cache(probe: Probe, module: types.ModuleType) -> None:
@@ -445,14 +447,15 @@ def supply_cuda_counters(probe: Probe, module: types.ModuleType) -> None:
         probe.supply("cuda_counters", why)
         return Properties()
 
-    for name in ("max_memory_allocated", "max_memory_reserved", "current_device"):
-        setattr(module, name, zero)
-    module.get_device_properties = properties  # type: ignore[attr-defined]
+    zeros = ("max_memory_allocated", "max_memory_reserved", "current_device")
+    supplies = {**dict.fromkeys(zeros, zero), "get_device_properties": properties}
+    for name, supplied in supplies.items():
+        setattr(module, name, supplied)
 
 
 def supply_mfu(probe: Probe, module: types.ModuleType) -> None:
     """utils.py:1872: MFU needs a known GPU name; on a CPU the figure means nothing and is 0."""
-    dims = module.ModelDims  # type: ignore[attr-defined]
+    dims = module.ModelDims
 
     def none(value: Any) -> Callable[[Any], Any]:
         def make(original: Any) -> Any:

@@ -13,7 +13,7 @@ from launcher import options, rules, upstream
 from launcher.backends import BACKENDS, Entry
 from launcher.config import Config
 from launcher.errors import Finding, InvalidConfig, Layer, brief, errors
-from launcher.options import Options
+from launcher.options import Batch, Options
 from launcher.schema import Field, Flag, Schema, Values
 from launcher.upstream import Upstream
 
@@ -88,6 +88,7 @@ def judge(
     meant = _meant(config, schema, entry, checked)
     ruled = [_placed(config, finding) for finding in rules.apply(values)]
     findings += [*checked, *(f for f in ruled if f.layer == "parser" or f.key not in meant)]
+    findings += [_placed(config, fault) for fault in _batch_faults(opts, entry, values)]
     return Judged(
         config=config, stage=found, options=opts, schema=schema, upstream=source, values=values,
         findings=tuple(sorted(findings, key=_order)),
@@ -104,6 +105,27 @@ def validate(judged: Judged, *, strict: bool = False) -> Stage:
         config=judged.config, options=judged.options, schema=judged.schema,
         upstream=judged.upstream, values=judged.values, args=known, findings=judged.findings,
     )  # fmt: skip
+
+
+def _batch_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Finding]:
+    """Batch numbers below 1, and those that stand both in `batch:` and among the arguments."""
+    batch = opts.batch or Batch()
+    for name, wanted in (
+        (entry.names.per_device, batch.per_device),
+        (entry.names.accumulation, batch.total),
+    ):
+        key = f"args.{name}"
+        if wanted and values.given(name):
+            yield Finding(
+                severity="error", layer="launch", code="batch-twice", key=key,
+                message=f"`{name}` and `batch:` both set the batch",
+                help="keep `batch:`, leave this one out",
+            )  # fmt: skip
+        elif not wanted and values[name] < 1:
+            yield Finding(
+                severity="error", layer="run", code="impossible-batch", key=key,
+                message=f"`{name}: {values[name]}` is no batch", help="a whole number above 0",
+            )  # fmt: skip
 
 
 def _rejected(config: Config, findings: list[Finding]) -> Judged:

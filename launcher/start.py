@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -25,7 +26,7 @@ from launcher import (
 )  # fmt: skip
 from launcher import stage as stages
 from launcher.command import Command
-from launcher.errors import Exit, Finding, InvalidConfig, UsageError, errors
+from launcher.errors import Exit, Finding, InvalidConfig, NotReady, UsageError, errors
 from launcher.machine import Trainer
 from launcher.plan import Plan
 from launcher.redaction import redact
@@ -132,13 +133,29 @@ def run(prepared: Prepared) -> runner.Exit:
         rundir.release(folder)
 
 
+def judge_log(path: Path) -> check.Verdict:
+    """What a console log can prove by itself. Raises NotReady where it cannot be read."""
+    try:
+        found = evidence.read_log(path)
+    except OSError as error:
+        raise NotReady(
+            Finding(
+                severity="error", layer="launch", code="unreadable-file", file=str(path),
+                message=f"cannot be read: {error.strerror}",
+            )
+        ) from None  # fmt: skip
+    assert found.log is not None
+    return redact(check.judge(found.stage, check.expected_from_log(found.log), found))
+
+
 def finish(folder: RunFolder) -> check.Verdict:
     """Judge a run folder; write verdict.json, metrics.jsonl and report.html where that is possible."""
     manifest = rundir.read_manifest(folder)
     found = evidence.read_run(folder.path)
     # a token that training printed must not get from the log into what is shown and kept
     judged = redact(check.judge(manifest.get("stage"), manifest.get("expect") or {}, found))
-    if os.access(folder.path, os.W_OK):
+    # a read-only or full disk costs these files, not the verdict
+    with contextlib.suppress(OSError):
         rundir.write_json(folder.verdict, judged.as_json())
         rows = measures.metrics_rows(found)
         rundir.write_text(folder.metrics, "".join(rundir.json_line(row) for row in rows))

@@ -120,9 +120,9 @@ def _is_checkout(root: Path) -> bool:
 
 
 def _no_checkout(root: Path, source: str) -> Finding:
-    state = "does not hold one" if exists(root) else "is not there"
-    if root.is_dir() and not any(root.iterdir()):
-        state = "is empty"
+    state = "is not there"
+    if exists(root):
+        state = "does not hold one" if not root.is_dir() or any(root.iterdir()) else "is empty"
     return Finding(
         severity="error", layer="launch", code="no-checkout", file=str(root),
         message=f"{source} names an open-instruct checkout, but {root} {state}",
@@ -239,7 +239,7 @@ def _read(backend: Backend, stage: str, root: Path, version: str) -> Schema:
             sources, entry.classes, {**snapshot(backend.NAME)["externals"], **backend.COMPUTED},
             takes_none=backend.TAKES_NONE,
         )  # fmt: skip
-    except (LookupError, SyntaxError, TypeError, ValueError, OSError) as error:
+    except (LookupError, OSError, RecursionError, SyntaxError, TypeError, ValueError) as error:
         raise InvalidConfig(
             Finding(
                 severity="error", layer="launch", code="unreadable-source", file=str(root),

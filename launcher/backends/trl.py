@@ -67,7 +67,12 @@ STAGES: Mapping[str, Entry] = {
             max_length="max_length",
             packing="padding_free",
         ),
-        moved=_MOVED,
+        moved={
+            **_MOVED,
+            "chat_template_name": Moved(
+                None, "open-instruct's name; TRL's DPO takes the tokenizer's own template"
+            ),
+        },
     ),
 }
 

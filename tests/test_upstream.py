@@ -1,0 +1,255 @@
+"""Which source is looked at, whether it is the pin, and what schema comes out of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import NO_PACKAGES, Write
+
+from launcher import upstream
+from launcher.backends import BACKENDS
+from launcher.errors import InvalidConfig, NotReady
+from launcher.sources import find_package
+from launcher.upstream import Upstream
+
+FINETUNE = (
+    "from dataclasses import dataclass\n@dataclass\nclass FlatArguments:\n    seed: int = 7\n"
+    "    brand_new: str = 'x'\n"
+)
+TOKENIZER = (
+    "from dataclasses import dataclass\n@dataclass\nclass TokenizerConfig:\n"
+    "    use_fast: bool = True\n"
+)
+
+Checkout = Callable[..., Path]
+
+
+@pytest.fixture
+def fake(write: Write) -> Checkout:
+    """A checkout of two files, at no commit."""
+
+    def made(name: str = "open-instruct", finetune: str = FINETUNE) -> Path:
+        write(f"{name}/open_instruct/dataset_transformation.py", TOKENIZER)
+        return write(f"{name}/open_instruct/finetune.py", finetune).parent.parent
+
+    return made
+
+
+@pytest.fixture(autouse=True)
+def nothing_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("LAUNCH_OPEN_INSTRUCT", raising=False)
+    monkeypatch.setattr(upstream, "SUBMODULE", tmp_path / "nowhere")
+    monkeypatch.setattr(upstream, "FOUND_IN", ())
+
+
+def pin_to(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the files of `root` the pinned ones."""
+    facts = dict(upstream.snapshot("open_instruct"))
+    facts["files"] = {
+        path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in root.rglob("*.py")
+    }
+    monkeypatch.setattr(upstream, "snapshot", lambda backend: facts)
+
+
+# --- where ----------------------------------------------------------------------------------------
+
+
+def test_only_the_snapshot() -> None:
+    source = upstream.locate("open_instruct")
+    assert (source.root, source.source, source.pinned) == (None, "snapshot", True)
+    assert source.version == BACKENDS["open_instruct"].PIN
+    assert "the committed snapshot" in source.describe()
+
+
+def test_the_order_of_places(fake: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = {name: fake(name) for name in ("named", "variable", "submodule", "found")}
+    monkeypatch.setattr(upstream, "FOUND_IN", (Path("/nowhere"), places["found"]))
+    assert upstream.locate("open_instruct").root == places["found"]
+    assert upstream.locate("open_instruct").asked is False
+    monkeypatch.setattr(upstream, "SUBMODULE", places["submodule"])
+    assert upstream.locate("open_instruct").source == "submodule"
+    environ = {"LAUNCH_OPEN_INSTRUCT": str(places["variable"])}
+    assert upstream.locate("open_instruct", environ=environ).root == places["variable"]
+    named = upstream.locate("open_instruct", environ=environ, checkout=places["named"])
+    assert (named.root, named.source, named.asked) == (places["named"], "--open-instruct", True)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("empty", "is empty"), ("other", "does not hold one"), ("no", "is not there")],
+)
+def test_a_named_place_that_holds_no_checkout(
+    write: Write, tmp_path: Path, name: str, words: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    write("other/README.md", "")
+    for environ, checkout in (
+        ({"LAUNCH_OPEN_INSTRUCT": str(tmp_path / name)}, None),
+        ({}, tmp_path / name),
+    ):
+        with pytest.raises(NotReady, match=words) as raised:
+            upstream.locate("open_instruct", environ=environ, checkout=checkout)
+        assert raised.value.findings[0].code == "no-checkout"
+
+
+@pytest.mark.parametrize("name", ["~no-such-user-here/x", "x" * 5000])
+def test_a_named_place_that_cannot_be(name: str) -> None:
+    with pytest.raises(NotReady):
+        upstream.locate("open_instruct", checkout=Path(name))
+
+
+def test_no_home_is_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upstream, "FOUND_IN", (Path("~no-such-user-here/open-instruct"),))
+    assert upstream.locate("open_instruct").root is None
+
+
+def test_packages_are_found_on_another_interpreters_path(tmp_path: Path) -> None:
+    assert upstream.locate("trl", search=(tmp_path,)).source == "snapshot"
+
+
+# --- pinned or not --------------------------------------------------------------------------------
+
+
+def test_files_that_equal_the_snapshots_are_the_pin(
+    fake: Checkout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = fake()
+    pin_to(root, monkeypatch)
+    source = upstream.locate("open_instruct", checkout=root)
+    assert source.pinned and source.version == source.pin
+    assert upstream.unpinned(source, running=True, allowed=False) is None
+    (root / "open_instruct" / "finetune.py").write_text(f"{FINETUNE}\n# edited\n")
+    source = upstream.locate("open_instruct", checkout=root)
+    assert source.changed == ("open_instruct/finetune.py",)
+    assert not source.pinned
+    assert source.as_json()["changed_files"] == ["open_instruct/finetune.py"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "running", "allowed", "severity"),
+    [
+        (False, False, False, "warning"),
+        (False, True, False, "error"),
+        (True, False, False, "error"),
+        (True, True, False, "error"),
+        (False, True, True, "warning"),
+        (True, True, True, "warning"),
+    ],
+)
+def test_what_is_said_of_another_commit(
+    asked: bool, running: bool, allowed: bool, severity: str
+) -> None:
+    source = Upstream(
+        backend="open_instruct", root=Path("/x"), source="found", asked=asked, pin="a" * 40,
+        version="b" * 40, changed=("open_instruct/finetune.py",),
+    )  # fmt: skip
+    found = upstream.unpinned(source, running=running, allowed=allowed)
+    assert found is not None
+    assert (found.severity, found.code) == (severity, "unpinned-checkout")
+    assert "a" * 40 in found.message and "b" * 40 in found.message
+
+
+def test_other_releases_of_trl_are_read_and_noted() -> None:
+    source = Upstream(
+        backend="trl", root=Path("/x"), source="installed", asked=True, pin="trl 1", version="trl 2",
+        changed=("trl/x.py",),
+    )  # fmt: skip
+    found = upstream.unpinned(source, running=True, allowed=False)
+    assert found is not None and (found.severity, found.code) == ("note", "other-version")
+
+
+# --- the schema -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+def test_the_snapshot_has_every_name_that_we_use(backend: str, stage: str) -> None:
+    source = upstream.locate(backend, search=())
+    schema = upstream.load_schema(source, stage)
+    assert schema.source == "snapshot"
+    entry = BACKENDS[backend].STAGES[stage]
+    names = entry.names
+    used = {
+        names.model,
+        names.data,
+        names.output,
+        names.per_device,
+        names.accumulation,
+        names.epochs,
+    }
+    used |= {
+        names.max_steps,
+        names.max_length,
+        names.logging_steps,
+        names.liger,
+        names.packing or "seed",
+    }
+    assert used | entry.splits | entry.hints.keys() | entry.derived.keys() <= schema.fields.keys()
+    # a moved key is none of this script's, what it became is
+    assert not {key for key in entry.moved if key in schema.fields}
+    assert {moved.to for moved in entry.moved.values()} - {None} <= schema.fields.keys()
+
+
+def test_another_commit_is_read_only_where_that_is_allowed(fake: Checkout) -> None:
+    source = upstream.locate("open_instruct", checkout=fake())
+    assert upstream.load_schema(source, "sft").source == "snapshot"
+    schema = upstream.load_schema(source, "sft", allow_unpinned=True)
+    assert (schema.source, list(schema.fields)) == ("source", ["seed", "brand_new", "use_fast"])
+    assert schema.fields["seed"].default == 7
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "class FlatArguments\n",
+        "x = 1\n",
+        "\0",
+        "class B: ...\nclass FlatArguments(B, B): ...\n",
+        "class FlatArguments(FlatArguments): ...\n",
+    ],
+)
+def test_another_commit_that_cannot_be_read(fake: Checkout, text: str) -> None:
+    source = upstream.locate("open_instruct", checkout=fake(finetune=text))
+    with pytest.raises(InvalidConfig) as raised:
+        upstream.load_schema(source, "sft", allow_unpinned=True)
+    assert raised.value.findings[0].code == "unreadable-source"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_snapshot_holds_facts_and_no_sentences(backend: str) -> None:
+    facts = upstream.snapshot(backend)
+    assert facts["schema_version"] == upstream.SNAPSHOT_VERSION
+    assert facts["version"] == BACKENDS[backend].PIN
+    assert all(len(digest) == 64 for digest in facts["files"].values())
+    for field in facts["fields"].values():
+        assert "help" not in field
+        assert all(len(str(value)) < 200 for key, value in field.items() if key != "choices")
+
+
+def test_the_snapshot_is_what_the_pinned_sources_give(checkout: Path) -> None:
+    olmo = find_package("olmo_core")
+    if olmo is None:
+        pytest.skip(NO_PACKAGES)
+    assert_current(
+        "open_instruct", upstream.take_snapshot("open_instruct", checkout, {"olmo_core": olmo})
+    )
+
+
+def test_the_snapshot_is_what_the_pinned_packages_give() -> None:
+    source = upstream.locate("trl")
+    if source.root is None or not source.pinned:
+        pytest.skip(f"{NO_PACKAGES}: {source.pin}")
+    assert_current("trl", upstream.take_snapshot("trl", source.root, {}))
+
+
+def assert_current(backend: str, taken: dict[str, Any]) -> None:
+    committed = {**upstream.snapshot(backend)}
+    # scripts/snapshot.py names the distribution, not the folder
+    committed.pop("foreign"), taken.pop("foreign")
+    assert json.loads(json.dumps(taken)) == committed, "make snapshot"

@@ -72,11 +72,13 @@ def packages(plan: Plan, trainer: Trainer) -> Iterator[Finding]:
     needed += [name for key, name in _OPTIONAL.items() if plan.values.get(key) is True]
     lacking = [name for name in dict.fromkeys(needed) if name not in trainer.packages]
     if lacking:
+        extra = f"{backend.EXTRA},gpu" if plan.gpus else backend.EXTRA
         yield _missing(
             "missing-packages",
             f"{trainer.python} ({trainer.source}) lacks {', '.join(lacking)}",
-            f"{trainer.python} -m pip install {' '.join(lacking)}, or -e '.[{backend.EXTRA}]' for all "
-            "of them, or name another interpreter with --python",
+            f"{trainer.python} -m pip install {' '.join(lacking)}; in launch's own folder "
+            f"`pip install -e '.[{extra}]'` installs all it needs; or name another interpreter "
+            "with --python",
         )
 
 

@@ -50,6 +50,12 @@ class Plan:
         """Training processes over all nodes; the CPU runs one a node."""
         return max(1, self.gpus) * self.nodes
 
+    @property
+    def title(self) -> str:
+        """Stage and name, the stage not said twice."""
+        stage, name = self.stage.options.stage, self.stage.name
+        return name if name.startswith(stage) else f"{stage} {name}"
+
     def arguments(self) -> dict[str, list[str]]:
         """Upstream's flags and their words, the file's first, then the derived ones."""
         schema = self.stage.schema

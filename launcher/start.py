@@ -26,7 +26,7 @@ from launcher import (
 )  # fmt: skip
 from launcher import stage as stages
 from launcher.command import Command
-from launcher.errors import Exit, Finding, InvalidConfig, NotReady, UsageError, errors
+from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, NotReady, UsageError, errors
 from launcher.machine import Trainer
 from launcher.plan import Plan
 from launcher.redaction import redact
@@ -68,7 +68,10 @@ class Prepared:
 
 
 def prepare(request: Request, *, running: bool) -> Prepared:
-    """Load, check, plan. Raises InvalidConfig, NotReady or UsageError; writes nothing."""
+    """Load, check, plan; for a run also ask whether the machine is ready for it.
+
+    Raises InvalidConfig, NotReady or UsageError. Writes nothing but, for a run, its empty folder.
+    """
     loaded = config.load(request.config, request.overrides)
     backend = str(loaded.options.get("backend") or "open_instruct")
     checkout = None
@@ -86,10 +89,15 @@ def prepare(request: Request, *, running: bool) -> Prepared:
     named = plan.output_folder(first) if stage.entry.names.output in stage.args else None
     output = None if named is None else named.absolute()
     folder, attempt = rundir.choose(request.stage, stage.name, output, root, reserve=running)
-    made = plan.make(stage, gpus=gpus, nodes=request.nodes, output=folder.path / "model")
-    if errors(made.findings, strict=request.strict):
+    try:
+        made = plan.make(stage, gpus=gpus, nodes=request.nodes, output=folder.path / "model")
+        if errors(made.findings, strict=request.strict):
+            raise InvalidConfig(made.findings)
+        if running:
+            doctor.require_ready(made, trainer)
+    except LaunchError:
         rundir.release(folder)
-        raise InvalidConfig(made.findings)
+        raise
     built = command.build(made, trainer, folder.path, environ=os.environ)
     final = plan.output_folder(made)
     return Prepared(
@@ -114,16 +122,15 @@ def _gpus(asked: int | None, stage: stages.Stage) -> int:
 
 
 def run(prepared: Prepared) -> runner.Exit:
-    """Check the machine, make the run folder, train to the end; raises NotReady."""
+    """Make the run folder, train to the end; raises NotReady where another run holds the place."""
     folder, attempt, planned = prepared.folder, prepared.attempt, prepared.plan
     try:
-        doctor.require_ready(planned, prepared.trainer)
         with claim.claimed(folder, attempt, prepared.output) as lock:
             rundir.create(
                 folder, attempt, planned, prepared.command, prepared.trainer, prepared.output
             )
             view = View(
-                f"{planned.stage.options.stage} {planned.stage.name}", folder.console(attempt),
+                planned.title, folder.console(attempt),
                 folder.probe, planned.steps, terminal=sys.stderr.isatty(), world=planned.processes,
             )  # fmt: skip
             with view.showing():

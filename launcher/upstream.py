@@ -54,7 +54,8 @@ class Upstream:
     def describe(self) -> str:
         """One line for every answer: which source, which commit."""
         where = f"{self.root} ({self.source})" if self.root else "the committed snapshot"
-        return f"{self.backend} {self.version}, {where}"
+        name = "" if self.version.startswith(self.backend) else f"{self.backend} "
+        return f"{name}{self.version}, {where}"
 
     def as_json(self) -> dict[str, object]:
         """For envelopes and the manifest."""

@@ -196,7 +196,7 @@ SILENT: list[tuple[str, dict[str, Any]]] = [
     ("sft", {"final_lr_ratio": 0.0}),
     ("sft", {"additional_model_arguments": {"a": "1.5"}}),
     ("sft", {"additional_model_arguments": "config.json"}),
-    ("sft", {"model_name_or_path": None, "config_name": "c"}),
+    ("sft", {"model_name_or_path": None, "config_name": "c", "tokenizer_name_or_path": "t"}),
     ("sft", {"dataset_mixer_list": "a 1.0 b 200"}),
     ("sft", {"dataset_mixer_list_splits": ["train"], "dataset_mixer_list": ["a", 0.5, "b", 0.5]}),
     ("sft", {"dataset_mixer_list_splits": ["x", "x"]}),

@@ -170,7 +170,8 @@ def checkpoint_steps_zero(values: Values) -> Iterator[Finding]:
 
 def no_model(values: Values) -> Iterator[Finding]:
     """finetune.py:548, dpo_tune_cache.py:287; with `config_name` upstream starts from random weights."""
-    if not values["model_name_or_path"] and not values["config_name"]:
+    from_scratch = values["config_name"] and values["tokenizer_name_or_path"]
+    if not values["model_name_or_path"] and not from_scratch:
         yield say(
             "error", "run", "no-model", "model_name_or_path", "no model named",
             "add `model_name_or_path: <hub name or folder>`",

@@ -1,0 +1,337 @@
+"""A config judged: every fault at once, each in its place, and no stage unless there is none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Write
+
+from launcher import config, stage, upstream
+from launcher.cli import main
+from launcher.errors import Finding, InvalidConfig
+from launcher.stage import Judged
+
+SFT = """\
+stage: sft
+deepspeed: zero2
+batch: {global: 128, per_device: 16}
+args:
+  model_name_or_path: m
+  dataset_mixer_list: [a, 1.0]
+  checkpointing_steps: epoch
+  push_to_hub: false
+  try_launch_beaker_eval_jobs: false
+"""
+DPO = """\
+stage: dpo
+args:
+  model_name_or_path: m
+  mixer_list: [a, 1.0]
+  push_to_hub: false
+  try_launch_beaker_eval_jobs: false
+"""
+TRL = "stage: sft\nbackend: trl\nargs:\n  model_name_or_path: m\n  dataset_name: d\n"
+
+
+@pytest.fixture(autouse=True)
+def only_the_snapshot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("LAUNCH_OPEN_INSTRUCT", raising=False)
+    monkeypatch.setattr(upstream, "SUBMODULE", tmp_path / "nowhere")
+    monkeypatch.setattr(upstream, "FOUND_IN", ())
+    monkeypatch.setattr(upstream, "find_package", lambda name, search=None: None)
+
+
+@pytest.fixture
+def judged(write: Write) -> Any:
+    def of(text: str, *overrides: str, asked: str | None = None, name: str = "a.yaml") -> Judged:
+        return stage.judge(config.load(write(name, text), overrides), stage=asked)
+
+    return of
+
+
+def one(judged: Judged) -> Finding:
+    (finding,) = judged.findings
+    return finding
+
+
+def brief(judged: Judged) -> list[tuple[str, str, int | None]]:
+    return [(f.code, f.layer, f.line) for f in judged.findings]
+
+
+# --- valid ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", [SFT, DPO, TRL])
+def test_a_valid_file(judged: Any, text: str) -> None:
+    found = judged(text)
+    assert found.findings == ()
+    made = stage.validate(found)
+    assert made.name == "a"
+    assert made.entry.script.endswith(".py")
+    assert made.args["model_name_or_path"] == "m"
+
+
+def test_values_and_arguments_of_a_stage(judged: Any) -> None:
+    made = stage.validate(judged(SFT, "learning_rate=1e-5", "seed=null", "name=first"))
+    assert made.values["learning_rate"] == 1e-5
+    assert made.values["num_train_epochs"] == 2
+    assert made.name == "first"
+    # null is not passed
+    assert "seed" not in made.args and not made.values.given("seed")
+
+
+def test_validate_raises_all_findings(judged: Any) -> None:
+    found = judged(SFT, "sede=1", "learning_rate=x")
+    with pytest.raises(InvalidConfig) as raised:
+        stage.validate(found)
+    assert raised.value.findings == found.findings
+    assert len(found.findings) == 2
+
+
+def test_strict_stops_at_warnings(judged: Any) -> None:
+    found = judged(SFT, "dataset_mixer_list[1]=1")
+    stage.validate(found)
+    with pytest.raises(InvalidConfig):
+        stage.validate(found, strict=True)
+
+
+# --- every fault at once, in its place ------------------------------------------------------------
+
+
+def test_all_faults_of_a_file_at_once(judged: Any) -> None:
+    found = judged(
+        "stage: sft\n"
+        "deepspeed: zero9\n"
+        "batch: {global: 0}\n"
+        "expect: {liger: maybe}\n"
+        "colour: red\n"
+        "learning_rate: 1\n"
+        "args:\n"
+        "  model_name_or_path: m\n"
+        "  dataset_mixer_list: [a, 1]\n"
+        "  use_liger_kernal: true\n"
+        "  use_flash_attn: true\n"
+        "  chat_template: tulu\n"
+        "  mixer_list: [a, 1.0]\n"
+        "  num_train_epochs: two\n"
+        "  dataset_cache_mode: s3\n"
+        "  push_to_hub: false\n"
+        "  seed: 1\n"
+        "  seed: 2\n"
+        "  learning_rat: 1e-5\n"
+    )
+    assert brief(found) == [
+        ("bad-deepspeed", "launch", 2),
+        ("bad-batch", "launch", 3),
+        ("bad-expect", "launch", 4),
+        ("unknown-option", "launch", 5),
+        ("unknown-option", "launch", 6),
+        ("no-checkpoints", "run", 7),
+        ("one-sample", "run", 9),
+        ("unknown-key", "parser", 10),
+        ("removed-key", "parser", 11),
+        ("renamed-key", "launch", 12),
+        ("renamed-key", "parser", 13),
+        ("bad-value", "parser", 14),
+        ("bad-value", "parser", 15),
+        ("beaker-without-push", "parser", 16),
+        ("duplicate-key", "launch", 18),
+        ("abbreviated-key", "launch", 19),
+    ]
+    assert {f.file for f in found.findings} == {str(found.config.path)}
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "parts"),
+    [
+        ("use_liger_kernal: true", "unknown-key", ["FlatArguments", "did you mean `use_liger_kernel`?",
+                                                   "open_instruct/finetune.py:"]),
+        ("use_flash_attn: true", "removed-key", ["#1567", "delete the line"]),
+        ("chat_template: tulu", "renamed-key", ["write `chat_template_name`", "silently take it"]),
+        ("num_epochs: 2", "renamed-key", ["DPO's name", "write `num_train_epochs`"]),
+        ("mixer_list: [a]", "renamed-key", ["write `dataset_mixer_list`"]),
+        ("beta: 5", "unknown-key", ["only dpo on open_instruct and dpo on trl have it"]),
+        ("deepspeed: zero2", "unknown-key", ["it stands beside `args:`"]),
+        ("learning-rate: 1", "abbreviated-key", ["write `learning_rate`"]),
+        ("no_push_to_hub: true", "negated-key", ["write `push_to_hub: true` or `push_to_hub: false`"]),
+        ("frobnicate: 1", "unknown-key", ["at 45901fd00593 has no such argument"]),
+        ("seed: [1, 2]", "bad-value", ["takes one value, got 2", "its type is int", "finetune.py:"]),
+        ("learning_rate: -1e-5", "bad-value", ["read as a flag", 'write "-0.00001", in quotes']),
+        ("dataset_cache_mode: no", "bad-value", ["not one of hf, local", "put the text in quotes"]),
+        ("oe_eval_tasks: []", "bad-value", ["expected at least one value, got an empty list"]),
+        ("packing: []", "bad-value", ["an empty list", "read as true"]),
+        ("exp_name: {a: 1}", "bad-value", ["a mapping", '{"a": 1}']),
+        ("oe_eval_tasks: [a, null]", "bad-value", ["an entry is"]),
+        ("oe_eval_tasks: [[a]]", "bad-value", ["an entry is"]),
+        ("exp_name: no", "bool-as-text", ["get the text False", "quotes"]),
+    ],
+)  # fmt: skip
+def test_what_a_user_reads(judged: Any, text: str, code: str, parts: list[str]) -> None:
+    finding = one(judged(f"{SFT}  {text}\n"))
+    assert (finding.code, finding.line) == (code, 10)
+    words = f"{finding.message} {finding.help}"
+    assert all(part in words for part in parts), words
+
+
+def test_the_mixer_mapping_is_explained_and_nothing_else_is_said_of_data(judged: Any) -> None:
+    found = judged(SFT.replace("dataset_mixer_list: [a, 1.0]", "dataset_mixer: {a: 1.0}"))
+    assert "write the sets as `dataset_mixer_list:" in (one(found).help or "")
+
+
+@pytest.mark.parametrize("key", ["mixer_list", "dataset_mixer_lst"])
+def test_a_misspelt_key_is_not_also_called_missing(judged: Any, key: str) -> None:
+    assert one(judged(SFT.replace("dataset_mixer_list", key))).line == 6
+
+
+def test_a_value_that_is_null_is_not_passed(judged: Any) -> None:
+    found = judged(f"{SFT}  frobnicate:\n  seed:\n")
+    assert brief(found) == [("unknown-key", "launch", 10)]
+
+
+def test_an_abbreviation_counts_for_what_upstream_takes_it_for(judged: Any) -> None:
+    found = judged(
+        SFT.replace("push_to_hub: false", "push_to_hu: false").replace("jobs: false", "jobs: true")
+    )
+    assert {f.code for f in found.findings} == {"abbreviated-key", "beaker-without-push"}
+
+
+def test_the_checkpoint_word_of_sft_in_dpo(judged: Any) -> None:
+    assert "DPO counts steps" in (one(judged(f"{DPO}  checkpointing_steps: epoch\n")).help or "")
+
+
+def test_an_override_is_named_as_the_place(judged: Any) -> None:
+    finding = one(judged(SFT, "sede=1"))
+    assert finding.file is not None
+    assert finding.key == "args.sede"
+
+
+def test_trl_names_its_own_class(judged: Any) -> None:
+    found = judged(f"{TRL}  max_seq_length: 8\n  packing_: true\n")
+    assert "`max_seq_length` is not a field of SFTConfig" in found.findings[0].message
+    assert "write `max_length`" in (found.findings[0].help or "")
+
+
+# --- which stage ----------------------------------------------------------------------------------
+
+
+def test_the_wrong_stage_is_one_finding(judged: Any) -> None:
+    found = judged(SFT, asked="dpo")
+    assert brief(found) == [("wrong-stage", "launch", 1)]
+    assert "launch sft " in (one(found).help or "")
+    assert found.stage is None
+
+
+def test_a_forgotten_stage_is_guessed_and_the_rest_is_judged(judged: Any) -> None:
+    found = judged(f"{DPO}  frobnicate: 1\n".replace("stage: dpo\n", "backend: open_instruct\n"))
+    assert brief(found) == [("bad-stage", "launch", 1), ("unknown-key", "parser", 7)]
+    assert found.stage == "dpo"
+
+
+def test_an_unknown_stage_is_one_finding(judged: Any) -> None:
+    assert one(judged("stage: grpo\nargs: {beta: 1, anything: 2}\n")).code == "bad-stage"
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "expected"),
+    [
+        ("dataset_mixer_list: [a]\n", "a.yaml", "sft"),
+        ("mixer_list: [a]\nbeta: 5\n", "a.yaml", "dpo"),
+        ("seed: 1\n", "a.yaml", "sft"),
+        ("seed: 1\n", "my_dpo.yaml", "dpo"),
+        ("num_train_epochs: 1\nbeta: 0.1\ngamma_beta_ratio: 1\n", "a.yaml", "dpo"),
+    ],
+)
+def test_flat_files_are_guessed_by_their_names(
+    judged: Any, text: str, name: str, expected: str
+) -> None:
+    assert judged(text, name=name).stage == expected
+    assert judged(text, name=name, asked="sft").stage == "sft"
+
+
+def test_the_wrapped_shape(judged: Any) -> None:
+    text = (
+        "num_gpus: 8\nopen_instruct:\n  script: open_instruct/finetune.py\n  deepspeed_config: zero3\n"
+        "  args:\n    model_name_or_path: m\n    dataset_mixer_list: a 1.0\n    checkpointing_steps: 10\n"
+        "    push_to_hub: false\n    try_launch_beaker_eval_jobs: false\n"
+    )
+    made = stage.validate(judged(text))
+    assert (made.options.stage, made.options.gpus, made.options.deepspeed_name) == (
+        "sft",
+        8,
+        "zero3",
+    )
+    assert made.values["dataset_mixer_list"] == ["a", "1.0"]
+    found = judged(text.replace("deepspeed_config: zero3", "deepspeed_conf: x") + "    sede: 1\n")
+    assert brief(found) == [("unknown-option", "launch", 4), ("unknown-key", "parser", 11)]
+
+
+def test_the_wrapped_shape_with_args_beside(judged: Any) -> None:
+    found = judged("open_instruct:\n  script: finetune.py\nargs: {seed: 1}\n")
+    assert {f.code for f in found.findings} >= {"bad-stage", "unknown-option"}
+
+
+# --- upstream's own files -------------------------------------------------------------------------
+
+
+def test_all_files_that_the_checkout_ships_are_judged_with_every_fault_in_its_place(
+    checkout: Path,
+) -> None:
+    paths = sorted((checkout / "configs" / "train_configs").rglob("*.y*ml"))
+    assert len(paths) == 98
+    for path in paths:
+        found = stage.judge(config.load(path)).findings
+        refused = [f for f in found if (f.severity, f.layer) == ("error", "parser")]
+        # upstream refuses every one of them: shared/upstream.md, tried with the real parser
+        assert refused, path
+        lines = path.read_text().splitlines()
+        for finding in found:
+            assert finding.file == str(path)
+            assert finding.line is not None
+            key = (finding.key or "").removeprefix("args.").partition("[")[0]
+            if finding in refused:
+                assert lines[finding.line - 1].lstrip().startswith(f"{key}:"), (path, finding)
+
+
+# --- bad input through the command line -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("empty.yaml", b""),
+        ("broken.yaml", b"stage: [\n"),
+        ("twice.yaml", b"stage: sft\nstage: sft\nargs: {}\n"),
+        ("binary.yaml", bytes(range(256))),
+        ("latin.yaml", "stage: sft # \xe9\n".encode("latin-1")),
+        ("tabs.yaml", b"stage: sft\nargs:\n\tseed: 1\n"),
+        ("list.yaml", b"- stage\n"),
+        ("keys.yaml", b"stage: sft\nargs: {1: 2, [a]: b}\n"),
+        ("wrong.yaml", b"stage: rl\n"),
+        ("odd.yaml", b"stage: [sft]\nbackend: {a: 1}\nexpect: {liger: [x]}\nbatch: x\nargs: 5\n"),
+        ("odd2.yaml", b"stage: sft\nbackend: {a: 1}\nexpect: {liger: [x]}\nbatch: x\ndeepspeed: [1]\n"),
+        ("num.yaml", "open_instruct: {script: finetune.py}\nnum_gpus: \"²\"\n".encode()),
+        ("deep.yaml", b"a: " + b"[" * 5000),
+        ("inter.yaml", b"stage: sft\nargs: {a: '${'}\n"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("command", ["validate-config", "sft"])
+def test_bad_files_end_with_exit_code_3_and_a_place(
+    write: Write, capsys: pytest.CaptureFixture[str], command: str, name: str, text: bytes
+) -> None:
+    path = write(name, text)
+    more = ["--gpus", "0", "--dry-run"] if command == "sft" else []
+    assert main([command, str(path), "--format", "json", *more]) == 3
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    errors = [f for f in findings if f["severity"] == "error"]
+    assert errors
+    assert all(f["file"] == str(path) and f["line"] for f in errors)
+
+
+def test_missing_files_and_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate-config", str(tmp_path / "no.yaml"), str(tmp_path)]) == 3
+    said = capsys.readouterr()
+    assert "missing-file" in said.err + said.out
+    assert "not-a-file" in said.err + said.out

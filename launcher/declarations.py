@@ -24,8 +24,9 @@ def read_fields(
     """The fields of several dataclasses, in the parser's order.
 
     `classes` are (module, class name); `externals` gives the choices of types by dotted name that
-    no root holds, and the values of expressions that only running them would tell; `takes_none` says that the parser reads the word `none` for `T | None`. Raises
-    LookupError naming the class that the source does not have.
+    no root holds, and the values of expressions that only running them would tell; `takes_none` says
+    that the parser reads the word `none` for `T | None`. Raises LookupError naming the class that the
+    source does not have.
     """
     fields: dict[str, Field] = {}
     for module_name, class_name in classes:

@@ -61,8 +61,7 @@ def plan_lines(plan: Plan) -> list[str]:
         "steps unknown until the data is read" if plan.steps is None else f"{plan.steps:,} steps"
     )
     lines = [
-        f"{plan.title} on {where}{nodes}, "
-        f"deepspeed {plan.stage.options.deepspeed_name}",
+        f"{plan.title} on {where}{nodes}, deepspeed {plan.stage.options.deepspeed_name}",
         f"source: {plan.stage.upstream.describe()}",
         f"batch: {plan.per_device} rows x {plan.accumulation} accumulated x {plan.processes} "
         f"process(es) = {plan.global_batch} rows a step",

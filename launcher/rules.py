@@ -7,11 +7,12 @@ or do something else than it says; layer `launch` is our own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 
 from launcher.backends import open_instruct_rules, trl_rules
 from launcher.backends.rule import Rule
 from launcher.errors import Finding
-from launcher.schema import Values
+from launcher.schema import NoSuchField, Values
 
 RULES: Mapping[str, Mapping[str, tuple[Rule, ...]]] = {
     "open_instruct": open_instruct_rules.RULES,
@@ -22,4 +23,6 @@ RULES: Mapping[str, Mapping[str, tuple[Rule, ...]]] = {
 def apply(values: Values) -> Iterator[Finding]:
     """Every finding of every rule for the stage and backend of `values`."""
     for rule in RULES[values.schema.backend][values.schema.stage]:
-        yield from rule(values)
+        # at another commit than the pin: a rule about a field that is not there has nothing to say
+        with suppress(NoSuchField):
+            yield from rule(values)

@@ -223,6 +223,10 @@ class Schema:
         return not _NEGATIVE_NUMBER.match(word) and " " not in word
 
 
+class NoSuchField(KeyError):
+    """The source at this commit has no field of that name."""
+
+
 class Values(Mapping[str, Any]):
     """What upstream's dataclass will hold: the given values, typed, and defaults for the rest."""
 
@@ -239,6 +243,8 @@ class Values(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name in self._given:
             return self._given[name]
+        if name not in self.schema.fields:
+            raise NoSuchField(name)
         return self.schema.fields[name].default
 
     def get(self, name: str, default: Any = None) -> Any:

@@ -302,7 +302,7 @@ def _explain_unknown(schema: Schema, entry: Entry, key: str) -> tuple[str, str, 
     elif key in options.KEYS:
         help = f"`{key}` is launch's own: it stands beside `args:`, not in it"
     elif others := list(_homes(schema, key)):
-        help = f"only {' and '.join(others)} have it"
+        help = f"it exists for {' and '.join(others)} only"
     else:
         help = f"{schema.script} at {schema.version[:12]} has no such argument"
     return "unknown-key", message, help

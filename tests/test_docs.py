@@ -41,7 +41,9 @@ def finding_codes() -> set[str]:
 
 def documented_codes() -> set[str]:
     """The codes in the first column of docs/findings.md."""
-    rows = re.findall(r"^\| (`.+?) \|", (ROOT / "docs/findings.md").read_text(encoding="utf-8"), re.M)
+    rows = re.findall(
+        r"^\| (`.+?) \|", (ROOT / "docs/findings.md").read_text(encoding="utf-8"), re.M
+    )
     return {code for row in rows for code in re.findall(r"`([a-z0-9-]+)`", row)}
 
 

@@ -109,6 +109,6 @@ STAGES: Mapping[str, Entry] = {
 def output_folder(values: Values) -> Path | None:
     """`output_dir`, with `exp_name` below it unless told otherwise (finetune.py:425)."""
     folder = Path(str(values["output_dir"]))
-    if values["do_not_randomize_output_dir"]:
+    if values.get("do_not_randomize_output_dir"):
         return folder
     return folder / str(values["exp_name"])

@@ -31,9 +31,10 @@ def two_data_sources(values: Values) -> Iterator[Finding]:
 def beaker_without_push(values: Values) -> Iterator[Finding]:
     """finetune.py:335, dpo_utils.py:347."""
     if values["try_launch_beaker_eval_jobs"] and not values["push_to_hub"]:
+        why = "is true" if values.given("try_launch_beaker_eval_jobs") else "defaults to true"
         yield say(
             "error", "parser", "beaker-without-push", "push_to_hub",
-            "`push_to_hub: false` alone is refused: `try_launch_beaker_eval_jobs` defaults to true",
+            f"`push_to_hub: false` alone is refused: `try_launch_beaker_eval_jobs` {why}",
             "add `try_launch_beaker_eval_jobs: false`",
         )  # fmt: skip
 

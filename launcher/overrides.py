@@ -20,8 +20,8 @@ OPTIONS = frozenset({"stage", "backend", "deepspeed", "mixed_precision", "batch"
 _WRAPPED_OPTIONS = {"deepspeed": "open_instruct.deepspeed_config", "num_gpus": "num_gpus"} | {
     name: f"open_instruct.{name}" for name in ("script", "deepspeed_config")
 }
-_OVERRIDE = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+|\[[0-9]{1,6}\])*\Z")
-_STEP = re.compile(r"[\w-]+")
+_OVERRIDE = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]{1,200}|\[[0-9]{1,6}\])*\Z")
+_STEPS = re.compile(r"\[([0-9]+)\]|([\w-]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,46 +56,51 @@ class Tree:
                 yield from self._set(_full_key(key, self.shape), value, text)
 
     def _set(self, key: str, value: Any, text: str) -> Iterator[Finding]:
-        *heads, last = [_step(step) for step in _STEP.findall(key)]
+        steps = [int(index) if index else name for index, name in _STEPS.findall(key)]
         node: Any = self.value
         path = ""
-        for head in heads:
-            below = _below(node, head)
-            if below is None and isinstance(node, dict):
-                below = node[str(head)] = {}
-            node, path = below, _joined(node, path, head)
-            if not isinstance(node, dict | list):
-                shown = path.removeprefix("args.")
-                yield self._fault(
-                    key, f"`{brief(text)}`: `{shown}` holds nothing that has parts", None
-                )
+        for number, written in enumerate(steps):
+            step = _place(node, written)
+            if step is None:
+                yield self._no_place(key, text, node, path)
                 return
-        if isinstance(node, list) and (not isinstance(last, int) or last >= len(node)):
-            shown = path.removeprefix("args.")
-            message = f"`{brief(text)}`: `{shown}` is a list with entries 0 to {len(node) - 1}"
-            yield self._fault(key, message, f"give the whole list: '{shown}=[...]'")
-            return
-        path = _joined(node, path, last)
-        node[last if isinstance(node, list) else str(last)] = value
+            path = _joined(path, step)
+            if number == len(steps) - 1:
+                node[step] = value
+            elif isinstance(node, dict) and node.get(step) is None:
+                # what is empty, or not there, can become a mapping
+                node[step] = {}
+            node = node[step]
         forget(self.origins, path)
         self.origins[path] = Origin(str(self.path), None, text)
+
+    def _no_place(self, key: str, text: str, node: Any, path: str) -> Finding:
+        shown = path.removeprefix("open_instruct.").removeprefix("args.")
+        if isinstance(node, list):
+            reason = f"is a list of {len(node)} entries, the first is [0]"
+        elif isinstance(node, dict):
+            reason = "is no list"
+        else:
+            reason = "holds nothing that has parts"
+        return self._fault(key, f"`{brief(text)}`: `{shown}` {reason}", None)
 
     def _fault(self, key: str | None, message: str, help: str | None) -> Finding:
         return replace(bad(self.path, "bad-override", message, None, help), key=key)
 
 
-def _step(text: str) -> str | int:
-    return int(text) if text.isdecimal() and len(text) < 7 else text
-
-
-def _below(node: dict[str, Any] | list[Any], step: str | int) -> Any:
+def _place(node: Any, step: str | int) -> str | int | None:
+    """The key or index that a step means in this value; None where there is no such place."""
     if isinstance(node, dict):
-        return node.get(str(step))
-    return node[step] if isinstance(step, int) and step < len(node) else None
+        return step if isinstance(step, str) else None
+    if not isinstance(node, list):
+        return None
+    # `.1`, as omegaconf writes it, is [1]
+    index = int(step) if isinstance(step, str) and step.isdecimal() else step
+    return index if isinstance(index, int) and index < len(node) else None
 
 
-def _joined(node: Any, path: str, step: str | int) -> str:
-    return f"{path}[{step}]" if isinstance(node, list) else join(path, str(step))
+def _joined(path: str, step: str | int) -> str:
+    return f"{path}[{step}]" if isinstance(step, int) else join(path, step)
 
 
 def _reason(error: yaml.YAMLError | InvalidConfig) -> str:
@@ -132,8 +137,7 @@ def _yaml(raw: str) -> Any:
 
 def _full_key(key: str, shape: Shape) -> str:
     """`args.` may be left out: what is no option of ours is an argument of upstream's."""
-    head = _STEP.match(key)
-    first = head.group() if head else key
+    first = re.split(r"[.\[]", key, maxsplit=1)[0]
     rest = key[len(first) :]
     if shape == "stage":
         return key if first in OPTIONS or first in {"args", "num_gpus"} else f"args.{key}"

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from decimal import Decimal
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher import options, rules, upstream
+from launcher import arguments, options, rules, upstream
 from launcher.backends import BACKENDS, Entry
 from launcher.config import Config
-from launcher.errors import Finding, InvalidConfig, Layer, brief, errors
+from launcher.errors import Finding, InvalidConfig, errors
 from launcher.options import Batch, Options
-from launcher.schema import Field, Flag, Schema, Values
+from launcher.schema import Schema, Values
 from launcher.upstream import Upstream
 
 
@@ -83,12 +81,12 @@ def judge(
     opts, problems = options.read(config, found, folders, schema.fields)
     findings += problems
     entry = BACKENDS[opts.backend].STAGES[found]
-    checked = list(_check_args(config, schema, entry))
-    values = Values(schema, _taken(schema, config.args))
-    meant = _meant(config, schema, entry, checked)
-    ruled = [_placed(config, finding) for finding in rules.apply(values)]
+    checked = list(arguments.check(config, schema, entry))
+    values = Values(schema, arguments.taken(schema, config.args))
+    meant = arguments.meant(config, schema, entry, checked)
+    ruled = [arguments.placed(config, finding) for finding in rules.apply(values)]
     findings += [*checked, *(f for f in ruled if f.layer == "parser" or f.key not in meant)]
-    findings += [_placed(config, fault) for fault in _batch_faults(opts, entry, values)]
+    findings += [arguments.placed(config, fault) for fault in _batch_faults(opts, entry, values)]
     return Judged(
         config=config, stage=found, options=opts, schema=schema, upstream=source, values=values,
         findings=tuple(sorted(findings, key=_order)),
@@ -121,7 +119,7 @@ def _batch_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Findi
                 message=f"`{name}` and `batch:` both set the batch",
                 help="keep `batch:`, leave this one out",
             )  # fmt: skip
-        elif not wanted and values[name] < 1:
+        elif not wanted and isinstance(values[name], int) and values[name] < 1:
             yield Finding(
                 severity="error", layer="run", code="impossible-batch", key=key,
                 message=f"`{name}: {values[name]}` is no batch", help="a whole number above 0",
@@ -178,143 +176,3 @@ def _guess(config: Config) -> str:
     if only_sft == only_dpo:
         return "dpo" if "dpo" in str(config.path).lower() else "sft"
     return "sft" if only_sft > only_dpo else "dpo"
-
-
-def _placed(config: Config, finding: Finding) -> Finding:
-    origin = config.origin(finding.key or "")
-    return replace(finding, file=origin.file, line=origin.line)
-
-
-# --- every key against the schema ------------------------------------------------------------------
-
-
-def _check_args(config: Config, schema: Schema, entry: Entry) -> Iterator[Finding]:
-    for key, value in config.args.items():
-        fault = (
-            _check_value(schema, entry, schema.fields[key], value)
-            if key in schema.fields
-            else _check_unknown(schema, entry, key, value)
-        )
-        if fault is not None:
-            yield _placed(config, fault)
-
-
-def _taken(schema: Schema, args: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments under the names that upstream's parser would take them for; the last one wins."""
-    taken: dict[str, Any] = {}
-    for key, value in args.items():
-        if value is None:
-            continue
-        flag = Flag(key) if key in schema.fields else schema.taken_as(key)
-        if flag is not None and not flag.negated:
-            taken[flag.name] = value
-        elif flag is not None and value == []:
-            taken[flag.name] = False
-    return taken
-
-
-def _meant(
-    config: Config, schema: Schema, entry: Entry, faults: Sequence[Finding]
-) -> frozenset[str | None]:
-    """Keys about which enough was said: theirs, and those that a wrong key was meant to be."""
-    meant = {fault.key for fault in faults}
-    for key in config.args.keys() - schema.fields.keys():
-        moved = entry.moved.get(key)
-        near = [moved.to] if moved is not None else _near(schema, key)
-        meant |= {f"args.{name}" for name in near}
-    if any(config.args.get(key) is not None for key in entry.hints):
-        meant.add(f"args.{entry.names.data}")
-    return frozenset(meant)
-
-
-def _check_value(schema: Schema, entry: Entry, known: Field, value: Any) -> Finding | None:
-    if value is None:
-        return None
-    key, help = f"args.{known.name}", f"its type is {known.type}  ({known.where})"
-    layer: Layer = "launch"
-    words = schema.words(known.name, value)
-    reason = schema.refusal(known.name, words)
-    if reason is not None:
-        layer, help = "parser", entry.hints.get(known.name) or _advice(value, words) or help
-    elif not words:
-        reason = "an empty list, which upstream would read as true"
-    elif isinstance(value, list) and any(v is None or isinstance(v, list | dict) for v in value):
-        reason = "an entry is a list, a mapping or empty, which no flag can carry"
-    elif isinstance(value, dict) and "dict" not in known.type:
-        reason = f"a mapping, which upstream would take as the text `{brief(words[0])}`"
-    elif isinstance(value, bool) and known.kind == "str":
-        return Finding(
-            severity="warning", layer="run", code="bool-as-text", key=key,
-            message=f"`{known.name}`: YAML reads a bool here, upstream will get the text {value}",
-            help="put the text in quotes",
-        )  # fmt: skip
-    else:
-        return None
-    return Finding(
-        severity="error", layer=layer, code="bad-value", key=key,
-        message=f"`{known.name}`: {reason}", help=help,
-    )  # fmt: skip
-
-
-def _advice(value: Any, words: Sequence[str]) -> str | None:
-    """What to write instead, where YAML or argparse reads something else than its author meant."""
-    if isinstance(value, bool):
-        return "YAML reads yes, no, on and off as a bool: put the text in quotes"
-    if len(words) == 1 and words[0].startswith("-"):
-        try:
-            plain = format(Decimal(words[0]), "f")
-        except ArithmeticError:
-            return None
-        return f'argparse knows no negative numbers with an exponent: write "{plain}", in quotes'
-    return None
-
-
-def _check_unknown(schema: Schema, entry: Entry, key: str, value: Any) -> Finding:
-    code, message, help = _explain_unknown(schema, entry, key)
-    layer: Layer = "launch" if value is None else "parser"
-    flag = schema.taken_as(key)
-    if flag is not None and value is not None:
-        if flag.negated:
-            code, help = "negated-key", f"write `{flag.name}: true` or `{flag.name}: false`"
-            layer = "launch" if value == [] else layer
-        elif schema.refusal(flag.name, schema.words(key, value)) is None:
-            # argparse would take the abbreviation without a word: only we object
-            layer = "launch"
-            if code == "unknown-key":
-                code, help = "abbreviated-key", f"write `{flag.name}`"
-            message += f"; upstream would silently take it for `{flag.name}`"
-    return Finding(
-        severity="error", layer=layer, code=code, key=f"args.{key}", message=message, help=help
-    )
-
-
-def _explain_unknown(schema: Schema, entry: Entry, key: str) -> tuple[str, str, str]:
-    message = f"`{key}` is not a field of {entry.owner}"
-    moved = entry.moved.get(key)
-    if moved is not None:
-        if moved.to is None:
-            return "removed-key", f"{message}: {moved.why}", "delete the line"
-        where = schema.fields[moved.to].where if moved.to in schema.fields else ""
-        return "renamed-key", f"{message}: {moved.why}", f"write `{moved.to}`  ({where})"
-    near = _near(schema, key)
-    if near:
-        help = f"did you mean `{near[0]}`?  ({schema.fields[near[0]].where})"
-    elif key in options.KEYS:
-        help = f"`{key}` is launch's own: it stands beside `args:`, not in it"
-    elif others := list(_homes(schema, key)):
-        help = f"it exists for {' and '.join(others)} only"
-    else:
-        help = f"{schema.script} at {schema.version[:12]} has no such argument"
-    return "unknown-key", message, help
-
-
-def _near(schema: Schema, key: str) -> list[str]:
-    return difflib.get_close_matches(key, schema.fields, n=1, cutoff=0.7)
-
-
-def _homes(schema: Schema, key: str) -> Iterator[str]:
-    """The other stages and backends that have a field of this name."""
-    for backend in BACKENDS:
-        for stage, names in upstream.snapshot(backend)["stages"].items():
-            if any(name.partition(".")[2] == key for name in names):
-                yield f"{stage} on {backend}"

@@ -240,6 +240,8 @@ def _read(backend: Backend, stage: str, root: Path, version: str) -> Schema:
             sources, entry.classes, {**snapshot(backend.NAME)["externals"], **backend.COMPUTED},
             takes_none=backend.TAKES_NONE,
         )  # fmt: skip
+        if absent := sorted(entry.names.needed - fields.keys()):
+            raise LookupError(f"it has no {', '.join(absent)}")
     except (LookupError, OSError, RecursionError, SyntaxError, TypeError, ValueError) as error:
         raise InvalidConfig(
             Finding(

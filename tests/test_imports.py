@@ -82,7 +82,17 @@ ARROWS = {
     },
     "upstream": {"backends", "declarations", "errors", "machine", "paths", "schema", "sources"},
     "options": {"backends", "config", "errors", "paths"},
-    "stage": {"backends", "config", "errors", "options", "rules", "schema", "upstream"},
+    "arguments": {"backends", "config", "errors", "options", "schema", "upstream"},
+    "stage": {
+        "arguments",
+        "backends",
+        "config",
+        "errors",
+        "options",
+        "rules",
+        "schema",
+        "upstream",
+    },
     "probe": set[str](),
 }
 

@@ -152,6 +152,11 @@ def test_an_entry_that_is_not_there(stage_file: Path, key: str) -> None:
     assert "dataset_mixer_list" in fault(stage_file, f"{key}=1")
 
 
+@pytest.mark.parametrize("key", ["seed[0]", "extra[0]", "extra.x[1].y", "not_there[2]"])
+def test_an_index_into_what_is_no_list(stage_file: Path, key: str) -> None:
+    assert "is no list" in fault(stage_file, f"{key}=1")
+
+
 def test_below_mappings_and_what_is_empty(stage_file: Path) -> None:
     found = args(stage_file, "extra.x.y=2", "extra.z=3", "empty.a.b=4")
     assert found["extra"] == {"x": {"y": 2}, "z": 3}

@@ -10,6 +10,7 @@ import pytest
 from conftest import Write
 
 from launcher import config, stage, upstream
+from launcher.backends import BACKENDS
 from launcher.cli import main
 from launcher.errors import Finding, InvalidConfig
 from launcher.stage import Judged
@@ -211,6 +212,24 @@ def test_trl_names_its_own_class(judged: Any) -> None:
     found = judged(f"{TRL}  max_seq_length: 8\n  packing_: true\n")
     assert "`max_seq_length` is not a field of SFTConfig" in found.findings[0].message
     assert "write `max_length`" in (found.findings[0].help or "")
+
+
+def test_another_commit_is_judged_by_its_own_fields(write: Write) -> None:
+    needed = sorted(BACKENDS["open_instruct"].STAGES["sft"].names.needed)
+    head = "from dataclasses import dataclass\n@dataclass\nclass "
+    fields = "".join(f"    {name}: str = None\n" for name in needed)
+    finetune = write(
+        "oi/open_instruct/finetune.py", f"{head}FlatArguments:\n    brand_new: int = 1\n{fields}"
+    )
+    write("oi/open_instruct/dataset_transformation.py", f"{head}TokenizerConfig:\n    a: int = 1\n")
+    text = "stage: sft\nargs:\n  brand_new: 5\n  packing: true\n  model_name_or_path: m\n"
+    found = stage.judge(
+        config.load(write("a.yaml", text)), checkout=finetune.parent.parent, allow_unpinned=True
+    )
+    assert ("unknown-key", "parser", 4) in brief(found)
+    assert "unpinned-checkout" in {f.code for f in found.findings}
+    # no rule speaks of fields that this commit does not have
+    assert "beaker-without-push" not in {f.code for f in found.findings}
 
 
 # --- which stage ----------------------------------------------------------------------------------

@@ -17,9 +17,10 @@ from launcher.errors import InvalidConfig, NotReady
 from launcher.sources import find_package
 from launcher.upstream import Upstream
 
+NEEDED = sorted(BACKENDS["open_instruct"].STAGES["sft"].names.needed)
 FINETUNE = (
     "from dataclasses import dataclass\n@dataclass\nclass FlatArguments:\n    seed: int = 7\n"
-    "    brand_new: str = 'x'\n"
+    "    brand_new: str = 'x'\n" + "".join(f"    {name}: int = 1\n" for name in NEEDED)
 )
 TOKENIZER = (
     "from dataclasses import dataclass\n@dataclass\nclass TokenizerConfig:\n"
@@ -200,7 +201,10 @@ def test_another_commit_is_read_only_where_that_is_allowed(fake: Checkout) -> No
     source = upstream.locate("open_instruct", checkout=fake())
     assert upstream.load_schema(source, "sft").source == "snapshot"
     schema = upstream.load_schema(source, "sft", allow_unpinned=True)
-    assert (schema.source, list(schema.fields)) == ("source", ["seed", "brand_new", "use_fast"])
+    assert (schema.source, list(schema.fields)) == (
+        "source",
+        ["seed", "brand_new", *NEEDED, "use_fast"],
+    )
     assert schema.fields["seed"].default == 7
 
 
@@ -209,6 +213,7 @@ def test_another_commit_is_read_only_where_that_is_allowed(fake: Checkout) -> No
     [
         "class FlatArguments\n",
         "x = 1\n",
+        "from dataclasses import *\n@dataclass\nclass FlatArguments:\n    seed: int = 1\n",
         "\0",
         "class B: ...\nclass FlatArguments(B, B): ...\n",
         "class FlatArguments(FlatArguments): ...\n",

@@ -34,6 +34,14 @@ class Names:
     liger: str = "use_liger_kernel"
     packing: str | None = "packing"
 
+    @property
+    def needed(self) -> frozenset[str]:
+        """The fields without which nothing can be planned; Liger and packing came later upstream."""
+        return frozenset(
+            {self.model, self.data, self.output, self.per_device, self.accumulation, self.epochs}
+            | {self.max_steps, self.max_length, self.logging_steps}
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:

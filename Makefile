@@ -13,7 +13,7 @@ CHECKOUT := $(firstword $(wildcard $(LAUNCH_OPEN_INSTRUCT)/open_instruct/finetun
   /workspace/open-instruct/open_instruct/finetune.py \
   $(HOME)/open-instruct/open_instruct/finetune.py))
 
-.PHONY: demo test check format bench snapshot install install-trl install-open-instruct install-dev clean
+.PHONY: demo test check format golden bench snapshot install install-trl install-open-instruct install-dev clean
 
 $(VENV)/created:
 	@$(PYTHON) -c 'import sys; sys.exit("launch needs Python 3.11 or later: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
@@ -62,6 +62,10 @@ check: $(VENV)/dev
 format: $(VENV)/dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# rewrites the command lines that the tests compare with
+golden: $(VENV)/dev
+	LAUNCH_GOLDEN=write $(BIN)/python -m pytest tests/test_command.py
 
 bench: $(VENV)/trl
 	$(BIN)/python benchmarks/validate.py

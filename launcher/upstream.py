@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -33,9 +33,10 @@ FOUND_IN = (Path("/workspace/open-instruct"), Path("~/open-instruct"))
 class Upstream:
     """The upstream source that a run or a check would use.
 
-    `root` is the folder on PYTHONPATH (the checkout, or site-packages), None where only the snapshot
-    is here. `asked` is false for a checkout that was merely found in one of the usual places.
-    `changed` are the files that differ from the snapshot's.
+    `root` is the folder on PYTHONPATH (the checkout, or the one that holds the entry scripts'
+    package), None where only the snapshot is here; `packages` are the folders of all packages that
+    are read, which may lie in several places. `asked` is false for a checkout that was merely found
+    in one of the usual places. `changed` are the files that differ from the snapshot's.
     """
 
     backend: str
@@ -44,6 +45,7 @@ class Upstream:
     asked: bool
     pin: str
     version: str
+    packages: Mapping[str, Path] = field(default_factory=dict)
     changed: tuple[str, ...] = ()
 
     @property
@@ -107,13 +109,18 @@ def _locate_checkout(named: Path | None, environ: Mapping[str, str]) -> Upstream
             root = expanded(path).absolute()
             if not _is_checkout(root):
                 raise NotReady(_no_checkout(root, source))
-            return _compare("open_instruct", root, source, asked=True)
+            return _checkout(root, source, asked=True)
     if _is_checkout(SUBMODULE):
-        return _compare("open_instruct", SUBMODULE, "submodule", asked=True)
+        return _checkout(SUBMODULE, "submodule", asked=True)
     for place in FOUND_IN:
         if _is_checkout(expanded(place)):
-            return _compare("open_instruct", expanded(place), "found", asked=False)
+            return _checkout(expanded(place), "found", asked=False)
     return _snapshot_only("open_instruct")
+
+
+def _checkout(root: Path, source: str, *, asked: bool) -> Upstream:
+    packages = packages_below("open_instruct", root)
+    return _compare("open_instruct", root, packages, source, asked=asked)
 
 
 def _is_checkout(root: Path) -> bool:
@@ -140,40 +147,53 @@ def _snapshot_only(backend: str) -> Upstream:
 
 
 def _locate_packages(backend: str, search: tuple[Path, ...] | None) -> Upstream:
-    found = [find_package(name, search) for name in BACKENDS[backend].PACKAGES]
-    if any(path is None for path in found) or found[0] is None:
-        return _snapshot_only(backend)
-    return _compare(backend, found[0].parent, "installed", asked=True)
+    packages = {}
+    for name in BACKENDS[backend].PACKAGES:
+        path = find_package(name, search)
+        if path is None:
+            return _snapshot_only(backend)
+        packages[name] = path
+    root = packages[BACKENDS[backend].PACKAGES[0]].parent
+    return _compare(backend, root, packages, "installed", asked=True)
 
 
-def _compare(backend: str, root: Path, source: str, *, asked: bool) -> Upstream:
+def packages_below(backend: str, root: Path) -> dict[str, Path]:
+    """The folders of a backend's packages, all in one place."""
+    return {name: root / name for name in BACKENDS[backend].PACKAGES}
+
+
+def _compare(
+    backend: str, root: Path, packages: Mapping[str, Path], source: str, *, asked: bool
+) -> Upstream:
     facts = snapshot(backend)
     changed = tuple(
-        name for name, digest in facts["files"].items() if _digest(root / name) != digest
+        name for name, digest in facts["files"].items() if _digest(packages, name) != digest
     )
     pin = str(facts["version"])
-    version = pin if not changed else version_of(backend, root)
+    version = pin if not changed else version_of(backend, packages)
     return Upstream(
         backend=backend, root=root, source=source, asked=asked, pin=pin, version=version,
-        changed=changed,
+        packages=packages, changed=changed,
     )  # fmt: skip
 
 
-def _digest(path: Path) -> str | None:
+def _digest(packages: Mapping[str, Path], label: str) -> str | None:
+    """The sha256 of a file that is known as `package/path/below.py`."""
+    package, _, below = label.partition("/")
+    path = packages[package] / below
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:
         return None
 
 
-def version_of(backend: str, root: Path) -> str:
+def version_of(backend: str, packages: Mapping[str, Path]) -> str:
     """The commit of a checkout (`+edited` with local changes), or the versions of packages."""
     if backend == "open_instruct":
         from launcher.machine import git_version
 
-        return git_version(root, "open_instruct") or "no git history"
-    names = BACKENDS[backend].PACKAGES
-    return ", ".join(f"{name} {package_version(root, name)}" for name in names)
+        return git_version(packages[backend].parent, backend) or "no git history"
+    return ", ".join(f"{name} {package_version(p.parent, name)}" for name, p in packages.items())
 
 
 def package_version(site: Path, name: str) -> str:
@@ -220,8 +240,8 @@ def load_schema(upstream: Upstream, stage: str, *, allow_unpinned: bool = False)
     use_source = not upstream.pinned and upstream.root is not None
     if upstream.backend == "open_instruct" and not allow_unpinned:
         use_source = False
-    if use_source and upstream.root is not None:
-        return _read(backend, stage, upstream.root, upstream.version)
+    if use_source:
+        return _read(backend, stage, upstream)
     facts = snapshot(upstream.backend)
     entry = backend.STAGES[stage]
     listed = [field_from_json(facts["fields"][key]) for key in facts["stages"][stage]]
@@ -232,9 +252,9 @@ def load_schema(upstream: Upstream, stage: str, *, allow_unpinned: bool = False)
     )  # fmt: skip
 
 
-def _read(backend: Backend, stage: str, root: Path, version: str) -> Schema:
+def _read(backend: Backend, stage: str, upstream: Upstream) -> Schema:
     entry = backend.STAGES[stage]
-    sources = Sources({name: root / name for name in backend.PACKAGES})
+    sources = Sources(upstream.packages)
     try:
         fields = read_fields(
             sources, entry.classes, {**snapshot(backend.NAME)["externals"], **backend.COMPUTED},
@@ -245,24 +265,27 @@ def _read(backend: Backend, stage: str, root: Path, version: str) -> Schema:
     except (LookupError, OSError, RecursionError, SyntaxError, TypeError, ValueError) as error:
         raise InvalidConfig(
             Finding(
-                severity="error", layer="launch", code="unreadable-source", file=str(root),
-                message=f"{version} cannot be read as this stage's source: {error}",
+                severity="error", layer="launch", code="unreadable-source",
+                file=str(upstream.root),
+                message=f"{upstream.version} cannot be read as this stage's source: {error}",
             )
         ) from None  # fmt: skip
     return Schema(
-        backend=backend.NAME, stage=stage, script=entry.script, source="source", version=version,
-        fields=fields, digests=sources.digests, splits=entry.splits,
+        backend=backend.NAME, stage=stage, script=entry.script, source="source",
+        version=upstream.version, fields=fields, digests=sources.digests, splits=entry.splits,
     )  # fmt: skip
 
 
-def take_snapshot(backend: str, root: Path, foreign: Mapping[str, Path]) -> dict[str, Any]:
+def take_snapshot(
+    backend: str, packages: Mapping[str, Path], foreign: Mapping[str, Path]
+) -> dict[str, Any]:
     """The facts of one backend as the committed JSON holds them: names, types, defaults, places.
 
     `foreign` are packages whose types the dataclasses use without belonging to upstream; their
     versions are recorded, their files are not among the digests.
     """
     module = BACKENDS[backend]
-    sources = Sources({**{name: root / name for name in module.PACKAGES}, **foreign})
+    sources = Sources({**packages, **foreign})
     fields: dict[str, dict[str, Any]] = {}
     stages: dict[str, list[str]] = {}
     externals: dict[str, list[Any]] = {}
@@ -279,11 +302,11 @@ def take_snapshot(backend: str, root: Path, foreign: Mapping[str, Path]) -> dict
                 externals[known.external] = list(known.choices)
     digests = {k: v for k, v in sources.digests.items() if k.partition("/")[0] in module.PACKAGES}
     for entry in module.STAGES.values():
-        digests[entry.script] = _digest(root / entry.script) or ""
+        digests[entry.script] = _digest(packages, entry.script) or ""
     return {
         "schema_version": SNAPSHOT_VERSION,
         "backend": backend,
-        "version": version_of(backend, root),
+        "version": version_of(backend, packages),
         "foreign": {name: package_version(path.parent, name) for name, path in foreign.items()},
         "files": dict(sorted(digests.items())),
         "externals": dict(sorted(externals.items())),

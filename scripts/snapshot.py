@@ -13,7 +13,7 @@ from pathlib import Path
 
 from launcher.backends import BACKENDS
 from launcher.sources import find_package
-from launcher.upstream import package_version, take_snapshot
+from launcher.upstream import locate, package_version, packages_below, take_snapshot
 
 FOLDER = Path(__file__).resolve().parent.parent / "launcher" / "snapshots"
 # package folder -> the distribution it comes from
@@ -32,20 +32,20 @@ def main(arguments: list[str]) -> int:
             )
             return 1
         foreign[name] = path
-    facts = take_snapshot("open_instruct", checkout, foreign)
+    facts = take_snapshot("open_instruct", packages_below("open_instruct", checkout), foreign)
     facts["foreign"] = {
         FOREIGN[n]: package_version(p.parent, FOREIGN[n]) for n, p in foreign.items()
     }
     if facts["version"] != BACKENDS["open_instruct"].PIN:
         print(f"{checkout} is at {facts['version']}, not at the pin", file=sys.stderr)
         return 1
-    packages = find_package("trl")
-    if packages is None:
+    installed = locate("trl")
+    if installed.root is None:
         print("trl is not installed", file=sys.stderr)
         return 1
     for name, data in (
         ("open_instruct", facts),
-        ("trl", take_snapshot("trl", packages.parent, {})),
+        ("trl", take_snapshot("trl", installed.packages, {})),
     ):
         target = FOLDER / f"{name}.json"
         target.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -242,7 +242,10 @@ def test_the_snapshot_is_what_the_pinned_sources_give(checkout: Path) -> None:
     if olmo is None:
         pytest.skip(NO_PACKAGES)
     assert_current(
-        "open_instruct", upstream.take_snapshot("open_instruct", checkout, {"olmo_core": olmo})
+        "open_instruct",
+        upstream.take_snapshot(
+            "open_instruct", upstream.packages_below("open_instruct", checkout), {"olmo_core": olmo}
+        ),
     )
 
 
@@ -250,7 +253,7 @@ def test_the_snapshot_is_what_the_pinned_packages_give() -> None:
     source = upstream.locate("trl")
     if source.root is None or not source.pinned:
         pytest.skip(f"{NO_PACKAGES}: {source.pin}")
-    assert_current("trl", upstream.take_snapshot("trl", source.root, {}))
+    assert_current("trl", upstream.take_snapshot("trl", source.packages, {}))
 
 
 def assert_current(backend: str, taken: dict[str, Any]) -> None:
@@ -258,3 +261,15 @@ def assert_current(backend: str, taken: dict[str, Any]) -> None:
     # scripts/snapshot.py names the distribution, not the folder
     committed.pop("foreign"), taken.pop("foreign")
     assert json.loads(json.dumps(taken)) == committed, "make snapshot"
+
+
+def test_packages_may_lie_in_several_places(tmp_path: Path) -> None:
+    """A user's own site-packages beside the system's: each package has its own folder."""
+    for name, site in (("trl", "mine"), ("transformers", "theirs")):
+        (tmp_path / site / name).mkdir(parents=True)
+        (tmp_path / site / name / "__init__.py").touch()
+        (tmp_path / site / f"{name}-9.1.dist-info").mkdir()
+    source = upstream.locate("trl", search=[tmp_path / "mine", tmp_path / "theirs"])
+    assert source.root == tmp_path / "mine"
+    assert source.packages["transformers"] == tmp_path / "theirs" / "transformers"
+    assert source.version == "trl 9.1, transformers 9.1"

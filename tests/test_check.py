@@ -195,7 +195,7 @@ def test_a_real_crash() -> None:
     assert finish.detail["error"] == {
         "type": "AssertionError",
         "message": "device_name must be set",
-        "at": "/root/open-instruct/open_instruct/utils.py:1870",
+        "at": "/checkout/open_instruct/utils.py:1870",
         "rank": "0",
     }
 

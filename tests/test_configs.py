@@ -148,7 +148,7 @@ def test_dpo_starts_from_the_sft_file_beside_it(folder: str) -> None:
 
 @pytest.mark.parametrize("name", LISTED)
 def test_no_key_that_upstream_ignores(name: str) -> None:
-    # no read of these on the path of either script: shared/upstream.md
+    # no attribute read of these on the path of either script at the pin
     unread = {
         "dataset_mix_dir", "dataset_config_name", "max_train_samples", "preprocessing_num_workers",
         "overwrite_cache", "save_to_hub", "load_balancing_weight", "hf_metadata_dataset",

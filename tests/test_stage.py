@@ -302,7 +302,7 @@ def test_all_files_that_the_checkout_ships_are_judged_with_every_fault_in_its_pl
     for path in paths:
         found = stage.judge(config.load(path)).findings
         refused = [f for f in found if (f.severity, f.layer) == ("error", "parser")]
-        # upstream refuses every one of them: shared/upstream.md, tried with the real parser
+        # upstream refuses every one of them: tried with the real parser
         assert refused, path
         lines = path.read_text().splitlines()
         for finding in found:

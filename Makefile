@@ -48,8 +48,8 @@ demo: $(VENV)/trl
 	$(BIN)/launch sft configs/demo/sft.yaml
 	$(BIN)/launch dpo configs/demo/dpo.yaml
 	@echo
-	@$(BIN)/launch runs
-	@echo "each run folder under $(or $(LAUNCH_RUNS),runs)/ holds console.log, metrics.jsonl, verdict.json and report.html"
+	@for run in $$(ls -td $(or $(LAUNCH_RUNS),runs)/*/run.json | head -2); do \
+	  echo "run: $${run%/run.json}   report: $${run%run.json}report.html"; done
 
 test: $(VENV)/trl $(VENV)/dev $(if $(CHECKOUT),$(VENV)/open-instruct)
 	$(BIN)/python -m pytest

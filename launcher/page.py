@@ -7,13 +7,15 @@ from html import escape
 from typing import Any
 
 from launcher.check import Verdict
+from launcher.plan import titled
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #888; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; width: 100%; margin-bottom: 2rem; }
-th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line);
-  vertical-align: top; overflow-wrap: anywhere; }
+th, td { text-align: left; padding: .3rem 1.2rem .3rem 0; border-bottom: 1px solid var(--line);
+  vertical-align: top; white-space: nowrap; }
+th:last-child, td:last-child { width: 100%; white-space: normal; overflow-wrap: anywhere; }
 th { font-weight: 600; } code { font-size: 13px; } small { color: var(--soft); }
 .pass, .ok { color: #1a7f37; } .fail { color: #cf222e; } .unproven { color: #9a6700; }
 """
@@ -21,7 +23,7 @@ th { font-weight: 600; } code { font-size: 13px; } small { color: var(--soft); }
 
 def render(manifest: Mapping[str, Any], verdict: Verdict) -> str:
     """The page; readable offline, in light and dark."""
-    name = escape(f"{manifest.get('stage', '')} {manifest.get('name', '')}")
+    name = escape(titled(str(manifest.get("stage", "")), str(manifest.get("name", ""))))
     points = _table(
         ("point", "state", "expected", "", "evidence"),
         (
@@ -30,7 +32,7 @@ def render(manifest: Mapping[str, Any], verdict: Verdict) -> str:
         ),
     )
     figures = _table(
-        ("figure", "value"), ((k, v) for k, v in verdict.metrics.items() if v is not None)
+        ("figure", "value"), ((k, f"{v:,.5g}") for k, v in verdict.metrics.items() if v is not None)
     )
     plan = _table(("plan", ""), manifest.get("plan", {}).items())
     fields = (
@@ -78,4 +80,4 @@ def _evidence(found: Iterable[Any]) -> str:
 
 def _source(manifest: Mapping[str, Any]) -> str:
     source = manifest.get("upstream", {})
-    return f"{source.get('backend', '')} {source.get('version', '')}"
+    return titled(str(source.get("backend", "")), str(source.get("version", "")))

@@ -53,8 +53,7 @@ class Plan:
     @property
     def title(self) -> str:
         """Stage and name, the stage not said twice."""
-        stage, name = self.stage.options.stage, self.stage.name
-        return name if name.startswith(stage) else f"{stage} {name}"
+        return titled(self.stage.options.stage, self.stage.name)
 
     def arguments(self) -> dict[str, list[str]]:
         """Upstream's flags and their words, the file's first, then the derived ones."""
@@ -73,6 +72,11 @@ class Plan:
             "rows": self.rows,
             "steps": self.steps,
         }
+
+
+def titled(kind: str, name: str) -> str:
+    """`kind name`, or the name alone where it says the kind itself."""
+    return name if name.startswith(kind) else f"{kind} {name}"
 
 
 def make(stage: Stage, *, gpus: int, nodes: int = 1, output: Path | None = None) -> Plan:

@@ -212,8 +212,7 @@ def _loss(evidence: Evidence, _want: str | None) -> Seen:
         return Seen(state="nonfinite", cites=tuple(b[2] for b in bad), detail=detail)
     if not losses(evidence):
         return Seen(state="none_logged", proved=False, detail=detail)
-    ends = (log.steps[0], log.steps[-1]) if log and log.steps else ()
-    return Seen(state="finite", cites=tuple(_of_line(log, e) for e in ends), detail=detail)
+    return Seen(state="finite", cites=_of_losses(evidence), detail=detail)
 
 
 def _nonfinite(line: StepLine) -> bool:
@@ -231,7 +230,7 @@ def _trend(evidence: Evidence, _want: str | None) -> Seen:
     detail |= {"change": round(change, 4), "z": round(z, 2)}
     sure = abs(z) >= TREND_Z and abs(change) >= TREND_CHANGE
     state = "flat" if not sure else "falling" if change < 0 else "rising"
-    return Seen(state=state, detail=detail)
+    return Seen(state=state, cites=_of_losses(evidence), detail=detail)
 
 
 def trend(series: Sequence[float]) -> tuple[float, float]:
@@ -306,6 +305,17 @@ def _of_asked(log: Log | None, key: str) -> tuple[Cite, ...]:
 def _of_line(log: Log | None, line: StepLine) -> Cite:
     file = str(log.path) if log else ""
     return Cite(source="log", file=file, line=line.line, text=line.text)
+
+
+def _of_losses(evidence: Evidence) -> tuple[Cite, ...]:
+    """Where the first and the last loss stand: in the log, or where nothing is logged in a record."""
+    log = evidence.log
+    if log is not None and log.steps:
+        return tuple(_of_line(log, line) for line in (log.steps[0], log.steps[-1]))
+    for _, record in sorted(evidence.probe.ranks.items()) if evidence.probe else ():
+        if record.steps:
+            return tuple(_of_step(record, step) for step in (record.steps[0], record.steps[-1]))
+    return ()
 
 
 def _of_event(record: RankRecord, event: Event) -> Cite:

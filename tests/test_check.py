@@ -143,6 +143,14 @@ def test_a_log_alone_proves_only_so_much(
         assert brief(verdict.point("reference_cache")) == ("miss", True)
 
 
+def test_the_trend_cites_the_first_and_the_last_loss() -> None:
+    evidence = read_log(LOGS / "trl_sft.log")
+    trend = judge("sft", {"trend": "falling"}, evidence).point("trend")
+    assert trend.ok
+    first, last = trend.evidence
+    assert first.line is not None and last.line is not None and first.line < last.line
+
+
 def test_evidence_points_at_the_line() -> None:
     path = LOGS / "sft_liger_pack_miss.log"
     evidence = read_log(path)

@@ -11,11 +11,15 @@ import traceback
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, UsageError, errors
+
+if TYPE_CHECKING:
+    # only for annotations: validation must not pay for importing what starts a run
+    from launcher.start import Request
 
 app = typer.Typer(
     add_completion=True,
@@ -59,88 +63,71 @@ Unproven = Annotated[
 Strict = Annotated[bool, typer.Option("--strict", help="warnings stop too")]
 
 
-@app.command(
-    epilog="Example: launch sft configs/tulu/sft_qwen7b_25pct.yaml learning_rate=1e-5 --gpus 8"
+def _stage_command(stage: str) -> Callable[..., None]:
+    """The command that starts one stage: the same for each, but for its name."""
+
+    def command(
+        config: Config, overrides: Overrides = None, gpus: Gpus = None, nodes: Nodes = 1,
+        dry_run: DryRun = False, python: Python = None, open_instruct: Checkout = None,
+        allow_unpinned: Unpinned = False, allow_unproven: Unproven = False, strict: Strict = False,
+        format: FormatOption = Format.text,
+    ) -> None:  # fmt: skip
+        from launcher.start import Request
+
+        request = Request(
+            stage=stage, config=config, overrides=overrides or (), gpus=gpus, nodes=nodes,
+            python=python, checkout=open_instruct, allow_unpinned=allow_unpinned, strict=strict,
+        )  # fmt: skip
+        if dry_run:
+            _dry_run(request, format)
+            return
+        if nodes > 1:
+            raise UsageError(
+                _usage("several-nodes", "only --dry-run plans for several machines as yet")
+            )
+        raise typer.Exit(_run(request, format, allow_unproven=allow_unproven))
+
+    command.__doc__ = f"Validate, plan and run one {stage.upper()} stage, then judge it."
+    return command
+
+
+app.command(
+    "sft",
+    epilog="Example: launch sft configs/tulu/sft_qwen7b_25pct.yaml learning_rate=1e-5 --gpus 8",
+)(_stage_command("sft"))
+app.command("dpo", epilog="Example: launch dpo configs/tulu/dpo_qwen7b.yaml --gpus 8 --dry-run")(
+    _stage_command("dpo")
 )
-def sft(
-    config: Config, overrides: Overrides = None, gpus: Gpus = None, nodes: Nodes = 1,
-    dry_run: DryRun = False, python: Python = None, open_instruct: Checkout = None,
-    allow_unpinned: Unpinned = False, allow_unproven: Unproven = False, strict: Strict = False,
-    format: FormatOption = Format.text,
-) -> None:  # fmt: skip
-    """Validate, plan and run one SFT stage, then judge it."""
-    _stage("sft", config, overrides, gpus, nodes, dry_run, python, open_instruct, allow_unpinned,
-           allow_unproven, strict, format)  # fmt: skip
 
 
-@app.command(epilog="Example: launch dpo configs/tulu/dpo_qwen7b.yaml --gpus 8 --dry-run")
-def dpo(
-    config: Config, overrides: Overrides = None, gpus: Gpus = None, nodes: Nodes = 1,
-    dry_run: DryRun = False, python: Python = None, open_instruct: Checkout = None,
-    allow_unpinned: Unpinned = False, allow_unproven: Unproven = False, strict: Strict = False,
-    format: FormatOption = Format.text,
-) -> None:  # fmt: skip
-    """Validate, plan and run one DPO stage, then judge it."""
-    _stage("dpo", config, overrides, gpus, nodes, dry_run, python, open_instruct, allow_unpinned,
-           allow_unproven, strict, format)  # fmt: skip
-
-
-def _stage(
-    stage: str, config: Path, overrides: list[str] | None, gpus: int | None, nodes: int,
-    dry_run: bool, python: Path | None, checkout: Path | None, allow_unpinned: bool,
-    allow_unproven: bool, strict: bool, format: Format,
-) -> None:  # fmt: skip
+def _dry_run(request: Request, format: Format) -> None:
     from launcher import report, start
 
-    request = start.Request(
-        stage=stage, config=config, overrides=overrides or (), gpus=gpus, nodes=nodes, python=python,
-        checkout=checkout, allow_unpinned=allow_unpinned, strict=strict,
-    )  # fmt: skip
-    if nodes > 1 and not dry_run:
-        raise UsageError(
-            _usage("several-nodes", "only --dry-run plans for several machines as yet")
-        )
-    as_json = format is Format.json
-    prepared = start.prepare(request, running=not dry_run)
-    if not as_json:
+    prepared = start.prepare(request, running=False)
+    if format is Format.json:
+        report.envelope(request.stage, True, prepared.findings, prepared.as_json())
+    else:
         report.findings(prepared.findings)
-    if dry_run:
-        if as_json:
-            report.envelope(stage, True, prepared.findings, _plan_json(prepared))
-        else:
-            report.dry_run(prepared.plan, prepared.command)
-        return
-    if not as_json:
-        for line in report.plan_lines(prepared.plan):
-            report.say(line, err=True)
-        console = prepared.folder.console(prepared.attempt)
-        report.say(f"log: {console}", err=True)
+        report.dry_run(prepared.plan, prepared.command)
+
+
+def _run(request: Request, format: Format, *, allow_unproven: bool) -> Exit:
+    from launcher import report, start
+
+    prepared = start.prepare(request, running=True)
+    if format is Format.text:
+        report.findings(prepared.findings)
+        report.beginning(prepared.plan, prepared.folder.console(prepared.attempt))
     ended = start.run(prepared)
     verdict = start.finish(prepared.folder)
     code = start.exit_code(ended, verdict, allow_unproven=allow_unproven)
-    if as_json:
+    if format is Format.json:
         data = {**verdict.as_json(), "run": str(prepared.folder.path)}
-        report.envelope(stage, code is Exit.OK, prepared.findings, data)
+        report.envelope(request.stage, code is Exit.OK, prepared.findings, data)
     else:
         report.verdict(verdict)
-        report.say(f"run: {prepared.folder.path}\nreport: {prepared.folder.path / 'report.html'}")
-    raise typer.Exit(code)
-
-
-def _plan_json(prepared: object) -> dict[str, object]:
-    from launcher.start import Prepared
-
-    assert isinstance(prepared, Prepared)
-    shown = prepared.command.redacted()
-    return {
-        "plan": {"gpus": [prepared.plan.as_json()]},
-        "upstream": prepared.plan.stage.upstream.as_json(),
-        "derived": {name: d.value for name, d in prepared.plan.derived.items()},
-        "argv": list(shown.argv),
-        "env": dict(shown.env),
-        "cwd": str(shown.cwd),
-        "run": str(prepared.folder.path),
-    }
+        report.say(f"run: {prepared.folder.path}\nreport: {prepared.folder.report}")
+    return code
 
 
 @app.command(
@@ -155,8 +142,7 @@ def validate_config(
     format: FormatOption = Format.text,
 ) -> None:
     """Say everything that upstream would refuse, ignore or misread; no GPU, no packages needed."""
-    from launcher import config, report
-    from launcher import stage as stages
+    from launcher import report
 
     if stage not in {None, "sft", "dpo"}:
         raise UsageError(
@@ -165,19 +151,8 @@ def validate_config(
     found: list[Finding] = []
     files: list[dict[str, object]] = []
     for path in paths:
-        entry: dict[str, object] = {"path": str(path)}
-        try:
-            loaded = config.load(path)
-            judged = stages.judge(
-                loaded, stage=stage, checkout=open_instruct, allow_unpinned=allow_unpinned
-            )
-            mine = judged.findings
-            source = judged.upstream.as_json() if judged.upstream else None
-            entry |= {"stage": judged.stage, "shape": loaded.shape, "upstream": source}
-        except InvalidConfig as error:
-            mine = error.findings
-        entry["valid"] = not errors(mine, strict=strict)
-        files.append(entry)
+        told, mine = _judge_file(path, stage, open_instruct, allow_unpinned)
+        files.append({"path": str(path), "valid": not errors(mine, strict=strict), **told})
         found += mine
     ok = all(entry["valid"] for entry in files)
     if format is Format.json:
@@ -185,10 +160,25 @@ def validate_config(
     else:
         report.findings(found)
         for entry in files:
-            report.say(
-                f"{entry['path']}: {'valid' if entry['valid'] else 'invalid'}{_checked(entry)}"
-            )
+            state = "valid" if entry["valid"] else "invalid"
+            report.say(f"{entry['path']}: {state}{_checked(entry)}")
     raise typer.Exit(Exit.OK if ok else Exit.CONFIG)
+
+
+def _judge_file(
+    path: Path, stage: str | None, checkout: Path | None, allow_unpinned: bool
+) -> tuple[dict[str, object], tuple[Finding, ...]]:
+    """What is known of one file, and everything found about it."""
+    from launcher import config
+    from launcher import stage as stages
+
+    try:
+        loaded = config.load(path)
+        judged = stages.judge(loaded, stage=stage, checkout=checkout, allow_unpinned=allow_unpinned)
+    except InvalidConfig as error:
+        return {}, error.findings
+    source = judged.upstream.as_json() if judged.upstream else None
+    return {"stage": judged.stage, "shape": loaded.shape, "upstream": source}, judged.findings
 
 
 def _checked(entry: dict[str, object]) -> str:

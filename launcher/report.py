@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -68,6 +69,13 @@ def plan_lines(plan: Plan) -> list[str]:
         f"data: {rows} rows, {steps}",
     ]
     return lines + [f"set: {name}={d.value}  ({d.why})" for name, d in plan.derived.items()]
+
+
+def beginning(plan: Plan, console: Path) -> None:
+    """The plan, and where to read along, before the first process starts."""
+    for line in plan_lines(plan):
+        typer.echo(line, err=True)
+    typer.echo(f"log: {console}", err=True)
 
 
 def dry_run(plan: Plan, command: Command) -> None:

@@ -65,6 +65,11 @@ class RunFolder:
         """Held, through the kernel, by the process of the attempt that runs."""
         return self.path / "lock"
 
+    @property
+    def report(self) -> Path:
+        """The verdict, the plan and the arguments as a page."""
+        return self.path / "report.html"
+
     def console(self, attempt: int) -> Path:
         """What the training processes wrote, raw."""
         return self.path / _numbered("console", attempt, "log")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,6 +64,19 @@ class Prepared:
     def findings(self) -> tuple[Finding, ...]:
         """Warnings and notes of validation and planning."""
         return (*self.plan.stage.findings, *self.plan.findings)
+
+    def as_json(self) -> dict[str, object]:
+        """What a dry run answers, tokens taken out."""
+        shown = self.command.redacted()
+        return {
+            "plan": {"gpus": [self.plan.as_json()]},
+            "upstream": self.plan.stage.upstream.as_json(),
+            "derived": {name: d.value for name, d in self.plan.derived.items()},
+            "argv": list(shown.argv),
+            "env": dict(shown.env),
+            "cwd": str(shown.cwd),
+            "run": str(self.folder.path),
+        }
 
 
 def prepare(request: Request, *, running: bool) -> Prepared:
@@ -166,7 +178,7 @@ def finish(folder: RunFolder) -> check.Verdict:
         rundir.write_json(folder.verdict, judged.as_json())
         rows = measures.metrics_rows(found)
         rundir.write_text(folder.metrics, "".join(rundir.json_line(row) for row in rows))
-        rundir.write_text(folder.path / "report.html", page.render(manifest, judged))
+        rundir.write_text(folder.report, page.render(manifest, judged))
     return judged
 
 
@@ -174,7 +186,7 @@ def exit_code(ended: runner.Exit | None, verdict: check.Verdict, *, allow_unprov
     """The documented exit code of a run that ended so, or of a verdict alone."""
     if ended is not None and ended.stopped is not None:
         return Exit.INTERRUPTED
-    if ended is not None and (ended.returncode or ended.signal == signal.SIGKILL):
+    if ended is not None and ended.returncode:
         return Exit.TRAINING
     if verdict.status == "pass" or (verdict.status == "unproven" and allow_unproven):
         return Exit.OK

@@ -110,13 +110,14 @@ def choose(
 ) -> tuple[RunFolder, int]:
     """The folder of this start and the number of the attempt.
 
-    The newest run into the same output folder is continued, any other start is a new run. Nothing
-    is created, unless `reserve` asks for the empty folder of a new run: then two starts in the same
-    second get two. Raises NotReady where that cannot be made.
+    The newest run of this stage into the same output folder is continued, any other start is a new
+    run. Nothing is created, unless `reserve` asks for the empty folder of a new run: then two starts
+    in the same second get two. Raises NotReady where that cannot be made.
     """
     wanted = None if output is None else redact(str(output))
     for folder in _newest_first(root) if wanted is not None else ():
-        if read_manifest(folder).get("output") == wanted:
+        told = read_manifest(folder)
+        if (told.get("stage"), told.get("output")) == (stage, wanted):
             return folder, folder.attempts() + 1
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
     stem = f"{now}-{stage}-{_UNSAFE.sub('-', redact(name)).strip('-')[:100] or 'run'}"

@@ -52,7 +52,7 @@ def imported(path: Path, *, lazily: bool = True) -> set[str]:
     return found
 
 
-# What each layer of design.md's drawing may import. A module not named here may be imported by
+# What each layer of the README's drawing may import. A module not named here may be imported by
 # anything later, and is checked for circles only.
 ARROWS = {
     "errors": set[str](),

@@ -75,9 +75,10 @@ def test_a_new_output_is_a_new_run(root: Path, tmp_path: Path) -> None:
 
 def test_the_same_output_is_another_attempt_of_the_newest_run(root: Path, tmp_path: Path) -> None:
     output = tmp_path / "model"
-    run(root, "20250101T000000Z-sft-a", output=str(output))
-    newest = run(root, "20250102T000000Z-sft-a", output=str(output))
-    run(root, "20250103T000000Z-sft-a", output="elsewhere")
+    run(root, "20250101T000000Z-sft-a", stage="sft", output=str(output))
+    newest = run(root, "20250102T000000Z-sft-a", stage="sft", output=str(output))
+    run(root, "20250103T000000Z-sft-a", stage="sft", output="elsewhere")
+    run(root, "20250104T000000Z-dpo-a", stage="dpo", output=str(output))
     newest.console(1).touch()
     assert rundir.choose("sft", "a", output, root) == (newest, 2)
     assert rundir.choose("sft", "a", None, root)[1] == 1

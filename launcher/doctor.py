@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 from launcher import machine
-from launcher.backends import BACKENDS
 from launcher.errors import Finding, NotReady
 from launcher.machine import Trainer
 from launcher.plan import Plan
@@ -60,7 +60,7 @@ def interpreter(trainer: Trainer) -> Iterator[Finding]:
 
 def packages(plan: Plan, trainer: Trainer) -> Iterator[Finding]:
     """Distributions that the trainer's Python lacks."""
-    backend = BACKENDS[plan.stage.options.backend]
+    backend = plan.stage.backend
     needed = list(backend.NEEDS)
     if plan.values.get(plan.stage.entry.names.liger):
         needed.append("liger-kernel")
@@ -99,7 +99,4 @@ def local_files(plan: Plan) -> Iterator[Finding]:
     """Data files that validation only warned about."""
     for finding in plan.stage.findings:
         if finding.code == "missing-data":
-            yield Finding(
-                severity="error", layer="run", code=finding.code, key=finding.key,
-                message=finding.message, help=finding.help, file=finding.file, line=finding.line,
-            )  # fmt: skip
+            yield replace(finding, severity="error")

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.backends import BACKENDS
 from launcher.errors import Finding, InvalidConfig
 from launcher.paths import expanded
 from launcher.schema import Values
@@ -116,7 +115,7 @@ def make(stage: Stage, *, gpus: int, nodes: int = 1, output: Path | None = None)
 
 def output_folder(plan: Plan) -> Path | None:
     """Where upstream will put the final model."""
-    return BACKENDS[plan.stage.options.backend].output_folder(plan.values)
+    return plan.stage.backend.output_folder(plan.values)
 
 
 def _note(stage: Stage, name: str, value: Any, why: str) -> Finding:

@@ -35,22 +35,22 @@ def envelope(command: str, ok: bool, findings: Iterable[Finding], data: Any) -> 
     typer.echo(json.dumps(whole, indent=2, ensure_ascii=False, default=str))
 
 
-def say(text: str, *, err: bool = False) -> None:
-    """One plain line, never wrapped."""
-    typer.echo(text, err=err)
+def say(text: str) -> None:
+    """Plain text to stdout, never wrapped."""
+    typer.echo(text)
 
 
-def findings(found: Sequence[Finding], *, err: bool = True) -> None:
-    """Every finding: what, where, what to do next."""
+def findings(found: Sequence[Finding]) -> None:
+    """Every finding, on stderr: what, where, what to do next."""
     for finding in found:
         head = typer.style(
             f"{finding.severity}[{finding.code}]", fg=_COLOUR[finding.severity], bold=True
         )
-        typer.echo(f"{head}: {finding.message}", err=err)
+        typer.echo(f"{head}: {finding.message}", err=True)
         if finding.place is not None:
-            typer.echo(f"  --> {finding.place}", err=err)
+            typer.echo(f"  --> {finding.place}", err=True)
         if finding.help is not None:
-            typer.echo(f"  help: {finding.help}", err=err)
+            typer.echo(f"  help: {finding.help}", err=True)
 
 
 def plan_lines(plan: Plan) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import arguments, options, rules, upstream
-from launcher.backends import BACKENDS, Entry
+from launcher.backends import BACKENDS, Backend, Entry
 from launcher.config import Config
 from launcher.errors import Finding, InvalidConfig, errors
 from launcher.options import Batch, Options
@@ -40,7 +40,12 @@ class Stage:
     @property
     def entry(self) -> Entry:
         """The entry script's description."""
-        return BACKENDS[self.options.backend].STAGES[self.options.stage]
+        return self.backend.STAGES[self.options.stage]
+
+    @property
+    def backend(self) -> Backend:
+        """What differs between the trainers."""
+        return BACKENDS[self.options.backend]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +78,7 @@ def judge(
     found, findings = _stage_name(config, stage)
     if found is None:
         return _rejected(config, findings)
-    source = upstream.locate(_backend(config), checkout=checkout, search=search)
+    source = upstream.locate(backend_of(config), checkout=checkout, search=search)
     pin = upstream.unpinned(source, running=running, allowed=allow_unpinned)
     findings += [pin] if pin is not None else []
     schema = upstream.load_schema(source, found, allow_unpinned=allow_unpinned)
@@ -137,7 +142,8 @@ def _order(finding: Finding) -> tuple[str, int]:
     return finding.file or "", finding.line or 0
 
 
-def _backend(config: Config) -> str:
+def backend_of(config: Config) -> str:
+    """The backend that a file names, or the default where it names none that there is."""
     backend = config.options.get("backend")
     return backend if isinstance(backend, str) and backend in BACKENDS else "open_instruct"
 

@@ -85,8 +85,7 @@ def prepare(request: Request, *, running: bool) -> Prepared:
     Raises InvalidConfig, NotReady or UsageError. Writes nothing but, for a run, its empty folder.
     """
     loaded = config.load(request.config, request.overrides)
-    backend = str(loaded.options.get("backend") or "open_instruct")
-    checkout = None
+    backend, checkout = stages.backend_of(loaded), None
     if backend == "open_instruct":
         checkout = locate(backend, checkout=request.checkout).root
     trainer = machine.find_trainer(request.python, checkout)
@@ -97,8 +96,9 @@ def prepare(request: Request, *, running: bool) -> Prepared:
     stage = stages.validate(judged, strict=request.strict)
     gpus = _gpus(request.gpus, stage)
     root = rundir.runs_root()
-    first = plan.make(stage, gpus=gpus, nodes=request.nodes)
-    named = plan.output_folder(first) if stage.entry.names.output in stage.args else None
+    # what launch derives does not move an output that the stage file names
+    given = stage.entry.names.output in stage.args
+    named = stage.backend.output_folder(stage.values) if given else None
     output = None if named is None else named.absolute()
     folder, attempt = rundir.choose(request.stage, stage.name, output, root, reserve=running)
     try:

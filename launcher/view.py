@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import time
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import typer
+
+from launcher import rundir
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -210,7 +211,7 @@ class View:
     def take_in(self) -> None:
         """Read what has been written since the last time."""
         for raw in self.events.read():
-            self.progress.event(_mapping(raw))
+            self.progress.event(rundir.parse_line(raw))
         self.log.skip(BACKLOG)
         for raw in self.log.read():
             self._total(raw)
@@ -237,11 +238,3 @@ class View:
         if due and line != self.printed:
             self.since, self.printed = time.monotonic(), line
             typer.echo(line, err=True)
-
-
-def _mapping(raw: bytes) -> dict[str, Any]:
-    try:
-        data = json.loads(raw)
-    except ValueError:
-        return {}
-    return data if isinstance(data, dict) else {}

@@ -117,7 +117,7 @@ def _check_unknown(schema: Schema, entry: Entry, key: str, value: Any) -> Findin
 
 
 def _explain_unknown(schema: Schema, entry: Entry, key: str) -> tuple[str, str, str]:
-    message = f"`{key}` is not a field of {entry.owner}"
+    message = f"`{key}` is not a field of {schema.owner or entry.owner}"
     moved = entry.moved.get(key)
     if moved is not None:
         if moved.to is None:

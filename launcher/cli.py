@@ -20,6 +20,7 @@ from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, UsageErro
 if TYPE_CHECKING:
     # only for annotations: validation must not pay for importing what starts a run
     from launcher.start import Request
+    from launcher.upstream import Locator
 
 app = typer.Typer(
     add_completion=True,
@@ -142,7 +143,7 @@ def validate_config(
     format: FormatOption = Format.text,
 ) -> None:
     """Say everything that upstream would refuse, ignore or misread; no GPU, no packages needed."""
-    from launcher import report
+    from launcher import report, upstream
 
     if stage not in {None, "sft", "dpo"}:
         raise UsageError(
@@ -150,8 +151,9 @@ def validate_config(
         )
     found: list[Finding] = []
     files: list[dict[str, object]] = []
+    locator = upstream.Locator(checkout=open_instruct, allow_unpinned=allow_unpinned)
     for path in paths:
-        told, mine = _judge_file(path, stage, open_instruct, allow_unpinned)
+        told, mine = _judge_file(path, stage, locator)
         files.append({"path": str(path), "valid": not errors(mine, strict=strict), **told})
         found += mine
     ok = all(entry["valid"] for entry in files)
@@ -166,7 +168,7 @@ def validate_config(
 
 
 def _judge_file(
-    path: Path, stage: str | None, checkout: Path | None, allow_unpinned: bool
+    path: Path, stage: str | None, locator: Locator
 ) -> tuple[dict[str, object], tuple[Finding, ...]]:
     """What is known of one file, and everything found about it."""
     from launcher import config
@@ -174,7 +176,7 @@ def _judge_file(
 
     try:
         loaded = config.load(path)
-        judged = stages.judge(loaded, stage=stage, checkout=checkout, allow_unpinned=allow_unpinned)
+        judged = stages.judge(loaded, stage=stage, locator=locator)
     except InvalidConfig as error:
         return {}, error.findings
     source = judged.upstream.as_json() if judged.upstream else None

@@ -33,35 +33,13 @@ def read_fields(
         module = sources.module(module_name)
         if module is None or class_name not in module.classes:
             raise LookupError(f"{module_name} has no class {class_name}")
-        for owner, node in _linearised(sources, module, class_name):
+        for owner, node in sources.linearised(module, module.classes[class_name]):
             for name, known in _own_fields(sources, owner, node, externals):
                 # a field keeps the position of its first definition, as dataclasses do
                 nullable = takes_none and known.kind in _NULLABLE and "None" in known.type
                 nullable = nullable and not known.many
                 fields[name] = replace(known, nullable=nullable)
     return fields
-
-
-def _linearised(sources: Sources, module: Module, name: str) -> list[tuple[Module, ast.ClassDef]]:
-    """The class and its bases over all files, base first: the order dataclasses collect in."""
-    nodes: dict[str, tuple[Module, ast.ClassDef]] = {}
-
-    def build(module: Module, name: str) -> type:
-        key = f"{module.name}:{name}"
-        node = module.classes[name]
-        nodes[key] = (module, node)
-        bases = []
-        for base in node.bases:
-            found = sources.resolve(module, base.id) if isinstance(base, ast.Name) else None
-            if found is not None and found[1] in found[0].classes:
-                bases.append(stand_ins.get(f"{found[0].name}:{found[1]}") or build(*found))
-        # Python's own method resolution order, on empty stand-ins for upstream's classes
-        stand_ins[key] = type(key, tuple(bases), {})
-        return stand_ins[key]
-
-    stand_ins: dict[str, type] = {}
-    order = build(module, name).__mro__
-    return [nodes[stand_in.__name__] for stand_in in reversed(order) if stand_in is not object]
 
 
 def _own_fields(

@@ -125,6 +125,47 @@ def _article(kind: Kind) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Read:
+    """One place (`file:line`) where the entry script's path reads an argument.
+
+    `when` are the conditions over arguments that all have to hold there (see `conditions`).
+    """
+
+    where: str
+    when: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """One `raise` that arguments alone lead to: all of `when` have to hold.
+
+    `parsing` ones stand in `__post_init__`, so that the parser itself refuses.
+    """
+
+    where: str
+    when: tuple[str, ...]
+    error: str
+    parsing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Shadow:
+    """A read (`file:line`) that is never reached, because of what the arguments `by` already settled."""
+
+    where: str
+    by: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """What the path of an entry script does with its arguments; an argument without reads is dead."""
+
+    reads: Mapping[str, tuple[Read, ...]] = field(default_factory=dict)
+    refusals: tuple[Refusal, ...] = ()
+    shadows: Mapping[str, Shadow] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Flag:
     """One option string of upstream's parser: the field it sets; `negated` ones set it to false."""
 
@@ -165,9 +206,11 @@ def text(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schema:
-    """What one entry script takes, and where that knowledge comes from.
+    """What one entry script takes, what it does with it, and where that knowledge comes from.
 
-    `version` is a commit or a package version; `digests` are sha256 of the files read.
+    `version` is a commit or a package version; `digests` are sha256 of the files read. `owner` is the
+    dataclass to name to people; `path` what the script reads and refuses; `said` the log lines that
+    its source still prints (see `signatures.key`).
     """
 
     backend: str
@@ -178,6 +221,9 @@ class Schema:
     fields: Mapping[str, Field]
     digests: Mapping[str, str] = field(default_factory=dict)
     splits: frozenset[str] = frozenset()
+    owner: str = ""
+    path: Path = field(default_factory=Path)
+    said: frozenset[str] = frozenset()
 
     def words(self, name: str, value: Any) -> list[str]:
         """The words after `--name` for a value as the stage file holds it."""

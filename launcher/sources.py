@@ -12,10 +12,42 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 UNKNOWN: Any = object()
 """What `evaluate` returns for an expression that only running the module could tell."""
+
+
+class Tree(Protocol):
+    """A package's files: on disk, or at a commit (`git.CommitTree`)."""
+
+    @property
+    def name(self) -> str:
+        """The package's top-level name, which labels begin with."""
+        ...
+
+    def read(self, path: str) -> bytes | None:
+        """A file by its path below the package; None where it is not there."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A package on disk."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The name of the folder."""
+        return self.path.name
+
+    def read(self, path: str) -> bytes | None:
+        """A file below the folder; None where it is not there or cannot be read."""
+        try:
+            return (self.path / path).read_bytes()
+        except OSError:
+            return None
 
 
 def find_package(name: str, search: tuple[Path, ...] | None = None) -> Path | None:
@@ -29,41 +61,84 @@ def find_package(name: str, search: tuple[Path, ...] | None = None) -> Path | No
 
 @dataclass(slots=True)
 class Module:
-    """One parsed file: where each name comes from, and its classes and constants."""
+    """One parsed file: where each name comes from, its classes, functions and constants.
+
+    `label` is `package/path/below.py`; `modules` are names that stand for a whole module.
+    """
 
     name: str
     label: str
-    path: Path
+    tree: ast.Module
     imports: dict[str, tuple[str, str]] = field(default_factory=dict)
+    modules: dict[str, str] = field(default_factory=dict)
     classes: dict[str, ast.ClassDef] = field(default_factory=dict)
+    functions: dict[str, ast.FunctionDef | ast.AsyncFunctionDef] = field(default_factory=dict)
     constants: dict[str, ast.expr] = field(default_factory=dict)
 
-    def unbind(self, name: str) -> None:
-        """Forget what the name was before: of several bindings the last one counts."""
-        self.imports.pop(name, None)
-        self.classes.pop(name, None)
-        self.constants.pop(name, None)
+    @property
+    def package(self) -> str:
+        """What a relative import starts from."""
+        return self.name if self.label.endswith("/__init__.py") else self.name.rpartition(".")[0]
+
+    def bind(self, node: ast.stmt) -> None:
+        """Enter what a statement of the module gives names to; of several bindings the last counts."""
+        match node:
+            case ast.ImportFrom(names=names):
+                origin = _absolute(node, self.package)
+                for alias in names:
+                    self._unbind(alias.asname or alias.name)
+                    self.imports[alias.asname or alias.name] = (origin, alias.name)
+            case ast.Import(names=names):
+                for alias in names:
+                    name = alias.asname or alias.name.partition(".")[0]
+                    self._unbind(name)
+                    self.modules[name] = alias.name if alias.asname else name
+            case ast.ClassDef(name=name):
+                self._unbind(name)
+                self.classes[name] = node
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                self._unbind(name)
+                self.functions[name] = node
+            case ast.Assign(targets=[ast.Name(id=name), *_], value=value):
+                self._unbind(name)
+                self.constants[name] = value
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+                self._unbind(name)
+                self.constants[name] = value
+
+    def _unbind(self, name: str) -> None:
+        for bound in (self.imports, self.modules, self.classes, self.functions, self.constants):
+            bound.pop(name, None)
 
 
 @dataclass(slots=True)
 class Sources:
-    """The packages that may be read, by top-level name, and what has been read of them so far."""
+    """The packages that may be read, by top-level name, and what has been read of them so far.
 
-    roots: Mapping[str, Path]
-    _modules: dict[str, Module | None] = field(default_factory=dict)
+    `digests` are the sha256 of every file that was read, by label.
+    """
+
+    roots: Mapping[str, Tree]
     digests: dict[str, str] = field(default_factory=dict)
+    _modules: dict[str, Module | None] = field(default_factory=dict)
 
     def module(self, name: str) -> Module | None:
-        """The module `a.b.c`, parsed once; None where it is not among the roots."""
+        """The module `a.b.c`, parsed once; None where it is not among the roots.
+
+        Raises SyntaxError for a file that Python cannot parse.
+        """
         if name not in self._modules:
-            path = self._file(name)
-            self._modules[name] = None if path is None else self._parse(name, path)
+            self._modules[name] = self._read(name)
         return self._modules[name]
+
+    def parsed(self) -> list[ast.Module]:
+        """The syntax trees of all modules read so far."""
+        return [module.tree for module in self._modules.values() if module is not None]
 
     def resolve(self, module: Module, name: str) -> tuple[Module, str] | None:
         """Where `name`, used in `module`, is defined, followed over files (at most 20 steps)."""
         for _ in range(20):
-            if name in module.classes or name in module.constants:
+            if name in module.classes or name in module.constants or name in module.functions:
                 return module, name
             if name not in module.imports:
                 return None
@@ -73,6 +148,54 @@ class Sources:
                 return None
             module, name = following, original
         return None
+
+    def resolve_class(
+        self, module: Module, node: ast.expr | None
+    ) -> tuple[Module, ast.ClassDef] | None:
+        """The class that a name, or `module.Name`, stands for; None where no root holds it."""
+        found = None
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            # an annotation in quotes
+            try:
+                node = ast.parse(node.value, mode="eval").body
+            except SyntaxError:
+                return None
+        if isinstance(node, ast.Name):
+            found = self.resolve(module, node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            owner = self.named_module(module, node.value.id)
+            found = None if owner is None else self.resolve(owner, node.attr)
+        if found is None or found[1] not in found[0].classes:
+            return None
+        return found[0], found[0].classes[found[1]]
+
+    def named_module(self, module: Module, name: str) -> Module | None:
+        """The module that a name of another module's stands for."""
+        if name in module.modules:
+            return self.module(module.modules[name])
+        origin, original = module.imports.get(name, ("", ""))
+        return self.module(f"{origin}.{original}") if origin else None
+
+    def linearised(self, module: Module, node: ast.ClassDef) -> list[tuple[Module, ast.ClassDef]]:
+        """The class and its bases over all files, base first: the order dataclasses collect in."""
+        nodes: dict[str, tuple[Module, ast.ClassDef]] = {}
+        stand_ins: dict[str, type] = {}
+
+        def build(module: Module, node: ast.ClassDef) -> type:
+            key = f"{module.name}:{node.name}"
+            nodes[key] = (module, node)
+            bases = []
+            for base in node.bases:
+                found = self.resolve_class(module, base)
+                if found is not None:
+                    known = stand_ins.get(f"{found[0].name}:{found[1].name}")
+                    bases.append(known or build(*found))
+            # Python's own method resolution order, on empty stand-ins for upstream's classes
+            stand_ins[key] = type(key, tuple(bases), {})
+            return stand_ins[key]
+
+        order = build(module, node).__mro__
+        return [nodes[stand_in.__name__] for stand_in in reversed(order) if stand_in is not object]
 
     def external(self, module: Module, name: str) -> str | None:
         """The dotted name of something imported from a package that is not among the roots."""
@@ -86,43 +209,28 @@ class Sources:
         except (_Unknowable, ArithmeticError, LookupError, RecursionError, TypeError, ValueError):
             return UNKNOWN
 
-    def _file(self, name: str) -> Path | None:
-        top, *rest = name.split(".")
+    def _read(self, name: str) -> Module | None:
+        top, _, below = name.partition(".")
         root = self.roots.get(top)
         if root is None:
             return None
-        path = root.joinpath(*rest)
-        candidates = (path / "__init__.py", path.with_name(f"{path.name}.py"))
-        return next((candidate for candidate in candidates if candidate.is_file()), None)
+        path = below.replace(".", "/")
+        for candidate in (f"{path}/__init__.py".lstrip("/"), f"{path}.py"):
+            raw = root.read(candidate)
+            if raw is not None:
+                return self._parse(name, f"{root.name}/{candidate}", raw)
+        return None
 
-    def _parse(self, name: str, path: Path) -> Module:
-        raw = path.read_bytes()
-        root = self.roots[name.partition(".")[0]]
-        label = f"{root.name}/{path.relative_to(root).as_posix()}"
+    def _parse(self, name: str, label: str, raw: bytes) -> Module:
         self.digests[label] = hashlib.sha256(raw).hexdigest()
-        module = Module(name, label, path)
-        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        for node in _top_level(ast.parse(raw)):
-            if isinstance(node, ast.ImportFrom):
-                origin = _absolute(node, package)
-                for alias in node.names:
-                    module.unbind(alias.asname or alias.name)
-                    module.imports[alias.asname or alias.name] = (origin, alias.name)
-            elif isinstance(node, ast.ClassDef):
-                module.unbind(node.name)
-                module.classes[node.name] = node
-            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                module.unbind(node.targets[0].id)
-                module.constants[node.targets[0].id] = node.value
-            elif (
-                isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value
-            ):
-                module.unbind(node.target.id)
-                module.constants[node.target.id] = node.value
+        tree = ast.parse(raw)
+        module = Module(name, label, tree)
+        for node in top_level(tree):
+            module.bind(node)
         return module
 
 
-def _top_level(tree: ast.Module) -> Iterator[ast.stmt]:
+def top_level(tree: ast.Module) -> Iterator[ast.stmt]:
     """Statements that run on import, also under `if` and `try` (lazy packages import there)."""
     waiting: list[ast.stmt] = list(tree.body)
     while waiting:
@@ -165,7 +273,7 @@ class _Evaluator:
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return -self.value(operand)
             case ast.Name(id="__file__"):
-                return str(self.module.path)
+                return self.module.label
             case ast.Name(id=name):
                 return self._name(name)
             case ast.Attribute(value=ast.Name(id=owner), attr=attribute):

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from launcher import arguments, options, rules, upstream
+from launcher import arguments, noops, options, rules, upstream
 from launcher.backends import BACKENDS, Backend, Entry
 from launcher.config import Config
 from launcher.errors import Finding, InvalidConfig, errors
 from launcher.options import Batch, Options
 from launcher.schema import Schema, Values
-from launcher.upstream import Upstream
+from launcher.upstream import Locator, Upstream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +39,7 @@ class Stage:
     @property
     def entry(self) -> Entry:
         """The entry script's description."""
-        return self.backend.STAGES[self.options.stage]
+        return entry_of(self.schema)
 
     @property
     def backend(self) -> Backend:
@@ -65,32 +64,33 @@ def judge(
     config: Config,
     *,
     stage: str | None = None,
-    checkout: Path | None = None,
-    search: Sequence[Path] | None = None,
-    allow_unpinned: bool = False,
+    locator: Locator | None = None,
     running: bool = False,
 ) -> Judged:
     """Check a config against the source that would run it; collects, never raises for its content.
 
-    `stage` is what the command line asked for. `search` is the trainer's import path. Raises
-    NotReady where a checkout was named and is none.
+    `stage` is what the command line asked for; `locator` finds the source, once for several configs.
+    Raises NotReady where a checkout was named and is none.
     """
+    locator = locator or Locator()
     found, findings = _stage_name(config, stage)
     if found is None:
         return _rejected(config, findings)
-    source = upstream.locate(backend_of(config), checkout=checkout, search=search)
-    pin = upstream.unpinned(source, running=running, allowed=allow_unpinned)
+    source = locator.find(backend_of(config))
+    pin = upstream.unpinned(source, running=running, allowed=locator.allow_unpinned)
     findings += [pin] if pin is not None else []
-    schema = upstream.load_schema(source, found, allow_unpinned=allow_unpinned)
+    schema = locator.schema(source.backend, found)
     folders = (source.root,) if source.root is not None else ()
     opts, problems = options.read(config, found, folders, schema.fields)
     findings += problems
-    entry = BACKENDS[opts.backend].STAGES[found]
+    entry = entry_of(schema)
     checked = list(arguments.check(config, schema, entry))
     values = Values(schema, arguments.taken(schema, config.args))
     meant = arguments.meant(config, schema, entry, checked)
     ruled = [arguments.placed(config, finding) for finding in rules.apply(values)]
     findings += [*checked, *(f for f in ruled if f.layer == "parser" or f.key not in meant)]
+    findings += _said_once(config, findings, noops.refused(values, entry))
+    findings += _said_once(config, findings, noops.find(values, entry))
     findings += [arguments.placed(config, fault) for fault in _batch_faults(opts, entry, values)]
     return Judged(
         config=config, stage=found, options=opts, schema=schema, upstream=source, values=values,
@@ -108,6 +108,20 @@ def validate(judged: Judged, *, strict: bool = False) -> Stage:
         config=judged.config, options=judged.options, schema=judged.schema,
         upstream=judged.upstream, values=judged.values, args=known, findings=judged.findings,
     )  # fmt: skip
+
+
+def entry_of(schema: Schema) -> Entry:
+    """The description of a schema's entry script, in the names of its commit."""
+    entry = BACKENDS[schema.backend].STAGES[schema.stage]
+    return entry if schema.source == "snapshot" else entry.at(schema.fields)
+
+
+def _said_once(
+    config: Config, before: Sequence[Finding], more: Iterator[Finding]
+) -> list[Finding]:
+    """Findings of the analysis about keys of which nothing better was said already."""
+    keys = {finding.key for finding in before if finding.severity != "note"}
+    return [arguments.placed(config, finding) for finding in more if finding.key not in keys]
 
 
 def _batch_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Finding]:

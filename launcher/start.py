@@ -30,7 +30,7 @@ from launcher.machine import Trainer
 from launcher.plan import Plan
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
-from launcher.upstream import locate
+from launcher.upstream import Locator
 from launcher.view import View
 
 
@@ -86,13 +86,12 @@ def prepare(request: Request, *, running: bool) -> Prepared:
     """
     loaded = config.load(request.config, request.overrides)
     backend, checkout = stages.backend_of(loaded), None
+    locator = Locator(checkout=request.checkout, allow_unpinned=request.allow_unpinned)
     if backend == "open_instruct":
-        checkout = locate(backend, checkout=request.checkout).root
+        checkout = locator.find(backend).root
     trainer = machine.find_trainer(request.python, checkout)
-    judged = stages.judge(
-        loaded, stage=request.stage, checkout=request.checkout, search=trainer.path,
-        allow_unpinned=request.allow_unpinned, running=running,
-    )  # fmt: skip
+    locator.search = trainer.path
+    judged = stages.judge(loaded, stage=request.stage, locator=locator, running=running)
     stage = stages.validate(judged, strict=request.strict)
     gpus = _gpus(request.gpus, stage)
     root = rundir.runs_root()

@@ -6,7 +6,6 @@ here are byte for byte those that it was read from: then nothing has to be parse
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -16,14 +15,15 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from launcher.backends import BACKENDS, Backend
-from launcher.declarations import read_fields
+from launcher import facts
+from launcher.backends import BACKENDS
 from launcher.errors import Finding, InvalidConfig, NotReady
+from launcher.git import CommitTree, Repository
 from launcher.paths import exists, expanded, is_file
-from launcher.schema import Schema, field_as_json, field_from_json
-from launcher.sources import Sources, find_package
+from launcher.schema import Schema
+from launcher.sources import Folder, Tree, find_package
 
-SNAPSHOT_VERSION = 1
+SNAPSHOT_VERSION = 2
 REPOSITORY = Path(__file__).resolve().parent.parent
 SUBMODULE = REPOSITORY / "external" / "open-instruct"
 FOUND_IN = (Path("/workspace/open-instruct"), Path("~/open-instruct"))
@@ -34,8 +34,8 @@ class Upstream:
     """The upstream source that a run or a check would use.
 
     `root` is the folder on PYTHONPATH (the checkout, or the one that holds the entry scripts'
-    package), None where only the snapshot is here; `packages` are the folders of all packages that
-    are read, which may lie in several places. `asked` is false for a checkout that was merely found
+    package), None where only the snapshot is here; `packages` are the files of all packages that
+    are read, on disk in one or several places, or at a commit. `asked` is false for a checkout that was merely found
     in one of the usual places. `changed` are the files that differ from the snapshot's.
     """
 
@@ -45,13 +45,13 @@ class Upstream:
     asked: bool
     pin: str
     version: str
-    packages: Mapping[str, Path] = field(default_factory=dict)
+    packages: Mapping[str, Tree] = field(default_factory=dict)
     changed: tuple[str, ...] = ()
 
     @property
     def pinned(self) -> bool:
         """Whether every file that matters is the pinned one."""
-        return self.root is None or not self.changed
+        return not self.changed
 
     def describe(self) -> str:
         """One line for every answer: which source, which commit."""
@@ -139,8 +139,7 @@ def _no_checkout(root: Path, source: str) -> Finding:
 
 
 def _snapshot_only(backend: str) -> Upstream:
-    facts = snapshot(backend)
-    pin = str(facts["version"])
+    pin = str(snapshot(backend)["version"])
     return Upstream(
         backend=backend, root=None, source="snapshot", asked=False, pin=pin, version=pin
     )
@@ -152,24 +151,35 @@ def _locate_packages(backend: str, search: tuple[Path, ...] | None) -> Upstream:
         path = find_package(name, search)
         if path is None:
             return _snapshot_only(backend)
-        packages[name] = path
-    root = packages[BACKENDS[backend].PACKAGES[0]].parent
+        packages[name] = Folder(path)
+    root = packages[BACKENDS[backend].PACKAGES[0]].path.parent
     return _compare(backend, root, packages, "installed", asked=True)
 
 
-def packages_below(backend: str, root: Path) -> dict[str, Path]:
+def packages_below(backend: str, root: Path) -> dict[str, Folder]:
     """The folders of a backend's packages, all in one place."""
-    return {name: root / name for name in BACKENDS[backend].PACKAGES}
+    return {name: Folder(root / name) for name in BACKENDS[backend].PACKAGES}
+
+
+def at_commit(repository: Repository, commit: str) -> Upstream:
+    """open-instruct as it was at a commit of a repository, without a checkout of it."""
+    trees = {
+        name: CommitTree(repository, commit, name) for name in BACKENDS["open_instruct"].PACKAGES
+    }
+    told = snapshot("open_instruct")
+    changed = tuple(n for n, sha in told["files"].items() if facts.digest(trees, n) != sha)
+    return Upstream(
+        backend="open_instruct", root=None, source="git", asked=True, pin=str(told["version"]),
+        version=commit, packages=trees, changed=changed,
+    )  # fmt: skip
 
 
 def _compare(
-    backend: str, root: Path, packages: Mapping[str, Path], source: str, *, asked: bool
+    backend: str, root: Path, packages: Mapping[str, Folder], source: str, *, asked: bool
 ) -> Upstream:
-    facts = snapshot(backend)
-    changed = tuple(
-        name for name, digest in facts["files"].items() if _digest(packages, name) != digest
-    )
-    pin = str(facts["version"])
+    told = snapshot(backend)
+    changed = tuple(n for n, sha in told["files"].items() if facts.digest(packages, n) != sha)
+    pin = str(told["version"])
     version = pin if not changed else version_of(backend, packages)
     return Upstream(
         backend=backend, root=root, source=source, asked=asked, pin=pin, version=version,
@@ -177,23 +187,15 @@ def _compare(
     )  # fmt: skip
 
 
-def _digest(packages: Mapping[str, Path], label: str) -> str | None:
-    """The sha256 of a file that is known as `package/path/below.py`."""
-    package, _, below = label.partition("/")
-    path = packages[package] / below
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError:
-        return None
-
-
-def version_of(backend: str, packages: Mapping[str, Path]) -> str:
+def version_of(backend: str, packages: Mapping[str, Folder]) -> str:
     """The commit of a checkout (`+edited` with local changes), or the versions of packages."""
     if backend == "open_instruct":
         from launcher.machine import git_version
 
-        return git_version(packages[backend].parent, backend) or "no git history"
-    return ", ".join(f"{name} {package_version(p.parent, name)}" for name, p in packages.items())
+        return git_version(packages[backend].path.parent, backend) or "no git history"
+    return ", ".join(
+        f"{name} {package_version(p.path.parent, name)}" for name, p in packages.items()
+    )
 
 
 def package_version(site: Path, name: str) -> str:
@@ -237,47 +239,57 @@ def load_schema(upstream: Upstream, stage: str, *, allow_unpinned: bool = False)
     Raises InvalidConfig where the source lacks the dataclasses (another commit's layout).
     """
     backend = BACKENDS[upstream.backend]
-    use_source = not upstream.pinned and upstream.root is not None
+    told = snapshot(upstream.backend)
+    use_source = not upstream.pinned
     if upstream.backend == "open_instruct" and not allow_unpinned:
         use_source = False
-    if use_source:
-        return _read(backend, stage, upstream)
-    facts = snapshot(upstream.backend)
-    entry = backend.STAGES[stage]
-    listed = [field_from_json(facts["fields"][key]) for key in facts["stages"][stage]]
-    return Schema(
-        backend=upstream.backend, stage=stage, script=entry.script, source="snapshot",
-        version=str(facts["version"]), fields={known.name: known for known in listed},
-        digests=facts["files"], splits=entry.splits,
-    )  # fmt: skip
-
-
-def _read(backend: Backend, stage: str, upstream: Upstream) -> Schema:
-    entry = backend.STAGES[stage]
-    sources = Sources(upstream.packages)
+    if not use_source:
+        return facts.schema_of(told, backend, stage, "snapshot", str(told["version"]))
+    found = facts.cached(backend, upstream.packages, told["externals"], stage)
     try:
-        fields = read_fields(
-            sources, entry.classes, {**snapshot(backend.NAME)["externals"], **backend.COMPUTED},
-            takes_none=backend.TAKES_NONE,
-        )  # fmt: skip
-        if absent := sorted(entry.names.needed - fields.keys()):
-            raise LookupError(f"it has no {', '.join(absent)}")
-    except (LookupError, OSError, RecursionError, SyntaxError, TypeError, ValueError) as error:
+        return facts.schema_of(found, backend, stage, "source", upstream.version)
+    except LookupError as error:
         raise InvalidConfig(
             Finding(
                 severity="error", layer="launch", code="unreadable-source",
-                file=str(upstream.root),
-                message=f"{upstream.version} cannot be read as this stage's source: {error}",
+                file=None if upstream.root is None else str(upstream.root),
+                message=f"{upstream.version} cannot be read as this stage's source: "
+                f"{error.args[0]}",
             )
         ) from None  # fmt: skip
-    return Schema(
-        backend=backend.NAME, stage=stage, script=entry.script, source="source",
-        version=upstream.version, fields=fields, digests=sources.digests, splits=entry.splits,
-    )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Locator:
+    """Finds each source once, and reads each schema once, for as many files as one command judges.
+
+    The parameters are those of `locate` and `load_schema`.
+    """
+
+    checkout: Path | None = None
+    search: Sequence[Path] | None = None
+    allow_unpinned: bool = False
+    _found: dict[str, Upstream] = field(default_factory=dict)
+    _schemas: dict[tuple[str, str], Schema] = field(default_factory=dict)
+
+    def find(self, backend: str) -> Upstream:
+        """The source of a backend; raises NotReady where a checkout was named and is none."""
+        if backend not in self._found:
+            self._found[backend] = locate(backend, checkout=self.checkout, search=self.search)
+        return self._found[backend]
+
+    def schema(self, backend: str, stage: str) -> Schema:
+        """The schema of an entry script; raises InvalidConfig where the source cannot be read."""
+        key = (backend, stage)
+        if key not in self._schemas:
+            self._schemas[key] = load_schema(
+                self.find(backend), stage, allow_unpinned=self.allow_unpinned
+            )
+        return self._schemas[key]
 
 
 def take_snapshot(
-    backend: str, packages: Mapping[str, Path], foreign: Mapping[str, Path]
+    backend: str, packages: Mapping[str, Folder], foreign: Mapping[str, Folder]
 ) -> dict[str, Any]:
     """The facts of one backend as the committed JSON holds them: names, types, defaults, places.
 
@@ -285,31 +297,15 @@ def take_snapshot(
     versions are recorded, their files are not among the digests.
     """
     module = BACKENDS[backend]
-    sources = Sources({**packages, **foreign})
-    fields: dict[str, dict[str, Any]] = {}
-    stages: dict[str, list[str]] = {}
-    externals: dict[str, list[Any]] = {}
-    for stage, entry in module.STAGES.items():
-        stages[stage] = []
-        known_fields = read_fields(
-            sources, entry.classes, module.COMPUTED, takes_none=module.TAKES_NONE
-        )
-        for known in known_fields.values():
-            key = f"{known.owner}.{known.name}"
-            fields[key] = field_as_json(known)
-            stages[stage].append(key)
-            if known.external and known.external.partition(".")[0] in foreign:
-                externals[known.external] = list(known.choices)
-    digests = {k: v for k, v in sources.digests.items() if k.partition("/")[0] in module.PACKAGES}
+    told = facts.read(module, {**packages, **foreign}, {}, list(module.STAGES))
+    digests = {k: v for k, v in told["files"].items() if k.partition("/")[0] in module.PACKAGES}
     for entry in module.STAGES.values():
-        digests[entry.script] = _digest(packages, entry.script) or ""
+        digests[entry.script] = facts.digest(packages, entry.script) or ""
     return {
         "schema_version": SNAPSHOT_VERSION,
         "backend": backend,
         "version": version_of(backend, packages),
-        "foreign": {name: package_version(path.parent, name) for name, path in foreign.items()},
+        "foreign": {n: package_version(p.path.parent, n) for n, p in foreign.items()},
+        **told,
         "files": dict(sorted(digests.items())),
-        "externals": dict(sorted(externals.items())),
-        "stages": stages,
-        "fields": dict(sorted(fields.items())),
     }

@@ -12,6 +12,7 @@ from launcher.command import Command
 from launcher.machine import Trainer
 from launcher.plan import Plan
 from launcher.stage import Stage
+from launcher.upstream import Locator
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 SOURCE = Path("/source")
@@ -39,7 +40,7 @@ args:
 
 def staged(path: Path, overrides: Sequence[str] = ()) -> Stage:
     """The stage of a file, as if its pinned source lay in `SOURCE`."""
-    judged = stages.judge(config.load(path, overrides), search=())
+    judged = stages.judge(config.load(path, overrides), locator=Locator(search=()))
     stage = stages.validate(judged)
     return replace(stage, upstream=replace(stage.upstream, root=SOURCE))
 

@@ -10,7 +10,7 @@ from conftest import Write
 
 from launcher.declarations import read_fields
 from launcher.schema import Field
-from launcher.sources import Sources, find_package
+from launcher.sources import Folder, Sources, find_package
 
 HEAD = "import enum\nimport os\nfrom dataclasses import dataclass, field\nfrom typing import *\n"
 
@@ -18,7 +18,7 @@ HEAD = "import enum\nimport os\nfrom dataclasses import dataclass, field\nfrom t
 def fields_of(write: Write, body: str, name: str = "A", **more: Any) -> dict[str, Field]:
     root = write("pkg/__init__.py", "").parent
     write("pkg/mod.py", f"{HEAD}{body}")
-    return read_fields(Sources({"pkg": root}), [("pkg.mod", name)], {}, **more)
+    return read_fields(Sources({"pkg": Folder(root)}), [("pkg.mod", name)], {}, **more)
 
 
 def only(write: Write, annotation: str, default: str = "None", **more: Any) -> Field:
@@ -92,9 +92,9 @@ def test_an_enum_of_another_package(write: Write) -> None:
     write("other/__init__.py", "")
     other = write("other/deep.py", "import enum\nclass Kind(enum.StrEnum):\n    a = 'x'\n").parent
     classes = [("pkg.mod", "A")]
-    here = read_fields(Sources({"pkg": root, "other": other}), classes, {})["k"]
-    told = read_fields(Sources({"pkg": root}), classes, {"other.deep.Kind": ["x"]})["k"]
-    blind = read_fields(Sources({"pkg": root}), classes, {})["k"]
+    here = read_fields(Sources({"pkg": Folder(root), "other": Folder(other)}), classes, {})["k"]
+    told = read_fields(Sources({"pkg": Folder(root)}), classes, {"other.deep.Kind": ["x"]})["k"]
+    blind = read_fields(Sources({"pkg": Folder(root)}), classes, {})["k"]
     assert (here.kind, here.choices, here.external) == ("choice", ("x",), "other.deep.Kind")
     assert told == here
     assert (blind.kind, blind.external) == ("opaque", "other.deep.Kind")
@@ -104,7 +104,7 @@ def test_choices_that_the_source_computes(write: Write) -> None:
     root = write("pkg/__init__.py", "").parent
     body = "@dataclass\nclass A:\n    x: str = field(default='a', metadata={'choices': LEVELS.keys()})\n"
     write("pkg/mod.py", f"{HEAD}LEVELS = dict(**f())\n{body}")
-    sources, classes = Sources({"pkg": root}), [("pkg.mod", "A")]
+    sources, classes = Sources({"pkg": Folder(root)}), [("pkg.mod", "A")]
     assert read_fields(sources, classes, {})["x"].choices == ()
     assert read_fields(sources, classes, {"LEVELS.keys()": ("a", "b")})["x"].choices == ("a", "b")
 
@@ -195,7 +195,7 @@ def test_inheritance_over_files_keeps_pythons_order(write: Write) -> None:
         "@dataclass(kw_only=True)\nclass A(Left, Right, Generic[T], Unknown):\n"
         "    e: int = 5\n    c: int = 30\n",
     )
-    known = read_fields(Sources({"pkg": root}), [("pkg.sub.mod", "A")], {})
+    known = read_fields(Sources({"pkg": Folder(root)}), [("pkg.sub.mod", "A")], {})
     assert [(k.name, k.default, k.owner) for k in known.values()] == [
         ("a", "right", "Right"),
         ("b", 20, "Left"),
@@ -215,14 +215,14 @@ def test_imports_under_if_and_try_are_seen(write: Write) -> None:
         "if TYPE_CHECKING:\n    from pkg.base import Base as Other\n"
         "@dataclass\nclass A(Base):\n    b: int = 1\n",
     )
-    assert list(read_fields(Sources({"pkg": root}), [("pkg.mod", "A")], {})) == ["a", "b"]
+    assert list(read_fields(Sources({"pkg": Folder(root)}), [("pkg.mod", "A")], {})) == ["a", "b"]
 
 
 def test_several_classes_in_the_parsers_order(write: Write) -> None:
     body = "@dataclass\nclass A:\n    a: int = 1\n@dataclass\nclass B:\n    b: int = 1\n"
     root = write("pkg/__init__.py", "").parent
     write("pkg/mod.py", f"{HEAD}{body}")
-    known = read_fields(Sources({"pkg": root}), [("pkg.mod", "B"), ("pkg.mod", "A")], {})
+    known = read_fields(Sources({"pkg": Folder(root)}), [("pkg.mod", "B"), ("pkg.mod", "A")], {})
     assert list(known) == ["b", "a"]
 
 
@@ -232,7 +232,7 @@ def test_an_absent_class_is_an_error_and_no_empty_schema(write: Write, name: str
     write("pkg/mod.py", "class A: ...\n")
     module, _, class_name = name.rpartition(".")
     with pytest.raises(LookupError, match=f"{module} has no class {class_name}"):
-        read_fields(Sources({"pkg": root}), [(module, class_name)], {})
+        read_fields(Sources({"pkg": Folder(root)}), [(module, class_name)], {})
 
 
 def test_nothing_is_imported_or_run(write: Write, tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_nothing_is_imported_or_run(write: Write, tmp_path: Path) -> None:
 def test_every_file_read_is_digested(write: Write) -> None:
     root = write("pkg/__init__.py", "").parent
     write("pkg/mod.py", f"{HEAD}@dataclass\nclass A:\n    x: int = 1\n")
-    sources = Sources({"pkg": root})
+    sources = Sources({"pkg": Folder(root)})
     read_fields(sources, [("pkg.mod", "A")], {})
     assert list(sources.digests) == ["pkg/mod.py"]
     assert len(sources.digests["pkg/mod.py"]) == 64

@@ -14,6 +14,7 @@ from launcher.backends import BACKENDS
 from launcher.cli import main
 from launcher.errors import Finding, InvalidConfig
 from launcher.stage import Judged
+from launcher.upstream import Locator
 
 SFT = """\
 stage: sft
@@ -224,7 +225,8 @@ def test_another_commit_is_judged_by_its_own_fields(write: Write) -> None:
     write("oi/open_instruct/dataset_transformation.py", f"{head}TokenizerConfig:\n    a: int = 1\n")
     text = "stage: sft\nargs:\n  brand_new: 5\n  packing: true\n  model_name_or_path: m\n"
     found = stage.judge(
-        config.load(write("a.yaml", text)), checkout=finetune.parent.parent, allow_unpinned=True
+        config.load(write("a.yaml", text)),
+        locator=Locator(checkout=finetune.parent.parent, allow_unpinned=True),
     )
     assert ("unknown-key", "parser", 4) in brief(found)
     assert "unpinned-checkout" in {f.code for f in found.findings}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,12 @@ class Entry:
     """One entry script: where it is, which dataclasses it parses, how it names things.
 
     `script` is relative to the folder that holds the package. `classes` are (module, class name) in
-    the parser's order; `owner` is the one of them to name to people. `splits` are list keys whose
-    value may be one text split at blanks. `hints` say what to write instead of a value that is
+    the parser's order, for a script that does not show them; `owner` is the one of them to name to
+    people. `splits` are list keys whose value may be one text split at blanks. `older` are the names
+    that ideas had at other commits. `recorders` are functions of upstream's that only write down what
+    they read. `acts` are arguments that do act although the analysis sees no read, `instead` what to
+    write for one that does not. `partial` are switches that end the script early, on purpose: what it then leaves
+    unread is no mistake. `hints` say what to write instead of a value that is
     refused, or of a key that always is. `derived` are values that launch sets where the stage file is
     silent, each with its reason.
     """
@@ -62,3 +66,21 @@ class Entry:
     hints: Mapping[str, str] = field(default_factory=dict)
     moved: Mapping[str, Moved] = field(default_factory=dict)
     derived: Mapping[str, tuple[object, str]] = field(default_factory=dict)
+    older: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    recorders: frozenset[str] = frozenset()
+    partial: frozenset[str] = frozenset()
+    acts: Mapping[str, str] = field(default_factory=dict)
+    instead: Mapping[str, str] = field(default_factory=dict)
+
+    def at(self, fields: Collection[str]) -> Entry:
+        """This script at a commit that has these fields: each idea under the name it has there."""
+        names = {
+            idea: next((name for name in older if name in fields), getattr(self.names, idea))
+            for idea, older in self.older.items()
+            if getattr(self.names, idea) not in fields
+        }
+        if not names:
+            return self
+        changed = replace(self.names, **names)
+        splits = {changed.data if name == self.names.data else name for name in self.splits}
+        return replace(self, names=changed, splits=frozenset(splits))

@@ -82,6 +82,7 @@ STAGES: Mapping[str, Entry] = {
         derived={
             "logging_steps": (1, "upstream's default prints no loss line at all (finetune.py:183)"),
         },
+        partial=frozenset({"cache_dataset_only"}),
     ),
     "dpo": Entry(
         script="open_instruct/dpo_tune_cache.py",
@@ -102,6 +103,10 @@ STAGES: Mapping[str, Entry] = {
             **_REMOVED,
             **{theirs: Moved(ours, f"SFT's name; DPO has `{ours}`") for theirs, ours in _PAIRS},
         },
+        older={"data": ("dataset_mixer_list",), "epochs": ("num_train_epochs",)},
+        # a hash of the key is no use of a value
+        recorders=frozenset({"compute_reference_cache_hash"}),
+        partial=frozenset({"cache_dataset_only", "cache_logprobs_only"}),
     ),
 }
 

@@ -1,0 +1,147 @@
+"""Conditions over argument names, as text: what a branch of upstream's implies, and whether it holds.
+
+A condition is a Python expression whose names are arguments: `use_lora and not use_qlora`,
+`activation_memory_budget < 1`, `loss_type == 'simpo'`. What cannot be said that way is left out:
+every conclusion drawn stays true.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import Any
+
+Say = Callable[[ast.expr], str | None]
+"""An expression of upstream's as a text over argument names; None where it is none."""
+
+_COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: lambda one, other: one is other or (isinstance(one, str) and one == other),
+    ast.IsNot: lambda one, other: one is not other and not (isinstance(one, str) and one == other),
+    ast.In: lambda one, other: one in other,
+    ast.NotIn: lambda one, other: one not in other,
+}
+_OPPOSITE: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Eq: ast.NotEq, ast.Lt: ast.GtE, ast.Gt: ast.LtE, ast.Is: ast.IsNot, ast.In: ast.NotIn,
+}  # fmt: skip
+_OPPOSITE |= {right: left for left, right in _OPPOSITE.items()}
+
+
+class _Unknown(Exception):
+    """The condition names something whose value is not known before the run."""
+
+
+def implied(test: ast.expr, truth: bool, say: Say) -> frozenset[str]:
+    """The conditions that must hold where `test` is `truth`."""
+    match test:
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return implied(operand, not truth, say)
+        case ast.BoolOp(op=op, values=parts) if isinstance(op, ast.And) == truth:
+            return frozenset().union(*(implied(part, truth, say) for part in parts))
+    text = say(test)
+    if text is None:
+        return frozenset()
+    return frozenset({text if truth else negated(text)})
+
+
+@cache
+def negated(text: str) -> str:
+    """The opposite of a condition, in the form in which the code would most likely write it."""
+    match _parsed(text):
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return ast.unparse(operand)
+        case ast.Compare(left=left, ops=[op], comparators=comparators):
+            opposite = ast.Compare(left, [_OPPOSITE[type(op)]()], comparators)
+            return ast.unparse(opposite)
+        case ast.BoolOp(op=op, values=parts):
+            other = ast.Or() if isinstance(op, ast.And) else ast.And()
+            opposites = [_parsed(negated(ast.unparse(part))) for part in parts]
+            return ast.unparse(ast.BoolOp(other, opposites))
+        case plain:
+            return ast.unparse(ast.UnaryOp(ast.Not(), plain))
+
+
+def impossible(conditions: Iterable[str]) -> bool:
+    """Whether two of the conditions exclude each other, read as they stand."""
+    known = set(conditions)
+    return any(negated(text) in known for text in known)
+
+
+def simplified(conditions: Iterable[str]) -> frozenset[str]:
+    """The conditions without those alternatives that another one has decided already."""
+    known = frozenset(conditions)
+    return frozenset(text for text in known if not _parts(text) & (known - {text}))
+
+
+@cache
+def _parts(text: str) -> frozenset[str]:
+    """The alternatives of an `or`; nothing for any other condition."""
+    match _parsed(text):
+        case ast.BoolOp(op=ast.Or(), values=parts):
+            return frozenset(ast.unparse(part) for part in parts)
+    return frozenset()
+
+
+@cache
+def names(text: str) -> frozenset[str]:
+    """The arguments that a condition speaks of."""
+    return frozenset(node.id for node in ast.walk(_parsed(text)) if isinstance(node, ast.Name))
+
+
+def holds(text: str, values: Mapping[str, Any], unknown: object) -> bool | None:
+    """Whether a condition is true for these values; None where one of them is `unknown` or absent."""
+    try:
+        return bool(_value(_parsed(text), values, unknown))
+    except (_Unknown, ArithmeticError, LookupError, TypeError, ValueError):
+        return None
+
+
+@cache
+def _parsed(text: str) -> ast.expr:
+    return ast.parse(text, mode="eval").body
+
+
+def _value(node: ast.expr, values: Mapping[str, Any], unknown: object) -> Any:
+    match node:
+        case ast.Constant(value=value):
+            return value
+        case ast.Name(id=name):
+            found = values[name]
+            if found is unknown:
+                raise _Unknown
+            return found
+        case ast.Tuple(elts=items) | ast.List(elts=items) | ast.Set(elts=items):
+            return [_value(item, values, unknown) for item in items]
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return not _value(operand, values, unknown)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand, values, unknown)
+        case ast.BoolOp(op=op, values=parts):
+            return _joined(isinstance(op, ast.And), parts, values, unknown)
+        case ast.Compare(left=left, ops=ops, comparators=rest):
+            parts = [_value(part, values, unknown) for part in (left, *rest)]
+            pairs = zip(ops, parts, parts[1:], strict=False)
+            return all(_COMPARE[type(op)](one, other) for op, one, other in pairs)
+    raise _Unknown
+
+
+def _joined(
+    every: bool, parts: list[ast.expr], values: Mapping[str, Any], unknown: object
+) -> bool:
+    """`and`/`or` of three values: one part that decides is enough, whatever the others are."""
+    undecided = False
+    for part in parts:
+        told = holds(ast.unparse(part), values, unknown)
+        if told is (not every):
+            return not every
+        undecided |= told is None
+    if undecided:
+        raise _Unknown
+    return every

@@ -1,0 +1,210 @@
+"""What one upstream source says about its entry scripts: read from the trees, kept as plain JSON.
+
+The committed snapshots, the cache and what was just read have the same form; `schema_of` makes a
+`Schema` of any of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher.backends import Backend
+from launcher.schema import (
+    Path as ScriptPath,
+)
+from launcher.schema import (
+    Read,
+    Refusal,
+    Schema,
+    Shadow,
+    field_as_json,
+    field_from_json,
+)
+
+if TYPE_CHECKING:
+    # what reads sources is imported only where there is something to read
+    from launcher.sources import Sources, Tree
+
+FORM = 2
+"""Of the JSON; part of a cache entry's name."""
+
+Facts = Mapping[str, Any]
+
+
+def read(
+    backend: Backend,
+    trees: Mapping[str, Tree],
+    externals: Mapping[str, Sequence[Any]],
+    stages: Sequence[str],
+) -> dict[str, Any]:
+    """Everything about these stages of a backend, parsed now.
+
+    `externals` are the choices of types that live in packages which are not among the trees. A stage
+    whose script or dataclasses cannot be read stands under `unreadable` with the reason.
+    """
+    from launcher import signatures
+    from launcher.sources import Sources
+
+    told: dict[str, Any] = {
+        "stages": {}, "classes": {}, "paths": {}, "said": {}, "fields": {}, "externals": {},
+        "unreadable": {}, "files": {},
+    }  # fmt: skip
+    for stage in stages:
+        sources = Sources(trees)
+        try:
+            _read_stage(backend, stage, sources, externals, told)
+        except (LookupError, OSError, RecursionError, SyntaxError, TypeError, ValueError) as error:
+            told["unreadable"][stage] = str(error) or type(error).__name__
+        told["said"][stage] = signatures.said(backend.NAME, sources.parsed())
+        told["files"] |= sources.digests
+    told["files"] = dict(sorted(told["files"].items()))
+    told["fields"] = dict(sorted(told["fields"].items()))
+    return told
+
+
+def _read_stage(
+    backend: Backend,
+    stage: str,
+    sources: Sources,
+    externals: Mapping[str, Sequence[Any]],
+    told: dict[str, Any],
+) -> None:
+    from launcher import reads
+    from launcher.declarations import read_fields
+
+    entry = backend.STAGES[stage]
+    try:
+        classes = reads.entry_classes(sources, entry.script)
+    except LookupError:
+        # a script that builds its parser in a way of its own
+        classes = list(entry.classes)
+    fields = read_fields(
+        sources, classes, {**externals, **backend.COMPUTED}, takes_none=backend.TAKES_NONE
+    )
+    if absent := sorted(entry.at(fields).names.needed - fields.keys()):
+        raise LookupError(f"it has no {', '.join(absent)}")
+    path = reads.find(sources, entry.script, classes, fields, entry.recorders)
+    if not any(path.reads.values()):
+        # nothing was followed: that says nothing about any argument
+        path = ScriptPath()
+    keys = [f"{known.owner}.{known.name}" for known in fields.values()]
+    told["stages"][stage] = keys
+    told["classes"][stage] = [list(one) for one in classes]
+    told["paths"][stage] = _path_as_json(path)
+    for key, known in zip(keys, fields.values(), strict=True):
+        told["fields"][key] = field_as_json(known)
+        if known.external and known.external.partition(".")[0] not in backend.PACKAGES:
+            told["externals"][known.external] = list(known.choices)
+
+
+def schema_of(facts: Facts, backend: Backend, stage: str, source: str, version: str) -> Schema:
+    """The `Schema` of one entry script; raises LookupError with the reason where it is unreadable."""
+    reason = facts.get("unreadable", {}).get(stage)
+    if reason is not None:
+        raise LookupError(reason)
+    entry = backend.STAGES[stage]
+    listed = [field_from_json(facts["fields"][key]) for key in facts["stages"][stage]]
+    fields = {known.name: known for known in listed}
+    owners = [known.owner for known in listed]
+    here = entry if source == "snapshot" else entry.at(fields)
+    return Schema(
+        backend=backend.NAME, stage=stage, script=entry.script, source=source, version=version,
+        fields=fields, digests=facts["files"], splits=here.splits,
+        owner=entry.owner if entry.owner in owners else max(set(owners), key=owners.count),
+        path=_path_from_json(facts.get("paths", {}).get(stage) or {}),
+        said=frozenset(facts.get("said", {}).get(stage, ())),
+    )  # fmt: skip
+
+
+def _path_as_json(path: ScriptPath) -> dict[str, Any]:
+    return {
+        "reads": {
+            name: [[one.where, *one.when] for one in found] for name, found in path.reads.items()
+        },
+        "shadows": {name: [one.where, *one.by] for name, one in path.shadows.items()},
+        "refusals": [
+            {"where": r.where, "when": list(r.when), "error": r.error, "parsing": r.parsing}
+            for r in path.refusals
+        ],
+    }
+
+
+def _path_from_json(data: Mapping[str, Any]) -> ScriptPath:
+    return ScriptPath(
+        reads={
+            name: tuple(Read(where=where, when=tuple(when)) for where, *when in found)
+            for name, found in data.get("reads", {}).items()
+        },
+        shadows={
+            name: Shadow(where=where, by=tuple(by))
+            for name, (where, *by) in data.get("shadows", {}).items()
+        },
+        refusals=tuple(
+            Refusal(where=r["where"], when=tuple(r["when"]), error=r["error"], parsing=r["parsing"])
+            for r in data.get("refusals", ())
+        ),
+    )
+
+
+# --- the cache ------------------------------------------------------------------------------------
+
+
+def cached(
+    backend: Backend,
+    trees: Mapping[str, Tree],
+    externals: Mapping[str, Sequence[Any]],
+    stage: str,
+) -> dict[str, Any]:
+    """`read` of one stage, remembered by the content of every file that was read.
+
+    An entry is used only while all those files still have the same sha256; a folder that cannot be
+    written costs time, nothing else. Several processes may write at once: the last one stays.
+    """
+    script = digest(trees, backend.STAGES[stage].script) or ""
+    name = hashlib.sha256(f"{FORM} {_reader()} {backend.NAME} {stage} {script}".encode())
+    place = cache_folder() / f"{name.hexdigest()[:32]}.json"
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        known: dict[str, Any] = json.loads(place.read_text(encoding="utf-8"))
+        if all(digest(trees, label) == sha for label, sha in known["files"].items()):
+            return known
+    told = read(backend, trees, externals, [stage])
+    with suppress(OSError):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        handle, scratch = tempfile.mkstemp(dir=place.parent, suffix=".part")
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            json.dump(told, stream, separators=(",", ":"))
+        os.replace(scratch, place)
+    return told
+
+
+def cache_folder() -> Path:
+    """Where what was read of upstream sources is remembered."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.path.expanduser(base)) / "launch" / "sources"
+
+
+def digest(trees: Mapping[str, Tree], label: str) -> str | None:
+    """The sha256 of a file that is known as `package/path/below.py`."""
+    package, _, below = label.partition("/")
+    raw = trees[package].read(below) if package in trees else None
+    return None if raw is None else hashlib.sha256(raw).hexdigest()
+
+
+@cache
+def _reader() -> str:
+    """What reads the sources, by content: another version of it may find other facts."""
+    folder = Path(__file__).parent
+    files = ("reads", "conditions", "declarations", "schema", "sources", "signatures", "facts")
+    whole = hashlib.sha256()
+    for name in files:
+        with suppress(OSError):
+            whole.update((folder / f"{name}.py").read_bytes())
+    return whole.hexdigest()

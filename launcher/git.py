@@ -1,0 +1,94 @@
+"""Questions to a git repository: plain objects, read-only, no work tree needed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Repository:
+    """A repository by a folder inside it; every question is one git process.
+
+    What git refuses is None (or nothing): no repository, no such commit, no git at all, an object
+    that a partial clone lacks.
+    """
+
+    root: Path
+
+    def ask(self, *arguments: str, timeout_s: float = 60.0) -> str | None:
+        """The output of one git command, without the last line end; None where it fails."""
+        raw = self._run(arguments, None, timeout_s)
+        return None if raw is None else raw.decode("utf-8", "replace").rstrip("\n")
+
+    def top(self) -> Path | None:
+        """The folder of the repository that `root` belongs to."""
+        told = self.ask("rev-parse", "--show-toplevel")
+        return Path(told) if told else None
+
+    def commit(self, revision: str) -> str | None:
+        """The full name of a commit, by any name that git knows; None where there is no such."""
+        if revision.startswith("-"):
+            return None
+        return self.ask("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
+
+    def is_shallow(self) -> bool:
+        """Whether the history was cut off when the repository was cloned."""
+        return self.ask("rev-parse", "--is-shallow-repository") == "true"
+
+    def read(self, revision: str, path: str) -> bytes | None:
+        """One file at one commit; None where it is not there."""
+        return next(self.blobs([f"{revision}:{path}"]), None)
+
+    def blobs(self, names: Iterable[str]) -> Iterator[bytes | None]:
+        """The contents of many objects (`commit:path` or an object's name), by one process."""
+        asked = "".join(f"{name}\n" for name in names)
+        raw = self._run(("cat-file", "--batch", "--buffer"), asked.encode(), 600.0) or b""
+        at = 0
+        for _ in range(asked.count("\n")):
+            head, _, _ = raw[at : at + 4096].partition(b"\n")
+            at += len(head) + 1
+            kind, _, size = head.rpartition(b" ")
+            if not size.isdigit() or not kind.endswith(b" blob"):
+                # `... missing`, or a folder, whose entries follow
+                at += int(size) + 1 if size.isdigit() else 0
+                yield None
+                continue
+            yield raw[at : at + int(size)]
+            at += int(size) + 1
+
+    def _run(
+        self, arguments: tuple[str, ...], given: bytes | None, timeout_s: float
+    ) -> bytes | None:
+        # inside a git hook these name another repository; a missing object must not ask the network
+        environ = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
+        environ |= {"GIT_NO_LAZY_FETCH": "1", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
+        command = ["git", "--no-optional-locks", "--no-replace-objects", "-C", str(self.root)]
+        try:
+            done = subprocess.run(
+                [*command, *arguments], input=given, capture_output=True, timeout=timeout_s,
+                check=True, env=environ, stdin=None if given is not None else subprocess.DEVNULL,
+            )  # fmt: skip
+        except (OSError, ValueError, subprocess.SubprocessError):
+            return None
+        return done.stdout
+
+
+@dataclass(frozen=True, slots=True)
+class CommitTree:
+    """A folder as it was at a commit, read like one on disk (see `sources.Tree`)."""
+
+    repository: Repository
+    commit: str
+    name: str
+
+    def read(self, path: str) -> bytes | None:
+        """A file below the folder; None where it is not there."""
+        return self.repository.read(self.commit, f"{self.name}/{path}")
+
+    def place(self, path: str) -> str:
+        """How to name a file of it to people."""
+        return f"{self.commit[:12]}:{self.name}/{path}"

@@ -1,0 +1,131 @@
+"""Arguments that upstream takes and then never uses: for this script, and for these values.
+
+Everything here comes from `reads`, so that it moves with the source; what the analysis cannot see is
+in the backend's `Entry.acts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from launcher import conditions
+from launcher.backends import Entry
+from launcher.errors import Finding, brief
+from launcher.schema import Read, Schema, Values
+
+_UNKNOWN = object()
+
+
+def find(values: Values, entry: Entry) -> Iterator[Finding]:
+    """A finding for every argument that was given and that nothing will read."""
+    schema = values.schema
+    known = effective(values, entry)
+    for name in schema.fields:
+        reads = schema.path.reads.get(name)
+        if reads is None or name in entry.acts or not values.given(name):
+            continue
+        if not reads:
+            yield _unread(schema, entry, name, idle=_is_off(values, name))
+        elif not _is_off(values, name):
+            closed = [_false(read, known, entry) for read in reads]
+            if all(closed):
+                yield _closed(entry, name, reads, closed, known)
+
+
+def refused(values: Values, entry: Entry) -> Iterator[Finding]:
+    """What the script itself refuses for these values, at a `raise` that arguments alone lead to."""
+    schema = values.schema
+    known = effective(values, entry)
+    for refusal in schema.path.refusals:
+        # at the pin the rules say the same, and better
+        if refusal.parsing and schema.source == "snapshot":
+            continue
+        if not all(conditions.holds(c, known, _UNKNOWN) for c in refusal.when):
+            continue
+        names = sorted({name for c in refusal.when for name in conditions.names(c)})
+        given = [name for name in names if values.given(name)] or names
+        yield Finding(
+            severity="error", layer="parser" if refusal.parsing else "run",
+            code="refused-by-source", key=f"args.{given[0]}",
+            message=f"{refusal.where} raises {refusal.error} where {shown(refusal.when)}",
+            help=", ".join(f"`{name}` is {brief(known[name])}" for name in names),
+        )  # fmt: skip
+
+
+def effective(values: Values, entry: Entry) -> Mapping[str, Any]:
+    """The values that the script will see as far as they are known; what launch derives included."""
+    known: dict[str, Any] = {}
+    for name, one in values.schema.fields.items():
+        if values.given(name):
+            known[name] = values[name]
+        elif name in entry.derived:
+            known[name] = entry.derived[name][0]
+        else:
+            known[name] = one.default if one.default_text is None else _UNKNOWN
+    return known
+
+
+def shown(when: tuple[str, ...]) -> str:
+    """Several conditions, for people."""
+    return " and ".join(f"`{one}`" for one in when)
+
+
+def condition_of(read: Read, entry: Entry) -> tuple[str, ...]:
+    """The conditions of a read, less those that only ask whether the script ends early on purpose."""
+    return tuple(c for c in read.when if not conditions.names(c) & entry.partial)
+
+
+def _false(read: Read, known: Mapping[str, Any], entry: Entry) -> tuple[str, ...]:
+    """The conditions of a read that these values do not meet."""
+    return tuple(
+        c
+        for c in condition_of(read, entry)
+        if conditions.holds(c, known, _UNKNOWN) is False
+    )
+
+
+def _is_off(values: Values, name: str) -> bool:
+    """Whether the value says no more than the default: no, nothing."""
+    return not values[name] and values[name] == values.schema.fields[name].default
+
+
+def _unread(schema: Schema, entry: Entry, name: str, *, idle: bool) -> Finding:
+    shadow = schema.path.shadows.get(name)
+    code, message = "unread-key", f"`{name}` does nothing: no read found on the path of {schema.script}"
+    if shadow is not None:
+        code = "shadowed-key"
+        message = (
+            f"`{name}` does nothing: {', '.join(f'`{by}`' for by in shadow.by)} comes before it "
+            f"({shadow.where} is never reached)"
+        )
+    return Finding(
+        severity="note" if idle else "warning", layer="run", code=code, key=f"args.{name}",
+        message=message, help=entry.instead.get(name, "delete the line"),
+    )  # fmt: skip
+
+
+def _closed(
+    entry: Entry,
+    name: str,
+    reads: tuple[Read, ...],
+    closed: list[tuple[str, ...]],
+    known: Mapping[str, Any],
+) -> Finding:
+    # what stands in the way everywhere, or else in the first place that reads it
+    everywhere = set(closed[0]).intersection(*closed[1:])
+    way = tuple(c for c in closed[0] if c in everywhere) or closed[0]
+    names = sorted({one for c in way for one in conditions.names(c)})
+    where = ", ".join(dict.fromkeys(read.where for read in reads[:2]))
+    state = ", ".join(f"`{one}` is {_plain(known[one])}" for one in names)
+    return Finding(
+        severity="warning", layer="run", code="conditional-key", key=f"args.{name}",
+        message=f"`{name}` does nothing here: it is read only where {shown(way)} ({where}), and {state}",
+        help=entry.instead.get(name, "delete the line, or set what it needs"),
+    )  # fmt: skip
+
+
+def _plain(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "not set", True: "true", False: "false"}[value]
+    return brief(value)

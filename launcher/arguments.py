@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
-from launcher import options, upstream
+from launcher import history, options, upstream
 from launcher.backends import BACKENDS, Entry
 from launcher.config import Config
 from launcher.errors import Finding, Layer, brief
+from launcher.history import Event
 from launcher.schema import Field, Flag, Schema
 
 
-def check(config: Config, schema: Schema, entry: Entry) -> Iterator[Finding]:
+Past = Callable[[str], Sequence[Event]]
+"""What happened to an argument of this name upstream, newest first."""
+
+
+def check(config: Config, schema: Schema, entry: Entry, past: Past) -> Iterator[Finding]:
     """What is wrong with each argument by itself, in the order of the file."""
     for key, value in config.args.items():
         fault = (
             _check_value(schema, entry, schema.fields[key], value)
             if key in schema.fields
-            else _check_unknown(schema, entry, key, value)
+            else _check_unknown(schema, entry, past, key, value)
         )
         if fault is not None:
             yield placed(config, fault)
@@ -97,8 +102,8 @@ def _advice(value: Any, words: Sequence[str]) -> str | None:
     return None
 
 
-def _check_unknown(schema: Schema, entry: Entry, key: str, value: Any) -> Finding:
-    code, message, help = _explain_unknown(schema, entry, key)
+def _check_unknown(schema: Schema, entry: Entry, past: Past, key: str, value: Any) -> Finding:
+    code, message, help = _explain_unknown(schema, entry, past, key)
     layer: Layer = "launch" if value is None else "parser"
     flag = schema.taken_as(key)
     if flag is not None and value is not None:
@@ -116,7 +121,9 @@ def _check_unknown(schema: Schema, entry: Entry, key: str, value: Any) -> Findin
     )
 
 
-def _explain_unknown(schema: Schema, entry: Entry, key: str) -> tuple[str, str, str]:
+def _explain_unknown(
+    schema: Schema, entry: Entry, past: Past, key: str
+) -> tuple[str, str, str]:
     message = f"`{key}` is not a field of {schema.owner or entry.owner}"
     moved = entry.moved.get(key)
     if moved is not None:
@@ -124,6 +131,9 @@ def _explain_unknown(schema: Schema, entry: Entry, key: str) -> tuple[str, str, 
             return "removed-key", f"{message}: {moved.why}", "delete the line"
         where = schema.fields[moved.to].where if moved.to in schema.fields else ""
         return "renamed-key", f"{message}: {moved.why}", f"write `{moved.to}`  ({where})"
+    events = past(key)
+    if events and events[0].gone:
+        return _explain_gone(schema, past, message, events)
     near = _near(schema, key)
     if near:
         help = f"did you mean `{near[0]}`?  ({schema.fields[near[0]].where})"
@@ -134,6 +144,23 @@ def _explain_unknown(schema: Schema, entry: Entry, key: str) -> tuple[str, str, 
     else:
         help = f"{schema.script} at {schema.version[:12]} has no such argument"
     return "unknown-key", message, help
+
+
+def _explain_gone(
+    schema: Schema, past: Past, message: str, events: Sequence[Event]
+) -> tuple[str, str, str]:
+    """A key that once was an argument: what became of it, followed over all its renames."""
+    told = f"{message}: {history.sentence(events[0])}"
+    name, seen = events[0].to, {events[0].key}
+    while name is not None and name not in schema.fields and name not in seen:
+        seen.add(name)
+        later = past(name)
+        name = later[0].to if later and later[0].gone else None
+    if name in schema.fields:
+        return "renamed-key", told, f"write `{name}`  ({schema.fields[name].where})"
+    instead = [see for see in events[0].see if see in schema.fields]
+    help = f"delete the line; see `{'`, `'.join(instead)}`" if instead else "delete the line"
+    return "removed-key", told, help
 
 
 def _near(schema: Schema, key: str) -> list[str]:

@@ -32,6 +32,13 @@ app = typer.Typer(
 )
 
 
+def complete_key(incomplete: str) -> list[str]:
+    """Names of arguments that start like this, for the shell."""
+    from launcher import completion
+
+    return completion.complete_key(incomplete)
+
+
 class Format(str, Enum):  # noqa: UP042 - StrEnum is not what typer looks for
     """How to answer."""
 
@@ -60,6 +67,12 @@ Unpinned = Annotated[
 ]
 Unproven = Annotated[
     bool, typer.Option("--allow-unproven", help="an unproven verdict is good enough")
+]
+StageOption = Annotated[
+    str | None, typer.Option("--stage", help="sft or dpo, where the file does not say")
+]
+BackendOption = Annotated[
+    str | None, typer.Option("--backend", help="open_instruct or trl, where no file says")
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="warnings stop too")]
 
@@ -136,7 +149,7 @@ def _run(request: Request, format: Format, *, allow_unproven: bool) -> Exit:
 )
 def validate_config(
     paths: Annotated[list[Path], typer.Argument(help="stage files", show_default=False)],
-    stage: Annotated[str | None, typer.Option("--stage", help="sft or dpo, for flat files")] = None,
+    stage: StageOption = None,
     open_instruct: Checkout = None,
     allow_unpinned: Unpinned = False,
     strict: Strict = False,
@@ -145,10 +158,7 @@ def validate_config(
     """Say everything that upstream would refuse, ignore or misread; no GPU, no packages needed."""
     from launcher import report, upstream
 
-    if stage not in {None, "sft", "dpo"}:
-        raise UsageError(
-            _usage("bad-stage", f"`{stage}` is no stage", "--stage sft or --stage dpo")
-        )
+    stage = _stage(stage)
     found: list[Finding] = []
     files: list[dict[str, object]] = []
     locator = upstream.Locator(checkout=open_instruct, allow_unpinned=allow_unpinned)
@@ -189,6 +199,40 @@ def _checked(entry: dict[str, object]) -> str:
         return ""
     where = source["root"] if source["root"] else "the committed snapshot"
     return f" ({entry['stage']}, {source['backend']} {source['version']}, {where})"
+
+
+@app.command(epilog="Example: launch explain use_liger_kernel --stage sft")
+def explain(
+    key: Annotated[
+        str, typer.Argument(help="an argument of upstream's", autocompletion=complete_key)
+    ],
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="a stage file", show_default=False)
+    ] = None,
+    overrides: Overrides = None,
+    stage: StageOption = None,
+    backend: BackendOption = None,
+    open_instruct: Checkout = None,
+    allow_unpinned: Unpinned = False,
+    format: FormatOption = Format.text,
+) -> None:
+    """Say what an argument is, who reads it, its value here and who set it, and what became of it."""
+    from launcher import config as configs
+    from launcher import explain, report, upstream
+
+    locator = upstream.Locator(checkout=open_instruct, allow_unpinned=allow_unpinned)
+    loaded = configs.load(config, overrides or ()) if config is not None else None
+    told = explain.explain(
+        key, locator=locator, config=loaded, asked=_stage(stage), backend=_backend(backend)
+    )
+    if not any(one.known for one in told):
+        near = " or ".join(f"`{name}`" for name in explain.near(key))
+        help = f"did you mean {near}?" if near else "launch schema lists them all"
+        raise UsageError(_usage("no-such-key", f"`{key}` never was an argument here", help))
+    if format is Format.json:
+        report.envelope("explain", True, (), {"explained": [one.as_json() for one in told]})
+    else:
+        report.say("\n\n".join("\n".join(one.lines()) for one in told))
 
 
 @app.command(epilog="Example: launch check runs/20260101T000000Z-sft-demo --format json")
@@ -232,6 +276,23 @@ def runs(format: FormatOption = Format.text) -> None:
         report.table(rows, overview.COLUMNS)
     else:
         report.say("no runs yet")
+
+
+def _stage(given: str | None) -> str | None:
+    if given not in {None, "sft", "dpo"}:
+        raise UsageError(
+            _usage("bad-stage", f"`{given}` is no stage", "--stage sft or --stage dpo")
+        )
+    return given
+
+
+def _backend(given: str | None) -> str | None:
+    from launcher.backends import BACKENDS
+
+    if given is not None and given not in BACKENDS:
+        names = " or ".join(f"--backend {name}" for name in BACKENDS)
+        raise UsageError(_usage("bad-backend", f"`{given}` is no backend", names))
+    return given
 
 
 def _usage(code: str, message: str, help: str | None = None) -> Finding:

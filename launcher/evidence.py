@@ -142,11 +142,21 @@ class ExitRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """All that is known of one attempt of a run."""
+    """All that is known of one attempt of a run.
+
+    `reworded` are the log lines (see `signatures.key`) that the source of this run does not print
+    although the patterns look for them; None where it is not known which source it was.
+    """
 
     log: Log | None = None
     probe: Probe | None = None
     exit: ExitRecord | None = None
+    reworded: frozenset[str] | None = None
+
+    def rewords(self, *names: str) -> bool:
+        """Whether the source is known to say one of these signals in other words."""
+        known = self.reworded or ()
+        return any(key.partition(": ")[0] in names for key in known)
 
     @property
     def last_step(self) -> int | None:
@@ -215,6 +225,7 @@ def read_run(
         log=scan(console, patterns) if console.is_file() else None,
         probe=_read_probe(folder / "probe", attempt),
         exit=_read_exit(folder / f"exit{infix}.json", attempt or 1),
+        reworded=_read_reworded(folder / "run.json"),
     )
 
 
@@ -252,6 +263,15 @@ def _read_exit(path: Path, attempt: int) -> ExitRecord | None:
         ended=values.get("ended"),
         attempt=values.get("attempt") or attempt,
     )
+
+
+def _read_reworded(path: Path) -> frozenset[str] | None:
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    listed = manifest.get("reworded") if isinstance(manifest, dict) else None
+    return frozenset(map(str, listed)) if isinstance(listed, list) else None
 
 
 def _read_probe(folder: Path, attempt: int | None) -> Probe | None:

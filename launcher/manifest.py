@@ -39,6 +39,7 @@ def manifest(
         "env": sorted(command.env),
         "cwd": str(command.cwd),
         "upstream": stage.upstream.as_json(),
+        "reworded": sorted(stage.schema.reworded),
         "launch_commit": machine.git_version(project),
         "trainer": {
             "python": str(trainer.python),

@@ -59,7 +59,7 @@ class Seen:
 
 def _liger(evidence: Evidence, want: str | None) -> Seen:
     counted = _liger_counted(evidence, want)
-    return counted or _liger_logged(evidence.log, want, _patches(evidence))
+    return counted or _liger_logged(evidence, want, _patches(evidence))
 
 
 def _liger_counted(evidence: Evidence, want: str | None) -> Seen | None:
@@ -90,8 +90,9 @@ def _liger_counted(evidence: Evidence, want: str | None) -> Seen | None:
     return Seen(state=state, cites=cites, detail=detail)
 
 
-def _liger_logged(log: Log | None, want: str | None, patches: tuple[Cite, ...]) -> Seen:
+def _liger_logged(evidence: Evidence, want: str | None, patches: tuple[Cite, ...]) -> Seen:
     """From announcements, which can rule Liger out but never prove that it runs."""
+    log = evidence.log
     applied = log.all("liger_applied") if log else ()
     if applied or patches:
         kwargs = applied[0].fields.get("kwargs") if applied else None
@@ -105,12 +106,17 @@ def _liger_logged(log: Log | None, want: str | None, patches: tuple[Cite, ...]) 
         return Seen(state="not_engaged", cites=cites, detail={"reason": refused[0].text})
     if attempted:
         return Seen(state="attempted", proved=want == "off", cites=cites)
-    # Training began and the attempt, logged right before it, is not there: it was never made
-    # (use_qlora wins over use_liger_kernel, and dpo.py does not read it).
+    # Training began and the attempt, logged right before it, is not there. That it was never made is
+    # proved where the arguments or the script rule it out (use_qlora wins over use_liger_kernel, and
+    # dpo.py does not read it), or where the source is known to announce it in these words.
     began = log is not None and bool(log.asked) and bool(log.first("total_steps", "progress"))
     asked_off = log is not None and log.asked.get("use_liger_kernel") == "False"
+    ruled_out = log is not None and (
+        log.asked.get("use_qlora") == "True" or bool(log.first("progress"))
+    )
+    announced = evidence.reworded is not None and not evidence.rewords("liger_attempted")
     detail = {"reason": "the log shows no attempt to apply it"} if want == "engaged" else {}
-    proved = began or (asked_off and want == "off")
+    proved = (began and (ruled_out or announced)) or (asked_off and want == "off")
     cites = _of_asked(log, "use_liger_kernel")
     return Seen(state="off", proved=proved, cites=cites, detail=detail)
 
@@ -159,19 +165,26 @@ def _dataset_cache(evidence: Evidence, _want: str | None) -> Seen:
     seen = _probe_state(evidence, "dataset_cache", ("stale", "miss", "hit"))
     missed = evidence.log.all("dataset_missed", "dataset_saved") if evidence.log else ()
     found = evidence.log.all("dataset_found") if evidence.log else ()
-    return seen or _cache_logged(evidence.log, missed, found)
+    lines = ("dataset_missed", "dataset_saved", "dataset_found")
+    return seen or _cache_logged(evidence.log, missed, found, sure=not evidence.rewords(*lines))
 
 
 def _reference_cache(evidence: Evidence, _want: str | None) -> Seen:
     seen = _probe_state(evidence, "reference_cache", ("stale", "miss", "hit"))
     missed = evidence.log.all("reference_missed") if evidence.log else ()
     found = evidence.log.all("reference_hit") if evidence.log else ()
-    return seen or _cache_logged(evidence.log, missed, found)
+    lines = ("reference_missed", "reference_hit")
+    return seen or _cache_logged(evidence.log, missed, found, sure=not evidence.rewords(*lines))
 
 
-def _cache_logged(log: Log | None, missed: Sequence[Signal], found: Sequence[Signal]) -> Seen:
-    """One rank fills a cache and the others then find it, so a single miss outweighs all finds."""
-    if not missed and not found:
+def _cache_logged(
+    log: Log | None, missed: Sequence[Signal], found: Sequence[Signal], *, sure: bool
+) -> Seen:
+    """One rank fills a cache and the others then find it, so a single miss outweighs all finds.
+
+    `sure` is False where the source may say a miss in other words: then a find proves nothing.
+    """
+    if not missed and (not found or not sure):
         return Seen(state="unknown", proved=False)
     cites = _of_signals(log, (*missed[:1], *missed[1:][-1:]) if missed else found)
     paths = [s.fields["path"] for s in (*found, *missed) if "path" in s.fields]

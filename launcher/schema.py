@@ -210,7 +210,7 @@ class Schema:
 
     `version` is a commit or a package version; `digests` are sha256 of the files read. `owner` is the
     dataclass to name to people; `path` what the script reads and refuses; `said` the log lines that
-    its source still prints (see `signatures.key`).
+    its source prints (see `signatures.key`), `reworded` those that only the pin prints.
     """
 
     backend: str
@@ -224,6 +224,7 @@ class Schema:
     owner: str = ""
     path: Path = field(default_factory=Path)
     said: frozenset[str] = frozenset()
+    reworded: frozenset[str] = frozenset()
 
     def words(self, name: str, value: Any) -> list[str]:
         """The words after `--name` for a value as the stage file holds it."""

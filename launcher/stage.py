@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,11 +81,13 @@ def judge(
     pin = upstream.unpinned(source, running=running, allowed=locator.allow_unpinned)
     findings += [pin] if pin is not None else []
     schema = locator.schema(source.backend, found)
+    findings += _reworded(schema)
     folders = (source.root,) if source.root is not None else ()
     opts, problems = options.read(config, found, folders, schema.fields)
     findings += problems
     entry = entry_of(schema)
-    checked = list(arguments.check(config, schema, entry))
+    past = functools.partial(upstream.past, source, schema.script)
+    checked = list(arguments.check(config, schema, entry, past))
     values = Values(schema, arguments.taken(schema, config.args))
     meant = arguments.meant(config, schema, entry, checked)
     ruled = [arguments.placed(config, finding) for finding in rules.apply(values)]
@@ -114,6 +117,21 @@ def entry_of(schema: Schema) -> Entry:
     """The description of a schema's entry script, in the names of its commit."""
     entry = BACKENDS[schema.backend].STAGES[schema.stage]
     return entry if schema.source == "snapshot" else entry.at(schema.fields)
+
+
+def _reworded(schema: Schema) -> list[Finding]:
+    """Log lines that a verdict looks for and that this source does not print."""
+    if not schema.reworded:
+        return []
+    names = sorted({key.partition(":")[0] for key in schema.reworded})
+    return [
+        Finding(
+            severity="warning", layer="launch", code="log-lines-changed",
+            message=f"this source does not print the log lines of {', '.join(names)}: a verdict "
+            "without the probe will say unknown there",
+            help="launch pin diff shows what else changed",
+        )
+    ]  # fmt: skip
 
 
 def _said_once(

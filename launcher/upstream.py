@@ -9,16 +9,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from launcher import facts
+from launcher import facts, history
 from launcher.backends import BACKENDS
 from launcher.errors import Finding, InvalidConfig, NotReady
 from launcher.git import CommitTree, Repository
+from launcher.history import Event
 from launcher.paths import exists, expanded, is_file
 from launcher.schema import Schema
 from launcher.sources import Folder, Tree, find_package
@@ -229,7 +230,8 @@ def unpinned(upstream: Upstream, *, running: bool, allowed: bool) -> Finding | N
         file=str(upstream.root),
         message=f"the checkout is at {upstream.version}, the pin is {upstream.pin} "
         f"(different: {files_changed})",
-        help=f"git -C {upstream.root} checkout {upstream.pin[:12]}, or go on with --allow-unpinned",
+        help=f"git -C {upstream.root} checkout {upstream.pin[:12]}"
+        + ("" if allowed else ", or go on with --allow-unpinned"),
     )
 
 
@@ -247,7 +249,8 @@ def load_schema(upstream: Upstream, stage: str, *, allow_unpinned: bool = False)
         return facts.schema_of(told, backend, stage, "snapshot", str(told["version"]))
     found = facts.cached(backend, upstream.packages, told["externals"], stage)
     try:
-        return facts.schema_of(found, backend, stage, "source", upstream.version)
+        schema = facts.schema_of(found, backend, stage, "source", upstream.version)
+        return replace(schema, reworded=frozenset(told["said"][stage]) - schema.said)
     except LookupError as error:
         raise InvalidConfig(
             Finding(
@@ -257,6 +260,20 @@ def load_schema(upstream: Upstream, stage: str, *, allow_unpinned: bool = False)
                 f"{error.args[0]}",
             )
         ) from None  # fmt: skip
+
+
+def past(upstream: Upstream, script: str, key: str) -> tuple[Event, ...]:
+    """What happened to an argument of a script, newest first; see `history.of`.
+
+    At the pin the committed table answers; anything else asks its own git history, if it has one.
+    """
+    if upstream.backend != "open_instruct" or upstream.pinned:
+        return history.of(key, script)
+    tree = upstream.packages.get("open_instruct")
+    if isinstance(tree, CommitTree):
+        return history.of(key, script, tree.repository, head=tree.commit)
+    repository = Repository(upstream.root) if upstream.root is not None else None
+    return history.of(key, script, repository)
 
 
 @dataclass(slots=True)

@@ -266,7 +266,10 @@ def test_liger_by_the_probe(
         (ATTEMPT, "applied", ("attempted", None)),
         (ATTEMPT + "There are currently no Liger kernels supported for model type: gpt2.\n",
          "engaged", ("not_engaged", False)),
-        (dump(use_liger_kernel=True) + total(3), "engaged", ("off", False)),
+        # a message may have been reworded where the commit is not known; these two cannot have been
+        (dump(use_liger_kernel=True) + total(3), "engaged", ("off", None)),
+        (dump(use_liger_kernel=True, use_qlora=True) + total(3), "engaged", ("off", False)),
+        (dump(use_liger_kernel=True) + "[step=1/3,epoch=1]\n", "engaged", ("off", False)),
         (dump(use_liger_kernel=True), "engaged", ("off", None)),
         (dump(use_liger_kernel=False), "off", ("off", True)),
         ("", "off", ("off", None)),
@@ -590,3 +593,29 @@ def test_everything_asked_for_and_proved_passes(run: Run) -> None:
     verdict = run.judge(liger="engaged", packing="isolated", attention="sdpa", dataset_cache="any")
     assert verdict.status == "pass"
     assert verdict.steps == 9
+
+
+LIGER_LINE = "liger_attempted: Attempting to apply liger-kernel"
+MISS_LINE = "dataset_missed: Cache not found"
+
+
+@pytest.mark.parametrize(
+    ("reworded", "ok"), [([], False), ([MISS_LINE], False), ([LIGER_LINE], None)]
+)
+def test_a_message_that_the_source_does_not_print_proves_nothing_by_its_absence(
+    run: Run, reworded: list[str], ok: bool | None
+) -> None:
+    (run.folder / "run.json").write_text(json.dumps({"reworded": reworded}))
+    run.log(dump(use_liger_kernel=True) + total(3))
+    assert brief(run.judge(liger="engaged").point("liger")) == ("off", ok)
+
+
+@pytest.mark.parametrize(
+    ("reworded", "state"), [([], "hit"), ([LIGER_LINE], "hit"), ([MISS_LINE], "unknown")]
+)
+def test_a_cache_is_not_called_hit_where_a_miss_may_be_said_in_other_words(
+    run: Run, reworded: list[str], state: str
+) -> None:
+    (run.folder / "run.json").write_text(json.dumps({"reworded": reworded}))
+    run.log("a.py:1 -   Found cached dataset at /data/x\n")
+    assert run.judge(dataset_cache="hit").point("dataset_cache").state == state

@@ -1,4 +1,9 @@
-"""The findings of layer `parser` against upstream's own parser, on generated argument sets."""
+"""The findings of layer `parser` against open-instruct's own parser, on generated argument sets.
+
+The verdicts of the pin lie in data/agreement/open_instruct.json, so that ours are compared with them
+also where no checkout or no packages are. LAUNCH_GOLDEN=write asks the real parser and writes them
+anew. TRL's is in test_trl_agreement.py.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +18,25 @@ from typing import Any
 import pytest
 from argument_sets import Arguments, generate
 from conftest import NO_PACKAGES
+from verdicts import (
+    GOLDEN,
+    bits,
+    differences,
+    digest,
+    flags,
+    refused_by_launch,
+    schema_of,
+    words_of,
+)
 
-from launcher import stage, upstream
-from launcher.config import Config
+from launcher import upstream
+from launcher.backends import open_instruct
 from launcher.schema import Field, Schema
 
-SETS = 500  # for each stage and backend
+SETS = 2500  # for each stage
 SEED = 20260407
 STAGES = ("sft", "dpo")
+VERDICTS = GOLDEN / "open_instruct.json"
 
 # What only a running process can tell.
 COMPUTED_DEFAULTS = {"optim"}
@@ -28,13 +44,6 @@ COMPUTED_DEFAULTS = {"optim"}
 ENUM_LISTS = {"debug": "DebugOption"}
 # A class of TRL's that is called with each word.
 CLASSES = {"datasets": "DatasetConfig", "parallelism_config": "ParallelismConfig"}
-
-
-def schema_of(backend: str, stage_name: str) -> Schema:
-    pinned = upstream.Upstream(
-        backend=backend, root=None, source="snapshot", asked=False, pin="", version=""
-    )
-    return upstream.load_schema(pinned, stage_name)
 
 
 def ask(backend: str, root: Path | None, requests: list[dict[str, Any]]) -> list[Any]:
@@ -59,89 +68,84 @@ def ask(backend: str, root: Path | None, requests: list[dict[str, Any]]) -> list
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def words_of(schema: Schema, arguments: Arguments) -> list[str]:
-    """The command line that launch would hand to upstream."""
-    words = []
-    for key, value in arguments.items():
-        if value is not None:
-            words += [f"--{key}", *schema.words(key, value)]
-    return words
-
-
-def refused_by_launch(backend: str, stage_name: str, arguments: Arguments) -> list[str]:
-    """What launch says that upstream's parser would refuse."""
-    options = {"backend": backend, "stage": stage_name}
-    config = Config(path=Path("made.yaml"), shape="stage", options=options, args=arguments)
-    found = [
-        f
-        for f in stage.judge(config).findings
-        if (f.severity, f.layer) == ("error", "parser")
-        # TRL's __post_init__ reads the machine too: its parser alone is compared
-        and (backend != "trl" or f.code == "bad-value" or f.code.endswith("-key"))
-    ]
-    return [f"{f.code}: {f.message}" for f in found]
+@cache
+def sets_of(stage_name: str) -> tuple[Arguments, ...]:
+    return tuple(generate(schema_of("open_instruct", stage_name), SETS, SEED))
 
 
 @cache
-def sets_of(backend: str, stage_name: str) -> tuple[Arguments, ...]:
-    return tuple(generate(schema_of(backend, stage_name), SETS, SEED))
-
-
-def requests(backend: str) -> list[dict[str, Any]]:
-    return [
-        {"stage": name, "words": words_of(schema_of(backend, name), arguments)}
+def words() -> dict[str, list[list[str]]]:
+    return {
+        name: [words_of(schema_of("open_instruct", name), one) for one in sets_of(name)]
         for name in STAGES
-        for arguments in sets_of(backend, name)
-    ]
+    }
+
+
+@cache
+def ours(stage_name: str) -> list[list[str]]:
+    return refused_by_launch("open_instruct", stage_name, sets_of(stage_name))
 
 
 @pytest.fixture(scope="session")
 def open_instruct_answers(checkout: Path) -> list[Any]:
-    return ask("open_instruct", checkout, requests("open_instruct"))
+    requests = [{"stage": name, "words": one} for name in STAGES for one in words()[name]]
+    return ask("open_instruct", checkout, requests)
 
 
 @pytest.fixture(scope="session")
-def trl_answers() -> list[Any]:
+def theirs(open_instruct_answers: list[Any]) -> dict[str, list[str | None]]:
+    """Why the real parser and `__post_init__` refuse each set, None where they take it."""
+    return {
+        name: open_instruct_answers[1 + i * SETS : 1 + (i + 1) * SETS]
+        for i, name in enumerate(STAGES)
+    }
+
+
+@pytest.fixture(scope="session")
+def trl_description() -> dict[str, Any]:
     installed = upstream.locate("trl")
     if installed.root is None or not installed.pinned:
         pytest.skip(f"{NO_PACKAGES}: {installed.pin} is not installed")
-    return ask("trl", None, requests("trl"))
-
-
-def assert_agreement(backend: str, stage_name: str, answers: list[Any]) -> None:
-    start = 1 + STAGES.index(stage_name) * SETS
-    accepted_wrongly, refused_wrongly = [], []
-    for arguments, theirs in zip(
-        sets_of(backend, stage_name), answers[start : start + SETS], strict=True
-    ):
-        ours = refused_by_launch(backend, stage_name, arguments)
-        if theirs is not None and not ours:
-            accepted_wrongly.append(f"{arguments}: {theirs}")
-        if theirs is None and ours:
-            refused_wrongly.append(f"{arguments}: {ours}")
-    assert not accepted_wrongly, "\n".join(accepted_wrongly)
-    assert not refused_wrongly, "\n".join(refused_wrongly)
+    described: dict[str, Any] = ask("trl", None, [])[0]
+    return described
 
 
 @pytest.mark.parametrize("stage_name", STAGES)
 def test_open_instruct_refuses_exactly_what_launch_says(
-    open_instruct_answers: list[Any], stage_name: str
+    theirs: dict[str, list[str | None]], stage_name: str
 ) -> None:
-    assert_agreement("open_instruct", stage_name, open_instruct_answers)
+    left_out = [False] * SETS
+    found = differences(sets_of(stage_name), ours(stage_name), theirs[stage_name], left_out)
+    assert not found, "\n".join(found)
+
+
+def test_the_kept_verdicts_are_those_of_the_real_parser(
+    theirs: dict[str, list[str | None]],
+) -> None:
+    made = {
+        "commit": open_instruct.PIN,
+        "seed": SEED,
+        "count": SETS,
+        "words": digest(words()),
+        "refused": {name: bits([a is not None for a in theirs[name]]) for name in STAGES},
+    }
+    if os.environ.get("LAUNCH_GOLDEN") == "write":
+        VERDICTS.write_text(json.dumps(made, indent=1) + "\n")
+    assert json.loads(VERDICTS.read_text()) == made, "make golden"
 
 
 @pytest.mark.parametrize("stage_name", STAGES)
-def test_trl_refuses_exactly_what_launch_says(trl_answers: list[Any], stage_name: str) -> None:
-    assert_agreement("trl", stage_name, trl_answers)
+def test_launch_says_what_the_kept_verdicts_say(stage_name: str) -> None:
+    kept = json.loads(VERDICTS.read_text())
+    assert kept["words"] == digest(words()), "other sets were generated: make golden"
+    refused = flags(kept["refused"][stage_name], SETS)
+    found = differences(sets_of(stage_name), ours(stage_name), refused, [False] * SETS)
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("stage_name", STAGES)
 def test_the_generated_sets_are_a_fair_mixture(stage_name: str) -> None:
-    refused = sum(
-        bool(refused_by_launch("open_instruct", stage_name, arguments))
-        for arguments in sets_of("open_instruct", stage_name)
-    )
-    assert 0.3 < refused / SETS < 0.8
+    assert 0.3 < sum(map(bool, ours(stage_name))) / SETS < 0.8
 
 
 def described(known: Field) -> dict[str, Any]:
@@ -160,7 +164,7 @@ def described(known: Field) -> dict[str, Any]:
     }
 
 
-def differences(schema: Schema, theirs: dict[str, Any]) -> list[str]:
+def unlike(schema: Schema, theirs: dict[str, Any]) -> list[str]:
     found = []
     for name, known in schema.fields.items():
         ours = described(known)
@@ -181,11 +185,13 @@ def test_the_snapshot_is_the_real_open_instruct_parser(
 ) -> None:
     schema, theirs = schema_of("open_instruct", stage_name), open_instruct_answers[0][stage_name]
     assert list(schema.fields) == list(theirs)
-    assert differences(schema, theirs) == []
+    assert unlike(schema, theirs) == []
 
 
 @pytest.mark.parametrize("stage_name", STAGES)
-def test_the_snapshot_is_the_real_trl_parser(trl_answers: list[Any], stage_name: str) -> None:
-    schema, theirs = schema_of("trl", stage_name), trl_answers[0][stage_name]
+def test_the_snapshot_is_the_real_trl_parser(
+    trl_description: dict[str, Any], stage_name: str
+) -> None:
+    schema, theirs = schema_of("trl", stage_name), trl_description[stage_name]
     assert list(schema.fields) == list(theirs)
-    assert differences(schema, theirs) == []
+    assert unlike(schema, theirs) == []

@@ -1,0 +1,250 @@
+"""Everything known about one argument: what it is, who reads it, its value here, what became of it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from launcher import history, noops, options, stage, upstream
+from launcher.backends import BACKENDS, Entry
+from launcher.config import Config
+from launcher.errors import Finding, InvalidConfig, brief
+from launcher.history import Event
+from launcher.schema import Field, Read, Schema, Values
+from launcher.upstream import Locator, Upstream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Here:
+    """The value that a stage file gives an argument, and who set it.
+
+    `origin` is `default`, `derived`, a `file:line` or the text of an override; `via` tells how a
+    parent comes in. `words` is what stands on the command line.
+    """
+
+    value: Any
+    origin: str
+    via: str | None = None
+    words: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explained:
+    """One argument of one entry script; `field` is None where the script has no such argument.
+
+    `elsewhere` are the other stages and backends that know the same idea, by `stage on backend`, under
+    the name it has there.
+    """
+
+    key: str
+    stage: str
+    upstream: Upstream
+    schema: Schema
+    field: Field | None
+    reads: tuple[Read, ...] | None
+    advice: str | None
+    here: Here | None
+    history: tuple[Event, ...]
+    elsewhere: Mapping[str, str]
+
+    @property
+    def known(self) -> bool:
+        """Whether there is anything to tell."""
+        return self.field is not None or bool(self.history) or self.advice is not None
+
+    def as_json(self) -> dict[str, Any]:
+        """One entry of the `explained` list."""
+        told = self.field
+        shadow = self.schema.path.shadows.get(self.key)
+        return {
+            "key": self.key,
+            "stage": self.stage,
+            "backend": self.schema.backend,
+            "script": self.schema.script,
+            "upstream": self.upstream.as_json(),
+            "exists": told is not None,
+            "type": told.type if told else None,
+            "default": _default(told) if told else None,
+            "required": told.required if told else None,
+            "choices": list(told.choices) if told else [],
+            "defined": told.where if told else None,
+            "owner": told.owner if told else None,
+            "reads": None
+            if self.reads is None
+            else [{"where": read.where, "when": list(read.when)} for read in self.reads],
+            "shadowed_by": list(shadow.by) if shadow else [],
+            "advice": self.advice,
+            "here": None
+            if self.here is None
+            else {
+                "value": self.here.value,
+                "origin": self.here.origin,
+                "via": self.here.via,
+                "words": list(self.here.words),
+                "findings": [finding.as_json() for finding in self.here.findings],
+            },
+            "history": [
+                {
+                    "what": event.what, "to": event.to, "commit": event.commit, "date": event.date,
+                    "pull": event.pull, "release": event.release, "owner": event.owner,
+                    "file": event.file, "line": event.line, "text": history.sentence(event),
+                }
+                for event in self.history
+            ],
+            "elsewhere": dict(self.elsewhere),
+        }  # fmt: skip
+
+    def lines(self) -> Iterator[str]:
+        """For people: one fact a line, the name of the fact in front."""
+        name = self.schema.script
+        yield f"{self.key}  ({self.stage} on {self.schema.backend}, {name} at {_short(self.schema)})"
+        if self.field is not None:
+            yield from self._definition(self.field)
+        elif self.advice is not None:
+            yield f"  none       {self.advice}"
+        else:
+            yield "  none       this script has no such argument"
+        if self.here is not None:
+            via = f", {self.here.via}" if self.here.via else ""
+            yield f"  here       {brief(self.here.value)}  ({self.here.origin}{via})"
+            for finding in self.here.findings:
+                yield f"  {finding.severity:<9}  {finding.message}"
+        for event in self.history:
+            yield f"  history    {history.sentence(event)}"
+        for where, other in self.elsewhere.items():
+            yield f"  elsewhere  {where}: {other}"
+
+    def _definition(self, told: Field) -> Iterator[str]:
+        yield f"  type       {told.type}"
+        if told.choices:
+            yield f"  choices    {', '.join(str(choice) for choice in told.choices)}"
+        yield f"  default    {'none, it must be given' if told.required else _default(told)}"
+        yield f"  defined    {told.where}  ({told.owner})"
+        shadow = self.schema.path.shadows.get(self.key)
+        if self.reads is None:
+            yield "  read       not known for this source"
+        elif not self.reads and shadow is not None:
+            by = " and ".join(shadow.by)
+            yield f"  read       never: {shadow.where} is not reached, {by} comes first"
+        elif not self.reads:
+            yield "  read       no read found: it does nothing here"
+        entry = stage.entry_of(self.schema)
+        for read in self.reads or ():
+            told_when = noops.condition_of(read, entry)
+            when = f"  where {' and '.join(told_when)}" if told_when else ""
+            yield f"  read       {read.where}{when}"
+
+
+def explain(
+    key: str,
+    *,
+    locator: Locator,
+    config: Config | None = None,
+    asked: str | None = None,
+    backend: str | None = None,
+) -> list[Explained]:
+    """The argument `key`, for the stage of a config, or for each stage of a backend.
+
+    `asked` is a stage; `backend` counts where no config is given. Raises what judging the config
+    raises, and InvalidConfig where the source cannot be read.
+    """
+    key = key.removeprefix("args.")
+    if config is not None:
+        judged = stage.judge(config, stage=asked, locator=locator)
+        if judged.schema is None or judged.upstream is None or judged.values is None:
+            # what is wrong with the file stands before any of its keys
+            raise InvalidConfig(judged.findings)
+        return [
+            _explained(key, judged.schema, judged.upstream, _here(key, config, judged))
+        ]
+    told = []
+    for name in [asked] if asked else options.STAGES:
+        chosen = backend or "open_instruct"
+        told.append(_explained(key, locator.schema(chosen, name), locator.find(chosen), None))
+    return told
+
+
+def near(key: str) -> list[str]:
+    """Names of any stage and backend that are spelt like `key`, the nearest first."""
+    names = {
+        name.partition(".")[2]
+        for backend in BACKENDS
+        for listed in upstream.snapshot(backend)["stages"].values()
+        for name in listed
+    }
+    return difflib.get_close_matches(key, sorted(names | set(options.KEYS)), n=3, cutoff=0.6)
+
+
+def _explained(key: str, schema: Schema, source: Upstream, here: Here | None) -> Explained:
+    entry = stage.entry_of(schema)
+    moved = entry.moved.get(key)
+    advice = None
+    if key not in schema.fields and moved is not None:
+        advice = moved.why if moved.to is None else f"{moved.why}: write `{moved.to}`"
+    elif key not in schema.fields and key in options.KEYS:
+        advice = "launch's own: it stands beside `args:`, not in it"
+    return Explained(
+        key=key, stage=schema.stage, upstream=source, schema=schema,
+        field=schema.fields.get(key), reads=schema.path.reads.get(key), advice=advice, here=here,
+        history=upstream.past(source, schema.script, key), elsewhere=_elsewhere(key, schema, entry),
+    )  # fmt: skip
+
+
+def _here(key: str, config: Config, judged: stage.Judged) -> Here | None:
+    schema, values = judged.schema, judged.values
+    assert schema is not None and values is not None
+    found = tuple(f for f in judged.findings if (f.key or "").partition("[")[0] == f"args.{key}")
+    if key in config.args and config.args[key] is not None:
+        origin = config.origin(f"args.{key}")
+        parents = {str(path) for path in config.parents}
+        via = "from a parent, by `extends`" if origin.file in parents else None
+        words = tuple(schema.words(key, config.args[key])) if key in schema.fields else ()
+        return Here(
+            value=config.args[key], origin=str(origin), via=via, words=words, findings=found
+        )
+    if key not in schema.fields:
+        return None
+    return _by_default(key, schema, values, found)
+
+
+def _by_default(key: str, schema: Schema, values: Values, found: tuple[Finding, ...]) -> Here:
+    derived = stage.entry_of(schema).derived.get(key)
+    if derived is not None:
+        return Here(value=derived[0], origin=f"set by launch: {derived[1]}", findings=found)
+    known = schema.fields[key]
+    return Here(value=_default(known), origin=f"default, {known.where}", findings=found)
+
+
+def _elsewhere(key: str, schema: Schema, entry: Entry) -> dict[str, str]:
+    """The same idea in the other stages and backends: by its own name, or by the one it has there."""
+    told = {}
+    moved = entry.moved.get(key)
+    # of a name that is another stage's, the idea is what this stage calls it
+    idea = moved.to if moved is not None and moved.to is not None else key
+    for backend, module in BACKENDS.items():
+        for name, other in module.STAGES.items():
+            if (backend, name) == (schema.backend, schema.stage):
+                continue
+            listed = upstream.snapshot(backend)["stages"][name]
+            fields = {full.partition(".")[2] for full in listed}
+            there = other.moved.get(idea)
+            if idea in fields:
+                told[f"{name} on {backend}"] = idea
+            elif there is not None and there.to in fields:
+                told[f"{name} on {backend}"] = str(there.to)
+            elif key in fields:
+                told[f"{name} on {backend}"] = key
+    return told
+
+
+def _default(known: Field) -> Any:
+    return known.default_text if known.default_text is not None else known.default
+
+
+def _short(schema: Schema) -> str:
+    return schema.version if " " in schema.version else schema.version[:12]
+
+

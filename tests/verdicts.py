@@ -1,0 +1,95 @@
+"""Verdicts over generated argument sets: how two judges are compared, and how verdicts are kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from argument_sets import Arguments
+
+from launcher import stage, upstream
+from launcher.config import Config
+from launcher.schema import Schema
+from launcher.upstream import Locator, Upstream
+
+GOLDEN = Path(__file__).parent / "data" / "agreement"
+
+
+def schema_of(backend: str, stage_name: str) -> Schema:
+    """The committed schema, whatever is installed or checked out."""
+    pinned = Upstream(
+        backend=backend, root=None, source="snapshot", asked=False, pin="", version=""
+    )
+    return upstream.load_schema(pinned, stage_name)
+
+
+class Snapshot(Locator):
+    """Finds nothing but the committed snapshots."""
+
+    def find(self, backend: str) -> Upstream:
+        return upstream.locate(backend, search=()) if backend == "trl" else SNAPSHOT
+
+
+SNAPSHOT = Upstream(
+    backend="open_instruct", root=None, source="snapshot", asked=False, pin="", version=""
+)
+
+
+def words_of(schema: Schema, arguments: Arguments) -> list[str]:
+    """The command line that launch would hand to upstream."""
+    words = []
+    for key, value in arguments.items():
+        if value is not None:
+            words += [f"--{key}", *schema.words(key, value)]
+    return words
+
+
+def refused_by_launch(backend: str, stage_name: str, sets: Sequence[Arguments]) -> list[list[str]]:
+    """For each set, what launch says that upstream's parser would refuse."""
+    options = {"backend": backend, "stage": stage_name}
+    locator = Snapshot()
+    told = []
+    for arguments in sets:
+        config = Config(path=Path("made.yaml"), shape="stage", options=options, args=arguments)
+        found = stage.judge(config, locator=locator).findings
+        told.append(
+            [
+                f"{f.code}: {f.message}"
+                for f in found
+                if (f.severity, f.layer) == ("error", "parser")
+            ]
+        )
+    return told
+
+
+def differences(
+    sets: Sequence[Arguments],
+    ours: Sequence[list[str]],
+    theirs: Sequence[Any],
+    left_out: Sequence[bool],
+) -> list[str]:
+    """The sets of which launch and upstream say different things, with what each says."""
+    found = []
+    for arguments, mine, other, out in zip(sets, ours, theirs, left_out, strict=True):
+        if not out and bool(mine) != bool(other):
+            found.append(f"{arguments}: launch says {mine or 'fine'}, upstream {other or 'fine'}")
+    return found
+
+
+def bits(flags: Sequence[bool]) -> str:
+    """One hexadecimal digit for four sets, the first set in its highest bit."""
+    text = "".join("01"[flag] for flag in flags)
+    return f"{int(text, 2):0{-(-len(flags) // 4)}x}"
+
+
+def flags(text: str, count: int) -> list[bool]:
+    """The inverse of `bits`."""
+    return [digit == "1" for digit in f"{int(text, 16):0{count}b}"]
+
+
+def digest(words: Any) -> str:
+    """Tells whether the generated sets are still those that were judged."""
+    return hashlib.sha256(json.dumps(words).encode()).hexdigest()

@@ -13,7 +13,7 @@ CHECKOUT := $(firstword $(wildcard $(LAUNCH_OPEN_INSTRUCT)/open_instruct/finetun
   /workspace/open-instruct/open_instruct/finetune.py \
   $(HOME)/open-instruct/open_instruct/finetune.py))
 
-.PHONY: demo test check format golden bench snapshot install install-trl install-open-instruct install-dev clean
+.PHONY: demo test check format golden bench snapshot history install install-trl install-open-instruct install-dev clean
 
 $(VENV)/created:
 	@$(PYTHON) -c 'import sys; sys.exit("launch needs Python 3.11 or later: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
@@ -63,9 +63,10 @@ format: $(VENV)/dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# rewrites the command lines that the tests compare with
-golden: $(VENV)/dev
-	LAUNCH_GOLDEN=write $(BIN)/python -m pytest tests/test_command.py
+# rewrites the command lines and the parsers' verdicts that the tests compare with
+golden: $(VENV)/open-instruct $(VENV)/dev
+	LAUNCH_GOLDEN=write $(BIN)/python -m pytest tests/test_command.py tests/test_parser_agreement.py \
+	  tests/test_trl_agreement.py
 
 bench: $(VENV)/trl
 	$(BIN)/python benchmarks/validate.py
@@ -73,6 +74,10 @@ bench: $(VENV)/trl
 # rewrites launcher/snapshots from the pinned checkout and the installed packages
 snapshot: $(VENV)/open-instruct
 	$(BIN)/python scripts/snapshot.py $(dir $(patsubst %/,%,$(dir $(CHECKOUT))))
+
+# rewrites launcher/snapshots/history.json; HISTORY_OF="TRL_REPOSITORY [WHEELS]" renews those parts too
+history: $(VENV)/dev
+	$(BIN)/python scripts/history.py $(dir $(patsubst %/,%,$(dir $(CHECKOUT)))) $(HISTORY_OF)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -66,7 +66,8 @@ class Repository:
         # inside a git hook these name another repository; a missing object must not ask the network
         environ = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
         environ |= {"GIT_NO_LAZY_FETCH": "1", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
-        command = ["git", "--no-optional-locks", "--no-replace-objects", "-C", str(self.root)]
+        command = ["git", "--no-optional-locks", "--no-replace-objects", "-c", "protocol.allow=never"]
+        command += ["-C", str(self.root)]
         try:
             done = subprocess.run(
                 [*command, *arguments], input=given, capture_output=True, timeout=timeout_s,

@@ -51,7 +51,7 @@ _REMOVED = {
     "use_flash_attn": Moved(
         None, "removed upstream by #1567 (9e8e2187c): attention is detected from what is installed"
     ),
-    "chat_template": Moved("chat_template_name", "renamed upstream"),
+    "chat_template": Moved("chat_template_name", "the tokenizer's argument has another name"),
     "model_name": Moved("model_name_or_path", "upstream's name"),
     "max_length": Moved("max_seq_length", "TRL's name"),
     "max_steps": Moved("max_train_steps", "TRL's name"),

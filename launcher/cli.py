@@ -46,11 +46,38 @@ class Format(str, Enum):  # noqa: UP042 - StrEnum is not what typer looks for
     json = "json"
 
 
+class Findings(str, Enum):  # noqa: UP042
+    """How to answer where findings are all that there is to say."""
+
+    text = "text"
+    json = "json"
+    github = "github"
+    sarif = "sarif"
+
+
+FindingsOption = Annotated[
+    Findings, typer.Option("--format", help="text, json, github (annotations) or sarif")
+]
 FormatOption = Annotated[Format, typer.Option("--format", help="text, or json for machines")]
 Config = Annotated[Path, typer.Argument(help="the stage file", show_default=False)]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", show_default=False)
 ]
+
+
+def _completed(stage: str) -> Callable[[typer.Context, str], list[str]]:
+    """What the shell offers after `launch STAGE CONFIG`."""
+
+    def complete(context: typer.Context, incomplete: str) -> list[str]:
+        from launcher import completion
+
+        given = context.params
+        before = given.get("overrides") or ()
+        return completion.complete_override(stage, given.get("config"), before, incomplete)
+
+    return complete
+
+
 Gpus = Annotated[
     int | None, typer.Option("--gpus", min=0, help="GPUs on this machine; 0 is the CPU")
 ]
@@ -101,6 +128,11 @@ def _stage_command(stage: str) -> Callable[..., None]:
             )
         raise typer.Exit(_run(request, format, allow_unproven=allow_unproven))
 
+    # what the shell can complete is different for each stage
+    argument = typer.Argument(
+        metavar="[KEY=VALUE]...", show_default=False, autocompletion=_completed(stage)
+    )
+    command.__annotations__["overrides"] = Annotated[list[str] | None, argument]
     command.__doc__ = f"Validate, plan and run one {stage.upper()} stage, then judge it."
     return command
 
@@ -153,28 +185,54 @@ def validate_config(
     open_instruct: Checkout = None,
     allow_unpinned: Unpinned = False,
     strict: Strict = False,
-    format: FormatOption = Format.text,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="rewrite what is mechanical, keep comments")
+    ] = False,
+    diff: Annotated[
+        bool, typer.Option("--diff", help="show what --fix would rewrite, write nothing")
+    ] = False,
+    format: FindingsOption = Findings.text,
 ) -> None:
     """Say everything that upstream would refuse, ignore or misread; no GPU, no packages needed."""
-    from launcher import report, upstream
+    from launcher import upstream
 
+    locator = upstream.Locator(checkout=open_instruct, allow_unpinned=allow_unpinned)
     stage = _stage(stage)
+    if fix or diff:
+        _fix(paths, stage, locator, write=fix and not diff)
     found: list[Finding] = []
     files: list[dict[str, object]] = []
-    locator = upstream.Locator(checkout=open_instruct, allow_unpinned=allow_unpinned)
     for path in paths:
         told, mine = _judge_file(path, stage, locator)
         files.append({"path": str(path), "valid": not errors(mine, strict=strict), **told})
         found += mine
     ok = all(entry["valid"] for entry in files)
-    if format is Format.json:
-        report.envelope("validate-config", ok, found, {"files": files})
+    _told("validate-config", ok, found, files, format)
+    raise typer.Exit(Exit.OK if ok else Exit.CONFIG)
+
+
+def _told(
+    command: str, ok: bool, found: list[Finding], files: list[dict[str, object]], format: Findings
+) -> None:
+    """What was found in each file, in the form that was asked for."""
+    from launcher import annotations, report
+
+    if format is Findings.json:
+        report.envelope(command, ok, found, {"files": files})
+    elif format is Findings.sarif:
+        report.plain_json(annotations.sarif(found))
+    elif format is Findings.github:
+        if found:
+            report.say(annotations.github(found))
     else:
         report.findings(found)
         for entry in files:
             state = "valid" if entry["valid"] else "invalid"
             report.say(f"{entry['path']}: {state}{_checked(entry)}")
-    raise typer.Exit(Exit.OK if ok else Exit.CONFIG)
+
+
+def _fix(paths: list[Path], stage: str | None, locator: Locator, *, write: bool) -> None:
+    raise NotImplementedError
 
 
 def _judge_file(
@@ -233,6 +291,36 @@ def explain(
         report.envelope("explain", True, (), {"explained": [one.as_json() for one in told]})
     else:
         report.say("\n\n".join("\n".join(one.lines()) for one in told))
+
+
+@app.command(epilog="Example: launch schema --json-schema > stage.schema.json")
+def schema(
+    json_schema: Annotated[
+        bool, typer.Option("--json-schema", help="for editors: completion, hover, red underlines")
+    ] = False,
+    stage: StageOption = None,
+    backend: BackendOption = None,
+    open_instruct: Checkout = None,
+    allow_unpinned: Unpinned = False,
+    format: FormatOption = Format.text,
+) -> None:
+    """List every argument of a stage, or print the JSON Schema of stage files."""
+    from launcher import explain, options, report, upstream
+    from launcher.backends import BACKENDS
+
+    stages = [chosen] if (chosen := _stage(stage)) else list(options.STAGES)
+    named = [one] if (one := _backend(backend)) else list(BACKENDS)
+    locator = upstream.Locator(checkout=open_instruct, allow_unpinned=allow_unpinned)
+    schemas = [locator.schema(name, one) for name in named for one in stages]
+    if json_schema:
+        from launcher import json_schema as schemes
+
+        notes = {(one.backend, one.stage): explain.notes(one) for one in schemas}
+        report.plain_json(schemes.combined(schemas, notes=notes))
+    elif format is Format.json:
+        report.envelope("schema", True, (), {"schemas": [one.as_json() for one in schemas]})
+    else:
+        report.arguments(schemas, {one.script: explain.notes(one) for one in schemas})
 
 
 @app.command(epilog="Example: launch check runs/20260101T000000Z-sft-demo --format json")
@@ -309,17 +397,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _guarded(call: Callable[[], object], arguments: list[str]) -> int:
-    from launcher import report
-
     try:
         call()
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
     except LaunchError as error:
-        if ("json" in arguments and "--format" in arguments) or "--format=json" in arguments:
-            report.envelope(arguments[0], False, error.findings, None)
-        else:
-            report.findings(error.findings)
+        _refused(error, arguments)
         return error.exit_code
     except KeyboardInterrupt:
         return Exit.INTERRUPTED
@@ -332,6 +415,18 @@ def _guarded(call: Callable[[], object], arguments: list[str]) -> int:
     except Exception as error:
         return _bug(error, arguments)
     return Exit.OK
+
+
+def _refused(error: LaunchError, arguments: list[str]) -> None:
+    """What stopped a command, in the form that its command line asked for."""
+    from launcher import report
+
+    line = " ".join(arguments).replace("--format=", "--format ") + " "
+    form = next((f for f in Findings if f"--format {f.value} " in line), Findings.text)
+    if form is Findings.json:
+        report.envelope(arguments[0], False, error.findings, None)
+    else:
+        _told(arguments[0], False, list(error.findings), [], form)
 
 
 def _bug(error: Exception, arguments: list[str]) -> int:

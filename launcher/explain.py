@@ -75,6 +75,10 @@ class Explained:
             "reads": None
             if self.reads is None
             else [{"where": read.where, "when": list(read.when)} for read in self.reads],
+            "beside": {
+                script: [{"where": r.where, "when": list(r.when)} for r in found.get(self.key, ())]
+                for script, found in self.schema.beside.items()
+            },
             "shadowed_by": list(shadow.by) if shadow else [],
             "advice": self.advice,
             "here": None
@@ -136,6 +140,9 @@ class Explained:
             told_when = noops.condition_of(read, entry)
             when = f"  where {' and '.join(told_when)}" if told_when else ""
             yield f"  read       {read.where}{when}"
+        for script, found in self.schema.beside.items():
+            for read in found.get(self.key, ())[:1]:
+                yield f"  beside     {script} reads it too: {read.where}"
 
 
 def explain(
@@ -164,6 +171,21 @@ def explain(
     for name in [asked] if asked else options.STAGES:
         chosen = backend or "open_instruct"
         told.append(_explained(key, locator.schema(chosen, name), locator.find(chosen), None))
+    return told
+
+
+def notes(schema: Schema) -> dict[str, list[str]]:
+    """One line for every argument that nothing reads, or that is read only sometimes."""
+    entry = stage.entry_of(schema)
+    told = {}
+    for name, reads in schema.path.reads.items():
+        alternatives = [noops.condition_of(read, entry) for read in reads]
+        if not reads and name not in entry.acts:
+            told[name] = [f"no read found: {noops.instead(schema, entry, name)}"]
+        elif alternatives and all(alternatives):
+            shortest = min(alternatives, key=len)
+            more = " (and elsewhere)" if len(alternatives) > 1 else ""
+            told[name] = [f"read only where {noops.shown(shortest)}{more}"]
     return told
 
 

@@ -10,13 +10,13 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.backends import Backend
+from launcher.backends import Backend, Entry
 from launcher.schema import (
     Path as ScriptPath,
 )
@@ -55,7 +55,7 @@ def read(
 
     told: dict[str, Any] = {
         "stages": {}, "classes": {}, "paths": {}, "said": {}, "fields": {}, "externals": {},
-        "unreadable": {}, "files": {},
+        "beside": {}, "unreadable": {}, "files": {},
     }  # fmt: skip
     for stage in stages:
         sources = Sources(trees)
@@ -99,10 +99,25 @@ def _read_stage(
     told["stages"][stage] = keys
     told["classes"][stage] = [list(one) for one in classes]
     told["paths"][stage] = _path_as_json(path)
+    told["beside"][stage] = _beside(entry, sources, classes, fields)
     for key, known in zip(keys, fields.values(), strict=True):
         told["fields"][key] = field_as_json(known)
         if known.external and known.external.partition(".")[0] not in backend.PACKAGES:
             told["externals"][known.external] = list(known.choices)
+
+
+def _beside(
+    entry: Entry, sources: Sources, classes: Sequence[tuple[str, str]], fields: Iterable[str]
+) -> dict[str, Any]:
+    """The reads of other scripts that parse the same dataclasses, where they are there."""
+    from launcher import reads
+
+    told = {}
+    for script in entry.beside:
+        with suppress(LookupError, SyntaxError, RecursionError):
+            path = reads.find(sources, script, classes, fields, entry.recorders)
+            told[script] = _path_as_json(path)["reads"]
+    return told
 
 
 def schema_of(facts: Facts, backend: Backend, stage: str, source: str, version: str) -> Schema:
@@ -120,6 +135,10 @@ def schema_of(facts: Facts, backend: Backend, stage: str, source: str, version: 
         fields=fields, digests=facts["files"], splits=here.splits,
         owner=entry.owner if entry.owner in owners else max(set(owners), key=owners.count),
         path=_path_from_json(facts.get("paths", {}).get(stage) or {}),
+        beside={
+            script: {name: _reads(found) for name, found in listed.items()}
+            for script, listed in facts.get("beside", {}).get(stage, {}).items()
+        },
         said=frozenset(facts.get("said", {}).get(stage, ())),
     )  # fmt: skip
 
@@ -139,10 +158,7 @@ def _path_as_json(path: ScriptPath) -> dict[str, Any]:
 
 def _path_from_json(data: Mapping[str, Any]) -> ScriptPath:
     return ScriptPath(
-        reads={
-            name: tuple(Read(where=where, when=tuple(when)) for where, *when in found)
-            for name, found in data.get("reads", {}).items()
-        },
+        reads={name: _reads(found) for name, found in data.get("reads", {}).items()},
         shadows={
             name: Shadow(where=where, by=tuple(by))
             for name, (where, *by) in data.get("shadows", {}).items()
@@ -152,6 +168,10 @@ def _path_from_json(data: Mapping[str, Any]) -> ScriptPath:
             for r in data.get("refusals", ())
         ),
     )
+
+
+def _reads(found: Sequence[Sequence[str]]) -> tuple[Read, ...]:
+    return tuple(Read(where=where, when=tuple(when)) for where, *when in found)
 
 
 # --- the cache ------------------------------------------------------------------------------------

@@ -28,8 +28,12 @@ def find(values: Values, entry: Entry) -> Iterator[Finding]:
         if not reads:
             yield _unread(schema, entry, name, idle=_is_off(values, name))
         elif not _is_off(values, name):
-            closed = [_false(read, known, entry) for read in reads]
-            if all(closed):
+            closed: list[tuple[str, ...]] = []
+            for read in reads:
+                closed.append(_false(read, known, entry))
+                if not closed[-1]:
+                    break
+            else:
                 yield _closed(entry, name, reads, closed, known)
 
 
@@ -101,8 +105,15 @@ def _unread(schema: Schema, entry: Entry, name: str, *, idle: bool) -> Finding:
         )
     return Finding(
         severity="note" if idle else "warning", layer="run", code=code, key=f"args.{name}",
-        message=message, help=entry.instead.get(name, "delete the line"),
+        message=message, help=instead(schema, entry, name),
     )  # fmt: skip
+
+
+def instead(schema: Schema, entry: Entry, name: str) -> str:
+    """What to write for an argument that does nothing, or who else would read it."""
+    readers = [script for script, reads in schema.beside.items() if reads.get(name)]
+    told = f"delete the line: only {' and '.join(readers)} reads it" if readers else "delete the line"
+    return entry.instead.get(name, told)
 
 
 def _closed(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from launcher.check import Verdict
     from launcher.command import Command
     from launcher.plan import Plan
+    from launcher.schema import Schema
 
 SCHEMA_VERSION = 1
 _COLOUR = {"error": "red", "warning": "yellow", "note": "cyan"}
@@ -33,6 +34,33 @@ def envelope(command: str, ok: bool, findings: Iterable[Finding], data: Any) -> 
         "data": data,
     }
     typer.echo(json.dumps(whole, indent=2, ensure_ascii=False, default=str))
+
+
+def plain_json(data: Any) -> None:
+    """JSON of somebody else's form to stdout."""
+    typer.echo(json.dumps(data, indent=1, ensure_ascii=False, default=str))
+
+
+def arguments(
+    schemas: Sequence[Schema], notes: Mapping[str, Mapping[str, Sequence[str]]]
+) -> None:
+    """Every argument of some stages: name, type, default, place, and what is to be known of it.
+
+    `notes` are lines about arguments, by script and name.
+    """
+    for schema in schemas:
+        typer.echo(f"{schema.stage} on {schema.backend}: {schema.script} at {schema.version}")
+        rows = [
+            {
+                "name": name,
+                "type": known.type,
+                "default": known.default_text or known.default,
+                "defined": known.where,
+                "note": "; ".join(notes[schema.script].get(name, ())) or None,
+            }
+            for name, known in schema.fields.items()
+        ]
+        table(rows, ("name", "type", "default", "defined", "note"))
 
 
 def say(text: str) -> None:

@@ -81,7 +81,7 @@ class Field:
             # `choices` in the field's metadata go straight to argparse
             if self._convert(word) not in self.choices:
                 return self._no_choice(word)
-        elif self.kind == "dict" and word:
+        elif self.kind == "dict" and word and not self._is_none(word):
             return "a mapping cannot be given as a flag, upstream refuses every value"
         elif not self._convertible(word):
             return f"expected {_article(self.kind)}, got `{brief(word)}`"
@@ -97,8 +97,11 @@ class Field:
             return False
         return True
 
+    def _is_none(self, word: str) -> bool:
+        return self.nullable and word.lower() in {"none", "null"}
+
     def _convert(self, word: str) -> Any:
-        if self.nullable and word.lower() in {"none", "null"}:
+        if self._is_none(word):
             return None
         match self.kind:
             case "int":
@@ -210,7 +213,8 @@ class Schema:
 
     `version` is a commit or a package version; `digests` are sha256 of the files read. `owner` is the
     dataclass to name to people; `path` what the script reads and refuses; `said` the log lines that
-    its source prints (see `signatures.key`), `reworded` those that only the pin prints.
+    its source prints (see `signatures.key`), `reworded` those that only the pin prints. `beside` are
+    the reads of other scripts that parse the same dataclasses.
     """
 
     backend: str
@@ -225,6 +229,28 @@ class Schema:
     path: Path = field(default_factory=Path)
     said: frozenset[str] = frozenset()
     reworded: frozenset[str] = frozenset()
+    beside: Mapping[str, Mapping[str, tuple[Read, ...]]] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """For machines: every argument with its type, default, place and reads."""
+        return {
+            "stage": self.stage,
+            "backend": self.backend,
+            "script": self.script,
+            "version": self.version,
+            "fields": [
+                {
+                    "name": known.name, "type": known.type, "many": known.many,
+                    "choices": list(known.choices), "required": known.required,
+                    "default": known.default, "default_text": known.default_text,
+                    "owner": known.owner, "defined": known.where,
+                    "reads": None
+                    if (reads := self.path.reads.get(known.name)) is None
+                    else [{"where": read.where, "when": list(read.when)} for read in reads],
+                }
+                for known in self.fields.values()
+            ],
+        }  # fmt: skip
 
     def words(self, name: str, value: Any) -> list[str]:
         """The words after `--name` for a value as the stage file holds it."""

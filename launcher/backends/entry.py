@@ -52,8 +52,8 @@ class Entry:
     people. `splits` are list keys whose value may be one text split at blanks. `older` are the names
     that ideas had at other commits. `recorders` are functions of upstream's that only write down what
     they read. `acts` are arguments that do act although the analysis sees no read, `instead` what to
-    write for one that does not. `partial` are switches that end the script early, on purpose: what it then leaves
-    unread is no mistake. `hints` say what to write instead of a value that is
+    write for one that does not. `beside` are other scripts that parse the same dataclasses. `partial`
+    are switches that end the script early, on purpose: what it then leaves unread is no mistake. `hints` say what to write instead of a value that is
     refused, or of a key that always is. `derived` are values that launch sets where the stage file is
     silent, each with its reason.
     """
@@ -68,6 +68,7 @@ class Entry:
     derived: Mapping[str, tuple[object, str]] = field(default_factory=dict)
     older: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     recorders: frozenset[str] = frozenset()
+    beside: tuple[str, ...] = ()
     partial: frozenset[str] = frozenset()
     acts: Mapping[str, str] = field(default_factory=dict)
     instead: Mapping[str, str] = field(default_factory=dict)

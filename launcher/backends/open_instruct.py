@@ -60,6 +60,14 @@ _REMOVED = {
 }
 
 
+# What does what the argument says, where the argument itself does nothing.
+_INSTEAD = {
+    "tokenizer_name": "write `tokenizer_name_or_path`",
+    "use_slow_tokenizer": "write `use_fast: false`",
+    "use_8bit_optimizer": "without QLoRA the optimizer keeps 32 bits: delete the line",
+}
+
+
 def _data_hints(listed: str) -> dict[str, str]:
     help = f"write the sets as `{listed}: [name, amount, name, amount, ...]`"
     return {"dataset_mixer": help, "dataset_name": help}
@@ -83,6 +91,11 @@ STAGES: Mapping[str, Entry] = {
             "logging_steps": (1, "upstream's default prints no loss line at all (finetune.py:183)"),
         },
         partial=frozenset({"cache_dataset_only"}),
+        instead={
+            **_INSTEAD,
+            "overwrite_cache": "`dataset_skip_cache: true` builds the dataset cache anew",
+            "max_train_samples": "give a number of samples in `dataset_mixer_list`: [name, 200]",
+        },
     ),
     "dpo": Entry(
         script="open_instruct/dpo_tune_cache.py",
@@ -106,6 +119,12 @@ STAGES: Mapping[str, Entry] = {
         older={"data": ("dataset_mixer_list",), "epochs": ("num_train_epochs",)},
         # a hash of the key is no use of a value
         recorders=frozenset({"compute_reference_cache_hash"}),
+        beside=("open_instruct/dpo.py",),
+        instead={
+            **_INSTEAD,
+            "overwrite_cache": "`skip_cache: true` builds the dataset cache anew",
+            "report_to": "this script reports to wandb only (dpo_tune_cache.py:123)",
+        },
         partial=frozenset({"cache_dataset_only", "cache_logprobs_only"}),
     ),
 }

@@ -1,0 +1,472 @@
+"""`Schema` -> a JSON Schema (draft-07) of stage files, for editors: completion, hover, underlined mistakes.
+
+It accepts every stage file that launch accepts, and refuses what launch refuses as far as JSON Schema
+can say: what it cannot see is listed in docs/editors.md. Words such as `1e-5`, `no` and `off` are
+taken as text too, because YAML 1.1 and 1.2 read them differently. `errorMessage`, `doNotSuggest`,
+`enumDescriptions` and `markdownDescription` are editors' own keywords; validators leave them aside.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from launcher import options, rules
+from launcher.backends import BACKENDS, Entry, Moved
+from launcher.builder import plain
+from launcher.schema import Field, Schema, Values
+
+Json = dict[str, Any]
+Notes = Mapping[str, Sequence[str]]
+
+DRAFT = "http://json-schema.org/draft-07/schema#"
+DEFAULT_BACKEND = next(
+    f.default for f in dataclasses.fields(options.Options) if f.name == "backend"
+)
+
+# Both Python's and ECMA's regular expressions. The end: `$` would let Python pass a line end.
+_END = r"(?![\s\S])"
+_INTERPOLATED = r"\$\{"
+# argparse's test for a word that cannot be a value, as far as it does not hang on upstream's flags
+_NO_FLAG = r"(?!-(?:h|-=|(?!\d+\n?$|\d*\.\d+\n?$)[^ ]+$))"
+_DIGITS = r"\d+(?:_\d+)*"
+_INT = rf"\s*[-+]?{_DIGITS}\s*"
+_DECIMAL = rf"(?:{_DIGITS}\.?(?:{_DIGITS})?|\.{_DIGITS})(?:[eE][-+]?{_DIGITS})?"
+_NO_DECIMAL = "[iI][nN][fF](?:[iI][nN][iI][tT][yY])?|[nN][aA][nN]"
+_FLOAT = rf"\s*[-+]?(?:{_DECIMAL}|{_NO_DECIMAL})\s*"
+_NONE, _FALSE, _TRUE = ("none", "null"), ("no", "off", "false"), ("yes", "on", "true")
+# upstream's own words for a bool, and YAML 1.1's, which a YAML 1.2 parser hands over as text
+_BOOL = ("yes", "true", "t", "y", "1", "no", "false", "f", "n", "0", "on", "off")
+# Python writes smaller ones with an exponent, which argparse does not know for negative numbers
+_SMALL = {"type": "number", "exclusiveMinimum": -0.0001, "exclusiveMaximum": 0}
+_WRITE = 'argparse knows no negative numbers with an exponent: in quotes, "-0.00001"'
+_WRITTEN_OUT = {"allOf": [{"if": _SMALL, "then": {"type": "string", "errorMessage": _WRITE}}]}
+
+
+def build(schema: Schema, entry: Entry, *, notes: Notes | None = None) -> Json:
+    """The JSON Schema of the stage files of one stage on one backend.
+
+    `notes` are further lines for the hover text of a field, by its name (what reads it, its history).
+    """
+    return _document([(schema, entry)], [notes or {}])
+
+
+def combined(
+    schemas: Iterable[Schema], *, notes: Mapping[tuple[str, str], Notes] | None = None
+) -> Json:
+    """One JSON Schema for several stages and backends, chosen by a file's own `stage` and `backend`.
+
+    `notes` as for `build`, by (backend, stage). Where a file leaves the choice to the file that it
+    extends, whatever one of the candidates takes is accepted.
+    """
+    parts = [(schema, BACKENDS[schema.backend].STAGES[schema.stage]) for schema in schemas]
+    given = notes or {}
+    return _document(parts, [given.get((s.backend, s.stage), {}) for s, _ in parts])
+
+
+# --- the file -------------------------------------------------------------------------------------
+
+
+def _document(parts: Sequence[tuple[Schema, Entry]], notes: Sequence[Notes]) -> Json:
+    stages = [name for name in options.STAGES if any(s.stage == name for s, _ in parts)]
+    backends = [name for name in BACKENDS if any(s.backend == name for s, _ in parts)]
+    name = f"{'+'.join(stages)}-{'+'.join(backends)}"
+    sources = ", ".join(dict.fromkeys(f"{s.backend} {s.version}" for s, _ in parts))
+    return {
+        "$schema": DRAFT,
+        "$id": f"urn:launch:stage-file:{name}",
+        "title": f"launch stage file ({', '.join(stages)}; {', '.join(backends)})",
+        "$comment": f"made by `launch schema --json-schema` from {sources}",
+        "type": "object",
+        "properties": _options(stages, backends),
+        "additionalProperties": False,
+        "allOf": [
+            {"if": {"required": ["extends"]}, "else": {"required": _required(backends)}},
+            *_choose(parts, stages, backends),
+        ],
+        "definitions": {
+            _key(schema): _args(schema, entry, extra)
+            for (schema, entry), extra in zip(parts, notes, strict=True)
+        }
+        | {kind: {"title": word["errorMessage"], **word} for kind, word in _words().items()},
+    }
+
+
+def _key(schema: Schema) -> str:
+    return f"{schema.backend}-{schema.stage}"
+
+
+def _required(backends: Sequence[str]) -> list[str]:
+    return ["stage"] if DEFAULT_BACKEND in backends else ["stage", "backend"]
+
+
+def _choose(
+    parts: Sequence[tuple[Schema, Entry]], stages: Sequence[str], backends: Sequence[str]
+) -> Iterator[Json]:
+    """Which arguments are checked: by what the file says of itself, None where it says nothing."""
+    for stage in (*stages, None):
+        for backend in (*backends, None):
+            fitting = [
+                {"$ref": f"#/definitions/{_key(schema)}"}
+                for schema, _ in parts
+                if stage in {None, schema.stage} and backend in {None, schema.backend}
+            ]
+            if fitting:
+                args = fitting[0] if len(fitting) == 1 else {"anyOf": fitting}
+                yield {
+                    "if": {"allOf": [_is_stage(stage, stages), _is_backend(backend, backends)]},
+                    "then": {"properties": {"args": args}},
+                }
+
+
+def _is_stage(stage: str | None, stages: Sequence[str]) -> Json:
+    if stage is None:
+        return {"not": {"anyOf": [_says("stage", known) for known in stages]}}
+    return _says("stage", stage)
+
+
+def _is_backend(backend: str | None, backends: Sequence[str]) -> Json:
+    if backend is None:
+        return {"not": {"anyOf": [_is_backend(known, backends) for known in backends]}}
+    if backend != DEFAULT_BACKEND:
+        return _says("backend", backend)
+    unsaid = {"not": {"required": ["extends"]}, "properties": {"backend": {"type": "null"}}}
+    return {"anyOf": [_says("backend", backend), unsaid]}
+
+
+def _says(key: str, value: str) -> Json:
+    return {"required": [key], "properties": {key: {"const": value}}}
+
+
+# --- launch's own options -------------------------------------------------------------------------
+
+
+def _options(stages: Sequence[str], backends: Sequence[str]) -> Json:
+    known: dict[str, Json] = {
+        "stage": _one_of("stage", stages, "the training stage", []),
+        "backend": _backend(backends),
+        "deepspeed": _deepspeed(),
+        "mixed_precision": _one_of(
+            "mixed_precision",
+            options.PRECISIONS,
+            "accelerate's mixed precision; bf16 on GPUs and no on the CPU where it is not set",
+            [False, None],
+            _FALSE,
+        ),
+        "batch": _batch(),
+        "expect": _expect(),
+        "name": {
+            "type": ["string", "number", "boolean", "null"],
+            "description": "the run's name; the file's where it is not set",
+        },
+        "args": {
+            "type": ["object", "null"],
+            "description": "handed to upstream under exactly these names",
+        },
+        "extends": {
+            "type": ["string", "null"],
+            "pattern": r"\S",
+            "description": "another stage file, relative to this one, whose keys this one inherits",
+        },
+    }
+    return {key: {"title": key, **known[key]} for key in options.KEYS}
+
+
+def _backend(backends: Sequence[str]) -> Json:
+    if DEFAULT_BACKEND not in backends:
+        return _one_of("backend", backends, "the trainer", [])
+    return _one_of("backend", backends, f"the trainer; {DEFAULT_BACKEND} where it is not set")
+
+
+def _deepspeed() -> Json:
+    names = (*options.DEEPSPEED, "none")
+    told = [*(_zero(name) for name in options.DEEPSPEED), "no DeepSpeed"]
+    return {
+        "description": f"a DeepSpeed config: {', '.join(names)}, or a path",
+        "anyOf": [
+            {"title": "deepspeed", "enum": list(names), "type": "string", "enumDescriptions": told},
+            {"title": "deepspeed (path)", "type": "string"},
+            _silently("deepspeed", [False, None]),
+        ],
+    }
+
+
+def _zero(name: str) -> str:
+    """What a packaged DeepSpeed config does, read from it."""
+    config = json.loads(options.deepspeed_file(name).read_text(encoding="utf-8"))
+    zero = config["zero_optimization"]
+    told = [f"ZeRO stage {zero['stage']}"]
+    if "communication_data_type" in config:
+        told.append(f"communication in {config['communication_data_type']}")
+    for part, name in (("param", "parameters"), ("optimizer", "optimizer")):
+        if f"offload_{part}" in zero:
+            told.append(f"{name} offloaded to {zero[f'offload_{part}']['device']}")
+    return ", ".join(told)
+
+
+def _batch() -> Json:
+    number = {
+        "type": ["integer", "string", "null"],
+        "minimum": 1,
+        "maximum": 10**9 - 1,
+        "pattern": rf"{_INTERPOLATED}|^(?=[0-9]{{1,9}}{_END})0*[1-9]",
+        "errorMessage": "a whole number above 0",
+    }
+    return {
+        "type": ["object", "null"],
+        "description": "rows of an optimizer step; accumulation follows from the number of GPUs",
+        "properties": {
+            "global": {**number, "description": "rows per optimizer step, over all devices"},
+            "per_device": {**number, "description": "rows per device and forward pass"},
+        },
+        "additionalProperties": False,
+    }
+
+
+def _expect() -> Json:
+    return {
+        "type": ["object", "null"],
+        "description": "what the verdict holds the run to; `any` switches a point off",
+        "properties": {point: _state(point, states) for point, states in options.EXPECT.items()},
+        "additionalProperties": False,
+    }
+
+
+def _state(point: str, states: Sequence[str]) -> Json:
+    """The states of one point; a plain `off` or `on` is a bool to some YAML parsers."""
+    words = (*(_TRUE if "on" in states else ()), *(_FALSE if "off" in states else ()))
+    bools = [flag for flag, name in ((True, "on"), (False, "off")) if name in states]
+    return _one_of(point, states, f"{point}: {', '.join(states)}", [*bools, None], words)
+
+
+def _one_of(
+    key: str,
+    names: Sequence[str],
+    description: str,
+    others: Sequence[Any] = (None,),
+    words: Sequence[str] = (),
+) -> Json:
+    """One of some names; `others`, and `words` in any spelling, are accepted and not suggested."""
+    return {"title": key, "description": description, **_enum(key, names, others, words)}
+
+
+def _enum(
+    key: str, values: Sequence[Any], others: Sequence[Any] = (), words: Sequence[str] = ()
+) -> Json:
+    """As alternatives and not as if-then-else, where yaml-language-server suggests nothing.
+
+    Their titles differ, or its hover would take them for one and show each.
+    """
+    message = f"one of {', '.join(dict.fromkeys(map(str, values)))}"
+    texts = rf"|^(?:{_any_case(words)}){_END}" if words else ""
+    interpolated = {"type": "string", "pattern": f"{_INTERPOLATED}{texts}", "errorMessage": message}
+    found: list[Json] = [
+        {"title": key, "enum": list(values), **_quoted(values), "errorMessage": message},
+        {"title": f"{key} (interpolated)", **interpolated},
+    ]
+    return {"anyOf": [*found, *([_silently(key, others)] if others else [])]}
+
+
+def _quoted(values: Sequence[Any]) -> Json:
+    """Texts are said to be texts, or an editor would insert a plain `no`, which is a bool."""
+    return {"type": "string"} if all(isinstance(value, str) for value in values) else {}
+
+
+def _silently(key: str, values: Sequence[Any]) -> Json:
+    """These values, where an `enum` would make editors suggest them."""
+    return {"title": f"{key} (other)", "not": {"not": {"enum": list(values)}}}
+
+
+def _any_case(words: Iterable[str]) -> str:
+    return "|".join(
+        "".join(f"[{c}{c.upper()}]" if c.isalpha() else c for c in word) for word in words
+    )
+
+
+# --- upstream's arguments -------------------------------------------------------------------------
+
+
+def _args(schema: Schema, entry: Entry, notes: Notes) -> Json:
+    properties = {name: _field(schema, entry, name, notes) for name in schema.fields}
+    moved = {
+        key: {"title": key, **_moved(entry, move)}
+        for key, move in entry.moved.items()
+        if key not in properties
+    }
+    return {
+        "type": ["object", "null"],
+        "properties": {**properties, **moved},
+        "additionalProperties": False,
+    }
+
+
+def _moved(entry: Entry, moved: Moved) -> Json:
+    """A key that this script does not have: always refused, with the reason in the editor."""
+    advice = "delete the line" if moved.to is None else f"write `{moved.to}`"
+    message = f"not a field of {entry.owner}: {moved.why}; {advice}"
+    # no text matches, and nothing else is a text: refused with one message, not with two
+    return {
+        "description": message,
+        "doNotSuggest": True,
+        "type": "string",
+        "pattern": "(?!)",
+        "errorMessage": message,
+    }
+
+
+def _field(schema: Schema, entry: Entry, name: str, notes: Notes) -> Json:
+    known = schema.fields[name]
+    told = {"title": name, **_told(known, entry, notes.get(name, ()))}
+    if _never(schema, entry, name):
+        return {
+            **told,
+            "type": "null",
+            "doNotSuggest": True,
+            "errorMessage": entry.hints[name],
+        }
+    default = {"default": known.default} if _is_offered(schema, known) else {}
+    return {**told, **default, **_value(schema, known)}
+
+
+def _told(known: Field, entry: Entry, notes: Sequence[str]) -> Json:
+    """What is known of a field, as text and as Markdown: its type, default, place, and `notes`."""
+    given = json.dumps(known.default, default=str)
+    default = known.default_text if known.default is None else given
+    lines = [f"default: `{default or 'none'}`", f"defined in `{known.where}`"]
+    if known.name in entry.derived:
+        value, why = entry.derived[known.name]
+        lines.append(f"launch sets `{value}` where it is not given: {why}")
+    if known.name in entry.hints:
+        lines.append(entry.hints[known.name])
+    lines += notes
+    markdown = "\n\n".join([f"`{known.type}`, {lines[0]}", *lines[1:]])
+    text = "\n".join([f"{known.type}, {lines[0]}", *lines[1:]])
+    return {"description": text.replace("`", ""), "markdownDescription": markdown}
+
+
+def _never(schema: Schema, entry: Entry, name: str) -> bool:
+    """Whether upstream refuses a field whatever it holds (a key that has a hint, and a rule)."""
+    if name not in entry.hints or schema.fields[name].kind not in {"str", "dict"}:
+        return False
+    found = rules.apply(Values(schema, {name: ""}))
+    return any(f.layer == "parser" and f.key == f"args.{name}" for f in found)
+
+
+def _is_offered(schema: Schema, known: Field) -> bool:
+    """Whether an editor may insert the default: it is plain JSON, and launch takes it."""
+    try:
+        json.dumps(known.default, allow_nan=False)
+    except (TypeError, ValueError):
+        return False
+    words = [] if known.default is None else schema.words(known.name, known.default)
+    return bool(words) and schema.refusal(known.name, words) is None
+
+
+def _value(schema: Schema, known: Field) -> Json:
+    """What a stage file may hold for a field: null, one word, or a list of words."""
+    if known.choices or known.kind == "choice":
+        return _chosen(known)
+    kind = _kind(known)
+    word = _words()[kind]
+    listed: Json = {"items": {"$ref": f"#/definitions/{kind}"}, "minItems": 1}
+    # upstream's parser takes a list of one word for the word itself
+    alone = {"if": {"type": "array"}, "then": {**listed, "maxItems": 1}}
+    if kind == "str":
+        pattern = _several() if known.name in schema.splits else word["pattern"]
+        return {**(listed if known.many else alone), **_texts(known, pattern)}
+    if known.many:
+        return {**word, **listed, "type": ["array", *word["type"], "null"]}
+    return {**word, **alone, "type": [*word["type"], "array", "null"]}
+
+
+def _texts(known: Field, pattern: str) -> Json:
+    """Text, and whatever becomes one: numbers and bools are accepted and not suggested."""
+    message = _words()["str"]["errorMessage"]
+    mapping = [] if not known.many and "dict" in known.type else ["object"]
+    return {
+        "anyOf": [
+            {"title": known.name, "type": "string", "pattern": pattern, "errorMessage": message},
+            {"title": f"{known.name} (no text)", "not": {"type": ["string", *mapping]}},
+        ],
+        **_WRITTEN_OUT,
+    }
+
+
+def _chosen(known: Field) -> Json:
+    names = list(dict.fromkeys(v for choice in known.choices for v in _spellings(choice)))
+    listed = {"items": _enum(known.name, names), "minItems": 1}
+    whole = _enum(known.name, names, [None])["anyOf"]
+    if known.many:
+        return {**listed, "anyOf": [*whole, {"title": f"{known.name} (list)", "type": "array"}]}
+    one = {"title": f"{known.name} (list of one)", "type": "array", **listed, "maxItems": 1}
+    return {"anyOf": [*whole, one]}
+
+
+def _kind(known: Field) -> str:
+    kind = known.kind if known.kind in {"int", "float", "bool", "dict"} else "str"
+    none = kind != "str" and known.refusal(["none"]) is None
+    return f"{kind}-or-none" if none else kind
+
+
+@cache
+def _words() -> dict[str, Json]:
+    """What may stand for one word, by the kind that upstream's parser converts it to."""
+    words: dict[str, Json] = {
+        "int": {
+            "type": ["integer", "string"],
+            "pattern": _text(_INT),
+            "errorMessage": "a whole number",
+        },
+        "float": {
+            "type": ["number", "string"],
+            "pattern": _text(_FLOAT),
+            "errorMessage": "a number",
+            **_WRITTEN_OUT,
+        },
+        "bool": {
+            "type": ["boolean", "integer", "string"],
+            "minimum": 0,
+            "maximum": 1,
+            "pattern": rf"{_INTERPOLATED}|^(?:{_any_case(_BOOL)}){_END}",
+            "errorMessage": "true or false",
+        },
+        "str": {
+            "type": ["string", "number", "boolean"],
+            "pattern": _text(),
+            "errorMessage": "text; what reads as a flag (`-x`) cannot be a value",
+            **_WRITTEN_OUT,
+        },
+        "dict": {
+            "type": ["string"],
+            "pattern": rf"{_INTERPOLATED}|^{_END}",
+            "errorMessage": "a mapping cannot be given as a flag, upstream refuses every value",
+        },
+    }
+    none = f"|^(?:{_any_case(_NONE)}){_END}"
+    return words | {
+        f"{kind}-or-none": {**word, "pattern": word["pattern"] + none}
+        for kind, word in words.items()
+        if kind != "str"
+    }
+
+
+def _spellings(choice: Any) -> Iterator[Any]:
+    """The values that become the same word as a choice."""
+    for value in (choice, str(choice), plain(str(choice))):
+        if str(value) == str(choice):
+            yield value
+
+
+def _text(words: str | None = None) -> str:
+    """A pattern of texts that argparse would take for a value, and of interpolated ones."""
+    rest = "" if words is None else f"(?:{words}){_END}"
+    return rf"{_INTERPOLATED}|^{_NO_FLAG}{rest}"
+
+
+def _several() -> str:
+    """A pattern of one or more words with blanks between them, none of which reads as a flag."""
+    word = r"(?:[^-\s]\S*|-|-\d+|-\d*\.\d+)"
+    return rf"{_INTERPOLATED}|^\s*{word}(?:\s+{word})*\s*{_END}"

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from launcher import machine
+from launcher import situation as situations
+from launcher.backends.context import Context
 from launcher.errors import Finding, NotReady
 from launcher.machine import Trainer
 from launcher.plan import Plan
@@ -67,7 +71,8 @@ def packages(plan: Plan, trainer: Trainer) -> Iterator[Finding]:
     if plan.gpus and backend.NAME == "open_instruct":
         # with CUDA and no such package its detection raises (model_utils.py:69)
         needed.append("flash-attn")
-    if plan.gpus and plan.stage.options.deepspeed is not None:
+    own = plan.values.get("zero_stage") is not None
+    if plan.gpus and (own or plan.stage.options.deepspeed is not None):
         needed.append("deepspeed")
     needed += [name for key, name in _OPTIONAL.items() if plan.values.get(key) is True]
     lacking = [name for name in dict.fromkeys(needed) if name not in trainer.packages]
@@ -80,6 +85,28 @@ def packages(plan: Plan, trainer: Trainer) -> Iterator[Finding]:
             f"`pip install -e '.[{extra}]'` installs all it needs; or name another interpreter "
             "with --python",
         )
+
+
+def situation(
+    plan: Plan, trainer: Trainer, output: Path | None, earlier: Mapping[str, Any] | None
+) -> Iterator[Finding]:
+    """What is wrong on these GPUs, with these packages, in this folder; only what is new.
+
+    `earlier` is the manifest of the newest run of ours into `output`.
+    """
+    stage = plan.stage
+    deepspeed, _ = situations.deepspeed_of(stage.options)
+    context = Context(
+        values=plan.values, environ=os.environ, deepspeed=deepspeed,
+        mixed_precision=stage.options.mixed_precision or ("bf16" if plan.gpus else "no"),
+        gpus=plan.gpus * plan.nodes, per_device=plan.per_device, accumulation=plan.accumulation,
+        cpus=os.cpu_count(), packages=trainer.packages, running=True, output=output,
+        earlier=earlier,
+    )  # fmt: skip
+    said = {(finding.code, finding.key) for finding in stage.findings if finding.severity != "note"}
+    for finding in situations.judged(stage.config, context):
+        if finding.severity == "error" or (finding.code, finding.key) not in said:
+            yield finding
 
 
 def devices(plan: Plan) -> Iterator[Finding]:

@@ -85,7 +85,9 @@ def make(stage: Stage, *, gpus: int, nodes: int = 1, output: Path | None = None)
     the nearest possible splits where the global batch cannot be divided.
     """
     names = stage.entry.names
-    devices = max(1, gpus) * nodes
+    # GPUs that share a sequence work on the same rows (finetune.py:737)
+    shared = int(stage.values.get("sequence_parallel_size") or 1)
+    devices = max(1, max(1, gpus) * nodes // max(1, shared))
     per_device, accumulation = _solve(stage, devices)
     world = per_device * accumulation * devices
     derived: dict[str, Derived] = {}
@@ -135,6 +137,8 @@ def _devices_and_deepspeed(stage: Stage, gpus: int, nodes: int) -> Iterator[Find
             file=origin.file, line=origin.line,
         )  # fmt: skip
     alone = gpus == 1 and nodes == 1 and options.deepspeed is None
+    # DPO's own `zero_stage` starts DeepSpeed too (dpo_tune_cache.py:129)
+    alone = alone and stage.values.get("zero_stage") is None
     if alone and options.backend == "open_instruct" and options.stage == "dpo":
         yield Finding(
             severity="error", layer="run", code="no-process-group", key=key,

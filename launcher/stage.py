@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launcher import arguments, noops, options, rules, upstream
+from launcher import arguments, noops, options, rules, situation, upstream
 from launcher.backends import BACKENDS, Backend, Entry
 from launcher.config import Config
 from launcher.errors import Finding, InvalidConfig, errors
@@ -95,6 +95,9 @@ def judge(
     findings += _said_once(config, findings, noops.refused(values, entry))
     findings += _said_once(config, findings, noops.find(values, entry))
     findings += [arguments.placed(config, fault) for fault in _batch_faults(opts, entry, values)]
+    said = {finding.key for finding in findings if finding.severity == "error"}
+    around = situation.findings(config, opts, entry, values, running=running)
+    findings += [finding for finding in around if finding.key not in meant | said]
     return Judged(
         config=config, stage=found, options=opts, schema=schema, upstream=source, values=values,
         findings=tuple(sorted(findings, key=_order)),

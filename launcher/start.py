@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher import (
@@ -102,6 +102,7 @@ def prepare(request: Request, *, running: bool) -> Prepared:
     folder, attempt = rundir.choose(request.stage, stage.name, output, root, reserve=running)
     try:
         made = plan.make(stage, gpus=gpus, nodes=request.nodes, output=folder.path / "model")
+        made = _in_situation(made, trainer, folder if attempt > 1 else None, running=running)
         if errors(made.findings, strict=request.strict):
             raise InvalidConfig(made.findings)
         if running:
@@ -115,6 +116,19 @@ def prepare(request: Request, *, running: bool) -> Prepared:
         plan=made, command=built, trainer=trainer, folder=folder, attempt=attempt,
         output=None if final is None else final.absolute(),
     )  # fmt: skip
+
+
+def _in_situation(
+    made: Plan, trainer: Trainer, before: RunFolder | None, *, running: bool
+) -> Plan:
+    """The plan with what this machine, its packages and the output folder have to say of it."""
+    if not running:
+        # a dry run may be made anywhere: what lies here and is installed here says nothing
+        return made
+    output = plan.output_folder(made)
+    earlier = None if before is None else rundir.read_manifest(before)
+    found = doctor.situation(made, trainer, None if output is None else output.absolute(), earlier)
+    return replace(made, findings=(*made.findings, *found))
 
 
 def _gpus(asked: int | None, stage: stages.Stage) -> int:

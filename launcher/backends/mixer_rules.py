@@ -76,6 +76,35 @@ def mixer_splits(values: Values) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def local_splits(values: Values) -> Iterator[Finding]:
+    """dataset_transformation.py:1619, dataset_transformation.py:1624: a local file is all `train`."""
+    data = listed(values)
+    splits, words = values[f"{data}_splits"] or [], values[data] or []
+    if not values.given(data) or len(splits) not in {1, len(words)}:
+        return
+    for index in range(0, len(words), 2):
+        name, split = str(words[index]), splits[0] if len(splits) == 1 else splits[index]
+        if name.endswith((".jsonl", ".parquet")) and split != "train" and exists(Path(name)):
+            yield say(
+                "error", "run", "local-split", f"{data}_splits",
+                f"{brief(name)} is a local file, which has the split train only, not `{brief(split)}`",
+                f"write `{data}_splits: [train]`",
+            )  # fmt: skip
+
+
+def too_few_samples(values: Values) -> Iterator[Finding]:
+    """dpo_tune_cache.py:400 shows three samples of the set before it begins."""
+    data = listed(values)
+    amounts = [str(amount) for amount in (values[data] or [])[1::2]]
+    if not values.given(data) or not all(amount.isdecimal() for amount in amounts):
+        return
+    if amounts and 0 < (total := sum(map(int, amounts))) < 3 and not values["cache_dataset_only"]:
+        yield say(
+            "error", "run", "too-few-samples", data,
+            f"`{data}` asks for {total} sample(s), DPO crashes with fewer than 3",
+        )  # fmt: skip
+
+
 def missing_data_files(values: Values) -> Iterator[Finding]:
     """dataset_transformation.py:1618: what is no .jsonl or .parquet here is looked up on the hub."""
     data = listed(values)
@@ -99,4 +128,6 @@ def missing_data_files(values: Values) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-RULES: tuple[Rule, ...] = (no_data, mixer_amounts, mixer_splits, missing_data_files)
+RULES: tuple[Rule, ...] = (
+    no_data, mixer_amounts, mixer_splits, local_splits, missing_data_files,
+)  # fmt: skip

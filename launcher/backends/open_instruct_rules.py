@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from launcher.backends.mixer_rules import RULES as MIXER_RULES
-from launcher.backends.mixer_rules import listed
+from launcher.backends.mixer_rules import listed, too_few_samples
 from launcher.backends.rule import Rule, say
+from launcher.backends.value_rules import RULES as VALUE_RULES
 from launcher.errors import Finding, brief
 from launcher.schema import Values, json_fault
 
@@ -216,10 +217,11 @@ _SHARED: tuple[Rule, ...] = (
 
 RULES: Mapping[str, tuple[Rule, ...]] = {
     "sft": (
-        *_SHARED, final_lr_ratio, divides_by_zero, checkpoint_steps_number, tracker_without_wandb,
+        *_SHARED, *VALUE_RULES["sft"], final_lr_ratio, divides_by_zero, checkpoint_steps_number,
+        tracker_without_wandb,
     ),
     "dpo": (
-        *_SHARED, zero_stage, separate_forward_packed, samples_crash, checkpoint_steps_zero,
-        report_to_unread,
+        *_SHARED, *VALUE_RULES["dpo"], zero_stage, separate_forward_packed, samples_crash,
+        checkpoint_steps_zero, report_to_unread, too_few_samples,
     ),
 }  # fmt: skip

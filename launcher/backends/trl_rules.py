@@ -7,34 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from launcher.backends import trl_fsdp_rules, trl_trainer_rules, trl_training_rules
 from launcher.backends.rule import Rule, say
 from launcher.errors import Finding, brief
-from launcher.schema import Values, json_fault
-
-_JSON = (
-    "accelerator_config", "fsdp_config", "deepspeed", "gradient_checkpointing_kwargs",
-    "lr_scheduler_kwargs", "model_init_kwargs",
-)  # fmt: skip
+from launcher.schema import Values
 
 
-def json_mappings(values: Values) -> Iterator[Finding]:
-    """transformers/training_args.py:1510: a text that starts with a brace is read as JSON."""
-    for key in _JSON:
-        if (fault := json_fault(values.get(key))) is not None:
-            yield say("error", "parser", "bad-json", key, f"`{key}` is not JSON: {fault}")
-
-
-def two_precisions(values: Values) -> Iterator[Finding]:
-    """transformers/training_args.py:1753, trl/trainer/model_config.py:174."""
-    for one, other in (("fp16", "bf16"), ("load_in_8bit", "load_in_4bit")):
-        if values[one] and values[other]:
-            yield say(
-                "error",
-                "parser",
-                "two-precisions",
-                one,
-                f"`{one}` and `{other}` exclude each other",
-            )
+def two_quantisations(values: Values) -> Iterator[Finding]:
+    """trl/trainer/model_config.py:174."""
+    if values["load_in_8bit"] and values["load_in_4bit"]:
+        message = "`load_in_8bit` and `load_in_4bit` exclude each other"
+        yield say("error", "parser", "two-precisions", "load_in_8bit", message)
 
 
 def loss_weights(values: Values) -> Iterator[Finding]:
@@ -45,15 +28,6 @@ def loss_weights(values: Values) -> Iterator[Finding]:
         yield say(
             "error", "parser", "loss-weights", "loss_weights",
             f"`loss_weights` has {len(weights)} entries for {count} in `loss_type`",
-        )  # fmt: skip
-
-
-def zero_logging(values: Values) -> Iterator[Finding]:
-    """transformers/training_args.py:1701."""
-    if values["logging_strategy"] == "steps" and values["logging_steps"] == 0:
-        yield say(
-            "error", "parser", "logging-steps", "logging_steps", "`logging_steps` cannot be 0",
-            'write `logging_strategy: "no"` for none',
         )  # fmt: skip
 
 
@@ -82,7 +56,7 @@ def no_model(values: Values) -> Iterator[Finding]:
 
 def no_data(values: Values) -> Iterator[Finding]:
     """trl/scripts/sft.py:100, dpo.py:98: one of both must be there."""
-    if not values["dataset_name"] and not values["datasets"]:
+    if not values["dataset_name"] and not values.get("datasets"):
         yield say(
             "error", "run", "no-data", "dataset_name", "no data named",
             "add `dataset_name: <hub name or folder>`",
@@ -91,7 +65,7 @@ def no_data(values: Values) -> Iterator[Finding]:
 
 def mixture_by_flag(values: Values) -> Iterator[Finding]:
     """trl/scripts/utils.py:121: only a YAML file can give mappings; a word becomes a path."""
-    if any(str(word).startswith("{") for word in values["datasets"] or ()):
+    if any(str(word).startswith("{") for word in values.get("datasets") or ()):
         yield say(
             "error", "run", "datasets-by-flag", "datasets",
             "`datasets` cannot be handed over as flags: each mapping would be read as a path",
@@ -109,8 +83,11 @@ def liger_lora(values: Values) -> Iterator[Finding]:
 
 
 _SHARED: tuple[Rule, ...] = (
-    json_mappings, two_precisions, zero_logging, padding_multiple, no_model, no_data,
-    mixture_by_flag, liger_lora,
+    *trl_training_rules.RULES, *trl_fsdp_rules.RULES, two_quantisations, padding_multiple, no_model,
+    no_data, mixture_by_flag, liger_lora,
 )  # fmt: skip
 
-RULES: Mapping[str, tuple[Rule, ...]] = {"sft": _SHARED, "dpo": (*_SHARED, loss_weights)}
+RULES: Mapping[str, tuple[Rule, ...]] = {
+    "sft": (*_SHARED, *trl_trainer_rules.RULES["sft"]),
+    "dpo": (*_SHARED, loss_weights, *trl_trainer_rules.RULES["dpo"]),
+}

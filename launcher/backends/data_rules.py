@@ -1,0 +1,130 @@
+"""Rules about the data of a run: how long tokenising takes, and which tokenised set is used."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from launcher.backends.context import Context, StageRule
+from launcher.backends.mixer_rules import listed
+from launcher.backends.rule import say
+from launcher.errors import Finding, brief
+from launcher.paths import exists
+
+# Rows a second on one core, measured with upstream's own functions (chats of two turns, 556 tokens):
+# 572 chats, 263 pairs. Upstream reckons with 400 (dataset_transformation.py:115). Rounded up, so that
+# the estimate is rather too short.
+_CHATS_PER_SECOND = 600.0
+_PAIRS_PER_SECOND = 300.0
+# SFT then counts tokens row by row, on one core whatever there are (dataset_transformation.py:1966)
+_COUNTED_PER_SECOND = 6000.0
+# where the number of cores is not known: what would be long even on a large machine
+_MANY_CPUS = 64
+# bytes read of a large file to learn how long its lines are
+_HEAD = 2**18
+
+# Rows of the `train` split, `num_examples` on each set's card at huggingface.co/datasets.
+HUB_ROWS = {
+    "allenai/tulu-3-sft-mixture": 939_343,
+    "allenai/llama-3.1-tulu-3-8b-preference-mixture": 271_409,
+    "allenai/llama-3.1-tulu-3-70b-preference-mixture": 334_367,
+    "allenai/llama-3.1-tulu-3-405b-preference-mixture": 360_924,
+}
+
+
+def tokenising_outlasts(context: Context) -> Iterator[Finding]:
+    """finetune.py:500, dpo_tune_cache.py:247: one process tokenises while the others wait in a
+    collective, which ends after `timeout` seconds (finetune.py:377).
+    """
+    values = context.values
+    timeout, rows = values["timeout"], known_rows(context)
+    # one process waits for nobody; 0 is the CPU, one process too
+    if context.gpus in {0, 1} or not isinstance(timeout, int) or rows is None:
+        return
+    if values["cache_dataset_only"]:
+        return
+    seconds = tokenising_seconds(rows, pairs=listed(values) == "mixer_list", cpus=context.cpus)
+    if seconds > timeout > 0:
+        yield say(
+            "warning", "run", "tokenising-outlasts", "timeout",
+            f"tokenising {rows:,} rows takes about {math.ceil(seconds / 60)} minutes, the other "
+            f"processes give up after `timeout: {timeout}` seconds",
+            "run once with `cache_dataset_only: true`, or raise `timeout`",
+        )  # fmt: skip
+
+
+def tokenising_seconds(rows: int, *, pairs: bool, cpus: int | None) -> float:
+    """A low estimate, in seconds, of what upstream needs to tokenise this many rows for the first time."""
+    cores = max(1, cpus or _MANY_CPUS)
+    if pairs:
+        return rows / (_PAIRS_PER_SECOND * cores)
+    return rows / (_CHATS_PER_SECOND * cores) + rows / _COUNTED_PER_SECOND
+
+
+def known_rows(context: Context) -> int | None:
+    """Rows that the mixer list asks for, at least: sets of unknown size count as nothing.
+
+    None where nothing is known.
+    """
+    words = context.values[listed(context.values)] or []
+    pairs = zip(words[::2], words[1::2], strict=False)
+    counted = [_rows(str(name), str(amount)) for name, amount in pairs]
+    known = [rows for rows in counted if rows is not None]
+    return sum(known) if known else None
+
+
+def _rows(name: str, amount: str) -> int | None:
+    try:
+        if "." not in amount:
+            return int(amount)
+        share = float(amount)
+    except ValueError:
+        return None
+    total = HUB_ROWS.get(name) or _lines(Path(name))
+    return int(total * share) if total is not None and math.isfinite(share) else None
+
+
+def _lines(path: Path) -> int | None:
+    """Rows of a local .jsonl, from its size and the length of its first lines; None where unknown."""
+    if path.suffix != ".jsonl":
+        return None
+    try:
+        size = os.stat(path).st_size
+        with open(path, "rb") as file:
+            head = file.read(_HEAD)
+    except (OSError, ValueError):
+        return None
+    lines = head.count(b"\n")
+    if size <= len(head):
+        return lines + (not head.endswith(b"\n") and bool(head))
+    return size * lines // len(head) if lines else None
+
+
+def foreign_cache_key(context: Context) -> Iterator[Finding]:
+    """dataset_transformation.py:2120: with a key of one's own no data are named, so that a set which
+    is not in the cache cannot be made (dataset_transformation.py:1977).
+    """
+    values = context.values
+    prefix = "dataset_" if "dataset_config_hash" in values else ""
+    key, skip = f"{prefix}config_hash", values[f"{prefix}skip_cache"]
+    folder, mode = values[f"{prefix}local_cache_dir"], values[f"{prefix}cache_mode"]
+    if values[key] is None or mode != "local":
+        return
+    place = Path(str(folder)) / str(values[key])
+    if skip or (context.running and not exists(place)):
+        why = f"`{prefix}skip_cache` is set" if skip else f"there is no {brief(place)}"
+        yield say(
+            "error", "run", "cache-key", key, f"`{key}` crashes: {why}, and the data are not looked at",
+            f"leave out `{key}`",
+        )  # fmt: skip
+    else:
+        yield say(
+            "warning", "run", "cache-key", key,
+            f"`{key}: {values[key]}` decides what is trained on: `{listed(values)}` is not read",
+            f"leave out `{key}`",
+        )  # fmt: skip
+
+
+RULES: tuple[StageRule, ...] = (tokenising_outlasts, foreign_cache_key)

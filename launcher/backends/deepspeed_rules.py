@@ -1,0 +1,243 @@
+"""Rules about DeepSpeed under open-instruct: its file, its stages, what it cannot train.
+
+Line numbers are those of the pin and of the packages named in tests/test_upstream_facts.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from launcher.backends import model_config
+from launcher.backends.context import Context, StageRule, caches_only, section
+from launcher.backends.rule import say
+from launcher.errors import Finding
+
+# attention with biases whatever else their config says; `attention_bias` tells for the others
+_BIASED = frozenset({"qwen2", "qwen2_moe"})
+
+
+# --- the DeepSpeed file ----------------------------------------------------------------------------
+
+
+def _of_file(finding: Finding) -> Finding:
+    """A finding about launch's own option instead of one of upstream's arguments."""
+    return replace(finding, key="deepspeed")
+
+
+def zero_section(context: Context) -> Iterator[Finding]:
+    """accelerate/utils/dataclasses.py:1277."""
+    if context.file is not None and "zero_optimization" not in context.file:
+        yield _of_file(say(
+            "error", "run", "deepspeed-no-zero", "deepspeed",
+            "the DeepSpeed file has no `zero_optimization`: accelerate refuses it",
+            'add `"zero_optimization": {"stage": 2}`',
+        ))  # fmt: skip
+
+
+def own_optimizer(context: Context) -> Iterator[Finding]:
+    """accelerate/accelerator.py:2253, accelerate/accelerator.py:2268: the scripts bring their own."""
+    for key in ("optimizer", "scheduler"):
+        if context.file is not None and key in context.file:
+            yield _of_file(say(
+                "error", "run", "deepspeed-optimizer", "deepspeed",
+                f"the DeepSpeed file sets `{key}`, and so does upstream: accelerate refuses both",
+                f"delete `{key}` from the file; the arguments decide",
+            ))  # fmt: skip
+
+
+def unsaved_weights(context: Context) -> Iterator[Finding]:
+    """model_utils.py:555, when training has ended: accelerate/accelerator.py:4087."""
+    if context.file is None or context.zero_stage != 3 or caches_only(context):
+        return
+    zero = section(context.file, "zero_optimization")
+    if zero.get("stage3_gather_16bit_weights_on_model_save") is not True:
+        yield _of_file(say(
+            "error", "run", "zero3-unsaved", "deepspeed",
+            "ZeRO-3 without `stage3_gather_16bit_weights_on_model_save: true` crashes when the "
+            "trained model is saved",
+            "add it to `zero_optimization` in the DeepSpeed file",
+        ))  # fmt: skip
+
+
+def no_batch(context: Context) -> Iterator[Finding]:
+    """accelerate/utils/dataclasses.py:1369: an `auto` batch is filled from the micro-batch alone."""
+    file = context.file
+    if file is None or file.get("train_micro_batch_size_per_gpu") is not None:
+        return
+    if file.get("train_batch_size") in (None, "auto"):
+        yield _of_file(say(
+            "error", "run", "deepspeed-no-batch", "deepspeed",
+            "the DeepSpeed file has no `train_micro_batch_size_per_gpu`",
+            'add `"train_micro_batch_size_per_gpu": "auto"` and `"train_batch_size": "auto"`',
+        ))  # fmt: skip
+
+
+def accumulation_of_the_file(context: Context) -> Iterator[Finding]:
+    """accelerate/accelerator.py:2219: the file's number wins, and a missing one is 1.
+
+    upstream goes on counting with its own argument (finetune.py:692).
+    """
+    file, ours = context.file, context.accumulation
+    if file is None or ours is None:
+        return
+    theirs = file.get("gradient_accumulation_steps", 1)
+    if isinstance(theirs, int) and theirs != ours:
+        told = "sets" if "gradient_accumulation_steps" in file else "is silent, which means"
+        yield _of_file(say(
+            "warning", "run", "deepspeed-accumulation", "deepspeed",
+            f"the DeepSpeed file {told} `gradient_accumulation_steps: {theirs}`: {ours} would not be "
+            "used, and the steps be counted wrongly",
+            'write `"gradient_accumulation_steps": "auto"` in the file',
+        ))  # fmt: skip
+
+
+def batch_of_the_file(context: Context) -> Iterator[Finding]:
+    """accelerate/accelerator.py:2230 fills in what is `auto`; DeepSpeed asserts that it multiplies."""
+    file = context.file
+    known = (context.gpus, context.per_device, context.accumulation)
+    if file is None or None in known:
+        return
+    total = file.get("train_batch_size")
+    micro = _number(file.get("train_micro_batch_size_per_gpu"), context.per_device)
+    passes = _number(file.get("gradient_accumulation_steps", 1), context.accumulation)
+    world = (context.gpus or 0) // max(1, context.values.get("sequence_parallel_size") or 1)
+    if isinstance(total, int) and micro and passes and world and total != micro * passes * world:
+        yield _of_file(say(
+            "error", "run", "deepspeed-batch", "deepspeed",
+            f"the DeepSpeed file sets `train_batch_size: {total}`, but {micro} rows x {passes} "
+            f"passes x {world} devices is {micro * passes * world}",
+            'write `"train_batch_size": "auto"` in the file',
+        ))  # fmt: skip
+
+
+def _number(given: Any, ours: int | None) -> int | None:
+    if given == "auto" or given is None:
+        return ours
+    return given if isinstance(given, int) else None
+
+
+def clipping(context: Context) -> Iterator[Finding]:
+    """accelerate/accelerator.py:3023 leaves it to DeepSpeed; `auto` is 1.0 (accelerator.py:2224)."""
+    key = "clip_grad_norm" if "clip_grad_norm" in context.values else "max_grad_norm"
+    ours = context.values[key]
+    if not context.distributed or not context.values.given(key) or not ours > 0:
+        return
+    given = "auto" if context.file is None else context.file.get("gradient_clipping", 0.0)
+    theirs = 1.0 if given == "auto" else given
+    if theirs != ours:
+        what = f"clips at {theirs}" if theirs else "does not clip"
+        yield say(
+            "warning", "run", "clipping-unread", key,
+            f"`{key}: {ours}` is not read with DeepSpeed, which {what}",
+            f'write `"gradient_clipping": {ours}` in the DeepSpeed file',
+        )  # fmt: skip
+
+
+def precision(context: Context) -> Iterator[Finding]:
+    """accelerate/utils/dataclasses.py:1440."""
+    file, wanted = context.file, context.mixed_precision
+    other = {"bf16": "fp16", "fp16": "bf16"}.get(wanted or "")
+    if file is None or other is None:
+        return
+    if str(section(file, other).get("enabled", False)).lower() == "true":
+        yield _of_file(say(
+            "error", "run", "deepspeed-precision", "deepspeed",
+            f"the DeepSpeed file enables {other}, `mixed_precision` is {wanted}",
+            f"set `mixed_precision: {other}`, or `\"enabled\": \"auto\"` in the file",
+        ))  # fmt: skip
+
+
+def half_precision(context: Context) -> Iterator[Finding]:
+    """finetune.py:597, dpo_tune_cache.py:337: the model is loaded in bfloat16 whatever is asked for."""
+    if context.mixed_precision == "fp16":
+        yield Finding(
+            severity="warning", layer="run", code="fp16-over-bf16", key="mixed_precision",
+            message="upstream loads the model in bfloat16: `mixed_precision: fp16` then casts its "
+            "weights to half precision, or fails in the gradient scaler",
+            help="write `mixed_precision: bf16`",
+        )  # fmt: skip
+
+
+def two_zero_stages(context: Context) -> Iterator[Finding]:
+    """dpo_tune_cache.py:136 builds a config of its own, and accelerate then reads no file."""
+    own = context.values["zero_stage"]
+    if own is None or context.deepspeed is None or context.gpus == 0:
+        return
+    theirs = section(context.deepspeed, "zero_optimization").get("stage", 0)
+    differs = f", and its stage {theirs} is not {own}" if theirs != own else ""
+    yield say(
+        "warning", "run", "two-zero-stages", "zero_stage",
+        f"`zero_stage: {own}` replaces `deepspeed:`: nothing of that file is read{differs}",
+        "keep one: `deepspeed:` for a file, `zero_stage` for upstream's own settings",
+    )  # fmt: skip
+
+
+def partition_size(context: Context) -> Iterator[Finding]:
+    """dpo_tune_cache.py:103: ZeRO-3's second partition must divide the number of processes."""
+    size, gpus = context.values["zero_hpz_partition_size"], context.gpus
+    if context.values["zero_stage"] != 3 or not gpus or not isinstance(size, int):
+        return
+    if size < 1 or gpus % min(size, gpus):
+        yield say(
+            "error", "run", "partition-size", "zero_hpz_partition_size",
+            f"`zero_hpz_partition_size: {size}` does not divide {gpus} GPUs",
+        )  # fmt: skip
+
+
+# --- adapters and quantised models -----------------------------------------------------------------
+
+
+def quantised(context: Context) -> Iterator[Finding]:
+    """finetune.py:560, dpo_tune_cache.py:300: a device_map, see transformers/integrations/accelerate.py:135.
+
+    upstream calls DeepSpeed incompatible (finetune.py:209, dpo_utils.py:269).
+    """
+    if not context.values["use_qlora"] or caches_only(context):
+        return
+    if context.zero_stage == 3:
+        yield say(
+            "error", "run", "qlora-deepspeed", "use_qlora",
+            "`use_qlora` with ZeRO-3 crashes: a quantised model is placed by a device_map",
+            "write `deepspeed: none`, or leave out `use_qlora`",
+        )  # fmt: skip
+    elif context.distributed:
+        yield say(
+            "warning", "run", "qlora-deepspeed", "use_qlora",
+            "`use_qlora` is not compatible with DeepSpeed, upstream says", "write `deepspeed: none`",
+        )  # fmt: skip
+    if context.gpus == 0:
+        yield say(
+            "error", "run", "qlora-on-cpu", "use_qlora",
+            "`use_qlora` puts the model on GPU 0: there is none with `--gpus 0`",
+        )  # fmt: skip
+
+
+def frozen_biases(context: Context) -> Iterator[Finding]:
+    """finetune.py:670, dpo_tune_cache.py:417 put biases into a group of their own; with LoRA none of
+    it is trained, and ZeRO-1 and 2 cannot take an empty group (deepspeed/runtime/zero/stage_1_and_2.py:375).
+    """
+    values = context.values
+    if not values["use_lora"] or context.zero_stage not in {1, 2} or caches_only(context):
+        return
+    config = model_config.built_from(context.values, context.environ)
+    kind = str(config.get("model_type"))
+    if kind in _BIASED or config.get("attention_bias") is True or config.get("mlp_bias") is True:
+        yield say(
+            "error", "run", "lora-biases", "use_lora",
+            f"LoRA on a {kind} model crashes with ZeRO-{context.zero_stage}: the frozen biases are an "
+            "optimizer group with nothing to train",
+            "write `deepspeed: none` or `deepspeed: zero3`",
+        )  # fmt: skip
+
+
+_SHARED: tuple[StageRule, ...] = (
+    zero_section, own_optimizer, unsaved_weights, no_batch, accumulation_of_the_file,
+    batch_of_the_file, clipping, precision, half_precision, quantised, frozen_biases,
+)  # fmt: skip
+
+RULES: Mapping[str, tuple[StageRule, ...]] = {
+    "sft": _SHARED,
+    "dpo": (*_SHARED, two_zero_stages, partition_size),
+}

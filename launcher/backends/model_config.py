@@ -1,0 +1,112 @@
+"""A model's own `config.json`, where it lies here: in a folder, or in the hub's cache. No network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from launcher.paths import exists, is_file
+from launcher.schema import Values
+
+_LARGEST = 2**20
+
+
+def read(
+    name: object, environ: Mapping[str, str], revision: str | None = None
+) -> Mapping[str, Any]:
+    """The config of a model by folder or hub name; empty where none is here, or it is broken."""
+    if not isinstance(name, str) or not name:
+        return {}
+    for path in _places(name, environ, revision):
+        if is_file(path):
+            return _parsed(path)
+    return {}
+
+
+def built_from(values: Values, environ: Mapping[str, str]) -> Mapping[str, Any]:
+    """The config that the model is built by: `config_name` wins, and single keys may be replaced."""
+    name = values.get("config_name") or values["model_name_or_path"]
+    config = read(name, environ, values.get("model_revision"))
+    return {**config, **_replaced(values.get("additional_model_arguments"))} if config else {}
+
+
+def _replaced(given: Any) -> Mapping[str, Any]:
+    try:
+        data = json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a config that also describes an image encoder."""
+    part = config.get("text_config")
+    return part if isinstance(part, Mapping) else config
+
+
+def is_path(name: str) -> bool:
+    """Whether a model's name can only be a folder: a hub name has at most one slash, and no dots."""
+    return name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
+
+
+def here(name: str) -> bool:
+    """Whether anything of that name is here, as transformers looks: from the working directory."""
+    return exists(Path(name))
+
+
+def cached(name: str, environ: Mapping[str, str]) -> bool:
+    """Whether the hub's cache holds any snapshot of a model."""
+    return exists(_repository(name, environ) / "snapshots")
+
+
+def _places(name: str, environ: Mapping[str, str], revision: str | None) -> Iterator[Path]:
+    """A folder of that name wins over the hub, as in transformers; `~` is not expanded there."""
+    yield Path(name) / "config.json"
+    if is_path(name):
+        return
+    repository = _repository(name, environ)
+    wanted = revision or "main"
+    commit = _line(repository / "refs" / wanted) or wanted
+    yield repository / "snapshots" / commit / "config.json"
+
+
+def _repository(name: str, environ: Mapping[str, str]) -> Path:
+    return hub_cache(environ) / f"models--{name.replace('/', '--')}"
+
+
+def hub_cache(environ: Mapping[str, str]) -> Path:
+    """Where huggingface_hub keeps what it has downloaded."""
+    own = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE")
+    return Path(own) if own else hub_home(environ) / "hub"
+
+
+def hub_home(environ: Mapping[str, str]) -> Path:
+    """huggingface_hub's own folder: its cache, and the token of who is logged in."""
+    if environ.get("HF_HOME"):
+        return Path(environ["HF_HOME"])
+    base = environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else home(environ) / ".cache") / "huggingface"
+
+
+def home(environ: Mapping[str, str]) -> Path:
+    """The user's home as the environment names it; a folder that is not there where it does not."""
+    return Path(environ.get("HOME") or "/nonexistent")
+
+
+def _line(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8").strip() or None
+    except (OSError, ValueError):
+        return None
+
+
+def _parsed(path: Path) -> Mapping[str, Any]:
+    try:
+        if path.stat().st_size > _LARGEST:
+            return {}
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return data if isinstance(data, dict) else {}

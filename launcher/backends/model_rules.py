@@ -1,0 +1,248 @@
+"""Rules that need the model's own config, where that lies here; the Liger ones serve TRL as well."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from launcher.backends import model_config
+from launcher.backends.context import Context, StageRule, caches_only, section
+from launcher.backends.rule import say
+from launcher.errors import Finding
+
+# liger_kernel/transformers/monkey_patch.py:2879, release 0.7.0, the one that the pin locks
+LIGER_RELEASE = (0, 7)
+LIGER_MODELS = frozenset({
+    "gemma", "gemma2", "gemma3_text", "gemma3", "glm4", "glm4v", "glm4v_moe", "gpt_oss", "internvl",
+    "llama", "llama4_text", "llama4", "llava", "granite", "mllama", "mllama_text_model", "mistral",
+    "mixtral", "olmo2", "pixtral", "olmo3", "qwen2", "qwen3", "qwen3_moe", "qwen2_vl",
+    "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_next", "qwen3_vl", "qwen3_vl_text",
+    "qwen3_vl_moe", "qwen3_vl_moe_text", "smollm3", "phi3", "paligemma", "falcon_h1", "smolvlm",
+    "hunyuan_v1_dense", "hunyuan_v1_moe", "exaone4",
+})  # fmt: skip
+
+# what each of olmo-core's names needs installed (model_utils.py:51)
+_FLASH = {"flash_2": "flash-attn", "flash_3": "flash-attn-3", "flash_4": "flash-attn-4"}
+_OFFLINE = {"1", "ON", "YES", "TRUE"}
+
+
+def _own(context: Context) -> Mapping[str, Any]:
+    """The config of the model whose weights are loaded."""
+    values = context.values
+    name, revision = values["model_name_or_path"], values.get("model_revision")
+    return model_config.read(name, context.environ, revision)
+
+
+# --- Liger -----------------------------------------------------------------------------------------
+
+
+def liger_unknown(context: Context) -> Iterator[Finding]:
+    """open-instruct looks the model up and fails (liger_kernel/transformers/auto_model.py:36); TRL
+    patches nothing without a word (liger_kernel/transformers/monkey_patch.py:2974).
+    """
+    values = context.values
+    if not values["use_liger_kernel"] or values.get("use_qlora") or caches_only(context):
+        return
+    kind = _own(context).get("model_type")
+    if not isinstance(kind, str) or kind in LIGER_MODELS:
+        return
+    have = (context.packages or {}).get("liger-kernel")
+    crashes = values.schema.backend == "open_instruct"
+    known = have is not None and _release(have) <= LIGER_RELEASE
+    what = "upstream fails with a KeyError" if crashes else "nothing would be patched"
+    yield say(
+        "error" if crashes and known else "warning", "run", "liger-unknown-model",
+        "use_liger_kernel", f"Liger {have if known else '0.7.0'} has no kernels for {kind} models: {what}",
+        "write `use_liger_kernel: false`",
+    )  # fmt: skip
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
+def liger_on_cpu(context: Context) -> Iterator[Finding]:
+    """liger_kernel/ops/rms_norm.py:442: its kernels are Triton's, which need a GPU."""
+    if not context.values["use_liger_kernel"] or context.gpus != 0 or caches_only(context):
+        return
+    if not context.environ.get("TRITON_INTERPRET"):
+        yield say(
+            "error", "run", "liger-on-cpu", "use_liger_kernel",
+            "Liger's kernels need a GPU, and `--gpus 0` has none", "write `use_liger_kernel: false`",
+        )  # fmt: skip
+
+
+# --- length and attention --------------------------------------------------------------------------
+
+
+def beyond_positions(context: Context) -> Iterator[Finding]:
+    """dataset_transformation.py:1195, trl/trainer/sft_config.py:202 cut at what is asked for; no one
+    asks the model how far it reaches.
+    """
+    key = "max_seq_length" if "max_seq_length" in context.values else "max_length"
+    wanted, reach = (
+        context.values.get(key),
+        positions(model_config.built_from(context.values, context.environ)),
+    )
+    if context.values.given(key) and isinstance(wanted, int) and reach and wanted > reach:
+        yield say(
+            "warning", "run", "beyond-positions", key,
+            f"`{key}: {wanted}` goes beyond the {reach} positions that the model was made for",
+            f"write `{key}: {reach}`, or a model with a longer context",
+        )  # fmt: skip
+
+
+def positions(config: Mapping[str, Any]) -> int | None:
+    """How many positions a model was made for, the scaling of its rotary embedding included."""
+    text = model_config.text_part(config)
+    plain = text.get("max_position_embeddings", text.get("n_positions"))
+    if not isinstance(plain, int) or plain < 1:
+        return None
+    scaling = section(text, "rope_parameters") or section(text, "rope_scaling")
+    factor = scaling.get("factor", 1)
+    # some families write the stretched length into `max_position_embeddings`, some the original
+    original = scaling.get("original_max_position_embeddings", plain)
+    stretched = isinstance(factor, int | float) and math.isfinite(factor) and factor > 1
+    if stretched and isinstance(original, int):
+        return max(plain, int(original * factor))
+    return plain
+
+
+def packed_without_flash(context: Context) -> Iterator[Finding]:
+    """Measured: 4,209 against 6,804 tokens/s (0.5 B model, H200). finetune.py:598 detects the attention,
+    as DPO does where none is given (olmo_core_utils.py:57).
+    """
+    values = context.values
+    if not values["packing"] or context.gpus == 0 or caches_only(context):
+        return
+    given = values.get("attn_implementation")
+    slow = f"`attn_implementation: {given}` has" if given in {"torch", "te"} else None
+    if given is None and context.lacks("flash-attn", "flash-attn-3"):
+        slow = "the trainer's Python has no flash-attn, so there are"
+    if slow is not None:
+        yield say(
+            "warning", "run", "packing-without-flash", "packing",
+            f"{slow} no flash-attention kernels: packing was measured slower than padding without",
+            "pip install flash-attn, or `packing: false`",
+        )  # fmt: skip
+
+
+def attention_missing(context: Context) -> Iterator[Finding]:
+    """dpo_tune_cache.py:338: transformers refuses an implementation whose package is missing."""
+    given = context.values["attn_implementation"]
+    if given not in _FLASH or caches_only(context):
+        return
+    if context.gpus == 0:
+        yield say(
+            "error", "run", "attention-missing", "attn_implementation",
+            f"`attn_implementation: {given}` needs a GPU, and `--gpus 0` has none",
+            "leave it out, or write torch",
+        )  # fmt: skip
+    elif context.lacks(_FLASH[given], "kernels"):
+        yield say(
+            "error" if context.running else "warning", "run", "attention-missing",
+            "attn_implementation",
+            f"`attn_implementation: {given}`: the trainer's Python has no {_FLASH[given]}",
+            f"pip install {_FLASH[given]}, or leave it out: what is installed is detected",
+        )  # fmt: skip
+
+
+def attention_replaced(context: Context) -> Iterator[Finding]:
+    """model_utils.py:55."""
+    if context.values["attn_implementation"] == "te":
+        yield say(
+            "warning", "run", "attention-replaced", "attn_implementation",
+            "`attn_implementation: te` runs torch's own attention in this script",
+            "write torch, or leave it out",
+        )  # fmt: skip
+
+
+# --- losses, tokenizer, place ----------------------------------------------------------------------
+
+
+def dense_balancing(context: Context) -> Iterator[Finding]:
+    """finetune.py:828, dpo_utils.py:863: only a mixture of experts has an `aux_loss`."""
+    config = model_config.text_part(model_config.built_from(context.values, context.environ))
+    if not context.values["load_balancing_loss"] or not config or caches_only(context):
+        return
+    if not any("expert" in key for key in config):
+        yield say(
+            "error", "run", "balancing-dense", "load_balancing_loss",
+            f"`load_balancing_loss` crashes: a {config.get('model_type')} model has no experts to balance",
+            "write `load_balancing_loss: false`",
+        )  # fmt: skip
+
+
+def wpo_batch(context: Context) -> Iterator[Finding]:
+    """dpo_utils.py:601 multiplies one number a row with one a token: only a single row fits."""
+    rows = context.per_device
+    if context.values["loss_type"] == "wpo" and rows is not None and rows > 1:
+        yield say(
+            "error", "run", "wpo-batch", "loss_type",
+            f"`loss_type: wpo` crashes with {rows} rows a device: its weights fit a single row only",
+            "set `per_device: 1`, or another loss",
+        )  # fmt: skip
+
+
+def olmo_bos(context: Context) -> Iterator[Finding]:
+    """dataset_transformation.py:797, dataset_transformation.py:799, dataset_transformation.py:800."""
+    values = context.values
+    if values["get_tokenizer_fn"] != "get_tokenizer_tulu_v2_2":
+        return
+    name = values["tokenizer_name_or_path"] or values["model_name_or_path"]
+    revision = values["tokenizer_revision"] or values["model_revision"]
+    kind = model_config.read(name, context.environ, revision).get("model_type")
+    if not isinstance(kind, str) or "olmo" not in kind:
+        return
+    template = values["chat_template_name"]
+    if not values["use_fast"]:
+        yield _olmo("use_fast", "OLMo needs `use_fast: true`")
+    if template is not None and ("olmo" in template) == bool(values["add_bos"]):
+        needed = "false" if "olmo" in template else "true"
+        yield _olmo("add_bos", f"OLMo with the chat template {template} needs `add_bos: {needed}`")
+
+
+def _olmo(key: str, message: str) -> Finding:
+    return say("error", "run", "olmo-tokenizer", key, f"{message}: upstream asserts it")
+
+
+def missing_model(context: Context) -> Iterator[Finding]:
+    """finetune.py:541, dpo_tune_cache.py:279, trl/scripts/sft.py:104: neither a folder nor a hub name."""
+    name = context.values["model_name_or_path"]
+    if not context.running or not isinstance(name, str) or not name:
+        return
+    if _own(context) or model_config.here(name):
+        return
+    if model_config.is_path(name):
+        yield say(
+            "error", "run", "missing-model", "model_name_or_path", f"there is no folder {name} here",
+            "relative paths start where launch is started; `~` is not expanded",
+        )  # fmt: skip
+    elif offline(context.environ) and not model_config.cached(name, context.environ):
+        yield say(
+            "error", "run", "missing-model", "model_name_or_path",
+            f"{name} is neither here nor in the hub's cache, and HF_HUB_OFFLINE is set",
+            "unset HF_HUB_OFFLINE, or download the model first",
+        )  # fmt: skip
+
+
+def offline(environ: Mapping[str, str]) -> bool:
+    """Whether huggingface_hub was told to stay off the network."""
+    return any(
+        environ.get(name, "").upper() in _OFFLINE
+        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    )
+
+
+_LIGER: tuple[StageRule, ...] = (liger_unknown, liger_on_cpu, beyond_positions, missing_model)
+_SHARED: tuple[StageRule, ...] = (*_LIGER, packed_without_flash, dense_balancing, olmo_bos)
+
+RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {
+    "open_instruct": {
+        "sft": _SHARED,
+        "dpo": (*_SHARED, attention_missing, attention_replaced, wpo_batch),
+    },
+    "trl": {"sft": _LIGER, "dpo": _LIGER},
+}

@@ -1,0 +1,95 @@
+"""Rules about the services that a run reports to: is there a key for them in this environment?"""
+
+from __future__ import annotations
+
+import netrc
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from launcher.backends import model_config
+from launcher.backends.context import Context, StageRule
+from launcher.backends.model_rules import offline
+from launcher.backends.rule import say
+from launcher.errors import Finding, Severity
+from launcher.paths import is_file
+
+_QUIET = {"offline", "disabled", "dryrun"}
+
+
+def wandb_key(context: Context) -> Iterator[Finding]:
+    """finetune.py:454, dpo_tune_cache.py:195: without `wandb_entity` upstream asks wandb's server who
+    is logged in (utils.py:1303), also in offline mode.
+    """
+    values, environ = context.values, context.environ
+    if not values["with_tracking"] or _has_wandb_key(environ):
+        return
+    if values.schema.stage == "sft" and not {"wandb", "all"} & set(values["report_to"] or ()):
+        # it crashes for another reason, which has a rule of its own
+        return
+    mode = environ.get("WANDB_MODE", "online")
+    asks = values["wandb_entity"] is None
+    if mode in _QUIET and not asks:
+        return
+    if mode in _QUIET:
+        what = (
+            f"WANDB_MODE is {mode}, but without `wandb_entity` upstream asks wandb who is logged in"
+        )
+        help = "set `wandb_entity`, or WANDB_API_KEY, or `with_tracking: false`"
+    else:
+        what = "no wandb key: neither WANDB_API_KEY nor an entry in ~/.netrc"
+        help = "`wandb login`, or set WANDB_API_KEY, or `with_tracking: false`"
+    severity: Severity = "error" if context.running else "warning"
+    yield say(severity, "run", "no-wandb-key", "with_tracking", f"`with_tracking`: {what}", help)
+
+
+def _has_wandb_key(environ: Mapping[str, str]) -> bool:
+    if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlsplit(environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    home = model_config.home(environ)
+    named = environ.get("NETRC")
+    files = [Path(named)] if named else [home / ".netrc", home / "_netrc"]
+    return any(_entry(path, host) for path in files if is_file(path))
+
+
+def _entry(path: Path, host: str) -> bool:
+    try:
+        return netrc.netrc(path).authenticators(host) is not None
+    except (OSError, ValueError, netrc.NetrcParseError):
+        return False
+
+
+def hub_token(context: Context) -> Iterator[Finding]:
+    """finetune.py:435, dpo_tune_cache.py:177 ask the hub who is logged in before anything is trained;
+    with `hf_entity` given it is asked after training (finetune.py:1027, dpo_tune_cache.py:752).
+    """
+    values, environ = context.values, context.environ
+    # the default has a rule of its own, until it comes to a run
+    if not values["push_to_hub"] or not (context.running or values.given("push_to_hub")):
+        return
+    if offline(environ):
+        why, help = "HF_HUB_OFFLINE is set", "unset it, or write `push_to_hub: false`"
+    elif not _has_hub_token(environ):
+        why, help = (
+            "no one is logged in",
+            "`hf auth login`, or set HF_TOKEN, or `push_to_hub: false`",
+        )
+    else:
+        return
+    when = "once the model is trained" if values["hf_entity"] else "before anything is trained"
+    severity: Severity = "error" if context.running else "warning"
+    yield say(
+        severity, "run", "no-hub-token", "push_to_hub", f"`push_to_hub` crashes {when}: {why}", help
+    )
+
+
+def _has_hub_token(environ: Mapping[str, str]) -> bool:
+    names = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE")
+    if any(environ.get(name) for name in names):
+        return True
+    named = environ.get("HF_TOKEN_PATH")
+    return is_file(Path(named) if named else model_config.hub_home(environ) / "token")
+
+
+RULES: tuple[StageRule, ...] = (wandb_key, hub_token)

@@ -1,0 +1,904 @@
+"""Rules that know DeepSpeed, the machine, the model and the folder: where they speak, where not."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import NO_PACKAGES, Write
+from test_rules import values_of
+
+from launcher.backends import data_rules, model_config, model_rules, output_rules, stage_rules
+from launcher.backends.context import Context
+from launcher.errors import Finding
+from launcher.options import DEEPSPEED, deepspeed_file
+from launcher.redaction import REDACTED
+from launcher.schema import Values
+
+ZERO2 = json.loads(deepspeed_file("zero2").read_text(encoding="utf-8"))
+ZERO3 = json.loads(deepspeed_file("zero3").read_text(encoding="utf-8"))
+BARE = {
+    "zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto",
+    "train_batch_size": "auto", "gradient_accumulation_steps": "auto",
+}  # fmt: skip
+TRAINER = {"accelerate": "1.12.0", "flash-attn": "2.8.3", "liger-kernel": "0.7.0"}
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # the models and files of these tests are named relative to their own folder
+    monkeypatch.chdir(tmp_path)
+
+
+def context(script: str, args: dict[str, Any], **known: Any) -> Context:
+    known.setdefault("environ", {"HOME": str(Path.cwd() / "home")})
+    return Context(values=values_of(script, args), **known)
+
+
+def found(script: str, args: dict[str, Any], **known: Any) -> list[Finding]:
+    return list(stage_rules.apply(context(script, args, **known)))
+
+
+def one(script: str, args: dict[str, Any], **known: Any) -> tuple[str, str, str]:
+    """The code, severity and key of the only finding."""
+    (finding,) = found(script, args, **known)
+    assert finding.layer == "run"
+    assert finding.message
+    return finding.code, finding.severity, finding.key or ""
+
+
+def model(write: Write, **config: Any) -> str:
+    """A local model folder with this config; its name."""
+    write("model/config.json", json.dumps(config))
+    return "model"
+
+
+# --- quiet -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", ["sft", "dpo", "trl-sft", "trl-dpo"])
+@pytest.mark.parametrize("gpus", [None, 0, 1, 8])
+@pytest.mark.parametrize("deepspeed", [None, *DEEPSPEED])
+def test_what_ships_is_quiet(script: str, gpus: int | None, deepspeed: str | None) -> None:
+    file: Any = None if deepspeed is None else json.loads(deepspeed_file(deepspeed).read_text())
+    known: dict[str, Any] = {"deepspeed": file, "gpus": gpus, "packages": TRAINER, "cpus": 8}
+    known |= {"per_device": 4, "accumulation": 4, "mixed_precision": "bf16"}
+    assert found(script, {}, **known) == []
+
+
+def test_nothing_known_is_quiet() -> None:
+    assert found("sft", {"use_liger_kernel": True, "packing": True}) == []
+    assert found("dpo", {"use_lora": True, "loss_type": "wpo", "load_balancing_loss": True}) == []
+
+
+# --- the DeepSpeed file ----------------------------------------------------------------------------
+
+FILES: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
+    ({"train_micro_batch_size_per_gpu": 1}, {}, "deepspeed-no-zero", "error"),
+    ({**BARE, "optimizer": {"type": "AdamW"}}, {}, "deepspeed-optimizer", "error"),
+    ({**BARE, "scheduler": {"type": "WarmupLR"}}, {}, "deepspeed-optimizer", "error"),
+    ({**BARE, "zero_optimization": {"stage": 3}}, {}, "zero3-unsaved", "error"),
+    (
+        {
+            **BARE,
+            "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": "auto"},
+        },
+        {},
+        "zero3-unsaved",
+        "error",
+    ),
+    ({"zero_optimization": {"stage": 2}}, {}, "deepspeed-no-batch", "error"),
+    (
+        {"zero_optimization": {"stage": 2}, "train_batch_size": "auto"},
+        {},
+        "deepspeed-no-batch",
+        "error",
+    ),
+    (
+        {**BARE, "gradient_accumulation_steps": 2},
+        {"accumulation": 4},
+        "deepspeed-accumulation",
+        "warning",
+    ),
+    (
+        {k: v for k, v in BARE.items() if k != "gradient_accumulation_steps"},
+        {"accumulation": 4},
+        "deepspeed-accumulation",
+        "warning",
+    ),
+    (
+        {**BARE, "train_batch_size": 128},
+        {"gpus": 8, "per_device": 4, "accumulation": 2},
+        "deepspeed-batch",
+        "error",
+    ),
+    (
+        {**BARE, "fp16": {"enabled": True}},
+        {"mixed_precision": "bf16"},
+        "deepspeed-precision",
+        "error",
+    ),
+]
+
+
+@pytest.mark.parametrize("script", ["sft", "dpo"])
+@pytest.mark.parametrize(("file", "known", "code", "severity"), FILES)
+def test_deepspeed_files(
+    script: str, file: dict[str, Any], known: dict[str, Any], code: str, severity: str
+) -> None:
+    assert one(script, {}, deepspeed=file, **known) == (code, severity, "deepspeed")
+
+
+@pytest.mark.parametrize(
+    ("file", "known"),
+    [
+        (BARE, {"accumulation": 4, "gpus": 8, "per_device": 4}),
+        ({**BARE, "gradient_accumulation_steps": 4}, {"accumulation": 4}),
+        ({**BARE, "train_batch_size": 64}, {"gpus": 8, "per_device": 4, "accumulation": 2}),
+        ({**BARE, "train_batch_size": 64}, {"gpus": 8}),
+        ({**BARE, "fp16": {"enabled": False}}, {"mixed_precision": "bf16"}),
+        ({**BARE, "fp16": {"enabled": True}}, {"mixed_precision": "no"}),
+        ({"zero_optimization": {"stage": 2}, "train_batch_size": 64}, {}),
+        # on the CPU no file is read
+        ({}, {"gpus": 0}),
+    ],
+)
+def test_good_deepspeed_files(file: dict[str, Any], known: dict[str, Any]) -> None:
+    assert found("sft", {}, deepspeed=file, **known) == []
+
+
+def test_a_run_that_only_tokenises_saves_nothing() -> None:
+    file = {**BARE, "zero_optimization": {"stage": 3}}
+    assert found("sft", {"cache_dataset_only": True}, deepspeed=file) == []
+
+
+ODD = (None, [], {}, "x", -1, 0, True, 1e999, float("nan"))
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_files_and_configs_are_no_crash(write: Write, odd: Any) -> None:
+    keys = (
+        "zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps", "gradient_clipping", "fp16", "checkpoint",
+    )  # fmt: skip
+    config = ("model_type", "attention_bias", "num_attention_heads", "num_key_value_heads")
+    config += ("max_position_embeddings", "rope_scaling", "rope_parameters", "text_config")
+    args = {
+        "model_name_or_path": "model", "use_lora": True, "use_liger_kernel": True,
+        "load_balancing_loss": True, "max_seq_length": 8, "clip_grad_norm": 0.5,
+        "sequence_parallel_size": 2,
+    }  # fmt: skip
+    known: dict[str, Any] = {
+        "gpus": 8,
+        "per_device": 1,
+        "accumulation": 1,
+        "mixed_precision": "bf16",
+    }
+    for key in keys:
+        for file in ({**BARE, key: odd}, {**BARE, "zero_optimization": {"stage": odd}}):
+            assert isinstance(found("sft", {"clip_grad_norm": 0.5}, deepspeed=file, **known), list)
+    for key in config:
+        whole = {
+            "model_type": "qwen2",
+            "max_position_embeddings": 4,
+            "rope_scaling": {"factor": odd},
+        }
+        write("model/config.json", json.dumps({**whole, key: odd}))
+        assert isinstance(found("sft", args, deepspeed=BARE, **known), list)
+
+
+@pytest.mark.parametrize(
+    ("script", "key"), [("sft", "clip_grad_norm"), ("dpo", "max_grad_norm")]
+)  # fmt: skip
+def test_clipping_is_deepspeeds(script: str, key: str) -> None:
+    expected = ("clipping-unread", "warning", f"args.{key}")
+    assert one(script, {key: 0.5}, deepspeed=ZERO2) == expected
+    assert one(script, {key: 0.5}, deepspeed=BARE) == expected
+    assert found(script, {key: 1.0}, deepspeed=ZERO2) == []
+    assert found(script, {key: 0.5}, deepspeed={**BARE, "gradient_clipping": 0.5}) == []
+    assert found(script, {key: 0.5}) == []
+    assert found(script, {key: 0.5}, deepspeed=ZERO2, gpus=0) == []
+    assert found(script, {}, deepspeed=BARE) == []
+
+
+def test_upstream_loads_bfloat16() -> None:
+    told = one("sft", {}, mixed_precision="fp16", deepspeed=ZERO2)
+    assert told == ("fp16-over-bf16", "warning", "mixed_precision")
+
+
+def test_zero_stage_beside_a_file() -> None:
+    expected = ("two-zero-stages", "warning", "args.zero_stage")
+    assert one("dpo", {"zero_stage": 3}, deepspeed=ZERO2) == expected
+    assert one("dpo", {"zero_stage": 2}, deepspeed=ZERO2) == expected
+    (differs,) = found("dpo", {"zero_stage": 3}, deepspeed=ZERO2)
+    (agrees,) = found("dpo", {"zero_stage": 2}, deepspeed=ZERO2)
+    assert "stage 2 is not 3" in differs.message
+    assert "is not" not in agrees.message
+    assert found("dpo", {"zero_stage": 3}) == []
+    # nothing of the file matters then
+    assert one("dpo", {"zero_stage": 2}, deepspeed={}) == expected
+
+
+def test_zero_partitions() -> None:
+    expected = ("partition-size", "error", "args.zero_hpz_partition_size")
+    assert one("dpo", {"zero_stage": 3}, gpus=12) == expected
+    assert one("dpo", {"zero_stage": 3, "zero_hpz_partition_size": 3}, gpus=8) == expected
+    for gpus in (1, 2, 4, 8, 16, None):
+        assert found("dpo", {"zero_stage": 3}, gpus=gpus) == []
+    assert found("dpo", {"zero_stage": 2, "zero_hpz_partition_size": 3}, gpus=8) == []
+
+
+# --- adapters and quantised models -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", ["sft", "dpo"])
+def test_quantised_models_and_deepspeed(script: str) -> None:
+    args = {"use_qlora": True, "use_lora": True}
+    assert one(script, args, deepspeed=ZERO3) == ("qlora-deepspeed", "error", "args.use_qlora")
+    assert one(script, args, deepspeed=ZERO2) == ("qlora-deepspeed", "warning", "args.use_qlora")
+    assert one(script, args, gpus=0) == ("qlora-on-cpu", "error", "args.use_qlora")
+    assert found(script, args, gpus=1) == []
+    assert found(script, {"use_lora": True}, deepspeed=ZERO3) == []
+
+
+def test_quantised_models_and_the_own_zero_stage() -> None:
+    args = {"use_qlora": True, "use_lora": True}
+    assert one("dpo", {**args, "zero_stage": 3})[:2] == ("qlora-deepspeed", "error")
+    assert one("dpo", {**args, "zero_stage": 1})[:2] == ("qlora-deepspeed", "warning")
+
+
+@pytest.mark.parametrize("script", ["sft", "dpo"])
+@pytest.mark.parametrize(
+    ("config", "crashes"),
+    [
+        ({"model_type": "qwen2"}, True),
+        ({"model_type": "llama", "attention_bias": True}, True),
+        ({"model_type": "llama", "attention_bias": False}, False),
+        ({"model_type": "qwen3"}, False),
+    ],
+)
+def test_lora_and_frozen_biases(
+    write: Write, script: str, config: dict[str, Any], crashes: bool
+) -> None:
+    args = {"use_lora": True, "model_name_or_path": model(write, **config)}
+    expected = ["lora-biases"] if crashes else []
+    assert [f.code for f in found(script, args, deepspeed=ZERO2)] == expected
+    # ZeRO-3 leaves such a group out, and without DeepSpeed nothing minds it
+    assert found(script, args, deepspeed=ZERO3) == []
+    assert found(script, args) == []
+    assert found(script, {**args, "use_lora": False}, deepspeed=ZERO2) == []
+
+
+# --- sequence parallelism ---------------------------------------------------------------------------
+
+SPLIT = {"sequence_parallel_size": 4}
+KEY = "args.sequence_parallel_size"
+
+
+def test_sequence_parallelism_needs_zero_3() -> None:
+    assert one("sft", SPLIT, gpus=8) == ("sequence-zero-stage", "error", KEY)
+    assert one("sft", SPLIT, gpus=8, deepspeed=ZERO2) == ("sequence-zero-stage", "warning", KEY)
+    assert found("sft", SPLIT, gpus=8, deepspeed=ZERO3) == []
+    assert found("sft", {**SPLIT, "cache_dataset_only": True}, gpus=1) == []
+
+
+@pytest.mark.parametrize(
+    ("gpus", "fits"), [(None, True), (4, True), (8, True), (6, False), (2, False)]
+)
+def test_sequence_parallelism_divides_the_world(gpus: int | None, fits: bool) -> None:
+    codes = [f.code for f in found("sft", SPLIT, gpus=gpus, deepspeed=ZERO3)]
+    assert codes == ([] if fits else ["sequence-world"])
+
+
+def test_sequence_parallelism_on_the_cpu() -> None:
+    assert one("sft", SPLIT, gpus=0) == ("sequence-world", "error", KEY)
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "fits"),
+    [
+        (32, 8, True),
+        (32, 4, True),
+        (32, 2, True),
+        (28, 4, True),
+        (30, 2, False),
+        (12, 3, False),
+        (16, 16, True),
+    ],
+)
+def test_sequence_parallelism_splits_heads(
+    write: Write, heads: int, groups: int, fits: bool
+) -> None:
+    name = model(write, model_type="llama", num_attention_heads=heads, num_key_value_heads=groups)
+    told = found("sft", {**SPLIT, "model_name_or_path": name}, gpus=4, deepspeed=ZERO3)
+    assert [f.code for f in told] == ([] if fits else ["sequence-heads"])
+
+
+def test_sequence_parallelism_and_what_is_installed() -> None:
+    known: dict[str, Any] = {"gpus": 8, "deepspeed": ZERO3}
+    assert found("sft", SPLIT, packages=TRAINER, **known) == []
+    without = {k: v for k, v in TRAINER.items() if k != "flash-attn"}
+    assert one("sft", SPLIT, packages=without, **known) == ("sequence-attention", "warning", KEY)
+    for version in ("1.13.0", "1.15.0.dev0", "2.0"):
+        told = one("sft", SPLIT, packages={**TRAINER, "accelerate": version}, **known)
+        assert told == ("sequence-accelerate", "error", KEY)
+    assert found("sft", SPLIT, packages={**TRAINER, "accelerate": "odd"}, **known) == []
+
+
+# --- the model -------------------------------------------------------------------------------------
+
+LIGER = {"use_liger_kernel": True}
+
+
+@pytest.mark.parametrize("script", ["sft", "dpo", "trl-sft", "trl-dpo"])
+def test_liger_and_models_that_it_does_not_know(write: Write, script: str) -> None:
+    args = {**LIGER, "model_name_or_path": model(write, model_type="gpt2")}
+    crashes = not script.startswith("trl")
+    expected = ("liger-unknown-model", "warning", "args.use_liger_kernel")
+    assert one(script, args) == expected
+    # a later release may know it
+    assert one(script, args, packages={"liger-kernel": "0.9.0"}) == expected
+    told = one(script, args, packages={"liger-kernel": "0.7.0"})
+    assert told[1] == ("error" if crashes else "warning")
+    model(write, model_type="qwen2")
+    assert found(script, args, packages=TRAINER) == []
+
+
+def test_liger_is_not_applied_to_quantised_models(write: Write) -> None:
+    args = {**LIGER, "use_qlora": True, "model_name_or_path": model(write, model_type="gpt2")}
+    assert found("sft", args) == []
+
+
+@pytest.mark.parametrize("script", ["sft", "dpo", "trl-sft", "trl-dpo"])
+def test_liger_needs_a_gpu(script: str) -> None:
+    assert one(script, LIGER, gpus=0) == ("liger-on-cpu", "error", "args.use_liger_kernel")
+    assert found(script, LIGER, gpus=0, environ={"TRITON_INTERPRET": "1"}) == []
+
+
+def test_the_models_that_liger_knows() -> None:
+    try:
+        installed = distribution("liger-kernel")
+    except PackageNotFoundError:
+        pytest.skip(f"{NO_PACKAGES}: liger-kernel is not installed")
+    if not installed.version.startswith("0.7."):
+        pytest.skip(f"{NO_PACKAGES}: liger-kernel {installed.version} is not 0.7")
+    source = installed.locate_file("liger_kernel/transformers/monkey_patch.py")
+    tree = ast.parse(Path(str(source)).read_text(encoding="utf-8"))
+    (table,) = (
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        and ast.unparse(node.targets[0]) == "MODEL_TYPE_TO_APPLY_LIGER_FN"
+    )
+    assert isinstance(table, ast.Dict)
+    assert {ast.literal_eval(key) for key in table.keys if key} == model_rules.LIGER_MODELS
+
+
+@pytest.mark.parametrize(
+    "setting", ["HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME", "HOME"]
+)
+def test_a_model_in_the_hubs_cache(write: Write, tmp_path: Path, setting: str) -> None:
+    below = {
+        "HF_HOME": "hub/",
+        "XDG_CACHE_HOME": "huggingface/hub/",
+        "HOME": ".cache/huggingface/hub/",
+    }
+    folder = f"place/{below.get(setting, '')}models--org--name"
+    write(f"{folder}/refs/main", "abc123\n")
+    write(f"{folder}/snapshots/abc123/config.json", '{"model_type": "gpt2"}')
+    args = {**LIGER, "model_name_or_path": "org/name"}
+    environ = {setting: str(tmp_path / "place")}
+    assert one("sft", args, environ=environ)[0] == "liger-unknown-model"
+    assert found("sft", args, environ={"HOME": str(tmp_path / "nobody")}) == []
+    # another revision is another model
+    assert found("sft", {**args, "model_revision": "v2"}, environ=environ) == []
+    assert (
+        one("sft", {**args, "model_revision": "abc123"}, environ=environ)[0]
+        == "liger-unknown-model"
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '"x"', "null", "[" * 5000, b"\xff\xfe", '{"model_type": 5}']
+)
+def test_broken_configs_are_nothing(write: Write, text: str | bytes) -> None:
+    write("model/config.json", text)
+    assert found("sft", {**LIGER, "model_name_or_path": "model"}) == []
+
+
+@pytest.mark.parametrize("name", ["", "x" * 5000, "~nobody-here/x", "a\0b"])
+def test_names_that_are_no_models(name: str) -> None:
+    assert model_config.read(name, {}) == {}
+
+
+@pytest.mark.parametrize(
+    ("config", "reach"),
+    [
+        ({"max_position_embeddings": 2048}, 2048),
+        ({"n_positions": 1024}, 1024),
+        ({}, None),
+        ({"max_position_embeddings": "many"}, None),
+        ({"text_config": {"max_position_embeddings": 4096}}, 4096),
+        # the original stands in the config: stretched four times
+        (
+            {
+                "max_position_embeddings": 32768,
+                "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768},
+            },
+            131072,
+        ),
+        # the stretched length stands there already
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_scaling": {"factor": 8.0, "original_max_position_embeddings": 8192},
+            },
+            131072,
+        ),
+        (
+            {
+                "max_position_embeddings": 2048,
+                "rope_parameters": {"rope_type": "linear", "factor": 2},
+            },
+            4096,
+        ),
+        ({"max_position_embeddings": 2048, "rope_scaling": None}, 2048),
+    ],
+)
+def test_positions(config: dict[str, Any], reach: int | None) -> None:
+    assert model_rules.positions(config) == reach
+
+
+@pytest.mark.parametrize(
+    ("script", "key"),
+    [("sft", "max_seq_length"), ("dpo", "max_seq_length"), ("trl-sft", "max_length")],
+)
+def test_rows_longer_than_the_model(write: Write, script: str, key: str) -> None:
+    args = {"model_name_or_path": model(write, model_type="llama", max_position_embeddings=2048)}
+    told = one(script, {**args, key: 4096})
+    assert told == ("beyond-positions", "warning", f"args.{key}")
+    assert found(script, {**args, key: 2048}) == []
+    assert found(script, args) == []
+
+
+def test_single_keys_of_a_config_can_be_replaced(write: Write) -> None:
+    args = {
+        "model_name_or_path": model(write, model_type="llama", max_position_embeddings=2048),
+        "max_seq_length": 4096,
+    }
+    assert (
+        found("sft", {**args, "additional_model_arguments": {"max_position_embeddings": 8192}})
+        == []
+    )
+    assert (
+        one("sft", {**args, "additional_model_arguments": {"vocab_size": 5}})[0]
+        == "beyond-positions"
+    )
+
+
+def test_packing_without_flash_attention() -> None:
+    args = {"packing": True}
+    expected = ("packing-without-flash", "warning", "args.packing")
+    assert one("sft", args, packages={}) == expected
+    assert one("dpo", args, packages={}) == expected
+    assert one("dpo", {**args, "attn_implementation": "torch"}) == expected
+    assert found("sft", args, packages=TRAINER) == []
+    assert found("sft", args, packages={"flash-attn-3": "3.0.0"}) == []
+    assert found("sft", args) == []
+    assert found("sft", args, packages={}, gpus=0) == []
+    assert found("dpo", {**args, "attn_implementation": "flash_2"}, packages=TRAINER) == []
+
+
+def test_an_attention_that_is_not_installed() -> None:
+    args = {"attn_implementation": "flash_3"}
+    key = "args.attn_implementation"
+    assert one("dpo", args, packages=TRAINER) == ("attention-missing", "warning", key)
+    assert one("dpo", args, packages=TRAINER, running=True) == ("attention-missing", "error", key)
+    assert one("dpo", args, gpus=0) == ("attention-missing", "error", key)
+    assert found("dpo", args, packages={**TRAINER, "kernels": "0.10"}) == []
+    assert found("dpo", args) == []
+    assert one("dpo", {"attn_implementation": "te"}) == ("attention-replaced", "warning", key)
+
+
+@pytest.mark.parametrize("script", ["sft", "dpo"])
+def test_balancing_needs_experts(write: Write, script: str) -> None:
+    args = {"load_balancing_loss": True, "model_name_or_path": model(write, model_type="llama")}
+    assert one(script, args) == ("balancing-dense", "error", "args.load_balancing_loss")
+    model(write, model_type="olmoe", num_experts=64)
+    assert [f.code for f in found(script, args)] == []
+
+
+def test_wpo_takes_one_row() -> None:
+    assert one("dpo", {"loss_type": "wpo"}, per_device=8) == (
+        "wpo-batch",
+        "error",
+        "args.loss_type",
+    )
+    assert found("dpo", {"loss_type": "wpo"}, per_device=1) == []
+    assert found("dpo", {"loss_type": "dpo"}, per_device=8) == []
+
+
+@pytest.mark.parametrize(
+    ("args", "key"),
+    [
+        ({"chat_template_name": "tulu"}, "args.add_bos"),
+        ({"chat_template_name": "olmo", "add_bos": True}, "args.add_bos"),
+        ({"use_fast": False}, "args.use_fast"),
+        ({"chat_template_name": "tulu", "add_bos": True}, None),
+        ({"chat_template_name": "olmo"}, None),
+        ({}, None),
+        ({"chat_template_name": "tulu", "get_tokenizer_fn": "get_tokenizer_tulu_v1"}, None),
+    ],
+)
+def test_olmo_and_its_first_token(write: Write, args: dict[str, Any], key: str | None) -> None:
+    args = {**args, "model_name_or_path": model(write, model_type="olmo2")}
+    expected = [] if key is None else [("olmo-tokenizer", "error", key)]
+    assert [(f.code, f.severity, f.key) for f in found("sft", args)] == expected
+    model(write, model_type="llama")
+    assert found("sft", args) == []
+
+
+@pytest.mark.parametrize("script", ["sft", "dpo", "trl-sft"])
+def test_a_model_that_is_not_here(write: Write, script: str) -> None:
+    expected = ("missing-model", "error", "args.model_name_or_path")
+    for name in ("build/demo/model", "/no/such/model", "./model", "~/model"):
+        assert one(script, {"model_name_or_path": name}, running=True) == expected
+        # an earlier stage may still make it
+        assert found(script, {"model_name_or_path": name}) == []
+    assert found(script, {"model_name_or_path": "org/name"}, running=True) == []
+    told = one(
+        script, {"model_name_or_path": "org/name"}, running=True, environ={"HF_HUB_OFFLINE": "1"}
+    )
+    assert told == expected
+    model(write, model_type="llama")
+    assert found(script, {"model_name_or_path": "./model"}, running=True) == []
+
+
+# --- services --------------------------------------------------------------------------------------
+
+WANDB = {"with_tracking": True, "report_to": "wandb"}
+
+
+@pytest.mark.parametrize("script", ["sft", "dpo"])
+def test_tracking_needs_a_key(write: Write, tmp_path: Path, script: str) -> None:
+    expected = ("no-wandb-key", "warning", "args.with_tracking")
+    home = {"HOME": str(tmp_path)}
+    assert one(script, WANDB, environ=home) == expected
+    assert one(script, WANDB, environ=home, running=True)[1] == "error"
+    assert found(script, WANDB, environ={**home, "WANDB_API_KEY": "k"}) == []
+    assert found(script, {}, environ=home) == []
+    write(".netrc", "machine example.org login user password secret\n")
+    assert one(script, WANDB, environ=home) == expected
+    write(".netrc", "machine api.wandb.ai login user password secret\n")
+    assert found(script, WANDB, environ=home) == []
+    assert (
+        one(script, WANDB, environ={**home, "WANDB_BASE_URL": "https://wandb.example.org"})
+        == expected
+    )
+    write(".netrc", "machine {\n")
+    assert one(script, WANDB, environ=home) == expected
+    write("mine", "machine api.wandb.ai login user password secret\n")
+    assert found(script, WANDB, environ={**home, "NETRC": str(tmp_path / "mine")}) == []
+
+
+@pytest.mark.parametrize("mode", ["offline", "disabled", "dryrun"])
+def test_offline_tracking_still_asks_who_is_logged_in(tmp_path: Path, mode: str) -> None:
+    environ = {"HOME": str(tmp_path), "WANDB_MODE": mode}
+    assert one("sft", WANDB, environ=environ)[0] == "no-wandb-key"
+    assert found("sft", {**WANDB, "wandb_entity": "me"}, environ=environ) == []
+
+
+def test_a_report_without_wandb_is_told_once(tmp_path: Path) -> None:
+    args = {"with_tracking": True, "report_to": "tensorboard"}
+    assert found("sft", args, environ={"HOME": str(tmp_path)}) == []
+
+
+@pytest.mark.parametrize("script", ["sft", "dpo"])
+def test_pushing_needs_a_token(write: Write, tmp_path: Path, script: str) -> None:
+    args, home = {"push_to_hub": True}, {"HOME": str(tmp_path)}
+    expected = ("no-hub-token", "warning", "args.push_to_hub")
+    assert one(script, args, environ=home) == expected
+    assert one(script, args, environ=home, running=True)[1] == "error"
+    assert one(script, args, environ={**home, "HF_TOKEN": "t", "HF_HUB_OFFLINE": "1"}) == expected
+    assert found(script, args, environ={**home, "HF_TOKEN": "t"}) == []
+    # the default, until it comes to a run
+    assert found(script, {"push_to_hub": None}, environ=home) == []
+    assert one(script, {"push_to_hub": None}, environ=home, running=True)[1] == "error"
+    write(".cache/huggingface/token", "t")
+    assert found(script, args, environ=home) == []
+    (asked,) = found(script, args, environ={})
+    (saved,) = found(script, {**args, "hf_entity": "me"}, environ={})
+    assert "before anything is trained" in asked.message
+    assert "once the model is trained" in saved.message
+
+
+# --- data ------------------------------------------------------------------------------------------
+
+
+def test_tokenising_that_outlasts_the_timeout() -> None:
+    args = {"dataset_mixer_list": ["a", 20_000_000]}
+    expected = ("tokenising-outlasts", "warning", "args.timeout")
+    assert one("sft", args, gpus=8, cpus=16) == expected
+    assert one("sft", args) == expected
+    assert one("dpo", {"mixer_list": ["a", 20_000_000]}, gpus=8, cpus=16) == expected
+    assert found("sft", args, gpus=1, cpus=16) == []
+    assert found("sft", args, gpus=0, cpus=16) == []
+    assert found("sft", {**args, "timeout": 36000}, gpus=8, cpus=16) == []
+    assert found("sft", {**args, "cache_dataset_only": True}, gpus=8, cpus=16) == []
+    assert found("sft", {"dataset_mixer_list": ["a", "1.0"]}, gpus=8, cpus=1) == []
+
+
+def test_sets_whose_size_is_known() -> None:
+    tulu = {"dataset_mixer_list": ["allenai/tulu-3-sft-mixture", "1.0", "b", "0.5"]}
+    assert data_rules.known_rows(context("sft", tulu)) == 939_343
+    assert found("sft", tulu, gpus=8, cpus=64) == []
+    assert one("sft", {**tulu, "timeout": 60}, gpus=8, cpus=64)[0] == "tokenising-outlasts"
+    assert data_rules.known_rows(context("sft", {"dataset_mixer_list": ["b", "0.5"]})) is None
+    assert (
+        data_rules.known_rows(context("sft", {"dataset_mixer_list": ["b", "x", "c", "1.e999"]}))
+        is None
+    )
+
+
+def test_local_sets_are_counted_or_reckoned(write: Write) -> None:
+    write("small.jsonl", b'{"a": 1}\n{"a": 2}\n{"a": 3}')
+    write("large.jsonl", (b'{"a": "' + b"x" * 90 + b'"}\n') * 10_000)
+    write("empty.jsonl", b"")
+    rows = {
+        name: data_rules.known_rows(
+            context("sft", {"dataset_mixer_list": [f"{name}.jsonl", "2.0"]})
+        )
+        for name in ("small", "large", "empty", "missing")
+    }
+    assert rows["small"] == 6
+    assert rows["large"] is not None
+    assert abs(rows["large"] - 20_000) < 20
+    assert (rows["empty"], rows["missing"]) == (0, None)
+
+
+def test_the_estimate_grows_with_rows_and_shrinks_with_cores() -> None:
+    few = data_rules.tokenising_seconds(1000, pairs=False, cpus=8)
+    assert data_rules.tokenising_seconds(2000, pairs=False, cpus=8) == pytest.approx(2 * few)
+    assert data_rules.tokenising_seconds(1000, pairs=False, cpus=16) < few
+    assert data_rules.tokenising_seconds(1000, pairs=True, cpus=8) == pytest.approx(1000 / 2400)
+
+
+@pytest.mark.parametrize(("script", "prefix"), [("sft", "dataset_"), ("dpo", "")])
+def test_a_cache_key_of_ones_own(write: Write, script: str, prefix: str) -> None:
+    args = {f"{prefix}config_hash": "abc", f"{prefix}local_cache_dir": "cache"}
+    key = f"args.{prefix}config_hash"
+    assert one(script, args) == ("cache-key", "warning", key)
+    assert one(script, args, running=True) == ("cache-key", "error", key)
+    assert one(script, {**args, f"{prefix}skip_cache": True}) == ("cache-key", "error", key)
+    write("cache/abc/state.json", "{}")
+    assert one(script, args, running=True) == ("cache-key", "warning", key)
+
+
+# --- the output folder -----------------------------------------------------------------------------
+
+OUT = "args.output_dir"
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    return folder
+
+
+def saved(folder: Path, name: str, *, complete: bool = True) -> None:
+    (folder / name).mkdir()
+    if complete:
+        (folder / name / "COMPLETED").write_text("COMPLETED")
+
+
+def manifest(script: str, args: Mapping[str, Any], **plan: Any) -> dict[str, Any]:
+    """What an earlier run of these arguments would have kept, as JSON brings it back."""
+    values = values_of(script, dict(args))
+    told = {name: {"value": values[name], "origin": "a.yaml:1"} for name in values}
+    stage = values.schema.stage
+    whole: dict[str, Any] = json.loads(json.dumps({"stage": stage, "args": told, "plan": plan}))
+    return whole
+
+
+def test_an_empty_or_missing_folder_is_quiet(output: Path) -> None:
+    (output / "notes").mkdir()
+    (output / "step_notes.txt").write_text("x")
+    assert found("sft", {}, output=output) == []
+    assert found("sft", {}, output=output / "missing") == []
+    assert found("sft", {}, output=Path("a\0b")) == []
+
+
+@pytest.mark.parametrize("script", ["sft", "dpo"])
+def test_checkpoints_that_launch_did_not_write(output: Path, script: str) -> None:
+    saved(output, "step_500", complete=False)
+    assert found(script, {"checkpointing_steps": 500}, output=output) == []
+    saved(output, "step_250")
+    told = one(
+        script,
+        {"checkpointing_steps": 250, "num_epochs": 1}
+        if script == "dpo"
+        else {"checkpointing_steps": 250},
+        output=output,
+    )
+    assert told == ("foreign-checkpoints", "warning", OUT)
+    assert found(script, {"cache_dataset_only": True}, output=output) == []
+
+
+def test_checkpoints_of_an_own_run(output: Path) -> None:
+    saved(output, "epoch_0")
+    args = {"checkpointing_steps": "epoch", "learning_rate": 1e-5, "dataset_mixer_list": "a 1.0"}
+    earlier = manifest("sft", args)
+    assert found("sft", args, output=output, earlier=earlier) == []
+    for key, value in (
+        ("model_name_or_path", "other"),
+        ("dataset_mixer_list", ["a", "0.5"]),
+        ("use_lora", True),
+    ):
+        (finding,) = found("sft", {**args, key: value}, output=output, earlier=earlier)
+        assert (finding.code, finding.severity, finding.key) == (
+            "foreign-checkpoints",
+            "error",
+            OUT,
+        )
+        assert key in finding.message
+    (finding,) = found("sft", {**args, "learning_rate": 2e-5}, output=output, earlier=earlier)
+    assert (finding.code, finding.severity) == ("foreign-checkpoints", "warning")
+    # the rank says nothing without LoRA, and a longer training is meant
+    assert (
+        found(
+            "sft", {**args, "lora_rank": 8, "num_train_epochs": 5}, output=output, earlier=earlier
+        )
+        == []
+    )
+
+
+def test_checkpoints_of_the_other_stage(output: Path) -> None:
+    saved(output, "step_5")
+    (finding,) = found("dpo", {"num_epochs": 1}, output=output, earlier=manifest("sft", {}))
+    assert (finding.code, finding.severity) == ("foreign-checkpoints", "error")
+
+
+def test_what_a_manifest_hides_is_not_compared(output: Path) -> None:
+    saved(output, "epoch_0")
+    assert output_rules.HIDDEN == REDACTED
+    earlier = manifest("sft", {"model_name_or_path": f"/models/{REDACTED}"})
+    assert found("sft", {}, output=output, earlier=earlier) == []
+
+
+@pytest.mark.parametrize(
+    "earlier", [{}, {"args": []}, {"args": {"model_name_or_path": "x"}}, {"plan": 5}]
+)
+def test_torn_manifests_are_no_crash(output: Path, earlier: dict[str, Any]) -> None:
+    saved(output, "epoch_0")
+    assert found("sft", {}, output=output, earlier=earlier, gpus=8, deepspeed=ZERO2) == []
+
+
+def test_resuming_with_another_batch(output: Path) -> None:
+    saved(output, "step_500")
+    args = {"checkpointing_steps": 500}
+    earlier = manifest("sft", {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4})
+    same: dict[str, Any] = {"output": output, "earlier": earlier, "per_device": 4}
+    assert found("sft", args, accumulation=4, **same) == []
+    assert found("sft", args, **same) == []
+    assert one("sft", args, accumulation=2, **same) == ("resume-position", "warning", OUT)
+    (output / "step_500").rename(output / "epoch_0")
+    assert found("sft", {}, accumulation=2, **same) == []
+
+
+def test_resuming_on_other_gpus(output: Path) -> None:
+    saved(output, "epoch_0")
+    earlier = manifest("sft", {}, gpus=8, nodes=1)
+    same: dict[str, Any] = {"output": output, "earlier": earlier}
+    assert one("sft", {}, gpus=4, deepspeed=ZERO2, **same) == ("resume-world", "error", OUT)
+    assert found("sft", {}, gpus=8, deepspeed=ZERO2, **same) == []
+    assert found("sft", {}, deepspeed=ZERO2, **same) == []
+    assert found("sft", {}, gpus=4, **same) == []
+    universal = {**ZERO2, "checkpoint": {"load_universal": True}}
+    assert found("sft", {}, gpus=4, deepspeed=universal, **same) == []
+    two_nodes = manifest("sft", {}, gpus=8, nodes=2)
+    assert found("sft", {}, gpus=16, deepspeed=ZERO2, output=output, earlier=two_nodes) == []
+
+
+def test_dpo_resumed_inside_an_epoch(output: Path) -> None:
+    saved(output, "step_500")
+    earlier = manifest("dpo", {})
+    same: dict[str, Any] = {"output": output, "earlier": earlier}
+    assert one("dpo", {"num_epochs": 2}, **same) == ("resume-skips", "warning", OUT)
+    assert found("dpo", {"num_epochs": 1}, **same) == []
+    assert found("dpo", {"num_epochs": 2, "max_train_steps": 100}, **same) == []
+
+
+def stale(folder: Path, steps: Any) -> list[str]:
+    told = found("sft", {"checkpointing_steps": steps}, output=folder, earlier=manifest("sft", {}))
+    return [f.code for f in told]
+
+
+def test_checkpoints_that_would_be_marked_in_place_of_new_ones(output: Path) -> None:
+    saved(output, "step_1000", complete=False)
+    assert stale(output, 500) == ["stale-checkpoints"]
+    # the next one that is saved has this very name, or nothing is saved
+    assert stale(output, 1000) == []
+    assert stale(output, None) == []
+    saved(output, "step_500")
+    assert stale(output, 500) == []
+    assert stale(output, "epoch") == ["stale-checkpoints"]
+
+
+def test_epochs_that_never_ended(output: Path) -> None:
+    saved(output, "epoch_0", complete=False)
+    assert stale(output, "epoch") == []
+    saved(output, "epoch_2", complete=False)
+    assert stale(output, "epoch") == ["stale-checkpoints"]
+
+
+@pytest.mark.parametrize("script", ["sft", "dpo"])
+@pytest.mark.parametrize(
+    "names", [["config.json", "model.safetensors"], ["adapter_config.json", "adapter_model.bin"]]
+)
+def test_a_folder_with_a_finished_model(output: Path, script: str, names: list[str]) -> None:
+    (output / names[0]).write_text("{}")
+    assert found(script, {}, output=output) == []
+    (output / names[1]).write_text("x")
+    assert one(script, {}, output=output) == ("finished-output", "warning", OUT)
+    (finding,) = found(script, {}, output=output, earlier=manifest(script, {}))
+    assert "from zero" in finding.message
+    saved(output, "step_5")
+    told = {
+        f.code: f
+        for f in found(
+            script,
+            {"num_epochs": 1} if script == "dpo" else {"checkpointing_steps": 5},
+            output=output,
+            earlier=manifest(script, {}),
+        )
+    }
+    assert "step_5" in told["finished-output"].message
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["step_5", "step_10"], "step_10"),
+        (["epoch_0", "epoch_1"], "epoch_1"),
+        (["step_5", "epoch_9"], "step_5"),
+        ([], None),
+    ],
+)
+def test_which_checkpoint_is_resumed_from(
+    output: Path, names: list[str], expected: str | None
+) -> None:
+    for name in names:
+        saved(output, name)
+    last = output_rules.resumed_from(output_rules.checkpoints(output))
+    assert (None if last is None else last.name) == expected
+
+
+# --- all of them -----------------------------------------------------------------------------------
+
+
+def everything() -> Iterator[Any]:
+    for by_stage in stage_rules.RULES.values():
+        for listed in by_stage.values():
+            yield from listed
+
+
+def test_every_rule_says_where_upstream_says_so() -> None:
+    for rule in everything():
+        assert ".py:" in (rule.__doc__ or ""), rule.__name__
+
+
+@pytest.mark.parametrize("script", ["sft", "dpo", "trl-sft", "trl-dpo"])
+def test_another_commit_may_lack_any_field(script: str) -> None:
+    whole = values_of(script, {})
+    for missing in whole.schema.fields:
+        fields = {k: v for k, v in whole.schema.fields.items() if k != missing}
+        values = Values(replace(whole.schema, fields=fields), {})
+        known: dict[str, Any] = {"deepspeed": ZERO3, "packages": {}, "environ": {}, "running": True}
+        assert isinstance(list(stage_rules.apply(Context(values=values, gpus=8, **known))), list)

@@ -15,10 +15,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, UsageError, errors
+from launcher.errors import (
+    Exit,
+    Finding,
+    InvalidConfig,
+    LaunchError,
+    NotReady,
+    UsageError,
+    errors,
+)
 
 if TYPE_CHECKING:
     # only for annotations: validation must not pay for importing what starts a run
+    from launcher.fix import Fix
     from launcher.start import Request
     from launcher.upstream import Locator
 
@@ -198,17 +207,23 @@ def validate_config(
 
     locator = upstream.Locator(checkout=open_instruct, allow_unpinned=allow_unpinned)
     stage = _stage(stage)
-    if fix or diff:
-        _fix(paths, stage, locator, write=fix and not diff)
+    mended: dict[Path, Fix] = {}
     found: list[Finding] = []
+    if fix or diff:
+        quiet = format is not Findings.text
+        mended, found = _fix(paths, stage, locator, write=not diff, quiet=quiet)
+    not_ready = bool(found)
     files: list[dict[str, object]] = []
     for path in paths:
         told, mine = _judge_file(path, stage, locator)
+        if path in mended:
+            told["fix"] = mended[path].as_json()
+            mine = mended[path].with_reasons(mine)
         files.append({"path": str(path), "valid": not errors(mine, strict=strict), **told})
         found += mine
     ok = all(entry["valid"] for entry in files)
-    _told("validate-config", ok, found, files, format)
-    raise typer.Exit(Exit.OK if ok else Exit.CONFIG)
+    _told("validate-config", ok and not not_ready, found, files, format)
+    raise typer.Exit(Exit.NOT_READY if not_ready else Exit.OK if ok else Exit.CONFIG)
 
 
 def _told(
@@ -231,8 +246,31 @@ def _told(
             report.say(f"{entry['path']}: {state}{_checked(entry)}")
 
 
-def _fix(paths: list[Path], stage: str | None, locator: Locator, *, write: bool) -> None:
-    raise NotImplementedError
+def _fix(
+    paths: list[Path], stage: str | None, locator: Locator, *, write: bool, quiet: bool
+) -> tuple[dict[Path, Fix], list[Finding]]:
+    """Mend what is mechanical in each file, or only show it; what was done, and what went wrong."""
+    from launcher import fix, report
+
+    done: dict[Path, Fix] = {}
+    failed: list[Finding] = []
+    for path in paths:
+        try:
+            mended = fix.of_file(path, stage_name=stage, locator=locator)
+            if write:
+                fix.apply(mended)
+        except InvalidConfig:
+            # judging the file says why it cannot be read
+            continue
+        except NotReady as error:
+            failed += error.findings
+            continue
+        done[path] = mended
+        if not quiet and not write:
+            report.raw(mended.diff())
+        for change in mended.changes if write and not quiet else ():
+            report.say(f"{path}:{change.line}: {change.what}")
+    return done, failed
 
 
 def _judge_file(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.builder import Origin, bad, join, nearest
-from launcher.document import Document, read_yaml
+from launcher.document import Document, parse, read_yaml
 from launcher.errors import Finding, InvalidConfig, brief
 from launcher.interpolation import interpolate
 from launcher.overrides import OPTIONS, Shape, Tree, forget
@@ -43,14 +43,15 @@ class Config:
         return nearest(self.origins, key) or Origin(str(self.path), 1)
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load(path: str | Path, overrides: Sequence[str] = (), *, text: str | None = None) -> Config:
     """Read a stage file of any of the three shapes, merge its parents and the overrides into it.
 
-    Raises InvalidConfig with every problem of the layer that failed: unreadable file, broken YAML,
-    `extends` cycles, malformed overrides, unresolvable interpolation.
+    `text` is taken in the place of what the file holds, which then is not read. Raises InvalidConfig
+    with every problem of the layer that failed: unreadable file, broken YAML, `extends` cycles,
+    malformed overrides, unresolvable interpolation.
     """
     path = Path(path)
-    document, parents = _with_parents(path, ())
+    document, parents = _with_parents(path, (), text)
     shape = _shape_of(document.value)
     tree = Tree(path, shape, document.value, document.origins)
     faults = [fault for text in overrides for fault in tree.override(text)]
@@ -64,8 +65,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 # --- several layers -------------------------------------------------------------------------------
 
 
-def _with_parents(path: Path, children: tuple[Path, ...]) -> tuple[Document, tuple[Path, ...]]:
-    document = read_yaml(path)
+def _with_parents(
+    path: Path, children: tuple[Path, ...], text: str | None = None
+) -> tuple[Document, tuple[Path, ...]]:
+    document = read_yaml(path) if text is None else parse(path, text)
     parent = document.value.pop("extends", None)
     if parent is None:
         return document, ()

@@ -29,7 +29,11 @@ def read_yaml(path: Path) -> Document:
 
     Raises InvalidConfig: missing, a directory, empty, binary, not UTF-8, broken, not a mapping.
     """
-    text = _read_text(path)
+    return parse(path, _read_text(path))
+
+
+def parse(path: Path, text: str) -> Document:
+    """The mapping in a YAML text, as if it stood in the file; raises like `read_yaml`."""
     builder = Builder(str(path))
     try:
         value = builder.build(yaml.parse(text, Loader=LOADER))

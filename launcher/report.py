@@ -36,14 +36,17 @@ def envelope(command: str, ok: bool, findings: Iterable[Finding], data: Any) -> 
     typer.echo(json.dumps(whole, indent=2, ensure_ascii=False, default=str))
 
 
+def raw(text: str) -> None:
+    """Text to stdout exactly as it is: what another program reads."""
+    typer.echo(text, nl=False)
+
+
 def plain_json(data: Any) -> None:
     """JSON of somebody else's form to stdout."""
     typer.echo(json.dumps(data, indent=1, ensure_ascii=False, default=str))
 
 
-def arguments(
-    schemas: Sequence[Schema], notes: Mapping[str, Mapping[str, Sequence[str]]]
-) -> None:
+def arguments(schemas: Sequence[Schema], notes: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
     """Every argument of some stages: name, type, default, place, and what is to be known of it.
 
     `notes` are lines about arguments, by script and name.

@@ -371,6 +371,11 @@ FACTS = {
     "trl/trainer/sft_trainer.py:1092": "\"`gradient_checkpointing_kwargs={'selective': True}`",
     "trl/trainer/sft_trainer.py:1468": 'raise ValueError("When packing is enabled, `max_length`',
     "trl/trainer/utils.py:297": "r=model_args.lora_r,",
+    "open_instruct/utils.py:527": "if any(frac_or_samples > 1 for frac_or_samples",
+    "open_instruct/finetune.py:498": "if args.dataset_mixer is not None:",
+    "open_instruct/finetune.py:411": "args.model_name_or_path if tc.tokenizer_name_or_path is None",
+    "open_instruct/dpo_tune_cache.py:152": "args.model_name_or_path if tc.tokenizer_name_or_path is None",
+    "open_instruct/dpo_tune_cache.py:376": "elif args.activation_memory_budget < 1:",
 }
 
 # The releases whose lines are cited, by the package's folder: (distribution, version).

@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 
@@ -33,7 +34,9 @@ class Repository:
         """The full name of a commit, by any name that git knows; None where there is no such."""
         if revision.startswith("-"):
             return None
-        return self.ask("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
+        return self.ask(
+            "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}"
+        )
 
     def is_shallow(self) -> bool:
         """Whether the history was cut off when the repository was cloned."""
@@ -66,7 +69,13 @@ class Repository:
         # inside a git hook these name another repository; a missing object must not ask the network
         environ = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
         environ |= {"GIT_NO_LAZY_FETCH": "1", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
-        command = ["git", "--no-optional-locks", "--no-replace-objects", "-c", "protocol.allow=never"]
+        command = [
+            "git",
+            "--no-optional-locks",
+            "--no-replace-objects",
+            "-c",
+            "protocol.allow=never",
+        ]
         command += ["-C", str(self.root)]
         try:
             done = subprocess.run(
@@ -80,7 +89,7 @@ class Repository:
 
 @dataclass(frozen=True, slots=True)
 class CommitTree:
-    """A folder as it was at a commit, read like one on disk (see `sources.Tree`)."""
+    """A folder as it was at a commit (its full name), read like one on disk (see `sources.Tree`)."""
 
     repository: Repository
     commit: str
@@ -88,8 +97,14 @@ class CommitTree:
 
     def read(self, path: str) -> bytes | None:
         """A file below the folder; None where it is not there."""
-        return self.repository.read(self.commit, f"{self.name}/{path}")
+        return _content(self.repository, self.commit, f"{self.name}/{path}")
 
     def place(self, path: str) -> str:
         """How to name a file of it to people."""
         return f"{self.commit[:12]}:{self.name}/{path}"
+
+
+# a file is asked for several times, for its digest and its text; at a commit it never changes
+@lru_cache(maxsize=256)
+def _content(repository: Repository, commit: str, path: str) -> bytes | None:
+    return repository.read(commit, path)

@@ -92,8 +92,8 @@ def judge(
     meant = arguments.meant(config, schema, entry, checked)
     ruled = [arguments.placed(config, finding) for finding in rules.apply(values)]
     findings += [*checked, *(f for f in ruled if f.layer == "parser" or f.key not in meant)]
-    findings += _said_once(config, findings, noops.refused(values, entry))
-    findings += _said_once(config, findings, noops.find(values, entry))
+    findings += _said_once(config, findings, noops.refused(values, entry), ("error",))
+    findings += _said_once(config, findings, noops.find(values, entry), ("error", "warning"))
     findings += [arguments.placed(config, fault) for fault in _batch_faults(opts, entry, values)]
     said = {finding.key for finding in findings if finding.severity == "error"}
     around = situation.findings(config, opts, entry, values, running=running)
@@ -138,10 +138,10 @@ def _reworded(schema: Schema) -> list[Finding]:
 
 
 def _said_once(
-    config: Config, before: Sequence[Finding], more: Iterator[Finding]
+    config: Config, before: Sequence[Finding], more: Iterator[Finding], heard: tuple[str, ...]
 ) -> list[Finding]:
-    """Findings of the analysis about keys of which nothing better was said already."""
-    keys = {finding.key for finding in before if finding.severity != "note"}
+    """Findings of the analysis about keys of which nothing as grave was said already."""
+    keys = {finding.key for finding in before if finding.severity in heard}
     return [arguments.placed(config, finding) for finding in more if finding.key not in keys]
 
 

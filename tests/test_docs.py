@@ -30,7 +30,7 @@ def finding_codes() -> set[str]:
                 given = [*node.args, *(k.value for k in node.keywords if k.arg == "code")]
             elif isinstance(node, ast.Tuple | ast.Assign):
                 # "unknown-key", message, help
-                given = node.elts[:1] if isinstance(node, ast.Tuple) else []
+                given = node.elts[:1] if isinstance(node, ast.Tuple) else [node.value]
                 given = [g for g in given if "-key" in ast.unparse(g)]
             else:
                 continue
@@ -60,10 +60,14 @@ def test_the_exit_codes_of_the_readme_are_those_of_the_program() -> None:
 
 
 def test_every_command_has_help_an_example_and_a_place_in_the_readme() -> None:
-    for command in app.registered_commands:
+    groups = [
+        ("", app),
+        *((f"{group.name} ", group.typer_instance) for group in app.registered_groups),
+    ]
+    for prefix, command in ((p, c) for p, group in groups for c in group.registered_commands):
         function = command.callback
         assert function is not None
-        name = command.name or function.__name__
+        name = prefix + (command.name or function.__name__)
         assert function.__doc__, name
         assert (command.epilog or "").startswith(f"Example: launch {name}"), name
         assert f"`launch {name} " in README or f"`launch {name}`" in README, name

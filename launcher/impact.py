@@ -1,0 +1,423 @@
+"""What moving from one commit of open-instruct to another does to given stage files.
+
+Each file is judged against both commits as `launch validate-config` would judge it there, and its
+command is built for both: nothing is checked out, nothing is started.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from launcher import command, conditions, difference, pin, plan, revision
+from launcher import config as configs
+from launcher import stage as stages
+from launcher.backends import Entry
+from launcher.builder import Origin
+from launcher.config import Config
+from launcher.difference import ConstraintChange, FieldChange, StageDifference
+from launcher.errors import Exit, Finding, InvalidConfig, errors
+from launcher.machine import Trainer
+from launcher.noops import condition_of, effective
+from launcher.pin import Commits
+from launcher.redaction import redact
+from launcher.revision import Revision
+from launcher.schema import Refusal, Schema
+from launcher.stage import Judged
+from launcher.upstream import Locator, Upstream
+
+# said of every commit that is not the pin, and told better here
+_SAID_ELSEWHERE = {"unpinned-checkout", "log-lines-changed"}
+_UNKNOWN = object()
+
+Relation = Literal["set", "default", "constraint"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Concern:
+    """A change that touches one stage file: a key that it sets, a default that it relies on, or a
+    refusal that its values meet now or met before. `key` is the name that the file uses, or the one to
+    write; `value` is what the file holds or would get."""
+
+    relation: Relation
+    key: str | None = None
+    change: FieldChange | ConstraintChange
+    value: Any = None
+
+    def as_json(self) -> dict[str, object]:
+        """The change and how it touches the file."""
+        about = {"relation": self.relation, "key": self.key, "value": self.value}
+        return {**about, **self.change.as_json()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Words:
+    """One side's command: argv as a dry run would print it, or the reason why there is none."""
+
+    argv: tuple[str, ...] = ()
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigDifference:
+    """One stage file at both commits.
+
+    `valid` is None where the commit's source could not be read for this stage, or the file is for
+    another backend (`reason`). `mended` are the edits, by renames alone, after which the file would be
+    valid at NEW; `after` is then the command of the edited file.
+    """
+
+    path: Path
+    stage: str | None
+    reason: str | None = None
+    valid: tuple[bool | None, bool | None] = (None, None)
+    appeared: tuple[Finding, ...] = ()
+    vanished: tuple[Finding, ...] = ()
+    concerns: tuple[Concern, ...] = ()
+    gpus: int = 1
+    before: Words = field(default_factory=Words)
+    after: Words = field(default_factory=Words)
+    mended: tuple[str, ...] = ()
+
+    @property
+    def worse(self) -> bool:
+        """Whether an error appeared, a `raise` is met, or the file cannot be judged at NEW any more."""
+        lost = self.valid[0] is not None and self.valid[1] is None
+        met = any(c.relation == "constraint" and c.value for c in self.concerns)
+        return lost or met or bool(errors(self.appeared))
+
+    @property
+    def words(self) -> list[str]:
+        """The command's differences, flag by flag, in the form of a unified diff without context."""
+        if not self.before.argv or not self.after.argv:
+            return []
+        told = difflib.ndiff(_by_flag(self.before.argv), _by_flag(self.after.argv))
+        return [line for line in told if line.startswith(("- ", "+ "))]
+
+    def as_json(self) -> dict[str, object]:
+        """Everything."""
+        return {
+            "path": str(self.path), "stage": self.stage, "reason": self.reason,
+            "valid": {"old": self.valid[0], "new": self.valid[1]}, "worse": self.worse,
+            "findings": {
+                "appeared": [finding.as_json() for finding in self.appeared],
+                "vanished": [finding.as_json() for finding in self.vanished],
+            },
+            "concerns": [concern.as_json() for concern in self.concerns],
+            "command": {
+                "gpus": self.gpus,
+                "old": _words_json(self.before), "new": _words_json(self.after),
+                "edits": list(self.mended), "diff": self.words,
+            },
+        }  # fmt: skip
+
+
+def _words_json(words: Words) -> dict[str, object]:
+    return {"argv": list(words.argv) or None, "reason": words.reason}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Everything between two commits; `ahead` and `behind` count commits of NEW against OLD."""
+
+    repository: Path
+    shallow: bool
+    old: Revision
+    new: Revision
+    ahead: int | None
+    behind: int | None
+    stages: Mapping[str, StageDifference]
+    configs: tuple[ConfigDifference, ...]
+
+    @property
+    def cache_moved(self) -> bool | None:
+        """Whether cached datasets of OLD are found at NEW no more; None where that is not known."""
+        versions = (self.old.cache, self.new.cache)
+        known = all(v is None or isinstance(v, str | int | float) for v in versions)
+        return versions[0] != versions[1] if known else None
+
+    @property
+    def worse(self) -> bool:
+        """Whether NEW refuses a file that OLD took or finds another error in it; without files,
+        whether a stage that could be read at OLD cannot be read at NEW."""
+        if self.configs:
+            return any(one.worse for one in self.configs)
+        return any({*told.unreadable} == {"new"} for told in self.stages.values())
+
+    @property
+    def exit_code(self) -> Exit:
+        """0, or 3 where something got worse."""
+        return Exit.CONFIG if self.worse else Exit.OK
+
+    def as_json(self) -> dict[str, object]:
+        """Everything."""
+        return {
+            "repository": str(self.repository), "shallow": self.shallow,
+            "old": self.old.as_json(), "new": self.new.as_json(),
+            "ahead": self.ahead, "behind": self.behind, "worse": self.worse,
+            "dataset_cache_moved": self.cache_moved,
+            "stages": {name: told.as_json() for name, told in self.stages.items()},
+            "configs": [one.as_json() for one in self.configs],
+        }  # fmt: skip
+
+
+def between(
+    commits: Commits,
+    paths: Sequence[Path] = (),
+    *,
+    overrides: Sequence[str] = (),
+    stage: str | None = None,
+    gpus: int | None = None,
+) -> Difference:
+    """Compare two commits, and what they mean for the stage files `paths`.
+
+    `stage` is for flat files that do not say theirs; `gpus` is what the commands are planned for
+    (else the file's own number, else 1). Raises NotReady where git lacks the commits' files,
+    InvalidConfig with all findings where a stage file cannot even be read.
+    """
+    loaded = _load(paths, overrides)
+    old, new = revision.read_revisions(commits)
+    compared = {
+        name: difference.compare(old, new, name, commits.repository)
+        for name in revision.BACKEND.STAGES
+    }
+    ahead, behind = pin.distance(commits.repository, commits.old, commits.new)
+    return Difference(
+        repository=commits.repository.root, shallow=commits.repository.is_shallow(),
+        old=old, new=new, ahead=ahead, behind=behind, stages=compared,
+        configs=tuple(_config(one, old, new, compared, stage, gpus) for one in loaded),
+    )  # fmt: skip
+
+
+def _load(paths: Sequence[Path], overrides: Sequence[str]) -> list[Config]:
+    loaded: list[Config] = []
+    faults: list[Finding] = []
+    for path in paths:
+        try:
+            loaded.append(configs.load(path, overrides))
+        except InvalidConfig as error:
+            faults += error.findings
+    if faults:
+        raise InvalidConfig(faults)
+    return loaded
+
+
+# --- one file -------------------------------------------------------------------------------------
+
+
+class _Unread(Exception):
+    """The stage that a file is for cannot be read at a commit."""
+
+
+@dataclass(slots=True)
+class _At(Locator):
+    """Answers with one commit's source and schemas, whatever lies on this machine."""
+
+    revision: Revision | None = None
+
+    def find(self, backend: str) -> Upstream:
+        assert self.revision is not None
+        return self.revision.source
+
+    def schema(self, backend: str, stage: str) -> Schema:
+        assert self.revision is not None
+        if stage not in self.revision.schemas:
+            raise _Unread(stage)
+        return self.revision.schemas[stage]
+
+
+def _config(
+    config: Config,
+    old: Revision,
+    new: Revision,
+    compared: Mapping[str, StageDifference],
+    stage: str | None,
+    gpus: int | None,
+) -> ConfigDifference:
+    if stages.backend_of(config) != "open_instruct":
+        return ConfigDifference(
+            path=config.path, stage=None, reason="for another backend than open-instruct"
+        )
+    first, second = _judged(config, old, stage), _judged(config, new, stage)
+    kind = first if isinstance(first, str) else first.stage
+    if kind is None:
+        return ConfigDifference(
+            path=config.path, stage=None, reason="names no stage that launch starts",
+            valid=(False, False),
+        )  # fmt: skip
+    told = ConfigDifference(path=config.path, stage=kind, valid=(_valid(first), _valid(second)))
+    if isinstance(first, str) or isinstance(second, str):
+        return replace(
+            told, reason="; ".join(compared[kind].unreadable.values()),
+            concerns=tuple(_of_names(config, compared[kind])),
+        )  # fmt: skip
+    gpus = gpus if gpus is not None else _own_gpus(first)
+    before, after = _words(first, gpus), _words(second, gpus)
+    edits: list[str] = []
+    if told.valid == (True, False):
+        mended, listed = _mended(config, compared[kind], new)
+        again = _judged(mended, new, kind)
+        if listed and not isinstance(again, str) and _valid(again):
+            after, edits = _words(again, gpus), listed
+    return replace(
+        told, gpus=gpus, before=before, after=after, mended=tuple(edits),
+        appeared=_only_in(second, first), vanished=_only_in(first, second),
+        concerns=tuple(_concerns(first, second, compared[kind], old, new)),
+    )  # fmt: skip
+
+
+def _judged(config: Config, side: Revision, stage: str | None) -> Judged | str:
+    """A file against a commit; the stage's name where that cannot be read there."""
+    try:
+        told = stages.judge(config, stage=stage, locator=_At(allow_unpinned=True, revision=side))
+    except _Unread as unread:
+        return str(unread)
+    kept = tuple(f for f in told.findings if f.code not in _SAID_ELSEWHERE)
+    return replace(told, findings=kept)
+
+
+def _valid(judged: Judged | str) -> bool | None:
+    return not errors(judged.findings) if isinstance(judged, Judged) else None
+
+
+def _own_gpus(judged: Judged) -> int:
+    own = judged.options.gpus if judged.options is not None else None
+    return 1 if own is None else own
+
+
+def _only_in(judged: Judged, other: Judged) -> tuple[Finding, ...]:
+    """Findings that the other side does not have; the same code about the same key is the same."""
+    known = {(f.severity, f.code, f.key) for f in other.findings}
+    return tuple(f for f in judged.findings if (f.severity, f.code, f.key) not in known)
+
+
+# --- what touches it ------------------------------------------------------------------------------
+
+
+def _of_names(config: Config, compared: StageDifference) -> Iterator[Concern]:
+    """Where only names could be compared: what became of the keys that the file sets."""
+    for change in compared.fields:
+        value = config.args.get(change.name)
+        if value is not None and change.what in {"removed", "renamed"}:
+            yield _concern("set", change, change.name, value)
+
+
+def _concern(relation: Relation, change: FieldChange, key: str, value: Any) -> Concern:
+    # a token must not get from the file into an answer
+    shown = redact({key: value})[key]
+    return Concern(relation=relation, key=key, change=change, value=shown)
+
+
+def _concerns(
+    old: Judged, new: Judged, compared: StageDifference, first: Revision, second: Revision
+) -> Iterator[Concern]:
+    assert old.schema and new.schema and old.values is not None and new.values is not None
+    entries = first.entry(compared.stage), second.entry(compared.stage)
+    known = effective(old.values, entries[0]), effective(new.values, entries[1])
+    derived = _derived(new, entries[1])
+    args = new.config.args
+    for change in compared.fields:
+        to = change.to or change.name
+        given = next((n for n in (change.name, to) if args.get(n) is not None), None)
+        acts = (
+            _acts(old.schema, change.name, known[0], entries[0]),
+            _acts(new.schema, to, known[1], entries[1]),
+        )
+        if given is not None and _touches(change, acts):
+            yield _concern("set", change, given, args[given])
+        elif given is None and to not in derived and _moves(change, acts):
+            yield _concern("default", change, to, change.after)
+    for constraint in compared.constraints:
+        was = constraint.before is not None and _holds(constraint.before, known[0])
+        now = constraint.after is not None and _holds(constraint.after, known[1])
+        if was != now:
+            yield Concern(relation="constraint", change=constraint, value=now)
+
+
+def _touches(change: FieldChange, acts: tuple[bool | None, bool | None]) -> bool:
+    """Whether a change of an argument matters to a file that sets it."""
+    if change.what == "conditions":
+        return acts[0] != acts[1]
+    return change.what not in {"default", "required"} and not change.mild
+
+
+def _moves(change: FieldChange, acts: tuple[bool | None, bool | None]) -> bool:
+    """Whether a change of a default matters to a file that leaves it be: something must read it."""
+    return change.what == "required" or (change.what == "default" and acts != (False, False))
+
+
+def _derived(judged: Judged, entry: Entry) -> set[str]:
+    """Arguments that launch itself sets where the file is silent."""
+    names = entry.names
+    listed = {*entry.derived, names.output, "do_not_randomize_output_dir"}
+    if judged.options is not None and judged.options.batch is not None:
+        listed |= {names.per_device, names.accumulation}
+    return listed
+
+
+def _acts(schema: Schema, name: str, known: Mapping[str, Any], entry: Entry) -> bool | None:
+    """Whether an argument is read for these values; None where that is not known."""
+    if name not in schema.path.reads:
+        return None
+    told = []
+    for read in schema.path.reads[name]:
+        held = [conditions.holds(c, known, _UNKNOWN) for c in condition_of(read, entry)]
+        told.append(False if False in held else None if None in held else True)
+    return True if True in told or name in entry.acts else None if None in told else False
+
+
+def _holds(refusal: Refusal, known: Mapping[str, Any]) -> bool:
+    return all(conditions.holds(c, known, _UNKNOWN) for c in refusal.when)
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def _words(judged: Judged, gpus: int) -> Words:
+    faults = errors(judged.findings)
+    if faults:
+        return Words(reason=f"refused: {len(faults)} error(s)")
+    try:
+        stage = stages.validate(judged)
+        made = plan.make(stage, gpus=gpus, output=Path("RUN") / "model")
+        built = command.build(
+            made, Trainer(python=Path("python"), source="not asked"), Path("RUN"), environ={}
+        )
+    except InvalidConfig as error:
+        return Words(reason=error.findings[0].message)
+    return Words(argv=built.redacted().argv)
+
+
+def _by_flag(argv: Sequence[str]) -> list[str]:
+    """The words of the training script, one flag with its values a line."""
+    listed: list[str] = []
+    start = argv.index(str(command.PROBE)) + 1
+    for word in argv[start:]:
+        if word.startswith("--") or not listed:
+            listed.append(word)
+        else:
+            listed[-1] += f" {word}"
+    return listed
+
+
+def _mended(config: Config, compared: StageDifference, new: Revision) -> tuple[Config, list[str]]:
+    """The file with renamed keys under their new names and keys without a successor left out."""
+    fields, renames = new.schemas[compared.stage].fields, compared.renames
+    gone = {change.name for change in compared.fields if change.what == "removed"}
+    args: dict[str, Any] = {}
+    origins: dict[str, Origin] = dict(config.origins)
+    edits: list[str] = []
+    for key, value in config.args.items():
+        to = renames.get(key)
+        if key in fields or (key not in gone and to is None):
+            args[key] = value
+        elif to is not None and to in fields and to not in config.args:
+            args[to] = value
+            origins[f"args.{to}"] = config.origin(f"args.{key}")
+            edits.append(f"`{key}` written as `{to}`")
+        else:
+            edits.append(f"`{key}` left out")
+    return replace(config, args=args, origins=origins), edits

@@ -1,0 +1,509 @@
+"""Which open-instruct checkouts are here and how they stand to the pin; commits by any name git knows.
+
+Everything is asked of git and of the files; nothing is changed, and nothing asks the network.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from launcher import upstream
+from launcher.backends import BACKENDS
+from launcher.errors import Exit, Finding, NotReady, UsageError
+from launcher.git import Repository
+from launcher.paths import canonical, exists, expanded, is_file
+
+PIN = BACKENDS["open_instruct"].PIN
+PACKAGE = BACKENDS["open_instruct"].PACKAGES[0]
+URL = "https://github.com/allenai/open-instruct.git"
+_SHOWN = 12
+
+State = Literal["checkout", "missing", "empty", "other", "unreadable"]
+_STATES: Mapping[State, str] = {
+    "missing": "not there",
+    "empty": "an empty folder",
+    "other": "holds no open-instruct checkout",
+    "unreadable": "cannot be read",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One place where a checkout may lie, and what is there.
+
+    `source` says who names it. `commit`, `date` (YYYY-MM-DD) and `subject` are what is checked out,
+    None without a git history of its own; `edited` are tracked files that differ from that commit,
+    `changed` those files that launch reads and that differ from the pin's. `ahead` and `behind` count
+    commits against the pin, None where the pin is not among the objects (`knows_pin`).
+    """
+
+    path: Path
+    source: str
+    used: bool
+    state: State
+    commit: str | None = None
+    date: str | None = None
+    subject: str | None = None
+    edited: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+    ahead: int | None = None
+    behind: int | None = None
+    knows_pin: bool = False
+    shallow: bool = False
+    silent: bool = False
+    """Whether there is a repository of which git does not answer (another owner, no git)."""
+
+    @property
+    def edited_source(self) -> tuple[str, ...]:
+        """The edited files of the package that training runs."""
+        return tuple(name for name in self.edited if name.startswith(f"{PACKAGE}/"))
+
+    @property
+    def equal(self) -> bool:
+        """Whether it is the pin: its commit, as far as there is one, and no edit in the package."""
+        here = self.state == "checkout" and self.commit in {None, PIN}
+        return here and not self.changed and not self.edited_source
+
+    def as_json(self) -> dict[str, object]:
+        """Every fact of it."""
+        return {
+            "path": str(self.path), "source": self.source, "used": self.used, "state": self.state,
+            "equal": self.equal, "commit": self.commit, "date": self.date, "subject": self.subject,
+            "edited_files": list(self.edited), "changed_files": list(self.changed),
+            "ahead": self.ahead, "behind": self.behind, "knows_pin": self.knows_pin,
+            "shallow": self.shallow,
+        }  # fmt: skip
+
+    def lines(self) -> Iterator[str]:
+        """What there is to say of it, the place first."""
+        mark = "used" if self.used else "here" if self.state == "checkout" else "-"
+        if self.state != "checkout":
+            yield f"{mark:<5} {self.path}  ({self.source}): {_STATES[self.state]}"
+            return
+        yield f"{mark:<5} {self.path}  ({self.source}): {self._standing()}"
+        if self.commit is not None:
+            yield f"      at {self.commit[:_SHOWN]}, {self.date}, {self.subject}"
+        elif self.silent:
+            yield f"      git does not answer: git -C {_word(self.path)} status"
+        else:
+            yield "      without a git history of its own"
+        if counts := _counts(self.ahead, self.behind):
+            cut = " as far as its history goes, which was cut off" if self.shallow else ""
+            yield f"      {counts}{cut}"
+        elif self.commit is not None and not self.knows_pin:
+            yield "      the pin is not among its objects"
+        if self.edited:
+            yield f"      edited: {_listed(self.edited)}"
+        unedited = [name for name in self.changed if name not in self.edited]
+        if unedited:
+            yield f"      different from the pin: {_listed(unedited)}"
+
+    def _standing(self) -> str:
+        if self.equal:
+            edits = ", edited outside of the package" if self.edited else ""
+            return f"the pin{edits}" if self.commit else "the files of the pin"
+        parts = []
+        if self.commit not in {None, PIN}:
+            same = "" if self.changed else ", with the same files as far as launch reads them"
+            parts.append(f"another commit than the pin{same}")
+        if self.edited_source:
+            parts.append("edited")
+        return " and ".join(parts) or "other files than the pin's"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submodule:
+    """The submodule of launch's own repository.
+
+    `repository` is None where launch was installed without it, or came without git. `recorded` is
+    the commit that its index names.
+    """
+
+    path: Path
+    repository: Path | None
+    recorded: str | None = None
+    state: Literal["fine", "missing", "empty", "other commit", "edited", "no checkout"] = "missing"
+
+    @property
+    def fill(self) -> str | None:
+        """The one command that fills it, from wherever it is typed."""
+        if self.repository is None or self.recorded is None:
+            return None
+        below = self.path.relative_to(self.repository)
+        return f"git -C {_word(self.repository)} submodule update --init {below}"
+
+    def as_json(self) -> dict[str, object]:
+        """Every fact of it."""
+        return {
+            "path": str(self.path), "repository": _text(self.repository),
+            "recorded": self.recorded, "state": self.state, "fill": self.fill,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """Which checkout launch would use, which others are here, and what to do next.
+
+    `fault` is why the place that was named cannot be used.
+    """
+
+    places: tuple[Place, ...]
+    submodule: Submodule
+    fault: Finding | None = None
+
+    @property
+    def used(self) -> Place | None:
+        """The checkout that a run would use; None: only the committed snapshot is here."""
+        return next((place for place in self.places if place.used), None)
+
+    @property
+    def exit_code(self) -> Exit:
+        """0 for the pin, 3 for another commit or edits, 5 where there is no checkout."""
+        if self.used is None:
+            return Exit.NOT_READY
+        return Exit.OK if self.used.equal else Exit.CONFIG
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What is wrong, for the envelope."""
+        if self.fault is not None:
+            return (self.fault,)
+        if self.used is None:
+            return (
+                Finding(
+                    severity="error", layer="launch", code="no-checkout",
+                    message="there is no open-instruct checkout; what needs none uses the "
+                    "committed snapshot", help=next(iter(self.next), None),
+                ),
+            )  # fmt: skip
+        if self.used.equal:
+            return ()
+        at = self.used.commit or "an unknown commit"
+        edited = ", edited" if self.used.edited_source else ""
+        return (
+            Finding(
+                severity="error", layer="launch", code="unpinned-checkout",
+                file=str(self.used.path), help=next(iter(self.next), None),
+                message=f"the checkout is at {at}{edited}, the pin is {PIN}",
+            ),
+        )  # fmt: skip
+
+    @property
+    def next(self) -> tuple[str, ...]:
+        """The commands that mend what is wrong, most useful first."""
+        return tuple(_next(self))
+
+    def as_json(self) -> dict[str, object]:
+        """Every fact, for the envelope."""
+        used = self.used
+        return {
+            "pin": PIN,
+            "equal": used is not None and used.equal,
+            "used": None if used is None else used.as_json(),
+            "places": [place.as_json() for place in self.places],
+            "submodule": self.submodule.as_json(),
+            "next": list(self.next),
+        }
+
+    def lines(self) -> list[str]:
+        """The answer for people."""
+        told = [f"pin   {PIN}"]
+        for place in self.places:
+            told += place.lines()
+        if self.used is None:
+            told.append("used  none of these: what needs no checkout uses the committed snapshot")
+        module = self.submodule
+        if module.repository is None:
+            told.append("launch is installed without its repository: there is no submodule here")
+        elif module.recorded is None:
+            told.append(f"{module.repository} records no commit for its submodule")
+        elif module.recorded != PIN:
+            told.append(f"launch's repository records {module.recorded[:_SHOWN]}, not the pin")
+        return told + [f"next: {command}" for command in self.next]
+
+
+def status(checkout: Path | None, environ: Mapping[str, str]) -> Status:
+    """Look at every documented place, in the order in which launch looks for a checkout.
+
+    Raises nothing for what is there: a place that was named and cannot be used is `Status.fault`.
+    """
+    fault, used = None, None
+    try:
+        used = upstream.locate("open_instruct", checkout=checkout, environ=environ).root
+    except NotReady as error:
+        fault = error.findings[0]
+    places: list[Place] = []
+    for path, source in _candidates(checkout, environ):
+        if all(canonical(path) != canonical(known.path) for known in places):
+            taken = used is not None and canonical(path) == canonical(used)
+            places.append(_look(path, source, used=taken and not any(p.used for p in places)))
+    return Status(places=tuple(places), submodule=_submodule(), fault=fault)
+
+
+def _candidates(checkout: Path | None, environ: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
+    if checkout is not None:
+        yield expanded(checkout).absolute(), "--open-instruct"
+    if variable := environ.get("LAUNCH_OPEN_INSTRUCT"):
+        yield expanded(variable).absolute(), "LAUNCH_OPEN_INSTRUCT"
+    yield upstream.SUBMODULE, "submodule"
+    for place in upstream.FOUND_IN:
+        yield expanded(place), "found"
+
+
+def _look(path: Path, source: str, *, used: bool) -> Place:
+    state = _state(path)
+    if state != "checkout":
+        return Place(path=path, source=source, used=used, state=state)
+    facts = upstream.locate("open_instruct", checkout=path, environ={})
+    repository = Repository(path)
+    if not _is_own(repository):
+        silent = exists(path / ".git")
+        return Place(
+            path=path, source=source, used=used, state=state, changed=facts.changed, silent=silent
+        )
+    commit = repository.commit("HEAD")
+    date, subject = describe(repository, commit) if commit else (None, None)
+    edited = repository.ask("diff", "--name-only", "--no-ext-diff", "-z", "HEAD", "--") or ""
+    ahead, behind = distance(repository, PIN, commit) if commit else (None, None)
+    return Place(
+        path=path, source=source, used=used, state=state, commit=commit, date=date,
+        subject=subject, edited=tuple(filter(None, edited.split("\0"))), changed=facts.changed,
+        ahead=ahead, behind=behind, knows_pin=repository.commit(PIN) is not None,
+        shallow=repository.is_shallow(),
+    )  # fmt: skip
+
+
+def _state(path: Path) -> State:
+    if is_file(path / PACKAGE / "finetune.py"):
+        return "checkout"
+    if not exists(path):
+        return "missing"
+    try:
+        return "empty" if path.is_dir() and not any(path.iterdir()) else "other"
+    except OSError:
+        return "unreadable"
+
+
+def _submodule() -> Submodule:
+    path, root = upstream.SUBMODULE, upstream.REPOSITORY
+    own = Repository(root)
+    # launch may be installed somewhere inside of another repository
+    if not path.is_relative_to(root) or not _is_own(own):
+        return Submodule(path=path, repository=None)
+    below = path.relative_to(root).as_posix()
+    recorded = gitlink(own, below)
+    state: Literal["fine", "missing", "empty", "other commit", "edited", "no checkout"]
+    match _state(path):
+        case "checkout":
+            there = _look(path, "submodule", used=False)
+            same = there.commit in {None, recorded or PIN}
+            state = "fine" if same else "other commit"
+            if state == "fine" and there.edited_source:
+                state = "edited"
+        case "missing" | "empty" as plain:
+            state = plain
+        case _:
+            state = "no checkout"
+    return Submodule(path=path, repository=root, recorded=recorded, state=state)
+
+
+def gitlink(repository: Repository, path: str) -> str | None:
+    """The commit that a repository's index names for a submodule."""
+    told = repository.ask("ls-files", "-s", "--", path) or ""
+    found = re.match(r"160000 ([0-9a-f]+) 0\t", told)
+    return found[1] if found else None
+
+
+def _next(told: Status) -> Iterator[str]:
+    module, used = told.submodule, told.used
+    recorded = module.recorded == PIN
+    if used is None:
+        other = next((place for place in told.places if place.equal), None)
+        if other is not None and told.fault is not None:
+            # the place that was named is none, another one is
+            yield f"export LAUNCH_OPEN_INSTRUCT={_word(other.path)}"
+        if module.fill is not None:
+            yield module.fill
+        else:
+            place = expanded(upstream.FOUND_IN[-1]) if upstream.FOUND_IN else module.path
+            yield f"git clone {URL} {_word(place)} && git -C {_word(place)} checkout {PIN}"
+    elif used.commit is not None and not used.equal:
+        if used.edited_source:
+            yield f"git -C {_word(used.path)} stash"
+        if used.commit != PIN and used.source == "submodule" and recorded and module.fill:
+            yield module.fill
+        elif used.commit != PIN:
+            fetch = "" if used.knows_pin else f"git -C {_word(used.path)} fetch origin {PIN} && "
+            yield f"{fetch}git -C {_word(used.path)} checkout {PIN}"
+        elif not used.edited_source:
+            # git calls it clean although the files differ: flags in its index hide that
+            git = f"git -C {_word(used.path)}"
+            yield f"{git} update-index --really-refresh; {git} status"
+    elif not used.equal:
+        yield f"git clone {URL} PATH && git -C PATH checkout {PIN}"
+    elif recorded and module.fill is not None and any(
+        place.source == "submodule" and place.state in {"empty", "missing"} for place in told.places
+    ):
+        # not needed, while the other one is there
+        yield module.fill
+    if module.recorded is not None and not recorded and module.repository is not None:
+        below = module.path.relative_to(module.repository)
+        index = f"git -C {_word(module.repository)} update-index"
+        yield f"{index} --cacheinfo 160000,{PIN},{below}"
+
+
+# --- repositories and commits ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Commits:
+    """Two commits of one repository, under the names they were asked for.
+
+    `known` is whether the repository holds each of them: the pin may be known by its snapshot alone.
+    """
+
+    repository: Repository
+    old: str
+    new: str
+    names: tuple[str, str]
+    known: tuple[bool, bool] = (True, True)
+
+
+def find_commits(
+    words: Sequence[str], checkout: Path | None, environ: Mapping[str, str]
+) -> Commits:
+    """Two commits for `OLD NEW`, `OLD..NEW`, or `NEW` alone (against the pin), and where they are.
+
+    A name is any that git knows, or `pin`. Searched are the checkout that was named (also a bare
+    repository), else all documented places: the first that holds both commits counts.
+
+    Raises UsageError for words or names that make no sense, NotReady where there is no repository or
+    where objects were never fetched; the help is the command that gets them.
+    """
+    names = _names(words)
+    repositories = _repositories(checkout, environ)
+    if not repositories:
+        raise NotReady(_no_repository(checkout, environ))
+    best: Commits | None = None
+    for repository in repositories:
+        found = [PIN if n == "pin" else repository.commit(n) for n in names]
+        known = [c is not None and repository.commit(c) is not None for c in found]
+        lacking = [n for n, c in zip(names, found, strict=True) if c is None]
+        if lacking:
+            continue
+        made = Commits(repository, str(found[0]), str(found[1]), names, (known[0], known[1]))
+        if all(known):
+            return made
+        best = best or made
+    if best is not None:
+        return best
+    raise _unknown(repositories, names)
+
+
+def _names(words: Sequence[str]) -> tuple[str, str]:
+    if len(words) == 1 and ".." in words[0]:
+        old, _, new = words[0].partition("..")
+        return old or "pin", new.lstrip(".") or "HEAD"
+    if len(words) == 1:
+        return "pin", words[0]
+    if len(words) == 2:
+        return words[0], words[1]
+    raise UsageError(
+        Finding(
+            severity="error", layer="launch", code="unknown-commit",
+            message="two commits are compared", help="launch pin diff pin origin/main",
+        )
+    )  # fmt: skip
+
+
+def _repositories(checkout: Path | None, environ: Mapping[str, str]) -> list[Repository]:
+    """The repositories of the documented places; of a place that was named, only that one."""
+    places = list(_candidates(checkout, environ))
+    if checkout is not None or environ.get("LAUNCH_OPEN_INSTRUCT"):
+        places = places[:1]
+    return [Repository(path) for path, _ in places if _is_own(Repository(path), bare=True)]
+
+
+def _is_own(repository: Repository, *, bare: bool = False) -> bool:
+    """Whether a folder is a repository: an empty one inside of another would answer for that one."""
+    if not exists(repository.root):
+        return False
+    here = canonical(repository.root)
+    top = repository.top()
+    if top is not None and canonical(top) == here:
+        return True
+    folder = repository.ask("rev-parse", "--absolute-git-dir") if bare else None
+    return folder is not None and canonical(Path(folder)) == here
+
+
+def _no_repository(checkout: Path | None, environ: Mapping[str, str]) -> Finding:
+    places = list(_candidates(checkout, environ))
+    message = "there is no open-instruct repository to read commits from"
+    if checkout is not None or environ.get("LAUNCH_OPEN_INSTRUCT"):
+        places = places[:1]
+        message = f"{places[0][1]} names no git repository: {places[0][0]}"
+    silent = next((p for p, s in places if s != "submodule" and exists(p / ".git")), None)
+    help = f"git clone {URL}, then --open-instruct PATH (a bare clone will do)"
+    if silent is not None:
+        help = f"git -C {_word(silent)} status tells why git does not answer there"
+    return Finding(
+        severity="error", layer="launch", code="no-repository", message=message, help=help
+    )
+
+
+def _unknown(repositories: Sequence[Repository], names: tuple[str, str]) -> NotReady | UsageError:
+    """The error for names that no repository knows, of the first one, with what would get them."""
+    first = repositories[0]
+    lacking = [n for n in dict.fromkeys(names) if n != "pin" and first.commit(n) is None]
+    lacking = lacking or [n for n in dict.fromkeys(names) if n != "pin"]
+    git, name = f"git -C {_word(first.root)}", lacking[0]
+    whole = re.fullmatch(r"[0-9a-f]{40,64}", name) is not None
+    shallow = first.is_shallow()
+    help = f"{git} fetch origin{f' {name}' if whole else ''}"
+    if shallow and not whole:
+        help = f"{git} fetch --unshallow origin"
+    finding = Finding(
+        severity="error", layer="launch", code="unknown-commit", file=str(first.root), help=help,
+        message=f"{' and '.join(f'`{n}`' for n in lacking)}: no commit that {first.root} knows"
+        + (", whose history was cut off when it was cloned" if shallow else ""),
+    )  # fmt: skip
+    return NotReady(finding) if shallow or whole else UsageError(finding)
+
+
+def describe(repository: Repository, commit: str) -> tuple[str | None, str | None]:
+    """The date (YYYY-MM-DD) and the subject of a commit; None where it is not there."""
+    told = repository.ask("show", "-s", "--no-show-signature", "--format=%cs%x00%s", commit)
+    date, found, subject = (told or "").partition("\0")
+    return (date, subject) if found else (None, None)
+
+
+def distance(repository: Repository, old: str, new: str) -> tuple[int | None, int | None]:
+    """How many commits `new` is ahead of `old` and behind it; None where one is not there."""
+    told = repository.ask("rev-list", "--left-right", "--count", f"{old}...{new}", "--")
+    counts = (told or "").split()
+    return (int(counts[1]), int(counts[0])) if len(counts) == 2 else (None, None)
+
+
+def _counts(ahead: int | None, behind: int | None) -> str:
+    parts = [f"{ahead} commit(s) ahead of it"] if ahead else []
+    parts += [f"{behind} behind it"] if ahead and behind else []
+    parts += [f"{behind} commit(s) behind it"] if behind and not ahead else []
+    return ", ".join(parts)
+
+
+def _listed(names: Sequence[str], limit: int = 6) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def _word(path: Path) -> str:
+    return shlex.quote(str(path))
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)

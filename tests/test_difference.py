@@ -1,0 +1,539 @@
+"""What lies between two commits of open-instruct, and what that does to stage files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from conftest import Write
+from repositories import UTILS, commit, declared, git, script, transformation
+
+from launcher import diff_report, impact, pin, upstream
+from launcher.backends import BACKENDS, open_instruct_log
+from launcher.difference import POINTS, ConstraintChange, FieldChange, StageDifference
+from launcher.errors import Exit, InvalidConfig, NotReady, UsageError
+from launcher.impact import ConfigDifference, Difference
+
+PIN = BACKENDS["open_instruct"].PIN
+
+OLD_SFT = script(
+    more="""
+clip_norm: float = -1.0
+checkpointing_steps: Optional[str] = None
+warmup_ratio: float = 0.03
+use_lora: bool = False
+lora_rank: int = 64
+seed: int = 42
+bell: int = 1
+tokens: List[str] = field(default_factory=list)
+portion: float = 0.5
+""",
+    reads="""
+if args.use_lora:
+    use(args.lora_rank)
+use(args.clip_norm, args.checkpointing_steps, args.warmup_ratio, args.seed, args.tokens, args.portion)
+logger.info("Attempting to apply liger-kernel.")
+""",
+)
+NEW_SFT = script(
+    more="""
+clip_grad_norm: float = -1.0
+checkpointing_steps: int = 500
+warmup_ratio: float = 0.1
+use_lora: bool = False
+lora_rank: int = 64
+seed: int = 42
+bell: int = 2
+tokens: list[str] = field(default_factory=list)
+use_liger_kernel: bool = False
+portion: float = 0.5
+
+def __post_init__(self):
+    if self.portion > 1:
+        raise ValueError("too much")
+""",
+    reads="""
+use(args.lora_rank)
+use(args.clip_grad_norm, args.checkpointing_steps, args.warmup_ratio, args.tokens, args.portion)
+use(args.use_liger_kernel, args.use_lora)
+logger.info("Applying kernels of Liger now.")
+""",
+)
+CONFIG = """
+stage: sft
+args:
+  model_name_or_path: m
+  dataset_mixer_list: [set, "64"]
+  push_to_hub: false
+  try_launch_beaker_eval_jobs: false
+  checkpointing_steps: 100
+  {more}
+"""
+
+
+@dataclass(frozen=True)
+class Repo:
+    path: Path
+    old: str
+    new: str
+
+    def diff(
+        self, *configs: Path, words: Sequence[str] = (), gpus: int | None = None
+    ) -> Difference:
+        commits = pin.find_commits(words or (self.old, self.new), self.path, {})
+        return impact.between(commits, configs, gpus=gpus)
+
+
+@pytest.fixture(scope="module")
+def repo(tmp_path_factory: pytest.TempPathFactory) -> Repo:
+    """Two commits: SFT changed in every way, DPO's arguments moved into a file of their own."""
+    path = tmp_path_factory.mktemp("upstream") / "open-instruct"
+    old = commit(
+        path,
+        {
+            "__init__.py": "", "utils.py": UTILS, "finetune.py": OLD_SFT,
+            "dpo_tune_cache.py": script(exp_name="dpo"),
+            "dataset_transformation.py": transformation(),
+        },
+        "one",
+    )  # fmt: skip
+    names = {"data": "mixer_list", "epochs": "num_epochs"}
+    new = commit(
+        path,
+        {
+            "finetune.py": NEW_SFT,
+            "dpo_utils.py": "from dataclasses import dataclass, field\n"
+            + declared(owner="DPOExperimentConfig", exp_name="dpo", **names),
+            "dpo_tune_cache.py": script(
+                owner="DPOExperimentConfig", here=False,
+                imports="from open_instruct.dpo_utils import DPOExperimentConfig", **names,
+            ),
+            "dataset_transformation.py": transformation("v1", "A cached dataset is at"),
+        },
+        "two (#7)",
+    )  # fmt: skip
+    return Repo(path, old, new)
+
+
+def changes(told: StageDifference, name: str) -> dict[str, FieldChange]:
+    return {change.what: change for change in told.fields if change.name == name}
+
+
+def only(told: Difference) -> ConfigDifference:
+    (one,) = told.configs
+    return one
+
+
+# --- the stages -----------------------------------------------------------------------------------
+
+
+def test_every_kind_of_change_of_an_argument(repo: Repo) -> None:
+    told = repo.diff().stages["sft"]
+    renamed = changes(told, "clip_norm")["renamed"]
+    assert (renamed.to, renamed.old.partition(":")[0]) == (
+        "clip_grad_norm", "open_instruct/finetune.py",
+    )  # fmt: skip
+    assert renamed.why is not None and "#7" in renamed.why
+    typed = changes(told, "checkpointing_steps")
+    assert (typed["type"].before, typed["type"].after) == ("Optional[str]", "int")
+    assert (typed["default"].before, typed["default"].after) == ("none", "500")
+    assert changes(told, "warmup_ratio").keys() == {"default"}
+    assert changes(told, "seed")["unread"].before == "always"
+    rank = changes(told, "lora_rank")["conditions"]
+    assert (rank.before, rank.after) == ("use_lora", "always")
+    assert changes(told, "use_liger_kernel").keys() == {"added"}
+    # what only the spelling of a type changed is no change
+    assert not changes(told, "tokens")
+    # and what moved by some lines neither
+    assert not changes(told, "model_name_or_path")
+
+
+def test_refusals_log_lines_and_the_cache(repo: Repo) -> None:
+    told = repo.diff()
+    (change,) = told.stages["sft"].constraints
+    assert (change.what, change.before) == ("added", None)
+    assert change.after is not None and change.after.parsing
+    assert change.after.when == ("portion > 1",)
+    gone = {line.key.partition(":")[0]: line.points for line in told.stages["sft"].gone_lines}
+    assert gone == {"liger_attempted": ("liger",), "dataset_found": ("dataset_cache",)}
+    assert (told.old.cache, told.new.cache, told.cache_moved) == (None, "v1", True)
+
+
+def test_dataclasses_that_moved(repo: Repo) -> None:
+    told = repo.diff().stages["dpo"]
+    assert told.classes == (
+        ("FlatArguments", "TokenizerConfig"), ("DPOExperimentConfig", "TokenizerConfig"),
+    )  # fmt: skip
+    assert told.renames == {"dataset_mixer_list": "mixer_list", "num_train_epochs": "num_epochs"}
+    # the move by itself changed no argument
+    assert {change.what for change in told.fields} == {"renamed"}
+
+
+def test_backwards_is_the_mirror_image(repo: Repo) -> None:
+    told = repo.diff(words=(repo.new, repo.old))
+    assert (told.ahead, told.behind) == (0, 1)
+    assert changes(told.stages["sft"], "clip_grad_norm")["renamed"].to == "clip_norm"
+    assert changes(told.stages["sft"], "seed")["read"].after == "always"
+    assert [change.what for change in told.stages["sft"].constraints] == ["removed"]
+    assert {line.key.partition(":")[0] for line in told.stages["sft"].new_lines} == {
+        "liger_attempted", "dataset_found",
+    }  # fmt: skip
+
+
+def test_one_commit_against_itself_is_no_change(repo: Repo, write: Write) -> None:
+    config = write("a.yaml", CONFIG.format(more=""))
+    told = repo.diff(config, words=(repo.new, repo.new))
+    assert all(stage.empty for stage in told.stages.values())
+    assert (told.cache_moved, told.exit_code) == (False, Exit.OK)
+    assert "the same commit" in "\n".join(diff_report.lines(told))
+    assert "valid, nothing changes" in "\n".join(diff_report.lines(told))
+
+
+def test_a_name_that_history_does_not_follow_is_only_offered(tmp_path: Path) -> None:
+    files = {"__init__.py": "", "utils.py": UTILS, "dataset_transformation.py": transformation()}
+    old = script(more="learning_speed: float = 0.125\nzeta: int = 1")
+    first = commit(tmp_path, {**files, "finetune.py": old}, "one")
+    new = script(more="other: int = 5\nzeta: int = 1\nlearning_speeds: float = 0.25")
+    told = Repo(tmp_path, first, commit(tmp_path, {"finetune.py": new}, "two")).diff().stages["sft"]
+    assert changes(told, "learning_speed")["removed"].near[0] == "learning_speeds"
+    assert not told.renames
+
+
+def test_a_script_that_is_not_there(repo: Repo, write: Write) -> None:
+    git(repo.path, "checkout", "-q", "-b", "without", repo.new)
+    gone = commit(repo.path, {"dpo_tune_cache.py": None}, "no DPO any more")
+    git(repo.path, "checkout", "-q", "main")
+    sft = write("sft.yaml", CONFIG.format(more=""))
+    dpo = write("dpo.yaml", "stage: dpo\nargs: {model_name_or_path: m, mixer_list: [a, '1.0']}\n")
+    told = repo.diff(sft, dpo, words=(repo.new, gone))
+    assert "there is no open_instruct/dpo_tune_cache.py" in told.stages["dpo"].unreadable["new"]
+    assert "open_instruct/dpo_utils.py" in told.stages["dpo"].unreadable["new"]
+    assert told.stages["sft"].empty
+    first, second = told.configs
+    assert (first.valid, first.worse) == ((True, True), False)
+    assert (second.valid, second.worse) == ((True, None), True)
+    assert told.exit_code is Exit.CONFIG
+    assert repo.diff(words=(repo.new, gone)).exit_code is Exit.CONFIG
+    assert repo.diff(words=(gone, repo.new)).exit_code is Exit.OK
+
+
+def test_a_script_without_dataclasses_is_compared_by_names(repo: Repo, write: Write) -> None:
+    git(repo.path, "checkout", "-q", "-b", "argparse", repo.old)
+    flags = "import argparse\nparser = argparse.ArgumentParser()\n" + "".join(
+        f"parser.add_argument('--{name}', type=int, default=1)\n" for name in ("seed", "ancient")
+    )
+    before = commit(repo.path, {"finetune.py": flags}, "long ago")
+    git(repo.path, "checkout", "-q", "main")
+    config = write("a.yaml", "stage: sft\nargs: {ancient: 3, seed: 4}\n")
+    told = repo.diff(config, words=(before, repo.new))
+    assert told.stages["sft"].rough and "cannot be read" in told.stages["sft"].unreadable["old"]
+    assert changes(told.stages["sft"], "ancient").keys() == {"removed"}
+    assert [concern.change.as_json()["name"] for concern in only(told).concerns] == ["ancient"]
+    assert "only names" in "\n".join(diff_report.lines(told))
+
+
+def test_broken_source_is_said(repo: Repo) -> None:
+    git(repo.path, "checkout", "-q", "-b", "broken", repo.new)
+    broken = commit(repo.path, {"finetune.py": "class FlatArguments\n"}, "broken")
+    git(repo.path, "checkout", "-q", "main")
+    told = repo.diff(words=(repo.old, broken))
+    assert "cannot be read" in told.stages["sft"].unreadable["new"]
+    assert told.stages["dpo"].renames
+
+
+# --- the stage files ------------------------------------------------------------------------------
+
+
+def test_a_renamed_key_makes_a_file_invalid_and_the_mended_command_is_shown(
+    repo: Repo, write: Write
+) -> None:
+    config = write("a.yaml", CONFIG.format(more="clip_norm: 1.0"))
+    told = repo.diff(config)
+    one = only(told)
+    assert (one.valid, one.worse, told.exit_code) == ((True, False), True, Exit.CONFIG)
+    assert "args.clip_norm" in {finding.key for finding in one.appeared}
+    assert one.mended == ("`clip_norm` written as `clip_grad_norm`",)
+    assert "- --clip_norm 1.0" in one.words and "+ --clip_grad_norm 1.0" in one.words
+    assert any("--clip_grad_norm" in word for word in one.after.argv)
+    text = "\n".join(diff_report.lines(told))
+    assert "valid -> INVALID" in text and "valid again with" in text
+    back = only(repo.diff(config, words=(repo.new, repo.old)))
+    assert (back.valid, back.worse) == ((False, True), False)
+    assert "args.clip_norm" in {finding.key for finding in back.vanished}
+
+
+def test_a_default_that_is_relied_on_is_in_front(repo: Repo, write: Write) -> None:
+    one = only(repo.diff(write("a.yaml", CONFIG.format(more=""))))
+    relied = {c.change.name for c in one.concerns if isinstance(c.change, FieldChange)}
+    # nothing reads `bell`, and the file sets `checkpointing_steps`
+    assert relied & {"warmup_ratio", "bell"} == {"warmup_ratio"}
+    assert [c.relation for c in one.concerns if c.change.as_json()["name"] == "warmup_ratio"] == [
+        "default"
+    ]
+    own = only(repo.diff(write("b.yaml", CONFIG.format(more="warmup_ratio: 0.03"))))
+    assert "warmup_ratio" not in {c.change.as_json().get("name") for c in own.concerns}
+    assert not own.worse
+
+
+def test_a_key_that_nothing_reads_any_more(repo: Repo, write: Write) -> None:
+    one = only(repo.diff(write("a.yaml", CONFIG.format(more="seed: 7"))))
+    assert ("set", "seed") in {
+        (c.relation, c.change.as_json().get("name")) for c in one.concerns
+    }  # fmt: skip
+    assert ("unread-key", "args.seed") in {(f.code, f.key) for f in one.appeared}
+    assert not one.worse
+
+
+def test_conditions_matter_where_they_decide_otherwise_for_the_file(
+    repo: Repo, write: Write
+) -> None:
+    off = only(repo.diff(write("a.yaml", CONFIG.format(more="lora_rank: 8"))))
+    assert "lora_rank" in {c.change.as_json().get("name") for c in off.concerns}
+    on = only(repo.diff(write("b.yaml", CONFIG.format(more="lora_rank: 8\n  use_lora: true"))))
+    assert "lora_rank" not in {c.change.as_json().get("name") for c in on.concerns}
+
+
+def test_a_refusal_that_the_file_meets(repo: Repo, write: Write) -> None:
+    one = only(repo.diff(write("a.yaml", CONFIG.format(more="portion: 3"))))
+    assert one.valid == (True, False)
+    met = [c for c in one.concerns if isinstance(c.change, ConstraintChange)]
+    assert [c.value for c in met] == [True]
+    assert "refused-by-source" in {finding.code for finding in one.appeared}
+
+
+def test_a_value_that_the_new_type_refuses(repo: Repo, write: Write) -> None:
+    text = CONFIG.format(more="").replace("checkpointing_steps: 100", "checkpointing_steps: epoch")
+    one = only(repo.diff(write("a.yaml", text)))
+    assert ("bad-value", "args.checkpointing_steps") in {(f.code, f.key) for f in one.appeared}
+    assert one.valid == (True, False) and not one.mended
+
+
+def test_the_command_is_planned_for_the_gpus_asked_for(repo: Repo, write: Write) -> None:
+    text = CONFIG.format(more="").replace(
+        "args:", "batch: {global: 32, per_device: 2}\ndeepspeed: zero2\nargs:"
+    )
+    config = write("a.yaml", text)
+    argv = only(repo.diff(config, gpus=4)).after.argv
+    assert argv[argv.index("--gradient_accumulation_steps") + 1] == "4"
+    assert argv[argv.index("--num_processes") + 1] == "4"
+    impossible = only(repo.diff(config, gpus=3))
+    assert impossible.after.reason is not None and "cannot be split" in impossible.after.reason
+    assert not impossible.worse
+
+
+def test_tokens_are_taken_out(repo: Repo, write: Write) -> None:
+    token = "hf_" + "a" * 34
+    config = write("a.yaml", CONFIG.format(more=f"clip_norm: 1.0\n  exp_name: {token}"))
+    told = repo.diff(config)
+    assert only(told).before.argv
+    assert token not in json.dumps(told.as_json()) + "\n".join(diff_report.lines(told))
+
+
+def test_files_for_another_backend_are_named_and_left_alone(repo: Repo, write: Write) -> None:
+    config = write("a.yaml", "stage: sft\nbackend: trl\nargs: {dataset_name: d}\n")
+    told = repo.diff(config)
+    assert (only(told).stage, told.exit_code) == (None, Exit.OK)
+    assert f"for another backend than open-instruct: {config}" in diff_report.lines(told)
+
+
+def test_files_that_cannot_be_read_are_refused_together(repo: Repo, tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig) as raised:
+        repo.diff(tmp_path / "no.yaml", tmp_path / "neither.yaml")
+    assert len(raised.value.findings) == 2
+
+
+def test_a_file_that_names_no_stage(repo: Repo, write: Write) -> None:
+    told = repo.diff(write("a.yaml", "stage: ppo\nargs: {model_name_or_path: m}\n"))
+    assert only(told).valid == (False, False) and not told.worse
+    json.dumps(told.as_json())
+
+
+def test_the_text_counts_what_concerns_no_file(repo: Repo, write: Write) -> None:
+    config = write("a.yaml", CONFIG.format(more=""))
+    brief = "\n".join(diff_report.lines(repo.diff(config)))
+    assert "--all shows them" in brief and "\n  renamed:" not in brief
+    full = "\n".join(diff_report.lines(repo.diff(config), everything=True))
+    alone = "\n".join(diff_report.lines(repo.diff()))
+    for text in (full, alone):
+        assert "clip_norm -> clip_grad_norm" in text and "refusals:" in text
+    assert "liger cannot be told from a log alone any more" in brief
+    assert "version none -> v1" in brief
+
+
+# --- which commits --------------------------------------------------------------------------------
+
+
+def test_the_words_that_name_two_commits(repo: Repo) -> None:
+    for words in ((repo.old, repo.new), (f"{repo.old[:9]}..main",), ("main~1", "main")):
+        found = pin.find_commits(words, repo.path, {})
+        assert (found.old, found.new) == (repo.old, repo.new)
+    assert pin.find_commits((f"{repo.old}..",), repo.path, {}).new == repo.new
+    found = pin.find_commits(("main",), repo.path, {})
+    assert (found.old, found.new, found.known) == (PIN, repo.new, (False, True))
+
+
+def test_the_pin_needs_no_objects(repo: Repo, write: Write) -> None:
+    told = repo.diff(words=("main",))
+    assert told.old.commit == PIN and told.old.source.source == "snapshot"
+    assert (told.cache_moved, told.ahead) == (None, None)
+    assert "not known" in "\n".join(diff_report.lines(told))
+    assert told.stages["sft"].fields
+
+
+@pytest.mark.parametrize("words", [("nonsense", "main"), ("--all", "main"), ("", "main"), ()])
+def test_names_that_make_no_sense(repo: Repo, words: Sequence[str]) -> None:
+    with pytest.raises(UsageError) as raised:
+        pin.find_commits(words, repo.path, {})
+    assert raised.value.findings[0].code == "unknown-commit"
+
+
+def test_a_commit_that_was_never_fetched(repo: Repo) -> None:
+    with pytest.raises(NotReady) as raised:
+        pin.find_commits(("a" * 40, "main"), repo.path, {})
+    assert raised.value.findings[0].help == f"git -C {repo.path} fetch origin {'a' * 40}"
+
+
+def test_a_shallow_clone_says_how_to_get_the_rest(repo: Repo, tmp_path: Path) -> None:
+    git(tmp_path, "clone", "-q", "--depth", "1", f"file://{repo.path}", "shallow")
+    for word, help in (("HEAD~1", "--unshallow"), (repo.old, f"fetch origin {repo.old}")):
+        with pytest.raises(NotReady, match="cut off") as raised:
+            pin.find_commits((word, "HEAD"), tmp_path / "shallow", {})
+        assert help in (raised.value.findings[0].help or "")
+    told = impact.between(pin.find_commits(("HEAD", "HEAD"), tmp_path / "shallow", {}))
+    assert told.shallow and all(stage.empty for stage in told.stages.values())
+
+
+def test_a_bare_repository_and_a_git_folder_will_do(repo: Repo, tmp_path: Path) -> None:
+    git(tmp_path, "clone", "-q", "--bare", str(repo.path), "bare.git")
+    for place in (tmp_path / "bare.git", repo.path / ".git"):
+        commits = pin.find_commits((repo.old, repo.new), place, {})
+        assert impact.between(commits).stages["sft"].renames == {"clip_norm": "clip_grad_norm"}
+
+
+def test_a_partial_clone_says_how_to_get_the_rest(repo: Repo, tmp_path: Path) -> None:
+    git(repo.path, "config", "uploadpack.allowFilter", "true")
+    git(tmp_path, "clone", "-q", "--bare", "--filter=blob:none", f"file://{repo.path}", "partial")
+    commits = pin.find_commits((repo.old, repo.new), tmp_path / "partial", {})
+    with pytest.raises(NotReady) as raised:
+        impact.between(commits)
+    assert raised.value.findings[0].code == "missing-objects"
+    assert "--refetch" in (raised.value.findings[0].help or "")
+
+
+def test_a_folder_inside_another_repository_is_none(repo: Repo) -> None:
+    inside = repo.path / "open_instruct"
+    with pytest.raises(NotReady) as raised:
+        pin.find_commits(("HEAD",), inside, {})
+    assert raised.value.findings[0].code == "no-repository"
+
+
+def test_the_documented_places_are_searched(
+    repo: Repo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    git(tmp_path, "clone", "-q", "--depth", "1", f"file://{repo.path}", "shallow")
+    monkeypatch.setattr(upstream, "SUBMODULE", tmp_path / "shallow")
+    monkeypatch.setattr(upstream, "FOUND_IN", (tmp_path / "nowhere", repo.path))
+    # the first place lacks the older commit
+    assert pin.find_commits((repo.old, repo.new), None, {}).repository.root == repo.path
+    assert pin.find_commits((repo.new, repo.new), None, {}).repository.root == tmp_path / "shallow"
+    named = {"LAUNCH_OPEN_INSTRUCT": str(tmp_path / "shallow")}
+    with pytest.raises(NotReady):
+        pin.find_commits((repo.old, repo.new), None, named)
+    monkeypatch.setattr(upstream, "SUBMODULE", tmp_path / "nowhere")
+    monkeypatch.setattr(upstream, "FOUND_IN", ())
+    with pytest.raises(NotReady) as raised:
+        pin.find_commits((repo.old, repo.new), None, {})
+    assert raised.value.findings[0].code == "no-repository"
+
+
+def test_nothing_is_changed_by_looking(repo: Repo) -> None:
+    before = {p: p.stat().st_mtime_ns for p in repo.path.rglob("*")}
+    repo.diff()
+    assert {p: p.stat().st_mtime_ns for p in repo.path.rglob("*")} == before
+
+
+# --- upstream's own history -----------------------------------------------------------------------
+
+
+def test_every_log_line_of_the_pin_is_said_to_serve_a_point_or_none() -> None:
+    names = {
+        key.partition(": ")[0]
+        for said in upstream.snapshot("open_instruct")["said"].values()
+        for key in said
+    }
+    assert names <= POINTS.keys() <= {known.name for known in open_instruct_log.PATTERNS}
+
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*/*.yaml"))
+
+
+@pytest.fixture
+def history(checkout: Path) -> Path:
+    if pin.find_commits(("pin",), checkout, {}).known[0] is False:
+        pytest.skip("the checkout has no history")
+    return checkout
+
+
+def between(checkout: Path, old: str, new: str, *configs: Path) -> Difference:
+    try:
+        commits = pin.find_commits((old, new), checkout, {})
+    except (NotReady, UsageError):
+        pytest.skip(f"the checkout's history lacks {old} or {new}")
+    return impact.between(commits, configs)
+
+
+def test_the_time_of_one_flat_class_without_liger(history: Path) -> None:
+    told = between(history, "6b3964bc", "pin", *CONFIGS)
+    dpo, sft = told.stages["dpo"], told.stages["sft"]
+    assert dpo.classes[0] == ("FlatArguments",) and dpo.classes[1][0].startswith("DPOExperiment")
+    assert changes(dpo, "use_liger_kernel").keys() == changes(sft, "use_liger_kernel").keys()
+    assert "added" in changes(dpo, "use_liger_kernel")
+    assert dpo.renames["dataset_mixer_list"] == "mixer_list"
+    assert dpo.renames["num_train_epochs"] == "num_epochs"
+    gone = changes(sft, "use_flash_attn")["removed"]
+    assert gone.why is not None and "#1567" in gone.why
+    assert changes(sft, "tokenizer_name")["unread"].after == "nowhere"
+    # Optional[str] became str | None: no change
+    assert not changes(sft, "config_name").keys() & {"type", "default"}
+    assert (told.old.cache, told.new.cache) == (None, "v6")
+    ours = [one for one in told.configs if one.stage is not None]
+    assert all(one.valid == (False, True) for one in ours) and told.exit_code is Exit.OK
+    assert between(history, "pin", "6b3964bc", *CONFIGS).exit_code is Exit.CONFIG
+
+
+def test_after_the_pin_there_is_more(history: Path) -> None:
+    told = between(history, "pin", "e6c3044a", *CONFIGS)
+    assert {"added"} == changes(told.stages["dpo"], "data_loader_seed").keys()
+    clipped = changes(told.stages["dpo"], "max_grad_norm")
+    assert (clipped["default"].before, clipped["default"].after) == ("-1", "none")
+    assert clipped["type"].mild
+    assert changes(told.stages["dpo"], "model_name_or_path")["required"].after == "required"
+    assert (told.old.cache, told.new.cache, told.exit_code) == ("v6", "v7", Exit.OK)
+    relying = [one for one in told.configs if one.stage == "dpo"]
+    names = [{c.change.as_json()["name"] for c in one.concerns} for one in relying]
+    assert relying and all("max_grad_norm" in found for found in names)
+
+
+@pytest.mark.parametrize(
+    "other", ["24080cde7", "4d27b6ad6", "8cbf07b01", "b67246f4c", "95ea5aed4", "e44fcf588"]
+)
+def test_any_commit_can_be_compared_both_ways(history: Path, other: str) -> None:
+    for old, new in ((other, "pin"), ("pin", other)):
+        told = between(history, old, new, *CONFIGS)
+        json.dumps(told.as_json())
+        assert diff_report.lines(told, everything=True)
+        for name, stage in told.stages.items():
+            script = BACKENDS["open_instruct"].STAGES[name].script
+            there = [side for side in ("old", "new") if side not in stage.unreadable]
+            assert len(there) == 2 or script in " ".join(stage.unreadable.values())
+
+
+def test_the_pin_from_git_is_the_pin_from_the_snapshot(history: Path) -> None:
+    commits = pin.find_commits(("pin", "pin"), history, {})
+    alone = pin.Commits(commits.repository, PIN, PIN, ("pin", "pin"), (False, True))
+    told = impact.between(alone)
+    assert told.old.source.source == "snapshot" and told.new.source.source == "git"
+    assert all(stage.empty for stage in told.stages.values())

@@ -1,0 +1,315 @@
+"""Which checkouts are here, how they stand to the pin, and taking a snapshot of one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from repositories import UTILS, commit, git, script, transformation
+
+from launcher import pin, upstream
+from launcher.errors import Exit, InvalidConfig, NotReady, UsageError
+from launcher.pin import Place, Status
+from launcher.snapshots import taking
+from launcher.sources import find_package
+
+FILES = {
+    "__init__.py": "", "utils.py": UTILS, "finetune.py": script(),
+    "dpo_tune_cache.py": script(exp_name="dpo"), "dataset_transformation.py": transformation(),
+}  # fmt: skip
+
+
+@pytest.fixture
+def pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with three commits, the second of which is the pin; nothing else is around."""
+    path = tmp_path / "upstream"
+    commit(path, {**FILES, "finetune.py": script(more="seed: int = 1")}, "before")
+    named = commit(path, FILES, "the pinned one")
+    # what the committed facts would hold of it
+    facts = dict(upstream.snapshot("open_instruct"))
+    facts["version"] = named
+    facts["files"] = {
+        f"open_instruct/{name}": hashlib.sha256(text.encode()).hexdigest()
+        for name, text in FILES.items()
+    }
+    commit(path, {"finetune.py": script(more="seed: int = 2")}, "after")
+    git(path, "checkout", "-q", named)
+    monkeypatch.setattr(pin, "PIN", named)
+    monkeypatch.setattr(upstream, "snapshot", lambda backend: facts)
+    monkeypatch.setattr(upstream, "REPOSITORY", tmp_path / "installed")
+    monkeypatch.setattr(upstream, "SUBMODULE", tmp_path / "installed" / "external" / "oi")
+    monkeypatch.setattr(upstream, "FOUND_IN", (tmp_path / "found",))
+    return path
+
+
+def place(told: Status, source: str) -> Place:
+    return next(one for one in told.places if one.source == source)
+
+
+def launch_repository(pinned: Path, recorded: str | None = None) -> Path:
+    """launch's own repository, with a submodule that its index records and an empty folder."""
+    root = upstream.REPOSITORY
+    (root / "external" / "oi").mkdir(parents=True)
+    git(root, "init", "-q")
+    git(root, "update-index", "--add", "--cacheinfo", f"160000,{recorded or pin.PIN},external/oi")
+    return root
+
+
+# --- status ---------------------------------------------------------------------------------------
+
+
+def test_the_pin_is_the_pin(pinned: Path) -> None:
+    told = pin.status(pinned, {})
+    assert told.used is not None and told.used.source == "--open-instruct"
+    assert (told.used.commit, told.used.subject) == (pin.PIN, "the pinned one")
+    assert told.used.date == "2026-01-02"
+    assert (told.used.ahead, told.used.behind, told.used.edited) == (0, 0, ())
+    assert (told.exit_code, told.findings, told.next) == (Exit.OK, (), ())
+    assert json.loads(json.dumps(told.as_json()))["equal"] is True
+
+
+def test_another_commit(pinned: Path) -> None:
+    for revision, counts in (("main", (1, 0)), ("main~2", (0, 1))):
+        git(pinned, "checkout", "-q", revision)
+        told = pin.status(pinned, {})
+        assert told.used is not None
+        assert (told.used.ahead, told.used.behind) == counts
+        assert told.used.changed == ("open_instruct/finetune.py",)
+        assert told.exit_code is Exit.CONFIG
+        assert [finding.code for finding in told.findings] == ["unpinned-checkout"]
+        assert told.next == (f"git -C {pinned} checkout {pin.PIN}",)
+    assert "1 commit(s) behind it" in "\n".join(told.lines())
+
+
+def test_another_commit_with_the_same_files_is_still_another(pinned: Path) -> None:
+    commit(pinned, {"unrelated.py": "x = 1\n"}, "nothing that is read")
+    told = pin.status(pinned, {})
+    assert told.used is not None and told.used.changed == ()
+    assert told.exit_code is Exit.CONFIG
+    assert "the same files as far as launch reads them" in "\n".join(told.lines())
+
+
+def test_edits_matter_in_the_package_only(pinned: Path) -> None:
+    (pinned / "README.md").write_text("x")
+    git(pinned, "add", "README.md")
+    told = pin.status(pinned, {})
+    assert told.used is not None and told.used.edited == ("README.md",)
+    assert told.exit_code is Exit.OK and "outside of the package" in "\n".join(told.lines())
+    (pinned / "open_instruct" / "utils.py").write_text("x = 1\n")
+    told = pin.status(pinned, {})
+    assert told.used is not None and told.used.edited_source == ("open_instruct/utils.py",)
+    assert told.exit_code is Exit.CONFIG and told.next == (f"git -C {pinned} stash",)
+    assert "edited" in told.findings[0].message
+
+
+def test_an_edit_that_git_was_told_not_to_see(pinned: Path) -> None:
+    git(pinned, "update-index", "--assume-unchanged", "open_instruct/finetune.py")
+    (pinned / "open_instruct" / "finetune.py").write_text("x = 1\n")
+    told = pin.status(pinned, {})
+    assert told.used is not None and (told.used.edited, told.used.equal) == ((), False)
+    assert "different from the pin: open_instruct/finetune.py" in "\n".join(told.lines())
+
+
+def test_a_folder_without_history(pinned: Path, tmp_path: Path) -> None:
+    shutil.copytree(pinned / "open_instruct", tmp_path / "copy" / "open_instruct")
+    told = pin.status(tmp_path / "copy", {})
+    assert told.used is not None and told.used.commit is None
+    assert told.exit_code is Exit.OK and "without a git history" in "\n".join(told.lines())
+    (tmp_path / "copy" / "open_instruct" / "finetune.py").write_text("x = 1\n")
+    assert pin.status(tmp_path / "copy", {}).exit_code is Exit.CONFIG
+
+
+def test_a_folder_inside_another_repository_has_no_history_of_its_own(pinned: Path) -> None:
+    shutil.copytree(pinned / "open_instruct", pinned / "inner" / "open_instruct")
+    told = pin.status(pinned / "inner", {})
+    assert told.used is not None and told.used.commit is None
+
+
+def test_a_pin_that_was_never_fetched(pinned: Path, tmp_path: Path) -> None:
+    git(tmp_path, "clone", "-q", "--depth", "1", "-b", "main", f"file://{pinned}", "shallow")
+    told = pin.status(tmp_path / "shallow", {})
+    assert told.used is not None and told.used.shallow
+    assert (told.used.knows_pin, told.used.ahead, told.used.behind) == (False, None, None)
+    assert told.next[0].startswith(f"git -C {tmp_path / 'shallow'} fetch origin {pin.PIN} && ")
+    assert "not among its objects" in "\n".join(told.lines())
+
+
+def test_all_documented_places_are_told_in_their_order(pinned: Path, tmp_path: Path) -> None:
+    shutil.copytree(pinned, tmp_path / "found")
+    git(tmp_path / "found", "checkout", "-q", "main")
+    (tmp_path / "empty").mkdir()
+    told = pin.status(None, {"LAUNCH_OPEN_INSTRUCT": str(pinned)})
+    assert [one.source for one in told.places] == ["LAUNCH_OPEN_INSTRUCT", "submodule", "found"]
+    assert [one.used for one in told.places] == [True, False, False]
+    assert place(told, "submodule").state == "missing"
+    assert place(told, "found").subject == "after"
+    told = pin.status(None, {})
+    assert told.used is not None and told.used.source == "found"
+
+
+def test_one_folder_under_two_names_is_told_once(pinned: Path, tmp_path: Path) -> None:
+    (tmp_path / "found").symlink_to(pinned)
+    told = pin.status(pinned, {"LAUNCH_OPEN_INSTRUCT": str(pinned)})
+    assert [one.source for one in told.places] == ["--open-instruct", "submodule"]
+
+
+def test_an_empty_folder_that_was_named(pinned: Path, tmp_path: Path) -> None:
+    shutil.copytree(pinned, tmp_path / "found")
+    (tmp_path / "empty").mkdir()
+    told = pin.status(None, {"LAUNCH_OPEN_INSTRUCT": str(tmp_path / "empty")})
+    assert told.used is None and told.exit_code is Exit.NOT_READY
+    assert told.findings[0].code == "no-checkout" and "is empty" in told.findings[0].message
+    assert place(told, "LAUNCH_OPEN_INSTRUCT").state == "empty"
+    # the other one is offered, not taken
+    assert told.next[0] == f"export LAUNCH_OPEN_INSTRUCT={tmp_path / 'found'}"
+
+
+def test_nothing_anywhere_installed_from_a_wheel(pinned: Path, tmp_path: Path) -> None:
+    told = pin.status(None, {})
+    assert told.exit_code is Exit.NOT_READY and told.submodule.repository is None
+    assert told.next == (
+        f"git clone {pin.URL} {tmp_path / 'found'} && git -C {tmp_path / 'found'} checkout {pin.PIN}",
+    )
+    assert "installed without its repository" in "\n".join(told.lines())
+
+
+def test_a_wheel_inside_of_somebodys_repository_has_no_submodule(
+    pinned: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "installed").mkdir()
+    git(tmp_path, "init", "-q")
+    assert pin.status(None, {}).submodule.repository is None
+
+
+def test_an_empty_submodule_is_filled_by_one_command(pinned: Path) -> None:
+    root = launch_repository(pinned)
+    told = pin.status(None, {})
+    assert (told.submodule.state, told.submodule.recorded) == ("empty", pin.PIN)
+    assert told.next == (f"git -C {root} submodule update --init external/oi",)
+    assert told.exit_code is Exit.NOT_READY
+
+
+def test_a_submodule_at_another_commit(pinned: Path) -> None:
+    root = launch_repository(pinned)
+    shutil.rmtree(root / "external" / "oi")
+    shutil.copytree(pinned, root / "external" / "oi")
+    assert pin.status(None, {}).submodule.state == "fine"
+    git(root / "external" / "oi", "checkout", "-q", "main")
+    told = pin.status(None, {})
+    assert (told.submodule.state, told.exit_code) == ("other commit", Exit.CONFIG)
+    assert told.next == (f"git -C {root} submodule update --init external/oi",)
+
+
+def test_a_repository_that_records_another_commit_than_the_pin(pinned: Path) -> None:
+    other = git(pinned, "rev-parse", "main")
+    root = launch_repository(pinned, other)
+    told = pin.status(pinned, {})
+    assert told.exit_code is Exit.OK
+    assert told.next == (f"git -C {root} update-index --cacheinfo 160000,{pin.PIN},external/oi",)
+    assert other[:12] in "\n".join(told.lines())
+
+
+def test_looking_changes_nothing(pinned: Path) -> None:
+    before = {p: p.stat().st_mtime_ns for p in pinned.rglob("*")}
+    pin.status(pinned, {})
+    assert {p: p.stat().st_mtime_ns for p in pinned.rglob("*")} == before
+
+
+def test_the_real_pin(checkout: Path) -> None:
+    told = pin.status(checkout, {})
+    assert told.used is not None and told.used.changed == ()
+    assert told.used.commit in {None, pin.PIN} or told.exit_code is Exit.CONFIG
+
+
+# --- snapshot -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def without_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a source whose dataclasses use no types of other packages."""
+    monkeypatch.setattr(taking, "FOREIGN", {})
+
+
+def test_a_snapshot_of_a_commit(pinned: Path, tmp_path: Path, without_types: None) -> None:
+    git(pinned, "checkout", "-q", "main")
+    told = taking.take(checkout=pinned, output=tmp_path / "facts.json")
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert told.version == facts["version"] == git(pinned, "rev-parse", "main")
+    assert told.fields == len(facts["fields"]) > 10 and not told.unreadable
+    assert "FlatArguments.seed" in facts["stages"]["sft"]
+    assert facts.keys() == upstream.snapshot("open_instruct").keys()
+    # one fact a line, so that two snapshots can be compared
+    assert '\n  "FlatArguments.seed": {' in (tmp_path / "facts.json").read_text()
+    assert str(tmp_path / "facts.json") in told.lines()[0]
+
+
+def test_edited_files_are_no_commits_facts(
+    pinned: Path, tmp_path: Path, without_types: None
+) -> None:
+    (pinned / "open_instruct" / "finetune.py").write_text(script(more="mine: int = 1"))
+    target = tmp_path / "facts.json"
+    with pytest.raises(NotReady, match="edited") as raised:
+        taking.take(checkout=pinned, output=target)
+    assert raised.value.findings[0].code == "edited-checkout" and not target.exists()
+    told = taking.take(checkout=pinned, output=target, allow_edited=True)
+    assert told.version == f"{pin.PIN}+edited"
+
+
+def test_a_folder_without_history_has_no_commit(
+    pinned: Path, tmp_path: Path, without_types: None
+) -> None:
+    shutil.copytree(pinned / "open_instruct", tmp_path / "copy" / "open_instruct")
+    (tmp_path / "copy" / "open_instruct" / "utils.py").write_text("")
+    with pytest.raises(NotReady, match="no git history"):
+        taking.take(checkout=tmp_path / "copy", output=tmp_path / "facts.json")
+
+
+def test_only_a_source_tree_has_a_committed_place(pinned: Path, without_types: None) -> None:
+    with pytest.raises(UsageError) as raised:
+        taking.take(checkout=pinned)
+    assert "-o FILE" in (raised.value.findings[0].help or "")
+
+
+def test_what_no_snapshot_can_be_taken_of(
+    pinned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(NotReady, match="no source"):
+        taking.take(environ={}, output=tmp_path / "facts.json")
+    monkeypatch.setattr(taking, "FOREIGN", {"open_instruct": {"no_such_package": "none"}})
+    with pytest.raises(NotReady, match="no_such_package is not installed"):
+        taking.take(checkout=pinned, output=tmp_path / "facts.json")
+    monkeypatch.setattr(taking, "FOREIGN", {})
+    with pytest.raises(NotReady, match="cannot be written"):
+        taking.take(checkout=pinned, output=tmp_path / "no" / "facts.json")
+    broken = "class FlatArguments\n"
+    commit(pinned, {"finetune.py": broken, "dpo_tune_cache.py": broken}, "broken")
+    with pytest.raises(InvalidConfig) as raised:
+        taking.take(checkout=pinned, output=tmp_path / "facts.json")
+    assert raised.value.findings[0].code == "unreadable-source"
+
+
+def test_a_new_pin_moves_more_than_the_snapshot(checkout: Path, tmp_path: Path) -> None:
+    if find_package("olmo_core") is None:
+        pytest.skip("no training packages")
+    told = taking.take(checkout=checkout, output=tmp_path / "facts.json")
+    assert told.next == ()
+    committed = Path(taking.__file__).parent / "open_instruct.json"
+    assert (tmp_path / "facts.json").read_text() == committed.read_text(), "make snapshot"
+
+
+def test_the_further_places_of_a_new_pin(
+    pinned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_types: None
+) -> None:
+    root = launch_repository(pinned)
+    (root / "pyproject.toml").write_text("")
+    shutil.copytree(Path(taking.__file__).parent, root / "launcher" / "snapshots")
+    monkeypatch.setattr(taking, "__file__", str(root / "launcher" / "snapshots" / "taking.py"))
+    told = taking.take(checkout=pinned)
+    assert told.target == root / "launcher" / "snapshots" / "open_instruct.json"
+    steps = "\n".join(told.next)
+    for words in ("PIN", "160000", "history", "README.md", "make golden"):
+        assert words in steps
+    assert all(pin.PIN in step for step in told.next[:2])

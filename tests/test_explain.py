@@ -1,0 +1,196 @@
+"""`launch explain` and `launch schema`: what is said of one argument, and of all of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Write
+from verdicts import Snapshot
+
+from launcher import config, explain
+from launcher.cli import main
+from launcher.errors import Exit, InvalidConfig
+from launcher.explain import Explained
+
+PIN = "45901fd00593422a366dc303012b55b4fe5f4241"
+STAGE = """\
+stage: sft
+args:
+  model_name_or_path: m
+  dataset_mixer_list: [a, 1.0]
+  learning_rate: 1e-5
+  use_8bit_optimizer: true
+"""
+
+
+def one(key: str, stage: str = "sft", backend: str = "open_instruct") -> Explained:
+    (told,) = explain.explain(key, locator=Snapshot(), asked=stage, backend=backend)
+    return told
+
+
+def of_file(key: str, path: Path, *overrides: str) -> Explained:
+    (told,) = explain.explain(key, locator=Snapshot(), config=config.load(path, overrides))
+    return told
+
+
+def text(told: Explained) -> str:
+    return "\n".join(told.lines())
+
+
+def test_type_default_place_reads_and_owner() -> None:
+    told = one("use_liger_kernel")
+    assert told.field is not None
+    assert (told.field.type, told.field.default) == ("bool", False)
+    assert told.field.where.startswith("open_instruct/finetune.py:")
+    (read,) = told.reads or ()
+    assert read.where.startswith("open_instruct/finetune.py:")
+    assert "not use_qlora" in read.when
+    shown = text(told)
+    assert "where model_name_or_path and not use_qlora" in shown
+    # whether the script only makes a cache is asked of everything: that is no news
+    assert "cache_dataset_only" not in shown
+
+
+@pytest.mark.parametrize(
+    ("key", "stage", "backend", "elsewhere"),
+    [
+        ("num_train_epochs", "sft", "open_instruct", {
+            "dpo on open_instruct": "num_epochs", "sft on trl": "num_train_epochs",
+            "dpo on trl": "num_train_epochs"}),
+        ("mixer_list", "dpo", "open_instruct", {
+            "sft on open_instruct": "dataset_mixer_list", "sft on trl": "dataset_name",
+            "dpo on trl": "dataset_name"}),
+        ("max_length", "sft", "open_instruct", {
+            "dpo on open_instruct": "max_seq_length", "sft on trl": "max_length",
+            "dpo on trl": "max_length"}),
+        ("beta", "dpo", "open_instruct", {"dpo on trl": "beta"}),
+    ],
+)  # fmt: skip
+def test_the_same_idea_elsewhere(
+    key: str, stage: str, backend: str, elsewhere: dict[str, str]
+) -> None:
+    assert one(key, stage, backend).elsewhere == elsewhere
+
+
+def test_a_removed_argument_is_answered_with_its_pull_request() -> None:
+    told = one("use_flash_attn")
+    assert told.field is None
+    assert told.known
+    assert told.history[0].what == "removed"
+    assert told.history[0].pull == 1567
+    assert "removed by #1567 (9e8e2187c, 2026-03-30)" in text(told)
+
+
+def test_what_never_acts_and_what_shadows_it() -> None:
+    assert "no read found" in text(one("max_train_samples"))
+    assert "tokenizer_name_or_path comes first" in text(one("tokenizer_name"))
+    assert one("tokenizer_name").as_json()["shadowed_by"] == ["tokenizer_name_or_path"]
+
+
+def test_another_script_that_reads_it() -> None:
+    told = one("compile_model", "dpo")
+    assert told.reads == ()
+    assert "open_instruct/dpo.py reads it too" in text(told)
+    assert told.as_json()["beside"]["open_instruct/dpo.py"]
+
+
+def test_who_set_it(write: Write) -> None:
+    parent = write("parent.yaml", STAGE)
+    child = write("child.yaml", "extends: parent.yaml\nargs:\n  seed: 7\n")
+    told = of_file("seed", child)
+    assert told.here is not None
+    assert (told.here.value, told.here.origin) == (7, f"{child}:3")
+    told = of_file("learning_rate", child)
+    assert told.here is not None
+    assert (told.here.origin, told.here.via) == (f"{parent}:5", "from a parent, by `extends`")
+    told = of_file("learning_rate", child, "learning_rate=2e-5")
+    assert told.here is not None
+    assert (told.here.value, told.here.origin) == (2e-5, "override `learning_rate=2e-5`")
+    told = of_file("weight_decay", child)
+    assert told.here is not None
+    assert told.here.origin.startswith("default, open_instruct/finetune.py:")
+    told = of_file("logging_steps", child)
+    assert told.here is not None
+    assert told.here.origin.startswith("set by launch: ")
+
+
+def test_what_was_found_of_it(write: Write) -> None:
+    told = of_file("args.use_8bit_optimizer", write("a.yaml", STAGE))
+    assert told.here is not None
+    (finding,) = told.here.findings
+    assert (finding.code, finding.line) == ("conditional-key", 6)
+    assert "does nothing here" in text(told)
+
+
+def test_a_file_that_cannot_be_judged_says_so_first(write: Write) -> None:
+    path = write("a.yaml", "stage: nope\nargs: {}\n")
+    with pytest.raises(InvalidConfig) as raised:
+        of_file("seed", path)
+    assert raised.value.findings[0].code == "bad-stage"
+
+
+@pytest.mark.parametrize(
+    ("key", "suggested"), [("lerning_rate", "learning_rate"), ("mixer_lst", "mixer_list")]
+)
+def test_a_key_that_never_was(capsys: pytest.CaptureFixture[str], key: str, suggested: str) -> None:
+    assert main(["explain", key]) == Exit.USAGE
+    told = capsys.readouterr()
+    assert f"`{suggested}`" in told.err
+    assert not told.out
+
+
+def test_options_of_launch_are_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "deepspeed", "--stage", "sft"]) == Exit.OK
+    assert "launch's own" in capsys.readouterr().out
+
+
+def test_json(capsys: pytest.CaptureFixture[str], write: Write) -> None:
+    path = write("a.yaml", STAGE)
+    assert main(["explain", "learning_rate", str(path), "seed=1", "--format", "json"]) == Exit.OK
+    envelope: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert envelope["command"] == "explain"
+    (told,) = envelope["data"]["explained"]
+    assert (told["key"], told["stage"], told["exists"]) == ("learning_rate", "sft", True)
+    assert told["here"] == {
+        "value": 1e-5, "origin": f"{path}:5", "via": None, "words": ["1e-05"], "findings": [],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [["--stage", "x"], ["--backend", "x"]])
+def test_what_is_no_stage_and_no_backend(
+    capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    assert main(["explain", "seed", *options]) == Exit.USAGE
+    assert main(["schema", *options]) == Exit.USAGE
+    assert "bad-" in capsys.readouterr().err
+
+
+def test_the_schema_lists_every_argument(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema", "--stage", "sft", "--backend", "open_instruct"]) == Exit.OK
+    lines = capsys.readouterr().out.splitlines()
+    names = [line.split()[0] for line in lines[2:]]
+    assert names == list(Snapshot().schema("open_instruct", "sft").fields)
+    (row,) = (line for line in lines if line.startswith("max_train_samples "))
+    assert "no read found: give a number of samples" in row
+
+
+def test_the_schema_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema", "--stage", "dpo", "--format", "json"]) == Exit.OK
+    told = json.loads(capsys.readouterr().out)["data"]["schemas"]
+    assert [(one["stage"], one["backend"]) for one in told] == [
+        ("dpo", "open_instruct"),
+        ("dpo", "trl"),
+    ]
+    fields = {field["name"]: field for field in told[0]["fields"]}
+    assert fields["compile_model"]["reads"] == []
+
+
+def test_the_schema_for_editors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema", "--json-schema", "--backend", "trl"]) == Exit.OK
+    told = json.loads(capsys.readouterr().out)
+    assert told["$schema"].startswith("http://json-schema.org/draft-07")
+    # what is known of its reads is there to be hovered over
+    assert "read only where" in json.dumps(told)

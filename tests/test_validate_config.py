@@ -1,0 +1,121 @@
+"""`launch validate-config` as people and machines call it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import Write
+
+from launcher.cli import main
+from launcher.errors import Exit
+
+WRONG = """\
+# ours
+stage: sft
+args:
+  model_name_or_path: m   # kept
+  dataset_mixer_list: [a, 1.0]
+  push_to_hub: false
+  try_launch_beaker_eval_jobs: false
+  checkpointing_steps: epoch
+  use_flash_attn: true
+  chat_template: tulu
+"""
+MENDED = WRONG.replace("  use_flash_attn: true\n", "").replace(
+    "chat_template:", "chat_template_name:"
+)
+
+
+def test_fix_writes_and_then_judges(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write("a.yaml", WRONG)
+    assert main(["validate-config", str(path)]) == Exit.CONFIG
+    capsys.readouterr()
+    assert main(["validate-config", "--fix", str(path)]) == Exit.OK
+    assert path.read_text() == MENDED
+    told = capsys.readouterr().out
+    assert f"{path}:9: " in told
+    assert f"{path}: valid" in told
+    # and once more: nothing is left to do
+    stamp = path.stat().st_mtime_ns
+    assert main(["validate-config", "--fix", str(path)]) == Exit.OK
+    assert path.stat().st_mtime_ns == stamp
+
+
+def test_diff_writes_nothing(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write("a.yaml", WRONG)
+    assert main(["validate-config", "--fix", "--diff", str(path)]) == Exit.CONFIG
+    assert path.read_text() == WRONG
+    told = capsys.readouterr().out
+    assert "-  use_flash_attn: true\n" in told
+    assert "+  chat_template_name: tulu\n" in told
+
+
+def test_fix_of_a_file_that_may_not_be_written(
+    write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write("a.yaml", WRONG)
+    path.chmod(0o444)
+    assert main(["validate-config", "--fix", str(path)]) == Exit.NOT_READY
+    assert "unwritable-file" in capsys.readouterr().err
+
+
+def test_fix_for_machines(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write("a.yaml", WRONG)
+    assert main(["validate-config", "--fix", "--format", "json", str(path)]) == Exit.OK
+    (told,) = json.loads(capsys.readouterr().out)["data"]["files"]
+    assert told["valid"]
+    assert told["fix"]["changed"]
+    assert [change["line"] for change in told["fix"]["changes"]] == [9, 10]
+
+
+@pytest.mark.parametrize("form", ["github", "sarif"])
+def test_formats_of_other_tools(
+    write: Write, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    path = write("a.yaml", WRONG)
+    assert main(["validate-config", "--format", form, str(path)]) == Exit.CONFIG
+    told = capsys.readouterr().out
+    if form == "github":
+        assert [line.split(" ")[0] for line in told.splitlines()] == ["::error", "::error"]
+        return
+    (run,) = json.loads(told)["runs"]
+    assert {result["ruleId"] for result in run["results"]} == {"removed-key", "renamed-key"}
+
+
+@pytest.mark.parametrize("form", ["github", "sarif", "json"])
+def test_a_command_that_cannot_go_on_answers_in_the_same_form(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, form: str
+) -> None:
+    missing = str(tmp_path / "no-checkout")
+    argv = ["validate-config", "a.yaml", "--open-instruct", missing, f"--format={form}"]
+    (tmp_path / "a.yaml").write_text("stage: sft\nargs: {}\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        assert main(argv) == Exit.NOT_READY
+    told = capsys.readouterr()
+    assert "no-checkout" in told.out
+    assert not told.err
+
+
+def test_strict_makes_what_does_nothing_an_error(write: Write) -> None:
+    path = write("a.yaml", MENDED + "  max_train_samples: 200\n")
+    assert main(["validate-config", str(path)]) == Exit.OK
+    assert main(["validate-config", "--strict", str(path)]) == Exit.CONFIG
+
+
+def test_one_source_serves_a_thousand_files(
+    write: Write, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from launcher import upstream
+
+    looked = []
+    locate = upstream.locate
+    monkeypatch.setattr(
+        upstream, "locate", lambda *given, **named: looked.append(1) or locate(*given, **named)
+    )
+    paths = [str(write(f"{number}.yaml", MENDED)) for number in range(50)]
+    assert main(["validate-config", *paths]) == Exit.OK
+    assert len(looked) == 1
+    assert capsys.readouterr().out.count(": valid") == 50

@@ -68,8 +68,12 @@ golden: $(VENV)/open-instruct $(VENV)/dev
 	LAUNCH_GOLDEN=write $(BIN)/python -m pytest tests/test_command.py tests/test_parser_agreement.py \
 	  tests/test_trl_agreement.py
 
-bench: $(VENV)/trl
+bench: $(VENV)/trl $(VENV)/dev
 	$(BIN)/python benchmarks/validate.py
+	$(BIN)/python benchmarks/report.py
+	$(BIN)/python benchmarks/fingerprint.py
+	$(BIN)/python benchmarks/check.py
+	$(BIN)/python benchmarks/probe.py
 
 # rewrites launcher/snapshots from the pinned checkout and the installed packages
 snapshot: $(VENV)/open-instruct

@@ -156,7 +156,7 @@ def _explain_gone(
         seen.add(name)
         later = past(name)
         name = later[0].to if later and later[0].gone else None
-    if name in schema.fields:
+    if name is not None and name in schema.fields:
         return "renamed-key", told, f"write `{name}`  ({schema.fields[name].where})"
     instead = [see for see in events[0].see if see in schema.fields]
     help = f"delete the line; see `{'`, `'.join(instead)}`" if instead else "delete the line"

@@ -30,7 +30,7 @@ _BOOL = {"true": True, "yes": True, "on": True, "false": False, "no": False, "of
 _NULL = {"", "~", "null", "Null", "NULL"}
 _TAG = "tag:yaml.org,2002:"
 # the mappings whose keys are names of ours or of upstream's
-_NAMED = {"", "args", "batch", "expect", "open_instruct", "open_instruct.args"}
+_NAMED = {"", "args", "batch", "expect", "probe", "open_instruct", "open_instruct.args"}
 KEY = re.compile(r"[A-Za-z_][\w.-]*\Z")
 # No process can be given a NUL, no terminal a lone surrogate.
 UNUSABLE = re.compile("[\x00\ud800-\udfff]")

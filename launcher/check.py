@@ -79,6 +79,14 @@ class Verdict:
         """The point of this name. Raises KeyError if this stage has none."""
         return {point.name: point for point in self.points}[name]
 
+    @property
+    def stopped(self) -> str | None:
+        """Why a process of the run ended itself, in one line; None where none did."""
+        finish = self.point("finish").detail
+        error = finish.get("error")
+        told = finish.get("reason") in ("violation", "hang") and isinstance(error, Mapping)
+        return str(error["message"]) if told and isinstance(error, Mapping) else None
+
     def as_json(self) -> dict[str, object]:
         """The verdict as the JSON contract spells it; plain values only, and no NaN."""
         return {

@@ -111,6 +111,9 @@ BackendOption = Annotated[
     str | None, typer.Option("--backend", help="open_instruct or trl, where no file says")
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="warnings stop too")]
+NoProbe = Annotated[
+    bool, typer.Option("--no-probe", help="upstream's script alone: nothing is counted or enforced")
+]
 
 
 def _stage_command(stage: str) -> Callable[..., None]:
@@ -120,13 +123,14 @@ def _stage_command(stage: str) -> Callable[..., None]:
         config: Config, overrides: Overrides = None, gpus: Gpus = None, nodes: Nodes = 1,
         dry_run: DryRun = False, python: Python = None, open_instruct: Checkout = None,
         allow_unpinned: Unpinned = False, allow_unproven: Unproven = False, strict: Strict = False,
-        format: FormatOption = Format.text,
+        no_probe: NoProbe = False, format: FormatOption = Format.text,
     ) -> None:  # fmt: skip
         from launcher.start import Request
 
         request = Request(
             stage=stage, config=config, overrides=overrides or (), gpus=gpus, nodes=nodes,
             python=python, checkout=open_instruct, allow_unpinned=allow_unpinned, strict=strict,
+            probe=not no_probe,
         )  # fmt: skip
         if dry_run:
             _dry_run(request, format)
@@ -473,6 +477,37 @@ def check(
     raise typer.Exit(code)
 
 
+@app.command("report", epilog="Example: launch report last --png curves.png")
+def report_command(
+    targets: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN|LOG...", help="runs, or console logs", show_default=False),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="the HTML file; default: beside the run")
+    ] = None,
+    png: Annotated[Path | None, typer.Option("--png", help="also draw the curves as a PNG")] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option("--tensorboard", help="also write event files into this folder")
+    ] = None,
+    format: FormatOption = Format.text,
+) -> None:
+    """Write one HTML page about runs: curves, verdicts with their evidence, plan, config."""
+    from launcher import publish, report, series
+
+    runs = publish.gather(targets)
+    if format is Format.json:
+        report.envelope("report", True, (), series.as_json(runs))
+    else:
+        page = output or publish.usual_place(runs)
+        publish.write_page(runs, page)
+        report.say(f"report: {page}")
+    for path, write in ((png, publish.write_png), (tensorboard, publish.write_events)):
+        if path is not None:
+            write(runs, path)
+            report.say(f"report: {path}") if format is Format.text else None
+
+
 @app.command(epilog="Example: launch runs --format json")
 def runs(format: FormatOption = Format.text) -> None:
     """List every run that is known on this machine."""
@@ -485,6 +520,78 @@ def runs(format: FormatOption = Format.text) -> None:
         report.table(rows, overview.COLUMNS)
     else:
         report.say("no runs yet")
+
+
+cache = typer.Typer(
+    no_args_is_help=True, help="Which caches there are, why one was hit or missed, and their end."
+)
+app.add_typer(cache, name="cache")
+CacheKind = Annotated[str | None, typer.Option("--kind", help="dataset or reference")]
+
+
+@cache.command("list", epilog="Example: launch cache list --format json")
+def cache_list(format: FormatOption = Format.text) -> None:
+    """List the cache folders that launch has made."""
+    from launcher import cache_folders, report
+
+    rows = [folder.row() for folder in cache_folders.known()]
+    if format is Format.json:
+        report.envelope("cache list", True, (), rows)
+    elif rows:
+        report.table([cache_folders.shown(row) for row in rows], cache_folders.COLUMNS)
+    else:
+        report.say("no caches yet")
+
+
+@cache.command("why", epilog="Example: launch cache why last")
+def cache_why(
+    target: Annotated[str, typer.Argument(metavar="RUN", help="a run, or `last`")],
+    format: FormatOption = Format.text,
+) -> None:
+    """Say why the caches of a run were hit or missed: what differed from the nearest run before."""
+    from launcher import cache_reasons, report, rundir
+
+    folder = rundir.find(target)
+    if folder is None:
+        raise UsageError(_usage("no-such-run", f"there is no run `{target}`", "launch runs"))
+    told = cache_reasons.why(folder)
+    if format is Format.json:
+        report.envelope("cache why", True, (), [one.as_json() for one in told])
+    else:
+        report.say(
+            "\n".join(line for one in told for line in one.lines())
+            or "it had no caches of launch's"
+        )
+
+
+@cache.command(
+    "clear", epilog="Example: launch cache clear --older-than 30d --kind reference --dry-run"
+)
+def cache_clear(
+    older_than: Annotated[
+        str | None, typer.Option("--older-than", help="not used for 30d, 12h, 2w")
+    ] = None,
+    kind: CacheKind = None,
+    dry_run: DryRun = False,
+    format: FormatOption = Format.text,
+) -> None:
+    """Remove cache folders that no run uses; never anything else."""
+    from launcher import cache_folders, caches, report
+
+    if kind not in {None, *caches.KINDS}:
+        raise UsageError(
+            _usage(
+                "bad-kind", f"`{kind}` is no kind of cache", "--kind dataset or --kind reference"
+            )
+        )
+    seconds = None if older_than is None else cache_folders.age(older_than)
+    done = cache_folders.clear(
+        cache_folders.known(), kind=kind, older_than_s=seconds, dry_run=dry_run
+    )
+    if format is Format.json:
+        report.envelope("cache clear", True, (), [one.as_json() for one in done])
+    else:
+        report.say("\n".join(one.line() for one in done) or "nothing to clear")
 
 
 def _stage(given: str | None) -> str | None:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
 import os
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
 
 from launcher.machine import Trainer
-from launcher.paths import expanded
+from launcher.options import Watch
 from launcher.plan import Plan
 from launcher.redaction import redact
 from launcher.upstream import SUBMODULE
 
 PROBE = Path(__file__).resolve().parent / "probe.py"
+
+CONTRACT = ("liger", "packing", "attention", "dataset_cache", "reference_cache", "loss")
+"""The points that the probe enforces while training runs; the others need the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,19 +41,27 @@ class Command:
         return redact(self)
 
 
-def build(plan: Plan, trainer: Trainer, folder: Path, *, environ: Mapping[str, str]) -> Command:
+def build(
+    plan: Plan, trainer: Trainer, folder: Path, *, environ: Mapping[str, str],
+    caches: Mapping[str, str] | None = None,
+) -> Command:  # fmt: skip
     """The `accelerate launch` command of a plan, with the probe as the script it starts.
 
+    Without the probe it starts upstream's script itself, and nothing of ours runs inside.
     `folder` is the run folder; `environ` the environment that training will inherit.
     """
     # without a root, only a dry run gets here: say where the source would be
     root = plan.stage.upstream.root or _expected_root(plan, trainer)
     script = root / plan.stage.entry.script
-    argv = [str(trainer.python), "-m", "accelerate.commands.launch", *_accelerate(plan), str(PROBE)]
+    watched = plan.stage.options.probe is not None
+    started = str(PROBE if watched else script)
+    argv = [str(trainer.python), "-m", "accelerate.commands.launch", *_accelerate(plan), started]
     for name, words in plan.arguments().items():
         argv += [f"--{name}", *words]
     return Command(
-        argv=tuple(argv), env=_environment(plan, root, script, folder, environ), cwd=Path.cwd()
+        argv=tuple(argv),
+        cwd=Path.cwd(),
+        env={**_environment(plan, root, script, folder, environ), **(caches or {})},
     )
 
 
@@ -96,24 +107,16 @@ def _precision(plan: Plan) -> str:
 def _environment(
     plan: Plan, root: Path, script: Path, folder: Path, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    probe = {
-        "target": str(script),
-        "out": str(folder / "probe"),
-        "cpu": plan.gpus == 0,
-        "backend": plan.stage.options.backend,
-    }
-    env = {
-        "LAUNCH_PROBE": json.dumps(probe),
-        # training writes straight into console.log: unbuffered, or the last lines die with it
-        "PYTHONUNBUFFERED": "1",
-    }
+    env = {}
+    if plan.stage.options.probe is not None:
+        env["LAUNCH_PROBE"] = json.dumps(_probe(plan, script, folder, plan.stage.options.probe))
+    # training writes straight into console.log: unbuffered, or the last lines die with it
+    env["PYTHONUNBUFFERED"] = "1"
     if plan.stage.options.backend == "open_instruct":
         path = environ.get("PYTHONPATH")
         env["PYTHONPATH"] = f"{root}{os.pathsep}{path}" if path else str(root)
         # importing litellm would otherwise ask the network for model prices, 5 s where there is none
         env["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
-        if plan.stage.options.stage == "dpo" and "REFERENCE_LOGPROBS_CACHE_PATH" not in environ:
-            env["REFERENCE_LOGPROBS_CACHE_PATH"] = str(_reference_cache(plan, folder))
     if plan.gpus == 0:
         env["ACCELERATE_USE_CPU"] = "true"
         env["CUDA_VISIBLE_DEVICES"] = ""
@@ -123,22 +126,42 @@ def _environment(
     return env
 
 
-def _reference_cache(plan: Plan, folder: Path) -> Path:
-    """A folder of its own for each content of a local model.
+def _probe(plan: Plan, script: Path, folder: Path, watch: Watch) -> dict[str, object]:
+    """The probe's settings; what they mean stands in its `Settings`."""
+    options, expected = plan.stage.options, expectations(plan)
+    asked = [plan.values.get(name) for name in ("packing", "padding_free")]
+    return {
+        "target": str(script),
+        "out": str(folder / "probe"),
+        "cpu": plan.gpus == 0,
+        "backend": options.backend,
+        "stage": options.stage,
+        "packed": any(asked) or expected["packing"] in ("isolated", "on"),
+        "expect": {point: state for point, state in expected.items() if point in CONTRACT},
+        "on_violation": options.on_violation,
+        "on_hang": options.on_hang,
+        **asdict(watch),
+        **_first_loss(plan),
+    }
 
-    Upstream's key holds the model's path, not its weights (dpo_utils.py:377): a model retrained into
-    the same folder would meet the old reference. Upstream's default folder exists only inside Ai2.
+
+def _first_loss(plan: Plan) -> dict[str, float]:
+    """DPO's loss before the first update is ln 2 if the reference is the model that training starts from.
+
+    Of open-instruct's losses that holds for these two (dpo_utils.py:656); an auxiliary loss is added.
     """
-    name = str(plan.values[plan.stage.entry.names.model])
-    digest = hashlib.sha256(name.encode(errors="surrogateescape"))
-    try:
-        entries = sorted(os.scandir(expanded(name)), key=lambda entry: entry.name)
-        for entry in entries:
-            if entry.is_file():
-                status = entry.stat()
-                told = f"{entry.name}:{status.st_size}:{status.st_mtime_ns}"
-                digest.update(told.encode(errors="surrogateescape"))
-    except (OSError, ValueError):
-        # a model of the hub: its name is all there is
-        pass
-    return folder.parent / "cache" / "reference_logprobs" / digest.hexdigest()[:12]
+    values = plan.values
+    if plan.stage.options.backend != "open_instruct" or plan.stage.options.stage != "dpo":
+        return {}
+    plain = str(values.get("loss_type")) in ("dpo", "dpo_norm")
+    return {"first_loss": math.log(2)} if plain and not values.get("load_balancing_loss") else {}
+
+
+def expectations(plan: Plan) -> dict[str, str]:
+    """What the run is held to: `expect:`, completed by what the arguments ask for."""
+    names, values = plan.stage.entry.names, plan.values
+    expected = {"loss": "finite", "memory": "ok", "finish": "completed"}
+    expected["liger"] = "engaged" if values.get(names.liger) else "off"
+    packed = bool(names.packing and values.get(names.packing)) or bool(values.get("padding_free"))
+    expected["packing"] = "isolated" if packed else "off"
+    return {**expected, **plan.stage.options.expect}

@@ -56,6 +56,11 @@ def _known(stage: str, config: Path | None) -> dict[str, tuple[str, ...]]:
         "deepspeed": (*options.DEEPSPEED, "none"),
         "mixed_precision": options.PRECISIONS,
         "name": (),
+        "on_violation": options.ON_VIOLATION,
+        "on_hang": options.ON_HANG,
+        "probe": ("on", "off"),
+        **{f"probe.{part}": () for part in options.WATCHED if part != "isolation"},
+        "probe.isolation": ("on", "off"),
         **{f"expect.{point}": states for point, states in options.EXPECT.items()},
     }
     for name, field in _fields(stage, _backend(config)):

@@ -8,6 +8,7 @@ every conclusion drawn stays true.
 from __future__ import annotations
 
 import ast
+import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
@@ -41,6 +42,8 @@ class _Unknown(Exception):
 def implied(test: ast.expr, truth: bool, say: Say) -> frozenset[str]:
     """The conditions that must hold where `test` is `truth`."""
     match test:
+        case ast.NamedExpr(value=value):
+            return implied(value, truth, say)
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             return implied(operand, not truth, say)
         case ast.BoolOp(op=op, values=parts) if isinstance(op, ast.And) == truth:
@@ -54,7 +57,7 @@ def implied(test: ast.expr, truth: bool, say: Say) -> frozenset[str]:
 @cache
 def negated(text: str) -> str:
     """The opposite of a condition, in the form in which the code would most likely write it."""
-    match _parsed(text):
+    match parsed(text):
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             return ast.unparse(operand)
         case ast.Compare(left=left, ops=[op], comparators=comparators):
@@ -62,7 +65,7 @@ def negated(text: str) -> str:
             return ast.unparse(opposite)
         case ast.BoolOp(op=op, values=parts):
             other = ast.Or() if isinstance(op, ast.And) else ast.And()
-            opposites = [_parsed(negated(ast.unparse(part))) for part in parts]
+            opposites = [parsed(negated(ast.unparse(part))) for part in parts]
             return ast.unparse(ast.BoolOp(other, opposites))
         case plain:
             return ast.unparse(ast.UnaryOp(ast.Not(), plain))
@@ -70,8 +73,8 @@ def negated(text: str) -> str:
 
 def impossible(conditions: Iterable[str]) -> bool:
     """Whether two of the conditions exclude each other, read as they stand."""
-    known = set(conditions)
-    return any(negated(text) in known for text in known)
+    known = conditions if isinstance(conditions, frozenset) else frozenset(conditions)
+    return len(known) > 1 and any(negated(text) in known for text in known)
 
 
 def simplified(conditions: Iterable[str]) -> frozenset[str]:
@@ -83,7 +86,7 @@ def simplified(conditions: Iterable[str]) -> frozenset[str]:
 @cache
 def _parts(text: str) -> frozenset[str]:
     """The alternatives of an `or`; nothing for any other condition."""
-    match _parsed(text):
+    match parsed(text):
         case ast.BoolOp(op=ast.Or(), values=parts):
             return frozenset(ast.unparse(part) for part in parts)
     return frozenset()
@@ -92,23 +95,46 @@ def _parts(text: str) -> frozenset[str]:
 @cache
 def names(text: str) -> frozenset[str]:
     """The arguments that a condition speaks of."""
-    return frozenset(node.id for node in ast.walk(_parsed(text)) if isinstance(node, ast.Name))
+    return frozenset(node.id for node in ast.walk(parsed(text)) if isinstance(node, ast.Name))
+
+
+@cache
+def compares(text: str) -> bool:
+    """Whether a condition asks for more than the truth of single arguments."""
+    return any(isinstance(node, ast.Compare) for node in ast.walk(parsed(text)))
 
 
 def holds(text: str, values: Mapping[str, Any], unknown: object) -> bool | None:
     """Whether a condition is true for these values; None where one of them is `unknown` or absent."""
+    return _truth(parsed(text), values, unknown)
+
+
+@cache
+def parsed(text: str) -> ast.expr:
+    """A condition as a syntax tree, which nobody may change."""
+    return ast.parse(text, mode="eval").body
+
+
+def _truth(node: ast.expr, values: Mapping[str, Any], unknown: object) -> bool | None:
+    """True, false, or None; one part of an `and` or `or` may decide, whatever the others are."""
+    match node:
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            told = _truth(operand, values, unknown)
+            return None if told is None else not told
+        case ast.BoolOp(op=op, values=parts):
+            every = isinstance(op, ast.And)
+            told_parts = [_truth(part, values, unknown) for part in parts]
+            if (not every) in told_parts:
+                return not every
+            return None if None in told_parts else every
     try:
-        return bool(_value(_parsed(text), values, unknown))
+        return bool(_value(node, values, unknown))
     except (_Unknown, ArithmeticError, LookupError, TypeError, ValueError):
         return None
 
 
-@cache
-def _parsed(text: str) -> ast.expr:
-    return ast.parse(text, mode="eval").body
-
-
 def _value(node: ast.expr, values: Mapping[str, Any], unknown: object) -> Any:
+    """The value of an expression, as Python would compute it; raises _Unknown where it cannot be."""
     match node:
         case ast.Constant(value=value):
             return value
@@ -124,24 +150,17 @@ def _value(node: ast.expr, values: Mapping[str, Any], unknown: object) -> Any:
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_value(operand, values, unknown)
         case ast.BoolOp(op=op, values=parts):
-            return _joined(isinstance(op, ast.And), parts, values, unknown)
+            for part in parts:
+                # `and` gives its first false part, `or` its first true one, both else the last
+                told = _value(part, values, unknown)
+                if bool(told) is isinstance(op, ast.Or):
+                    break
+            return told
         case ast.Compare(left=left, ops=ops, comparators=rest):
-            parts = [_value(part, values, unknown) for part in (left, *rest)]
-            pairs = zip(ops, parts, parts[1:], strict=False)
+            known = [_value(part, values, unknown) for part in (left, *rest)]
+            if any(isinstance(one, float) and math.isnan(one) for one in known):
+                # its comparisons and their opposites are both false
+                raise _Unknown
+            pairs = zip(ops, known, known[1:], strict=False)
             return all(_COMPARE[type(op)](one, other) for op, one, other in pairs)
     raise _Unknown
-
-
-def _joined(
-    every: bool, parts: list[ast.expr], values: Mapping[str, Any], unknown: object
-) -> bool:
-    """`and`/`or` of three values: one part that decides is enough, whatever the others are."""
-    undecided = False
-    for part in parts:
-        told = holds(ast.unparse(part), values, unknown)
-        if told is (not every):
-            return not every
-        undecided |= told is None
-    if undecided:
-        raise _Unknown
-    return every

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from signal import Signals
 
-from launcher.evidence import Evidence
+from launcher.evidence import Event, Evidence, RankRecord
 from launcher.logs import Log, Signal
 
 HELP: Mapping[str, str] = {
@@ -26,6 +26,9 @@ HELP: Mapping[str, str] = {
     "disk_full": "the disk is full: free space, or point the output and cache folders elsewhere",
     "time_limit": "the scheduler's time limit was reached: ask for more, and set "
     "`checkpointing_steps` so that the run can resume",
+    "violation": "the run was not what the stage file asks for, and stopped itself: the point that failed "
+    "says why; `expect: {POINT: any}` switches a point off, `on_violation: warn` goes on",
+    "hang": "nothing moved any more: `probe/rank-N.stacks.txt` of the run shows where each rank stood",
     "ended_early": "training ended without an error, before the announced last step",
     "no_save": "training ended without an error, but no final save was seen",
 }
@@ -67,6 +70,8 @@ def fatal(log: Log, *names: str) -> tuple[Signal, ...]:
 def ending(evidence: Evidence) -> Ending:
     """How the run ended: an exit record counts first, then the log and the probe."""
     log, ended = evidence.log, evidence.exit
+    if (stopped := evidence.stopped) is not None:
+        return _stopped(*stopped)
     failures = fatal(log, *_FAILURES) if log else ()
     signal = _signal(evidence, failures)
     code = ended.returncode if ended else _probe_code(evidence)
@@ -89,6 +94,12 @@ def ending(evidence: Evidence) -> Ending:
         signal=signal.name if signal else None,
         lines=failures[:3],
     )
+
+
+def _stopped(record: RankRecord, event: Event) -> Ending:
+    """A process ended itself, and the others were ended for it: what they say then counts for nothing."""
+    error = {"type": event.name, "message": event.text("message") or "", "rank": str(record.rank)}
+    return Ending(state="stopped", proved=True, reason=event.name, error=error)
 
 
 def _well(evidence: Evidence, clean: bool) -> Ending:

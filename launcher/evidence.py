@@ -19,7 +19,10 @@ from launcher.logs import Log, Pattern, Signal, scan
 PATTERNS: tuple[Pattern, ...] = tuple(dict.fromkeys(open_instruct_log.PATTERNS + trl_log.PATTERNS))
 """The patterns of every backend: a stranger's log does not say which one wrote it."""
 
-MEASURED = ("tokens", "positions", "seconds", "allocated_gib", "reserved_gib")
+MEASURED = (
+    "tokens", "positions", "wasted", "rows", "seconds", "allocated_gib", "reserved_gib", "grad_norm",
+    "learning_rate",
+)  # fmt: skip
 """The numbers of a `ProbeStep`."""
 
 KEPT_EVENTS = 1_000  # of each name but `step`, a rank
@@ -52,7 +55,10 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeStep:
-    """One optimizer step as one rank lived it; memory in GiB, time in seconds."""
+    """One optimizer step as one rank lived it; memory in GiB, time in seconds.
+
+    `wasted` positions hold no token; `interrupted` steps followed a save or an evaluation.
+    """
 
     line: int
     step: int
@@ -60,9 +66,14 @@ class ProbeStep:
     finite: bool
     tokens: float | None
     positions: float | None
+    wasted: float | None
+    rows: float | None
     seconds: float | None
     allocated_gib: float | None
     reserved_gib: float | None
+    grad_norm: float | None
+    learning_rate: float | None
+    interrupted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +93,10 @@ class RankRecord:
     def last(self, name: str) -> Event | None:
         """The last event of this name."""
         return next((e for e in reversed(self.events) if e.name == name), None)
+
+    def first(self, name: str) -> Event | None:
+        """The first event of this name."""
+        return next((e for e in self.events if e.name == name), None)
 
     def start(self, key: str) -> int | None:
         """A whole number out of the attempt's `start` event."""
@@ -165,6 +180,13 @@ class Evidence:
         if self.log is not None and (progress := self.log.last("progress")):
             seen.append(int(progress.fields["step"]))
         return max((s for s in seen if s is not None), default=None)
+
+    @property
+    def stopped(self) -> tuple[RankRecord, Event] | None:
+        """The broken contract, or the hang, for which a process ended itself: the earliest of all."""
+        events = self.probe.events("violation", "hang") if self.probe else ()
+        ended = [(r, e) for r, e in events if e.fields.get("stopped") is True]
+        return min(ended, key=lambda one: one[1].number("t") or 0.0, default=None)
 
     @property
     def total_steps(self) -> int | None:
@@ -333,4 +355,10 @@ def _step(event: Event) -> list[ProbeStep]:
     loss, raw = event.number("loss"), event.fields.get("loss")
     finite = event.fields.get("finite") is not False and (raw is None or loss is not None)
     measured = {key: event.number(key) for key in MEASURED}
-    return [ProbeStep(line=event.line, step=int(number), loss=loss, finite=finite, **measured)]
+    interrupted = event.fields.get("interrupted") is True
+    return [
+        ProbeStep(
+            line=event.line, step=int(number), loss=loss, finite=finite, interrupted=interrupted,
+            **measured,
+        )
+    ]  # fmt: skip

@@ -10,13 +10,13 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from launcher.backends import Backend, Entry
+from launcher.backends import Backend
 from launcher.schema import (
     Path as ScriptPath,
 )
@@ -57,14 +57,17 @@ def read(
         "stages": {}, "classes": {}, "paths": {}, "said": {}, "fields": {}, "externals": {},
         "beside": {}, "unreadable": {}, "files": {},
     }  # fmt: skip
+    # what a script does is read in upstream's own packages only: the same whatever else is here
+    own = {name: tree for name, tree in trees.items() if name in backend.PACKAGES}
     for stage in stages:
-        sources = Sources(trees)
+        sources, walked, beside = Sources(trees), Sources(own), Sources(own)
         try:
-            _read_stage(backend, stage, sources, externals, told)
+            _read_stage(backend, stage, sources, walked, externals, told)
+            told["beside"][stage] = _beside(backend, stage, beside, told)
         except (LookupError, OSError, RecursionError, SyntaxError, TypeError, ValueError) as error:
             told["unreadable"][stage] = str(error) or type(error).__name__
-        told["said"][stage] = signatures.said(backend.NAME, sources.parsed())
-        told["files"] |= sources.digests
+        told["said"][stage] = signatures.said(backend.NAME, walked.parsed())
+        told["files"] |= sources.digests | walked.digests | beside.digests
     told["files"] = dict(sorted(told["files"].items()))
     told["fields"] = dict(sorted(told["fields"].items()))
     return told
@@ -74,6 +77,7 @@ def _read_stage(
     backend: Backend,
     stage: str,
     sources: Sources,
+    walked: Sources,
     externals: Mapping[str, Sequence[Any]],
     told: dict[str, Any],
 ) -> None:
@@ -82,7 +86,7 @@ def _read_stage(
 
     entry = backend.STAGES[stage]
     try:
-        classes = reads.entry_classes(sources, entry.script)
+        classes = reads.entry_classes(walked, entry.script)
     except LookupError:
         # a script that builds its parser in a way of its own
         classes = list(entry.classes)
@@ -91,7 +95,7 @@ def _read_stage(
     )
     if absent := sorted(entry.at(fields).names.needed - fields.keys()):
         raise LookupError(f"it has no {', '.join(absent)}")
-    path = reads.find(sources, entry.script, classes, fields, entry.recorders)
+    path = reads.find(walked, entry.script, classes, fields, entry.recorders)
     if not any(path.reads.values()):
         # nothing was followed: that says nothing about any argument
         path = ScriptPath()
@@ -99,7 +103,6 @@ def _read_stage(
     told["stages"][stage] = keys
     told["classes"][stage] = [list(one) for one in classes]
     told["paths"][stage] = _path_as_json(path)
-    told["beside"][stage] = _beside(entry, sources, classes, fields)
     for key, known in zip(keys, fields.values(), strict=True):
         told["fields"][key] = field_as_json(known)
         if known.external and known.external.partition(".")[0] not in backend.PACKAGES:
@@ -107,20 +110,24 @@ def _read_stage(
 
 
 def _beside(
-    entry: Entry, sources: Sources, classes: Sequence[tuple[str, str]], fields: Iterable[str]
+    backend: Backend, stage: str, sources: Sources, told: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The reads of other scripts that parse the same dataclasses, where they are there."""
     from launcher import reads
 
-    told = {}
+    entry, found = backend.STAGES[stage], {}
+    classes = [(module, name) for module, name in told["classes"][stage]]
+    fields = [key.partition(".")[2] for key in told["stages"][stage]]
     for script in entry.beside:
         with suppress(LookupError, SyntaxError, RecursionError):
             path = reads.find(sources, script, classes, fields, entry.recorders)
-            told[script] = _path_as_json(path)["reads"]
-    return told
+            found[script] = _path_as_json(path)["reads"]
+    return found
 
 
-def schema_of(facts: Facts, backend: Backend, stage: str, source: str, version: str) -> Schema:
+def schema_of(
+    facts: Facts, backend: Backend, stage: str, source: Literal["source", "snapshot"], version: str
+) -> Schema:
     """The `Schema` of one entry script; raises LookupError with the reason where it is unreadable."""
     reason = facts.get("unreadable", {}).get(stage)
     if reason is not None:
@@ -191,9 +198,10 @@ def cached(
     script = digest(trees, backend.STAGES[stage].script) or ""
     name = hashlib.sha256(f"{FORM} {_reader()} {backend.NAME} {stage} {script}".encode())
     place = cache_folder() / f"{name.hexdigest()[:32]}.json"
-    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         known: dict[str, Any] = json.loads(place.read_text(encoding="utf-8"))
-        if all(digest(trees, label) == sha for label, sha in known["files"].items()):
+        answers = (stage in known["stages"] and known["files"]) or stage in known["unreadable"]
+        if answers and all(digest(trees, label) == sha for label, sha in known["files"].items()):
             return known
     told = read(backend, trees, externals, [stage])
     with suppress(OSError):
@@ -207,8 +215,10 @@ def cached(
 
 def cache_folder() -> Path:
     """Where what was read of upstream sources is remembered."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.path.expanduser(base)) / "launch" / "sources"
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # the XDG specification: a relative path does not count
+    folder = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~/.cache"))
+    return folder / "launch" / "sources"
 
 
 def digest(trees: Mapping[str, Tree], label: str) -> str | None:
@@ -222,7 +232,10 @@ def digest(trees: Mapping[str, Tree], label: str) -> str | None:
 def _reader() -> str:
     """What reads the sources, by content: another version of it may find other facts."""
     folder = Path(__file__).parent
-    files = ("reads", "conditions", "declarations", "schema", "sources", "signatures", "facts")
+    files = (
+        "reads", "walk", "expressions", "calls", "trace", "lookup", "flow", "conditions",
+        "declarations", "schema", "sources", "signatures", "facts",
+    )  # fmt: skip
     whole = hashlib.sha256()
     for name in files:
         with suppress(OSError):

@@ -158,6 +158,15 @@ def _options(stages: Sequence[str], backends: Sequence[str]) -> Json:
         ),
         "batch": _batch(),
         "expect": _expect(),
+        "on_violation": _one_of(
+            "on_violation",
+            options.ON_VIOLATION,
+            "what the run does when it is not what `expect` says: stop within the first steps, or warn",
+        ),
+        "on_hang": _one_of(
+            "on_hang", options.ON_HANG, "what the run does when nothing moves any more"
+        ),
+        "probe": _probe(),
         "name": {
             "type": ["string", "number", "boolean", "null"],
             "description": "the run's name; the file's where it is not set",
@@ -232,6 +241,33 @@ def _expect() -> Json:
         "description": "what the verdict holds the run to; `any` switches a point off",
         "properties": {point: _state(point, states) for point, states in options.EXPECT.items()},
         "additionalProperties": False,
+    }
+
+
+def _probe() -> Json:
+    number = {**_batch()["properties"]["global"]}
+    told = {
+        "within": "optimizer steps until what is expected must be proved",
+        "hang_factor": "times the median step without anything moving that make a hang",
+        "hang_seconds": "seconds without anything moving that a hang takes at least",
+    }
+    switch = _one_of(
+        "isolation", ("on", "off"), "test whether packed samples see each other",
+        [True, False, None], (*_TRUE, *_FALSE),
+    )  # fmt: skip
+    parts = {
+        "title": "probe",
+        "type": "object",
+        "properties": {
+            "isolation": switch,
+            **{key: {**number, "description": text} for key, text in told.items()},
+        },
+        "additionalProperties": False,
+    }
+    off = _enum("probe (switch)", ("on", "off"), [True, False, None], (*_TRUE, *_FALSE))
+    return {
+        "description": "how the probe watches the run; off starts upstream's script alone",
+        "anyOf": [parts, *off["anyOf"]],
     }
 
 

@@ -10,39 +10,26 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 
-from launcher.segments import BAR, BAR_BYTES, SEGMENT_BYTES, blocks, bounds, clean, text
-from launcher.tracebacks import FIRST_LINE, Tracebacks
+from launcher.patterns import Pattern, pattern
+from launcher.segments import SEGMENT_BYTES, Pieces, clean, opened, text
+from launcher.survey import KEPT_SIGNALS, SAMPLED, Hit, Survey, Surveyor
 
-LAST_BARS = 400  # of a block, looked through from its end
-KEPT_SIGNALS = 50  # of each name, first and last
+__all__ = ["Log", "Pattern", "Signal", "StepLine", "number", "pattern", "scan"]
+
 KEPT_STEPS = 50_000
+SAMPLED_STEPS = 10_000  # of more than that
+KEPT_BAD = 1_000  # steps that are not finite, whatever else is left out
 KEPT_ARGUMENTS = 2_000
 
-_WHOLE = re.compile(r"\.\d{4}|nan|inf")  # enough of a loss where the log is cut off
+_WHOLE = re.compile(rb"\.\d{4}|nan|inf")  # enough of a loss where the log is cut off
 _PAIR = re.compile(rb"'([^']+)': (?:'([^']*)'|([^,}']+))")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pattern:
-    """One line that means something: `regex` is tried only on segments that hold `needle`.
-
-    `where` names the upstream `file:line` that prints it.
-    """
-
-    name: str
-    needle: bytes
-    regex: re.Pattern[bytes]
-    where: str
-
-
-def pattern(name: str, needle: str, regex: str, where: str) -> Pattern:
-    """A `Pattern` from readable text; `regex` is searched for within one segment of a line."""
-    return Pattern(name=name, needle=needle.encode(), regex=re.compile(regex.encode()), where=where)
+_WORK = ("total_steps", "progress")  # signals after which a failure before them is of the past
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +62,10 @@ class Log:
     `asked` is the arguments dump, `asked_at` the line of each value, and `blocks` the dataclasses
     it shows; `total_steps` the announced or displayed number of optimizer steps; `last_bar` the
     (step, line) of the training bar's end; `begins` the line where the last run's dump begins;
-    `counts` how often each signal came.
+    `counts` how often each signal came, and `step_lines` how many lines of steps there are (every
+    rank's, in the whole file); both are guesses where they are many. Of each signal some of the first and last are kept. Of up to 50,000
+    step lines all are read; of more, some 10,000 at even distances, with the first, the last, and
+    those whose loss or gradient norm is not finite (of every 4 MiB the first 64 for sure).
     """
 
     path: Path
@@ -84,6 +74,7 @@ class Log:
     signals: tuple[Signal, ...]
     counts: Mapping[str, int]
     steps: tuple[StepLine, ...]
+    step_lines: int
     asked: Mapping[str, str]
     asked_at: Mapping[str, int]
     blocks: tuple[str, ...]
@@ -112,19 +103,31 @@ class Log:
 
 
 def scan(path: Path, patterns: Sequence[Pattern]) -> Log:
-    """Read a console log of any size, in pieces, into a `Log`.
+    """Read a console log of any size, in pieces, into a `Log`; it may be compressed by gzip.
 
-    Lines are counted by line feeds; carriage returns divide a line into segments. Raises OSError
-    if the file cannot be read; nothing in its content raises.
+    Lines are counted by line feeds; carriage returns divide a line into segments. A log that is
+    still written to is read as far as it goes now. Raises OSError if the file cannot be read;
+    nothing in its content raises.
     """
     reading = _Reading(patterns=tuple(patterns))
-    line, ended = 1, True
-    with path.open("rb") as file:
-        for block in blocks(file):
-            reading.take(block, line)
-            line += block.count(b"\n")
-            ended = block.endswith(b"\n")
-    return reading.log(path, line - 1 if ended else line)
+    with opened(path) as pieces:
+        line = 1
+        for survey in _surveys(pieces, reading.patterns):
+            reading.take(survey, line)
+            line += survey.feeds
+        return reading.log(path, line if pieces.cut_off else line - 1)
+
+
+def _surveys(pieces: Pieces, patterns: Sequence[Pattern]) -> list[Survey]:
+    """All pieces, surveyed: with every step line, or where they are too many evenly spaced ones."""
+    share = max(2, SAMPLED_STEPS // max(1, len(pieces)))
+    surveyor = Surveyor(pieces, patterns, share=share, most=KEPT_STEPS)
+    found = surveyor.all()
+    totals: Counter[int] = sum((Counter(survey.counts) for survey in found), Counter())
+    for at, survey in enumerate(found):
+        if any(n > share and totals[index] <= KEPT_STEPS for index, n in survey.counts.items()):
+            found[at] = surveyor.one(at, KEPT_STEPS)
+    return found
 
 
 def number(text: str | bytes | None) -> float | None:
@@ -155,61 +158,55 @@ class _Reading:
     entries: int = 0
     final_epoch: float | None = None
     bars: dict[int, tuple[int, int]] = field(default_factory=dict)
-    tracebacks: Tracebacks = field(default_factory=Tracebacks)
     begins: int = 1
     busy_line: int = 0
-    tail: bytes = b""
+    earlier_line: int = 0
+    step_lines: int = 0
 
-    def take(self, block: bytes, line: int) -> None:
+    def take(self, survey: Survey, line: int) -> None:
         """Take in one piece of the log; `line` is the number of its first line."""
-        done = self._follow(block, 0, line) if self.tracebacks.open else 0
-        at, here = 0, line
-        for start, end, found in self._hits(block):
-            here += block.count(b"\n", at, start)
-            at = start
-            if found is not None:
-                self._match(found, block, start, end, here)
-            elif start >= done:
-                done = self._follow(block, start, here)
-        self._bars(block, line)
-        self.tail = block[-BAR_BYTES:]
+        for index, count in survey.counts.items():
+            self.step_lines += count if self.patterns[index].name in SAMPLED else 0
+        for hit in survey.hits:
+            self._match(hit, line + hit.line)
+        for total, done, at in survey.bars:
+            if line + at >= self.begins and (total in self.bars or len(self.bars) < KEPT_SIGNALS):
+                self.bars[total] = (done, line + at)
 
-    def _hits(self, block: bytes) -> list[tuple[int, int, Pattern | None]]:
-        """Segments that hold a needle, in order; no pattern stands for a traceback's first line."""
-        found: list[tuple[int, int, int]] = []
-        for index, needle in enumerate((FIRST_LINE, *(p.needle for p in self.patterns))):
-            at = block.find(needle)
-            while at >= 0:
-                start, end = bounds(block, at)
-                if start >= 0:
-                    found.append((start, index, end))
-                at = block.find(needle, end)
-        return [(s, e, self.patterns[i - 1] if i else None) for s, i, e in sorted(found)]
-
-    def _match(self, found: Pattern, block: bytes, start: int, end: int, line: int) -> None:
-        segment = block[start:end]
-        match = found.regex.search(segment)
-        if match is None:
+    def _match(self, hit: Hit, line: int) -> None:
+        if hit.fields is not None:
+            self._keep("exception", hit, hit.fields, line)
             return
-        groups = {k: text(v) for k, v in match.groupdict().items() if v is not None}
-        if found.name == "arguments":
-            self._argument(groups, line)
+        found = self.patterns[hit.pattern]
+        match = found.regex.search(hit.segment)
+        if match is None:
+            self.entries += hit.skipped if found.name == "metrics" else 0
         elif found.name == "step":
-            if end < len(block) or _WHOLE.search(groups["loss"]):
-                self._step(groups, segment, line)
+            if hit.whole or _WHOLE.search(match["loss"]):
+                self._step(match, hit.segment, line)
         elif found.name == "metrics":
-            self._metrics(match["pairs"], block, start, end, line)
+            self._metrics(match["pairs"], hit, line)
         else:
+            groups = {k: text(v) for k, v in match.groupdict().items() if v is not None}
+            if found.name == "arguments":
+                self._argument(groups, line)
+                return
+            if found.name in _WORK:
+                self.earlier_line, self.busy_line = self.busy_line, line
             if found.name == "total_steps":
                 self.announced, self.highest = int(groups["total"]), 0
-            self._keep(found.name, segment, groups, line)
+            self._keep(found.name, hit, groups, line)
 
-    def _keep(self, name: str, segment: bytes, fields: Mapping[str, str], line: int) -> None:
+    def _keep(self, name: str, hit: Hit, fields: Mapping[str, str], line: int) -> None:
+        """Of many, the first ones, the first ones after the last work, and the last ones."""
         kept = self.kept.setdefault(name, [])
-        kept.append(Signal(name=name, line=line, text=clean(segment), fields=fields))
-        self.counts[name] = self.counts.get(name, 0) + 1
-        if len(kept) > 2 * KEPT_SIGNALS:
-            del kept[KEPT_SIGNALS]
+        kept.append(Signal(name=name, line=line, text=clean(hit.segment), fields=fields))
+        self.counts[name] = self.counts.get(name, 0) + 1 + hit.skipped
+        while len(kept) > 2 * KEPT_SIGNALS:
+            since = kept[0].line <= self.earlier_line < kept[KEPT_SIGNALS].line
+            if since and len(kept) <= 3 * KEPT_SIGNALS:
+                break
+            del kept[(2 if since else 1) * KEPT_SIGNALS]
 
     def _argument(self, groups: Mapping[str, str], line: int) -> None:
         """A line of the arguments dump: one value a line, a long list over several."""
@@ -244,82 +241,59 @@ class _Reading:
         self.asked, self.asked_at, self.bars = {}, {}, {}
         self.announced, self.final_epoch, self.highest, self.begins = None, None, 0, line
 
-    def _step(self, groups: Mapping[str, str], segment: bytes, line: int) -> None:
-        step, loss, aux = int(groups["step"]), number(groups["loss"]), number(groups.get("aux"))
+    def _step(self, match: re.Match[bytes], segment: bytes, line: int) -> None:
+        step, loss, aux = int(match["step"]), number(match["loss"]), number(match["aux"])
         if loss is None or step <= self.highest:  # every rank of DPO prints the same step
             return
         self.highest = step
         extra = {} if aux is None else {"aux_loss": aux}
-        numbers = {k: number(groups.get(k)) for k in ("lr", "tps")}
-        self._add(self.steps, step, loss, numbers, extra, segment, line)
+        rates = (number(match["lr"]), number(match["tps"]))
+        self._add(self.steps, step, loss, rates, extra, segment, line)
 
-    def _metrics(self, pairs: bytes, block: bytes, start: int, end: int, line: int) -> None:
+    def _metrics(self, pairs: bytes, hit: Hit, line: int) -> None:
         """One dict of HF Trainer; which step it belongs to is settled at the end (`_number`)."""
         numbers = {text(k): number(a or b) for k, a, b in _PAIR.findall(pairs)}
         values = {k: v for k, v in numbers.items() if v is not None}
         if "loss" not in values:
             self.final_epoch = values.get("epoch", self.final_epoch)
             return
-        lead = self.tail + block[:start] if start < BAR_BYTES else block[start - BAR_BYTES : start]
-        after = BAR.match(block, end, end + BAR_BYTES) or BAR.match(block, end + 1)
-        bar = after or next(iter(reversed(list(BAR.finditer(lead)))), None)
         if self.dicts and values.get("epoch", 0) < self.dicts[-1].extra.get("epoch", 0):
             self.dicts, self.shown = [], {}  # appended to an older run's log
             self.entries = 0
-        self.entries += 1
-        if bar:
-            self.shown[line] = (int(bar["done"]), int(bar["total"]))
-        loss, numbers = values.pop("loss"), {"lr": values.pop("learning_rate", None)}
-        self._add(self.dicts, self.entries, loss, numbers, values, block[start:end], line)
+        self.entries += 1 + hit.skipped
+        if hit.bar is not None:
+            self.shown[line] = hit.bar
+        loss, rates = values.pop("loss"), (values.pop("learning_rate", None), None)
+        self._add(self.dicts, self.entries, loss, rates, values, hit.segment, line)
 
     def _add(
         self,
         steps: list[StepLine],
         step: int,
         loss: float,
-        numbers: Mapping[str, float | None],
+        rates: tuple[float | None, float | None],
         extra: Mapping[str, float],
         segment: bytes,
         line: int,
     ) -> None:
-        self.busy_line = line
+        self.earlier_line, self.busy_line = self.busy_line, line
         steps.append(
             StepLine(
                 step=step,
                 loss=loss,
-                learning_rate=numbers.get("lr"),
-                tokens_per_second=numbers.get("tps"),
+                learning_rate=rates[0],
+                tokens_per_second=rates[1],
                 line=line,
                 text=clean(segment),
                 extra=extra,
             )
         )
         if len(steps) > KEPT_STEPS:  # memory is bounded: half of a longer run is let go
-            bad = next((s for s in steps if not isfinite(s.loss)), None)
-            steps[1:-1] = [s for i, s in enumerate(steps[1:-1]) if i % 2 or s is bad]
+            bad = [s.line for s in steps if not _sound(s)]
+            spared = set(bad[:KEPT_BAD])
+            inner = [s for i, s in enumerate(steps[1:-1]) if i % 2 or s.line in spared]
+            steps[1:-1] = inner
             self.shown = {s.line: self.shown[s.line] for s in steps if s.line in self.shown}
-
-    def _bars(self, block: bytes, line: int) -> None:
-        """Remember where each bar without a description stands last; training's has none."""
-        at, seen = len(block), set[int]()
-        for _ in range(LAST_BARS):
-            at = block.rfind(b"%|", 0, at)
-            if at < 0:
-                return
-            start, end = bounds(block, at)
-            bar = BAR.match(block[start:end]) if start >= 0 else None
-            if bar is None or (total := int(bar["total"])) in seen:
-                continue
-            seen.add(total)
-            if total in self.bars or len(self.bars) < KEPT_SIGNALS:
-                self.bars[total] = (int(bar["done"]), line + block.count(b"\n", 0, start))
-
-    def _follow(self, block: bytes, start: int, line: int) -> int:
-        """Follow open tracebacks to what was raised; the position reached."""
-        reached, raised = self.tracebacks.follow(block, start, line)
-        for found in raised:
-            self._keep("exception", found.segment, found.as_fields(), found.line)
-        return reached
 
     def log(self, path: Path, lines: int) -> Log:
         """What the whole file came to."""
@@ -337,6 +311,7 @@ class _Reading:
             signals=tuple(signals),
             counts=self.counts,
             steps=tuple(self.steps),
+            step_lines=self.step_lines,
             asked=self.asked,
             asked_at=self.asked_at,
             blocks=tuple(self.blocks),
@@ -358,8 +333,12 @@ class _Reading:
             if _rising([0, *shares]):
                 return shares
         last = self.bars.get(total or 0, (0, 0))[0]
-        every = max(1, round(last / max(1, len(self.dicts))))
+        every = max(1, round(last / max(1, self.entries)))
         return [s.step * every for s in self.dicts]
+
+
+def _sound(step: StepLine) -> bool:
+    return isfinite(step.loss) and isfinite(step.extra.get("grad_norm", 0.0))
 
 
 def _rising(values: Sequence[int]) -> bool:

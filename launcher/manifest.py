@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import machine
-from launcher.command import Command
+from launcher.command import Command, expectations
 from launcher.machine import Trainer
 from launcher.plan import Plan
 from launcher.redaction import redact
@@ -15,7 +15,13 @@ MANIFEST_VERSION = 1
 
 
 def manifest(
-    attempt: int, created: str, plan: Plan, command: Command, trainer: Trainer, output: Path | None
+    attempt: int,
+    created: str,
+    plan: Plan,
+    command: Command,
+    trainer: Trainer,
+    output: Path | None,
+    caches: list[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Every resolved field with who set it, the plan, the command and the versions of everything.
 
@@ -38,6 +44,7 @@ def manifest(
         "argv": list(command.argv),
         "env": sorted(command.env),
         "cwd": str(command.cwd),
+        "caches": caches or [],
         "upstream": stage.upstream.as_json(),
         "reworded": sorted(stage.schema.reworded),
         "launch_commit": machine.git_version(project),
@@ -51,16 +58,6 @@ def manifest(
         "findings": [finding.as_json() for finding in (*stage.findings, *plan.findings)],
     }
     return redact(whole)
-
-
-def expectations(plan: Plan) -> dict[str, str]:
-    """What the verdict will hold the run to: `expect:`, completed by what the arguments ask for."""
-    names, values = plan.stage.entry.names, plan.values
-    expected = {"loss": "finite", "memory": "ok", "finish": "completed"}
-    expected["liger"] = "engaged" if values.get(names.liger) else "off"
-    packed = bool(names.packing and values.get(names.packing))
-    expected["packing"] = "isolated" if packed else "off"
-    return {**expected, **plan.stage.options.expect}
 
 
 def _resolved(plan: Plan) -> dict[str, dict[str, Any]]:

@@ -3,13 +3,38 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
-from launcher.evidence import MEASURED, Evidence, ProbeStep
+from launcher.evidence import MEASURED, Event, Evidence, ProbeStep, RankRecord
 
 Row = dict[str, float]
 """One optimizer step: `step`, `finite`, and what is known of the rest."""
 
+PEAKS: tuple[tuple[str, float], ...] = (
+    # blackwell-datasheet: HGX B200 36 PFLOPS with sparsity on 8 GPUs, GB200 5 PFLOPS on each
+    (r"\bGB200\b", 2_500e12),
+    (r"\bB200\b", 2_250e12),
+    # nvidia.com/en-us/data-center/h200: 1,979 TFLOPS with sparsity, NVL 1,671
+    (r"\bH200 NVL\b", 835.5e12),
+    (r"\bG?H200\b", 989.5e12),
+    # nvidia.com/en-us/data-center/h100: SXM 1,979, NVL 1,671, PCIe 1,513 TFLOPS with sparsity
+    (r"\bH100 NVL\b", 835.5e12),
+    (r"\bH100 PCIe\b", 756.5e12),
+    (r"\bH[18]00\b", 989.5e12),
+    # nvidia-a100-datasheet: 312 TFLOPS, SXM and PCIe
+    (r"\bA[18]00\b", 312e12),
+    # l40s-datasheet: 362.05, l40: 181.05, l4: 242 with sparsity
+    (r"\bL40S\b", 362.05e12),
+    (r"\bL40\b", 181.05e12),
+    (r"\bL4\b", 121e12),
+    # a40-datasheet: 149.7, a10-datasheet: 125
+    (r"\bA40\b", 149.7e12),
+    (r"\bA10\b", 125e12),
+)
+"""Names of GPUs and their peak in dense bfloat16, FLOP/s, from NVIDIA's data sheets; first match wins."""
+
+_SUMMED = ("tokens", "positions", "wasted", "rows")
 _REWARDS = {
     "rewards_accuracy": ("rewards/accuracies", "rewards/accuracy"),
     "rewards_margin": ("rewards/margins", "rewards/margin"),
@@ -25,20 +50,114 @@ def losses(evidence: Evidence) -> tuple[float, ...]:
 
 def peak_allocated_gib(evidence: Evidence) -> float | None:
     """The peak of torch's allocated memory on the fullest rank."""
+    return _peak(evidence, "allocated_gib")
+
+
+def _peak(evidence: Evidence, name: str) -> float | None:
     ranks = evidence.probe.ranks.values() if evidence.probe else ()
-    peaks = [s.allocated_gib for r in ranks for s in r.steps if s.allocated_gib is not None]
+    peaks = [v for r in ranks for s in r.steps if (v := getattr(s, name)) is not None]
     return max(peaks, default=None)
 
 
+def memory_phases(evidence: Evidence) -> dict[str, dict[str, float]]:
+    """Memory at the end of each phase in GiB, each number that of the rank where it is largest.
+
+    The peaks are cumulative, because upstream reads the same counters and nobody resets them: a phase
+    whose peak is above that of the one before made it, any other stayed below.
+    """
+    phases: dict[str, dict[str, float]] = {}
+    for _, event in evidence.probe.events("memory") if evidence.probe else ():
+        phase = phases.setdefault(event.text("phase") or "?", {})
+        for name in event.fields:
+            value = event.number(name) if name.endswith("_gib") else None
+            if value is not None:
+                phase[name] = max(value, phase.get(name, value))
+    return phases
+
+
+def _steady(record: RankRecord) -> Sequence[ProbeStep]:
+    """The steps that tell the speed: without the first fifth, and those that followed a save.
+
+    The first step compiles, and the next few still fill caches; never more than 20 are left out.
+    """
+    warm = record.steps[min(20, max(1, len(record.steps) // 5)) :]
+    return [step for step in warm if not step.interrupted]
+
+
 def tokens_per_second(evidence: Evidence) -> float | None:
-    """Steady tokens a second of all ranks: without the first fifth, at least one step."""
+    """Steady tokens a second of all ranks, counted from the batches, padding left out."""
     rates = []
     for record in evidence.probe.ranks.values() if evidence.probe else ():
-        steady = record.steps[max(1, len(record.steps) // 5) :]
+        steady = _steady(record)
         seconds = math.fsum(s.seconds or 0.0 for s in steady)
         tokens = math.fsum(s.tokens or 0.0 for s in steady)
         rates.append(tokens / seconds if seconds > 0 else 0.0)
     return math.fsum(rates) if rates and all(rates) else None
+
+
+def _total(evidence: Evidence, name: str) -> float | None:
+    ranks = evidence.probe.ranks.values() if evidence.probe else ()
+    known = [v for r in ranks for s in r.steps if (v := getattr(s, name)) is not None]
+    return math.fsum(known) if known else None
+
+
+def _share(part: float | None, whole: float | None) -> float | None:
+    return None if part is None or not whole else part / whole
+
+
+def peak_flops(name: str | None) -> float | None:
+    """What a GPU of this name can do at most in dense bfloat16, in FLOP/s; None where not known."""
+    found = (flops for pattern, flops in PEAKS if re.search(pattern, name or "", re.IGNORECASE))
+    return next(found, None)
+
+
+def flops_per_token(model: Event, tokens_per_row: float | None) -> float | None:
+    """Of one training step, forward and backward, as the model needs them; recomputation is no need.
+
+    Six for each weight that is multiplied with and trained, four where it is frozen, and causal
+    attention over rows of that length. None for experts, of which only some work on a token.
+    """
+    size, trained = model.number("parameters"), model.number("trainable")
+    if size is None or trained is None or model.number("experts"):
+        return None
+    # a table that is only looked up multiplies nothing
+    looked_up = 0.0 if model.fields.get("tied") is True else model.number("embedding") or 0.0
+    frozen = size - trained
+    weights = 6 * (trained - looked_up) if not frozen else 6 * trained + 4 * (frozen - looked_up)
+    layers, hidden = model.number("layers"), model.number("hidden")
+    heads, width = model.number("heads"), model.number("head_dim")
+    across = heads * width if heads and width else hidden
+    attention = (
+        6 * layers * across * tokens_per_row if layers and across and tokens_per_row else 0.0
+    )
+    return weights + attention
+
+
+def mfu(evidence: Evidence) -> float | None:
+    """The share of the GPUs' peak that training needs at its steady speed; DPO's policy alone counts."""
+    speed, record = tokens_per_second(evidence), _first_rank(evidence)
+    model = record.first("model") if record else None
+    device = record.last("device") if record else None
+    peak = peak_flops(device.text("name") if device else None)
+    if speed is None or model is None or peak is None or evidence.probe is None:
+        return None
+    needed = flops_per_token(model, _share(_total(evidence, "tokens"), _total(evidence, "rows")))
+    return None if needed is None else needed * speed / (peak * len(evidence.probe.ranks))
+
+
+def _first_rank(evidence: Evidence) -> RankRecord | None:
+    ranks = evidence.probe.ranks if evidence.probe else {}
+    return ranks[min(ranks)] if ranks else None
+
+
+def _norms(evidence: Evidence) -> dict[str, float | None]:
+    """The gradient norm of the last step, and the largest."""
+    record = _first_rank(evidence)
+    norms = [s.grad_norm for s in record.steps if s.grad_norm is not None] if record else []
+    return {
+        "last_grad_norm": norms[-1] if norms else None,
+        "max_grad_norm": max(norms, default=None),
+    }
 
 
 def metrics(evidence: Evidence) -> dict[str, float | None]:
@@ -61,7 +180,12 @@ def metrics(evidence: Evidence) -> dict[str, float | None]:
         "min_loss": min(filter(math.isfinite, seen), default=None),
         "tokens_per_second": tokens_per_second(evidence),
         "logged_tokens_per_second": last.tokens_per_second if last else None,
+        "mfu": mfu(evidence),
+        "tokens_per_row": _share(_total(evidence, "tokens"), _total(evidence, "rows")),
+        "wasted_share": _share(_total(evidence, "wasted"), _total(evidence, "positions")),
+        **_norms(evidence),
         "peak_allocated_gib": peak_allocated_gib(evidence),
+        "peak_reserved_gib": _peak(evidence, "reserved_gib"),
         **rewards,
     }
 
@@ -69,8 +193,8 @@ def metrics(evidence: Evidence) -> dict[str, float | None]:
 def metrics_rows(evidence: Evidence) -> list[Row]:
     """One row a step, sorted: what the log says, and of the probe what the log does not know.
 
-    Tokens and positions are sums over the ranks, seconds and memory (GiB) the largest of them. A
-    number that is not finite is left out, and `finite` is then false.
+    Tokens, positions, wasted positions and rows are sums over the ranks, seconds and memory (GiB) the
+    largest of them. A number that is not finite is left out, and `finite` is then false.
     """
     rows = {row["step"]: row for row in _probe_rows(evidence)}
     for line in evidence.log.steps if evidence.log else ():
@@ -103,5 +227,5 @@ def _probe_row(number: int, steps: Sequence[ProbeStep]) -> Row:
         row["loss"] = math.fsum(losses) / len(losses)
     for key in MEASURED:
         if parts := [v for s in steps if (v := getattr(s, key)) is not None]:
-            row[key] = sum(parts) if key in ("tokens", "positions") else max(parts)
+            row[key] = sum(parts) if key in _SUMMED else max(parts)
     return row

@@ -6,7 +6,7 @@ in the backend's `Entry.acts`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from launcher import conditions
@@ -15,6 +15,7 @@ from launcher.errors import Finding, brief
 from launcher.schema import Read, Schema, Values
 
 _UNKNOWN = object()
+_FOLDER_AS_IT_IS = "do_not_randomize_output_dir"
 
 
 def find(values: Values, entry: Entry) -> Iterator[Finding]:
@@ -53,16 +54,20 @@ def refused(values: Values, entry: Entry) -> Iterator[Finding]:
             severity="error", layer="parser" if refusal.parsing else "run",
             code="refused-by-source", key=f"args.{given[0]}",
             message=f"{refusal.where} raises {refusal.error} where {shown(refusal.when)}",
-            help=", ".join(f"`{name}` is {brief(known[name])}" for name in names),
+            help=_state(names, known),
         )  # fmt: skip
 
 
 def effective(values: Values, entry: Entry) -> Mapping[str, Any]:
     """The values that the script will see as far as they are known; what launch derives included."""
     known: dict[str, Any] = {}
+    # what the plan decides, once the number of GPUs and the run's folder are known
+    later = {entry.names.output, entry.names.per_device, entry.names.accumulation, _FOLDER_AS_IT_IS}
     for name, one in values.schema.fields.items():
         if values.given(name):
             known[name] = values[name]
+        elif name in later:
+            known[name] = _UNKNOWN
         elif name in entry.derived:
             known[name] = entry.derived[name][0]
         else:
@@ -83,9 +88,7 @@ def condition_of(read: Read, entry: Entry) -> tuple[str, ...]:
 def _false(read: Read, known: Mapping[str, Any], entry: Entry) -> tuple[str, ...]:
     """The conditions of a read that these values do not meet."""
     return tuple(
-        c
-        for c in condition_of(read, entry)
-        if conditions.holds(c, known, _UNKNOWN) is False
+        c for c in condition_of(read, entry) if conditions.holds(c, known, _UNKNOWN) is False
     )
 
 
@@ -96,7 +99,10 @@ def _is_off(values: Values, name: str) -> bool:
 
 def _unread(schema: Schema, entry: Entry, name: str, *, idle: bool) -> Finding:
     shadow = schema.path.shadows.get(name)
-    code, message = "unread-key", f"`{name}` does nothing: no read found on the path of {schema.script}"
+    code, message = (
+        "unread-key",
+        f"`{name}` does nothing: no read found on the path of {schema.script}",
+    )
     if shadow is not None:
         code = "shadowed-key"
         message = (
@@ -112,7 +118,9 @@ def _unread(schema: Schema, entry: Entry, name: str, *, idle: bool) -> Finding:
 def instead(schema: Schema, entry: Entry, name: str) -> str:
     """What to write for an argument that does nothing, or who else would read it."""
     readers = [script for script, reads in schema.beside.items() if reads.get(name)]
-    told = f"delete the line: only {' and '.join(readers)} reads it" if readers else "delete the line"
+    told = (
+        f"delete the line: only {' and '.join(readers)} reads it" if readers else "delete the line"
+    )
     return entry.instead.get(name, told)
 
 
@@ -128,12 +136,18 @@ def _closed(
     way = tuple(c for c in closed[0] if c in everywhere) or closed[0]
     names = sorted({one for c in way for one in conditions.names(c)})
     where = ", ".join(dict.fromkeys(read.where for read in reads[:2]))
-    state = ", ".join(f"`{one}` is {_plain(known[one])}" for one in names)
+    state = _state(names, known)
     return Finding(
         severity="warning", layer="run", code="conditional-key", key=f"args.{name}",
         message=f"`{name}` does nothing here: it is read only where {shown(way)} ({where}), and {state}",
         help=entry.instead.get(name, "delete the line, or set what it needs"),
     )  # fmt: skip
+
+
+def _state(names: Iterable[str], known: Mapping[str, Any]) -> str:
+    """The values of these arguments, for people, as far as they are known."""
+    told = [(name, known[name]) for name in names if known[name] is not _UNKNOWN]
+    return ", ".join(f"`{name}` is {_plain(value)}" for name, value in told)
 
 
 def _plain(value: Any) -> str:

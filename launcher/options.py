@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from dataclasses import fields as parts_of
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,10 @@ from launcher.paths import expanded, is_file
 STAGES = ("sft", "dpo")
 PRECISIONS = ("no", "fp16", "bf16")
 DEEPSPEED = ("zero2", "zero2_fp32_comm", "zero3", "zero3_offload")
-_SHARED = ("mixed_precision", "batch", "expect", "name")
+ON_VIOLATION = ("stop", "warn")
+ON_HANG = ("report", "stop")
+_ON, _OFF = ("on", "yes", "true"), ("off", "no", "false")
+_SHARED = ("mixed_precision", "batch", "expect", "on_violation", "on_hang", "probe", "name")
 KEYS = ("stage", "backend", "deepspeed", *_SHARED, "args", "extends")
 WRAPPED_KEYS = ("script", "deepspeed_config", "num_gpus", *_SHARED)
 # as an override on a stage file it would say what --gpus says
@@ -53,8 +57,29 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """How the probe watches a run.
+
+    What is expected must be proved `within` so many optimizer steps. Packing is tested where
+    `isolation` is set. A run hangs when nothing moves for `hang_factor` times the median step and for
+    `hang_seconds` at least.
+    """
+
+    within: int = 3
+    isolation: bool = True
+    hang_factor: int = 20
+    hang_seconds: int = 300
+
+
+WATCHED = tuple(part.name for part in parts_of(Watch))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the stage file asks of launch itself. `deepspeed` is a file, or None for no DeepSpeed."""
+    """What the stage file asks of launch itself.
+
+    `deepspeed` is a file, or None for no DeepSpeed; `probe` is None where training runs without it.
+    """
 
     stage: str
     backend: str = "open_instruct"
@@ -63,6 +88,9 @@ class Options:
     mixed_precision: str | None = None
     batch: Batch | None = None
     expect: Mapping[str, str] = field(default_factory=dict)
+    on_violation: str = "stop"
+    on_hang: str = "report"
+    probe: Watch | None = Watch()
     name: str | None = None
     gpus: int | None = None
 
@@ -96,6 +124,8 @@ def read(
     return Options(
         stage=stage, backend=backend, deepspeed=deepspeed, deepspeed_name=name,
         mixed_precision=precision, batch=_batch(config, findings), expect=_expect(config, findings),
+        on_violation=_choice(config, "on_violation", ON_VIOLATION, findings),
+        on_hang=_choice(config, "on_hang", ON_HANG, findings), probe=_probe(config, findings),
         name=_name(config, findings), gpus=_gpus(config, findings),
     ), findings  # fmt: skip
 
@@ -264,6 +294,55 @@ def _expect(config: Config, findings: list[Finding]) -> dict[str, str]:
         else:
             expected[point] = state
     return expected
+
+
+def _choice(config: Config, key: str, names: tuple[str, ...], findings: list[Finding]) -> str:
+    """One of some words, the first where the file is silent."""
+    given = config.options.get(key)
+    if given is None:
+        return names[0]
+    if given not in names:
+        findings.append(_bad(config, key, f"`{key}` cannot be `{brief(given)}`", _one_of(names)))
+        return names[0]
+    return str(given)
+
+
+def _probe(config: Config, findings: list[Finding]) -> Watch | None:
+    """`probe: off`, or a mapping of what is to be changed of it; None for off."""
+    given = config.options.get("probe")
+    switch = _switch(given)
+    if given is None or switch is not None:
+        return None if switch is False else Watch()
+    if not isinstance(given, dict):
+        help = "`probe: off`, or for example `probe: {within: 5, isolation: off}`"
+        message = f"`probe` is `off` or a mapping, not `{brief(given)}`"
+        findings.append(_bad(config, "probe", message, help))
+        return Watch()
+    changed: dict[str, Any] = {}
+    for key, value in given.items():
+        name = f"probe.{key}"
+        if key == "isolation":
+            changed[key] = _switch(value)
+            wrong = f"`{name}` is on or off, not `{brief(value)}`"
+        elif key in WATCHED:
+            changed[key] = _whole(value) or None
+            wrong = f"`{name}` is a whole number above 0, not `{brief(value)}`"
+        else:
+            near = difflib.get_close_matches(str(key), WATCHED, n=1)
+            help = f"did you mean `{near[0]}`?" if near else _one_of(WATCHED)
+            findings.append(_bad(config, name, f"`{key}` is no part of `probe`", help))
+            continue
+        if value is not None and changed[key] is None:
+            findings.append(_bad(config, name, wrong))
+    return Watch(**{key: value for key, value in changed.items() if value is not None})
+
+
+def _switch(value: Any) -> bool | None:
+    """On or off, as YAML's own bool or in quotes; None for anything else."""
+    if isinstance(value, bool):
+        return value
+    words = {**dict.fromkeys(_ON, True), **dict.fromkeys(_OFF, False)}
+    return words.get(value.lower()) if isinstance(value, str) else None
 
 
 def _state(value: Any) -> str:

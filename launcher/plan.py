@@ -96,11 +96,15 @@ def make(stage: Stage, *, gpus: int, nodes: int = 1, output: Path | None = None)
         for name, number in ((names.per_device, per_device), (names.accumulation, accumulation)):
             if stage.args.get(name) is None:
                 derived[name] = Derived(value=number, why=why)
-    notes = [*_devices_and_deepspeed(stage, gpus, nodes)]
+    notes = [*_devices_and_deepspeed(stage, gpus, nodes), *_without_probe(stage, gpus)]
     for name, (value, why) in stage.entry.derived.items():
         if name not in stage.args:
             derived[name] = Derived(value=value, why=why)
             notes.append(_note(stage, name, value, why))
+    for name, value in _cpu_arguments(stage, gpus).items():
+        why = "without a GPU transformers refuses its defaults (transformers/training_args.py:1746)"
+        derived[name] = Derived(value=value, why=why)
+        notes.append(_note(stage, name, value, why))
     if names.output not in stage.args and output is not None:
         why = "the stage file names no place: inside the run folder"
         derived[names.output] = Derived(value=str(output), why=why)
@@ -124,6 +128,37 @@ def _note(stage: Stage, name: str, value: Any, why: str) -> Finding:
     return Finding(
         severity="note", layer="launch", code="derived", key=f"args.{name}",
         message=f"`{name}: {value}` is set by launch: {why}", file=str(stage.config.path),
+    )  # fmt: skip
+
+
+def _cpu_arguments(stage: Stage, gpus: int) -> dict[str, Any]:
+    """What TRL must be told on the CPU, where the stage file is silent."""
+    if gpus or stage.options.backend != "trl":
+        return {}
+    told: dict[str, Any] = {"use_cpu": True}
+    if stage.args.get("bf16") is None and stage.args.get("fp16") is None:
+        told["bf16"] = False
+    fields = stage.schema.fields
+    return {k: v for k, v in told.items() if k in fields and stage.args.get(k) is None}
+
+
+def _without_probe(stage: Stage, gpus: int) -> Iterator[Finding]:
+    """What is lost without the probe, and where upstream cannot even run without it."""
+    if stage.options.probe is not None:
+        return
+    origin = stage.config.origin("probe")
+    if not gpus and stage.options.backend == "open_instruct":
+        yield Finding(
+            severity="error", layer="run", code="probe-needed", key="probe",
+            message="the pinned scripts do not run on a CPU without what the probe supplies there "
+            "(memory counters, a process group)",
+            help="leave the probe on, or use GPUs", file=origin.file, line=origin.line,
+        )  # fmt: skip
+        return
+    yield Finding(
+        severity="note", layer="launch", code="no-probe", key="probe",
+        message="without the probe nothing that runs inside is counted, tested or enforced: the verdict "
+        "has the console log alone", file=origin.file, line=origin.line,
     )  # fmt: skip
 
 

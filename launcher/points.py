@@ -17,7 +17,7 @@ from launcher.backends.open_instruct_log import ATTENTION
 from launcher.ending import HELP, ending, fatal
 from launcher.evidence import Event, Evidence, ProbeStep, RankRecord
 from launcher.logs import Log, Signal, StepLine
-from launcher.measures import losses, peak_allocated_gib
+from launcher.measures import losses, memory_phases, peak_allocated_gib
 
 OPERATIONS = ("rms_norm", "rope", "swiglu", "fused_linear_cross_entropy", "preference_loss")
 TREND_LOSSES = 8  # fewer say nothing
@@ -30,6 +30,18 @@ _OOM_HELP = (
     "checkpointing on (SFT `gradient_checkpointing: true`, DPO `activation_memory_budget` < 1), "
     "or lower `max_seq_length`; with packing a micro-batch holds every token of its rows at once, "
     "so fewer rows (or `packing: false`) shrink it"
+)
+
+
+_LEAKING_HELP = (
+    "packed samples see each other: take an attention that keeps them apart (flash-attn), or "
+    "`packing: false`; TRL's `packing_strategy: wrapped` never does. open-instruct's DPO on SDPA: "
+    "transformers keeps no samples apart beside a cache, which "
+    "`additional_model_arguments: {use_cache: false}` switches off"
+)
+_STALE_HELP = (
+    "the cached log-probs are not those of the model that training starts from, or were computed "
+    "under another attention mask: remove the file, or give a fresh REFERENCE_LOGPROBS_CACHE_PATH"
 )
 
 
@@ -133,8 +145,11 @@ def _packing(evidence: Evidence, want: str | None) -> Seen:
     ):
         seen = _probe_state(evidence, name, states)
         if seen is not None:
+            help = {"help": _LEAKING_HELP} if seen.state == "leaking" else {}
+            reason = _untested(evidence) if seen.state == "on" else {}
             # `on` is no proof of isolation, and none against it
-            return replace(seen, proved=not (seen.state == "on" and want == "isolated"))
+            proved = not (seen.state == "on" and want == "isolated")
+            return replace(seen, proved=proved, detail={**seen.detail, **help, **reason})
     log = evidence.log
     said = log.all("packing") if log else ()
     asked = log.asked.get("packing") if log else None
@@ -143,6 +158,14 @@ def _packing(evidence: Evidence, want: str | None) -> Seen:
         return Seen(state="on", proved=want != "isolated", cites=cites)
     cites = _of_asked(log, "packing")
     return Seen(state="off" if cites else "unknown", proved=bool(cites), cites=cites)
+
+
+def _untested(evidence: Evidence) -> dict[str, object]:
+    """Why isolation was not measured, where the probe says so."""
+    for _, event in evidence.probe.events("packing_isolation") if evidence.probe else ():
+        if (reason := event.text("reason")) is not None:
+            return {"reason": f"isolation was not tested: {reason}"}
+    return {}
 
 
 def _attention(evidence: Evidence, want: str | None) -> Seen:
@@ -174,6 +197,8 @@ def _reference_cache(evidence: Evidence, _want: str | None) -> Seen:
     missed = evidence.log.all("reference_missed") if evidence.log else ()
     found = evidence.log.all("reference_hit") if evidence.log else ()
     lines = ("reference_missed", "reference_hit")
+    if seen is not None and seen.state == "stale":
+        seen = replace(seen, detail={**seen.detail, "help": _STALE_HELP})
     return seen or _cache_logged(evidence.log, missed, found, sure=not evidence.rewords(*lines))
 
 
@@ -222,10 +247,25 @@ def _loss(evidence: Evidence, _want: str | None) -> Seen:
         # a rank that is known tells more than a logged mean of the same step
         first = min(bad, key=lambda b: (b[0], b[1] is None, b[1] or 0))
         detail |= {"first_step": first[0], "rank": first[1], "nonfinite": len(bad)}
+        detail |= _last_finite(evidence, first[0], first[1])
         return Seen(state="nonfinite", cites=tuple(b[2] for b in bad), detail=detail)
     if not losses(evidence):
         return Seen(state="none_logged", proved=False, detail=detail)
     return Seen(state="finite", cites=_of_losses(evidence), detail=detail)
+
+
+def _last_finite(evidence: Evidence, step: int, rank: int | None) -> dict[str, object]:
+    """What it was that was not finite, and the last values before, as that rank saw them."""
+    told: dict[str, object] = {}
+    for record, event in evidence.probe.events("nonfinite") if evidence.probe else ():
+        if record.rank == rank and event.number("step") == step:
+            told = {"what": event.text("what"), "value": event.text("value")}
+    records = evidence.probe.ranks.values() if evidence.probe else ()
+    before = [s for r in records if r.rank == rank for s in r.steps if s.step < step and s.finite]
+    if before:
+        last = before[-1]
+        told["last_finite"] = {"step": last.step, "loss": last.loss, "grad_norm": last.grad_norm}
+    return told
 
 
 def _nonfinite(line: StepLine) -> bool:
@@ -265,6 +305,8 @@ def trend(series: Sequence[float]) -> tuple[float, float]:
 def _memory(evidence: Evidence, _want: str | None) -> Seen:
     log, peak = evidence.log, peak_allocated_gib(evidence)
     detail: dict[str, object] = {"peak_allocated_gib": peak}
+    if phases := memory_phases(evidence):
+        detail["phases"] = phases
     error = ending(evidence).error or {}
     told = fatal(log, "oom") if log else ()
     if not told and not re.search(r"OutOfMemory|out of memory", " ".join(error.values())):
@@ -288,7 +330,8 @@ def _finish(evidence: Evidence, _want: str | None) -> Seen:
     detail |= {k: v for k, v in told.items() if v is not None}
     if end.reason is not None:
         detail["help"] = HELP[end.reason]
-    cites = list(_of_signals(log, end.lines))
+    cites = [_of_event(*evidence.stopped)] if evidence.stopped else []
+    cites += _of_signals(log, end.lines)
     if log and log.steps:
         cites.append(_of_line(log, log.steps[-1]))
     if saved is not None:

@@ -126,7 +126,10 @@ def _comment(text: str) -> str:
 
 
 def verdict(judged: Verdict) -> None:
-    """The verdict as a table of points, then the figures."""
+    """Why the run stopped itself, if it did; then the verdict as a table of points, and the figures."""
+    if judged.stopped is not None:
+        head = typer.style("stopped", fg="red", bold=True)
+        typer.echo(f"{head}: {judged.stopped}")
     status = typer.style(judged.status, fg=_STATUS[judged.status], bold=True)
     typer.echo(f"verdict: {status}  ({judged.stage or 'unknown stage'}, {judged.steps or 0} steps)")
     for point in judged.points:

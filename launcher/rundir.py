@@ -172,7 +172,7 @@ def _newest_first(root: Path) -> Iterator[RunFolder]:
 
 def create(
     folder: RunFolder, attempt: int, plan: Plan, command: Command, trainer: Trainer,
-    output: Path | None,
+    output: Path | None, caches: list[dict[str, Any]] | None = None,
 ) -> None:  # fmt: skip
     """Make the folder, write the manifest, enter the run in the index.
 
@@ -180,7 +180,9 @@ def create(
     """
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
-        write_json(folder.manifest, manifest(attempt, now(), plan, command, trainer, output))
+        write_json(
+            folder.manifest, manifest(attempt, now(), plan, command, trainer, output, caches)
+        )
     except OSError as error:
         raise not_writable(folder.path, error.strerror) from None
     _enter_in_index(folder)

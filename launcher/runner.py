@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -46,6 +46,7 @@ def run(
     attempt: int,
     tick: Callable[[], None] | None = None,
     lock: int | None = None,
+    held: Sequence[int] = (),
 ) -> Exit:
     """Run to the end; INT and TERM to the launcher stop every process of the run, HUP none.
 
@@ -57,7 +58,7 @@ def run(
     stop = _Stop()
     with stop.listening():
         try:
-            child = _start(command, folder, attempt, lock)
+            child = _start(command, folder, attempt, (*held, *(() if lock is None else (lock,))))
         except (OSError, ValueError) as error:
             _record(folder, _ended(127, None, started, attempt))
             raise NotReady(_not_started(command, error)) from None
@@ -72,7 +73,7 @@ def run(
 
 
 def _start(
-    command: Command, folder: RunFolder, attempt: int, lock: int | None
+    command: Command, folder: RunFolder, attempt: int, locks: Sequence[int]
 ) -> subprocess.Popen[bytes]:
     environment = {
         **os.environ, **command.env, "LAUNCH_ATTEMPT": str(attempt), process.MARK: str(folder.path),
@@ -81,7 +82,7 @@ def _start(
         return subprocess.Popen(
             command.argv, env=environment, cwd=command.cwd, stdin=subprocess.DEVNULL,
             stdout=console, stderr=subprocess.STDOUT, start_new_session=True,
-            pass_fds=() if lock is None else (lock,),
+            pass_fds=tuple(locks),
         )  # fmt: skip
 
 

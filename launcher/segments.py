@@ -1,4 +1,4 @@
-"""Bytes of a console file of any size -> pieces, and the segments that lie in them.
+"""A console file of any size -> `Pieces` of it, and the segments that lie in them.
 
 A segment is what stands between line feeds or carriage returns: a progress bar redraws itself
 behind a carriage return, so that one physical line may hold thousands of segments.
@@ -6,13 +6,17 @@ behind a carriage return, so that one physical line may hold thousands of segmen
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
-from typing import BinaryIO
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
 
-BLOCK_BYTES = 1 << 20
+PIECE_BYTES = 4 << 20
 SEGMENT_BYTES = 1 << 16  # as much of one segment as is ever looked at
 BAR_BYTES = 2_000  # a bar on a wide terminal
+BEYOND_BYTES = 1 << 18  # of a piece, for what is still open where it ends
 TEXT_CHARS = 300
 
 # Training's bar is the one without a description before the percentage.
@@ -21,29 +25,110 @@ BAR = re.compile(
 )
 _ANSI = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\r\n]*(?:\x07|\x1b\\)?|[@-Z\\^_])")
 _LEADING_BAR = re.compile(r"^[^|]{0,120}%\|[^|]*\|[^\[]{1,40}\[[^\]]*\]")
+_GZIP = b"\x1f\x8b"
+_FIRST_LOOK = 1 << 12
 
 
-def blocks(file: BinaryIO) -> Iterator[bytes]:
-    """Pieces that end where a segment ends, without colour codes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """The segments that begin in one part of the file, whole, without colour codes.
 
-    A segment of any length costs bounded memory: of one that fills a whole piece only the first
-    64 KiB are kept. Line feeds are never lost, so that they can be counted.
+    Of a segment that reaches far beyond the part only the first 64 KiB are here; `gap` is the line
+    feeds (0 or 1) that stand between here and where the next piece begins.
     """
-    carry = b""
-    while data := file.read(BLOCK_BYTES):
-        data = carry + data
-        cut = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
-        carry = data[cut:] if cut else data[:SEGMENT_BYTES]
-        if cut:
-            yield _plain(data[:cut])
-    if carry:
-        yield _plain(carry)
+
+    block: bytes
+    gap: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """A file as it was when it was opened: what is written to it later is not read.
+
+    Every piece can be read by itself and by any process; a file that was cut short since gives
+    less.
+    """
+
+    file: int
+    size: int
+
+    def __len__(self) -> int:
+        return -(-self.size // PIECE_BYTES)
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether the last line has no end."""
+        return self.size > 0 and self._read(self.size - 1, 1) != b"\n"
+
+    def read(self, index: int) -> Piece:
+        """The piece of this index, empty where no segment begins in it."""
+        at = index * PIECE_BYTES
+        stop = min(at + PIECE_BYTES, self.size)
+        begin = self._edge(at, stop)
+        if begin is None:
+            return Piece(block=b"", gap=0, begin=stop, end=stop)
+        end = self._edge(stop, self.size)
+        end = self.size if end is None else end
+        kept = min(end, stop + SEGMENT_BYTES)
+        block = _plain(self._read(begin, kept - begin))
+        gap = int(kept < end and self._read(end - 1, 1) == b"\n")
+        return Piece(block=block, gap=gap, begin=begin, end=end)
+
+    def before(self, piece: Piece) -> bytes:
+        """What stands right before a piece, as much as a progress bar takes."""
+        start = max(0, piece.begin - BAR_BYTES)
+        return _plain(self._read(start, piece.begin - start))
+
+    def beyond(self, piece: Piece) -> bytes:
+        """What follows a piece."""
+        return _plain(self._read(piece.end, BEYOND_BYTES))
+
+    def _edge(self, at: int, stop: int) -> int | None:
+        """Where the first segment begins that does so between `at` and `stop`."""
+        if at == 0 or at >= self.size:
+            return at
+        at, length = at - 1, _FIRST_LOOK
+        while at < stop - 1 and (data := self._read(at, min(length, stop - 1 - at))):
+            feed = data.find(b"\n")
+            carriage = data.find(b"\r", 0, feed if feed >= 0 else len(data))
+            if (first := carriage if carriage >= 0 else feed) >= 0:
+                return at + first + 1
+            at, length = at + len(data), PIECE_BYTES // 4
+        return None
+
+    def _read(self, at: int, length: int) -> bytes:
+        return os.pread(self.file, min(length, self.size - at), at)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Pieces]:
+    """The pieces of a file, of a compressed one those of what it holds. Raises OSError."""
+    with path.open("rb") as file:
+        magic = os.pread(file.fileno(), len(_GZIP), 0)
+        if magic != _GZIP:
+            yield Pieces(file=file.fileno(), size=os.fstat(file.fileno()).st_size)
+            return
+        import gzip
+        import tempfile
+        import zlib
+
+        with tempfile.TemporaryFile() as plain:
+            # one that is cut off or damaged gives what could be read of it
+            with suppress(EOFError, zlib.error, gzip.BadGzipFile), gzip.open(file) as packed:
+                while data := packed.read1(SEGMENT_BYTES):
+                    plain.write(data)
+            plain.flush()
+            yield Pieces(file=plain.fileno(), size=os.fstat(plain.fileno()).st_size)
 
 
 def bounds(block: bytes, at: int) -> tuple[int, int]:
     """Start and end of the segment around `at`; start is -1 where it begins too far back."""
     low = max(0, at - SEGMENT_BYTES)
-    start = max(block.rfind(b"\n", low, at), block.rfind(b"\r", low, at)) + 1
+    feed = block.rfind(b"\n", low, at)
+    carriage = block.rfind(b"\r", max(low, feed), at)
+    start = max(feed, carriage) + 1
     if start == 0 and low > 0:
         return -1, at + 1
     high = min(len(block), start + SEGMENT_BYTES)
@@ -67,4 +152,5 @@ def clean(segment: bytes) -> str:
 
 
 def _plain(block: bytes) -> bytes:
-    return _ANSI.sub(b"", block) if b"\x1b" in block else block
+    """Without colour codes."""
+    return b"".join(_ANSI.split(block)) if b"\x1b" in block else block  # faster than `sub`

@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from launcher.arguments import placed

@@ -63,7 +63,8 @@ def find_package(name: str, search: tuple[Path, ...] | None = None) -> Path | No
 class Module:
     """One parsed file: where each name comes from, its classes, functions and constants.
 
-    `label` is `package/path/below.py`; `modules` are names that stand for a whole module.
+    `label` is `package/path/below.py`; `modules` are names that stand for a whole module, `stars` are
+    modules all of whose names are imported.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Module:
     tree: ast.Module
     imports: dict[str, tuple[str, str]] = field(default_factory=dict)
     modules: dict[str, str] = field(default_factory=dict)
+    stars: list[str] = field(default_factory=list)
     classes: dict[str, ast.ClassDef] = field(default_factory=dict)
     functions: dict[str, ast.FunctionDef | ast.AsyncFunctionDef] = field(default_factory=dict)
     constants: dict[str, ast.expr] = field(default_factory=dict)
@@ -85,6 +87,9 @@ class Module:
         match node:
             case ast.ImportFrom(names=names):
                 origin = _absolute(node, self.package)
+                if names[0].name == "*":
+                    self.stars.append(origin)
+                    return
                 for alias in names:
                     self._unbind(alias.asname or alias.name)
                     self.imports[alias.asname or alias.name] = (origin, alias.name)
@@ -137,16 +142,25 @@ class Sources:
 
     def resolve(self, module: Module, name: str) -> tuple[Module, str] | None:
         """Where `name`, used in `module`, is defined, followed over files (at most 20 steps)."""
-        for _ in range(20):
-            if name in module.classes or name in module.constants or name in module.functions:
-                return module, name
-            if name not in module.imports:
-                return None
+        return self._resolve(module, name, 20)
+
+    def _resolve(self, module: Module, name: str, steps: int) -> tuple[Module, str] | None:
+        if name in module.classes or name in module.constants or name in module.functions:
+            return module, name
+        if not steps:
+            return None
+        if name in module.imports:
             origin, original = module.imports[name]
             following = self.module(origin)
-            if following is None:
-                return None
-            module, name = following, original
+            return None if following is None else self._resolve(following, original, steps - 1)
+        if name.startswith("_"):
+            return None
+        for origin in reversed(module.stars):
+            following = self.module(origin)
+            if following is not None and following is not module:
+                found = self._resolve(following, name, min(steps, 4) - 1)
+                if found is not None:
+                    return found
         return None
 
     def resolve_class(
@@ -162,8 +176,8 @@ class Sources:
                 return None
         if isinstance(node, ast.Name):
             found = self.resolve(module, node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            owner = self.named_module(module, node.value.id)
+        elif isinstance(node, ast.Attribute):
+            owner = self.module_of(module, node.value)
             found = None if owner is None else self.resolve(owner, node.attr)
         if found is None or found[1] not in found[0].classes:
             return None
@@ -175,6 +189,19 @@ class Sources:
             return self.module(module.modules[name])
         origin, original = module.imports.get(name, ("", ""))
         return self.module(f"{origin}.{original}") if origin else None
+
+    def submodule(self, owner: Module, name: str) -> Module | None:
+        """`name` of a module, where that is a module itself: imported there, or a file below it."""
+        return self.named_module(owner, name) or self.module(f"{owner.name}.{name}")
+
+    def module_of(self, module: Module, node: ast.expr) -> Module | None:
+        """The module that `a` or `a.b` stands for."""
+        if isinstance(node, ast.Name):
+            return self.named_module(module, node.id)
+        if isinstance(node, ast.Attribute):
+            owner = self.module_of(module, node.value)
+            return None if owner is None else self.submodule(owner, node.attr)
+        return None
 
     def linearised(self, module: Module, node: ast.ClassDef) -> list[tuple[Module, ast.ClassDef]]:
         """The class and its bases over all files, base first: the order dataclasses collect in."""
@@ -227,6 +254,10 @@ class Sources:
         module = Module(name, label, tree)
         for node in top_level(tree):
             module.bind(node)
+        if module.stars:
+            # packages that load lazily name hundreds of modules for type checkers alone
+            skipped = _for_checkers(tree, module)
+            module.stars = [star for star in module.stars if star not in skipped]
         return module
 
 
@@ -241,6 +272,17 @@ def top_level(tree: ast.Module) -> Iterator[ast.stmt]:
         elif isinstance(node, ast.Try):
             handlers = [statement for handler in node.handlers for statement in handler.body]
             waiting[:0] = [*handlers, *node.orelse, *node.finalbody, *node.body]
+
+
+def _for_checkers(tree: ast.Module, module: Module) -> set[str]:
+    """The modules whose names are all imported under `if TYPE_CHECKING:` only."""
+    blocks = [n for n in tree.body if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)]
+    return {
+        _absolute(node, module.package)
+        for block in blocks
+        for node in block.body
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
+    }
 
 
 def _absolute(node: ast.ImportFrom, package: str) -> str:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher import (
+    cache_folders,
+    caches,
     check,
     claim,
     command,
@@ -47,6 +49,7 @@ class Request:
     checkout: Path | None = None
     allow_unpinned: bool = False
     strict: bool = False
+    probe: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +62,7 @@ class Prepared:
     folder: RunFolder
     attempt: int
     output: Path | None
+    caches: tuple[caches.Cache, ...] = ()
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -93,6 +97,8 @@ def prepare(request: Request, *, running: bool) -> Prepared:
     locator.search = trainer.path
     judged = stages.judge(loaded, stage=request.stage, locator=locator, running=running)
     stage = stages.validate(judged, strict=request.strict)
+    if not request.probe:
+        stage = replace(stage, options=replace(stage.options, probe=None))
     gpus = _gpus(request.gpus, stage)
     root = rundir.runs_root()
     # what launch derives does not move an output that the stage file names
@@ -103,24 +109,35 @@ def prepare(request: Request, *, running: bool) -> Prepared:
     try:
         made = plan.make(stage, gpus=gpus, nodes=request.nodes, output=folder.path / "model")
         made = _in_situation(made, trainer, folder if attempt > 1 else None, running=running)
-        if errors(made.findings, strict=request.strict):
-            raise InvalidConfig(made.findings)
         if running:
             doctor.require_ready(made, trainer)
+        held = caches.derive(made, trainer.packages, running=running)
+        made = caches.applied(made, held)
+        if running:
+            last = plan.output_folder(made)
+            where = None if last is None else last.absolute()
+            said = caches.findings(made, held, output=where)
+            made = replace(made, findings=(*made.findings, *said))
+        if errors(made.findings, strict=request.strict):
+            raise InvalidConfig(made.findings)
     except LaunchError:
         rundir.release(folder)
         raise
-    built = command.build(made, trainer, folder.path, environ=os.environ)
+    built = command.build(
+        made,
+        trainer,
+        folder.path,
+        environ=os.environ,
+        caches=caches.environment(held),
+    )
     final = plan.output_folder(made)
     return Prepared(
         plan=made, command=built, trainer=trainer, folder=folder, attempt=attempt,
-        output=None if final is None else final.absolute(),
+        output=None if final is None else final.absolute(), caches=held,
     )  # fmt: skip
 
 
-def _in_situation(
-    made: Plan, trainer: Trainer, before: RunFolder | None, *, running: bool
-) -> Plan:
+def _in_situation(made: Plan, trainer: Trainer, before: RunFolder | None, *, running: bool) -> Plan:
     """The plan with what this machine, its packages and the output folder have to say of it."""
     if not running:
         # a dry run may be made anywhere: what lies here and is installed here says nothing
@@ -150,16 +167,30 @@ def run(prepared: Prepared) -> runner.Exit:
     """Make the run folder, train to the end; raises NotReady where another run holds the place."""
     folder, attempt, planned = prepared.folder, prepared.attempt, prepared.plan
     try:
-        with claim.claimed(folder, attempt, prepared.output) as lock:
+        config_path = planned.stage.config.path
+        with (
+            claim.claimed(folder, attempt, prepared.output) as lock,
+            cache_folders.held(prepared.caches, folder, attempt, config=config_path) as locks,
+        ):
             rundir.create(
-                folder, attempt, planned, prepared.command, prepared.trainer, prepared.output
+                folder,
+                attempt,
+                planned,
+                prepared.command,
+                prepared.trainer,
+                prepared.output,
+                [one.as_json() for one in prepared.caches],
             )
             view = View(
                 planned.title, folder.console(attempt),
                 folder.probe, planned.steps, terminal=sys.stderr.isatty(), world=planned.processes,
             )  # fmt: skip
             with view.showing():
-                return runner.run(prepared.command, folder, attempt, view.tick, lock)
+                ended = runner.run(prepared.command, folder, attempt, view.tick, lock, locks)
+            # data edited between our look and upstream's: what was kept of them belongs to neither
+            again = caches.derive(planned, prepared.trainer.packages, running=False)
+            cache_folders.discard_spoiled(prepared.caches, again)
+            return ended
     finally:
         # the folder that was reserved, if nothing came of it
         rundir.release(folder)
@@ -191,7 +222,7 @@ def finish(folder: RunFolder) -> check.Verdict:
         rundir.write_json(folder.verdict, judged.as_json())
         rows = measures.metrics_rows(found)
         rundir.write_text(folder.metrics, "".join(rundir.json_line(row) for row in rows))
-        rundir.write_text(folder.report, page.render(manifest, judged))
+        rundir.write_text(folder.report, page.render(manifest, judged, found, folder.path))
     return judged
 
 
@@ -199,7 +230,7 @@ def exit_code(ended: runner.Exit | None, verdict: check.Verdict, *, allow_unprov
     """The documented exit code of a run that ended so, or of a verdict alone."""
     if ended is not None and ended.stopped is not None:
         return Exit.INTERRUPTED
-    if ended is not None and ended.returncode:
+    if ended is not None and ended.returncode and verdict.stopped is None:
         return Exit.TRAINING
     if verdict.status == "pass" or (verdict.status == "unproven" and allow_unproven):
         return Exit.OK

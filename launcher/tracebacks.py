@@ -12,6 +12,7 @@ from launcher.segments import SEGMENT_BYTES, text
 
 FIRST_LINE = b"Traceback (most recent call last):"
 MOST_LINES = 2_000
+BEFORE_BYTES = 1_000  # of the log before a traceback, which say what it belongs to
 
 _RANK = re.compile(rb"(?:\[(?:rank|default)\d+\]: ?)+|\d{1,4}: ")
 _FRAME = re.compile(rb'\s+File "(?P<file>[^"]+)", line (?P<line>\d+)')
@@ -20,16 +21,19 @@ _RAISED = re.compile(
     rb"|\w*(?:Error|Exception|Interrupt|Exit|Warning|Failure|Timeout|StopIteration|Fault))"
     rb"(?::(?P<message>.*))?$"
 )
-# What stands before a traceback that ends no process.
-_HARMLESS = re.compile(rb"Exception ignored in|--- Logging error ---|Exception in thread")
+# The line before a traceback that ends no process.
+_HARMLESS = re.compile(rb"Exception ignored |--- Logging error ---|Exception in thread")
 _CHAINED = re.compile(rb"During handling of the above|The above exception was the direct cause")
+# What a worker raised, told behind what its parent raised because of it.
+_OF_WORKER = b"Original " + FIRST_LINE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Raised:
     """The last line of a traceback; `at` is the innermost frame's `file:line`.
 
-    `chained` says that it was raised while the exception before it was being handled.
+    `chained` says that it belongs to the exception before it: raised while that was being handled,
+    or what a worker process had raised at first.
     """
 
     type: str
@@ -48,52 +52,82 @@ class Raised:
 
 
 @dataclass(slots=True, kw_only=True)
-class Tracebacks:
-    """The tracebacks that are open where a piece of the log ends: (innermost frame, chained)."""
+class _Open:
+    """A traceback of which the end has not been seen yet."""
 
-    open: dict[bytes, tuple[str, bool]] = field(default_factory=dict)
+    chained: bool
+    harmless: bool
+    at: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Tracebacks:
+    """The tracebacks that are open, by their rank's prefix, and what each rank said last."""
+
+    open: dict[bytes, _Open] = field(default_factory=dict)
+    said: dict[bytes, bytes] = field(default_factory=dict)
     followed: int = 0
 
-    def follow(self, block: bytes, start: int, line: int) -> tuple[int, list[Raised]]:
+    def recall(self, before: bytes) -> None:
+        """Take in what stands before the first line of a traceback."""
+        for segment in re.split(rb"[\r\n]", before[-BEFORE_BYTES:]):
+            self._say(segment.rstrip())
+
+    def follow(
+        self, block: bytes, start: int, line: int, *, opening: bool = True
+    ) -> tuple[int, list[Raised]]:
         """Read on from `start`, in line `line`, until every open traceback says what was raised.
 
-        Gives the position reached and what was raised on the way.
+        Gives the position reached and what was raised on the way. With `opening` False no other
+        traceback is opened by its first line.
         """
-        before = block[max(0, start - 300) : start]
-        chained, harmless = bool(_CHAINED.search(before)), bool(_HARMLESS.search(before))
         raised: list[Raised] = []
         while start < len(block):
             stop = block.find(b"\n", start)
             stop = stop if stop >= 0 else len(block)
             for segment in block[start : min(stop, start + SEGMENT_BYTES)].split(b"\r"):
-                raised += self._line(segment.rstrip(), chained, line)
+                raised += self._line(segment.rstrip(), line, opening)
             start, line, self.followed = stop + 1, line + 1, self.followed + 1
             if self.followed > MOST_LINES:
                 self.open.clear()
             if not self.open:
                 break
-        return start, [] if harmless else raised
+        return start, raised
 
-    def _line(self, segment: bytes, chained: bool, line: int) -> list[Raised]:
+    def _say(self, segment: bytes) -> tuple[bytes, bytes]:
         prefix = rank[0] if (rank := _RANK.match(segment)) else b""
         body = segment[len(prefix) :]
+        if body and FIRST_LINE not in body:
+            self.said[prefix] = body
+        return prefix, body
+
+    def _line(self, segment: bytes, line: int, opening: bool) -> list[Raised]:
+        before = dict(self.said) if FIRST_LINE in segment else {}
+        prefix, body = self._say(segment)
         if FIRST_LINE in body:
-            self.open[prefix], self.followed = ("", chained), 0
-        elif prefix in self.open:
-            at, chained = self.open[prefix]
+            if opening:
+                said = before.get(prefix, b"")
+                chained = _OF_WORKER in body or bool(_CHAINED.search(said))
+                self.open[prefix] = _Open(chained=chained, harmless=bool(_HARMLESS.search(said)))
+                self.followed = 0
+            else:
+                self.open.pop(prefix, None)
+        elif found := self.open.get(prefix):
             if frame := _FRAME.match(body):
-                self.open[prefix] = (f"{text(frame['file'])}:{text(frame['line'])}", chained)
-            elif found := _RAISED.match(body):
+                found.at = f"{text(frame['file'])}:{text(frame['line'])}"
+            elif end := _RAISED.match(body):
                 del self.open[prefix]
-                return [
-                    Raised(
-                        type=text(found["type"]),
-                        message=text(found["message"] or b""),
-                        at=at,
-                        rank=text(re.sub(rb"\D", b"", prefix)),
-                        chained=chained,
-                        line=line,
-                        segment=segment,
-                    )
-                ]
+                return [] if found.harmless else [_raised(end, found, prefix, line, segment)]
         return []
+
+
+def _raised(end: re.Match[bytes], found: _Open, prefix: bytes, line: int, segment: bytes) -> Raised:
+    return Raised(
+        type=text(end["type"]),
+        message=text(end["message"] or b""),
+        at=found.at,
+        rank=text(re.sub(rb"\D", b"", prefix)),
+        chained=found.chained,
+        line=line,
+        segment=segment,
+    )

@@ -124,35 +124,12 @@ def test_only_what_is_added_is_in_the_environment() -> None:
     probe = json.loads(made.env["LAUNCH_PROBE"])
     assert probe == {
         "target": "/source/open_instruct/finetune.py", "out": "/run/probe", "cpu": False,
-        "backend": "open_instruct",
+        "backend": "open_instruct", "stage": "sft", "packed": True,
+        "expect": {"loss": "finite", "liger": "engaged", "packing": "isolated", "dataset_cache": "any"},
+        "on_violation": "stop", "on_hang": "report", "within": 3, "isolation": True,
+        "hang_factor": 20, "hang_seconds": 300,
     }  # fmt: skip
     assert "PYTHONPATH" not in built(planned(staged(CONFIGS / "demo" / "sft.yaml"), 0)).env
-
-
-# --- the reference cache of DPO -------------------------------------------------------------------
-
-DPO = CONFIGS / "tulu" / "dpo_qwen7b.yaml"
-CACHE = "REFERENCE_LOGPROBS_CACHE_PATH"
-
-
-def test_the_reference_cache_follows_the_content_of_a_local_model(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    weights = model / "model.safetensors"
-    weights.write_text("one")
-    (model / "broken link").symlink_to("nowhere")
-    made = planned(staged(DPO, [f"model_name_or_path={model}"]), 8)
-    first = built(made).env[CACHE]
-    assert built(made).env[CACHE] == first
-    weights.write_text("another")
-    assert built(made).env[CACHE] != first
-
-
-def test_the_reference_cache_of_a_hub_model_and_of_the_user() -> None:
-    made = planned(staged(DPO, ["model_name_or_path=Qwen/Qwen2.5-7B"]), 8)
-    assert built(made).env[CACHE] == built(made, {"HOME": "/x"}).env[CACHE]
-    assert CACHE not in built(made, {CACHE: "/mine"}).env
-    assert CACHE not in built(planned(staged(TULU), 8)).env
 
 
 # --- pasted into a shell --------------------------------------------------------------------------

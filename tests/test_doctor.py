@@ -61,7 +61,7 @@ def test_the_command_that_installs(tmp_path: Path) -> None:
         ("use_liger_kernel: true", 0, ["liger-kernel"]),
         ("use_peft: true", 0, ["peft"]),
         ("use_peft: false", 0, []),
-        ("load_in_4bit: true", 0, ["bitsandbytes"]),
+        ("use_peft: true\n  load_in_4bit: true", 0, ["peft", "bitsandbytes"]),
     ],
 )
 def test_what_the_arguments_need(tmp_path: Path, more: str, gpus: int, expected: list[str]) -> None:

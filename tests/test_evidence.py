@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from launcher.evidence import Evidence, read_log, read_run
-from launcher.measures import metrics, metrics_rows
+from launcher.measures import memory_phases, metrics, metrics_rows, peak_flops
 
 LOGS = Path(__file__).parent / "data" / "logs"
 
@@ -164,3 +164,68 @@ def test_one_step_tells_no_speed(tmp_path: Path) -> None:
 )
 def test_tells_the_stage(name: str, stage: str) -> None:
     assert read_log(LOGS / name).stage == stage
+
+
+def model(**more: Any) -> dict[str, Any]:
+    shape = {
+        "layers": 2,
+        "hidden": 8,
+        "heads": 2,
+        "head_dim": None,
+        "embedding": 100,
+        "tied": False,
+    }
+    return {
+        "event": "model",
+        "parameters": 1100,
+        "trainable": 1100,
+        "experts": None,
+        **shape,
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    ("more", "flops"),
+    [
+        ({}, 6 * 1000 + 6 * 2 * 8 * 50),
+        ({"tied": True}, 6 * 1100 + 6 * 2 * 8 * 50),
+        ({"trainable": 300}, 6 * 300 + 4 * 700 + 6 * 2 * 8 * 50),
+        ({"head_dim": 16}, 6 * 1000 + 6 * 2 * 32 * 50),
+        ({"experts": 8}, None),
+    ],
+)
+def test_the_share_of_the_peak(tmp_path: Path, more: dict[str, Any], flops: float | None) -> None:
+    for rank in range(2):
+        device = {"event": "device", "name": "NVIDIA H200"}
+        slow = step(1, seconds=60.0, rows=2, wasted=28)
+        rest = [step(n, rows=2, wasted=28, interrupted=n == 4) for n in range(2, 7)]
+        rest[2]["seconds"] = 9.0  # it followed a save
+        write_rank(tmp_path, rank, start(rank, 2), device, model(**more), slow, *rest)
+    numbers = metrics(read_run(tmp_path))
+    assert numbers["tokens_per_second"] == 400.0
+    assert numbers["tokens_per_row"] == 50.0
+    assert numbers["wasted_share"] == 28 / 128
+    expected = None if flops is None else pytest.approx(flops * 400 / (2 * 989.5e12))
+    assert numbers["mfu"] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.5e12), ("NVIDIA H100 PCIe", 756.5e12), ("NVIDIA H200", 989.5e12),
+        ("NVIDIA H200 NVL", 835.5e12), ("NVIDIA GH200 480GB", 989.5e12), ("NVIDIA B200", 2_250e12),
+        ("NVIDIA GB200", 2_500e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA A100 80GB PCIe", 312e12),
+        ("NVIDIA L40S", 362.05e12), ("NVIDIA L40", 181.05e12), ("NVIDIA L4", 121e12),
+        ("NVIDIA A40", 149.7e12), ("NVIDIA A10G", None), ("Tesla V100", None), ("cpu", None), (None, None),
+    ],
+)  # fmt: skip
+def test_the_peak_of_a_gpu_by_its_name(name: str | None, peak: float | None) -> None:
+    assert peak_flops(name) == peak
+
+
+def test_memory_by_phase_is_that_of_the_fullest_rank(tmp_path: Path) -> None:
+    for rank, peak in enumerate((3.0, 5.0)):
+        told = {"event": "memory", "phase": "optimizer", "step": 1, "peak_allocated_gib": peak}
+        write_rank(tmp_path, rank, start(rank, 2), told, step(1))
+    assert memory_phases(read_run(tmp_path)) == {"optimizer": {"peak_allocated_gib": 5.0}}

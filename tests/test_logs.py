@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import gzip
+import itertools
 import math
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from log_lines import LINES, STAMP
 
+from launcher import segments, survey
 from launcher.evidence import PATTERNS
 from launcher.logs import Log, scan
 
 LOGS = Path(__file__).parent / "data" / "logs"
-STAMP = "2026-11-20 15:41:37 - INFO - "
+READ_SPECIALLY = ("arguments", "step", "metrics")
 
 
 def log_of(folder: Path, content: str | bytes) -> Log:
@@ -277,3 +285,269 @@ def test_a_very_long_run_keeps_its_first_bad_loss(tmp_path: Path) -> None:
     assert len(log.steps) < 60_000
     assert (log.steps[0].step, log.last_step) == (1, count)
     assert [s.step for s in log.steps if not math.isfinite(s.loss)] == [70_000]
+
+
+# -- every line that means something ---------------------------------------------------------------
+
+
+def test_every_signal_has_its_lines_here() -> None:
+    known = {(p.name, p.needle.decode()) for p in PATTERNS if p.name not in READ_SPECIALLY}
+    assert known == set(LINES)
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"), [(name, line) for (name, _), lines in LINES.items() for line in lines]
+)
+def test_a_line_is_known_for_what_it_means(tmp_path: Path, name: str, lines: str) -> None:
+    needles = [needle for known, needle in LINES if known == name]
+    log = log_of(tmp_path, f"one\r\x1b[31m two\x1b[0m\n{lines}\nend\n")
+    (found, *_) = log.all(name)
+    told = lines.split("\n")
+    at = next(n for n, line in enumerate(told) if any(needle in line for needle in needles))
+    assert found.line == 2 + at
+    assert found.text == " ".join(told[at].split())[:300] or found.text == told[at].strip()[:300]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "UserWarning: CUDA initialization: The NVIDIA driver on your system is too old (found",
+        "UserWarning: CUDA initialization: Found no NVIDIA driver on your system. Please check",
+        "OOM Killed by nobody",
+        "my error: argument of the ancients",
+        "Connection error: out of memory",
+    ],
+)
+def test_what_only_resembles_a_failure_is_none(tmp_path: Path, line: str) -> None:
+    assert log_of(tmp_path, f"{line}\n").signals == ()
+
+
+def test_says_who_was_refused_what(tmp_path: Path) -> None:
+    lines = LINES["refused", "error: "][4]
+    (found,) = log_of(tmp_path, lines + "\n").all("refused")
+    assert found.fields["message"].startswith("argument --num_processes/--num-processes: invalid")
+
+
+# -- tracebacks ------------------------------------------------------------------------------------
+
+
+def test_a_worker_of_the_dataloader_raised_first(tmp_path: Path) -> None:
+    log = log_of(
+        tmp_path,
+        "Traceback (most recent call last):\n"
+        '  File "/x/torch/_utils.py", line 794, in reraise\n    raise exception\n'
+        "KeyError: Caught KeyError in DataLoader worker process 1.\n"
+        "Original Traceback (most recent call last):\n"
+        '  File "/x/dl.py", line 9, in __getitem__\n    return {}[key]\n'
+        "           ~~^^^^^\n"
+        "KeyError: 'x'\n\n",
+    )
+    parent, worker = log.all("exception")
+    assert (parent.fields["chained"], worker.fields["chained"]) == ("", "yes")
+    assert (worker.fields["message"], worker.fields["at"]) == ("'x'", "/x/dl.py:9")
+
+
+def test_only_the_traceback_right_behind_a_harmless_word_is_harmless(tmp_path: Path) -> None:
+    log = log_of(
+        tmp_path,
+        "[rank1]: Exception ignored in: <function tqdm.__del__ at 0x7f>\n"
+        '[rank1]: Traceback (most recent call last):\n[rank1]:   File "t.py", line 1\n'
+        '[rank0]: Traceback (most recent call last):\n[rank0]:   File "main.py", line 7\n'
+        "[rank1]: TypeError: ignored\n[rank0]: ValueError: fatal\n"
+        '--- Logging error ---\nTraceback (most recent call last):\n  File "l.py", line 1\n'
+        'TypeError: logged\nTraceback (most recent call last):\n  File "m.py", line 2\n'
+        "RuntimeError: real\n",
+    )
+    assert [s.fields["message"] for s in log.all("exception")] == ["fatal", "real"]
+
+
+def test_the_first_error_after_the_last_step_is_kept_among_many(tmp_path: Path) -> None:
+    handled = 'Traceback (most recent call last):\n  File "a.py", line 1\nOSError: retry\n'
+    crash = '[rank{n}]: Traceback (most recent call last):\n[rank{n}]:   File "b.py", line {n}\n'
+    crash += "[rank{n}]: ValueError: {n}\n"
+    crashes = "".join(crash.format(n=n) for n in range(512))
+    steps = "".join(sft_step(n) for n in range(1, 40))
+    log = log_of(tmp_path, handled * 200 + steps + crashes)
+    since = [s for s in log.all("exception") if s.line > log.steps[-1].line]
+    assert (since[0].fields["rank"], since[-1].fields["rank"]) == ("0", "511")
+    assert len(log.all("exception")) <= 150
+
+
+# -- what logs do to a reader --------------------------------------------------------------------
+
+
+def noise(rng: random.Random) -> Iterator[str]:
+    """A log in which everything happens, as many ranks that write over each other make it."""
+    step = 0
+    while True:
+        step += rng.randrange(2)
+        loss = rng.choice(["nan", "inf", "0.69"]) if rng.random() < 0.1 else f"{rng.random():.9f}"
+        yield rng.choice(
+            [
+                sft_step(step, loss),
+                sft_step(step, loss).replace("\n", "\r\n"),
+                f"\r {step % 100}%|███▌      | {step}/99999 [05:00<01:08,  5.28s/it]",
+                f"\r {step % 100}%|██▌ | {step}/99999 [05:00<01:08,  5.28s/it]"
+                f"{{'loss': '{loss}', 'grad_norm': '1.0', 'epoch': '{step / 1000:.3f}'}}\n",
+                "[rank1]: Traceback (most recent call last):\n"
+                '[rank0]: Traceback (most recent call last):\n[rank1]:   File "b.py", line 34\n'
+                + "x" * rng.randrange(300)
+                + '\n[rank0]:   File "c.py", line 3\n[rank1]: KeyError: 1\n[rank0]: ValueError: 2\n',
+                rng.choice(rng.choice(list(LINES.values()))) + rng.choice(["\n", "\r\n", "\r"]),
+                "x" * rng.randrange(3_000) + "\n",
+                "\x1b[32m\x1b[1mone\x1b[0m" + "\r" * rng.randrange(4) + "\n" * rng.randrange(4),
+                "\x00\ufffd\u0142",
+                dump(packing=True, names=["a", "b"]) if rng.random() < 0.1 else "",
+            ]
+        )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_it_does_not_matter_where_a_log_is_divided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    rng = random.Random(seed)
+    lines = noise(rng)
+    content = "".join(next(lines) for _ in range(rng.randrange(1, 250))).encode()
+    content = content[: rng.randrange(len(content) + 1)] if seed % 2 else content
+    whole = log_of(tmp_path, content)
+    assert whole.lines == content.count(b"\n") + (not content.endswith((b"\n",)) and bool(content))
+    monkeypatch.setattr(survey, "_EDGE_PIECES", 1 << 30)
+    for size in (64, 333, 5_000):
+        for forks in (False, True):
+            monkeypatch.setattr(segments, "PIECE_BYTES", size)
+            monkeypatch.setattr(survey, "_may_fork", lambda forks=forks: forks)
+            divided = log_of(tmp_path, content)
+            # a NaN is not equal to itself
+            assert repr(replace(divided, counts={})) == repr(replace(whole, counts={}))
+
+
+def test_a_second_process_that_fails_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = "".join(sft_step(n) for n in range(1, 2_000)).encode()
+    whole = log_of(tmp_path, content)
+
+    def fails(self: survey.Surveyor) -> Iterator[tuple[int, survey.Survey]]:
+        yield len(self.pieces) - 1, self.one(len(self.pieces) - 1)
+        raise MemoryError
+
+    monkeypatch.setattr(segments, "PIECE_BYTES", 5_000)
+    monkeypatch.setattr(survey, "_may_fork", lambda: True)
+    monkeypatch.setattr(survey.Surveyor, "_from_the_end", fails)
+    assert log_of(tmp_path, content) == whole
+
+
+def test_a_line_is_cited_where_it_stands(tmp_path: Path) -> None:
+    lines = noise(random.Random(7))
+    content = "".join(next(lines) for _ in range(400))
+    log = log_of(tmp_path, content)
+    physical = content.split("\n")
+    for signal in log.signals:
+        shown = re.sub(r"\x1b\[\d+m", "", physical[signal.line - 1])
+        assert signal.text[:40].split("�")[0] in shown or signal.name == "exception"
+    for step in log.steps:
+        assert f"Step: {step.step}," in physical[step.line - 1]
+
+
+def test_a_log_that_is_still_written_to(tmp_path: Path) -> None:
+    path = tmp_path / "console.log"
+    path.write_text(sft_step(1) + sft_step(2) + "2026-11-20 15:41:37 - INFO")
+    with segments.opened(path) as pieces:
+        with path.open("a") as file:
+            file.write(" - more\n" + sft_step(3) * 9)
+        assert pieces.read(0).block.decode() == sft_step(1) + sft_step(2) + STAMP.rstrip(" -")
+        with path.open("w") as file:
+            file.write("rotated\n")
+        assert pieces.read(0).block == b"rotated\n"
+    assert scan(path, PATTERNS).lines == 1
+
+
+def test_a_compressed_log(tmp_path: Path) -> None:
+    content = dump(packing=True) + "".join(sft_step(n) for n in range(1, 5_000))
+    path = tmp_path / "console.log.gz"
+    path.write_bytes(gzip.compress(content.encode()))
+    log = scan(path, PATTERNS)
+    assert (log.last_step, log.lines, log.asked["packing"]) == (4_999, content.count("\n"), "True")
+    path.write_bytes(gzip.compress(content.encode())[:-2_000])
+    assert 1_000 < (scan(path, PATTERNS).last_step or 0) < 4_999
+    path.write_bytes(b"\x1f\x8b no archive at all")
+    assert scan(path, PATTERNS).lines == 0
+
+
+def test_lines_of_many_megabytes_between_steps(tmp_path: Path) -> None:
+    content = b"".join(
+        (b"x" * (9 << 20)) + end + sft_step(n).encode()
+        for n, end in enumerate((b"\n", b"\r", b"\r\n"), start=1)
+    )
+    log = log_of(tmp_path, content)
+    assert [(s.step, s.line) for s in log.steps] == [(1, 2), (2, 3), (3, 5)]
+    assert log.lines == 5
+    assert log_of(tmp_path, content + b"y" * (9 << 20)).lines == 6
+
+
+def test_nul_bytes_and_half_characters(tmp_path: Path) -> None:
+    holes = b"\x00" * 5_000 + b"\xe2\x94"  # a file that was truncated while it was open
+    log = log_of(tmp_path, holes + b"\n" + sft_step(1).encode() + holes + sft_step(2).encode())
+    assert [(s.step, s.line) for s in log.steps] == [(1, 2), (2, 3)]
+    assert log.steps[1].text.startswith("2026") or "\x00" not in log.steps[1].text
+
+
+# -- more lines than are read ----------------------------------------------------------------------
+
+
+def test_every_step_of_a_long_run_is_read(tmp_path: Path) -> None:
+    count = 49_000
+    log = log_of(tmp_path, "".join(sft_step(n) for n in range(1, count + 1)))
+    assert [s.step for s in log.steps] == list(range(1, count + 1))
+    assert log.step_lines == count
+
+
+def test_of_more_steps_an_even_sample_is_read_and_all_that_are_not_finite(tmp_path: Path) -> None:
+    count, bad = 200_000, {7, 70_000, 70_001, 133_333, 199_999}
+    lines = [sft_step(n, "nan" if n in bad else 2.5) for n in range(1, count + 1)]
+    log = log_of(tmp_path, "".join(lines))
+    steps = [s.step for s in log.steps]
+    assert (steps[0], steps[-1]) == (1, count)
+    assert log.step_lines == pytest.approx(count, rel=0.2)
+    assert {s.step for s in log.steps if not math.isfinite(s.loss)} == bad
+    assert all(s.line == s.step for s in log.steps)
+    assert 5_000 < len(steps) < 50_000
+    assert max(b - a for a, b in itertools.pairwise(steps)) < 100
+    assert steps == [s.step for s in log_of(tmp_path, "".join(lines)).steps]
+
+
+def test_a_sample_of_dicts_is_numbered_by_how_many_there_were(tmp_path: Path) -> None:
+    count, bad = 120_000, {5, 60_001, 119_998}
+    lines = [
+        f"{{'loss': '0', 'grad_norm': '{'nan' if n in bad else 1.5}', 'epoch': '{n / 100}'}}\n"
+        for n in range(1, count + 1)
+    ]
+    log = log_of(tmp_path, "".join(lines))
+    assert log.step_lines == count
+    assert all(s.line == s.step for s in log.steps)
+    assert (log.steps[0].step, log.last_step) == (1, count)
+    assert {s.step for s in log.steps if math.isnan(s.extra["grad_norm"])} == bad
+
+
+def test_a_run_that_stays_at_nan_is_bounded(tmp_path: Path) -> None:
+    count = 120_000
+    log = log_of(tmp_path, "".join(sft_step(n, "nan" if n > 9 else 2) for n in range(1, count)))
+    assert next(s.step for s in log.steps if math.isnan(s.loss)) == 10
+    assert log.last_step == count - 1
+    assert len(log.steps) < 60_000
+
+
+def test_a_single_line_is_found_in_the_middle_of_a_large_log(tmp_path: Path) -> None:
+    filler = ("word " * 20 + "\n") * 250_000  # 25 MB on either side
+    oom = LINES["oom", "ut of memory"][0] + "\n"
+    log = log_of(tmp_path, filler + oom + filler)
+    (found,) = log.all("oom")
+    assert (found.line, found.fields["tried"], log.lines) == (250_001, "12.25 GiB", 500_001)
+
+
+def test_many_lines_with_a_needle_and_no_meaning(tmp_path: Path) -> None:
+    idle = "worker error: nothing\n" * 5_000
+    refusal = "finetune.py: error: unrecognized arguments: --x\n"
+    log = log_of(tmp_path, refusal + idle + refusal)
+    assert [s.line for s in log.all("refused")] == [1, 5_002]

@@ -225,3 +225,32 @@ def test_files_that_name_no_stage(shape: str, given: dict[str, Any], code: str, 
     assert found is not None
     assert found.code == code
     assert part in found.message
+
+
+def test_how_the_probe_watches() -> None:
+    assert read().probe == options.Watch()
+    assert read(probe={}).probe == options.Watch()
+    changed = read(probe={"within": "5", "isolation": False, "hang_seconds": 60}).probe
+    assert changed == options.Watch(within=5, isolation=False, hang_seconds=60)
+    for off in (False, "off", "No"):
+        assert read(probe=off).probe is None
+    found = read(on_violation="warn", on_hang="stop")
+    assert (found.on_violation, found.on_hang) == ("warn", "stop")
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "help"),
+    [
+        ({"on_violation": "ignore"}, "on_violation", "one of stop, warn"),
+        ({"on_hang": True}, "on_hang", "one of report, stop"),
+        ({"probe": "light"}, "probe", "probe: off"),
+        ({"probe": {"isolatoin": "off"}}, "probe.isolatoin", "did you mean `isolation`?"),
+        ({"probe": {"within": 0}}, "probe.within", None),
+        ({"probe": {"isolation": "perhaps"}}, "probe.isolation", None),
+    ],
+)
+def test_a_probe_that_is_none(given: dict[str, Any], key: str, help: str | None) -> None:
+    found = fault(**given)
+    assert found.key == key
+    assert found.code == f"bad-{key.partition('.')[0].replace('_', '-')}"
+    assert (found.help is None) if help is None else (help in str(found.help))

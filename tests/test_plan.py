@@ -157,7 +157,6 @@ def trl_rows(folder: Path, more: str) -> Plan:
         ("num_train_epochs: 0.5", 100, 7),
         ("max_steps: 4", 100, 4),
         ("dataset_train_split: test", 7, 3),
-        ("dataset_train_split: train[:20]", None, None),
         ("packing: true", 100, None),
     ],
 )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
 import textwrap
+import types
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -46,14 +48,24 @@ FAKES = {
         def is_initialized(): return True
         def max_memory_allocated(): return 3 * 2**30
         def max_memory_reserved(): return 4 * 2**30
+        def current_device(): return 0
+        class Properties: name, total_memory = "A GPU", 80 * 2**30
+        def get_device_properties(_): return Properties
+        class Event:
+            def __init__(self, enable_timing): pass
+            def record(self): pass
         """,
     "accelerate/__init__.py": "from accelerate.accelerator import Accelerator",
     "accelerate/accelerator.py": """
         class Accelerator:
             sync_gradients = True
-            state = None
+            state = scaler = None
             def prepare(self, *args):
                 return args
+            def clip_grad_norm_(self, norm):
+                return norm
+            def save_state(self): pass
+            def load_state(self): pass
             def backward(self, loss, **kwargs):
                 loss.backward()
                 return "the result"
@@ -117,7 +129,7 @@ FAKES = {
                     hook(self, args, kwargs)
 
         class AdamW:
-            param_groups = []
+            param_groups, state = [{"params": [], "lr": 0.25}], {}
             def zero_grad(self): pass
         """,
 }
@@ -151,12 +163,12 @@ class Training:
 
     def run(
         self, script: str, *argv: str, python: str = OLDEST, cpu: bool = False,
-        backend: str = "open_instruct", options: tuple[str, ...] = ("-S",),
+        backend: str = "open_instruct", options: tuple[str, ...] = ("-S",), **settings: Any,
     ) -> subprocess.CompletedProcess[str]:  # fmt: skip
         target = self.folder / "a script" / "train.py"
         target.parent.mkdir(exist_ok=True)
         target.write_text(textwrap.dedent(script))
-        settings = {"target": str(target), "out": str(self.out), "cpu": cpu, "backend": backend}
+        settings |= {"target": str(target), "out": str(self.out), "cpu": cpu, "backend": backend}
         environ = {
             "PATH": os.environ["PATH"], "PYTHONPATH": str(self.folder / "packages"),
             "LAUNCH_PROBE": json.dumps(settings), **self.environ,
@@ -332,7 +344,7 @@ def test_the_model_and_the_optimizer(training: Training) -> None:
     training.run(TRAIN)
     (model,) = training.events("model")
     del model["t"], model["event"]
-    assert model == {
+    assert {k: v for k, v in model.items() if v} == {
         "class": "Model", "model_type": "qwen2", "attention": "sdpa", "dtype": "bfloat16",
         "parameters": 24, "trainable": 24,
     }  # fmt: skip
@@ -362,6 +374,49 @@ def test_memory_is_read_on_gpus_only(training: Training) -> None:
     }
     training.run(script, cpu=True)
     assert training.events("step")[-1]["allocated_gib"] is None
+
+
+def test_memory_is_marked_where_a_phase_ends(training: Training) -> None:
+    script = textwrap.dedent(TRAIN) + "accelerator.save_state()\n"
+    training.run(f"import torch.cuda\n{script}")
+    phases = [(e["phase"], e["step"]) for e in training.events("memory")]
+    assert phases == [
+        ("load", 0), ("prepare", 0), ("gradients", 1), ("optimizer", 1), ("steps", 3), ("end", 3),
+    ]  # fmt: skip
+    assert {e["peak_allocated_gib"] for e in training.events("memory")} == {3.0}
+    (device,) = training.events("device")
+    assert (device["name"], device["total_gib"]) == ("A GPU", 80.0)
+    assert training.notes() == []
+
+
+NORMS = """
+    from accelerate import Accelerator
+    import torch
+    from model import AdamW, Model
+
+    accelerator, model = Accelerator(), Model()
+    accelerator.prepare(model, AdamW())
+    for norm in (2.0, float("inf"), 3.0):
+        model.forward(input_ids=torch.Ids(2, 8))
+        accelerator.backward(torch.Scalar(1.5))
+        assert accelerator.clip_grad_norm_(torch.Scalar(norm)).value == norm
+"""
+
+
+def test_the_gradient_norm_and_the_rate_of_a_step(training: Training) -> None:
+    done = training.run(NORMS)
+    assert (done.returncode, training.notes()) == (0, [])
+    steps = training.events("step")
+    assert [(s["grad_norm"], s["finite"]) for s in steps] == [(2, True), (None, False), (3, True)]
+    assert {s["learning_rate"] for s in steps} == {0.25}
+    (found,) = training.events("nonfinite")
+    assert (found["step"], found["what"], found["value"]) == (2, "gradient", "inf")
+
+
+def test_a_loss_scaler_meets_gradients_that_are_not_finite(training: Training) -> None:
+    training.run(NORMS.replace("for norm", "accelerator.scaler = 1\n    for norm"))
+    assert [s["finite"] for s in training.events("step")] == [True, True, True]
+    assert training.events("nonfinite") == []
 
 
 def test_liger_kernels_are_counted_where_they_are_called(training: Training) -> None:
@@ -518,6 +573,94 @@ def test_children_train_on_and_write_nothing(training: Training, method: str) ->
     assert [e["event"] for e in training.events() if e["event"] in {"start", "end"}] == [
         "start", "end",
     ]  # fmt: skip
+
+
+# --- numbers on their way from a device ------------------------------------------------------------
+
+
+class OnDevice:
+    """A scalar of a GPU."""
+
+    is_cuda = True
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def detach(self) -> OnDevice:
+        return self
+
+    double = detach
+
+    def reshape(self, _: Any) -> OnDevice:
+        return self
+
+
+class Host:
+    """Pinned memory."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.values: list[float] = []
+
+    def copy_(self, scalars: list[OnDevice], non_blocking: bool) -> None:
+        assert non_blocking
+        self.values = [scalar.value for scalar in scalars]
+
+    def tolist(self) -> list[float]:
+        return self.values
+
+
+class Arrival:
+    """An event of a stream; `there` once the device has come so far."""
+
+    there = False
+    waited = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return self.there
+
+    def synchronize(self) -> None:
+        Arrival.waited += not self.there
+
+    def elapsed_time(self, _: Arrival) -> float:
+        return 1500.0
+
+
+def test_nobody_waits_for_the_numbers_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = importlib.util.spec_from_file_location("probe_as_module", PROBE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    cuda = types.SimpleNamespace(is_initialized=lambda: False, Event=Arrival)
+    fake = types.SimpleNamespace(cuda=cuda, empty=Host, stack=list, float64=None)
+    monkeypatch.setitem(sys.modules, "torch", fake)
+    probe = module.Probe({"target": "", "out": str(tmp_path)})
+
+    def step(loss: float) -> list[dict[str, Any]]:
+        probe.backward_begins(OnDevice(loss))
+        probe.backward_ended(types.SimpleNamespace())
+        probe.clipped(OnDevice(0.25))
+        probe.close_step()
+        lines = (tmp_path / "rank-0.jsonl").read_text().splitlines()
+        return [e for e in map(json.loads, lines) if e["event"] == "step"]
+
+    assert (step(3.0), Arrival.waited) == ([], 0)
+    # for the step before, at most: a loss that is not finite is known within one step
+    assert [(s["step"], s["loss"], s["grad_norm"]) for s in step(2.0)] == [(1, 3.0, 0.25)]
+    assert Arrival.waited == 1
+    monkeypatch.setattr(Arrival, "there", True)
+    told = step(1.0)
+    assert [s["loss"] for s in told] == [3.0, 2.0, 1.0]
+    assert Arrival.waited == 1
+    # the device's own clock, from the end of one step to that of the next
+    assert told[2]["seconds"] == 1.5
 
 
 # --- with the real packages -----------------------------------------------------------------------

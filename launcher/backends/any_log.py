@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from signal import Signals
+
 from launcher.logs import Pattern, pattern
 
 _ELASTIC = "torch/distributed/elastic/multiprocessing"
+_TORCHRUN = (
+    "distributed/elastic/multiprocessing/api.py",
+    "distributed.elastic.multiprocessing.api",
+)
+# How a parser's refusal goes on; the edges of a log are searched for all others.
+_REFUSALS = (
+    *(f"{name}: error: argument --" for name in (".py", "launch", "trl", "torchrun", "deepspeed")),
+    ": error: unrecognized arguments: ",
+    ": error: ambiguous option: ",
+    ": error: the following arguments are required: ",
+    ": error: one of the arguments ",
+)
 
 PATTERNS: tuple[Pattern, ...] = (
     pattern(
@@ -13,6 +27,11 @@ PATTERNS: tuple[Pattern, ...] = (
         r"(?:CUDA|HIP|XPU|cuda|hip)[^\n]{0,60}[Oo]ut of memory"
         r"(?:.*Tried to allocate (?P<tried>[\d.]+ \w+))?(?:.*GPU (?P<gpu>\d+) has)?",
         "torch CUDACachingAllocator.cpp; torch/cuda/__init__.py OutOfMemoryError",
+        anchors=(
+            *(f"{device} out of memory. Tried to allocate " for device in ("CUDA", "HIP", "XPU")),
+            *(f"{device} error: out of memory" for device in ("CUDA", "HIP")),
+            "Error: CUDA out of memory",
+        ),
     ),
     pattern(
         "oom", "CUBLAS_STATUS_ALLOC_FAILED", r"CUBLAS_STATUS_ALLOC_FAILED", "torch CUDABlas.cpp"
@@ -22,57 +41,119 @@ PATTERNS: tuple[Pattern, ...] = (
         "allocate memory",
         r"DefaultCPUAllocator: (?:not enough|can't allocate) memory|Cannot allocate memory",
         "torch c10/core/impl/alloc_cpu.cpp; errno ENOMEM",
+        anchors=(
+            "DefaultCPUAllocator: can't allocate memory",
+            " Cannot allocate memory",
+            "(Cannot allocate memory",
+        ),
     ),
-    pattern("oom_host", "oom-kill", r"oom.kill event|oom-kill:", "slurmstepd; the kernel"),
+    pattern(
+        "oom_host",
+        "oom-kill",
+        r"oom.kill event|oom-kill:",
+        "slurmstepd; the kernel",
+        anchors=("slurmstepd: error: Detected ", "oom-kill:constraint=CONSTRAINT_"),
+    ),
+    pattern(
+        "oom_host",
+        "oom_kill event",
+        r"Detected \d+ oom_kill event",
+        "slurmstepd",
+        anchors=("slurmstepd: error: Detected ",),
+    ),
+    pattern(
+        "oom_host",
+        "ut of memory: Killed process ",
+        r"ut of memory: Killed process \d+",
+        "the kernel's own log",
+    ),
+    pattern(
+        "worker_killed",
+        "is killed by signal: Killed",
+        r"DataLoader worker \(pid \d+\) is killed by signal: Killed",
+        "torch csrc/DataLoader.cpp",
+    ),
+    pattern(
+        "shared_memory",
+        "is killed by signal: Bus error",
+        r"DataLoader worker \(pid \d+\) is killed by signal: Bus error",
+        "torch csrc/DataLoader.cpp",
+    ),
+    pattern(
+        "shared_memory",
+        "Unexpected bus error encountered in worker",
+        r"Unexpected bus error encountered in worker",
+        "torch csrc/DataLoader.cpp",
+    ),
+    pattern(
+        "shared_memory",
+        "unable to write to file </torch_",
+        r"unable to (?:write to|resize) file </torch_",
+        "torch ATen/MapAllocator.cpp",
+    ),
     pattern(
         "child_failed",
         "failed (exitcode: ",
         r"failed \(exitcode: (?P<exitcode>-?\d+)\)(?: local_rank: (?P<rank>\d+))?",
         f"{_ELASTIC}/api.py:1003",
+        anchors=_TORCHRUN,
     ),
     pattern(
         "child_failed",
         "exitcode  : ",
         r"exitcode  : (?P<exitcode>-?\d+) +\(pid: \d+\)",
         f"{_ELASTIC}/errors/__init__.py:188",
+        anchors=("Root Cause (first observed failure):", "  error_file: <N/A>\n  traceback : "),
     ),
     pattern(
         "child_failed",
         "non-zero exit status",
         r"returned non-zero exit status (?P<exitcode>\d{1,12})",
         "subprocess.CalledProcessError, raised by accelerate/commands/launch.py:999,1070",
+        anchors=("returned non-zero exit status ",),
     ),
     pattern(
         "child_signal",
         "died with <Signals",
         r"died with <Signals\.(?P<name>SIG\w+): (?P<signal>\d{1,12})>",
         "subprocess.CalledProcessError, raised by accelerate/commands/launch.py:999,1070",
+        anchors=tuple(f"died with <Signals.{known.name}" for known in Signals),
     ),
     pattern(
         "child_signal",
         "received by PID",
         r"Signal (?P<signal>\d{1,12}) \((?P<name>SIG\w+)\) received by PID",
         f"{_ELASTIC}/errors/__init__.py:143",
+        anchors=tuple(f"({known.name}) received by PID " for known in Signals),
     ),
     pattern(
         "stop_asked",
         "got signal: ",
         r"Process \d+ got signal: (?P<signal>\d{1,12})",
         f"{_ELASTIC}/api.py:86 SignalException",
+        anchors=("SignalException: Process ",),
     ),
-    pattern("shell_killed", "Killed", r"(?:^|\d )Killed(?:\s{2,}|$)", "bash, after SIGKILL"),
+    pattern(
+        "shell_killed",
+        "Killed",
+        r"(?:^|\d )Killed(?:\s{2,}|$)",
+        "bash, after SIGKILL",
+        anchors=(),  # eight spaces are everywhere
+    ),
     pattern(
         "cancelled",
         "CANCELLED AT",
         r"slurmstepd: error: \*\*\*.* CANCELLED AT \S+(?: DUE TO (?P<why>[A-Z ]+?))? *\*\*\*",
         "slurmstepd",
+        anchors=("slurmstepd: error: *** ",),
     ),
     pattern(
         "refused",
         "error: ",
-        r"(?:\w\.py|^[\w-]+): error: (?P<message>(?:argument |unrecognized |ambiguous |"
+        r"(?:\w\.py|^[\w-]+(?: [\w<>\[\] -]+)?): error: (?P<message>(?:argument |unrecognized |ambiguous |"
         r"the following |one of |expected ).*)",
         "argparse.ArgumentParser.error",
+        anchors=_REFUSALS,
     ),
     pattern(
         "refused",
@@ -87,13 +168,204 @@ PATTERNS: tuple[Pattern, ...] = (
         "torch ProcessGroupNCCL.cpp",
     ),
     pattern(
-        "port_in_use", "ddress already in use", r"[Aa]ddress already in use", "errno EADDRINUSE"
+        "port_in_use",
+        "ddress already in use",
+        r"[Aa]ddress already in use",
+        "errno EADDRINUSE",
+        anchors=(" Address already in use", " address already in use"),
+    ),
+    pattern(
+        "nccl_error",
+        "NCCL error in: ",
+        r"NCCL error in: \S+, (?P<what>.*?)(?:, NCCL version (?P<version>[\d.]+))?$",
+        "torch csrc/distributed/c10d/NCCLUtils.cpp",
+        anchors=("DistBackendError: NCCL error in: ", "RuntimeError: NCCL error in: "),
+    ),
+    pattern(
+        "nccl_error",
+        "Bootstrap : no socket interface found",
+        r"Bootstrap : no socket interface found",
+        "NCCL bootstrap.cc",
+    ),
+    pattern(
+        "rendezvous",
+        " seconds waiting for clients. ",
+        r"Timed out after \d+ seconds waiting for clients\. (?P<joined>\d+/\d+) clients joined",
+        "torch csrc/distributed/c10d/TCPStore.cpp",
+    ),
+    pattern(
+        "rendezvous",
+        "The client socket has timed out after ",
+        r"The client socket has timed out after .* while trying to connect to \((?P<address>[^)]+)\)",
+        "torch csrc/distributed/c10d/socket.cpp",
+    ),
+    pattern(
+        "no_gpu",
+        "no CUDA-capable device is detected",
+        r"no CUDA-capable device is detected",
+        "cudaErrorNoDevice of the CUDA runtime",
+    ),
+    pattern(
+        "no_gpu",
+        "CUDA error: invalid device ordinal",
+        r"CUDA error: invalid device ordinal",
+        "cudaErrorInvalidDevice of the CUDA runtime",
+    ),
+    pattern(
+        "no_gpu",
+        "Found no NVIDIA driver on your system",
+        r"(?<!CUDA initialization: )Found no NVIDIA driver on your system",
+        "torch c10/cuda/CUDAFunctions.cpp",
+    ),
+    pattern(
+        "no_gpu",
+        "Torch not compiled with CUDA enabled",
+        r"Torch not compiled with CUDA enabled",
+        "torch/cuda/__init__.py:522",
+    ),
+    pattern(
+        "cuda_driver",
+        "The NVIDIA driver on your system is too old",
+        r"(?<!CUDA initialization: )The NVIDIA driver on your system is too old"
+        r"(?: \(found version (?P<version>\d+)\))?",
+        "torch c10/cuda/CUDAFunctions.cpp",
+    ),
+    pattern(
+        "cuda_driver",
+        "CUDA driver version is insufficient for CUDA runtime version",
+        r"CUDA driver version is insufficient for CUDA runtime version",
+        "cudaErrorInsufficientDriver of the CUDA runtime",
+    ),
+    pattern(
+        "cuda_driver",
+        "no kernel image is available for execution on the device",
+        r"no kernel image is available for execution on the device",
+        "cudaErrorNoKernelImageForDevice of the CUDA runtime",
+    ),
+    pattern(
+        "cuda_driver",
+        "forward compatibility was attempted on non supported HW",
+        r"Error 804: forward compatibility was attempted on non supported HW",
+        "cudaErrorCompatNotSupportedOnDevice of the CUDA runtime",
+    ),
+    pattern(
+        "cuda_driver",
+        "system has unsupported display driver / cuda driver combination",
+        r"Error 803: system has unsupported display driver / cuda driver combination",
+        "cudaErrorSystemDriverMismatch of the CUDA runtime",
     ),
     pattern(
         "flash_attn_missing",
         "flash_attn",
         r"No module named 'flash_attn|package flash_attn seems to be not installed",
         "open_instruct/model_utils.py:69; transformers/modeling_utils.py",
+        anchors=("No module named 'flash_attn", "package flash_attn seems to be not installed"),
+    ),
+    pattern(
+        "flash_attn_missing",
+        " doesn't seem to be installed",
+        r"the package for FlashAttention\d doesn't seem to be installed",
+        "transformers/modeling_utils.py:1563",
+    ),
+    pattern(
+        "hub_access",
+        "You are trying to access a gated repo",
+        r"You are trying to access a gated repo",
+        "transformers/utils/hub.py:512",
+    ),
+    pattern(
+        "hub_access",
+        "Cannot access gated repo for url ",
+        r"Cannot access gated repo for url (?P<url>\S+?)\.?$",
+        "huggingface_hub/utils/_http.py:860",
+    ),
+    pattern(
+        "hub_access",
+        " is a gated dataset on the Hub",
+        r"Dataset '(?P<name>[^']*)' is a gated dataset on the Hub",
+        "datasets/load.py:1127",
+        anchors=("' is a gated dataset on the Hub.",),
+    ),
+    pattern(
+        "hub_access",
+        "Repository Not Found for url: ",
+        r"Repository Not Found for url: (?P<url>\S+?)\.?$",
+        "huggingface_hub/utils/_http.py:917",
+    ),
+    pattern(
+        "hub_access",
+        "is not a local folder and is not a valid model identifier",
+        r"(?P<name>\S+) is not a local folder and is not a valid model identifier",
+        "transformers/utils/hub.py:471",
+    ),
+    pattern(
+        "hub_access",
+        "doesn't exist on the Hub or cannot be accessed",
+        r"Dataset '(?P<name>[^']*)' doesn't exist on the Hub or cannot be accessed",
+        "datasets/load.py:1134",
+    ),
+    pattern(
+        "hub_access",
+        "401 Client Error",
+        r"401 Client Error",
+        "requests and huggingface_hub, of an HTTP answer",
+        anchors=("401 Client Error: Unauthorized", "Error: 401 Client Error"),
+    ),
+    pattern(
+        "hub_access",
+        "Client error '401 Unauthorized'",
+        r"Client error '401 Unauthorized' for url",
+        "httpx, of an HTTP answer",
+    ),
+    pattern(
+        "hub_access",
+        "Token is required ",
+        r"Token is required (?:to call the /whoami-v2 endpoint|\(`token=True`\)), but no token found",
+        "huggingface_hub/hf_api.py:2343, huggingface_hub/utils/_headers.py:140",
+        anchors=("Token is required to call the ", "Token is required (`token=True`)"),
+    ),
+    pattern(
+        "hub_access",
+        "Invalid user token.",
+        r"Invalid user token\.",
+        "huggingface_hub/hf_api.py:2367",
+        anchors=("HTTPError: Invalid user token.",),
+    ),
+    pattern(
+        "hub_unreachable",
+        " to load the files, and couldn't find them in the",
+        r"We couldn't connect to '(?P<url>[^']*)' to load the files",
+        "transformers/utils/hub.py:522",
+    ),
+    pattern(
+        "hub_unreachable",
+        "Couldn't reach '",
+        r"Couldn't reach '(?P<name>[^']*)' on the Hub",
+        "datasets/load.py:1125",
+        anchors=("ConnectionError: Couldn't reach '",),
+    ),
+    pattern(
+        "wandb_login",
+        "No API key configured. Use `wandb login`",
+        r"No API key configured\. Use `wandb login` to log in",
+        "wandb/sdk/lib/wbauth/authenticate.py:142",
+    ),
+    pattern(
+        "wandb_login",
+        "api_key not configured (no-tty)",
+        r"api_key not configured \(no-tty\)",
+        "older wandb, wandb_login.py",
+    ),
+    pattern(
+        "too_many_files",
+        "Too many open files",
+        r"Too many open files",
+        "errno EMFILE; torch/utils/data/dataloader.py:1327",
+        anchors=(
+            "[Errno 24] Too many open files",
+            "Too many open files. Communication with the",
+            "Too many open files (24)",
+        ),
     ),
     pattern("disk_full", "No space left on device", r"No space left on device", "errno ENOSPC"),
 )

@@ -30,6 +30,7 @@ _OWN: tuple[Pattern, ...] = (
         r"│   (?:(?P<block>FlatArguments|DPOExperimentConfig|TokenizerConfig)\(|"
         r"│   (?P<deep>(?:│   )+)?(?P<field>\S.*)|(?P<other>\S.*))",
         "open_instruct/finetune.py:477, dpo_tune_cache.py:219 (rich.pretty.pprint)",
+        anchors=("│   FlatArguments(", "│   DPOExperimentConfig(", "│   TokenizerConfig("),
     ),
     pattern(
         "output_dir",
@@ -42,6 +43,7 @@ _OWN: tuple[Pattern, ...] = (
         "Num processes: ",
         r"Num processes: (?P<count>\d+)",
         "accelerate/state.py, by open_instruct/finetune.py:481, dpo_tune_cache.py:228",
+        anchors=("Distributed environment: ",),
     ),
     pattern(
         "liger_attempted",
@@ -61,6 +63,10 @@ _OWN: tuple[Pattern, ...] = (
         "Liger kernels",
         r"(?:There are currently no Liger kernels supported|No Liger kernels will be applied).*",
         f"{_LIGER} _apply_liger_kernel (liger-kernel 0.7.0)",
+        anchors=(
+            "There are currently no Liger kernels supported",
+            "No Liger kernels will be applied",
+        ),
     ),
     pattern(
         "attention",
@@ -79,18 +85,21 @@ _OWN: tuple[Pattern, ...] = (
         "Cache not found",
         r"Cache not found(?: or invalid)?, transforming datasets\.\.\.",
         f"{_CACHE}:1927 (local), :1821 (hf)",
+        anchors=("Cache not found or invalid", "Cache not found, transforming"),
     ),
     pattern(
         "dataset_missed",
         "dataset_skip_cache is True",
         r"dataset_skip_cache is True, so we will not load the dataset from cache",
         f"{_CACHE}:1807",
+        anchors=("dataset_skip_cache is True, so we will not load the dataset from cache",),
     ),
     pattern(
         "dataset_saved",
         " transformed dataset to ",
         r"(?:Saved|Pushed) transformed dataset to (?P<path>[^🚀✅\n]+)",
         f"{_CACHE}:1995 (local), :1842 (hf)",
+        anchors=("Saved transformed dataset to ", "Pushed transformed dataset to "),
     ),
     pattern(
         "dataset_found",
@@ -141,6 +150,7 @@ _OWN: tuple[Pattern, ...] = (
         _LOGGED + r"Step: (?P<step>\d{1,12}), LR: (?P<lr>[^\s,]+), Loss: (?P<loss>[^\s,]+)"
         r"(?:,? Aux Loss: (?P<aux>[^\s,]+))?(?:, TPS: (?P<tps>[^\s,]+))?",
         "open_instruct/finetune.py:951,956, dpo_tune_cache.py:668",
+        always=(r"Loss: -?[niNI]",),
     ),
     pattern(
         "progress",
@@ -165,6 +175,7 @@ _OWN: tuple[Pattern, ...] = (
         "Remaining files:",
         _LOGGED + r"Remaining files: ?\[(?P<files>.*)\]",
         "open_instruct/utils.py:835, after every checkpoint too",
+        anchors=("'tokenizer_config.json'", "'generation_config.json'"),
     ),
 )
 

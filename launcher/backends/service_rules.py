@@ -22,7 +22,7 @@ def wandb_key(context: Context) -> Iterator[Finding]:
     is logged in (utils.py:1303), also in offline mode.
     """
     values, environ = context.values, context.environ
-    if not values["with_tracking"] or _has_wandb_key(environ):
+    if not values["with_tracking"] or has_wandb_key(environ):
         return
     if values.schema.stage == "sft" and not {"wandb", "all"} & set(values["report_to"] or ()):
         # it crashes for another reason, which has a rule of its own
@@ -43,7 +43,7 @@ def wandb_key(context: Context) -> Iterator[Finding]:
     yield say(severity, "run", "no-wandb-key", "with_tracking", f"`with_tracking`: {what}", help)
 
 
-def _has_wandb_key(environ: Mapping[str, str]) -> bool:
+def has_wandb_key(environ: Mapping[str, str]) -> bool:
     if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlsplit(environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
@@ -70,7 +70,7 @@ def hub_token(context: Context) -> Iterator[Finding]:
         return
     if offline(environ):
         why, help = "HF_HUB_OFFLINE is set", "unset it, or write `push_to_hub: false`"
-    elif not _has_hub_token(environ):
+    elif not has_hub_token(environ):
         why, help = (
             "no one is logged in",
             "`hf auth login`, or set HF_TOKEN, or `push_to_hub: false`",
@@ -84,7 +84,7 @@ def hub_token(context: Context) -> Iterator[Finding]:
     )
 
 
-def _has_hub_token(environ: Mapping[str, str]) -> bool:
+def has_hub_token(environ: Mapping[str, str]) -> bool:
     names = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE")
     if any(environ.get(name) for name in names):
         return True

@@ -12,6 +12,11 @@ from launcher.backends import (
     output_rules,
     sequence_rules,
     service_rules,
+    trl_data_rules,
+    trl_deepspeed_rules,
+    trl_machine_rules,
+    trl_output_rules,
+    trl_packing_rules,
 )
 from launcher.backends.context import Context, StageRule
 from launcher.errors import Finding
@@ -29,7 +34,17 @@ RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {
         )
         for stage in ("sft", "dpo")
     },
-    "trl": model_rules.RULES["trl"],
+    "trl": {
+        stage: (
+            *model_rules.RULES["trl"][stage],
+            *trl_machine_rules.RULES,
+            *trl_deepspeed_rules.RULES,
+            *(trl_packing_rules.RULES if stage == "sft" else ()),
+            *trl_data_rules.RULES,
+            *trl_output_rules.RULES,
+        )
+        for stage in ("sft", "dpo")
+    },
 }
 
 

@@ -47,6 +47,9 @@ _MOVED = {
         "attn_implementation", "spelt `attn_implementation: flash_attention_2`"
     ),
 }
+# They compare these values, or copy them into the trainer's state, by computed names
+# (transformers/trainer_utils.py:1153, transformers/trainer_callback.py:163): that is no use of them.
+_RECORDERS = frozenset({"compare_trainer_and_checkpoint_args", "compute_steps"})
 _NAMES = Names(data="dataset_name", max_steps="max_steps", max_length="max_length")
 
 STAGES: Mapping[str, Entry] = {
@@ -56,6 +59,7 @@ STAGES: Mapping[str, Entry] = {
         owner="SFTConfig",
         names=_NAMES,
         moved=_MOVED,
+        recorders=_RECORDERS,
     ),
     "dpo": Entry(
         script="trl/scripts/dpo.py",
@@ -67,6 +71,7 @@ STAGES: Mapping[str, Entry] = {
             max_length="max_length",
             packing="padding_free",
         ),
+        recorders=_RECORDERS,
         moved={
             **_MOVED,
             "chat_template_name": Moved(

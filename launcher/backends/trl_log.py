@@ -11,24 +11,28 @@ _OWN: tuple[Pattern, ...] = (
         "{'loss': ",
         r"(?P<pairs>\{'loss': [^{}]*\})",
         "transformers/trainer_callback.py ProgressCallback.on_log; PrinterCallback without a bar",
+        always=(r"\{'loss': '?-?[niNI]", r"_norm': '?-?[niNI]"),
     ),
     pattern(
         "metrics",
         "{'train_runtime': ",
         r"(?P<pairs>\{'train_runtime': [^{}]*\})",
         "transformers/trainer.py _finalize_training, through the same callback",
+        anchors=("'train_samples_per_second': ", "'train_steps_per_second': "),
     ),
     pattern(
         "training_completed",
         "Training completed.",
         r"✅ Training completed\.",
         "trl/scripts/sft.py:116, dpo.py:122",
+        anchors=("✅ Training completed.",),
     ),
     pattern(
         "saved",
         "Model saved to ",
         r"💾 Model saved to (?P<path>.+?)\.?$",
         "trl/scripts/sft.py:120, dpo.py:126",
+        anchors=("💾 Model saved to ",),
     ),
     pattern(
         "reference_missed",

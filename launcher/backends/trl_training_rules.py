@@ -236,7 +236,7 @@ def deepspeed(values: Values) -> Iterator[Finding]:
     except Unreadable as fault:
         yield say("error", "parser", "deepspeed-mapping", key, f"`{key}`: {fault}")
         return
-    reason = _deepspeed_fault(config, on_each_node=bool(values.get("save_on_each_node")))
+    reason = deepspeed_fault(config, on_each_node=bool(values.get("save_on_each_node")))
     if reason is not None:
         yield say(
             "error", "parser", "deepspeed-mapping", key, f"`{key}`: {reason}",
@@ -244,7 +244,7 @@ def deepspeed(values: Values) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _deepspeed_fault(config: dict[str, Any], *, on_each_node: bool) -> str | None:
+def deepspeed_fault(config: dict[str, Any], *, on_each_node: bool) -> str | None:
     if "zero_optimization" not in config:
         return "it has no `zero_optimization`"
     nodes = {name: _node(config, name) for name in _DEEPSPEED}

@@ -1,0 +1,370 @@
+// The curves of a report: what uPlot is given, and what the controls do. Data and words come from the page.
+(() => {
+  "use strict";
+  const source = document.getElementById("curves-data");
+  if (!source) return;
+  const { runs, panels } = JSON.parse(source.textContent);
+  const root = document.documentElement;
+  const byId = (id) => document.getElementById(id);
+  const colour = (name) => getComputedStyle(root).getPropertyValue(name).trim();
+  const COLOURS = 8;
+  const HEIGHT = 190;
+  const AXIS = 54;
+
+  // ---- one x axis for all: every step of every run, sorted
+  const steps = (() => {
+    const same = runs.every((run) => run.steps.length === runs[0].steps.length &&
+      run.steps.every((step, i) => step === runs[0].steps[i]));
+    if (same) return runs[0].steps;
+    return [...new Set(runs.flatMap((run) => run.steps))].sort((a, b) => a - b);
+  })();
+  const place = new Map(steps.map((step, i) => [step, i]));
+
+  // undefined: nothing was logged there, the line goes on; null: it was not finite, the line breaks
+  const aligned = (run, name, breaks) => {
+    const column = new Array(steps.length);
+    const values = run.columns[name];
+    run.steps.forEach((step, i) => {
+      if (values[i] !== null) column[place.get(step)] = values[i];
+    });
+    if (breaks) run.nonfinite.forEach((step) => { column[place.get(step)] = null; });
+    return column;
+  };
+
+  const smoothed = (column, weight) => {
+    let mean = 0, share = 0;
+    return column.map((value) => {
+      if (value === undefined || value === null) return value;
+      mean = weight * mean + (1 - weight) * value;
+      share = weight * share + (1 - weight);
+      return mean / share;
+    });
+  };
+
+  // ---- numbers as people read them
+  const grouped = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+  const exponent = (value, digits) => value.toExponential(digits).replace(/\.?0+e/, "e").replace("e+", "e");
+  const shown = (value) => {
+    const size = Math.abs(value);
+    if (size === 0) return "0";
+    if (size < 1e-3 || size >= 1e9) return exponent(value, 3);
+    return size >= 1e3 ? grouped.format(value) : String(Number(value.toPrecision(4)));
+  };
+  const ticks = (u, splits) => {
+    const most = Math.max(...splits.filter((s) => s !== null).map(Math.abs));
+    return splits.map((split) => {
+      if (split === null) return "";
+      if (split === 0) return "0";
+      if (most < 1e-3 || most >= 1e9) return exponent(split, 2);
+      if (most >= 1e6) return `${Number((split / 1e6).toPrecision(4))}M`;
+      if (most >= 1e4) return `${Number((split / 1e3).toPrecision(4))}k`;
+      return String(Number(split.toPrecision(5)));
+    });
+  };
+
+  // ---- state
+  const hidden = new Set();
+  let weight = 0;
+  const charts = [];
+  const sync = uPlot.sync("steps");
+
+  // what the y axis spans: room above and below, but from zero where less makes no sense
+  const span = (floor) => (u, low, high) => {
+    if (floor === "share") return [0, 1];
+    if (low === null || high === null) return [0, 1];
+    if (low === high) {
+      const room = Math.abs(low) * 0.1 || 1;
+      return floor === "zero" ? [Math.min(0, low), high + room] : [low - room, high + room];
+    }
+    const room = (high - low) * 0.06;
+    return floor === "zero" ? [Math.min(0, low - (low < 0 ? room : 0)), high + room] : [low - room, high + room];
+  };
+
+  const curvesOf = (panel) => panel.lines.flatMap((line) => runs.flatMap((run, r) => {
+    const name = line.columns.find((column) => run.columns[column]);
+    return name === undefined ? [] : [{ run, r, line, name }];
+  }));
+
+  // the nearest value that this curve has; none before its first step and after its last
+  const bounds = new WeakMap();
+  const nearest = (column, at) => {
+    if (!bounds.has(column)) {
+      const known = (v) => v !== undefined;
+      bounds.set(column, [column.findIndex(known), column.findLastIndex(known)]);
+    }
+    const [first, last] = bounds.get(column);
+    if (first < 0 || at < first || at > last) return null;
+    for (let off = 0; ; off++) {
+      if (column[at - off] !== undefined) return at - off;
+      if (column[at + off] !== undefined) return at + off;
+    }
+  };
+
+  const marks = (panel, curves) => (u) => {
+    if (!panel.marks) return;
+    const { ctx, bbox } = u;
+    const size = 3.5 * devicePixelRatio;
+    ctx.save();
+    ctx.strokeStyle = colour("--fail");
+    ctx.lineWidth = 1.5 * devicePixelRatio;
+    for (const { run, r } of curves) {
+      if (hidden.has(r)) continue;
+      for (const step of run.nonfinite) {
+        if (step < u.scales.x.min || step > u.scales.x.max) continue;
+        const x = u.valToPos(step, "x", true), y = bbox.top + size * 2;
+        ctx.beginPath();
+        ctx.moveTo(x - size, y - size); ctx.lineTo(x + size, y + size);
+        ctx.moveTo(x - size, y + size); ctx.lineTo(x + size, y - size);
+        ctx.stroke();
+      }
+    }
+    ctx.restore();
+  };
+
+  class Chart {
+    constructor(panel) {
+      this.panel = panel;
+      this.figure = byId(`panel-${panel.key}`);
+      this.box = this.figure.querySelector(".plot");
+      this.list = this.figure.querySelector(".readout");
+      this.button = this.figure.querySelector("button");
+      this.curves = curvesOf(panel);
+      this.raw = this.curves.map(({ run, name }) => aligned(run, name, panel.marks));
+      this.log = false;
+      this.#readout();
+      if (this.button) {
+        const positive = this.raw.every((column) => column.every((v) => v === undefined || v === null || v > 0));
+        this.button.hidden = !positive;
+        this.button.addEventListener("click", () => {
+          this.log = !this.log;
+          this.button.setAttribute("aria-pressed", String(this.log));
+          this.build();
+        });
+      }
+      this.figure.addEventListener("keydown", (event) => this.#key(event));
+      this.build();
+    }
+
+    // a schedule has no noise to be smoothed away
+    get weight() { return this.panel.noisy ? weight : 0; }
+
+    data() {
+      const smooth = this.raw.map((column) => (this.weight ? smoothed(column, this.weight) : []));
+      return [steps, ...this.raw, ...smooth];
+    }
+
+    build() {
+      const { panel, curves } = this;
+      const zoom = this.plot && { min: this.plot.scales.x.min, max: this.plot.scales.x.max };
+      if (this.plot) { sync.unsub(this.plot); this.plot.destroy(); }
+      const style = ({ r, line }, over) => ({
+        show: !hidden.has(r) && (!over || this.weight > 0),
+        label: `${runs[r].name} ${line.label}`,
+        stroke: () => colour(`--c${r % COLOURS}`),
+        width: over ? 1.75 : this.weight ? 1 : 1.5,
+        alpha: over || !this.weight ? 1 : 0.25,
+        dash: line.second ? [5, 4] : r >= COLOURS ? [10, 3] : undefined,
+        spanGaps: false,
+        points: over ? { show: false } : { size: 4, space: 12 },
+      });
+      const axis = (extra) => ({
+        stroke: () => colour("--soft"), font: "11px system-ui, sans-serif",
+        grid: { stroke: () => colour("--grid"), width: 1 }, ticks: { show: false }, ...extra,
+      });
+      this.plot = new uPlot({
+        width: this.width(), height: HEIGHT, padding: [8, 24, 0, 0],
+        legend: { show: false },
+        scales: {
+          x: { time: false },
+          y: this.log ? { distr: 3 } : { range: span(panel.floor) },
+        },
+        axes: [
+          axis({ size: 26, gap: 4, space: 60, values: (u, splits) => splits.map((s) => (s === null || s % 1 ? "" : grouped.format(s))) }),
+          axis({ size: AXIS, gap: 6, space: 32, values: ticks }),
+        ],
+        series: [{}, ...curves.map((c) => style(c, false)), ...curves.map((c) => style(c, true))],
+        cursor: {
+          y: false,
+          sync: { key: "steps", setSeries: false, scales: ["x", null] },
+          points: { size: 7, width: 1.5, fill: () => colour("--page") },
+          dataIdx: (u, i, at) => (i > curves.length || i === 0 ? at : nearest(u.data[i], at)),
+          drag: { x: true, y: false },
+        },
+        hooks: { setCursor: [() => this.#tell()], draw: [marks(panel, curves)] },
+      }, this.data(), this.box);
+      if (zoom && zoom.min !== null) this.plot.setScale("x", zoom);
+    }
+
+    width() { return Math.max(160, Math.floor(this.box.clientWidth)); }
+
+    update() {
+      this.items.forEach((item, r) => { item.hidden = hidden.has(r); });
+      this.build();
+      this.#tell();
+    }
+
+    // one entry a run, however many curves it has here
+    #readout() {
+      const entries = new Map();
+      this.values = this.curves.map(({ r }) => {
+        if (!entries.has(r)) {
+          const item = document.createElement("li");
+          const swatch = document.createElement("span");
+          swatch.className = `swatch k${r % COLOURS}`;
+          item.append(swatch);
+          if (runs.length > 1) {
+            const number = document.createElement("span");
+            number.className = "no";
+            number.textContent = r + 1;
+            item.append(number);
+          }
+          item.title = runs[r].name;
+          this.list.append(item);
+          entries.set(r, item);
+        } else {
+          const between = document.createElement("span");
+          between.className = "between";
+          between.textContent = "/";
+          entries.get(r).append(between);
+        }
+        const value = document.createElement("b");
+        entries.get(r).append(value);
+        return value;
+      });
+      this.items = entries;
+    }
+
+    #tell() {
+      const plot = this.plot;
+      if (!plot) return;
+      const on = plot.cursor.left >= 0 && plot.cursor.idx !== null && plot.cursor.idx !== undefined;
+      this.curves.forEach(({ run }, i) => {
+        const column = this.raw[i];
+        let at = on ? plot.cursor.idxs[i + 1] : column.findLastIndex((v) => v !== undefined && v !== null);
+        const value = at === null || at < 0 ? undefined : column[at];
+        const bad = on && this.panel.marks && run.nonfinite.includes(steps[plot.cursor.idx]);
+        this.values[i].textContent = bad || value === null ? "not finite" : value === undefined ? "–" : shown(value);
+        this.values[i].classList.toggle("bad", bad);
+      });
+      byId("at").textContent = on ? `step ${grouped.format(steps[plot.cursor.idx])}` : "last step";
+    }
+
+    #key(event) {
+      const plot = this.plot, last = steps.length - 1;
+      const now = plot.cursor.left >= 0 ? plot.cursor.idx : null;
+      const jump = event.shiftKey ? Math.max(1, Math.round(steps.length / 20)) : 1;
+      const target = {
+        ArrowLeft: now === null ? last : Math.max(0, now - jump),
+        ArrowRight: now === null ? 0 : Math.min(last, now + jump),
+        Home: 0, End: last, Escape: -1,
+      }[event.key];
+      if (target === undefined || event.target !== this.figure) return;
+      event.preventDefault();
+      if (target < 0) {
+        charts.forEach((chart) => chart.plot.setCursor({ left: -10, top: -10 }, true, false));
+        return;
+      }
+      const left = plot.valToPos(steps[target], "x");
+      plot.setCursor({ left, top: HEIGHT / 3 }, true, true);
+      const told = this.curves.flatMap(({ r, line }, i) => (
+        hidden.has(r) ? [] : [`${runs[r].name} ${line.label} ${this.values[i].textContent}`]));
+      byId("spoken").textContent = `step ${steps[target]}: ${told.join(", ")}`;
+    }
+  }
+
+  // ---- controls
+  const each = (selector, act) => document.querySelectorAll(selector).forEach(act);
+  const redraw = () => charts.forEach((chart) => chart.plot.redraw(false));
+  const fit = () => charts.forEach((chart) => {
+    const width = chart.width();
+    if (width !== chart.plot.width) chart.plot.setSize({ width, height: HEIGHT });
+  });
+  const reset = () => charts.forEach((chart) => {
+    chart.plot.setScale("x", { min: steps[0], max: steps[steps.length - 1] });
+  });
+  const draw = (panel) => { charts.push(new Chart(panel)); charts[charts.length - 1].update(); };
+
+  each("input[data-run]", (box) => {
+    const r = Number(box.dataset.run);
+    const apply = () => {
+      if (box.checked) hidden.delete(r); else hidden.add(r);
+      charts.forEach((chart) => chart.update());
+    };
+    box.addEventListener("change", apply);
+    if (!box.checked) hidden.add(r);
+  });
+  const smooth = (value) => {
+    weight = value;
+    byId("smoothing").value = value;
+    byId("smoothing-is").textContent = value.toFixed(2);
+  };
+  byId("smoothing").addEventListener("input", (event) => {
+    smooth(Number(event.target.value));
+    charts.forEach((chart) => chart.update());
+  });
+  // noise of thousands of steps is a band: begin with a line through it
+  const longest = Math.max(...runs.map((run) => run.steps.length));
+  smooth(longest > 3000 ? 0.98 : longest > 600 ? 0.9 : 0);
+  byId("reset").addEventListener("click", reset);
+
+  panels.filter((panel) => !panel.folded).forEach(draw);
+  const more = byId("more-curves");
+  if (more) {
+    const open = () => {
+      if (!more.open || more.dataset.drawn) return;
+      more.dataset.drawn = "yes";
+      panels.filter((panel) => panel.folded).forEach(draw);
+    };
+    more.addEventListener("toggle", open);
+    open();
+  }
+
+  let waiting = 0;
+  addEventListener("resize", () => { cancelAnimationFrame(waiting); waiting = requestAnimationFrame(fit); });
+  document.addEventListener("report:theme", redraw);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  // paper is white, and narrower than most screens
+  let before = null;
+  addEventListener("beforeprint", () => {
+    before = root.dataset.theme || "";
+    root.dataset.theme = "light";
+    charts.forEach((chart) => chart.plot.setSize({ width: 330, height: HEIGHT }));
+    redraw();
+  });
+  addEventListener("afterprint", () => {
+    if (before) root.dataset.theme = before; else delete root.dataset.theme;
+    fit();
+    redraw();
+  });
+  requestAnimationFrame(() => requestAnimationFrame(() => performance.mark("drawn")));
+})();
+
+// Light, dark, or as the system has it.
+(() => {
+  "use strict";
+  const choice = document.getElementById("theme");
+  if (!choice) return;
+  const remembered = (write) => {
+    try {
+      if (write !== undefined) localStorage.setItem("launch-report-theme", write);
+      return localStorage.getItem("launch-report-theme");
+    } catch { return null; }
+  };
+  const apply = () => {
+    if (choice.value === "auto") delete document.documentElement.dataset.theme;
+    else document.documentElement.dataset.theme = choice.value;
+    document.dispatchEvent(new Event("report:theme"));
+  };
+  choice.value = ["light", "dark"].includes(remembered()) ? remembered() : "auto";
+  choice.addEventListener("change", () => { remembered(choice.value); apply(); });
+  apply();
+})();
+
+// The command, to paste.
+document.querySelectorAll("button[data-copy]").forEach((button) => {
+  button.addEventListener("click", async () => {
+    const text = document.getElementById(button.dataset.copy).textContent;
+    try { await navigator.clipboard.writeText(text); button.textContent = "copied"; }
+    catch { getSelection().selectAllChildren(document.getElementById(button.dataset.copy)); }
+  });
+});

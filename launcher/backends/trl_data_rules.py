@@ -1,0 +1,137 @@
+"""Rules about the data and templates that a TRL stage names: do they lie here, and as what?"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from launcher.backends import model_config
+from launcher.backends.context import Context, StageRule
+from launcher.backends.rule import say
+from launcher.errors import Finding, brief
+from launcher.paths import exists, is_file
+
+_MOST = 2000  # entries of a folder to look at; a larger one is not judged
+# datasets/data_files.py:43
+_KEYWORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+# with these a folder describes its splits itself, or is read in another way
+_DESCRIBED = frozenset({
+    "readme.md", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json",
+    "task.toml", "instruction.md",
+})  # fmt: skip
+# files such as data/NAME-00000-of-00002.parquet bring splits of any name
+_SHARD = re.compile(r"-\d{5}-of-\d{5}")
+_WORDS = re.compile(r"[-._ 0-9/\\]+")
+
+
+def _named(context: Context) -> str | None:
+    """The data set that `load_dataset` would be asked for (trl/scripts/sft.py:96)."""
+    values = context.values
+    name = values["dataset_name"]
+    return name if isinstance(name, str) and name and not values["datasets"] else None
+
+
+def data_here(context: Context) -> Iterator[Finding]:
+    """datasets/load.py:1061,1184."""
+    name = _named(context)
+    if name is None:
+        return
+    if is_file(Path(name)):
+        yield say(
+            "error", "run", "data-file", "dataset_name",
+            f"`dataset_name: {brief(name)}` is a file, which cannot be loaded by its name",
+            f"name the folder that it lies in: `dataset_name: {Path(name).parent}`",
+        )  # fmt: skip
+    elif context.running and model_config.is_path(name) and not exists(Path(name)):
+        yield say(
+            "error", "run", "missing-data", "dataset_name", f"there is no folder {brief(name)} here",
+            "relative paths start where launch is started; `~` is not expanded",
+        )  # fmt: skip
+
+
+def splits(context: Context) -> Iterator[Finding]:
+    """trl/scripts/sft.py:106, trl/scripts/dpo.py:104: a split is looked up by its name."""
+    values, name = context.values, _named(context)
+    if name is None:
+        return
+    wanted = ["dataset_train_split"]
+    wanted += ["dataset_test_split"] if values["eval_strategy"] != "no" else []
+    there = None if values["dataset_config"] else _splits(Path(name))
+    for key in wanted:
+        split = values[key]
+        if not isinstance(split, str):
+            continue
+        if "[" in split or "+" in split:
+            yield say(
+                "error", "run", "no-such-split", key,
+                f"`{key}: {brief(split)}` is looked up as the name of a split: parts cannot be named",
+                "name a whole split",
+            )  # fmt: skip
+        elif there is not None and split not in there:
+            yield say(
+                "error", "run", "no-such-split", key,
+                f"`dataset_name: {brief(name)}` has no split `{brief(split)}`, only "
+                f"{', '.join(sorted(there))}",
+                f"add a file such as {split}.jsonl, or write `eval_strategy: \"no\"`"
+                if key == "dataset_test_split" else f"write `{key}: {min(there)}`",
+            )  # fmt: skip
+
+
+def _splits(folder: Path) -> frozenset[str] | None:
+    """The splits of a local folder by the names in it, as datasets/data_files.py:43 finds them.
+
+    None where it is no folder, describes itself, or holds too much to tell.
+    """
+    names = _files(folder)
+    if not names or any(_says_itself(name.lower()) for name in names):
+        return None
+    found = {
+        split
+        for name in names
+        for word in _WORDS.split(name.lower())
+        for split, keywords in _KEYWORDS.items()
+        if word in keywords
+    }
+    # where no name says anything, all of it is for training
+    return frozenset(found or {"train"})
+
+
+def _says_itself(name: str) -> bool:
+    last = name.rpartition("/")[2]
+    return last in _DESCRIBED or last.endswith(".py") or _SHARD.search(last) is not None
+
+
+def _files(folder: Path) -> list[str]:
+    """The files below a folder, by their paths from there; empty where they are too many."""
+    found: list[str] = []
+    try:
+        for base, _, names in islice(os.walk(folder), _MOST):
+            found += [str(Path(base, name).relative_to(folder)) for name in names]
+            if len(found) > _MOST:
+                return []
+    except (OSError, ValueError):
+        return []
+    return [name for name in found if not name.startswith(".") and "/." not in name]
+
+
+def template_here(context: Context) -> Iterator[Finding]:
+    """trl/trainer/sft_trainer.py:749: what is no template's file is a folder or a tokenizer of the hub."""
+    name = context.values["chat_template_path"]
+    if not context.running or not isinstance(name, str) or not name or exists(Path(name)):
+        return
+    if name.endswith((".jinja", ".j2")) or model_config.is_path(name):
+        yield say(
+            "error", "run", "missing-template", "chat_template_path",
+            f"there is no template {brief(name)} here",
+            "relative paths start where launch is started; `~` is not expanded",
+        )  # fmt: skip
+
+
+RULES: tuple[StageRule, ...] = (data_here, splits, template_here)

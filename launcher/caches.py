@@ -1,0 +1,453 @@
+"""`Plan` -> `Cache`: the folders of tokenised data and of reference log-probabilities, by content.
+
+Upstream's own keys know names where they should know contents: of a local data file its path and the
+number of rows (dataset_transformation.py:1600, dataset_transformation.py:1603), of the reference model
+its name (dpo_utils.py:377). What those keys do not see makes the name of the folder they live in:
+
+* the content of local data, of the whole tokenizer (upstream reads four of its files,
+  dataset_transformation.py:910, not `chat_template.jinja`, `merges.txt` or `tokenizer.model`), and of
+  the model, its `config_name` and `additional_model_arguments`;
+* upstream's files that tokenise and score, by content: chat templates are text in one of them
+  (dataset_transformation.py:846 takes them by name), and its own version of the cache is raised by
+  hand (dataset_transformation.py:954);
+* the versions of transformers and tokenizers.
+
+What a key of upstream's does see (lengths, transforms, amounts, loss, LoRA) stays out: it makes
+another entry in the same folder. So do places and times: a project that was moved, a file that was
+touched or copied back, finds its cache. Another name for the same data is another key to upstream.
+
+Below upstream lies the cache of `datasets`, which knows a local file by its path and time of last
+write (datasets/data_files.py:519): a file written anew with its old time is not read again. It goes
+into the same folder wherever data are local. TRL has no other: its precomputed reference is found by
+the data and all weights of the model (trl/trainer/dpo_trainer.py:1177), but not by `max_length`,
+`truncation_mode` and `ld_alpha`, which change it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from launcher import facts, rundir
+from launcher.arguments import placed
+from launcher.backends.output_rules import checkpoints, resumed_from
+from launcher.errors import Finding
+from launcher.fingerprint import (
+    Fingerprint,
+    Memory,
+    MissingContent,
+    cache_home,
+    of_data,
+    of_hub,
+    of_model,
+    of_tokenizer,
+)
+from launcher.paths import exists
+from launcher.plan import Derived, Plan
+from launcher.schema import Values
+
+Kind = Literal["dataset", "reference"]
+KINDS: tuple[Kind, ...] = ("dataset", "reference")
+Role = Literal["data", "tokenizer", "model", "config", "template", "code", "package", "value"]
+
+REFERENCE_VARIABLE = "REFERENCE_LOGPROBS_CACHE_PATH"
+DATASETS_VARIABLE = "HF_DATASETS_CACHE"
+_FORM = "launch cache 1"
+_MISSING = "missing"
+# files in a record; a folder of data may hold very many
+_FILES_KEPT = 200
+
+_TOKENISING = ("open_instruct/dataset_transformation.py",)
+_SCORING = (
+    "open_instruct/dpo_utils.py", "open_instruct/padding_free_collator.py",
+    "open_instruct/dpo_tune_cache.py",
+)  # fmt: skip
+_PACKAGES: Mapping[str, tuple[str, ...]] = {
+    "open_instruct": ("transformers", "tokenizers"),
+    "trl": ("datasets", "tokenizers", "transformers", "trl"),
+}
+# they change the reference model, and upstream's key holds none of them (dpo_utils.py:371). Liger's
+# loader is not told to use bfloat16 (dpo_tune_cache.py:318), so it is another model where that is not
+# the checkpoint's own.
+_REFERENCE_VALUES = ("additional_model_arguments", "use_liger_kernel")
+# dpo_trainer.py hands them to the collator and the sums, after the fingerprint of the data is made
+_PRECOMPUTED_VALUES = ("max_length", "truncation_mode", "ld_alpha")
+_NO_REFERENCE = frozenset({"simpo"})
+
+# what upstream's own keys hold, to tell two entries of one folder apart in words
+_TOKENIZER_KEY = (
+    "tokenizer_name_or_path", "tokenizer_revision", "trust_remote_code", "use_fast",
+    "chat_template_name", "add_bos", "get_tokenizer_fn", "ground_truths_key", "sft_messages_key",
+)  # fmt: skip
+_DATASET_KEY = ("mixer_list", "mixer_list_splits", "transform_fn", "target_columns", "config_hash")
+_REFERENCE_KEY = (
+    "concatenated_forward", "loss_type", "max_train_samples", "model_name_or_path",
+    "model_revision", "packing", "use_lora", "use_qlora",
+)  # fmt: skip
+_TRL_KEY = (
+    "dataset_name", "dataset_config", "dataset_train_split", "model_name_or_path", "max_length",
+    "packing", "packing_strategy", "assistant_only_loss", "completion_only_loss", "eos_token",
+    "precompute_ref_log_probs", "truncation_mode", "ld_alpha",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    """One thing that a folder's name is derived from.
+
+    `name` is how people know it and no part of the folder's name, except where it is all there is;
+    `shown` what to say of it: the value itself, or the fingerprint of files.
+    """
+
+    role: Role
+    name: str
+    digest: str
+    shown: Any = None
+
+    def as_json(self) -> dict[str, Any]:
+        """For the record in the folder and in the manifest."""
+        return {"role": self.role, "name": self.name, "digest": self.digest, "shown": self.shown}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cache:
+    """One folder for a run, how it is handed over, and what its name is derived from.
+
+    `arguments` are upstream's own options, `env` environment variables. `key` are the values of
+    upstream's own key, which decides inside the folder; `stage` and `backend` whose it is. `read` is
+    when reading the contents began, in seconds since 1970.
+    """
+
+    kind: Kind
+    path: Path
+    digest: str
+    inputs: tuple[Input, ...]
+    stage: str
+    backend: str
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    key: Mapping[str, Any] = field(default_factory=dict)
+    read: float = 0.0
+
+    @property
+    def why(self) -> str:
+        """Why launch sets the folder, for the list of derived arguments."""
+        named = [one.name for one in self.inputs if one.role in {"data", "model"}]
+        what = ", ".join(dict.fromkeys(named)) or "the tokenizer and upstream's own transforms"
+        return f"one folder for each content of {what}"
+
+    def as_json(self) -> dict[str, Any]:
+        """For the manifest (`caches`) and the record in the folder itself."""
+        return {
+            "kind": self.kind, "path": str(self.path), "digest": self.digest, "stage": self.stage,
+            "backend": self.backend, "arguments": dict(self.arguments), "env": dict(self.env),
+            "inputs": [one.as_json() for one in self.inputs], "key": dict(self.key),
+        }  # fmt: skip
+
+
+def derive(
+    plan: Plan, packages: Mapping[str, str], *, memory: Memory | None = None,
+    environ: Mapping[str, str] | None = None, running: bool = True,
+) -> tuple[Cache, ...]:  # fmt: skip
+    """The cache folders of a plan; nothing is created but the memory of fingerprints.
+
+    `packages` are the versions in the trainer's Python. Raises MissingContent where something local
+    cannot be read; a dry run (`running` false) may name what is not here.
+    """
+    environ = os.environ if environ is None else environ
+    memory = Memory.load(cache_home(environ) / "fingerprints.json") if memory is None else memory
+    reader = _Reader(plan, packages, memory, environ, running, time.time())
+    trl = plan.stage.options.backend == "trl"
+    try:
+        return tuple(_trl(reader) if trl else _open_instruct(reader))
+    finally:
+        memory.save()
+
+
+def applied(plan: Plan, caches: Sequence[Cache]) -> Plan:
+    """The plan with upstream's options for these folders among its derived arguments."""
+    added = {
+        name: Derived(value=value, why=one.why)
+        for one in caches
+        for name, value in one.arguments.items()
+    }
+    if not added:
+        return plan
+    derived = {**plan.derived, **added}
+    given = {**plan.stage.args, **{name: one.value for name, one in derived.items()}}
+    return replace(plan, derived=derived, values=Values(plan.stage.schema, given))
+
+
+def environment(caches: Sequence[Cache]) -> dict[str, str]:
+    """What these folders add to the environment of training."""
+    return {name: value for one in caches for name, value in one.env.items()}
+
+
+# --- what goes into a name ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """The plan, and what its arguments name, by content."""
+
+    plan: Plan
+    packages: Mapping[str, str]
+    memory: Memory
+    environ: Mapping[str, str]
+    running: bool
+    begun: float
+
+    @property
+    def values(self) -> Values:
+        return self.plan.values
+
+    def text(self, name: str) -> str | None:
+        value = self.values.get(name)
+        return value if isinstance(value, str) and value else None
+
+    @property
+    def revision(self) -> str | None:
+        return self.text("model_revision")
+
+    def printed(self, role: Role, found: Fingerprint) -> Input:
+        shown = found.as_json()
+        shown["files"] = shown["files"][:_FILES_KEPT]
+        shown["count"] = len(found.files)
+        return Input(role=role, name=found.name, digest=found.digest, shown=shown)
+
+    def data(self, name: str, role: Role = "data") -> Input:
+        """A local file or folder."""
+        return self.read(role, name, lambda: of_data(name, self.memory))
+
+    def tokenizer(self, name: str, revision: str | None, role: Role = "tokenizer") -> Input:
+        """A tokenizer in a folder, or on the hub."""
+        return self.read(
+            role, name,
+            lambda: of_tokenizer(name, self.memory, revision=revision, environ=self.environ),
+        )  # fmt: skip
+
+    def model(self, name: str, revision: str | None) -> Input:
+        """A model in a folder, or on the hub."""
+        return self.read(
+            "model", name,
+            lambda: of_model(name, self.memory, revision=revision, environ=self.environ),
+        )  # fmt: skip
+
+    def config(self, name: str, revision: str | None) -> Input:
+        """The config of another model, which this one is built by."""
+        if Path(name).is_dir():
+            return self.data(str(Path(name) / "config.json"), "config")
+        return self.printed("config", of_hub(name, revision=revision, environ=self.environ))
+
+    def read(self, role: Role, name: str, how: Callable[[], Fingerprint]) -> Input:
+        try:
+            return self.printed(role, how())
+        except MissingContent:
+            if self.running:
+                raise
+            return Input(role=role, name=name, digest=_MISSING)
+
+    def code(self, labels: Sequence[str]) -> Iterator[Input]:
+        stage = self.plan.stage
+        for label in labels:
+            digest = facts.digest(stage.upstream.packages, label) or stage.schema.digests.get(label)
+            yield Input(role="code", name=label, digest=digest or stage.upstream.version)
+
+    def versions(self) -> Iterator[Input]:
+        for name in _PACKAGES[self.plan.stage.options.backend]:
+            version = self.packages.get(name, "none")
+            yield Input(role="package", name=name, digest=version, shown=version)
+
+    def given(self, names: Sequence[str]) -> Iterator[Input]:
+        for name in names:
+            if name in self.values:
+                value = self.values[name]
+                told = json.dumps(value, sort_keys=True, default=str)
+                yield Input(role="value", name=name, digest=told, shown=value)
+
+    def cache(
+        self, kind: Kind, base: Path, inputs: Sequence[Input], key: Mapping[str, Any]
+    ) -> Cache:
+        options = self.plan.stage.options
+        told = [[one.role, *_named(one), one.digest] for one in inputs]
+        digest = hashlib.sha256(
+            json.dumps([_FORM, options.backend, kind, told]).encode(errors="surrogateescape")
+        ).hexdigest()
+        return Cache(
+            kind=kind, path=base / f"{kind}-{digest[:16]}", digest=digest, inputs=tuple(inputs),
+            stage=options.stage, backend=options.backend, key=key, read=self.begun,
+        )  # fmt: skip
+
+    def base(self, given: str | None) -> Path:
+        """The user's own folder for such a cache, else launch's; beside the runs if that is read-only."""
+        if given:
+            return Path(given).absolute()
+        home = cache_home(self.environ)
+        return home if _writable(home) else rundir.runs_root(self.environ) / "cache"
+
+
+def _named(one: Input) -> list[str]:
+    """The name, where the digest does not stand for itself."""
+    return [one.name] if one.role in {"code", "package", "value"} else []
+
+
+def _writable(path: Path) -> bool:
+    """Whether a folder can be made, or written into where it is there."""
+    while not exists(path):
+        if path == path.parent:
+            return False
+        path = path.parent
+    return os.access(path, os.W_OK | os.X_OK) and path.is_dir()
+
+
+# --- open-instruct --------------------------------------------------------------------------------
+
+
+def _open_instruct(reader: _Reader) -> Iterator[Cache]:
+    values, options = reader.values, reader.plan.stage.options
+    prefix = "dataset_" if "dataset_local_cache_dir" in values else ""
+    option, own = f"{prefix}local_cache_dir", reader.text(f"{prefix}config_hash")
+    refers = options.stage == "dpo" and values.get("loss_type") not in _NO_REFERENCE
+    key = _key(values, prefix)
+    if own is not None:
+        # the set is taken from the cache by this name, and no data are looked at
+        set_ = str(Path(str(values.get(option))) / own)
+        tokenised = [reader.data(set_)] if refers else []
+    else:
+        tokenised = _tokenising(reader)
+    if own is None and values.get(f"{prefix}cache_mode") == "local":
+        base = reader.base(reader.text(option) if values.given(option) else None)
+        made = reader.cache("dataset", base, tokenised, key)
+        local = any(one.role == "data" for one in tokenised)
+        env = {DATASETS_VARIABLE: str(made.path / "datasets")} if local else {}
+        yield replace(made, arguments={option: str(made.path)}, env=env)
+    if refers:
+        yield _reference(reader, tokenised, key)
+
+
+def _tokenising(reader: _Reader) -> list[Input]:
+    """What tokenised data depend on and upstream's key does not see."""
+    data = reader.values.get(reader.plan.stage.entry.names.data)
+    names = [str(name) for name in data[::2]] if isinstance(data, list) else []
+    inputs = [reader.data(name) for name in names if _is_local(name)]
+    tokenizer = reader.text("tokenizer_name_or_path") or reader.text("model_name_or_path")
+    if tokenizer is not None:
+        revision = reader.text("tokenizer_revision") or reader.revision
+        inputs.append(reader.tokenizer(tokenizer, revision))
+    return [*inputs, *reader.code(_TOKENISING), *reader.versions()]
+
+
+def _reference(reader: _Reader, tokenised: Sequence[Input], key: Mapping[str, Any]) -> Cache:
+    inputs = [*tokenised]
+    model, config = reader.text("model_name_or_path"), reader.text("config_name")
+    if model is not None:
+        inputs.append(reader.model(model, reader.revision))
+    if config is not None:
+        inputs.append(reader.config(config, reader.revision))
+    inputs += [*reader.given(_REFERENCE_VALUES), *reader.code(_SCORING)]
+    more = {name: reader.values.get(name) for name in _REFERENCE_KEY if name in reader.values}
+    base = reader.base(reader.environ.get(REFERENCE_VARIABLE))
+    made = reader.cache("reference", base, inputs, {**key, **more})
+    return replace(made, env={REFERENCE_VARIABLE: str(made.path)})
+
+
+def _is_local(name: str) -> bool:
+    """Whether a name in the mixer list is read from disk, or would be if it were there."""
+    # dataset_transformation.py:1618: any other name goes to `load_dataset`, which prefers a folder here
+    return name.endswith((".jsonl", ".parquet")) or exists(Path(name))
+
+
+def _key(values: Values, prefix: str) -> dict[str, Any]:
+    named = {name: f"{prefix}{name}" for name in _DATASET_KEY}
+    named |= {name: name for name in ("max_seq_length", *_TOKENIZER_KEY)}
+    return {name: values[field] for name, field in named.items() if field in values}
+
+
+# --- TRL ------------------------------------------------------------------------------------------
+
+
+def _trl(reader: _Reader) -> Iterator[Cache]:
+    """`datasets` caches what TRL reads and tokenises: beside its own key goes what that cannot see."""
+    values = reader.values
+    name, model = reader.text("dataset_name"), reader.text("model_name_or_path")
+    precomputed = values.get("precompute_ref_log_probs") is True
+    if name is None or values.get("dataset_streaming") is True:
+        return
+    local = Path(name).is_dir()
+    if not local and not precomputed:
+        # the hub's sets are known by their commit (datasets/data_files.py:513)
+        return
+    inputs = [
+        reader.data(name)
+        if local
+        else Input(role="data", name=name, digest=hashlib.sha256(name.encode()).hexdigest())
+    ]
+    if model is not None:
+        inputs.append(reader.tokenizer(model, reader.revision))
+    template = reader.text("chat_template_path")
+    if template is not None and Path(template).is_file():
+        inputs.append(reader.data(template, "template"))
+    elif template is not None:
+        inputs.append(reader.tokenizer(template, None, "template"))
+    inputs += reader.versions()
+    if precomputed:
+        inputs += reader.given(_PRECOMPUTED_VALUES)
+    key = {name: values[name] for name in _TRL_KEY if name in values}
+    made = reader.cache("dataset", reader.base(reader.environ.get(DATASETS_VARIABLE)), inputs, key)
+    yield replace(made, env={DATASETS_VARIABLE: str(made.path)})
+
+
+# --- what is worth saying -------------------------------------------------------------------------
+
+
+def findings(
+    plan: Plan, caches: Sequence[Cache], *, output: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Iterator[Finding]:  # fmt: skip
+    """What the folders of a run that is about to start cannot prevent.
+
+    `output` is where the model goes, and where upstream looks for checkpoints.
+    """
+    environ = os.environ if environ is None else environ
+    for found in _findings(plan, caches, output, environ):
+        yield placed(plan.stage.config, found)
+
+
+def _findings(
+    plan: Plan, caches: Sequence[Cache], output: Path | None, environ: Mapping[str, str]
+) -> Iterator[Finding]:
+    if "BEAKER_JOB_ID" in environ and any(one.arguments for one in caches):
+        # finetune.py:429, dpo_tune_cache.py:169
+        yield Finding(
+            severity="warning", layer="run", code="beaker-cache", key="args",
+            message="BEAKER_JOB_ID is set: upstream puts tokenised data into a folder of its own, where "
+            "an edited local file can meet an old set",
+            help="unset BEAKER_JOB_ID for this start",
+        )  # fmt: skip
+    reference = next((one for one in caches if one.kind == "reference"), None)
+    if reference is None:
+        return
+    last = resumed_from(checkpoints(output))
+    if last is not None and not any(reference.path.glob("*.pt")):
+        yield Finding(
+            severity="error", layer="run", code="reference-gone", key="args.model_name_or_path",
+            message=f"{output} holds {last.name}, which is loaded before the reference is computed "
+            f"(dpo_tune_cache.py:503, dpo_tune_cache.py:528), and {reference.path} holds none for this "
+            "model and these data: the half-trained model would be its own reference",
+            help="bring back the model and the data as they were, or begin anew in another folder",
+        )  # fmt: skip
+    for one in reference.inputs:
+        if one.role == "model" and isinstance(one.shown, dict) and one.shown["kind"] == "name":
+            yield Finding(
+                severity="note", layer="run", code="model-not-here",
+                key="args.model_name_or_path",
+                message=f"{one.name} is not in the hub's cache: its reference log-probabilities are kept "
+                "by its name, and the next start, which will know its commit, computes them again",
+                help=f"hf download {one.name}",
+            )  # fmt: skip

@@ -1,0 +1,211 @@
+"""What a file holds, as one digest: read whole by several threads, or a large checkpoint by samples.
+
+A file that is read whole is cut into pieces of 8 MiB, which are hashed in parallel (sha256 lets go of
+the interpreter); the digest is that of the size and of all pieces' digests. Any changed byte changes it.
+
+A `.safetensors` file above 64 MiB is not read whole: its digest is that of its size, its header (names,
+shapes, dtypes, offsets) and one 4 KiB block out of each stratum of each tensor; a stratum is at most
+1 MiB long, and a tensor has at least 16 (a smaller tensor is read whole). For 15 GB that is about
+70 MB. What it may miss:
+
+* a change of less than two strata in one stretch (2 MiB; an eighth of a tensor below 16 MiB), if it lies
+  between the blocks: of a stretch of 2 MiB and more a whole block is always seen;
+* scattered changes of a share p of a tensor's elements, with a probability of (1 - p) ** n, where n is
+  the number of sampled elements: 2,048 of two bytes for each MiB, at least 32,768. Training moves all
+  elements; of those too small a step for bfloat16 leaves most where they are. Already at p = 0.001 a
+  single tensor escapes with a probability below 1e-14, and a checkpoint has hundreds.
+
+An edit of single rows of an embedding by hand can escape: that is what `whole_below` is for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+PIECE = 8 * 2**20
+"""Bytes that one thread hashes at a time."""
+BLOCK = 4096
+"""Bytes of one sample: a page, the least that a disk reads."""
+STRATUM = 2**20
+"""Bytes of a tensor that one block stands for, at most."""
+STRATA = 16
+"""Strata that a tensor has, at least."""
+WHOLE_BELOW = 64 * 2**20
+"""Bytes up to which a checkpoint's file is read whole: adapters and small models are."""
+# what the safetensors library itself accepts
+_LARGEST_HEADER = 100_000_000
+_READS = 256
+_ATTEMPTS = 3
+
+
+class Changing(OSError):
+    """The file was written to while it was read, each time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """The digest of one file, and how it was come by: `whole` or `sampled`."""
+
+    method: str
+    digest: str
+    size: int
+
+
+def read(path: Path, *, whole_below: int = WHOLE_BELOW) -> tuple[Content, os.stat_result]:
+    """The content of a file and the state in which it was read, links followed.
+
+    Only `.safetensors` of `whole_below` bytes and more are sampled. Raises OSError where it cannot be
+    read or is no regular file, `Changing` where it does not hold still.
+    """
+    # a FIFO would wait for its writer
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+    try:
+        for _ in range(_ATTEMPTS):
+            before = os.fstat(descriptor)
+            if not stat.S_ISREG(before.st_mode):
+                raise OSError(None, "it is no regular file", str(path))
+            sampled = path.suffix == ".safetensors" and before.st_size >= whole_below
+            try:
+                found = _read(descriptor, before.st_size, sampled)
+            except Changing:
+                continue
+            if _state(os.fstat(descriptor)) == _state(before):
+                return found, before
+    finally:
+        os.close(descriptor)
+    raise Changing(None, "it is written to while it is read", str(path))
+
+
+def _state(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _read(descriptor: int, size: int, sampled: bool) -> Content:
+    regions = sampled_regions(descriptor, size) if sampled else None
+    if regions is None:
+        return Content("whole", _whole(descriptor, size), size)
+    return Content("sampled", _sampled(descriptor, size, regions), size)
+
+
+def threads() -> int:
+    """How many threads hash at once: the processors that this process may use, at most 16."""
+    counted = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    return max(1, min(16, len(counted) or os.cpu_count() or 1))
+
+
+def _whole(descriptor: int, size: int) -> str:
+    tree = hashlib.sha256(f"whole {PIECE} {size}\n".encode())
+
+    def piece(offset: int) -> bytes:
+        return hashlib.sha256(_bytes(descriptor, offset, min(PIECE, size - offset))).digest()
+
+    if size <= PIECE:
+        tree.update(piece(0))
+        return tree.hexdigest()
+    with ThreadPoolExecutor(threads()) as pool:
+        for digest in pool.map(piece, range(0, size, PIECE)):
+            tree.update(digest)
+    return tree.hexdigest()
+
+
+def _sampled(descriptor: int, size: int, regions: Sequence[tuple[int, int]]) -> str:
+    tree = hashlib.sha256(f"sampled {BLOCK} {STRATUM} {STRATA} {size}\n".encode())
+
+    def batch(first: int) -> bytes:
+        part = hashlib.sha256()
+        for offset, length in regions[first : first + _READS]:
+            part.update(_bytes(descriptor, offset, length))
+        return part.digest()
+
+    # far apart: reading on from each block, as the kernel would, reads an eighth of the file
+    advice = getattr(os, "posix_fadvise", None)
+    if advice is not None:
+        with contextlib.suppress(OSError):
+            advice(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+    # these wait for the disk, not for a processor
+    with ThreadPoolExecutor(16) as pool:
+        for digest in pool.map(batch, range(0, len(regions), _READS)):
+            tree.update(digest)
+    return tree.hexdigest()
+
+
+def _bytes(descriptor: int, offset: int, length: int) -> bytes:
+    """Exactly these bytes; raises Changing where the file has become shorter."""
+    raw = os.pread(descriptor, length, offset)
+    while len(raw) < length:
+        more = os.pread(descriptor, length - len(raw), offset + len(raw))
+        if not more:
+            raise Changing
+        raw += more
+    return raw
+
+
+# --- which bytes of a checkpoint decide -----------------------------------------------------------
+
+
+def sampled_regions(descriptor: int, size: int) -> list[tuple[int, int]] | None:
+    """Offset and length of every stretch of a safetensors file that is read, the header first.
+
+    None where the file is no safetensors file, or its tensors do not cover it: then all of it counts.
+    """
+    found = _tensors(descriptor, size)
+    if found is None:
+        return None
+    data, tensors = found
+    regions = [(0, data)]
+    for name, begin, end in tensors:
+        regions += _blocks(name, data + begin, data + end)
+    return regions
+
+
+def _blocks(name: str, begin: int, end: int) -> Iterator[tuple[int, int]]:
+    length = end - begin
+    count = max(STRATA, -(-length // STRATUM))
+    if length <= 2 * BLOCK * STRATA:
+        # at most 128 KiB: nearly as cheap as its samples
+        if length:
+            yield begin, length
+        return
+    for number in range(count):
+        # whole pages inside the stratum, so that one block costs one page
+        first = begin + length * number // count
+        last = begin + length * (number + 1) // count
+        pages = (last // BLOCK) - -(-first // BLOCK)
+        if pages < 1:
+            yield first, last - first
+            continue
+        # not always the same place: tensors have rows, and rows have periods
+        chosen = zlib.crc32(f"{name}:{number}".encode(errors="surrogatepass")) % pages
+        yield (-(-first // BLOCK) + chosen) * BLOCK, BLOCK
+
+
+def _tensors(descriptor: int, size: int) -> tuple[int, list[tuple[str, int, int]]] | None:
+    """Where the data begin, and each tensor's name and place after that, in order."""
+    try:
+        length = int.from_bytes(_bytes(descriptor, 0, 8), "little")
+        if not 2 <= length <= min(_LARGEST_HEADER, size - 8):
+            return None
+        header = json.loads(_bytes(descriptor, 8, length))
+        tensors = []
+        for name, told in header.items():
+            if name != "__metadata__":
+                begin, end = told["data_offsets"]
+                tensors.append((str(name), int(begin), int(end)))
+        tensors.sort(key=lambda one: one[1:])
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, Changing):
+        return None
+    at = 0
+    for _, begin, end in tensors:
+        if begin != at or end < begin:
+            return None
+        at = end
+    return (8 + length, tensors) if 8 + length + at == size else None

@@ -1,0 +1,374 @@
+"""What runs left behind -> `Run`: their curves by step, the verdict, and what was decided before.
+
+A run of ours is read from its folder, live or finished; a stranger's from its console log alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from launcher import check, evidence, measures, rundir
+from launcher.check import Verdict
+from launcher.evidence import Evidence, Probe
+from launcher.measures import Row
+from launcher.redaction import redact
+
+REPORT_VERSION = 1
+"""Of the JSON form; a change that a reader would notice counts it up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """A table: one row a step, one column a quantity; None where a step does not have it.
+
+    `nonfinite` are the steps whose loss, or whatever else the probe looks at, was NaN or infinite.
+    """
+
+    steps: tuple[int, ...] = ()
+    columns: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
+    nonfinite: tuple[int, ...] = ()
+
+    def last(self, name: str) -> float | None:
+        """The value that was seen last."""
+        return next((v for v in reversed(self.columns.get(name, ())) if v is not None), None)
+
+    def points(self, name: str) -> tuple[list[int], list[float]]:
+        """Steps and values of one column, without the steps that lack it."""
+        pairs = zip(self.steps, self.columns.get(name, ()), strict=False)
+        kept = [(step, value) for step, value in pairs if value is not None]
+        return [step for step, _ in kept], [value for _, value in kept]
+
+    def as_json(self) -> dict[str, object]:
+        """Plain values, no NaN; what a data frame is made of."""
+        columns = {name: list(values) for name, values in self.columns.items()}
+        return {"steps": list(self.steps), "columns": columns, "nonfinite": list(self.nonfinite)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run: `manifest` is run.json (empty for a log), `verdict` the JSON form, `ended` exit.json.
+
+    `asked` holds value and origin of every argument, `ranks` is how many processes the probe saw or
+    missed. Tokens are taken out of all of it.
+    """
+
+    name: str
+    path: Path
+    manifest: Mapping[str, Any]
+    verdict: Mapping[str, Any]
+    series: Series
+    ended: Mapping[str, Any]
+    asked: Mapping[str, Mapping[str, Any]]
+    ranks: int | None = None
+
+    @property
+    def stage(self) -> str | None:
+        """`sft` or `dpo`, as decided, else as seen."""
+        named = self.manifest.get("stage") or self.verdict.get("stage")
+        return None if named is None else str(named)
+
+    def as_json(self) -> dict[str, object]:
+        """What `launch report --format json` says of one run."""
+        return {
+            "run": self.name,
+            "path": str(self.path),
+            "stage": self.stage,
+            "verdict": self.verdict or None,
+            "plan": mapping(self.manifest.get("plan")) or None,
+            "measured": measured(self),
+            "series": self.series.as_json(),
+            "ended": self.ended or None,
+            "upstream": mapping(self.manifest.get("upstream")) or None,
+            "args": {name: dict(entry) for name, entry in self.asked.items()},
+        }
+
+
+def as_json(runs: Sequence[Run]) -> dict[str, object]:
+    """The data of `launch report --format json`."""
+    return {"report_version": REPORT_VERSION, "runs": [run.as_json() for run in runs]}
+
+
+def read(target: Path) -> Run:
+    """A run folder, or a console log alone. Raises OSError where it cannot be read."""
+    return read_log(target) if target.is_file() else read_folder(target)
+
+
+def read_log(path: Path) -> Run:
+    """What a console log by itself can tell."""
+    found = evidence.read_log(path)
+    assert found.log is not None
+    verdict = check.judge(found.stage, check.expected_from_log(found.log), found)
+    at = found.log.asked_at
+    asked = {
+        name: {"value": _unquoted(value), "origin": f"{path.name}:{at.get(name)}"}
+        for name, value in found.log.asked.items()
+    }
+    return Run(
+        name=path.name, path=path.absolute(), manifest={}, verdict=redact(verdict.as_json()),
+        series=of_evidence(found), ended={}, asked=redact(asked),
+    )  # fmt: skip
+
+
+def read_folder(path: Path) -> Run:
+    """A run folder, judged as it stands now; where only results were kept, those."""
+    found = evidence.read_run(path)
+    manifest = rundir.read_json(path / "run.json")
+    if found.log is None and found.probe is None:
+        kept = rundir.read_json(path / "verdict.json")
+        return of_kept(path, manifest, kept, _kept_rows(path / "metrics.jsonl"), found)
+    judged = check.judge(manifest.get("stage"), mapping(manifest.get("expect")), found)
+    return of_folder(path, manifest, judged, found)
+
+
+def of_kept(
+    path: Path,
+    manifest: object,
+    verdict: object,
+    rows: Iterable[Row],
+    found: Evidence | None = None,
+) -> Run:
+    """A run out of what was written about it, whatever it is by now."""
+    return _run(path, mapping(manifest), mapping(verdict), of_rows(rows), found)
+
+
+def of_folder(
+    path: Path, manifest: Mapping[str, Any], verdict: Verdict, found: Evidence | None
+) -> Run:
+    """A run whose last attempt has been read and judged already."""
+    rows = [] if found is None else _all_attempts(path, found)
+    return _run(path, manifest, verdict.as_json(), of_rows(rows), found)
+
+
+def _run(
+    path: Path, manifest: Mapping[str, Any], verdict: Mapping[str, Any], series: Series,
+    found: Evidence | None,
+) -> Run:  # fmt: skip
+    path = path.absolute()
+    ended = {} if found is None or found.exit is None else rundir.read_json(found.exit.path)
+    told = {"manifest": manifest, "verdict": verdict, "ended": ended}
+    clean = redact(told)
+    asked = mapping(clean["manifest"].get("args"))
+    return Run(
+        name=path.name, path=path, manifest=clean["manifest"], verdict=clean["verdict"],
+        series=series, ended=clean["ended"],
+        asked={name: entry for name, entry in asked.items() if isinstance(entry, Mapping)},
+        ranks=None if found is None or found.probe is None else found.probe.world,
+    )  # fmt: skip
+
+
+def of_evidence(found: Evidence) -> Series:
+    """The curves of one attempt."""
+    return of_rows(_rows(found))
+
+
+def of_rows(rows: Iterable[Row]) -> Series:
+    """A table out of rows in the order of their steps, with what follows from its columns."""
+    kept = [row for row in rows if number(row.get("step")) is not None]
+    names = dict.fromkeys(name for row in kept for name in row if name not in ("step", "finite"))
+    columns = {name: tuple(number(row.get(name)) for row in kept) for name in names}
+    if "seconds" in columns and "tokens" in columns:
+        columns.setdefault("tokens_per_second", _ratio(columns["tokens"], columns["seconds"]))
+    if "wasted" in columns and "positions" in columns:
+        columns.setdefault("wasted_share", _ratio(columns["wasted"], columns["positions"]))
+    return Series(
+        steps=tuple(int(row["step"]) for row in kept),
+        columns={name: values for name, values in columns.items() if any_number(values)},
+        nonfinite=tuple(int(row["step"]) for row in kept if row.get("finite") is False),
+    )
+
+
+def any_number(values: Iterable[float | None]) -> bool:
+    """Whether there is anything to draw."""
+    return any(value is not None for value in values)
+
+
+def _rows(found: Evidence) -> list[Row]:
+    """The rows of one attempt; the probe's loss where it saw more steps than the log tells of.
+
+    A log of every tenth step holds means over ten: one curve must not mix the two.
+    """
+    rows = measures.metrics_rows(found)
+    if found.probe is None or found.log is None:
+        return rows
+    seen = _probe_losses(found.probe)
+    logged = {line.step: line.loss for line in found.log.steps}
+    if len(seen) <= len(logged):
+        return rows
+    for row in rows:
+        row.pop("loss", None)
+        if row["step"] in seen:
+            row["loss"] = seen[row["step"]]
+        if math.isfinite(loss := logged.get(int(row["step"]), math.nan)):
+            row["logged_loss"] = loss
+    return rows
+
+
+def _probe_losses(probe: Probe) -> dict[float, float]:
+    """The mean over the ranks, as `metrics_rows` has it, of steps that were finite on all."""
+    parts: dict[int, list[float]] = {}
+    bad = set()
+    for record in probe.ranks.values():
+        for step in record.steps:
+            if not step.finite:
+                bad.add(step.step)
+            elif step.loss is not None:
+                parts.setdefault(step.step, []).append(step.loss)
+    return {step: math.fsum(p) / len(p) for step, p in parts.items() if step not in bad}
+
+
+def _all_attempts(path: Path, last: Evidence) -> list[Row]:
+    """The rows of every attempt: a later one replaces what it went through again."""
+    rows: list[Row] = []
+    attempts = rundir.RunFolder(path).attempts()
+    for number in range(1, attempts):
+        rows = _continued(rows, _rows(evidence.read_run(path, attempt=number)))
+    return _continued(rows, _rows(last))
+
+
+def _continued(before: list[Row], after: list[Row]) -> list[Row]:
+    if not after:
+        return before
+    return [row for row in before if row["step"] < after[0]["step"]] + after
+
+
+def _kept_rows(path: Path) -> list[Row]:
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return []
+    rows = [rundir.parse_line(line) for line in lines]
+    return sorted((r for r in rows if number(r.get("step")) is not None), key=lambda r: r["step"])
+
+
+def number(value: object) -> float | None:
+    """The value if it is a finite number."""
+    if type(value) is float:
+        return value if math.isfinite(value) else None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return value if math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def _ratio(
+    above: Sequence[float | None], below: Sequence[float | None]
+) -> tuple[float | None, ...]:
+    return tuple(a / b if a is not None and b else None for a, b in zip(above, below, strict=True))
+
+
+def _unquoted(value: str) -> Any:
+    """A value of the arguments dump as people write it: `'x'` is x."""
+    if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"":
+        return value[1:-1]
+    return value
+
+
+def measured(run: Run) -> dict[str, float | None]:
+    """What the run turned out to be, under the plan's names; None where nobody measured it.
+
+    Memory is the peak in GiB, `hours` the whole attempt, `wasted_share` and `mfu` are shares of 1;
+    `logged_tokens_per_second` is upstream's own figure.
+    """
+    figures, series = mapping(run.verdict.get("metrics")), run.series
+    return {
+        "processes": run.ranks,
+        "rows_per_step": _rows_per_step(run),
+        "steps": number(run.verdict.get("steps")),
+        "tokens_per_step": _mean(series.columns.get("tokens", ())),
+        "tokens_per_second": number(figures.get("tokens_per_second")),
+        "logged_tokens_per_second": number(figures.get("logged_tokens_per_second")),
+        "mfu": number(figures.get("mfu")),
+        "wasted_share": number(figures.get("wasted_share")),
+        "peak_gib": number(figures.get("peak_allocated_gib")),
+        "reserved_gib": number(figures.get("peak_reserved_gib")),
+        "hours": hours(run),
+        "first_loss": number(figures.get("first_loss")),
+        "last_loss": number(figures.get("last_loss")),
+        "min_loss": number(figures.get("min_loss")),
+        "rewards_margin": number(figures.get("rewards_margin")),
+        "rewards_accuracy": number(figures.get("rewards_accuracy")),
+    }
+
+
+def planned(run: Run) -> dict[str, float | None]:
+    """What the plan said, under the names of `measured`; None where it does not say."""
+    plan = mapping(run.manifest.get("plan"))
+    steps, tokens = number(plan.get("steps")), number(plan.get("tokens_per_step"))
+    hours = number(plan.get("hours"))
+    rate = number(plan.get("tokens_per_second"))
+    if rate is None and steps and tokens and hours:
+        rate = steps * tokens / (hours * 3600)
+    gpus, nodes = number(plan.get("gpus")), number(plan.get("nodes")) or 1
+    return {
+        "processes": None if gpus is None else max(1, gpus) * nodes,
+        "rows_per_step": number(plan.get("global")),
+        "steps": steps,
+        "tokens_per_step": tokens,
+        "tokens_per_second": rate,
+        "peak_gib": number(mapping(plan.get("memory_gib")).get("peak")),
+        "hours": hours,
+    }
+
+
+def hours(run: Run) -> float | None:
+    """How long the last attempt took, loading and saving included."""
+    import datetime
+
+    try:
+        begun, ended = (
+            datetime.datetime.fromisoformat(str(run.ended[key])) for key in ("started", "ended")
+        )
+        return (ended - begun).total_seconds() / 3600
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def mapping(value: object) -> Mapping[str, Any]:
+    """The value if it is a mapping, else an empty one: files of a run may be torn."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def listed(value: object) -> list[Any]:
+    """The value if it is a list, or a tuple as one, else an empty one."""
+    return list(value) if isinstance(value, (list, tuple)) else []
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    kept = [v for v in values if v is not None]
+    return math.fsum(kept) / len(kept) if kept else None
+
+
+def _rows_per_step(run: Run) -> float | None:
+    """In the rows of the data, as the plan counts: DPO's batches hold two sequences of each."""
+    seen = _mean(run.series.columns.get("rows", ()))
+    return seen / 2 if seen is not None and run.stage == "dpo" else seen
+
+
+def named_apart(runs: Sequence[Run]) -> list[Run]:
+    """The same runs, each under a name of its own: two logs may both be called `train.log`."""
+    names = [run.name for run in runs]
+    apart: list[Run] = []
+    for number, run in enumerate(runs, start=1):
+        name = run.name
+        if names.count(name) > 1:
+            name = f"{run.path.parent.name}/{name}"
+        taken = {other.name for other in apart}
+        apart.append(replace(run, name=f"{name} ({number})" if name in taken else name))
+    return apart
+
+
+def compact(series: Series) -> str:
+    """The JSON form with no more digits than a curve can show: half of the bytes."""
+    columns = ",".join(
+        f"{json.dumps(name)}:[{','.join(['null' if v is None else f'{v:.7g}' for v in values])}]"
+        for name, values in series.columns.items()
+    )
+    steps, bad = (",".join(map(str, numbers)) for numbers in (series.steps, series.nonfinite))
+    return f'{{"steps":[{steps}],"columns":{{{columns}}},"nonfinite":[{bad}]}}'

@@ -1,0 +1,267 @@
+"""Real hits and misses: the pinned DPO script and TRL meet edited data and a retrained model.
+
+Every start is a step or less of a tiny model on the CPU. Skipped, with the reason, where the training
+packages or the pinned checkout are missing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import NO_CHECKOUT, NO_PACKAGES, REPOSITORY, find_checkout
+
+from launcher import (
+    cache_folders,
+    cache_reasons,
+    caches,
+    command,
+    config,
+    machine,
+    plan,
+    rundir,
+    runner,
+)
+from launcher import stage as stages
+from launcher.caches import Cache
+from launcher.rundir import RunFolder
+from launcher.upstream import Locator
+
+TRAINING = ("torch", "transformers", "accelerate", "datasets", "trl")
+OPEN_INSTRUCT = ("deepspeed", "olmo_core", "peft", "ray", "beaker")
+STAGE_FILE = REPOSITORY / "configs" / "demo" / "dpo_open_instruct.yaml"
+
+
+def missing(names: Sequence[str]) -> list[str]:
+    """The packages that are not installed here."""
+    return [name for name in names if importlib.util.find_spec(name) is None]
+
+
+pytestmark = [
+    pytest.mark.training,
+    pytest.mark.skipif(
+        bool(missing(TRAINING)), reason=f"{NO_PACKAGES}: {', '.join(missing(TRAINING))}"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's model, and eight of its pairs."""
+    folder = tmp_path_factory.mktemp("assets")
+    maker = REPOSITORY / "scripts" / "make_demo_assets.py"
+    done = subprocess.run(
+        [sys.executable, str(maker), "build/demo"], capture_output=True, text=True, cwd=folder
+    )
+    assert done.returncode == 0, done.stderr
+    data = folder / "build/demo/data/dpo/train.jsonl"
+    data.write_text("".join(data.read_text().splitlines(keepends=True)[:8]))
+    return folder
+
+
+@pytest.fixture
+def place(assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project with a copy of them, and the working directory in it."""
+    folder = tmp_path / "project"
+    shutil.copytree(assets, folder)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return folder
+
+
+def edit(path: Path) -> None:
+    """Another word in the first row's first chosen text: same rows, same size, same time of last write."""
+    raw, was = bytearray(path.read_bytes()), path.stat()
+    at = raw.index(b'"content": "', raw.index(b'"chosen"')) + 12
+    raw[at : at + 6] = b"zzzzzz"
+    path.write_bytes(raw)
+    os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
+
+
+def retrain(path: Path) -> None:
+    """Other weights under the same name, of the same size and time."""
+    raw, was = bytearray(path.read_bytes()), path.stat()
+    raw[-4096:] = bytes(4096)
+    path.write_bytes(raw)
+    os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
+
+
+def open_instruct() -> None:
+    """Skips where the pinned script cannot run."""
+    if find_checkout() is None:
+        pytest.skip(NO_CHECKOUT)
+    if missing(OPEN_INSTRUCT):
+        pytest.skip(f"{NO_PACKAGES}: {', '.join(missing(OPEN_INSTRUCT))}")
+
+
+def dpo(name: str, *overrides: str) -> tuple[dict[str, str], dict[str, Cache], RunFolder]:
+    """Start the pinned DPO script: what the probe saw of each cache, the folders, the run."""
+    words = (
+        "model_name_or_path=build/demo/model", f"output_dir=out/{name}", "max_train_steps=1",
+        "mixer_list=[build/demo/data/dpo/train.jsonl, '1.0']", "local_cache_dir=cache",
+        "batch.global=8", "batch.per_device=8", *overrides,
+    )  # fmt: skip
+    trainer = machine.find_trainer(Path(sys.executable), None)
+    locator = Locator(checkout=find_checkout(), search=trainer.path)
+    stage = stages.validate(stages.judge(config.load(STAGE_FILE, words), locator=locator))
+    made = plan.make(stage, gpus=0)
+    found = caches.derive(made, trainer.packages)
+    run = RunFolder(rundir.runs_root() / name)
+    run.path.mkdir(parents=True)
+    built = command.build(caches.applied(made, found), trainer, run.path, environ=os.environ)
+    built = replace(built, env={**built.env, **caches.environment(found)})
+    with cache_folders.held(found, run, 1, config=STAGE_FILE) as locks:
+        ended = runner.run(built, run, 1, lock=locks[0])
+    assert ended.returncode == 0, run.console(1).read_text(errors="replace")[-3000:]
+    return states(run), {one.kind: one for one in found}, run
+
+
+def states(run: RunFolder) -> dict[str, str]:
+    """What the probe saw of each kind of cache."""
+    lines = (run.probe / "rank-0.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    return {
+        event["event"].removesuffix("_cache"): event["state"]
+        for event in events
+        if event["event"].endswith("_cache")
+    }
+
+
+def test_dpo_never_meets_a_stale_cache(place: Path) -> None:
+    open_instruct()
+    data = place / "build/demo/data/dpo/train.jsonl"
+    model = place / "build/demo/model/model.safetensors"
+    seen, first, _ = dpo("first")
+    assert seen == {"dataset": "miss", "reference": "miss"}
+
+    # written back unchanged is not changed
+    for path in (data, model):
+        path.write_bytes(path.read_bytes())
+    seen, second, run = dpo("second")
+    assert seen == {"dataset": "hit", "reference": "hit"}
+    assert {kind: one.path for kind, one in second.items()} == {
+        kind: one.path for kind, one in first.items()
+    }
+    assert all("the same content" in one.text for one in cache_reasons.why(run))
+
+    retrain(model)
+    seen, third, run = dpo("third")
+    assert seen == {"dataset": "hit", "reference": "miss"}
+    told = {one.kind: one for one in cache_reasons.why(run)}
+    assert [one.what for one in told["reference"].differences] == [
+        "build/demo/model/model.safetensors"
+    ]
+    # upstream itself cannot tell the two apart: the entries bear the same name
+    names = [sorted(p.name for p in one["reference"].path.glob("*.pt")) for one in (first, third)]
+    assert names[0] == names[1] and len(names[0]) == 1
+
+    edit(data)
+    seen, fourth, run = dpo("fourth", "cache_dataset_only=true")
+    assert seen == {"dataset": "miss"}
+    before, now = (tokens(one["dataset"]) for one in (third, fourth))
+    assert before[0][1:] == now[0][1:] and before[0][0] != now[0][0], "the new row, and only that"
+    assert before[1] == now[1], "and again the same key of upstream's"
+
+
+def tokens(cache: Cache) -> tuple[list[Any], list[str]]:
+    """The tokenised rows of a folder, in the order of the data, and upstream's name for them."""
+    entries = [p for p in cache.path.iterdir() if (p / "state.json").is_file()]
+    code = (
+        "import json, sys; from datasets import load_from_disk;"
+        "print(json.dumps(load_from_disk(sys.argv[1]).sort('index')['chosen_input_ids'][:]))"
+    )
+    done = python(code, str(entries[0]))
+    return json.loads(done), [path.name for path in entries]
+
+
+def python(code: str, *words: str, env: Mapping[str, str] | None = None) -> str:
+    """The last line that a program prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True,
+        env={**os.environ, "TQDM_DISABLE": "1", **(env or {})},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.strip().splitlines()[-1]
+
+
+# --- TRL --------------------------------------------------------------------------------------------
+
+LOAD = """
+import sys
+from datasets import load_dataset
+print(load_dataset("build/demo/data/dpo")["train"][0]["chosen"][0]["content"][:6])
+"""
+REFERENCES = """
+import json, sys
+from datasets import load_dataset
+from trl import DPOConfig, DPOTrainer
+
+def reference(length):
+    args = DPOConfig(
+        output_dir="out", use_cpu=True, bf16=False, per_device_train_batch_size=4, report_to=[],
+        precompute_ref_log_probs=True, truncation_mode="keep_end", max_length=length,
+    )
+    data = load_dataset("build/demo/data/dpo")["train"]
+    return DPOTrainer("build/demo/model", args=args, train_dataset=data).train_dataset["ref_chosen_logps"][:]
+
+found = []
+for word in sys.argv[1:]:
+    if word == "retrain":
+        with open("build/demo/model/model.safetensors", "r+b") as file:
+            file.seek(-4096, 2)
+            file.write(bytes(4096))
+    else:
+        found.append(reference(int(word)))
+print(json.dumps(found))
+"""
+TRL = """
+stage: dpo
+backend: trl
+args:
+  model_name_or_path: build/demo/model
+  dataset_name: build/demo/data/dpo
+  precompute_ref_log_probs: true
+  truncation_mode: keep_end
+"""
+
+
+def trl(place: Path, *overrides: str) -> dict[str, str]:
+    """What launch adds to the environment of a TRL stage."""
+    path = place / "stage.yaml"
+    path.write_text(TRL)
+    trainer = machine.find_trainer(Path(sys.executable), None)
+    locator = Locator(search=trainer.path)
+    stage = stages.validate(stages.judge(config.load(path, overrides), locator=locator))
+    return caches.environment(caches.derive(plan.make(stage, gpus=0), trainer.packages))
+
+
+def test_datasets_alone_keeps_a_row_that_was_edited_under_its_old_time(place: Path) -> None:
+    """Why TRL's folder is derived too: `datasets` looks at nothing but the time of last write."""
+    shared = {"HF_DATASETS_CACHE": str(place / "shared")}
+    before, ours = python(LOAD, env=shared), trl(place)
+    assert python(LOAD, env=ours) == before
+    edit(place / "build/demo/data/dpo/train.jsonl")
+    assert python(LOAD, env=shared) == before, "stale, as documented in launcher/caches.py"
+    assert trl(place) != ours
+    assert python(LOAD, env=trl(place)) == "zzzzzz"
+
+
+def test_trls_reference_is_stale_after_another_length_and_ours_is_not(place: Path) -> None:
+    shared = {"HF_DATASETS_CACHE": str(place / "shared")}
+    short, long = json.loads(python(REFERENCES, "24", "64", env=shared))
+    assert short == long, "stale, as documented in launcher/caches.py"
+    before = trl(place, "max_length=64")
+    assert before != trl(place, "max_length=24")
+    # the weights are part of TRL's own key: the same folder serves a retrained model
+    ours, other = json.loads(python(REFERENCES, "64", "retrain", "64", env=before))
+    assert ours != long and ours != other
+    assert trl(place, "max_length=64") == before

@@ -1,0 +1,690 @@
+"""Which cache folder belongs to a run: what changes it, what does not, and how that is told afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import struct
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plans import from_text, planned
+
+from launcher import cache_folders, cache_reasons, caches, rundir
+from launcher.caches import Cache
+from launcher.errors import NotReady, UsageError
+from launcher.fingerprint import Memory
+from launcher.plan import Plan
+from launcher.rundir import RunFolder
+
+PACKAGES = {"transformers": "5.17.0", "tokenizers": "0.22.2", "trl": "1.16.0", "datasets": "5.2.0"}
+SFT = """
+stage: sft
+args:
+  model_name_or_path: model
+  dataset_mixer_list: [data/a.jsonl, 1.0, data/b.jsonl, 0.5]
+  push_to_hub: false
+  try_launch_beaker_eval_jobs: false
+"""
+DPO = SFT.replace("stage: sft", "stage: dpo").replace("dataset_mixer_list", "mixer_list")
+TRL = """
+stage: {stage}
+backend: trl
+args:
+  model_name_or_path: model
+  dataset_name: data
+"""
+TEXTS = {
+    "sft": SFT, "dpo": DPO, "trl sft": TRL.format(stage="sft"), "trl dpo": TRL.format(stage="dpo"),
+}  # fmt: skip
+
+
+def weights(raw: bytes) -> bytes:
+    """A safetensors file of one tensor."""
+    head = json.dumps({"a": {"dtype": "U8", "shape": [len(raw)], "data_offsets": [0, len(raw)]}})
+    return struct.pack("<Q", len(head)) + head.encode() + raw
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project with two data files and a model, and the working directory in it."""
+    folder = tmp_path / "project"
+    files = {
+        "data/a.jsonl": b'{"messages": "one"}\n' * 9,
+        "data/b.jsonl": b'{"messages": "two"}\n' * 9,
+        "model/config.json": b'{"model_type": "qwen2"}',
+        "model/model.safetensors": weights(b"w" * 50),
+        "model/tokenizer.json": b"{}",
+        "model/chat_template.jinja": b"{{ messages }}",
+    }
+    for name, raw in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(raw)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def made(text: str, *overrides: str) -> Plan:
+    """The plan of a stage file in the working directory."""
+    return planned(from_text(Path.cwd(), TEXTS.get(text, text), *overrides))
+
+
+def derived(
+    text: str, *overrides: str, packages: Mapping[str, str] = PACKAGES,
+    environ: Mapping[str, str] | None = None, running: bool = True,
+) -> dict[str, Cache]:  # fmt: skip
+    """The cache folders of a stage, by kind, with nothing remembered."""
+    given = {**os.environ, **(environ or {})}
+    found = caches.derive(
+        made(text, *overrides), packages, memory=Memory(), environ=given, running=running
+    )
+    return {one.kind: one for one in found}
+
+
+def paths(text: str, *overrides: str, **options: Any) -> dict[str, Path]:
+    """Their folders."""
+    return {kind: one.path for kind, one in derived(text, *overrides, **options).items()}
+
+
+def rewrite(path: Path, raw: bytes) -> None:
+    """Write a file anew, with its old time of last write."""
+    was = path.stat()
+    path.write_bytes(raw)
+    os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
+
+
+# --- what changes a folder, and what does not -------------------------------------------------------
+
+CHANGES: Mapping[str, Callable[[Path], object]] = {
+    "row": lambda p: rewrite(p / "data/a.jsonl", b'{"messages": "own"}\n' * 9),
+    "swap": lambda p: (p / "data/a.jsonl").replace(p / "x")
+    and ((p / "data/b.jsonl").replace(p / "data/a.jsonl") and (p / "x").replace(p / "data/b.jsonl")),
+    "template": lambda p: (p / "model/chat_template.jinja").write_bytes(b"other"),
+    "tokenizer": lambda p: (p / "model/merges.txt").write_bytes(b"a b"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("text", TEXTS)
+def test_content_that_upstreams_key_does_not_see_changes_the_folder(
+    place: Path, text: str, change: str
+) -> None:
+    before = paths(text)
+    CHANGES[change](place)
+    now = paths(text)
+    assert before.keys() == now.keys() and before
+    assert all(now[kind] != before[kind] for kind in before)
+
+
+@pytest.mark.parametrize("text", ["sft", "dpo"])
+def test_a_retrained_model_changes_the_reference_alone(place: Path, text: str) -> None:
+    before = paths(text)
+    rewrite(place / "model/model.safetensors", weights(b"v" * 50))
+    now = paths(text)
+    assert now["dataset"] == before["dataset"]
+    assert (now.get("reference") != before.get("reference")) is (text == "dpo")
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_times_copies_and_places_change_nothing(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    before = paths(text)
+    for path in place.rglob("*"):
+        os.utime(path, (1e9, 1e9))
+    assert paths(text) == before
+    moved = tmp_path / "elsewhere" / "project"
+    shutil.copytree(place, moved)
+    shutil.rmtree(place)
+    monkeypatch.chdir(moved)
+    (moved / "model" / "README.md").write_text("what a training leaves beside a model")
+    (moved / "model" / "trainer_state.json").write_text("{}")
+    assert paths(text) == before
+
+
+@pytest.mark.parametrize(
+    "override",
+    (
+        "max_seq_length=64",
+        "num_train_epochs=3",
+        "chat_template_name=tulu",
+        "output_dir=x",
+        "seed=4",
+    ),
+)
+def test_what_upstreams_key_sees_is_left_to_it(place: Path, override: str) -> None:
+    assert paths("sft", override) == paths("sft")
+    one = derived("sft", "max_seq_length=64")["dataset"]
+    assert one.key["max_seq_length"] == 64
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_another_release_of_what_tokenises_changes_the_folder(place: Path, text: str) -> None:
+    now = paths(text, packages={**PACKAGES, "transformers": "5.18.0"})
+    assert all(now[kind] != path for kind, path in paths(text).items())
+    assert paths(text, packages={**PACKAGES, "wandb": "9"}) == paths(text)
+
+
+def test_upstreams_own_code_counts_by_content(place: Path) -> None:
+    stage = from_text(place, DPO)
+    # as without a checkout: the snapshot knows the files of the pin
+    stage = replace(stage, upstream=replace(stage.upstream, packages={}))
+    before = {one.kind: one.path for one in caches.derive(planned(stage), PACKAGES)}
+    for label, kinds in (
+        ("open_instruct/dataset_transformation.py", {"dataset", "reference"}),
+        ("open_instruct/dpo_utils.py", {"reference"}),
+        ("open_instruct/finetune.py", set[str]()),
+    ):
+        schema = replace(stage.schema, digests={**stage.schema.digests, label: "edited"})
+        found = caches.derive(planned(replace(stage, schema=schema)), PACKAGES)
+        assert {one.kind for one in found if one.path != before[one.kind]} == kinds
+
+
+def test_what_makes_another_reference_model_changes_its_folder(place: Path) -> None:
+    (place / "other").mkdir()
+    (place / "other" / "config.json").write_text("{}")
+    found = [
+        paths("dpo", *overrides)["reference"]
+        for overrides in ((), ("use_liger_kernel=true",), ("config_name=other",))
+    ]
+    (place / "other" / "config.json").write_text('{"rope_theta": 1}')
+    found.append(paths("dpo", "config_name=other")["reference"])
+    assert len(set(found)) == 4
+    assert paths("dpo", "learning_rate=1e-3", "num_epochs=3")["reference"] == found[0]
+
+
+def test_a_loss_without_a_reference_has_no_folder_for_one(place: Path) -> None:
+    assert set(derived("dpo", "loss_type=simpo")) == {"dataset"}
+
+
+# --- where the folders are, and how they are handed over ---------------------------------------------
+
+
+def test_the_users_own_folder_holds_ours(place: Path, tmp_path: Path) -> None:
+    one = derived("sft", "dataset_local_cache_dir=cache")["dataset"]
+    assert one.path.parent == place / "cache"
+    assert one.arguments == {"dataset_local_cache_dir": str(one.path)}
+    assert derived("dpo", "local_cache_dir=cache")["dataset"].path.parent == place / "cache"
+    environ = {caches.REFERENCE_VARIABLE: str(tmp_path / "ref")}
+    assert derived("dpo", environ=environ)["reference"].path.parent == tmp_path / "ref"
+    environ = {caches.DATASETS_VARIABLE: str(tmp_path / "hf")}
+    assert derived("trl sft", environ=environ)["dataset"].path.parent == tmp_path / "hf"
+
+
+def test_otherwise_launchs_own(place: Path, tmp_path: Path) -> None:
+    assert derived("sft")["dataset"].path.parent == tmp_path / "cache" / "launch"
+    environ = {"LAUNCH_CACHE": str(tmp_path / "big")}
+    assert derived("sft", environ=environ)["dataset"].path.parent == tmp_path / "big"
+
+
+def test_a_home_that_cannot_be_written_falls_back_to_the_runs(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    environ = {"LAUNCH_CACHE": str(tmp_path / "file" / "cache")}
+    found = derived("dpo", environ=environ)
+    assert {one.path.parent for one in found.values()} == {tmp_path / "runs" / "cache"}
+
+
+def test_the_command_gets_them_as_upstreams_own_options(place: Path) -> None:
+    before = made("dpo")
+    found = caches.derive(before, PACKAGES)
+    after = caches.applied(before, found)
+    by_kind = {one.kind: one for one in found}
+    assert after.values["local_cache_dir"] == str(by_kind["dataset"].path)
+    assert after.arguments()["local_cache_dir"] == [str(by_kind["dataset"].path)]
+    assert "data/a.jsonl" in after.derived["local_cache_dir"].why
+    env = caches.environment(found)
+    assert env[caches.REFERENCE_VARIABLE] == str(by_kind["reference"].path)
+    assert Path(env[caches.DATASETS_VARIABLE]).parent == by_kind["dataset"].path
+    assert not (place / "cache").exists()
+    assert not by_kind["dataset"].path.exists()
+
+
+def test_data_of_the_hub_keep_the_shared_cache_of_datasets(place: Path) -> None:
+    text = SFT.replace("data/a.jsonl", "org/a").replace("data/b.jsonl", "org/b")
+    one = derived(text)["dataset"]
+    assert one.arguments and not one.env
+    assert derived("trl sft", "dataset_name=org/a") == {}
+
+
+def test_a_key_of_ones_own_is_left_alone(place: Path) -> None:
+    assert derived("sft", "dataset_config_hash=abc") == {}
+    before = paths("dpo", "config_hash=abc", "local_cache_dir=own", running=False)
+    assert set(before) == {"reference"}
+    (place / "own" / "abc").mkdir(parents=True)
+    (place / "own" / "abc" / "data.arrow").write_bytes(b"1")
+    first = paths("dpo", "config_hash=abc", "local_cache_dir=own")
+    (place / "own" / "abc" / "data.arrow").write_bytes(b"2")
+    assert paths("dpo", "config_hash=abc", "local_cache_dir=own") != first != before
+
+
+def test_a_folder_in_the_mixer_list_is_data_too(place: Path) -> None:
+    text = SFT.replace("data/a.jsonl, 1.0, data/b.jsonl", "data")
+    before = paths(text)
+    rewrite(place / "data/b.jsonl", b'{"messages": "owt"}\n' * 9)
+    assert paths(text) != before
+
+
+def test_a_dry_run_may_name_what_is_not_here(place: Path) -> None:
+    (place / "data" / "a.jsonl").unlink()
+    assert derived("sft", running=False)["dataset"].inputs[0].digest == "missing"
+    with pytest.raises(NotReady) as caught:
+        derived("sft")
+    assert caught.value.findings[0].code == "missing-file"
+
+
+def test_trls_precomputed_reference_depends_on_what_its_key_leaves_out(place: Path) -> None:
+    on = "precompute_ref_log_probs=true"
+    found = [
+        paths("trl dpo", *words)["dataset"]
+        for words in ((), (on,), (on, "max_length=9"), (on, "ld_alpha=0.5"))
+    ]
+    assert len(set(found)) == 4
+    assert paths("trl dpo", "max_length=9")["dataset"] == found[0]
+    # also for data of the hub
+    hub = ("dataset_name=org/a", on)
+    assert paths("trl dpo", *hub) != paths("trl dpo", *hub, "max_length=9")
+
+
+# --- what is worth saying ---------------------------------------------------------------------------
+
+
+def codes(text: str, output: Path | None = None, **environ: str) -> list[tuple[str, str]]:
+    """Severity and code of what is said about the caches of a stage."""
+    one = made(text)
+    found = caches.derive(one, PACKAGES)
+    told = caches.findings(one, found, output=output, environ=environ)
+    return [(finding.severity, finding.code) for finding in told]
+
+
+def test_a_half_trained_model_is_never_its_own_reference(place: Path) -> None:
+    output = place / "out"
+    (output / "step_10").mkdir(parents=True)
+    (output / "step_10" / "COMPLETED").touch()
+    assert codes("dpo", output) == [("error", "reference-gone")]
+    reference = derived("dpo")["reference"].path
+    reference.mkdir(parents=True)
+    (reference / "0123.pt").touch()
+    assert codes("dpo", output) == []
+    # the model that the reference was made with is no longer there
+    rewrite(place / "model/model.safetensors", weights(b"v" * 50))
+    assert codes("dpo", output) == [("error", "reference-gone")]
+    assert codes("dpo", place / "empty") == codes("sft", output) == []
+
+
+def test_beaker_and_models_that_are_not_here_are_said(place: Path) -> None:
+    assert codes("sft", BEAKER_JOB_ID="x") == [("warning", "beaker-cache")]
+    text = DPO.replace("model_name_or_path: model", "model_name_or_path: org/model")
+    assert codes(text) == [("note", "model-not-here")]
+
+
+# --- folders on the disk ----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def used(
+    name: str, text: str, *overrides: str, attempt: int = 1, fill: bool = True
+) -> Iterator[dict[str, Cache]]:
+    """A run that holds its folders, and has filled them as upstream would."""
+    found = derived(text, *overrides)
+    with cache_folders.held(tuple(found.values()), run(name), attempt, config=Path("s.yaml")):
+        for one in found.values() if fill else ():
+            entry(one.path, one.kind)
+        yield found
+
+
+def run(name: str) -> RunFolder:
+    """A run folder of that name."""
+    folder = RunFolder(rundir.runs_root() / name)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def entry(path: Path, kind: str, key: str = "0123456789") -> Path:
+    """What upstream leaves in a folder."""
+    if kind == "reference":
+        (path / f"{key}.pt").write_bytes(b"p" * 1000)
+        return path / f"{key}.pt"
+    (path / key).mkdir(exist_ok=True)
+    for name in ("state.json", "dataset_info.json", "config.json"):
+        (path / key / name).write_text("{}")
+    return path / key
+
+
+def probed(name: str, *events: Mapping[str, Any]) -> None:
+    """What the probe recorded of a run."""
+    folder = run(name).probe
+    folder.mkdir(exist_ok=True)
+    with (folder / "rank-0.jsonl").open("a") as file:
+        for event in ({"event": "start"}, *events):
+            file.write(json.dumps(event) + "\n")
+
+
+def test_a_held_folder_says_what_it_was_derived_from(place: Path) -> None:
+    with used("r1", "dpo") as found:
+        record = json.loads((found["reference"].path / cache_folders.RECORD).read_text())
+    by_role = {one["role"]: one for one in record["inputs"]}
+    assert record["kind"] == "reference"
+    assert by_role["model"]["name"] == "model"
+    assert {f["name"] for f in by_role["model"]["shown"]["files"]} == {
+        "config.json", "model.safetensors",
+    }  # fmt: skip
+    assert by_role["data"]["shown"]["files"][0]["size"] == 180
+    assert record["key"]["loss_type"] == "dpo_norm"
+    listed = cache_folders.known()
+    assert {one.kind for one in listed} == {"dataset", "reference"}
+    row = next(one.row() for one in listed if one.kind == "reference")
+    assert row["state"] == "filled"
+    assert row["of"] == ["data/a.jsonl", "data/b.jsonl", "model"]
+    assert row["runs"] == ["r1"]
+    assert row["size"] > 1000
+    assert row["last used"] < 60
+    shown = cache_folders.shown(row)
+    assert set(cache_folders.COLUMNS) <= shown.keys()
+    assert shown["of"] == "data/a.jsonl, data/b.jsonl, model"
+    assert shown["size"].endswith(" KiB") and shown["age"].endswith("s")
+
+
+def test_sizes_and_ages_for_people() -> None:
+    sizes = (0, 1023, 1024, 1.5 * 2**20, 3 * 2**40)
+    assert [cache_folders.sized(int(n)) for n in sizes] == [
+        "0 B", "1023 B", "1 KiB", "1.5 MiB", "3.0 TiB",
+    ]  # fmt: skip
+    assert [cache_folders.aged(n) for n in (0, 61, 3600, 90000)] == ["0s", "1m", "1h", "1d"]
+
+
+def test_the_record_stays_while_runs_come_and_go(place: Path) -> None:
+    with used("r1", "sft") as found:
+        first = (found["dataset"].path / cache_folders.RECORD).read_bytes()
+    with used("r2", "sft", fill=False), used("r2", "sft", attempt=2, fill=False):
+        pass
+    assert (found["dataset"].path / cache_folders.RECORD).read_bytes() == first
+    (folder,) = cache_folders.known()
+    assert [(Path(one["run"]).name, one["attempt"]) for one in folder.uses()] == [
+        ("r1", 1), ("r2", 1), ("r2", 2),
+    ]  # fmt: skip
+
+
+def test_folders_elsewhere_are_found_again(place: Path, tmp_path: Path) -> None:
+    with used("r1", "sft", f"dataset_local_cache_dir={tmp_path / 'disk'}") as found:
+        pass
+    assert [one.path for one in cache_folders.known()] == [found["dataset"].path]
+    shutil.rmtree(tmp_path / "disk")
+    assert cache_folders.known() == []
+
+
+def test_a_half_written_set_is_taken_away_before_a_run(place: Path) -> None:
+    with used("r1", "dpo") as found:
+        dataset, reference = found["dataset"].path, found["reference"].path
+        half = dataset / "abcdef0123"
+        half.mkdir()
+        (half / "data-00000-of-00001.arrow").touch()
+        (reference / "tmpabc.tmp").touch()
+        (dataset / "notes").mkdir()
+        (dataset / "datasets").mkdir()
+    with used("r2", "dpo", fill=False):
+        assert sorted(p.name for p in dataset.iterdir() if not p.name.startswith(".")) == [
+            "0123456789", "datasets", cache_folders.RECORD, "notes",
+        ]  # fmt: skip
+        assert [p.name for p in reference.glob("*.*") if p.suffix in {".pt", ".tmp"}] == [
+            "0123456789.pt"
+        ]
+
+
+def test_not_while_another_run_is_at_it(place: Path) -> None:
+    with used("r1", "sft") as found:
+        half = found["dataset"].path / "abcdef0123"
+        half.mkdir()
+        with used("r2", "sft", fill=False):
+            assert half.is_dir()
+
+
+def test_what_was_edited_while_a_run_began_spoils_what_it_made(place: Path) -> None:
+    with used("r1", "dpo", fill=False) as found:
+        # between the launcher's look and upstream's
+        data = place / "data/a.jsonl"
+        data.write_bytes(data.read_bytes().replace(b"one", b"own"))
+        for one in found.values():
+            entry(one.path, one.kind)
+    gone = cache_folders.discard_spoiled(tuple(found.values()), tuple(derived("dpo").values()))
+    assert {path.name for path in gone} == {"0123456789", "0123456789.pt"}
+    assert cache_folders.known() and not any(one.entries() for one in cache_folders.known())
+
+
+def test_what_was_edited_later_spoils_nothing(place: Path) -> None:
+    with used("r1", "dpo") as found:
+        later = time.time() + 5
+        (place / "model/model.safetensors").write_bytes(weights(b"v" * 50))
+        os.utime(place / "model/model.safetensors", (later, later))
+    now = tuple(derived("dpo").values())
+    assert cache_folders.discard_spoiled(tuple(found.values()), now) == []
+    # nor does what earlier runs made: those looked at what they used
+    with used("r2", "dpo", fill=False) as found:
+        (place / "model/model.safetensors").write_bytes(weights(b"u" * 50))
+    now = tuple(derived("dpo").values())
+    assert cache_folders.discard_spoiled(tuple(found.values()), now) == []
+    assert cache_folders.discard_spoiled(now, now) == []
+
+
+def test_a_folder_that_cannot_be_made_is_said_plainly(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(NotReady) as caught,
+        used("r1", "sft", f"dataset_local_cache_dir={tmp_path / 'file'}"),
+    ):
+        pass
+    assert caught.value.findings[0].code == "cache-not-writable"
+
+
+# --- clearing ---------------------------------------------------------------------------------------
+
+
+def cleared(**options: Any) -> dict[str, str]:
+    """Kind -> what became of the folder."""
+    return {one.kind: one.state for one in cache_folders.clear(cache_folders.known(), **options)}
+
+
+def test_clearing_takes_the_kind_and_age_that_were_asked_for(place: Path) -> None:
+    with used("r1", "dpo") as found:
+        pass
+    everything = {"dataset": "would be removed", "reference": "would be removed"}
+    assert cleared(dry_run=True) == everything
+    assert cleared(older_than_s=60) == {"dataset": "kept", "reference": "kept"}
+    later = time.time() + 3600
+    assert cleared(older_than_s=60, dry_run=True, now=later) == everything
+    assert all(one.path.is_dir() for one in found.values())
+    assert cleared(kind="reference") == {"reference": "removed"}
+    assert not found["reference"].path.exists()
+    assert cleared() == {"dataset": "removed"}
+    assert cache_folders.known() == []
+    assert list(found["dataset"].path.parent.glob("*-*")) == []
+
+
+def test_what_a_run_holds_is_kept(place: Path) -> None:
+    with used("r1", "dpo") as found:
+        told = cache_folders.clear(cache_folders.known())
+        assert {one.state for one in told} == {"kept"}
+        assert {one.reason for one in told} == {"a run uses it"}
+    assert cleared() == {"dataset": "removed", "reference": "removed"}
+    assert not found["dataset"].path.exists()
+
+
+def test_a_started_process_holds_on_when_the_launcher_is_gone(place: Path) -> None:
+    found = derived("sft")
+    with cache_folders.held(tuple(found.values()), run("r1"), 1) as locks:
+        child = subprocess.Popen(["sleep", "60"], pass_fds=locks)
+    try:
+        assert cleared() == {"dataset": "kept"}
+    finally:
+        child.kill()
+        child.wait()
+    assert cleared() == {"dataset": "removed"}
+
+
+@pytest.mark.parametrize("spoil", ["record", "name", "link", "broken"])
+def test_nothing_is_deleted_that_is_not_ours(place: Path, tmp_path: Path, spoil: str) -> None:
+    with used("r1", "sft") as found:
+        path = found["dataset"].path
+    folders = cache_folders.known()
+    if spoil == "record":
+        (path / cache_folders.RECORD).unlink()
+    elif spoil == "broken":
+        (path / cache_folders.RECORD).write_text("{")
+    elif spoil == "name":
+        # somebody copied the folder's contents to where other things are
+        other = tmp_path / "precious"
+        path.rename(other)
+        folders = [replace(folders[0], path=other)]
+        path = other
+    else:
+        other = tmp_path / "precious"
+        path.rename(other)
+        path.symlink_to(other)
+    told = cache_folders.clear(folders)
+    assert [one.state for one in told] == ["kept"]
+    assert (path / "0123456789" / "state.json").is_file()
+    assert cache_folders.known() == []
+
+
+def test_a_run_that_begins_while_its_folder_is_cleared_gets_a_new_one(place: Path) -> None:
+    with used("r1", "sft") as found:
+        pass
+    assert cleared() == {"dataset": "removed"}
+    with used("r2", "sft") as again:
+        assert again["dataset"].path == found["dataset"].path
+        assert (again["dataset"].path / cache_folders.RECORD).is_file()
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("30d", 30 * 86400), ("12h", 43200), ("90m", 5400), ("1.5w", 907200)]
+)
+def test_ages(text: str, seconds: float) -> None:
+    assert cache_folders.age(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "30", "d", "-1d", "30 days", "1e3d"])
+def test_what_is_no_age(text: str) -> None:
+    with pytest.raises(UsageError):
+        cache_folders.age(text)
+
+
+# --- why --------------------------------------------------------------------------------------------
+
+
+def reasons(name: str) -> dict[str, cache_reasons.Reason]:
+    """The reasons of a run's caches, by kind."""
+    return {one.kind: one for one in cache_reasons.why(run(name))}
+
+
+def seen(kind: str, state: str, path: object = "") -> dict[str, Any]:
+    """An event of the probe."""
+    return {"event": f"{kind}_cache", "state": state, "path": str(path)}
+
+
+def test_an_edited_row_is_the_reason(place: Path) -> None:
+    with used("r1", "sft"):
+        pass
+    rewrite(place / "data/a.jsonl", b'{"messages": "own"}\n' * 9)
+    with used("r2", "sft"):
+        probed("r2", seen("dataset", "miss"))
+    told = reasons("r2")["dataset"]
+    assert (told.state, Path(str(told.compared)).name) == ("miss", "r1")
+    (difference,) = told.differences
+    assert difference.what == "data/a.jsonl"
+    assert "180 bytes" in difference.text and "the same time" in difference.text
+    assert difference.before["digest"][:12] in difference.text
+    assert difference.now["digest"][:12] in difference.text
+    assert "r1" in told.lines()[0]
+
+
+def test_a_retrained_model_is_the_reason(place: Path) -> None:
+    with used("r1", "dpo"):
+        pass
+    (place / "model/model.safetensors").write_bytes(weights(b"longer" * 50))
+    with used("r2", "dpo", fill=False):
+        probed("r2", seen("dataset", "hit"), seen("reference", "miss"))
+    found = reasons("r2")
+    assert found["dataset"].text.startswith("hit: the same content and the same key as r1")
+    assert [one.what for one in found["reference"].differences] == ["model/model.safetensors"]
+    assert " -> " in found["reference"].differences[0].text
+
+
+def test_a_value_of_upstreams_key_is_the_reason(place: Path) -> None:
+    with used("r1", "sft"):
+        pass
+    with used("r2", "sft", "max_seq_length=64", fill=False):
+        probed("r2", seen("dataset", "miss"))
+    told = reasons("r2")["dataset"]
+    assert [one.text for one in told.differences] == ["`max_seq_length` was null, is 64"]
+
+
+def test_the_nearest_earlier_run_is_compared_with(place: Path) -> None:
+    with used("r1", "sft"):
+        pass
+    with used("r2", "sft", "max_seq_length=64", "chat_template_name=tulu", fill=False):
+        pass
+    with used("r3", "sft", "max_seq_length=65", fill=False):
+        probed("r3", seen("dataset", "miss"))
+    told = reasons("r3")["dataset"]
+    assert Path(str(told.compared)).name == "r1"
+    assert len(told.differences) == 1
+
+
+def test_the_first_of_its_kind(place: Path) -> None:
+    with used("r1", "sft"):
+        probed("r1", seen("dataset", "miss"))
+    told = reasons("r1")["dataset"]
+    assert told.compared is None
+    assert told.text == "miss: no earlier run of this stage is known to have used one"
+    # another stage's is no neighbour
+    with used("r2", "dpo"):
+        pass
+    assert reasons("r2")["dataset"].compared is None
+    assert reasons("r2")["dataset"].state == "unknown"
+
+
+def test_upstreams_own_record_is_the_last_resort(place: Path) -> None:
+    with used("r1", "sft") as found:
+        path = found["dataset"].path
+        config = {"dataset_configs": [{"dataset_commit_hash": "c1"}], "config_hash": "0123456789"}
+        (path / "0123456789" / "config.json").write_text(json.dumps(config))
+    with used("r2", "sft", fill=False):
+        other = entry(path, "dataset", "fedcba9876")
+        config = {"dataset_configs": [{"dataset_commit_hash": "c2"}], "config_hash": "fedcba9876"}
+        (other / "config.json").write_text(json.dumps(config))
+        probed("r2", seen("dataset", "miss", other))
+    assert [one.text for one in reasons("r2")["dataset"].differences] == [
+        "upstream's `dataset_configs[0].dataset_commit_hash` was c1, is c2"
+    ]
+
+
+def test_the_newest_attempt_is_told_of_and_the_manifest_helps_out(place: Path) -> None:
+    with used("r1", "sft"):
+        probed("r1", seen("dataset", "miss"))
+    with used("r1", "sft", attempt=2, fill=False) as found:
+        probed("r1", seen("dataset", "hit"))
+    told = reasons("r1")["dataset"]
+    assert (told.state, Path(str(told.compared)).name) == ("hit", "r1")
+    manifest = {"created": rundir.now(), "caches": [found["dataset"].as_json()]}
+    rundir.write_json(run("r1").manifest, manifest)
+    assert cleared() == {"dataset": "removed"}
+    assert reasons("r1")["dataset"].kind == "dataset"
+    assert cache_reasons.why(run("r9")) == []
+
+
+def test_broken_records_explain_nothing_and_break_nothing(place: Path) -> None:
+    with used("r1", "sft") as found:
+        probed("r1", seen("dataset", "miss"))
+    uses = found["dataset"].path / cache_folders.USES
+    for name, raw in (("a.json", "{"), ("b.json", "[]"), ("c.json", '{"time": 1, "cache": {}}')):
+        (uses / name).write_text(raw)
+    (uses / "d.json").write_text('{"time": 2, "run": 3, "cache": {"kind": "dataset", "inputs": 4}}')
+    (run("r1").probe / "rank-0.jsonl").open("ab").write(b"\xff{\n")
+    assert reasons("r1")["dataset"].state == "miss"
+    assert json.dumps([one.as_json() for one in reasons("r1").values()])

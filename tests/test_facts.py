@@ -1,0 +1,261 @@
+"""What was read of a source, as JSON and back, and the cache that remembers it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import REPOSITORY
+from test_noops import FINETUNE, HELPER
+
+from launcher import facts
+from launcher.backends import BACKENDS
+from launcher.sources import Folder
+
+BACKEND = BACKENDS["open_instruct"]
+Asked = Callable[[], dict[str, Any]]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkout" / "open_instruct"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    (folder / "finetune.py").write_text(FINETUNE, encoding="utf-8")
+    (folder / "helper.py").write_text(HELPER, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
+    """The stages that were really read, one entry for each time."""
+    done: list[Sequence[str]] = []
+    really = facts.read
+
+    def read(
+        backend: Any, trees: Mapping[str, Any], externals: Mapping[str, Any], stages: Sequence[str]
+    ) -> dict[str, Any]:
+        done.append(stages)
+        return really(backend, trees, externals, stages)
+
+    monkeypatch.setattr(facts, "read", read)
+    return done
+
+
+@pytest.fixture
+def ask(root: Path) -> Asked:
+    return lambda: facts.cached(BACKEND, {"open_instruct": Folder(root)}, {}, "sft")
+
+
+def entries() -> list[Path]:
+    return sorted(facts.cache_folder().glob("*.json"))
+
+
+def test_what_is_read_survives_json(root: Path) -> None:
+    told = facts.read(BACKEND, {"open_instruct": Folder(root)}, {}, ["sft", "dpo"])
+    again = json.loads(json.dumps(told))
+    one = facts.schema_of(told, BACKEND, "sft", "source", "x")
+    other = facts.schema_of(again, BACKEND, "sft", "source", "x")
+    assert one == other
+    assert one.path.reads["lora_rank"][0].when == ("not cache_dataset_only", "use_lora")
+    assert set(one.digests) == {
+        "open_instruct/__init__.py", "open_instruct/finetune.py", "open_instruct/helper.py",
+    } - ({"open_instruct/__init__.py"} - set(one.digests))  # fmt: skip
+    with pytest.raises(LookupError, match="dpo"):
+        facts.schema_of(told, BACKEND, "dpo", "source", "x")
+
+
+def test_a_second_question_reads_nothing(ask: Asked, reads: list[Sequence[str]]) -> None:
+    assert ask() == ask()
+    assert reads == [["sft"]]
+
+
+@pytest.mark.parametrize("name", ["finetune.py", "helper.py"])
+def test_a_changed_file_is_read_again(
+    ask: Asked, root: Path, reads: list[Sequence[str]], name: str
+) -> None:
+    ask()
+    path = root / name
+    before = path.read_text(encoding="utf-8")
+    path.write_text(before.replace("def ", "\ndef ", 1), encoding="utf-8")
+    ask()
+    assert len(reads) == 2
+    # and what was known of the first form is not lost, where the script itself tells them apart
+    path.write_text(before, encoding="utf-8")
+    ask()
+    assert len(reads) == (2 if name == "finetune.py" else 3)
+
+
+def test_a_file_that_goes_is_noticed(ask: Asked, root: Path, reads: list[Sequence[str]]) -> None:
+    ask()
+    (root / "helper.py").unlink()
+    assert "open_instruct/helper.py" not in ask()["files"]
+    assert len(reads) == 2
+
+
+def test_another_version_of_launch_reads_for_itself(
+    ask: Asked, reads: list[Sequence[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask()
+    monkeypatch.setattr(facts, "FORM", facts.FORM + 1)
+    ask()
+    assert len(reads) == 2
+    assert len(entries()) == 2
+
+
+def test_what_reads_the_source_is_part_of_an_entrys_name() -> None:
+    """A change of the analysis must not find the entries of the one before."""
+    used = {"reads", "walk", "expressions", "calls", "trace", "lookup", "flow", "conditions"}
+    text = (REPOSITORY / "launcher" / "facts.py").read_text(encoding="utf-8")
+    assert all(f'"{name}"' in text for name in used)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"{", b"null", b"[]", b"7", b'"x"', b"{}", b'{"files": 3}', b'{"files": ["a"]}',
+        b'{"files": {"open_instruct/finetune.py": 3}}', b'{"files": {"other/x.py": "00"}}',
+        b'{"files": {"nowhere": "00"}}', b"\xff\xfe\x00", b"[" * 100_000, b'{"files": {}}',
+        b'{"files": {}, "stages": {}}',
+    ],
+)  # fmt: skip
+def test_a_damaged_entry_is_read_anew(
+    ask: Asked, reads: list[Sequence[str]], content: bytes
+) -> None:
+    good = ask()
+    (entry,) = entries()
+    entry.write_bytes(content)
+    assert ask() == good
+    assert len(reads) == 2
+    # and mended
+    assert ask() == good
+    assert len(reads) == 2
+
+
+def test_a_truncated_entry_is_read_anew(ask: Asked, reads: list[Sequence[str]]) -> None:
+    good = ask()
+    (entry,) = entries()
+    raw = entry.read_bytes()
+    for size in range(0, len(raw), max(1, len(raw) // 12)):
+        entry.write_bytes(raw[:size])
+        assert ask() == good
+
+
+def test_an_entry_that_is_a_folder(ask: Asked) -> None:
+    good = ask()
+    (entry,) = entries()
+    entry.unlink()
+    entry.mkdir()
+    assert ask() == good
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_cache_that_cannot_be_written(ask: Asked, tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    folder.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    try:
+        assert ask()["stages"]["sft"]
+    finally:
+        folder.chmod(stat.S_IRWXU)
+    assert not entries()
+
+
+@pytest.mark.parametrize("place", ["/dev/null/cache", "/proc/1/nowhere", "\0"])
+def test_a_cache_in_an_impossible_place(
+    ask: Asked, monkeypatch: pytest.MonkeyPatch, place: str, tmp_path: Path
+) -> None:
+    if "\0" in place:
+        # a file where the folder should be
+        place = str(tmp_path / "file")
+        Path(place).touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", place)
+    assert ask()["stages"]["sft"]
+
+
+def test_without_a_home(ask: Asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "nobody"))
+    assert ask()["stages"]["sft"]
+    assert facts.cache_folder() == tmp_path / "nobody" / ".cache" / "launch" / "sources"
+    assert entries()
+
+
+def test_a_relative_cache_folder_is_not_one(
+    ask: Asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As the XDG specification says: only absolute paths count."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", "here")
+    ask()
+    assert not (tmp_path / "here").exists()
+
+
+def test_nothing_is_left_lying_about(ask: Asked) -> None:
+    ask()
+    assert [path.suffix for path in facts.cache_folder().iterdir()] == [".json"]
+
+
+def test_several_processes_at_once(root: Path, tmp_path: Path) -> None:
+    code = f"""
+from pathlib import Path
+from launcher import facts
+from launcher.backends import BACKENDS
+from launcher.sources import Folder
+trees = {{"open_instruct": Folder(Path({str(root)!r}))}}
+for _ in range(3):
+    told = facts.cached(BACKENDS["open_instruct"], trees, {{}}, "sft")
+    assert told["stages"]["sft"], told
+"""
+    running = [
+        subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, stderr=subprocess.PIPE)
+        for _ in range(4)
+    ]
+    for process in running:
+        _, error = process.communicate(timeout=120)
+        assert process.returncode == 0, error.decode()
+    assert len(entries()) == 1
+    assert json.loads(entries()[0].read_bytes())["stages"]["sft"]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("def main(:\n", "invalid syntax"),
+        ("x = 1\n", "no class FlatArguments"),
+        (FINETUNE.replace("max_seq_length", "longest"), "it has no max_seq_length"),
+    ],
+)
+def test_a_script_that_cannot_be_read_says_why(
+    root: Path, ask: Asked, text: str, reason: str
+) -> None:
+    (root / "finetune.py").write_text(text, encoding="utf-8")
+    told = ask()
+    assert reason in told["unreadable"]["sft"]
+    with pytest.raises(LookupError, match=re.escape(told["unreadable"]["sft"][:20])):
+        facts.schema_of(told, BACKEND, "sft", "source", "x")
+
+
+def test_no_script_at_all(root: Path, ask: Asked, reads: list[Sequence[str]]) -> None:
+    (root / "finetune.py").unlink()
+    assert ask()["unreadable"]["sft"]
+    # and once it is there, it is read
+    (root / "finetune.py").write_text(FINETUNE, encoding="utf-8")
+    assert ask()["stages"]["sft"]
+
+
+def test_digest(root: Path) -> None:
+    trees = {"open_instruct": Folder(root)}
+    assert facts.digest(trees, "open_instruct/finetune.py")
+    assert facts.digest(trees, "open_instruct/none.py") is None
+    assert facts.digest(trees, "other/finetune.py") is None
+    assert facts.digest(trees, "open_instruct") is None

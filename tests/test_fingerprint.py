@@ -1,0 +1,549 @@
+"""Equal exactly where the content is: files, folders, checkpoints, and what is remembered of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY, Write
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher import content, fingerprint
+from launcher.errors import Exit, NotReady
+from launcher.fingerprint import Memory, MissingContent, of_data, of_file, of_model, of_tokenizer
+
+
+def digest(path: Path, **options: int) -> str:
+    """The digest of one file, with nothing remembered."""
+    return of_file(path, Memory(), **options).digest
+
+
+def aged(path: Path, seconds: float = 100.0) -> None:
+    """Give a file an older time of last write."""
+    old = path.stat().st_mtime - seconds
+    os.utime(path, (old, old))
+
+
+def safetensors(tensors: Mapping[str, bytes], metadata: Mapping[str, str] | None = None) -> bytes:
+    """A file of one-dimensional tensors of bytes."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    at = 0
+    for name, raw in tensors.items():
+        header[name] = {"dtype": "U8", "shape": [len(raw)], "data_offsets": [at, at + len(raw)]}
+        at += len(raw)
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + b"".join(tensors.values())
+
+
+def regions(path: Path) -> list[tuple[int, int]]:
+    """What is read of a checkpoint that is sampled."""
+    with path.open("rb") as file:
+        found = content.sampled_regions(file.fileno(), path.stat().st_size)
+    assert found is not None
+    return found
+
+
+# --- data files are read whole ----------------------------------------------------------------------
+
+
+@given(raw=st.binary(min_size=1, max_size=400), at=st.integers(0), flip=st.integers(1, 255))
+def test_any_changed_byte_changes_a_data_file(
+    tmp_path_factory: pytest.TempPathFactory, raw: bytes, at: int, flip: int
+) -> None:
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    path.write_bytes(raw)
+    before = digest(path)
+    other = bytearray(raw)
+    other[at % len(raw)] ^= flip
+    path.write_bytes(other)
+    assert digest(path) != before
+    path.write_bytes(raw)
+    assert digest(path) == before
+
+
+@pytest.mark.parametrize("size", [content.PIECE - 1, content.PIECE, 2 * content.PIECE + 1])
+def test_any_changed_byte_counts_in_every_piece_and_at_its_borders(
+    tmp_path: Path, size: int
+) -> None:
+    path = tmp_path / "rows.parquet"
+    path.write_bytes(bytes(size))
+    seen = {digest(path)}
+    places = {0, size // 2, content.PIECE - 2, content.PIECE - 1, content.PIECE, size - 1}
+    inside = sorted(place for place in places if place < size)
+    for place in inside:
+        with path.open("r+b") as file:
+            file.seek(place)
+            file.write(b"x")
+        seen.add(digest(path))
+    assert len(seen) == len(inside) + 1
+
+
+def test_appended_and_swapped_bytes_change_it(write: Write) -> None:
+    path = write("a.jsonl", b"ab")
+    found = {digest(path)}
+    for raw in (b"ba", b"ab\0", b"", b"\0"):
+        path.write_bytes(raw)
+        found.add(digest(path))
+    assert len(found) == 5
+
+
+def test_neither_place_nor_time_nor_name_is_part_of_it(write: Write, tmp_path: Path) -> None:
+    path = write("a.jsonl", b"row\n" * 100)
+    copy = tmp_path / "elsewhere" / "b.jsonl"
+    copy.parent.mkdir()
+    shutil.copy(path, copy)
+    aged(copy)
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(path)
+    assert digest(path) == digest(copy) == digest(link)
+    assert of_data(str(path), Memory()).digest == of_data(str(copy), Memory()).digest
+
+
+# --- checkpoints are sampled ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One tensor of many strata, one of few, one that is read whole, one empty."""
+    path = tmp_path_factory.mktemp("checkpoint") / "model.safetensors"
+    tensors = {
+        "embed": bytes(20 * content.STRATUM + 77),
+        "few": bytes(700_001),
+        "norm": bytes(3584),
+        "none": b"",
+    }
+    path.write_bytes(safetensors(tensors, {"format": "pt"}))
+    return path
+
+
+def changed(path: Path, at: int, raw: bytes) -> str:
+    """The digest with these bytes in the file, which is then as it was."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        before = file.read(len(raw))
+        file.seek(at)
+        file.write(raw)
+        file.flush()
+        found = digest(path, whole_below=0)
+        file.seek(at)
+        file.write(before)
+    return found
+
+
+@given(data=st.data())
+def test_any_changed_byte_that_is_sampled_changes_a_checkpoint(
+    checkpoint: Path, data: st.DataObject
+) -> None:
+    before = digest(checkpoint, whole_below=0)
+    # the first region is the header, which is all text: a change there may make it unreadable, too
+    offset, length = data.draw(st.sampled_from(regions(checkpoint)))
+    place = offset + data.draw(st.integers(0, length - 1))
+    assert changed(checkpoint, place, b"\xff") != before
+    assert digest(checkpoint, whole_below=0) == before
+
+
+@given(data=st.data())
+def test_a_stretch_of_two_strata_never_escapes(checkpoint: Path, data: st.DataObject) -> None:
+    """What the module promises: any run of that many changed bytes holds a whole block."""
+    size = checkpoint.stat().st_size
+    start = data.draw(st.integers(0, size - 2 * content.STRATUM))
+    end = start + 2 * content.STRATUM
+    assert any(start <= at and at + length <= end for at, length in regions(checkpoint))
+
+
+def test_a_smaller_tensor_has_sixteen_strata_and_a_small_one_is_whole(checkpoint: Path) -> None:
+    found = regions(checkpoint)
+    total = sum(length for _, length in found)
+    assert found[0][0] == 0
+    assert (checkpoint.stat().st_size - 3584, 3584) in found
+    blocks = [one for one in found if one[1] == content.BLOCK]
+    assert len(blocks) == 21 + content.STRATA
+    assert all(offset % content.BLOCK == 0 for offset, _ in blocks)
+    assert total < 200_000 < checkpoint.stat().st_size / 100
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"a": bytes(1000), "c": bytes(2000)},
+        {"a": bytes(2000), "b": bytes(1000)},
+        {"b": bytes(2000), "a": bytes(1000)},
+        {"a": bytes(1000), "b": bytes(2001)},
+    ],
+    ids=["name", "shape", "order", "size"],
+)
+def test_the_header_counts(write: Write, other: Mapping[str, bytes]) -> None:
+    path = write("m.safetensors", safetensors({"a": bytes(1000), "b": bytes(2000)}))
+    before = digest(path, whole_below=0)
+    path.write_bytes(safetensors(other))
+    assert digest(path, whole_below=0) != before
+
+
+def test_one_changed_element_in_a_thousand_is_always_seen(checkpoint: Path) -> None:
+    """The documented case: 0.1 % of a tensor's elements, anywhere."""
+    before = digest(checkpoint, whole_below=0)
+    size = checkpoint.stat().st_size
+    raw = bytearray(checkpoint.read_bytes())
+    header = regions(checkpoint)[0][1]
+    raw[header + 13 : size : 1009] = b"\1" * len(range(header + 13, size, 1009))
+    other = checkpoint.with_name("other.safetensors")
+    other.write_bytes(raw)
+    assert digest(other, whole_below=0) != before
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"\0" * 7,
+        b"\xff" * 64,
+        struct.pack("<Q", 2) + b"{}" + b"left over",
+        struct.pack("<Q", 4) + b"nope",
+        struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 7) + b'{"a":1}',
+        struct.pack("<Q", 30) + b'{"a":{"data_offsets":[0,"x"]}}',
+        safetensors({"a": b"x" * 50})[:-1],
+    ],
+)
+def test_what_is_no_safetensors_file_is_read_whole(write: Write, raw: bytes) -> None:
+    path = write("m.safetensors", raw)
+    found = of_file(path, Memory(), whole_below=0)
+    assert found.method == "whole"
+    path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]) if raw else b"x")
+    assert digest(path, whole_below=0) != found.digest
+
+
+def test_small_checkpoints_are_read_whole(checkpoint: Path) -> None:
+    assert of_file(checkpoint, Memory()).method == "whole"
+    assert of_file(checkpoint, Memory(), whole_below=0).method == "sampled"
+
+
+# --- folders ----------------------------------------------------------------------------------------
+
+
+def model(folder: Path, weights: bytes = b"w" * 100) -> Path:
+    """A model's folder as `save_pretrained` leaves it, with what a training leaves beside it."""
+    (folder / "checkpoint-10").mkdir(parents=True)
+    files = {
+        "config.json": b'{"model_type": "qwen2"}',
+        "model.safetensors": safetensors({"a": weights}),
+        "tokenizer.json": b"{}",
+        "tokenizer_config.json": b"{}",
+        "chat_template.jinja": b"{{ messages }}",
+        "README.md": b"a model",
+        "training_args.bin": b"args",
+        "trainer_state.json": b"{}",
+        "checkpoint-10/model.safetensors": b"older",
+    }
+    for name, raw in files.items():
+        (folder / name).write_bytes(raw)
+    return folder
+
+
+def test_a_model_is_its_weights_and_configs(tmp_path: Path) -> None:
+    folder = model(tmp_path / "m")
+    before = of_model(str(folder), Memory())
+    assert [one.name for one in before.files] == ["config.json", "model.safetensors"]
+    for name in (
+        "README.md",
+        "training_args.bin",
+        "checkpoint-10/model.safetensors",
+        "tokenizer.json",
+    ):
+        (folder / name).write_bytes(b"other")
+    assert of_model(str(folder), Memory()).digest == before.digest
+    moved = tmp_path / "deeper" / "n"
+    shutil.copytree(folder, moved)
+    assert of_model(str(moved), Memory()).digest == before.digest
+    (folder / "model.safetensors").write_bytes(safetensors({"a": b"w" * 99 + b"v"}))
+    assert of_model(str(folder), Memory()).digest != before.digest
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tokenizer.json",
+        "chat_template.jinja",
+        "merges.txt",
+        "tokenizer.model",
+        "added_tokens.json",
+        "additional_chat_templates/tools.jinja",
+        "vocab.txt",
+    ],
+)
+def test_every_file_of_a_tokenizer_counts(tmp_path: Path, name: str) -> None:
+    folder = model(tmp_path / "m")
+    before = of_tokenizer(str(folder), Memory()).digest
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_bytes(b"another")
+    assert of_tokenizer(str(folder), Memory()).digest != before
+    # retrained weights leave the tokenizer what it is
+    before = of_tokenizer(str(folder), Memory()).digest
+    (folder / "model.safetensors").write_bytes(b"other")
+    assert of_tokenizer(str(folder), Memory()).digest == before
+
+
+def test_an_adapter_counts_with_its_base(tmp_path: Path) -> None:
+    base = model(tmp_path / "base")
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    (adapter / "adapter_model.safetensors").write_bytes(safetensors({"lora": b"1" * 10}))
+    before = of_model(str(adapter), Memory()).digest
+    (base / "model.safetensors").write_bytes(safetensors({"a": b"v" * 100}))
+    assert of_model(str(adapter), Memory()).digest != before
+
+
+def test_a_folder_of_data_counts_with_everything_below_it(write: Write, tmp_path: Path) -> None:
+    write("data/train-0.jsonl", "a")
+    write("data/more/train-1.jsonl", "b")
+    write("data/.hidden", "c")
+    folder = tmp_path / "data"
+    before = of_data(str(folder), Memory())
+    assert [one.name for one in before.files] == ["more/train-1.jsonl", "train-0.jsonl"]
+    found = {before.digest}
+    # a name says to which split a file belongs
+    (folder / "train-0.jsonl").rename(folder / "test-0.jsonl")
+    found.add(of_data(str(folder), Memory()).digest)
+    (folder / "more" / "train-1.jsonl").write_bytes(b"x")
+    found.add(of_data(str(folder), Memory()).digest)
+    write("data/README.md", "configs:")
+    found.add(of_data(str(folder), Memory()).digest)
+    assert len(found) == 4
+    (folder / ".hidden").unlink()
+    assert of_data(str(folder), Memory()).digest in found
+
+
+def test_links_are_followed_and_circles_end(write: Write, tmp_path: Path) -> None:
+    write("real/rows.jsonl", "a")
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "part").symlink_to(tmp_path / "real")
+    (folder / "back").symlink_to(folder)
+    before = of_data(str(folder), Memory())
+    assert [one.name for one in before.files] == ["part/rows.jsonl"]
+    write("real/rows.jsonl", "b")
+    assert of_data(str(folder), Memory()).digest != before.digest
+
+
+# --- names on the hub -------------------------------------------------------------------------------
+
+
+def test_a_name_on_the_hub_is_known_by_the_commit_that_is_here(tmp_path: Path) -> None:
+    environ = {"HF_HUB_CACHE": str(tmp_path)}
+    unknown = of_model("Org/name", Memory(), environ=environ)
+    assert (unknown.kind, unknown.revision) == ("name", None)
+    refs = tmp_path / "models--Org--name" / "refs"
+    refs.mkdir(parents=True)
+    (refs / "main").write_text("c1\n")
+    first = of_model("Org/name", Memory(), environ=environ)
+    assert (first.kind, first.revision) == ("hub", "c1")
+    (refs / "main").write_text("c2")
+    second = of_tokenizer("Org/name", Memory(), environ=environ)
+    (tmp_path / "models--Org--name" / "snapshots" / "c1").mkdir(parents=True)
+    asked = of_model("Org/name", Memory(), revision="c1", environ=environ)
+    assert len({unknown.digest, first.digest, second.digest}) == 3
+    assert asked.digest == first.digest
+    assert of_model("Org/name", Memory(), revision="../x", environ=environ).kind == "name"
+
+
+# --- what cannot be read ----------------------------------------------------------------------------
+
+
+def test_what_is_not_there_is_said_plainly(tmp_path: Path) -> None:
+    with pytest.raises(MissingContent) as caught:
+        of_data(str(tmp_path / "none.jsonl"), Memory())
+    assert isinstance(caught.value, NotReady)
+    assert caught.value.exit_code == Exit.NOT_READY
+    assert caught.value.findings[0].code == "missing-file"
+    for name in ("a\0b", "x" * 5000):
+        with pytest.raises(MissingContent):
+            of_data(name, Memory())
+
+
+def test_a_link_to_nothing_in_a_folder_is_no_empty_file(write: Write, tmp_path: Path) -> None:
+    write("data/a.jsonl", "a")
+    (tmp_path / "data" / "b.jsonl").symlink_to(tmp_path / "gone")
+    with pytest.raises(MissingContent):
+        of_data(str(tmp_path / "data"), Memory())
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rows.jsonl")
+    with pytest.raises(MissingContent) as caught:
+        of_data(str(tmp_path / "rows.jsonl"), Memory())
+    assert caught.value.findings[0].code == "unreadable-file"
+
+
+# --- what is remembered -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def remembered(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Path, Memory]:
+    """A file that has been still for long enough, and a memory that knows it."""
+    path = write("a.jsonl", b"row\n")
+    monkeypatch.setattr(Memory, "MARGIN_S", -1e9)
+    memory = Memory(tmp_path / "cache" / "prints.json")
+    of_file(path, memory)
+    memory.save()
+    return path, Memory.load(memory.path)
+
+
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Every file that is read from now on."""
+    seen: list[Path] = []
+    real = content.read
+
+    def read(path: Path, **options: int) -> tuple[content.Content, os.stat_result]:
+        seen.append(path)
+        return real(path, **options)
+
+    monkeypatch.setattr(content, "read", read)
+    return seen
+
+
+def test_an_untouched_file_is_not_read_again(
+    remembered: tuple[Path, Memory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, memory = remembered
+    seen = reads(monkeypatch)
+    first = of_file(path, memory)
+    assert not seen
+    assert first.digest == digest(path)
+
+
+def test_a_change_that_hides_behind_size_and_time_is_seen(
+    remembered: tuple[Path, Memory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, memory = remembered
+    before, was = of_file(path, memory).digest, path.stat()
+    path.write_bytes(b"RUW\n")
+    os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
+    assert path.stat().st_mtime_ns == was.st_mtime_ns
+    assert of_file(path, memory).digest != before
+
+
+def test_a_touched_file_is_read_again_and_is_the_same(
+    remembered: tuple[Path, Memory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, memory = remembered
+    before, seen = of_file(path, memory).digest, reads(monkeypatch)
+    aged(path)
+    assert of_file(path, memory).digest == before
+    assert seen == [path]
+
+
+def test_a_file_that_was_only_just_written_is_not_trusted(write: Write, tmp_path: Path) -> None:
+    path, memory = write("a.jsonl", b"row"), Memory(tmp_path / "prints.json")
+    of_file(path, memory)
+    assert not memory.entries
+    memory.save()
+    assert not (tmp_path / "prints.json").exists()
+
+
+def test_a_replaced_file_is_another(remembered: tuple[Path, Memory]) -> None:
+    path, memory = remembered
+    before = of_file(path, memory).digest
+    other = path.with_name("new")
+    other.write_bytes(b"wor\n")
+    os.utime(other, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+    os.replace(other, path)
+    assert of_file(path, memory).digest != before
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        "",
+        "{",
+        "[]",
+        "\x00",
+        '{"form": 99, "files": {}}',
+        '{"form": 1}',
+        '{"form": 1, "files": []}',
+        '{"form": 1, "files": {"1:2:x": [1]}}',
+        '{"form": 1, "files": {"1:2:x": "no"}}',
+    ],
+)
+def test_a_broken_memory_is_no_memory(write: Write, raw: str) -> None:
+    path = write("prints.json", raw)
+    assert Memory.load(path).entries == {}
+
+
+def test_a_home_that_cannot_be_written_costs_nothing_but_time(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Memory, "MARGIN_S", -1e9)
+    path = write("a.jsonl", b"row")
+    blocked = write("file", "no folder")
+    memory = Memory.load(blocked / "deeper" / "prints.json")
+    assert of_file(path, memory).digest == digest(path)
+    memory.save()
+    assert blocked.read_text() == "no folder"
+
+
+def test_writers_at_once_keep_each_others_entries(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Memory, "MARGIN_S", -1e9)
+    place = tmp_path / "prints.json"
+    paths = [write(f"{number}.jsonl", str(number)) for number in range(24)]
+
+    def work(mine: Sequence[Path]) -> None:
+        for path in mine:
+            memory = Memory.load(place)
+            of_file(path, memory)
+            memory.save()
+
+    threads = [threading.Thread(target=work, args=(paths[n::4],)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(Memory.load(place).entries) == len(paths)
+    assert {p.name for p in tmp_path.iterdir() if p.name.startswith(".")} == set()
+
+
+def test_the_memory_does_not_grow_without_end(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Memory, "MARGIN_S", -1e9)
+    monkeypatch.setattr(Memory, "LARGEST", 3)
+    memory = Memory(tmp_path / "prints.json")
+    for number in range(6):
+        of_file(write(f"{number}.jsonl", str(number)), memory)
+    memory.save()
+    assert len(Memory.load(memory.path).entries) == 3
+
+
+def test_where_the_memory_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fingerprint.cache_home({"LAUNCH_CACHE": "/c"}) == Path("/c")
+    assert fingerprint.cache_home({"XDG_CACHE_HOME": "/x", "HOME": "/h"}) == Path("/x/launch")
+    assert fingerprint.cache_home({"HOME": "/h"}) == Path("/h/.cache/launch")
+
+
+def test_the_digests_are_those_of_every_other_machine(write: Write) -> None:
+    """A cache on a shared disk is found from all of them: number of processors and threads are no part."""
+    path = write("a.jsonl", bytes(range(256)) * 80_000)
+    code = (
+        "import os, sys; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))});"
+        "from launcher.fingerprint import *; from pathlib import Path;"
+        "print(of_file(Path(sys.argv[1]), Memory()).digest)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True,
+        cwd=REPOSITORY,
+    )  # fmt: skip
+    assert done.stdout.strip() == digest(path)
+    assert digest(path) == "6a65e87d5ac4ee8eedac85c84026eb567c5bdec57e4cb55b64f9ba9d115dc0bc"

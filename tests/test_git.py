@@ -1,0 +1,138 @@
+"""Questions to a git repository, through real repositories made here."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launcher.git import CommitTree, Repository
+
+
+def git(folder: Path, *arguments: str) -> str:
+    known = ["-c", "user.name=x", "-c", "user.email=x@x", "-c", "commit.gpgsign=false"]
+    done = subprocess.run(
+        ["git", "-C", str(folder), *known, *arguments], check=True, capture_output=True, text=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A repository of two commits: `pkg/a.py` changes, `pkg/b.py` comes."""
+    root = tmp_path / "repository"
+    (root / "pkg" / "deep").mkdir(parents=True)
+    git(root.parent, "init", "-q", "-b", "trunk", str(root))
+    (root / "pkg" / "a.py").write_bytes(b"one = 1\n")
+    (root / "pkg" / "deep" / "c.py").write_bytes(b"")
+    git(root, "add", ".")
+    git(root, "commit", "-qm", "first")
+    git(root, "tag", "v1")
+    (root / "pkg" / "a.py").write_bytes(b"two = 2\n")
+    (root / "pkg" / "b.py").write_bytes(b"\xff\x00 no text\n" * 3)
+    git(root, "add", ".")
+    git(root, "commit", "-qm", "second")
+    return root
+
+
+def test_commits_by_any_name(folder: Path) -> None:
+    known = Repository(folder)
+    head = git(folder, "rev-parse", "HEAD")
+    for name in ("HEAD", head, head[:8], "trunk", "HEAD~0", "refs/heads/trunk"):
+        assert known.commit(name) == head
+    assert known.commit("v1") == known.commit("HEAD~1") != head
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["nothing", "HEAD~9", "", "-x", "--all", "HEAD:pkg", "a b", "\n", "\0", "v1;ls", "0" * 40],
+)
+def test_names_of_nothing(folder: Path, name: str) -> None:
+    assert Repository(folder).commit(name) is None
+
+
+def test_a_file_at_a_commit(folder: Path) -> None:
+    known = Repository(folder)
+    assert known.read("v1", "pkg/a.py") == b"one = 1\n"
+    assert known.read("HEAD", "pkg/a.py") == b"two = 2\n"
+    assert known.read("HEAD", "pkg/b.py") == b"\xff\x00 no text\n" * 3
+    assert known.read("HEAD", "pkg/deep/c.py") == b""
+    for name in ("pkg/none.py", "pkg", "", "../x", "pkg/a.py/x"):
+        assert known.read("HEAD", name) is None
+    assert known.read("v1", "pkg/b.py") is None
+    assert known.read("nothing", "pkg/a.py") is None
+
+
+def test_many_files_in_one_question(folder: Path) -> None:
+    asked = ["HEAD:pkg/a.py", "HEAD:none", "HEAD:pkg", "HEAD:pkg/deep/c.py", "v1:pkg/a.py", "HEAD"]
+    told = list(Repository(folder).blobs(asked))
+    assert told == [b"two = 2\n", None, None, b"", b"one = 1\n", None]
+    assert list(Repository(folder).blobs([])) == []
+
+
+def test_no_repository(tmp_path: Path) -> None:
+    for root in (tmp_path, tmp_path / "nothing"):
+        known = Repository(root)
+        assert known.top() is None
+        assert known.commit("HEAD") is None
+        assert known.read("HEAD", "a") is None
+        assert list(known.blobs(["HEAD:a", "HEAD:b"])) in ([None, None], [])
+        assert not known.is_shallow()
+
+
+def test_an_empty_repository(tmp_path: Path) -> None:
+    git(tmp_path, "init", "-q")
+    assert Repository(tmp_path).commit("HEAD") is None
+    assert Repository(tmp_path).top() == tmp_path.resolve()
+
+
+def test_without_git(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert Repository(folder).commit("HEAD") is None
+
+
+def test_from_inside_a_folder_and_inside_a_hook(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GIT_DIR", "/nowhere")
+    monkeypatch.setenv("GIT_WORK_TREE", "/nowhere")
+    assert Repository(folder / "pkg").top() == folder.resolve()
+    assert Repository(folder / "pkg").read("v1", "pkg/a.py") == b"one = 1\n"
+
+
+def test_a_shallow_clone_says_so(folder: Path, tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    git(tmp_path, "clone", "-q", "--depth", "1", f"file://{folder}", str(clone))
+    assert Repository(clone).is_shallow()
+    assert not Repository(folder).is_shallow()
+    assert Repository(clone).commit("HEAD~1") is None
+
+
+def test_a_replaced_object_is_not_followed(folder: Path) -> None:
+    known = Repository(folder)
+    old, new = known.commit("v1"), known.commit("HEAD")
+    assert old and new
+    git(folder, "replace", new, old)
+    assert known.read(new, "pkg/a.py") == b"two = 2\n"
+
+
+def test_the_work_tree_is_left_alone(folder: Path) -> None:
+    (folder / "pkg" / "a.py").write_bytes(b"edited = 3\n")
+    known = Repository(folder)
+    assert known.read("HEAD", "pkg/a.py") == b"two = 2\n"
+    assert not (folder / ".git" / "index.lock").exists()
+    assert git(folder, "status", "--porcelain").strip() == "M pkg/a.py"
+
+
+def test_a_folder_at_a_commit(folder: Path) -> None:
+    known = Repository(folder)
+    commit = known.commit("v1")
+    assert commit
+    tree = CommitTree(known, commit, "pkg")
+    assert tree.name == "pkg"
+    assert tree.read("a.py") == b"one = 1\n"
+    assert tree.read("b.py") is None
+    assert tree.read("deep/c.py") == b""
+    assert tree.read("deep") is None
+    assert tree.place("a.py") == f"{commit[:12]}:pkg/a.py"

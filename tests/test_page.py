@@ -1,0 +1,594 @@
+"""The report as HTML and as JSON: what stands in it, and that nothing in a run can break it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_runs import console, loss, made, manifest
+
+from launcher import check, evidence, page, publish, rundir, series
+from launcher.errors import NotReady, UsageError
+from launcher.redaction import REDACTED, redact
+from launcher.series import Run
+
+VOID = {"meta", "br", "input", "img", "link", "hr"}
+NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&<!-- ünï 日本 \u202e\x1b[31m\x00"
+SEEN = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&<!-- ünï 日本 \\x202e\\x1b[31m\\x00"
+
+
+@dataclass
+class Element:
+    """One element, its text with that of all below it."""
+
+    name: str
+    attributes: Mapping[str, str]
+    text: str = ""
+    below: list[Element] = field(default_factory=list)
+
+    def all(self, name: str) -> Iterator[Element]:
+        """Every element of this name, in the order of the page."""
+        for one in self.below:
+            if one.name == name:
+                yield one
+            yield from one.all(name)
+
+
+class Tree(HTMLParser):
+    """A page as a tree; raises AssertionError where a tag is left open or closed twice."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open = [Element("", {})]
+        self.feed(text)
+        self.close()
+        assert [e.name for e in self.open] == [""], "a tag was left open"
+        self.top = self.open[0]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = Element(tag, {name: value or "" for name, value in attrs})
+        assert len(found.attributes) == len(attrs), f"an attribute of {tag} is there twice"
+        self.open[-1].below.append(found)
+        if tag not in VOID:
+            self.open.append(found)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop().name == tag
+
+    def handle_data(self, data: str) -> None:
+        for one in self.open:
+            one.text += data
+
+
+def parsed(text: str) -> Element:
+    return Tree(text).top
+
+
+def by_id(tree: Element, key: str) -> Element:
+    (found,) = (e for name in ("h2", "h3", "script", "details") for e in tree.all(name)
+                if e.attributes.get("id") == key)  # fmt: skip
+    return found
+
+
+def section(tree: Element, key: str) -> Element:
+    """The section whose heading has this id."""
+    for found in tree.all("section"):
+        if any(h.attributes.get("id") == key for h in found.all("h2")):
+            return found
+    raise AssertionError(f"there is no section {key}")
+
+
+def rows(found: Element) -> list[list[str]]:
+    """The tables of a section as text."""
+    return [
+        [" ".join(cell.text.split()) for cell in row.below if cell.name in ("td", "th")]
+        for row in found.all("tr")
+    ]
+
+
+def row_of(found: Element, first: str) -> list[str]:
+    (row,) = (row for row in rows(found) if row[0] == first)
+    return row
+
+
+def curves(tree: Element) -> Any:
+    return json.loads(by_id(tree, "curves-data").text)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return series.read(made(tmp_path / "20260102T030405Z-dpo-tulu"))
+
+
+@pytest.fixture
+def tree(run: Run) -> Element:
+    return parsed(page.overlay([run]))
+
+
+# ---- one file, by itself
+
+
+def test_the_page_is_one_file_that_loads_nothing(run: Run) -> None:
+    text = page.overlay([run])
+    tree = parsed(text)
+    assert text.startswith("<!doctype html>")
+    for name in ("link", "img", "iframe", "object", "embed", "base", "video"):
+        assert not list(tree.all(name))
+    everything = [e for name in ("a", "script", "form", "button", "input") for e in tree.all(name)]
+    for one in everything:
+        assert not {"src", "action", "formaction"} & set(one.attributes)
+        assert one.attributes.get("href", "#").startswith("#")
+    (style,) = tree.all("style")
+    assert "@import" not in style.text
+    assert "url(" not in style.text
+
+
+def test_the_policy_allows_this_style_and_this_script_and_nothing_else(run: Run) -> None:
+    tree = parsed(page.overlay([run]))
+    (policy,) = (
+        m.attributes["content"]
+        for m in tree.all("meta")
+        if m.attributes.get("http-equiv") == "Content-Security-Policy"
+    )
+    allowed = dict(part.strip().split(" ", 1) for part in policy.split(";"))
+    assert allowed["default-src"] == "'none'"
+    assert allowed["base-uri"] == allowed["form-action"] == "'none'"
+    (script,) = (s for s in tree.all("script") if "type" not in s.attributes)
+    (style,) = tree.all("style")
+    for given_, one in (("script-src", script), ("style-src", style)):
+        digest = base64.b64encode(hashlib.sha256(one.text.encode()).digest()).decode()
+        assert allowed[given_] == f"'sha256-{digest}'"
+    # what such a policy forbids must not be there: it would silently do nothing
+    assert not re.search(
+        r"<[^>]*\s(style|on\w+)=", re.sub(r"(?s)<script>.*</script>", "", page.overlay([run]))
+    )
+
+
+def test_the_chart_library_comes_with_its_licence(tree: Element) -> None:
+    (script,) = (s for s in tree.all("script") if "type" not in s.attributes)
+    assert "uPlot" in script.text
+    assert "Permission is hereby granted" in script.text
+
+
+def test_ids_are_there_once_and_what_is_pointed_at_exists(run: Run) -> None:
+    other = replace(run, name="other")
+    text = re.sub(r"(?s)<script>.*</script>", "", page.overlay([run, other]))
+    ids = re.findall(r'\sid="([^"]+)"', text)
+    assert len(ids) == len(set(ids))
+    wanted = re.findall(r'(?:for|aria-labelledby|aria-describedby|data-copy)="([^"]+)"', text)
+    wanted += re.findall(r'href="#([^"]+)"', text)
+    assert set(wanted) <= set(ids)
+
+
+def test_headings_go_down_one_level_at_a_time(tree: Element) -> None:
+    levels = [int(name[1]) for name in re.findall("<(h[1-6])", render_plain(tree))]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(b - a <= 1 for a, b in pairwise(levels))
+
+
+def render_plain(tree: Element) -> str:
+    return "".join(f"<{e.name}>{render_plain(e)}" for e in tree.below)
+
+
+# ---- what it says
+
+
+def test_the_verdict_stands_with_its_evidence(tree: Element, run: Run) -> None:
+    (heading,) = tree.all("h1")
+    assert run.verdict["status"] in heading.text
+    finish = row_of(section(tree, "verdict"), "finish")
+    assert finish[1:4] == ["completed", "completed", "✓ ok"]
+    told = {p["name"]: p for p in run.verdict["points"]}
+    for name in ("loss", "finish", "attention"):
+        for cite in told[name]["evidence"]:
+            evidence_cell = row_of(section(tree, "verdict"), name)[4]
+            assert f"{Path(cite['file']).name}:{cite['line']}" in evidence_cell
+            assert " ".join(cite["text"].split()) in evidence_cell
+
+
+def test_a_failed_point_says_why(tmp_path: Path) -> None:
+    broken = (
+        "Traceback (most recent call last):\n"
+        '  File "/a/train.py", line 7, in <module>\n    main()\n'
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 12.25 GiB.\n"
+    )
+    run = series.read(made(tmp_path / "run", steps=20, extra=broken))
+    tree = parsed(page.overlay([run]))
+    assert row_of(section(tree, "verdict"), "memory")[3] == "✗ fail"
+    assert "12.25 GiB" in section(tree, "verdict").text
+
+
+def test_the_plan_stands_beside_what_was_measured(tree: Element) -> None:
+    found = section(tree, "plan")
+    # 256 sequences are 128 pairs
+    assert row_of(found, "batch, rows a step")[1:] == ["128", "128", "100%"]
+    assert row_of(found, "steps")[1:] == ["40", "40", "100%"]
+    assert row_of(found, "tokens/s, steady")[1:] == ["–", "6,000", ""]
+    assert row_of(found, "peak memory allocated, GiB")[1:] == ["–", "61.25", ""]
+    assert row_of(found, "processes")[1:] == ["8", "1", "12%"]
+    assert row_of(found, "wasted positions")[2] == "25 %"
+    assert row_of(found, "time")[2] == "1:30:00"
+    assert "4 rows x 4 accumulated on 8 GPU(s) = 128 rows a step" in found.text
+
+
+def test_a_plan_with_figures_is_compared_figure_by_figure(tmp_path: Path) -> None:
+    told = manifest()
+    told["plan"].update(tokens_per_step=3000, hours=3.0, memory_gib={"peak": 49.0, "weights": 14.2})
+    found = section(parsed(page.overlay([series.read(made(tmp_path / "run", told=told))])), "plan")
+    assert row_of(found, "tokens a step")[1:] == ["3,000", "3,000", "100%"]
+    assert row_of(found, "peak memory allocated, GiB")[1:] == ["49", "61.25", "125%"]
+    assert row_of(found, "time")[1:] == ["3:00:00", "1:30:00", "50%"]
+
+
+def test_arguments_stand_with_who_set_them_and_defaults_are_folded(tree: Element) -> None:
+    found = section(tree, "arguments")
+    assert row_of(found, "learning_rate")[1:] == ["5e-07", "override: learning_rate=5e-7"]
+    assert row_of(found, "dataset_mixer_list")[1:] == ['["a/b", 0.25]', "configs/a.yaml:14"]
+    assert row_of(found, "gradient_accumulation_steps")[2] == "derived: batch of 128"
+    (folded,) = found.all("details")
+    assert [row[0] for row in rows(folded)[1:]] == ["max_grad_norm", "hub_model_id"]
+    assert "open" not in folded.attributes
+    assert row_of(folded, "hub_model_id")[1] == "null"
+
+
+def test_findings_versions_and_the_command_are_there(tree: Element) -> None:
+    (row,) = rows(section(tree, "findings"))[1:]
+    assert row[:2] == ["warning[conditional-key]", "configs/a.yaml:9"]
+    assert "leave it out" in row[2]
+    told = section(tree, "versions")
+    assert row_of(told, "source")[1] == "trl 1.16.0"
+    assert row_of(told, "launch")[1] == "c0ffee"
+    assert row_of(told, "GPUs")[1] == "H200, 143771 MiB"
+    (command,) = told.all("pre")
+    assert command.text == """python -m accelerate --run_name 'it'"'"'s'"""
+
+
+def test_the_curves_are_those_of_the_run(tree: Element) -> None:
+    told = curves(tree)
+    (one,) = told["runs"]
+    assert one["steps"] == list(range(1, 41))
+    assert one["columns"]["loss"] == pytest.approx([loss(s) for s in range(1, 41)], rel=1e-6)
+    # logged at every fifth step only
+    assert [n for n, v in enumerate(one["columns"]["learning_rate"], start=1) if v is not None] == [
+        *range(5, 41, 5)
+    ]
+    shown = [p["key"] for p in told["panels"] if not p["folded"]]
+    assert shown == [
+        "loss", "learning_rate", "tokens", "memory", "rewards", "margin", "accuracy", "grad_norm",
+        "wasted",
+    ]  # fmt: skip
+    titles = [h.text for h in section(tree, "curves").all("h3")]
+    assert {"loss", "learning rate", "tokens/s", "reward margin", "logps/chosen"} <= set(titles)
+
+
+def test_every_chart_is_told_in_words(tree: Element) -> None:
+    for figure in tree.all("figure"):
+        said = [item.text for item in figure.all("li")]
+        assert said, figure.attributes["id"]
+        assert all("at step" in words for words in said)
+    (found,) = (f for f in tree.all("figure") if f.attributes["id"] == "panel-margin")
+    (words,) = (item.text for item in found.all("li"))
+    assert words == "dpo tulu: 0.25 at step 5, 2 at step 40, between 0.25 and 2"
+
+
+# ---- several runs
+
+
+def test_several_runs_share_the_charts_and_can_be_switched(tmp_path: Path) -> None:
+    told = manifest(name="other")
+    told["args"]["learning_rate"] = {"value": 1e-6, "origin": "configs/b.yaml:3"}
+    runs = publish.gather(
+        [str(made(tmp_path / "one")), str(made(tmp_path / "two", told=told, steps=60))]
+    )
+    tree = parsed(page.overlay(runs))
+    assert [r["name"] for r in curves(tree)["runs"]] == ["dpo tulu", "dpo other"]
+    boxes = [i for i in tree.all("input") if i.attributes["type"] == "checkbox"]
+    assert [b.attributes["data-run"] for b in boxes] == ["0", "1"]
+    (legend,) = tree.all("fieldset")
+    labels = [" ".join(label.text.split()) for label in legend.all("label")]
+    assert labels == ["1dpo tulu", "2dpo other"]
+    found = section(tree, "arguments")
+    first = next(found.all("table"))
+    assert [row[0] for row in rows(first)] == ["argument", "learning_rate"]
+    assert row_of(found, "learning_rate")[1:] == [
+        "5e-07override: learning_rate=5e-7",
+        "1e-06configs/b.yaml:3",
+    ]
+    assert row_of(section(tree, "plan"), "steps")[1:] == ["40", "40", "100%", "40", "60", "150%"]
+
+
+def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
+    logs = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        logs.append(tmp_path / folder / "train.log")
+        logs[-1].write_text(console(1, 20))
+    runs = publish.gather([*map(str, logs), str(logs[0])])
+    assert [r.name for r in runs] == ["a/train.log", "b/train.log", "a/train.log (3)"]
+
+
+def test_what_only_one_run_was_asked_is_among_what_differs(tmp_path: Path) -> None:
+    told = manifest(name="other")
+    told["args"]["packing"] = {"value": True, "origin": "configs/b.yaml:4"}
+    runs = publish.gather([str(made(tmp_path / "a")), str(made(tmp_path / "b", told=told))])
+    first = next(section(parsed(page.overlay(runs)), "arguments").all("table"))
+    assert row_of(first, "packing")[1:] == ["–", "trueconfigs/b.yaml:4"]
+
+
+# ---- where it comes from
+
+
+def test_a_log_alone_is_enough(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(console(1, 40))
+    (run,) = publish.gather([str(log)])
+    tree = parsed(page.overlay([run]))
+    assert curves(tree)["runs"][0]["steps"] == list(range(5, 41, 5))
+    assert run.stage == "dpo"
+    assert f"train.log:{2 * 8 + 1}" in row_of(section(tree, "verdict"), "finish")[4]
+
+
+def test_the_arguments_of_a_log_come_with_their_lines(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    dump = "│   FlatArguments(\n│   │   exp_name='t',\n│   │   packing=True,\n│   )\n"
+    log.write_text(dump + console(1, 40))
+    (run,) = publish.gather([str(log)])
+    found = section(parsed(page.overlay([run])), "arguments")
+    assert row_of(found, "exp_name")[1:] == ["t", "train.log:2"]
+    assert row_of(found, "packing")[1:] == ["True", "train.log:3"]
+
+
+def test_the_probes_loss_is_not_mixed_with_means_of_the_log(run: Run) -> None:
+    # the log's every fifth loss is rounded to four digits
+    assert run.series.columns["loss"] == pytest.approx([loss(s) for s in range(1, 41)], abs=1e-12)
+    steps, logged = run.series.points("logged_loss")
+    assert steps == list(range(5, 41, 5))
+    assert logged[0] == float(f"{loss(5):.4g}")
+
+
+def test_where_the_log_tells_of_every_step_its_loss_counts(tmp_path: Path) -> None:
+    path = made(tmp_path / "run", steps=5)
+    record = path / "probe" / "rank-0.jsonl"
+    kept = [
+        line
+        for line in record.read_text().splitlines()
+        if '"step": 5' in line or "step" not in line
+    ]
+    record.write_text("\n".join(kept) + "\n")
+    run = series.read(path)
+    assert run.series.last("loss") == float(f"{loss(5, 5):.4g}")
+    assert "logged_loss" not in run.series.columns
+
+
+def test_attempts_are_one_curve(tmp_path: Path) -> None:
+    path = made(tmp_path / "run", steps=30, told=manifest())
+    made(path, attempt=2, first=21, steps=40, told=manifest(attempt=2))
+    run = series.read(path)
+    assert list(run.series.steps) == list(range(1, 41))
+    values = run.series.columns["loss"]
+    assert values[19] == pytest.approx(loss(20, 30))
+    # what was gone through again is as it was the second time
+    assert values[20] == pytest.approx(loss(21, 40))
+
+
+def test_a_run_from_its_results_alone(tmp_path: Path, run: Run) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "verdict.json").write_text(json.dumps(run.verdict))
+    table = [
+        {"step": 1, "finite": True, "loss": 2.5}, {"step": 2, "finite": False},
+        {"step": 3, "finite": True, "loss": 2.25, "nonsense": "text"},
+    ]  # fmt: skip
+    lines = [json.dumps(row) for row in table]
+    (kept / "metrics.jsonl").write_text(
+        "\n".join([lines[1], lines[0], lines[2], '{"step": 4, "lo'])
+    )
+    (again,) = publish.gather([str(kept)])
+    assert again.verdict == run.verdict
+    assert again.series.steps == (1, 2, 3)
+    assert again.series.columns == {"loss": (2.5, None, 2.25)}
+    assert again.series.nonfinite == (2,)
+
+
+def test_a_run_that_is_still_going_on(tmp_path: Path) -> None:
+    path = made(tmp_path / "run", ended=False)
+    with (path / "probe" / "rank-0.jsonl").open("a") as file:
+        file.write('{"event": "step", "step": 41, "lo')
+    (run,) = publish.gather([str(path)])
+    assert run.series.steps[-1] == 40
+    assert parsed(page.overlay([run]))
+
+
+def test_steps_that_were_not_finite_are_told(tmp_path: Path) -> None:
+    run = series.read(made(tmp_path / "run", bad=(17, 20)))
+    told = curves(parsed(page.overlay([run])))["runs"][0]
+    assert told["nonfinite"] == [17, 20]
+    assert told["columns"]["loss"][16] is None
+    assert (
+        "NaN" not in page.overlay([run]).partition('id="curves-data">')[2].partition("</script>")[0]
+    )
+
+
+def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no run or log"):
+        publish.gather([str(tmp_path / "none")])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError):
+        publish.gather([str(tmp_path / "empty")])
+
+
+def test_a_page_that_cannot_be_written_is_the_machines_fault(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotReady, match="cannot be written"):
+        publish.write_page([run], tmp_path / "file" / "report.html")
+
+
+def test_the_page_goes_into_the_folder_of_the_run(tmp_path: Path, run: Run) -> None:
+    place = publish.usual_place([run])
+    publish.write_page([run], place)
+    assert parsed((run.path / "report.html").read_text())
+    assert publish.usual_place([run, run]) == Path("report.html")
+
+
+# ---- for machines
+
+
+def test_the_json_form_holds_the_same(run: Run) -> None:
+    told = json.loads(json.dumps(series.as_json([run]), allow_nan=False))
+    assert told["report_version"] == 1
+    (one,) = told["runs"]
+    assert one["run"] == run.name
+    assert one["verdict"]["status"] == run.verdict["status"]
+    assert one["plan"]["global"] == 128
+    assert one["measured"]["tokens_per_second"] == 6000
+    assert len(one["series"]["steps"]) == 40
+    assert all(len(values) == 40 for values in one["series"]["columns"].values())
+    assert one["args"]["learning_rate"]["origin"].startswith("override")
+
+
+# ---- nothing in a run breaks the page
+
+
+def hostile(tmp_path: Path) -> Run:
+    told = manifest(name=NASTY)
+    told["args"][NASTY] = {"value": NASTY, "origin": NASTY}
+    told["findings"].append(
+        {"severity": NASTY, "code": NASTY, "message": NASTY, "help": NASTY, "file": NASTY}
+    )
+    told["argv"].append(NASTY)
+    told["machine"]["host"] = NASTY
+    told["trainer"]["packages"][NASTY] = NASTY
+    line = "{'loss': '0.5', 'a</script><script>alert(3)</script>': '1.5'}\n"
+    broken = (
+        f'Traceback (most recent call last):\n  File "a.py", line 1\nValueError: {NASTY[:90]}\n'
+    )
+    return series.read(made(tmp_path / "run", told=told, extra=line + broken))
+
+
+def test_texts_of_a_run_stay_texts(tmp_path: Path) -> None:
+    run = hostile(tmp_path)
+    text = page.overlay([run])
+    tree = parsed(text)
+    assert not list(tree.all("img"))
+    # ours, and the data
+    assert len(list(tree.all("script"))) == 2
+    assert len(re.findall(r"(?i)<script", text)) == 2
+    (heading,) = tree.all("h1")
+    assert SEEN in heading.text
+    assert SEEN in section(tree, "arguments").text
+    assert SEEN in section(tree, "findings").text
+    assert SEEN in section(tree, "versions").text
+    assert not re.search("[\x00-\x08\x0e-\x1f\u202e]", text)
+    assert curves(tree)["runs"][0]["name"].endswith(NASTY)
+
+
+def test_names_of_columns_stay_names(tmp_path: Path) -> None:
+    name = "a</script><b>"
+    table = series.of_rows(
+        [{"step": 1, "finite": True, name: 1.5}, {"step": 2, "finite": True, name: 2.5}]
+    )
+    run = replace(series.read(made(tmp_path / "run")), series=table)
+    tree = parsed(page.overlay([run]))
+    assert not list(tree.all("b"))
+    assert curves(tree)["runs"][0]["columns"] == {name: [1.5, 2.5]}
+    assert name in [h.text for h in section(tree, "curves").all("h3")]
+
+
+TOKEN = "hf_" + "abcdefghijklmnopqrstuvwxyzABCDEF"
+
+
+def test_tokens_get_into_no_report(tmp_path: Path) -> None:
+    told = manifest()
+    told["args"]["hub_token"] = {"value": "plain", "origin": "configs/a.yaml:3"}
+    told["args"]["exp_name"] = {"value": TOKEN, "origin": "configs/a.yaml:4"}
+    broken = f"Traceback (most recent call last):\nValueError: bad token {TOKEN}\n"
+    path = made(tmp_path / "run", told=told, extra=broken)
+    runs = publish.gather([str(path), str(path / "console.log")])
+    for text in (page.overlay(runs), json.dumps(series.as_json(runs))):
+        assert TOKEN not in text
+        assert REDACTED in text.replace("&lt;", "<").replace("&gt;", ">")
+    assert row_of(section(parsed(page.overlay(runs[:1])), "arguments"), "hub_token")[1] == REDACTED
+
+
+def test_finish_writes_the_page_of_the_run_that_was_judged(tmp_path: Path) -> None:
+    path = made(tmp_path / "run")
+    told, found = rundir.read_json(path / "run.json"), evidence.read_run(path)
+    judged = redact(check.judge("dpo", told["expect"], found))
+    tree = parsed(page.render(told, judged, found, path))
+    assert curves(tree)["runs"][0]["steps"] == list(range(1, 41))
+    # without the evidence it is the page without curves, and without a way there
+    tree = parsed(page.render(told, judged))
+    assert not [h for h in tree.all("h2") if h.attributes["id"] == "curves"]
+    assert "#curves" not in [a.attributes["href"] for a in tree.all("a")]
+    assert row_of(section(tree, "verdict"), "finish")[1] == "completed"
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda below: (
+        st.lists(below, max_size=3) | st.dictionaries(st.text(max_size=6), below, max_size=3)
+    ),
+    max_leaves=6,
+)
+KEYS = st.sampled_from(
+    [
+        "plan", "args", "findings", "trainer", "machine", "upstream", "argv", "env", "name", "stage",
+        "created", "output", "expect", "attempt",
+    ]
+)  # fmt: skip
+PLANS = st.fixed_dictionaries(
+    {},
+    optional={
+        key: ANYTHING for key in ("gpus", "nodes", "global", "rows", "steps", "hours", "memory_gib")
+    },
+)
+
+
+@settings(max_examples=60)
+@given(changes=st.dictionaries(KEYS, ANYTHING, max_size=5), plan=PLANS, verdict=ANYTHING)
+def test_a_damaged_manifest_never_costs_the_page(
+    changes: dict[str, Any], plan: dict[str, Any], verdict: Any
+) -> None:
+    told = {**manifest(), "plan": plan, **changes}
+    points = [
+        {"name": "loss", "state": verdict, "ok": verdict, "evidence": verdict, "detail": verdict},
+        verdict,
+    ]
+    for judged in (
+        verdict,
+        {"status": verdict, "points": verdict},
+        {"status": "pass", "points": points},
+    ):
+        run = series.of_kept(Path("run"), told, judged, [{"step": 1, "loss": 1.0}])
+        assert parsed(page.overlay([run]))
+        assert parsed(page.overlay([run, run]))
+        json.dumps(series.as_json([run]))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", '{"plan": 3, "args": [1], "findings": {"a": 1}}']
+)
+def test_a_torn_manifest_never_costs_the_page(tmp_path: Path, text: str) -> None:
+    path = made(tmp_path / "run")
+    (path / "run.json").write_text(text)
+    (run,) = publish.gather([str(path)])
+    assert len(curves(parsed(page.overlay([run])))["runs"][0]["steps"]) == 40
+
+
+def test_a_path_that_is_no_utf8_gets_through(tmp_path: Path) -> None:
+    path = made(tmp_path / "run-\udcff")
+    (run,) = publish.gather([str(path)])
+    publish.write_page([run], tmp_path / "report.html")
+    assert parsed((tmp_path / "report.html").read_text(encoding="utf-8"))

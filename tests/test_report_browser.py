@@ -1,0 +1,343 @@
+"""The report in a real browser: what is drawn, what hovering shows, what the switches do."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_runs import loss, made, manifest
+
+from launcher import page, publish, series
+from launcher.series import Run
+
+Browser = Any
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+# how many pixels of a chart are nearly of this colour
+COUNT = """
+const [key, name] = arguments;
+const text = getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const want = [1, 3, 5].map((i) => parseInt(text.slice(i, i + 2), 16));
+const canvas = document.querySelector(`#panel-${key} canvas`);
+const copy = document.createElement("canvas");
+copy.width = canvas.width;
+copy.height = canvas.height;
+const context = copy.getContext("2d", { willReadFrequently: true });
+context.drawImage(canvas, 0, 0);
+const data = context.getImageData(0, 0, copy.width, copy.height).data;
+let count = 0;
+for (let i = 0; i < data.length; i += 4) {
+  if (data[i + 3] > 200 && want.every((v, c) => Math.abs(data[i + c] - v) < 24)) count++;
+}
+return count;
+"""
+READOUT = """
+return [...document.querySelectorAll(`#panel-${arguments[0]} .readout li`)]
+  .filter((item) => !item.hidden).map((item) => item.innerText.replace(/\\s+/g, ""));
+"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium")
+    binary = next(filter(None, map(shutil.which, BROWSERS)), None)
+    driver = shutil.which("chromedriver")
+    if binary is None or driver is None:
+        pytest.skip("no chromium" if binary is None else "no chromedriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = binary
+    profile = tmp_path_factory.mktemp("profile")
+    for flag in (
+        "headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "window-size=1300,1000",
+        "force-device-scale-factor=1", f"user-data-dir={profile}",
+    ):  # fmt: skip
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    chrome = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    yield chrome
+    chrome.quit()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_goes_wrong(browser: Browser) -> Iterator[None]:
+    media(browser, "light")
+    yield
+    # what the policy forbids, what throws, what cannot be loaded: all of it is told here
+    assert browser.get_log("browser") == []
+    loaded = "return performance.getEntriesByType('resource').map((one) => one.name)"
+    assert browser.execute_script(loaded) == []
+
+
+def media(browser: Browser, scheme: str, kind: str = "screen") -> None:
+    """What the system prefers."""
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": kind, "features": features})
+
+
+def show(browser: Browser, path: Path, runs: list[Run]) -> None:
+    path.write_text(page.overlay(runs), encoding="utf-8")
+    browser.get(path.as_uri())
+    browser.execute_script("try { localStorage.clear(); } catch {}")
+    waited(browser, "performance.getEntriesByName('drawn').length > 0")
+
+
+def waited(browser: Browser, condition: str) -> None:
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    WebDriverWait(browser, 20).until(lambda b: b.execute_script(f"return {condition}"))
+
+
+def count(browser: Browser, key: str, colour: str) -> int:
+    # a chart is drawn in the frame after what changed it
+    browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+    return int(browser.execute_script(COUNT, key, colour))
+
+
+def readout(browser: Browser, key: str) -> list[str]:
+    browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+    return list(browser.execute_script(READOUT, key))
+
+
+def found(browser: Browser, selector: str) -> Any:
+    return browser.find_element("css selector", selector)
+
+
+def hover(browser: Browser, key: str, share: float) -> None:
+    """Move the pointer to this share of a chart's width."""
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    over = found(browser, f"#panel-{key} .u-over")
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", over)
+    width = over.size["width"]
+    left = round((share - 0.5) * (width - 2))
+    ActionChains(browser, duration=50).move_to_element_with_offset(over, left, 0).perform()
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Run]:
+    told = manifest(name="other")
+    other = made(tmp_path / "two", steps=60, told=told, bad=(30, 31), scale=0.5)
+    return publish.gather([str(made(tmp_path / "one")), str(other)])
+
+
+def test_the_curves_are_drawn(browser: Browser, runs: list[Run], tmp_path: Path) -> None:
+    show(browser, tmp_path / "a.html", runs)
+    for key in ("loss", "learning_rate", "tokens", "memory", "rewards", "margin", "accuracy"):
+        for colour in ("--c0", "--c1"):
+            assert count(browser, key, colour) > 50, (key, colour)
+    # the steps that were not finite
+    assert count(browser, "loss", "--fail") > 5
+    assert count(browser, "margin", "--fail") == 0
+
+
+def test_hovering_shows_the_values_of_all_runs(
+    browser: Browser, runs: list[Run], tmp_path: Path
+) -> None:
+    show(browser, tmp_path / "a.html", runs)
+    assert found(browser, "#at").text == "last step"
+    assert readout(browser, "loss") == [f"1{loss(40):.4g}", f"2{loss(60, 60):.4g}"]
+    hover(browser, "loss", 0.0)
+    assert found(browser, "#at").text == "step 1"
+    assert readout(browser, "loss") == [f"1{loss(1):.4g}", f"2{loss(1, 60):.4g}"]
+    # the same step in every chart; what is logged every fifth step shows the one beside it
+    assert readout(browser, "tokens") == ["16,000", "212,000"]
+    hover(browser, "loss", 1.0)
+    assert found(browser, "#at").text == "step 60"
+    # the first run has ended by then
+    assert readout(browser, "loss") == ["1–", f"2{loss(60, 60):.4g}"]
+    hover(browser, "margin", 29.2 / 59)
+    assert found(browser, "#at").text == "step 30"
+    assert readout(browser, "loss") == [f"1{loss(30):.4g}", "2notfinite"]
+    assert readout(browser, "memory") == ["161.25/70.5", "230.63/35.25"]
+
+
+def test_the_keyboard_walks_through_the_steps(
+    browser: Browser, runs: list[Run], tmp_path: Path
+) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    show(browser, tmp_path / "a.html", runs)
+    figure = found(browser, "#panel-loss")
+    figure.send_keys(Keys.HOME)
+    assert found(browser, "#at").text == "step 1"
+    figure.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    assert found(browser, "#at").text == "step 3"
+    spoken = found(browser, "#spoken").get_attribute("textContent")
+    assert spoken.startswith("step 3: dpo tulu")
+    assert f"{loss(3):.4g}" in spoken
+    figure.send_keys(Keys.ESCAPE)
+    assert found(browser, "#at").text == "last step"
+
+
+def test_a_run_that_is_switched_off_is_gone(
+    browser: Browser, runs: list[Run], tmp_path: Path
+) -> None:
+    show(browser, tmp_path / "a.html", runs)
+    found(browser, "input[data-run='1']").click()
+    assert count(browser, "loss", "--c1") == 0
+    assert count(browser, "loss", "--c0") > 50
+    assert readout(browser, "loss") == [f"1{loss(40):.4g}"]
+    found(browser, "input[data-run='1']").click()
+    assert count(browser, "loss", "--c1") > 50
+
+
+def test_dark_and_light(browser: Browser, runs: list[Run], tmp_path: Path) -> None:
+    show(browser, tmp_path / "a.html", runs)
+    background = "return getComputedStyle(document.body).backgroundColor"
+    light = browser.execute_script(background)
+    assert light == "rgb(255, 255, 255)"
+    media(browser, "dark")
+    dark = browser.execute_script(background)
+    assert max(map(int, dark.strip("rgb()").split(","))) < 64
+    assert count(browser, "loss", "--c0") > 50
+    # the switch overrules the system
+    choice = found(browser, "#theme")
+    choice.find_element("css selector", "option[value='light']").click()
+    assert browser.execute_script(background) == light
+    assert count(browser, "loss", "--c0") > 50
+    media(browser, "light")
+    choice.find_element("css selector", "option[value='dark']").click()
+    assert browser.execute_script(background) == dark
+    assert count(browser, "loss", "--c0") > 50
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_text_stands_out_from_its_ground(
+    browser: Browser, runs: list[Run], tmp_path: Path, scheme: str
+) -> None:
+    media(browser, scheme)
+    show(browser, tmp_path / "a.html", runs)
+    ask = "return getComputedStyle(document.documentElement).getPropertyValue(arguments[0]).trim()"
+    page_, raised = (browser.execute_script(ask, name) for name in ("--page", "--raised"))
+    for name in ("--text", "--soft", "--link", "--pass", "--fail", "--unproven"):
+        colour = browser.execute_script(ask, name)
+        assert contrast(colour, page_) >= 4.5, name
+        assert contrast(colour, raised) >= 4.5, name
+    for number in range(8):
+        assert contrast(browser.execute_script(ask, f"--c{number}"), page_) >= 3, number
+
+
+def contrast(one: str, other: str) -> float:
+    """As WCAG 2 defines it."""
+    bright, dim = sorted((luminance(one), luminance(other)), reverse=True)
+    return (bright + 0.05) / (dim + 0.05)
+
+
+def luminance(colour: str) -> float:
+    parts = [part / 255 for part in bytes.fromhex(colour[1:])]
+    red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_smoothing_the_log_axis_and_the_rest_of_the_curves(
+    browser: Browser, runs: list[Run], tmp_path: Path
+) -> None:
+    show(browser, tmp_path / "a.html", runs)
+    canvas = "return document.querySelector('#panel-loss canvas').toDataURL()"
+    plain = browser.execute_script(canvas)
+    slide = (
+        "const slider = document.getElementById('smoothing'); slider.value = arguments[0];"
+        "slider.dispatchEvent(new Event('input'))"
+    )
+    browser.execute_script(slide, 0.9)
+    count(browser, "loss", "--c0")
+    assert browser.execute_script(canvas) != plain
+    assert found(browser, "#smoothing-is").text == "0.90"
+    browser.execute_script(slide, 0)
+    count(browser, "loss", "--c0")
+    assert browser.execute_script(canvas) == plain
+    button = found(browser, "#panel-loss button")
+    button.click()
+    assert button.get_attribute("aria-pressed") == "true"
+    assert count(browser, "loss", "--c0") > 50
+    assert browser.execute_script(canvas) != plain
+    # rewards are negative
+    assert not browser.find_elements("css selector", "#panel-rewards button:not([hidden])")
+    found(browser, "#more-curves summary").click()
+    waited(browser, "document.querySelectorAll('#more-curves canvas').length > 0")
+    drawn = browser.find_elements("css selector", "#more-curves canvas")
+    assert len(drawn) == len(browser.find_elements("css selector", "#more-curves figure"))
+
+
+def test_dragging_zooms_all_charts_and_the_button_undoes_it(
+    browser: Browser, runs: list[Run], tmp_path: Path
+) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    show(browser, tmp_path / "a.html", runs)
+    whole = count(browser, "margin", "--c1")
+    canvas = "return document.querySelector('#panel-margin canvas').toDataURL()"
+    before = browser.execute_script(canvas)
+    over = found(browser, "#panel-loss .u-over")
+    chain = ActionChains(browser, duration=50)
+    chain.move_to_element_with_offset(over, -80, 0).click_and_hold().move_by_offset(
+        120, 0
+    ).release().perform()
+    assert count(browser, "margin", "--c1") > 0
+    assert browser.execute_script(canvas) != before
+    found(browser, "#reset").click()
+    # away from the charts: a crosshair must not be in the way
+    assert count(browser, "margin", "--c1") == whole
+
+
+def test_printed_it_is_light_and_complete(
+    browser: Browser, runs: list[Run], tmp_path: Path
+) -> None:
+    media(browser, "dark")
+    show(browser, tmp_path / "a.html", runs)
+    told = browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": False})
+    assert len(told["data"]) > 20_000
+    assert browser.execute_script("return document.documentElement.dataset.theme") is None
+    media(browser, "light", "print")
+    assert not found(browser, ".tools").is_displayed()
+    assert found(browser, "#panel-loss canvas").is_displayed()
+
+
+def test_ten_thousand_steps(browser: Browser, tmp_path: Path) -> None:
+    rows = [
+        {
+            "step": n,
+            "finite": True,
+            "loss": loss(n, 10_000),
+            "learning_rate": 1e-6 * (1 - n / 10_000),
+        }
+        for n in range(1, 10_001)
+    ]
+    big = series.of_kept(tmp_path / "big", manifest(), {}, rows)
+    small = series.of_kept(tmp_path / "small", manifest(name="small"), {}, rows[:100:7])
+    show(browser, tmp_path / "a.html", [big, small])
+    assert count(browser, "loss", "--c0") > 200
+    hover(browser, "loss", 1.0)
+    # a pixel is some twenty steps
+    assert int(found(browser, "#at").text.removeprefix("step ").replace(",", "")) > 9_900
+    assert readout(browser, "loss")[1] == "2–"
+
+
+def test_texts_of_a_run_run_nothing(browser: Browser, tmp_path: Path) -> None:
+    nasty = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
+    told = manifest(name=nasty)
+    told["args"]["x"] = {"value": nasty, "origin": nasty}
+    rows = [{"step": n, "loss": 1.0 / n, nasty: 1.0} for n in range(1, 20)]
+    verdict = {
+        "status": nasty,
+        "points": [{"name": nasty, "state": nasty, "detail": {"reason": nasty}}],
+    }
+    runs = [series.of_kept(tmp_path, told, verdict, rows) for _ in range(2)]
+    show(browser, tmp_path / "a.html", series.named_apart(runs))
+    assert browser.title == "2 runs"
+    show(browser, tmp_path / "a.html", runs[:1])
+    assert nasty in browser.title
+    found(browser, "#more-curves summary").click()
+    assert nasty in found(browser, "#more-curves figure h3").text
+
+
+def test_a_report_without_curves_works_as_well(browser: Browser, tmp_path: Path) -> None:
+    run = series.of_kept(tmp_path, manifest(), {"status": "fail"}, [])
+    (tmp_path / "a.html").write_text(page.overlay([run]))
+    browser.get((tmp_path / "a.html").as_uri())
+    found(browser, "#theme option[value='dark']").click()
+    assert found(browser, "h1").text.startswith("dpo tulu")
+    assert not browser.find_elements("css selector", "a[href='#curves']")

@@ -1,0 +1,947 @@
+"""TRL on a machine: the rules that know devices, DeepSpeed, packages, data and checkpoints.
+
+Where the training packages are, their own code is asked the same questions.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from argument_sets import generate
+from conftest import NO_PACKAGES, REPOSITORY, Write
+from test_rules import values_of
+
+from launcher import config, stage
+from launcher.backends import stage_rules, trl_deepspeed_rules, trl_packing_rules
+from launcher.backends.context import Context
+from launcher.errors import Finding
+from launcher.options import DEEPSPEED, deepspeed_file
+from launcher.schema import Values
+from launcher.upstream import Locator
+
+SCRIPTS = ("trl-sft", "trl-dpo")
+AUTO: dict[str, Any] = {
+    "zero_optimization": {"stage": 2}, "train_batch_size": "auto", "gradient_clipping": "auto",
+    "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+}  # fmt: skip
+SHIPPED = {name: json.loads(deepspeed_file(name).read_text("utf-8")) for name in DEEPSPEED}
+ON_CPU: dict[str, Any] = {"gpus": 0, "running": True}
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # folders of these tests are named relative to their own
+    monkeypatch.chdir(tmp_path)
+
+
+def found(script: str, args: dict[str, Any], **known: Any) -> list[Finding]:
+    known.setdefault("environ", {"HOME": str(Path.cwd() / "home")})
+    return list(stage_rules.apply(Context(values=values_of(script, args), **known)))
+
+
+def told(script: str, args: dict[str, Any], **known: Any) -> list[tuple[str, str, str]]:
+    """Code, severity and key of each finding, which all are about a run."""
+    findings = found(script, args, **known)
+    assert all(finding.layer == "run" and finding.message for finding in findings)
+    return [(f.code, f.severity, (f.key or "").removeprefix("args.")) for f in findings]
+
+
+def without(file: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in file.items() if name not in names}
+
+
+# --- quiet -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("name", [None, *DEEPSPEED])
+@pytest.mark.parametrize("gpus", [None, 1, 8, 32])
+@pytest.mark.parametrize("args", [{}, {"bf16": False}, {"fp16": True}, {"max_grad_norm": 0.5}])
+def test_shipped_deepspeed_files_fit_any_arguments(
+    script: str, name: str | None, gpus: int | None, args: dict[str, Any]
+) -> None:
+    file = None if name is None else SHIPPED[name]
+    known: dict[str, Any] = {"gpus": gpus, "per_device": 4, "accumulation": 4, "running": True}
+    # what a start fills in for `mixed_precision:`, which TRL's own arguments decide
+    known |= {"mixed_precision": None if gpus is None else "bf16"}
+    assert told(script, args, deepspeed=file, packages={}, **known) == []
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_the_demos_are_quiet(name: str) -> None:
+    loaded = config.load(REPOSITORY / "configs" / "demo" / f"{name}.yaml")
+    assert stage.judge(loaded, locator=Locator(search=())).findings == ()
+    assert told(f"trl-{name}", {"bf16": False}, **ON_CPU, packages={}, per_device=16) == []
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_what_works_is_left_alone(script: str) -> None:
+    # each of these was run
+    quantised = {"load_in_4bit": True, "use_peft": True}
+    packages = {"bitsandbytes": "0.50.2"}
+    assert told(script, {**quantised, "bf16": False}, **ON_CPU, packages=packages) == []
+    assert told(script, quantised, gpus=8, deepspeed=SHIPPED["zero3"], packages=packages) == []
+    paged = {"optim": "paged_adamw_32bit", "bf16": False}
+    assert told(script, paged, **ON_CPU, packages=packages) == []
+    assert told(script, {"ddp_backend": "gloo"}, gpus=1, deepspeed=AUTO) == []
+    assert told(script, {"ddp_backend": "nccl"}, gpus=8) == []
+    assert told(script, {"fsdp": "full_shard"}, gpus=8) == []
+    assert told(script, {"attn_implementation": "flash_attention_2"}, gpus=8) == []
+
+
+# --- the CPU ---------------------------------------------------------------------------------------
+
+CPU = [
+    ({}, ("bf16-on-cpu", "error", "bf16")),
+    ({"bf16": True}, ("bf16-on-cpu", "error", "bf16")),
+    ({"bf16": False, "bf16_full_eval": True}, ("bf16-on-cpu", "error", "bf16_full_eval")),
+    ({"use_cpu": True, "tf32": True}, ("tf32-on-cpu", "error", "tf32")),
+    ({"fp16": True}, ("fp16-on-cpu", "warning", "fp16")),
+    (
+        {"bf16": False, "activation_offloading": True},
+        ("offloading-on-cpu", "error", "activation_offloading"),
+    ),
+    ({"bf16": False, "ddp_backend": "gloo"}, ("backend-alone", "error", "ddp_backend")),
+    ({"bf16": False, "fsdp": "full_shard"}, ("fsdp-alone", "error", "fsdp")),
+    ({"bf16": False, "deepspeed": AUTO}, ("deepspeed-left-out", "warning", "deepspeed")),
+    (
+        {"bf16": False, "attn_implementation": "flash_attention_2"},
+        ("attention-missing", "error", "attn_implementation"),
+    ),
+    (
+        {"bf16": False, "attn_implementation": "flex_attention"},
+        ("attention-missing", "error", "attn_implementation"),
+    ),
+    (
+        {"bf16": False, "model_init_kwargs": {"attn_implementation": "flash_attention_2"}},
+        ("attention-missing", "error", "model_init_kwargs"),
+    ),
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(("args", "expected"), CPU)
+def test_the_cpu(script: str, args: dict[str, Any], expected: tuple[str, str, str]) -> None:
+    assert told(script, args, **ON_CPU, packages={}) == [expected]
+    # where there are GPUs the same is fine
+    elsewhere = told(script, args, gpus=8, packages={"flash-attn": "2.8.3"})
+    assert elsewhere == ([] if "use_cpu" not in args else [("cpu-beside-gpus", "error", "use_cpu")])
+
+
+@pytest.mark.parametrize(
+    "args", [{"use_cpu": True}, {"bf16": False}, {"use_cpu": True, "bf16": True, "bf16_full_eval": True}]
+)  # fmt: skip
+def test_ways_to_train_on_the_cpu(args: dict[str, Any]) -> None:
+    assert told("trl-sft", args, **ON_CPU, packages={}) == []
+
+
+def test_the_default_precision_is_named_as_such() -> None:
+    (default,) = found("trl-sft", {}, **ON_CPU)
+    (asked,) = found("trl-sft", {"bf16": True}, **ON_CPU)
+    assert "default" in default.message
+    assert "default" not in asked.message
+    assert default.help is not None
+    assert "use_cpu: true" in default.help
+
+
+# --- processes and engines -------------------------------------------------------------------------
+
+ZERO3 = {
+    **AUTO,
+    "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
+}
+BEST = {"save_only_model": True, "load_best_model_at_end": True, "eval_strategy": "steps"}
+LAYERWISE = {"optim": "galore_adamw_layerwise", "optim_target_modules": "all-linear"}
+SHARDED = {"fsdp": "full_shard", "fsdp_config": {"fsdp_state_dict_type": "SHARDED_STATE_DICT"}}
+ENGINES: list[tuple[dict[str, Any], dict[str, Any], tuple[str, str, str]]] = [
+    ({"use_cpu": True}, {"gpus": 1}, ("cpu-beside-gpus", "error", "use_cpu")),
+    ({"ddp_backend": "nccl"}, {"gpus": 1}, ("backend-alone", "error", "ddp_backend")),
+    ({"fsdp": "full_shard"}, {"gpus": 1}, ("fsdp-alone", "error", "fsdp")),
+    ({"fsdp": "full_shard"}, {"gpus": 8, "deepspeed": AUTO}, ("two-engines", "error", "fsdp")),
+    ({"deepspeed": AUTO}, {"gpus": 8, "deepspeed": AUTO}, ("two-engines", "warning", "deepspeed")),
+    ({"deepspeed": AUTO}, {"gpus": 1, "packages": {}}, ("deepspeed-alone", "error", "deepspeed")),
+    (BEST, {"deepspeed": AUTO}, ("best-without-states", "error", "save_only_model")),
+    (BEST, {"deepspeed": AUTO, "gpus": 8}, ("best-without-states", "error", "save_only_model")),
+    ({**BEST, "deepspeed": AUTO}, {"gpus": 8}, ("best-without-states", "error", "save_only_model")),
+    (
+        {**BEST, "fsdp": "full_shard"},
+        {"gpus": 8},
+        ("best-without-states", "error", "save_only_model"),
+    ),
+    (
+        {"auto_find_batch_size": True},
+        {"gpus": 8, "deepspeed": ZERO3},
+        ("batch-finder-zero3", "error", "auto_find_batch_size"),
+    ),
+    (
+        {"auto_find_batch_size": True, "deepspeed": ZERO3},
+        {"gpus": 8},
+        ("batch-finder-zero3", "error", "auto_find_batch_size"),
+    ),
+    (
+        {"fsdp": "full_shard", "fsdp_config": {"activation_checkpointing": True}},
+        {"gpus": 8},
+        ("checkpointing-twice", "error", "fsdp_config"),
+    ),
+    (SHARDED, {"gpus": 8}, ("fsdp-unsaved", "warning", "fsdp_config")),
+    (
+        {**SHARDED, "save_only_model": True},
+        {"gpus": 8},
+        ("best-without-states", "error", "save_only_model"),
+    ),
+    (LAYERWISE, {"gpus": 8}, ("optim-distributed", "error", "optim")),
+    (LAYERWISE, {"gpus": 1, "deepspeed": AUTO}, ("optim-distributed", "error", "optim")),
+    (LAYERWISE, {"gpus": 1, "accumulation": 4}, ("optim-accumulation", "error", "optim")),
+    (
+        {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}},
+        {"accumulation": 4},
+        ("accumulation-twice", "error", "accelerator_config"),
+    ),
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(("args", "known", "expected"), ENGINES)
+def test_processes_and_engines(
+    script: str, args: dict[str, Any], known: dict[str, Any], expected: tuple[str, str, str]
+) -> None:
+    assert told(script, args, **known) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("args", "known"),
+    [
+        (BEST, {"gpus": 8}),
+        (BEST, {"gpus": 0, "deepspeed": AUTO}),
+        ({"save_only_model": True}, {"gpus": 8, "deepspeed": AUTO}),
+        ({"auto_find_batch_size": True}, {"gpus": 8, "deepspeed": AUTO}),
+        ({"deepspeed": AUTO}, {"gpus": 8}),
+        ({"deepspeed": AUTO}, {"gpus": 1, "packages": {"mpi4py": "4.0"}}),
+        (LAYERWISE, {"gpus": 1, "accumulation": 1}),
+        (
+            {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}},
+            {"accumulation": 1},
+        ),
+        ({"fsdp": "full_shard", "fsdp_config": {"activation_checkpointing": False}}, {"gpus": 8}),
+        (
+            {
+                "fsdp": "full_shard",
+                "fsdp_config": {"activation_checkpointing": True},
+                "gradient_checkpointing": False,
+            },
+            {"gpus": 8},
+        ),
+        ({"fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}, {"gpus": 8}),
+    ],
+)
+def test_engines_that_fit(args: dict[str, Any], known: dict[str, Any]) -> None:
+    assert told("trl-sft", args, **known) == []
+
+
+def test_selective_checkpointing_with_an_adapter() -> None:
+    args = {"use_peft": True, "gradient_checkpointing_kwargs": {"selective": True}}
+    expected = ("selective-checkpointing", "error", "gradient_checkpointing_kwargs")
+    assert told("trl-sft", args, gpus=8, deepspeed=ZERO3) == [expected]
+    assert told("trl-sft", args, gpus=8, deepspeed=AUTO) == []
+    assert told("trl-sft", {**args, "use_peft": False}, gpus=8, deepspeed=ZERO3) == []
+    assert told("trl-dpo", args, gpus=8, deepspeed=ZERO3) == []
+
+
+@pytest.mark.parametrize(
+    ("args", "option", "speaks"),
+    [
+        ({}, "no", True),
+        ({}, "fp16", True),
+        ({}, "bf16", False),
+        ({}, None, False),
+        ({"bf16": False}, "bf16", False),
+        ({"bf16": False}, "no", False),
+        ({"fp16": True}, "bf16", True),
+        ({"fp16": True}, "fp16", False),
+    ],
+)
+def test_accelerates_precision_is_not_read(
+    args: dict[str, Any], option: str | None, speaks: bool
+) -> None:
+    expected = [("mixed-precision-unread", "warning", "mixed_precision")] if speaks else []
+    assert told("trl-sft", args, mixed_precision=option) == expected
+    # a start fills in a default of its own
+    assert told("trl-sft", args, mixed_precision=option, gpus=8) == []
+
+
+# --- the DeepSpeed config --------------------------------------------------------------------------
+
+FILES: list[tuple[dict[str, Any], dict[str, Any], tuple[str, str]]] = [
+    (without(AUTO, "zero_optimization"), {}, ("deepspeed-no-zero", "error")),
+    ({**AUTO, "fp16": True}, {}, ("deepspeed-mapping", "error")),
+    ({"zero_optimization": {"stage": 2}}, {}, ("deepspeed-no-batch", "error")),
+    ({**AUTO, "gradient_clipping": 0.5}, {}, ("deepspeed-mismatch", "error")),
+    (
+        {**AUTO, "train_micro_batch_size_per_gpu": 2},
+        {"per_device": 4},
+        ("deepspeed-mismatch", "error"),
+    ),
+    (
+        {**AUTO, "gradient_accumulation_steps": 2},
+        {"accumulation": 4},
+        ("deepspeed-mismatch", "error"),
+    ),
+    (
+        {**AUTO, "train_batch_size": 128},
+        {"gpus": 8, "per_device": 4, "accumulation": 2},
+        ("deepspeed-mismatch", "error"),
+    ),
+    (
+        {**AUTO, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}},
+        {},
+        ("deepspeed-mismatch", "error"),
+    ),
+    (
+        {**AUTO, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}},
+        {},
+        ("deepspeed-mismatch", "error"),
+    ),
+    (
+        without(AUTO, "gradient_accumulation_steps"),
+        {"accumulation": 4},
+        ("deepspeed-accumulation", "error"),
+    ),
+    ({**AUTO, "fp16": {"enabled": True}}, {}, ("deepspeed-precision", "error")),
+    ({**AUTO, "bf16": {"enabled": False}}, {}, ("deepspeed-precision", "error")),
+    (
+        {**AUTO, "zero_optimization": {"stage": 3}},
+        {},
+        ("zero3-unsaved", "warning"),
+    ),
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(("file", "known", "expected"), FILES)
+def test_deepspeed_files(
+    script: str, file: dict[str, Any], known: dict[str, Any], expected: tuple[str, str]
+) -> None:
+    assert told(script, {}, deepspeed=file, **known) == [(*expected, "deepspeed")]
+    # on the CPU no file is read
+    assert told(script, {"bf16": False}, deepspeed=file, **{**known, "gpus": 0}) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "args", "known"),
+    [
+        (AUTO, {}, {"gpus": 8, "per_device": 4, "accumulation": 4}),
+        (without(AUTO, "gradient_accumulation_steps"), {}, {"accumulation": 1}),
+        (without(AUTO, "train_micro_batch_size_per_gpu"), {}, {}),
+        (without(AUTO, "gradient_clipping"), {}, {}),
+        ({**AUTO, "bf16": {"enabled": False}}, {"bf16": False}, {}),
+        ({**AUTO, "bf16": {"enabled": True}}, {}, {}),
+        ({**AUTO, "fp16": {"enabled": True}}, {"fp16": True}, {}),
+        (
+            {**AUTO, "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}},
+            {},
+            {},
+        ),
+        ({**AUTO, "zero_optimization": {"stage": 3}}, {"use_peft": True}, {}),
+        ({**AUTO, "train_batch_size": 64}, {}, {"gpus": 8, "per_device": 4, "accumulation": 2}),
+        ({**AUTO, "train_batch_size": 64}, {}, {}),
+    ],
+)
+def test_good_deepspeed_files(
+    file: dict[str, Any], args: dict[str, Any], known: dict[str, Any]
+) -> None:
+    assert told("trl-sft", args, deepspeed=file, **known) == []
+
+
+def test_every_difference_is_said_at_once() -> None:
+    file = {**AUTO, "gradient_clipping": 0.5, "train_micro_batch_size_per_gpu": 2}
+    (finding,) = found("trl-sft", {}, deepspeed=file, per_device=8)
+    assert "gradient_clipping: 0.5" in finding.message
+    assert "per_device_train_batch_size: 8" in finding.message
+
+
+def test_clipping_that_a_file_leaves_out() -> None:
+    file, expected = (
+        without(AUTO, "gradient_clipping"),
+        ("clipping-unread", "warning", "max_grad_norm"),
+    )
+    assert told("trl-sft", {"max_grad_norm": 0.5}, deepspeed=file) == [expected]
+    assert told("trl-sft", {"max_grad_norm": 0.0}, deepspeed=file) == []
+
+
+def test_evaluating_in_another_precision() -> None:
+    for args in ({"bf16": False, "bf16_full_eval": True}, {"fp16_full_eval": True}):
+        for file in (AUTO, SHIPPED["zero2"]):
+            expected = ("deepspeed-precision", "error", "deepspeed")
+            assert told("trl-sft", args, deepspeed=file) == [expected]
+    assert told("trl-sft", {"bf16_full_eval": True}, deepspeed=AUTO) == []
+    assert told("trl-sft", {"bf16": False, "bf16_full_eval": True}) == []
+
+
+def test_trls_own_deepspeed_is_held_to_the_same() -> None:
+    own = {"deepspeed": {**AUTO, "gradient_clipping": 0.5}}
+    assert told("trl-sft", own, gpus=8) == [("deepspeed-mismatch", "error", "deepspeed")]
+    # of a file beside it nothing is read
+    codes = [code for code, _, _ in told("trl-sft", {"deepspeed": AUTO}, deepspeed={"x": 1})]
+    assert codes == ["two-engines"]
+
+
+ODD: tuple[Any, ...] = (None, [], {}, "x", -1, 0, True, 1e999, float("nan"))
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_files_are_no_crash(odd: Any) -> None:
+    nested = {"zero_optimization": {"stage": odd}, "optimizer": {"params": odd}}
+    known: dict[str, Any] = {"gpus": 8, "per_device": 1, "accumulation": 2}
+    for key in (*AUTO, "fp16", "bf16", "optimizer", "scheduler", "checkpoint"):
+        for file in ({**AUTO, key: odd}, {**AUTO, **nested}, {key: odd}):
+            assert isinstance(
+                found("trl-sft", {"max_grad_norm": 0.5}, deepspeed=file, **known), list
+            )
+            assert isinstance(found("trl-sft", {"deepspeed": file}, **known), list)
+
+
+def really(question: str, lines: str) -> str:
+    """What the packages themselves answer, in a process of their own; skips where they are not."""
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("real_trl_machine.py")), question],
+        input=lines, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    if done.returncode == 1 and "Traceback" not in done.stderr:
+        pytest.skip(f"{NO_PACKAGES}: {done.stderr.strip().splitlines()[-1]}")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def draw_case(rng: random.Random) -> tuple[dict[str, Any], dict[str, Any], str | None, int, int]:
+    """A DeepSpeed config with few faults, arguments, `mixed_precision:`, passes and devices."""
+    file = copy.deepcopy(AUTO)
+    changes: list[tuple[str, list[Any]]] = [
+        ("train_batch_size", [8, 64]), ("train_micro_batch_size_per_gpu", [4, 8]),
+        ("gradient_accumulation_steps", [1, 2]), ("gradient_clipping", [1.0, 0.5]),
+        ("bf16", [{}, {"enabled": "auto"}, {"enabled": True}, {"enabled": False}]),
+        ("fp16", [{}, {"enabled": "auto"}, {"enabled": True}, {"enabled": False}]),
+        ("optimizer", [{"type": "AdamW"}, *({"params": params} for params in (
+            {"lr": 1e-4}, {"lr": "auto"}, {"betas": [0.9, 0.999]}, {"eps": 1e-8}, {"weight_decay": 0.1},
+        ))]),
+        ("scheduler", [{"params": {"warmup_max_lr": 1e-4}}, {"params": {"warmup_min_lr": "auto"}}]),
+    ]  # fmt: skip
+    for name, values in rng.sample(changes, rng.choice([0, 1, 1, 2])):
+        file[name] = copy.deepcopy(rng.choice(values))
+    dropped = ("train_batch_size", "gradient_accumulation_steps", "gradient_clipping", "bf16")
+    for name in rng.sample(dropped, rng.choice([0, 0, 1])):
+        file.pop(name, None)
+    args: dict[str, Any] = rng.choice([{}, {}, {"bf16": False}, {"fp16": True}, {"bf16": True}])
+    evaluated: dict[str, Any] = rng.choice(
+        [{}, {}, {"bf16_full_eval": True}, {"fp16_full_eval": True}]
+    )
+    args = {
+        **args,
+        **evaluated,
+        **rng.choice([{}, {"max_grad_norm": 0.5}, {"learning_rate": 1e-4}]),
+    }
+    option = rng.choice([None, None, "no", "bf16", "fp16"])
+    return file, args, option, rng.choice([1, 2]), rng.choice([1, 8])
+
+
+def question(
+    file: dict[str, Any], args: Mapping[str, Any], option: str | None, passes: int, gpus: int
+) -> dict[str, Any]:
+    """A case as the packages are asked about it: every argument that they look at."""
+    values = values_of("trl-sft", dict(args))
+    names = (
+        "max_grad_norm", "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay",
+        "fp16_full_eval", "bf16_full_eval", "save_on_each_node",
+    )  # fmt: skip
+    fp16 = bool(values["fp16"])
+    bf16 = not fp16 if values["bf16"] is None else values["bf16"]
+    arguments = {
+        **{name: values[name] for name in names}, "fp16": fp16, "bf16": bf16, "world_size": gpus,
+        "per_device_train_batch_size": 4, "gradient_accumulation_steps": passes,
+    }  # fmt: skip
+    running = "fp16" if fp16 else "bf16" if bf16 else option or "no"
+    return {"file": file, "arguments": arguments, "running": running}
+
+
+def said(
+    file: dict[str, Any], args: Mapping[str, Any], option: str | None, passes: int, gpus: int, *, own: bool
+) -> bool:  # fmt: skip
+    """Whether the rules refuse it, with what is known before the GPUs are, and with them."""
+    values = values_of("trl-sft", {**args, **({"deepspeed": file} if own else {})})
+    before: dict[str, Any] = {"gpus": None, "mixed_precision": option}
+    started: dict[str, Any] = {"gpus": gpus, "mixed_precision": "bf16"}
+    rules = [trl_deepspeed_rules.mismatches, trl_deepspeed_rules.precision]
+    if not own:
+        # what follows from it is not refused there: DeepSpeed counts otherwise, without a word
+        rules.append(trl_deepspeed_rules.accumulation_left_out)
+    shared: dict[str, Any] = {"values": values, "per_device": 4, "accumulation": passes}
+    shared["deepspeed"] = None if own else file
+    contexts = [Context(**shared, **known) for known in (before, started)]
+    return any(
+        finding.severity == "error"
+        for context in contexts
+        for rule in rules
+        for finding in rule(context)
+    )
+
+
+def test_the_rules_agree_with_transformers() -> None:
+    rng = random.Random(7)
+    cases = [(draw_case(rng), own) for own in (False, True) for _ in range(1500)]
+    asked = (json.dumps({**question(*case), "own": own}) for case, own in cases)
+    answers = [json.loads(line) for line in really("deepspeed", "\n".join(asked)).splitlines()]
+    assert len(answers) == len(cases)
+    for (case, own), refused in zip(cases, answers, strict=True):
+        assert said(*case, own=own) == refused, (case, own)
+    assert 0.2 < sum(answers) / len(answers) < 0.8
+
+
+# --- attention, packing ----------------------------------------------------------------------------
+
+
+def model(write: Write, **config: Any) -> str:
+    write("model/config.json", json.dumps(config))
+    return "model"
+
+
+@pytest.mark.parametrize(
+    ("name", "packages", "missing"),
+    [
+        ("flash_attention_2", {}, True),
+        ("flash_attention_2", {"flash-attn": "2.8.3"}, False),
+        ("flash_attention_2", {"flash-attn-3": "3.0"}, True),
+        ("flash_attention_3", {"flash-attn-3": "3.0"}, False),
+        ("paged|flash_attention_2", {}, True),
+        ("flash_attention_2", {"kernels": "0.16.0"}, False),
+        ("kernels-community/flash-attn2", {}, True),
+        ("kernels-community/flash-attn2", {"kernels": "0.16.0"}, False),
+        ("flex_attention", {}, False),
+        ("sdpa", {}, False),
+        ("eager", {}, False),
+        ("flash_attention_2", None, False),
+    ],
+)
+def test_attention_that_is_not_installed(
+    name: str, packages: dict[str, str] | None, missing: bool
+) -> None:
+    args = {"attn_implementation": name}
+    for running, severity in ((True, "error"), (False, "warning")):
+        expected = [("attention-missing", severity, "attn_implementation")] if missing else []
+        assert told("trl-sft", args, gpus=1, packages=packages, running=running) == expected
+
+
+@pytest.mark.parametrize("name", ["flash_2", "torch", "nonsense", "a/b/c"])
+def test_attention_that_does_not_exist(name: str) -> None:
+    expected = ("unknown-attention", "error", "attn_implementation")
+    assert told("trl-dpo", {"attn_implementation": name}) == [expected]
+
+
+def test_flash_attention_in_full_precision() -> None:
+    args = {"attn_implementation": "flash_attention_2", "bf16": False}
+    expected = ("flash-in-float32", "error", "attn_implementation")
+    assert told("trl-sft", args) == [expected]
+    assert told("trl-sft", {**args, "dtype": "bfloat16"}) == []
+    assert told("trl-sft", {**args, "fp16": True}) == []
+    assert told("trl-sft", args, mixed_precision="bf16") == []
+    assert told("trl-sft", {**args, "model_init_kwargs": {"dtype": "bfloat16"}}) == []
+
+
+SLOW = ("packing-without-flash", "warning", "packing")
+LEAKS = ("packing-leaks", "warning", "packing")
+
+
+def test_packing_without_flash_attention() -> None:
+    packed = {"packing": True}
+    assert told("trl-sft", packed) == [SLOW]
+    assert told("trl-sft", {**packed, "attn_implementation": "sdpa"}, gpus=8) == [SLOW]
+    assert told("trl-sft", {**packed, "attn_implementation": "eager"}, gpus=8) == [SLOW]
+    for name in ("flash_attention_2", "kernels-community/flash-attn2", "flex_attention"):
+        assert told("trl-sft", {**packed, "attn_implementation": name}) == []
+    assert told("trl-sft", {**packed, "bf16": False}, **ON_CPU) == []
+    free = {"padding_free": True, "max_length": "none"}
+    assert told("trl-sft", free) == [("packing-without-flash", "warning", "padding_free")]
+    (finding,) = found("trl-sft", {**packed, "max_length": 4096}, per_device=8)
+    assert "32768 tokens" in finding.message
+    assert "1,024 MiB" in finding.message
+
+
+def test_documents_that_attend_to_each_other(write: Write) -> None:
+    packed = {"packing": True, "model_name_or_path": model(write, model_type="gpt_oss")}
+    assert told("trl-sft", packed, gpus=8) == [LEAKS]
+    assert told("trl-sft", {**packed, "bf16": False}, **ON_CPU) == [LEAKS]
+    assert told("trl-sft", {**packed, "attn_implementation": "flash_attention_2"}, gpus=8) == []
+    assert told("trl-sft", {**packed, "packing": False}, gpus=8) == []
+    model(write, model_type="llama")
+    assert told("trl-sft", packed, gpus=8) == [SLOW]
+    wrapped = {**packed, "packing_strategy": "wrapped", "attn_implementation": "flash_attention_2"}
+    assert told("trl-sft", wrapped, gpus=8) == [LEAKS]
+    flash = {**packed, "attn_implementation": "flash_attention_2"}
+    for kind in ("mamba", "falcon_h1", "recurrent_gemma"):
+        model(write, model_type=kind)
+        assert told("trl-sft", flash, gpus=8) == [LEAKS]
+    model(write, model_type="qwen3_5", text_config={"model_type": "qwen3_5_text"})
+    flash_attn = {"flash-attn": "2.8.3"}
+    assert told("trl-sft", flash, gpus=8, packages=flash_attn) == [LEAKS]
+    installed = {**flash_attn, "flash-linear-attention": "0.4"}
+    assert told("trl-sft", flash, gpus=8, packages=installed) == []
+    assert told("trl-sft", flash, gpus=8) == []
+
+
+BASE = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+PLAIN = {**BASE, "num_key_value_heads": 2, "intermediate_size": 32}
+TINY: dict[str, dict[str, Any]] = {
+    "llama": PLAIN, "qwen2": PLAIN, "qwen3": {**PLAIN, "head_dim": 8}, "mistral": PLAIN, "olmo2": PLAIN,
+    "gemma3_text": {**PLAIN, "head_dim": 8}, "gpt2": {**BASE, "n_embd": 32, "n_head": 4, "n_layer": 2},
+    "gpt_oss": {**PLAIN, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "opt": {**BASE, "ffn_dim": 32, "word_embed_proj_dim": 32, "max_position_embeddings": 64},
+    "falcon": BASE, "biogpt": {**BASE, "intermediate_size": 32}, "bloom": {**BASE, "n_head": 4},
+    "mamba": {**BASE, "state_size": 4}, "falcon_mamba": {**BASE, "state_size": 4},
+    "qwen3_5_text": {
+        **PLAIN, "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+}  # fmt: skip
+
+
+def test_what_is_said_of_packing_is_measured() -> None:
+    """A document's logits behind two different others, in one row as TRL's collator makes it."""
+    known = trl_packing_rules.OWN_MASKS | trl_packing_rules.STATES
+    known |= trl_packing_rules.KERNELS.keys()
+    measured = json.loads(really("packing", json.dumps(TINY)))
+    assert measured == {kind: kind in known for kind in TINY}
+
+
+# --- packages and services -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("optim", "package"),
+    [
+        ("adamw_torch", None),
+        ("adamw_torch_fused", None),
+        ("adafactor", None),
+        ("sgd", None),
+        ("rmsprop", None),
+        ("adamw_bnb_8bit", "bitsandbytes"),
+        ("adamw_8bit", "bitsandbytes"),
+        ("paged_lion_8bit", "bitsandbytes"),
+        ("ademamix", "bitsandbytes"),
+        ("lion_32bit", "bitsandbytes"),
+        ("rmsprop_bnb_8bit", "bitsandbytes"),
+        ("adamw_torch_4bit", "torchao"),
+        ("schedule_free_adamw", "schedulefree"),
+        ("stable_adamw", "torch-optimi"),
+        ("adalomo", "lomo-optim"),
+        ("galore_adamw", "galore-torch"),
+        ("apollo_adamw", "apollo-torch"),
+        ("grokadamw", "grokadamw"),
+    ],
+)
+def test_an_optimizer_that_is_not_installed(optim: str, package: str | None) -> None:
+    args = {"optim": optim, "optim_target_modules": "all-linear"}
+    expected = [] if package is None else [("optim-missing", "error", "optim")]
+    assert told("trl-sft", args, packages={}) == expected
+    assert told("trl-sft", args) == []
+    if package is not None:
+        assert told("trl-sft", args, packages={package: "1"}) == []
+
+
+@pytest.mark.parametrize("report", ["tensorboard", "trackio", "mlflow", ["none"], ["all"]])
+def test_a_report_that_is_not_installed(report: Any) -> None:
+    nothing = report in (["none"], ["all"])
+    expected = [] if nothing else [("report-missing", "error", "report_to")]
+    assert told("trl-dpo", {"report_to": report}, packages={}) == expected
+    assert told("trl-dpo", {"report_to": report}) == []
+
+
+def test_tensorboard_has_two_packages() -> None:
+    args = {"report_to": "tensorboard"}
+    assert told("trl-sft", args, packages={"tensorboardx": "2.6"}) == []
+    assert told("trl-sft", args, packages={"tensorboard": "2.21"}) == []
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_wandb_needs_a_key(script: str, tmp_path: Path) -> None:
+    args, home = {"report_to": ["wandb"]}, {"HOME": str(tmp_path)}
+    expected = ("no-wandb-key", "warning", "report_to")
+    assert told(script, args, environ=home) == [expected]
+    assert told(script, args, environ=home, running=True)[0][1] == "error"
+    assert told(script, args, environ={**home, "WANDB_API_KEY": "k"}) == []
+    assert told(script, args, environ={**home, "WANDB_MODE": "offline"}) == []
+    assert told(script, {}, environ=home) == []
+    every = {"report_to": "all"}
+    assert told(script, every, environ=home, packages={"wandb": "0.31"}) == [expected]
+    assert told(script, every, environ=home, packages={}) == []
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_pushing_needs_a_token(script: str, tmp_path: Path) -> None:
+    args, home = {"push_to_hub": True}, {"HOME": str(tmp_path)}
+    expected = ("no-hub-token", "warning", "push_to_hub")
+    assert told(script, args, environ=home) == [expected]
+    assert told(script, args, environ=home, running=True)[0][1] == "error"
+    assert told(script, args, environ={**home, "HF_TOKEN": "t"}) == []
+    assert told(script, {**args, "hub_token": "t"}, environ=home) == []
+    assert told(script, args, environ={**home, "HF_TOKEN": "t", "HF_HUB_OFFLINE": "1"}) == [
+        expected
+    ]
+
+
+# --- data ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_data_by_the_name_of_a_file(write: Write, script: str) -> None:
+    write("data/rows.jsonl", "{}\n")
+    args = {"dataset_name": "data/rows.jsonl"}
+    assert told(script, args) == [("data-file", "error", "dataset_name")]
+    (finding,) = found(script, args)
+    assert "`dataset_name: data`" in (finding.help or "")
+    assert told(script, {"dataset_name": "data"}, running=True) == []
+
+
+def test_data_that_are_not_here() -> None:
+    expected = [("missing-data", "error", "dataset_name")]
+    assert told("trl-sft", {"dataset_name": "build/demo/data/sft"}, running=True) == expected
+    # another step may still make it
+    assert told("trl-sft", {"dataset_name": "build/demo/data/sft"}) == []
+    assert told("trl-sft", {"dataset_name": "org/name"}, running=True) == []
+    mixed = {"dataset_name": "build/x/y", "datasets": ["a"]}
+    assert told("trl-sft", mixed, running=True) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "args", "key"),
+    [
+        (["train.jsonl"], {}, None),
+        (["train.jsonl"], {"eval_strategy": "steps"}, "dataset_test_split"),
+        (["train.jsonl", "test.jsonl"], {"eval_strategy": "steps"}, None),
+        (["train.jsonl", "eval-0.jsonl"], {"eval_strategy": "steps"}, None),
+        (["train/a.jsonl", "testing/b.jsonl"], {"eval_strategy": "steps"}, None),
+        (["rows.jsonl"], {}, None),
+        (["rows.jsonl"], {"dataset_train_split": "train_sft"}, "dataset_train_split"),
+        (["test.jsonl"], {}, "dataset_train_split"),
+        (["train.jsonl"], {"dataset_train_split": "train[:10%]"}, "dataset_train_split"),
+        # the folder may say more about itself than names do
+        (["train.jsonl", "README.md"], {"eval_strategy": "steps"}, None),
+        (["data/gen-00000-of-00002.parquet"], {"dataset_train_split": "gen"}, None),
+        ([], {"eval_strategy": "steps"}, None),
+        (["train.jsonl"], {"eval_strategy": "steps", "dataset_config": "x"}, None),
+    ],
+)
+def test_splits_of_a_local_folder(
+    write: Write, files: list[str], args: dict[str, Any], key: str | None
+) -> None:
+    for name in files:
+        write(f"data/{name}", "{}\n")
+    expected = [] if key is None else [("no-such-split", "error", key)]
+    assert told("trl-sft", {"dataset_name": "data", **args}) == expected
+
+
+def test_a_part_of_a_split_is_no_split() -> None:
+    args = {"dataset_name": "org/name", "dataset_train_split": "train[:100]"}
+    assert told("trl-dpo", args) == [("no-such-split", "error", "dataset_train_split")]
+
+
+def test_a_template_that_is_not_here(write: Write) -> None:
+    args = {"chat_template_path": "templates/mine.jinja"}
+    expected = ("missing-template", "error", "chat_template_path")
+    assert told("trl-sft", args, running=True) == [expected]
+    assert told("trl-sft", args) == []
+    assert told("trl-sft", {"chat_template_path": "org/name"}, running=True) == []
+    write("templates/mine.jinja", "{{ messages }}")
+    assert told("trl-sft", args, running=True) == []
+
+
+# --- checkpoints -----------------------------------------------------------------------------------
+
+STATE = {"global_step": 20, "epoch": 0.5, "train_batch_size": 4, "max_steps": 40}
+
+
+def checkpoint(write: Write, name: str = "out/checkpoint-20", **parts: Any) -> str:
+    """A folder as transformers writes one; `None` leaves a file out. Its name."""
+    files: dict[str, Any] = {
+        "trainer_state.json": json.dumps(STATE),
+        "config.json": json.dumps({"model_type": "qwen2", "hidden_size": 64}),
+        "model.safetensors": "w",
+        "optimizer.pt": "o",
+    }
+    for part, content in {**files, **{k.replace("__", "."): v for k, v in parts.items()}}.items():
+        if content is not None:
+            write(f"{name}/{part}", content)
+    return name
+
+
+def resumed(script: str, args: dict[str, Any], **known: Any) -> list[tuple[str, str, str]]:
+    known = {"gpus": 1, "running": True, **known}
+    return told(script, {"resume_from_checkpoint": "out/checkpoint-20", **args}, **known)
+
+
+RESUME = "resume_from_checkpoint"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_good_checkpoint_is_quiet(write: Write, script: str) -> None:
+    checkpoint(write)
+    for known in ({}, {"per_device": 4}, {"gpus": None}, {"output": Path("out").absolute()}):
+        assert resumed(script, {"max_steps": 40}, **known) == []
+        assert resumed(script, {}, **known) == []
+
+
+def test_what_is_no_checkpoint(write: Write) -> None:
+    expected = [("resume-missing", "error", RESUME)]
+    assert resumed("trl-sft", {}) == expected
+    assert resumed("trl-sft", {}, running=False) == []
+    checkpoint(write, "out/checkpoint-5")
+    (finding,) = found("trl-sft", {RESUME: "out"}, gpus=1)
+    assert (finding.code, finding.severity) == ("resume-missing", "error")
+    assert finding.help == "write `resume_from_checkpoint: out/checkpoint-5`"
+    checkpoint(write, model__safetensors=None)
+    assert resumed("trl-sft", {})[0] == expected[0]
+
+
+def test_a_sharded_checkpoint_has_an_index(write: Write) -> None:
+    checkpoint(
+        write, **{"model.safetensors": None, "model.safetensors.index.json": "{}"},
+        **{"model-00001-of-00002.safetensors": "w"},
+    )  # fmt: skip
+    assert resumed("trl-sft", {}) == []
+
+
+def test_checkpoints_of_another_engine(write: Write) -> None:
+    checkpoint(write)
+    assert resumed("trl-sft", {}, deepspeed=AUTO) == [("resume-missing", "error", RESUME)]
+    write("out/checkpoint-20/global_step20/states.pt", "s")
+    assert resumed("trl-sft", {}, deepspeed=AUTO) == []
+    (Path("out/checkpoint-20") / "optimizer.pt").unlink()
+    assert resumed("trl-sft", {}, deepspeed=AUTO) == []
+    assert resumed("trl-sft", {}) == [("resume-fresh-optimizer", "warning", RESUME)]
+    # before the GPUs are known DeepSpeed is not either
+    assert resumed("trl-sft", {}, gpus=None) == []
+
+
+def test_checkpoints_of_adapters(write: Write) -> None:
+    checkpoint(write)
+    expected = [("foreign-checkpoints", "error", RESUME)]
+    assert resumed("trl-sft", {"use_peft": True}) == expected
+    adapter = {"config__json": None, "model__safetensors": None, "adapter_model__safetensors": "w"}
+    checkpoint(write, "other/checkpoint-20", adapter_config__json="{}", **adapter)
+    other = {RESUME: "other/checkpoint-20"}
+    assert resumed("trl-sft", other) == expected
+    assert resumed("trl-sft", {**other, "use_peft": True}) == []
+
+
+def manifest(**values: Any) -> dict[str, Any]:
+    return {"stage": "sft", "args": {key: {"value": value} for key, value in values.items()}}
+
+
+def test_checkpoints_of_another_model(write: Write) -> None:
+    checkpoint(write)
+    expected = [("foreign-checkpoints", "error", RESUME)]
+    args = {"model_name_or_path": model(write, model_type="llama", hidden_size=64)}
+    assert resumed("trl-sft", args) == expected
+    model(write, model_type="qwen2", hidden_size=128)
+    assert resumed("trl-sft", args) == expected
+    model(write, model_type="qwen2", hidden_size=64, vocab_size=7)
+    assert resumed("trl-sft", args) == []
+    known = {"output": Path("out").absolute()}
+    earlier = manifest(model_name_or_path="other", dataset_name="d")
+    assert resumed("trl-sft", args, earlier=earlier, **known) == expected
+    earlier = manifest(model_name_or_path="model", dataset_name="e")
+    warned = [("foreign-checkpoints", "warning", RESUME)]
+    assert resumed("trl-sft", args, earlier=earlier, **known) == warned
+    earlier = manifest(model_name_or_path="model", dataset_name="d")
+    assert resumed("trl-sft", args, earlier=earlier, **known) == []
+    # what a run into another folder had says nothing of this checkpoint
+    elsewhere = {"output": Path("elsewhere").absolute()}
+    earlier = manifest(model_name_or_path="other")
+    assert resumed("trl-sft", args, earlier=earlier, **elsewhere) == []
+
+
+def test_nothing_left_to_train(write: Write) -> None:
+    checkpoint(write)
+    expected = [("resume-finished", "error", RESUME)]
+    assert resumed("trl-sft", {"max_steps": 20}) == expected
+    assert resumed("trl-sft", {"max_steps": 21}) == []
+    assert resumed("trl-sft", {"num_train_epochs": 0.5}) == expected
+    assert resumed("trl-sft", {"num_train_epochs": 1}) == []
+
+
+def test_another_batch(write: Write) -> None:
+    checkpoint(write)
+    expected = [("resume-position", "warning", RESUME)]
+    assert resumed("trl-sft", {}, per_device=8) == expected
+    assert resumed("trl-sft", {"ignore_data_skip": True}, per_device=8) == []
+    known: dict[str, Any] = {"output": Path("out").absolute(), "accumulation": 4}
+    earlier = manifest(gradient_accumulation_steps=2)
+    assert resumed("trl-sft", {}, earlier=earlier, **known) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", "[" * 5000, '{"global_step": "x"}', "\udcff"]
+)
+def test_broken_states(write: Write, text: str) -> None:
+    content = text.encode("utf-8", "surrogateescape")
+    checkpoint(write, trainer_state__json=content, config__json=content)
+    for args in ({"max_steps": 20}, {"num_train_epochs": 1}, {"use_peft": True}):
+        assert isinstance(resumed("trl-sft", args, per_device=8), list)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "~nobody-here/x", "/dev/null", "."])
+def test_names_that_are_no_checkpoints(name: str) -> None:
+    assert resumed("trl-sft", {RESUME: name}) == [("resume-missing", "error", RESUME)]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_output_folder_with_checkpoints(write: Write, script: str) -> None:
+    known: dict[str, Any] = {"gpus": 1, "running": True, "output": Path("out").absolute()}
+    assert told(script, {}, **known) == []
+    write("out/notes.txt", "x")
+    write("out/checkpoint-x/a", "x")
+    assert told(script, {}, **known) == []
+    checkpoint(write, "out/checkpoint-9")
+    checkpoint(write, "out/checkpoint-20")
+    assert told(script, {}, **known) == [("not-resumed", "warning", "output_dir")]
+    (finding,) = found(script, {"save_total_limit": 2}, **known)
+    assert "checkpoint-20" in finding.message
+    assert "save_total_limit: 2" in finding.message
+    assert str(Path("out").absolute() / "checkpoint-20") in (finding.help or "")
+    assert told(script, {RESUME: "out/checkpoint-20"}, **known) == []
+
+
+@pytest.mark.parametrize("weights", ["model.safetensors", "adapter_model.safetensors"])
+def test_an_output_folder_with_a_model(write: Write, weights: str) -> None:
+    known: dict[str, Any] = {"gpus": 1, "running": True, "output": Path("out").absolute()}
+    write("out/config.json" if weights.startswith("model") else "out/adapter_config.json", "{}")
+    assert told("trl-sft", {}, **known) == []
+    write(f"out/{weights}", "w")
+    assert told("trl-sft", {}, **known) == [("finished-output", "warning", "output_dir")]
+
+
+# --- whatever is given -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_no_rule_breaks_whatever_is_given(script: str) -> None:
+    schema = values_of(script, {}).schema
+    bare = {name: field for name, field in schema.fields.items() if name != "fsdp_config"}
+    unknown = {k: replace(f, default=None, default_text="f()") for k, f in schema.fields.items()}
+    known: dict[str, Any] = {"deepspeed": AUTO, "packages": {}, "running": True, "earlier": {}}
+    known |= {"per_device": 2, "accumulation": 2, "output": Path.cwd(), "environ": {}}
+    for given in generate(schema, 150, seed=3):
+        for fields in (schema.fields, bare, unknown):
+            values = Values(replace(schema, fields=fields), given)
+            for gpus in (None, 0, 1, 8):
+                list(stage_rules.apply(Context(values=values, gpus=gpus, **known)))

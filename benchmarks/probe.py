@@ -76,7 +76,7 @@ class Training:
                     self.optimizer.zero_grad()
         if self.options.device != "cpu":
             self.torch.cuda.synchronize()
-        return (time.perf_counter() - begun) / self.options.block
+        return float((time.perf_counter() - begun) / self.options.block)
 
 
 def alone(training: Training, probe: Any) -> float:

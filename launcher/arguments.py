@@ -15,7 +15,6 @@ from launcher.errors import Finding, Layer, brief
 from launcher.history import Event
 from launcher.schema import Field, Flag, Schema
 
-
 Past = Callable[[str], Sequence[Event]]
 """What happened to an argument of this name upstream, newest first."""
 
@@ -121,9 +120,7 @@ def _check_unknown(schema: Schema, entry: Entry, past: Past, key: str, value: An
     )
 
 
-def _explain_unknown(
-    schema: Schema, entry: Entry, past: Past, key: str
-) -> tuple[str, str, str]:
+def _explain_unknown(schema: Schema, entry: Entry, past: Past, key: str) -> tuple[str, str, str]:
     message = f"`{key}` is not a field of {schema.owner or entry.owner}"
     moved = entry.moved.get(key)
     if moved is not None:

@@ -164,9 +164,7 @@ def explain(
         if judged.schema is None or judged.upstream is None or judged.values is None:
             # what is wrong with the file stands before any of its keys
             raise InvalidConfig(judged.findings)
-        return [
-            _explained(key, judged.schema, judged.upstream, _here(key, config, judged))
-        ]
+        return [_explained(key, judged.schema, judged.upstream, _here(key, config, judged))]
     told = []
     for name in [asked] if asked else options.STAGES:
         chosen = backend or "open_instruct"
@@ -268,5 +266,3 @@ def _default(known: Field) -> Any:
 
 def _short(schema: Schema) -> str:
     return schema.version if " " in schema.version else schema.version[:12]
-
-

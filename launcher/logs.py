@@ -63,9 +63,9 @@ class Log:
     it shows; `total_steps` the announced or displayed number of optimizer steps; `last_bar` the
     (step, line) of the training bar's end; `begins` the line where the last run's dump begins;
     `counts` how often each signal came, and `step_lines` how many lines of steps there are (every
-    rank's, in the whole file); both are guesses where they are many. Of each signal some of the first and last are kept. Of up to 50,000
-    step lines all are read; of more, some 10,000 at even distances, with the first, the last, and
-    those whose loss or gradient norm is not finite (of every 4 MiB the first 64 for sure).
+    rank's, in the whole file); both are guesses where they are many. Of each signal some of the first
+    and last are kept. Of up to 50,000 step lines all are read; of more, some 10,000 at even
+    distances, with the first, the last, and those whose loss or gradient norm is not finite (of every 4 MiB the first 64 for sure).
     """
 
     path: Path

@@ -346,8 +346,13 @@ def _next(told: Status) -> Iterator[str]:
             yield f"{git} update-index --really-refresh; {git} status"
     elif not used.equal:
         yield f"git clone {URL} PATH && git -C PATH checkout {PIN}"
-    elif recorded and module.fill is not None and any(
-        place.source == "submodule" and place.state in {"empty", "missing"} for place in told.places
+    elif (
+        recorded
+        and module.fill is not None
+        and any(
+            place.source == "submodule" and place.state in {"empty", "missing"}
+            for place in told.places
+        )
     ):
         # not needed, while the other one is there
         yield module.fill

@@ -36,8 +36,9 @@ class Upstream:
 
     `root` is the folder on PYTHONPATH (the checkout, or the one that holds the entry scripts'
     package), None where only the snapshot is here; `packages` are the files of all packages that
-    are read, on disk in one or several places, or at a commit. `asked` is false for a checkout that was merely found
-    in one of the usual places. `changed` are the files that differ from the snapshot's.
+    are read, on disk in one or several places, or at a commit. `asked` is false for a checkout that
+    was merely found in one of the usual places. `changed` are the files that differ from the
+    snapshot's.
     """
 
     backend: str

@@ -286,8 +286,9 @@ def test_the_golden_verdicts_are_those_of_the_packages(
             sets_of(stage_name)[index]
             for index, (here, there, out) in enumerate(
                 zip(
-                    flags(made["refused"][stage_name], COUNT), flags(golden["refused"][stage_name], COUNT), either,
-                    strict=True,
+                    flags(made["refused"][stage_name], COUNT),
+                    flags(golden["refused"][stage_name], COUNT),
+                    either, strict=True,
                 )
             )
             if here != there and not out

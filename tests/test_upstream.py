@@ -244,7 +244,9 @@ def test_the_snapshot_is_what_the_pinned_sources_give(checkout: Path) -> None:
     assert_current(
         "open_instruct",
         upstream.take_snapshot(
-            "open_instruct", upstream.packages_below("open_instruct", checkout), {"olmo_core": Folder(olmo)}
+            "open_instruct",
+            upstream.packages_below("open_instruct", checkout),
+            {"olmo_core": Folder(olmo)},
         ),
     )
 
@@ -271,7 +273,5 @@ def test_packages_may_lie_in_several_places(tmp_path: Path) -> None:
         (tmp_path / site / f"{name}-9.1.dist-info").mkdir()
     source = upstream.locate("trl", search=[tmp_path / "mine", tmp_path / "theirs"])
     assert source.root == tmp_path / "mine"
-    assert source.packages["transformers"] == Folder(
-        tmp_path / "theirs" / "transformers"
-    )
+    assert source.packages["transformers"] == Folder(tmp_path / "theirs" / "transformers")
     assert source.version == "trl 9.1, transformers 9.1"

@@ -49,13 +49,13 @@ class Entry:
 
     `script` is relative to the folder that holds the package. `classes` are (module, class name) in
     the parser's order, for a script that does not show them; `owner` is the one of them to name to
-    people. `splits` are list keys whose value may be one text split at blanks. `older` are the names
-    that ideas had at other commits. `recorders` are functions of upstream's that only write down what
-    they read. `acts` are arguments that do act although the analysis sees no read, `instead` what to
-    write for one that does not. `beside` are other scripts that parse the same dataclasses. `partial`
-    are switches that end the script early, on purpose: what it then leaves unread is no mistake. `hints` say what to write instead of a value that is
-    refused, or of a key that always is. `derived` are values that launch sets where the stage file is
-    silent, each with its reason.
+    people. `splits` are list keys whose value may be one text split at blanks. `hints` say what to
+    write instead of a value that is refused, or of a key that always is. `derived` are values that
+    launch sets where the stage file is silent, each with its reason. `older` are the names that ideas
+    had at other commits. `recorders` are functions of upstream's that only write down what they read.
+    `acts` are arguments that do act although the analysis sees no read, `instead` what to write for
+    one that does not. `beside` are other scripts that parse the same dataclasses. `partial` are
+    switches that end the script early, on purpose: what it then leaves unread is no mistake.
     """
 
     script: str

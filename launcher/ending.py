@@ -19,16 +19,34 @@ HELP: Mapping[str, str] = {
     "machine with more memory",
     "refused": "the trainer's parser refused the arguments: `launch validate-config` names them",
     "nccl_timeout": "a collective timed out: one rank was busy or dead. If rank 0 was still "
-    "tokenizing, prepare the data first (`launch prepare`) or raise `timeout`",
+    "tokenizing, run once with `cache_dataset_only: true` or raise `timeout`",
     "port_in_use": "another run holds the port: choose another main process port",
     "flash_attn_missing": "with CUDA present open-instruct needs the `flash_attn` package to be "
-    "importable: `launch doctor` says how to get it",
+    "importable: `pip install --no-build-isolation flash-attn`",
+    "shared_memory": "shared memory (/dev/shm) ran out: `--shm-size` or `--ipc=host` for a container, "
+    "or fewer dataloader workers",
+    "worker_killed": "a dataloader worker was killed, most often because host memory ran out: fewer "
+    "workers, or a machine with more memory",
+    "no_gpu": "CUDA sees no such GPU: check `nvidia-smi`, CUDA_VISIBLE_DEVICES, that torch is built for "
+    "CUDA, and that there are not more processes than GPUs",
+    "cuda_driver": "the NVIDIA driver and torch's CUDA do not fit each other: update the driver, or "
+    "install torch for the CUDA version it supports",
+    "hub_access": "the hub gave no access: check the repository's name, set HF_TOKEN, and accept the "
+    "terms of a gated repository",
+    "hub_unreachable": "the hub could not be reached: fetch model and data first, or name local folders",
+    "wandb_login": "wandb has no key: set WANDB_API_KEY, or switch tracking off",
+    "too_many_files": "too many open files: raise `ulimit -n`, or use fewer dataloader workers",
+    "rendezvous": "not all processes came together in time: check that every node runs, and can reach "
+    "the main address and port",
     "disk_full": "the disk is full: free space, or point the output and cache folders elsewhere",
     "time_limit": "the scheduler's time limit was reached: ask for more, and set "
     "`checkpointing_steps` so that the run can resume",
     "violation": "the run was not what the stage file asks for, and stopped itself: the point that failed "
     "says why; `expect: {POINT: any}` switches a point off, `on_violation: warn` goes on",
     "hang": "nothing moved any more: `probe/rank-N.stacks.txt` of the run shows where each rank stood",
+    "nccl_error": "NCCL could not set up or lost a connection: NCCL_DEBUG=INFO says why; with no socket "
+    "interface found, set NCCL_SOCKET_IFNAME. The first error of another rank may be the cause",
+    "killed": "killed from outside, most often because host memory ran out: see `dmesg` or the scheduler",
     "ended_early": "training ended without an error, before the announced last step",
     "no_save": "training ended without an error, but no final save was seen",
 }
@@ -84,6 +102,8 @@ def ending(evidence: Evidence) -> Ending:
     if signal is not None and signal not in _OWN_FAULTS:
         state = "stopped" if signal in _STOPS else "killed"
     reason = next((name for name in HELP if log and fatal(log, name)), None)
+    if reason is None and signal is Signals.SIGKILL:
+        reason = "killed"
     if any("TIME LIMIT" in s.fields.get("why", "") for s in failures):
         state, reason = "killed", "time_limit"
     return Ending(

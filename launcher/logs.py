@@ -65,7 +65,8 @@ class Log:
     `counts` how often each signal came, and `step_lines` how many lines of steps there are (every
     rank's, in the whole file); both are guesses where they are many. Of each signal some of the first
     and last are kept. Of up to 50,000 step lines all are read; of more, some 10,000 at even
-    distances, with the first, the last, and those whose loss or gradient norm is not finite (of every 4 MiB the first 64 for sure).
+    distances, with the first, the last, and those whose loss or gradient norm is not finite (of
+    every 4 MiB the first 64 for sure).
     """
 
     path: Path

@@ -19,7 +19,8 @@ PATTERNS: Mapping[str, tuple[Pattern, ...]] = {
 }
 
 # how a text may stand in a log: by itself, after a logger's head, as the name of a progress bar
-_FORMS = ("{}", "01/01/2026 00:00:00 - INFO - a.py:1 - {}", "{}:   0%|", "a.py:1 - {}[1]")
+_HEAD = "a" + ".py:1 - "
+_FORMS = ("{}", f"01/01/2026 00:00:00 - INFO - {_HEAD}{{}}", "{}:   0%|", f"{_HEAD}{{}}[1]")
 _PERCENT = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?[sdrifgex]")
 _BRACES = re.compile(r"\{[^{}]*\}")
 

@@ -480,11 +480,11 @@ def test_training_data_that_looks_like_an_error_is_none(tmp_path: Path) -> None:
         (sft(9) + f"{STAMP}utils.py:835 - Remaining files:['adapter_model.safetensors']\n",
          ("completed", True), None),
         (sft(9) + f"{STAMP}utils.py:835 - Remaining files:['step_9']\n", ("running", None), None),
-        (sft(9, until=4) + ELASTIC.format(code=-9), ("killed", False), None),
+        (sft(9, until=4) + ELASTIC.format(code=-9), ("killed", False), "killed"),
         (sft(9, until=4) + ELASTIC.format(code=-15), ("stopped", False), None),
         (sft(9, until=4) + ELASTIC.format(code=-11), ("crashed", False), None),
         (sft(9, until=4) + "run.sh: line 3: 1234 Killed                  accelerate launch\n",
-         ("killed", False), None),
+         ("killed", False), "killed"),
         (sft(9, until=4) + "Traceback (most recent call last):\n  File \"a.py\", line 1\n"
          "torch.distributed.elastic.multiprocessing.api.SignalException: "
          "Process 12 got signal: 15\n", ("stopped", False), None),

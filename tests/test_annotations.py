@@ -39,7 +39,7 @@ def parsed(line: str) -> tuple[str, dict[str, str], str]:
     return found[1], {name: unescaped(value) for name, _, value in pairs}, unescaped(found[3])
 
 
-def one_result(of: Finding, root: Path = Path("/work")) -> dict[str, Any]:
+def one_result(of: Finding, root: Path = Path("/srv")) -> dict[str, Any]:
     (result,) = annotations.sarif([of], root=root)["runs"][0]["results"]
     assert isinstance(result, dict)
     return result
@@ -148,9 +148,9 @@ def test_braces_are_no_placeholders() -> None:
         ("configs/a.yaml", "configs/a.yaml"),
         ("./a.yaml", "a.yaml"),
         ("b/../a.yaml", "a.yaml"),
-        ("/work/configs/a.yaml", "configs/a.yaml"),
+        ("/srv/configs/a.yaml", "configs/a.yaml"),
         ("/elsewhere/a b.yaml", "file:///elsewhere/a%20b.yaml"),
-        ("/workshop/a.yaml", "file:///workshop/a.yaml"),
+        ("/srvice/a.yaml", "file:///srvice/a.yaml"),
         ("../a.yaml", "file:///a.yaml"),
         ("a b#c?d%e.yaml", "a%20b%23c%3Fd%25e.yaml"),
         ("a:b.yaml", "a%3Ab.yaml"),

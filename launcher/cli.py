@@ -234,14 +234,16 @@ def _told(
     command: str, ok: bool, found: list[Finding], files: list[dict[str, object]], format: Findings
 ) -> None:
     """What was found in each file, in the form that was asked for."""
-    from launcher import annotations, report
+    from launcher import report
 
     if format is Findings.json:
         report.envelope(command, ok, found, {"files": files})
-    elif format is Findings.sarif:
-        report.plain_json(annotations.sarif(found))
-    elif format is Findings.github:
-        if found:
+    elif format in {Findings.sarif, Findings.github}:
+        from launcher import annotations
+
+        if format is Findings.sarif:
+            report.plain_json(annotations.sarif(found))
+        elif found:
             report.say(annotations.github(found))
     else:
         report.findings(found)

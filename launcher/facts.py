@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -203,6 +202,9 @@ def cached(
         answers = (stage in known["stages"] and known["files"]) or stage in known["unreadable"]
         if answers and all(digest(trees, label) == sha for label, sha in known["files"].items()):
             return known
+    # only where there is something to write
+    import tempfile
+
     told = read(backend, trees, externals, [stage])
     with suppress(OSError):
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -66,6 +65,9 @@ class Repository:
     def _run(
         self, arguments: tuple[str, ...], given: bytes | None, timeout_s: float
     ) -> bytes | None:
+        # most commands never ask git anything
+        import subprocess
+
         # inside a git hook these name another repository; a missing object must not ask the network
         environ = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
         environ |= {"GIT_NO_LAZY_FETCH": "1", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}

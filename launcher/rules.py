@@ -9,20 +9,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
-from launcher.backends import open_instruct_rules, trl_rules
 from launcher.backends.rule import Rule
 from launcher.errors import Finding
 from launcher.schema import NoSuchField, Values
 
-RULES: Mapping[str, Mapping[str, tuple[Rule, ...]]] = {
-    "open_instruct": open_instruct_rules.RULES,
-    "trl": trl_rules.RULES,
-}
+
+def of_backend(backend: str) -> Mapping[str, tuple[Rule, ...]]:
+    """The rules of a backend, by stage. The others' modules are not imported: that is a good part of
+    the time that one file takes.
+    """
+    if backend == "trl":
+        from launcher.backends import trl_rules
+
+        return trl_rules.RULES
+    from launcher.backends import open_instruct_rules
+
+    return open_instruct_rules.RULES
 
 
 def apply(values: Values) -> Iterator[Finding]:
     """Every finding of every rule for the stage and backend of `values`."""
-    for rule in RULES[values.schema.backend][values.schema.stage]:
+    for rule in of_backend(values.schema.backend)[values.schema.stage]:
         # at another commit than the pin: a rule about a field that is not there has nothing to say
         with suppress(NoSuchField):
             yield from rule(values)

@@ -402,7 +402,7 @@ def test_every_rule_is_tried_above() -> None:
     tried = {
         rule.__name__
         for script, changes, _ in SPEAKS
-        for rule in rules.RULES[BASES[script][0]][BASES[script][1]]
+        for rule in rules.of_backend(BASES[script][0])[BASES[script][1]]
         if any(True for _ in rule(values_of(script, changes)))
     }
     everything = {

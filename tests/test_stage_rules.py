@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -14,7 +15,14 @@ import pytest
 from conftest import NO_PACKAGES, Write
 from test_rules import values_of
 
-from launcher.backends import data_rules, model_config, model_rules, output_rules, stage_rules
+from launcher.backends import (
+    BACKENDS,
+    data_rules,
+    model_config,
+    model_rules,
+    output_rules,
+    stage_rules,
+)
 from launcher.backends.context import Context
 from launcher.errors import Finding
 from launcher.options import DEEPSPEED, deepspeed_file
@@ -884,9 +892,8 @@ def test_which_checkpoint_is_resumed_from(
 
 
 def everything() -> Iterator[Any]:
-    for by_stage in stage_rules.RULES.values():
-        for listed in by_stage.values():
-            yield from listed
+    for backend, stage in itertools.product(BACKENDS, ("sft", "dpo")):
+        yield from stage_rules.of_stage(backend, stage)
 
 
 def test_every_rule_says_where_upstream_says_so() -> None:

@@ -2,56 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 
-from launcher.backends import (
-    data_rules,
-    deepspeed_rules,
-    model_rules,
-    output_rules,
-    sequence_rules,
-    service_rules,
-    trl_data_rules,
-    trl_deepspeed_rules,
-    trl_machine_rules,
-    trl_output_rules,
-    trl_packing_rules,
-)
 from launcher.backends.context import Context, StageRule
 from launcher.errors import Finding
 from launcher.schema import NoSuchField
 
-RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {
-    "open_instruct": {
-        stage: (
-            *deepspeed_rules.RULES[stage],
-            *(sequence_rules.RULES if stage == "sft" else ()),
-            *model_rules.RULES["open_instruct"][stage],
-            *service_rules.RULES,
-            *data_rules.RULES,
-            *output_rules.RULES[stage],
-        )
-        for stage in ("sft", "dpo")
-    },
-    "trl": {
-        stage: (
-            *model_rules.RULES["trl"][stage],
-            *trl_machine_rules.RULES,
-            *trl_deepspeed_rules.RULES,
-            *(trl_packing_rules.RULES if stage == "sft" else ()),
-            *trl_data_rules.RULES,
-            *trl_output_rules.RULES,
-        )
-        for stage in ("sft", "dpo")
-    },
-}
+
+@cache
+def of_stage(backend: str, stage: str) -> tuple[StageRule, ...]:
+    """The rules of one stage; the other backend's modules are not imported."""
+    return _trl(stage) if backend == "trl" else _open_instruct(stage)
+
+
+def _open_instruct(stage: str) -> tuple[StageRule, ...]:
+    from launcher.backends import (
+        data_rules,
+        deepspeed_rules,
+        model_rules,
+        output_rules,
+        sequence_rules,
+        service_rules,
+    )
+
+    return (
+        *deepspeed_rules.RULES[stage],
+        *(sequence_rules.RULES if stage == "sft" else ()),
+        *model_rules.RULES["open_instruct"][stage],
+        *service_rules.RULES,
+        *data_rules.RULES,
+        *output_rules.RULES[stage],
+    )
+
+
+def _trl(stage: str) -> tuple[StageRule, ...]:
+    from launcher.backends import (
+        model_rules,
+        trl_data_rules,
+        trl_deepspeed_rules,
+        trl_machine_rules,
+        trl_output_rules,
+        trl_packing_rules,
+    )
+
+    return (
+        *model_rules.RULES["trl"][stage],
+        *trl_machine_rules.RULES,
+        *trl_deepspeed_rules.RULES,
+        *(trl_packing_rules.RULES if stage == "sft" else ()),
+        *trl_data_rules.RULES,
+        *trl_output_rules.RULES,
+    )
 
 
 def apply(context: Context) -> Iterator[Finding]:
     """Every finding of every stage rule; keys are `args.NAME`, `deepspeed` or `mixed_precision`."""
     schema = context.values.schema
-    for rule in RULES[schema.backend][schema.stage]:
+    for rule in of_stage(schema.backend, schema.stage):
         # at another commit than the pin: a rule about a field that is not there has nothing to say
         with suppress(NoSuchField):
             yield from rule(context)

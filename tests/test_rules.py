@@ -392,7 +392,8 @@ def test_without_data_it_says_what_upstream_would_do(script: str) -> None:
 
 
 def test_every_rule_says_where_upstream_says_so() -> None:
-    for by_stage in rules.RULES.values():
+    for backend in ("open_instruct", "trl"):
+        by_stage = rules.of_backend(backend)
         for rule in {rule for listed in by_stage.values() for rule in listed}:
             words = rule.__doc__ or ""
             assert ".py:" in words or "Measured" in words, rule.__name__
@@ -406,7 +407,7 @@ def test_every_rule_is_tried_above() -> None:
         if any(True for _ in rule(values_of(script, changes)))
     }
     everything = {
-        rule.__name__ for listed in rules.RULES["open_instruct"].values() for rule in listed
+        rule.__name__ for listed in rules.of_backend("open_instruct").values() for rule in listed
     }
     # local files, which this table cannot make
     assert everything - tried == {"local_splits"}

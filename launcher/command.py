@@ -78,7 +78,7 @@ def _accelerate(plan: Plan) -> list[str]:
     neutral = files("launcher.accelerate").joinpath("neutral.yaml")
     argv = ["--config_file", str(neutral)]
     argv += ["--num_machines", str(plan.nodes), "--num_processes", str(plan.processes)]
-    argv += ["--mixed_precision", options.mixed_precision or _precision(plan)]
+    argv += ["--mixed_precision", plan.mixed_precision]
     argv += ["--dynamo_backend", "no"]
     if not plan.gpus:
         return [*argv, "--cpu"]
@@ -96,12 +96,6 @@ def _accelerate(plan: Plan) -> list[str]:
         # 0: accelerate picks a free port; DeepSpeed takes one for a single process too
         argv += ["--main_process_port", "0"]
     return argv
-
-
-def _precision(plan: Plan) -> str:
-    # TRL's own `bf16`, `fp16` decide; accelerate's bf16 would win over `bf16: false`
-    own = plan.stage.options.backend == "trl"
-    return "bf16" if plan.gpus and not own else "no"
 
 
 def _environment(

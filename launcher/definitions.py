@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from launcher.sources import top_level
+
 _PARSERS = re.compile(r"ArgumentParserPlus$|^HfArgumentParser$|^TrlParser$")
 _QUOTED = re.compile(r"`(?:\w+\.|--)?(\w+)`")
 _INSTEAD = re.compile(r"\b(?:[Uu]se|[Uu]sing) `(?:--)?(\w+)`[^.`]{0,20} (?:instead|is preferred)\b")
@@ -67,7 +69,7 @@ def read_source(raw: bytes, path: str, *, entry: bool) -> Source | None:
     try:
         tree, text = ast.parse(raw), _Lines(raw)
         source = Source()
-        for node in _on_import(tree):
+        for node in top_level(tree):
             _note(source, node, path, text)
         if entry:
             # nothing else is walked through: it is most of the time that reading a history takes
@@ -103,19 +105,6 @@ def _note_inner_imports(source: Source, nodes: Iterable[ast.stmt], path: str) ->
                     name = alias.asname or alias.name
                     if name not in source.classes:
                         source.imports.setdefault(name, f"{_origin(inner, path)}.{alias.name}")
-
-
-def _on_import(tree: ast.Module) -> Iterator[ast.stmt]:
-    """Statements that run on import, also below `if` and `try`."""
-    waiting: list[ast.stmt] = list(tree.body)
-    while waiting:
-        node = waiting.pop(0)
-        yield node
-        if isinstance(node, ast.If):
-            waiting[:0] = [*node.body, *node.orelse]
-        elif isinstance(node, ast.Try):
-            handlers = [statement for handler in node.handlers for statement in handler.body]
-            waiting[:0] = [*handlers, *node.orelse, *node.finalbody, *node.body]
 
 
 def _note(source: Source, node: ast.stmt, path: str, text: _Lines) -> None:

@@ -98,7 +98,7 @@ def situation(
     deepspeed, _ = situations.deepspeed_of(stage.options)
     context = Context(
         values=plan.values, environ=os.environ, deepspeed=deepspeed,
-        mixed_precision=stage.options.mixed_precision or _precision(plan),
+        mixed_precision=plan.mixed_precision,
         gpus=plan.gpus * plan.nodes, per_device=plan.per_device, accumulation=plan.accumulation,
         cpus=os.cpu_count(), packages=trainer.packages, running=True, output=output,
         earlier=earlier,
@@ -107,11 +107,6 @@ def situation(
     for finding in situations.judged(stage.config, context):
         if finding.severity == "error" or (finding.code, finding.key) not in said:
             yield finding
-
-
-def _precision(plan: Plan) -> str:
-    """What `mixed_precision` is where the stage file is silent: TRL's own arguments say it there."""
-    return "bf16" if plan.gpus and plan.stage.options.backend == "open_instruct" else "no"
 
 
 def devices(plan: Plan) -> Iterator[Finding]:

@@ -50,6 +50,15 @@ class Plan:
         return max(1, self.gpus) * self.nodes
 
     @property
+    def mixed_precision(self) -> str:
+        """What accelerate is told: the stage file's word, else bf16 on GPUs.
+
+        TRL's own `bf16` and `fp16` decide there; accelerate's bf16 would win over `bf16: false`.
+        """
+        own = self.stage.options.backend == "trl"
+        return self.stage.options.mixed_precision or ("bf16" if self.gpus and not own else "no")
+
+    @property
     def title(self) -> str:
         """Stage and name, the stage not said twice."""
         return titled(self.stage.options.stage, self.stage.name)

@@ -59,24 +59,14 @@ def plain(value):
     return getattr(value, "value", value)
 
 
-def parse_only(parser, words):
-    _, rest = parser.parse_known_args(words)
-    if rest:
-        raise ValueError(f"not used: {rest}")
+PARSE = {"open_instruct": "parse_args_into_dataclasses", "trl": "parse_args_and_config"}
 
 
-# TRL's __post_init__ asks the machine for bfloat16 and more: only its parser says the same anywhere
-PARSE = {
-    "open_instruct": lambda parser, words: parser.parse_args_into_dataclasses(words),
-    "trl": parse_only,
-}
-
-
-def refusal(parse, parser, words):
+def refusal(parse, words):
     quiet = io.StringIO()
     try:
         with contextlib.redirect_stderr(quiet), contextlib.redirect_stdout(io.StringIO()):
-            parse(parser, words)
+            parse(words)
     except SystemExit as stop:
         lines = quiet.getvalue().strip().splitlines()
         return lines[-1] if lines else f"exit {stop.code}"
@@ -97,7 +87,8 @@ def main():
     print(json.dumps({s: describe(p) for s, p in parsers.items()}, default=str), file=answers)
     for line in sys.stdin:
         request = json.loads(line)
-        answer = refusal(PARSE[sys.argv[1]], parsers[request["stage"]], request["words"])
+        parse = getattr(parsers[request["stage"]], PARSE[sys.argv[1]])
+        answer = refusal(parse, request["words"])
         print(json.dumps(answer), file=answers)
     return 0
 

@@ -8,16 +8,11 @@ are not there. Run it without GPUs, in an empty folder and without variables of 
 """
 
 import contextlib
-import io
 import json
 import os
 import sys
 
-
-def parsers():
-    from trl.scripts import dpo, sft
-
-    return {"sft": sft.make_parser(), "dpo": dpo.make_parser()}
+from real_parser import refusal, trl_parsers
 
 
 def with_the_hardware():
@@ -43,35 +38,22 @@ def a_process_of_its_own():
         os.environ.update(before)
 
 
-def refusal(parser, words):
-    quiet = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(quiet), contextlib.redirect_stdout(io.StringIO()):
-            parser.parse_args_and_config(words)
-    except SystemExit as stop:
-        lines = quiet.getvalue().strip().splitlines()
-        return lines[-1] if lines else f"exit {stop.code}"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
 def main():
     answers = sys.stdout
     # what the packages print while they are imported goes elsewhere
     sys.stdout = sys.stderr
     try:
-        known = parsers()
+        known = trl_parsers()
         with_the_hardware()
         # the first parse imports more
-        refusal(known["sft"], ["--use_cpu", "True"])
+        refusal(known["sft"].parse_args_and_config, ["--use_cpu", "True"])
     except ImportError as error:
         print(f"cannot be imported: {error}", file=sys.stderr)
         return 3
     for line in sys.stdin:
         request = json.loads(line)
         with a_process_of_its_own():
-            answer = refusal(known[request["stage"]], request["words"])
+            answer = refusal(known[request["stage"]].parse_args_and_config, request["words"])
         print(json.dumps(answer), file=answers)
     return 0
 

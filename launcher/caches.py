@@ -148,7 +148,52 @@ class Cache:
             "kind": self.kind, "path": str(self.path), "digest": self.digest, "stage": self.stage,
             "backend": self.backend, "arguments": dict(self.arguments), "env": dict(self.env),
             "inputs": [one.as_json() for one in self.inputs], "key": dict(self.key),
+            "read": self.read,
         }  # fmt: skip
+
+
+def from_json(data: Mapping[str, Any]) -> Cache:
+    """What `as_json` wrote. Raises KeyError or TypeError where it is damaged."""
+    given = {name: data[name] for name in Cache.__dataclass_fields__ if name in data}
+    inputs = tuple(Input(**one) for one in data["inputs"])
+    return Cache(**{**given, "path": Path(data["path"]), "inputs": inputs})
+
+
+def read_again(cache: Cache) -> Cache:
+    """The same folder with its local inputs as they are now; what is gone by now stays as it was.
+
+    Relative names start at the working directory, as they did before.
+    """
+    memory = Memory.load(cache_home() / "fingerprints.json")
+    now = tuple(_read_again(one, memory) for one in cache.inputs)
+    memory.save()
+    same = [one.digest for one in now] == [one.digest for one in cache.inputs]
+    return replace(cache, inputs=now, digest=cache.digest if same else "another")
+
+
+def _read_again(one: Input, memory: Memory) -> Input:
+    local = isinstance(one.shown, dict) and one.shown.get("kind") in ("file", "folder")
+    if not local:
+        return one
+    read = _READERS.get(one.role, of_data)
+    if one.role == "template" and Path(one.name).is_dir():
+        read = of_tokenizer
+    try:
+        return _printed(one.role, read(one.name, memory))
+    except MissingContent:
+        return one
+
+
+_READERS: Mapping[Role, Callable[[str, Memory], Fingerprint]] = {
+    "model": of_model, "tokenizer": of_tokenizer,
+}  # fmt: skip
+
+
+def _printed(role: Role, found: Fingerprint) -> Input:
+    shown = found.as_json()
+    shown["files"] = shown["files"][:_FILES_KEPT]
+    shown["count"] = len(found.files)
+    return Input(role=role, name=found.name, digest=found.digest, shown=shown)
 
 
 def derive(
@@ -215,12 +260,6 @@ class _Reader:
     def revision(self) -> str | None:
         return self.text("model_revision")
 
-    def printed(self, role: Role, found: Fingerprint) -> Input:
-        shown = found.as_json()
-        shown["files"] = shown["files"][:_FILES_KEPT]
-        shown["count"] = len(found.files)
-        return Input(role=role, name=found.name, digest=found.digest, shown=shown)
-
     def data(self, name: str, role: Role = "data") -> Input:
         """A local file or folder."""
         return self.read(role, name, lambda: of_data(name, self.memory))
@@ -243,11 +282,11 @@ class _Reader:
         """The config of another model, which this one is built by."""
         if Path(name).is_dir():
             return self.data(str(Path(name) / "config.json"), "config")
-        return self.printed("config", of_hub(name, revision=revision, environ=self.environ))
+        return _printed("config", of_hub(name, revision=revision, environ=self.environ))
 
     def read(self, role: Role, name: str, how: Callable[[], Fingerprint]) -> Input:
         try:
-            return self.printed(role, how())
+            return _printed(role, how())
         except MissingContent:
             if self.running:
                 raise

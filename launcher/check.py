@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from launcher.backends.open_instruct_log import ATTENTION
 from launcher.evidence import Evidence
@@ -98,6 +98,18 @@ class Verdict:
         }
 
 
+def from_json(data: Mapping[str, Any]) -> Verdict | None:
+    """What `Verdict.as_json` wrote; None where it is damaged."""
+    try:
+        points = tuple(
+            Point(**{**one, "evidence": tuple(Cite(**cite) for cite in one["evidence"])})
+            for one in data["points"]
+        )
+        return Verdict(**{**data, "points": points})
+    except (KeyError, TypeError):
+        return None
+
+
 def judge(stage: str | None, expected: Mapping[str, str | None], evidence: Evidence) -> Verdict:
     """Compare what was expected with what was seen.
 
@@ -122,9 +134,12 @@ def judge(stage: str | None, expected: Mapping[str, str | None], evidence: Evide
 
 
 def expected_from_log(log: Log) -> dict[str, str | None]:
-    """What a stranger's log was asked for, by the arguments dump near its top."""
+    """What a stranger's log was asked for, by the arguments dump near its top or by what follows it."""
     liger = {"True": "engaged", "False": "off"}.get(log.asked.get("use_liger_kernel", ""))
     packing = {"True": "isolated", "False": "off"}.get(log.asked.get("packing", ""))
+    # TRL shows no arguments, and says these only where they were asked for
+    liger = liger or ("engaged" if log.first("liger_asked") else None)
+    packing = packing or ("isolated" if log.first("packing") else None)
     return {"liger": liger, "packing": packing, **DEFAULTS}
 
 

@@ -8,10 +8,11 @@ import os
 import platform
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -27,7 +28,9 @@ from launcher.errors import (
 
 if TYPE_CHECKING:
     # only for annotations: validation must not pay for importing what starts a run
+    from launcher.attempt import Attempt
     from launcher.fix import Fix
+    from launcher.rundir import RunFolder
     from launcher.start import Request
     from launcher.upstream import Locator
 
@@ -116,17 +119,80 @@ NoProbe = Annotated[
 ]
 
 
+Detach = Annotated[
+    bool,
+    typer.Option("--detach", help="come back at once; the run is in a tmux session of its own"),
+]
+StageFile = Annotated[Path | None, typer.Argument(help="the stage file", show_default=False)]
+Repeat = Annotated[
+    str | None,
+    typer.Option(
+        "--repeat", metavar="RUN", help="this run again, into a new folder; no CONFIG then"
+    ),
+]
+OnFinish = Annotated[
+    str | None,
+    typer.Option(
+        "--on-finish", metavar="CMD", help="run this at the end, however it ends; no shell"
+    ),
+]
+RunName = Annotated[
+    str, typer.Argument(metavar="RUN", help="a run, a unique prefix of its name, or `last`")
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class After:
+    """What is to happen once a run has begun."""
+
+    detach: bool = False
+    on_finish: str | None = None
+    allow_unproven: bool = False
+    before: Mapping[str, Any] | None = None
+
+
+def _repeated(
+    stage: str,
+    run: str,
+    config: Path | None,
+    overrides: list[str] | None,
+    gpus: int | None,
+    nodes: int,
+) -> tuple[Path, list[str] | None, int | None, int, Mapping[str, Any]]:
+    """`--repeat RUN`: its resolved stage file, its GPUs and machines unless others are named."""
+    from launcher import repeat
+
+    # what stands first is taken for the file, and there is none
+    words = [*([str(config)] if config is not None else []), *(overrides or [])]
+    folder = _found(run)
+    told = repeat.of_run(folder, stage)
+    repeat.enter(told)
+    plan = told.get("plan") or {}
+    asked = gpus if gpus is not None else plan.get("gpus")
+    return folder.stage_file, words, asked, nodes if nodes > 1 else plan.get("nodes", 1), told
+
+
 def _stage_command(stage: str) -> Callable[..., None]:
     """The command that starts one stage: the same for each, but for its name."""
 
     def command(
-        config: Config, overrides: Overrides = None, gpus: Gpus = None, nodes: Nodes = 1,
+        config: StageFile = None, overrides: Overrides = None, gpus: Gpus = None, nodes: Nodes = 1,
         dry_run: DryRun = False, python: Python = None, open_instruct: Checkout = None,
         allow_unpinned: Unpinned = False, allow_unproven: Unproven = False, strict: Strict = False,
-        no_probe: NoProbe = False, format: FormatOption = Format.text,
+        no_probe: NoProbe = False, detach: Detach = False, on_finish: OnFinish = None,
+        repeat: Repeat = None,
+        format: FormatOption = Format.text,
     ) -> None:  # fmt: skip
         from launcher.start import Request
 
+        before = None
+        if repeat is not None:
+            config, overrides, gpus, nodes, before = _repeated(
+                stage, repeat, config, overrides, gpus, nodes
+            )
+        elif config is None:
+            help = f"launch {stage} CONFIG, or launch {stage} --repeat RUN"
+            raise UsageError(_usage("no-config", "which stage file?", help))
         request = Request(
             stage=stage, config=config, overrides=overrides or (), gpus=gpus, nodes=nodes,
             python=python, checkout=open_instruct, allow_unpinned=allow_unpinned, strict=strict,
@@ -139,7 +205,9 @@ def _stage_command(stage: str) -> Callable[..., None]:
             raise UsageError(
                 _usage("several-nodes", "only --dry-run plans for several machines as yet")
             )
-        raise typer.Exit(_run(request, format, allow_unproven=allow_unproven))
+        after = After(detach=detach, on_finish=on_finish, allow_unproven=allow_unproven,
+                      before=before)  # fmt: skip
+        raise typer.Exit(_run(request, format, after))
 
     # what the shell can complete is different for each stage
     argument = typer.Argument(
@@ -170,22 +238,62 @@ def _dry_run(request: Request, format: Format) -> None:
         report.dry_run(prepared.plan, prepared.command)
 
 
-def _run(request: Request, format: Format, *, allow_unproven: bool) -> Exit:
-    from launcher import report, start
+def _run(request: Request, format: Format, after: After) -> Exit:
+    from launcher import on_finish, report, start
 
+    told = on_finish.parsed(after.on_finish)
     prepared = start.prepare(request, running=True)
+    folder = prepared.folder
+    found = prepared.findings
+    if after.before is not None:
+        found = (*found, *start.differences(prepared, after.before))
     if format is Format.text:
-        report.findings(prepared.findings)
-        report.beginning(prepared.plan, prepared.folder.console(prepared.attempt))
-    ended = start.run(prepared)
-    verdict = start.finish(prepared.folder)
-    code = start.exit_code(ended, verdict, allow_unproven=allow_unproven)
+        report.findings(found)
+        report.beginning(prepared.plan, folder.console(prepared.attempt))
+    attempt = start.begin(prepared, on_finish=told, allow_unproven=after.allow_unproven)
+    if after.detach:
+        return _detached(request.stage, folder, found, format)
+    return _until_over(request.stage, folder, attempt, found, format)
+
+
+def _detached(stage: str, folder: RunFolder, found: tuple[Finding, ...], format: Format) -> Exit:
+    from launcher import report, tmux
+
+    session = tmux.opened(folder)
     if format is Format.json:
-        data = {**verdict.as_json(), "run": str(prepared.folder.path)}
-        report.envelope(request.stage, code is Exit.OK, prepared.findings, data)
+        data = {"run": str(folder.path), "session": session}
+        report.envelope(stage, True, found, data)
+        return Exit.OK
+    name = folder.path.name
+    report.say(f"run: {folder.path}")
+    if session is not None:
+        report.say(f"tmux attach -t {session}")
+    report.say(f"launch attach {name}\nlaunch logs {name} -f\nlaunch stop {name}")
+    return Exit.OK
+
+
+def _until_over(
+    command: str, folder: RunFolder, attempt: Attempt, found: tuple[Finding, ...], format: Format,
+    *, forward: bool = True,
+) -> Exit:  # fmt: skip
+    """Look on until an attempt is over, say what came of it."""
+    from launcher import following, report, start
+
+    try:
+        following.until_over(folder, attempt, forward=forward)
+    except following.Detached:
+        if format is Format.json:
+            report.envelope(command, True, found, {"run": str(folder.path), "detached": True})
+        else:
+            report.say(f"the run goes on: launch attach {folder.path.name}")
+        return Exit.OK
+    verdict, code = start.conclusion(folder, attempt)
+    if format is Format.json:
+        data = {**verdict.as_json(), "run": str(folder.path)}
+        report.envelope(command, code is Exit.OK, found, data)
     else:
         report.verdict(verdict)
-        report.say(f"run: {prepared.folder.path}\nreport: {prepared.folder.report}")
+        report.say(f"run: {folder.path}\nreport: {folder.report}")
     return code
 
 
@@ -508,6 +616,90 @@ def report_command(
         if path is not None:
             write(runs, path)
             report.say(f"report: {path}") if format is Format.text else None
+
+
+def _found(name: str) -> RunFolder:
+    """The run of that name. Raises UsageError where there is none, or several."""
+    from launcher import rundir
+
+    folder = rundir.find(name)
+    if folder is None:
+        raise UsageError(_usage("no-such-run", f"there is no run `{name}`", "launch runs"))
+    return folder
+
+
+@app.command("exec", epilog="Example: launch exec runs/20260101T000000Z-sft-demo")
+def exec_command(run: RunName, format: FormatOption = Format.text) -> None:
+    """Start the attempt that waits in a run folder and show it; what tmux and Slurm start."""
+    from launcher import start
+
+    folder = _found(run)
+    attempt = start.resume_keeping(folder)
+    raise typer.Exit(_until_over("exec", folder, attempt, (), format))
+
+
+@app.command(epilog="Example: launch attach last")
+def attach(run: RunName = "last", format: FormatOption = Format.text) -> None:
+    """Show a run that goes on, from anywhere; Ctrl-C leaves it alone."""
+    from launcher import following
+
+    folder = _found(run)
+    attempt = following.newest_attempt(folder)
+    raise typer.Exit(_until_over("attach", folder, attempt, (), format, forward=False))
+
+
+@app.command(epilog="Example: launch logs last -f")
+def logs(
+    run: RunName = "last",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="go on until the end")] = False,
+    lines: Annotated[
+        int | None, typer.Option("--lines", "-n", min=1, help="only the last so many")
+    ] = None,
+    attempt: Annotated[
+        int | None, typer.Option("--attempt", min=1, help="which one; default: the last")
+    ] = None,
+) -> None:
+    """Print what training wrote, as it is."""
+    from launcher import following
+
+    folder = _found(run)
+    number = attempt or max(1, folder.attempts())
+    try:
+        following.print_log(folder, number, last=lines, follow=follow)
+    except FileNotFoundError:
+        message = f"{folder.path.name} has no log of attempt {number}"
+        raise UsageError(_usage("no-such-log", message)) from None
+
+
+@app.command(epilog="Example: launch stop last --after-checkpoint")
+def stop(
+    run: RunName,
+    after_checkpoint: Annotated[
+        bool, typer.Option("--after-checkpoint", help="wait until one more has been saved")
+    ] = False,
+    grace: Annotated[
+        str | None,
+        typer.Option(
+            "--grace", metavar="S,S,S", help="seconds after INT, after TERM, for the rest"
+        ),
+    ] = None,
+    format: FormatOption = Format.text,
+) -> None:
+    """Stop a run: INT, TERM, KILL to every process of it; say what that loses."""
+    from launcher import report, runner, stopping
+
+    folder = _found(run)
+    waits = runner.grace(grace) if grace is not None else None
+    told = stopping.cost(folder)
+    if format is Format.text:
+        report.say(told.line() if not after_checkpoint else "waiting for the next checkpoint")
+    ended = stopping.stop(folder, after_checkpoint=after_checkpoint, waits=waits)
+    told = stopping.cost(folder)
+    if format is Format.json:
+        report.envelope("stop", True, (), {"run": str(folder.path), **told.as_json()})
+    else:
+        how = "stopped" if ended is None or ended.stopped is not None else "was over before that"
+        report.say(f"{folder.path.name}: {how}; {told.line()}")
 
 
 @app.command(epilog="Example: launch runs --format json")

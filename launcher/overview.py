@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import time
 from collections.abc import Mapping
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
-from launcher import process, rundir, runner
+from launcher import checkpoints, process, rundir, runner
 from launcher.rundir import RunFolder
 from launcher.view import Progress, clock
 
-COLUMNS = ("run", "stage", "state", "step", "loss", "tokens/s", "age", "gpus", "output")
+COLUMNS = (
+    "run", "stage", "state", "step", "loss", "tokens/s", "age", "gpus", "checkpoint", "output", "wandb",
+)  # fmt: skip
+_TRACKED = re.compile(rb"View run\b.{0,200}?(https?://[^\s\x1b\"']+)", re.DOTALL)
+_TRACKED_WITHIN = 4 * 2**20
 
 
 def row(folder: RunFolder) -> dict[str, Any]:
@@ -21,7 +27,7 @@ def row(folder: RunFolder) -> dict[str, Any]:
     manifest = rundir.read_manifest(folder)
     plan = manifest.get("plan")
     plan = plan if isinstance(plan, dict) else {}
-    progress = Progress(total=plan.get("steps"), world=_processes(plan))
+    progress = Progress(total=plan.get("steps"), world=processes(manifest))
     last_steps(folder, progress)
     rate = progress.tokens_per_second
     return {
@@ -36,22 +42,51 @@ def row(folder: RunFolder) -> dict[str, Any]:
         "tokens/s": None if rate is None else round(rate),
         "age": age(manifest.get("created")),
         "gpus": plan.get("gpus"),
+        "checkpoint": _saved(manifest),
         "output": manifest.get("output"),
+        "wandb": _tracked(folder, manifest),
     }
 
 
-def _processes(plan: Mapping[str, Any]) -> int:
+def _saved(manifest: Mapping[str, Any]) -> str | None:
+    """How long ago the last checkpoint was written."""
+    output = manifest.get("output")
+    place = Path(output) if isinstance(output, str) else None
+    written = checkpoints.last_written(str(manifest.get("backend")), place)
+    return None if written is None else clock(max(0.0, time.time() - written))
+
+
+def _tracked(folder: RunFolder, manifest: Mapping[str, Any]) -> str | None:
+    """The address of the run at W&B, as it says itself at the beginning of the log."""
+    args = manifest.get("args")
+    given = [args.get(name) for name in ("with_tracking", "report_to")] if args else []
+    values = [one.get("value") for one in given if isinstance(one, dict)]
+    if True not in values and not any("wandb" in str(value) for value in values):
+        return None
+    try:
+        with folder.console(max(1, folder.attempts())).open("rb") as log:
+            found = _TRACKED.search(log.read(_TRACKED_WITHIN))
+    except OSError:
+        return None
+    return found[1].decode(errors="replace") if found else None
+
+
+def processes(manifest: Mapping[str, Any]) -> int:
+    """How many training processes a run has, over all its machines."""
+    plan = manifest.get("plan")
+    plan = plan if isinstance(plan, dict) else {}
     gpus, nodes = plan.get("gpus"), plan.get("nodes")
     return max(1, gpus if isinstance(gpus, int) else 1) * (nodes if isinstance(nodes, int) else 1)
 
 
 def state(folder: RunFolder, progress: Progress | None = None) -> str:
-    """running, finished, failed, stopped, or lost: ended without a record of how.
+    """running, orphaned, finished, failed, stopped, or lost: ended without a record of how.
 
-    Where the launcher did not live to write that record, the last word of rank 0's probe counts.
+    An orphan trains without the process that keeps it. Where that did not live to record the end, the
+    last word of rank 0's probe counts.
     """
     if runner.alive(folder.path, lambda: _marks(int(time.monotonic()))):
-        return "running"
+        return "orphaned" if runner.orphaned(folder) else "running"
     ended = rundir.read_json(folder.exit(max(1, folder.attempts())))
     if ended.get("stopped") is not None:
         return "stopped"

@@ -46,7 +46,7 @@ class Identity:
 
     def here(self) -> bool:
         """Whether it was started on this machine, since it booted."""
-        return self.host == os.uname().nodename and self.boot == boot()
+        return self.host == host() and self.boot == boot()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def identify(pid: int) -> Identity:
     """The identity of a process that is known to be the one meant now."""
     entry = _entry(pid)
     began = None if entry is None else entry.began
-    return Identity(pid=pid, host=os.uname().nodename, boot=boot(), began=began)
+    return Identity(pid=pid, host=host(), boot=boot(), began=began)
 
 
 def identity(data: Mapping[str, object]) -> Identity | None:
@@ -77,6 +77,11 @@ def identity(data: Mapping[str, object]) -> Identity | None:
     return Identity(
         pid=pid, host=str(data.get("host")), boot=read, began=began if isinstance(began, int) else None
     )  # fmt: skip
+
+
+def host() -> str:
+    """The name of this machine."""
+    return os.uname().nodename
 
 
 def boot() -> str | None:

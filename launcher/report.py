@@ -165,7 +165,8 @@ def _number(value: Any) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
-    """Plain columns, as wide as their widest entry."""
+    """Plain columns, as wide as their widest entry; one that is empty all the way is left out."""
+    columns = [c for c in columns if any(row.get(c) is not None for row in rows)]
     shown = [[str(row.get(c) if row.get(c) is not None else "-") for c in columns] for row in rows]
     widths = [max(len(c), *(len(r[i]) for r in shown)) for i, c in enumerate(columns)]
     for cells in [list(columns), *shown]:

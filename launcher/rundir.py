@@ -66,6 +66,31 @@ class RunFolder:
         return self.path / "lock"
 
     @property
+    def start(self) -> Path:
+        """What the keeper of the next attempt starts, environment included; for the owner alone."""
+        return self.path / "start.json"
+
+    @property
+    def stage_file(self) -> Path:
+        """The stage file as it was resolved: what `--repeat` starts."""
+        return self.path / "stage.yaml"
+
+    @property
+    def deepspeed(self) -> Path:
+        """The DeepSpeed config that was used, where it is none that ships."""
+        return self.path / "deepspeed.json"
+
+    @property
+    def stop(self) -> Path:
+        """That, and how, somebody asked for this attempt to be stopped."""
+        return self.path / "stop.json"
+
+    @property
+    def diary(self) -> Path:
+        """What the keeper had to say, and what the command at the end printed."""
+        return self.path / "keeper.log"
+
+    @property
     def report(self) -> Path:
         """The verdict, the plan and the arguments as a page."""
         return self.path / "report.html"
@@ -77,6 +102,10 @@ class RunFolder:
     def exit(self, attempt: int) -> Path:
         """How the attempt ended."""
         return self.path / _numbered("exit", attempt, "json")
+
+    def concluded(self, attempt: int) -> Path:
+        """There once somebody has seen to the end of the attempt."""
+        return self.path / _numbered(".concluded", attempt, "mark")
 
     def attempts(self) -> int:
         """How many attempts have begun; a log that was tidied away still counts."""

@@ -18,14 +18,17 @@ from types import FrameType
 
 from launcher import process, rundir
 from launcher.command import Command
-from launcher.errors import Finding, NotReady
+from launcher.errors import Finding, NotReady, UsageError, brief
 from launcher.rundir import RunFolder
 
 POLL_S = 0.2
 GRACE_S = (20.0, 10.0, 5.0)
 """Seconds that a stop waits before it gets harder: after INT, after TERM, after TERM to the rest."""
+GRACE_VARIABLE = "LAUNCH_GRACE"
+"""Such seconds, as `20,10,5`; fewer numbers change the first ones only."""
 KILLED_S = 10.0
 """Seconds that a killed process may take to be gone: it has memory to give back."""
+Grace = tuple[float, float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,25 @@ class Exit:
     attempt: int
 
 
+def grace(told: str | None) -> Grace:
+    """`20,10,5` as seconds. Raises UsageError where it is none of that."""
+    given = [part.strip() for part in (told or "").split(",")] if told else []
+    try:
+        numbers = [float(part) for part in given]
+    except ValueError:
+        numbers = [-1.0]
+    if len(numbers) > len(GRACE_S) or not all(0 <= number < 1e6 for number in numbers):
+        raise UsageError(
+            Finding(
+                severity="error", layer="launch", code="bad-grace",
+                message=f"`{brief(told)}` is no time to wait",
+                help="seconds after INT, after TERM, and for what is left: --grace 20,10,5",
+            )
+        )  # fmt: skip
+    first, second, third = (*numbers, *GRACE_S[len(numbers) :])
+    return first, second, third
+
+
 def run(
     command: Command,
     folder: RunFolder,
@@ -47,15 +69,19 @@ def run(
     tick: Callable[[], None] | None = None,
     lock: int | None = None,
     held: Sequence[int] = (),
+    *,
+    due: Callable[[Request], bool] = lambda _: True,
+    began: Callable[[], None] | None = None,
 ) -> Exit:
-    """Run to the end; INT and TERM to the launcher stop every process of the run, HUP none.
+    """Run to the end; INT and TERM to this process stop every process of the run, HUP none.
 
-    `tick` is called about five times a second, for display; what it raises ends the display only.
-    `lock` is a file descriptor that the started process holds open as long as it lives. Raises
-    NotReady where the trainer's Python cannot be started at all.
+    So does a `Request` in the run folder, as soon as it is `due`. `tick` is called about five times a
+    second; what it raises ends it alone. `began` is called once the process is there. `lock` is a file
+    descriptor that the started process holds open as long as it lives. Raises NotReady where the
+    trainer's Python cannot be started at all.
     """
     started = rundir.now()
-    stop = _Stop()
+    stop = _Stop(_Requests(folder, attempt, due), grace(os.environ.get(GRACE_VARIABLE)))
     with stop.listening():
         try:
             child = _start(command, folder, attempt, (*held, *(() if lock is None else (lock,))))
@@ -63,9 +89,12 @@ def run(
             _record(folder, _ended(127, None, started, attempt))
             raise NotReady(_not_started(command, error)) from None
         told = {"mark": str(folder.path), "attempt": attempt, "started": started}
+        told["keeper"] = process.identify(os.getpid()).as_json()
         with contextlib.suppress(OSError):
             # a full disk must not take the watch from a training that runs
             rundir.write_json(folder.process, {**process.identify(child.pid).as_json(), **told})
+        if began is not None:
+            began()
         stopped = _watch(child, str(folder.path), stop, tick)
         ended = _ended(child.wait(), stopped, started, attempt)
         _record(folder, ended)
@@ -98,6 +127,18 @@ def _record(folder: RunFolder, ended: Exit) -> None:
         rundir.write_json(folder.exit(ended.attempt), asdict(ended))
 
 
+def recorded(folder: RunFolder, attempt: int) -> Exit | None:
+    """How an attempt ended, as its keeper recorded it; None where nobody lived to do that."""
+    data = rundir.read_json(folder.exit(attempt))
+    code = data.get("returncode")
+    if not isinstance(code, int):
+        return None
+    return Exit(
+        returncode=code, attempt=attempt, signal=data.get("signal"), stopped=data.get("stopped"),
+        started=str(data.get("started")), ended=str(data.get("ended")),
+    )  # fmt: skip
+
+
 def _not_started(command: Command, error: OSError | ValueError) -> Finding:
     reason = error.strerror if isinstance(error, OSError) else str(error)
     return Finding(
@@ -107,12 +148,78 @@ def _not_started(command: Command, error: OSError | ValueError) -> Finding:
     )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """That an attempt be stopped, as a file: whoever asks need not know which process to ask."""
+
+    attempt: int
+    grace: Grace | None = None
+    after_checkpoint: bool = False
+
+    def write(self, folder: RunFolder) -> None:
+        """Leave it where the keeper looks. Raises OSError."""
+        rundir.write_json(folder.stop, {**asdict(self), "asked": rundir.now()})
+
+
+def request(folder: RunFolder) -> Request | None:
+    """What was asked of the run last; None where nothing was, or the file is damaged."""
+    data = rundir.read_json(folder.stop)
+    attempt, seconds = data.get("attempt"), data.get("grace")
+    if not isinstance(attempt, int):
+        return None
+    numbers = [float(s) for s in seconds or () if isinstance(s, int | float) and s >= 0]
+    waits = (numbers[0], numbers[1], numbers[2]) if len(numbers) == len(GRACE_S) else None
+    after = data.get("after_checkpoint") is True
+    return Request(attempt=attempt, grace=waits, after_checkpoint=after)
+
+
+@dataclass(slots=True)
+class _Requests:
+    """Looks for a `Request` to this attempt; reads the file only when it has changed."""
+
+    folder: RunFolder
+    attempt: int
+    due: Callable[[Request], bool]
+    seen: tuple[int, int] | None = None
+    found: Request | None = None
+
+    def now(self) -> Request | None:
+        try:
+            status = self.folder.stop.stat()
+        except OSError:
+            return None
+        if (status.st_mtime_ns, status.st_ino) != self.seen:
+            self.seen = status.st_mtime_ns, status.st_ino
+            self.found = request(self.folder)
+        ours = self.found is not None and self.found.attempt == self.attempt
+        return self.found if ours else None
+
+
 class _Stop:
     """Counts INT and TERM instead of raising in the middle of something; lets HUP pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, requests: _Requests | None = None, waits: Grace | None = None) -> None:
         self.asked: int | None = None
         self.times = 0
+        self.requests = requests
+        self.waits = GRACE_S if waits is None else waits
+
+    def look(self) -> None:
+        """Take in a request from the run folder, where one is due."""
+        told = self.requests.now() if self.requests is not None else None
+        if told is None or (self.asked is None and not self._due(told)):
+            return
+        # upstream handles neither; INT at least shows where it stood
+        self.asked = self.asked or signal.SIGINT
+        self.waits = told.grace or self.waits
+
+    def _due(self, told: Request) -> bool:
+        assert self.requests is not None
+        try:
+            return self.requests.due(told)
+        except Exception:
+            # whatever kept us from looking for a checkpoint: to stop was asked for
+            return True
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.asked = self.asked or number
@@ -140,6 +247,7 @@ def _watch(
 ) -> int | None:
     """Wait for the end; returns the signal by which we were asked to stop, if we were."""
     while child.poll() is None:
+        stop.look()
         if stop.asked is not None:
             _end(child, mark, stop)
             return stop.asked
@@ -157,10 +265,10 @@ def _watch(
 def _end(child: subprocess.Popen[bytes], mark: str, stop: _Stop) -> None:
     """INT or TERM to the group, TERM to everything, then KILL; asked again, it does not wait."""
     _signal_group(child.pid, stop.asked or signal.SIGTERM)
-    _wait(child, GRACE_S[0], lambda: stop.times > 1)
+    _wait(child, 0, stop, 1)
     if child.poll() is None:
         _signal_everything(child.pid, mark, signal.SIGTERM)
-        _wait(child, GRACE_S[1], lambda: stop.times > 2)
+        _wait(child, 1, stop, 2)
     if child.poll() is None:
         _signal_everything(child.pid, mark, signal.SIGKILL)
         child.wait()
@@ -171,7 +279,7 @@ def _end_rest(leader: int, mark: str, stop: _Stop, times: int) -> None:
     """End what outlived the process that was started: no part of any result comes from it."""
     _signal_everything(leader, mark, signal.SIGTERM)
     # asked to stop once more than `times`, it does not wait
-    _vanished(leader, mark, GRACE_S[2], lambda: stop.times > times)
+    _vanished(leader, mark, stop.waits[2], lambda: stop.times > times)
     _signal_everything(leader, mark, signal.SIGKILL)
     _vanished(leader, mark, KILLED_S, lambda: False)
 
@@ -182,9 +290,14 @@ def _vanished(leader: int, mark: str, seconds: float, hurry: Callable[[], bool])
         time.sleep(POLL_S / 4)
 
 
-def _wait(child: subprocess.Popen[bytes], seconds: float, hurry: Callable[[], bool]) -> None:
-    until = time.monotonic() + seconds
-    while child.poll() is None and time.monotonic() < until and not hurry():
+def _wait(child: subprocess.Popen[bytes], which: int, stop: _Stop, times: int) -> None:
+    """Wait as long as the stop allows after its signal `which`, or until asked `times` + 1 times."""
+    begun = time.monotonic()
+    while child.poll() is None and stop.times <= times:
+        # a further request may be in more of a hurry
+        stop.look()
+        if time.monotonic() - begun >= stop.waits[which]:
+            return
         time.sleep(POLL_S / 4)
 
 
@@ -194,9 +307,60 @@ def _signal_everything(leader: int, mark: str, number: int) -> None:
     _signal_group(leader, number)
 
 
+def end_orphans(folder: RunFolder, waits: Grace, attempt: int) -> None:
+    """End the processes of a run that has no keeper: INT, TERM, KILL, as a keeper would; record it."""
+    started = str(rundir.read_json(folder.process).get("started"))
+    last = _end_orphans(folder, waits)
+    if last is not None:
+        _record(folder, _ended(-last, signal.SIGINT, started, attempt))
+
+
+def _end_orphans(folder: RunFolder, waits: Grace) -> int | None:
+    """Returns the signal that was sent last, None where nobody was left to be sent one."""
+    last = None
+    mark = str(rundir.read_json(folder.process).get("mark", folder.path))
+    for number, seconds in zip(
+        (signal.SIGINT, signal.SIGTERM, signal.SIGKILL), (*waits[:2], KILLED_S), strict=True
+    ):
+        leader = _leader(folder)
+        left = process.family(leader, mark)
+        if not left:
+            break
+        last = number
+        process.signal_all(left, number)
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and process.family(_leader(folder), mark):
+            time.sleep(POLL_S / 4)
+    return last
+
+
+def _leader(folder: RunFolder) -> int | None:
+    """The number of the process that was started, as long as it is that process."""
+    told = process.identity(rundir.read_json(folder.process))
+    return told.pid if told is not None and told.lives() else None
+
+
 def _signal_group(group: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
+
+
+def keeper_lives(folder: RunFolder) -> bool:
+    """Whether the process that watches over the attempt that began last still does."""
+    told = keeper_of(folder)
+    return told is not None and told.lives()
+
+
+def orphaned(folder: RunFolder) -> bool:
+    """Whether the keeper that a run had has gone; one of an older launch never had any."""
+    told = keeper_of(folder)
+    return told is not None and not told.lives()
+
+
+def keeper_of(folder: RunFolder) -> process.Identity | None:
+    """The process that watches, or watched, over the attempt that began last."""
+    data = rundir.read_json(folder.process).get("keeper")
+    return process.identity(data) if isinstance(data, dict) else None
 
 
 def alive(folder: Path, marks: Callable[[], frozenset[str]] = process.marks) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from launcher import attempt as attempts
 from launcher import (
     cache_folders,
     caches,
@@ -18,14 +19,18 @@ from launcher import (
     config,
     doctor,
     evidence,
+    keeper,
     machine,
+    manifest,
     measures,
     page,
     plan,
+    repeat,
     rundir,
     runner,
 )  # fmt: skip
 from launcher import stage as stages
+from launcher.attempt import Attempt
 from launcher.command import Command
 from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, NotReady, UsageError, errors
 from launcher.machine import Trainer
@@ -33,7 +38,6 @@ from launcher.plan import Plan
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
 from launcher.upstream import Locator
-from launcher.view import View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,37 +167,91 @@ def _gpus(asked: int | None, stage: stages.Stage) -> int:
     return gpus
 
 
-def run(prepared: Prepared) -> runner.Exit:
-    """Make the run folder, train to the end; raises NotReady where another run holds the place."""
-    folder, attempt, planned = prepared.folder, prepared.attempt, prepared.plan
+def begin(
+    prepared: Prepared, *, on_finish: Sequence[str] = (), allow_unproven: bool = False
+) -> Attempt:
+    """Make the run folder and start the keeper in it; training runs when this returns.
+
+    Raises NotReady where another run holds the place, or where training cannot be started.
+    """
+    folder, number, planned = prepared.folder, prepared.attempt, prepared.plan
+    attempt = Attempt(
+        number=number, argv=prepared.command.argv, env=prepared.command.env,
+        environ=dict(os.environ), cwd=str(prepared.command.cwd), stage=planned.stage.options.stage,
+        backend=planned.stage.options.backend,
+        title=planned.title, total=planned.steps, world=planned.processes, nodes=planned.nodes,
+        output=None if prepared.output is None else str(prepared.output),
+        caches=tuple(one.as_json() for one in prepared.caches),
+        config=str(planned.stage.config.path), on_finish=tuple(on_finish),
+        allow_unproven=allow_unproven,
+    )  # fmt: skip
     try:
-        config_path = planned.stage.config.path
-        with (
-            claim.claimed(folder, attempt, prepared.output) as lock,
-            cache_folders.held(prepared.caches, folder, attempt, config=config_path) as locks,
-        ):
+        with claim.claimed(folder, number, prepared.output) as lock:
             rundir.create(
-                folder,
-                attempt,
-                planned,
-                prepared.command,
-                prepared.trainer,
-                prepared.output,
+                folder, number, planned, prepared.command, prepared.trainer, prepared.output,
                 [one.as_json() for one in prepared.caches],
-            )
-            view = View(
-                planned.title, folder.console(attempt),
-                folder.probe, planned.steps, terminal=sys.stderr.isatty(), world=planned.processes,
             )  # fmt: skip
-            with view.showing():
-                ended = runner.run(prepared.command, folder, attempt, view.tick, lock, locks)
-            # data edited between our look and upstream's: what was kept of them belongs to neither
-            again = caches.derive(planned, prepared.trainer.packages, running=False)
-            cache_folders.discard_spoiled(prepared.caches, again)
-            return ended
+            attempt.write(folder)
+            with contextlib.suppress(OSError):
+                repeat.write_stage_file(planned, folder)
+            _keep(folder, attempt, lock)
     finally:
         # the folder that was reserved, if nothing came of it
         rundir.release(folder)
+    return attempt
+
+
+def differences(prepared: Prepared, old: Mapping[str, Any]) -> tuple[Finding, ...]:
+    """What is not as it was when the run with this manifest began."""
+    cached = [one.as_json() for one in prepared.caches]
+    new = manifest.manifest(
+        prepared.attempt, rundir.now(), prepared.plan, prepared.command, prepared.trainer,
+        prepared.output, cached,
+    )  # fmt: skip
+    return tuple(repeat.differences(old, new))
+
+
+def resume_keeping(folder: RunFolder) -> Attempt:
+    """Start the attempt that waits in a run folder, unless it has begun: what `launch exec` does.
+
+    Raises NotReady where none waits there, or another run holds the place.
+    """
+    attempt = attempts.read(folder)
+    if folder.attempts() < attempt.number:
+        output = None if attempt.output is None else Path(attempt.output)
+        with claim.claimed(folder, attempt.number, output) as lock:
+            _keep(folder, attempt, lock)
+    return attempt
+
+
+def _keep(folder: RunFolder, attempt: Attempt, lock: int | None) -> None:
+    held = tuple(caches.from_json(one) for one in attempt.caches)
+    config_path = None if attempt.config is None else Path(attempt.config)
+    with cache_folders.held(held, folder, attempt.number, config=config_path) as locks:
+        keeper.spawn(folder, attempt.number, (*locks, *(() if lock is None else (lock,))))
+
+
+def discard_spoiled(attempt: Attempt) -> None:
+    """Take away what the run cached of data that were edited between our look and upstream's.
+
+    It belongs neither to what they were nor to what they are.
+    """
+    before = tuple(caches.from_json(one) for one in attempt.caches)
+    cache_folders.discard_spoiled(before, [caches.read_again(one) for one in before])
+
+
+def conclusion(folder: RunFolder, attempt: Attempt) -> tuple[check.Verdict, Exit]:
+    """The verdict and the exit code of an attempt that is over; judged now where nobody has yet."""
+    ended = runner.recorded(folder, attempt.number)
+    try:
+        written = (
+            folder.verdict.stat().st_mtime_ns >= folder.exit(attempt.number).stat().st_mtime_ns
+        )
+    except OSError:
+        written = False
+    told = check.from_json(rundir.read_json(folder.verdict)) if written else None
+    verdict = told or finish(folder)
+    return verdict, exit_code(ended, verdict, allow_unproven=attempt.allow_unproven)
 
 
 def judge_log(path: Path) -> check.Verdict:
@@ -213,16 +271,16 @@ def judge_log(path: Path) -> check.Verdict:
 
 def finish(folder: RunFolder) -> check.Verdict:
     """Judge a run folder; write verdict.json, metrics.jsonl and report.html where that is possible."""
-    manifest = rundir.read_manifest(folder)
+    told = rundir.read_manifest(folder)
     found = evidence.read_run(folder.path)
     # a token that training printed must not get from the log into what is shown and kept
-    judged = redact(check.judge(manifest.get("stage"), manifest.get("expect") or {}, found))
+    judged = redact(check.judge(told.get("stage"), told.get("expect") or {}, found))
     # a read-only or full disk costs these files, not the verdict
     with contextlib.suppress(OSError):
         rundir.write_json(folder.verdict, judged.as_json())
         rows = measures.metrics_rows(found)
         rundir.write_text(folder.metrics, "".join(rundir.json_line(row) for row in rows))
-        rundir.write_text(folder.report, page.render(manifest, judged, found, folder.path))
+        rundir.write_text(folder.report, page.render(told, judged, found, folder.path))
     return judged
 
 

@@ -22,6 +22,8 @@ _TOTAL = re.compile(rb"Total optimization steps = (\d+)|\b\d+/(\d+) \[")
 _END = re.compile(rb"[\r\n]")
 PLAIN_EVERY_S = 5.0
 WINDOW = 20
+CAUGHT_UP = 64 * 2**10
+"""Bytes at the end of a record that are enough to say where a run stands."""
 BACKLOG = 16 * 2**20
 """Bytes of the log that the view reads at most after falling behind a very talkative training."""
 
@@ -108,6 +110,7 @@ class Progress:
         if event.get("event") == "start":
             self.world = int(_number(event.get("world"))) or self.world
             self.step, self.times, self.note, self.exit = 0, [], "loading", None
+            self.loss = self.memory_gib = None
         elif event.get("event") == "step" and isinstance(event.get("step"), int):
             self.step = event["step"]
             loss, memory = event.get("loss"), event.get("allocated_gib")
@@ -162,6 +165,29 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
+def _begin_of(record: Path, attempt: int) -> int:
+    """The offset in rank 0's record from which on it tells of this attempt, or of the end of it."""
+    try:
+        with record.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            offset = max(0, size - CAUGHT_UP)
+            stream.seek(offset)
+            window = stream.read(size - offset)
+    except OSError:
+        return 0
+    # a window without any start is of an attempt that has run for long: ours, unless it has ended
+    begin, place, ours = offset, offset, True
+    for raw in window.splitlines(keepends=True):
+        event = rundir.parse_line(raw)
+        if event.get("event") == "start":
+            ours = event.get("attempt") == attempt
+            begin = place
+        elif event.get("event") == "end" and begin == offset:
+            ours = False
+        place += len(raw)
+    return begin if ours else size
+
+
 class View:
     """Shows progress while something else waits: a live line on a terminal, plain lines elsewhere."""
 
@@ -202,6 +228,13 @@ class View:
                     self.live.stop()
             self.log.close()
             self.events.close()
+
+    def catch_up(self, attempt: int) -> None:
+        """Begin with what this attempt has done so far, were it only the last of it."""
+        self.events.offset = _begin_of(self.events.path, attempt)
+        with contextlib.suppress(OSError):
+            # of a long log only what is new: it is there to tell the number of steps
+            self.log.skip(CAUGHT_UP)
 
     def tick(self) -> None:
         """Take in what is new and show it."""

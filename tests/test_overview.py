@@ -52,9 +52,29 @@ def test_a_row(folder: RunFolder) -> None:
     assert row == {
         "run": folder.path.name, "path": str(folder.path), "stage": "sft", "state": "finished",
         "verdict": "pass", "step": 3, "steps": 10, "loss": 1.2346, "tokens/s": 100, "gpus": 2,
-        "output": "/models/demo",
+        "output": "/models/demo", "checkpoint": None, "wandb": None,
     }  # fmt: skip
     assert set(overview.COLUMNS) <= {*row, "age"}
+
+
+def test_the_last_checkpoint_and_the_tracker(folder: RunFolder, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    for name in ("step_2", "step_10", "step_x", "logs"):
+        (output / name).mkdir(parents=True)
+    hour_ago = time.time() - 3600
+    os.utime(output / "step_10", (hour_ago, hour_ago))
+    os.utime(output / "step_2", (hour_ago - 9999, hour_ago - 9999))
+    tracked = {"with_tracking": {"value": True}}
+    manifest(folder, output=str(output), backend="open_instruct", args=tracked)
+    folder.console(1).write_bytes(
+        "wandb: ⭐️ View project at \x1b[34mhttps://wandb.ai/e/p\x1b[0m\nwandb: 🚀 View run at "
+        "\x1b[34m\x1b[4mhttps://wandb.ai/e/p/runs/abc\x1b[0m\n".encode()
+    )
+    row = overview.row(folder)
+    assert (row["checkpoint"], row["wandb"]) == ("1:00:00", "https://wandb.ai/e/p/runs/abc")
+    manifest(folder, backend="trl", output=str(output), args={})
+    row = overview.row(folder)
+    assert (row["checkpoint"], row["wandb"]) == (None, None)
 
 
 @pytest.mark.parametrize(

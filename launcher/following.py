@@ -1,0 +1,143 @@
+"""Looking on while a run goes its way, from wherever one is: the view, until the run is over.
+
+Nothing that happens here touches the run, but that INT and TERM are handed on where that is wanted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import BinaryIO
+
+from launcher import attempt as attempts
+from launcher import keeper, overview, rundir, runner
+from launcher.attempt import Attempt
+from launcher.errors import NotReady
+from launcher.rundir import RunFolder
+from launcher.view import View
+
+POLL_S = 0.2
+
+
+class Detached(Exception):
+    """Whoever looked on has seen enough; the run goes on."""
+
+
+def until_over(folder: RunFolder, attempt: Attempt, *, forward: bool) -> None:
+    """Show an attempt until it and its keeper are gone.
+
+    With `forward`, INT and TERM stop the run (twice: without waiting); else INT raises Detached. If
+    the keeper was killed, this looks after the orphan: it judges it and calls `--on-finish`.
+    """
+    if not _goes_on(folder):
+        _see_to_the_end(folder, attempt)
+        return
+    view = View(
+        attempt.title, folder.console(attempt.number), folder.probe, attempt.total,
+        terminal=sys.stderr.isatty(), world=attempt.world,
+    )  # fmt: skip
+    view.catch_up(attempt.number)
+    with _signals(folder, forward=forward), view.showing():
+        tick: Callable[[], None] | None = view.tick
+        while _goes_on(folder):
+            if tick is not None:
+                try:
+                    tick()
+                except Exception:
+                    # a terminal that has gone: what it cannot show is in the run folder
+                    tick = None
+            time.sleep(POLL_S)
+    _see_to_the_end(folder, attempt)
+
+
+def _goes_on(folder: RunFolder) -> bool:
+    return runner.keeper_lives(folder) or runner.alive(folder.path)
+
+
+def _see_to_the_end(folder: RunFolder, attempt: Attempt) -> None:
+    """Where the keeper did not live to do that."""
+    began = folder.attempts() >= attempt.number
+    if began and runner.recorded(folder, attempt.number) is None:
+        keeper.conclude(folder, attempt, None)
+
+
+@contextlib.contextmanager
+def _signals(folder: RunFolder, *, forward: bool) -> Iterator[None]:
+    def hand_on(number: int, _frame: FrameType | None) -> None:
+        told = runner.keeper_of(folder)
+        if told is not None and told.lives():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(told.pid, number)
+        elif runner.alive(folder.path):
+            runner.end_orphans(folder, (0, 0, 0), max(1, folder.attempts()))
+
+    def hung_up(_number: int, _frame: FrameType | None) -> None:
+        """The terminal has gone: there is nothing to show any more, and a verdict still to come."""
+
+    wanted: dict[int, Callable[[int, FrameType | None], None]] = {signal.SIGHUP: hung_up}
+    if forward:
+        wanted |= {signal.SIGINT: hand_on, signal.SIGTERM: hand_on}
+    previous = {number: signal.signal(number, handler) for number, handler in wanted.items()}
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Detached from None
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def print_log(folder: RunFolder, number: int, *, last: int | None, follow: bool) -> None:
+    """Write an attempt's console log to stdout as it is: its last lines, all of it, and what comes.
+
+    `last` None is all. Following ends with the run. Raises OSError where there is no such log.
+    """
+    with folder.console(number).open("rb", buffering=0) as log:
+        log.seek(0 if last is None else _tail(log, last))
+        while True:
+            # asked before reading: what was written until then is not missed
+            over = not follow or not _goes_on(folder)
+            while block := log.read(2**20):
+                sys.stdout.buffer.write(block)
+            sys.stdout.buffer.flush()
+            if over:
+                return
+            time.sleep(POLL_S)
+
+
+def _tail(log: BinaryIO, lines: int) -> int:
+    """The offset of the last so many lines; of a line without end, the last 64 MiB at most."""
+    end = log.seek(0, os.SEEK_END)
+    place, found = end, 0
+    while place > max(0, end - 64 * 2**20):
+        begin = max(0, place - 65536)
+        log.seek(begin)
+        block = log.read(place - begin)
+        # the last line's own end is none that begins another
+        for at in range(len(block) - 1, -1, -1):
+            if block[at] == 10 and begin + at != end - 1:
+                found += 1
+                if found == lines:
+                    return begin + at + 1
+        place = begin
+    return place
+
+
+def newest_attempt(folder: RunFolder) -> Attempt:
+    """The attempt that began last, as far as it is known; a run of an older launch has no private file."""
+    with contextlib.suppress(NotReady):
+        return attempts.read(folder)
+    manifest = rundir.read_manifest(folder)
+    plan = manifest.get("plan")
+    steps = plan.get("steps") if isinstance(plan, dict) else None
+    return Attempt(
+        number=max(1, folder.attempts()), argv=(), env={}, environ={}, cwd=str(folder.path),
+        stage=str(manifest.get("stage")), backend=str(manifest.get("backend")),
+        title=folder.path.name, output=manifest.get("output"),
+        total=steps if isinstance(steps, int) else None, world=overview.processes(manifest),
+    )  # fmt: skip

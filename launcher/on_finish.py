@@ -1,0 +1,76 @@
+"""What a user wants done when a run is over: a message, an upload, a pod shut down."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from launcher import overview, process
+from launcher.attempt import Attempt
+from launcher.errors import Finding, UsageError
+from launcher.rundir import RunFolder
+from launcher.view import Progress
+
+
+def parsed(command: str | None) -> tuple[str, ...]:
+    """`--on-finish`'s text as an argv: split like a shell would, and never given to one.
+
+    Raises UsageError where quotes are left open, or nothing is in it.
+    """
+    if command is None:
+        return ()
+    try:
+        words = tuple(shlex.split(command))
+    except ValueError as error:
+        words, why = (), str(error)
+    else:
+        why = "it is empty"
+    if not words:
+        raise UsageError(
+            Finding(
+                severity="error", layer="launch", code="bad-on-finish",
+                message=f"--on-finish holds no command: {why}",
+                help="a program and its arguments in one word: --on-finish 'notify-send done'; for "
+                "pipes and the like name a script",
+            )
+        )  # fmt: skip
+    return words
+
+
+def environment(folder: RunFolder, code: int) -> Mapping[str, str]:
+    """What the command learns of the run."""
+    progress = Progress(total=None)
+    overview.last_steps(folder, progress)
+    return {
+        "LAUNCH_FINISHED": folder.path.name,
+        "LAUNCH_FINISHED_FOLDER": str(folder.path),
+        "LAUNCH_FINISHED_STATE": overview.state(folder, progress),
+        "LAUNCH_FINISHED_VERDICT": str(folder.verdict),
+        "LAUNCH_FINISHED_CODE": str(code),
+    }
+
+
+def call(folder: RunFolder, attempt: Attempt, code: int) -> int | None:
+    """Run the attempt's command to its end; what it prints goes where this process prints.
+
+    Returns its exit code; None where there is no command, or it cannot be started.
+    """
+    if not attempt.on_finish:
+        return None
+    inherited = {**attempt.environ, **environment(folder, code)}
+    # it is no part of the run that is over, nor of one it may start
+    inherited.pop(process.MARK, None)
+    try:
+        done = subprocess.run(
+            attempt.on_finish, env=inherited, cwd=attempt.cwd, stdin=subprocess.DEVNULL, check=False
+        )
+    except (OSError, ValueError) as error:
+        print(f"--on-finish {attempt.on_finish[0]} cannot be started: {error}", file=sys.stderr)
+        return None
+    if done.returncode:
+        shown = f"--on-finish {os.path.basename(attempt.on_finish[0])}"
+        print(f"{shown} ended with {done.returncode}", file=sys.stderr)
+    return done.returncode

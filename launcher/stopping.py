@@ -1,0 +1,123 @@
+"""Stopping a run from anywhere: what it will cost, the request, and waiting for the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher import checkpoints, following, keeper, overview, process, rundir, runner
+from launcher.errors import Finding, NotReady, UsageError
+from launcher.rundir import RunFolder
+from launcher.view import Progress
+
+POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What a stop loses: `step` is the last one done, `saved` the step of the last complete checkpoint."""
+
+    step: int
+    saved: int | None
+    checkpoint: Path | None
+
+    @property
+    def lost(self) -> int:
+        """Optimizer steps that would have to be done again."""
+        return max(0, self.step - (self.saved or 0))
+
+    def line(self) -> str:
+        """In words."""
+        if not self.step:
+            return "no step has been done yet: nothing is lost"
+        if self.checkpoint is None:
+            return f"no checkpoint has been saved: all {self.step} steps are lost"
+        if self.saved is None:
+            return f"the last complete checkpoint is {self.checkpoint.name}; step {self.step} was the last"
+        last = f"the last complete checkpoint is of step {self.saved}"
+        return f"{last}: {self.lost} of {self.step} steps are lost"
+
+    def as_json(self) -> dict[str, Any]:
+        """For `launch stop --format json`."""
+        where = None if self.checkpoint is None else str(self.checkpoint)
+        return {"step": self.step, "saved": self.saved, "checkpoint": where, "lost": self.lost}
+
+
+def cost(folder: RunFolder) -> Cost:
+    """What stopping this run now would lose."""
+    progress = Progress(total=None)
+    overview.last_steps(folder, progress)
+    told = rundir.read_manifest(folder)
+    output = told.get("output")
+    place = Path(output) if isinstance(output, str) else None
+    found = checkpoints.find(str(told.get("backend")), place)
+    last = next((one for one in reversed(found) if one.why_incomplete is None), None)
+    return Cost(
+        step=progress.step, saved=last.number if last is not None and last.kind == "step" else None,
+        checkpoint=None if last is None else last.path,
+    )  # fmt: skip
+
+
+def stop(
+    folder: RunFolder, *, after_checkpoint: bool = False, waits: runner.Grace | None = None,
+    tick: Callable[[], None] = lambda: None,
+) -> runner.Exit | None:  # fmt: skip
+    """Have a run stopped, and wait until every process of it has gone; returns how it ended.
+
+    Asked for twice at once, it is done once. Raises UsageError where it does not run here, NotReady
+    where it runs on another machine or the request cannot be written.
+    """
+    number = max(1, folder.attempts())
+    _require_here(folder)
+    if not runner.alive(folder.path):
+        raise UsageError(_not_running(folder))
+    request = runner.Request(attempt=number, grace=waits, after_checkpoint=after_checkpoint)
+    earlier = runner.request(folder)
+    # one that is in no hurry does not slow down another that is
+    if earlier is None or earlier.attempt != number or waits or not after_checkpoint:
+        try:
+            request.write(folder)
+        except OSError as error:
+            if runner.keeper_lives(folder):
+                raise rundir.not_writable(folder.path, error.strerror) from None
+    while runner.keeper_lives(folder):
+        tick()
+        time.sleep(POLL_S)
+    if runner.alive(folder.path):
+        _end_orphan(folder, number, waits, after_checkpoint)
+    return runner.recorded(folder, number)
+
+
+def _end_orphan(
+    folder: RunFolder, number: int, waits: runner.Grace | None, after_checkpoint: bool
+) -> None:
+    """Its keeper was killed: do what that would have done."""
+    attempt = following.newest_attempt(folder)
+    due = keeper.Due(folder, attempt)
+    request = runner.Request(attempt=number, grace=waits, after_checkpoint=after_checkpoint)
+    while not due.now(request) and runner.alive(folder.path):
+        time.sleep(POLL_S)
+    runner.end_orphans(folder, waits or runner.GRACE_S, number)
+    keeper.conclude(folder, attempt, runner.recorded(folder, number))
+
+
+def _require_here(folder: RunFolder) -> None:
+    told = process.identity(rundir.read_json(folder.process))
+    if told is not None and not told.here() and told.host != process.host():
+        raise NotReady(
+            Finding(
+                severity="error", layer="launch", code="run-is-elsewhere", file=str(folder.path),
+                message=f"{folder.path.name} was started on {told.host}",
+                help=f"stop it there: ssh {told.host} launch stop {folder.path.name}",
+            )
+        )  # fmt: skip
+
+
+def _not_running(folder: RunFolder) -> Finding:
+    return Finding(
+        severity="error", layer="launch", code="not-running", file=str(folder.path),
+        message=f"{folder.path.name} does not run: {overview.state(folder)}", help="launch runs",
+    )  # fmt: skip

@@ -1,0 +1,469 @@
+"""A run and the process that keeps it: started, looked at, stopped, orphaned, told of; by the CLI."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher import attempt as attempts
+from launcher import following, keeper, on_finish, process, rundir, runner, start, tmux, view
+from launcher.attempt import Attempt
+from launcher.errors import NotReady, UsageError
+from launcher.rundir import RunFolder
+
+FAKE = Path(__file__).with_name("fake_trainer.py")
+LAUNCH = (sys.executable, "-m", "launcher.cli")
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A world of its own: runs, state folder, and process numbers of fake trainers, which all end."""
+    monkeypatch.setenv("LAUNCH_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("LAUNCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("LAUNCH_GRACE", "0.5,0.5,0.5")
+    monkeypatch.setenv("FAKE_PIDS", str(tmp_path / "pids"))
+    (tmp_path / "pids").mkdir()
+    yield tmp_path
+    for folder in rundir.known_runs():
+        runner.end_orphans(folder, (0, 0, 0), 1)
+    for entry in (tmp_path / "pids").iterdir():
+        if living(int(entry.read_text())):
+            os.kill(int(entry.read_text()), signal.SIGKILL)
+
+
+def prepared(place: Path, *steps: str, name: str = "a run", **changes: Any) -> RunFolder:
+    """A run folder as a start leaves it, around a fake trainer."""
+    folder = RunFolder(place / "runs" / name)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    rundir.write_json(folder.manifest, {"stage": "sft", "backend": "trl", "plan": {"gpus": 0}})
+    given: dict[str, Any] = {
+        "number": 1, "argv": (sys.executable, "-u", str(FAKE), *steps), "env": {},
+        "environ": dict(os.environ), "cwd": str(place), "stage": "sft", "backend": "trl",
+        "title": "sft fake",
+    }  # fmt: skip
+    Attempt(**{**given, **changes}).write(folder)
+    return folder
+
+
+def launch(*words: str, **settings: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*LAUNCH, *words], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL,
+        **settings,
+    )  # fmt: skip
+
+
+def living(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists() and process.identify(pid).lives()
+
+
+def until(true: Callable[[], object], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+def kept(folder: RunFolder) -> int:
+    """The number of the keeper."""
+    data = rundir.read_json(folder.process)["keeper"]
+    return int(data["pid"])
+
+
+def started(folder: RunFolder) -> Attempt:
+    return start.resume_keeping(folder)
+
+
+def pid_of(place: Path, name: str) -> int:
+    until((place / "pids" / name).exists)
+    return int((place / "pids" / name).read_text())
+
+
+# --- the keeper -----------------------------------------------------------------------------------
+
+
+def test_exec_runs_an_attempt_to_its_end_and_judges_it(place: Path) -> None:
+    folder = prepared(place, "print=3", "exit=0")
+    done = launch("exec", str(folder.path))
+    assert folder.console(1).read_text() == "line 0\nline 1\nline 2\n"
+    assert rundir.read_json(folder.exit(1))["returncode"] == 0
+    assert rundir.read_json(folder.verdict)["stage"] == "sft"
+    assert done.returncode == 1, "nothing was proved"
+    assert "verdict: " in done.stdout
+    assert folder.report.is_file()
+    again = launch("exec", str(folder.path))
+    assert (again.returncode, folder.attempts()) == (1, 1), "what is over is shown, not repeated"
+
+
+def test_the_keeper_outlives_the_launcher(place: Path) -> None:
+    folder = prepared(place, "pid=leader", f"wait={place / 'go'}", "print=2", "exit=3")
+    running = subprocess.Popen(
+        [*LAUNCH, "exec", str(folder.path)], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
+    pid_of(place, "leader")
+    until(folder.process.exists)
+    os.killpg(running.pid, signal.SIGKILL)
+    running.wait()
+    (place / "go").touch()
+    until(folder.verdict.exists)
+    assert rundir.read_json(folder.exit(1))["returncode"] == 3
+    assert folder.console(1).read_text() == "line 0\nline 1\n"
+
+
+@pytest.mark.parametrize("looking", [True, False])
+def test_a_killed_keeper_leaves_an_orphan_that_ends_well(place: Path, looking: bool) -> None:
+    told = place / "told"
+    folder = prepared(
+        place, "pid=leader", f"wait={place / 'go'}", "print=2",
+        on_finish=(sys.executable, "-c", f"open({str(told)!r}, 'a').write('x')"),
+    )  # fmt: skip
+    started(folder)
+    pid_of(place, "leader")
+    viewer = None
+    if looking:
+        viewer = subprocess.Popen([*LAUNCH, "attach", "a run"], stdout=subprocess.PIPE, text=True)
+        time.sleep(1)
+    os.kill(kept(folder), signal.SIGKILL)
+    until(lambda: not runner.keeper_lives(folder))
+    (row,) = json.loads(launch("runs", "--format", "json").stdout)["data"]
+    assert row["state"] == "orphaned"
+    (place / "go").touch()
+    if viewer is not None:
+        viewer.communicate(timeout=30)
+    else:
+        until(lambda: not runner.alive(folder.path))
+        launch("attach", "a run")
+        launch("attach", "a run")
+    assert folder.console(1).read_text() == "line 0\nline 1\n"
+    assert folder.verdict.exists()
+    assert told.read_text() == "x", "told once, however many looked on"
+
+
+def test_what_cannot_be_started_is_said_by_who_asked(place: Path) -> None:
+    folder = prepared(place, argv=("/no/such/python",))
+    done = launch("exec", str(folder.path), "--format", "json")
+    assert done.returncode == 5
+    assert [f["code"] for f in json.loads(done.stdout)["findings"]] == ["not-started"]
+    assert not runner.alive(folder.path)
+
+
+def test_a_keeper_that_breaks_is_no_traceback(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = prepared(place, "exit=0")
+    monkeypatch.setenv("PYTHONHOME", "/nowhere")
+    with pytest.raises(NotReady) as caught:
+        keeper.spawn(folder, 1)
+    assert caught.value.findings[0].code == "no-keeper"
+
+
+def test_a_folder_where_nothing_waits(place: Path) -> None:
+    folder = RunFolder(place / "runs" / "old")
+    folder.path.mkdir(parents=True)
+    rundir.write_json(folder.manifest, {"stage": "sft"})
+    done = launch("exec", "old")
+    assert (done.returncode, "not-prepared" in done.stderr) == (5, True)
+    folder.start.write_text('{"number": 1')
+    assert launch("exec", "old").returncode == 5
+
+
+def test_an_attempt_is_kept_for_its_owner_alone_and_read_back(place: Path) -> None:
+    odd = {"A": "$(no) `sh`;\n'x'", "B": os.fsdecode(b"\xff\xfe"), "HF_TOKEN": "hf_secret"}
+    folder = prepared(place, environ=odd, argv=("a", "ü\n"), cwd=str(place))
+    assert stat.S_IMODE(folder.start.stat().st_mode) == 0o600
+    told = attempts.read(folder)
+    assert (told.environ, told.argv, told.number) == (odd, ("a", "ü\n"), 1)
+    assert not [p for p in folder.path.iterdir() if p != folder.start and b"hf_s" in p.read_bytes()]
+
+
+def test_the_environment_is_that_of_the_start(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTER", "then")
+    folder = prepared(place, "env=OUTER", "env=INNER", "env=LAUNCH_ATTEMPT", env={"INNER": "$(x)"})
+    launch("exec", "a run", env={**os.environ, "OUTER": "now"}, cwd="/")
+    assert folder.console(1).read_text() == "OUTER=then\nINNER=$(x)\nLAUNCH_ATTEMPT=1\n"
+
+
+def test_a_jobs_devices_count_for_more_than_the_shells(place: Path) -> None:
+    here = {"CUDA_VISIBLE_DEVICES": "0,1", "A": "1"}
+    folder = prepared(place, environ=here)
+    told = attempts.read(folder)
+    inside = {"CUDA_VISIBLE_DEVICES": "5", "SLURM_JOB_ID": "7", "A": "2"}
+    assert told.command(inside).env["CUDA_VISIBLE_DEVICES"] == "5"
+    assert told.command(inside).env["A"] == "1"
+    assert told.command({"CUDA_VISIBLE_DEVICES": "5"}).env["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+# --- stop -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("orphan", [False, True])
+@pytest.mark.parametrize("stubborn", ["", "INT", "INT,TERM"])
+def test_stop_ends_every_process(place: Path, orphan: bool, stubborn: str) -> None:
+    steps = [f"ignore={stubborn}"] if stubborn else []
+    folder = prepared(place, *steps, "child=session", "child=group", "pid=leader", "sleep=60")
+    started(folder)
+    leader, child = pid_of(place, "leader"), pid_of(place, "child")
+    if orphan:
+        os.kill(kept(folder), signal.SIGKILL)
+        until(lambda: not runner.keeper_lives(folder))
+    done = launch("stop", "a r", "--format", "json", "--grace", "0.5,0.5,0.5")
+    assert done.returncode == 0, done.stderr
+    assert not living(leader)
+    assert not living(child)
+    assert not process.family(None, str(folder.path))
+    assert rundir.read_json(folder.exit(1))["stopped"] == signal.SIGINT
+    assert json.loads(launch("runs", "--format", "json").stdout)["data"][0]["state"] == "stopped"
+    assert folder.verdict.exists()
+
+
+def test_two_stops_at_once(place: Path) -> None:
+    folder = prepared(place, "ignore=INT", "pid=leader", "sleep=60")
+    started(folder)
+    leader = pid_of(place, "leader")
+    both = [
+        subprocess.Popen([*LAUNCH, "stop", "last"], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    outs = [one.communicate(timeout=30)[0] for one in both]
+    assert [one.returncode for one in both].count(0) >= 1
+    assert all("stopped" in out for out, one in zip(outs, both, strict=True) if not one.returncode)
+    assert not living(leader)
+
+
+def test_what_does_not_run_is_not_stopped(place: Path) -> None:
+    folder = prepared(place, "exit=0")
+    launch("exec", "a run")
+    done = launch("stop", "a run")
+    assert (done.returncode, "not-running" in done.stderr) == (2, True)
+    assert launch("stop", "nobody").returncode == 2
+    assert launch("stop", "a run", "--grace", "soon").returncode == 2
+    assert not folder.stop.exists()
+
+
+def test_a_reused_number_is_never_killed(place: Path) -> None:
+    folder = prepared(place, "exit=0")
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        other = {**process.identify(bystander.pid).as_json(), "began": 1}
+        rundir.write_json(folder.process, {**other, "keeper": other, "mark": str(folder.path)})
+        folder.console(1).touch()
+        assert launch("stop", "a run").returncode == 2
+        runner.end_orphans(folder, (0, 0, 0), 1)
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_a_stop_tells_what_it_loses(place: Path) -> None:
+    folder = prepared(place, "pid=leader", "sleep=60")
+    output = place / "out"
+    rundir.write_json(
+        folder.manifest, {"stage": "sft", "backend": "trl", "output": str(output), "plan": {}}
+    )
+    started(folder)
+    pid_of(place, "leader")
+    folder.probe.mkdir()
+    rows = [{"event": "start", "attempt": 1}, {"event": "step", "step": 37, "loss": 1.0}]
+    (folder.probe / "rank-0.jsonl").write_text("".join(rundir.json_line(row) for row in rows))
+    done = launch("stop", "last")
+    assert "all 37 steps are lost" in done.stdout
+
+
+def test_stopping_somebody_elses_machine_is_refused(place: Path) -> None:
+    folder = prepared(place, "exit=0")
+    told = {"pid": 1, "began": 1, "boot": "x", "host": "another-machine"}
+    rundir.write_json(folder.process, told)
+    done = launch("stop", "a run")
+    assert (done.returncode, "another-machine" in done.stderr) == (5, True)
+
+
+# --- looking on -----------------------------------------------------------------------------------
+
+
+def test_attach_follows_to_the_end_and_leaves_alone(place: Path) -> None:
+    folder = prepared(place, "pid=leader", f"wait={place / 'go'}", "exit=0")
+    started(folder)
+    leader = pid_of(place, "leader")
+    looking = subprocess.Popen(
+        [*LAUNCH, "attach"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    time.sleep(1.5)
+    looking.send_signal(signal.SIGINT)
+    out, _ = looking.communicate(timeout=20)
+    assert (looking.returncode, "goes on" in out) == (0, True)
+    assert living(leader)
+    again = subprocess.Popen([*LAUNCH, "attach", "a run"], stdout=subprocess.PIPE, text=True)
+    time.sleep(0.5)
+    (place / "go").touch()
+    assert "verdict: " in again.communicate(timeout=30)[0]
+
+
+def test_a_second_terminal_signal_is_handed_on(place: Path) -> None:
+    folder = prepared(place, "ignore=INT,TERM", "pid=leader", "sleep=60")
+    running = subprocess.Popen(
+        [*LAUNCH, "exec", str(folder.path)], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "LAUNCH_GRACE": "60,60,1"},
+    )  # fmt: skip
+    pid_of(place, "leader")
+    until(folder.process.exists)
+    for _ in range(3):
+        running.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+    running.communicate(timeout=20)
+    assert running.returncode == 130
+    assert rundir.read_json(folder.exit(1))["signal"] == signal.SIGKILL
+
+
+def test_logs_are_printed_as_they_are(place: Path) -> None:
+    folder = prepared(place, "exit=0")
+    raw = b"one\ntwo\xff\n\x1b[31mthree\rfour\nfive"
+    folder.console(1).write_bytes(raw)
+
+    def printed(*words: str) -> bytes:
+        return subprocess.run([*LAUNCH, "logs", *words], capture_output=True, check=True).stdout
+
+    assert printed("a run") == raw
+    assert printed("a run", "-n", "1") == b"five"
+    assert printed("a run", "-n", "2") == b"\x1b[31mthree\rfour\nfive"
+    assert printed("a run", "-n", "99") == raw
+    folder.console(1).write_bytes(b"x" * 200_000 + b"\n" + b"y" * 70_000 + b"\n")
+    assert printed("a run", "-n", "1") == b"y" * 70_000 + b"\n"
+    assert launch("logs", "a run", "--attempt", "7").returncode == 2
+
+
+def test_following_a_log_ends_with_the_run(place: Path) -> None:
+    folder = prepared(place, "print=2", "pid=leader", f"wait={place / 'go'}", "print=3")
+    started(folder)
+    pid_of(place, "leader")
+    reading = subprocess.Popen([*LAUNCH, "logs", "-f"], stdout=subprocess.PIPE, text=True)
+    time.sleep(0.5)
+    (place / "go").touch()
+    out, _ = reading.communicate(timeout=30)
+    assert out == "line 0\nline 1\nline 0\nline 1\nline 2\n"
+
+
+@pytest.mark.parametrize(
+    ("rows", "step"),
+    [
+        ([{"event": "start", "attempt": 2}, {"event": "step", "step": 5}], 5),
+        ([{"event": "start", "attempt": 1}, {"event": "step", "step": 9}, {"event": "end"}], 0),
+        ([{"event": "start", "attempt": 1}, {"event": "step", "step": 9}], 0),
+        ([{"event": "step", "step": 9}], 9),
+        ([{"event": "step", "step": 9}, {"event": "end"}], 0),
+        (
+            [
+                {"event": "step", "step": 9}, {"event": "end"}, {"event": "start", "attempt": 2},
+                {"event": "step", "step": 3},
+            ],
+            3,
+        ),
+        ([], 0),
+    ],
+)  # fmt: skip
+def test_the_view_picks_up_this_attempt_alone(
+    place: Path, rows: list[dict[str, Any]], step: int
+) -> None:
+    folder = prepared(place)
+    folder.probe.mkdir()
+    (folder.probe / "rank-0.jsonl").write_text("".join(rundir.json_line(row) for row in rows))
+    seen = view.View("t", folder.console(2), folder.probe, None, terminal=False)
+    seen.catch_up(2)
+    seen.take_in()
+    assert seen.progress.step == step
+
+
+# --- told when it is over -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("end", "state"), [("exit=0", "finished"), ("exit=7", "failed")])
+def test_the_command_at_the_end_learns_what_became_of_it(place: Path, end: str, state: str) -> None:
+    script = "import os, json; json.dump(dict(os.environ), open('told.json', 'w')); print('sent')"
+    folder = prepared(place, end, on_finish=(sys.executable, "-c", script))
+    done = launch("exec", "a run", cwd="/")
+    told = json.loads((place / "told.json").read_text())
+    assert told["LAUNCH_FINISHED"] == "a run"
+    assert told["LAUNCH_FINISHED_STATE"] == state
+    assert told["LAUNCH_FINISHED_VERDICT"] == str(folder.verdict)
+    assert int(told["LAUNCH_FINISHED_CODE"]) == done.returncode
+    assert Path(told["LAUNCH_FINISHED_FOLDER"]) == folder.path
+    assert process.MARK not in told
+    assert "sent" in folder.diary.read_text()
+
+
+def test_a_command_at_the_end_that_fails_changes_nothing(place: Path) -> None:
+    folder = prepared(place, "exit=0", on_finish=("/no/such/command", "x"))
+    assert launch("exec", "a run").returncode == 1
+    assert "cannot be started" in folder.diary.read_text()
+
+
+def test_it_is_an_argv_and_no_shell() -> None:
+    words = on_finish.parsed("notify 'a b' $(touch x); `y`")
+    assert words == ("notify", "a b", "$(touch", "x);", "`y`")
+    for wrong in ("", "  ", "say 'it"):
+        with pytest.raises(UsageError):
+            on_finish.parsed(wrong)
+
+
+# --- tmux -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A tmux server of its own."""
+    if shutil.which("tmux") is None:
+        pytest.skip("tmux is not installed")
+    short = Path(f"/tmp/lt-{os.getpid()}")
+    short.mkdir(exist_ok=True)
+    monkeypatch.setenv("TMUX_TMPDIR", str(short))
+    monkeypatch.delenv("TMUX", raising=False)
+    yield
+    subprocess.run(["tmux", "kill-server"], capture_output=True)
+    shutil.rmtree(short, ignore_errors=True)
+
+
+def screen(session: str) -> str:
+    shown = subprocess.run(
+        ["tmux", "capture-pane", "-p", "-t", session], capture_output=True, text=True
+    )
+    return shown.stdout
+
+
+@pytest.mark.usefixtures("server")
+def test_a_session_shows_the_run_and_may_die(place: Path) -> None:
+    name = "20260101T000000Z-sft-v1.5 $(touch pwned) `x` ;\"'ü"
+    folder = prepared(place, "pid=leader", f"wait={place / 'go'}", "print=1", name=name)
+    started(folder)
+    leader = pid_of(place, "leader")
+    session = tmux.opened(folder)
+    assert session is not None
+    until(lambda: "sft fake" in screen(session))
+    subprocess.run(["tmux", "kill-server"], check=True)
+    assert living(leader)
+    (place / "go").touch()
+    until(folder.verdict.exists)
+    assert folder.console(1).read_text() == "line 0\n"
+    assert not list(place.rglob("pwned"))
+
+
+def test_without_tmux_there_is_no_session(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = prepared(place, "exit=0")
+    monkeypatch.setenv("PATH", str(place))
+    assert tmux.opened(folder) is None
+
+
+def test_an_older_run_without_a_private_file_can_be_looked_at(place: Path) -> None:
+    folder = prepared(place, "exit=0")
+    folder.start.unlink()
+    told = following.newest_attempt(folder)
+    assert (told.number, told.stage, told.world) == (1, "sft", 1)

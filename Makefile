@@ -74,6 +74,7 @@ bench: $(VENV)/trl $(VENV)/dev
 	$(BIN)/python benchmarks/fingerprint.py
 	$(BIN)/python benchmarks/check.py
 	$(BIN)/python benchmarks/probe.py
+	$(BIN)/python benchmarks/keeping.py
 
 # rewrites launcher/snapshots from the pinned checkout and the installed packages
 snapshot: $(VENV)/open-instruct

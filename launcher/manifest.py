@@ -40,6 +40,7 @@ def manifest(
         "output": None if output is None else str(output),
         "expect": expectations(plan),
         "plan": plan.as_json(),
+        "tracked": _tracked(plan),
         "args": _resolved(plan),
         "argv": list(command.argv),
         "env": sorted(command.env),
@@ -58,6 +59,12 @@ def manifest(
         "findings": [finding.as_json() for finding in (*stage.findings, *plan.findings)],
     }
     return redact(whole)
+
+
+def _tracked(plan: Plan) -> bool:
+    """Whether the run reports to W&B: open-instruct does with either, whatever else is named."""
+    told = plan.values.get("report_to")
+    return plan.values.get("with_tracking") is True or "wandb" in str(told)
 
 
 def _resolved(plan: Plan) -> dict[str, dict[str, Any]]:

@@ -24,7 +24,7 @@ _TRACKED_WITHIN = 4 * 2**20
 
 def row(folder: RunFolder) -> dict[str, Any]:
     """One run for `launch runs`."""
-    manifest = rundir.read_manifest(folder)
+    manifest = rundir.read_head(folder)
     plan = manifest.get("plan")
     plan = plan if isinstance(plan, dict) else {}
     progress = Progress(total=plan.get("steps"), world=processes(manifest))
@@ -58,10 +58,7 @@ def _saved(manifest: Mapping[str, Any]) -> str | None:
 
 def _tracked(folder: RunFolder, manifest: Mapping[str, Any]) -> str | None:
     """The address of the run at W&B, as it says itself at the beginning of the log."""
-    args = manifest.get("args")
-    given = [args.get(name) for name in ("with_tracking", "report_to")] if args else []
-    values = [one.get("value") for one in given if isinstance(one, dict)]
-    if True not in values and not any("wandb" in str(value) for value in values):
+    if not manifest.get("tracked"):
         return None
     try:
         with folder.console(max(1, folder.attempts())).open("rb") as log:
@@ -104,7 +101,7 @@ def _marks(_second: int) -> frozenset[str]:
     return process.marks()
 
 
-def last_steps(folder: RunFolder, progress: Progress, window: int = 4096) -> None:
+def last_steps(folder: RunFolder, progress: Progress, window: int = 2048) -> None:
     """Fill in the progress from the end of rank 0's record."""
     try:
         with (folder.probe / "rank-0.jsonl").open("rb") as record:

@@ -16,16 +16,20 @@ import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from launcher.command import Command
 from launcher.errors import Finding, NotReady, UsageError
-from launcher.machine import Trainer
-from launcher.manifest import manifest
-from launcher.plan import Plan
 from launcher.redaction import redact
 
+if TYPE_CHECKING:
+    # looking at runs must not pay for importing what starts them
+    from launcher.command import Command
+    from launcher.machine import Trainer
+    from launcher.plan import Plan
+
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+_HEAD = 16384
+_ARGS = b'\n  "args": {'
 _NUMBERED = re.compile(r"(?:console|exit)(?:\.(\d+))?\.(?:log|json)\Z")
 
 
@@ -207,6 +211,8 @@ def create(
 
     Raises NotReady where the folder cannot be written.
     """
+    from launcher.manifest import manifest
+
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
         write_json(
@@ -220,6 +226,17 @@ def create(
 def read_manifest(folder: RunFolder) -> dict[str, Any]:
     """The manifest, or an empty mapping where it is missing or half written."""
     return read_json(folder.manifest)
+
+
+def read_head(folder: RunFolder) -> dict[str, Any]:
+    """What the manifest says before it lists every argument: all that a list of runs needs."""
+    try:
+        with folder.manifest.open("rb") as stream:
+            head, found, _ = stream.read(_HEAD).partition(_ARGS)
+        told = json.loads(head.rstrip().rstrip(b",") + b"}") if found else None
+    except (OSError, ValueError):
+        told = None
+    return told if isinstance(told, dict) else read_manifest(folder)
 
 
 def read_json(path: Path) -> dict[str, Any]:

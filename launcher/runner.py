@@ -7,6 +7,7 @@ nothing is lost and nothing stops when it dies.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -15,11 +16,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from launcher import process, rundir
-from launcher.command import Command
 from launcher.errors import Finding, NotReady, UsageError, brief
 from launcher.rundir import RunFolder
+
+if TYPE_CHECKING:
+    from launcher.command import Command
 
 POLL_S = 0.2
 GRACE_S = (20.0, 10.0, 5.0)
@@ -28,6 +32,9 @@ GRACE_VARIABLE = "LAUNCH_GRACE"
 """Such seconds, as `20,10,5`; fewer numbers change the first ones only."""
 KILLED_S = 10.0
 """Seconds that a killed process may take to be gone: it has memory to give back."""
+RESERVED = 256 * 2**10
+"""Bytes kept free in the run folder, so that a full disk leaves room to record how the run ended."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 Grace = tuple[float, float, float]
 
 
@@ -72,47 +79,122 @@ def run(
     *,
     due: Callable[[Request], bool] = lambda _: True,
     began: Callable[[], None] | None = None,
+    inherited: Mapping[str, str] | None = None,
 ) -> Exit:
     """Run to the end; INT and TERM to this process stop every process of the run, HUP none.
 
     So does a `Request` in the run folder, as soon as it is `due`. `tick` is called about five times a
     second; what it raises ends it alone. `began` is called once the process is there. `lock` is a file
-    descriptor that the started process holds open as long as it lives. Raises NotReady where the
-    trainer's Python cannot be started at all.
+    descriptor that the started process holds open as long as it lives. `inherited` is the environment
+    that the command's own adds to, this process's unless given. Raises NotReady where the trainer's
+    Python cannot be started at all, or the run folder cannot be written.
     """
     started = rundir.now()
+    inherited = os.environ if inherited is None else inherited
     stop = _Stop(_Requests(folder, attempt, due), grace(os.environ.get(GRACE_VARIABLE)))
-    with stop.listening():
-        try:
-            child = _start(command, folder, attempt, (*held, *(() if lock is None else (lock,))))
-        except (OSError, ValueError) as error:
-            _record(folder, _ended(127, None, started, attempt))
-            raise NotReady(_not_started(command, error)) from None
+    with stop.listening(), _Reserve.made(folder) as reserve:
+        with _console(folder, attempt) as console:
+            try:
+                child = _start(
+                    command, folder, attempt, console,
+                    (*held, *(() if lock is None else (lock,))), inherited,
+                )  # fmt: skip
+            except (OSError, ValueError) as error:
+                reserve.write(folder.exit(attempt), asdict(_ended(127, None, started, attempt)))
+                raise NotReady(_not_started(command, error)) from None
         told = {"mark": str(folder.path), "attempt": attempt, "started": started}
         told["keeper"] = process.identify(os.getpid()).as_json()
-        with contextlib.suppress(OSError):
-            # a full disk must not take the watch from a training that runs
-            rundir.write_json(folder.process, {**process.identify(child.pid).as_json(), **told})
+        reserve.write(folder.process, {**process.identify(child.pid).as_json(), **told})
         if began is not None:
             began()
         stopped = _watch(child, str(folder.path), stop, tick)
         ended = _ended(child.wait(), stopped, started, attempt)
-        _record(folder, ended)
+        if ended.returncode and stopped is None:
+            reserve.explain(folder.console(attempt))
+        reserve.write(folder.exit(attempt), asdict(ended))
     return ended
 
 
+@dataclass(slots=True)
+class _Reserve:
+    """Room for the records of a run whose disk becomes full: a file, given up where it is needed."""
+
+    path: Path
+
+    @classmethod
+    @contextlib.contextmanager
+    def made(cls, folder: RunFolder) -> Iterator[_Reserve]:
+        """Raises NotReady where there is no such room to begin with."""
+        reserve = cls(folder.path / ".reserve")
+        try:
+            reserve._fill()
+            yield reserve
+        finally:
+            reserve.release()
+
+    def _fill(self) -> None:
+        try:
+            with self.path.open("wb") as stream:
+                # a hole would keep no room; nor do zeros, on a file system that compresses
+                stream.write(os.urandom(RESERVED))
+        except OSError as error:
+            self.release()
+            raise rundir.not_writable(self.path.parent, error.strerror) from None
+
+    def release(self) -> None:
+        with contextlib.suppress(OSError):
+            self.path.unlink(missing_ok=True)
+
+    def write(self, path: Path, data: Mapping[str, Any]) -> None:
+        """A record, written whole or not at all: a disk that fails must not take the watch with it."""
+        for _ in range(2):
+            try:
+                return rundir.write_json(path, data)
+            except OSError as error:
+                if error.errno not in _FULL:
+                    return
+                self.release()
+
+    def explain(self, console: Path) -> None:
+        """Say in the log that it ends where the disk was full: the training could not."""
+        probing = self.path.with_name(".room")
+        try:
+            probing.write_bytes(b"\0" * 8192)
+        except OSError as error:
+            if error.errno not in _FULL:
+                return
+            self.release()
+            line = f"\nlaunch: no room to write on: {os.strerror(error.errno)}: {console.name}\n"
+            with contextlib.suppress(OSError), console.open("ab") as log:
+                log.write(line.encode())
+        finally:
+            with contextlib.suppress(OSError):
+                probing.unlink(missing_ok=True)
+
+
+def _console(folder: RunFolder, attempt: int) -> BinaryIO:
+    """The log, for the owner alone: a trainer prints what it likes, its environment too."""
+
+    def private(path: str, flags: int) -> int:
+        return os.open(path, flags, 0o600)
+
+    try:
+        return open(folder.console(attempt), "ab", opener=private)  # noqa: SIM115
+    except OSError as error:
+        raise rundir.not_writable(folder.path, error.strerror) from None
+
+
 def _start(
-    command: Command, folder: RunFolder, attempt: int, locks: Sequence[int]
-) -> subprocess.Popen[bytes]:
+    command: Command, folder: RunFolder, attempt: int, console: BinaryIO, locks: Sequence[int],
+    inherited: Mapping[str, str],
+) -> subprocess.Popen[bytes]:  # fmt: skip
     environment = {
-        **os.environ, **command.env, "LAUNCH_ATTEMPT": str(attempt), process.MARK: str(folder.path),
+        **inherited, **command.env, "LAUNCH_ATTEMPT": str(attempt), process.MARK: str(folder.path),
     }  # fmt: skip
-    with folder.console(attempt).open("ab") as console:
-        return subprocess.Popen(
-            command.argv, env=environment, cwd=command.cwd, stdin=subprocess.DEVNULL,
-            stdout=console, stderr=subprocess.STDOUT, start_new_session=True,
-            pass_fds=tuple(locks),
-        )  # fmt: skip
+    return subprocess.Popen(
+        command.argv, env=environment, cwd=command.cwd, stdin=subprocess.DEVNULL,
+        stdout=console, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=tuple(locks),
+    )  # fmt: skip
 
 
 def _ended(code: int, stopped: int | None, started: str, attempt: int) -> Exit:
@@ -246,7 +328,7 @@ def _watch(
     child: subprocess.Popen[bytes], mark: str, stop: _Stop, tick: Callable[[], None] | None
 ) -> int | None:
     """Wait for the end; returns the signal by which we were asked to stop, if we were."""
-    while child.poll() is None:
+    while not _over(child):
         stop.look()
         if stop.asked is not None:
             _end(child, mark, stop)
@@ -262,16 +344,21 @@ def _watch(
     return None
 
 
+def _over(child: subprocess.Popen[bytes]) -> bool:
+    """Whether it has ended; it is left as a zombie, so that nobody else gets its number meanwhile."""
+    return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
 def _end(child: subprocess.Popen[bytes], mark: str, stop: _Stop) -> None:
     """INT or TERM to the group, TERM to everything, then KILL; asked again, it does not wait."""
     _signal_group(child.pid, stop.asked or signal.SIGTERM)
     _wait(child, 0, stop, 1)
-    if child.poll() is None:
+    if not _over(child):
         _signal_everything(child.pid, mark, signal.SIGTERM)
         _wait(child, 1, stop, 2)
-    if child.poll() is None:
+    if not _over(child):
         _signal_everything(child.pid, mark, signal.SIGKILL)
-        child.wait()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     _end_rest(child.pid, mark, stop, stop.times)
 
 
@@ -293,7 +380,7 @@ def _vanished(leader: int, mark: str, seconds: float, hurry: Callable[[], bool])
 def _wait(child: subprocess.Popen[bytes], which: int, stop: _Stop, times: int) -> None:
     """Wait as long as the stop allows after its signal `which`, or until asked `times` + 1 times."""
     begun = time.monotonic()
-    while child.poll() is None and stop.times <= times:
+    while not _over(child) and stop.times <= times:
         # a further request may be in more of a hurry
         stop.look()
         if time.monotonic() - begun >= stop.waits[which]:

@@ -64,8 +64,7 @@ def test_the_last_checkpoint_and_the_tracker(folder: RunFolder, tmp_path: Path) 
     hour_ago = time.time() - 3600
     os.utime(output / "step_10", (hour_ago, hour_ago))
     os.utime(output / "step_2", (hour_ago - 9999, hour_ago - 9999))
-    tracked = {"with_tracking": {"value": True}}
-    manifest(folder, output=str(output), backend="open_instruct", args=tracked)
+    manifest(folder, output=str(output), backend="open_instruct", tracked=True, args={})
     folder.console(1).write_bytes(
         "wandb: ⭐️ View project at \x1b[34mhttps://wandb.ai/e/p\x1b[0m\nwandb: 🚀 View run at "
         "\x1b[34m\x1b[4mhttps://wandb.ai/e/p/runs/abc\x1b[0m\n".encode()

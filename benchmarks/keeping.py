@@ -1,0 +1,141 @@
+"""What keeping and looking at runs costs.
+
+usage: python benchmarks/keeping.py [--json]
+
+`launch runs` over 1,000 run folders (goal: 0.4 s on two idle cores, given as a ratio to importing what it is
+made of); the first line of `launch attach` with 1 GiB in the log (0.5 s); and the share of one core that the
+keeper and a viewer take while training runs: the overhead on its steps beside that of the probe, which
+`benchmarks/probe.py` measures (0.5 % of a step is the limit for both).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from made_runs import made, manifest  # noqa: E402
+
+from launcher import rundir, runner, start  # noqa: E402
+from launcher.attempt import Attempt  # noqa: E402
+from launcher.rundir import RunFolder  # noqa: E402
+
+RUNS, ROUNDS, LOG_GIB = 1_000, 7, 1
+WATCHED_S = 20.0
+LAUNCH = [sys.executable, "-m", "launcher.cli"]
+PADDING = {f"field_{n}": {"value": n, "origin": "default: a.py:1"} for n in range(250)}
+
+
+def seconds(argv: Sequence[str]) -> float:
+    """Wall time of one process."""
+    begun = time.perf_counter()
+    subprocess.run(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
+    return time.perf_counter() - begun
+
+
+def listing(place: Path) -> dict[str, float]:
+    """Medians of listing all runs, and of importing what the command line is made of."""
+    for number in range(RUNS):
+        told = manifest(args=PADDING)
+        made(place / "runs" / f"20260101T{number:06d}Z-sft-x", steps=40, told=told)
+        path = place / "runs" / f"20260101T{number:06d}Z-sft-x" / "run.json"
+        path.write_text(json.dumps(told, indent=2))
+    imports = [sys.executable, "-c", "import typer, rich, yaml"]
+    pairs = [(seconds([*LAUNCH, "runs"]), seconds(imports)) for _ in range(ROUNDS)]
+    listed = statistics.median(pair[0] for pair in pairs)
+    base = statistics.median(pair[1] for pair in pairs)
+    return {"runs_s": listed, "imports_s": base, "runs_to_imports": listed / base}
+
+
+def waiting(place: Path, name: str) -> RunFolder:
+    """A run that does nothing for a while, with a log of a gigabyte."""
+    folder = RunFolder(place / "runs" / name)
+    folder.path.mkdir(parents=True)
+    rundir.write_json(folder.manifest, manifest())
+    Attempt(
+        number=1, argv=(sys.executable, "-c", f"import time; time.sleep({WATCHED_S * 2})"), env={},
+        environ=dict(os.environ), cwd=str(place), stage="sft", backend="trl", title="sft waiting",
+    ).write(folder)  # fmt: skip
+    start.resume_keeping(folder)
+    folder.probe.mkdir()
+    steps = [{"event": "start", "attempt": 1}, {"event": "step", "step": 9, "loss": 1.0}]
+    (folder.probe / "rank-0.jsonl").write_text("".join(map(rundir.json_line, steps)))
+    block = (b"x" * 99 + b"\n") * 10_000
+    with folder.console(1).open("ab") as log:
+        for _ in range(LOG_GIB * 2**30 // len(block)):
+            log.write(block)
+    return folder
+
+
+def first_line(folder: RunFolder) -> float:
+    """Seconds until `launch attach` shows something."""
+    begun = time.perf_counter()
+    looking = subprocess.Popen(
+        [*LAUNCH, "attach", str(folder.path)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+    )
+    assert looking.stderr is not None
+    line = looking.stderr.readline()
+    taken = time.perf_counter() - begun
+    looking.kill()
+    looking.communicate()
+    if b"step 9" not in line:
+        raise SystemExit(f"attach said {line!r}")
+    return taken
+
+
+def cpu(pid: int) -> float:
+    """Seconds of processor time that a process has taken."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def shares(folder: RunFolder) -> dict[str, float]:
+    """The share of one core that keeper and viewer take, over a while."""
+    looking = subprocess.Popen(
+        [*LAUNCH, "attach", str(folder.path)], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
+    time.sleep(2)
+    keeper = runner.keeper_of(folder)
+    assert keeper is not None
+    before = cpu(keeper.pid), cpu(looking.pid)
+    time.sleep(WATCHED_S)
+    after = cpu(keeper.pid), cpu(looking.pid)
+    looking.kill()
+    looking.communicate()
+    return {
+        "keeper_share": (after[0] - before[0]) / WATCHED_S,
+        "viewer_share": (after[1] - before[1]) / WATCHED_S,
+    }
+
+
+def main() -> None:
+    """Measure, print a table or JSON."""
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        os.environ["LAUNCH_RUNS"] = str(place / "runs")
+        os.environ["XDG_STATE_HOME"] = str(place / "state")
+        found = listing(place)
+        folder = waiting(place, "20270101T000000Z-sft-waiting")
+        try:
+            found["attach_first_line_s"] = statistics.median(first_line(folder) for _ in range(3))
+            found |= shares(folder)
+        finally:
+            runner.end_orphans(folder, (0, 0, 0), 1)
+    if "--json" in sys.argv:
+        print(json.dumps(found))
+        return
+    for what, value in found.items():
+        print(f"{what:22} {value:.4f}")
+
+
+if __name__ == "__main__":
+    main()

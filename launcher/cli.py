@@ -246,7 +246,10 @@ def _run(request: Request, format: Format, after: After) -> Exit:
     folder = prepared.folder
     found = prepared.findings
     if after.before is not None:
-        found = (*found, *start.differences(prepared, after.before))
+        differing = start.differences(prepared, after.before)
+        found = (*found, *differing)
+        if format is Format.text and not differing:
+            report.say("repeated: nothing differs here from what the run recorded")
     if format is Format.text:
         report.findings(found)
         report.beginning(prepared.plan, folder.console(prepared.attempt))

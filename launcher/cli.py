@@ -119,6 +119,12 @@ NoProbe = Annotated[
 ]
 
 
+DevicesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--devices", metavar="2,3", help="these GPUs; default: free ones, as many as --gpus"
+    ),
+]
 Detach = Annotated[
     bool,
     typer.Option("--detach", help="come back at once; the run is in a tmux session of its own"),
@@ -179,8 +185,8 @@ def _stage_command(stage: str) -> Callable[..., None]:
         config: StageFile = None, overrides: Overrides = None, gpus: Gpus = None, nodes: Nodes = 1,
         dry_run: DryRun = False, python: Python = None, open_instruct: Checkout = None,
         allow_unpinned: Unpinned = False, allow_unproven: Unproven = False, strict: Strict = False,
-        no_probe: NoProbe = False, detach: Detach = False, on_finish: OnFinish = None,
-        repeat: Repeat = None,
+        no_probe: NoProbe = False, devices: DevicesOption = None, detach: Detach = False,
+        on_finish: OnFinish = None, repeat: Repeat = None,
         format: FormatOption = Format.text,
     ) -> None:  # fmt: skip
         from launcher.start import Request
@@ -196,7 +202,7 @@ def _stage_command(stage: str) -> Callable[..., None]:
         request = Request(
             stage=stage, config=config, overrides=overrides or (), gpus=gpus, nodes=nodes,
             python=python, checkout=open_instruct, allow_unpinned=allow_unpinned, strict=strict,
-            probe=not no_probe,
+            probe=not no_probe, devices=devices,
         )  # fmt: skip
         if dry_run:
             _dry_run(request, format)
@@ -232,7 +238,7 @@ def _dry_run(request: Request, format: Format) -> None:
 
     prepared = start.prepare(request, running=False)
     if format is Format.json:
-        report.envelope(request.stage, True, prepared.findings, prepared.as_json())
+        report.envelope(str(request.stage), True, prepared.findings, prepared.as_json())
     else:
         report.findings(prepared.findings)
         report.dry_run(prepared.plan, prepared.command)
@@ -255,8 +261,8 @@ def _run(request: Request, format: Format, after: After) -> Exit:
         report.beginning(prepared.plan, folder.console(prepared.attempt))
     attempt = start.begin(prepared, on_finish=told, allow_unproven=after.allow_unproven)
     if after.detach:
-        return _detached(request.stage, folder, found, format)
-    return _until_over(request.stage, folder, attempt, found, format)
+        return _detached(str(request.stage), folder, found, format)
+    return _until_over(str(request.stage), folder, attempt, found, format)
 
 
 def _detached(stage: str, folder: RunFolder, found: tuple[Finding, ...], format: Format) -> Exit:
@@ -619,6 +625,45 @@ def report_command(
         if path is not None:
             write(runs, path)
             report.say(f"report: {path}") if format is Format.text else None
+
+
+@app.command(epilog="Example: launch doctor configs/tulu/sft_qwen7b_25pct.yaml --gpus 8")
+def doctor(
+    config: StageFile = None,
+    overrides: Overrides = None,
+    gpus: Gpus = None,
+    devices: DevicesOption = None,
+    python: Python = None,
+    open_instruct: Checkout = None,
+    backend: BackendOption = None,
+    allow_unpinned: Unpinned = False,
+    install: Annotated[
+        bool, typer.Option("--install", help="print what builds the trainer's environment")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="with --install: run it")] = False,
+    format: FormatOption = Format.text,
+) -> None:
+    """Say whether this machine is ready, for a stage file or at all; import what training imports."""
+    from launcher import install as installing
+    from launcher import readiness, report
+
+    asked = readiness.Question(
+        config=config, overrides=overrides or (), gpus=gpus, devices=devices, python=python,
+        checkout=open_instruct, backend=_backend(backend), allow_unpinned=allow_unpinned,
+    )  # fmt: skip
+    told = readiness.examine(asked, importing=not install)
+    if install and yes:
+        installing.run(told.install)
+        told = readiness.examine(asked)
+    if format is Format.json:
+        report.envelope("doctor", told.exit_code is Exit.OK, told.findings, told.as_json())
+    elif install and not yes:
+        report.say("\n".join(step.shell() for step in told.install))
+        raise typer.Exit(Exit.OK)
+    else:
+        report.findings(told.findings)
+        report.say("\n".join(told.lines()))
+    raise typer.Exit(told.exit_code)
 
 
 def _found(name: str) -> RunFolder:

@@ -43,7 +43,7 @@ class Command:
 
 def build(
     plan: Plan, trainer: Trainer, folder: Path, *, environ: Mapping[str, str],
-    caches: Mapping[str, str] | None = None,
+    caches: Mapping[str, str] | None = None, devices: Mapping[str, str] | None = None,
 ) -> Command:  # fmt: skip
     """The `accelerate launch` command of a plan, with the probe as the script it starts.
 
@@ -61,7 +61,11 @@ def build(
     return Command(
         argv=tuple(argv),
         cwd=Path.cwd(),
-        env={**_environment(plan, root, script, folder, environ), **(caches or {})},
+        env={
+            **_environment(plan, root, script, folder, environ),
+            **(caches or {}),
+            **(devices or {}),
+        },
     )
 
 

@@ -1,19 +1,35 @@
-"""Is this machine ready for a plan: what is missing, each with the command that mends it."""
+"""Is this machine ready for a plan: what is missing, each with what mends it.
+
+Before every run only what is cheap is looked at: metadata of packages, files, the driver's answers.
+`launch doctor` also imports what training imports, which costs seconds, and says what it found good.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+import resource
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from launcher import machine
+from launcher import devices as gpus
+from launcher import disk, hardware, imports, install, machine, requirements, rundir
 from launcher import situation as situations
+from launcher.backends import BACKENDS, Backend
 from launcher.backends.context import Context
-from launcher.errors import Finding, NotReady
+from launcher.devices import Devices, Look
+from launcher.errors import Exit, Finding, NotReady, Severity, errors
+from launcher.hardware import Torch
+from launcher.imports import Import, Tried
+from launcher.install import Step
 from launcher.machine import Trainer
 from launcher.plan import Plan
+from launcher.plan import output_folder as output_of
+from launcher.requirements import Declared, Deviation, Wanted
+from launcher.sources import Tree
+from launcher.upstream import Upstream, unpinned
 
 OLDEST = (3, 10)
 # what a switch needs beside the backend's own packages
@@ -24,67 +40,527 @@ _OPTIONAL = {
     "load_in_8bit": "bitsandbytes",
     "dpo_use_paged_optimizer": "bitsandbytes",
 }
+_MODULES = {"flash-attn": "flash_attn", "liger-kernel": "liger_kernel"}
+_SHOWN = 12
 
 
-def require_ready(plan: Plan, trainer: Trainer) -> None:
-    """Raises NotReady with everything that is missing."""
-    found = [
-        *checkout(plan), *interpreter(trainer), *packages(plan, trainer), *devices(plan),
-        *local_files(plan),
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is asked about: a plan, or a backend with some of its stages where there is none.
+
+    `gpus` are those of one machine. `runs` is where run folders go, `output` where the model goes.
+    """
+
+    trainer: Trainer
+    upstream: Upstream
+    stages: tuple[str, ...]
+    gpus: int
+    nodes: int = 1
+    plan: Plan | None = None
+    runs: Path = field(default_factory=rundir.runs_root)
+    output: Path | None = None
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+
+    @property
+    def backend(self) -> Backend:
+        """What differs between the trainers."""
+        return BACKENDS[self.upstream.backend]
+
+    @property
+    def scripts(self) -> tuple[str, ...]:
+        """The entry scripts of the stages."""
+        return tuple(self.backend.STAGES[stage].script for stage in self.stages)
+
+    @property
+    def processes(self) -> int:
+        """Training processes over all machines."""
+        return max(1, self.gpus) * self.nodes
+
+    @cached_property
+    def imports(self) -> tuple[Import, ...]:
+        """What the scripts import of other packages, by their source."""
+        trees: Mapping[str, Tree] = self.upstream.packages
+        found = [one for script in self.scripts for one in imports.of_script(script, trees)]
+        return tuple(dict.fromkeys(found))
+
+    @cached_property
+    def declared(self) -> Declared | None:
+        """What the checkout itself asks for; None where it does not say."""
+        root = self.upstream.root
+        if self.upstream.backend != "open_instruct" or root is None:
+            return None
+        return requirements.of_checkout(root, self.trainer)
+
+    @cached_property
+    def deviations(self) -> tuple[Deviation, ...]:
+        """Where the trainer's environment is not what is asked for."""
+        wanted: list[Wanted] = []
+        python = None
+        if self.declared is not None:
+            wanted += self.declared.packages
+            python = requirements.python_deviation(self.declared, self.trainer)
+        wanted += requirements.of_packages(needed(self), self.trainer)
+        found = requirements.deviations(wanted, self.trainer)
+        return found if python is None else (python, *found)
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One thing that was looked at: its name, what to say of it, and the same for machines."""
+
+    name: str
+    text: str
+    value: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What `launch doctor` answers: what is wrong, what was seen, and what would build the environment."""
+
+    findings: tuple[Finding, ...]
+    facts: tuple[Fact, ...]
+    install: tuple[Step, ...]
+
+    @property
+    def exit_code(self) -> Exit:
+        """5 where something stops a run."""
+        return Exit.NOT_READY if errors(self.findings) else Exit.OK
+
+    def lines(self) -> list[str]:
+        """What was seen, a line each; the findings are shown as those of any command."""
+        width = max((len(fact.name) for fact in self.facts), default=0)
+        return [f"{fact.name:<{width}}  {fact.text}" for fact in self.facts]
+
+    def as_json(self) -> dict[str, Any]:
+        """For the envelope."""
+        return {
+            "ready": self.exit_code is Exit.OK,
+            "facts": {
+                fact.name: fact.text if fact.value is None else fact.value for fact in self.facts
+            },
+            "install": [step.as_json() for step in self.install],
+        }
+
+
+# --- the two questions ----------------------------------------------------------------------------
+
+
+def require_ready(
+    plan: Plan, trainer: Trainer, chosen: Devices | None = None
+) -> tuple[Finding, ...]:
+    """Before a run: raises NotReady with everything that is missing, returns the warnings.
+
+    `chosen` are the GPUs that the run gets; without it they are chosen here, for the answer only.
+    What needs an import is left to training, which imports the same within its first seconds.
+    """
+    subject = of_plan(plan, trainer)
+    if chosen is None:
+        chosen = gpus.choose(plan.gpus, None, gpus.look(subject.environ))
+    found = [*_quick(subject, chosen), *local_files(plan)]
+    if errors(found):
+        raise NotReady(errors(found))
+    return tuple(found)
+
+
+def of_plan(plan: Plan, trainer: Trainer, runs: Path | None = None) -> Subject:
+    """The question whether this machine is ready for a plan."""
+    output = output_of(plan)
+    return Subject(
+        trainer=trainer, upstream=plan.stage.upstream, stages=(plan.stage.options.stage,),
+        gpus=plan.gpus, nodes=plan.nodes, plan=plan, runs=runs or rundir.runs_root(),
+        output=None if output is None else output.absolute(),
+    )  # fmt: skip
+
+
+def examine(
+    subject: Subject, chosen: Devices, *, seen: Look | None = None, importing: bool = True,
+    timeout_s: float = imports.TIMEOUT_S,
+) -> Report:  # fmt: skip
+    """Look at everything, import what training imports, and say what builds the environment.
+
+    Never raises for what is wrong with the machine: it is among the findings.
+    """
+    torch = hardware.torch_of(subject.trainer)
+    cuda = machine.cuda_of_driver() if subject.gpus else None
+    found = list(_quick(subject, chosen, torch, cuda))
+    found += [] if subject.plan is None else local_files(subject.plan)
+    found += _standing(subject)
+    tried = None
+    if importing and subject.trainer.version >= OLDEST:
+        tried = _try(subject, chosen, timeout_s)
+        found = _merged(found, subject, tried)
+    facts = [
+        *_environment(subject, torch, tried), *_cards(chosen, seen, cuda),
+        *_room(subject), *_limits(subject),
     ]  # fmt: skip
-    if found:
-        raise NotReady(found)
+    return Report(
+        findings=tuple(found), facts=tuple(facts),
+        install=install.steps(subject.trainer, subject.backend.EXTRA, gpus=bool(subject.gpus)),
+    )  # fmt: skip
 
 
-def _missing(code: str, message: str, help: str) -> Finding:
-    return Finding(severity="error", layer="launch", code=code, message=message, help=help)
+def _quick(
+    subject: Subject, chosen: Devices, torch: Torch | None = None,
+    cuda: tuple[int, int] | None = None,
+) -> Iterator[Finding]:  # fmt: skip
+    """Everything that costs no import, worst first."""
+    trainer = subject.trainer
+    yield from checkout(subject)
+    yield from interpreter(trainer)
+    yield from packages(subject)
+    yield from chosen.findings
+    if subject.gpus:
+        if chosen.refused and not any(f.code == "gpus-taken" for f in chosen.findings):
+            yield from hardware.driver_fault(subject.gpus)
+        elif not chosen.refused:
+            torch = torch or hardware.torch_of(trainer)
+            cuda = cuda or machine.cuda_of_driver()
+            yield from hardware.driver_and_torch(torch, cuda, trainer)
+        yield from hardware.shared_memory(subject.gpus)
+        yield from hardware.interfaces(subject.processes, subject.environ)
+    yield from hardware.open_files()
+    yield from versions(subject)
+    found = disk.places(subject.plan, subject.output, subject.runs, subject.environ)
+    yield from disk.unwritable(found)
+    if subject.plan is not None:
+        needed = disk.needs(subject.plan, subject.output, subject.environ)
+        yield from disk.too_little(needed, subject.output, found)
+    else:
+        yield from disk.too_little(disk.Needs(), None, found)
 
 
-def checkout(plan: Plan) -> Iterator[Finding]:
+def _said(severity: Severity, code: str, message: str, help: str | None) -> Finding:
+    return Finding(severity=severity, layer="launch", code=code, message=message, help=help)
+
+
+# --- source and interpreter -----------------------------------------------------------------------
+
+
+def checkout(subject: Subject) -> Iterator[Finding]:
     """open-instruct runs from a checkout; the snapshot only validates."""
-    if plan.stage.upstream.root is None and plan.stage.options.backend == "open_instruct":
-        yield _missing(
-            "no-checkout",
+    if subject.upstream.root is None and subject.upstream.backend == "open_instruct":
+        yield _said(
+            "error", "no-checkout",
             "there is no open-instruct checkout (external/open-instruct, /workspace/open-instruct, "
-            "~/open-instruct)",
-            "git submodule update --init external/open-instruct, or --open-instruct PATH",
-        )
+            "~/open-instruct)", f"{_filling()}, or --open-instruct PATH",
+        )  # fmt: skip
+
+
+def _filling() -> str:
+    """The one command that fills the submodule, or gets a checkout without it."""
+    from launcher import pin
+
+    return next(
+        iter(pin.status(None, {}).next), "git submodule update --init external/open-instruct"
+    )
+
+
+def _standing(subject: Subject) -> Iterator[Finding]:
+    """A submodule that is empty while another checkout is used, and a checkout that is not the pin."""
+    if subject.upstream.backend != "open_instruct" or subject.upstream.root is None:
+        return
+    if subject.plan is None:
+        fault = unpinned(subject.upstream, running=True, allowed=False)
+        if fault is not None:
+            yield fault
+    from launcher import pin
+
+    module = pin.status(subject.upstream.root, subject.environ).submodule
+    if module.fill is not None and module.state in {"missing", "empty"}:
+        yield _said(
+            "note", "empty-submodule",
+            f"the submodule {module.path} is {module.state}; {subject.upstream.root} is used", module.fill,
+        )  # fmt: skip
 
 
 def interpreter(trainer: Trainer) -> Iterator[Finding]:
     """The probe and upstream need Python 3.10."""
     if trainer.version < OLDEST:
         version = ".".join(map(str, trainer.version))
-        yield _missing(
-            "old-python",
-            f"{trainer.python} ({trainer.source}) is Python {version}",
+        yield _said(
+            "error", "old-python", f"{trainer.python} ({trainer.source}) is Python {version}",
             f"name Python {'.'.join(map(str, OLDEST))} or later with --python",
-        )
+        )  # fmt: skip
 
 
-def packages(plan: Plan, trainer: Trainer) -> Iterator[Finding]:
-    """Distributions that the trainer's Python lacks."""
-    backend = plan.stage.backend
-    needed = list(backend.NEEDS)
-    if plan.values.get(plan.stage.entry.names.liger):
-        needed.append("liger-kernel")
-    if plan.gpus and backend.NAME == "open_instruct":
+# --- packages -------------------------------------------------------------------------------------
+
+
+def packages(subject: Subject) -> Iterator[Finding]:
+    """Packages that the trainer's Python lacks, by metadata and files: nothing is imported."""
+    read = dict.fromkeys(one.top for one in subject.imports)
+    missing = [imports.distribution(name) for name in imports.lacking(tuple(read), subject.trainer)]
+    missing += [name for name in needed(subject) if _is_missing(name, subject.trainer)]
+    yield from _lacking(subject, missing)
+
+
+def needed(subject: Subject) -> tuple[str, ...]:
+    """The distributions that the backend needs, and those that the plan's switches ask for."""
+    plan = subject.plan
+    wanted = list(subject.backend.NEEDS)
+    if subject.gpus and subject.backend.NAME == "open_instruct":
         # with CUDA and no such package its detection raises (model_utils.py:69)
-        needed.append("flash-attn")
-    own = plan.values.get("zero_stage") is not None
-    if plan.gpus and (own or plan.stage.options.deepspeed is not None):
-        needed.append("deepspeed")
-    needed += [name for key, name in _OPTIONAL.items() if plan.values.get(key) is True]
-    lacking = [name for name in dict.fromkeys(needed) if name not in trainer.packages]
-    if lacking:
-        extra = f"{backend.EXTRA},gpu" if plan.gpus else backend.EXTRA
-        yield _missing(
-            "missing-packages",
-            f"{trainer.python} ({trainer.source}) lacks {', '.join(lacking)}",
-            f"{trainer.python} -m pip install {' '.join(lacking)}; in launch's own folder "
-            f"`pip install -e '.[{extra}]'` installs all it needs; or name another interpreter "
-            "with --python",
+        wanted.append("flash-attn")
+    if plan is not None:
+        if plan.values.get(plan.stage.entry.names.liger):
+            wanted.append("liger-kernel")
+        own = plan.values.get("zero_stage") is not None
+        if plan.gpus and (own or plan.stage.options.deepspeed is not None):
+            wanted.append("deepspeed")
+        wanted += [name for key, name in _OPTIONAL.items() if plan.values.get(key) is True]
+    return tuple(dict.fromkeys(wanted))
+
+
+def _is_missing(name: str, trainer: Trainer) -> bool:
+    known = {theirs: module for module, theirs in imports.DISTRIBUTIONS.items()}
+    module = _MODULES.get(name) or known.get(name) or name.replace("-", "_")
+    return name not in trainer.packages and bool(imports.lacking([module], trainer))
+
+
+def _lacking(subject: Subject, names: Iterable[str]) -> Iterator[Finding]:
+    """One finding a command: most packages come together, some need others to be there first."""
+    trainer = subject.trainer
+    missing = [name for name in dict.fromkeys(names)]
+    texts = {name: _requirement(name, subject) for name in missing}
+    ordinary = [name for name in missing if name not in install.BUILT]
+    for group in (ordinary, *([name] for name in missing if name in install.BUILT)):
+        if not group:
+            continue
+        steps = install.packages(trainer, [texts[name] for name in group])
+        commands = "; then ".join(step.shell() for step in steps)
+        yield _said(
+            "error", "missing-packages",
+            f"{trainer.python} ({trainer.source}) lacks {', '.join(group)}",
+            f"{commands} (`launch doctor --install` has all that `{subject.backend.EXTRA}` needs); or "
+            "name another interpreter with --python",
+        )  # fmt: skip
+
+
+def _requirement(name: str, subject: Subject) -> str:
+    """What to tell pip: the version that launch was tested with, else the one upstream asks for."""
+    tested = install.known().get(name)
+    if tested is not None:
+        return tested
+    declared = subject.declared
+    wanted = () if declared is None else declared.packages
+    return next((one.text for one in wanted if one.name == name), name)
+
+
+def versions(subject: Subject) -> Iterator[Finding]:
+    """Packages here in other versions than upstream, or what it needs, asks for: a warning in all.
+
+    What is missing is an error where it is imported, and of no interest where it is not.
+    """
+    differing = [one for one in subject.deviations if one.found is not None]
+    if not differing:
+        return
+    told = "; ".join(_by_origin(differing))
+    known = install.known()
+    untested = [
+        known[one.name]
+        for one in differing
+        if one.name in known and not requirements.satisfied(known[one.name], one.found or "")
+    ]
+    steps = install.packages(subject.trainer, untested) if untested else ()
+    yield _said(
+        "warning", "other-requirements",
+        f"{subject.trainer.python} differs from what is asked for: {told}",
+        "; then ".join(step.shell() for step in steps)
+        or "nothing to do where everything imports, which `launch doctor` tries",
+    )  # fmt: skip
+
+
+def _by_origin(found: Sequence[Deviation]) -> Iterator[str]:
+    for by in dict.fromkeys(one.by for one in found):
+        own = [one.text for one in found if one.by == by]
+        more = f" and {len(own) - _SHOWN} more" if len(own) > _SHOWN else ""
+        yield f"{', '.join(own[:_SHOWN])}{more}, by {by}"
+
+
+# --- imports --------------------------------------------------------------------------------------
+
+
+def _try(subject: Subject, chosen: Devices, timeout_s: float) -> Tried:
+    """Import everything that the stages import, and last the scripts themselves."""
+    root, trainer = subject.upstream.root, subject.trainer
+    wanted = list(subject.imports)
+    for name in needed(subject):
+        module = _MODULES.get(name)
+        if module is not None:
+            wanted.append(Import(module, (), "an option of the stage", 0))
+    if subject.upstream.backend != "open_instruct":
+        trees: Mapping[str, Tree] = subject.upstream.packages
+        wanted += [one for script in subject.scripts for one in imports.lazy(script, trees)]
+    if not wanted:
+        # no source to be read: what is known of it
+        known = {theirs: module for module, theirs in imports.DISTRIBUTIONS.items()}
+        wanted = [
+            Import(known.get(name, name.replace("-", "_")), (), "the backend's packages", 0)
+            for name in subject.backend.NEEDS
+        ]
+    elif root is not None and subject.upstream.backend == "open_instruct":
+        for script in subject.scripts:
+            wanted.append(Import(script.removesuffix(".py").replace("/", "."), (), script, 0))
+    environ = {**subject.environ, **(chosen.env() if subject.gpus and not chosen.refused else {})}
+    if not subject.gpus:
+        environ["CUDA_VISIBLE_DEVICES"] = ""
+    paths: tuple[Path, ...] = ()
+    if root is not None and subject.upstream.backend == "open_instruct":
+        before = environ.get("PYTHONPATH")
+        environ["PYTHONPATH"] = f"{root}{os.pathsep}{before}" if before else str(root)
+        # importing litellm would otherwise ask the network for model prices
+        environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+        paths = tuple(dict.fromkeys((root / script).parent for script in subject.scripts))
+    return imports.attempted(
+        wanted, trainer, paths=paths, environ=environ, timeout_s=timeout_s, cuda=bool(subject.gpus)
+    )
+
+
+def _merged(found: list[Finding], subject: Subject, tried: Tried) -> list[Finding]:
+    """The findings with what importing taught: what it misses too, and what is there and fails."""
+    missing = [imports.distribution(one.missing) for one in tried.failures if one.missing]
+    before = [finding for finding in found if finding.code == "missing-packages"]
+    named = {name for one in before for name in one.message.partition(" lacks ")[2].split(", ")}
+    more = list(_lacking(subject, [name for name in missing if name not in named]))
+    broken = [one for one in tried.failures if one.missing is None]
+    told = [*more, *(_import_error(one, subject) for one in broken), *_cuda(subject, tried)]
+    if tried.fault is not None:
+        python = subject.trainer.python
+        message = f"{python} could not be asked to import anything: {tried.fault}"
+        told.append(_said("error", "no-python", message, "name another interpreter with --python"))
+    place = found.index(before[-1]) + 1 if before else 0
+    return [*found[:place], *told, *found[place:]]
+
+
+def _import_error(failure: imports.Failure, subject: Subject) -> Finding:
+    """A package that is there and cannot be imported: what it said itself, and where."""
+    wanted, trainer = failure.wanted, subject.trainer
+    name = imports.distribution(wanted.top)
+    version = trainer.packages.get(name)
+    asked = f" ({wanted.file}:{wanted.line} imports it)" if wanted.line else ""
+    what = f"`{wanted.module}`" + (f" ({name} {version})" if version else "")
+    steps = install.packages(trainer, [_requirement(name, subject)])
+    pip = steps[-1].shell().replace(" install ", " install --force-reinstall --no-deps ", 1)
+    own = wanted.top in subject.backend.PACKAGES and subject.upstream.backend == "open_instruct"
+    return Finding(
+        severity="error", layer="launch", code="import-error",
+        message=f"importing {what} fails{asked}: {failure.error}: {failure.message}",
+        file=failure.file, line=failure.line,
+        help="the file named is where it was raised: a version that does not fit"
+        if own
+        else f"it is installed and does not work here; {pip} installs it anew",
+    )  # fmt: skip
+
+
+def _cuda(subject: Subject, tried: Tried) -> Iterator[Finding]:
+    told = tried.cuda
+    if not subject.gpus or told is None or told.get("cuda") is None:
+        return
+    fault = told.get("error")
+    if fault is None and told.get("count", 0) >= subject.gpus:
+        return
+    what = fault or f"it sees {told.get('count')} GPU(s) of {subject.gpus}"
+    yield _said(
+        "error", "cuda-unusable", f"torch {told.get('version')} cannot use the GPUs: {what}",
+        "compare the driver (nvidia-smi) with what this torch is built for; in a container: --gpus all",
+    )  # fmt: skip
+
+
+# --- what was seen --------------------------------------------------------------------------------
+
+
+def _environment(subject: Subject, torch: Torch | None, tried: Tried | None) -> Iterator[Fact]:
+    trainer, source = subject.trainer, subject.upstream
+    version = ".".join(map(str, trainer.version))
+    told = {"path": str(trainer.python), "version": version, "source": trainer.source}
+    yield Fact("python", f"{trainer.python} ({trainer.source}), {version}", told)
+    yield Fact("source", source.describe(), source.as_json())
+    if torch is not None:
+        built = (
+            f"CUDA {torch.cuda}" if torch.cuda else f"ROCm {torch.hip}" if torch.hip else "the CPU"
         )
+        yield Fact(
+            "torch", f"{torch.version}, built for {built}",
+            {"version": torch.version, "cuda": torch.cuda, "hip": torch.hip},
+        )  # fmt: skip
+    if tried is not None:
+        fine = [name for name in tried.modules if name not in tried.failed]
+        yield Fact(
+            "imports", f"{len(fine)} of {len(tried.modules)} packages import",
+            {"fine": fine, "failed": list(tried.failed)},
+        )  # fmt: skip
+    yield Fact("requirements", *_requirements(subject))
+
+
+def _requirements(subject: Subject) -> tuple[str, dict[str, Any]]:
+    declared, found = subject.declared, subject.deviations
+    by = "unknown: no pyproject.toml there"
+    if subject.upstream.backend != "open_instruct":
+        by = "of the installed packages"
+    elif declared is not None:
+        by = f"{len(declared.packages)} of {declared.by}"
+    absent = [one.name for one in found if one.found is None]
+    differing = [one for one in found if one.found is not None]
+    text = f"{by}; {len(differing)} here in another version"
+    text += f", {len(absent)} not installed" if absent else ""
+    return text, {
+        "known": declared is not None or subject.upstream.backend != "open_instruct",
+        "deviating": [one.as_json() for one in differing], "not_installed": absent,
+    }  # fmt: skip
+
+
+def _cards(chosen: Devices, seen: Look | None, cuda: tuple[int, int] | None) -> Iterator[Fact]:
+    if seen is not None and not seen.present:
+        yield Fact("GPUs", "none", [])
+        return
+    if seen is not None:
+        driver = seen.present[0].driver
+        serves = "" if cuda is None else f", CUDA up to {cuda[0]}.{cuda[1]}"
+        yield Fact("driver", f"{driver or 'unknown'}{serves}", {"version": driver, "cuda": cuda})
+        for slot in seen.visible:
+            use = seen.uses.get(slot.id)
+            state = "taken" if slot in chosen.slots else "free"
+            state = f"used by {use.text}" if use is not None else state
+            gpu = slot.gpu
+            text = f"{gpu.name}, {gpu.used_mib} of {gpu.memory_mib} MiB used, {state}"
+            yield Fact(
+                slot.label, text,
+                {
+                    "id": slot.id, "name": gpu.name, "memory_mib": gpu.memory_mib,
+                    "used_mib": gpu.used_mib, "used_by": None if use is None else use.text,
+                },
+            )  # fmt: skip
+    yield Fact("run gets", chosen.visible or chosen.why or "no GPU", chosen.as_json())
+
+
+def _room(subject: Subject) -> Iterator[Fact]:
+    if subject.plan is not None:
+        needed = disk.needs(subject.plan, subject.output, subject.environ)
+        known = needed.likely is not None
+        text = f"up to {disk.sized(needed.likely or 0)}: {disk.described(needed)}"
+        yield Fact(
+            "will write", text if known else "unknown: the model's size is not known from here",
+            needed.as_json(),
+        )  # fmt: skip
+    for place in disk.places(subject.plan, subject.output, subject.runs, subject.environ):
+        told = disk.free(place.path)
+        room = "unknown" if told is None else f"{disk.sized(told[0])} free"
+        value = {"path": str(place.path), "free": None if told is None else told[0]}
+        yield Fact(place.what, f"{place.path}, {room}", value)
+
+
+def _limits(subject: Subject) -> Iterator[Fact]:
+    size, here = hardware.shm_size(), hardware.names()
+    if size is not None:
+        yield Fact("/dev/shm", disk.sized(size), size)
+    if here is not None:
+        yield Fact("network", ", ".join(here) or "no interface", list(here))
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    unlimited = soft == resource.RLIM_INFINITY
+    yield Fact("open files", "unlimited" if unlimited else str(soft), None if unlimited else soft)
+
+
+# --- the plan's own situation ---------------------------------------------------------------------
 
 
 def situation(
@@ -107,19 +583,6 @@ def situation(
     for finding in situations.judged(stage.config, context):
         if finding.severity == "error" or (finding.code, finding.key) not in said:
             yield finding
-
-
-def devices(plan: Plan) -> Iterator[Finding]:
-    """Fewer GPUs to be seen here than asked for."""
-    present = machine.visible_gpus() if plan.gpus else 0
-    if plan.gpus > present:
-        limit = os.environ.get("CUDA_VISIBLE_DEVICES")
-        through = "" if limit is None else f" (CUDA_VISIBLE_DEVICES={limit})"
-        yield _missing(
-            "too-few-gpus",
-            f"{plan.gpus} GPU(s) asked for, {present} here{through}",
-            f"--gpus {present}" if present else "--gpus 0 trains on the CPU",
-        )
 
 
 def local_files(plan: Plan) -> Iterator[Finding]:

@@ -10,46 +10,90 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from launcher.errors import Finding, NotReady
 from launcher.paths import expanded
 
-# Read once in the trainer's interpreter; stdlib only, so that any Python answers it.
+# Read once in the trainer's interpreter; stdlib only, so that any Python answers it. `markers` are
+# the variables that a requirement's condition may name (PEP 508).
 _QUESTION = """
-import importlib.metadata as m, json, sys
+import importlib.metadata as m, json, os, platform, sys
 names = {}
 for d in m.distributions():
     n = d.metadata and d.metadata["Name"]
     if n:
         names.setdefault(n.lower().replace("_", "-").replace(".", "-"), d.version)
-print(json.dumps({"version": list(sys.version_info[:3]), "path": sys.path, "packages": names}))
+v = platform.python_version()
+markers = {
+    "implementation_name": sys.implementation.name, "implementation_version": v,
+    "os_name": os.name, "platform_machine": platform.machine(),
+    "platform_python_implementation": platform.python_implementation(),
+    "platform_release": platform.release(), "platform_system": platform.system(),
+    "platform_version": platform.version(), "python_full_version": v,
+    "python_version": ".".join(v.split(".")[:2]), "sys_platform": sys.platform,
+}
+print(json.dumps({"version": list(sys.version_info[:3]), "path": sys.path, "packages": names,
+                  "markers": markers, "own": sys.prefix != sys.base_prefix}))
 """
 
-
-_GPU = re.compile(r"\s*(\d+), (.+), (\[?[\w/ ]+\]?), (\[?[\w/ ]+\]?)\s*\Z")
+_CARD = (
+    "index",
+    "uuid",
+    "name",
+    "memory.total",
+    "memory.used",
+    "driver_version",
+    "mig.mode.current",
+)
+_CUDA = re.compile(r"CUDA(?: UMD)? Version\s*:\s*(\d+)\.(\d+)")
+_MIG = re.compile(r"\s+MIG .*\(UUID: (MIG-[\w/-]+)\)")
+_WHOLE = re.compile(r"GPU \d+: .*\(UUID: (GPU-[\w-]+)\)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One NVIDIA GPU as `nvidia-smi` tells it; memory in MiB."""
+    """One NVIDIA GPU as `nvidia-smi` tells it; memory in MiB, 0 where it is not told.
+
+    `index` is nvidia-smi's: the place on the PCI bus. `mig` are the ids of its instances; None where
+    it is not divided.
+    """
 
     index: int
+    uuid: str
     name: str
     memory_mib: int
     used_mib: int
+    driver: str = ""
+    mig: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuProcess:
+    """A process that computes on a GPU; `used_mib` is 0 where it is not told."""
+
+    uuid: str
+    pid: int
+    used_mib: int
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
-    """The Python that training runs under, and what is installed there."""
+    """The Python that training runs under, and what is installed there.
+
+    `packages` are versions by normalised name; `markers` what a requirement's condition may ask.
+    `own` is whether it is a virtual environment.
+    """
 
     python: Path
     source: str
     version: tuple[int, ...] = ()
     path: tuple[Path, ...] = ()
     packages: Mapping[str, str] = field(default_factory=dict)
+    markers: Mapping[str, str] = field(default_factory=dict)
+    own: bool = False
 
 
 def run(
@@ -68,38 +112,89 @@ def run(
 
 def gpus() -> tuple[Gpu, ...]:
     """The GPUs of this machine; empty where there is no driver."""
-    if shutil.which("nvidia-smi") is None:
-        return ()
-    query = "--query-gpu=index,name,memory.total,memory.used"
-    # eight cards without persistence mode take ten seconds and more to answer
-    listed = run(["nvidia-smi", query, "--format=csv,noheader,nounits"], timeout_s=60) or ""
-    found = (_GPU.match(line) for line in listed.splitlines())
+    cards = [_card(line) for line in _smi(f"--query-gpu={','.join(_CARD)}").splitlines()]
+    found = [card for card in cards if card is not None]
+    if any(card.mig is not None for card in found):
+        inside = _instances()
+        found = [
+            replace(card, mig=inside.get(card.uuid, ())) if card.mig is not None else card
+            for card in found
+        ]
+    return tuple(found)
+
+
+def gpu_processes() -> tuple[GpuProcess, ...]:
+    """Who computes on the GPUs, as far as it may be seen: a container does not see the others'."""
+    listed = _smi("--query-compute-apps=gpu_uuid,pid,used_memory,process_name")
     return tuple(
-        Gpu(index=int(m[1]), name=m[2], memory_mib=_mib(m[3]), used_mib=_mib(m[4]))
-        for m in found
-        if m
+        GpuProcess(uuid=words[0], pid=int(words[1]), used_mib=_mib(words[2]), name=words[3])
+        for line in listed.splitlines()
+        if len(words := line.strip().split(", ", 3)) == 4 and words[1].isdecimal()
     )
+
+
+def cuda_of_driver() -> tuple[int, int] | None:
+    """The newest CUDA version that the driver serves; None where it does not say."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    found = _CUDA.search(run(["nvidia-smi"], timeout_s=60) or "")
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+def _smi(query: str) -> str:
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    # eight cards without persistence mode take ten seconds and more to answer
+    return run(["nvidia-smi", query, "--format=csv,noheader,nounits"], timeout_s=60) or ""
+
+
+def _card(line: str) -> Gpu | None:
+    """One line of the answer; None for whatever else is printed there."""
+    head, _, rest = line.strip().partition(", ")
+    uuid, _, rest = rest.partition(", ")
+    # a name may hold commas itself
+    words = rest.rsplit(", ", 4)
+    if not head.isdecimal() or len(words) != 5:
+        return None
+    name, memory, used, driver, divided = words
+    return Gpu(
+        index=int(head), uuid=uuid, name=name, memory_mib=_mib(memory), used_mib=_mib(used),
+        driver=driver, mig=() if divided == "Enabled" else None,
+    )  # fmt: skip
+
+
+def _instances() -> dict[str, tuple[str, ...]]:
+    """The ids of the instances of each divided GPU."""
+    found: dict[str, tuple[str, ...]] = {}
+    last = ""
+    for line in (run(["nvidia-smi", "-L"], timeout_s=60) or "").splitlines():
+        if whole := _WHOLE.match(line):
+            last = whole[1]
+        elif part := _MIG.match(line):
+            found[last] = (*found.get(last, ()), part[1])
+    return found
 
 
 def _mib(text: str) -> int:
     # a card that shares the host's memory answers [N/A]
-    return int(text) if text.isdigit() else 0
+    return int(text) if text.isdecimal() else 0
 
 
-def visible_gpus(environ: Mapping[str, str] | None = None) -> int:
-    """How many GPUs training would see: those of this machine that CUDA_VISIBLE_DEVICES leaves."""
-    environ = os.environ if environ is None else environ
-    present = len(gpus())
-    listed = environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is None or not present:
-        return present
-    count = 0
-    for name in (entry.strip() for entry in listed.split(",")):
-        # CUDA ignores the first invalid entry and all that follow
-        if not name or name.startswith("-") or (name.isdigit() and int(name) >= present):
-            break
-        count += 1
-    return count
+def gpu_fault() -> str | None:
+    """What nvidia-smi itself complains of, in one line; None where it answers, or is not there."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, errors="replace",
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
+    if done.returncode == 0 and "GPU 0" in done.stdout:
+        return None
+    told = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
+    return told[0] if told else f"exit code {done.returncode}"
 
 
 def git_version(root: Path, below: str = ".") -> str | None:
@@ -162,6 +257,8 @@ def ask_trainer(python: Path, source: str) -> Trainer:
         version=tuple(told["version"]),
         path=tuple(Path(entry) for entry in told["path"] if entry),
         packages=told["packages"],
+        markers=told["markers"],
+        own=told["own"],
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from launcher import machine
 from launcher.command import Command, expectations
+from launcher.errors import Finding
 from launcher.machine import Trainer
 from launcher.plan import Plan
 from launcher.redaction import redact
@@ -22,6 +24,9 @@ def manifest(
     trainer: Trainer,
     output: Path | None,
     caches: list[dict[str, Any]] | None = None,
+    *,
+    devices: dict[str, Any] | None = None,
+    warnings: Sequence[Finding] = (),
 ) -> dict[str, Any]:
     """Every resolved field with who set it, the plan, the command and the versions of everything.
 
@@ -56,7 +61,8 @@ def manifest(
             "packages": dict(sorted(trainer.packages.items())),
         },
         "machine": machine.describe(),
-        "findings": [finding.as_json() for finding in (*stage.findings, *plan.findings)],
+        "devices": devices,
+        "findings": [finding.as_json() for finding in (*stage.findings, *plan.findings, *warnings)],
     }
     return redact(whole)
 

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -205,7 +205,8 @@ def _newest_first(root: Path) -> Iterator[RunFolder]:
 
 def create(
     folder: RunFolder, attempt: int, plan: Plan, command: Command, trainer: Trainer,
-    output: Path | None, caches: list[dict[str, Any]] | None = None,
+    output: Path | None, caches: list[dict[str, Any]] | None = None, *,
+    devices: dict[str, Any] | None = None, warnings: Sequence[Finding] = (),
 ) -> None:  # fmt: skip
     """Make the folder, write the manifest, enter the run in the index.
 
@@ -215,9 +216,11 @@ def create(
 
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
-        write_json(
-            folder.manifest, manifest(attempt, now(), plan, command, trainer, output, caches)
-        )
+        told = manifest(
+            attempt, now(), plan, command, trainer, output, caches, devices=devices,
+            warnings=warnings,
+        )  # fmt: skip
+        write_json(folder.manifest, told)
     except OSError as error:
         raise not_writable(folder.path, error.strerror) from None
     _enter_in_index(folder)

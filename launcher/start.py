@@ -17,6 +17,7 @@ from launcher import (
     claim,
     command,
     config,
+    devices,
     doctor,
     evidence,
     keeper,
@@ -32,6 +33,7 @@ from launcher import (
 from launcher import stage as stages
 from launcher.attempt import Attempt
 from launcher.command import Command
+from launcher.devices import Devices, Look
 from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, NotReady, UsageError, errors
 from launcher.machine import Trainer
 from launcher.plan import Plan
@@ -42,9 +44,9 @@ from launcher.upstream import Locator
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One command line: which stage, from which file, on what."""
+    """One command line: which stage (None: as the file says), from which file, on what."""
 
-    stage: str
+    stage: str | None
     config: Path
     overrides: Sequence[str] = ()
     gpus: int | None = None
@@ -54,6 +56,7 @@ class Request:
     allow_unpinned: bool = False
     strict: bool = False
     probe: bool = True
+    devices: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +70,13 @@ class Prepared:
     attempt: int
     output: Path | None
     caches: tuple[caches.Cache, ...] = ()
+    devices: Devices | None = None
+    warnings: tuple[Finding, ...] = ()
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Warnings and notes of validation and planning."""
-        return (*self.plan.stage.findings, *self.plan.findings)
+        """Warnings and notes of validation, of planning, and about this machine."""
+        return (*self.plan.stage.findings, *self.plan.findings, *self.warnings)
 
     def as_json(self) -> dict[str, object]:
         """What a dry run answers, tokens taken out."""
@@ -87,11 +92,23 @@ class Prepared:
         }
 
 
-def prepare(request: Request, *, running: bool) -> Prepared:
-    """Load, check, plan; for a run also ask whether the machine is ready for it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A valid stage, the Python that trains it, and the GPUs of this machine that it asks for."""
 
-    Raises InvalidConfig, NotReady or UsageError. Writes nothing but, for a run, its empty folder.
-    """
+    stage: stages.Stage
+    trainer: Trainer
+    gpus: int
+    named: tuple[str, ...] | None
+    seen: Look | None
+
+    def chosen(self) -> Devices:
+        """The GPUs that it would get now; see `devices.choose` for how that is refused."""
+        return devices.choose(self.gpus, self.named, self.seen or devices.look(os.environ))
+
+
+def ask(request: Request, *, running: bool) -> Asked:
+    """Load and judge a stage file. Raises InvalidConfig, NotReady or UsageError."""
     loaded = config.load(request.config, request.overrides)
     backend, checkout = stages.backend_of(loaded), None
     locator = Locator(checkout=request.checkout, allow_unpinned=request.allow_unpinned)
@@ -103,18 +120,39 @@ def prepare(request: Request, *, running: bool) -> Prepared:
     stage = stages.validate(judged, strict=request.strict)
     if not request.probe:
         stage = replace(stage, options=replace(stage.options, probe=None))
-    gpus = _gpus(request.gpus, stage)
+    named, count = devices.named(request.devices), request.gpus
+    if named is not None and count is None:
+        count = len(named)
+    count = count if count is not None else stage.options.gpus
+    # eight cards can take ten seconds to answer: they are asked only where the answer counts
+    wanted = running or (count is None and backend == "trl")
+    seen = devices.look(os.environ) if wanted else None
+    return Asked(
+        stage=stage, trainer=trainer, gpus=_gpus(count, stage, seen), named=named, seen=seen
+    )
+
+
+def prepare(request: Request, *, running: bool) -> Prepared:
+    """Load, check, plan; for a run also ask whether the machine is ready for it.
+
+    Raises InvalidConfig, NotReady or UsageError. Writes nothing but, for a run, its empty folder.
+    """
+    asked = ask(request, running=running)
+    stage, trainer, gpus = asked.stage, asked.trainer, asked.gpus
+    chosen = asked.chosen() if running else None
+    warnings: tuple[Finding, ...] = ()
     root = rundir.runs_root()
     # what launch derives does not move an output that the stage file names
     given = stage.entry.names.output in stage.args
     named = stage.backend.output_folder(stage.values) if given else None
     output = None if named is None else named.absolute()
-    folder, attempt = rundir.choose(request.stage, stage.name, output, root, reserve=running)
+    folder, attempt = rundir.choose(stage.options.stage, stage.name, output, root, reserve=running)
     try:
         made = plan.make(stage, gpus=gpus, nodes=request.nodes, output=folder.path / "model")
         made = _in_situation(made, trainer, folder if attempt > 1 else None, running=running)
         if running:
-            doctor.require_ready(made, trainer)
+            # about the machine, not the stage file: --strict leaves them warnings
+            warnings = doctor.require_ready(made, trainer, chosen)
         held = caches.derive(made, trainer.packages, running=running)
         made = caches.applied(made, held)
         if running:
@@ -133,11 +171,13 @@ def prepare(request: Request, *, running: bool) -> Prepared:
         folder.path,
         environ=os.environ,
         caches=caches.environment(held),
+        devices=None if chosen is None or not gpus else chosen.env(),
     )
     final = plan.output_folder(made)
     return Prepared(
         plan=made, command=built, trainer=trainer, folder=folder, attempt=attempt,
-        output=None if final is None else final.absolute(), caches=held,
+        output=None if final is None else final.absolute(), caches=held, devices=chosen,
+        warnings=warnings,
     )  # fmt: skip
 
 
@@ -152,11 +192,10 @@ def _in_situation(made: Plan, trainer: Trainer, before: RunFolder | None, *, run
     return replace(made, findings=(*made.findings, *found))
 
 
-def _gpus(asked: int | None, stage: stages.Stage) -> int:
-    """`--gpus`, `num_gpus` of the file, or for TRL whatever single device is here."""
-    gpus = asked if asked is not None else stage.options.gpus
-    if gpus is None and stage.options.backend == "trl":
-        gpus = min(1, machine.visible_gpus())
+def _gpus(gpus: int | None, stage: stages.Stage, seen: Look | None) -> int:
+    """`--gpus`, `--devices` or `num_gpus` of the file, or for TRL whatever single device is here."""
+    if gpus is None and seen is not None and stage.options.backend == "trl":
+        gpus = min(1, len(seen.visible))
     if gpus is None or gpus < 0:
         raise UsageError(
             Finding(
@@ -181,7 +220,7 @@ def begin(
         backend=planned.stage.options.backend,
         title=planned.title, total=planned.steps, world=planned.processes, nodes=planned.nodes,
         output=None if prepared.output is None else str(prepared.output),
-        caches=tuple(one.as_json() for one in prepared.caches),
+        caches=tuple(one.as_json() for one in prepared.caches), devices=_ids(prepared.devices),
         config=str(planned.stage.config.path), on_finish=tuple(on_finish),
         allow_unproven=allow_unproven,
     )  # fmt: skip
@@ -190,11 +229,13 @@ def begin(
             rundir.create(
                 folder, number, planned, prepared.command, prepared.trainer, prepared.output,
                 [one.as_json() for one in prepared.caches],
+                devices=prepared.devices.as_json() if prepared.devices else None,
+                warnings=prepared.warnings,
             )  # fmt: skip
             attempt.write(folder)
             with contextlib.suppress(OSError):
                 repeat.write_stage_file(planned, folder)
-            _keep(folder, attempt, lock)
+            _keep(folder, attempt, lock, prepared.devices or Devices())
     finally:
         # the folder that was reserved, if nothing came of it
         rundir.release(folder)
@@ -220,15 +261,33 @@ def resume_keeping(folder: RunFolder) -> Attempt:
     if folder.attempts() < attempt.number:
         output = None if attempt.output is None else Path(attempt.output)
         with claim.claimed(folder, attempt.number, output) as lock:
-            _keep(folder, attempt, lock)
+            chosen = _again(attempt)
+            if chosen.refused:
+                raise NotReady(errors(chosen.findings))
+            _keep(folder, attempt, lock, chosen)
     return attempt
 
 
-def _keep(folder: RunFolder, attempt: Attempt, lock: int | None) -> None:
+def _ids(chosen: Devices | None) -> tuple[str, ...]:
+    return () if chosen is None else tuple(slot.id for slot in chosen.slots)
+
+
+def _again(attempt: Attempt) -> Devices:
+    """The GPUs that an attempt was given when it was prepared, if they still are to be had."""
+    if not attempt.devices:
+        return Devices()
+    return devices.choose(None, attempt.devices, devices.look(attempt.environ))
+
+
+def _keep(folder: RunFolder, attempt: Attempt, lock: int | None, chosen: Devices) -> None:
     held = tuple(caches.from_json(one) for one in attempt.caches)
     config_path = None if attempt.config is None else Path(attempt.config)
-    with cache_folders.held(held, folder, attempt.number, config=config_path) as locks:
-        keeper.spawn(folder, attempt.number, (*locks, *(() if lock is None else (lock,))))
+    with (
+        cache_folders.held(held, folder, attempt.number, config=config_path) as locks,
+        devices.held(chosen, folder.path) as gpu_locks,
+    ):
+        held_open = (*locks, *gpu_locks, *(() if lock is None else (lock,)))
+        keeper.spawn(folder, attempt.number, held_open)
 
 
 def discard_spoiled(attempt: Attempt) -> None:
@@ -243,13 +302,8 @@ def discard_spoiled(attempt: Attempt) -> None:
 def conclusion(folder: RunFolder, attempt: Attempt) -> tuple[check.Verdict, Exit]:
     """The verdict and the exit code of an attempt that is over; judged now where nobody has yet."""
     ended = runner.recorded(folder, attempt.number)
-    try:
-        written = (
-            folder.verdict.stat().st_mtime_ns >= folder.exit(attempt.number).stat().st_mtime_ns
-        )
-    except OSError:
-        written = False
-    told = check.from_json(rundir.read_json(folder.verdict)) if written else None
+    known = keeper.judged(folder, attempt.number)
+    told = check.from_json(rundir.read_json(folder.verdict)) if known else None
     verdict = told or finish(folder)
     return verdict, exit_code(ended, verdict, allow_unproven=attempt.allow_unproven)
 

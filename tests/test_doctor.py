@@ -2,34 +2,61 @@
 
 from __future__ import annotations
 
+import json
 import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import plans
 import pytest
-from plans import CONFIGS, SFT, TRL, from_text, planned, staged, trainer
+from conftest import Write
+from fake_smi import Smi
+from plans import CONFIGS, SFT, TRL, from_text, staged, trainer
 
-from launcher import doctor, machine
+from launcher import devices, doctor, hardware, install, machine, upstream
 from launcher.backends import BACKENDS
-from launcher.errors import Finding, NotReady
+from launcher.devices import Devices
+from launcher.doctor import Report, Subject
+from launcher.errors import Exit, NotReady
+from launcher.machine import Trainer
 from launcher.plan import Plan
+from launcher.stage import Stage
 
 TULU = CONFIGS / "tulu" / "sft_qwen7b.yaml"
-ALL = (*BACKENDS["open_instruct"].NEEDS, "liger-kernel", "flash-attn")
+ALL = (*BACKENDS["open_instruct"].NEEDS, "liger-kernel", "flash-attn", "pip")
 
 
 @pytest.fixture(autouse=True)
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "visible_gpus", lambda: 2)
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smi:
+    """Two free cards."""
+    fake = Smi(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{fake.folder}:/usr/bin:/bin")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    fake.cards(4, 4)
+    return fake
+
+
+def planned(stage: Stage, gpus: int = 0) -> Plan:
+    """A plan whose source lies nowhere: its imports are not known, only what the backend needs."""
+    return plans.planned(replace(stage, upstream=replace(stage.upstream, packages={})), gpus)
+
+
+def subject(made: Plan, *packages: str) -> Subject:
+    return doctor.of_plan(made, trainer(*packages))
 
 
 def lacking(made: Plan, *packages: str) -> list[str]:
-    found = list(doctor.packages(made, trainer(*packages)))
-    return found[0].message.partition(" lacks ")[2].split(", ") if found else []
+    found = list(doctor.packages(subject(made, *packages)))
+    return [name for one in found for name in one.message.partition(" lacks ")[2].split(", ")]
 
 
 def test_a_machine_that_is_ready() -> None:
-    doctor.require_ready(planned(staged(TULU), 2), trainer(*ALL))
+    assert doctor.require_ready(planned(staged(TULU), 2), trainer(*ALL)) == ()
 
 
 def test_everything_that_is_missing_is_said_at_once(tmp_path: Path) -> None:
@@ -40,18 +67,29 @@ def test_everything_that_is_missing_is_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(NotReady) as caught:
         doctor.require_ready(made, trainer("torch", version=(3, 9, 2)))
     found = caught.value.findings
-    assert [f.code for f in found] == [
+    assert list(dict.fromkeys(f.code for f in found)) == [
         "no-checkout", "old-python", "missing-packages", "too-few-gpus", "missing-data",
     ]  # fmt: skip
     assert {f.severity for f in found} == {"error"}
     assert all(f.help for f in found)
 
 
-def test_the_command_that_installs(tmp_path: Path) -> None:
+# --- packages -------------------------------------------------------------------------------------
+
+
+def test_the_command_that_installs() -> None:
     made = planned(staged(TULU), 2)
-    (finding,) = doctor.packages(made, trainer(*set(ALL) - {"flash-attn", "deepspeed"}))
-    assert finding.message == "/env/bin/python (a test) lacks deepspeed, flash-attn"
-    assert "/env/bin/python -m pip install deepspeed flash-attn" in (finding.help or "")
+    found = list(
+        doctor.packages(subject(made, *set(ALL) - {"flash-attn", "deepspeed", "ray", "wandb"}))
+    )
+    ordinary, *built = found
+    assert ordinary.message == "/env/bin/python (a test) lacks ray, wandb"
+    assert "/env/bin/python -m pip install" in (ordinary.help or "")
+    assert "'ray>=2.49.2' 'wandb>=0.23.1'" in (ordinary.help or "")
+    # what torch must be there for has a command of its own
+    assert [one.message.partition(" lacks ")[2] for one in built] == ["deepspeed", "flash-attn"]
+    assert "DS_BUILD_OPS=0 /env/bin/python -m pip install" in (built[0].help or "")
+    assert all("--no-build-isolation" in (one.help or "") for one in built)
 
 
 @pytest.mark.parametrize(
@@ -80,24 +118,149 @@ def test_the_cpu_needs_no_flash_attention() -> None:
     assert lacking(made, *BACKENDS["open_instruct"].NEEDS) == []
 
 
+def test_a_package_without_metadata_is_there(tmp_path: Path) -> None:
+    (tmp_path / "ray.py").touch()
+    made = planned(staged(CONFIGS / "demo" / "sft_open_instruct.yaml"), 0)
+    names = set(BACKENDS["open_instruct"].NEEDS) - {"ray", "wandb"}
+    asked = replace(subject(made), trainer=replace(trainer(*names), path=(tmp_path,)))
+    (finding,) = doctor.packages(asked)
+    assert finding.message.endswith(" lacks wandb")
+
+
+# --- GPUs -----------------------------------------------------------------------------------------
+
+
+def refused(made: Plan) -> list[str]:
+    with pytest.raises(NotReady) as caught:
+        doctor.require_ready(made, trainer(*ALL))
+    return [f"{one.code}: {one.message} | {one.help}" for one in caught.value.findings]
+
+
 @pytest.mark.parametrize(
-    ("asked", "present", "help"),
-    [(0, 0, None), (2, 2, None), (2, 8, None), (2, 1, "--gpus 1"), (2, 0, "--gpus 0")],
+    ("asked", "present", "help"), [(2, 1, "--gpus 1"), (4, 2, "--gpus 2"), (2, 0, "--gpus 0")]
 )
-def test_gpus(asked: int, present: int, help: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "visible_gpus", lambda: present)
-    found: list[Finding] = list(doctor.devices(planned(staged(TULU), asked)))
-    assert [f.code for f in found] == (["too-few-gpus"] if help else [])
-    if help:
-        assert (found[0].help or "").startswith(help)
-        assert f"{asked} GPU(s) asked for, {present} here" in found[0].message
+def test_too_few_gpus(smi: Smi, asked: int, present: int, help: str) -> None:
+    smi.cards(*[4] * present)
+    told = refused(planned(staged(TULU), asked))
+    assert told[0].startswith(f"too-few-gpus: {asked} GPU(s) asked for, {present} here | {help}")
 
 
 def test_gpus_that_are_hidden_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "visible_gpus", lambda: 1)
-    monkeypatch.setattr(os, "environ", {**os.environ, "CUDA_VISIBLE_DEVICES": "3"})
-    (finding,) = doctor.devices(planned(staged(TULU), 2))
-    assert finding.message == "2 GPU(s) asked for, 1 here (CUDA_VISIBLE_DEVICES=3)"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    (told,) = refused(planned(staged(TULU), 2))
+    assert "2 GPU(s) asked for, 1 here (CUDA_VISIBLE_DEVICES=1)" in told
+
+
+def test_a_gpu_that_is_taken(smi: Smi) -> None:
+    smi.cards(4, 70000)
+    smi.processes((1, 999_999_999, 70000))
+    (told,) = refused(planned(staged(TULU), 2))
+    assert told.startswith(
+        "gpus-taken: 2 GPU(s) asked for, 1 of 2 free: GPU 1 is used by pid 999999999"
+    )
+
+
+def test_gpus_that_were_chosen_are_taken_at_their_word(smi: Smi) -> None:
+    made = planned(staged(TULU), 2)
+    seen = devices.look({})
+    smi.cards(70000, 70000)
+    assert doctor.require_ready(made, trainer(*ALL), devices.choose(2, None, seen)) == ()
+    smi.processes((0, 999_999_999, 70000))
+    named = devices.choose(None, ["0", "1"], devices.look({}))
+    told = doctor.require_ready(made, trainer(*ALL), named)
+    assert {(one.severity, one.code) for one in told} == {("warning", "busy-gpu")}
+
+
+def test_a_driver_that_does_not_answer(smi: Smi) -> None:
+    smi.fails("Failed to initialize NVML: Driver/library version mismatch", 18)
+    told = refused(planned(staged(TULU), 1))
+    assert told[1].startswith("no-driver: nvidia-smi says: Failed to initialize NVML")
+
+
+def with_torch(folder: Path, line: str) -> Trainer:
+    (folder / "torch").mkdir(exist_ok=True)
+    (folder / "torch" / "version.py").write_text(f"__version__ = '2.13.0'\ndebug = False\n{line}\n")
+    return replace(trainer(*ALL), path=(folder,))
+
+
+@pytest.mark.parametrize(
+    ("line", "driver", "code"),
+    [
+        ("cuda: Optional[str] = '13.0'", "13.0", None),
+        ("cuda: Optional[str] = '12.8'", "13.0", None),
+        # within a major version an older driver serves
+        ("cuda = '13.2'", "13.0", None),
+        ("cuda: Optional[str] = '13.0'", "12.8", "old-driver"),
+        ("cuda: Optional[str] = None", "13.0", "cpu-torch"),
+        ("cuda: Optional[str] = None\nhip: Optional[str] = '6.2.1-abc'", "13.0", None),
+        ("cuda: Optional[str] = '13.0'", "N/A", None),
+        ("", "13.0", None),
+    ],
+)
+def test_torch_against_the_driver(
+    smi: Smi, tmp_path: Path, line: str, driver: str, code: str | None
+) -> None:
+    smi.cards(4, 4, cuda=driver)
+    python, made = with_torch(tmp_path, line), planned(staged(TULU), 2)
+    if code is None:
+        assert doctor.require_ready(made, python) == ()
+        return
+    with pytest.raises(NotReady) as caught:
+        doctor.require_ready(made, python)
+    (finding,) = caught.value.findings
+    assert finding.code == code
+    assert "download.pytorch.org/whl/cu" in (finding.help or "")
+
+
+# --- the machine beneath ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_few_open_files(files: None) -> None:
+    (finding,) = hardware.open_files()
+    assert (finding.severity, finding.code) == ("warning", "few-open-files")
+    assert "512 files" in finding.message and "ulimit -n" in (finding.help or "")
+
+
+@pytest.mark.parametrize(
+    ("variable", "listed", "fits"),
+    [
+        ("NCCL_SOCKET_IFNAME", "eth", True), ("NCCL_SOCKET_IFNAME", "=eth0", True),
+        ("NCCL_SOCKET_IFNAME", "=eth", False), ("NCCL_SOCKET_IFNAME", "^docker,lo", True),
+        ("NCCL_SOCKET_IFNAME", "^eth,lo", False), ("NCCL_SOCKET_IFNAME", "ib0,eno", False),
+        ("NCCL_SOCKET_IFNAME", "ib0,eth0", True), ("GLOO_SOCKET_IFNAME", "eth0", True),
+        ("GLOO_SOCKET_IFNAME", "eth", False), ("NCCL_SOCKET_IFNAME", "", True),
+    ],
+)  # fmt: skip
+def test_network_interfaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, listed: str, fits: bool
+) -> None:
+    net = tmp_path / "net"
+    for name in ("eth0", "lo"):
+        (net / name).mkdir(parents=True)
+    monkeypatch.setattr(hardware, "NET", net)
+    found = list(hardware.interfaces(2, {variable: listed}))
+    assert [one.code for one in found] == ([] if fits else ["no-interface"])
+    assert list(hardware.interfaces(1, {variable: listed})) == []
+
+
+def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "LEAST_SHM", 2**60)
+    (finding,) = hardware.shared_memory(2)
+    assert (finding.severity, finding.code) == ("warning", "small-shm")
+    assert list(hardware.shared_memory(1)) == []
+    monkeypatch.setattr(hardware, "SHM", tmp_path / "none")
+    assert list(hardware.shared_memory(2)) == []
+
+
+# --- data -----------------------------------------------------------------------------------------
 
 
 def test_missing_data_is_an_error_of_the_run(tmp_path: Path) -> None:
@@ -109,3 +272,180 @@ def test_missing_data_is_an_error_of_the_run(tmp_path: Path) -> None:
     data.write_text("{}\n")
     stage = from_text(tmp_path, SFT.format(more="").replace("[set,", f"[{data},"))
     assert not list(doctor.local_files(planned(stage, 1)))
+
+
+# --- the whole examination --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    """A virtual environment with nothing in it, not even pip."""
+    place = tmp_path_factory.mktemp("venv") / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True)
+    return machine.ask_trainer(place / "bin" / "python", "--python")
+
+
+CHECKOUT = {
+    "open_instruct/__init__.py": "",
+    "open_instruct/finetune.py": "import thing\nimport other.part\nfrom open_instruct import model_utils\n",
+    "open_instruct/dpo_tune_cache.py": "import thing\n",
+    "open_instruct/model_utils.py": "from third import name\n",
+    "pyproject.toml": '[project]\nname = "open-instruct"\nrequires-python = "==3.7.*"\n'
+    'dependencies = ["thing>=2", "other"]\n',
+}
+
+
+def made_checkout(tmp_path: Path) -> Path:
+    root = tmp_path / "check out"
+    for name, text in CHECKOUT.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def examined(
+    bare: Trainer, tmp_path: Path, *stages: str, importing: bool = True, timeout_s: float = 60
+) -> Report:
+    """With what lies in `site` on PYTHONPATH, as an image may have it."""
+    site = tmp_path / "site"
+    site.mkdir(exist_ok=True)
+    packages = dict.fromkeys(BACKENDS["open_instruct"].NEEDS, "1.0") | {"thing": "1.5", "pip": "1"}
+    asked = Subject(
+        trainer=replace(bare, packages=packages, path=(*bare.path, site)),
+        upstream=upstream.locate("open_instruct", checkout=made_checkout(tmp_path)),
+        stages=stages or ("sft",), gpus=0, runs=tmp_path / "runs",
+        environ={**os.environ, "PYTHONPATH": str(site)},
+    )  # fmt: skip
+    return doctor.examine(asked, Devices(), importing=importing, timeout_s=timeout_s)
+
+
+def site(tmp_path: Path, modules: Mapping[str, str]) -> Path:
+    place = tmp_path / "site"
+    for name, text in modules.items():
+        path = place / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return place
+
+
+OTHER = {"other/__init__.py": "", "other/part.py": ""}
+
+
+def codes(report: Report) -> list[str]:
+    return [one.code for one in report.findings if one.code != "empty-submodule"]
+
+
+def test_an_import_error_is_reported_as_one_with_its_place(bare: Trainer, tmp_path: Path) -> None:
+    broken = {"thing.py": "x = 1\n\nfrom os import gone\n", "other/part.py": "1 / 0\n"}
+    place = site(tmp_path, {**OTHER, **broken, "third.py": "name = 1\n"})
+    report = examined(bare, tmp_path)
+    first, second = [one for one in report.findings if one.code == "import-error"]
+    assert (first.file, first.line) == (str(place / "thing.py"), 3)
+    assert first.message.startswith(
+        "importing `thing` (thing 1.5) fails (open_instruct/finetune.py:1 imports it): ImportError: "
+        "cannot import name 'gone'"
+    )
+    assert (second.file, second.line) == (str(place / "other/part.py"), 1)
+    assert "ZeroDivisionError" in second.message
+    assert "missing-packages" not in codes(report)
+    assert report.exit_code is Exit.NOT_READY
+    assert report.as_json()["facts"]["imports"]["failed"] == ["open_instruct", "other", "thing"]
+
+
+def test_what_is_missing_is_named_with_its_command(bare: Trainer, tmp_path: Path) -> None:
+    site(tmp_path, {**OTHER, "thing.py": "import behind\n"})
+    report = examined(bare, tmp_path)
+    missing = [one for one in report.findings if one.code == "missing-packages"]
+    assert [one.message.partition(" lacks ")[2] for one in missing] == ["third", "behind"]
+    assert all(f"{bare.python} -m pip install" in (one.help or "") for one in missing)
+    assert "import-error" not in codes(report)
+
+
+def test_versions_that_differ_are_a_warning(bare: Trainer, tmp_path: Path) -> None:
+    site(tmp_path, {**OTHER, "thing.py": "", "third.py": "name = 1\n"})
+    report = examined(bare, tmp_path)
+    (finding,) = [one for one in report.findings if one.code == "other-requirements"]
+    version = ".".join(map(str, bare.version))
+    assert finding.severity == "warning"
+    assert (
+        f"Python {version} (==3.7.*), thing 1.5 (>=2), by the checkout's pyproject"
+        in finding.message
+    )
+    told = report.as_json()["facts"]["requirements"]
+    assert [one["name"] for one in told["deviating"]] == ["Python", "thing"]
+    assert told["not_installed"] == ["other"]
+
+
+def test_a_checkout_that_is_not_the_pin(bare: Trainer, tmp_path: Path) -> None:
+    report = examined(bare, tmp_path, importing=False)
+    assert "unpinned-checkout" in codes(report)
+    assert "imports" not in report.as_json()["facts"]
+
+
+def test_an_import_that_hangs_is_named(bare: Trainer, tmp_path: Path) -> None:
+    site(tmp_path, {"thing.py": "import time\ntime.sleep(600)\n"})
+    report = examined(bare, tmp_path, "dpo", timeout_s=2)
+    (finding,) = [one for one in report.findings if one.code == "import-error"]
+    assert "TimeoutError after 2 s" in finding.message and "`thing`" in finding.message
+
+
+def test_a_python_that_cannot_be_asked(bare: Trainer, tmp_path: Path) -> None:
+    gone = replace(bare, python=tmp_path / "gone")
+    report = examined(gone, tmp_path)
+    assert "no-python" in codes(report)
+
+
+def test_an_environment_without_trl(bare: Trainer, tmp_path: Path) -> None:
+    asked = Subject(
+        trainer=bare, upstream=upstream.locate("trl", search=bare.path), stages=("sft", "dpo"),
+        gpus=0, runs=tmp_path / "runs",
+    )  # fmt: skip
+    report = doctor.examine(asked, Devices(why="on the CPU"))
+    (missing,) = [one for one in report.findings if one.code == "missing-packages"]
+    assert missing.message.endswith(
+        "(--python) lacks torch, transformers, trl, accelerate, datasets"
+    )
+    assert "trl==1.16.0" in (missing.help or "")
+    assert "import-error" not in codes(report)
+    # there is no pip either
+    assert report.install[0].argv == (str(bare.python), "-m", "ensurepip", "--upgrade")
+    assert "trl==1.16.0" in report.install[1].argv
+    assert json.dumps(report.as_json())
+    assert any(line.startswith("run folders") for line in report.lines())
+
+
+def trl_here() -> Stage:
+    pytest.importorskip("trl")
+    return staged(CONFIGS / "demo" / "sft.yaml")
+
+
+@pytest.mark.training
+def test_the_environment_of_the_tests_imports(tmp_path: Path) -> None:
+    trl_here()
+    own = machine.ask_trainer(Path(sys.executable), "launch's own")
+    asked = Subject(
+        trainer=own, upstream=upstream.locate("trl", search=own.path), stages=("sft",), gpus=0,
+        runs=tmp_path / "runs",
+    )  # fmt: skip
+    report = doctor.examine(asked, Devices(why="on the CPU"))
+    assert not [one for one in report.findings if one.code in {"import-error", "missing-packages"}]
+    assert "trl" in report.as_json()["facts"]["imports"]["fine"]
+
+
+def test_facts_of_gpus(smi: Smi, tmp_path: Path, write: Write) -> None:
+    smi.cards(4, 70000)
+    smi.processes((1, 999_999_999, 70000))
+    seen = devices.look({})
+    made = planned(staged(TULU), 1)
+    report = doctor.examine(
+        subject(made, *ALL), devices.choose(1, None, seen), seen=seen, importing=False
+    )
+    facts = report.as_json()["facts"]
+    assert facts["driver"] == {"version": "580.159.04", "cuda": (13, 0)}
+    assert facts["GPU 1"]["used_by"].startswith("pid 999999999")
+    assert facts["run gets"]["visible"] == "0"
+    assert report.exit_code is Exit.OK
+    assert "\n".join(report.lines()).count("NVIDIA H200") == 2
+    assert [step.argv[0] for step in report.install] == ["/env/bin/python"] * len(report.install)
+    assert install.known()["flash-attn"] in report.install[-1].argv

@@ -8,12 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from fake_smi import Smi, instance, uuid
 
 from launcher import machine
 from launcher.errors import NotReady
-from launcher.machine import Gpu
-
-H100 = "0, NVIDIA H100 80GB HBM3, 81559, 4\n1, NVIDIA H100 80GB HBM3, 81559, 70000\n"
+from launcher.machine import Gpu, GpuProcess
 
 
 @pytest.fixture
@@ -26,6 +25,12 @@ def bin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.fixture
+def smi(bin_folder: Path) -> Smi:
+    """An `nvidia-smi` that sees nothing yet."""
+    return Smi(bin_folder)
+
+
 def script(folder: Path, name: str, text: str) -> Path:
     path = folder / name
     path.write_text(f"#!/bin/sh\n{text}\n")
@@ -33,50 +38,76 @@ def script(folder: Path, name: str, text: str) -> Path:
     return path
 
 
-def smi(folder: Path, answer: str, code: int = 0) -> None:
-    script(folder, "nvidia-smi", f"cat <<'X'\n{answer}\nX\nexit {code}")
-
-
-def test_gpus_as_nvidia_smi_tells_them(bin_folder: Path) -> None:
-    smi(bin_folder, H100)
+def test_gpus_as_nvidia_smi_tells_them(smi: Smi) -> None:
+    smi.cards(4, 70000, name="NVIDIA H100 80GB HBM3", memory=81559)
     first, second = machine.gpus()
-    assert first == Gpu(index=0, name="NVIDIA H100 80GB HBM3", memory_mib=81559, used_mib=4)
+    assert first == Gpu(
+        index=0, uuid=uuid(0), name="NVIDIA H100 80GB HBM3", memory_mib=81559, used_mib=4,
+        driver="580.159.04",
+    )  # fmt: skip
     assert second.index == 1
     assert machine.describe()["gpus"] == ["NVIDIA H100 80GB HBM3, 81559 MiB"] * 2
+    assert machine.cuda_of_driver() == (13, 0)
+    assert machine.gpu_fault() is None
 
 
 @pytest.mark.parametrize(
-    ("answer", "code", "count"),
+    ("answer", "count", "memory"),
     [
         ("No devices were found", 0, 0),
-        ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", 9, 0),
         ("", 0, 0),
-        ("0, NVIDIA GB10, [N/A], [N/A]", 0, 1),
-        ("0, Some card, with a comma, 100, 1\nwarning: infoROM is corrupted", 0, 1),
+        ("0, GPU-1, NVIDIA GB10, [N/A], [N/A], 580.95.05, [N/A]", 1, 0),
+        (
+            "0, GPU-1, Some card, with a comma, 100, 1, 5, Disabled\nwarning: corrupt infoROM",
+            1,
+            100,
+        ),
+        ("0, GPU-1, [Unknown Error], [GPU is lost], [GPU is lost], 580, [N/A]", 1, 0),
+        ("Unable to determine the device handle for GPU0000:3B:00.0: Unknown Error", 0, 0),
     ],
 )
-def test_odd_answers_of_nvidia_smi(bin_folder: Path, answer: str, code: int, count: int) -> None:
-    smi(bin_folder, answer, code)
-    assert len(machine.gpus()) == count
+def test_odd_answers_of_nvidia_smi(smi: Smi, answer: str, count: int, memory: int) -> None:
+    (smi.folder / "cards.txt").write_text(answer)
+    found = machine.gpus()
+    assert len(found) == count
+    assert sum(gpu.memory_mib for gpu in found) == memory
 
 
-def test_no_driver_no_gpus(bin_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_does_not_answer(smi: Smi) -> None:
+    words = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
+    smi.fails(words, 9)
+    assert machine.gpus() == ()
+    assert machine.gpu_processes() == ()
+    assert machine.cuda_of_driver() is None
+    assert machine.gpu_fault() == words
+
+
+def test_without_nvidia_smi(bin_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(bin_folder))
     assert machine.gpus() == ()
-    assert machine.visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}) == 0
+    assert machine.gpu_processes() == ()
+    assert machine.cuda_of_driver() is None
+    assert machine.gpu_fault() is None
 
 
-@pytest.mark.parametrize(
-    ("listed", "count"),
-    [
-        (None, 2), ("", 0), ("0", 1), ("1,0", 2), ("0,1,2", 2), ("-1", 0), ("0,-1,1", 1),
-        ("GPU-8f1,GPU-9a2", 2), ("7", 0), (" 0, 1 ", 2),
-    ],
-)  # fmt: skip
-def test_gpus_that_are_left_visible(bin_folder: Path, listed: str | None, count: int) -> None:
-    smi(bin_folder, H100)
-    environ = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
-    assert machine.visible_gpus(environ) == count
+def test_divided_gpus(smi: Smi) -> None:
+    smi.cards(4, 4, mig=[1])
+    whole, divided = machine.gpus()
+    assert whole.mig is None
+    assert divided.mig == (instance(1, 0), instance(1, 1))
+
+
+def test_who_computes(smi: Smi) -> None:
+    smi.cards(4)
+    smi.processes((0, 4711, 70000))
+    assert machine.gpu_processes() == (
+        GpuProcess(uuid=uuid(0), pid=4711, used_mib=70000, name="/usr/bin/python3"),
+    )
+    (smi.folder / "apps.txt").write_text(
+        f"{uuid(0)}, 12, [N/A], [Not Found]\n{uuid(0)}, [N/A], 5, x\nsomething else\n"
+    )
+    (only,) = machine.gpu_processes()
+    assert (only.pid, only.used_mib) == (12, 0)
 
 
 def test_short_commands(tmp_path: Path) -> None:
@@ -196,6 +227,8 @@ def test_what_an_interpreter_says_of_itself() -> None:
     own = machine.ask_trainer(Path(sys.executable), "us")
     assert own.version == tuple(sys.version_info[:3])
     assert "typer" in own.packages
+    assert own.markers["python_full_version"] == ".".join(map(str, own.version))
+    assert own.own is (sys.prefix != sys.base_prefix)
     assert all(isinstance(entry, Path) for entry in own.path)
 
 

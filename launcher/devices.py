@@ -1,0 +1,487 @@
+"""Which GPUs a run gets: those that were named, or free ones, and none that another run has.
+
+Every GPU, and every instance of a divided one, has a lock file under its own id. The lock is the
+kernel's and is inherited by the training process: a GPU is another run's for as long as anything of
+that run lives, and never longer. What is not launch's is known from the driver alone: from who
+computes there, and, in a container that does not see them, from the memory that is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launcher import machine, process, rundir
+from launcher.errors import Finding, NotReady, Severity, UsageError
+from launcher.machine import Gpu, GpuProcess
+
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+# by default CUDA puts the fastest card first, nvidia-smi goes by the PCI bus: one order for both
+ORDER = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+FREE_MIB = 1024
+"""What may be in use on a GPU that counts as free: a driver's own, a display's."""
+
+_NUMBER = re.compile(r"\d+")
+_NO_FILE_NAME = re.compile(r"[^\w.-]+")
+# another start that only looks holds a lock for microseconds
+_GLANCE_S, _TURN_S, _POLL_S = 0.25, 90.0, 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """What CUDA_VISIBLE_DEVICES can name: a GPU, or an instance of one that is divided (MIG).
+
+    `name` is how the variable spells it.
+    """
+
+    name: str
+    gpu: Gpu
+    mig: str | None = None
+
+    @property
+    def id(self) -> str:
+        """The same everywhere, on every boot."""
+        return self.mig or self.gpu.uuid
+
+    @property
+    def label(self) -> str:
+        """For messages."""
+        return (
+            f"GPU {self.gpu.index}" if self.mig is None else f"{self.mig} on GPU {self.gpu.index}"
+        )
+
+    def answers_to(self, asked: str) -> bool:
+        """Whether `asked` is its number or (the beginning of) its id."""
+        if asked.isdecimal():
+            return self.mig is None and int(asked) == self.gpu.index
+        return len(asked) > 4 and self.id.startswith(asked)
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Who has a GPU. `run` is a run of launch's; `locked` whether it holds the GPU's lock."""
+
+    text: str
+    run: str | None = None
+    locked: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """The GPUs of this machine at one moment; `uses` by id, `hidden` is what CUDA_VISIBLE_DEVICES says."""
+
+    present: tuple[Gpu, ...]
+    visible: tuple[Slot, ...]
+    uses: Mapping[str, Use] = field(default_factory=dict)
+    hidden: str | None = None
+
+    def free(self) -> tuple[Slot, ...]:
+        """Those that nobody has."""
+        return tuple(slot for slot in self.visible if slot.id not in self.uses)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Devices:
+    """The GPUs of a run, or why it gets none: then `findings` holds an error, and `slots` is empty."""
+
+    slots: tuple[Slot, ...] = ()
+    why: str = ""
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def visible(self) -> str:
+        """The value of CUDA_VISIBLE_DEVICES; empty for the CPU."""
+        return ",".join(slot.name for slot in self.slots)
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """Their numbers as nvidia-smi counts."""
+        return tuple(slot.gpu.index for slot in self.slots)
+
+    @property
+    def refused(self) -> bool:
+        """Whether the run cannot have what it asked for."""
+        return any(finding.severity == "error" for finding in self.findings)
+
+    def env(self) -> dict[str, str]:
+        """What is added to the environment of training."""
+        told = {VARIABLE: self.visible}
+        if any(slot.name.isdecimal() for slot in self.slots):
+            told[ORDER[0]] = ORDER[1]
+        return told
+
+    def as_json(self) -> dict[str, Any]:
+        """For the manifest and envelopes."""
+        return {
+            "visible": self.visible,
+            "why": self.why,
+            "gpus": [
+                {
+                    "index": slot.gpu.index, "id": slot.id, "name": slot.gpu.name,
+                    "memory_mib": slot.gpu.memory_mib,
+                }
+                for slot in self.slots
+            ],
+        }  # fmt: skip
+
+
+# --- what is here ---------------------------------------------------------------------------------
+
+
+def look(environ: Mapping[str, str] | None = None) -> Look:
+    """Ask the driver, the lock files and /proc; no GPU is touched."""
+    environ = os.environ if environ is None else environ
+    present = machine.gpus()
+    slots = visible(present, environ)
+    computing = machine.gpu_processes() if slots else ()
+    uses = {slot.id: use for slot in slots if (use := _use(slot, computing)) is not None}
+    return Look(present=present, visible=slots, uses=uses, hidden=environ.get(VARIABLE))
+
+
+def visible(present: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Slot, ...]:
+    """What CUDA_VISIBLE_DEVICES leaves, read as CUDA does: what follows a wrong entry is not seen.
+
+    A repeated entry hides everything (torch/cuda/__init__.py, `_parse_visible_devices`).
+    """
+    whole = [slot for gpu in present for slot in _slots(gpu)]
+    listed = environ.get(VARIABLE)
+    if listed is None:
+        return tuple(whole)
+    found: list[Slot] = []
+    for entry in (word.strip() for word in listed.split(",")):
+        slot = _entry(entry, present, whole)
+        if slot is None:
+            break
+        if any(slot.id == other.id for other in found):
+            return ()
+        found.append(slot)
+    return tuple(found)
+
+
+def _slots(gpu: Gpu) -> list[Slot]:
+    if gpu.mig is None:
+        return [Slot(str(gpu.index), gpu)]
+    return [Slot(instance, gpu, instance) for instance in gpu.mig]
+
+
+def _entry(entry: str, present: Sequence[Gpu], whole: Sequence[Slot]) -> Slot | None:
+    if number := _NUMBER.match(entry):
+        gpu = next((one for one in present if one.index == int(number[0])), None)
+        return next(iter(_slots(gpu)), None) if gpu is not None else None
+    if not entry.startswith(("GPU-", "MIG-")):
+        return None
+    # an id may be cut short as long as it means one
+    fitting = [slot for slot in whole if slot.id.startswith(entry)]
+    return Slot(entry, fitting[0].gpu, fitting[0].mig) if len(fitting) == 1 else None
+
+
+def _use(slot: Slot, computing: Sequence[GpuProcess]) -> Use | None:
+    holder = _holder(slot)
+    if holder is not None:
+        name = Path(holder).name if holder else None
+        return Use(f"the run {name}" if name else "another start of launch", name, locked=True)
+    here = [one for one in computing if one.uuid == slot.id]
+    if here:
+        run = next((name for one in here if (name := _run_of(one.pid))), None)
+        told = ", ".join(_described(one) for one in here[:3])
+        return Use(f"the run {run} ({told})" if run else told, run)
+    # of an instance the driver tells neither
+    if slot.mig is None and slot.gpu.used_mib > FREE_MIB:
+        return Use(f"something that is not seen from here ({slot.gpu.used_mib} MiB)")
+    return None
+
+
+def _described(one: GpuProcess) -> str:
+    name = Path(one.name).name if one.name and not one.name.startswith("[") else ""
+    told = [part for part in (name, f"{one.used_mib} MiB" if one.used_mib else "") if part]
+    return f"pid {one.pid}" + (f" ({', '.join(told)})" if told else "")
+
+
+def _run_of(pid: int) -> str | None:
+    """The run of launch's that a process belongs to; None where /proc does not tell."""
+    marks = sorted(process.marks())
+    return next((Path(mark).name for mark in marks if pid in process.family(None, mark)), None)
+
+
+# --- the choice -----------------------------------------------------------------------------------
+
+
+def named(text: str | None) -> tuple[str, ...] | None:
+    """`--devices 2,3` in parts; raises UsageError for what names nothing, or something twice."""
+    if text is None:
+        return None
+    parts = tuple(part.strip() for part in text.split(","))
+    twice = sorted({part for part in parts if parts.count(part) > 1})
+    odd = [
+        p for p in parts if not (p.isascii() and p.isdecimal()) and p[:4] not in {"GPU-", "MIG-"}
+    ]
+    if not odd and not twice:
+        return parts
+    what = f"`{odd[0]}` is no GPU" if odd else f"{', '.join(twice)} is named twice"
+    raise UsageError(
+        _said("error", "bad-devices", f"--devices {text}: {what}", "numbers of nvidia-smi: 2,3")
+    )
+
+
+def choose(count: int | None, asked: Sequence[str] | None, seen: Look) -> Devices:
+    """The GPUs for a run that wants `count` of them, or the ones `asked` for by number or id.
+
+    Never raises: a refusal is an error among the findings. A GPU that was named is taken although
+    something else computes on it, with a warning; one that another run of launch's holds never is.
+    """
+    if asked is not None:
+        return _as_asked(count, asked, seen)
+    if not count:
+        return Devices(why="on the CPU")
+    free = seen.free()
+    if len(free) < count:
+        return Devices(findings=(_too_few(count, seen, free),))
+    taken = free[:count]
+    if fault := _divided(taken):
+        return Devices(findings=(fault,))
+    every = len(seen.visible)
+    why = "the only ones here" if count == every else f"the first free of {every}"
+    return Devices(slots=taken, why=why)
+
+
+def _as_asked(count: int | None, asked: Sequence[str], seen: Look) -> Devices:
+    found: list[Slot] = []
+    faults: list[Finding] = []
+    for name in asked:
+        slot = next((one for one in seen.visible if one.answers_to(name)), None)
+        if slot is None:
+            faults.append(_no_such(name, seen))
+        elif slot in found:
+            faults.append(
+                _said("error", "bad-devices", f"{slot.label} is named twice", "once each")
+            )
+        else:
+            found.append(slot)
+    if count is not None and count != len(asked):
+        message = f"--gpus {count}, but --devices names {len(asked)}"
+        faults.append(
+            _said("error", "bad-devices", message, f"--gpus {len(asked)}, or leave it out")
+        )
+    for slot in found:
+        use = seen.uses.get(slot.id)
+        if use is not None and use.locked:
+            faults.append(_held_by(slot, use))
+        elif use is not None:
+            message = f"{slot.label} is named, and used by {use.text}: both may run out of memory"
+            faults.append(_said("warning", "busy-gpu", message, _ending(use)))
+    if fault := _divided(found):
+        faults.append(fault)
+    refused = any(fault.severity == "error" for fault in faults)
+    return Devices(
+        slots=() if refused else tuple(found), why="named by --devices", findings=tuple(faults)
+    )
+
+
+def _too_few(count: int, seen: Look, free: Sequence[Slot]) -> Finding:
+    here = len(seen.visible)
+    if here < count:
+        limit = "" if seen.hidden is None else f" ({VARIABLE}={seen.hidden})"
+        return _said(
+            "error", "too-few-gpus", f"{count} GPU(s) asked for, {here} here{limit}",
+            f"--gpus {here}" if here else "--gpus 0 trains on the CPU",
+        )  # fmt: skip
+    taken = [f"{s.label} is used by {seen.uses[s.id].text}" for s in seen.visible if s not in free]
+    runs = dict.fromkeys(use.run for use in seen.uses.values() if use.run)
+    foreign = [s.name for s in seen.visible if s not in free and not seen.uses[s.id].locked]
+    ways = [f"--gpus {len(free)}"] if free else []
+    ways += ["wait", *(f"`launch stop {run}`" for run in list(runs)[:2])]
+    if len(foreign) + len(free) >= count:
+        wanted = [s.name for s in seen.visible if s in free or s.name in foreign][:count]
+        ways.append(f"--devices {','.join(wanted)} takes them all the same")
+    return _said(
+        "error", "gpus-taken",
+        f"{count} GPU(s) asked for, {len(free)} of {here} free: {'; '.join(taken)}",
+        ", or ".join(ways),
+    )  # fmt: skip
+
+
+def _no_such(name: str, seen: Look) -> Finding:
+    left = ", ".join(slot.name for slot in seen.visible) or "none"
+    divided = [g for g in seen.present if g.mig is not None and str(g.index) == name]
+    if divided:
+        return _said(
+            "error", "no-such-gpu", f"--devices {name}: GPU {name} is divided (MIG)",
+            f"name an instance: {', '.join(divided[0].mig or ()) or 'it has none'}",
+        )  # fmt: skip
+    hidden = any(name in {str(gpu.index), gpu.uuid} for gpu in seen.present)
+    why = f"{VARIABLE}={seen.hidden} hides it" if hidden else "there is no such GPU here"
+    return _said("error", "no-such-gpu", f"--devices {name}: {why}", f"to be seen: {left}")
+
+
+def _held_by(slot: Slot, use: Use) -> Finding:
+    message = f"{slot.label} is taken by {use.text}"
+    return _said("error", "gpus-taken", message, f"another one, or {_ending(use)}")
+
+
+def _ending(use: Use) -> str:
+    return f"wait, or `launch stop {use.run}`" if use.run else "wait until it is over"
+
+
+def _divided(slots: Sequence[Slot]) -> Finding | None:
+    """CUDA shows a process one instance at most (NVIDIA's MIG user guide, CUDA_VISIBLE_DEVICES)."""
+    if len(slots) < 2 or all(slot.mig is None for slot in slots):
+        return None
+    return _said(
+        "error", "mig-instances", "several GPUs asked for, and these are instances of divided ones "
+        "(MIG): CUDA shows a process one of them at most", "--gpus 1, or GPUs that are not divided",
+    )  # fmt: skip
+
+
+def _said(severity: Severity, code: str, message: str, help: str) -> Finding:
+    return Finding(severity=severity, layer="launch", code=code, message=message, help=help)
+
+
+# --- locks ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def taken(
+    count: int | None, asked: Sequence[str] | None, run: Path,
+    environ: Mapping[str, str] | None = None,
+) -> Iterator[tuple[Devices, tuple[int, ...]]]:  # fmt: skip
+    """Look, choose and lock in one: two starts in the same second get different GPUs.
+
+    Yields the GPUs and the descriptors that the started process must inherit. Raises NotReady where
+    the run cannot have them.
+    """
+    with contextlib.ExitStack() as stack:
+        with _turn():
+            chosen = choose(count, asked, look(environ))
+            if chosen.refused:
+                raise NotReady(chosen.findings)
+            locks = stack.enter_context(_locked(chosen, run, 0.0))
+        yield chosen, locks
+
+
+@contextlib.contextmanager
+def held(devices: Devices, run: Path, *, patience_s: float = 10.0) -> Iterator[tuple[int, ...]]:
+    """Lock exactly these; yields the descriptors that the started process must inherit.
+
+    A lock that the same run holds already (its launcher, about to go) is waited for. Raises NotReady
+    where another start was quicker.
+    """
+    with contextlib.ExitStack() as stack:
+        with _turn():
+            locks = stack.enter_context(_locked(devices, run, patience_s))
+        yield locks
+
+
+@contextlib.contextmanager
+def _locked(devices: Devices, run: Path, patience_s: float) -> Iterator[tuple[int, ...]]:
+    locks: list[int] = []
+    try:
+        for slot in devices.slots:
+            lock = _open(slot)
+            if lock is None:
+                continue
+            locks.append(lock)
+            if not _try(lock, fcntl.LOCK_EX, _GLANCE_S) and not _passed_on(lock, run, patience_s):
+                raise NotReady(_held_by(slot, _use(slot, ()) or Use("another start of launch")))
+            _write(lock, run)
+        yield tuple(locks)
+    finally:
+        for lock in locks:
+            os.close(lock)
+
+
+def _passed_on(lock: int, run: Path, patience_s: float) -> bool:
+    """Whether the holder is this very run, and lets go in time."""
+    return _written(lock) == str(run) and _try(lock, fcntl.LOCK_EX, patience_s)
+
+
+def _holder(slot: Slot) -> str | None:
+    """The run folder that a held lock names, empty where it names none; None where it is free."""
+    lock = _open(slot, make=False)
+    if lock is None:
+        return None
+    try:
+        return None if _try(lock, fcntl.LOCK_SH, 0.0) else _written(lock)
+    finally:
+        os.close(lock)
+
+
+def _try(lock: int, how: int, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(lock, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                return False
+            time.sleep(_POLL_S)
+        except OSError:
+            # a file system without locks: what the driver says has to do
+            return True
+        else:
+            return True
+
+
+def _write(lock: int, run: Path) -> None:
+    with contextlib.suppress(OSError):
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, json.dumps({"run": str(run)}).encode(), 0)
+
+
+def _written(lock: int) -> str:
+    try:
+        told = json.loads(os.pread(lock, 65536, 0))
+    except (OSError, ValueError):
+        return ""
+    run = told.get("run") if isinstance(told, dict) else None
+    return run if isinstance(run, str) else ""
+
+
+def _open(slot: Slot, *, make: bool = True) -> int | None:
+    """The lock file of a GPU; None where there is none, or none can be made."""
+    return _opened(f"{_NO_FILE_NAME.sub('-', slot.id)}.lock", make=make)
+
+
+def _opened(name: str, *, make: bool) -> int | None:
+    folder = _folder()
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if make else 0)
+    try:
+        return None if folder is None else os.open(folder / name, flags, 0o600)
+    except OSError:
+        return None
+
+
+def _folder() -> Path | None:
+    """Where the locks are: the state folder (a card's id is unique, so many machines may share it),
+    or a folder of this user's among the temporary ones where there is no writable home.
+    """
+    spare = Path(tempfile.gettempdir()) / f"launch-{os.getuid()}" / "gpus"
+    for folder in (rundir.state_folder() / "gpus", spare):
+        with contextlib.suppress(OSError):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # anybody may have made a folder of that name
+            owners = {place.stat().st_uid for place in (folder, folder.parent)}
+            if os.access(folder, os.W_OK) and owners == {os.getuid()}:
+                return folder
+    return None
+
+
+@contextlib.contextmanager
+def _turn() -> Iterator[None]:
+    """One start at a time looks and locks; whoever waits too long goes on without."""
+    lock = _opened("choosing.lock", make=True)
+    try:
+        if lock is not None:
+            _try(lock, fcntl.LOCK_EX, _TURN_S)
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)

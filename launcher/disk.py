@@ -1,0 +1,397 @@
+"""Room for what a run will write, and folders that it must be able to write into.
+
+What a checkpoint holds follows from the sources: DeepSpeed keeps the weights and, in 32 bits, a copy
+of them with two moments; without it the optimizer's moments have the weights' own type. A size that
+is not known is said to be unknown, and stops nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher import parameters
+from launcher.backends import model_config, trl_resolved
+from launcher.caches import REFERENCE_VARIABLE
+from launcher.errors import Finding, Severity
+from launcher.fingerprint import cache_home
+from launcher.parameters import Count
+from launcher.paths import exists
+from launcher.plan import Plan
+from launcher.schema import Values
+
+LOW = 2**30
+"""Bytes below which a file system is called nearly full, whatever the run will need."""
+MARGIN = 1.1
+_CHECKPOINTS = ("step_", "epoch_", "checkpoint-")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a run will write into its output folder, in bytes at the fullest moment.
+
+    `least` is certain, `likely` what has to be expected; None where the model's size is not known.
+    `each` is one checkpoint, `final` the model at the end.
+    """
+
+    least: int | None = None
+    likely: int | None = None
+    each: int | None = None
+    final: int | None = None
+    kept: int | None = None
+    count: Count | None = None
+    formula: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """For envelopes."""
+        return {
+            "least": self.least, "likely": self.likely, "checkpoint": self.each, "final": self.final,
+            "checkpoints": self.kept, "formula": self.formula,
+            "parameters": None if self.count is None else self.count.parameters,
+            "parameters_from": None if self.count is None else self.count.source,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Saved:
+    """Bytes a parameter in a checkpoint and in the final model, and how many checkpoints there will be.
+
+    `times` and `limit` are None where that is not known, or unlimited.
+    """
+
+    checkpoint: float
+    final: float
+    times: int | None
+    limit: int | None
+    formula: str
+
+
+# --- what will be written -------------------------------------------------------------------------
+
+
+def needs(plan: Plan, output: Path | None, environ: Mapping[str, str]) -> Needs:
+    """The bytes that checkpoints and the final model take; what lies there already is taken off."""
+    values = plan.values
+    count = parameters.of_model(
+        values.get("model_name_or_path"), environ, values.get("model_revision")
+    )
+    if count is None or values.get("cache_dataset_only") is True:
+        return Needs(count=count)
+    saved = _trl(plan) if plan.stage.options.backend == "trl" else _open_instruct(plan)
+    if saved is None:
+        return Needs(count=count)
+    each, final = int(saved.checkpoint * count.parameters), int(saved.final * count.parameters)
+    there = _held(output)
+    likely = _peak(each, final, saved.times, saved.limit)
+    # shards of several machines may lie on a disk each, and unknown steps may save nothing
+    times = 0 if saved.times is None else saved.times
+    least = _peak(each // plan.nodes, final, times, saved.limit)
+    together = _most(saved.times, saved.limit)
+    return Needs(
+        least=max(0, least - there), likely=max(0, likely - there), each=each, final=final,
+        kept=together, count=count, formula=saved.formula,
+    )  # fmt: skip
+
+
+def _peak(each: int, final: int, times: int | None, limit: int | None) -> int:
+    """Old checkpoints go only after a new one is there, and the model is saved beside them."""
+    at_once = _most(times, limit)
+    at_end = at_once if limit is None else min(at_once, limit)
+    return max(at_once * each, at_end * each + final)
+
+
+def _most(times: int | None, limit: int | None) -> int:
+    """How many checkpoints there are at once, at most."""
+    if times is None:
+        return 1 if limit is None else limit + 1
+    return times if limit is None else min(times, limit + 1)
+
+
+def _open_instruct(plan: Plan) -> _Saved:
+    """finetune.py:978, dpo_tune_cache.py:700 save the whole state; finetune.py:982,
+    dpo_tune_cache.py:705 delete the oldest after that; model_utils.py:576 saves the model at the end.
+    """
+    values = plan.values
+    steps, limit = values.get("checkpointing_steps"), values.get("keep_last_n_checkpoints")
+    limit = limit if isinstance(limit, int) and limit >= 0 else None
+    text = str(steps)
+    times: int | None = 0
+    if text == "epoch":
+        epochs = values.get(plan.stage.entry.names.epochs)
+        limited = values.get("max_train_steps") is not None
+        times = int(epochs) if isinstance(epochs, int | float) and not limited else None
+    elif text.isdecimal() and int(text):
+        times = None if plan.steps is None else plan.steps // int(text)
+    lora = bool(values.get("use_lora") or values.get("use_qlora"))
+    own = values.get("zero_stage")
+    sharded = bool(plan.gpus) and (plan.stage.options.deepspeed is not None or own is not None)
+    moments = 2 if values.get("dpo_use_paged_optimizer") else 8
+    if values.get("use_qlora"):
+        each, formula = 0.5, "weights in 4 bits, at least"
+    elif lora:
+        each, formula = 2.0, "2 bytes of weights a parameter, beside the adapter"
+    elif sharded:
+        each = 2.0 + 4 + moments
+        formula = f"2 + 4 + {moments} bytes a parameter: weights, their 32-bit copy, moments"
+    else:
+        each, formula = 2.0 + 4, "2 + 4 bytes a parameter: weights and moments"
+    return _Saved(
+        checkpoint=each, final=0.0 if lora else 2.0, times=times, limit=limit, formula=formula
+    )
+
+
+def _trl(plan: Plan) -> _Saved | None:
+    """transformers/trainer.py:3215 saves model, optimizer and state; the oldest go after that."""
+    values = plan.values
+    if values.get("use_peft"):
+        # an adapter alone, of a size that its targets decide
+        return None
+    width = {"bfloat16": 2, "float16": 2, "float32": 4}.get(str(values.get("dtype")))
+    if width is None:
+        # `auto` is what the files hold
+        width = 2
+    file = plan.stage.options.deepspeed is not None
+    sharded = bool(plan.gpus) and (file or trl_resolved.own_deepspeed(values) is not None)
+    if values.get("save_only_model"):
+        each, formula = float(width), f"{width} bytes a parameter: weights"
+    elif sharded:
+        each = width + 2.0 + 12
+        formula = f"{width} + 2 + 12 bytes a parameter: weights, and DeepSpeed's own with moments"
+    else:
+        # the default is AdamW, under a name that is computed (transformers/training_args.py:804)
+        chosen = str(values.get("optim")) if values.given("optim") else "adamw"
+        moments = _moments(chosen, width)
+        each = float(width + moments)
+        formula = f"{width} + {moments} bytes a parameter: weights and moments"
+    limit = values.get("save_total_limit")
+    return _Saved(
+        checkpoint=each, final=float(width), times=_trl_times(plan, values), formula=formula,
+        limit=limit if isinstance(limit, int) and limit > 0 else None,
+    )  # fmt: skip
+
+
+def _moments(optimizer: str, width: int) -> int:
+    """Bytes of optimizer state a parameter; 0 for kinds of which that is not known here."""
+    if not optimizer.startswith(("adamw", "paged_adamw")):
+        return 0
+    return 2 if "8bit" in optimizer else 0 if "4bit" in optimizer else 2 * width
+
+
+def _trl_times(plan: Plan, values: Values) -> int | None:
+    """transformers saves at the end of training too, whatever the step."""
+    strategy = str(values.get("save_strategy"))
+    if strategy == "no":
+        return 0
+    if strategy == "epoch":
+        epochs = values.get("num_train_epochs")
+        limit = values.get("max_steps")
+        limited = isinstance(limit, int) and limit > 0
+        return math.ceil(epochs) if isinstance(epochs, int | float) and not limited else None
+    every = values.get("save_steps")
+    if (
+        strategy != "steps"
+        or plan.steps is None
+        or not isinstance(every, int | float)
+        or every <= 0
+    ):
+        return None
+    return math.ceil(plan.steps / (every * plan.steps if every < 1 else every))
+
+
+def _held(output: Path | None) -> int:
+    """Bytes of the checkpoints that lie in the output folder and go as new ones come."""
+    try:
+        names = os.listdir(output) if output is not None else []
+    except (OSError, ValueError):
+        return 0
+    return sum(
+        _size(os.path.join(str(output), name)) for name in names if name.startswith(_CHECKPOINTS)
+    )
+
+
+def _size(folder: str) -> int:
+    total = 0
+    for place, _, files in os.walk(folder):
+        for name in files:
+            try:
+                total += os.lstat(os.path.join(place, name)).st_size
+            except OSError:
+                continue
+    return total
+
+
+# --- what there is --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A folder that a run writes into: what for, and whether it is any use without."""
+
+    path: Path
+    what: str
+    vital: bool = False
+
+
+def places(
+    plan: Plan | None, output: Path | None, runs: Path, environ: Mapping[str, str]
+) -> tuple[Place, ...]:
+    """Every folder that a run, or what it imports, writes into."""
+    hub, home = model_config.hub_home(environ), model_config.home(environ)
+    temporary = environ.get("TMPDIR") or tempfile.gettempdir()
+    datasets = environ.get("HF_DATASETS_CACHE") or str(hub / "datasets")
+    triton = environ.get("TRITON_CACHE_DIR") or str(
+        Path(environ.get("TRITON_HOME") or home) / ".triton" / "cache"
+    )
+    found = [
+        Place(path=runs, what="run folders", vital=True),
+        Place(path=model_config.hub_cache(environ), what="models from the hub"),
+        Place(path=Path(datasets), what="data sets from the hub"),
+        Place(path=cache_home(environ), what="launch's caches"),
+        Place(path=Path(triton), what="compiled kernels"),
+        Place(path=Path(temporary), what="temporary files"),
+    ]
+    if output is not None:
+        found.insert(0, Place(path=output, what="checkpoints and the model", vital=True))
+    if plan is not None and plan.stage.options.backend == "open_instruct":
+        found += _of_open_instruct(plan, environ)
+    return tuple(found)
+
+
+def _of_open_instruct(plan: Plan, environ: Mapping[str, str]) -> Iterator[Place]:
+    for name in ("dataset_local_cache_dir", "local_cache_dir"):
+        if name in plan.stage.args:
+            yield Place(path=Path(str(plan.values[name])), what="tokenised data")
+    if plan.stage.options.stage == "dpo" and environ.get(REFERENCE_VARIABLE):
+        yield Place(path=Path(environ[REFERENCE_VARIABLE]), what="reference log-probabilities")
+
+
+def free(path: Path) -> tuple[int, int] | None:
+    """Bytes that this user may still write at a place that need not be there yet, and its file system.
+
+    None where nothing above it can be asked.
+    """
+    there = _nearest(path)
+    try:
+        told, device = os.statvfs(there), os.stat(there).st_dev
+    except (OSError, ValueError):
+        return None
+    return told.f_bavail * told.f_frsize, device
+
+
+def not_writable(path: Path) -> str | None:
+    """Why nothing can be written at a place; None where it can. A nameless file is tried."""
+    there = _nearest(path)
+    if not there.is_dir():
+        return f"{there} is no folder"
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            return None
+    except OSError as error:
+        # a full disk is another matter, which has words of its own
+        return None if error.errno in _FULL else (error.strerror or str(error))
+
+
+_FULL = frozenset({28, 122})
+
+
+def _nearest(path: Path) -> Path:
+    """The folder itself, or the nearest above it that is there."""
+    path = path.absolute()
+    while not exists(path) and path != path.parent:
+        path = path.parent
+    return path
+
+
+# --- what is wrong --------------------------------------------------------------------------------
+
+
+def unwritable(found: Iterable[Place]) -> Iterator[Finding]:
+    """Folders that cannot be written: errors for what every run writes, warnings for caches."""
+    said: set[Path] = set()
+    for place in found:
+        reason = not_writable(place.path)
+        if reason is None or place.path in said:
+            continue
+        said.add(place.path)
+        severity: Severity = "error" if place.vital else "warning"
+        yield Finding(
+            severity=severity, layer="launch", code="not-writable", file=str(place.path),
+            message=f"{place.path} ({place.what}) cannot be written: {reason}",
+            help=_instead(place),
+        )  # fmt: skip
+
+
+def _instead(place: Place) -> str:
+    return {
+        "run folders": "set LAUNCH_RUNS to a writable folder",
+        "checkpoints and the model": "give another output_dir",
+        "models from the hub": "set HF_HOME to a writable folder",
+        "data sets from the hub": "set HF_DATASETS_CACHE to a writable folder",
+        "launch's caches": "set LAUNCH_CACHE to a writable folder",
+        "compiled kernels": "set TRITON_CACHE_DIR to a writable folder",
+        "temporary files": "set TMPDIR to a writable folder",
+        "reference log-probabilities": f"set {REFERENCE_VARIABLE} to a writable folder",
+    }.get(place.what, "give another folder")
+
+
+def too_little(needed: Needs, output: Path | None, found: Iterable[Place]) -> Iterator[Finding]:
+    """Too little room for what is known to be written (error), or hardly enough (warning)."""
+    told = None if output is None else free(output)
+    tight: int | None = None
+    if told is not None and needed.least is not None and needed.likely is not None:
+        room, device = told
+        if room < needed.likely * MARGIN:
+            tight = device
+            certain = room < needed.least
+            amount = needed.least if certain else needed.likely
+            yield _space(
+                "error" if certain else "warning", str(output),
+                f"{sized(room)} free at {output}, and this run writes "
+                f"{'at least ' if certain else 'up to '}{sized(amount)}: {described(needed)}",
+                "another output_dir, fewer checkpoints (keep_last_n_checkpoints or save_total_limit), "
+                "or remove what is not needed",
+            )  # fmt: skip
+    low: dict[int, list[Place]] = {}
+    for place in found:
+        here = free(place.path)
+        if here is not None and here[0] < LOW and here[1] != tight:
+            low.setdefault(here[1], []).append(place)
+    for listed in low.values():
+        here = free(listed[0].path)
+        room = 0 if here is None else here[0]
+        names = ", ".join(dict.fromkeys(place.what for place in listed))
+        yield _space(
+            "warning", str(listed[0].path),
+            f"{sized(room)} free at {listed[0].path} ({names})", "remove what is not needed there",
+        )  # fmt: skip
+
+
+def _space(severity: Severity, file: str, message: str, help: str) -> Finding:
+    code = "too-little-space" if severity == "error" else "little-space"
+    return Finding(
+        severity=severity, layer="launch", code=code, file=file, message=message, help=help
+    )
+
+
+def described(needed: Needs) -> str:
+    """The sum behind a number: `3 checkpoints of 99 GiB (...), final model 14 GiB`."""
+    if needed.each is None or needed.final is None or needed.count is None:
+        return "unknown"
+    parts = []
+    if needed.kept:
+        parts.append(f"{needed.kept} checkpoint(s) of {sized(needed.each)} ({needed.formula})")
+    if needed.final:
+        parts.append(f"the model, {sized(needed.final)}")
+    return f"{', '.join(parts) or 'an adapter'}; {needed.count.parameters / 1e9:.2f} B parameters"
+
+
+def sized(count: float) -> str:
+    """12.3 GiB, 4 MiB."""
+    if count >= 2**30:
+        return f"{count / 2**30:.1f} GiB"
+    return f"{count / 2**20:.0f} MiB"

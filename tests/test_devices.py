@@ -1,0 +1,314 @@
+"""Which GPUs a run gets, with an `nvidia-smi` that answers like the real one and locks that are real."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+from fake_smi import Smi, instance, uuid
+
+from launcher import devices, process
+from launcher.devices import Devices
+from launcher.errors import NotReady, UsageError
+
+BUSY = 70000
+
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smi:
+    """Four free cards."""
+    fake = Smi(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{fake.folder}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    fake.cards(4, 4, 4, 4)
+    return fake
+
+
+def chosen(
+    count: int | None, asked: Sequence[str] | None = None, environ: Mapping[str, str] | None = None
+) -> Devices:
+    return devices.choose(count, asked, devices.look(environ or {}))
+
+
+def refusal(made: Devices) -> tuple[str, str]:
+    (finding,) = made.findings
+    assert made.refused and not made.slots
+    return finding.code, f"{finding.message} | {finding.help}"
+
+
+# --- how many -------------------------------------------------------------------------------------
+
+
+def test_free_ones_in_order(smi: Smi) -> None:
+    made = chosen(2)
+    assert (made.visible, made.indices, made.findings) == ("0,1", (0, 1), ())
+    assert made.env() == {"CUDA_VISIBLE_DEVICES": "0,1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    told = made.as_json()
+    assert told["gpus"][1] == {
+        "index": 1, "id": uuid(1), "name": "NVIDIA H200", "memory_mib": 143771,
+    }  # fmt: skip
+    json.dumps(told)
+
+
+def test_one_that_computes_is_left_out(smi: Smi) -> None:
+    smi.cards(BUSY, 4, 900, BUSY)
+    smi.processes((0, 999_999_999, BUSY))
+    # 900 MiB are a driver's or a display's; card 3 is used by nobody who can be seen
+    assert chosen(2).visible == "1,2"
+
+
+def test_too_few_free_ones_names_who_has_them(smi: Smi) -> None:
+    smi.cards(BUSY, 4, 4, 5000)
+    smi.processes((0, 999_999_999, BUSY), (0, 999_999_998, 12))
+    code, text = refusal(chosen(3))
+    assert code == "gpus-taken"
+    assert "3 GPU(s) asked for, 2 of 4 free" in text
+    assert "GPU 0 is used by pid 999999999 (python3, 70000 MiB), pid 999999998 (python3, 12" in text
+    assert "GPU 3 is used by something that is not seen from here (5000 MiB)" in text
+    assert "--gpus 2" in text and "wait" in text
+    assert "--devices 0,1,2 takes them all the same" in text
+
+
+@pytest.mark.parametrize(
+    ("listed", "count", "words"),
+    [
+        (None, 5, "5 GPU(s) asked for, 4 here | --gpus 4"),
+        ("3", 2, "2 GPU(s) asked for, 1 here (CUDA_VISIBLE_DEVICES=3) | --gpus 1"),
+        ("", 1, "1 GPU(s) asked for, 0 here (CUDA_VISIBLE_DEVICES=) | --gpus 0 trains on the CPU"),
+        ("NoDevFiles", 1, "1 GPU(s) asked for, 0 here (CUDA_VISIBLE_DEVICES=NoDevFiles)"),
+    ],
+)
+def test_fewer_than_asked_for(smi: Smi, listed: str | None, count: int, words: str) -> None:
+    environ = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
+    code, text = refusal(chosen(count, environ=environ))
+    assert code == "too-few-gpus"
+    assert text.startswith(words)
+
+
+def test_the_cpu_needs_none(smi: Smi) -> None:
+    smi.cards()
+    made = chosen(0)
+    assert (made.visible, made.refused, made.why) == ("", False, "on the CPU")
+
+
+def test_without_a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert refusal(chosen(1))[0] == "too-few-gpus"
+
+
+# --- CUDA_VISIBLE_DEVICES -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("listed", "names"),
+    [
+        (None, "0,1,2,3"), ("", ""), ("0", "0"), ("1,0", "1,0"), ("0,1,2,7", "0,1,2"), ("-1", ""),
+        ("0,-1,1", "0"), (" 0, 1 ", "0,1"), ("7", ""), ("0,0", ""), (uuid(2), uuid(2)),
+        (f"{uuid(3)},{uuid(0)[:12]}", f"{uuid(3)},{uuid(0)[:12]}"), ("GPU-", ""), ("GPU-9", ""),
+        ("none", ""), ("0,x,1", "0"), (f"0,{uuid(0)}", ""),
+    ],
+)  # fmt: skip
+def test_what_cuda_would_see(smi: Smi, listed: str | None, names: str) -> None:
+    environ = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
+    seen = devices.look(environ)
+    assert ",".join(slot.name for slot in seen.visible) == names
+
+
+def test_a_choice_stays_within_what_is_visible(smi: Smi) -> None:
+    smi.cards(4, 4, BUSY, 4)
+    assert chosen(2, environ={"CUDA_VISIBLE_DEVICES": "3,2,1"}).visible == "3,1"
+    # ids stay ids: what started launch may count in another order
+    made = chosen(1, environ={"CUDA_VISIBLE_DEVICES": f"{uuid(3)},{uuid(1)}"})
+    assert made.env() == {"CUDA_VISIBLE_DEVICES": uuid(3)}
+    assert made.indices == (3,)
+
+
+# --- named ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["2,3", " 2 , 3 ", "3", "GPU-00000001,MIG-1"])
+def test_names_on_the_command_line(text: str) -> None:
+    assert devices.named(text) == tuple(part.strip() for part in text.split(","))
+    assert devices.named(None) is None
+
+
+@pytest.mark.parametrize("text", ["", "2,", "2,2", "a", "-1", "1;2", "$(reboot)", "٣"])
+def test_names_that_name_nothing(text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        devices.named(text)
+    assert caught.value.findings[0].code == "bad-devices"
+
+
+def test_the_ones_that_were_named(smi: Smi) -> None:
+    assert chosen(None, ["3", "2"]).visible == "3,2"
+    assert chosen(2, [uuid(1), "0"]).indices == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("count", "asked", "listed", "code", "words"),
+    [
+        (None, ["2", "7"], None, "no-such-gpu", "--devices 7: there is no such GPU here | to be seen: 0, 1"),
+        (None, ["1"], "2,3", "no-such-gpu", "CUDA_VISIBLE_DEVICES=2,3 hides it | to be seen: 2, 3"),
+        (3, ["1", "2"], None, "bad-devices", "--gpus 3, but --devices names 2"),
+        (None, ["1", uuid(1)], None, "bad-devices", "GPU 1 is named twice"),
+    ],
+)  # fmt: skip
+def test_named_wrongly(
+    smi: Smi, count: int | None, asked: list[str], listed: str | None, code: str, words: str
+) -> None:
+    environ = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
+    told = refusal(chosen(count, asked, environ))
+    assert told[0] == code
+    assert words in told[1]
+
+
+def test_a_busy_one_that_is_named_is_a_warning(smi: Smi) -> None:
+    smi.cards(4, BUSY)
+    smi.processes((1, 999_999_999, BUSY))
+    made = chosen(None, ["1"])
+    (finding,) = made.findings
+    assert (made.visible, finding.severity, finding.code) == ("1", "warning", "busy-gpu")
+    assert "pid 999999999" in finding.message
+
+
+# --- instances of divided cards ---------------------------------------------------------------------
+
+
+def test_instances(smi: Smi) -> None:
+    smi.cards(BUSY, 4, mig=[0])
+    seen = devices.look({})
+    assert [slot.name for slot in seen.visible] == [instance(0, 0), instance(0, 1), "1"]
+    assert chosen(1).env() == {"CUDA_VISIBLE_DEVICES": instance(0, 0)}
+    assert chosen(None, [instance(0, 1)]).visible == instance(0, 1)
+    assert chosen(1, environ={"CUDA_VISIBLE_DEVICES": instance(0, 1)}).visible == instance(0, 1)
+    assert refusal(chosen(2))[0] == "mig-instances"
+    code, text = refusal(chosen(None, ["0"]))
+    assert (code, instance(0, 0) in text) == ("no-such-gpu", True)
+
+
+# --- runs of launch's -------------------------------------------------------------------------------
+
+
+def test_a_gpu_that_a_run_holds_is_not_free(smi: Smi, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "20261121T000000Z-sft-a"
+    with devices.taken(2, None, run, {}) as (made, locks):
+        assert (made.visible, len(locks)) == ("0,1", 2)
+        assert chosen(2).visible == "2,3"
+        code, text = refusal(chosen(3))
+        assert code == "gpus-taken"
+        assert "GPU 0 is used by the run 20261121T000000Z-sft-a" in text
+        assert "`launch stop 20261121T000000Z-sft-a`" in text
+        # nor is it given to whoever names it
+        code, text = refusal(chosen(None, ["1"]))
+        assert (code, "GPU 1 is taken by the run" in text) == ("gpus-taken", True)
+        # what another start had chosen a moment before
+        late = devices.held(Devices(slots=made.slots), tmp_path / "other")
+        with pytest.raises(NotReady, match="taken by the run"), late:
+            pass
+    assert chosen(4).visible == "0,1,2,3"
+
+
+def test_the_same_run_takes_over_from_its_launcher(smi: Smi, tmp_path: Path) -> None:
+    made = chosen(1)
+    first = devices.held(made, tmp_path / "run")
+    first.__enter__()
+    timer = threading.Timer(0.3, lambda: first.__exit__(None, None, None))
+    timer.start()
+    with devices.held(made, tmp_path / "run") as locks:
+        assert len(locks) == 1
+        timer.join()
+        assert refusal(chosen(None, ["0"]))[0] == "gpus-taken"
+    assert not chosen(None, ["0"]).findings
+
+
+def test_a_lock_lives_as_long_as_the_process_that_inherited_it(smi: Smi, tmp_path: Path) -> None:
+    with devices.taken(1, None, tmp_path / "run", {}) as (_, locks):
+        child = subprocess.Popen(["sleep", "60"], pass_fds=locks)
+    try:
+        assert chosen(1).visible == "1"
+    finally:
+        child.kill()
+        child.wait()
+    # nothing is left of it but a file
+    assert chosen(1).visible == "0"
+
+
+def test_a_process_of_a_run_names_the_run(smi: Smi, tmp_path: Path) -> None:
+    run = tmp_path / "20261121T000000Z-dpo-b"
+    child = subprocess.Popen(["sleep", "60"], env={**os.environ, process.MARK: str(run)})
+    try:
+        # until it is no longer this process's own image
+        while not process.family(None, str(run)):
+            time.sleep(0.01)
+        smi.processes((0, child.pid, BUSY))
+        seen = devices.look({})
+        use = seen.uses[uuid(0)]
+        assert use.run == run.name and not use.locked
+        assert use.text.startswith(f"the run {run.name} (pid {child.pid}")
+    finally:
+        child.kill()
+        child.wait()
+
+
+START = """
+import sys, time
+from pathlib import Path
+from launcher import devices
+from launcher.errors import NotReady
+try:
+    with devices.taken(2, None, Path(sys.argv[1])) as (made, locks):
+        print(made.visible, flush=True)
+        sys.stdin.read()
+except NotReady as error:
+    print(error.findings[0].code, flush=True)
+"""
+
+
+def test_starts_in_the_same_moment_get_different_cards(smi: Smi, tmp_path: Path) -> None:
+    smi.cards(*[4] * 8)
+    starts = [
+        subprocess.Popen(
+            [sys.executable, "-c", START, str(tmp_path / f"run-{number}")], cwd=REPOSITORY,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )
+        for number in range(5)
+    ]  # fmt: skip
+    try:
+        told = []
+        for start in starts:
+            assert start.stdout is not None
+            told.append(start.stdout.readline().strip())
+    finally:
+        for start in starts:
+            start.communicate("")
+    assert sorted(told) == ["0,1", "2,3", "4,5", "6,7", "gpus-taken"]
+
+
+def test_without_a_writable_home(smi: Smi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "no folder").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "no folder"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with devices.taken(1, None, tmp_path / "run", {}):
+        assert chosen(1).visible == "1"
+        assert list((tmp_path / f"launch-{os.getuid()}" / "gpus").iterdir())
+
+
+def test_a_lock_file_that_is_something_else(smi: Smi, tmp_path: Path) -> None:
+    with devices.taken(1, None, tmp_path / "run", {}):
+        pass
+    (place,) = (tmp_path / "state" / "launch" / "gpus").glob("GPU*")
+    place.unlink()
+    victim = tmp_path / "victim"
+    victim.write_text("kept")
+    place.symlink_to(victim)
+    with devices.taken(1, None, tmp_path / "run", {}) as (made, locks):
+        assert (made.visible, locks) == ("0", ())
+    assert victim.read_text() == "kept"

@@ -1,0 +1,342 @@
+"""How much a run will write, whether there is room, and whether folders can be written."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import plans
+import pytest
+from conftest import NO_PACKAGES, Write
+from plans import from_text
+
+from launcher import disk, parameters
+from launcher.disk import Needs, Place
+from launcher.plan import Plan
+
+GIB = 2**30
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 500,
+}  # fmt: skip
+
+
+def safetensors(path: Path, **shapes: list[int]) -> None:
+    """A file of weights: its header alone, and none of the data."""
+    header = {name: {"dtype": "BF16", "shape": shape} for name, shape in shapes.items()}
+    raw = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model of a billion parameters, by its header."""
+    folder = tmp_path / "model"
+    safetensors(folder / "model.safetensors", a=[1000, 900_000], b=[100_000_000])
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+# --- parameters -------------------------------------------------------------------------------------
+
+
+def test_parameters_from_headers(model: Path) -> None:
+    told = parameters.of_model(str(model), {})
+    assert told is not None
+    assert (told.parameters, told.source) == (10**9, str(model / "model.safetensors"))
+
+
+def test_parameters_of_several_files(tmp_path: Path, write: Write) -> None:
+    write("config.json", '{"torch_dtype": "bfloat16"}')
+    mapped = {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-2.safetensors"}
+    write(
+        "model.safetensors.index.json",
+        json.dumps({"metadata": {"total_size": 4000}, "weight_map": mapped}),
+    )
+    # as long as a file is not here yet, the index tells the size
+    told = parameters.of_model(str(tmp_path), {})
+    assert told is not None and told.parameters == 2000
+    safetensors(tmp_path / "model-1.safetensors", a=[10, 10])
+    safetensors(tmp_path / "model-2.safetensors", b=[5], c=[])
+    told = parameters.of_model(str(tmp_path), {})
+    assert told is not None and told.parameters == 106
+
+
+def test_parameters_from_the_hubs_cache(tmp_path: Path) -> None:
+    repository = tmp_path / "hub" / "hub" / "models--org--name"
+    safetensors(repository / "snapshots" / "abc" / "model.safetensors", a=[7])
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc\n")
+    environ = {"HF_HOME": str(tmp_path / "hub")}
+    told = parameters.of_model("org/name", environ)
+    assert told is not None and told.parameters == 7
+    assert parameters.of_model("org/name", environ, "other") is None
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "", "[]", "{}", '{"model_type": "mamba", "hidden_size": 64}', '{"model_type": "llama"}',
+        '{"model_type": "llama", "hidden_size": "wide"}',
+        json.dumps({**LLAMA, "quantization_config": {"bits": 4}}),
+        json.dumps({**LLAMA, "num_attention_heads": 0}),
+    ],
+)  # fmt: skip
+def test_a_size_that_is_not_known_is_none(write: Write, tmp_path: Path, config: str) -> None:
+    write("config.json", config)
+    assert parameters.of_model(str(tmp_path), {}) is None
+
+
+@pytest.mark.parametrize(
+    "name", [None, "", 3, "org/never-downloaded", "/no/such", "\0", "a" * 5000]
+)
+def test_a_model_that_is_not_here(name: object) -> None:
+    assert parameters.of_model(name, {}) is None
+
+
+@pytest.mark.parametrize("raw", [b"", b"\xff" * 100, b"\x10" + b"\0" * 7 + b"{broken json}...."])
+def test_a_header_that_is_broken(tmp_path: Path, raw: bytes) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(raw)
+    assert parameters.of_model(str(tmp_path), {}) is None
+
+
+REAL = """
+import json, sys, torch, transformers
+for given in json.load(sys.stdin):
+    config = transformers.AutoConfig.for_model(**given)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    count = sum(one.numel() for one in model.parameters())
+    print(json.dumps([config.to_json_string(), count]))
+"""
+
+
+def test_parameters_from_a_config_are_those_of_the_real_model(tmp_path: Path) -> None:
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip(NO_PACKAGES)
+    kinds = ("llama", "mistral", "olmo", "olmo2", "olmo3", "qwen2", "qwen3", "smollm3")
+    options = ({}, {"attention_bias": True}, {"tie_word_embeddings": True}, {"mlp_bias": True})
+    asked = [
+        {**LLAMA, "model_type": kind, "pad_token_id": None, **more}
+        for kind in kinds
+        for more in options
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", REAL],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == len(asked)
+    for given, (config, count) in zip(asked, rows, strict=True):
+        (tmp_path / "config.json").write_text(config)
+        told = parameters.of_model(str(tmp_path), {})
+        assert told is not None and told.parameters == count, given
+
+
+# --- what will be written ---------------------------------------------------------------------------
+
+SFT = """
+stage: sft
+{deepspeed}
+batch: {{global: 16, per_device: 2}}
+args:
+  model_name_or_path: {model}
+  dataset_mixer_list: [set, "1600"]
+  num_train_epochs: 2
+  push_to_hub: false
+  try_launch_beaker_eval_jobs: false
+  {more}
+"""
+TRL = """
+stage: sft
+backend: trl
+{deepspeed}
+args:
+  model_name_or_path: {model}
+  dataset_name: some/set
+  {more}
+"""
+
+
+def needed(
+    tmp_path: Path, model: Path, text: str, more: str, gpus: int = 2, deepspeed: str = "zero2",
+    output: Path | None = None, nodes: int = 1,
+) -> Needs:  # fmt: skip
+    line = f"deepspeed: {deepspeed}" if deepspeed else ""
+    stage = from_text(tmp_path, text.format(model=model, more=more or "seed: 1", deepspeed=line))
+    return disk.needs(plans.planned(stage, gpus, nodes), output, {})
+
+
+@pytest.mark.parametrize(
+    ("more", "gpus", "each", "least", "likely"),
+    [
+        # no checkpoint without `checkpointing_steps`: the model alone
+        ("", 2, 14, 2, 2),
+        # 200 steps: four checkpoints, of which three are kept and a fourth is there before one goes
+        ("checkpointing_steps: 50", 2, 14, 56, 56),
+        ("checkpointing_steps: '100'", 2, 14, 30, 30),
+        ("checkpointing_steps: epoch", 2, 14, 30, 30),
+        ("checkpointing_steps: 10\n  keep_last_n_checkpoints: 1", 2, 14, 28, 28),
+        ("checkpointing_steps: 50\n  keep_last_n_checkpoints: -1", 2, 14, 58, 58),
+        ("checkpointing_steps: 500", 2, 14, 2, 2),
+        # without DeepSpeed the moments are as wide as the weights
+        ("checkpointing_steps: 50", 0, 6, 24, 24),
+        ("checkpointing_steps: 50\n  use_lora: true", 2, 2, 8, 8),
+        ("checkpointing_steps: 50\n  cache_dataset_only: true", 2, None, None, None),
+    ],
+)
+def test_open_instruct(
+    tmp_path: Path, model: Path, more: str, gpus: int, each: int, least: int, likely: int
+) -> None:
+    told = needed(tmp_path, model, SFT, more, gpus)
+    if each is None:
+        assert told.likely is None
+        return
+    assert told.each == each * 10**9
+    assert (told.least, told.likely) == (least * 10**9, likely * 10**9)
+
+
+@pytest.mark.parametrize(
+    ("more", "deepspeed", "each", "least", "likely"),
+    [
+        ("save_strategy: 'no'", "", 12, 4, 4),
+        ("max_steps: 100\n  save_steps: 40", "", 12, 40, 40),
+        ("max_steps: 100\n  save_steps: 40\n  save_total_limit: 1", "", 12, 24, 24),
+        ("max_steps: 100\n  save_steps: 0.5\n  dtype: bfloat16", "", 6, 14, 14),
+        ("max_steps: 100\n  save_only_model: true\n  save_steps: 50", "", 4, 12, 12),
+        ("max_steps: 100\n  save_steps: 50\n  dtype: bfloat16", "zero2", 16, 34, 34),
+        ("max_steps: 100\n  save_steps: 50\n  optim: adafactor", "", 4, 12, 12),
+        ("max_steps: 100\n  save_steps: 50\n  optim: adamw_bnb_8bit", "", 6, 16, 16),
+        ("num_train_epochs: 3\n  save_strategy: epoch", "", 12, 40, 40),
+        # how many steps there will be is not known: none is certain
+        ("save_steps: 50", "", 12, 4, 16),
+    ],
+)
+def test_trl(
+    tmp_path: Path, model: Path, more: str, deepspeed: str, each: int, least: int, likely: int
+) -> None:
+    told = needed(tmp_path, model, TRL, more, 1, deepspeed)
+    assert told.each == each * 10**9
+    assert (told.least, told.likely) == (least * 10**9, likely * 10**9)
+
+
+def test_what_is_not_known_is_not_made_up(tmp_path: Path, model: Path) -> None:
+    assert needed(tmp_path, model, TRL, "use_peft: true", 1, "").likely is None
+    away = needed(tmp_path, Path("org/never-downloaded"), SFT, "checkpointing_steps: 50")
+    assert (away.least, away.likely, away.count) == (None, None, None)
+    assert list(disk.too_little(away, tmp_path / "output", ())) == []
+    json.dumps(away.as_json())
+
+
+def test_checkpoints_that_go_are_room(tmp_path: Path, model: Path) -> None:
+    output = tmp_path / "output"
+    (output / "step_50").mkdir(parents=True)
+    with (output / "step_50" / "weights").open("wb") as file:
+        file.truncate(14 * 10**9)
+    told = needed(tmp_path, model, SFT, "checkpointing_steps: 50", output=output)
+    assert told.likely == (56 - 14) * 10**9
+
+
+def test_several_machines_may_share_the_work(tmp_path: Path, model: Path) -> None:
+    told = needed(tmp_path, model, SFT, "checkpointing_steps: 50", nodes=2)
+    assert (told.least, told.likely) == (28 * 10**9, 56 * 10**9)
+
+
+# --- room -------------------------------------------------------------------------------------------
+
+
+def needs(least: int, likely: int) -> Needs:
+    count = parameters.Count(10**9, "a test")
+    return Needs(least=least, likely=likely, each=14, final=2, kept=3, count=count, formula="a + b")
+
+
+def test_room(tmp_path: Path) -> None:
+    output = tmp_path / "not" / "there" / "yet"
+    told = disk.free(output)
+    assert told is not None
+    room = told[0]
+    assert list(disk.too_little(needs(0, 0), output, ())) == []
+    (finding,) = disk.too_little(needs(room * 2, room * 2), output, ())
+    assert (finding.severity, finding.code) == ("error", "too-little-space")
+    assert "3 checkpoint(s) of 0 MiB (a + b)" in finding.message and finding.file == str(output)
+    (finding,) = disk.too_little(needs(0, room * 2), output, ())
+    assert (finding.severity, finding.code) == ("warning", "little-space")
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A file system of 8 MiB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)]
+    if os.getuid() or subprocess.run(mounted, capture_output=True, check=False).returncode:
+        pytest.skip("a file system can be mounted by root only")
+    return place
+
+
+def test_a_file_system_that_is_nearly_full(small: Path, tmp_path: Path) -> None:
+    try:
+        found = [Place(path=small / "a" / "b", what="run folders", vital=True)]
+        (finding,) = disk.too_little(Needs(), None, [*found, Place(path=small, what="kernels")])
+        assert (finding.severity, finding.code) == ("warning", "little-space")
+        assert "8 MiB free" in finding.message and "(run folders, kernels)" in finding.message
+        told = needs(9 * 2**20, 9 * 2**20)
+        (finding,) = disk.too_little(told, small / "out", found)
+        assert finding.code == "too-little-space"
+        (small / "all").write_bytes(b"0" * (8 * 2**20))
+        # full is not unwritable
+        assert disk.not_writable(small / "out") is None
+        subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
+        (finding,) = disk.unwritable(found)
+        assert (finding.severity, finding.code) == ("error", "not-writable")
+        assert "Read-only file system" in finding.message
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+# --- folders ----------------------------------------------------------------------------------------
+
+
+def places(tmp_path: Path, made: Plan | None = None, **environ: str) -> dict[str, Path]:
+    told = disk.places(made, tmp_path / "out", tmp_path / "runs", {"HOME": "/home/a", **environ})
+    return {one.what: one.path for one in told}
+
+
+def test_the_folders_that_are_written(tmp_path: Path, model: Path) -> None:
+    told = places(tmp_path)
+    assert told["models from the hub"] == Path("/home/a/.cache/huggingface/hub")
+    assert told["data sets from the hub"] == Path("/home/a/.cache/huggingface/datasets")
+    assert told["compiled kernels"] == Path("/home/a/.triton/cache")
+    assert told["launch's caches"] == Path("/home/a/.cache/launch")
+    told = places(
+        tmp_path, HF_HOME="/hf", HF_DATASETS_CACHE="/sets", TRITON_CACHE_DIR="/t", LAUNCH_CACHE="/l",
+        TMPDIR="/elsewhere",
+    )  # fmt: skip
+    assert told["models from the hub"] == Path("/hf/hub")
+    assert told["data sets from the hub"] == Path("/sets")
+    assert (told["compiled kernels"], told["launch's caches"]) == (Path("/t"), Path("/l"))
+    assert told["temporary files"] == Path("/elsewhere")
+    text = SFT.format(model=model, more="dataset_local_cache_dir: /tokens", deepspeed="")
+    made = plans.planned(from_text(tmp_path, text), 2)
+    assert places(tmp_path, made)["tokenised data"] == Path("/tokens")
+
+
+def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    vital = Place(path=tmp_path / "file" / "below", what="run folders", vital=True)
+    cache = Place(path=tmp_path / "file" / "kernels", what="compiled kernels")
+    first, second = disk.unwritable([vital, cache, Place(path=tmp_path / "new", what="fine")])
+    assert (first.severity, first.code) == ("error", "not-writable")
+    assert "is no folder" in first.message and "LAUNCH_RUNS" in (first.help or "")
+    assert second.severity == "warning" and "TRITON_CACHE_DIR" in (second.help or "")
+    # nothing was made by asking
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -1,0 +1,126 @@
+"""The commands that build a trainer's environment: argv lists, for any Python, never a shell."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+from packaging.requirements import Requirement
+
+from launcher import install
+from launcher.errors import NotReady
+from launcher.install import Step
+from launcher.machine import Trainer
+
+WITH_PIP = Trainer(
+    python=Path("/env/my bin/python"), source="a test", version=(3, 12, 1), packages={"pip": "26"}
+)
+
+
+@pytest.fixture(autouse=True)
+def no_uv(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+
+
+def names(steps: tuple[Step, ...]) -> list[list[str]]:
+    """The packages of each step, without pip's own words."""
+    found = []
+    for step in steps:
+        words = [w for w in step.argv[step.argv.index("install") + 1 :] if not w.startswith("--no")]
+        words = words[2:] if words[0] == "-c" else words
+        found.append([Requirement(word).name for word in words])
+    return found
+
+
+def test_everything_of_the_extras_is_installed() -> None:
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    wanted = extras["optional-dependencies"]
+    for extra in ("trl", "open-instruct"):
+        told = {name for step in names(install.steps(WITH_PIP, extra, gpus=True)) for name in step}
+        asked = {Requirement(text).name for text in (*wanted[extra], *wanted["gpu"])}
+        assert asked <= told
+    assert install.wanted("gpu") == tuple(wanted["gpu"])
+
+
+def test_what_imports_torch_while_it_is_built_comes_after_it() -> None:
+    steps = install.steps(WITH_PIP, "open-instruct", gpus=True)
+    order = names(steps)
+    assert "torch" in order[0] and "deepspeed" not in order[0]
+    assert {"setuptools", "wheel", "ninja", "hjson"} <= set(order[1])
+    assert order[2:] == [["deepspeed"], ["flash-attn"]]
+    assert steps[2].env == {"DS_BUILD_OPS": "0"}
+    assert all("--no-build-isolation" in step.argv for step in steps[2:])
+    assert "flash-attn" not in str(names(install.steps(WITH_PIP, "open-instruct", gpus=False)))
+
+
+def test_it_is_what_the_makefile_does() -> None:
+    """Its commands install the same packages, by the names of launch's extras."""
+    recipe = (REPOSITORY / "Makefile").read_text().partition("$(VENV)/open-instruct:")[2]
+    first, second, third = recipe.strip().splitlines()[1:4]
+    steps = install.steps(WITH_PIP, "open-instruct", gpus=False)
+    for tool in first.partition("constraints.txt ")[2].split():
+        assert tool in names(steps)[1]
+    assert "DS_BUILD_OPS=0" in second and "--no-build-isolation deepspeed" in second
+    assert "'.[open-instruct]'" in third
+    versions = f"-c {REPOSITORY / 'constraints.txt'}"
+    assert all(versions in " ".join(step.argv) for step in steps)
+
+
+def test_single_packages() -> None:
+    (step,) = install.packages(WITH_PIP, ["ray>=2", "wandb"])
+    assert step.argv[:4] == ("/env/my bin/python", "-m", "pip", "install")
+    assert step.argv[-2:] == ("ray>=2", "wandb")
+    assert step.shell().startswith("'/env/my bin/python' -m pip install")
+    # the build finds no torch where none is there
+    assert ["torch"] in names(install.packages(WITH_PIP, ["flash-attn"]))
+    ready = replace(
+        WITH_PIP, packages={"pip": "1", "torch": "2", **dict.fromkeys(install.BUILD, "1")}
+    )
+    assert names(install.packages(ready, ["flash-attn"])) == [["flash-attn"]]
+
+
+def test_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = replace(WITH_PIP, packages={})
+    first, second = install.packages(bare, ["ray"])
+    assert first.argv == ("/env/my bin/python", "-m", "ensurepip", "--upgrade")
+    assert second.argv[1:3] == ("-m", "pip")
+    uv = tmp_path / "uv"
+    uv.write_text("#!/bin/sh\n")
+    uv.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (only,) = install.packages(bare, ["ray"])
+    assert only.argv[:5] == (str(uv), "pip", "install", "--python", "/env/my bin/python")
+
+
+def test_steps_are_done_in_order_and_never_by_a_shell(tmp_path: Path) -> None:
+    write = "import os, sys; open(sys.argv[1], 'a').write(os.environ.get('SAID', '') + sys.argv[2])"
+    place = str(tmp_path / "done")
+    steps = [
+        Step(
+            argv=(sys.executable, "-c", write, place, "$(id); `id`\n"), why="one", env={"SAID": "<"}
+        ),
+        Step(argv=(sys.executable, "-c", write, place, "second"), why="two"),
+    ]
+    told = tmp_path / "told"
+    with told.open("w") as out:
+        install.run(steps, os.environ, out)
+    assert Path(place).read_text() == "<$(id); `id`\nsecond"
+    assert told.read_text().startswith("+ SAID=")
+
+
+@pytest.mark.parametrize("argv", [("false",), ("/no/such/program",)])
+def test_a_step_that_fails_ends_it(tmp_path: Path, argv: tuple[str, ...]) -> None:
+    place = tmp_path / "touched"
+    steps = [Step(argv=argv, why="ray"), Step(argv=("touch", str(place)), why="more")]
+    with (tmp_path / "out").open("w") as out, pytest.raises(NotReady) as caught:
+        install.run(steps, os.environ, out)
+    (finding,) = caught.value.findings
+    assert finding.code == "install-failed"
+    assert finding.message.startswith("installing ray failed: ")
+    assert f"then touch {place}" in (finding.help or "")
+    assert not place.exists()

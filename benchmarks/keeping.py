@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from made_runs import made, manifest  # noqa: E402
+from made_runs import made, manifest  # type: ignore[import-not-found]  # noqa: E402
 
 from launcher import rundir, runner, start  # noqa: E402
 from launcher.attempt import Attempt  # noqa: E402
@@ -65,7 +65,7 @@ def waiting(place: Path, name: str) -> RunFolder:
         number=1, argv=(sys.executable, "-c", f"import time; time.sleep({WATCHED_S * 2})"), env={},
         environ=dict(os.environ), cwd=str(place), stage="sft", backend="trl", title="sft waiting",
     ).write(folder)  # fmt: skip
-    start.resume_keeping(folder)
+    start.execute(folder)
     folder.probe.mkdir()
     steps = [{"event": "start", "attempt": 1}, {"event": "step", "step": 9, "loss": 1.0}]
     (folder.probe / "rank-0.jsonl").write_text("".join(map(rundir.json_line, steps)))

@@ -30,8 +30,9 @@ class Attempt:
     """What to start, and what to do around it.
 
     `environ` is the environment of whoever gave the command, `env` what the command adds to it.
-    `caches` are records of `caches.Cache`. `grace` are seconds a stop waits before it gets harder (see
-    runner.GRACE_S). `on_finish` is an argv. `total` is the number of optimizer steps, where known.
+    `rank` is the number of this machine among `nodes`, `devices` are ids of its GPUs. `caches` are
+    records of `caches.Cache`, `on_finish` is an argv, `total` the number of optimizer steps, where
+    known. `request` is what was asked for (`start.Request`), to be asked again.
     """
 
     number: int
@@ -46,11 +47,13 @@ class Attempt:
     total: int | None = None
     world: int = 1
     nodes: int = 1
+    rank: int = 0
     devices: tuple[str, ...] = ()
     caches: tuple[Mapping[str, Any], ...] = ()
     config: str | None = None
     on_finish: tuple[str, ...] = ()
     allow_unproven: bool = False
+    request: Mapping[str, Any] = field(default_factory=dict)
     token: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def command(self, environ: Mapping[str, str]) -> Command:
@@ -63,6 +66,10 @@ class Attempt:
             inside = {}
         whole = {**self.environ, **inside, **self.env}
         return Command(argv=self.argv, env=whole, cwd=Path(self.cwd))
+
+    def environ_of_the_shell(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """What the shell had and this process lacks."""
+        return {name: value for name, value in self.environ.items() if name not in environ}
 
     def write(self, folder: RunFolder) -> None:
         """Write `start.json`, for the owner's eyes alone. Raises NotReady where that fails."""
@@ -96,6 +103,17 @@ def read(folder: RunFolder) -> Attempt:
                 help="start the stage itself: launch sft CONFIG, or launch dpo CONFIG",
             )
         ) from None  # fmt: skip
+
+
+def tokens(folder: RunFolder) -> dict[str, str]:
+    """The environments whose tokens may stand in what a run left: this one, and that of who started it.
+
+    For `redact`: whoever looks at a run later need not have its tokens to know them.
+    """
+    told = rundir.read_json(folder.start).get("environ")
+    then = told.items() if isinstance(told, dict) else ()
+    # names of their own: both may have the same variable with another value
+    return {**os.environ, **{f"THEN_{name}": str(value) for name, value in then}}
 
 
 def _given_by_scheduler(name: str) -> bool:

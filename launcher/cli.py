@@ -125,6 +125,27 @@ DevicesOption = Annotated[
         "--devices", metavar="2,3", help="these GPUs; default: free ones, as many as --gpus"
     ),
 ]
+NodeRank = Annotated[
+    int | None, typer.Option("--node-rank", min=0, help="which of several machines this is, from 0")
+]
+MainAddress = Annotated[
+    str | None,
+    typer.Option("--main-address", metavar="HOST[:PORT]", help="the first of several machines"),
+]
+Slurm = Annotated[
+    bool, typer.Option("--slurm", help="queue it as a Slurm job, on --nodes machines")
+]
+Sbatch = Annotated[
+    list[str] | None,
+    typer.Option("--sbatch", metavar="KEY=VALUE", help="an option of sbatch (several times)"),
+]
+SkyPilot = Annotated[
+    Path | None,
+    typer.Option("--skypilot", metavar="FILE", help="write a SkyPilot task, start nothing"),
+]
+Accelerator = Annotated[
+    str | None, typer.Option("--accelerator", help="which GPU, for --skypilot: H100")
+]
 Detach = Annotated[
     bool,
     typer.Option("--detach", help="come back at once; the run is in a tmux session of its own"),
@@ -186,7 +207,9 @@ def _stage_command(stage: str) -> Callable[..., None]:
         dry_run: DryRun = False, python: Python = None, open_instruct: Checkout = None,
         allow_unpinned: Unpinned = False, allow_unproven: Unproven = False, strict: Strict = False,
         no_probe: NoProbe = False, devices: DevicesOption = None, detach: Detach = False,
-        on_finish: OnFinish = None, repeat: Repeat = None,
+        on_finish: OnFinish = None, repeat: Repeat = None, node_rank: NodeRank = None,
+        main_address: MainAddress = None, slurm: Slurm = False, sbatch: Sbatch = None,
+        skypilot: SkyPilot = None, accelerator: Accelerator = None,
         format: FormatOption = Format.text,
     ) -> None:  # fmt: skip
         from launcher.start import Request
@@ -202,17 +225,18 @@ def _stage_command(stage: str) -> Callable[..., None]:
         request = Request(
             stage=stage, config=config, overrides=overrides or (), gpus=gpus, nodes=nodes,
             python=python, checkout=open_instruct, allow_unpinned=allow_unpinned, strict=strict,
-            probe=not no_probe, devices=devices,
+            probe=not no_probe, devices=devices, node_rank=node_rank, main_address=main_address,
+            elsewhere=slurm,
         )  # fmt: skip
         if dry_run:
             _dry_run(request, format)
             return
-        if nodes > 1:
-            raise UsageError(
-                _usage("several-nodes", "only --dry-run plans for several machines as yet")
-            )
+        if skypilot is not None:
+            raise typer.Exit(_task(request, skypilot, accelerator, format))
         after = After(detach=detach, on_finish=on_finish, allow_unproven=allow_unproven,
                       before=before)  # fmt: skip
+        if slurm:
+            raise typer.Exit(_queued(request, format, after, sbatch or []))
         raise typer.Exit(_run(request, format, after))
 
     # what the shell can complete is different for each stage
@@ -259,10 +283,56 @@ def _run(request: Request, format: Format, after: After) -> Exit:
     if format is Format.text:
         report.findings(found)
         report.beginning(prepared.plan, folder.console(prepared.attempt))
-    attempt = start.begin(prepared, on_finish=told, allow_unproven=after.allow_unproven)
+    folder, attempt = start.begin(prepared, on_finish=told, allow_unproven=after.allow_unproven)
     if after.detach:
         return _detached(str(request.stage), folder, found, format)
     return _until_over(str(request.stage), folder, attempt, found, format)
+
+
+def _queued(request: Request, format: Format, after: After, words: list[str]) -> Exit:
+    """Hand the run to Slurm."""
+    from launcher import on_finish, report, sbatch, start
+
+    def complain(code: str, key: str, message: str, help: str | None) -> Finding:
+        return _usage(code, message, help)
+
+    options, wrong = sbatch.pairs(words, complain)
+    if wrong:
+        raise UsageError(wrong)
+    told = on_finish.parsed(after.on_finish)
+    prepared = start.prepare(request, running=True)
+    options = {**prepared.plan.stage.options.slurm, **options}
+    few = sbatch.one_cpu(options, request.gpus or 0)
+    found = prepared.findings
+    if few is not None:
+        message = "the job asks for one core of each machine"
+        warned = Finding(
+            severity="warning", layer="launch", code="slurm-one-cpu", message=message, help=few
+        )
+        found = (*found, warned)
+    job = start.queue(prepared, options, on_finish=told, allow_unproven=after.allow_unproven)
+    folder = prepared.folder
+    if format is Format.json:
+        data = {"run": str(folder.path), "job": job.id}
+        report.envelope(str(request.stage), True, found, data)
+    else:
+        report.findings(found)
+        name = folder.path.name
+        report.say(f"run: {folder.path}\njob: {job.id}\nlaunch runs\nlaunch stop {name}")
+    return Exit.OK
+
+
+def _task(request: Request, path: Path, accelerator: str | None, format: Format) -> Exit:
+    """Write the run as a SkyPilot task."""
+    from launcher import clouds, report
+
+    found = clouds.write(request, path, accelerator)
+    if format is Format.json:
+        report.envelope(str(request.stage), True, found, {"task": str(path)})
+    else:
+        report.findings(found)
+        report.say(f"sky launch {path}")
+    return Exit.OK
 
 
 def _detached(stage: str, folder: RunFolder, found: tuple[Finding, ...], format: Format) -> Exit:
@@ -296,6 +366,8 @@ def _until_over(
         else:
             report.say(f"the run goes on: launch attach {folder.path.name}")
         return Exit.OK
+    if attempt.rank:
+        return start.of_a_further_machine(folder, attempt)
     verdict, code = start.conclusion(folder, attempt)
     if format is Format.json:
         data = {**verdict.as_json(), "run": str(folder.path)}
@@ -677,12 +749,23 @@ def _found(name: str) -> RunFolder:
 
 
 @app.command("exec", epilog="Example: launch exec runs/20260101T000000Z-sft-demo")
-def exec_command(run: RunName, format: FormatOption = Format.text) -> None:
+def exec_command(
+    run: RunName,
+    prepare: Annotated[
+        bool, typer.Option("--prepare", help="only have a further attempt wait, if none does")
+    ] = False,
+    node_rank: NodeRank = None,
+    main_address: MainAddress = None,
+    format: FormatOption = Format.text,
+) -> None:
     """Start the attempt that waits in a run folder and show it; what tmux and Slurm start."""
     from launcher import start
 
     folder = _found(run)
-    attempt = start.resume_keeping(folder)
+    if prepare:
+        start.prepare_again(folder)
+        return
+    folder, attempt = start.execute(folder, node_rank, main_address)
     raise typer.Exit(_until_over("exec", folder, attempt, (), format))
 
 

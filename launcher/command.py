@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
 
+from launcher import rendezvous
 from launcher.machine import Trainer
 from launcher.options import Watch
 from launcher.plan import Plan
@@ -84,8 +85,12 @@ def _accelerate(plan: Plan) -> list[str]:
     argv += ["--num_machines", str(plan.nodes), "--num_processes", str(plan.processes)]
     argv += ["--mixed_precision", plan.mixed_precision]
     argv += ["--dynamo_backend", "no"]
-    if not plan.gpus:
+    if not plan.gpus and plan.nodes == 1:
         return [*argv, "--cpu"]
+    if not plan.gpus:
+        # --cpu starts a process that knows of no other (accelerate/commands/launch.py:1403): torchrun
+        # tells each its rank, and ACCELERATE_USE_CPU makes gloo of it
+        return [*argv, "--multi_gpu", *rendezvous.placeholders()]
     if options.deepspeed is not None:
         argv += ["--use_deepspeed", "--deepspeed_config_file", str(options.deepspeed)]
     elif plan.processes > 1:
@@ -94,8 +99,7 @@ def _accelerate(plan: Plan) -> list[str]:
         if options.deepspeed is not None:
             # accelerate's own default needs pdsh, and starts the other machines itself
             argv += ["--deepspeed_multinode_launcher", "standard"]
-        argv += ["--machine_rank", "NODE_RANK", "--main_process_ip", "HEAD_ADDRESS"]
-        argv += ["--main_process_port", "29500"]
+        argv += rendezvous.placeholders()
     elif plan.processes > 1 or options.deepspeed is not None:
         # 0: accelerate picks a free port; DeepSpeed takes one for a single process too
         argv += ["--main_process_port", "0"]

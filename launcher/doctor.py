@@ -146,14 +146,17 @@ class Report:
 
 
 def require_ready(
-    plan: Plan, trainer: Trainer, chosen: Devices | None = None
+    plan: Plan, trainer: Trainer, chosen: Devices | None = None, *, elsewhere: bool = False
 ) -> tuple[Finding, ...]:
     """Before a run: raises NotReady with everything that is missing, returns the warnings.
 
-    `chosen` are the GPUs that the run gets; without it they are chosen here, for the answer only.
+    `chosen` are the GPUs that the run gets; without it they are chosen here, for the answer only. Where
+    other machines will train (`elsewhere`), nothing is asked of the GPUs of this one.
     What needs an import is left to training, which imports the same within its first seconds.
     """
     subject = of_plan(plan, trainer)
+    if elsewhere:
+        subject, chosen = replace(subject, gpus=0), Devices()
     if chosen is None:
         chosen = gpus.choose(plan.gpus, None, gpus.look(subject.environ))
     found = [*_quick(subject, chosen), *local_files(plan)]

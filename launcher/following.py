@@ -11,13 +11,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
 from launcher import attempt as attempts
-from launcher import keeper, overview, rundir, runner
+from launcher import keeper, overview, process, rundir, runner
 from launcher.attempt import Attempt
-from launcher.errors import NotReady
+from launcher.errors import Finding, NotReady
 from launcher.rundir import RunFolder
 from launcher.view import View
 
@@ -37,33 +38,48 @@ def until_over(folder: RunFolder, attempt: Attempt, *, forward: bool) -> None:
     if not _goes_on(folder):
         _see_to_the_end(folder, attempt)
         return
-    view = View(
-        attempt.title, folder.console(attempt.number), folder.probe, attempt.total,
-        terminal=sys.stderr.isatty(), world=attempt.world,
-    )  # fmt: skip
-    view.catch_up(attempt.number)
-    with _signals(folder, forward=forward), view.showing():
-        tick: Callable[[], None] | None = view.tick
-        while _goes_on(folder):
-            if tick is not None:
-                try:
-                    tick()
-                except Exception:
-                    # a terminal that has gone: what it cannot show is in the run folder
-                    tick = None
-            time.sleep(POLL_S)
+    with _signals(folder, forward=forward):
+        view = View(
+            attempt.title, folder.console(attempt.number), folder.probe, attempt.total,
+            terminal=sys.stderr is not None and sys.stderr.isatty(), world=attempt.world,
+        )  # fmt: skip
+        view.catch_up(attempt.number)
+        with view.showing():
+            _look_on(folder, view)
     _see_to_the_end(folder, attempt)
 
 
+def _look_on(folder: RunFolder, view: View) -> None:
+    tick: Callable[[], None] | None = view.tick
+    while _goes_on(folder):
+        if tick is not None:
+            try:
+                tick()
+            except Exception:
+                # a terminal that has gone: what it cannot show is in the run folder
+                tick = None
+        time.sleep(POLL_S)
+
+
 def _goes_on(folder: RunFolder) -> bool:
-    return runner.keeper_lives(folder) or runner.alive(folder.path)
+    return runner.keeper_lives(folder) or runner.alive(folder.path) or _goes_on_elsewhere(folder)
+
+
+def _elsewhere(folder: RunFolder) -> bool:
+    """Whether another machine keeps the run: what its folder tells is all that is known here."""
+    told = process.identity(rundir.read_json(folder.process))
+    return told is not None and told.host != process.host()
+
+
+def _goes_on_elsewhere(folder: RunFolder) -> bool:
+    return _elsewhere(folder) and runner.recorded(folder, max(1, folder.attempts())) is None
 
 
 def _see_to_the_end(folder: RunFolder, attempt: Attempt) -> None:
     """Where the keeper did not live to do that."""
     began = folder.attempts() >= attempt.number
-    if began and runner.recorded(folder, attempt.number) is None:
-        keeper.conclude(folder, attempt, None)
+    if began and not _elsewhere(folder) and not folder.concluded(attempt.number).exists():
+        keeper.conclude(folder, attempt, runner.recorded(folder, attempt.number))
 
 
 @contextlib.contextmanager
@@ -80,7 +96,8 @@ def _signals(folder: RunFolder, *, forward: bool) -> Iterator[None]:
         """The terminal has gone: there is nothing to show any more, and a verdict still to come."""
 
     wanted: dict[int, Callable[[int, FrameType | None], None]] = {signal.SIGHUP: hung_up}
-    if forward:
+    # Slurm signals every process of a job itself: handed on, it would count as asking twice
+    if forward and "SLURM_JOB_ID" not in os.environ:
         wanted |= {signal.SIGINT: hand_on, signal.SIGTERM: hand_on}
     previous = {number: signal.signal(number, handler) for number, handler in wanted.items()}
     try:
@@ -95,19 +112,40 @@ def _signals(folder: RunFolder, *, forward: bool) -> Iterator[None]:
 def print_log(folder: RunFolder, number: int, *, last: int | None, follow: bool) -> None:
     """Write an attempt's console log to stdout as it is: its last lines, all of it, and what comes.
 
-    `last` None is all. Following ends with the run. Raises OSError where there is no such log.
+    `last` None is all. Following ends with the run; a log that is moved or removed is read on, as it is
+    written on, and one that was truncated is read from its new beginning. Raises FileNotFoundError
+    where there is no such log, NotReady where it cannot be read, OSError where the reader has gone.
     """
-    with folder.console(number).open("rb", buffering=0) as log:
+    if sys.stdout is None:
+        return
+    out = sys.stdout.buffer
+    with _opened(folder.console(number)) as log:
         log.seek(0 if last is None else _tail(log, last))
         while True:
             # asked before reading: what was written until then is not missed
             over = not follow or not _goes_on(folder)
+            if os.fstat(log.fileno()).st_size < log.tell():
+                log.seek(0)
             while block := log.read(2**20):
-                sys.stdout.buffer.write(block)
-            sys.stdout.buffer.flush()
+                out.write(block)
+            out.flush()
             if over:
                 return
             time.sleep(POLL_S)
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb", buffering=0)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise NotReady(
+            Finding(
+                severity="error", layer="launch", code="unreadable-file", file=str(path),
+                message=f"cannot be read: {error.strerror}",
+            )
+        ) from None  # fmt: skip
 
 
 def _tail(log: BinaryIO, lines: int) -> int:
@@ -117,13 +155,13 @@ def _tail(log: BinaryIO, lines: int) -> int:
     while place > max(0, end - 64 * 2**20):
         begin = max(0, place - 65536)
         log.seek(begin)
-        block = log.read(place - begin)
         # the last line's own end is none that begins another
-        for at in range(len(block) - 1, -1, -1):
-            if block[at] == 10 and begin + at != end - 1:
-                found += 1
-                if found == lines:
-                    return begin + at + 1
+        block = log.read(min(place, end - 1) - begin)
+        at = len(block)
+        while (at := block.rfind(b"\n", 0, at)) >= 0:
+            found += 1
+            if found == lines:
+                return begin + at + 1
         place = begin
     return place
 

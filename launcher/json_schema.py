@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from launcher import options, rules
+from launcher import options, rules, sbatch, skypilot
 from launcher.backends import BACKENDS, Entry, Moved
 from launcher.builder import plain
 from launcher.schema import Field, Schema, Values
@@ -171,6 +171,8 @@ def _options(stages: Sequence[str], backends: Sequence[str]) -> Json:
             "type": ["string", "number", "boolean", "null"],
             "description": "the run's name; the file's where it is not set",
         },
+        "slurm": _sbatch(),
+        "skypilot": _skypilot(),
         "args": {
             "type": ["object", "null"],
             "description": "handed to upstream under exactly these names",
@@ -182,6 +184,31 @@ def _options(stages: Sequence[str], backends: Sequence[str]) -> Json:
         },
     }
     return {key: {"title": key, **known[key]} for key in options.KEYS}
+
+
+def _sbatch() -> Json:
+    """sbatch's options, `_` for `-`; which of them take a value, `launcher.sbatch` knows."""
+    scalar = {"type": ["string", "number", "boolean", "null"]}
+    names = sorted({*sbatch.KEYS, *(name.replace("-", "_") for name in sbatch.KEYS)})
+    return {
+        "type": ["object", "null"],
+        "description": "options of sbatch, for --slurm",
+        "properties": dict.fromkeys(names, scalar),
+        "additionalProperties": False,
+    }
+
+
+def _skypilot() -> Json:
+    kinds: dict[type, str] = {str: "string", dict: "object", list: "array"}
+    return {
+        "type": ["object", "null"],
+        "description": "what goes into the task that --skypilot writes",
+        "properties": {
+            name: {"type": [*(kinds[kind] for kind in allowed), "null"]}
+            for name, allowed in skypilot.FIELDS.items()
+        },
+        "additionalProperties": False,
+    }
 
 
 def _backend(backends: Sequence[str]) -> Json:

@@ -7,8 +7,10 @@ die. Training would go on without it too (it writes its own log and holds the lo
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -19,9 +21,11 @@ from pathlib import Path
 from launcher import attempt as attempts
 from launcher import on_finish, process, rundir, runner
 from launcher.attempt import Attempt
-from launcher.errors import Exit, Finding, NotReady
+from launcher.errors import Exit, Finding, LaunchError, NotReady
 from launcher.rundir import RunFolder
 
+OTHERS_S = 60.0
+"""Seconds that a machine whose training failed waits for the first one to have recorded its end."""
 _STARTED = b"started\n"
 
 
@@ -31,10 +35,11 @@ def spawn(folder: RunFolder, number: int, locks: Sequence[int] = ()) -> process.
     `locks` are file descriptors that keeper and training hold open from now on. Raises NotReady with
     what stopped it where training could not be started.
     """
+    process.hold_standard_streams()
     listening, telling = os.pipe()
     words = [str(folder.path), str(number), str(telling), ",".join(map(str, locks))]
     try:
-        with folder.diary.open("ab") as diary:
+        with runner.private(folder.diary) as diary:
             child = subprocess.Popen(
                 [sys.executable, "-m", "launcher.keeper", *words], stdin=subprocess.DEVNULL,
                 stdout=diary, stderr=diary, start_new_session=True, pass_fds=(telling, *locks),
@@ -46,8 +51,14 @@ def spawn(folder: RunFolder, number: int, locks: Sequence[int] = ()) -> process.
     finally:
         os.close(telling)
     keeper = process.identify(child.pid)
-    with os.fdopen(listening, "rb") as told:
-        answer = told.read()
+    try:
+        with os.fdopen(listening, "rb") as told:
+            answer = told.read()
+    except KeyboardInterrupt:
+        # whoever asked for the run does not want it any more
+        process.signal_all([child.pid], signal.SIGINT)
+        child.wait()
+        raise
     if answer == _STARTED:
         return keeper
     child.wait()
@@ -92,12 +103,12 @@ def main(words: Sequence[str]) -> int:
             os.chdir(attempt.cwd)
             ended = runner.run(
                 attempt.command(os.environ), folder, number, held=locks,
-                due=Due(folder, attempt).now, began=lambda: tell(_STARTED),
+                due=Due(folder, attempt).now, began=lambda: tell(_STARTED), inherited={},
             )  # fmt: skip
         except OSError as error:
             tell(json.dumps([_gone(attempt.cwd, error).as_json()]).encode())
             return Exit.NOT_READY
-        except NotReady as error:
+        except LaunchError as error:
             tell(json.dumps([one.as_json() for one in error.findings]).encode())
             return error.exit_code
     return conclude(folder, attempt, ended)
@@ -117,18 +128,51 @@ def conclude(folder: RunFolder, attempt: Attempt, ended: runner.Exit | None) -> 
     """
     from launcher import start
 
+    if attempt.rank:
+        return _of_a_further_machine(folder, attempt, ended)
     if not _first(folder.concluded(attempt.number)):
         return Exit.OK
     code: int = Exit.BUG
     try:
         start.discard_spoiled(attempt)
         verdict = start.finish(folder)
+        _seal(folder, attempt.number)
         code = start.exit_code(ended, verdict, allow_unproven=attempt.allow_unproven)
     except Exception:
         # a verdict can be asked for again; being told that it is over cannot
         traceback.print_exc()
     on_finish.call(folder, attempt, code)
     return code
+
+
+def judged(folder: RunFolder, number: int) -> bool:
+    """Whether verdict.json is what was found at the end of this attempt: by content, not by any clock."""
+    try:
+        return folder.concluded(number).read_text() == _digest(folder.verdict)
+    except (OSError, ValueError):
+        return False
+
+
+def _seal(folder: RunFolder, number: int) -> None:
+    with contextlib.suppress(OSError):
+        folder.concluded(number).write_text(_digest(folder.verdict))
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _of_a_further_machine(folder: RunFolder, attempt: Attempt, ended: runner.Exit | None) -> int:
+    """The first machine judges and tells, for all; one that failed leaves it the time for that."""
+    if ended is not None and not ended.returncode:
+        return Exit.OK
+    first = RunFolder(folder.path.parent)
+    until = time.monotonic() + OTHERS_S
+    while first.manifest.exists() and not first.exit(attempt.number).exists():
+        if time.monotonic() > until:
+            break
+        time.sleep(1)
+    return Exit.TRAINING
 
 
 def _first(mark: Path) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from dataclasses import fields as parts_of
 from importlib.resources import files
 from pathlib import Path
@@ -21,7 +21,10 @@ DEEPSPEED = ("zero2", "zero2_fp32_comm", "zero3", "zero3_offload")
 ON_VIOLATION = ("stop", "warn")
 ON_HANG = ("report", "stop")
 _ON, _OFF = ("on", "yes", "true"), ("off", "no", "false")
-_SHARED = ("mixed_precision", "batch", "expect", "on_violation", "on_hang", "probe", "name")
+_SHARED = (
+    "mixed_precision", "batch", "expect", "on_violation", "on_hang", "probe", "name", "slurm",
+    "skypilot",
+)  # fmt: skip
 KEYS = ("stage", "backend", "deepspeed", *_SHARED, "args", "extends")
 WRAPPED_KEYS = ("script", "deepspeed_config", "num_gpus", *_SHARED)
 # as an override on a stage file it would say what --gpus says
@@ -79,6 +82,7 @@ class Options:
     """What the stage file asks of launch itself.
 
     `deepspeed` is a file, or None for no DeepSpeed; `probe` is None where training runs without it.
+    `slurm` are options of sbatch, None for one without a value; `skypilot` what goes into a task.
     """
 
     stage: str
@@ -93,6 +97,8 @@ class Options:
     probe: Watch | None = Watch()
     name: str | None = None
     gpus: int | None = None
+    slurm: Mapping[str, str | None] = field(default_factory=dict)
+    skypilot: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read(
@@ -127,6 +133,8 @@ def read(
         on_violation=_choice(config, "on_violation", ON_VIOLATION, findings),
         on_hang=_choice(config, "on_hang", ON_HANG, findings), probe=_probe(config, findings),
         name=_name(config, findings), gpus=_gpus(config, findings),
+        slurm=_elsewhere(config, "slurm", findings),
+        skypilot=_elsewhere(config, "skypilot", findings),
     ), findings  # fmt: skip
 
 
@@ -335,6 +343,23 @@ def _probe(config: Config, findings: list[Finding]) -> Watch | None:
         if value is not None and changed[key] is None:
             findings.append(_bad(config, name, wrong))
     return Watch(**{key: value for key, value in changed.items() if value is not None})
+
+
+def _elsewhere(config: Config, key: str, findings: list[Finding]) -> dict[str, Any]:
+    """`slurm:` or `skypilot:`."""
+    given = config.options.get(key)
+    if given is None:
+        return {}
+    from launcher import sbatch, skypilot
+
+    def complain(code: str, below: str, message: str, help: str | None) -> Finding:
+        where = f"{key}.{below}" if below else key
+        return replace(_bad(config, where, message, help), code=code)
+
+    read = sbatch.read if key == "slurm" else skypilot.read
+    told, wrong = read(given, complain)
+    findings += wrong
+    return dict(told)
 
 
 def _switch(value: Any) -> bool | None:

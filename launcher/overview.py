@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from launcher import checkpoints, process, rundir, runner
+from launcher import checkpoints, process, rundir, runner, slurm
 from launcher.rundir import RunFolder
 from launcher.view import Progress, clock
 
@@ -77,11 +77,16 @@ def processes(manifest: Mapping[str, Any]) -> int:
 
 
 def state(folder: RunFolder, progress: Progress | None = None) -> str:
-    """running, orphaned, finished, failed, stopped, or lost: ended without a record of how.
+    """queued, running, orphaned, finished, failed, stopped, or lost: ended without a record of how.
 
     An orphan trains without the process that keeps it. Where that did not live to record the end, the
     last word of rank 0's probe counts.
     """
+    job = slurm.job(folder)
+    if job is not None and (told := _jobs(int(time.monotonic()))) is not None:
+        word = slurm.word(told.get(job.id))
+        if word is not None:
+            return word
     if runner.alive(folder.path, lambda: _marks(int(time.monotonic()))):
         return "orphaned" if runner.orphaned(folder) else "running"
     ended = rundir.read_json(folder.exit(max(1, folder.attempts())))
@@ -93,6 +98,12 @@ def state(folder: RunFolder, progress: Progress | None = None) -> str:
     if code is None:
         return "lost"
     return "finished" if code == 0 else "failed"
+
+
+@lru_cache(maxsize=1)
+def _jobs(_second: int) -> dict[str, str] | None:
+    """One squeue serves a whole list of runs too."""
+    return slurm.all_states()
 
 
 @lru_cache(maxsize=1)

@@ -50,6 +50,7 @@ def examine(question: Question, *, importing: bool = True) -> Report:
     every = Devices(slots=seen.visible, why="all that are visible")
     chosen = every if question.gpus is None and not asked else devices.choose(count, asked, seen)
     subject = Subject(
-        trainer=trainer, upstream=locator.find(backend), stages=options.STAGES, gpus=len(chosen.slots) or count or 0
-    )
+        trainer=trainer, upstream=locator.find(backend), stages=options.STAGES,
+        gpus=len(chosen.slots) or count or 0,
+    )  # fmt: skip
     return doctor.examine(subject, chosen, seen=seen, importing=importing)

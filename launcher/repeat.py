@@ -36,6 +36,8 @@ def write_stage_file(plan: Plan, folder: RunFolder) -> None:
         "expect": dict(options.expect) or None,
         "on_violation": options.on_violation,
         "on_hang": options.on_hang,
+        "slurm": {k: True if v is None else v for k, v in options.slurm.items()} or None,
+        "skypilot": dict(options.skypilot) or None,
         "probe": "off" if options.probe is None else asdict(options.probe),
     }
     if options.batch is not None:

@@ -99,6 +99,15 @@ class RunFolder:
         """The verdict, the plan and the arguments as a page."""
         return self.path / "report.html"
 
+    def node(self, rank: int) -> RunFolder:
+        """What machine number `rank` keeps to itself: its log, its processes, its lock, its end."""
+        return RunFolder(self.path / f"node{rank}") if rank else self
+
+    def nodes(self) -> list[RunFolder]:
+        """This one, and those of the other machines that have begun."""
+        others = sorted(self.path.glob("node[1-9]*"), key=lambda path: (len(path.name), path.name))
+        return [self, *map(RunFolder, others)]
+
     def console(self, attempt: int) -> Path:
         """What the training processes wrote, raw."""
         return self.path / _numbered("console", attempt, "log")
@@ -139,19 +148,20 @@ def state_folder(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def choose(
-    stage: str, name: str, output: Path | None, root: Path, *, reserve: bool = False
+    stage: str, name: str, output: Path | None, root: Path, *, reserve: bool = False, rank: int = 0
 ) -> tuple[RunFolder, int]:
     """The folder of this start and the number of the attempt.
 
     The newest run of this stage into the same output folder is continued, any other start is a new
-    run. Nothing is created, unless `reserve` asks for the empty folder of a new run: then two starts
-    in the same second get two. Raises NotReady where that cannot be made.
+    run. `rank` is the number of this machine among several, which count their attempts each. Nothing
+    is created, unless `reserve` asks for the empty folder of a new run: then two starts in the same
+    second get two. Raises NotReady where that cannot be made.
     """
     wanted = None if output is None else redact(str(output))
     for folder in _newest_first(root) if wanted is not None else ():
         told = read_manifest(folder)
         if (told.get("stage"), told.get("output")) == (stage, wanted):
-            return folder, folder.attempts() + 1
+            return folder, folder.node(rank).attempts() + 1
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
     stem = f"{now}-{stage}-{_UNSAFE.sub('-', redact(name)).strip('-')[:100] or 'run'}"
     path, count = root / stem, 1

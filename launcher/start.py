@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,9 +28,12 @@ from launcher import (
     measures,
     page,
     plan,
+    rendezvous,
     repeat,
     rundir,
     runner,
+    sbatch,
+    slurm,
 )  # fmt: skip
 from launcher import stage as stages
 from launcher.attempt import Attempt
@@ -38,13 +43,18 @@ from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, NotReady,
 from launcher.machine import Trainer
 from launcher.plan import Plan
 from launcher.redaction import redact
+from launcher.rendezvous import Rendezvous
 from launcher.rundir import RunFolder
 from launcher.upstream import Locator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One command line: which stage (None: as the file says), from which file, on what."""
+    """One command line: which stage (None: as the file says), from which file, on what.
+
+    `elsewhere`: other machines will train, whose GPUs this one cannot look at. `folder` is the run that
+    is to go on, where that is settled.
+    """
 
     stage: str | None
     config: Path
@@ -57,12 +67,36 @@ class Request:
     strict: bool = False
     probe: bool = True
     devices: str | None = None
+    node_rank: int | None = None
+    main_address: str | None = None
+    elsewhere: bool = False
+    folder: RunFolder | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """What `from_json` reads, but for the folder and the names of machines."""
+        skipped = {"folder", "node_rank", "main_address"}
+        named = [name for name in self.__dataclass_fields__ if name not in skipped]
+        return {name: _plain(getattr(self, name)) for name in named}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], *, config: Path) -> Request:
+        """The same request of a resolved stage file, whose overrides are in it."""
+        given = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
+        paths = {k: Path(given[k]) for k in ("python", "checkout") if given.get(k)}
+        return cls(**{**given, **paths, "config": config, "overrides": ()})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value.absolute())
+    return value if isinstance(value, str | int | None) else list(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """Everything decided, nothing started."""
+    """Everything decided, nothing started. `here` is which of several machines this is."""
 
+    request: Request
     plan: Plan
     command: Command
     trainer: Trainer
@@ -72,6 +106,7 @@ class Prepared:
     caches: tuple[caches.Cache, ...] = ()
     devices: Devices | None = None
     warnings: tuple[Finding, ...] = ()
+    here: Rendezvous | None = None
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -139,20 +174,30 @@ def prepare(request: Request, *, running: bool) -> Prepared:
     """
     asked = ask(request, running=running)
     stage, trainer, gpus = asked.stage, asked.trainer, asked.gpus
-    chosen = asked.chosen() if running else None
+    here = None
+    if running and not request.elsewhere:
+        here = rendezvous.find(request.nodes, request.node_rank, request.main_address, os.environ)
+    chosen = asked.chosen() if running and not request.elsewhere else None
     warnings: tuple[Finding, ...] = ()
     root = rundir.runs_root()
     # what launch derives does not move an output that the stage file names
     given = stage.entry.names.output in stage.args
     named = stage.backend.output_folder(stage.values) if given else None
     output = None if named is None else named.absolute()
-    folder, attempt = rundir.choose(stage.options.stage, stage.name, output, root, reserve=running)
+    if request.folder is None:
+        folder, attempt = rundir.choose(
+            stage.options.stage, stage.name, output, root, reserve=running,
+            rank=0 if here is None else here.rank,
+        )  # fmt: skip
+    else:
+        folder = request.folder
+        attempt = max(one.attempts() for one in folder.nodes()) + 1
     try:
         made = plan.make(stage, gpus=gpus, nodes=request.nodes, output=folder.path / "model")
         made = _in_situation(made, trainer, folder if attempt > 1 else None, running=running)
         if running:
             # about the machine, not the stage file: --strict leaves them warnings
-            warnings = doctor.require_ready(made, trainer, chosen)
+            warnings = doctor.require_ready(made, trainer, chosen, elsewhere=request.elsewhere)
         held = caches.derive(made, trainer.packages, running=running)
         made = caches.applied(made, held)
         if running:
@@ -175,7 +220,7 @@ def prepare(request: Request, *, running: bool) -> Prepared:
     )
     final = plan.output_folder(made)
     return Prepared(
-        plan=made, command=built, trainer=trainer, folder=folder, attempt=attempt,
+        request=request, here=here, plan=made, command=built, trainer=trainer, folder=folder, attempt=attempt,
         output=None if final is None else final.absolute(), caches=held, devices=chosen,
         warnings=warnings,
     )  # fmt: skip
@@ -208,38 +253,87 @@ def _gpus(gpus: int | None, stage: stages.Stage, seen: Look | None) -> int:
 
 def begin(
     prepared: Prepared, *, on_finish: Sequence[str] = (), allow_unproven: bool = False
-) -> Attempt:
+) -> tuple[RunFolder, Attempt]:
     """Make the run folder and start the keeper in it; training runs when this returns.
 
+    The folder is that of this machine: where others train too, only the first one's is the run's own.
     Raises NotReady where another run holds the place, or where training cannot be started.
     """
-    folder, number, planned = prepared.folder, prepared.attempt, prepared.plan
-    attempt = Attempt(
-        number=number, argv=prepared.command.argv, env=prepared.command.env,
-        environ=dict(os.environ), cwd=str(prepared.command.cwd), stage=planned.stage.options.stage,
-        backend=planned.stage.options.backend,
-        title=planned.title, total=planned.steps, world=planned.processes, nodes=planned.nodes,
-        output=None if prepared.output is None else str(prepared.output),
-        caches=tuple(one.as_json() for one in prepared.caches), devices=_ids(prepared.devices),
-        config=str(planned.stage.config.path), on_finish=tuple(on_finish),
-        allow_unproven=allow_unproven,
-    )  # fmt: skip
+    here = prepared.here
+    attempt = _attempt(prepared, on_finish, allow_unproven)
+    if here is not None:
+        filled = rendezvous.filled(attempt.argv, here)
+        attempt = replace(attempt, argv=filled, rank=here.rank)
+    folder = prepared.folder.node(attempt.rank)
+    rendezvous.check_port(here)
     try:
-        with claim.claimed(folder, number, prepared.output) as lock:
-            rundir.create(
-                folder, number, planned, prepared.command, prepared.trainer, prepared.output,
-                [one.as_json() for one in prepared.caches],
-                devices=prepared.devices.as_json() if prepared.devices else None,
-                warnings=prepared.warnings,
-            )  # fmt: skip
+        with claim.claimed(
+            folder, attempt.number, None if attempt.rank else prepared.output
+        ) as lock:
+            if not attempt.rank or not prepared.folder.manifest.exists():
+                _make(prepared, attempt)
             attempt.write(folder)
-            with contextlib.suppress(OSError):
-                repeat.write_stage_file(planned, folder)
             _keep(folder, attempt, lock, prepared.devices or Devices())
     finally:
         # the folder that was reserved, if nothing came of it
         rundir.release(folder)
-    return attempt
+    return folder, attempt
+
+
+def queue(
+    prepared: Prepared, options: sbatch.Options, *, on_finish: Sequence[str] = (),
+    allow_unproven: bool = False,
+) -> slurm.Job:  # fmt: skip
+    """Make the run folder and hand it to Slurm, which runs `launch exec` on every node.
+
+    Raises NotReady where another run holds the place, or with what sbatch said.
+    """
+    folder, planned = prepared.folder, prepared.plan
+    attempt = _attempt(prepared, on_finish, allow_unproven)
+    try:
+        with claim.claimed(folder, attempt.number, prepared.output):
+            _make(prepared, attempt)
+            attempt.write(folder)
+            text = sbatch.script(
+                name=folder.path.name, folder=folder.path, launch=ours(), nodes=planned.nodes,
+                gpus=planned.gpus, options=options,
+            )  # fmt: skip
+            return slurm.submit(
+                folder, text, nodes=planned.nodes, options=options, environ=os.environ
+            )
+    finally:
+        rundir.release(folder)
+
+
+def ours() -> list[str]:
+    """The argv that stands for `launch` wherever this folder and this Python can be reached."""
+    path = Path(__file__).resolve().parent.parent
+    return ["env", f"PYTHONPATH={path}", sys.executable, "-m", "launcher.cli"]
+
+
+def _make(prepared: Prepared, attempt: Attempt) -> None:
+    folder = prepared.folder
+    rundir.create(
+        folder, attempt.number, prepared.plan, prepared.command, prepared.trainer, prepared.output,
+        [one.as_json() for one in prepared.caches],
+        devices=prepared.devices.as_json() if prepared.devices else None,
+        warnings=prepared.warnings,
+    )  # fmt: skip
+    with contextlib.suppress(OSError):
+        repeat.write_stage_file(prepared.plan, folder)
+
+
+def _attempt(prepared: Prepared, on_finish: Sequence[str], allow_unproven: bool) -> Attempt:
+    planned, options = prepared.plan, prepared.plan.stage.options
+    return Attempt(
+        number=prepared.attempt, argv=prepared.command.argv, env=prepared.command.env,
+        environ=dict(os.environ), cwd=str(prepared.command.cwd), stage=options.stage,
+        backend=options.backend, title=planned.title, total=planned.steps, world=planned.processes,
+        nodes=planned.nodes, output=None if prepared.output is None else str(prepared.output),
+        caches=tuple(one.as_json() for one in prepared.caches), devices=_ids(prepared.devices),
+        config=str(planned.stage.config.path), on_finish=tuple(on_finish),
+        allow_unproven=allow_unproven, request=prepared.request.as_json(),
+    )  # fmt: skip
 
 
 def differences(prepared: Prepared, old: Mapping[str, Any]) -> tuple[Finding, ...]:
@@ -252,20 +346,55 @@ def differences(prepared: Prepared, old: Mapping[str, Any]) -> tuple[Finding, ..
     return tuple(repeat.differences(old, new))
 
 
-def resume_keeping(folder: RunFolder) -> Attempt:
+def prepare_again(folder: RunFolder) -> Attempt:
+    """Have an attempt wait in a run folder that goes on where the last one ended: a job came back.
+
+    Does nothing while the one that waits has begun on no machine. Raises what `prepare` raises, and
+    NotReady where the job's time was up without a further checkpoint.
+    """
+    waiting = attempts.read(folder)
+    begun = max(one.attempts() for one in folder.nodes())
+    if begun < waiting.number:
+        return waiting
+    os.chdir(waiting.cwd)
+    os.environ.update(waiting.environ_of_the_shell(os.environ))
+    again = Request.from_json(waiting.request, config=folder.stage_file)
+    cut_short = slurm.cut_short(folder)
+    prepared = prepare(replace(again, folder=folder), running=True)
+    with claim.claimed(folder, prepared.attempt, prepared.output):
+        attempt = _attempt(prepared, waiting.on_finish, waiting.allow_unproven)
+        attempt = replace(attempt, environ=waiting.environ, request=waiting.request)
+        _make(prepared, attempt)
+        attempt.write(folder)
+    return attempt
+
+
+def execute(
+    folder: RunFolder, rank: int | None = None, address: str | None = None
+) -> tuple[RunFolder, Attempt]:
     """Start the attempt that waits in a run folder, unless it has begun: what `launch exec` does.
 
-    Raises NotReady where none waits there, or another run holds the place.
+    Returns the folder of this machine. Raises NotReady where none waits there, or another run holds
+    the place; UsageError where it is not known which of several machines this is.
     """
     attempt = attempts.read(folder)
+    here = rendezvous.find(attempt.nodes, rank, address, os.environ)
+    if here is not None:
+        filled = rendezvous.filled(attempt.argv, here)
+        attempt = replace(attempt, argv=filled, rank=here.rank, token=secrets.token_hex(8))
+        folder = folder.node(here.rank)
+        folder.path.mkdir(exist_ok=True)
+        attempt.write(folder)
     if folder.attempts() < attempt.number:
-        output = None if attempt.output is None else Path(attempt.output)
+        rendezvous.check_port(here)
+        # the first machine asks whether the output folder is free: it is the same for all
+        output = None if attempt.output is None or attempt.rank else Path(attempt.output)
         with claim.claimed(folder, attempt.number, output) as lock:
             chosen = _again(attempt)
             if chosen.refused:
                 raise NotReady(errors(chosen.findings))
             _keep(folder, attempt, lock, chosen)
-    return attempt
+    return folder, attempt
 
 
 def _ids(chosen: Devices | None) -> tuple[str, ...]:
@@ -297,6 +426,14 @@ def discard_spoiled(attempt: Attempt) -> None:
     """
     before = tuple(caches.from_json(one) for one in attempt.caches)
     cache_folders.discard_spoiled(before, [caches.read_again(one) for one in before])
+
+
+def of_a_further_machine(folder: RunFolder, attempt: Attempt) -> Exit:
+    """The exit code where the first of several machines judges."""
+    ended = runner.recorded(folder, attempt.number)
+    if ended is not None and ended.stopped is not None:
+        return Exit.INTERRUPTED
+    return Exit.TRAINING if ended is None or ended.returncode else Exit.OK
 
 
 def conclusion(folder: RunFolder, attempt: Attempt) -> tuple[check.Verdict, Exit]:

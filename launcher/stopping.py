@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher import checkpoints, following, keeper, overview, process, rundir, runner
+from launcher import attempt as attempts
+from launcher import checkpoints, claim, following, keeper, overview, process, rundir, runner, slurm
 from launcher.errors import Finding, NotReady, UsageError
 from launcher.rundir import RunFolder
 from launcher.view import Progress
@@ -67,28 +71,89 @@ def stop(
 ) -> runner.Exit | None:  # fmt: skip
     """Have a run stopped, and wait until every process of it has gone; returns how it ended.
 
-    Asked for twice at once, it is done once. Raises UsageError where it does not run here, NotReady
-    where it runs on another machine or the request cannot be written.
+    One that is about to begin is stopped as soon as it has; asked for twice at once, it is done once.
+    Raises UsageError where it does not run here, NotReady where it runs on another machine or cannot be
+    asked.
     """
-    number = max(1, folder.attempts())
+    job = slurm.job(folder)
+    if job is not None and slurm.active(job):
+        return _stop_job(folder, job, waits, tick, after_checkpoint=after_checkpoint)
     _require_here(folder)
-    if not runner.alive(folder.path):
+    number = max(1, folder.attempts()) if runner.alive(folder.path) else _starting(folder)
+    if number is None:
         raise UsageError(_not_running(folder))
     request = runner.Request(attempt=number, grace=waits, after_checkpoint=after_checkpoint)
     earlier = runner.request(folder)
     # one that is in no hurry does not slow down another that is
     if earlier is None or earlier.attempt != number or waits or not after_checkpoint:
-        try:
-            request.write(folder)
-        except OSError as error:
-            if runner.keeper_lives(folder):
-                raise rundir.not_writable(folder.path, error.strerror) from None
-    while runner.keeper_lives(folder):
+        _ask(folder, request)
+    while runner.keeper_lives(folder) or _begins(folder, number):
         tick()
         time.sleep(POLL_S)
     if runner.alive(folder.path):
         _end_orphan(folder, number, waits, after_checkpoint)
+    if folder.attempts() < number:
+        # it never began; the next one gets its number, and was not meant
+        with contextlib.suppress(OSError):
+            folder.stop.unlink(missing_ok=True)
     return runner.recorded(folder, number)
+
+
+def _stop_job(
+    folder: RunFolder, job: slurm.Job, waits: runner.Grace | None, tick: Callable[[], None],
+    *, after_checkpoint: bool,
+) -> runner.Exit | None:  # fmt: skip
+    """Slurm ends a job on all its machines; for a checkpoint, their keepers wait themselves."""
+    number = max(1, folder.attempts())
+    if after_checkpoint:
+        for node in folder.nodes():
+            _ask(node, runner.Request(attempt=number, grace=waits, after_checkpoint=True))
+    else:
+        slurm.cancel(job)
+    while slurm.active(job):
+        tick()
+        time.sleep(POLL_S * 5)
+    return runner.recorded(folder, number)
+
+
+def _ask(folder: RunFolder, request: runner.Request) -> None:
+    try:
+        request.write(folder)
+    except OSError as error:
+        keeper = runner.keeper_of(folder)
+        if keeper is None or not keeper.lives():
+            return
+        try:
+            if request.after_checkpoint:
+                raise PermissionError
+            # a full disk: a signal asks for the same, but with the keeper's own patience
+            os.kill(keeper.pid, signal.SIGINT)
+        except ProcessLookupError:
+            return
+        except PermissionError:
+            raise rundir.not_writable(folder.path, error.strerror) from None
+
+
+def _starting(folder: RunFolder) -> int | None:
+    """The number of the attempt that is about to begin; None where none is."""
+    while claim.held(folder):
+        if runner.alive(folder.path):
+            return max(1, folder.attempts())
+        if runner.keeper_lives(folder):
+            # its training is over
+            return None
+        with contextlib.suppress(NotReady):
+            number = attempts.read(folder).number
+            if _begins(folder, number):
+                return number
+        time.sleep(POLL_S)
+    return None
+
+
+def _begins(folder: RunFolder, number: int) -> bool:
+    """Whether the attempt of this number was prepared, and no process of it is known as yet."""
+    known = rundir.read_json(folder.process).get("attempt")
+    return known != number and runner.recorded(folder, number) is None and claim.held(folder)
 
 
 def _end_orphan(

@@ -82,7 +82,7 @@ def kept(folder: RunFolder) -> int:
 
 
 def started(folder: RunFolder) -> Attempt:
-    return start.resume_keeping(folder)
+    return start.execute(folder)[1]
 
 
 def pid_of(place: Path, name: str) -> int:

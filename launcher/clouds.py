@@ -1,0 +1,65 @@
+"""A stage file as a SkyPilot task file: judged and planned here, started there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from launcher import rundir, skypilot, start
+from launcher.errors import Finding, NotReady
+from launcher.skypilot import Places
+from launcher.start import Request
+
+
+def write(request: Request, path: Path, accelerator: str | None) -> tuple[Finding, ...]:
+    """Write the task of a run; returns what there is to say of the run, and of paths left behind.
+
+    Raises what a dry run raises, UsageError where it is not known which GPUs, NotReady where the file
+    cannot be written.
+    """
+    prepared = start.prepare(request, running=False)
+    stage = prepared.plan.stage
+    settings = dict(stage.options.skypilot)
+    if accelerator is not None:
+        settings["accelerator"] = accelerator
+    checkout = stage.upstream.root if stage.options.backend == "open_instruct" else None
+    project = Path(__file__).resolve().parent.parent
+    places = Places(cwd=Path.cwd(), project=project, checkout=checkout)
+    words = _words(request)
+    task = skypilot.task(
+        name=stage.name, words=words, gpus=prepared.plan.gpus, nodes=prepared.plan.nodes,
+        backend=stage.options.backend, places=places, settings=settings, environ=os.environ,
+    )  # fmt: skip
+    try:
+        rundir.write_text(path, skypilot.text(task, path))
+    except OSError as error:
+        raise NotReady(
+            Finding(
+                severity="error", layer="launch", code="unwritable-file", file=str(path),
+                message=f"cannot be written: {error.strerror}",
+            )
+        ) from None  # fmt: skip
+    named = (str(value) for value in stage.args.values())
+    left = skypilot.outside([*words, *named], places, settings)
+    return (*prepared.findings, *(_left_behind(word) for word in dict.fromkeys(left)))
+
+
+def _words(request: Request) -> list[str]:
+    """The command line to be said there; files below the working folder go along with it."""
+    config = Path(os.path.relpath(request.config))
+    words = [str(request.stage), str(config), *request.overrides]
+    if request.gpus is not None:
+        words += ["--gpus", str(request.gpus)]
+    if request.nodes > 1:
+        words += ["--nodes", str(request.nodes)]
+    switches = {"--strict": request.strict, "--allow-unpinned": request.allow_unpinned}
+    switches["--no-probe"] = not request.probe
+    return [*words, *(name for name, on in switches.items() if on)]
+
+
+def _left_behind(word: str) -> Finding:
+    return Finding(
+        severity="warning", layer="launch", code="left-behind", file=word,
+        message="is on this machine, and will not be there",
+        help="name it relative to the working folder, or mount it: `skypilot: {file_mounts: ...}`",
+    )  # fmt: skip

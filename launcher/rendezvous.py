@@ -1,0 +1,187 @@
+"""Which of several machines this is and where the first one listens -> `Rendezvous`, and into a command.
+
+A prepared run holds one command for all nodes, with words in place of what differs. Each node fills
+them in from its options or from the scheduler that started it. torchrun does the meeting itself, with
+its static rendezvous: node 0 opens the port, the others wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from launcher.errors import Finding, UsageError, brief
+
+RANK, ADDRESS, PORT = "NODE_RANK", "HEAD_ADDRESS", "HEAD_PORT"
+OPTIONS: Mapping[str, str] = {
+    "--machine_rank": RANK, "--main_process_ip": ADDRESS, "--main_process_port": PORT,
+}  # fmt: skip
+"""accelerate's options that differ from node to node, and the words that stand for their values."""
+
+DEFAULT_PORT = 29500
+JOB_PORTS = range(20000, 32000)
+"""A job's port: below those that the kernel hands out, and not the same for two jobs on one node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """This machine is number `rank` of `nodes`; node 0 listens at `address`:`port`."""
+
+    nodes: int
+    rank: int
+    address: str
+    port: int
+
+
+def placeholders() -> list[str]:
+    """The words of a command that stand for what differs from node to node."""
+    return [word for pair in OPTIONS.items() for word in pair]
+
+
+def filled(argv: Sequence[str], here: Rendezvous | None) -> tuple[str, ...]:
+    """The command of one node; without a rendezvous, as it is.
+
+    Only the word after each of accelerate's own options is touched, whatever it is: an argument of the
+    stage that happens to read NODE_RANK stays, and a command that was filled in can be again.
+    """
+    if here is None:
+        return tuple(argv)
+    words = list(argv)
+    values = {RANK: str(here.rank), ADDRESS: here.address, PORT: str(here.port)}
+    for option, word in OPTIONS.items():
+        with contextlib.suppress(ValueError):
+            place = words.index(option) + 1
+            words[place : place + 1] = [values[word]]
+    return tuple(words)
+
+
+def find(
+    nodes: int,
+    rank: int | None,
+    address: str | None,
+    environ: Mapping[str, str],
+    resolves: Callable[[str], bool] | None = None,
+) -> Rendezvous | None:
+    """Where this node stands among `nodes`: by `--node-rank` and `--main-address`, else by its scheduler.
+
+    None for a single node. Raises UsageError where neither tells, or what they tell cannot be.
+    """
+    if nodes == 1:
+        if rank not in (None, 0):
+            raise _usage(
+                "bad-node-rank", f"node {rank} of a run on one machine", "give --nodes too"
+            )
+        return None
+    told = _slurm(nodes, environ, resolves or _resolves) or _skypilot(nodes, environ)
+    if rank is None:
+        rank = told.rank if told is not None else None
+    if address is None and told is not None:
+        host, port = told.address, told.port
+    else:
+        host, port = _address(address, rank, nodes)
+    if rank is None:
+        raise _usage(
+            "no-node-rank", f"the run takes {nodes} machines: which one is this?",
+            "give --node-rank 0 on the first, --node-rank 1 on the next, or let --slurm start all",
+        )  # fmt: skip
+    if not 0 <= rank < nodes:
+        raise _usage(
+            "bad-node-rank", f"there is no node {rank} among {nodes}: they count from 0",
+            f"--node-rank 0 to {nodes - 1}",
+        )  # fmt: skip
+    return Rendezvous(nodes=nodes, rank=rank, address=host, port=port)
+
+
+def _usage(code: str, message: str, help: str) -> UsageError:
+    return UsageError(
+        Finding(severity="error", layer="launch", code=code, message=message, help=help)
+    )
+
+
+_HOST = re.compile(
+    r"(?P<host>\[[0-9A-Fa-f:.%\w]+\]|[A-Za-z0-9_](?:[A-Za-z0-9_.-]*))(?::(?P<port>\d+))?\Z"
+)
+
+
+def _address(given: str | None, rank: int | None, nodes: int) -> tuple[str, int]:
+    """`HOST[:PORT]`, an IPv6 address in brackets."""
+    help = "HOST or HOST:PORT of the first machine, such as --main-address 10.0.0.4:29500"
+    if given is None:
+        who = "where is the first one?" if rank is not None else "which one is this?"
+        raise _usage("no-main-address", f"the run takes {nodes} machines: {who}", help)
+    matched = _HOST.match(given)
+    if matched is None:
+        raise _usage("bad-main-address", f"`{brief(given)}` is no address of a machine", help)
+    port = int(matched["port"] or DEFAULT_PORT)
+    if not 0 < port < 2**16:
+        raise _usage("bad-main-address", f"{port} is no port: they go from 1 to 65535", help)
+    return matched["host"], port
+
+
+def _slurm(
+    nodes: int, environ: Mapping[str, str], resolves: Callable[[str], bool]
+) -> Rendezvous | None:
+    """What srun tells each of its tasks."""
+    job, rank = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_NODEID", "")
+    if not job.isdecimal() or not rank.isdecimal():
+        return None
+    # a batch script sees the whole job, but runs on its first node alone
+    spread = environ.get("SLURM_STEP_NUM_NODES", "1")
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", spread)
+    if spread != str(nodes) or tasks != spread:
+        raise _usage(
+            "wrong-step", f"Slurm started {tasks} process(es) on {spread} node(s), the run takes one "
+            f"on each of {nodes}", f"srun --nodes={nodes} --ntasks-per-node=1 launch ...",
+        )  # fmt: skip
+    head = first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
+    # a node's name need not be known outside of Slurm; a batch job's first node started the step
+    if not resolves(head):
+        head = environ.get("SLURM_LAUNCH_NODE_IPADDR") or head
+    port = JOB_PORTS[int(job) % len(JOB_PORTS)]
+    return Rendezvous(nodes=nodes, rank=int(rank), address=head, port=port)
+
+
+def first_host(nodelist: str) -> str:
+    """The first name of a Slurm node list: `node007` of `node[007-012,20],login1`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
+    return re.sub(r"\[(\d*)[^\]]*\]", r"\1", first[0] if first else "")
+
+
+def _resolves(host: str) -> bool:
+    try:
+        return bool(host and socket.getaddrinfo(host, None))
+    except (OSError, UnicodeError):
+        return False
+
+
+def _skypilot(nodes: int, environ: Mapping[str, str]) -> Rendezvous | None:
+    """What SkyPilot tells each node: its rank, and everybody's addresses in that order."""
+    rank, addresses = environ.get("SKYPILOT_NODE_RANK", ""), environ.get("SKYPILOT_NODE_IPS", "")
+    if not rank.isdecimal() or not addresses.split():
+        return None
+    count = len(addresses.split())
+    if count != nodes:
+        raise _usage(
+            "wrong-step", f"SkyPilot runs this on {count} node(s), the run takes {nodes}",
+            f"--nodes {count}, or num_nodes: {nodes} in the task",
+        )  # fmt: skip
+    return Rendezvous(nodes=nodes, rank=int(rank), address=addresses.split()[0], port=DEFAULT_PORT)
+
+
+def check_port(here: Rendezvous | None) -> None:
+    """Raises UsageError on node 0 where its port is taken: accelerate would only say so in a traceback."""
+    if here is None or here.rank:
+        return
+    with socket.socket() as tried:
+        # as torch's store does: what an earlier run left in TIME_WAIT is free
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind(("", here.port))
+        except OSError as error:
+            raise _usage(
+                "port-taken", f"port {here.port} cannot be used: {error.strerror}",
+                f"another one on every node: --main-address {here.address}:{here.port + 1}",
+            ) from None  # fmt: skip

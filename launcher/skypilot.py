@@ -1,0 +1,247 @@
+"""A run as a SkyPilot task, for clouds: what `skypilot:` may say, and the task as YAML.
+
+The task takes the folder that launch was started in along, and says the same command there, on every
+node. Tokens are named and never written: SkyPilot asks for them when the task is started.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import yaml
+
+from launcher.errors import Finding, UsageError, brief
+from launcher.redaction import is_secret, redact
+
+# Fields of a task that a stage file may set, and what must be in them (SkyPilot's own check is finer).
+FIELDS: Mapping[str, tuple[type, ...]] = {
+    "accelerator": (str,), "config": (dict,), "envs": (dict,), "event_callback": (str,),
+    "file_mounts": (dict,), "name": (str,), "resources": (dict,), "secrets": (dict, list),
+    "setup": (str,), "volumes": (dict,), "workdir": (str, dict),
+}  # fmt: skip
+_KINDS: Mapping[type, str] = {str: "text", dict: "a mapping", list: "a list"}
+OURS: Mapping[str, str] = {
+    "run": "the task runs the command of this stage",
+    "num_nodes": "the number of machines is given with --nodes",
+}
+RESOURCES = frozenset(
+    {
+        "accelerator_args", "any_of", "autostop", "cloud", "cpus", "disk_size", "disk_tier",
+        "ephemeral_storage", "image_id", "infra", "instance_type", "job_recovery", "labels",
+        "local_disk", "max_hourly_cost", "memory", "network_tier", "ordered", "ports", "priority",
+        "priority_class", "region", "use_spot", "volumes", "zone",
+    }
+)  # fmt: skip
+"""Keys of `resources` of SkyPilot 0.14, without `accelerators`, which --gpus decides."""
+SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
+"""Tokens that a task asks for where this environment has them."""
+LAUNCH, CHECKOUT = "~/launch", "~/open-instruct"
+"""Where the task finds launch and the source, unless they are in the folder that goes along."""
+
+_ENV = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+_ACCELERATOR = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
+_UNSAFE = re.compile(r"[^a-z0-9]+")
+
+Complain = Callable[[str, str, str, str | None], Finding]
+"""Makes a finding of a code, the key below `skypilot`, a message and a help."""
+
+
+def read(given: Any, complain: Complain) -> tuple[dict[str, Any], list[Finding]]:
+    """The `skypilot:` mapping of a stage file, and everything wrong with it; faulty keys are left out."""
+    if given is None:
+        return {}, []
+    if not isinstance(given, Mapping):
+        message = f"`skypilot` is a mapping, not `{brief(given)}`"
+        help = "skypilot: {accelerator: H100, resources: {infra: aws}}"
+        return {}, [complain("bad-skypilot", "", message, help)]
+    settings, findings = {}, []
+    for key, value in given.items():
+        wrong = _wrong(str(key), value)
+        if wrong is None and value is not None:
+            settings[str(key)] = value
+        findings += [] if wrong is None else [complain(wrong[0], str(key), *wrong[1:])]
+    findings += [complain("bad-skypilot", *told) for told in _below(settings)]
+    return settings, findings
+
+
+def _wrong(key: str, value: Any) -> tuple[str, str, str | None] | None:
+    """Code, message and help of what is wrong with a key; None where nothing is."""
+    if key in OURS:
+        return "bad-skypilot", f"`skypilot.{key}` is not for the stage file to set", OURS[key]
+    if key not in FIELDS:
+        return "bad-skypilot", f"`{brief(key)}` is no part of `skypilot`", _near(key, FIELDS)
+    if value is not None and not isinstance(value, FIELDS[key]):
+        kinds = " or ".join(_KINDS[kind] for kind in FIELDS[key])
+        return "bad-skypilot", f"`skypilot.{key}` is {kinds}, not `{brief(value)}`", None
+    if key == "accelerator" and not _ACCELERATOR.match(str(value)):
+        help = "its name alone, such as H100; how many is given with --gpus"
+        return "bad-skypilot", f"`{brief(value)}` is no name of an accelerator", help
+    return None
+
+
+def _below(settings: Mapping[str, Any]) -> list[tuple[str, str, str | None]]:
+    """Key, message and help of what is wrong inside the mappings."""
+    wrong: list[tuple[str, str, str | None]] = []
+    for resource in settings.get("resources") or {}:
+        if resource == "accelerators":
+            help = "`skypilot: {accelerator: H100}`; how many is given with --gpus"
+            wrong.append(("resources.accelerators", "`--gpus` decides on the accelerators", help))
+        elif resource not in RESOURCES:
+            message = f"`{brief(resource)}` is no resource that SkyPilot knows"
+            wrong.append((f"resources.{resource}", message, _near(str(resource), RESOURCES)))
+    for name, given in (settings.get("envs") or {}).items():
+        if not _ENV.match(str(name)):
+            wrong.append((f"envs.{name}", f"`{brief(name)}` is no name of a variable", None))
+        elif given is not None and is_secret(str(name)):
+            help = f"`secrets: [{name}]` names it; its value is given when the task is started"
+            wrong.append((f"envs.{name}", f"`{name}` would be written into the task", help))
+    secrets = settings.get("secrets")
+    if isinstance(secrets, Mapping):
+        for name, given in secrets.items():
+            if given is not None:
+                help = f"`secrets: [{name}]` names it; its value is given when the task is started"
+                wrong.append((f"secrets.{name}", f"`{name}` would be written into the task", help))
+    return wrong
+
+
+def _near(key: str, names: Mapping[str, Any] | frozenset[str]) -> str:
+    near = difflib.get_close_matches(key, sorted(names), n=1)
+    return f"did you mean `{near[0]}`?" if near else f"one of {', '.join(sorted(names))}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Folders of this machine that a task takes along.
+
+    `cwd` is where launch was started; `project` is what launch is installed from; `checkout` is the
+    open-instruct source, None where that is not needed.
+    """
+
+    cwd: Path
+    project: Path
+    checkout: Path | None = None
+
+    @property
+    def launch(self) -> str:
+        """Where the task finds launch: in the folder that goes along, or beside it."""
+        return "." if self.project == self.cwd else LAUNCH
+
+    def mounts(self) -> dict[str, str]:
+        """What goes along besides `cwd`: path there -> path here."""
+        found = {} if self.project == self.cwd else {LAUNCH: str(self.project)}
+        if self.checkout is not None and not self.checkout.is_relative_to(self.project):
+            found[CHECKOUT] = str(self.checkout)
+        return found
+
+
+def task(
+    *, name: str, words: Sequence[str], gpus: int, nodes: int, backend: str, places: Places,
+    settings: Mapping[str, Any], environ: Mapping[str, str],
+) -> dict[str, Any]:  # fmt: skip
+    """The task of a run, as SkyPilot's YAML spells it.
+
+    `words` is the argv after `launch`, paths in it relative to `places.cwd`; `gpus` the number on
+    each node. Of `environ` only the names of tokens are taken. `settings` comes from `read`. Raises
+    UsageError where it does not say which GPUs, or where a token would get into the task.
+    """
+    made: dict[str, Any] = {
+        "name": settings.get("name") or _name(name),
+        "num_nodes": nodes,
+        "resources": _resources(settings, gpus),
+        "workdir": settings.get("workdir", str(places.cwd)),
+        "envs": {str(k): _text(v) for k, v in (settings.get("envs") or {}).items()},
+        "secrets": _secrets(settings, environ),
+        "file_mounts": {**places.mounts(), **(settings.get("file_mounts") or {})},
+        **{key: settings.get(key) for key in ("volumes", "config", "event_callback")},
+        "setup": settings.get("setup") or _setup(places.launch, backend, gpus),
+        # every node runs it, and learns from SkyPilot which one it is
+        "run": f"{places.launch}/.venv/bin/launch {shlex.join(words)}\n",
+    }
+    made = {key: value for key, value in made.items() if value not in (None, {}, [])}
+    if redact(made) != made:
+        message = "a token would be written into the task"
+        help = "name its variable under `skypilot: {secrets: [...]}` instead"
+        raise _usage("token-in-task", message, help)
+    return made
+
+
+def _usage(code: str, message: str, help: str) -> UsageError:
+    return UsageError(
+        Finding(severity="error", layer="launch", code=code, message=message, help=help)
+    )
+
+
+def _resources(settings: Mapping[str, Any], gpus: int) -> dict[str, Any]:
+    resources = dict(settings.get("resources") or {})
+    name = settings.get("accelerator")
+    if gpus and name is None and not {"any_of", "instance_type", "ordered"} & resources.keys():
+        help = "`skypilot: {accelerator: H100}`, or --accelerator H100"
+        raise _usage("no-accelerator", f"{gpus} GPUs on each machine: which ones?", help)
+    if gpus and name is not None:
+        resources["accelerators"] = {name: gpus}
+    return resources
+
+
+def _name(name: str) -> str:
+    """A name that clouds take: letters, digits and dashes, a letter first."""
+    plain = _UNSAFE.sub("-", name.lower()).strip("-")
+    return plain if plain[:1].isalpha() else f"launch-{plain}".rstrip("-")
+
+
+def _text(value: Any) -> str | None:
+    """A variable's value; SkyPilot wants text, and null for what is given when the task is started."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return None if value is None else str(value)
+
+
+def _secrets(settings: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, None]:
+    given = settings.get("secrets")
+    names = [name for name in SECRETS if environ.get(name)] if given is None else list(given)
+    return dict.fromkeys(map(str, names))
+
+
+def _setup(launch: str, backend: str, gpus: int) -> str:
+    """Install what `launch` and the backend need, on the machine in the cloud."""
+    lines = [f"cd {launch}", f"make install-{'trl' if backend == 'trl' else 'open-instruct'}"]
+    if gpus and backend == "open_instruct":
+        # with CUDA the pinned source cannot do without flash-attn
+        lines.append(".venv/bin/python -m pip install --no-build-isolation -e '.[gpu]'")
+    return " &&\n".join(lines) + "\n"
+
+
+def outside(words: Iterable[str], places: Places, settings: Mapping[str, Any]) -> list[str]:
+    """The absolute paths among some words that are here and will not be there."""
+    mounted = [PurePosixPath(str(there)) for there in settings.get("file_mounts") or {}]
+    return [
+        word for word in words
+        if word.startswith("/") and os.path.exists(word)
+        and not any(PurePosixPath(word).is_relative_to(there) for there in mounted)
+    ]  # fmt: skip
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes text of several lines as such."""
+
+
+def _represent(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    style = "|" if value.endswith("\n") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Dumper.add_representer(str, _represent)
+
+
+def text(task: Mapping[str, Any], path: Path) -> str:
+    """A task as a file, with the command that starts it as its first line."""
+    asked = "".join(f" --secret {name}" for name in task.get("secrets", {}))
+    shown = shlex.quote(path.name) if path.name.isprintable() else "FILE"
+    body = yaml.dump(dict(task), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)
+    return f"# sky launch{asked} {shown}\n{body}"

@@ -1,0 +1,27 @@
+#!/bin/sh
+#SBATCH --job-name=a-b-c-d
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gres=gpu:8
+#SBATCH --output=/dev/null
+#SBATCH --open-mode=append
+#SBATCH --chdir=/
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@60
+
+# sbatch cannot write down the name of this folder
+exec >>'/runs/a\b '"'"'c'"'"'
+d/slurm.log' 2>&1
+set -- env PYTHONPATH=/opt/launch /env/bin/python -m launcher.cli exec '/runs/a\b '"'"'c'"'"'
+d'
+# queued again, the run goes on from its last complete checkpoint
+"$@" --prepare || exit
+# whoever stops the job tells every process of it: wait for what they still write down
+trap 'told=1' TERM INT
+# its time is almost up: back into the queue
+queue_again() { told=1; : >'/runs/a\b '"'"'c'"'"'
+d/slurm.limit'; scontrol requeue "$SLURM_JOB_ID"; }
+trap queue_again USR1
+srun --nodes=2 --ntasks-per-node=1 --mpi=none --cpu-bind=none --kill-on-bad-exit=0 ${SLURM_CPUS_PER_TASK:+"--cpus-per-task=$SLURM_CPUS_PER_TASK"} "$@" &
+while told=; wait $!; code=$?; [ "$told" ]; do :; done
+exit "$code"

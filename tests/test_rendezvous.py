@@ -1,0 +1,167 @@
+"""Where a node stands among several: options, Slurm, SkyPilot; and the command that it runs."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from plans import CONFIGS, built, planned, staged
+
+from launcher import rendezvous
+from launcher.errors import UsageError
+from launcher.rendezvous import Rendezvous
+
+SLURM = {
+    "SLURM_JOB_ID": "12345", "SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "gpu[007-008]",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7",
+}  # fmt: skip
+SKYPILOT = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.1.0.4\n10.1.0.5\n"}
+
+
+def code(error: pytest.ExceptionInfo[UsageError]) -> str:
+    return error.value.findings[0].code
+
+
+def test_one_machine_needs_none() -> None:
+    assert rendezvous.find(1, None, None, SLURM) is None
+    assert rendezvous.find(1, 0, None, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "host", "port"),
+    [
+        ("10.0.0.4", "10.0.0.4", 29500), ("head:1234", "head", 1234), ("[::1]:1", "[::1]", 1),
+        ("[fe80::1%eth0]", "[fe80::1%eth0]", 29500), ("a-b.c_d", "a-b.c_d", 29500),
+    ],
+)  # fmt: skip
+def test_by_options(given: str, host: str, port: int) -> None:
+    expected = Rendezvous(nodes=3, rank=2, address=host, port=port)
+    assert rendezvous.find(3, 2, given, {}) == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "rank", "address", "expected"),
+    [
+        (2, None, None, "no-main-address"), (2, 0, None, "no-main-address"),
+        (2, None, "head", "no-node-rank"), (2, 2, "head", "bad-node-rank"),
+        (2, -1, "head", "bad-node-rank"), (1, 1, None, "bad-node-rank"),
+        (2, 0, "", "bad-main-address"), (2, 0, "-x", "bad-main-address"),
+        (2, 0, "a b", "bad-main-address"), (2, 0, "head:0", "bad-main-address"),
+        (2, 0, "head:65536", "bad-main-address"), (2, 0, "head:", "bad-main-address"),
+        (2, 0, "$(touch pwned)", "bad-main-address"), (2, 0, "head\n", "bad-main-address"),
+        (2, 0, "::1", "bad-main-address"),
+    ],
+)  # fmt: skip
+def test_options_that_cannot_be(
+    nodes: int, rank: int | None, address: str | None, expected: str
+) -> None:
+    with pytest.raises(UsageError) as error:
+        rendezvous.find(nodes, rank, address, {})
+    assert code(error) == expected
+    assert error.value.findings[0].help
+
+
+def test_by_slurm() -> None:
+    found = rendezvous.find(2, None, None, SLURM, resolves=lambda _: True)
+    assert found == Rendezvous(nodes=2, rank=1, address="gpu007", port=20345)
+    # a name that only Slurm knows
+    found = rendezvous.find(2, None, None, SLURM, resolves=lambda _: False)
+    assert found is not None
+    assert found.address == "10.0.0.7"
+    # options win
+    found = rendezvous.find(2, None, "other:1", SLURM)
+    assert found == Rendezvous(nodes=2, rank=1, address="other", port=1)
+
+
+def test_two_jobs_on_one_node_meet_elsewhere() -> None:
+    ports = set()
+    for job in ("1", "2", "11999"):
+        found = rendezvous.find(2, None, None, {**SLURM, "SLURM_JOB_ID": job})
+        assert found is not None
+        ports.add(found.port)
+    assert len(ports) == 3
+    assert all(1024 < port < 32768 for port in ports)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"SLURM_STEP_NUM_NODES": "1"},
+        {"SLURM_STEP_NUM_NODES": "4", "SLURM_STEP_NUM_TASKS": "4"},
+        {"SLURM_STEP_NUM_TASKS": "16"},
+    ],
+)
+def test_a_step_of_another_shape_is_refused(change: dict[str, str]) -> None:
+    with pytest.raises(UsageError) as error:
+        rendezvous.find(2, None, None, {**SLURM, **change})
+    assert code(error) == "wrong-step"
+
+
+def test_a_batch_script_alone_is_no_step() -> None:
+    batch = {k: v for k, v in SLURM.items() if not k.startswith("SLURM_STEP")}
+    with pytest.raises(UsageError) as error:
+        rendezvous.find(2, None, None, {**batch, "SLURM_NODEID": "0"})
+    assert code(error) == "wrong-step"
+
+
+@pytest.mark.parametrize(
+    ("listed", "first"),
+    [
+        ("n1", "n1"), ("n[1-2]", "n1"), ("node[007-012,20],login1", "node007"),
+        ("a,b[1-2]", "a"), ("r[1-2]n[3,5]", "r1n3"), ("gpu-[2]-ib", "gpu-2-ib"), ("", ""),
+    ],
+)  # fmt: skip
+def test_first_host(listed: str, first: str) -> None:
+    assert rendezvous.first_host(listed) == first
+
+
+def test_by_skypilot() -> None:
+    found = rendezvous.find(2, None, None, SKYPILOT)
+    assert found == Rendezvous(nodes=2, rank=1, address="10.1.0.4", port=29500)
+    with pytest.raises(UsageError) as error:
+        rendezvous.find(3, None, None, SKYPILOT)
+    assert code(error) == "wrong-step"
+
+
+def test_a_taken_port_is_said_before() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        here = Rendezvous(nodes=2, rank=0, address="head", port=taken.getsockname()[1])
+        with pytest.raises(UsageError) as error:
+            rendezvous.check_port(here)
+        assert code(error) == "port-taken"
+        # it is the first machine's alone
+        rendezvous.check_port(Rendezvous(nodes=2, rank=1, address="head", port=here.port))
+    rendezvous.check_port(here)
+    rendezvous.check_port(None)
+
+
+@pytest.mark.parametrize("deepspeed", ["none", "zero2"])
+def test_the_command_of_each_node(deepspeed: str) -> None:
+    words = [f"deepspeed={deepspeed}", "batch.per_device=8", "exp_name=NODE_RANK"]
+    stage = staged(CONFIGS / "tulu" / "sft_qwen7b.yaml", words)
+    argv = built(planned(stage, 8, nodes=2)).argv
+    here = Rendezvous(nodes=2, rank=1, address="10.0.0.4", port=1234)
+    made = rendezvous.filled(argv, here)
+    told = {option: made[made.index(option) + 1] for option in rendezvous.OPTIONS}
+    assert told == {
+        "--machine_rank": "1", "--main_process_ip": "10.0.0.4", "--main_process_port": "1234",
+    }  # fmt: skip
+    assert made[made.index("--exp_name") + 1] == "NODE_RANK"
+    changed = [a for a, b in zip(argv, made, strict=True) if a != b]
+    assert changed == list(rendezvous.OPTIONS.values())
+    # what was filled in for one node can be for another
+    other = Rendezvous(nodes=2, rank=0, address="10.0.0.4", port=1234)
+    assert rendezvous.filled(made, other) == rendezvous.filled(argv, other)
+    assert rendezvous.filled(argv, None) == argv
+
+
+def test_on_the_cpu_torchrun_tells_each_process_its_rank() -> None:
+    argv = built(
+        planned(staged(CONFIGS / "demo" / "sft.yaml", ["batch.per_device=8"]), 0, nodes=2)
+    ).argv
+    assert "--cpu" not in argv
+    assert argv[argv.index("--num_processes") + 1] == "2"
+    assert set(rendezvous.OPTIONS) <= set(argv)

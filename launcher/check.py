@@ -31,6 +31,12 @@ Status = Literal["pass", "fail", "unproven"]
 DEFAULTS: Mapping[str, str] = {"loss": "finite", "memory": "ok", "finish": "completed"}
 """What is expected of a point that the stage file does not name."""
 
+NOT_SHOWN = "unknown"
+"""What is expected of a point where the log does not show what was asked for."""
+
+UNWANTED = ("stale", "leaking")
+"""States that no run is asked for: not good either where nothing is expected of the point."""
+
 CITES = 8  # of one point: 64 ranks would say the same
 
 # The states that meet an expectation, where it is not the very same word.
@@ -121,8 +127,9 @@ def judge(stage: str | None, expected: Mapping[str, str | None], evidence: Evide
         if name == "reference_cache" and named != "dpo":
             continue
         want = expected.get(name, DEFAULTS.get(name))
+        unwanted = () if want == "any" else UNWANTED
         want = None if want == "any" else want
-        points.append(_point(name, want, see(evidence, want)))
+        points.append(_point(name, want, see(evidence, want), unwanted))
     oks = [point.ok for point in points]
     return Verdict(
         status="fail" if False in oks else "unproven" if None in oks else "pass",
@@ -140,16 +147,20 @@ def expected_from_log(log: Log) -> dict[str, str | None]:
     # TRL shows no arguments, and says these only where they were asked for
     liger = liger or ("engaged" if log.first("liger_asked") else None)
     packing = packing or ("isolated" if log.first("packing") else None)
+    if log.headless:
+        liger, packing = liger or NOT_SHOWN, packing or NOT_SHOWN
     return {"liger": liger, "packing": packing, **DEFAULTS}
 
 
-def _point(name: str, want: str | None, seen: Seen) -> Point:
+def _point(name: str, want: str | None, seen: Seen, unwanted: tuple[str, ...]) -> Point:
     met = seen.state in _MEETS.get((name, want or ""), (want,))
+    wanted = want is not None or seen.state in unwanted
+    proved = seen.proved and want != NOT_SHOWN
     return Point(
         name=name,
         state=seen.state,
         expected=want,
-        ok=True if want is None else met if seen.proved else None,
+        ok=True if not wanted else met if proved else None,
         evidence=seen.cites[:CITES],
         detail=seen.detail,
     )

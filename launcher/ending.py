@@ -58,7 +58,10 @@ _WORK = (
     *("total_steps", "liger_attempted", "liger_applied", "attention", "packing", "resumed"),
     *("reference_hit", "progress", "training_completed", "saved"),
 )
-_FAILURES = ("exception", "child_failed", "child_signal", "refused", "shell_killed", "cancelled")
+_FAILURES = (
+    *("exception", "child_failed", "child_signal", "refused", "shell_killed", "cancelled"),
+    "violation",
+)
 _MESSENGERS = ("ChildFailedError", "CalledProcessError", "SignalException")
 
 
@@ -91,6 +94,10 @@ def ending(evidence: Evidence) -> Ending:
     if (stopped := evidence.stopped) is not None:
         return _stopped(*stopped)
     failures = fatal(log, *_FAILURES) if log else ()
+    if (told := _told(failures)) is not None and not (
+        evidence.exit and not evidence.exit.returncode
+    ):
+        return told
     signal = _signal(evidence, failures)
     code = ended.returncode if ended else _probe_code(evidence)
     failed = (
@@ -122,10 +129,25 @@ def _stopped(record: RankRecord, event: Event) -> Ending:
     return Ending(state="stopped", proved=True, reason=event.name, error=error)
 
 
+def _told(failures: tuple[Signal, ...]) -> Ending | None:
+    """The same, as the log tells it: the first line counts."""
+    said = next((s for s in failures if s.name == "violation"), None)
+    if said is None:
+        return None
+    reason = "hang" if said.fields["message"].startswith("nothing moved ") else "violation"
+    error = {"type": reason, "message": said.fields["message"]}
+    return Ending(state="stopped", proved=True, reason=reason, error=error, lines=(said,))
+
+
 def _well(evidence: Evidence, clean: bool) -> Ending:
     """The ending of a run of which nothing bad is known; `clean` if it is known to be over."""
     last, total, log = evidence.last_step, evidence.total_steps, evidence.log
-    clean = clean or bool(log and log.first("training_completed"))
+    done = log.last("training_completed") if log else None
+    clean = clean or (
+        done is not None and not (log and log.steps and log.steps[-1].line > done.line)
+    )
+    if done is not None and last is None:
+        total = None  # the log begins after the last step
     all_steps = last is not None and last >= total if total is not None else clean
     if all_steps and evidence.final_save:
         return Ending(state="completed", proved=True)
@@ -176,6 +198,12 @@ def _raised(evidence: Evidence) -> bool:
     return evidence.probe is not None and any(True for _ in evidence.probe.events("error"))
 
 
+def _follows(signal: Signal, before: Signal) -> bool:
+    """Whether this is another exception of the same rank: a worker's is raised again by its parent."""
+    same = all(signal.fields[key] == before.fields[key] for key in ("type", "message"))
+    return signal.fields["rank"] == before.fields["rank"] and not same
+
+
 def _error(evidence: Evidence, failures: tuple[Signal, ...]) -> dict[str, str] | None:
     """The first real error: not the launcher's report of it, and the last of a chain."""
     raised = [s for s in failures if s.name == "exception"]
@@ -185,8 +213,7 @@ def _error(evidence: Evidence, failures: tuple[Signal, ...]) -> dict[str, str] |
         real = [s for s in earlier if not s.fields["type"].endswith(_MESSENGERS)][-1:]
     chosen: Signal | None = None
     for signal in real:
-        same_rank = chosen is not None and signal.fields["rank"] == chosen.fields["rank"]
-        if chosen is None or (same_rank and signal.fields["chained"]):
+        if chosen is None or (_follows(signal, chosen) and signal.fields["chained"]):
             chosen = signal
     refused = next((s for s in failures if s.name == "refused"), None)
     if refused is not None:

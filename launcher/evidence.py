@@ -28,6 +28,7 @@ MEASURED = (
 KEPT_EVENTS = 1_000  # of each name but `step`, a rank
 _NUMBERED = re.compile(r"\.(\d+)\.(?:log|json)$")
 _CHECKPOINT = re.compile(r"(?:^|/)(?:step_|epoch_|global_step|checkpoint-)\d+(?:/|$)")
+_SCRIPT = re.compile(r"\b(?:(?P<dpo>dpo\w*)|finetune)\.py:")
 _REWARD = re.compile(r"^rewards/")
 
 
@@ -217,7 +218,11 @@ class Evidence:
         if log is not None and (named := [stages[b] for b in log.blocks if b in stages]):
             return named[-1]
         if log is not None and log.steps:
-            return "dpo" if any(map(_REWARD.match, log.steps[-1].extra)) else "sft"
+            last = log.steps[-1]
+            if "epoch" in last.extra:  # a dict of HF Trainer
+                return "dpo" if any(map(_REWARD.match, last.extra)) else "sft"
+            if told := _SCRIPT.search(last.text):
+                return "dpo" if told["dpo"] else "sft"
         for _, start in self.probe.events("start") if self.probe else ():
             script = Path(start.text("target") or "").name
             return (

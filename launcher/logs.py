@@ -2,18 +2,19 @@
 
 What to look for is data (`Pattern`), supplied by `backends/*_log.py`; how to read a log that is
 huge, interleaved, coloured, cut off or full of progress bars is here. Pattern names with a meaning
-of their own: `arguments` (groups block, deep, field, other), `step` (step, lr, loss, aux, tps),
+of their own: `arguments` (groups block, first, deep, field, other), `step` (step, lr, loss, aux, tps),
 `metrics` (pairs) and `total_steps` (total). Any other match becomes a `Signal` of that name.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
 from launcher.patterns import Pattern, pattern
@@ -29,6 +30,7 @@ KEPT_ARGUMENTS = 2_000
 
 _WHOLE = re.compile(rb"\.\d{4}|nan|inf")  # enough of a loss where the log is cut off
 _PAIR = re.compile(rb"'([^']+)': (?:'([^']*)'|([^,}']+))")
+_RATE = "train_steps_per_second"
 _WORK = ("total_steps", "progress")  # signals after which a failure before them is of the past
 
 
@@ -61,9 +63,10 @@ class Log:
 
     `asked` is the arguments dump, `asked_at` the line of each value, and `blocks` the dataclasses
     it shows; `total_steps` the announced or displayed number of optimizer steps; `last_bar` the
-    (step, line) of the training bar's end; `begins` the line where the last run's dump begins;
+    (step, line) of the training bar's end; `begins` the line where the last of several runs begins;
     `counts` how often each signal came, and `step_lines` how many lines of steps there are (every
-    rank's, in the whole file); both are guesses where they are many. Of each signal some of the first
+    rank's, in the whole file); both are guesses where they are many. `numbered` is False where
+    nothing tells which step a loss is of: `step` then counts the losses. Of each signal some of the first
     and last are kept. Of up to 50,000 step lines all are read; of more, some 10,000 at even
     distances, with the first, the last, and those whose loss or gradient norm is not finite (of
     every 4 MiB the first 64 for sure).
@@ -76,6 +79,7 @@ class Log:
     counts: Mapping[str, int]
     steps: tuple[StepLine, ...]
     step_lines: int
+    numbered: bool
     asked: Mapping[str, str]
     asked_at: Mapping[str, int]
     blocks: tuple[str, ...]
@@ -95,9 +99,15 @@ class Log:
         return next((s for s in reversed(self.signals) if s.name in names), None)
 
     @property
+    def headless(self) -> bool:
+        """Whether open-instruct trains here, and the arguments that it shows before are not there."""
+        trains = self.first("total_steps") or any("epoch" not in s.extra for s in self.steps[:1])
+        return not self.blocks and bool(trains)
+
+    @property
     def last_step(self) -> int | None:
         """The last optimizer step that a loss line or the training bar shows."""
-        shown = [self.steps[-1].step] if self.steps else []
+        shown = [self.steps[-1].step] if self.steps and self.numbered else []
         if self.last_bar is not None:
             shown.append(self.last_bar[0])
         return max(shown, default=None)
@@ -158,6 +168,9 @@ class _Reading:
     shown: dict[int, tuple[int, int]] = field(default_factory=dict)
     entries: int = 0
     final_epoch: float | None = None
+    over: bool = False
+    rated: int | None = None
+    numbered: bool = True
     bars: dict[int, tuple[int, int]] = field(default_factory=dict)
     begins: int = 1
     busy_line: int = 0
@@ -195,7 +208,8 @@ class _Reading:
             if found.name in _WORK:
                 self.earlier_line, self.busy_line = self.busy_line, line
             if found.name == "total_steps":
-                self.announced, self.highest = int(groups["total"]), 0
+                # a line of a step before is a word of the training data, which upstream shows
+                self.announced, self.highest, self.steps = int(groups["total"]), 0, []
             self._keep(found.name, hit, groups, line)
 
     def _keep(self, name: str, hit: Hit, fields: Mapping[str, str], line: int) -> None:
@@ -217,7 +231,7 @@ class _Reading:
             return
         self.in_block, self.open_value = "block" in groups, None
         if self.in_block:
-            if groups["block"] in self.blocks:
+            if groups["block"] in self.blocks or ("first" in groups and self.blocks):
                 self._begin_again(line)
             self.blocks.append(groups["block"])
 
@@ -242,6 +256,15 @@ class _Reading:
         self.asked, self.asked_at, self.bars = {}, {}, {}
         self.announced, self.final_epoch, self.highest, self.begins = None, None, 0, line
 
+    def _follows_another(self) -> None:
+        """A dict of a run whose log is appended to an older one's: what is from its end on stays."""
+        self.dicts, self.shown, self.entries = [], {}, 0
+        self.final_epoch, self.over, self.rated = None, False, None
+        self.begins = self.busy_line + 1
+        late = {n: [s for s in kept if s.line > self.busy_line] for n, kept in self.kept.items()}
+        self.kept, self.counts = late, {name: len(kept) for name, kept in late.items()}
+        self.bars = {total: bar for total, bar in self.bars.items() if bar[1] > self.busy_line}
+
     def _step(self, match: re.Match[bytes], segment: bytes, line: int) -> None:
         step, loss, aux = int(match["step"]), number(match["loss"]), number(match["aux"])
         if loss is None or step <= self.highest:  # every rank of DPO prints the same step
@@ -253,14 +276,16 @@ class _Reading:
 
     def _metrics(self, pairs: bytes, hit: Hit, line: int) -> None:
         """One dict of HF Trainer; which step it belongs to is settled at the end (`_number`)."""
-        numbers = {text(k): number(a or b) for k, a, b in _PAIR.findall(pairs)}
-        values = {k: v for k, v in numbers.items() if v is not None}
+        shown = {text(k): text(a or b) for k, a, b in _PAIR.findall(pairs)}
+        values = {k: v for k in shown if (v := number(shown[k])) is not None}
         if "loss" not in values:
-            self.final_epoch = values.get("epoch", self.final_epoch)
+            self.final_epoch, self.over = values.get("epoch", self.final_epoch), True
+            self.rated = _product(*(shown.get(k, "") for k in ("train_runtime", _RATE)))
+            self.earlier_line, self.busy_line = self.busy_line, line
             return
-        if self.dicts and values.get("epoch", 0) < self.dicts[-1].extra.get("epoch", 0):
-            self.dicts, self.shown = [], {}  # appended to an older run's log
-            self.entries = 0
+        before = self.dicts[-1].extra.get("epoch", 0) if self.dicts else 0
+        if self.over or values.get("epoch", 0) < before:
+            self._follows_another()
         self.entries += 1 + hit.skipped
         if hit.bar is not None:
             self.shown[line] = hit.bar
@@ -299,7 +324,7 @@ class _Reading:
     def log(self, path: Path, lines: int) -> Log:
         """What the whole file came to."""
         beside = [self.shown[d.line] for d in self.dicts if d.line in self.shown]
-        total = self.announced or (beside[-1][1] if beside else next(iter(self.bars), None))
+        total = self.announced or (beside[-1][1] if beside else next(iter(self.bars), self.rated))
         if not self.steps and self.announced is None:  # else a dict is a word of the training data
             steps = self._number([done for done, _ in beside], total)
             pairs = zip(self.dicts, steps, strict=True)
@@ -313,6 +338,7 @@ class _Reading:
             counts=self.counts,
             steps=tuple(self.steps),
             step_lines=self.step_lines,
+            numbered=self.numbered,
             asked=self.asked,
             asked_at=self.asked_at,
             blocks=tuple(self.blocks),
@@ -334,12 +360,29 @@ class _Reading:
             if _rising([0, *shares]):
                 return shares
         last = self.bars.get(total or 0, (0, 0))[0]
+        self.numbered = not self.dicts or last > 0
         every = max(1, round(last / max(1, self.entries)))
         return [s.step * every for s in self.dicts]
 
 
+def _product(*factors: str) -> int | None:
+    """The whole number of which these are rounded factors, where they leave but one."""
+    low = high = 1.0
+    for shown in factors:
+        try:
+            value = Decimal(shown)
+        except InvalidOperation:
+            return None
+        exponent = value.as_tuple().exponent
+        if not isinstance(exponent, int) or value <= 0:
+            return None
+        half = Decimal(5).scaleb(exponent - 1)
+        low, high = low * float(value - half), high * float(value + half)
+    return math.floor(high) if math.floor(high) == math.ceil(low) else None
+
+
 def _sound(step: StepLine) -> bool:
-    return isfinite(step.loss) and isfinite(step.extra.get("grad_norm", 0.0))
+    return math.isfinite(step.loss) and math.isfinite(step.extra.get("grad_norm", 0.0))
 
 
 def _rising(values: Sequence[int]) -> bool:

@@ -20,6 +20,7 @@ from launcher.logs import Log, Signal, StepLine
 from launcher.measures import losses, memory_phases, peak_allocated_gib
 
 OPERATIONS = ("rms_norm", "rope", "swiglu", "fused_linear_cross_entropy", "preference_loss")
+FIRST_LOSS = 0.01  # more than rounding moves DPO's first loss by
 TREND_LOSSES = 8  # fewer say nothing
 TREND_BINS = 64
 TREND_CHANGE = 0.01  # of the loss, from the first step to the last
@@ -43,6 +44,13 @@ _STALE_HELP = (
     "the cached log-probs are not those of the model that training starts from, or were computed "
     "under another attention mask: remove the file, or give a fresh REFERENCE_LOGPROBS_CACHE_PATH"
 )
+
+
+# What the probe says of a broken contract, in a log that came without its records.
+_NOT_FINITE = re.compile(
+    r"(?:loss|gradient) is -?(?:nan|inf)\w* \((?:step (?P<step>\d+)|[^,]*), rank (?P<rank>\d+)\)"
+)
+_STALE = re.compile(r"reference_cache expected .*, seen stale: ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,10 +135,13 @@ def _liger_logged(evidence: Evidence, want: str | None, patches: tuple[Cite, ...
         log.asked.get("use_qlora") == "True" or bool(log.first("progress"))
     )
     announced = evidence.reworded is not None and not evidence.rewords("liger_attempted")
+    told = log.all("liger_asked") if log else ()
     detail = {"reason": "the log shows no attempt to apply it"} if want == "engaged" else {}
-    proved = (began and (ruled_out or announced)) or (asked_off and want == "off")
-    cites = _of_asked(log, "use_liger_kernel")
-    return Seen(state="off", proved=proved, cites=cites, detail=detail)
+    never = began and (ruled_out or announced)
+    proved = never or (asked_off and want == "off")
+    cites = _of_asked(log, "use_liger_kernel") or _of_signals(log, told)
+    state = "off" if never or asked_off else "unknown"
+    return Seen(state=state, proved=proved, cites=cites, detail=detail)
 
 
 def _patches(evidence: Evidence) -> tuple[Cite, ...]:
@@ -189,7 +200,8 @@ def _dataset_cache(evidence: Evidence, _want: str | None) -> Seen:
     missed = evidence.log.all("dataset_missed", "dataset_saved") if evidence.log else ()
     found = evidence.log.all("dataset_found") if evidence.log else ()
     lines = ("dataset_missed", "dataset_saved", "dataset_found")
-    return seen or _cache_logged(evidence.log, missed, found, sure=not evidence.rewords(*lines))
+    sure = not evidence.rewords(*lines) and not (evidence.log and evidence.log.headless)
+    return seen or _cache_logged(evidence.log, missed, found, sure=sure)
 
 
 def _reference_cache(evidence: Evidence, _want: str | None) -> Seen:
@@ -197,9 +209,30 @@ def _reference_cache(evidence: Evidence, _want: str | None) -> Seen:
     missed = evidence.log.all("reference_missed") if evidence.log else ()
     found = evidence.log.all("reference_hit") if evidence.log else ()
     lines = ("reference_missed", "reference_hit")
+    told = [s for s in _said(evidence.log) if _STALE.match(s.fields["message"])]
+    if seen is None and told:
+        seen = Seen(state="stale", cites=_of_signals(evidence.log, told))
     if seen is not None and seen.state == "stale":
         seen = replace(seen, detail={**seen.detail, "help": _STALE_HELP})
-    return seen or _cache_logged(evidence.log, missed, found, sure=not evidence.rewords(*lines))
+    if seen is not None:
+        return seen
+    logged = _cache_logged(evidence.log, missed, found, sure=not evidence.rewords(*lines))
+    first = _first_loss(evidence.log) if logged.state == "hit" else None
+    if first is None or abs(first.loss - math.log(2)) <= FIRST_LOSS:
+        return logged
+    # dropout moves the first loss too: what the log shows is a doubt, and no proof
+    detail = {**logged.detail, "first_loss": first.loss, "help": _STALE_HELP}
+    cites = (*logged.cites, _of_line(evidence.log, first))
+    return Seen(state="stale", proved=False, cites=cites, detail=detail)
+
+
+def _first_loss(log: Log | None) -> StepLine | None:
+    """The first step of a DPO whose loss must be ln 2, if the policy still is its own reference."""
+    if log is None or not log.steps or log.first("resumed"):
+        return None
+    plain = re.search(r"\bdpo(?:_norm)?\b", log.asked.get("loss_type", ""))
+    added = log.asked.get("load_balancing_loss") != "False"
+    return log.steps[0] if log.steps[0].step == 1 and plain and not added else None
 
 
 def _cache_logged(
@@ -207,7 +240,8 @@ def _cache_logged(
 ) -> Seen:
     """One rank fills a cache and the others then find it, so a single miss outweighs all finds.
 
-    `sure` is False where the source may say a miss in other words: then a find proves nothing.
+    `sure` is False where the source may say a miss in other words, or what was said before the find is
+    not there: then a find proves nothing.
     """
     if not missed and (not found or not sure):
         return Seen(state="unknown", proved=False)
@@ -240,18 +274,31 @@ def _loss(evidence: Evidence, _want: str | None) -> Seen:
             for step in record.steps
             if not step.finite
         ]
+    for said in _said(log) if log and not ranks else ():
+        if found := _NOT_FINITE.match(said.fields["message"]):
+            rank = int(found["rank"])
+            bad.append((int(found["step"] or 0), rank, _of_signals(log, (said,))[0]))
     logged = len(log.steps) if log else 0
     counted = sum(len(record.steps) for record in ranks)
     detail: dict[str, object] = {"logged": logged, "counted": counted}
     if bad:
         # a rank that is known tells more than a logged mean of the same step
         first = min(bad, key=lambda b: (b[0], b[1] is None, b[1] or 0))
-        detail |= {"first_step": first[0], "rank": first[1], "nonfinite": len(bad)}
+        told = first[0] if counted or not log or log.numbered else None
+        detail |= {"first_step": told, "rank": first[1], "nonfinite": len(bad)}
         detail |= _last_finite(evidence, first[0], first[1])
-        return Seen(state="nonfinite", cites=tuple(b[2] for b in bad), detail=detail)
+        # before training is announced, such a line may be a word of the data that upstream shows
+        begun = not log or not log.blocks or log.first("total_steps", "progress") or ranks
+        cites = tuple(b[2] for b in bad)
+        return Seen(state="nonfinite", proved=bool(begun), cites=cites, detail=detail)
     if not losses(evidence):
         return Seen(state="none_logged", proved=False, detail=detail)
     return Seen(state="finite", cites=_of_losses(evidence), detail=detail)
+
+
+def _said(log: Log | None) -> tuple[Signal, ...]:
+    """What the probe said on the console."""
+    return (*fatal(log, "violation"), *log.all("warned")) if log else ()
 
 
 def _last_finite(evidence: Evidence, step: int, rank: int | None) -> dict[str, object]:
@@ -309,6 +356,9 @@ def _memory(evidence: Evidence, _want: str | None) -> Seen:
         detail["phases"] = phases
     error = ending(evidence).error or {}
     told = fatal(log, "oom") if log else ()
+    if log and not told and (host := fatal(log, "oom_host")):
+        detail["help"] = HELP["oom_host"]
+        return Seen(state="oom", cites=_of_signals(log, host), detail=detail)
     if not told and not re.search(r"OutOfMemory|out of memory", " ".join(error.values())):
         return Seen(state="ok", proved=bool(log or evidence.probe), detail=detail)
     asked = log.asked if log else {}

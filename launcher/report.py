@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from launcher.errors import Finding
+from launcher.redaction import redact
 
 if TYPE_CHECKING:
     # only for annotations: validation must not pay for importing what judges a run
@@ -24,26 +27,42 @@ _STATUS = {"pass": "green", "fail": "red", "unproven": "yellow"}
 _MARK = {True: "ok", False: "FAIL", None: "unproven"}
 
 
+def _echo(text: str, *, err: bool = False, nl: bool = True) -> None:
+    """Print; a reader that has gone takes neither a run nor its exit code with it."""
+    try:
+        try:
+            typer.echo(text, err=err, nl=nl)
+        except UnicodeEncodeError:
+            # a path that is no UTF-8
+            typer.echo(text.encode(errors="backslashreplace").decode(), err=err, nl=nl)
+    except OSError as error:
+        if error.errno not in {errno.EPIPE, errno.EIO}:
+            raise
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2 if err else 1)
+        os.close(nowhere)
+
+
 def envelope(command: str, ok: bool, findings: Iterable[Finding], data: Any) -> None:
     """Print the one JSON shape of every command to stdout."""
     whole = {
         "schema_version": SCHEMA_VERSION,
         "command": command,
         "ok": ok,
-        "findings": [finding.as_json() for finding in findings],
+        "findings": [finding.as_json() for finding in redact(tuple(findings))],
         "data": data,
     }
-    typer.echo(json.dumps(whole, indent=2, ensure_ascii=False, default=str))
+    _echo(json.dumps(whole, indent=2, ensure_ascii=False, default=str))
 
 
 def raw(text: str) -> None:
     """Text to stdout exactly as it is: what another program reads."""
-    typer.echo(text, nl=False)
+    _echo(text, nl=False)
 
 
 def plain_json(data: Any) -> None:
     """JSON of somebody else's form to stdout."""
-    typer.echo(json.dumps(data, indent=1, ensure_ascii=False, default=str))
+    _echo(json.dumps(data, indent=1, ensure_ascii=False, default=str))
 
 
 def arguments(schemas: Sequence[Schema], notes: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
@@ -52,7 +71,7 @@ def arguments(schemas: Sequence[Schema], notes: Mapping[str, Mapping[str, Sequen
     `notes` are lines about arguments, by script and name.
     """
     for schema in schemas:
-        typer.echo(f"{schema.stage} on {schema.backend}: {schema.script} at {schema.version}")
+        _echo(f"{schema.stage} on {schema.backend}: {schema.script} at {schema.version}")
         rows = [
             {
                 "name": name,
@@ -68,20 +87,21 @@ def arguments(schemas: Sequence[Schema], notes: Mapping[str, Mapping[str, Sequen
 
 def say(text: str) -> None:
     """Plain text to stdout, never wrapped."""
-    typer.echo(text)
+    _echo(text)
 
 
 def findings(found: Sequence[Finding]) -> None:
     """Every finding, on stderr: what, where, what to do next."""
-    for finding in found:
+    # a message may quote what was given
+    for finding in redact(tuple(found)):
         head = typer.style(
             f"{finding.severity}[{finding.code}]", fg=_COLOUR[finding.severity], bold=True
         )
-        typer.echo(f"{head}: {finding.message}", err=True)
+        _echo(f"{head}: {finding.message}", err=True)
         if finding.place is not None:
-            typer.echo(f"  --> {finding.place}", err=True)
+            _echo(f"  --> {finding.place}", err=True)
         if finding.help is not None:
-            typer.echo(f"  help: {finding.help}", err=True)
+            _echo(f"  help: {finding.help}", err=True)
 
 
 def plan_lines(plan: Plan) -> list[str]:
@@ -104,20 +124,20 @@ def plan_lines(plan: Plan) -> list[str]:
 
 def beginning(plan: Plan, console: Path) -> None:
     """The plan, and where to read along, before the first process starts."""
-    for line in plan_lines(plan):
-        typer.echo(line, err=True)
-    typer.echo(f"log: {console}", err=True)
+    for line in redact(plan_lines(plan)):
+        _echo(line, err=True)
+    _echo(f"log: {console}", err=True)
 
 
 def dry_run(plan: Plan, command: Command) -> None:
     """The plan and the environment as comments, then the command on one line, ready to paste."""
     shown = command.redacted()
-    for line in plan_lines(plan):
-        typer.echo(_comment(line))
-    typer.echo("# environment:")
+    for line in redact(plan_lines(plan)):
+        _echo(_comment(line))
+    _echo("# environment:")
     for name, value in shown.env.items():
-        typer.echo(_comment(f"  {name}={value}"))
-    typer.echo(shown.shell())
+        _echo(_comment(f"  {name}={value}"))
+    _echo(shown.shell())
 
 
 def _comment(text: str) -> str:
@@ -129,24 +149,24 @@ def verdict(judged: Verdict) -> None:
     """Why the run stopped itself, if it did; then the verdict as a table of points, and the figures."""
     if judged.stopped is not None:
         head = typer.style("stopped", fg="red", bold=True)
-        typer.echo(f"{head}: {judged.stopped}")
+        _echo(f"{head}: {judged.stopped}")
     status = typer.style(judged.status, fg=_STATUS[judged.status], bold=True)
-    typer.echo(f"verdict: {status}  ({judged.stage or 'unknown stage'}, {judged.steps or 0} steps)")
+    _echo(f"verdict: {status}  ({judged.stage or 'unknown stage'}, {judged.steps or 0} steps)")
     for point in judged.points:
         expected = "" if point.expected in {None, "any"} else f"expected {point.expected}"
         mark = _MARK[point.ok]
         colour = {True: "green", False: "red", None: "yellow"}[point.ok]
-        typer.echo(
+        _echo(
             f"  {point.name:<16}{point.state!s:<18}{typer.style(f'{mark:<10}', fg=colour)}{expected}".rstrip()
         )
         if point.ok is not True:
             for line in _reasons(point.detail):
-                typer.echo(f"    {line}")
+                _echo(f"    {line}")
     figures = [
         f"{name} {_number(value)}" for name, value in judged.metrics.items() if value is not None
     ]
     if figures:
-        typer.echo("  " + ", ".join(figures))
+        _echo("  " + ", ".join(figures))
 
 
 def _reasons(detail: Mapping[str, Any]) -> list[str]:
@@ -170,6 +190,6 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
     shown = [[str(row.get(c) if row.get(c) is not None else "-") for c in columns] for row in rows]
     widths = [max(len(c), *(len(r[i]) for r in shown)) for i, c in enumerate(columns)]
     for cells in [list(columns), *shown]:
-        typer.echo(
+        _echo(
             "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
         )

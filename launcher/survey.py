@@ -143,6 +143,8 @@ class _Search:
                 self._dump(place, line)
             else:
                 self.survey.hits.append(self._hit(place, line))
+        # a traceback that stays open is followed past what stands between: another run may begin there
+        self.survey.hits.sort(key=lambda hit: hit.line)
         self.survey.feeds = line + block.count(b"\n", at) + self.piece.gap
         self._bars()
         return self.survey
@@ -280,13 +282,15 @@ class _Search:
         if after is None and end + 1 >= len(block):
             beyond = block[end:] + self.surveyor.pieces.beyond(self.piece)[:BAR_BYTES]
             after = BAR.match(beyond) or BAR.match(beyond, 1)
-        lead = block[max(0, start - BAR_BYTES) : start]
+        lead, cut = block[max(0, start - BAR_BYTES) : start], start > BAR_BYTES
         if after is None and start < BAR_BYTES:
             lead = self.surveyor.pieces.before(self.piece) + lead
+            cut = self.piece.begin > BAR_BYTES
         at = len(lead) if after is None else -1
         while after is None and (at := lead.rfind(b"%|", 0, at)) >= 0:
             low, high = bounds(lead, at)
-            after = BAR.match(lead[low:high])
+            # where the lead is cut, a description may have stood before
+            after = BAR.match(lead[low:high]) if low > 0 or not cut else None
         return (int(after["done"]), int(after["total"])) if after else None
 
     def _bars(self) -> None:

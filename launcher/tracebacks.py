@@ -1,6 +1,7 @@
 """Lines of a Python traceback -> what was raised in the end: a `Raised`.
 
-Ranks write over each other, so every rank's prefix (`[rank3]: `) is followed on its own.
+Ranks write over each other, so every rank's prefix (`[rank3]: `) is followed on its own; a time stamp in it
+is no part of who speaks.
 """
 
 from __future__ import annotations
@@ -14,7 +15,20 @@ FIRST_LINE = b"Traceback (most recent call last):"
 MOST_LINES = 2_000
 BEFORE_BYTES = 1_000  # of the log before a traceback, which say what it belongs to
 
-_RANK = re.compile(rb"(?:\[(?:rank|default)\d+\]: ?)+|\d{1,4}: ")
+# What collects the lines of many processes puts before each: torchrun, srun, ts, Kubernetes, Docker,
+# the journal. One space ends it: those that follow are the line's own.
+_STAMP = (
+    rb"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?(?: |$)"
+    rb"|[A-Z][a-z]{2} [ \d]?\d \d\d:\d\d:\d\d(?: |$)"
+)
+_TAG = (
+    rb"(?:stdout|stderr) [FP](?: |$)|\[pod/[^\]\s]+\](?: |$)|[\w.-]{1,64} *\|(?: |$)"
+    rb"|(?:[\w.-]+ )?[\w./@-]+\[\d+\]:(?: |$)|\[rank\d+\]: ?|\[default\d+\]:"
+    rb"|\[\d{1,4}\]: ?|\d{1,4}:(?: |$)|>(?: |$)"
+)
+_PREFIX = re.compile(rb"(?:%s|%s)+" % (_STAMP, _TAG))
+_STAMPS = re.compile(_STAMP)
+_RANK = re.compile(rb"(?:^|[\s:])(?:\[(?:rank|default|)(\d+)\]|(\d{1,4})):")
 _FRAME = re.compile(rb'\s+File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _RAISED = re.compile(
     rb"(?P<type>(?:\w+\.)+(?:[A-Z]\w*|\w*error|timeout)"
@@ -95,8 +109,9 @@ class Tracebacks:
         return start, raised
 
     def _say(self, segment: bytes) -> tuple[bytes, bytes]:
-        prefix = rank[0] if (rank := _RANK.match(segment)) else b""
+        prefix = found[0] if (found := _PREFIX.match(segment)) else b""
         body = segment[len(prefix) :]
+        prefix = _STAMPS.sub(b"", prefix).strip() if prefix else prefix
         if body and FIRST_LINE not in body:
             self.said[prefix] = body
         return prefix, body
@@ -126,8 +141,14 @@ def _raised(end: re.Match[bytes], found: _Open, prefix: bytes, line: int, segmen
         type=text(end["type"]),
         message=text(end["message"] or b""),
         at=found.at,
-        rank=text(re.sub(rb"\D", b"", prefix)),
+        rank=_rank(prefix),
         chained=found.chained,
         line=line,
         segment=segment,
     )
+
+
+def _rank(prefix: bytes) -> str:
+    """The rank that a prefix names, empty where it names none."""
+    found = _RANK.search(prefix)
+    return text(found[1] or found[2]) if found else ""

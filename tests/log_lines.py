@@ -62,6 +62,14 @@ LINES: dict[tuple[str, str], list[str]] = {
     ("reference_missed", "reference log probs for "): [
         "Computing reference log probs for train dataset:   0%|    | 0/9 [00:00<?, ?it/s]"
     ],
+    ("liger_asked", "`use_liger_kernel=True` is deprecated"): [
+        "/x/trl/scripts/sft.py:103: FutureWarning: `use_liger_kernel=True` is deprecated and will be "
+        "removed in v2.0.0."
+    ],
+    ("packing", "Packing train dataset"): [
+        "Packing train dataset:   0%|          | 0/64 [00:00<?, ? examples/s]",
+        "Packing train dataset (num_proc=4): 100%|███| 64/64 [00:00<00:00, 900.1 examples/s]",
+    ],
     ("total_steps", "Total optimization steps = "): [RANKED + "  Total optimization steps = 30"],
     ("resumed", "Resumed from checkpoint: "): ["Resumed from checkpoint: out/step_4"],
     ("progress", "[step="): [STAMP + "console_logger.py:84 - [step=3/12,epoch=1,eta=00:00:12]"],
@@ -188,6 +196,13 @@ LINES: dict[tuple[str, str], list[str]] = {
         "torch.distributed.DistNetworkError: The client socket has timed out after 2000ms while "
         "trying to connect to (127.0.0.1, 29578)."
     ],
+    ("violation", "launch: stopped: "): [
+        "launch: stopped: loss is nan (step 2, rank 0); last finite: loss 6.92901 at step 1",
+        "launch: stopped: nothing moved for 301 s after step 7 (limit 300 s), rank 1; stacks in x",
+    ],
+    ("warned", "launch: warning: "): [
+        "launch: warning: loss is nan (step 2, rank 0); last finite: loss 6.92901 at step 1",
+    ],
     ("port_in_use", "ddress already in use"): [
         "torch.distributed.DistNetworkError: The server socket has failed to listen on any local "
         "network address. port: 29533, useIpv6: false, code: -98, name: EADDRINUSE, message: "
@@ -275,6 +290,10 @@ LINES: dict[tuple[str, str], list[str]] = {
     ("hub_unreachable", " to load the files, and couldn't find them in the"): [
         "OSError: We couldn't connect to 'https://huggingface.co' to load the files, and couldn't "
         "find them in the cached files."
+    ],
+    ("hub_unreachable", "and outgoing traffic has been disabled"): [
+        "huggingface_hub.errors.LocalEntryNotFoundError: Cannot find an appropriate cached snapshot "
+        "folder for the specified revision on the local disk and outgoing traffic has been disabled.",
     ],
     ("hub_unreachable", "Couldn't reach '"): [
         "ConnectionError: Couldn't reach 'nobody/none' on the Hub (LocalEntryNotFoundError)"

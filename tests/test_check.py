@@ -267,13 +267,13 @@ def test_liger_by_the_probe(
         (ATTEMPT + "There are currently no Liger kernels supported for model type: gpt2.\n",
          "engaged", ("not_engaged", False)),
         # a message may have been reworded where the commit is not known; these two cannot have been
-        (dump(use_liger_kernel=True) + total(3), "engaged", ("off", None)),
+        (dump(use_liger_kernel=True) + total(3), "engaged", ("unknown", None)),
         (dump(use_liger_kernel=True, use_qlora=True) + total(3), "engaged", ("off", False)),
         (dump(use_liger_kernel=True) + "[step=1/3,epoch=1]\n", "engaged", ("off", False)),
-        (dump(use_liger_kernel=True), "engaged", ("off", None)),
+        (dump(use_liger_kernel=True), "engaged", ("unknown", None)),
         (dump(use_liger_kernel=False), "off", ("off", True)),
-        ("", "off", ("off", None)),
-        ("", "engaged", ("off", None)),
+        ("", "off", ("unknown", None)),
+        ("", "engaged", ("unknown", None)),
         (ATTEMPT, "off", ("attempted", False)),
     ],
 )  # fmt: skip
@@ -607,7 +607,8 @@ def test_a_message_that_the_source_does_not_print_proves_nothing_by_its_absence(
 ) -> None:
     (run.folder / "run.json").write_text(json.dumps({"reworded": reworded}))
     run.log(dump(use_liger_kernel=True) + total(3))
-    assert brief(run.judge(liger="engaged").point("liger")) == ("off", ok)
+    state = "off" if ok is False else "unknown"
+    assert brief(run.judge(liger="engaged").point("liger")) == (state, ok)
 
 
 @pytest.mark.parametrize(
@@ -619,3 +620,134 @@ def test_a_cache_is_not_called_hit_where_a_miss_may_be_said_in_other_words(
     (run.folder / "run.json").write_text(json.dumps({"reworded": reworded}))
     run.log("a.py:1 -   Found cached dataset at /data/x\n")
     assert run.judge(dataset_cache="hit").point("dataset_cache").state == state
+
+
+# -- what a run of ours says on its console, and what TRL does ----------------------------------------
+
+
+def test_the_log_tells_why_a_run_was_stopped(tmp_path: Path) -> None:
+    why = "loss is nan (step 2, rank 1); last finite: loss 6.9 at step 1"
+    end = f"\nlaunch: stopped: {why}\n" + ELASTIC.format(code=79)
+    verdict = verdict_of_log(tmp_path, sft(4, until=1) + end)
+    finish, loss = verdict.point("finish"), verdict.point("loss")
+    assert brief(finish) == ("stopped", False)
+    assert finish.detail["reason"] == "violation"
+    assert finish.detail["error"] == {"type": "violation", "message": why}
+    assert brief(loss) == ("nonfinite", False)
+    assert (loss.detail["first_step"], loss.detail["rank"]) == (2, 1)
+    assert verdict.stopped == why
+
+
+def test_the_log_tells_of_a_hang(tmp_path: Path) -> None:
+    end = "\nlaunch: stopped: nothing moved for 301 s after step 1 (limit 300 s), rank 0\n"
+    finish = verdict_of_log(tmp_path, sft(4, until=1) + end).point("finish")
+    assert (finish.state, finish.detail["reason"]) == ("stopped", "hang")
+
+
+DPO_STEP = STAMP + "dpo_tune_cache.py:682 -   Step: {}, LR: 5e-07, Loss: {}\n"
+HIT = f"{STAMP}dpo_utils.py:439 - Loading reference logprobs cache from ref/b5.pt\n"
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "first", "state", "ok"),
+    [
+        ("dpo_norm", 0.6931471824645996, "hit", True),
+        ("dpo", 0.6931, "hit", True),
+        ("dpo_norm", 0.8, "stale", None),
+        ("dpo", 0.5, "stale", None),
+        ("simpo", 0.8, "hit", True),
+    ],
+)
+def test_a_first_loss_that_is_not_ln_2_throws_doubt_on_the_reference_cache(
+    tmp_path: Path, loss_type: str, first: float, state: str, ok: bool | None
+) -> None:
+    asked = dump("DPOExperimentConfig", loss_type=loss_type, load_balancing_loss=False)
+    content = asked + HIT + total(2) + DPO_STEP.format(1, first) + DPO_STEP.format(2, 0.6)
+    verdict = verdict_of_log(tmp_path, content)
+    assert brief(verdict.point("reference_cache")) == (state, ok)
+    missed = content.replace(
+        HIT, f"{STAMP}dpo_utils.py:517 - Saving reference logprobs cache to r\n"
+    )
+    assert brief(verdict_of_log(tmp_path, missed).point("reference_cache")) == ("miss", True)
+
+
+def test_a_stale_cache_is_never_good_unless_that_is_said(run: Run) -> None:
+    run.rank(0, {"event": "reference_cache", "state": "stale", "path": "p"}, step(1))
+    assert brief(run.judge("dpo").point("reference_cache")) == ("stale", False)
+    assert brief(run.judge("dpo", reference_cache="any").point("reference_cache")) == (
+        "stale",
+        True,
+    )
+
+
+def test_host_memory_is_memory(tmp_path: Path) -> None:
+    end = (
+        'Traceback (most recent call last):\n  File "/x/finetune.py", line 9\n'
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't "
+        "allocate memory: you tried to allocate 645922816 bytes. Error code 12 (Cannot allocate "
+        "memory)\n"
+    )
+    verdict = verdict_of_log(tmp_path, sft(4, until=1) + end)
+    assert brief(verdict.point("memory")) == ("oom", False)
+    assert "host memory" in str(verdict.point("memory").detail["help"])
+    assert verdict.point("finish").detail["reason"] == "oom_host"
+
+
+def test_what_trl_says_that_it_was_asked_for(tmp_path: Path) -> None:
+    liger = "sft.py:103: FutureWarning: `use_liger_kernel=True` is deprecated and will be removed\n"
+    packed = "Packing train dataset:   0%|          | 0/64 [00:00<?, ? examples/s]\n"
+    loss = "{'loss': '6.814', 'grad_norm': '1.212', 'epoch': '0.06667'}\n"
+    plain = verdict_of_log(tmp_path, loss)
+    assert brief(plain.point("liger")) == ("unknown", True)
+    assert brief(plain.point("packing")) == ("unknown", True)
+    verdict = verdict_of_log(tmp_path, liger + packed + loss)
+    assert brief(verdict.point("liger")) == ("unknown", None)
+    assert brief(verdict.point("packing")) == ("on", None)
+
+
+def test_the_error_of_a_worker_is_where_it_was_raised(tmp_path: Path) -> None:
+    worker = '  File "/x/formatting.py", line 299, in __getitem__\n    value = self.data[key]\n'
+    parent = '  File "/x/pool.py", line 774, in get\n    raise self._value\n'
+    first = "Traceback (most recent call last):\n"
+    content = (
+        f'multiprocess.pool.RemoteTraceback: \n"""\n{first}{worker}KeyError: \'messages\'\n"""\n\n'
+        "The above exception was the direct cause of the following exception:\n\n"
+        f"{first}{parent}KeyError: 'messages'\n" + ELASTIC.format(code=1)
+    )
+    error = verdict_of_log(tmp_path, content).point("finish").detail["error"]
+    assert isinstance(error, dict)
+    assert (error["type"], error["at"]) == ("KeyError", "/x/formatting.py:299")
+
+
+def test_a_loss_before_training_is_announced_proves_nothing(tmp_path: Path) -> None:
+    bad = sft(4, losses=["nan"])
+    asked, line = dump(packing=False), bad.removeprefix(total(4))
+    assert brief(verdict_of_log(tmp_path, asked + line).point("loss")) == ("nonfinite", None)
+    assert brief(verdict_of_log(tmp_path, asked + bad).point("loss")) == ("nonfinite", False)
+    assert brief(verdict_of_log(tmp_path, line).point("loss")) == ("nonfinite", False)
+
+
+def test_what_a_log_without_its_head_was_asked_for_is_not_known(tmp_path: Path) -> None:
+    """open-instruct shows its arguments before it trains: where they are missing, more may be."""
+    content = FOUND + sft(4) + WEIGHTS
+    verdict = verdict_of_log(tmp_path, content)
+    assert verdict.status == "unproven"
+    for name in ("liger", "packing"):
+        assert (verdict.point(name).expected, verdict.point(name).ok) == ("unknown", None)
+    assert verdict.point("dataset_cache").state == "unknown"
+    whole = dump(use_liger_kernel=False, packing=False) + content
+    assert verdict_of_log(tmp_path, whole).point("dataset_cache").state == "hit"
+
+
+@pytest.mark.parametrize(
+    ("line", "stage"),
+    [
+        ("dpo_tune_cache.py:682 - ", "dpo"),
+        ("dpo.py:99 - ", "dpo"),
+        ("finetune.py:956 - [RANK 0]", "sft"),
+        ("- INFO - __main__ - ", None),
+    ],
+)
+def test_the_stage_by_the_script_that_logs(tmp_path: Path, line: str, stage: str | None) -> None:
+    content = f"2026-11-20 15:41:37 - INFO - {line}  Step: 1, LR: 5e-07, Loss: 0.69\n"
+    assert verdict_of_log(tmp_path, content).stage == stage

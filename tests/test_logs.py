@@ -328,6 +328,13 @@ def test_says_who_was_refused_what(tmp_path: Path) -> None:
     assert found.fields["message"].startswith("argument --num_processes/--num-processes: invalid")
 
 
+def test_the_line_of_the_source_that_refuses_is_not_what_was_refused(tmp_path: Path) -> None:
+    told = "Some specified arguments are not used by the HfArgumentParser: "
+    source = f'    raise ValueError(f"{told}{{remaining_args}}")\n'
+    (found,) = log_of(tmp_path, f"{source}ValueError: {told}['--x']\n").all("refused")
+    assert found.fields["message"] == f"{told}['--x']"
+
+
 # -- tracebacks ------------------------------------------------------------------------------------
 
 
@@ -526,7 +533,8 @@ def test_a_sample_of_dicts_is_numbered_by_how_many_there_were(tmp_path: Path) ->
     log = log_of(tmp_path, "".join(lines))
     assert log.step_lines == count
     assert all(s.line == s.step for s in log.steps)
-    assert (log.steps[0].step, log.last_step) == (1, count)
+    assert (log.steps[0].step, log.steps[-1].step) == (1, count)
+    assert (log.numbered, log.last_step) == (False, None)
     assert {s.step for s in log.steps if math.isnan(s.extra["grad_norm"])} == bad
 
 
@@ -551,3 +559,128 @@ def test_many_lines_with_a_needle_and_no_meaning(tmp_path: Path) -> None:
     refusal = "finetune.py: error: unrecognized arguments: --x\n"
     log = log_of(tmp_path, refusal + idle + refusal)
     assert [s.line for s in log.all("refused")] == [1, 5_002]
+
+
+# -- more than one run, and what is not said -------------------------------------------------------
+
+
+@pytest.mark.parametrize("second", ["FlatArguments", "DPOExperimentConfig"])
+def test_a_dump_of_arguments_begins_another_run(tmp_path: Path, second: str) -> None:
+    log = log_of(tmp_path, dump(packing=True) + sft_step(7) + dump(second, packing=False))
+    assert (log.asked["packing"], log.steps) == ("False", ())
+    assert log.blocks == (second, "TokenizerConfig")
+
+
+def test_what_an_open_traceback_hides_of_the_next_run_is_its_own(tmp_path: Path) -> None:
+    """The traceback of the first run has no end, so that it is followed into the second one."""
+    log = log_of(
+        tmp_path,
+        "Traceback (most recent call last):\n"
+        + dump(packing=True)
+        + dump(packing=True)
+        + '[rank0]: Traceback (most recent call last):\n[rank0]:   File "c.py", line 3\n'
+        "[rank0]: ValueError: 2\n",
+    )
+    assert [s.fields["message"] for s in log.all("exception")] == ["2"]
+
+
+TRL_BAR = "\r {share}%|█  | {n}/12 [00:00<00:01,  7.95it/s]"
+
+
+def trl_run(*losses: float | str, bars: bool = True) -> str:
+    """What TRL prints of a run of 12 steps that logs every second one."""
+    shown = []
+    for n, loss in enumerate(losses, start=1):
+        shown.append(TRL_BAR.format(share=n * 16, n=2 * n) if bars else "")
+        shown.append(f"{{'loss': '{loss}', 'grad_norm': '1.0', 'epoch': '{n / 100}'}}\n")
+    return "".join(shown)
+
+
+TRL_END = (
+    "{'train_runtime': '1.683', 'train_samples_per_second': '57.05', "
+    "'train_steps_per_second': '7.131', 'epoch': '0.06'}\n✅ Training completed.\n"
+)
+
+
+def test_what_came_after_the_end_of_a_run_of_trl_is_another_one(tmp_path: Path) -> None:
+    warned = "launch: warning: loss is nan (step 2, rank 0)\n"
+    first = trl_run(6.9, "nan") + warned + TRL_END
+    asked = "FutureWarning: `use_liger_kernel=True` is deprecated and will be removed\n"
+    log = log_of(tmp_path, first + asked + trl_run(5.5, 5.4, 5.3))
+    assert [s.loss for s in log.steps] == [5.5, 5.4, 5.3]
+    assert {s.name for s in log.signals} == {"training_completed", "liger_asked"}
+    assert log.begins > first.count("\n", 0, first.index("train_runtime"))
+
+
+def test_no_step_is_named_where_nothing_tells_which_it_is(tmp_path: Path) -> None:
+    running = log_of(tmp_path, trl_run(6.9, 6.8, bars=False))
+    assert ([s.step for s in running.steps], running.numbered) == ([1, 2], False)
+    assert (running.last_step, running.total_steps) == (None, None)
+    ended = log_of(tmp_path, trl_run(6.9, 6.8, 6.7, 6.6, 6.5, 6.4, bars=False) + TRL_END)
+    assert [s.step for s in ended.steps] == [2, 4, 6, 8, 10, 12]  # 1.683 s at 7.131 steps a second
+    assert (ended.numbered, ended.last_step, ended.total_steps) == (True, 12, 12)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rate"), [("1.234e+04", "0.812"), ("0", "7.1"), ("x", "7.1"), ("nan", "7.1")]
+)
+def test_a_rate_that_is_rounded_too_much_tells_no_number_of_steps(
+    tmp_path: Path, seconds: str, rate: str
+) -> None:
+    end = TRL_END.replace("1.683", seconds).replace("7.131", rate)
+    assert log_of(tmp_path, trl_run(6.9, bars=False) + end).total_steps is None
+
+
+def test_a_bar_with_a_description_is_not_that_of_the_training_where_it_is_cut(
+    tmp_path: Path,
+) -> None:
+    bar = "\rLoading weights: 100%|██| 38/38 [00:00<00:00, 29570.23it/s]\n"
+    for filler in range(segments.BAR_BYTES - len(bar.encode()) - 3, segments.BAR_BYTES + 3):
+        content = "x" * 3_000 + bar + "y" * (filler - 1) + "\n" + trl_run(6.9, bars=False)
+        assert log_of(tmp_path, content).total_steps is None
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "2026-11-20T15:41:37.123456789Z ",
+        "2026-11-20T15:41:37.123456789Z stderr F ",
+        "[pod/sft-7b/trainer] ",
+        "trainer-1  | ",
+        "trainer-1  | 2026-11-20T15:41:37.123456789Z ",
+        "Nov 20 15:41:37 node-1 python3[4711]: ",
+        "[2026-11-20 15:41:37] ",
+        "> ",
+    ],
+)
+@pytest.mark.parametrize(("rank", "number"), [("", ""), ("[rank3]: ", "3"), ("[default3]:", "3")])
+def test_a_traceback_behind_what_collects_lines(
+    tmp_path: Path, prefix: str, rank: str, number: str
+) -> None:
+    lines = (
+        "Traceback (most recent call last):", '  File "a.py", line 1, in main', "    run()",
+        "KeyError: 'x'", "", "During handling of the above exception, another exception occurred:",
+        "", "Traceback (most recent call last):", '  File "b.py", line 2, in main', "    run()",
+        "ValueError: no such column: x",
+    )  # fmt: skip
+    log = log_of(tmp_path, "".join(f"{prefix}{rank}{line}".rstrip() + "\n" for line in lines))
+    first, second = log.all("exception")
+    assert (first.fields["type"], first.fields["at"]) == ("KeyError", "a.py:1")
+    assert second.fields == {
+        "type": "ValueError", "message": "no such column: x", "at": "b.py:2", "rank": number,
+        "chained": "yes",
+    }  # fmt: skip
+
+
+def test_a_step_before_training_began_is_a_word_of_the_data(tmp_path: Path) -> None:
+    total = f"{STAMP}finetune.py:745 - [RANK 0]   Total optimization steps = 9\n"
+    log = log_of(tmp_path, dump() + sft_step(3, "nan") + total + sft_step(1))
+    assert [(s.step, s.loss) for s in log.steps] == [(1, 2.5)]
+
+
+def test_steps_as_open_instruct_logged_them_for_two_years(tmp_path: Path) -> None:
+    line = "03/18/2024 17:38:50 - INFO - __main__ -   "
+    content = f"{line}Total optimization steps = 9\n{line}Step: 1, LR: 1e-05, Loss: 2.5\n"
+    log = log_of(tmp_path, content)
+    assert [(s.step, s.loss, s.line) for s in log.steps] == [(1, 2.5, 2)]
+    assert log.total_steps == 9

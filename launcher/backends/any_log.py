@@ -19,6 +19,12 @@ _REFUSALS = (
     ": error: the following arguments are required: ",
     ": error: one of the arguments ",
 )
+# How the probe begins to say which part of the contract is broken.
+_BROKEN = (
+    *("loss is ", "gradient is "),
+    *(f"{point} expected " for point in ("liger", "packing", "attention")),
+    *(f"{point} expected " for point in ("dataset_cache", "reference_cache")),
+)
 
 PATTERNS: tuple[Pattern, ...] = (
     pattern(
@@ -158,7 +164,7 @@ PATTERNS: tuple[Pattern, ...] = (
     pattern(
         "refused",
         "are not used by the HfArgumentParser",
-        r"(?P<message>Some (?:specified arguments|keys) are not used by the HfArgumentParser: .*)",
+        r"(?P<message>Some (?:specified arguments|keys) are not used by the HfArgumentParser: \[.*)",
         "transformers/hf_argparser.py:354,383",
     ),
     pattern(
@@ -339,6 +345,12 @@ PATTERNS: tuple[Pattern, ...] = (
     ),
     pattern(
         "hub_unreachable",
+        "and outgoing traffic has been disabled",
+        r"Cannot find .* and outgoing traffic has been disabled",
+        "huggingface_hub/_snapshot_download.py, file_download.py",
+    ),
+    pattern(
+        "hub_unreachable",
         "Couldn't reach '",
         r"Couldn't reach '(?P<name>[^']*)' on the Hub",
         "datasets/load.py:1125",
@@ -366,6 +378,20 @@ PATTERNS: tuple[Pattern, ...] = (
             "Too many open files. Communication with the",
             "Too many open files (24)",
         ),
+    ),
+    pattern(
+        "violation",
+        "launch: stopped: ",
+        r"(?:^|[\s:])launch: stopped: (?P<message>.*)",
+        "launcher/probe.py, of a run of ours",
+        anchors=tuple(f"launch: stopped: {how}" for how in (*_BROKEN, "nothing moved for ")),
+    ),
+    pattern(
+        "warned",
+        "launch: warning: ",
+        r"(?:^|[\s:])launch: warning: (?P<message>.*)",
+        "launcher/probe.py, of a run of ours",
+        anchors=tuple(f"launch: warning: {how}" for how in _BROKEN),
     ),
     pattern("disk_full", "No space left on device", r"No space left on device", "errno ENOSPC"),
 )

@@ -18,7 +18,8 @@ ATTENTION = {
 """olmo-core's names of attention -> those of transformers (open_instruct/model_utils.py:50)."""
 
 # A logged line, not the same words in a training sample that visualize_token prints.
-_LOGGED = r"(?:\.py:\d+ -|\[RANK \d+\]|INFO:[\w.]+:)\s+"
+# Before August 2025 the logger's name stood where the file does now.
+_LOGGED = r"(?:\.py:\d+ -|\[RANK \d+\]|INFO:[\w.]+:| - [A-Z]+ - [\w.]+ -)\s+"
 _LIGER = "liger_kernel/transformers/monkey_patch.py"
 _CACHE = "open_instruct/dataset_transformation.py"
 _REFERENCE = "open_instruct/dpo_utils.py"
@@ -27,7 +28,7 @@ _OWN: tuple[Pattern, ...] = (
     pattern(
         "arguments",
         "│   ",
-        r"│   (?:(?P<block>FlatArguments|DPOExperimentConfig|TokenizerConfig)\(|"
+        r"│   (?:(?P<block>(?P<first>FlatArguments|DPOExperimentConfig)|TokenizerConfig)\(|"
         r"│   (?P<deep>(?:│   )+)?(?P<field>\S.*)|(?P<other>\S.*))",
         "open_instruct/finetune.py:477, dpo_tune_cache.py:219 (rich.pretty.pprint)",
         anchors=("│   FlatArguments(", "│   DPOExperimentConfig(", "│   TokenizerConfig("),

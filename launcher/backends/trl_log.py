@@ -35,6 +35,19 @@ _OWN: tuple[Pattern, ...] = (
         anchors=("💾 Model saved to ",),
     ),
     pattern(
+        "liger_asked",
+        "`use_liger_kernel=True` is deprecated",
+        r"`use_liger_kernel=True` is deprecated",
+        "trl/trainer/sft_trainer.py, dpo_trainer.py",
+    ),
+    pattern(
+        "packing",
+        "Packing train dataset",
+        r"Packing train dataset(?: \(num_proc=\d+\))?:",
+        "trl/trainer/sft_trainer.py, the bar of pack_dataset",
+        anchors=("Packing train dataset:   0%|", "Packing train dataset (num_proc="),
+    ),
+    pattern(
         "reference_missed",
         "reference log probs for ",
         r"(?:Computing|Caching) reference log probs for \w+ dataset",

@@ -1,0 +1,849 @@
+"""Make the logs of tests/corpus that need no GPU anew: each case really runs, and breaks as its name says.
+
+usage: python scripts/corpus.py DIR [NAME...]
+
+DIR/NAME.log            what the console showed, paths shortened
+DIR/NAME.rank-N.jsonl   what the probe saw meanwhile: the ground truth of tests/corpus/truth.yaml
+DIR/work                assets, caches, models; may be removed
+
+Without names all cases are made, some 20 s each. Needs the packages of TRL and of open-instruct, the
+pinned checkout in LAUNCH_OPEN_INSTRUCT or ~/open-instruct, for the cases with Liger a folder with
+liger-kernel and triton in CORPUS_LIGER (its kernels run in triton's interpreter), for the full disk the
+right to mount a tmpfs, and for a terminal's log `script`. No weights are fetched and no network is asked.
+The logs of GPU machines in tests/corpus (h200_*) are not made by this script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+LAUNCHER = REPOSITORY / "launcher"
+CHECKOUT = Path(os.environ.get("LAUNCH_OPEN_INSTRUCT") or "~/open-instruct").expanduser()
+SITE = Path(sysconfig.get_path("purelib"))
+LIMIT_S = 300
+POLL_S = 0.05
+
+SCRIPTS: Mapping[tuple[str, str], Path] = {
+    ("open_instruct", "sft"): CHECKOUT / "open_instruct/finetune.py",
+    ("open_instruct", "dpo"): CHECKOUT / "open_instruct/dpo_tune_cache.py",
+    ("trl", "sft"): SITE / "trl/scripts/sft.py",
+    ("trl", "dpo"): SITE / "trl/scripts/dpo.py",
+}
+Value = str | int | float | bool | Sequence[str] | None
+ARGUMENTS: Mapping[tuple[str, str], Mapping[str, Value]] = {
+    ("open_instruct", "sft"): {
+        "model_name_or_path": "assets/model", "chat_template_name": "tulu",
+        "dataset_mixer_list": ("assets/data/sft/train.jsonl", "64"),
+        "dataset_local_cache_dir": "cache", "max_seq_length": 256, "output_dir": "out",
+        "do_not_randomize_output_dir": True, "learning_rate": 5e-3, "warmup_ratio": 0.1,
+        "max_train_steps": 4, "logging_steps": 1, "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 1, "push_to_hub": False,
+        "try_launch_beaker_eval_jobs": False,
+    },
+    ("open_instruct", "dpo"): {
+        "model_name_or_path": "assets/model", "chat_template_name": "tulu",
+        "mixer_list": ("assets/data/dpo/train.jsonl", "48"), "local_cache_dir": "cache",
+        "max_seq_length": 256, "output_dir": "out", "do_not_randomize_output_dir": True,
+        "learning_rate": 5e-4, "warmup_ratio": 0.2, "max_train_steps": 4,
+        "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "push_to_hub": False,
+        "try_launch_beaker_eval_jobs": False,
+    },
+    ("trl", "sft"): {
+        "model_name_or_path": "assets/model", "dataset_name": "assets/data/sft", "output_dir": "out",
+        "learning_rate": 5e-3, "lr_scheduler_type": "cosine", "warmup_steps": 2, "max_steps": 12,
+        "bf16": False, "gradient_checkpointing": False, "logging_steps": 2, "save_strategy": "no",
+        "per_device_train_batch_size": 8, "use_cpu": True,
+    },
+    ("trl", "dpo"): {
+        "model_name_or_path": "assets/model", "dataset_name": "assets/data/dpo", "output_dir": "out",
+        "learning_rate": 5e-4, "warmup_steps": 2, "max_steps": 8, "bf16": False,
+        "gradient_checkpointing": False, "logging_steps": 2, "save_strategy": "no",
+        "per_device_train_batch_size": 4, "use_cpu": True,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blow:
+    """When the log shows `seen`, a signal: to `launcher`, to a `rank`, or to the whole `group`."""
+
+    seen: bytes
+    number: signal.Signals
+    to: str | int = "group"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class How:
+    """How a training is started.
+
+    `shell` is a command line around it: `{}` is the training, `{quoted}` the same as one word, `{log}`
+    the log that it must write; without one the training writes straight into the log. `guard` is a
+    script around each of several workers.
+    """
+
+    processes: int = 1
+    probed: bool = True
+    watch: Mapping[str, object] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    unbuffered: bool = True
+    shell: str | None = None
+    guard: str | None = None
+    port: int | None = None
+    blow: Blow | None = None
+
+
+PLAIN = How()
+
+
+@dataclass(slots=True, kw_only=True)
+class Lab:
+    """The folder in which one case runs: its own caches and outputs, everybody's assets."""
+
+    root: Path
+    name: str
+
+    @property
+    def folder(self) -> Path:
+        """Where it runs; paths in its logs are relative to here."""
+        return self.root / "work" / self.name
+
+    @property
+    def log(self) -> Path:
+        """What will be the case's log."""
+        return self.folder / "console.log"
+
+    def train(self, backend: str, stage: str, how: How = PLAIN, **changed: Value) -> int:
+        """Run one training to its end; it appends to the case's log. Returns its exit code."""
+        arguments = {**ARGUMENTS[backend, stage], **changed}
+        script = SCRIPTS[backend, stage]
+        before = len(self.log.read_bytes()) if self.log.exists() else 0
+        argv = [
+            *self._starter(how),
+            *_guarded(how.guard),
+            str(LAUNCHER / "probe.py" if how.probed else script),
+        ]
+        argv += _words(arguments)
+        environment = {**os.environ, **self._environment(backend, stage, script, how), **how.env}
+        command: Sequence[str] = argv
+        if how.shell is not None:
+            command = ("bash", "-c", _shell(how.shell, argv, self.log))
+        with self.log.open("ab") as console:
+            child = subprocess.Popen(
+                command, cwd=self.folder, env=environment, stdin=subprocess.DEVNULL, stdout=console,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+            try:
+                self._watch(child, how.blow, before)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+        return child.wait()
+
+    def sft(self, how: How = PLAIN, **changed: Value) -> int:
+        """An SFT of open-instruct."""
+        return self.train("open_instruct", "sft", how, **changed)
+
+    def dpo(self, how: How = PLAIN, **changed: Value) -> int:
+        """A DPO of open-instruct."""
+        return self.train("open_instruct", "dpo", how, **changed)
+
+    def trl_sft(self, how: How = PLAIN, **changed: Value) -> int:
+        """An SFT of TRL."""
+        return self.train("trl", "sft", how, **changed)
+
+    def trl_dpo(self, how: How = PLAIN, **changed: Value) -> int:
+        """A DPO of TRL."""
+        return self.train("trl", "dpo", how, **changed)
+
+    def forget(self) -> None:
+        """What was run until now only prepared the case."""
+        self.log.unlink()
+        shutil.rmtree(self.folder / "probe", ignore_errors=True)
+
+    def rows(self, kind: str, rows: Sequence[object]) -> str:
+        """Own training data; returns its path."""
+        path = self.folder / "data" / kind / "train.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path.relative_to(self.folder))
+
+    def some_rows(self, kind: str) -> list[dict[str, object]]:
+        """The first rows of the assets."""
+        lines = (self.folder / "assets/data" / kind / "train.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines[:64]]
+
+    def _starter(self, how: How) -> list[str]:
+        if how.processes > 1:  # accelerate starts several processes on CPUs through MPI only
+            words = ["-m", "torch.distributed.run", "--nproc_per_node", str(how.processes)]
+            return [sys.executable, *words, "--master_port", str(how.port or _free_port())]
+        words = [
+            "-m",
+            "accelerate.commands.launch",
+            "--num_machines",
+            "1",
+            "--mixed_precision",
+            "no",
+        ]
+        return [sys.executable, *words, "--dynamo_backend", "no", "--cpu", "--num_processes", "1"]
+
+    def _environment(self, backend: str, stage: str, script: Path, how: How) -> dict[str, str]:
+        env = {
+            "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(self.folder / "datasets"),
+            "HF_HOME": str(self.folder / "hub"), "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            "REFERENCE_LOGPROBS_CACHE_PATH": str(self.folder / "reference"),
+        }  # fmt: skip
+        paths = [str(CHECKOUT)] if backend == "open_instruct" else []
+        env["PYTHONPATH"] = os.pathsep.join(paths)
+        if how.unbuffered:
+            env["PYTHONUNBUFFERED"] = "1"
+        if how.probed:
+            watch: dict[str, object] = {
+                "target": str(script), "out": str(self.folder / "probe"), "cpu": True,
+                "backend": backend, "stage": stage, "on_violation": "warn", **how.watch,
+            }  # fmt: skip
+            env["LAUNCH_PROBE"] = json.dumps(watch)
+        return env
+
+    def _watch(self, child: subprocess.Popen[bytes], blow: Blow | None, before: int) -> None:
+        until = time.monotonic() + LIMIT_S
+        while child.poll() is None:
+            if time.monotonic() > until:
+                raise TimeoutError(f"{self.name}: did not end within {LIMIT_S} s")
+            if blow is not None and blow.seen in self.log.read_bytes()[before:]:
+                self._strike(child, blow)
+                blow = None
+            time.sleep(POLL_S)
+
+    def _strike(self, child: subprocess.Popen[bytes], blow: Blow) -> None:
+        if blow.to == "group":
+            os.killpg(child.pid, blow.number)
+            for rank in (self.folder / "probe").glob("rank-*.jsonl"):  # torchrun's are elsewhere
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(_pid(rank), blow.number)
+        elif blow.to == "launcher":
+            os.kill(child.pid, blow.number)
+        else:
+            os.kill(_pid(self.folder / "probe" / f"rank-{blow.to}.jsonl"), blow.number)
+
+
+def _shell(template: str, argv: Sequence[str], log: Path) -> str:
+    words = shlex.join(argv)
+    return template.format(words, quoted=shlex.quote(words), log=shlex.quote(str(log)))
+
+
+def _guarded(guard: str | None) -> list[str]:
+    return [] if guard is None else ["--no-python", "bash", "-c", guard, sys.executable]
+
+
+def _pid(record: Path) -> int:
+    """The process that wrote a record last."""
+    events = [json.loads(line) for line in record.read_text().splitlines()]
+    return int([e for e in events if e["event"] == "start"][-1]["pid"])
+
+
+def _words(arguments: Mapping[str, Value]) -> list[str]:
+    words: list[str] = []
+    for name, value in arguments.items():
+        if value is None:
+            continue
+        words.append(f"--{name}")
+        words += (
+            map(str, value)
+            if isinstance(value, Sequence) and not isinstance(value, str)
+            else [str(value)]
+        )
+    return words
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+# --- the cases ------------------------------------------------------------------------------------
+
+CASES: dict[str, Callable[[Lab], object]] = {}
+
+
+def case(make: Callable[[Lab], object]) -> Callable[[Lab], object]:
+    """Register a case under its function's name."""
+    CASES[make.__name__] = make
+    return make
+
+
+def _with_liger(lab: Lab) -> dict[str, str]:
+    """Liger's kernels in triton's interpreter, which has no libdevice: an own rsqrt stands in."""
+    own = lab.folder / "interpreted"
+    own.mkdir()
+    (own / "sitecustomize.py").write_text(_RSQRT)
+    paths = [str(CHECKOUT), str(own), os.environ.get("CORPUS_LIGER", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "TRITON_INTERPRET": "1"}
+
+
+@case
+def sft_miss(lab: Lab) -> None:
+    lab.sft()
+
+
+@case
+def sft_hit(lab: Lab) -> None:
+    lab.sft()
+    lab.forget()
+    lab.sft()
+
+
+@case
+def sft_packing(lab: Lab) -> None:
+    lab.sft(How(watch={"packed": True}), packing=True)
+
+
+@case
+def sft_liger(lab: Lab) -> None:
+    lab.sft(How(env=_with_liger(lab)), use_liger_kernel=True, **_SMALL)
+
+
+@case
+def sft_liger_unsupported(lab: Lab) -> None:
+    _gpt2(lab)
+    lab.sft(How(env=_with_liger(lab)), use_liger_kernel=True, model_name_or_path="gpt2-model")
+
+
+@case
+def sft_liger_missing(lab: Lab) -> None:
+    lab.sft(use_liger_kernel=True)
+
+
+@case
+def sft_liger_fails(lab: Lab) -> None:
+    env = {**_with_liger(lab), "TRITON_INTERPRET": "0"}
+    lab.sft(How(env=env), use_liger_kernel=True)
+
+
+@case
+def sft_logs_nothing(lab: Lab) -> None:
+    lab.sft(logging_steps=None)
+
+
+@case
+def sft_accumulated(lab: Lab) -> None:
+    lab.sft(
+        gradient_accumulation_steps=2,
+        per_device_train_batch_size=4,
+        logging_steps=2,
+        max_train_steps=6,
+    )
+
+
+@case
+def sft_lora(lab: Lab) -> None:
+    lab.sft(use_lora=True, lora_rank=4)
+
+
+@case
+def sft_nan(lab: Lab) -> None:
+    lab.sft(learning_rate=1e30, lr_scheduler_type="constant", warmup_ratio=0.0, max_train_steps=6)
+
+
+@case
+def sft_nan_stopped(lab: Lab) -> None:
+    how = How(watch={"on_violation": "stop", "expect": {"loss": "finite"}})
+    lab.sft(how, learning_rate=1e30, lr_scheduler_type="constant", warmup_ratio=0.0)
+
+
+@case
+def sft_broken_row(lab: Lab) -> None:
+    rows = [*lab.some_rows("sft")[:40], {"id": "broken", "messages": None}]
+    lab.sft(dataset_mixer_list=(lab.rows("broken", rows), "1.0"))
+
+
+@case
+def sft_missing_column(lab: Lab) -> None:
+    rows = [{"id": row["id"], "conversation": row["messages"]} for row in lab.some_rows("sft")]
+    lab.sft(dataset_mixer_list=(lab.rows("column", rows), "1.0"))
+
+
+@case
+def sft_missing_model(lab: Lab) -> None:
+    lab.sft(model_name_or_path="assets/no-such-model")
+
+
+@case
+def sft_host_oom(lab: Lab) -> None:
+    how = How(shell="ulimit -v 9000000; exec {}")
+    lab.sft(how, per_device_train_batch_size=60, max_seq_length=1024, model_name_or_path=_wide(lab),
+            dataset_mixer_list=("assets/data/sft/train.jsonl", "1.0"))  # fmt: skip
+
+
+@case
+def sft_disk_full(lab: Lab) -> None:
+    disk = lab.folder / "small"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=True)
+    try:
+        lab.sft(output_dir="small/out")
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@case
+def sft_killed(lab: Lab) -> None:
+    lab.sft(How(blow=Blow(seen=b"Step: 3,", number=signal.SIGKILL)), max_train_steps=40)
+
+
+@case
+def sft_trainer_killed(lab: Lab) -> None:
+    lab.sft(How(blow=Blow(seen=b"Step: 3,", number=signal.SIGKILL, to=0)), max_train_steps=40)
+
+
+@case
+def sft_sigterm(lab: Lab) -> None:
+    lab.sft(How(processes=2, blow=Blow(seen=b"Step: 3,", number=signal.SIGTERM, to="launcher")),
+            max_train_steps=40)  # fmt: skip
+
+
+@case
+def sft_sigterm_alone(lab: Lab) -> None:
+    lab.sft(How(blow=Blow(seen=b"Step: 3,", number=signal.SIGTERM)), max_train_steps=40)
+
+
+@case
+def sft_sigint(lab: Lab) -> None:
+    lab.sft(How(blow=Blow(seen=b"Step: 3,", number=signal.SIGINT)), max_train_steps=40)
+
+
+@case
+def sft_port_in_use(lab: Lab) -> None:
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        lab.sft(How(processes=2, port=int(other.getsockname()[1])))
+
+
+@case
+def sft_two_ranks(lab: Lab) -> None:
+    lab.sft(How(processes=2))
+
+
+@case
+def sft_two_ranks_teed(lab: Lab) -> None:
+    shell = "{} 2>&1 | tee -a {log} > /dev/null"
+    lab.sft(How(processes=2, shell=shell, unbuffered=False))
+
+
+@case
+def sft_rank_killed(lab: Lab) -> None:
+    lab.sft(How(processes=2, blow=Blow(seen=b"Step: 3,", number=signal.SIGKILL, to=1)),
+            max_train_steps=40)  # fmt: skip
+
+
+@case
+def sft_rank_dies(lab: Lab) -> None:
+    """Rank 1 alone may not have much memory."""
+    guard = 'if [ "$LOCAL_RANK" = 1 ]; then ulimit -v 5000000; fi; exec "$0" "$@"'
+    lab.sft(How(processes=2, guard=guard), model_name_or_path=_wide(lab),
+            per_device_train_batch_size=16)  # fmt: skip
+
+
+@case
+def sft_resumed(lab: Lab) -> None:
+    _interrupted(lab)
+    lab.forget()
+    lab.sft(max_train_steps=6, checkpointing_steps="2")
+
+
+@case
+def sft_attempts_in_one_log(lab: Lab) -> None:
+    _interrupted(lab)
+    lab.sft(max_train_steps=6, checkpointing_steps="2")
+
+
+@case
+def sft_second_attempt_crashes(lab: Lab) -> None:
+    lab.sft()
+    lab.sft(model_name_or_path="assets/no-such-model")
+
+
+@case
+def sft_checkpoints(lab: Lab) -> None:
+    lab.sft(max_train_steps=6, checkpointing_steps="2", keep_last_n_checkpoints=1)
+
+
+@case
+def sft_stopped_after_checkpoint(lab: Lab) -> None:
+    _interrupted(lab)
+
+
+@case
+def sft_abbreviated(lab: Lab) -> None:
+    lab.sft(learning_rat=1e-5)
+
+
+@case
+def sft_refused(lab: Lab) -> None:
+    lab.sft(lerning_rate=1e-5)
+
+
+@case
+def sft_refused_value(lab: Lab) -> None:
+    lab.sft(max_train_steps="four")
+
+
+@case
+def sft_refused_dataclass(lab: Lab) -> None:
+    lab.sft(dataset_name="some/set")
+
+
+@case
+def sft_without_probe(lab: Lab) -> None:
+    lab.sft(How(probed=False, unbuffered=False, shell="{} 2>&1 | tee -a {log} > /dev/null"))
+
+
+@case
+def dpo_without_probe(lab: Lab) -> None:
+    lab.dpo(How(probed=False))
+
+
+@case
+def sft_tracebacks_as_data(lab: Lab) -> None:
+    rows = lab.some_rows("sft")
+    for row in rows:
+        row["messages"] = [
+            {"role": "user", "content": "My training says this. " + _HORRORS},
+            {"role": "assistant", "content": _HORRORS + "It ran out of memory."},
+        ]
+    lab.sft(dataset_mixer_list=(lab.rows("horrors", rows), "1.0"), max_seq_length=1024)
+
+
+@case
+def sft_terminal(lab: Lab) -> None:
+    lab.sft(How(shell="script -qefc {quoted} /dev/null >> {log}"))
+
+
+@case
+def sft_nohup(lab: Lab) -> None:
+    lab.sft(How(shell="nohup {} >> {log} 2>&1", unbuffered=False))
+
+
+@case
+def sft_cache_only(lab: Lab) -> None:
+    lab.sft(cache_dataset_only=True)
+
+
+@case
+def sft_still_running(lab: Lab) -> None:
+    """What the log is while the run goes on: copied out of a run that then ended well."""
+    lab.sft(max_train_steps=8)
+    content = lab.log.read_bytes()
+    at = content.index(b"Step: 5,")
+    lab.log.write_bytes(content[: at + 20])
+
+
+@case
+def dpo_miss(lab: Lab) -> None:
+    lab.dpo(How(watch={"first_loss": math.log(2)}))
+
+
+@case
+def dpo_hit(lab: Lab) -> None:
+    lab.dpo()
+    lab.forget()
+    lab.dpo(How(watch={"first_loss": math.log(2)}))
+
+
+@case
+def dpo_packing(lab: Lab) -> None:
+    lab.dpo(How(watch={"packed": True}), packing=True)
+
+
+@case
+def dpo_liger(lab: Lab) -> None:
+    lab.dpo(How(env=_with_liger(lab)), use_liger_kernel=True, **_SMALL,
+            mixer_list=("assets/data/dpo/train.jsonl", "4"))  # fmt: skip
+
+
+@case
+def dpo_stale_stopped(lab: Lab) -> None:
+    _other_reference(lab)
+    how = How(watch={"first_loss": math.log(2), "on_violation": "stop"})
+    lab.dpo(how, model_name_or_path="mine")
+
+
+@case
+def dpo_stale_unseen(lab: Lab) -> None:
+    """Nobody looks: the log of a run on a stale cache is that of a good one."""
+    _other_reference(lab)
+    lab.dpo(How(watch={"first_loss": math.log(2)}), model_name_or_path="mine")
+
+
+@case
+def dpo_two_ranks(lab: Lab) -> None:
+    lab.dpo(How(processes=2), per_device_train_batch_size=4)
+
+
+@case
+def dpo_nan(lab: Lab) -> None:
+    lab.dpo(learning_rate=1e30, lr_scheduler_type="constant", warmup_ratio=0.0, max_train_steps=6)
+
+
+@case
+def dpo_killed_in_reference(lab: Lab) -> None:
+    lab.dpo(How(blow=Blow(seen=b"Caching reference logprobs:  ", number=signal.SIGKILL, to=0)))
+
+
+@case
+def dpo_sft_data(lab: Lab) -> None:
+    lab.dpo(mixer_list=("assets/data/sft/train.jsonl", "48"))
+
+
+@case
+def trl_sft(lab: Lab) -> None:
+    lab.trl_sft()
+
+
+@case
+def trl_sft_packing(lab: Lab) -> None:
+    lab.trl_sft(
+        How(watch={"packed": True}),
+        packing=True,
+        packing_strategy="bfd",
+        max_length=256,
+        max_steps=6,
+    )
+
+
+@case
+def trl_sft_lora(lab: Lab) -> None:
+    lab.trl_sft(use_peft=True, lora_r=4, lora_target_modules=("q_proj", "v_proj"))
+
+
+@case
+def trl_sft_liger(lab: Lab) -> None:
+    env = _with_liger(lab)
+    lab.trl_sft(How(env=env), use_liger_kernel=True, max_steps=2, logging_steps=1, max_length=48,
+                per_device_train_batch_size=1)  # fmt: skip
+
+
+@case
+def trl_sft_eval(lab: Lab) -> None:
+    rows = lab.some_rows("sft")
+    lab.rows("split", rows)
+    (lab.folder / "data/split/test.jsonl").write_text(
+        "".join(json.dumps(r) + "\n" for r in rows[:16])
+    )
+    lab.trl_sft(dataset_name="data/split", eval_strategy="steps", eval_steps=4)
+
+
+@case
+def trl_sft_resumed(lab: Lab) -> None:
+    lab.trl_sft(How(blow=Blow(seen=b"'epoch': '0.05333'", number=signal.SIGKILL)), save_strategy="steps",
+                save_steps=4)  # fmt: skip
+    lab.forget()
+    last = max((lab.folder / "out").glob("checkpoint-*"), key=lambda p: int(p.name[11:]))
+    lab.trl_sft(save_strategy="steps", save_steps=4, resume_from_checkpoint=f"out/{last.name}")
+
+
+@case
+def trl_sft_interrupted(lab: Lab) -> None:
+    lab.trl_sft(How(blow=Blow(seen=b"'epoch': '0.05333'", number=signal.SIGINT)), max_steps=200)
+
+
+@case
+def trl_sft_nan(lab: Lab) -> None:
+    lab.trl_sft(learning_rate=1e30, lr_scheduler_type="constant", warmup_steps=0)
+
+
+@case
+def trl_sft_nan_unfiltered(lab: Lab) -> None:
+    lab.trl_sft(learning_rate=1e30, lr_scheduler_type="constant", warmup_steps=0,
+                logging_nan_inf_filter=False)  # fmt: skip
+
+
+@case
+def trl_sft_crash(lab: Lab) -> None:
+    rows = [{"id": row["id"], "conversation": row["messages"]} for row in lab.some_rows("sft")]
+    lab.rows("column", rows)
+    lab.trl_sft(dataset_name="data/column")
+
+
+@case
+def trl_sft_two_ranks(lab: Lab) -> None:
+    lab.trl_sft(How(processes=2, unbuffered=False, shell="{} 2>&1 | tee -a {log} > /dev/null"))
+
+
+@case
+def trl_sft_buffered(lab: Lab) -> None:
+    lab.trl_sft(How(unbuffered=False, shell="{} >> {log} 2>&1"))
+
+
+@case
+def trl_sft_no_bar(lab: Lab) -> None:
+    lab.trl_sft(disable_tqdm=True)
+
+
+@case
+def trl_sft_refused(lab: Lab) -> None:
+    lab.trl_sft(lerning_rate=1e-5)
+
+
+@case
+def trl_sft_refused_value(lab: Lab) -> None:
+    lab.trl_sft(lr_scheduler_type="cosinus")
+
+
+@case
+def trl_dpo(lab: Lab) -> None:
+    lab.trl_dpo()
+
+
+@case
+def trl_dpo_precomputed(lab: Lab) -> None:
+    lab.trl_dpo(precompute_ref_log_probs=True)
+
+
+@case
+def trl_dpo_killed(lab: Lab) -> None:
+    lab.trl_dpo(How(blow=Blow(seen=b" 4/40 [", number=signal.SIGKILL, to=0)), max_steps=40)
+
+
+@case
+def trl_dpo_terminal(lab: Lab) -> None:
+    lab.trl_dpo(How(shell="script -qefc {quoted} /dev/null >> {log}"))
+
+
+# The interpreter is slow.
+_SMALL: Mapping[str, Value] = {
+    "max_train_steps": 2, "max_seq_length": 48, "per_device_train_batch_size": 1,
+}  # fmt: skip
+_RSQRT = """import os
+if os.environ.get("TRITON_INTERPRET") == "1":
+    import triton
+    import triton.language as tl
+    import triton.language.extra.libdevice as device
+
+    @triton.jit
+    def rsqrt(x):
+        return 1.0 / tl.sqrt(x)
+
+    device.rsqrt = rsqrt
+"""
+_HORRORS = """Traceback (most recent call last):
+  File "finetune.py", line 9, in <module>
+    main()
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 12.25 GiB. GPU 1 has a total capacity of
+2026-11-20 15:41:37 - INFO - finetune.py:956 -   Step: 3, LR: 1e-05, Loss: nan, TPS: 3.1
+{'loss': 'nan', 'grad_norm': 'nan', 'learning_rate': '0.1', 'epoch': '0.5'}
+OSError: [Errno 28] No space left on device
+Killed
+✅ Training completed.
+"""
+
+
+def _interrupted(lab: Lab) -> None:
+    blow = Blow(seen=b"Step: 5,", number=signal.SIGKILL)
+    lab.sft(How(blow=blow), max_train_steps=6, checkpointing_steps="2")
+
+
+def _other_reference(lab: Lab) -> None:
+    """Reference log-probs of the SFT that stood in the same folder before."""
+    lab.sft(output_dir="mine", max_train_steps=2)
+    lab.dpo(model_name_or_path="mine", max_train_steps=1)
+    lab.sft(output_dir="mine", max_train_steps=8)
+    lab.forget()
+
+
+def _gpt2(lab: Lab) -> None:
+    _make(lab, "gpt2-model", "GPT2Config(vocab_size=1024, n_positions=1024, n_embd=64, n_layer=2, "
+          "n_head=4, bos_token_id=2, eos_token_id=2, pad_token_id=0)")  # fmt: skip
+
+
+def _wide(lab: Lab) -> str:
+    """A model whose logits are large: 60 rows of 1,000 tokens."""
+    _make(lab, "wide", "Qwen2Config(vocab_size=65536, hidden_size=128, intermediate_size=256, "
+          "num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)")  # fmt: skip
+    return "wide"
+
+
+def _make(lab: Lab, name: str, configuration: str) -> None:
+    code = (
+        "import sys, transformers as t; folder = sys.argv[1]; "
+        f"t.AutoModelForCausalLM.from_config(t.{configuration}).save_pretrained(folder); "
+        "t.AutoTokenizer.from_pretrained('assets/model').save_pretrained(folder)"
+    )
+    subprocess.run([sys.executable, "-c", code, name], cwd=lab.folder, check=True, timeout=LIMIT_S)
+
+
+# --- making them ----------------------------------------------------------------------------------
+
+
+def shortened(content: bytes, lab: Lab) -> bytes:
+    """Without the paths and the name of the machine on which it was made."""
+    places = {
+        str(lab.folder): "/work",
+        str(LAUNCHER): "/launch/launcher",
+        str(CHECKOUT): "/open-instruct",
+        str(Path(sys.prefix)): "/venv",
+        os.environ.get("CORPUS_LIGER", "\0"): "/liger",
+        sys.base_prefix: "/usr",
+        str(Path.home()): "/home/user",
+    }
+    for place, short in places.items():
+        content = content.replace(place.encode(), short.encode())
+    host = re.escape(socket.gethostname().encode())
+    return re.sub(rb"\b" + host + rb"\b", b"node-1", content) if host else content
+
+
+def make(lab: Lab) -> None:
+    """Run one case and put its log and records into the corpus."""
+    shutil.rmtree(lab.folder, ignore_errors=True)
+    lab.folder.mkdir(parents=True)
+    (lab.folder / "assets").symlink_to(lab.root / "work/assets")
+    CASES[lab.name](lab)
+    (lab.root / f"{lab.name}.log").write_bytes(shortened(lab.log.read_bytes(), lab))
+    for record in (lab.folder / "probe").glob("rank-*.jsonl"):
+        shutil.copy(record, lab.root / f"{lab.name}.{record.name}")
+
+
+def main(folder: Path, names: Sequence[str]) -> int:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
+    assets = folder / "work/assets"
+    if not assets.exists():
+        script = REPOSITORY / "scripts/make_demo_assets.py"
+        subprocess.run([sys.executable, str(script), str(assets)], check=True)
+    bad = 0
+    for name in names or CASES:
+        print(name, flush=True)
+        try:
+            make(Lab(root=folder, name=name))
+        except Exception as error:
+            print(f"{name}: {error}", file=sys.stderr, flush=True)
+            bad += 1
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", metavar="DIR", type=Path, help="created if it is missing")
+    parser.add_argument("names", metavar="NAME", nargs="*", help="of: " + ", ".join(CASES))
+    given = parser.parse_args()
+    if unknown := set(given.names) - set(CASES):
+        parser.error(f"no such case: {', '.join(sorted(unknown))}")
+    sys.exit(main(given.folder.resolve(), given.names))

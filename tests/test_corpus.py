@@ -1,0 +1,249 @@
+"""Real logs with what truly happened: no verdict may contradict it, whatever carried the log here."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launcher.check import Point, Verdict
+from launcher.start import judge_log
+
+CORPUS = Path(__file__).parent / "corpus"
+TRUTH: Mapping[str, Any] = yaml.safe_load((CORPUS / "truth.yaml").read_text(encoding="utf-8"))
+LOGS: Mapping[str, Mapping[str, Any]] = TRUTH["logs"]
+
+# A claim, and of what it may be made. `unknown` and its like claim nothing.
+HOLDS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "liger": {
+        "engaged": ("engaged",),
+        "applied": ("engaged", "applied"),
+        "attempted": ("engaged", "applied", "attempted", "not_engaged"),
+        "not_engaged": ("not_engaged",),
+        "off": ("off",),
+    },
+    "packing": {"on": ("on", "isolated", "leaking"), "off": ("off",)},
+    "loss": {"finite": ("finite",), "nonfinite": ("nonfinite",)},
+    "memory": {"ok": ("ok",), "oom": ("oom",)},
+    "trend": {"falling": ("falling",), "rising": ("rising",), "flat": ("flat",)},
+}
+SILENT = ("unknown", "none_logged", "too_short")
+
+
+def said(point: Point) -> str | None:
+    """What the verdict claims of a point; None where it says that it does not know."""
+    if point.state in SILENT or (point.state == "running" and point.ok is None):
+        return None
+    return point.state
+
+
+def contradictions(verdict: Verdict, truth: Mapping[str, Any]) -> list[str]:
+    """Where a verdict says what is not so."""
+    found = []
+    if verdict.status == "pass" and not truth["good"]:
+        found.append("false pass")
+    if verdict.status == "fail" and truth["good"]:
+        found.append("false fail")
+    if verdict.stage not in (None, truth["stage"]):
+        found.append(f"stage {verdict.stage}")
+    for point in verdict.points:
+        claim, true = said(point), truth.get(point.name)
+        if claim is None or true is None:
+            continue
+        if true not in HOLDS.get(point.name, {}).get(claim, (claim,)):
+            found.append(f"{point.name} is {true}, not {claim}")
+    low, high = steps_of(truth)
+    if verdict.steps is not None and not low <= verdict.steps <= high:
+        found.append(f"steps {verdict.steps}, not {low} to {high}")
+    return found + misnamed(verdict, truth)
+
+
+def misnamed(verdict: Verdict, truth: Mapping[str, Any]) -> list[str]:
+    """Where it gives a wrong reason for the end."""
+    detail, found = verdict.point("finish").detail, []
+    error = detail.get("error") or {}
+    assert isinstance(error, Mapping)
+    for what, told in (
+        ("reason", detail.get("reason")),
+        ("signal", detail.get("signal")),
+        ("error", error.get("type")),
+    ):
+        if told is not None and told != truth.get(what):
+            found.append(f"{what} is {truth.get(what)}, not {told}")
+    if error and truth.get("says", "") not in error.get("message", ""):
+        found.append(f"the message is not {error.get('message')}")
+    return found
+
+
+def steps_of(truth: Mapping[str, Any]) -> tuple[int, int]:
+    """The optimizer steps that the log can show: a range where the end is not in it."""
+    steps = truth["steps"]
+    return (steps[0], steps[1]) if isinstance(steps, list) else (steps, steps)
+
+
+def judged(name: str) -> Verdict:
+    return judge_log(CORPUS / f"{name}.log")
+
+
+def test_every_log_has_its_truth() -> None:
+    assert {path.stem for path in CORPUS.glob("*.log")} == set(LOGS)
+    assert len(LOGS) >= 30
+    assert {truth["stage"] for truth in LOGS.values()} == {"sft", "dpo"}
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_no_verdict_contradicts_what_happened(name: str) -> None:
+    assert contradictions(judged(name), LOGS[name]) == []
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_what_a_log_shows_is_seen(name: str) -> None:
+    """Not to claim anything would be easy: steps, the end and its reason are in the log or are not."""
+    verdict, truth = judged(name), LOGS[name]
+    finish = verdict.point("finish")
+    assert finish.state == ("running" if truth.get("unseen") else truth["finish"])
+    for what in ("reason", "signal"):
+        assert finish.detail.get(what) == (None if truth.get("unseen") else truth.get(what))
+    error = finish.detail.get("error") or {}
+    assert isinstance(error, Mapping)
+    assert error.get("type") == (None if truth.get("unseen") else truth.get("error"))
+    low, high = steps_of(truth)
+    assert high == 0 or low <= (verdict.steps or 0) <= high
+
+
+def test_the_unproven_are_known() -> None:
+    """So that a change of what a log can prove is seen."""
+    found: dict[str, list[str]] = {}
+    for name in LOGS:
+        verdict = judged(name)
+        if verdict.status == "unproven":
+            found[name] = [point.name for point in verdict.points if point.ok is None]
+    assert found == TRUTH["unproven"]
+
+
+def test_no_log_names_the_machine_it_comes_from() -> None:
+    for path in sorted(CORPUS.glob("*.log")):
+        content = path.read_bytes()
+        assert not re.search(rb"/(?:root|tmp|home)/(?!user/)", content), path.name
+        assert len(content) < 150_000, path.name
+
+
+# -- what carries a log from where it was written ---------------------------------------------------
+
+
+def each_line(prefix: Callable[[int], str]) -> Callable[[bytes], bytes]:
+    """Put something before every line, as what collects logs of many containers does."""
+
+    def put(content: bytes) -> bytes:
+        lines = content.split(b"\n")
+        last = lines.pop()
+        told = [prefix(n).encode() + line + b"\n" for n, line in enumerate(lines)]
+        return b"".join([*told, prefix(len(lines)).encode() + last if last else b""])
+
+    return put
+
+
+def clock(n: int) -> str:
+    return f"2026-11-20T{n // 3600 % 24:02}:{n // 60 % 60:02}:{n % 60:02}.123456789Z "
+
+
+def coloured(content: bytes) -> bytes:
+    """As a terminal that marks every line shows it."""
+    return content.replace(b"\n", b"\x1b[0m\n\x1b[36m")
+
+
+CARRIERS: Mapping[str, Callable[[bytes], bytes]] = {
+    "kubectl logs --timestamps": each_line(clock),
+    "containerd": each_line(lambda n: clock(n) + "stderr F "),
+    "kubectl logs --prefix": each_line(lambda _: "[pod/sft-7b-abcde/trainer] "),
+    "docker compose logs": each_line(lambda _: "trainer-1  | "),
+    "docker compose logs -t": each_line(lambda n: "trainer-1  | " + clock(n)),
+    "srun --label": each_line(lambda _: "0: "),
+    "srun --label, of many": each_line(lambda _: "003: "),
+    "torchrun --tee": each_line(lambda _: "[default0]:"),
+    "journalctl": each_line(lambda _: "Nov 20 15:41:37 node-1 python3[4711]: "),
+    "journalctl -o short-iso": each_line(lambda _: "2026-11-20T15:41:37+0000 node-1 sft[4711]: "),
+    "ts": each_line(lambda _: "Nov 20 15:41:37 "),
+    "ts with brackets": each_line(lambda _: "[2026-11-20 15:41:37] "),
+    "a Windows editor": lambda content: content.replace(b"\n", b"\r\n"),
+    "an editor without \\r": lambda content: content.replace(b"\r\n", b"\n").replace(b"\r", b"\n"),
+    "a viewer that drops \\r": lambda content: content.replace(b"\r", b""),
+    "wandb": lambda content: re.sub(rb"[^\r\n]*\r(?!\n)", b"", content),
+    "a colouring terminal": coloured,
+    "without colours": lambda content: re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", content),
+    "nobody's probe": lambda content: re.sub(rb"\nlaunch: warning: [^\n]*\n", b"", content),
+    "an older open-instruct": lambda content: re.sub(
+        rb"(\d{4})-(\d\d)-(\d\d) (\d\d:\d\d:\d\d) - (\w+) - \w+\.py:\d+ - (?:\[RANK \d+\] )?",
+        rb"\2/\3/\1 \4 - \5 - __main__ - ",
+        content,
+    ),
+    "no end of the last line": lambda content: content.rstrip(b"\n"),
+    "a mail": each_line(lambda _: "> "),
+    "gzip": gzip.compress,
+}
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_what_carries_a_log_makes_no_verdict_wrong(carrier: str, tmp_path: Path) -> None:
+    wrong = {}
+    for name, truth in LOGS.items():
+        path = tmp_path / f"{name}.log"
+        path.write_bytes(CARRIERS[carrier]((CORPUS / f"{name}.log").read_bytes()))
+        if found := contradictions(judge_log(path), truth):
+            wrong[name] = found
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_a_log_that_is_cut_off_is_no_failure_and_no_success(name: str, tmp_path: Path) -> None:
+    """While a run goes on, its log is the beginning of what it will be."""
+    content = (CORPUS / f"{name}.log").read_bytes()
+    good = judged(name).status
+    path = tmp_path / "console.log"
+    for share in range(1, 12):
+        path.write_bytes(content[: len(content) * share // 12])
+        verdict = judge_log(path)
+        assert verdict.status != "pass" or good == "pass" or LOGS[name].get("attempts")
+        # cut off within a sample of training data that is a crash, a log does end like a crash
+        if LOGS[name]["good"] and not LOGS[name].get("crash_as_data"):
+            assert verdict.status != "fail", (share, verdict.points)
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_the_end_of_a_log_is_not_taken_for_the_whole(name: str, tmp_path: Path) -> None:
+    """`tail`: what was asked for, or the miss of a cache, stood before it."""
+    content = (CORPUS / f"{name}.log").read_bytes()
+    path = tmp_path / "console.log"
+    for share in (2, 3, 4, 8):
+        end = content[-len(content) // share :]
+        path.write_bytes(end[end.index(b"\n") + 1 :])
+        verdict = judge_log(path)
+        told = verdict.status, verdict.stage, verdict.point("dataset_cache").state
+        assert told[0] != "pass" or LOGS[name]["good"], (share, told)
+        assert told[0] != "fail" or not LOGS[name]["good"], (share, told)
+        assert told[1] in (None, LOGS[name]["stage"]), (share, told)
+        assert told[2] in ("unknown", LOGS[name].get("dataset_cache")), (share, told)
+
+
+def test_logs_one_after_the_other_are_the_last_run(tmp_path: Path) -> None:
+    """A file that is appended to: what an earlier run did is no claim about the last one."""
+    ends = ("sft_miss", "sft_nan", "sft_missing_column", "dpo_hit", "sft_hit", "dpo_nan")
+    trl = ("trl_sft", "trl_dpo", "trl_sft_nan", "trl_sft_crash", "trl_sft_lora")
+    pairs = [*itertools.permutations(ends, 2), *itertools.permutations(trl, 2)]
+    # of TRL nothing shows that another run has begun before its first loss
+    pairs = [(first, second) for first, second in pairs if second != "trl_sft_crash"]
+    wrong = {}
+    for first, second in pairs:
+        path = tmp_path / "console.log"
+        path.write_bytes(
+            b"".join((CORPUS / f"{name}.log").read_bytes() for name in (first, second))
+        )
+        if found := contradictions(judge_log(path), LOGS[second]):
+            wrong[first, second] = found
+    assert wrong == {}

@@ -2,7 +2,7 @@
 
 open-instruct writes `step_N` and `epoch_N` and a file COMPLETED into them, which every rank writes when
 its own part is done (finetune.py:979): with several ranks it can stand beside weights that are still
-being written. transformers writes `checkpoint-N` and trainer_state.json last (transformers/trainer.py:3270),
+being written. transformers writes `checkpoint-N` and trainer_state.json last (transformers/trainer.py:3269),
 and takes the highest number whatever is in it (transformers/trainer_utils.py:270). So no mark is
 believed: every file that a resume reads must be there and end where its own header or directory says.
 No weights are loaded.

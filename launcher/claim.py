@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from launcher import rundir, runner
+from launcher import process, rundir, runner
 from launcher.errors import Finding, NotReady
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
+
+# somebody may only be looking whether it is held
+_TRIES, _LOOK_S = 5, 0.02
 
 
 @contextlib.contextmanager
@@ -25,41 +30,97 @@ def claimed(folder: RunFolder, attempt: int, output: Path | None) -> Iterator[in
     Raises NotReady where another start holds it, where another run trains into the same output, or
     where the folder cannot be written.
     """
-    other = live_run_into(output)
-    if other is not None:
-        raise NotReady(_live(other, output))
+    process.hold_standard_streams()
+    with _beginning(output):
+        other = live_run_into(output)
+        if other is not None:
+            raise NotReady(_live(other, output))
+        try:
+            folder.path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(folder.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise rundir.not_writable(folder.path, error.strerror) from None
+        try:
+            # the attempt: another start may have been quicker, and be over already
+            if not _locked(lock) or runner.alive(folder.path) or folder.attempts() >= attempt:
+                raise NotReady(_live(folder, output))
+            yield lock
+        finally:
+            os.close(lock)
+
+
+@contextlib.contextmanager
+def _beginning(output: Path | None) -> Iterator[None]:
+    """One start into an output folder at a time: until its process is known, nobody could see it.
+
+    Two starts at once have run folders of their own, and so no lock in common but this one.
+    """
+    lock = None
+    if output is not None:
+        key = hashlib.sha256(os.fsencode(os.path.realpath(output))).hexdigest()[:32]
+        place = rundir.state_folder() / "outputs" / key
+        # a read-only home costs this, not the run
+        with contextlib.suppress(OSError):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            lock = os.open(place, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        folder.path.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise rundir.not_writable(folder.path, error.strerror) from None
-    try:
-        # the attempt: another start may have been quicker, and be over already
-        if not _locked(lock) or runner.alive(folder.path) or folder.attempts() >= attempt:
-            raise NotReady(_live(folder, output))
-        yield lock
+        if lock is not None and not _locked(lock):
+            raise NotReady(
+                Finding(
+                    severity="error", layer="launch", code="run-is-live", file=str(output),
+                    message=f"another run is being started into {output}",
+                    help="wait for it, stop it, or choose another output_dir",
+                )
+            )  # fmt: skip
+        yield
     finally:
-        os.close(lock)
+        if lock is not None:
+            os.close(lock)
 
 
 def live_run_into(output: Path | None) -> RunFolder | None:
     """The run on this machine that trains into `output` right now, wherever its folder is."""
     if output is None:
         return None
-    wanted = redact(str(output))
+    # the same folder may have been named by another way to it
+    wanted = {redact(str(output)), os.path.realpath(output)}
     live = (folder for folder in rundir.known_runs() if runner.alive(folder.path))
-    return next((f for f in live if rundir.read_manifest(f).get("output") == wanted), None)
+    for folder in live:
+        named = rundir.read_manifest(folder).get("output")
+        if isinstance(named, str) and {named, os.path.realpath(named)} & wanted:
+            return folder
+    return None
+
+
+def held(folder: RunFolder) -> bool:
+    """Whether somebody holds a run folder: who is about to start it, its keeper, or its training."""
+    try:
+        lock = os.open(folder.lock, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return False
 
 
 def _locked(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        # a file system without locks: the process record has to do
-        return True
-    return True
+    for _ in range(_TRIES):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_LOOK_S)
+        except OSError:
+            # a file system without locks: the process record has to do
+            return True
+        else:
+            return True
+    return False
 
 
 def _live(folder: RunFolder, output: Path | None) -> Finding:

@@ -125,6 +125,15 @@ DevicesOption = Annotated[
         "--devices", metavar="2,3", help="these GPUs; default: free ones, as many as --gpus"
     ),
 ]
+Fresh = Annotated[
+    bool, typer.Option("--fresh", help="start over, into a folder beside what is there")
+]
+Changed = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-changed-resume", metavar="NAME", help="go on although NAME is not as it was"
+    ),
+]
 NodeRank = Annotated[
     int | None, typer.Option("--node-rank", min=0, help="which of several machines this is, from 0")
 ]
@@ -209,7 +218,8 @@ def _stage_command(stage: str) -> Callable[..., None]:
         no_probe: NoProbe = False, devices: DevicesOption = None, detach: Detach = False,
         on_finish: OnFinish = None, repeat: Repeat = None, node_rank: NodeRank = None,
         main_address: MainAddress = None, slurm: Slurm = False, sbatch: Sbatch = None,
-        skypilot: SkyPilot = None, accelerator: Accelerator = None,
+        skypilot: SkyPilot = None, accelerator: Accelerator = None, fresh: Fresh = False,
+        allow_changed_resume: Changed = None,
         format: FormatOption = Format.text,
     ) -> None:  # fmt: skip
         from launcher.start import Request
@@ -226,7 +236,8 @@ def _stage_command(stage: str) -> Callable[..., None]:
             stage=stage, config=config, overrides=overrides or (), gpus=gpus, nodes=nodes,
             python=python, checkout=open_instruct, allow_unpinned=allow_unpinned, strict=strict,
             probe=not no_probe, devices=devices, node_rank=node_rank, main_address=main_address,
-            elsewhere=slurm,
+            elsewhere=slurm, fresh=fresh or repeat is not None,
+            allowed=tuple(allow_changed_resume or ()),
         )  # fmt: skip
         if dry_run:
             _dry_run(request, format)
@@ -282,11 +293,26 @@ def _run(request: Request, format: Format, after: After) -> Exit:
             report.say("repeated: nothing differs here from what the run recorded")
     if format is Format.text:
         report.findings(found)
+    if prepared.decision.kind == "finished":
+        return _finished(str(request.stage), folder, found, format)
+    if format is Format.text:
         report.beginning(prepared.plan, folder.console(prepared.attempt))
     folder, attempt = start.begin(prepared, on_finish=told, allow_unproven=after.allow_unproven)
     if after.detach:
         return _detached(str(request.stage), folder, found, format)
     return _until_over(str(request.stage), folder, attempt, found, format)
+
+
+def _finished(stage: str, folder: RunFolder, found: tuple[Finding, ...], format: Format) -> Exit:
+    """Nothing is left to train; the verdict and the numbers are there, whoever died before."""
+    from launcher import report, start
+
+    verdict = start.finish(folder)
+    if format is Format.json:
+        report.envelope(stage, True, found, {**verdict.as_json(), "run": str(folder.path)})
+    else:
+        report.say(f"run: {folder.path}\nreport: {folder.report}")
+    return Exit.OK
 
 
 def _queued(request: Request, format: Format, after: After, words: list[str]) -> Exit:
@@ -310,6 +336,9 @@ def _queued(request: Request, format: Format, after: After, words: list[str]) ->
             severity="warning", layer="launch", code="slurm-one-cpu", message=message, help=few
         )
         found = (*found, warned)
+    if prepared.decision.kind == "finished":
+        report.findings(found if format is Format.text else ())
+        return _finished(str(request.stage), prepared.folder, found, format)
     job = start.queue(prepared, options, on_finish=told, allow_unproven=after.allow_unproven)
     folder = prepared.folder
     if format is Format.json:
@@ -424,7 +453,10 @@ def _told(
 ) -> None:
     """What was found in each file, in the form that was asked for."""
     from launcher import report
+    from launcher.redaction import redact
 
+    # a message may quote what was given
+    found = redact(found)
     if format is Findings.json:
         report.envelope(command, ok, found, {"files": files})
     elif format in {Findings.sarif, Findings.github}:
@@ -960,6 +992,9 @@ def _guarded(call: Callable[[], object], arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return Exit.INTERRUPTED
     except OSError as error:
+        if not _has_cwd():
+            _refused(NotReady(_no_cwd()), arguments)
+            return Exit.NOT_READY
         if error.errno not in {errno.EPIPE, errno.EIO}:
             return _bug(error, arguments)
         # the reader has gone: nothing is left to say, and Python must not complain at exit either
@@ -968,6 +1003,21 @@ def _guarded(call: Callable[[], object], arguments: list[str]) -> int:
     except Exception as error:
         return _bug(error, arguments)
     return Exit.OK
+
+
+def _has_cwd() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _no_cwd() -> Finding:
+    return Finding(
+        severity="error", layer="launch", code="no-cwd",
+        message="the folder that this shell is in has been removed", help="cd to one that is there",
+    )  # fmt: skip
 
 
 def _refused(error: LaunchError, arguments: list[str]) -> None:
@@ -996,8 +1046,9 @@ def _bug(error: Exception, arguments: list[str]) -> int:
         head = f"launch {' '.join(arguments)}\nPython {platform.python_version()}, {platform.platform()}\n\n"
         path.write_text(redact(head + text), encoding="utf-8")
     except OSError:
-        typer.echo(text, err=True)
-    typer.echo(f"bug in launch: {type(error).__name__}: {error}  (traceback in {path})", err=True)
+        typer.echo(redact(text), err=True)
+    told = redact(f"{type(error).__name__}: {error}")
+    typer.echo(f"bug in launch: {told}  (traceback in {path})", err=True)
     return Exit.BUG
 
 

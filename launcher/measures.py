@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from launcher.evidence import MEASURED, Event, Evidence, ProbeStep, RankRecord
 
@@ -190,16 +190,36 @@ def metrics(evidence: Evidence) -> dict[str, float | None]:
     }
 
 
-def metrics_rows(evidence: Evidence) -> list[Row]:
-    """One row a step, sorted: what the log says, and of the probe what the log does not know.
+def merged_rows(attempts: Iterable[Sequence[Row]]) -> list[Row]:
+    """The rows of a run out of those of its attempts, first to last: every optimizer step once.
 
-    Tokens, positions, wasted positions and rows are sums over the ranks, seconds and memory (GiB) the
-    largest of them. A number that is not finite is left out, and `finite` is then false.
+    An attempt goes on from a checkpoint, so whatever earlier ones did from its first step on is gone
+    from the weights, and is left out here too.
+    """
+    rows: list[Row] = []
+    for after in attempts:
+        if after:
+            rows = [row for row in rows if row["step"] < after[0]["step"]] + list(after)
+    return rows
+
+
+def metrics_rows(evidence: Evidence) -> list[Row]:
+    """One row a step of one attempt, sorted: what the log says, and of the probe what it does not.
+
+    Where a resume lies inside a stretch of steps that the log sums up, open-instruct divides what is
+    left by the whole stretch: there the probe's losses count. Tokens, positions, wasted positions and
+    rows are sums over the ranks, seconds and memory (GiB) the largest of them. A number that is not
+    finite is left out, and `finite` is then false.
     """
     rows = {row["step"]: row for row in _probe_rows(evidence)}
+    partial = _cut_off(evidence, rows)
+    # Trainer's lines bear no step: after a resume the first may be counted from the bar's begin
+    first = min(rows, default=0)
     for line in evidence.log.steps if evidence.log else ():
+        if line.step < first:
+            continue
         logged = {
-            "loss": line.loss,
+            "loss": partial.get(line.step, line.loss),
             "learning_rate": line.learning_rate,
             "logged_tokens_per_second": line.tokens_per_second,
             **line.extra,
@@ -211,6 +231,21 @@ def metrics_rows(evidence: Evidence) -> list[Row]:
             row.pop("loss", None)
         row.update(finite)
     return [rows[step] for step in sorted(rows)]
+
+
+def _cut_off(evidence: Evidence, rows: Mapping[float, Row]) -> dict[int, float]:
+    """The loss of a first line that tells of fewer steps than the others, from the probe's."""
+    record = _first_rank(evidence)
+    begun = event.number("step") if record and (event := record.last("resumed")) else None
+    lines = evidence.log.steps if evidence.log else ()
+    if begun is None or len(lines) < 2:
+        return {}
+    first, every = lines[0].step, lines[1].step - lines[0].step
+    own = range(int(begun) + 1, first + 1)
+    seen = [rows[step]["loss"] for step in own if step in rows and "loss" in rows[step]]
+    if not 0 < len(own) < every or len(seen) != len(own) or not math.isfinite(lines[0].loss):
+        return {}
+    return {first: math.fsum(seen) / len(seen)}
 
 
 def _probe_rows(evidence: Evidence) -> list[Row]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from launcher import overview, process
 from launcher.attempt import Attempt
 from launcher.errors import Finding, UsageError
+from launcher.redaction import redact
 from launcher.rundir import RunFolder
 from launcher.view import Progress
 
@@ -63,14 +64,17 @@ def call(folder: RunFolder, attempt: Attempt, code: int) -> int | None:
     inherited = {**attempt.environ, **environment(folder, code)}
     # it is no part of the run that is over, nor of one it may start
     inherited.pop(process.MARK, None)
+    # its folder may have gone with what was done in it
+    cwd = attempt.cwd if os.path.isdir(attempt.cwd) else folder.path
     try:
         done = subprocess.run(
-            attempt.on_finish, env=inherited, cwd=attempt.cwd, stdin=subprocess.DEVNULL, check=False
+            attempt.on_finish, env=inherited, cwd=cwd, stdin=subprocess.DEVNULL, check=False
         )
     except (OSError, ValueError) as error:
-        print(f"--on-finish {attempt.on_finish[0]} cannot be started: {error}", file=sys.stderr)
+        told = f"--on-finish {attempt.on_finish[0]} cannot be started: {error}"
+        print(redact(told, attempt.environ), file=sys.stderr)
         return None
     if done.returncode:
-        shown = f"--on-finish {os.path.basename(attempt.on_finish[0])}"
-        print(f"{shown} ended with {done.returncode}", file=sys.stderr)
+        told = f"--on-finish {os.path.basename(attempt.on_finish[0])} ended with {done.returncode}"
+        print(redact(told, attempt.environ), file=sys.stderr)
     return done.returncode

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import checkpoints, process, rundir, runner, slurm
+from launcher.redaction import redact
 from launcher.rundir import RunFolder
 from launcher.view import Progress, clock
 
@@ -65,7 +66,8 @@ def _tracked(folder: RunFolder, manifest: Mapping[str, Any]) -> str | None:
             found = _TRACKED.search(log.read(_TRACKED_WITHIN))
     except OSError:
         return None
-    return found[1].decode(errors="replace") if found else None
+    # of an anonymous run the address holds its key
+    return redact(found[1].decode(errors="replace")) if found else None
 
 
 def processes(manifest: Mapping[str, Any]) -> int:

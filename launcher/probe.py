@@ -24,6 +24,7 @@ import itertools
 import json
 import math
 import os
+import re
 import runpy
 import statistics
 import sys
@@ -212,8 +213,8 @@ class Contract:
         self.told.add(point)
         probe, last = self.probe, self.probe.last
         # a step in the making is the one that the user will look for
-        begun = 1 if probe.step_begun is not None else None
-        at = step if step is not None else probe.step or begun
+        begun = probe.base + 1 if probe.step_begun is not None else None
+        at = step if step is not None else probe.at if probe.step else begun
         when = f"step {at}" if at else "before the first step"
         message = f"{point} expected {expected}, seen {seen} ({when}, rank {probe.rank})"
         if point == "loss":
@@ -277,7 +278,7 @@ class Watchdog(threading.Thread):
         if not self.armed or waited < limit:
             if self.reported:
                 self.reported = False
-                self.probe.record.write("hang_over", step=self.probe.step)
+                self.probe.record.write("hang_over", step=self.probe.at)
             return
         if not self.reported:
             self.reported = True
@@ -287,15 +288,15 @@ class Watchdog(threading.Thread):
         probe, stops = self.probe, self.settings.stops_hang
         path = probe.record.stacks
         with probe.quietly("stacks"), open(path, "a", encoding="utf-8") as stream:
-            stream.write(f"# step {probe.step}, nothing moved for {waited:.0f} s\n")
+            stream.write(f"# step {probe.at}, nothing moved for {waited:.0f} s\n")
             stream.flush()
             faulthandler.dump_traceback(file=stream, all_threads=True)
         message = (
-            f"nothing moved for {waited:.0f} s after step {probe.step} (limit {limit:.0f} s), "
+            f"nothing moved for {waited:.0f} s after step {probe.at} (limit {limit:.0f} s), "
             f"rank {probe.rank}; stacks in {path}"
         )
         probe.record.write(
-            "hang", step=probe.step, waited=round(waited, 1), limit=round(limit, 1), stacks=path,
+            "hang", step=probe.at, waited=round(waited, 1), limit=round(limit, 1), stacks=path,
             median=round(statistics.median(self.seconds), 4) if self.seconds else None,
             message=message, stopped=stops,
         )  # fmt: skip
@@ -319,6 +320,7 @@ class Probe:
         self.liger: dict[str, int] = {}
         self.reported_liger: dict[str, int] = {}
         self.step = 0
+        self.base = 0
         self.micro = 0
         self.batch: dict[str, list[Any]] = {"loss": [], "tokens": [], "rows": []}
         self.positions = 0
@@ -347,6 +349,18 @@ class Probe:
         self.leaving = False
         self.contract = Contract(self)
         self.watchdog = Watchdog(self)
+
+    @property
+    def at(self) -> int:
+        """The optimizer step of the run: those before the checkpoint it was resumed from, and its own."""
+        return self.base + self.step
+
+    def resumes(self, checkpoint: Any) -> None:
+        """The policy comes out of a checkpoint: it is not its own reference any more."""
+        self.resumed = True
+        if isinstance(checkpoint, (str, os.PathLike)):
+            self.base = _steps_done(os.fspath(checkpoint), self.optimizer, self.engine)
+            self.record.write("resumed", path=os.fspath(checkpoint), step=self.base)
 
     # -- never raise into training -----------------------------------------------------------------
 
@@ -701,7 +715,7 @@ class Probe:
         # transformers' Trainer has already divided each micro-batch's loss, open-instruct has not
         parts = 1 if self.settings.backend == "trl" else max(1, len(self.batch["loss"]))
         known: dict[str, Any] = {
-            "step": self.step, "micro_batches": self.micro, "positions": self.positions,
+            "step": self.at, "micro_batches": self.micro, "positions": self.positions,
             "seconds": now - (self.step_begun or self.begun), "elapsed": now - self.begun,
             "allocated_gib": allocated, "reserved_gib": reserved, "learning_rate": rate,
             "parts": parts, "scaled": self.scaled, "interrupted": self.rested,
@@ -827,7 +841,7 @@ class Probe:
                 unit = 2**30 if sys.platform == "darwin" else 2**20
                 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
                 told["peak_host_gib"] = round(peak, 3)
-            self.record.write("memory", phase=phase, step=self.step, **told)
+            self.record.write("memory", phase=phase, step=self.at, **told)
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -1150,22 +1164,42 @@ def resting(probe: Probe) -> Callable[[Any], Any]:
 
 
 def resuming(probe: Probe) -> Callable[[Any], Any]:
-    """The policy comes out of a checkpoint: it is not its own reference any more."""
+    """For what loads a checkpoint, given as the first argument; afterwards its steps are counted."""
 
     def make(original: Any) -> Any:
         @functools.wraps(original)
-        def inner(*args: Any, **kwargs: Any) -> Any:
-            probe.resumed = True
-            return original(*args, **kwargs)
+        def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
+            given = args[0] if args else next(iter(kwargs.values()), None)
+            # Trainer calls it without a checkpoint too
+            probe.resumed = probe.resumed or given is not None or not (args or kwargs)
+            result = original(self, *args, **kwargs)
+            with probe.quietly("resume"):
+                if given is not None:
+                    probe.resumes(given)
+            return result
 
         return inner
 
     return make
 
 
+def _steps_done(checkpoint: str, optimizer: Any, engine: Any) -> int:
+    """Optimizer steps that a checkpoint has behind it: by its name, by the engine, by AdamW's own count."""
+    named = re.fullmatch(r"(?:step_|checkpoint-)(\d+)", os.path.basename(checkpoint.rstrip("/")))
+    if named is not None:
+        return int(named[1])
+    counted = getattr(engine, "global_steps", None)
+    if isinstance(counted, int) and counted:
+        return counted
+    states = getattr(optimizer, "state", None) or {}
+    counts = (state.get("step") for state in states.values() if isinstance(state, dict))
+    return max((int(count) for count in counts if count is not None), default=0)
+
+
 def watch_trainer(probe: Probe, module: types.ModuleType) -> None:
     names = ("_save_checkpoint", "save_model", "evaluate", "push_to_hub")
     wrap_known(module.Trainer, names, resting(probe))
+    wrap_known(module.Trainer, ("_load_optimizer_and_scheduler",), resuming(probe))
 
 
 def watch_final_save(probe: Probe, module: types.ModuleType) -> None:

@@ -79,6 +79,14 @@ def identity(data: Mapping[str, object]) -> Identity | None:
     )  # fmt: skip
 
 
+def hold_standard_streams() -> None:
+    """Open those of stdin, stdout and stderr that are closed: else a lock or a pipe gets their number,
+    and a process that is started finds /dev/null in its place."""
+    while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(opened, True)
+    os.close(opened)
+
+
 def host() -> str:
     """The name of this machine."""
     return os.uname().nodename

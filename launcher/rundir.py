@@ -158,7 +158,7 @@ def choose(
     second get two. Raises NotReady where that cannot be made.
     """
     wanted = None if output is None else redact(str(output))
-    for folder in _newest_first(root) if wanted is not None else ():
+    for folder in newest_first(root) if wanted is not None else ():
         told = read_manifest(folder)
         if (told.get("stage"), told.get("output")) == (stage, wanted):
             return folder, folder.node(rank).attempts() + 1
@@ -203,7 +203,8 @@ def not_writable(path: Path, reason: str | None) -> NotReady:
     )  # fmt: skip
 
 
-def _newest_first(root: Path) -> Iterator[RunFolder]:
+def newest_first(root: Path) -> Iterator[RunFolder]:
+    """The runs of a runs folder."""
     try:
         names = sorted(os.listdir(root), reverse=True)
     except OSError:
@@ -217,8 +218,9 @@ def create(
     folder: RunFolder, attempt: int, plan: Plan, command: Command, trainer: Trainer,
     output: Path | None, caches: list[dict[str, Any]] | None = None, *,
     devices: dict[str, Any] | None = None, warnings: Sequence[Finding] = (),
+    more: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
-    """Make the folder, write the manifest, enter the run in the index.
+    """Make the folder, write the manifest and what else it is to hold, enter the run in the index.
 
     Raises NotReady where the folder cannot be written.
     """
@@ -230,7 +232,7 @@ def create(
             attempt, now(), plan, command, trainer, output, caches, devices=devices,
             warnings=warnings,
         )  # fmt: skip
-        write_json(folder.manifest, told)
+        write_json(folder.manifest, {**told, **redact(dict(more or {}))})
     except OSError as error:
         raise not_writable(folder.path, error.strerror) from None
     _enter_in_index(folder)
@@ -306,7 +308,7 @@ def _enter_in_index(folder: RunFolder) -> None:
 
 def known_runs() -> list[RunFolder]:
     """Every run of the index and of the runs folder here, oldest first."""
-    paths = {folder.path for folder in _newest_first(runs_root())}
+    paths = {folder.path for folder in newest_first(runs_root())}
     index = state_folder() / "runs"
     try:
         entries = list(index.iterdir())

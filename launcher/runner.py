@@ -173,15 +173,16 @@ class _Reserve:
 
 
 def _console(folder: RunFolder, attempt: int) -> BinaryIO:
-    """The log, for the owner alone: a trainer prints what it likes, its environment too."""
-
-    def private(path: str, flags: int) -> int:
-        return os.open(path, flags, 0o600)
-
     try:
-        return open(folder.console(attempt), "ab", opener=private)  # noqa: SIM115
+        return private(folder.console(attempt))
     except OSError as error:
         raise rundir.not_writable(folder.path, error.strerror) from None
+
+
+def private(path: Path) -> BinaryIO:
+    """A file to append to, made for its owner alone: a trainer prints what it likes, its environment
+    too. Raises OSError."""
+    return open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
 def _start(

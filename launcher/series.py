@@ -12,11 +12,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from launcher import attempt as attempts
 from launcher import check, evidence, measures, rundir
 from launcher.check import Verdict
 from launcher.evidence import Evidence, Probe
 from launcher.measures import Row
 from launcher.redaction import redact
+from launcher.rundir import RunFolder
 
 REPORT_VERSION = 1
 """Of the JSON form; a change that a reader would notice counts it up."""
@@ -151,7 +153,7 @@ def _run(
     path = path.absolute()
     ended = {} if found is None or found.exit is None else rundir.read_json(found.exit.path)
     told = {"manifest": manifest, "verdict": verdict, "ended": ended}
-    clean = redact(told)
+    clean = redact(told, attempts.tokens(RunFolder(path)))
     asked = mapping(clean["manifest"].get("args"))
     return Run(
         name=path.name, path=path, manifest=clean["manifest"], verdict=clean["verdict"],

@@ -7,7 +7,7 @@ import os
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ from launcher import (
     claim,
     command,
     config,
+    contents,
     devices,
     doctor,
+    earlier,
     evidence,
     keeper,
     machine,
@@ -30,6 +32,7 @@ from launcher import (
     plan,
     rendezvous,
     repeat,
+    resume,
     rundir,
     runner,
     sbatch,
@@ -71,10 +74,12 @@ class Request:
     main_address: str | None = None
     elsewhere: bool = False
     folder: RunFolder | None = None
+    fresh: bool = False
+    allowed: Sequence[str] = ()
 
     def as_json(self) -> dict[str, Any]:
         """What `from_json` reads, but for the folder and the names of machines."""
-        skipped = {"folder", "node_rank", "main_address"}
+        skipped = {"folder", "node_rank", "main_address", "fresh"}
         named = [name for name in self.__dataclass_fields__ if name not in skipped]
         return {name: _plain(getattr(self, name)) for name in named}
 
@@ -107,6 +112,9 @@ class Prepared:
     devices: Devices | None = None
     warnings: tuple[Finding, ...] = ()
     here: Rendezvous | None = None
+    decision: resume.Decision = field(default_factory=resume.Decision)
+    asked: Path | None = None
+    holds: tuple[dict[str, Any], ...] = ()
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -124,6 +132,14 @@ class Prepared:
             "env": dict(shown.env),
             "cwd": str(shown.cwd),
             "run": str(self.folder.path),
+        }
+
+    def of_resume(self) -> dict[str, Any]:
+        """What the manifest keeps for the next attempt."""
+        return {
+            "resume": self.decision.as_json(),
+            "asked_output": None if self.asked is None else str(self.asked),
+            "contents": list(self.holds),
         }
 
 
@@ -183,18 +199,22 @@ def prepare(request: Request, *, running: bool) -> Prepared:
     # what launch derives does not move an output that the stage file names
     given = stage.entry.names.output in stage.args
     named = stage.backend.output_folder(stage.values) if given else None
-    output = None if named is None else named.absolute()
+    wanted = None if named is None else named.absolute()
+    placed = resume.place(stage, wanted, rundir.newest_first(root), fresh=request.fresh)
     if request.folder is None:
         folder, attempt = rundir.choose(
-            stage.options.stage, stage.name, output, root, reserve=running,
+            stage.options.stage, stage.name, placed.output, root, reserve=running,
             rank=0 if here is None else here.rank,
         )  # fmt: skip
     else:
         folder = request.folder
         attempt = max(one.attempts() for one in folder.nodes()) + 1
+    before = folder if attempt > 1 else None
+    decision, holds = resume.Decision(), list[dict[str, Any]]()
     try:
         made = plan.make(stage, gpus=gpus, nodes=request.nodes, output=folder.path / "model")
-        made = _in_situation(made, trainer, folder if attempt > 1 else None, running=running)
+        made = resume.applied(made, placed.derived)
+        made = _in_situation(made, trainer, before, running=running)
         if running:
             # about the machine, not the stage file: --strict leaves them warnings
             warnings = doctor.require_ready(made, trainer, chosen, elsewhere=request.elsewhere)
@@ -204,7 +224,17 @@ def prepare(request: Request, *, running: bool) -> Prepared:
             last = plan.output_folder(made)
             where = None if last is None else last.absolute()
             said = caches.findings(made, held, output=where)
-            made = replace(made, findings=(*made.findings, *said))
+            holds = contents.of_plan(made)
+            decision = resume.judge(
+                made, output=where, folder=before, trainer=trainer, caches=held, now=holds,
+                manifest=None if before is None else rundir.read_manifest(before),
+                allowed=request.allowed,
+            )  # fmt: skip
+            # what a rule says of the output folder, the run's own record says better
+            known = (*made.findings, *said)
+            known = tuple(f for f in known if before is None or f.code not in resume.SUPERSEDED)
+            made = resume.applied(made, decision.derived)
+            made = replace(made, findings=(*known, *decision.findings))
         if errors(made.findings, strict=request.strict):
             raise InvalidConfig(made.findings)
     except LaunchError:
@@ -222,7 +252,7 @@ def prepare(request: Request, *, running: bool) -> Prepared:
     return Prepared(
         request=request, here=here, plan=made, command=built, trainer=trainer, folder=folder, attempt=attempt,
         output=None if final is None else final.absolute(), caches=held, devices=chosen,
-        warnings=warnings,
+        warnings=warnings, decision=decision, asked=wanted, holds=tuple(holds),
     )  # fmt: skip
 
 
@@ -232,8 +262,8 @@ def _in_situation(made: Plan, trainer: Trainer, before: RunFolder | None, *, run
         # a dry run may be made anywhere: what lies here and is installed here says nothing
         return made
     output = plan.output_folder(made)
-    earlier = None if before is None else rundir.read_manifest(before)
-    found = doctor.situation(made, trainer, None if output is None else output.absolute(), earlier)
+    told = None if before is None else rundir.read_manifest(before)
+    found = doctor.situation(made, trainer, None if output is None else output.absolute(), told)
     return replace(made, findings=(*made.findings, *found))
 
 
@@ -313,11 +343,13 @@ def ours() -> list[str]:
 
 def _make(prepared: Prepared, attempt: Attempt) -> None:
     folder = prepared.folder
+    resume.set_aside(prepared.decision, attempt.number)
+    earlier.keep_manifest(folder)
     rundir.create(
         folder, attempt.number, prepared.plan, prepared.command, prepared.trainer, prepared.output,
         [one.as_json() for one in prepared.caches],
         devices=prepared.devices.as_json() if prepared.devices else None,
-        warnings=prepared.warnings,
+        warnings=prepared.warnings, more=prepared.of_resume(),
     )  # fmt: skip
     with contextlib.suppress(OSError):
         repeat.write_stage_file(prepared.plan, folder)
@@ -349,7 +381,7 @@ def differences(prepared: Prepared, old: Mapping[str, Any]) -> tuple[Finding, ..
 def prepare_again(folder: RunFolder) -> Attempt:
     """Have an attempt wait in a run folder that goes on where the last one ended: a job came back.
 
-    Does nothing while the one that waits has begun on no machine. Raises what `prepare` raises, and
+    Does nothing while the one that waits has begun on no machine, or when the run is finished. Raises what `prepare` raises, and
     NotReady where the job's time was up without a further checkpoint.
     """
     waiting = attempts.read(folder)
@@ -359,14 +391,33 @@ def prepare_again(folder: RunFolder) -> Attempt:
     os.chdir(waiting.cwd)
     os.environ.update(waiting.environ_of_the_shell(os.environ))
     again = Request.from_json(waiting.request, config=folder.stage_file)
-    cut_short = slurm.cut_short(folder)
+    cut_short, reached = slurm.cut_short(folder), _reached(folder)
     prepared = prepare(replace(again, folder=folder), running=True)
+    if prepared.decision.kind == "finished":
+        return waiting
+    if cut_short and prepared.decision.step <= reached:
+        raise NotReady(_no_progress(folder, reached))
     with claim.claimed(folder, prepared.attempt, prepared.output):
         attempt = _attempt(prepared, waiting.on_finish, waiting.allow_unproven)
         attempt = replace(attempt, environ=waiting.environ, request=waiting.request)
         _make(prepared, attempt)
         attempt.write(folder)
     return attempt
+
+
+def _reached(folder: RunFolder) -> int:
+    """The step that the last attempt began at."""
+    told = rundir.read_manifest(folder).get("resume")
+    step = told.get("step") if isinstance(told, dict) else 0
+    return step if isinstance(step, int) else 0
+
+
+def _no_progress(folder: RunFolder, step: int) -> Finding:
+    return Finding(
+        severity="error", layer="launch", code="no-progress", file=str(folder.path),
+        message=f"the job's time was up before a checkpoint behind step {step}: it would never end",
+        help="ask Slurm for more time, or save checkpoints more often",
+    )  # fmt: skip
 
 
 def execute(
@@ -463,13 +514,17 @@ def judge_log(path: Path) -> check.Verdict:
 def finish(folder: RunFolder) -> check.Verdict:
     """Judge a run folder; write verdict.json, metrics.jsonl and report.html where that is possible."""
     told = rundir.read_manifest(folder)
-    found = evidence.read_run(folder.path)
+    found = earlier.evidence_of(folder)
     # a token that training printed must not get from the log into what is shown and kept
-    judged = redact(check.judge(told.get("stage"), told.get("expect") or {}, found))
+    seen = check.judge(told.get("stage"), told.get("expect") or {}, found)
+    judged = redact(seen, attempts.tokens(folder))
     # a read-only or full disk costs these files, not the verdict
     with contextlib.suppress(OSError):
         rundir.write_json(folder.verdict, judged.as_json())
-        rows = measures.metrics_rows(found)
+        rows = measures.merged_rows(
+            measures.metrics_rows(evidence.read_run(folder.path, attempt=number))
+            for number in range(1, folder.attempts() + 1)
+        )
         rundir.write_text(folder.metrics, "".join(rundir.json_line(row) for row in rows))
         rundir.write_text(folder.report, page.render(told, judged, found, folder.path))
     return judged

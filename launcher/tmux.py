@@ -6,6 +6,7 @@ The run does not depend on it. Without tmux there is `launch attach`.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,8 +18,8 @@ TIMEOUT_S = 10.0
 
 
 def session(folder: RunFolder) -> str:
-    """The name of a run's session: tmux takes no dots and no colons."""
-    return folder.path.name.replace(".", "_").replace(":", "_")
+    """The name of a run's session: tmux takes no dots and no colons, and `#(...)` for a command."""
+    return re.sub(r"[.:#\x00-\x1f\x7f]", "_", folder.path.name)
 
 
 def opened(folder: RunFolder) -> str | None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import typer
 
 from launcher import rundir
+from launcher.redaction import redact
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -195,7 +196,8 @@ class View:
         self, title: str, console: Path, probe: Path, total: int | None, terminal: bool,
         world: int = 1,
     ):  # fmt: skip
-        self.title = title
+        # a terminal is looked at over shoulders, and its lines end up in logs of jobs
+        self.title = redact(title)
         self.log = Tail(console)
         record = probe / "rank-0.jsonl"
         # a further attempt appends to the same record: begin where it begins

@@ -1,5 +1,7 @@
 """A trainer of no brains, for tests of what surrounds one: each argument is one thing to do."""
 
+import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -41,6 +43,44 @@ def do(what: str, value: str) -> None:
         raise RuntimeError(value)
     elif what == "exit":
         sys.exit(int(value))
+    else:
+        write(what, value)
+
+
+def write(what: str, value: str) -> None:
+    """What fills disks and logs."""
+    if what == "flood":
+        # so many MiB of lines, as fast as they go
+        block = b"".join(b"%0127d\n" % number for number in range(8192))
+        for _ in range(int(value)):
+            os.write(1, block)
+    elif what == "line":
+        # so many MiB without an end
+        for _ in range(int(value)):
+            os.write(1, b"x" * 2**20)
+    elif what == "binary":
+        for _ in range(int(value)):
+            os.write(1, os.urandom(2**20))
+    elif what == "fill":
+        # as a checkpoint is written
+        with open(value, "wb") as stream:
+            while True:
+                stream.write(b"x" * 65536)
+                stream.flush()
+    elif what == "brimful":
+        # the same, and nothing is said of it
+        with contextlib.suppress(OSError):
+            do("fill", value)
+        for _ in range(2):
+            with contextlib.suppress(OSError):
+                print("x" * 65536)
+    elif what == "step":
+        # what the probe would record
+        record = Path(os.environ["LAUNCH_RUN"], "probe", "rank-0.jsonl")
+        record.parent.mkdir(exist_ok=True)
+        event = {"event": "step", "step": int(value), "loss": 1.0, "elapsed": float(value)}
+        with record.open("a") as stream:
+            stream.write(json.dumps(event) + "\n")
 
 
 if __name__ == "__main__":

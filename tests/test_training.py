@@ -166,12 +166,15 @@ def test_the_pinned_finetune_runs_and_hits_its_cache_the_second_time(place: Path
     record = (run / "probe" / "rank-0.jsonl").read_text()
     assert "snapshot_download" in record
 
-    code, answer = launch(place, *words)
+    code, answer = launch(place, *words, "--fresh")
     assert code == 0, answer
     assert states(answer)["dataset_cache"] == "hit"
-    # into the same output folder: a second attempt of the same run
-    assert answer["data"]["run"] == str(run)
-    assert (run / "console.2.log").is_file()
+    assert answer["data"]["run"] != str(run), "a run of its own, beside the old one"
+
+    code, answer = launch(place, *words)
+    assert code == 0, answer
+    assert "already-finished" in [found["code"] for found in answer["findings"]]
+    assert not (run / "console.2.log").exists()
 
 
 @needs_open_instruct

@@ -1,0 +1,78 @@
+"""What a run depends on, by content: data, tokenizer, model, DeepSpeed file, entry script.
+
+The manifest keeps it, and the next attempt compares: a resume goes on in the middle of something.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from launcher import facts
+from launcher.fingerprint import Fingerprint, Memory, cache_home, of_data, of_model, of_tokenizer
+from launcher.paths import exists
+from launcher.plan import Plan
+
+Contents = Sequence[Mapping[str, Any]]
+"""Mappings of `role`, `name` and `digest`, which is None where nothing local knows it."""
+
+
+def of_plan(plan: Plan, environ: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """What a later attempt must find unchanged: for the manifest (`contents`).
+
+    Raises MissingContent where something local cannot be read.
+    """
+    environ = os.environ if environ is None else environ
+    memory = Memory.load(cache_home(environ) / "fingerprints.json")
+    try:
+        return list(_contents(plan, memory, environ))
+    finally:
+        memory.save()
+
+
+def digests(listed: object, role: str) -> list[Any]:
+    """The digests of one role; of anything that is no such list, none."""
+    found = listed if isinstance(listed, list | tuple) else ()
+    return [
+        one.get("digest") for one in found if isinstance(one, Mapping) and one.get("role") == role
+    ]
+
+
+def names(listed: Contents, role: str) -> str:
+    """What the things of one role are called."""
+    return ", ".join(str(one.get("name")) for one in listed if one.get("role") == role)
+
+
+def _contents(plan: Plan, memory: Memory, environ: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    values, stage = plan.values, plan.stage
+    data = values.get(stage.entry.names.data)
+    listed = list(map(str, data[::2])) if isinstance(data, list) else [str(data)] if data else []
+    for name in listed:
+        yield _one("data", name, of_data(name, memory).digest if exists(Path(name)) else None)
+    model, revision = values.get(stage.entry.names.model), values.get("model_revision")
+    if isinstance(model, str) and model:
+        yield _known("model", of_model(model, memory, revision=revision, environ=environ))
+    tokenizer = values.get("tokenizer_name_or_path") or model
+    if isinstance(tokenizer, str) and tokenizer:
+        of = values.get("tokenizer_revision") or revision
+        yield _known("tokenizer", of_tokenizer(tokenizer, memory, revision=of, environ=environ))
+    if stage.options.deepspeed is not None:
+        # a file that cannot be read is said elsewhere
+        with contextlib.suppress(OSError):
+            raw = stage.options.deepspeed.read_bytes()
+            yield _one("deepspeed", str(stage.options.deepspeed), hashlib.sha256(raw).hexdigest())
+    script = facts.digest(stage.upstream.packages, stage.entry.script)
+    yield _one("code", stage.entry.script, script or stage.schema.digests.get(stage.entry.script))
+
+
+def _known(role: str, found: Fingerprint) -> dict[str, Any]:
+    # a name on the hub whose commit is not known here says nothing of its content
+    return _one(role, found.name, None if found.kind == "name" else found.digest)
+
+
+def _one(role: str, name: str, digest: str | None) -> dict[str, Any]:
+    return {"role": role, "name": name, "digest": digest}

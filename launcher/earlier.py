@@ -1,0 +1,218 @@
+"""What the attempts of a run have left behind, for the next one: manifests, logs, where each began.
+
+A checkpoint is compared with the settings it was saved under, not with those of the last attempt: that
+one may have been started with others and saved nothing. So every attempt keeps its manifest, and with it
+the names of the checkpoints that it found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from launcher import checkpoints, evidence, position, rundir
+from launcher.checkpoints import Checkpoint
+from launcher.evidence import Evidence, Probe, RankRecord
+from launcher.paths import exists
+from launcher.plan import Plan
+from launcher.position import Place, Shape
+from launcher.rundir import RunFolder
+
+Manifest = Mapping[str, Any]
+
+_LOOKED_AT = 64 * 2**20  # bytes of a log: training begins long before
+_ROWS = re.compile(rb"\*{5} Running training \*{5}.{0,400}?Num examples = ([\d,]+)", re.DOTALL)
+_REFERENCE = re.compile(rb"(?:Saving|Loading) reference logprobs cache (?:to|from) (\S[^\r\n]*)")
+
+
+def keep_manifest(folder: RunFolder) -> None:
+    """Copy the manifest of the last attempt to `run.N.json` before the next one writes its own."""
+    told = rundir.read_manifest(folder)
+    attempt = number(told.get("attempt"))
+    if attempt is not None and not exists(kept := _kept(folder, attempt)):
+        # a full disk costs a comparison later, not this start
+        with contextlib.suppress(OSError):
+            rundir.write_json(kept, told)
+
+
+def _kept(folder: RunFolder, attempt: int) -> Path:
+    return folder.path / f"run.{attempt}.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Attempts:
+    """The earlier attempts of a run: `last` is the manifest of the last one, empty without any."""
+
+    plan: Plan
+    folder: RunFolder | None
+    last: Manifest
+
+    def maker(self, one: Checkpoint) -> Manifest:
+        """The manifest of the attempt that saved it: the last that did not find it there."""
+        told, count = self.last, number(self.last.get("attempt")) or 1
+        while count > 1 and one.name in listed(mapping(told.get("resume")).get("kept")):
+            count -= 1
+            before = rundir.read_json(_kept(self.folder, count)) if self.folder else {}
+            if not before:
+                break
+            told = before
+        return told
+
+    def shape(self, told: Manifest | None = None) -> Shape | None:
+        """How epochs are cut into steps, now or under an earlier manifest; None where rows are unknown.
+
+        The log of an earlier attempt says how many rows were left after filtering.
+        """
+        rows = self.rows()
+        if rows is None:
+            return None
+        names, plan = self.plan.stage.entry.names, self.plan
+        if told is None:
+            shared, limit, epochs = (
+                plan.values.get(name)
+                for name in ("sequence_parallel_size", names.max_steps, names.epochs)
+            )
+            cut = plan.per_device, plan.processes, plan.accumulation
+        else:
+            shared, limit, epochs = (
+                value_of(told, name)
+                for name in ("sequence_parallel_size", names.max_steps, names.epochs)
+            )
+            before = mapping(told.get("plan"))
+            cut = (
+                number(before.get("per_device")) or plan.per_device,
+                processes(told) or 1,
+                number(before.get("accumulation")) or plan.accumulation,
+            )
+        return Shape(
+            rows=rows, per_device=cut[0], devices=max(1, cut[1] // max(1, int(shared or 1))),
+            accumulation=cut[2], epochs=epochs if isinstance(epochs, int | float) else 1,
+            limit=limit if isinstance(limit, int) and limit > 0 else None,
+        )  # fmt: skip
+
+    def rows(self) -> int | None:
+        """Rows that are trained on."""
+        logged = self._in_logs(_ROWS)
+        return self.plan.rows if logged is None else int(logged.replace(b",", b""))
+
+    def reference(self) -> Path | None:
+        """The file of reference log-probabilities that was used last."""
+        logged = self._in_logs(_REFERENCE)
+        return None if logged is None else Path(os.fsdecode(logged))
+
+    def _in_logs(self, pattern: re.Pattern[bytes]) -> bytes | None:
+        """The newest match in the logs of the attempts, each looked at where training begins."""
+        for attempt in range(self.folder.attempts() if self.folder else 0, 0, -1):
+            assert self.folder is not None
+            try:
+                with self.folder.console(attempt).open("rb") as file:
+                    found = pattern.findall(file.read(_LOOKED_AT))
+            except OSError:
+                continue
+            if found:
+                return bytes(found[-1])
+        return None
+
+    def steps(self, one: Checkpoint) -> int:
+        """Optimizer steps that a checkpoint has behind it."""
+        if one.step is not None:
+            return one.step
+        shape = self.shape(self.maker(one) or None)
+        return (one.number + 1) * (shape.updates if shape is not None else 1)
+
+    def saved_at(self, one: Checkpoint, told: Manifest, was: Shape) -> Place:
+        """Where in the data its attempt was: from where that began, by its own count of steps."""
+        begun = mapping(told.get("resume"))
+        at, step = listed(begun.get("place")), number(begun.get("step"))
+        if len(at) == 2 and step is not None and step <= one.number:
+            return position.advanced(was, Place(int(at[0]), int(at[1])), one.number - step)
+        return position.advanced(was, Place(0, 0), one.number)
+
+    def total(self, told: Manifest | None = None) -> int | None:
+        """The last step, now or under an earlier manifest."""
+        if self.plan.stage.options.backend == "open_instruct":
+            shape = self.shape(told)
+            return None if shape is None else shape.total
+        return self.plan.steps if told is None else number(mapping(told.get("plan")).get("steps"))
+
+    def finished(self, output: Path | None) -> bool:
+        """Whether the last attempt ended well and its model lies in the output folder."""
+        if self.folder is None or value_of(self.last, "cache_dataset_only") is True:
+            return False
+        if checkpoints.model_fault(output) is not None:
+            return False
+        ended = rundir.read_json(self.folder.exit(max(1, self.folder.attempts())))
+        if number(ended.get("returncode")) is not None:
+            return bool(ended["returncode"] == 0)
+        # whoever had to write that record did not live to: the probe's last word
+        with contextlib.suppress(OSError):
+            probe = evidence.read_run(self.folder.path).probe
+            records = probe.ranks.values() if probe is not None else ()
+            ends = [event.number("exit") for one in records if (event := one.last("end"))]
+            return bool(ends) and all(code == 0 for code in ends)
+        return False
+
+
+def evidence_of(folder: RunFolder) -> Evidence:
+    """The evidence of the last attempt; where that had no step left to train, with those of one before.
+
+    It was resumed from the last step of all, and only saved the model. Raises OSError like `read_run`.
+    """
+    last = evidence.read_run(folder.path)
+    attempt, probe = folder.attempts(), last.probe
+    if probe is None or probe.last_step is not None or not any(probe.events("resumed")):
+        return last
+    while attempt > 1:
+        attempt -= 1
+        before = evidence.read_run(folder.path, attempt=attempt).probe
+        if before is not None and before.last_step is not None:
+            both = {rank: _joined(before.ranks.get(rank), one) for rank, one in probe.ranks.items()}
+            return replace(last, probe=Probe(ranks=both))
+    return last
+
+
+def _joined(before: RankRecord | None, last: RankRecord) -> RankRecord:
+    # one file holds both, so the lines of the later one are the higher ones
+    if before is None:
+        return last
+    return replace(last, events=(*before.events, *last.events), steps=before.steps)
+
+
+# --- manifests, which may be torn or of another version ---------------------------------------------
+
+
+def processes(told: Manifest) -> int | None:
+    """Training processes of an attempt."""
+    plan = mapping(told.get("plan"))
+    gpus, nodes = number(plan.get("gpus")), number(plan.get("nodes"))
+    return None if gpus is None else max(1, gpus) * (nodes or 1)
+
+
+def recorded(told: Manifest, name: str) -> bool:
+    """Whether a manifest holds a value of an argument."""
+    return isinstance(mapping(told.get("args")).get(name), Mapping)
+
+
+def value_of(told: Manifest, name: str) -> Any:
+    """The value of an argument in a manifest; None where it holds none."""
+    return mapping(mapping(told.get("args")).get(name)).get("value")
+
+
+def number(value: object) -> int | None:
+    """A whole number, or None."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def mapping(value: object) -> Mapping[str, Any]:
+    """A mapping, or an empty one."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def listed(value: object) -> Sequence[Any]:
+    """A list, or an empty one."""
+    return value if isinstance(value, list | tuple) else []

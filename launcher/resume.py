@@ -1,0 +1,546 @@
+"""The same command said again -> `Decision`: a new run, a further attempt from a checkpoint, or finished.
+
+Upstream decides by what lies in the output folder alone: open-instruct goes on from the newest checkpoint
+there (utils.py:807), whoever made it and whatever has changed since; TRL begins anew unless it is told
+(trl/scripts/sft.py:113). Here the run's own record is asked too. What has changed is said, and what would
+go on at the wrong place, or with other weights, is an error until it is allowed by name. Where the newest
+checkpoint cannot be resumed exactly and an older one can, that one is taken.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from launcher import changes, checkpointing, checkpoints, earlier, position, rundir
+from launcher.arguments import placed
+from launcher.caches import Cache
+from launcher.changes import Change
+from launcher.checkpoints import Checkpoint
+from launcher.contents import Contents
+from launcher.earlier import Attempts, Manifest
+from launcher.errors import Finding, NotReady, Severity, UsageError, errors
+from launcher.machine import Trainer
+from launcher.paths import canonical, exists
+from launcher.plan import Derived, Plan
+from launcher.position import Place, Wrong
+from launcher.redaction import redact
+from launcher.rundir import RunFolder
+from launcher.schema import Values
+from launcher.stage import Stage
+
+Kind = Literal["new", "resume", "finished"]
+
+SUPERSEDED: frozenset[str] = frozenset(
+    {
+        "foreign-checkpoints",
+        "resume-position",
+        "resume-world",
+        "resume-skips",
+        "stale-checkpoints",
+        "finished-output",
+        "not-resumed",
+        "reference-gone",
+    }
+)
+"""Codes of rules that know the folder alone: of a run of ours, its `Decision` says more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What saying a command again comes to.
+
+    `step` is the optimizer step that training goes on from, 0 for a new run, and `place` where upstream
+    then is in the data; `asked` is the checkpoint that the stage file names, under TRL. `kept` are the
+    checkpoints that stay where they are, `aside` those that `set_aside` has to move before the start,
+    `derived` what upstream has to be told. `findings` hold errors where the decision must not be carried
+    out.
+    """
+
+    kind: Kind = "new"
+    checkpoint: Checkpoint | None = None
+    step: int = 0
+    place: Place = field(default_factory=lambda: Place(0, 0))
+    changes: tuple[Change, ...] = ()
+    allowed: tuple[str, ...] = ()
+    asked: str | None = None
+    kept: tuple[str, ...] = ()
+    aside: tuple[Path, ...] = ()
+    derived: Mapping[str, Derived] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """For the manifest (`resume`); the next attempt reads it."""
+        return {
+            "kind": self.kind,
+            "checkpoint": None if self.checkpoint is None else self.checkpoint.name,
+            "step": self.step,
+            "place": [self.place.epoch, self.place.micro],
+            "asked": self.asked,
+            "kept": list(self.kept),
+            "aside": [path.name for path in self.aside],
+            "changes": [one.as_json() for one in self.changes],
+            "allowed": list(self.allowed),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """Where the model of this start goes; `derived` holds the `output_dir` if it is not the file's own."""
+
+    output: Path | None
+    derived: Mapping[str, Derived] = field(default_factory=dict)
+
+
+# --- where -----------------------------------------------------------------------------------------
+
+
+def place(stage: Stage, asked: Path | None, runs: Iterable[RunFolder], *, fresh: bool) -> Placed:
+    """The output folder of this start: the file's, or the one beside it that `--fresh` began last.
+
+    `asked` is the folder that the stage file names, `runs` the runs here, newest first. A run that was
+    started over is the one that the same command continues from then on. With `fresh` it is a folder that
+    nobody has used: upstream resumes from whatever lies in its folder, so nothing else starts over.
+    """
+    if asked is None:
+        return Placed(output=None)
+    told = [rundir.read_manifest(folder) for folder in runs]
+    name = stage.entry.names.output
+    if fresh:
+        used = {str(one.get("output")) for one in told}
+        if not exists(asked) and _text(asked) not in used:
+            return Placed(output=asked)
+        value, folder = next(
+            (value, folder)
+            for value, folder in _beside(stage)
+            if not exists(folder) and _text(folder) not in used
+        )
+        why = f"--fresh: {asked} is left as it is"
+        return Placed(output=folder, derived={name: Derived(value=value, why=why)})
+    ours = (one for one in told if one.get("stage") == stage.options.stage)
+    newest = next((one for one in ours if _asked(one) == _text(asked)), {})
+    output, value = newest.get("output"), earlier.value_of(newest, name)
+    if output == _text(asked) or not isinstance(output, str) or not isinstance(value, str):
+        return Placed(output=asked)
+    why = "the run that was started over with --fresh goes on there"
+    return Placed(output=Path(output), derived={name: Derived(value=value, why=why)})
+
+
+def _asked(manifest: Manifest) -> Any:
+    return manifest.get("asked_output") or manifest.get("output")
+
+
+def _text(path: Path) -> str:
+    # as a manifest holds it
+    return redact(str(path))
+
+
+def _beside(stage: Stage) -> Iterator[tuple[str, Path]]:
+    """Values of `output_dir` next to the file's own, and the folders that they come to."""
+    name, number = stage.entry.names.output, 1
+    begin = str(stage.values[name]).rstrip("/")
+    while True:
+        number += 1
+        values = Values(stage.schema, {**stage.args, name: f"{begin}-{number}"})
+        folder = stage.backend.output_folder(values)
+        assert folder is not None
+        yield f"{begin}-{number}", folder.absolute()
+
+
+def applied(plan: Plan, derived: Mapping[str, Derived]) -> Plan:
+    """The plan with these among its derived arguments, whatever the stage file says."""
+    if not derived:
+        return plan
+    more = {**plan.derived, **derived}
+    given = {**plan.stage.args, **{name: one.value for name, one in more.items()}}
+    return replace(plan, derived=more, values=Values(plan.stage.schema, given))
+
+
+def set_aside(decision: Decision, attempt: int) -> list[Path]:
+    """Move beside the output folder what upstream would resume from, or mark as complete, wrongly.
+
+    Only for who holds the run's lock. Returns the new places. Raises NotReady where it cannot be moved.
+    """
+    moved = []
+    for path in decision.aside:
+        target = aside_folder(path.parent) / f"{path.name}.attempt-{attempt}"
+        try:
+            target.parent.mkdir(exist_ok=True)
+            os.rename(path, target)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise NotReady(
+                Finding(
+                    severity="error", layer="launch", code="not-set-aside", file=str(path),
+                    message=f"{path} is in the way of a resume and cannot be moved: {error.strerror}",
+                    help=f"move it to {target}",
+                )
+            ) from None  # fmt: skip
+        moved.append(target)
+    return moved
+
+
+def aside_folder(output: Path) -> Path:
+    """Where checkpoints go that must not be seen: not inside, where upstream would upload them."""
+    return output.with_name(f"{output.name}.set-aside")
+
+
+# --- the decision ----------------------------------------------------------------------------------
+
+
+def judge(
+    plan: Plan,
+    *,
+    output: Path | None,
+    manifest: Manifest | None,
+    folder: RunFolder | None,
+    trainer: Trainer,
+    caches: Sequence[Cache] = (),
+    now: Contents = (),
+    allowed: Collection[str] = (),
+) -> Decision:
+    """What this start is, given what its output folder and its run folder hold.
+
+    `manifest` is that of the last attempt and `folder` the run folder, both None for a new run. `caches`
+    are the cache folders of this start, `now` its contents. Raises UsageError for a name in `allowed`
+    that nothing is called.
+    """
+    wrong = [n for n in allowed if n not in changes.NAMES and n not in plan.stage.schema.fields]
+    if wrong:
+        raise UsageError(
+            Finding(
+                severity="error", layer="launch", code="unknown-change",
+                message=f"--allow-changed-resume: nothing is called {', '.join(map(repr, wrong))}",
+                help=f"one of {', '.join(changes.NAMES)}, or the name of an argument",
+            )
+        )  # fmt: skip
+    attempts = Attempts(plan, folder, manifest or {})
+    judged = _Judge(plan, output, attempts, trainer, tuple(caches), tuple(now), frozenset(allowed))
+    if plan.values.get("cache_dataset_only") is True:
+        return Decision()
+    decision = judged.first() if folder is None or manifest is None else judged.again()
+    found = tuple(placed(plan.stage.config, finding) for finding in decision.findings)
+    return replace(decision, findings=found, allowed=tuple(allowed), asked=judged.asked())
+
+
+@dataclass(frozen=True, slots=True)
+class _Judge:
+    plan: Plan
+    output: Path | None
+    attempts: Attempts
+    trainer: Trainer
+    caches: tuple[Cache, ...]
+    now: tuple[Mapping[str, Any], ...]
+    allowed: frozenset[str]
+
+    @property
+    def backend(self) -> str:
+        return self.plan.stage.options.backend
+
+    def first(self) -> Decision:
+        """No run of ours has been here: what to know of checkpoints before there are any."""
+        found = checkpoints.find(self.backend, self.output)
+        kept = tuple(one.name for one in found)
+        said = [*self._strange(), *self._beforehand()]
+        taken = None if said and errors(said) else self._taken_by_upstream()
+        chosen = next((one for one in found if one.path == taken), None)
+        if chosen is None:
+            return Decision(kept=kept, findings=tuple(said))
+        # open-instruct resumes by itself; that it is somebody else's is a rule of its own
+        if not chosen.complete:
+            said.append(
+                self._say(
+                    "error", "broken-checkpoint",
+                    f"upstream would resume from {chosen.path}, and {chosen.why_incomplete}",
+                    "move it out of the output folder",
+                )
+            )  # fmt: skip
+        return Decision(
+            kind="resume", checkpoint=chosen, step=self.attempts.steps(chosen),
+            place=self._taken(chosen), kept=kept, findings=tuple(said),
+        )  # fmt: skip
+
+    def again(self) -> Decision:
+        """The run has been here: finished, to be continued, or with nothing to continue from."""
+        found = self._found()
+        if self.attempts.finished(self.output):
+            return self._over(found)
+        named = self.asked()
+        if named is not None and named != earlier.mapping(self.attempts.last.get("resume")).get(
+            "asked"
+        ):
+            return self._as_named(Path(named), found)
+        whole = [one for one in found if one.complete]
+        if not whole:
+            return self._from_zero(found)
+        chosen, wrong, passed = self._chosen(whole)
+        told = self.attempts.maker(chosen)
+        changed = self._changed(list(self._since(told)), chosen, wrong)
+        aside = self._in_the_way(found, chosen)
+        said = [
+            self._goes_on(chosen), *self._strange(), *self._said(changed, chosen),
+            *self._went_back(chosen, passed), *self._reference_gone(changed), *self._moved(aside),
+        ]  # fmt: skip
+        return Decision(
+            kind="resume", checkpoint=chosen, step=self.attempts.steps(chosen),
+            place=self._taken(chosen), changes=tuple(changed),
+            kept=tuple(one.name for one in found if one.path not in aside), aside=tuple(aside),
+            derived=self._told(chosen), findings=tuple(said),
+        )  # fmt: skip
+
+    def asked(self) -> str | None:
+        """The checkpoint that the stage file names; open-instruct never gets to look at it."""
+        named = self.plan.stage.args.get("resume_from_checkpoint")
+        plain = isinstance(named, str) and named.lower() not in ("", "true", "false")
+        return str(named) if plain and self.backend == "trl" else None
+
+    # -- ways out
+
+    def _as_named(self, named: Path, found: Sequence[Checkpoint]) -> Decision:
+        """The stage file names a checkpoint for the first time: that one, whatever else is there."""
+        same = [one for one in found if canonical(one.path) == canonical(named)]
+        aside = self._in_the_way(found, same[0]) if same else []
+        return Decision(
+            kind="resume", checkpoint=same[0] if same else None, step=same[0].number if same else 0,
+            kept=tuple(one.name for one in found if one.path not in aside), aside=tuple(aside),
+            findings=tuple(self._moved(aside)),
+        )  # fmt: skip
+
+    def _over(self, found: Sequence[Checkpoint]) -> Decision:
+        """The run is finished; unless something that matters has changed, that is the answer."""
+        kept = tuple(one.name for one in found)
+        changed = [one for one in self._since(self.attempts.last) if one.severity != "note"]
+        # what training would be done with now is no reason to do it again
+        changed = [one for one in changed if one.what not in ("packages", "gpus", "reference")]
+        said = self._say(
+            "note", "already-finished", f"this run is finished: {self.output}",
+            "--fresh trains again, beside it",
+        )  # fmt: skip
+        if changed and not all(one.what in self.allowed for one in changed):
+            told = "; ".join(one.differs for one in changed[:6])
+            said = self._say(
+                "error", "finished-changed",
+                f"{self.output} holds the finished model of this run, and since then {told}",
+                "--fresh trains with what is asked for now, beside it", key=changed[0].key,
+            )  # fmt: skip
+        return Decision(
+            kind="finished", kept=kept, changes=tuple(changed), step=self.attempts.total() or 0,
+            findings=(said,),
+        )  # fmt: skip
+
+    def _from_zero(self, found: Sequence[Checkpoint]) -> Decision:
+        aside = self._in_the_way(found, None)
+        why = f": {found[-1].name}: {found[-1].why_incomplete}" if found else ""
+        note = self._say(
+            "note", "nothing-to-resume",
+            f"the attempt before left no complete checkpoint in {self.output}{why}; it begins anew", None,
+        )  # fmt: skip
+        return Decision(
+            kept=tuple(one.name for one in found if one.path not in aside), aside=tuple(aside),
+            findings=(*self._strange(), note, *self._moved(aside), *self._beforehand()),
+        )  # fmt: skip
+
+    # -- which checkpoint
+
+    def _found(self) -> list[Checkpoint]:
+        """All of them, in the order of training, with what the ranks of their own attempt left out."""
+        whole = []
+        for one in checkpoints.find(self.backend, self.output):
+            ranks = earlier.processes(self.attempts.maker(one))
+            if one.complete and ranks is not None and (one.ranks or 0) < ranks:
+                why = f"{ranks} processes were training, {one.ranks or 0} left their random states"
+                one = replace(one, why_incomplete=why)
+            whole.append(one)
+        return sorted(whole, key=lambda one: (self.attempts.steps(one), one.kind))
+
+    def _chosen(
+        self, whole: Sequence[Checkpoint]
+    ) -> tuple[Checkpoint, Wrong | None, tuple[Checkpoint, Wrong] | None]:
+        """The newest that can be resumed exactly; where none can, the newest, and what is wrong there.
+
+        The last part is the newest one where an older one was taken instead.
+        """
+        newest = whole[-1]
+        first = self._wrong(newest)
+        if first is None or "position" in self.allowed:
+            return newest, first, None
+        for one in reversed(whole[:-1]):
+            if self._wrong(one) is None:
+                return one, None, (newest, first)
+        return newest, first, None
+
+    def _wrong(self, one: Checkpoint) -> Wrong | None:
+        """Why upstream would not go on where this checkpoint was saved."""
+        told = self.attempts.maker(one)
+        if self.backend == "trl":
+            before = earlier.number(earlier.mapping(told.get("plan")).get("global"))
+            skips = not self.plan.values.get("ignore_data_skip")
+            return position.of_trl(
+                one.number, one.epochs, before if skips else None, self.plan.global_batch,
+                self.attempts.total(),
+            )  # fmt: skip
+        was, now = self.attempts.shape(told), self.attempts.shape()
+        if was is None or now is None:
+            return None
+        if one.kind == "epoch":
+            return position.of_epoch(one.number, was, now)
+        return position.of_step(
+            self.plan.stage.options.stage, one.number, self.attempts.saved_at(one, told, was), was, now,
+            keeps_order=checkpointing.keeps_order(self.trainer),
+        )  # fmt: skip
+
+    def _taken(self, one: Checkpoint) -> Place:
+        """Where upstream goes on in the data."""
+        if one.kind == "epoch":
+            return Place(one.number + 1, 0)
+        shape = self.attempts.shape() if self.backend == "open_instruct" else None
+        return Place(0, 0) if shape is None else position.counted(shape, one.number)
+
+    def _taken_by_upstream(self) -> Path | None:
+        try:
+            return checkpoints.taken_by_upstream(self.backend, self.output)
+        except ValueError:
+            return None
+
+    def _told(self, chosen: Checkpoint) -> dict[str, Derived]:
+        if self.backend != "trl":
+            return {}
+        # told nothing it begins anew, told `true` it takes the highest number, whole or not
+        why = "the same command goes on from the last complete checkpoint"
+        return {"resume_from_checkpoint": Derived(value=str(chosen.path), why=why)}
+
+    def _in_the_way(self, found: Sequence[Checkpoint], chosen: Checkpoint | None) -> list[Path]:
+        """What upstream must not see: all that is newer, and steps where an epoch is resumed.
+
+        A half-written one that this attempt writes next stays: it is written over.
+        """
+        begun = -1 if chosen is None else self.attempts.steps(chosen)
+        newer = [
+            one
+            for one in found
+            if one is not chosen
+            and (
+                self.attempts.steps(one) > begun
+                or (chosen is not None and chosen.kind == "epoch" and one.kind == "step")
+            )
+        ]
+        following = self._next_saved(chosen)
+        return [one.path for one in newer if one.marked or one.name != following]
+
+    def _next_saved(self, chosen: Checkpoint | None) -> str | None:
+        """What this attempt will save first."""
+        every = checkpointing.interval(self.plan)
+        begun = 0 if chosen is None else self.attempts.steps(chosen)
+        if isinstance(every, int):
+            stem = "checkpoint-" if self.backend == "trl" else "step_"
+            return f"{stem}{(begun // every + 1) * every}"
+        if every == "epoch" and self.backend == "open_instruct":
+            return f"epoch_{chosen.number + 1 if chosen and chosen.kind == 'epoch' else 0}"
+        return None
+
+    # -- what has changed
+
+    def _since(self, told: Manifest) -> Iterator[Change]:
+        return changes.since(told, self.attempts, self.trainer, self.caches, self.now)
+
+    def _changed(
+        self, found: list[Change], chosen: Checkpoint, wrong: Wrong | None
+    ) -> list[Change]:
+        """The changes, with the place that they come to; a wrong place without any is one of its own."""
+        if wrong is None:
+            return found
+        batch = [one for one in found if one.what in changes.BATCH]
+        if not batch or wrong.reason not in ("place", "count"):
+            more = Change(
+                what="position", before=chosen.name, after=None, effect=wrong.text, severity="error"
+            )
+            return [*found, more]
+        return [
+            replace(one, effect=wrong.text, severity="error") if one in batch else one
+            for one in found
+        ]
+
+    def _said(self, changed: Sequence[Change], chosen: Checkpoint) -> Iterator[Finding]:
+        """One finding a change: an error where it is one and was not allowed."""
+        for one in changed:
+            allowed = one.what in self.allowed
+            allowed = allowed or (one.what in changes.BATCH and "position" in self.allowed)
+            severity: Severity = "warning" if allowed and one.severity == "error" else one.severity
+            yield self._say(
+                severity, "resume-inexact" if one.what == "position" else "resume-changed",
+                f"going on from {chosen.name}: {one.text}",
+                f"bring it back, start over with --fresh, or --allow-changed-resume {one.what}"
+                if severity == "error"
+                else None,
+                key=one.key,
+            )  # fmt: skip
+
+    def _reference_gone(self, changed: Sequence[Change]) -> Iterator[Finding]:
+        """The reference log-probabilities that the attempts before used must still be there."""
+        cache = next((one for one in self.caches if one.kind == "reference"), None)
+        other = any(one.what == "reference" for one in changed)
+        if cache is None or other or self.backend != "open_instruct":
+            return
+        used = self.attempts.reference()
+        if exists(used) if used is not None else any(cache.path.glob("*.pt")):
+            return
+        yield self._say(
+            "warning" if "reference" in self.allowed else "error", "reference-gone",
+            f"{used or cache.path} is gone: the checkpoint is loaded before the reference is computed "
+            "(dpo_tune_cache.py:503, dpo_tune_cache.py:528), and the half-trained model would be its own "
+            "reference", "bring it back, or start over with --fresh", key="model_name_or_path",
+        )  # fmt: skip
+
+    # -- what is said
+
+    def _goes_on(self, chosen: Checkpoint) -> Finding:
+        total, begun = self.attempts.total(), self.attempts.steps(chosen)
+        left = "" if total is None else f", {max(0, total - begun)} of {total} steps are left"
+        message = f"goes on from {chosen.path}{left}"
+        return self._say("note", "resumes", message, "--fresh starts over, beside it")
+
+    def _went_back(
+        self, chosen: Checkpoint, passed: tuple[Checkpoint, Wrong] | None
+    ) -> Iterator[Finding]:
+        if passed is None:
+            return
+        newest, wrong = passed
+        again = self.attempts.steps(newest) - self.attempts.steps(chosen)
+        yield self._say(
+            "warning", "resume-earlier",
+            f"goes back to {chosen.name}, {again} steps are trained again; from {newest.name} upstream would "
+            f"go on wrongly: {wrong.text}",
+            f"--allow-changed-resume position goes on from {newest.name} all the same",
+        )  # fmt: skip
+
+    def _moved(self, aside: Sequence[Path]) -> Iterator[Finding]:
+        if aside and self.output is not None:
+            yield self._say(
+                "note", "set-aside",
+                f"{', '.join(path.name for path in aside[:4])} would be resumed from or marked wrongly by "
+                f"upstream, and moves to {aside_folder(self.output)}", "delete it there if nobody needs it",
+            )  # fmt: skip
+
+    def _strange(self) -> Iterator[Finding]:
+        names = checkpoints.strange_names(self.backend, self.output)
+        if names:
+            yield self._say(
+                "error", "checkpoint-name",
+                f"{self.output} holds {', '.join(names[:3])}, which upstream takes for a checkpoint "
+                "(utils.py:791)", "move or rename it",
+            )  # fmt: skip
+
+    def _beforehand(self) -> Iterator[Finding]:
+        return checkpointing.findings(self.plan, self.attempts.shape(), self.trainer)
+
+    def _say(
+        self, severity: Severity, code: str, message: str, help: str | None, key: str | None = None
+    ) -> Finding:
+        return Finding(
+            severity=severity, layer="run" if severity == "error" else "launch", code=code,
+            key=f"args.{key or self.plan.stage.entry.names.output}", message=message, help=help,
+        )  # fmt: skip

@@ -1,0 +1,183 @@
+"""A place where `launch` runs for real, with a trainer of no brains: its folders, interpreter, processes."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import NO_PACKAGES
+
+from launcher import process, rundir
+from launcher.attempt import Attempt
+from launcher.rundir import RunFolder
+
+FAKE = Path(__file__).with_name("fake_trainer.py")
+LAUNCH = (sys.executable, "-m", "launcher.cli")
+needs_trl = pytest.mark.skipif(
+    importlib.util.find_spec("trl") is None, reason=f"{NO_PACKAGES}: trl's source is read"
+)
+
+# Asked about itself, it answers as the tests' Python does; asked to train, it does what FAKE_STEPS says.
+_PYTHON = """#!/bin/sh
+if [ "$1" = -c ]; then exec {python} "$@"; fi
+exec {python} {begin} "$@"
+"""
+_BEGIN = """
+import json, os, sys
+with open(os.environ["FAKE_WORLD"] + "/argv.json", "w") as stream:
+    json.dump(sys.argv, stream)
+steps = json.loads(os.environ["FAKE_STEPS"])
+os.execv(sys.executable, [sys.executable, "-u", {fake!r}, *steps])
+"""
+
+
+def until(true: Callable[[], object], seconds: float = 60.0) -> None:
+    """Wait for something that comes soon, on a machine that may be slow."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+@dataclass
+class World:
+    """Everything below one folder; `environ` is what every command of it gets."""
+
+    root: Path
+    environ: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        (self.root / "pids").mkdir(parents=True)
+        self.environ = {
+            **os.environ,
+            "LAUNCH_RUNS": str(self.root / "runs"),
+            "XDG_STATE_HOME": str(self.root / "state"),
+            "XDG_CACHE_HOME": str(self.root / "cache"),
+            "LAUNCH_CACHE": str(self.root / "cache" / "launch"),
+            "LAUNCH_GRACE": "1,1,1",
+            "FAKE_WORLD": str(self.root),
+            "FAKE_PIDS": str(self.root / "pids"),
+            "FAKE_STEPS": "[]",
+            "NO_COLOR": "1",
+            "COLUMNS": "200",
+        }
+
+    @property
+    def runs(self) -> Path:
+        """Where run folders are."""
+        return Path(self.environ["LAUNCH_RUNS"])
+
+    def prepared(self, *steps: str, name: str = "a run", **changes: Any) -> RunFolder:
+        """A run folder as a start leaves it, around a fake trainer."""
+        folder = RunFolder(self.runs / name)
+        folder.path.mkdir(parents=True, exist_ok=True)
+        told = {"stage": "sft", "backend": "trl", "plan": {"gpus": 0}, "args": {}}
+        rundir.write_json(folder.manifest, {**told, "output": changes.get("output")})
+        given: dict[str, Any] = {
+            "number": 1, "argv": (sys.executable, "-u", str(FAKE), *steps), "env": {},
+            "environ": self.environ, "cwd": str(self.root), "stage": "sft", "backend": "trl",
+            "title": "sft fake",
+        }  # fmt: skip
+        Attempt(**{**given, **changes}).write(folder)
+        return folder
+
+    def python(self) -> Path:
+        """An interpreter that trains nothing."""
+        begin, path = self.root / "begin.py", self.root / "python"
+        begin.write_text(_BEGIN.format(fake=str(FAKE)))
+        quoted = {"python": shlex.quote(sys.executable), "begin": shlex.quote(str(begin))}
+        path.write_text(_PYTHON.format(**quoted))
+        path.chmod(0o755)
+        return path
+
+    def config(self, name: str = "stage.yaml", **args: Any) -> Path:
+        """A stage file through TRL, in a folder that holds what it names."""
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (self.root / "model").mkdir(exist_ok=True)
+        (self.root / "data").mkdir(exist_ok=True)
+        (self.root / "model" / "config.json").write_text("{}")
+        given = {"model_name_or_path": "model", "dataset_name": "data", "output_dir": "out"}
+        whole = {
+            "stage": "sft", "backend": "trl", "deepspeed": "none",
+            "batch": {"global": 2, "per_device": 2}, "args": {**given, **args},
+        }  # fmt: skip
+        path.write_text(yaml.safe_dump(whole, allow_unicode=True), encoding="utf-8")
+        return path
+
+    def started(self, *words: str, **settings: Any) -> subprocess.Popen[bytes]:
+        """A command, left running."""
+        more: Mapping[str, str] = settings.pop("env", {})
+        only: Mapping[str, str] = settings.pop("only", self.environ)
+        given = {
+            "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL,
+            "cwd": self.root, "env": {**only, **more},
+        }  # fmt: skip
+        return subprocess.Popen([*LAUNCH, *words], **{**given, **settings})
+
+    def launch(self, *words: str, **settings: Any) -> subprocess.CompletedProcess[str]:
+        """A command, to its end; none may end in a traceback."""
+        running = self.started(*words, **settings)
+        try:
+            out, err = (told or b"" for told in running.communicate(timeout=120))
+        except BaseException:
+            running.kill()
+            raise
+        done = subprocess.CompletedProcess(
+            words, running.returncode, os.fsdecode(out), os.fsdecode(err)
+        )
+        assert "Traceback" not in done.stderr, done.stderr
+        assert done.returncode != 70, done.stderr
+        return done
+
+    def trained(self, *words: str, steps: tuple[str, ...] = (), **settings: Any) -> Any:
+        """`launch sft ...` with the fake interpreter."""
+        env = {**settings.pop("env", {}), "FAKE_STEPS": json.dumps(steps)}
+        python = ("--python", str(self.python()), "--gpus", "0")
+        return self.launch("sft", *python, *words, env=env, **settings)
+
+    def pid(self, name: str) -> int:
+        """The number of a fake process, as soon as it has one."""
+        path = self.root / "pids" / name
+        until(path.exists)
+        return int(path.read_text())
+
+    def left(self) -> set[int]:
+        """The processes of this world."""
+        mark = os.fsencode(f"FAKE_WORLD={self.root}")
+        found = set()
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError, ValueError):
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                    found.add(int(entry.name))
+        return {pid for pid in found if process.identify(pid).lives()}
+
+    def quiet(self) -> bool:
+        """Whether no process is left behind."""
+        until(lambda: not self.left())
+        return True
+
+
+@contextlib.contextmanager
+def made(root: Path) -> Iterator[World]:
+    """A world, and its end."""
+    world = World(root)
+    try:
+        yield world
+    finally:
+        for pid in world.left():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

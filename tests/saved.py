@@ -1,0 +1,81 @@
+"""Checkpoints and finished models as trainers leave them, made by hand: whole files without weights."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def tensors(path: Path, size: int = 64) -> None:
+    """A safetensors file with one tensor."""
+    header = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(size))
+
+
+def archive(path: Path) -> None:
+    """A file as torch.save writes it: a zip."""
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("archive/data.pkl", b"\x80\x02}." + bytes(200))
+
+
+def cut(path: Path, share: float = 0.5) -> None:
+    """What is left of a file whose writer was killed."""
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+
+
+def pinned(output: Path, name: str, *, ranks: int = 1, completed: bool = True) -> Path:
+    """A checkpoint of the pinned open-instruct: accelerate's state, and COMPLETED."""
+    folder = output / name
+    folder.mkdir(parents=True)
+    tensors(folder / "model.safetensors")
+    for file in ("optimizer.bin", "scheduler.bin"):
+        archive(folder / file)
+    for rank in range(ranks):
+        archive(folder / f"random_states_{rank}.pkl")
+    if completed:
+        (folder / "COMPLETED").write_text("COMPLETED")
+    return folder
+
+
+def engine(output: Path, name: str, *, ranks: int = 2) -> Path:
+    """The same under DeepSpeed."""
+    folder = output / name
+    inside = folder / "pytorch_model"
+    inside.mkdir(parents=True)
+    archive(inside / "mp_rank_00_model_states.pt")
+    for rank in range(ranks):
+        archive(inside / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        archive(folder / f"random_states_{rank}.pkl")
+    archive(folder / "scheduler.bin")
+    (folder / "latest").write_text("pytorch_model")
+    (folder / "COMPLETED").write_text("COMPLETED")
+    return folder
+
+
+def trl(
+    output: Path, step: int, *, epoch: float = 0.5, ranks: int = 1,
+    state: Mapping[str, Any] | None = None,
+) -> Path:  # fmt: skip
+    """A checkpoint of transformers' Trainer."""
+    folder = output / f"checkpoint-{step}"
+    folder.mkdir(parents=True)
+    tensors(folder / "model.safetensors")
+    for file in ("optimizer.pt", "scheduler.pt", "training_args.bin"):
+        archive(folder / file)
+    for rank in range(ranks):
+        archive(folder / ("rng_state.pth" if ranks == 1 else f"rng_state_{rank}.pth"))
+    told = {"global_step": step, "epoch": epoch, "train_batch_size": 2, **(state or {})}
+    (folder / "trainer_state.json").write_text(json.dumps(told))
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def model(output: Path) -> None:
+    """A finished model."""
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "config.json").write_text("{}")
+    tensors(output / "model.safetensors")

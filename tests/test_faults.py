@@ -1,0 +1,804 @@
+"""What goes wrong around a run, done for real: nothing lost, nobody left behind, a documented exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_world import FAKE, LAUNCH, World, made, needs_trl, until
+
+from launcher import claim, keeper, process, rundir, runner, tmux
+from launcher.errors import NotReady
+from launcher.rundir import RunFolder
+
+MIB = 2**20
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    with made(tmp_path / "world") as world:
+        for name in ("LAUNCH_RUNS", "LAUNCH_CACHE", "LAUNCH_GRACE", "FAKE_WORLD", "FAKE_PIDS"):
+            monkeypatch.setenv(name, world.environ[name])
+        yield world
+
+
+Mount = Callable[[Path, str], Path]
+
+
+@pytest.fixture
+def mount() -> Iterator[Mount]:
+    """A file system of its own, in memory; skips where that is not allowed."""
+    mounted = []
+
+    def mounting(path: Path, options: str) -> Path:
+        path.mkdir(parents=True, exist_ok=True)
+        words = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]
+        try:
+            done = subprocess.run(words, capture_output=True, text=True, timeout=30)
+            why = done.stderr.strip() if done.returncode else None
+        except OSError as error:
+            why = str(error)
+        if why is not None:
+            pytest.skip(f"no file system can be mounted here: {why}")
+        mounted.append(path)
+        return path
+
+    yield mounting
+    for path in reversed(mounted):
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def state(world: World, name: str = "a run") -> str:
+    rows = json.loads(world.launch("runs", "--format", "json").stdout)["data"]
+    return str(next(row["state"] for row in rows if row["run"] == name))
+
+
+def finish(folder: RunFolder) -> dict[str, Any]:
+    points = json.loads(folder.verdict.read_text())["points"]
+    found: dict[str, Any] = next(point for point in points if point["name"] == "finish")
+    return found
+
+
+def whole(folder: RunFolder) -> None:
+    """Every record that is there can be read; nothing half written lies about."""
+    for path in folder.path.iterdir():
+        assert not path.name.startswith((".reserve", ".room", ".exit", ".verdict", ".process"))
+        if path.suffix == ".json":
+            assert json.loads(path.read_text()), path.name
+
+
+# --- disks that are full --------------------------------------------------------------------------
+
+
+def test_a_disk_that_fills_with_the_log(world: World, mount: Mount) -> None:
+    mount(world.runs, "size=1m")
+    folder = world.prepared("print=3", "flood=2", "exit=0")
+    done = world.launch("exec", "a run")
+    assert done.returncode == 4
+    assert rundir.read_json(folder.exit(1))["returncode"] == 1
+    assert finish(folder)["detail"]["reason"] == "disk_full"
+    text = folder.console(1).read_text()
+    assert text.startswith("line 0\nline 1\nline 2\n")
+    assert "No space left on device" in text.splitlines()[-1]
+    whole(folder)
+    assert state(world) == "failed"
+    assert world.quiet()
+
+
+def test_a_training_that_does_not_mind_a_full_disk_goes_on(world: World, mount: Mount) -> None:
+    mount(world.runs, "size=1m")
+    filler = world.runs / "filler"
+    folder = world.prepared("print=3", f"brimful={filler}", "pid=leader", f"wait={world.root}/go")
+    running = world.started("exec", "a run")
+    world.pid("leader")
+    assert state(world) == "running"
+    (world.root / "go").touch()
+    assert running.wait(60) == 1, "nothing is proved of it, and it ended well"
+    assert rundir.read_json(folder.exit(1))["returncode"] == 0
+    assert folder.verdict.exists()
+    whole(folder)
+    assert state(world) == "finished"
+
+
+def test_a_disk_that_fills_while_saving(world: World, mount: Mount) -> None:
+    output = mount(world.root / "out", "size=1m")
+    folder = world.prepared("print=3", f"fill={output / 'model.bin'}", output=str(output))
+    done = world.launch("exec", "a run")
+    assert (done.returncode, "disk_full" in done.stdout) == (4, True)
+    assert finish(folder)["detail"]["reason"] == "disk_full"
+    assert "free space" in finish(folder)["detail"]["help"]
+    whole(folder)
+
+
+def test_log_and_checkpoint_on_one_full_disk(world: World, mount: Mount) -> None:
+    mount(world.runs, "size=1m")
+    folder = world.prepared("print=3", f"fill={world.runs / 'model.bin'}")
+    assert world.launch("exec", "a run").returncode == 4
+    assert rundir.read_json(folder.exit(1))["returncode"] == 1
+    assert finish(folder)["detail"]["reason"] == "disk_full"
+    whole(folder)
+
+
+def test_no_run_begins_on_a_disk_that_is_full(world: World, mount: Mount) -> None:
+    mount(world.runs, "size=1m")
+    folder = world.prepared("pid=leader")
+    with pytest.raises(OSError, match="No space"), (world.runs / "filler").open("wb") as stream:
+        stream.write(b"x" * 2 * MIB)
+    done = world.launch("exec", "a run", "--format", "json")
+    assert done.returncode == 5
+    (finding,) = json.loads(done.stdout)["findings"]
+    assert (finding["code"], "No space" in finding["message"]) == ("runs-not-writable", True)
+    assert not (world.root / "pids" / "leader").exists()
+    whole(folder)
+
+
+def test_a_run_on_a_full_disk_can_be_stopped(world: World, mount: Mount) -> None:
+    mount(world.runs, "size=1m,nr_inodes=32")
+    folder = world.prepared(
+        f"brimful={world.runs / 'filler'}", "pid=leader", "sleep=100", name="a run"
+    )
+    running = world.started("exec", "a run")
+    leader = world.pid("leader")
+    for number in range(40):
+        # not even an empty file fits any more
+        with pytest.MonkeyPatch.context(), open(os.devnull):
+            try:
+                (world.runs / f"file {number}").touch()
+            except OSError:
+                break
+    assert world.launch("stop", "a run").returncode == 0
+    assert not process.identify(leader).lives()
+    assert running.wait(60) == 130
+    assert world.quiet()
+    assert not folder.stop.exists()
+
+
+# --- what cannot be written -----------------------------------------------------------------------
+
+
+@needs_trl
+def test_a_runs_folder_that_is_read_only(world: World, mount: Mount) -> None:
+    mount(world.runs, "ro")
+    done = world.trained(str(world.config()), "--format", "json")
+    assert done.returncode == 5
+    codes = [finding["code"] for finding in json.loads(done.stdout)["findings"]]
+    assert codes == ["runs-not-writable"]
+    assert world.quiet()
+
+
+def test_a_finished_run_that_is_read_only_can_be_looked_at(world: World, mount: Mount) -> None:
+    mount(world.runs, "size=4m")
+    world.prepared("print=2", "exit=0")
+    assert world.launch("exec", "a run").returncode == 1
+    # as it is when a disk has errors, or was mounted for reading
+    subprocess.run(["mount", "-o", "remount,ro", str(world.runs)], check=True)
+    assert state(world) == "finished"
+    assert world.launch("logs", "a run").stdout == "line 0\nline 1\n"
+    assert world.launch("check", "a run").returncode == 1
+    assert world.launch("attach", "a run").returncode == 1
+    assert world.launch("stop", "a run").returncode == 2
+    assert world.launch("report", "a run").returncode == 5
+    page = world.root / "page.html"
+    assert world.launch("report", "a run", "--output", str(page)).returncode == 0
+
+
+# --- a log that is changed underneath -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["removed", "rotated", "truncated"])
+def test_a_log_that_is_changed_is_followed(world: World, how: str) -> None:
+    folder = world.prepared("print=100", "pid=leader", f"wait={world.root}/go", "print=3")
+    keeping = world.started("exec", "a run")
+    world.pid("leader")
+    reading, looking = world.started("logs", "a run", "-f"), world.started("attach", "a run")
+    first, lines = b"", b"".join(b"line %d\n" % number for number in range(100))
+    assert reading.stdout is not None
+    while len(first) < len(lines):
+        first += os.read(reading.stdout.fileno(), 65536)
+    assert first == lines
+    log = folder.console(1)
+    if how == "removed":
+        log.unlink()
+    elif how == "rotated":
+        log.rename(log.with_suffix(".log.1"))
+        log.touch()
+    else:
+        os.truncate(log, 0)
+    # so that the reader sees it short
+    time.sleep(1)
+    (world.root / "go").touch()
+    assert reading.communicate(timeout=60)[0] == b"line 0\nline 1\nline 2\n"
+    assert b"verdict: " in looking.communicate(timeout=60)[0]
+    keeping.communicate(timeout=60)
+    assert (reading.returncode, looking.returncode, keeping.returncode) == (0, 1, 1)
+
+
+def test_a_log_that_is_no_file(world: World) -> None:
+    folder = world.prepared("exit=0")
+    folder.console(1).mkdir()
+    assert world.launch("logs", "a run").returncode == 5
+
+
+# --- clocks ---------------------------------------------------------------------------------------
+
+AHEAD = time.time() + 10 * 365 * 86400
+
+
+def test_a_verdict_is_known_by_what_it_is_and_not_by_its_time(world: World) -> None:
+    folder = world.prepared("exit=0")
+    assert world.launch("exec", "a run").returncode == 1
+    assert keeper.judged(folder, 1)
+    os.utime(folder.verdict, (1, 1))
+    assert keeper.judged(folder, 1), "the clock was set back between the end and the verdict"
+    # a further attempt fails, its keeper is killed before it judges: the old verdict is not its own
+    os.utime(folder.verdict, (AHEAD, AHEAD))
+    world.prepared("raise=no", number=2)
+    assert world.launch("exec", "a run").returncode == 4
+    folder.verdict.write_text(json.dumps({**rundir.read_json(folder.verdict), "steps": 77}))
+    os.utime(folder.verdict, (AHEAD, AHEAD))
+    done = world.launch("attach", "a run", "--format", "json")
+    assert json.loads(done.stdout)["data"]["steps"] != 77
+
+
+def test_times_in_the_future_change_nothing(world: World) -> None:
+    folder = world.prepared("pid=leader", "sleep=100")
+    running = world.started("exec", "a run")
+    world.pid("leader")
+    # asked before the clock was set back, for an attempt that was before
+    folder.stop.write_text(json.dumps({"attempt": 7, "asked": "2100-01-01T00:00:00+00:00"}))
+    for path in folder.path.iterdir():
+        os.utime(path, (AHEAD, AHEAD))
+    manifest = {**rundir.read_manifest(folder), "created": "2100-01-01T00:00:00+00:00"}
+    rundir.write_json(folder.manifest, manifest)
+    assert state(world) == "running"
+    assert world.launch("stop", "a run").returncode == 0
+    assert running.wait(60) == 130
+    ended = {**rundir.read_json(folder.exit(1)), "started": "2100-01-01T00:00:00+00:00"}
+    rundir.write_json(folder.exit(1), ended)
+    assert state(world) == "stopped"
+    assert world.launch("attach", "a run").returncode == 130
+    assert world.launch("report", "a run").returncode == 0
+
+
+# --- locks and processes of others ----------------------------------------------------------------
+
+
+def test_a_lock_of_the_dead_is_free_and_one_of_a_stranger_is_not(world: World) -> None:
+    folder = world.prepared("exit=0")
+    holding = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); print(); input()"
+    stranger = subprocess.Popen(
+        [sys.executable, "-c", holding, str(folder.lock)], stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert stranger.stdout is not None
+    stranger.stdout.readline()
+    assert claim.held(folder)
+    done = world.launch("exec", "a run", "--format", "json")
+    assert done.returncode == 5
+    assert [f["code"] for f in json.loads(done.stdout)["findings"]] == ["run-is-live"]
+    stranger.kill()
+    stranger.communicate()
+    assert folder.lock.exists()
+    assert not claim.held(folder)
+    assert world.launch("exec", "a run").returncode == 1
+
+
+def test_somebody_who_only_looks_does_not_keep_a_run_from_starting(world: World) -> None:
+    folder = RunFolder(world.runs / "a run")
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            claim.held(folder)
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        for _ in range(50):
+            with claim.claimed(folder, 1, None):
+                pass
+    finally:
+        over.set()
+        watcher.join()
+
+
+def test_the_record_of_another_boot_is_of_nobody_who_lives(world: World) -> None:
+    told = world.root / "told"
+    folder = world.prepared(
+        on_finish=(sys.executable, "-c", f"open({str(told)!r}, 'a').write('x')")
+    )
+    gone = {**process.identify(os.getpid()).as_json(), "boot": "an earlier one"}
+    rundir.write_json(folder.process, {**gone, "keeper": gone, "mark": "x", "attempt": 1})
+    folder.console(1).write_text("line 0\n")
+    assert state(world) == "lost"
+    assert world.launch("stop", "a run").returncode == 2
+    for _ in range(2):
+        assert world.launch("attach", "a run").returncode == 1
+    assert told.read_text() == "x"
+    assert process.identify(os.getpid()).lives()
+
+
+def test_a_run_of_another_machine_is_neither_judged_nor_stopped_here(world: World) -> None:
+    told = world.root / "told"
+    folder = world.prepared(
+        on_finish=(sys.executable, "-c", f"open({str(told)!r}, 'a').write('x')")
+    )
+    other = {"pid": os.getpid(), "began": 1, "boot": "b", "host": "another-machine"}
+    rundir.write_json(folder.process, {**other, "keeper": other, "mark": "x", "attempt": 1})
+    folder.console(1).write_text("line 0\n")
+    looking = world.started("attach", "a run")
+    reading = world.started("logs", "a run", "-f")
+    assert world.launch("stop", "a run").returncode == 5
+    assert (looking.poll(), reading.poll()) == (None, None)
+    rundir.write_json(folder.exit(1), {"returncode": 0, "stopped": None})
+    assert (looking.wait(60), reading.wait(60)) == (1, 0)
+    assert not told.exists()
+    assert not folder.concluded(1).exists()
+
+
+def test_a_keeper_that_was_killed_before_it_told_anybody(world: World) -> None:
+    told = world.root / "told"
+    script = f"import os; open({str(told)!r}, 'a').write(os.environ['LAUNCH_FINISHED_CODE'])"
+    folder = world.prepared(on_finish=(sys.executable, "-c", script))
+    dead = {**process.identify(os.getpid()).as_json(), "began": 1}
+    rundir.write_json(folder.process, {**dead, "keeper": dead, "mark": "x", "attempt": 1})
+    folder.console(1).write_text("line 0\n")
+    rundir.write_json(folder.exit(1), {"returncode": 3, "stopped": None})
+    for _ in range(2):
+        assert world.launch("attach", "a run").returncode == 4
+    assert told.read_text() == "4", "told once, and how it ended is not forgotten"
+
+
+# --- signals --------------------------------------------------------------------------------------
+
+
+def kept(folder: RunFolder) -> int:
+    return int(rundir.read_json(folder.process)["keeper"]["pid"])
+
+
+def test_a_keeper_stops_its_run_on_term_and_not_on_hup(world: World) -> None:
+    folder = world.prepared("child=session", "pid=leader", "sleep=100")
+    running = world.started("exec", "a run")
+    leader, child = world.pid("leader"), world.pid("child")
+    for victim in (kept(folder), running.pid):
+        os.kill(victim, signal.SIGHUP)
+    time.sleep(0.5)
+    assert process.identify(leader).lives()
+    assert running.poll() is None
+    os.kill(kept(folder), signal.SIGTERM)
+    assert running.wait(60) == 130
+    assert not process.identify(child).lives()
+    assert rundir.read_json(folder.exit(1))["stopped"] == signal.SIGTERM
+    assert folder.verdict.exists()
+    assert world.quiet()
+
+
+def test_an_interrupt_while_it_starts_leaves_nothing_behind(world: World) -> None:
+    # its keeper hangs before it has begun
+    slow = world.root / "slow"
+    slow.mkdir()
+    (slow / "sitecustomize.py").write_text(
+        "import os, sys, time\n"
+        f"open({str(slow / 'pid')!r} + str(os.getpid()), 'w').close()\n"
+        "sys.argv[0] == '-m' and time.sleep(100 * (len(sys.orig_argv) == 7))\n"
+    )
+    world.prepared("pid=leader", "sleep=100")
+    running = world.started("exec", "a run", env={"PYTHONPATH": str(slow)})
+    until(lambda: len(list(slow.glob("pid*"))) == 2)
+    running.send_signal(signal.SIGINT)
+    assert running.wait(60) == 130
+    assert world.quiet()
+    assert not (world.root / "pids" / "leader").exists()
+
+
+def test_a_stop_while_it_starts(world: World) -> None:
+    slow = world.root / "slow"
+    slow.mkdir()
+    (slow / "sitecustomize.py").write_text(
+        "import os, sys, time\n"
+        "if sys.argv[0] == '-m' and len(sys.orig_argv) == 7:\n"
+        f"    open({str(slow / 'keeper')!r}, 'w').close()\n"
+        f"    while not os.path.exists({str(slow / 'go')!r}): time.sleep(0.01)\n"
+    )
+    folder = world.prepared("pid=leader", "sleep=100")
+    running = world.started("exec", "a run", env={"PYTHONPATH": str(slow)})
+    until((slow / "keeper").exists)
+    assert not folder.process.exists()
+    stopping = world.started("stop", "a run")
+    until(folder.stop.exists)
+    (slow / "go").touch()
+    assert (stopping.wait(60), running.wait(60)) == (0, 130)
+    assert rundir.read_json(folder.exit(1))["stopped"] == signal.SIGINT
+    assert world.quiet()
+
+
+def test_a_request_to_stop_what_never_began_is_not_meant_for_the_next(world: World) -> None:
+    folder = world.prepared("exit=0")
+    with claim.claimed(folder, 1, None):
+        stopping = world.started("stop", "a run")
+        until(folder.stop.exists)
+    assert stopping.wait(60) == 0
+    assert not folder.stop.exists()
+    assert world.launch("exec", "a run").returncode == 1
+    assert rundir.read_json(folder.exit(1))["stopped"] is None
+
+
+# --- streams, home, working folder ----------------------------------------------------------------
+
+
+def shell(world: World, line: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """A command line as a user's shell runs it; `launch` is what is tested."""
+    words = " ".join(LAUNCH)
+    return subprocess.run(
+        ["bash", "-c", f'launch() {{ {words} "$@"; }}; {line}'], cwd=world.root, text=True,
+        env={**world.environ, **more}, capture_output=True, timeout=120,
+    )  # fmt: skip
+
+
+@needs_trl
+def test_a_reader_that_leaves_before_it_begins(world: World) -> None:
+    # whoever wants to see one line only wants the run all the same, and its exit code
+    more = {"FAKE_STEPS": '["print=3", "exit=0"]', "CONFIG": str(world.config())}
+    words = f'{world.python()} --gpus 0 "$CONFIG"'
+    line = f"set -o pipefail; launch sft --allow-unproven --python {words} 2>&1 | true; echo $?"
+    done = shell(world, line, **more)
+    assert (done.stdout, done.stderr) == ("0\n", "")
+    (folder,) = (RunFolder(path) for path in world.runs.iterdir())
+    assert folder.console(1).read_text() == "line 0\nline 1\nline 2\n"
+    assert keeper.judged(folder, 1)
+
+
+def test_a_reader_that_leaves(world: World) -> None:
+    folder = world.prepared("print=30000", "exit=0")
+    done = shell(world, "launch exec 'a run' | true")
+    assert "Traceback" not in done.stderr
+    assert rundir.read_json(folder.exit(1))["returncode"] == 0
+    assert folder.verdict.exists()
+    done = shell(world, "launch logs 'a run' | head -1")
+    assert (done.stdout, done.stderr) == ("line 0\n", "")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed(world: World, closed: str) -> None:
+    folder = world.prepared("pid=leader", f"wait={world.root}/go", "stdin=", "exit=0")
+    running = subprocess.Popen(
+        ["bash", "-c", f"{' '.join(LAUNCH)} exec 'a run' {closed}; echo $? > code"],
+        cwd=world.root, env=world.environ, start_new_session=True,
+    )  # fmt: skip
+    world.pid("leader")
+    # its launcher is killed: training and keeper hold the lock, whatever was closed
+    launcher = next(p for p in world.left() if b"exec\0a run\0" in cmdline(p))
+    os.kill(launcher, signal.SIGKILL)
+    until(lambda: not process.identify(launcher).lives())
+    assert claim.held(folder)
+    (world.root / "go").touch()
+    running.wait(60)
+    until(lambda: keeper.judged(folder, 1))
+    assert rundir.read_json(folder.exit(1))["returncode"] == 0
+    assert folder.console(1).read_text() == "stdin: ''\n"
+    done = shell(world, f"launch attach 'a run' {closed}")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert shell(world, f"launch logs 'a run' {closed}").returncode == 0
+
+
+def cmdline(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_without_a_home(world: World) -> None:
+    folder = world.prepared("exit=0")
+    done = shell(world, "unset HOME XDG_STATE_HOME XDG_CACHE_HOME; launch exec 'a run'")
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
+    assert folder.verdict.exists()
+    assert not (world.root / "~").exists()
+
+
+def test_a_working_folder_that_has_gone(world: World) -> None:
+    folder = world.prepared("pid=leader", f"wait={world.root}/go", cwd=str(world.root / "gone"))
+    (world.root / "gone").mkdir()
+    told = world.root / "told"
+    words = (sys.executable, "-c", f"open({str(told)!r}, 'a').write('x')")
+    folder = world.prepared(
+        "pid=leader", f"wait={world.root}/go", cwd=str(world.root / "gone"), on_finish=words
+    )
+    running = world.started("exec", "a run")
+    world.pid("leader")
+    (world.root / "gone").rmdir()
+    (world.root / "go").touch()
+    assert running.wait(60) == 1
+    assert told.read_text() == "x"
+    # and one that has gone before
+    world.prepared("exit=0", name="another", cwd=str(world.root / "gone"))
+    assert world.launch("exec", "another").returncode == 5
+    gone = "mkdir there; cd there; rmdir ../there"
+    done = shell(world, f"{gone}; launch attach 'a run'")
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
+    done = shell(world, f"{gone}; unset LAUNCH_RUNS; launch runs")
+    assert (done.returncode, "no-cwd" in done.stderr) == (5, True)
+    assert folder.verdict.exists()
+
+
+def test_the_environment_of_the_keeper_is_not_that_of_the_training(world: World) -> None:
+    environ = {k: v for k, v in world.environ.items() if k != "PYTHONPATH"}
+    folder = world.prepared("env=PYTHONPATH", "env=LATER", environ=environ)
+    world.launch("exec", "a run", env={"LATER": "1"})
+    assert folder.console(1).read_text() == "PYTHONPATH=None\nLATER=None\n"
+
+
+def test_patience_that_cannot_be_read_is_said(world: World) -> None:
+    world.prepared("pid=leader")
+    done = world.launch("exec", "a run", "--format", "json", env={"LAUNCH_GRACE": "soon"})
+    assert [f["code"] for f in json.loads(done.stdout)["findings"]] == ["bad-grace"]
+    assert not (world.root / "pids" / "leader").exists()
+
+
+# --- logs of every kind ---------------------------------------------------------------------------
+
+
+def peak_mib(pid: int) -> float:
+    """The most memory that a process has had."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) / 1024
+    raise AssertionError("no such line")
+
+
+def test_a_training_that_never_stops_talking(world: World) -> None:
+    folder = world.prepared(
+        "step=1", "flood=300", "step=2", "pid=leader", f"wait={world.root}/go", "print=1"
+    )
+    running = world.started("exec", "a run")
+    until(folder.process.exists)
+    assert state(world) == "running"
+    looking = world.started("attach", "a run")
+    world.pid("leader")
+    assert folder.console(1).stat().st_size == 300 * MIB
+    last = world.launch("logs", "a run", "-n", "1").stdout
+    assert last == f"{8191:0127d}\n"
+    until(lambda: looking.poll() is None)
+    for who in (running.pid, looking.pid, kept(folder)):
+        assert peak_mib(who) < 250
+    (world.root / "go").touch()
+    assert running.wait(100) == 1
+    assert looking.wait(60) == 1
+    assert rundir.read_json(folder.verdict)["stage"] == "sft"
+    folder.console(1).unlink()
+
+
+@pytest.mark.parametrize("steps", [("line=50",), ("binary=20", "print=1", "line=20")])
+def test_a_log_that_is_no_text(world: World, steps: tuple[str, ...]) -> None:
+    folder = world.prepared("print=1", "step=3", *steps, "exit=0")
+    assert world.launch("exec", "a run").returncode == 1
+    raw = folder.console(1).read_bytes()
+    assert len(raw) > 19 * MIB
+    printed = subprocess.run(
+        [*LAUNCH, "logs", "a run", "-n", "2"],
+        env=world.environ,
+        capture_output=True,
+        cwd=world.root,
+    )
+    assert raw.endswith(printed.stdout)
+    assert printed.stdout.count(b"\n") <= 2
+    assert world.launch("check", "a run").returncode == 1
+    assert world.launch("report", "a run").returncode == 0
+    assert state(world) == "finished"
+
+
+# --- folders that are half written ----------------------------------------------------------------
+
+HALVES = ["run.json", "start.json", "process.json", "exit.json", "verdict.json", "stop.json",
+          "metrics.jsonl", "probe/rank-0.jsonl", "console.log"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with every file in it, of a run that is over."""
+    with made(tmp_path_factory.mktemp("complete") / "world") as world:
+        folder = world.prepared("print=3", "step=1", "step=2", "exit=0")
+        assert world.launch("exec", "a run").returncode == 1
+        runner.Request(attempt=1).write(folder)
+        assert {name for name in HALVES if not (folder.path / name).is_file()} == set()
+        return folder.path
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_a_half_written_file(world: World, complete: Path, name: str) -> None:
+    for run, keep in (("none of it", 0.0), ("half of it", 0.5)):
+        place = world.runs / run
+        shutil.copytree(complete, place)
+        raw = (place / name).read_bytes()
+        (place / name).write_bytes(raw[: int(len(raw) * keep)])
+    # in one process: each command would import anew
+    script = (
+        "import sys\nfrom launcher import cli\n"
+        "for line in sys.argv[1:]: print('\\nCODE %s' % cli.main(line.split('/')))\n"
+    )
+    commands = ("check", "attach", "logs", "stop", "report", "report/--format/json", "cache/why")
+    lines = [f"{command}/{run}" for command in commands for run in ("none of it", "half of it")]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *lines, "runs"], env=world.environ, capture_output=True,
+        text=True, cwd=world.root, timeout=100, errors="replace",
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr, done.stderr
+    codes = [int(line[5:]) for line in done.stdout.splitlines() if line.startswith("CODE")]
+    assert len(codes) == len(lines) + 1
+    assert set(codes) <= {0, 1, 2, 4, 5}, done.stdout
+    assert codes[-1] == 0
+    assert not list((world.root / "state").rglob("bug*"))
+
+
+# --- many -----------------------------------------------------------------------------------------
+
+
+def test_two_hundred_that_are_over_and_twenty_that_live(world: World) -> None:
+    living = [
+        subprocess.Popen(
+            ["sleep", "100"], env={**world.environ, process.MARK: str(world.runs / f"live-{n:02}")}
+        )
+        for n in range(20)
+    ]
+    try:
+        for number in range(200):
+            folder = world.prepared(name=f"over-{number:03}")
+            gone = {**process.identify(os.getpid()).as_json(), "began": 1}
+            rundir.write_json(folder.process, {**gone, "mark": str(folder.path), "attempt": 1})
+            code = number % 2
+            rundir.write_json(folder.exit(1), {"returncode": code, "stopped": None})
+        for number, child in enumerate(living):
+            folder = world.prepared(name=f"live-{number:02}")
+            own = process.identify(child.pid).as_json()
+            dead = {**own, "began": 1}
+            keeper = own if number < 15 else dead
+            told = {**own, "keeper": keeper, "mark": str(folder.path), "attempt": 1}
+            rundir.write_json(folder.process, told)
+        rows = json.loads(world.launch("runs", "--format", "json").stdout)["data"]
+    finally:
+        for child in living:
+            child.kill()
+            child.wait()
+    states = [row["state"] for row in rows]
+    counted = {state: states.count(state) for state in set(states)}
+    assert counted == {"finished": 100, "failed": 100, "running": 15, "orphaned": 5}
+    assert state(world, "live-00") == "lost"
+
+
+# --- end to end, under every name -----------------------------------------------------------------
+
+ODD = ['it\'s "q"', "-new\nline ü-文-🙂", "$(touch pwned)`touch pwned`;#(touch pwned)"]
+
+
+@needs_trl
+@pytest.mark.parametrize("odd", ODD)
+def test_names_of_every_kind(world: World, odd: str) -> None:
+    root = world.root / odd
+    root.mkdir()
+    config = world.config(f"{odd}/{odd}.yaml", output_dir=f"out {odd}")
+    for name in ("model", "data"):
+        (world.root / name).rename(root / name)
+    runs = root / "runs" / odd
+    words = (sys.executable, "-c", "import os, sys; open('told', 'w').write(sys.argv[1])", odd)
+    done = world.trained(
+        "--format", "json", "--on-finish", shlex.join(words), "--",
+        config.name, f"run_name=x{odd}", steps=("print=2", "step=1", "exit=0"), cwd=root,
+        env={"LAUNCH_RUNS": str(runs)},
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    folder = RunFolder(Path(json.loads(done.stdout)["data"]["run"]))
+    assert folder.path.parent == runs
+    assert folder.console(1).read_text() == "line 0\nline 1\n"
+    manifest = rundir.read_manifest(folder)
+    assert manifest["output"] == str(root / f"out {odd}")
+    argv = json.loads((world.root / "argv.json").read_text())
+    assert argv[argv.index("--run_name") + 1] == f"x{odd}"
+    assert argv[argv.index("--output_dir") + 1] == f"out {odd}"
+    assert (root / "told").read_text() == odd
+    at = {"cwd": root, "env": {"LAUNCH_RUNS": str(runs)}}
+    name = folder.path.name
+    rows = json.loads(world.launch("runs", "--format", "json", **at).stdout)["data"]
+    assert [(row["run"], row["state"], row["step"]) for row in rows] == [(name, "finished", 1)]
+    assert world.launch("logs", "last", **at).stdout == "line 0\nline 1\n"
+    assert world.launch("attach", "--", str(folder.path), **at).returncode == 1
+    # into the same folder again: a further attempt of the same run
+    again = world.trained(
+        "--format", "json", "--", config.name, f"run_name=x{odd}", steps=("exit=3",), cwd=root,
+        env={"LAUNCH_RUNS": str(runs)},
+    )  # fmt: skip
+    assert again.returncode in {0, 4}, again.stderr
+    assert world.quiet()
+    assert not list(world.root.rglob("pwned"))
+    assert not list(Path.cwd().glob("pwned"))
+
+
+@needs_trl
+def test_a_folder_that_is_no_utf_8(world: World) -> None:
+    root = Path(os.fsdecode(os.fsencode(world.root) + b"/caf\xe9"))
+    root.mkdir()
+    config = world.config()
+    runs = {"LAUNCH_RUNS": str(root / "runs"), "PYTHONIOENCODING": "utf-8:strict"}
+    done = world.trained(str(config), steps=("print=1", "exit=0"), env=runs)
+    assert done.returncode == 1, done.stderr
+    assert world.launch("runs", env=runs).returncode == 0
+    assert world.launch("attach", "last", "--format", "json", env=runs).returncode == 1
+    assert world.launch("logs", "last", env=runs).stdout == "line 0\n"
+    assert world.quiet()
+
+
+@needs_trl
+def test_the_exit_codes_from_end_to_end(world: World) -> None:
+    config = str(world.config())
+
+    def code(*words: str, steps: tuple[str, ...] = ()) -> int:
+        return int(world.trained(*words, steps=steps).returncode)
+
+    assert code(config, steps=("exit=0",)) == 1
+    assert code(config, "--allow-unproven", "output_dir=out0", steps=("exit=0",)) == 0
+    assert code(config, "--no-such-option") == 2
+    assert code(config, "learning_rte=1") == 3
+    assert code(config, "output_dir=out4", steps=("raise=no",)) == 4
+    world.environ["LAUNCH_RUNS"] = "/dev/null/runs"
+    assert code(config, "output_dir=out5") == 5
+    world.environ["LAUNCH_RUNS"] = str(world.root / "runs")
+    env = {"FAKE_STEPS": json.dumps(["child=session", "pid=leader", "sleep=100"])}
+    words = ("sft", config, "output_dir=out6", "--gpus", "0", "--python", str(world.python()))
+    running = world.started(*words, env=env)
+    child, leader = world.pid("child"), world.pid("leader")
+    running.send_signal(signal.SIGINT)
+    assert running.wait(60) == 130
+    assert not process.identify(leader).lives()
+    assert not process.identify(child).lives()
+    assert world.quiet()
+
+
+@needs_trl
+def test_two_starts_into_one_folder_at_once(world: World) -> None:
+    config, python = str(world.config()), str(world.python())
+    env = {"FAKE_STEPS": json.dumps([f"wait={world.root}/go", "exit=0"])}
+    words = ("sft", config, "--gpus", "0", "--python", python, "--allow-unproven")
+    both = [world.started(*words, env=env) for _ in range(2)]
+    until(lambda: any(one.poll() is not None for one in both))
+    (world.root / "go").touch()
+    assert sorted(one.wait(60) for one in both) == [0, 5]
+    over = [path for path in world.runs.iterdir() if (path / "exit.json").exists()]
+    assert len(over) == 1
+    assert world.quiet()
+
+
+def test_the_name_of_a_session_runs_nothing(world: World) -> None:
+    # tmux expands what is given for a name, and `#(...)` in it is a command
+    folder = world.prepared(name="#(touch pwned)#{pid}a.b:c\n")
+    assert "#" not in tmux.session(folder)
+    if shutil.which("tmux") is None:
+        pytest.skip("tmux is not installed")
+    short = Path(f"/tmp/lf-{os.getpid()}")
+    short.mkdir(exist_ok=True)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in world.environ.items():
+                patch.setenv(name, value)
+            patch.setenv("TMUX_TMPDIR", str(short))
+            patch.delenv("TMUX", raising=False)
+            patch.chdir(world.root)
+            assert tmux.opened(folder) == tmux.session(folder)
+            until(folder.verdict.exists)
+            subprocess.run(["tmux", "kill-server"], capture_output=True)
+    finally:
+        shutil.rmtree(short, ignore_errors=True)
+    assert not list(world.root.rglob("pwned"))
+
+
+def test_a_claim_that_cannot_be_made(world: World) -> None:
+    (world.root / "runs").write_text("a file")
+    with pytest.raises(NotReady, match="cannot be written"):
+        claim.claimed(RunFolder(world.runs / "a run"), 1, None).__enter__()
+    assert FAKE.is_file()

@@ -1,0 +1,653 @@
+"""Saying a command again: what is continued, from where, what is refused, and what says it is finished."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import made_runs
+import pytest
+import saved
+from plans import built, from_text, planned, trainer
+
+from launcher import contents, earlier, manifest, measures, resume, rundir
+from launcher.errors import NotReady, UsageError
+from launcher.evidence import read_run
+from launcher.fingerprint import Memory
+from launcher.plan import Plan
+from launcher.resume import Decision
+from launcher.rundir import RunFolder
+
+SFT = """
+stage: sft
+batch: {{global: {batch}, per_device: 4}}
+args:
+  model_name_or_path: {model}
+  dataset_mixer_list: [{data}, "1.0"]
+  max_seq_length: 64
+  output_dir: {output}
+  do_not_randomize_output_dir: true
+  num_train_epochs: 2
+  checkpointing_steps: {every}
+  push_to_hub: false
+  try_launch_beaker_eval_jobs: false
+"""
+DPO = """
+stage: dpo
+deepspeed: zero2
+batch: {{global: {batch}, per_device: 4}}
+args:
+  model_name_or_path: {model}
+  mixer_list: [{data}, "1.0"]
+  output_dir: {output}
+  do_not_randomize_output_dir: true
+  num_epochs: 2
+  checkpointing_steps: {every}
+  push_to_hub: false
+  try_launch_beaker_eval_jobs: false
+"""
+TRL = """
+stage: sft
+backend: trl
+batch: {{global: {batch}, per_device: 4}}
+args:
+  model_name_or_path: {model}
+  dataset_name: {folder}
+  output_dir: {output}
+  num_train_epochs: 2
+  save_steps: {every}
+"""
+
+
+class Run:
+    """A run as it is said again and again: its stage file, its output, its attempts."""
+
+    def __init__(self, place: Path, text: str, *, rows: int = 48, every: object = 2) -> None:
+        self.place, self.text, self.every = place, text, every
+        self.output, self.folder = place / "out", RunFolder(place / "runs" / "one")
+        self.folder.path.mkdir(parents=True)
+        self.data = place / "data" / "train.jsonl"
+        self.data.parent.mkdir()
+        self.data.write_text('{"messages": []}\n' * rows)
+        saved.model(place / "model")
+        self.allowed: tuple[str, ...] = ()
+        self.trainer = trainer("torch", "accelerate")
+
+    def plan(self, *overrides: str, batch: int = 8, gpus: int = 0) -> Plan:
+        text = self.text.format(
+            batch=batch, data=self.data, folder=self.data.parent, output=self.output, every=self.every,
+            model=self.place / "model",
+        )  # fmt: skip
+        return planned(from_text(self.place, text, *overrides), gpus=gpus)
+
+    def decide(self, *overrides: str, allow: tuple[str, ...] = (), **how: Any) -> Decision:
+        self.made = self.plan(*overrides, **how)
+        told = rundir.read_manifest(self.folder)
+        return resume.judge(
+            self.made, output=self.output, manifest=told or None, folder=self.folder if told else None,
+            trainer=self.trainer, now=contents.of_plan(self.made), allowed=allow,
+        )  # fmt: skip
+
+    def start(self, *overrides: str, allow: tuple[str, ...] = (), **how: Any) -> Decision:
+        """Begin an attempt, as far as what it leaves in the run folder."""
+        decision = self.decide(*overrides, allow=allow, **how)
+        attempt = self.folder.attempts() + 1
+        resume.set_aside(decision, attempt)
+        earlier.keep_manifest(self.folder)
+        made = resume.applied(self.made, decision.derived)
+        told = manifest.manifest(
+            attempt, rundir.now(), made, built(made), self.trainer, self.output, []
+        )
+        more = {"resume": decision.as_json(), "contents": contents.of_plan(made)}
+        rundir.write_json(self.folder.manifest, {**told, **more})
+        self.folder.console(attempt).write_text("")
+        return decision
+
+    def ended(self, code: int = 0) -> None:
+        rundir.write_json(self.folder.exit(self.folder.attempts()), {"returncode": code})
+
+
+Make = Callable[..., Run]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    monkeypatch.setenv("LAUNCH_CACHE", str(tmp_path / "fingerprints"))
+    # files that were only just written are read again each time
+    monkeypatch.setattr(Memory, "MARGIN_S", 0.0)
+
+    def make(text: str = SFT, **how: Any) -> Run:
+        return Run(tmp_path, text, **how)
+
+    return make
+
+
+def codes(decision: Decision) -> dict[str, str]:
+    """The gravest severity of each code."""
+    grave = ("note", "warning", "error")
+    found = sorted(decision.findings, key=lambda finding: grave.index(finding.severity))
+    return {finding.code: finding.severity for finding in found}
+
+
+def errors(decision: Decision) -> list[str]:
+    return [one.message for one in decision.findings if one.severity == "error"]
+
+
+# --- new, continued, finished -----------------------------------------------------------------------
+
+
+def test_a_first_start_is_new(run: Make) -> None:
+    decision = run().start()
+    assert (decision.kind, decision.step, decision.aside, dict(decision.derived)) == (
+        "new",
+        0,
+        (),
+        {},
+    )
+
+
+def test_the_same_command_goes_on_from_the_last_complete_checkpoint(run: Make) -> None:
+    one = run()
+    one.start()
+    for step in (2, 4):
+        saved.pinned(one.output, f"step_{step}")
+    saved.pinned(one.output, "step_6", completed=False)
+    decision = one.decide()
+    assert (decision.kind, decision.step) == ("resume", 4)
+    assert decision.checkpoint is not None and decision.checkpoint.name == "step_4"
+    # the next save writes over what was begun
+    assert decision.aside == ()
+    assert codes(decision) == {"resumes": "note"}
+    assert "8 of 12 steps are left" in decision.findings[0].message
+
+
+def test_trl_is_told_where_to_go_on(run: Make) -> None:
+    one = run(TRL)
+    one.start()
+    saved.trl(one.output, 2)
+    (saved.trl(one.output, 4) / "trainer_state.json").unlink()
+    decision = one.decide()
+    assert decision.kind == "resume"
+    assert {name: d.value for name, d in decision.derived.items()} == {
+        "resume_from_checkpoint": str(one.output / "checkpoint-2")
+    }
+    made = resume.applied(one.made, decision.derived)
+    assert made.arguments()["resume_from_checkpoint"] == [str(one.output / "checkpoint-2")]
+
+
+def test_without_a_complete_checkpoint_it_begins_anew(run: Make) -> None:
+    one = run(every=2)
+    one.start()
+    saved.pinned(one.output, "step_2", completed=False)
+    decision = one.decide()
+    assert (decision.kind, decision.aside) == ("new", ())
+    assert codes(decision)["nothing-to-resume"] == "note"
+    # one that this run would not write next would be marked as complete instead of what it saves
+    saved.pinned(one.output, "step_8", completed=False)
+    assert [path.name for path in one.decide().aside] == ["step_8"]
+
+
+@pytest.mark.parametrize("record", ["exit", "probe"])
+def test_a_finished_run_says_so(run: Make, record: str) -> None:
+    one = run()
+    one.start()
+    if record == "exit":
+        one.ended()
+    else:
+        # whoever watched did not live to write how it ended
+        one.folder.probe.mkdir()
+        events = [{"event": "start", "rank": 0, "attempt": 1}, {"event": "end", "exit": 0}]
+        text = "".join(json.dumps(event) + "\n" for event in events)
+        (one.folder.probe / "rank-0.jsonl").write_text(text)
+    assert one.decide().kind == "new"
+    saved.model(one.output)
+    decision = one.decide()
+    assert (decision.kind, codes(decision)) == ("finished", {"already-finished": "note"})
+    # not even when checkpoints were left, as DPO does: it would train the rest again
+    saved.pinned(one.output, "step_10")
+    assert one.decide().kind == "finished"
+
+
+def test_a_run_that_was_killed_while_it_saved_the_model_is_not_finished(run: Make) -> None:
+    one = run()
+    one.start()
+    saved.pinned(one.output, "step_12")
+    saved.model(one.output)
+    one.ended(137)
+    assert one.decide().kind == "resume"
+    one.ended(0)
+    saved.cut(one.output / "model.safetensors")
+    assert one.decide().kind == "resume"
+
+
+def test_a_finished_run_with_other_settings_is_no_answer(run: Make) -> None:
+    one = run()
+    one.start()
+    one.ended()
+    saved.model(one.output)
+    decision = one.decide("learning_rate=1e-3")
+    assert codes(decision) == {"finished-changed": "error"}
+    assert "`learning_rate`" in errors(decision)[0]
+    # how much is printed is no reason
+    assert codes(one.decide("logging_steps=5", "keep_last_n_checkpoints=1")) == {
+        "already-finished": "note"
+    }
+
+
+# --- exact places -----------------------------------------------------------------------------------
+
+
+def test_it_goes_back_to_where_a_resume_is_exact(run: Make) -> None:
+    """44 rows of 4 are 11 micro-batches: with two a step only the first epoch's checkpoints are exact."""
+    one = run(rows=44)
+    assert codes(one.decide()) == {"resume-inexact": "warning"}
+    one.start()
+    for step in (2, 4, 6, 8):
+        saved.pinned(one.output, f"step_{step}")
+    decision = one.decide()
+    assert (decision.step, codes(decision)["resume-earlier"]) == (4, "warning")
+    assert [path.name for path in decision.aside] == ["step_6", "step_8"]
+    assert decision.kept == ("step_2", "step_4")
+    assert not errors(decision)
+    moved = resume.set_aside(decision, 2)
+    assert [path.name for path in moved] == ["step_6.attempt-2", "step_8.attempt-2"]
+    assert all((path / "COMPLETED").is_file() for path in moved)
+    assert {path.name for path in one.output.iterdir()} == {"step_2", "step_4"}
+
+
+def test_where_no_checkpoint_is_exact_it_is_refused_until_allowed(run: Make) -> None:
+    one = run(rows=44)
+    one.start()
+    saved.pinned(one.output, "step_8")
+    refused = one.decide()
+    assert codes(refused)["resume-inexact"] == "error"
+    assert "--allow-changed-resume position" in str(
+        next(f.help for f in refused.findings if f.severity == "error")
+    )
+    allowed = one.decide(allow=("position",))
+    assert not errors(allowed) and (allowed.kind, allowed.step) == ("resume", 8)
+
+
+def test_it_counts_the_rows_that_were_left_after_filtering(run: Make) -> None:
+    one = run(rows=48)
+    one.start()
+    saved.pinned(one.output, "step_8")
+    assert not errors(one.decide())
+    log = "***** Running training *****\nINFO   Num examples = 44\n"
+    one.folder.console(1).write_text(log)
+    assert "rows into epoch" in errors(one.decide())[0]
+
+
+def test_epochs_are_always_exact_and_a_half_written_step_does_not_hide_them(run: Make) -> None:
+    one = run(rows=44, every="epoch")
+    assert codes(one.decide()) == {}
+    one.start()
+    saved.pinned(one.output, "epoch_0")
+    saved.pinned(one.output, "step_8", completed=False)
+    decision = one.decide()
+    assert (decision.step, decision.place) == (6, resume.Place(1, 0))
+    assert [path.name for path in decision.aside] == ["step_8"]
+
+
+def test_dpo_inside_an_epoch_skips_in_each_later_one(run: Make) -> None:
+    one = run(DPO)
+    first = next(f for f in one.decide(gpus=1).findings if f.code == "resume-inexact")
+    assert "`checkpointing_steps: 6` is exact" in str(first.help)
+    one.start(gpus=1)
+    for step in (2, 4):
+        saved.engine(one.output, f"step_{step}", ranks=1)
+    assert "skipped again in each later epoch" in errors(one.decide(gpus=1))[0]
+    for step in (6, 8):
+        saved.engine(one.output, f"step_{step}", ranks=1)
+    # the last epoch has no later one
+    assert one.decide(gpus=1).step == 8
+
+
+def test_an_accelerate_that_forgets_the_epoch(run: Make, tmp_path: Path) -> None:
+    one = run()
+    place = tmp_path / "site" / "accelerate"
+    place.mkdir(parents=True)
+    one.trainer = replace(one.trainer, path=(tmp_path / "site",))
+    (place / "data_loader.py").write_text("DataLoaderShard(dataset, **kwargs)")
+    warned = next(f for f in one.decide().findings if f.code == "resume-inexact")
+    assert "order of the first epoch" in warned.message
+    one.start()
+    for step in (4, 8):
+        saved.pinned(one.output, f"step_{step}")
+    assert one.decide().step == 4
+    (place / "data_loader.py").write_text(
+        "Shard(dataset, iteration=dataloader.iteration, **kwargs)"
+    )
+    assert one.decide().step == 8
+
+
+def test_the_last_step_inside_an_epoch_would_be_followed_by_another(run: Make) -> None:
+    one = run(TRL)
+    one.start("max_steps=8")
+    saved.trl(one.output, 6, epoch=1.0)
+    saved.trl(one.output, 8, epoch=8 / 6)
+    decision = one.decide("max_steps=8")
+    assert (decision.step, codes(decision)["resume-earlier"]) == (6, "warning")
+    assert [path.name for path in decision.aside] == ["checkpoint-8"]
+
+
+# --- what has changed -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"batch": 16}, "accumulation"),
+        ({"gpus": 2}, "gpus"),
+        ({"overrides": ("max_seq_length=32",)}, "max_seq_length"),
+        ({"overrides": ("seed=7",)}, "seed"),
+        ({"overrides": ("use_lora=true",)}, "use_lora"),
+        ({"overrides": ("dataset_mixer_list=[other, '48']",)}, "dataset_mixer_list"),
+    ],
+)
+def test_what_would_go_on_wrongly_is_refused_until_it_is_named(
+    run: Make, change: dict[str, Any], name: str
+) -> None:
+    one = run()
+    one.start()
+    saved.pinned(one.output, "step_4")
+    overrides = change.pop("overrides", ())
+    refused = one.decide(*overrides, **change)
+    wrong = [f for f in refused.findings if f.severity == "error"]
+    assert any(f"--allow-changed-resume {name}" in str(f.help) for f in wrong), wrong
+    allowed = one.decide(*overrides, allow=tuple({c.what for c in refused.changes}), **change)
+    assert not errors(allowed)
+    assert codes(allowed)["resume-changed"] == "warning"
+
+
+def test_a_setting_that_comes_out_of_the_checkpoint_is_said(run: Make) -> None:
+    one = run()
+    one.start()
+    saved.pinned(one.output, "step_4")
+    decision = one.decide("learning_rate=1e-3", "checkpointing_steps=4", "logging_steps=2")
+    assert [(c.what, c.severity) for c in decision.changes] == [("learning_rate", "warning")]
+    assert "does nothing" in decision.changes[0].effect
+
+
+def test_edited_data_and_another_model_under_the_same_name(run: Make) -> None:
+    one = run()
+    one.start()
+    saved.pinned(one.output, "step_4")
+    one.data.write_text('{"messages": [1]}\n' * 48)
+    saved.tensors(one.place / "model" / "model.safetensors", 128)
+    told = {change.what: change.severity for change in one.decide().changes}
+    # the weights come out of the checkpoint, unless they are an adapter's
+    assert told == {"data": "error", "model": "warning"}
+    assert not errors(one.decide(allow=("data",)))
+
+
+def test_another_commit_and_other_packages(run: Make) -> None:
+    one = run()
+    one.start()
+    saved.pinned(one.output, "step_4")
+    told = rundir.read_manifest(one.folder)
+    told["upstream"]["version"] = "another"
+    told["trainer"]["packages"]["torch"] = "0.1"
+    rundir.write_json(one.folder.manifest, told)
+    assert {c.what: c.severity for c in one.decide().changes} == {
+        "pin": "error", "packages": "warning",
+    }  # fmt: skip
+
+
+def test_the_same_rows_split_in_another_way_go_on(run: Make) -> None:
+    one = run(TRL)
+    one.start()
+    saved.trl(one.output, 2)
+    decision = one.decide("batch.per_device=2")
+    assert {c.what: c.severity for c in decision.changes} == {
+        "per_device": "note", "accumulation": "note",
+    }  # fmt: skip
+    assert not errors(decision)
+    assert "another place" in errors(one.decide(batch=16))[0]
+
+
+def test_a_checkpoint_is_compared_with_the_attempt_that_saved_it(run: Make) -> None:
+    one = run()
+    one.start()
+    saved.pinned(one.output, "step_4")
+    # started with other rows, allowed, and killed before it saved anything
+    one.start("max_seq_length=32", allow=("max_seq_length",))
+    assert [c.what for c in one.decide("max_seq_length=32").changes] == ["max_seq_length"]
+    assert one.decide().changes == ()
+    # what it does save is its own
+    saved.pinned(one.output, "step_6")
+    assert one.decide("max_seq_length=32").changes == ()
+    assert [c.what for c in one.decide().changes] == ["max_seq_length"]
+
+
+def test_the_place_of_an_attempt_that_began_elsewhere(run: Make) -> None:
+    one = run(rows=44)
+    one.start()
+    saved.pinned(one.output, "step_8")
+    begun = one.start(allow=("position",))
+    assert begun.place == resume.Place(1, 5)
+    saved.pinned(one.output, "step_10")
+    # upstream's own count goes on from where it began: the second attempt's checkpoints are exact
+    assert one.decide().step == 10
+
+
+def test_a_name_that_nothing_has(run: Make) -> None:
+    with pytest.raises(UsageError, match="foo"):
+        run().decide(allow=("foo",))
+
+
+def test_ranks_that_left_nothing(run: Make) -> None:
+    one = run()
+    one.start(gpus=2)
+    saved.pinned(one.output, "step_2", ranks=2)
+    saved.pinned(one.output, "step_4", ranks=1)
+    decision = one.decide(gpus=2)
+    assert (decision.step, [path.name for path in decision.aside]) == (2, ["step_4"])
+
+
+# --- the reference ----------------------------------------------------------------------------------
+
+
+def test_a_reference_that_is_gone_is_never_made_of_a_half_trained_model(run: Make) -> None:
+    from launcher import caches
+
+    one = run(DPO)
+    held: list[caches.Cache] = []
+
+    def again(*overrides: str) -> Decision:
+        made = one.plan(*overrides, gpus=1)
+        held[:] = caches.derive(made, one.trainer.packages, running=False)
+        told = rundir.read_manifest(one.folder)
+        return resume.judge(
+            made, output=one.output, manifest=told, folder=one.folder, trainer=one.trainer, caches=held,
+            now=contents.of_plan(made),
+        )  # fmt: skip
+
+    one.start(gpus=1)
+    saved.engine(one.output, "step_6", ranks=1)
+    again()
+    cache = next(c for c in held if c.kind == "reference")
+    told = rundir.read_manifest(one.folder)
+    rundir.write_json(one.folder.manifest, {**told, "caches": [c.as_json() for c in held]})
+    file = cache.path / "0123456789abcdef.pt"
+    one.folder.console(1).write_text(f"INFO Saving reference logprobs cache to {file}\n")
+    assert "reference-gone" in codes(again())
+    cache.path.mkdir(parents=True)
+    (cache.path / "another.pt").write_text("of other settings")
+    assert "reference-gone" in codes(again())
+    file.write_text("")
+    assert not errors(again())
+    # upstream keys the file by settings too
+    assert any("reference" in message for message in errors(again("packing=true")))
+
+
+# --- starting over ----------------------------------------------------------------------------------
+
+
+def test_fresh_takes_a_folder_beside_and_the_same_command_then_goes_on_there(run: Make) -> None:
+    one = run()
+    stage = one.plan().stage
+    assert resume.place(stage, None, [], fresh=True).output is None
+    for fresh in (False, True):
+        placed = resume.place(stage, one.output, [], fresh=fresh)
+        assert (placed.output, dict(placed.derived)) == (one.output, {})
+    saved.pinned(one.output, "step_2")
+    (one.place / "out-2").mkdir()
+    placed = resume.place(stage, one.output, [], fresh=True)
+    assert placed.output == one.place / "out-3"
+    assert placed.derived["output_dir"].value == str(one.place / "out-3")
+    made = resume.applied(one.plan(), placed.derived)
+    assert made.arguments()["output_dir"] == [str(one.place / "out-3")]
+    assert (one.output / "step_2").is_dir()
+
+    told = manifest.manifest(1, rundir.now(), made, built(made), one.trainer, placed.output, [])
+    rundir.write_json(one.folder.manifest, {**told, "asked_output": str(one.output)})
+    again = resume.place(stage, one.output, [one.folder], fresh=False)
+    assert again.output == one.place / "out-3"
+    assert again.derived["output_dir"].value == str(one.place / "out-3")
+
+
+def test_fresh_with_a_name_below_the_folder(run: Make) -> None:
+    stage = run().plan("do_not_randomize_output_dir=false", "exp_name=one").stage
+    output = stage.backend.output_folder(stage.values)
+    assert output is not None
+    output.mkdir(parents=True)
+    placed = resume.place(stage, output, [], fresh=True)
+    assert placed.output is not None
+    assert placed.output.name == "one" and placed.output.parent.name == "out-2"
+
+
+# --- what is not ours -------------------------------------------------------------------------------
+
+
+def test_checkpoints_of_somebody_else(run: Make) -> None:
+    one = run()
+    saved.pinned(one.output, "step_4")
+    decision = one.decide()
+    assert (decision.kind, decision.step) == ("resume", 4)
+    saved.cut(one.output / "step_4" / "optimizer.bin")
+    assert codes(one.decide())["broken-checkpoint"] == "error"
+
+
+def test_a_name_that_upstream_would_take_for_a_checkpoint(run: Make) -> None:
+    one = run()
+    (one.output / "step_4_old").mkdir(parents=True)
+    assert codes(one.decide()) == {"checkpoint-name": "error"}
+
+
+def test_moving_aside_needs_to_be_able_to(run: Make, tmp_path: Path) -> None:
+    one = run(rows=44)
+    one.start()
+    for step in (4, 8):
+        saved.pinned(one.output, f"step_{step}")
+    decision = one.decide()
+    resume.aside_folder(one.output).write_text("a file")
+    with pytest.raises(NotReady, match="cannot be moved"):
+        resume.set_aside(decision, 2)
+    assert (one.output / "step_8").is_dir()
+
+
+def test_a_checkpoint_that_the_stage_file_names_counts_once(run: Make) -> None:
+    one = run(TRL)
+    one.start()
+    for step in (2, 4):
+        saved.trl(one.output, step)
+    named = f"resume_from_checkpoint={one.output / 'checkpoint-2'}"
+    begun = one.start(named)
+    assert (begun.step, dict(begun.derived)) == (2, {})
+    assert [path.name for path in begun.aside] == ["checkpoint-4"]
+    # it was killed later: the same command goes on from what it saved since
+    saved.trl(one.output, 4)
+    assert one.decide(named).step == 4
+
+
+# --- before there is a checkpoint -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        (SFT, (), {}),
+        (SFT, ("checkpointing_steps=null",), {"no-checkpoints": "note"}),
+        (SFT, ("checkpointing_steps=500",), {"no-checkpoints": "note"}),
+        (SFT, ("checkpointing_steps=epoch",), {}),
+        (TRL, (), {}),
+        (TRL, ("save_strategy='no'",), {"no-checkpoints": "note"}),
+        (TRL, ("save_steps=0.25",), {}),
+        (TRL, ("save_steps=500",), {"no-checkpoints": "note"}),
+        (TRL, ("save_only_model=true",), {"no-checkpoints": "note"}),
+    ],
+)
+def test_what_is_said_beforehand(
+    run: Make, text: str, overrides: tuple[str, ...], expected: dict[str, str]
+) -> None:
+    assert codes(run(text).decide(*overrides)) == expected
+
+
+# --- metrics over several attempts ------------------------------------------------------------------
+
+
+def test_every_step_is_told_once_and_by_the_attempt_that_counts(tmp_path: Path) -> None:
+    path = made_runs.made(tmp_path / "run", steps=40, ended=False)
+    # killed at 40 of more, gone on from 30, killed before it took a step, gone on from 30 again
+    made_runs.made(path, attempt=2, first=31, steps=35, scale=2, ended=False)
+    made_runs.made(path, attempt=3, first=31, steps=30, ended=False)
+    made_runs.made(path, attempt=4, first=31, steps=50, scale=3)
+    attempts = [measures.metrics_rows(read_run(path, attempt=n)) for n in range(1, 5)]
+    rows = measures.merged_rows(attempts)
+    assert [row["step"] for row in rows] == list(range(1, 51))
+    assert [row["seconds"] for row in rows] == [0.5] * 30 + [1.5] * 20
+    assert measures.merged_rows([]) == []
+
+
+def test_a_log_line_that_sums_up_less_than_the_others_is_not_believed(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    (path / "probe").mkdir(parents=True)
+    steps = [
+        {"event": "step", "step": n, "loss": 2.0, "finite": True, "seconds": 1}
+        for n in range(9, 31)
+    ]
+    events = [
+        {"event": "start", "rank": 0, "world": 1, "attempt": 1},
+        {"event": "resumed", "path": "out/step_8", "step": 8}, *steps,
+    ]  # fmt: skip
+    text = "".join(json.dumps(event) + "\n" for event in events)
+    (path / "probe" / "rank-0.jsonl").write_text(text)
+    # open-instruct divides the sum of two steps by ten
+    losses = {10: 0.4, 20: 2.0, 30: 2.0}
+    lines = [f"[RANK 0]   Step: {n}, LR: 1e-05, Loss: {x}, TPS: 9.0" for n, x in losses.items()]
+    (path / "console.log").write_text("\n".join(lines) + "\n")
+    rows = {row["step"]: row for row in measures.metrics_rows(read_run(path))}
+    assert rows[10]["loss"] == 2.0
+    assert (rows[20]["loss"], rows[20]["logged_tokens_per_second"]) == (2.0, 9.0)
+
+
+def test_a_log_line_from_before_the_resume_tells_nothing(tmp_path: Path) -> None:
+    path = made_runs.made(tmp_path / "run", steps=40, ended=False)
+    made_runs.made(path, attempt=2, first=40, steps=40)
+    bar = "{'loss': '0.5', 'epoch': '1.0'}\n"
+    (path / "console.2.log").write_text(bar)
+    rows = [measures.metrics_rows(read_run(path, attempt=n)) for n in (1, 2)]
+    assert [row["step"] for row in rows[1]] == [40]
+    assert [row["step"] for row in measures.merged_rows(rows)] == list(range(1, 41))
+
+
+def test_an_attempt_with_nothing_left_is_judged_by_the_steps_before(tmp_path: Path) -> None:
+    path = made_runs.made(tmp_path / "run", steps=40, ended=False)
+    made_runs.made(path, attempt=2, first=41, steps=40)
+    folder = RunFolder(path)
+    assert earlier.evidence_of(folder).probe is not None
+    with (path / "probe" / "rank-0.jsonl").open("a") as file:
+        for event in (
+            {"event": "start", "rank": 0, "world": 1, "attempt": 3},
+            {"event": "resumed", "path": "out/checkpoint-40", "step": 40},
+            {"event": "end", "exit": 0},
+        ):
+            file.write(json.dumps(event) + "\n")
+    (path / "console.3.log").write_text("💾 Model saved to out/a.\n")
+    found = earlier.evidence_of(folder)
+    assert found.probe is not None and found.probe.last_step == 40
+    assert found.exit is None and found.log is not None and found.log.path.name == "console.3.log"

@@ -1,0 +1,91 @@
+"""Real training, killed at random moments and said again: TRL and the pinned SFT, on the CPU.
+
+scripts/soak.py does the same for longer (`make soak`); here it makes three kills of each kind, both kinds
+at the same time. Skipped, with the reason, where the training packages or the pinned checkout are missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_training import ROOT, TRAINING, missing, open_instruct_reason
+
+pytestmark = [
+    pytest.mark.training,
+    pytest.mark.skipif(
+        bool(missing(TRAINING)), reason=f"no training packages: {', '.join(missing(TRAINING))}"
+    ),
+]
+
+KILLS = 3
+Soaks = dict[str, tuple["subprocess.Popen[str]", Path]]
+
+
+@pytest.fixture(scope="module")
+def soaks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Soaks]:
+    """A soak of each kind that can run here, already running."""
+    place = tmp_path_factory.mktemp("soak")
+    assets = place / "assets"
+    maker = ROOT / "scripts" / "make_demo_assets.py"
+    done = subprocess.run([sys.executable, str(maker), str(assets)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    started: Soaks = {}
+    for kind in ("trl", "sft") if open_instruct_reason() is None else ("trl",):
+        work = place / kind
+        shutil.copytree(assets, work / "assets")
+        argv = [sys.executable, str(ROOT / "scripts" / "soak.py"), kind, "--kills", str(KILLS)]
+        argv += ["--work", str(work), "--out", str(work / "soak.json")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        started[kind] = (
+            subprocess.Popen(
+                argv, cwd=work, env=environment, text=True, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            ),
+            work,
+        )  # fmt: skip
+    yield started
+    for process, _ in started.values():
+        process.kill()
+        process.wait()
+
+
+def result(soaks: Soaks, kind: str) -> dict[str, Any]:
+    """What came of one kind."""
+    process, work = soaks[kind]
+    said, _ = process.communicate(timeout=500)
+    assert (work / "soak.json").is_file(), said
+    told: dict[str, Any] = json.loads((work / "soak.json").read_text())["kinds"][0]
+    assert process.returncode == 0, said
+    return told
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "trl",
+        pytest.param(
+            "sft",
+            marks=pytest.mark.skipif(
+                open_instruct_reason() is not None, reason=str(open_instruct_reason())
+            ),
+        ),
+    ],
+)
+def test_killed_at_random_moments_it_ends_as_if_left_alone(soaks: Soaks, kind: str) -> None:
+    told = result(soaks, kind)
+    assert told["failures"] == []
+    assert told["kills"] == KILLS
+    for run in told["runs"]:
+        # every step once, the losses and the weights of the undisturbed run: see the soak's own checks
+        assert run["faults"] == []
+        assert run["largest_loss_difference"] <= 1e-4
+        assert run["largest_weight_difference"] == 0.0
+        assert run["final_loss"] == pytest.approx(told["final_loss_undisturbed"], abs=1e-4)

@@ -408,6 +408,65 @@ def _until_over(
 
 
 @app.command(
+    epilog="Example: launch plan configs/tulu/sft_qwen7b_25pct.yaml --gpus 1,2,8 --row-tokens 290:1100"
+)
+def plan(
+    config: Config,
+    overrides: Overrides = None,
+    gpus: Annotated[
+        str, typer.Option("--gpus", metavar="1,2,8", help="counts on each machine")
+    ] = "8",
+    nodes: Nodes = 1,
+    row_tokens: Annotated[
+        str | None, typer.Option("--row-tokens", metavar="MEAN:MAX", help="tokens a row")
+    ] = None,
+    rows: Annotated[int | None, typer.Option("--rows", min=1, help="rows of the data set")] = None,
+    gpu: Annotated[str | None, typer.Option("--gpu", help="which one: H100, A100")] = None,
+    gpu_memory: Annotated[
+        float | None, typer.Option("--gpu-memory", metavar="GIB", help="default: of the GPUs here")
+    ] = None,
+    price: Annotated[float | None, typer.Option("--price", help="of one GPU and hour")] = None,
+    tokens_per_second: Annotated[
+        float | None, typer.Option("--tokens-per-second", help="on all GPUs together, as measured")
+    ] = None,
+    attention: Annotated[
+        str, typer.Option("--attention", help="flash_2, flash_3, flash_4, sdpa or eager")
+    ] = "flash_2",
+    shape: Annotated[
+        str | None, typer.Option("--shape", metavar="MODEL", help="as large as this model")
+    ] = None,
+    fit: Annotated[
+        bool,
+        typer.Option("--fit", help="the largest per-device batch that fits, global batch kept"),
+    ] = False,
+    why: Annotated[bool, typer.Option("--why", help="every part with its formula")] = False,
+    stage: StageOption = None,
+    python: Python = None,
+    open_instruct: Checkout = None,
+    allow_unpinned: Unpinned = False,
+    format: FormatOption = Format.text,
+) -> None:
+    """Say what a stage needs on so many GPUs: batch, steps, memory by part, time, cost, disk."""
+    from launcher import forecast, report
+    from launcher.start import Request
+
+    request = Request(
+        stage=_stage(stage), config=config, overrides=overrides or (), nodes=nodes, python=python,
+        checkout=open_instruct, allow_unpinned=allow_unpinned,
+    )  # fmt: skip
+    terms = forecast.Terms(
+        row_tokens=row_tokens, rows=rows, gpu=gpu, gpu_memory=gpu_memory, price=price,
+        tokens_per_second=tokens_per_second, attention=attention, shape=shape, fit=fit,
+    )  # fmt: skip
+    told = forecast.make(request, forecast.counts(gpus), terms)
+    if format is Format.json:
+        report.envelope("plan", True, told.findings, told.as_json(why=why))
+    else:
+        report.findings(told.findings)
+        report.say("\n".join(told.lines(why=why)))
+
+
+@app.command(
     "validate-config", epilog="Example: launch validate-config configs/tulu/*.yaml --strict"
 )
 def validate_config(

@@ -381,8 +381,8 @@ def differences(prepared: Prepared, old: Mapping[str, Any]) -> tuple[Finding, ..
 def prepare_again(folder: RunFolder) -> Attempt:
     """Have an attempt wait in a run folder that goes on where the last one ended: a job came back.
 
-    Does nothing while the one that waits has begun on no machine, or when the run is finished. Raises what `prepare` raises, and
-    NotReady where the job's time was up without a further checkpoint.
+    Does nothing while the one that waits has begun on no machine, or when the run is finished. Raises
+    what `prepare` raises, and NotReady where the job's time was up without a further checkpoint.
     """
     waiting = attempts.read(folder)
     begun = max(one.attempts() for one in folder.nodes())

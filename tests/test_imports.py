@@ -162,9 +162,9 @@ ARROWS = {
     "fix": {"builder", "config", "errors", "mends", "stage", "surgery", "upstream"},
     "annotations": {"errors"},
     "completion": {"builder", "options"},
-    "json_schema": {"backends", "builder", "options", "rules", "schema"},
+    "json_schema": {"backends", "builder", "options", "rules", "sbatch", "schema", "skypilot"},
     "noops": {"backends", "conditions", "errors", "schema"},
-    "options": {"backends", "config", "errors", "paths"},
+    "options": {"backends", "config", "errors", "paths", "sbatch", "skypilot"},
     "arguments": {"backends", "config", "errors", "history", "options", "schema", "upstream"},
     "stage": {
         "arguments",

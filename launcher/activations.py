@@ -1,0 +1,232 @@
+"""What a decoder layer and the loss keep for the backward pass, in bytes; closed formulas.
+
+Counted operator by operator from transformers' modules (5.17), liger_kernel 0.7.0, flash-attn 2 and
+trl 1.16, and held by a test against a run of those modules in which every allocation is counted. The
+form of the formulas is that of "Reducing Activation Recomputation in Large Transformer Models"
+(Korthikanti et al., 2022); the numbers differ because these modules keep fp32 copies in their norms and
+the three products of a gated MLP.
+
+H hidden, Q all query heads, K all key heads, I intermediate, V vocabulary, h heads, T tokens of the
+micro-batch with padding, R without, S the padded width, B rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from launcher.lengths import Batch
+from launcher.shapes import Shape
+
+HALF, FULL = 2, 4
+# DeepSpeed and flash attention in bf16; what a GPU of this class has (H100, H200: 132)
+_PROCESSORS = 132
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """What decides on the operators: `attention` is flash (2, 3, 4), sdpa or eager.
+
+    `wide` says that the states between layers are fp32 (fp32 weights under bf16 autocast). `adapters`
+    are LoRA's weights: None, or their rank and bytes an element.
+    """
+
+    attention: str = "flash"
+    liger: bool = False
+    checkpointing: bool = False
+    wide: bool = False
+    autocast: bool = False
+    adapter_rank: int = 0
+    adapter_bytes: int = HALF
+    adapter_dropout: bool = True
+    adapter_targets: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Amount:
+    """Bytes, and how they come about."""
+
+    bytes: float
+    formula: str
+
+
+def layer(shape: Shape, kernels: Kernels, batch: Batch) -> Amount:
+    """What one layer keeps from its forward pass to its backward pass, without checkpointing."""
+    norms, why_norms = _norms(shape, kernels)
+    attention, why_attention = _attention(shape, kernels, batch)
+    mlp, why_mlp = _mlp(shape, kernels)
+    adapters, why_adapters = _adapters(shape, kernels)
+    a_token = norms + mlp + adapters
+    terms = [why_norms, why_mlp, *([why_adapters] if adapters else [])]
+    return Amount(
+        bytes=a_token * batch.tokens + attention,
+        formula=f"T({' + '.join(terms)}) + {why_attention}",
+    )
+
+
+def _norms(shape: Shape, kernels: Kernels) -> tuple[float, str]:
+    """Bytes a token in norms and what the linear layers after them keep of their input."""
+    layout, hidden, frozen = shape.layout, shape.hidden, kernels.adapter_rank > 0
+    state = FULL if kernels.wide else HALF
+    # an autocast linear casts its fp32 input for itself: q, k, v and gate, up; a frozen one keeps none
+    outputs = 0 if frozen else HALF * (5 if kernels.wide else 2)
+    kept = _norm_kept(shape, kernels, state)
+    count = 2 + 2 * (layout.pre_norm and layout.post_norm)
+    if frozen and not layout.pre_norm and not kernels.liger:
+        # the linears take the residual itself, which nothing keeps
+        outputs = 0
+    extra = 0.0
+    if layout.qk_norm:
+        extra = _norm_kept(shape, kernels, HALF) * (shape.query + shape.key)
+        extra += FULL * (shape.heads + shape.kv_heads if layout.qk_norm == "head" else 2)
+    total = (count * kept + outputs) * hidden + FULL * count + extra
+    why = f"{count} norms x {kept}H + {outputs}H"
+    return total, why + (f" + {extra:.0f} for q and k norms" if extra else "")
+
+
+def _norm_kept(shape: Shape, kernels: Kernels, state: int) -> int:
+    """Bytes an element that one norm keeps beside its output; `state` are those of its input."""
+    if kernels.liger:
+        return state
+    if kernels.adapter_rank:
+        # without a gradient for the norm's weight the normalised values need not be kept
+        return FULL
+    return shape.layout.norm_kept + (
+        FULL - HALF if state == FULL and shape.layout.norm_kept == 6 else 0
+    )
+
+
+def _mlp(shape: Shape, kernels: Kernels) -> tuple[float, str]:
+    times = (6 if kernels.liger else 8) - (HALF if kernels.adapter_rank else 0)
+    return times * shape.intermediate, f"{times}I"
+
+
+def _attention(shape: Shape, kernels: Kernels, batch: Batch) -> tuple[float, str]:
+    """Bytes in all: q, k, v, the output, the log-sum-exp, and masks."""
+    q, k, heads, tokens = shape.query, shape.key, shape.heads, batch.tokens
+    fused = HALF * (q + k) * tokens if shape.layout.fused else 0
+    padded = batch.real < tokens
+    plain = HALF * (2 * q + 2 * k) + FULL * heads
+    if kernels.attention == "flash" and padded:
+        # transformers takes the padding out of q, k and v and puts it back into the output
+        total = plain * batch.real + HALF * q * tokens + fused
+        return total, "R(4Q + 4K + 4h) + 2QT (padding taken out and put back)"
+    if kernels.attention == "eager":
+        scores = heads * batch.rows * batch.width**2
+        total = HALF * (2 * q + 2 * q) * tokens + (FULL + 2 * HALF) * scores + fused
+        return total, "8QT + 8hBS^2 (scores and weights, fp32 and bf16)"
+    masked = padded or (batch.rows == 1 and kernels.attention == "sdpa_packed")
+    if kernels.attention in {"sdpa", "sdpa_packed"} and masked:
+        # k and v are repeated for every query head; the mask is made additive in every layer
+        wide = q if shape.heads != shape.kv_heads else k
+        mask = HALF * batch.rows * batch.width * _eights(batch.width)
+        total = (HALF * (2 * q + 2 * wide) + FULL * heads) * tokens + mask + fused
+        return total, "T(8Q + 4h) + 2BS^2 (additive mask)"
+    return plain * tokens + fused, "T(4Q + 4K + 4h)"
+
+
+def _adapters(shape: Shape, kernels: Kernels) -> tuple[float, str]:
+    """LoRA keeps each pair's dropped-out input (bf16), the dropout's mask, and the narrow product."""
+    if not kernels.adapter_rank:
+        return 0.0, ""
+    linears = {n: s for n, s in shape.linears().items() if n in kernels.adapter_targets}
+    narrow = HALF * kernels.adapter_rank * len(linears)
+    if kernels.adapter_dropout:
+        width = sum(size[1] for size in linears.values())
+        return 3 * width + narrow, f"3 x {width} (inputs of the adapters) + 2r x {len(linears)}"
+    if kernels.autocast and kernels.adapter_bytes == FULL:
+        width = sum(size[1] for size in linears.values())
+        return HALF * width + narrow, f"2 x {width} (inputs of the adapters, cast)"
+    # the same tensor serves q, k and v; the attention keeps o's input anyway
+    shared = shape.hidden * bool({"q_proj", "k_proj", "v_proj"} & set(linears))
+    shared += shape.hidden * bool({"gate_proj", "up_proj"} & set(linears))
+    shared += shape.intermediate * ("down_proj" in linears)
+    return HALF * shared + narrow, f"2 x {shared} (inputs of the adapters)"
+
+
+def checkpoint(shape: Shape, kernels: Kernels, batch: Batch) -> Amount:
+    """What one checkpointed layer keeps: its input."""
+    size = FULL if kernels.wide else HALF
+    return Amount(bytes=size * shape.hidden * batch.tokens, formula=f"{size}HT, the layer's input")
+
+
+def backward(shape: Shape, kernels: Kernels, batch: Batch) -> Amount:
+    """The most that one layer's backward pass needs beside what was kept."""
+    hidden, inner, tokens = shape.hidden, shape.intermediate, batch.tokens
+    rope = 2 * HALF * shape.head_dim * batch.width
+    weight = HALF * hidden * inner
+    state = FULL if kernels.wide else HALF
+    if kernels.adapter_rank and "down_proj" in kernels.adapter_targets:
+        times = 11.5 if kernels.adapter_bytes == FULL else 4
+        total = (times * inner + state * hidden) * tokens + rope
+        return Amount(bytes=total, formula=f"T({times}I + 2H) (through an adapter's dropout)")
+    if kernels.liger:
+        # the product's gradient and the down projection's; SwiGLU and RMSNorm write in place
+        start = 0 if kernels.checkpointing else state * hidden
+        total = (2 * inner + start) * tokens + weight
+        return Amount(bytes=total + rope, formula="T(2I + 2H) + 2HI")
+    products = (4 * inner + state * hidden) * tokens
+    if shape.layout.post_norm:
+        products = max(products - 8 * hidden * tokens, 16 * hidden * tokens)
+        return Amount(
+            bytes=products + rope, formula="max(T(4I - 6H), 16HT) (fp32 gradients of a norm)"
+        )
+    return Amount(bytes=products + rope, formula="T(4I + 2H) (gradients of the MLP's product)")
+
+
+def _eights(width: int) -> int:
+    return -(-width // 8) * 8
+
+
+# --- the loss --------------------------------------------------------------------------------------
+
+
+def final_norm(shape: Shape, kernels: Kernels, batch: Batch) -> float:
+    """Bytes that the norm before the output layer keeps, its output included."""
+    state = FULL if kernels.wide else HALF
+    kept = _norm_kept(shape, kernels, state)
+    return ((kept + state) * shape.hidden + FULL) * batch.tokens
+
+
+def logits(shape: Shape, batch: Batch, *, element: int) -> Amount:
+    """One copy of the logits."""
+    return Amount(
+        bytes=element * shape.vocab * batch.tokens,
+        formula=f"{element} x {batch.tokens:,} x {shape.vocab:,}",
+    )
+
+
+def fused_loss(shape: Shape, batch: Batch, *, trained: bool = True) -> Amount:
+    """liger_kernel/ops/fused_linear_cross_entropy.py:52: the gradients are made in the forward pass."""
+    factor = -(-shape.vocab // shape.hidden)
+    chunk = 1 << (-(-batch.tokens // factor) - 1).bit_length()
+    part = HALF * shape.vocab * min(chunk, batch.tokens)
+    weight = 4 * HALF * shape.embedding if trained else 0
+    total = HALF * shape.hidden * batch.tokens + part + weight
+    why = f"2HT + 2V x {chunk} (a chunk of logits)"
+    return Amount(
+        bytes=total, formula=why + (" + 8VH (the output layer's gradient)" if weight else "")
+    )
+
+
+# trl/kernels/chunked_logprob.py:31 and trl/trainer/utils.py:1506
+_TILE_TOKENS, _TILE_WORDS = 4096, 32768
+
+
+def tiles(shape: Shape, batch: Batch, *, weight_bytes: int) -> Amount:
+    """One tile of logits, and the output layer's rows for it where they must be cast."""
+    words = min(_TILE_WORDS, shape.vocab)
+    tile = HALF * min(_TILE_TOKENS, batch.tokens) * _TILE_WORDS
+    cast = HALF * words * shape.hidden if weight_bytes == FULL else 0
+    return Amount(
+        bytes=tile + cast, formula="2 x 4,096 x 32,768" + (" + 2H x 32,768" if cast else "")
+    )
+
+
+def tiled_loss(shape: Shape, batch: Batch, *, weight_bytes: int, trained: bool = True) -> Amount:
+    """TRL's own output layer: log-probabilities in tiles, gradients summed up in fp32."""
+    tile = tiles(shape, batch, weight_bytes=weight_bytes).bytes
+    gradient = (FULL + (HALF if weight_bytes == HALF else 0)) * shape.embedding if trained else 0
+    total = tile + gradient + (FULL + 2 * HALF) * shape.hidden * batch.tokens
+    return Amount(
+        bytes=total, formula="a tile of 4,096 x 32,768 logits + 8HT + 4VH (fp32 gradient)"
+    )

@@ -1,0 +1,299 @@
+"""What a run takes besides memory: tokens a step, hours, money, disk; and which batch fills the card.
+
+Time comes from a measured speed where there is one, else from arithmetic at a stated MFU, by the count
+of "PaLM: Scaling Language Modeling with Pathways" (Chowdhery et al., 2022, appendix B).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from launcher import lengths, memory
+from launcher.activations import HALF
+from launcher.errors import Finding, InvalidConfig
+from launcher.lengths import Lengths
+from launcher.memory import GIB, Memory, Setup
+from launcher.shapes import Shape
+
+# Dense bf16 arithmetic a second, from the makers' data sheets.
+PEAKS = {"H200": 989.5e12, "H100": 989.5e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12,
+         "A10G": 70e12, "4090": 165e12}  # fmt: skip
+STATED_MFU = 0.35
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """Tokens of one optimizer step over all ranks: `real` ones, and `computed` with padding."""
+
+    real: float
+    computed: float
+    formula: str
+
+    @property
+    def waste(self) -> float:
+        """Share of computed positions that are padding."""
+        return 1 - self.real / self.computed if self.computed else 0.0
+
+
+def tokens_per_step(
+    rows: Lengths, *, per_device: int, accumulation: int, processes: int, packed: bool, dpo: bool = False
+) -> Tokens:  # fmt: skip
+    """What one step reads on average; DPO reads two sequences a row, as one batch."""
+    sequences = per_device * (2 if dpo else 1)
+    one = lengths.typical(rows, rows=sequences, packed=packed)
+    times = accumulation * processes
+    return Tokens(real=one.real * times, computed=one.tokens * times,
+                  formula=f"{one.formula}, x {accumulation} x {processes}")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """Real tokens a second over all devices, and where the number comes from."""
+
+    tokens: float
+    source: str
+    measured: bool
+
+
+def flops_a_token(
+    shape: Shape, width: float, *, checkpointing: bool, adapters: bool = False
+) -> float:
+    """Arithmetic of one token's forward and backward pass at rows of `width` tokens.
+
+    6 a parameter (output layer included, embedding table not) and 6 L Q S for causal attention; LoRA
+    leaves out the weight gradients. Checkpointing's second forward pass is real work, but not counted by
+    MFU; `checkpointing` adds it.
+    """
+    parameters = shape.active_parameters - (0 if shape.tied else shape.embedding)
+    passes = (4 if adapters else 6) + (2 if checkpointing else 0)
+    attention = shape.layers * shape.query * width * (passes if not adapters else passes + 2)
+    return passes * parameters + attention
+
+
+def stated_speed(
+    shape: Shape, tokens: Tokens, width: float, *, device: str, devices: int, mfu: float = STATED_MFU,
+    adapters: bool = False, dpo: bool = False,
+) -> Speed:  # fmt: skip
+    """Speed at a stated MFU; raises InvalidConfig (`unknown-device`) for a GPU that is not in PEAKS."""
+    peak = peak_of(device)
+    if peak is None:
+        raise InvalidConfig(Finding(
+            severity="error", layer="launch", code="unknown-device", key="gpu",
+            message=f"the arithmetic speed of {device or 'this GPU'} is not known",
+            help="known are " + ", ".join(PEAKS) + "; or give --tokens-per-second",
+        ))  # fmt: skip
+    each = flops_a_token(shape, width, checkpointing=False, adapters=adapters)
+    computed = mfu * peak * devices / each
+    return Speed(
+        tokens=computed * (1 - tokens.waste), measured=False,
+        source=f"{mfu:.0%} MFU of {peak / 1e12:,.0f} TFLOP/s x {devices}, {each / 1e9:.1f} GFLOP a token",
+    )  # fmt: skip
+
+
+def peak_of(device: str) -> float | None:
+    """bf16 arithmetic a second of a GPU by (part of) its name."""
+    return next((peak for name, peak in PEAKS.items() if name in device.upper()), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bill:
+    """Hours, money (None without a price) and disk of a run."""
+
+    hours: float | None
+    cost: float | None
+    formula: str
+
+
+def bill(
+    *, steps: int | None, tokens: Tokens, speed: Speed, devices: int, price: float | None,
+    reference_rows: int | None = None, per_step_rows: int = 1,
+) -> Bill:  # fmt: skip
+    """`price` is for one GPU and hour; a reference pass is a forward pass over all rows: a third."""
+    if steps is None or speed.tokens <= 0:
+        return Bill(hours=None, cost=None, formula="the steps are not known")
+    seconds = steps * tokens.real / speed.tokens
+    formula = f"{steps:,} steps x {tokens.real:,.0f} tokens / {speed.tokens:,.0f} a second"
+    if reference_rows:
+        seconds += reference_rows / max(1, per_step_rows) * tokens.real / speed.tokens / 3
+        formula += ", and a third of an epoch for the reference pass"
+    hours = seconds / 3600
+    return Bill(
+        hours=hours, cost=None if price is None else hours * price * devices, formula=formula
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disk:
+    """GiB on disk: the final model, one checkpoint, and at most at once."""
+
+    model: float
+    checkpoint: float
+    most: float
+    formula: str
+
+
+def disk(setup: Setup, *, kept: int = 0) -> Disk:
+    """`kept` checkpoints lie side by side, and one more while it is written (finetune.py:978).
+
+    DeepSpeed writes bf16 weights once and each rank's fp32 weights and states (2P + 12P); without it,
+    weights and states in their own type. The final model is written in bf16.
+    """
+    parameters, trained = setup.shape.parameters, setup.trained
+    weights = setup.weight_bytes * parameters
+    if setup.adapters:
+        final, states = setup.adapters.bytes * trained, 2 * setup.adapters.bytes * trained
+    else:
+        final = HALF * parameters if setup.zero else weights
+        states = 12 * parameters if setup.zero else 2 * weights
+    one = (HALF * parameters if setup.zero else weights) + states
+    most = final + (kept + 1) * one if kept else final
+    return Disk(model=final / GIB, checkpoint=one / GIB, most=most / GIB,
+                formula="2P + 12P a checkpoint" if setup.zero else "weights and two states")  # fmt: skip
+
+
+# --- filling the card ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """The largest per-device batch that fits, its accumulation and memory."""
+
+    per_device: int
+    accumulation: int
+    memory: Memory
+    spare: float
+
+
+def splits(total: int, processes: int) -> list[int]:
+    """Per-device batches that keep a global batch of `total`, smallest first."""
+    if total < 1 or processes < 1 or total % processes:
+        return []
+    share = total // processes
+    return [n for n in range(1, share + 1) if share % n == 0]
+
+
+def fit(
+    setup_of: Callable[[int, int], Setup], *, total: int, processes: int, gib: float, margin: float = 0.08
+) -> Fit | None:  # fmt: skip
+    """The largest per-device batch that fits a card of `gib` with the margin, the global batch kept.
+
+    `setup_of(per_device, accumulation)` describes the run. None where even one row does not fit.
+    """
+    best: Fit | None = None
+    for per_device in splits(total, processes):
+        accumulation = total // per_device // processes
+        planned = memory.estimate(setup_of(per_device, accumulation))
+        inside, spare = memory.fits(planned, gib, margin=margin)
+        if not inside:
+            # a larger batch never takes less, but accumulation's gradients fall away at the last split
+            if accumulation > 2:
+                break
+            continue
+        best = Fit(per_device=per_device, accumulation=accumulation, memory=planned, spare=spare)
+    return best
+
+
+def half_empty(
+    now: Memory, found: Fit | None, *, per_device: int, accumulation: int, gib: float, key: str
+) -> Iterator[Finding]:  # fmt: skip
+    """A larger batch fits, and the card is filled to less than 60 %."""
+    if found is None or found.per_device <= per_device or now.peak >= 0.6 * gib:
+        return
+    less = accumulation / found.accumulation
+    how = "halves accumulation" if less == 2 else f"divides accumulation by {less:g}"
+    yield Finding(
+        severity="note", layer="launch", code="half-empty", key=key,
+        message=f"{now.peak:.0f} of {gib:g} GiB used: per-device batch {found.per_device} fits "
+        f"({found.memory.peak:.0f} GiB) and {how}",
+        help=f"write `per_device: {found.per_device}`, or let --fit choose",
+    )  # fmt: skip
+
+
+def too_large(now: Memory, *, gib: float, margin: float = 0.08) -> Iterator[Finding]:
+    """The plan does not fit: by how much, what the peak is made of, and what would help most."""
+    inside, spare = memory.fits(now, gib, margin=margin)
+    if inside:
+        return
+    kind = max(memory.KINDS, key=now.of)
+    parts = [part for part in now.fullest.parts if part.kind == kind]
+    largest = max(parts, key=lambda part: part.gib)
+    yield Finding(
+        severity="warning", layer="launch", code="out-of-memory",
+        message=f"{now.peak:.1f} GiB are planned and {gib * (1 - margin):.1f} of {gib:g} can be used: "
+        f"{-spare:.1f} GiB missing, at the {now.fullest.name}; {now.of(kind):.1f} of it are {kind} "
+        f"({largest.name}: {largest.gib:.2f} GiB = {largest.formula})",
+        help=_MENDS.get(kind, "a smaller per-device batch, or more GPUs"),
+    )  # fmt: skip
+
+
+_MENDS = {
+    "logits": "a smaller per-device batch or shorter rows; for SFT `use_liger_kernel: true` never makes them",
+    "activations": "checkpointing, a smaller per-device batch, or shorter rows",
+    "optimizer": "more GPUs, or a ZeRO stage that cuts the optimizer (zero2, zero3, zero3_offload)",
+    "weights": "zero3, or more GPUs with zero3",
+    "gradients": "more GPUs, or zero3",
+    "communication": "smaller buckets, or communication in bf16",
+}
+
+
+# --- what is not the same on other counts of GPUs --------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variance:
+    """Something that changes with the number of GPUs although the global batch does not."""
+
+    name: str
+    message: str
+    where: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--format json`."""
+        return {"name": self.name, "message": self.message, "where": list(self.where)}
+
+
+VARIANCES: dict[tuple[str, str], tuple[Variance, ...]] = {
+    ("open_instruct", "sft"): (
+        Variance(
+            name="token weighting", where=("finetune.py:832",),
+            message="the loss is a mean over each micro-batch's own tokens, and micro-batches weigh the "
+            "same: other splits weigh tokens differently",
+        ),
+        Variance(
+            name="steps", where=("finetune.py:692", "finetune.py:720"),
+            message="an epoch's steps are rounded up from each rank's own batches: the last step of an "
+            "epoch holds a different remainder, and some rows may be read twice to fill it",
+        ),
+        Variance(
+            name="scheduler", where=("finetune.py:710",),
+            message="the scheduler is made for max_train_steps x processes, without max_train_steps for "
+            "an epoch that is not yet split: warm-up and end differ by the rounding",
+        ),
+        Variance(
+            name="resume", where=("finetune.py:766", "finetune.py:769"),
+            message="the position of a checkpoint is counted in this run's accumulation and batches: "
+            "after a change of GPUs other rows are skipped",
+        ),
+    ),
+    ("open_instruct", "dpo"): (
+        Variance(
+            name="steps", where=("dpo_tune_cache.py:440", "dpo_tune_cache.py:474"),
+            message="an epoch's steps are rounded up from each rank's own batches: the last step of an "
+            "epoch holds a different remainder",
+        ),
+        Variance(
+            name="scheduler", where=("dpo_tune_cache.py:458",),
+            message="the scheduler is made for max_train_steps x processes, without max_train_steps for "
+            "an epoch that is not yet split: warm-up and end differ by the rounding",
+        ),
+        Variance(
+            name="resume", where=("dpo_tune_cache.py:514", "dpo_tune_cache.py:564"),
+            message="the position of a checkpoint is counted in this run's accumulation and batches: "
+            "after a change of GPUs other rows are skipped",
+        ),
+    ),
+    ("trl", "sft"): (),
+    ("trl", "dpo"): (),
+}  # fmt: skip

@@ -1,0 +1,426 @@
+"""`launch plan`: what a stage needs on so many GPUs - batch, steps, memory, time, money, disk.
+
+Nothing is guessed: a number that cannot be had is null, and what memory is made of says where each part
+comes from.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from launcher import budget, cache_folders, caches, devices, lengths, memory, plan, rundir, start
+from launcher.budget import Bill, Disk, Fit, Speed, Tokens, Variance
+from launcher.errors import Finding, InvalidConfig, UsageError, errors
+from launcher.footprint import ATTENTIONS, Footprint, optimizer_steps, shape_of
+from launcher.lengths import Lengths
+from launcher.memory import Memory
+from launcher.plan import Plan
+from launcher.start import Request
+
+MARGIN = 0.08
+"""The share of a card that is left to the allocator's gaps, NCCL and the driver."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What is not in the stage file. `gpu_memory` in GiB, `price` for one GPU and hour.
+
+    `shape` names a model whose config stands for that of one that is not here yet.
+    """
+
+    row_tokens: str | None = None
+    rows: int | None = None
+    gpu_memory: float | None = None
+    gpu: str | None = None
+    price: float | None = None
+    tokens_per_second: float | None = None
+    mfu: float = budget.STATED_MFU
+    attention: str = "flash_2"
+    fit: bool = False
+    shape: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rung:
+    """The forecast for one count of GPUs; None is what cannot be known."""
+
+    plan: Plan
+    rows: int | None
+    steps: int | None
+    memory: Memory
+    gpu_memory: float | None
+    tokens: Tokens
+    speed: Speed | None
+    bill: Bill
+    disk: Disk
+    best: Fit | None
+    findings: tuple[Finding, ...]
+
+    @property
+    def spare(self) -> float | None:
+        """GiB that are left, below 0 what is missing."""
+        if self.gpu_memory is None:
+            return None
+        return memory.fits(self.memory, self.gpu_memory, margin=MARGIN)[1]
+
+    def as_json(self, *, why: bool) -> dict[str, Any]:
+        """One entry of the plan's JSON contract."""
+        spare, speed = self.spare, self.speed
+        told = {
+            **self.plan.as_json(),
+            "rows": self.rows,
+            "steps": self.steps,
+            "tokens_per_step": round(self.tokens.real),
+            "padding_share": round(self.tokens.waste, 3),
+            "memory_gib": self.memory.as_json(),
+            "fits": None if spare is None else spare >= 0,
+            "spare_gib": None if spare is None else round(spare, 2),
+            "tokens_per_second": None if speed is None else round(speed.tokens),
+            "speed_source": None if speed is None else speed.source,
+            "hours": None if self.bill.hours is None else round(self.bill.hours, 2),
+            "cost": None if self.bill.cost is None else round(self.bill.cost, 2),
+            "disk_gib": {
+                "model": round(self.disk.model, 2), "checkpoint": round(self.disk.checkpoint, 2),
+                "most": round(self.disk.most, 2),
+            },
+            "fit": None if self.best is None else {
+                "per_device": self.best.per_device, "accumulation": self.best.accumulation,
+                "peak_gib": round(self.best.memory.peak, 2), "spare_gib": round(self.best.spare, 2),
+            },
+        }  # fmt: skip
+        return {**told, "why": self.memory.why()} if why else told
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """All counts that were asked for, where the numbers come from, and what changes between them."""
+
+    rungs: tuple[Rung, ...]
+    shape: str
+    lengths: str
+    attention: str
+    variances: tuple[Variance, ...]
+    findings: tuple[Finding, ...]
+
+    def as_json(self, *, why: bool) -> dict[str, Any]:
+        """`data` of `launch plan`."""
+        return {
+            "gpus": [rung.as_json(why=why) for rung in self.rungs],
+            "sources": {"shape": self.shape, "rows": self.lengths, "attention": self.attention},
+            "varies": [one.as_json() for one in self.variances],
+        }
+
+    def lines(self, *, why: bool) -> list[str]:
+        """The same for people."""
+        shown = [_row(rung) for rung in self.rungs]
+        widths = [max(len(row[i]) for row in (_HEAD, *shown)) for i in range(len(_HEAD))]
+        table = [
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+            for row in (_HEAD, *shown)
+        ]
+        parts = [line for rung in self.rungs for line in _parts(rung, why=why)]
+        sources = [f"shape: {self.shape}", f"rows: {self.lengths}", f"attention: {self.attention}"]
+        sources += [f"speed: {one}" for one in dict.fromkeys(
+            rung.speed.source for rung in self.rungs if rung.speed is not None
+        )]  # fmt: skip
+        varies = [f"varies: {v.message} ({', '.join(v.where)})" for v in self.variances]
+        return [*table, "", *parts, "", *sources, *varies]
+
+
+_HEAD = (
+    "GPUs", "per device", "accumulation", "global", "steps", "tokens/step", "peak GiB", "fits",
+    "hours", "cost", "disk GiB",
+)  # fmt: skip
+
+
+def _row(rung: Rung) -> tuple[str, ...]:
+    spare = rung.spare
+    fits = (
+        "-"
+        if spare is None
+        else f"yes, {spare:.1f} left"
+        if spare >= 0
+        else f"no, {-spare:.1f} over"
+    )
+    hours, cost = rung.bill.hours, rung.bill.cost
+    return (
+        f"{rung.plan.gpus * rung.plan.nodes}", f"{rung.plan.per_device}", f"{rung.plan.accumulation}",
+        f"{rung.plan.global_batch}", "-" if rung.steps is None else f"{rung.steps:,}",
+        f"{rung.tokens.real:,.0f}", f"{rung.memory.peak:.1f}", fits,
+        "-" if hours is None else f"{hours:.2f}", "-" if cost is None else f"{cost:.2f}",
+        f"{rung.disk.most:.1f}",
+    )  # fmt: skip
+
+
+def _parts(rung: Rung, *, why: bool) -> Iterator[str]:
+    fullest = rung.memory.fullest
+    kinds = ((kind, rung.memory.of(kind)) for kind in memory.KINDS)
+    told = ", ".join(f"{kind} {gib:.1f}" for kind, gib in kinds if gib >= 0.05)
+    count = rung.plan.gpus * rung.plan.nodes
+    yield f"{count} GPU(s): {rung.memory.peak:.1f} GiB at the {fullest.name}: {told}"
+    if rung.best is not None and rung.best.per_device != rung.plan.per_device:
+        yield (
+            f"  --fit: per device {rung.best.per_device}, accumulation {rung.best.accumulation}: "
+            f"{rung.best.memory.peak:.1f} GiB"
+        )
+    if why:
+        for moment in sorted(rung.memory.moments, key=lambda one: -one.gib):
+            yield f"  {moment.name}: {moment.gib:.2f} GiB"
+            for part in sorted(moment.parts, key=lambda one: -one.gib):
+                where = f"  [{part.source}]" if part.source else ""
+                yield f"    {part.gib:8.2f}  {part.kind:13} {part.name}: {part.formula}{where}"
+        yield f"  tokens a step: {rung.tokens.formula}"
+        yield f"  time: {rung.bill.formula}"
+        yield f"  disk: {rung.disk.formula}"
+
+
+def counts(text: str) -> list[int]:
+    """`1,2,8` as numbers. Raises UsageError."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and len(word) < 6 for word in words):
+        raise UsageError(_usage("bad-gpus", f"`{text}` is no list of counts", "--gpus 1,2,8"))
+    return [int(word) for word in words]
+
+
+def make(request: Request, gpus: Sequence[int], terms: Terms) -> Forecast:
+    """Plan a stage file for each count of GPUs. Raises InvalidConfig, UsageError or NotReady."""
+    if terms.attention not in ATTENTIONS:
+        known = ", ".join(ATTENTIONS)
+        raise UsageError(
+            _usage("bad-attention", f"`{terms.attention}` is no attention", f"one of {known}")
+        )
+    for code, value in (
+        ("bad-gpu-memory", terms.gpu_memory), ("bad-price", terms.price),
+        ("bad-tokens-per-second", terms.tokens_per_second),
+    ):  # fmt: skip
+        if value is not None and not 0 < value < float("inf"):
+            name = code.removeprefix("bad-")
+            raise UsageError(_usage(code, f"--{name} is more than 0, not {value:g}", None))
+    if terms.price is not None and not all(gpus):
+        raise UsageError(
+            _usage("price-without-gpus", "a price is for GPUs, and there are none", None)
+        )
+    asked = start.ask(replace(request, gpus=max(gpus)), running=False)
+    card = _card(terms)
+    rungs: list[Rung] = []
+    lost: list[Finding] = []
+    seen: Lengths | None = None
+    for count in gpus:
+        try:
+            planned = plan.make(asked.stage, gpus=count, nodes=request.nodes, output=Path("model"))
+        except InvalidConfig as error:
+            lost += error.findings
+            continue
+        stopping = errors(planned.findings)
+        if stopping:
+            lost += stopping
+            continue
+        seen = seen or _lengths(planned, asked.trainer.packages, terms)
+        rungs.append(_rung(planned, seen, terms, card))
+    if lost:
+        raise InvalidConfig(list(dict.fromkeys(lost)))
+    assert seen is not None
+    options = asked.stage.options
+    several = len(gpus) > 1
+    return Forecast(
+        rungs=tuple(rungs), shape=shape_of(rungs[0].plan, terms.shape).source, lengths=seen.source,
+        attention=terms.attention, findings=tuple(f for rung in rungs for f in rung.findings),
+        variances=budget.VARIANCES.get((options.backend, options.stage), ()) if several else (),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Card:
+    """The GPU that is planned for: its name, and its memory in GiB, where known."""
+
+    name: str
+    gib: float | None
+
+
+def _card(terms: Terms) -> _Card:
+    present = devices.look(os.environ).present
+    name = terms.gpu or (present[0].name if present else "")
+    gib = terms.gpu_memory
+    if gib is None and present and terms.gpu is None:
+        gib = present[0].memory_mib / 1024
+    return _Card(name, gib)
+
+
+def _rung(planned: Plan, rows: Lengths, terms: Terms, card: _Card) -> Rung:
+    counted = terms.rows if terms.rows is not None else planned.rows
+    counted = rows.rows if counted is None else counted
+    planned = replace(planned, steps=optimizer_steps(planned, counted))
+    limit = planned.values.get(planned.stage.entry.names.max_length)
+    cut = rows.cut(limit if isinstance(limit, int) else None)
+    footprint = Footprint(
+        plan=planned, shape=shape_of(planned, terms.shape), rows=cut, attention=terms.attention
+    )
+    setup = footprint.setup()
+    found = memory.estimate(setup)
+    tokens = budget.tokens_per_step(
+        cut, per_device=planned.per_device, accumulation=planned.accumulation,
+        processes=planned.processes, packed=footprint.packed, dpo=footprint.dpo,
+    )  # fmt: skip
+    speed = _speed(footprint, tokens, terms, card)
+    passes = footprint.dpo and setup.reference == "cache"
+    bill = (
+        Bill(hours=None, cost=None, formula="the speed is not known: --gpu H100, or --tokens-per-second")
+        if speed is None
+        else budget.bill(
+            steps=planned.steps, tokens=tokens, speed=speed, devices=planned.processes,
+            price=terms.price, reference_rows=counted if passes else None,
+            per_step_rows=planned.global_batch,
+        )
+    )  # fmt: skip
+    best = None
+    if card.gib is not None:
+        best = budget.fit(
+            footprint.setup, total=planned.global_batch, processes=planned.processes, gib=card.gib,
+            margin=MARGIN,
+        )  # fmt: skip
+    said = _said(planned, found, best, card)
+    return Rung(
+        plan=planned, rows=counted, steps=planned.steps, memory=found, gpu_memory=card.gib,
+        tokens=tokens, speed=speed, bill=bill, disk=budget.disk(setup, kept=_kept(planned)),
+        best=best if terms.fit else None, findings=said,
+    )  # fmt: skip
+
+
+def _said(planned: Plan, found: Memory, best: Fit | None, card: _Card) -> tuple[Finding, ...]:
+    if card.gib is None:
+        return ()
+    origin = planned.stage.config.origin("batch.per_device")
+    told = (
+        *budget.too_large(found, gib=card.gib, margin=MARGIN),
+        *budget.half_empty(
+            found, best, per_device=planned.per_device, accumulation=planned.accumulation,
+            gib=card.gib, key="batch.per_device",
+        ),
+    )  # fmt: skip
+    which = f"{planned.gpus * planned.nodes} GPU(s): "
+    return tuple(
+        replace(one, message=which + one.message, file=origin.file, line=origin.line)
+        for one in told
+    )
+
+
+def _kept(planned: Plan) -> int:
+    """Checkpoints that lie side by side."""
+    values = planned.values
+    limit = values.get("keep_last_n_checkpoints", values.get("save_total_limit"))
+    every = values.get("checkpointing_steps", values.get("save_steps"))
+    if not every or values.get("save_strategy") == "no":
+        return 0
+    if isinstance(limit, int) and limit >= 0:
+        return limit
+    whole = isinstance(every, int | float) and planned.steps and every >= 1
+    return int(planned.steps // every) if whole and planned.steps else 1
+
+
+def _speed(footprint: Footprint, tokens: Tokens, terms: Terms, card: _Card) -> Speed | None:
+    planned = footprint.plan
+    if terms.tokens_per_second is not None:
+        return Speed(tokens=terms.tokens_per_second, source="--tokens-per-second", measured=True)
+    if (seen := measured(planned, card.name)) is not None:
+        return seen
+    if not card.name:
+        return None
+    return budget.stated_speed(
+        footprint.shape, tokens, footprint.rows.mean, device=card.name, devices=planned.processes,
+        mfu=terms.mfu, adapters=footprint.adapters is not None, dpo=footprint.dpo,
+    )  # fmt: skip
+
+
+_ALIKE = ("model_name_or_path", "packing", "use_liger_kernel", "use_lora", "use_peft")
+
+
+def measured(planned: Plan, card: str) -> Speed | None:
+    """What the newest like run on such GPUs did, for as many GPUs as are planned."""
+    if not card:
+        return None
+    for folder in reversed(rundir.known_runs()):
+        head = rundir.read_head(folder)
+        options = planned.stage.options
+        if (head.get("stage"), head.get("backend")) != (options.stage, options.backend):
+            continue
+        told = rundir.read_manifest(folder)
+        cards = (told.get("machine") or {}).get("gpus") or [""]
+        figures = rundir.read_json(folder.verdict).get("metrics") or {}
+        rate, was = figures.get("tokens_per_second"), told.get("plan") or {}
+        if card not in str(cards[0]) or not isinstance(rate, int | float) or not was.get("gpus"):
+            continue
+        args = told.get("args") or {}
+        if all(_same(args.get(name), planned.values.get(name)) for name in _ALIKE):
+            count = was["gpus"] * was.get("nodes", 1)
+            source = f"{folder.path.name}: {rate:,.0f} tokens/s on {count} GPU(s)"
+            return Speed(tokens=rate / count * planned.processes, source=source, measured=True)
+    return None
+
+
+def _same(told: object, value: object) -> bool:
+    return (told.get("value") if isinstance(told, Mapping) else None) == value
+
+
+# --- row lengths ----------------------------------------------------------------------------------
+
+
+def _lengths(planned: Plan, packages: Mapping[str, str], terms: Terms) -> Lengths:
+    """By `--row-tokens`, else of the tokenised dataset that the run would hit, else of local rows."""
+    if terms.row_tokens is not None:
+        return lengths.parse(terms.row_tokens)
+    dpo = planned.stage.options.stage == "dpo"
+    columns = ("chosen_input_ids", "rejected_input_ids") if dpo else ("input_ids",)
+    for folder in _tokenised(planned, packages):
+        try:
+            return lengths.of_dataset(folder, columns)
+        except InvalidConfig:
+            continue
+    local, tokenizer = _local(planned)
+    if local is not None and tokenizer is not None:
+        return lengths.of_texts(local, tokenizer)
+    origin = planned.stage.config.origin(f"args.{planned.stage.entry.names.data}")
+    raise InvalidConfig(
+        Finding(
+            severity="error", layer="launch", code="unknown-lengths", key="row_tokens",
+            message="how long the rows are is not known: the data set is neither in a cache that this run "
+            "would hit nor a local .jsonl with the tokenizer beside the model",
+            help="--row-tokens MEAN:MAX, in tokens a row, such as --row-tokens 290:1100",
+            file=origin.file, line=origin.line,
+        )
+    )  # fmt: skip
+
+
+def _tokenised(planned: Plan, packages: Mapping[str, str]) -> Iterator[Path]:
+    """The entries of the dataset's cache folder, the newest first."""
+    for one in caches.derive(planned, packages, running=False):
+        if one.kind != "dataset":
+            continue
+        folder = cache_folders.opened(one.path)
+        entries = [] if folder is None else [one.path / name for name in folder.entries()]
+        yield from sorted(entries, key=lambda path: -path.stat().st_mtime)
+
+
+def _local(planned: Plan) -> tuple[Path | None, Path | None]:
+    """The first local file of rows, and the model's own tokenizer."""
+    values, names = planned.values, planned.stage.entry.names
+    listed = values.get(names.data)
+    named = [str(one) for one in listed[::2]] if isinstance(listed, list) else [str(listed)]
+    files = [Path(name) for name in named if name.endswith(".jsonl")]
+    files += [
+        path
+        for name in named
+        if Path(name).is_dir()
+        for path in sorted(Path(name).glob("train*.jsonl"))
+    ]
+    model = values.get("tokenizer_name_or_path") or values.get(names.model)
+    tokenizer = Path(str(model)) / "tokenizer.json"
+    local = next((path for path in files if path.is_file()), None)
+    return local, tokenizer if tokenizer.is_file() else None
+
+
+def _usage(code: str, message: str, help: str | None) -> Finding:
+    return Finding(severity="error", layer="launch", code=code, message=message, help=help)

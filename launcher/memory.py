@@ -1,0 +1,811 @@
+"""The peak of torch's allocated memory on the fullest rank, in GiB, by part and by moment.
+
+A run's memory has a few moments that can be its peak: the engine's start, the reference pass, the loss, a
+layer's backward pass, the embedding's gradient, the optimizer's step. Each is a sum of parts; each part
+carries its formula and where that comes from. The largest moment is the peak. What is not described
+raises, instead of being guessed.
+
+What the ZeRO stages keep follows "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
+(Rajbhandari et al., 2020), the temporary copies are read from DeepSpeed 0.18.9 and measured there: a
+test runs its engine and counts every allocation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from launcher import activations
+from launcher.activations import FULL, HALF, Amount, Kernels
+from launcher.errors import Finding, InvalidConfig
+from launcher.lengths import Batch
+from launcher.shapes import Shape
+
+GIB = 2**30
+
+# cuBLAS keeps one workspace a thread that multiplies on Hopper: forward and backward
+_WORKSPACE = 2 * 32 * 2**20
+
+KINDS = ("weights", "gradients", "optimizer", "communication", "activations", "logits", "other")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One thing in memory at a moment: `kind` is one of KINDS."""
+
+    kind: str
+    name: str
+    gib: float
+    formula: str
+    source: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """The part as `--format json` shows it."""
+        return {
+            "kind": self.kind, "name": self.name, "gib": round(self.gib, 3),
+            "formula": self.formula, "source": self.source,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """What is in memory at one point of a run."""
+
+    name: str
+    parts: tuple[Part, ...]
+
+    @property
+    def gib(self) -> float:
+        """All parts together."""
+        return sum(part.gib for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """The moments of a run; the fullest is its peak."""
+
+    moments: tuple[Moment, ...]
+
+    @property
+    def fullest(self) -> Moment:
+        """The moment of the peak."""
+        return max(self.moments, key=lambda moment: moment.gib)
+
+    @property
+    def peak(self) -> float:
+        """GiB allocated at most."""
+        return self.fullest.gib
+
+    def of(self, kind: str) -> float:
+        """GiB of one kind at the peak."""
+        return sum(part.gib for part in self.fullest.parts if part.kind == kind)
+
+    def as_json(self) -> dict[str, Any]:
+        """`memory_gib` of the plan's JSON contract: the peak, and its parts by kind."""
+        kinds = {kind: round(self.of(kind), 2) for kind in KINDS}
+        return {"peak": round(self.peak, 2), **kinds, "moment": self.fullest.name}
+
+    def why(self) -> list[dict[str, Any]]:
+        """Every moment with its parts and their formulas, the fullest first."""
+        ordered = sorted(self.moments, key=lambda moment: -moment.gib)
+        return [
+            {"moment": m.name, "gib": round(m.gib, 2), "parts": [p.as_json() for p in m.parts]}
+            for m in ordered
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Zero:
+    """A DeepSpeed config as far as memory depends on it; sizes are elements, `communication` bytes."""
+
+    stage: int
+    communication: int = HALF
+    overlap: bool = False
+    bucket: int = 500_000_000
+    prefetch: int = 50_000_000
+    persistence: int = 100_000
+    live: int = 1_000_000_000
+    reuse: int = 1_000_000_000
+    sub_group: int = 1_000_000_000
+    offload_optimizer: bool = False
+    offload_params: bool = False
+    secondary: int = 1
+    """ZeRO++: how many ranks share a second copy of the weights (`zero_hpz_partition_size`)."""
+
+
+_TYPES = {
+    "fp32": FULL,
+    "float32": FULL,
+    "bf16": HALF,
+    "bfp16": HALF,
+    "bfloat16": HALF,
+    "fp16": HALF,
+}
+
+
+def zero_of(config: Mapping[str, Any] | None, hidden: int) -> Zero | None:
+    """A parsed DeepSpeed file; `auto` becomes what accelerate fills in (accelerate/accelerator.py:2323).
+
+    None without DeepSpeed, and for stage 0, which is plain data parallelism.
+    """
+    if config is None:
+        return None
+    section = config.get("zero_optimization")
+    zero: Mapping[str, Any] = section if isinstance(section, Mapping) else {}
+    stage = zero.get("stage", 0)
+    auto = {
+        "reduce_bucket_size": hidden * hidden,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+        "stage3_param_persistence_threshold": 10 * hidden,
+    }
+
+    def number(key: str, default: int) -> int:
+        value = zero.get(key, default)
+        value = auto.get(key, default) if value == "auto" else value
+        return int(value) if isinstance(value, int | float) and value >= 0 else default
+
+    def device(key: str) -> bool:
+        part = zero.get(key)
+        return isinstance(part, Mapping) and part.get("device", "none") not in ("none", None)
+
+    said = config.get("communication_data_type")
+    overlap = zero.get("overlap_comm")
+    return Zero(
+        stage=int(stage), communication=_TYPES.get(str(said), HALF),
+        overlap=bool(overlap) if overlap is not None else stage == 3,
+        bucket=number("reduce_bucket_size", 500_000_000),
+        prefetch=number("stage3_prefetch_bucket_size", 50_000_000),
+        persistence=number("stage3_param_persistence_threshold", 100_000),
+        live=number("stage3_max_live_parameters", 1_000_000_000),
+        reuse=number("stage3_max_reuse_distance", 1_000_000_000),
+        sub_group=number("sub_group_size", 1_000_000_000),
+        offload_optimizer=device("offload_optimizer"), offload_params=device("offload_param"),
+        secondary=number("zero_hpz_partition_size", 1),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapters:
+    """LoRA: rank, the linears it is put on, and bytes an element of its weights."""
+
+    rank: int
+    targets: tuple[str, ...]
+    bytes: int = HALF
+    dropout: bool = True
+
+    def parameters(self, shape: Shape) -> int:
+        """Trained parameters."""
+        wanted = [s for name, s in shape.linears().items() if name in self.targets]
+        return shape.layers * sum(self.rank * (out + into) for out, into in wanted)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """Everything that the peak depends on.
+
+    `batch` is the largest micro-batch (DPO: chosen and rejected rows together). `loss` is "full" (the
+    model's own), "liger" (fused into the output layer), "tiled" (TRL's) or "logprobs" (open-instruct's
+    DPO). `reference` is "" (none), "cache" (a pass beforehand: open-instruct), "model" (a second model
+    beside: TRL) or "adapter" (the adapters are switched off: TRL with LoRA). `weight_bytes` are those of
+    the loaded weights; `weight_bytes` 4 with `autocast` is TRL's default.
+    """
+
+    shape: Shape
+    batch: Batch
+    processes: int
+    accumulation: int
+    stage: str = "sft"
+    loss: str = "full"
+    reference: str = ""
+    zero: Zero | None = None
+    attention: str = "flash"
+    liger: bool = False
+    checkpointing: bool = False
+    weight_bytes: int = HALF
+    autocast: bool = False
+    fused_optimizer: bool = True
+    state_bytes: int | None = None
+    adapters: Adapters | None = None
+    packed: bool = False
+    steps: int | None = None
+    extra: tuple[Part, ...] = field(default=())
+
+    @property
+    def kernels(self) -> Kernels:
+        """What decides on the layers' operators."""
+        sdpa = "sdpa_packed" if self.attention == "sdpa" and self.packed else self.attention
+        adapters = self.adapters
+        return Kernels(
+            attention=sdpa, liger=self.liger, checkpointing=self.checkpointing,
+            wide=self.weight_bytes == FULL, autocast=self.autocast,
+            adapter_rank=adapters.rank if adapters else 0,
+            adapter_bytes=adapters.bytes if adapters else HALF,
+            adapter_dropout=adapters.dropout if adapters else True,
+            adapter_targets=adapters.targets if adapters else (),
+        )  # fmt: skip
+
+    @property
+    def trained(self) -> int:
+        """Trained parameters."""
+        return self.adapters.parameters(self.shape) if self.adapters else self.shape.parameters
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes an element of a gradient as the backward pass makes it."""
+        return self.adapters.bytes if self.adapters else self.weight_bytes
+
+
+def estimate(setup: Setup) -> Memory:
+    """The peak of a run and what it is made of; raises InvalidConfig (`unknown-memory`)."""
+    if setup.shape.experts:
+        raise InvalidConfig(_unknown(
+            f"the activations of {setup.shape.family} models (experts) are not described"
+        ))  # fmt: skip
+    if setup.shape.layout.fused and setup.adapters:
+        raise InvalidConfig(_unknown("LoRA on fused projections is not described"))
+    engine: _Engine
+    if setup.zero is not None and setup.zero.stage == 3:
+        engine = _Sharded(setup, setup.zero)
+    elif setup.zero is not None and setup.zero.stage in (1, 2):
+        engine = _Partitioned(setup, setup.zero)
+    else:
+        engine = _Plain(setup)
+    return Memory(moments=tuple(_moments(setup, engine)))
+
+
+def _moments(setup: Setup, engine: _Engine) -> Iterable[Moment]:
+    work = Part(kind="other", name="cuBLAS workspaces", gib=_WORKSPACE / GIB, formula="2 x 32 MiB")
+    always = (work, *setup.extra)
+    yield Moment(name="start", parts=engine.start())
+    resting = (*engine.resting(), *always)
+    if setup.reference == "cache":
+        yield Moment(
+            name="reference pass", parts=(*engine.untrained(), *always, *_reference(setup))
+        )
+    if setup.reference in {"model", "adapter"}:
+        held = (*resting, *engine.accumulated(), *engine.gathered(whole=False))
+        yield Moment(name="reference pass", parts=(*held, *_kept(setup), *_reference(setup)))
+    before = (*resting, *engine.accumulated(), *engine.cast())
+    copies = engine.cast(passing=True)
+    if setup.checkpointing and copies and not setup.adapters:
+        # autocast forgets its copies at the end of the pass, whatever is checkpointed
+        ahead = (*resting, *engine.accumulated(), *copies)
+        yield Moment(name="forward pass", parts=(*ahead, *_kept(setup), *_tile(setup)))
+    at_loss = (*before, *engine.gathered(whole=True))
+    yield Moment(name="loss", parts=(*at_loss, *_kept(setup), *_head(setup)))
+    if not setup.adapters:
+        yield Moment(
+            name="output layer's gradient",
+            parts=(*at_loss, *_kept(setup), *_output_gradient(setup)),
+        )
+        if not setup.shape.tied:
+            # when the next gradient is there; a tied one waits for the embedding's
+            held = (*before, *engine.buckets(), *engine.gathered(whole=True, output=False))
+            parts = (*_output_gradient(setup, made=True), *engine.sent(setup.shape.embedding))
+            yield Moment(
+                name="sending the output layer's gradient", parts=(*held, *_kept(setup), *parts)
+            )
+    layer = activations.backward(setup.shape, setup.kernels, setup.batch)
+    yield Moment(
+        name="last layer's backward pass",
+        parts=(
+            *before, *engine.buckets(), *engine.filling(), *engine.gathered(whole=False),
+            *_kept(setup), *_recomputed(setup),
+            _part("activations", "gradients inside a layer", layer), *_held_output(setup),
+        ),
+    )  # fmt: skip
+    if not setup.adapters:
+        yield Moment(
+            name="embedding's gradient",
+            parts=(
+                *resting, *engine.accumulated(), *engine.buckets(), *engine.filled(),
+                *engine.gathered_embedding(),
+                *_embedding_gradient(setup, engine.sent(setup.shape.embedding)),
+            ),
+        )  # fmt: skip
+    yield Moment(name="gradient norm", parts=(*resting, *engine.norm()))
+    yield Moment(name="optimizer's step", parts=(*resting, *engine.step()))
+
+
+# --- activations at a moment -----------------------------------------------------------------------
+
+
+def _part(kind: str, name: str, amount: Amount, times: int = 1, source: str = "") -> Part:
+    formula = amount.formula if times == 1 else f"{times} x ({amount.formula})"
+    return Part(
+        kind=kind, name=name, gib=times * amount.bytes / GIB, formula=formula, source=source
+    )
+
+
+def _kept(setup: Setup) -> tuple[Part, ...]:
+    """What all layers keep when the loss is there."""
+    shape, kernels, batch = setup.shape, setup.kernels, setup.batch
+    rope = Amount(
+        bytes=2 * (FULL if kernels.wide else HALF) * shape.head_dim * batch.width,
+        formula="cosines and sines",
+    )
+    if setup.checkpointing:
+        amount = activations.checkpoint(shape, kernels, batch)
+        name = "inputs of checkpointed layers"
+    else:
+        amount, name = activations.layer(shape, kernels, batch), "kept by the layers"
+    mask = Amount(
+        bytes=batch.rows * batch.width**2 if _masked(setup) else 0, formula="BS^2, the mask"
+    )
+    parts = [_part("activations", name, amount, shape.layers), _part("activations", "rope", rope)]
+    return (*parts, _part("activations", "attention mask", mask)) if mask.bytes else tuple(parts)
+
+
+def _masked(setup: Setup) -> bool:
+    padded = setup.batch.real < setup.batch.tokens
+    return setup.attention in {"sdpa", "eager"} and (padded or setup.packed)
+
+
+def _recomputed(setup: Setup) -> tuple[Part, ...]:
+    if not setup.checkpointing:
+        return ()
+    amount = activations.layer(setup.shape, setup.kernels, setup.batch)
+    if setup.liger:
+        # its first norm keeps the layer's input itself, which is counted already
+        shared = HALF * setup.shape.hidden * setup.batch.tokens
+        amount = Amount(bytes=amount.bytes - shared, formula=f"{amount.formula} - 2HT")
+    return (_part("activations", "one layer, computed again", amount),)
+
+
+def _head(setup: Setup) -> tuple[Part, ...]:
+    """The final norm and the loss at its fullest point, forward or backward."""
+    shape, batch = setup.shape, setup.batch
+    norm = activations.final_norm(shape, setup.kernels, batch)
+    parts = [Part(kind="activations", name="final norm", gib=norm / GIB, formula="kept and output")]
+    trained = setup.adapters is None
+    if setup.loss == "liger":
+        amount = activations.fused_loss(shape, batch, trained=trained)
+        return (*parts, _part("logits", "fused linear cross entropy", amount))
+    if setup.loss == "tiled":
+        amount = activations.tiled_loss(
+            shape, batch, weight_bytes=setup.weight_bytes, trained=trained
+        )
+        return (*parts, _part("logits", "log-probabilities in tiles", amount))
+    one = activations.logits(shape, batch, element=FULL)
+    return (
+        *parts,
+        _part("logits", "log-softmax, kept (fp32)", one),
+        _part("logits", "gradient of the log-softmax (fp32)", one),
+        _part("logits", "gradient of the logits (fp32)", one),
+    )
+
+
+def _tile(setup: Setup) -> tuple[Part, ...]:
+    """The logits at the end of a forward pass, as far as they differ from what `_head` counts."""
+    if setup.loss != "tiled":
+        return ()
+    amount = activations.tiles(setup.shape, setup.batch, weight_bytes=setup.weight_bytes)
+    return (_part("logits", "a tile of logits", amount),)
+
+
+def _output_gradient(setup: Setup, *, made: bool = False) -> tuple[Part, ...]:
+    """The output layer's weight gradient; that of the logits lives until it is made."""
+    shape, batch = setup.shape, setup.batch
+    weight = setup.gradient_bytes * shape.embedding
+    parts = [Part(kind="gradients", name="output layer's gradient", gib=weight / GIB,
+                  formula=f"{setup.gradient_bytes}VH")]  # fmt: skip
+    norm = activations.final_norm(shape, setup.kernels, batch)
+    parts.append(
+        Part(kind="activations", name="final norm", gib=norm / GIB, formula="kept and output")
+    )
+    if setup.loss in {"full", "logprobs"} and not made:
+        amount = activations.logits(shape, batch, element=HALF)
+        parts.append(_part("logits", "gradient of the logits (bf16)", amount))
+    return tuple(parts)
+
+
+def _held_output(setup: Setup) -> tuple[Part, ...]:
+    """A tied output layer's gradient waits for the embedding's."""
+    if not setup.shape.tied or setup.adapters:
+        return ()
+    size = setup.gradient_bytes * setup.shape.embedding
+    return (Part(kind="gradients", name="tied output layer's gradient", gib=size / GIB,
+                 formula=f"{setup.gradient_bytes}VH, until the embedding's is there"),)  # fmt: skip
+
+
+def _embedding_gradient(setup: Setup, sent: Sequence[Part]) -> tuple[Part, ...]:
+    """A dense gradient; a tied output layer's is added to it, out of place, before it is sent."""
+    one = setup.gradient_bytes * setup.shape.embedding
+    added = 2 * one if setup.shape.tied else 0
+    name, width = "embedding's gradient", setup.gradient_bytes
+    if added / GIB > summed(sent):
+        return (Part(kind="gradients", name=name, gib=(one + added) / GIB,
+                     formula=f"3 x {width}VH: its own, the output layer's, their sum"),)  # fmt: skip
+    return (Part(kind="gradients", name=name, gib=one / GIB, formula=f"{width}VH"), *sent)
+
+
+def _reference(setup: Setup) -> tuple[Part, ...]:
+    """The reference pass keeps nothing but its logits (dpo_utils.py:462)."""
+    shape, batch = setup.shape, setup.batch
+    if setup.loss == "tiled":
+        amount = activations.tiled_loss(
+            shape, batch, weight_bytes=setup.weight_bytes, trained=False
+        )
+        return (_part("logits", "log-probabilities in tiles", amount),)
+    full = activations.logits(shape, batch, element=FULL)
+    return (
+        _part("logits", "logits (bf16)", activations.logits(shape, batch, element=HALF)),
+        _part("logits", "logits (fp32)", full, source="padding_free_collator.py:14"),
+        _part("logits", "log-softmax (fp32)", full, source="padding_free_collator.py:16"),
+    )
+
+
+# --- engines ---------------------------------------------------------------------------------------
+
+
+class _Engine:
+    """What weights, gradients and the optimizer take; one subclass an engine."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.parameters = setup.shape.parameters
+        self.trained = setup.trained
+        self.ranks = setup.processes
+
+    def part(self, kind: str, name: str, size: float, formula: str, source: str = "") -> Part:
+        return Part(kind=kind, name=name, gib=size / GIB, formula=formula, source=source)
+
+    def start(self) -> tuple[Part, ...]:
+        """The engine's making."""
+        raise NotImplementedError
+
+    def resting(self) -> tuple[Part, ...]:
+        """Between two steps, from the second on."""
+        raise NotImplementedError
+
+    def untrained(self) -> tuple[Part, ...]:
+        """Before the first step."""
+        raise NotImplementedError
+
+    def accumulated(self) -> tuple[Part, ...]:
+        """Gradients of earlier micro-batches."""
+        return ()
+
+    def cast(self, *, passing: bool = False) -> tuple[Part, ...]:
+        """Weights in another type: kept for the backward pass, or (`passing`) while in the forward pass."""
+        return ()
+
+    def gathered(self, *, whole: bool, output: bool = True) -> tuple[Part, ...]:
+        """Weights of other ranks that are here: at the loss (`whole`) or in a layer.
+
+        Without `output` the output layer has been let go again.
+        """
+        return ()
+
+    def gathered_embedding(self) -> tuple[Part, ...]:
+        """The embedding, where it is only here for its backward pass."""
+        return ()
+
+    def buckets(self) -> tuple[Part, ...]:
+        """Buffers of the backward pass."""
+        return ()
+
+    def sent(self, elements: int) -> tuple[Part, ...]:
+        """Copies made to send one large gradient."""
+        return ()
+
+    def filling(self) -> tuple[Part, ...]:
+        """Gradient memory at the backward pass' beginning."""
+        return ()
+
+    def filled(self) -> tuple[Part, ...]:
+        """Gradient memory at its end."""
+        return self.filling()
+
+    def norm(self) -> tuple[Part, ...]:
+        """While the gradients' norm is taken, beside what rests."""
+        return ()
+
+    def step(self) -> tuple[Part, ...]:
+        """Beside what rests."""
+        raise NotImplementedError
+
+    @property
+    def several(self) -> bool:
+        return self.setup.accumulation > 1
+
+
+class _Plain(_Engine):
+    """No DeepSpeed: one process, or torch's DistributedDataParallel."""
+
+    @property
+    def states(self) -> int:
+        own = self.setup.adapters.bytes if self.setup.adapters else self.setup.weight_bytes
+        return self.setup.state_bytes or 2 * own
+
+    def weights(self) -> tuple[Part, ...]:
+        width = self.setup.weight_bytes
+        parts = [self.part("weights", "weights", width * self.parameters, f"{width}P")]
+        if self.setup.adapters:
+            own = self.setup.adapters.bytes * self.trained
+            parts.append(self.part("weights", "adapters", own, f"{self.setup.adapters.bytes}A"))
+        if self.setup.reference == "model":
+            size = width * self.parameters
+            parts.append(self.part("weights", "reference model", size, f"{width}P"))
+        return tuple(parts)
+
+    def start(self) -> tuple[Part, ...]:
+        return self.weights()
+
+    def untrained(self) -> tuple[Part, ...]:
+        return self.weights()
+
+    def resting(self) -> tuple[Part, ...]:
+        states = self.part("optimizer", "Adam's two states", self.states * self.trained,
+                           f"{self.states} x trained parameters")  # fmt: skip
+        buckets: tuple[Part, ...] = ()
+        if self.ranks > 1:
+            size = self.setup.gradient_bytes * self.trained
+            why = "DistributedDataParallel's buckets: one copy of the gradients"
+            buckets = (self.part("communication", "gradient buckets", size, why),)
+        return (*self.weights(), states, *buckets)
+
+    def gradients(self) -> Part:
+        width = self.setup.gradient_bytes
+        return self.part("gradients", "gradients", width * self.trained, f"{width} x trained")
+
+    def accumulated(self) -> tuple[Part, ...]:
+        return (self.gradients(),) if self.several else ()
+
+    def cast(self, *, passing: bool = False) -> tuple[Part, ...]:
+        if not (self.setup.autocast and self.setup.weight_bytes == FULL):
+            return ()
+        shape = self.setup.shape
+        linear = shape.layers * sum(out * into for out, into in shape.linears().values())
+        if self.setup.checkpointing and not passing:
+            linear //= shape.layers
+        why = "bf16 copies that autocast keeps: 2 x the layers' linear weights"
+        return (self.part("weights", "autocast's copies", HALF * linear, why),)
+
+    def filled(self) -> tuple[Part, ...]:
+        return () if self.several else (self.gradients(),)
+
+    def step(self) -> tuple[Part, ...]:
+        parts = [self.gradients()]
+        if not self.setup.fused_optimizer:
+            half = self.states // 2
+            why = "a copy of one state while it is rooted (foreach)"
+            parts.append(self.part("optimizer", "square roots", half * self.trained, why))
+        return tuple(parts)
+
+
+class _Partitioned(_Engine):
+    """ZeRO-1 and ZeRO-2: bf16 weights everywhere, fp32 weights and states cut into one part a rank."""
+
+    def __init__(self, setup: Setup, zero: Zero) -> None:
+        super().__init__(setup)
+        self.zero = zero
+        self.own = self.trained / self.ranks
+
+    def weights(self) -> tuple[Part, ...]:
+        parts = [self.part("weights", "weights (bf16)", HALF * self.parameters, "2P")]
+        if self.setup.adapters:
+            parts.append(self.part("weights", "adapters (bf16)", HALF * self.trained, "2A"))
+        if self.setup.reference == "model":
+            parts.append(self.part("weights", "reference model", HALF * self.parameters, "2P"))
+        return tuple(parts)
+
+    def master(self) -> tuple[Part, ...]:
+        if self.zero.offload_optimizer:
+            return ()
+        return (self.part("optimizer", "weights (fp32)", FULL * self.own, "4P/N",
+                          "deepspeed/runtime/zero/stage_1_and_2.py:472"),)  # fmt: skip
+
+    def start(self) -> tuple[Part, ...]:
+        flat = HALF * self.trained
+        made = 0 if self.zero.offload_optimizer else (FULL + FULL) * self.own
+        size, why = max((flat, "2P, the flat copy"), (made, "8P/N, fp32 weights and zeros"))
+        return (*self.weights(), self.part("optimizer", "being made", size, why))
+
+    def untrained(self) -> tuple[Part, ...]:
+        return (*self.weights(), *self.master())
+
+    def resting(self) -> tuple[Part, ...]:
+        if self.zero.offload_optimizer:
+            buffer = HALF * (self.setup.shape.largest if not self.setup.adapters else self.trained)
+            return (*self.weights(), self.part("communication", "buffer for offloaded gradients",
+                                               buffer, "2 x the largest weight"))  # fmt: skip
+        states = self.part("optimizer", "Adam's two states (fp32)", 2 * FULL * self.own, "8P/N",
+                           "made in the first step")  # fmt: skip
+        return (*self.weights(), *self.master(), states)
+
+    def partition(self, name: str) -> Part:
+        # a weight that crosses a boundary is kept whole
+        whole = self.own if self.setup.adapters else max(self.own, self.setup.shape.largest)
+        return self.part("gradients", name, HALF * whole, "2P/N, a weight at least",
+                         "deepspeed/runtime/zero/stage_1_and_2.py:1527")  # fmt: skip
+
+    def norm(self) -> tuple[Part, ...]:
+        if self.zero.offload_optimizer:
+            return ()
+        largest = min(self.own, self.trained if self.setup.adapters else self.setup.shape.largest)
+        return (
+            self.partition("gradients of this rank"),
+            self.part("gradients", "one of them in fp64", 8 * largest, "8 x the largest",
+                      "deepspeed/runtime/zero/stage_1_and_2.py:1933"),
+        )  # fmt: skip
+
+    def accumulated(self) -> tuple[Part, ...]:
+        if not self.several or self.zero.offload_optimizer:
+            return ()
+        if self.zero.stage == 1:
+            return (self.part("gradients", "gradients so far", HALF * self.trained, "2P"),)
+        return (self.partition("gradients so far"),)
+
+    def buckets(self) -> tuple[Part, ...]:
+        count = 2 if self.zero.overlap else 1
+        parts = [self.part("communication", "gradient buckets", HALF * count * self.zero.bucket,
+                           f"{count} x 2 x {self.zero.bucket:,}")]  # fmt: skip
+        size, why = self._sending(min(self.zero.bucket, self.trained))
+        return (*parts, self.part("communication", "bucket being sent", size, why))
+
+    def _sending(self, elements: float) -> tuple[float, str]:
+        """One flat copy where several ranks' parts are in it, one more in the communication type."""
+        flat = HALF * elements if self.ranks > 1 and elements == self.zero.bucket else 0
+        wide = self.zero.communication * elements if self.zero.communication != HALF else 0
+        return flat + wide, f"{self.zero.communication} x {elements:,.0f} to send"
+
+    def sent(self, elements: int) -> tuple[Part, ...]:
+        if self.zero.communication == HALF:
+            return ()
+        size = self.zero.communication * elements
+        return (self.part("communication", "large gradient being sent", size,
+                          f"{self.zero.communication}VH"),)  # fmt: skip
+
+    def filling(self) -> tuple[Part, ...]:
+        if self.zero.offload_optimizer or self.zero.stage == 1:
+            return ()
+        return (self.partition("gradients of this rank"),)
+
+    def filled(self) -> tuple[Part, ...]:
+        if self.zero.offload_optimizer:
+            return ()
+        if self.zero.stage == 1:
+            whole = () if self.several else (
+                self.part("gradients", "gradients", HALF * self.trained, "2P"),)  # fmt: skip
+            return (*whole, self.partition("gradients of this rank"))
+        return (self.partition("gradients of this rank"),)
+
+    def step(self) -> tuple[Part, ...]:
+        if self.zero.offload_optimizer:
+            return ()
+        where = "deepspeed/runtime/zero/stage_1_and_2.py:2171"
+        return (
+            self.partition("gradients of this rank"),
+            self.part("gradients", "the same, flat", HALF * self.own, "2P/N", where),
+            self.part("gradients", "the same, fp32", FULL * self.own, "4P/N", where),
+        )
+
+
+class _Sharded(_Engine):
+    """ZeRO-3: everything cut into one part a rank; weights are gathered where they are used."""
+
+    def __init__(self, setup: Setup, zero: Zero) -> None:
+        super().__init__(setup)
+        self.zero = zero
+        self.own = self.trained / self.ranks
+
+    def weights(self) -> tuple[Part, ...]:
+        shape, parts = self.setup.shape, []
+        if not self.zero.offload_params:
+            parts.append(self.part("weights", "weights (bf16), this rank's",
+                                   HALF * self.parameters / self.ranks, "2P/N"))  # fmt: skip
+        small = HALF * shape.smaller_than(self.zero.persistence)
+        parts.append(self.part("weights", "small weights, whole", small,
+                               f"2 x weights under {self.zero.persistence:,}"))  # fmt: skip
+        if 1 < self.zero.secondary <= self.ranks:
+            size = HALF * self.parameters / self.zero.secondary
+            parts.append(self.part("weights", "second copy (ZeRO++)", size,
+                                   f"2P/{self.zero.secondary}"))  # fmt: skip
+        if self.setup.adapters:
+            parts.append(self.part("weights", "adapters", HALF * self.trained, "2A"))
+        if self.setup.reference == "model":
+            size = HALF * self.parameters / self.ranks
+            parts.append(self.part("weights", "reference model", size, "2P/N"))
+        return tuple(parts)
+
+    def flat(self) -> tuple[Part, ...]:
+        if self.zero.offload_optimizer:
+            return ()
+        return (
+            self.part("gradients", "gradients (bf16), this rank's", HALF * self.own, "2P/N"),
+            self.part("optimizer", "weights (fp32)", FULL * self.own, "4P/N"),
+        )
+
+    def start(self) -> tuple[Part, ...]:
+        # offloaded, the fp32 weights are made on the host
+        made = 0 if self.zero.offload_optimizer else FULL * self.own
+        return (*self.weights(), *self.flat(), self.part("optimizer", "being made", made, "4P/N"))
+
+    def untrained(self) -> tuple[Part, ...]:
+        gathered = self.gathered(whole=True)
+        return (*self.weights(), *self.flat(), *gathered)
+
+    def resting(self) -> tuple[Part, ...]:
+        if self.zero.offload_optimizer:
+            return self.weights()
+        states = self.part("optimizer", "Adam's two states (fp32)", 2 * FULL * self.own, "8P/N")
+        return (*self.weights(), *self.flat(), states)
+
+    def gathered_embedding(self) -> tuple[Part, ...]:
+        size = HALF * self.setup.shape.embedding
+        return (self.part("weights", "gathered embedding", size, "2VH"),)
+
+    def gathered(self, *, whole: bool, output: bool = True) -> tuple[Part, ...]:
+        """A weight stays while it is used again within the reuse distance."""
+        elements = self._live_at_loss() if whole else self._live_in_layer()
+        if whole and not output:
+            elements -= self.setup.shape.embedding
+        return (self.part("weights", "gathered weights", HALF * elements,
+                          f"2 x {elements:,.0f}"),)  # fmt: skip
+
+    def _live_at_loss(self) -> float:
+        """The output layer, and of the last layers those whose next use is near enough."""
+        shape = self.setup.shape
+        reach = min(self.zero.reuse, 2 * self.parameters)
+        # from a layer's end to its backward pass lie twice what is after it, and the output layer
+        distance, live = 2.0 * shape.embedding, float(shape.embedding)
+        for _ in range(shape.layers):
+            if distance >= reach:
+                return live
+            share = min(1.0, (reach - distance) / shape.layer_parameters)
+            live += share * shape.layer_parameters
+            distance += 2 * shape.layer_parameters
+        # the embedding itself, which a tied model has counted
+        return live if shape.tied else live + shape.embedding
+
+    def _live_in_layer(self) -> float:
+        shape = self.setup.shape
+        if self.zero.reuse >= 2 * self.parameters:
+            return float(self.parameters)
+        widest = max(out * into for out, into in shape.linears().values())
+        held = shape.layer_parameters if self.setup.checkpointing else widest
+        return min(held + self.zero.prefetch, float(self.parameters))
+
+    def buckets(self) -> tuple[Part, ...]:
+        size = HALF * min(self.zero.bucket, self.parameters) * (2 if self.zero.overlap else 1)
+        return (self.part("communication", "gradient bucket", size, f"2 x {self.zero.bucket:,}"),)
+
+    def sent(self, elements: int) -> tuple[Part, ...]:
+        """A gradient is made flat for all ranks, and before that turned into the communication type."""
+        width = self.zero.communication
+        size = width * elements + (width * elements if width != HALF else 0)
+        return (self.part("communication", "large gradient being sent", size,
+                          f"{size // max(1, elements)}VH"),)  # fmt: skip
+
+    def step(self) -> tuple[Part, ...]:
+        if self.zero.offload_optimizer:
+            return ()
+        group = min(self.own, self.zero.sub_group)
+        return (
+            self.part("gradients", "flat, one sub-group", HALF * group, f"2 x {group:,.0f}"),
+            self.part("gradients", "fp32, one sub-group", FULL * group, f"4 x {group:,.0f}"),
+        )
+
+
+def fits(memory: Memory, gib: float, *, margin: float = 0.08) -> tuple[bool, float]:
+    """Whether a card of `gib` holds it, and GiB to spare (negative: missing).
+
+    `margin` is the share of the card that allocated memory cannot use: CUDA's own context, NCCL's
+    buffers, and what the allocator has reserved in pieces.
+    """
+    usable = gib * (1 - margin)
+    return memory.peak <= usable, usable - memory.peak
+
+
+def _unknown(message: str) -> Finding:
+    return Finding(
+        severity="error", layer="launch", code="unknown-memory", message=message,
+        help="memory cannot be planned for it; the steps and tokens can",
+    )  # fmt: skip
+
+
+def summed(parts: Sequence[Part]) -> float:
+    """GiB of several parts."""
+    return sum(part.gib for part in parts)

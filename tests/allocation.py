@@ -1,0 +1,398 @@
+"""A reference for the memory model: the real transformers model, run on tensors without data.
+
+Every operator's outputs are counted while they live, so that a forward and backward pass of an 8B model
+is measured on any machine. What has no CPU kernel (flash attention, Liger's Triton kernels) is stood in
+for by functions that allocate and keep what the real ones do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import masking_utils, modeling_utils
+
+FLOAT, HALF = torch.float32, torch.bfloat16
+
+
+class Tracker(TorchDispatchMode):
+    """Bytes of all storages made since it was entered, now and at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self.peak = 0
+        self.known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.ignored: set[int] = set()
+        self.where: str = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.see(leaf, str(func))
+        return out
+
+    def see(self, tensor: torch.Tensor, what: str = "") -> None:
+        if tensor.device.type == "meta":
+            return
+        storage = tensor.untyped_storage()
+        if storage in self.known:
+            return
+        size = storage.nbytes()
+        self.known[storage] = size
+        self.now += size
+        if self.now > self.peak:
+            self.peak, self.where = self.now, what
+        weakref.finalize(storage, self._freed, size)
+
+    def _freed(self, size: int) -> None:
+        self.now -= size
+
+    def mark(self) -> int:
+        """Bytes alive; the peak starts again from here."""
+        self.peak = self.now
+        return self.now
+
+
+# --- attention -------------------------------------------------------------------------------------
+
+
+class _Flash(torch.autograd.Function):
+    """What flash-attn 2 keeps and allocates; q (tokens, heads, dim)."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, bias: Any = None) -> Any:
+        out = torch.empty(q.shape, dtype=q.dtype)
+        lse = torch.empty(q.shape[:-1], dtype=FLOAT)
+        ctx.save_for_backward(q, k, v, out, lse, bias)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        q, k, v, _, lse, _ = ctx.saved_tensors
+        dq, dk, dv = torch.empty(q.shape, dtype=q.dtype), torch.empty_like(k), torch.empty_like(v)
+        accumulator = torch.empty(q.shape, dtype=FLOAT)
+        delta = torch.empty(lse.shape, dtype=FLOAT)
+        if k.shape != q.shape:
+            # one gradient a query head, summed up afterwards
+            wide = [torch.empty(q.shape, dtype=q.dtype) for _ in range(2)]
+            del wide
+        del accumulator, delta
+        return dq, dk, dv, None
+
+
+def _flash_attention(
+    module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any
+) -> Any:
+    """transformers' flash path: (batch, heads, length, dim) in, (batch, length, heads, dim) out."""
+    # fp32 states (autocast, adapters in fp32) are cast for the kernel
+    query, key, value = (t.to(HALF).transpose(1, 2) for t in (query, key, value))
+    if mask is None:
+        return _Flash.apply(query, key, value), None
+    batch, length, heads, dim = query.shape
+    rows = mask.flatten()[: REAL_TOKENS[0]].to(torch.int64)
+    flat = [t.reshape(batch * length, -1, dim)[rows] for t in (query, key, value)]
+    out = _Flash.apply(*flat)
+    padded = torch.zeros((batch * length, heads, dim), dtype=out.dtype)
+    padded[rows] = out
+    return padded.view(batch, length, heads, dim), None
+
+
+def _sdpa_attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+    """torch's own attention: flash kernels without a mask, memory-efficient ones with a mask."""
+    bias = None
+    query, key, value = (t.to(HALF) for t in (query, key, value))
+    if mask is not None:
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1:
+            repeat = transformers.integrations.sdpa_attention.repeat_kv
+            key, value = repeat(key, groups), repeat(value, groups)
+        # a boolean mask becomes an additive one in every layer, padded to a multiple of 8
+        shape = (*mask.shape[:-1], -(-mask.shape[-1] // 8) * 8)
+        bias = torch.empty(shape, dtype=query.dtype)
+    out = _Flash.apply(*(t.transpose(1, 2) for t in (query, key, value)), bias)
+    return out, None
+
+
+REAL_TOKENS = [0]
+
+
+# --- Liger -----------------------------------------------------------------------------------------
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any) -> Any:
+        rstd = torch.empty(x.shape[:-1], dtype=FLOAT)
+        ctx.save_for_backward(x, weight, rstd)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        # written into the gradient that came in
+        partial = torch.empty((132, x.shape[-1]), dtype=FLOAT)
+        return grad.contiguous().view(x.shape), partial.sum(0).to(weight.dtype)
+
+
+class _SiluMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Any, b: Any) -> Any:
+        ctx.save_for_backward(a, b)
+        return torch.empty_like(a)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        a, b = ctx.saved_tensors
+        return a.view(a.shape), b.view(b.shape)
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        q, k = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k))
+        ctx.save_for_backward(cos, sin)
+        return q.view(q.shape), k.view(k.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dq: Any, dk: Any) -> Any:
+        dq, dk = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (dq, dk))
+        return dq, dk, None, None
+
+
+class _FusedLoss(torch.autograd.Function):
+    """liger_kernel's fused linear cross entropy: gradients in the forward pass, a chunk at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Any, weight: Any) -> Any:
+        tokens, width = hidden.shape
+        vocab = weight.shape[0]
+        factor = -(-vocab // width)
+        chunk = 1 << (-(-tokens // factor) - 1).bit_length()
+        grad_hidden = torch.zeros_like(hidden)
+        grad_weight = torch.zeros_like(weight) if weight.requires_grad else None
+        for start in range(0, tokens, chunk):
+            part = hidden[start : start + chunk]
+            logits = part @ weight.t()
+            grad_hidden[start : start + chunk] = logits @ weight
+            if grad_weight is not None:
+                grad_weight += torch.mm(logits.t(), part).float()
+        ctx.save_for_backward(grad_hidden.detach(), grad_weight)
+        return torch.zeros((), dtype=FLOAT)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return ctx.saved_tensors
+
+
+@contextlib.contextmanager
+def _replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    before = [(holder, name, getattr(holder, name)) for holder, name, _ in changes]
+    try:
+        for holder, name, value in changes:
+            setattr(holder, name, value)
+        yield
+    finally:
+        for holder, name, value in before:
+            setattr(holder, name, value)
+
+
+def _liger(model: Any) -> list[tuple[Any, str, Any]]:
+    """What liger_kernel puts in place: RMSNorm, SwiGLU and RoPE."""
+    source = __import__(type(model).__module__, fromlist=["x"])
+    changes: list[tuple[Any, str, Any]] = []
+    for name, value in list(vars(source).items()):
+        if name.endswith("RMSNorm"):
+            changes.append((value, "forward", lambda self, x: _Norm.apply(x, self.weight)))
+        if name.endswith("MLP"):
+            changes.append((value, "forward", _swiglu))
+    changes.append((
+        source, "apply_rotary_pos_emb",
+        lambda q, k, cos, sin, *_, **__: _Rope.apply(q, k, cos, sin),
+    ))  # fmt: skip
+    return changes
+
+
+def _swiglu(self: Any, x: Any) -> Any:
+    if hasattr(self, "gate_up_proj"):
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(_SiluMul.apply(gate.contiguous(), up.contiguous()))
+    return self.down_proj(_SiluMul.apply(self.gate_proj(x), self.up_proj(x)))
+
+
+# --- a pass ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Measured:
+    """Bytes beside weights and gradients."""
+
+    forward: int
+    """Alive when the loss is there."""
+    peak: int
+    """At most, forward and backward."""
+    forward_peak: int
+    where: str = ""
+
+
+def config_of(name: str) -> Any:
+    """The transformers config of a model of launcher/shapes.json."""
+    from launcher import shapes
+
+    given = dict(shapes.table()[name.lower()])
+    config = transformers.AutoConfig.for_model(given.pop("model_type"), **given)
+    config.pad_token_id = None
+    return config
+
+
+def build(config: Any, *, lora: int | None = None, dtype: Any = HALF, adapter: Any = HALF) -> Any:
+    """A model without data; call inside `FakeTensorMode`."""
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if lora:
+        import peft
+
+        targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        settings = peft.LoraConfig(
+            r=lora, lora_alpha=16, lora_dropout=0.1, target_modules=targets, task_type="CAUSAL_LM"
+        )
+        # parameters without data cannot be moved
+        with _replaced((torch.nn.Module, "to", lambda self, *_, **__: self)):
+            model = peft.get_peft_model(model, settings)
+        for module in model.modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and parameter.requires_grad:
+                    module._parameters[name] = torch.nn.Parameter(parameter.detach().to(adapter))
+    return model
+
+
+def sft_loss(model: Any, batch: dict[str, Any], *, fused: bool = False) -> Any:
+    """As finetune.py calls it; the outputs are dropped before the backward pass."""
+    if not fused:
+        return model(**batch, use_cache=False).loss
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    hidden = inner.model(**{k: v for k, v in batch.items() if k != "labels"}, use_cache=False)[0]
+    return _FusedLoss.apply(hidden.view(-1, hidden.shape[-1]), inner.lm_head.weight)
+
+
+def _logps(logits: Any, labels: Any) -> Any:
+    """open_instruct/padding_free_collator.py:11 in its order of allocations."""
+    shifted = torch.full_like(labels, -100)
+    shifted[:, :-1] = labels[:, 1:]
+    logits = logits.to(FLOAT)
+    safe = shifted.clamp(min=0)
+    return torch.gather(logits.log_softmax(-1), 2, safe.unsqueeze(2)).squeeze(2)
+
+
+class _Tiled(torch.autograd.Function):
+    """TRL's output layer: tiles of logits, gradients summed up in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Any, weight: Any, grown: int) -> Any:
+        ctx.save_for_backward(hidden, weight)
+        tile = torch.empty((min(len(hidden), 4096), 32768), dtype=HALF)
+        del tile
+        return torch.empty(len(hidden), dtype=FLOAT)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        hidden, weight = ctx.saved_tensors
+        d_hidden = torch.zeros(hidden.shape, dtype=FLOAT)
+        d_weight = torch.zeros(weight.shape, dtype=FLOAT) if ctx.needs_input_grad[1] else None
+        tile = torch.empty((min(len(hidden), 4096), 32768), dtype=HALF)
+        assert tile.is_contiguous()
+        part = hidden[:4096].to(HALF)
+        words = weight[:32768].to(HALF)
+        del part, words
+        return (
+            d_hidden.to(hidden.dtype),
+            None if d_weight is None else d_weight.to(weight.dtype),
+            None,
+        )
+
+
+def tiled_loss(model: Any, batch: dict[str, Any]) -> Any:
+    """As trl's trainers call it: the positions without labels are left out (here there are none)."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inputs = {k: v for k, v in batch.items() if k != "labels"}
+    hidden = inner.model(**inputs, use_cache=False)[0][:, :-1]
+    chosen = hidden.reshape(-1, hidden.shape[-1]).clone()
+    return _Tiled.apply(chosen, inner.lm_head.weight, 0).sum()
+
+
+def dpo_loss(model: Any, batch: dict[str, Any]) -> Any:
+    """The concatenated forward pass of the pinned scripts: the logits live until it is left."""
+    inputs = {k: v for k, v in batch.items() if k != "labels"}
+    logits = model(**inputs).logits
+    return _logps(logits, batch["labels"]).sum()
+
+
+def measure(
+    config: Any, *, rows: int, length: int, real: int | None = None, stage: str = "sft",
+    attention: str = "flash", liger: bool = False, checkpointing: bool = False,
+    lora: int | None = None, packing: bool = False, no_grad: bool = False,
+    autocast: bool = False, dtype: Any = HALF, adapter: Any = HALF,
+    loss: Callable[..., Any] | None = None,
+) -> Measured:  # fmt: skip
+    """One forward and backward pass over `rows` x `length` tokens; `real` of them are no padding.
+
+    Gradients of weights are dropped when they are there, as ZeRO-2 does with those of other ranks.
+    """
+    padded = real is not None and real < rows * length
+    REAL_TOKENS[0] = real or rows * length
+    modeling_utils.ALL_ATTENTION_FUNCTIONS.register("traced_kernel", _flash_attention)
+    modeling_utils.ALL_ATTENTION_FUNCTIONS.register("traced_sdpa", _sdpa_attention)
+    interface = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    interface.register("traced_kernel", lambda **kw: kw["attention_mask"] if padded else None)
+    interface.register("traced_sdpa", masking_utils.sdpa_mask)
+    config = type(config).from_dict(config.to_dict())
+    config._attn_implementation = {"flash": "traced_kernel", "sdpa": "traced_sdpa"}[attention]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = build(config, lora=lora, dtype=dtype, adapter=adapter)
+        model.train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        inner = model.get_base_model() if lora else model
+        changes = _liger(inner) if liger else []
+        # CUDA's dropout keeps a boolean mask; the CPU's would keep numbers
+        changes.append((torch.nn.functional, "dropout", _dropout))
+        changes.append((masking_utils, "_ignore_causal_mask_sdpa", lambda *_, **__: not padded))
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_drop)
+        if packing:
+            rows, length = 1, rows * length
+        ids = torch.zeros((rows, length), dtype=torch.int64)
+        batch: dict[str, Any] = {"input_ids": ids, "labels": torch.zeros_like(ids)}
+        if packing:
+            batch["position_ids"] = torch.zeros_like(ids)
+        else:
+            batch["attention_mask"] = torch.ones_like(ids)
+        run = loss or (dpo_loss if stage == "dpo" else sft_loss)
+        extra = {"fused": True} if liger and stage == "sft" and loss is None else {}
+        cast = torch.autocast("cpu", dtype=HALF) if autocast else contextlib.nullcontext()
+        with _replaced(*changes), Tracker() as tracker:
+            for tensor in [*model.parameters(), *model.buffers(), *batch.values()]:
+                tracker.known[tensor.untyped_storage()] = 0
+            with torch.no_grad() if no_grad else contextlib.nullcontext(), cast:
+                value = run(model, batch, **extra)
+            forward, forward_peak = tracker.now, tracker.peak
+            if not no_grad:
+                value.backward()
+            return Measured(forward, tracker.peak, forward_peak, tracker.where)
+
+
+def _dropout(x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    return torch.native_dropout(x, p, training)[0] if p and training else x
+
+
+def _drop(parameter: Any) -> None:
+    parameter.grad = None

@@ -1,0 +1,71 @@
+"""Run under torchrun by tests/test_memory.py: a DeepSpeed engine with every allocation counted.
+
+usage: engine_allocation.py CASE_JSON OUTPUT
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+import transformers
+from allocation import HALF, Tracker
+
+HIDDEN = 256
+
+
+def main(case: dict[str, Any], output: Path) -> None:
+    """Three steps on the CPU; rank 0 writes its peak in bytes."""
+    config = transformers.Qwen2Config(
+        hidden_size=HIDDEN, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=case.get("vocab", 8192),
+        tie_word_embeddings=case.get("tied", False),
+    )  # fmt: skip
+    accumulation = case.get("accumulation", 1)
+    zero: dict[str, Any] = {
+        "stage": case["stage"], "overlap_comm": True, "contiguous_gradients": True,
+        "reduce_bucket_size": HIDDEN * HIDDEN,
+    }  # fmt: skip
+    if case["stage"] == 3:
+        zero |= {
+            "stage3_prefetch_bucket_size": int(0.9 * HIDDEN * HIDDEN),
+            "stage3_param_persistence_threshold": 10 * HIDDEN,
+        }
+    engine_config = {
+        "bf16": {"enabled": True}, "zero_optimization": zero, "gradient_clipping": 1.0,
+        "gradient_accumulation_steps": accumulation, "train_micro_batch_size_per_gpu": 2,
+        "zero_allow_untested_optimizer": True, "communication_data_type": case["communication"],
+    }  # fmt: skip
+    deepspeed.init_distributed("gloo")
+    with Tracker() as tracker:
+        with deepspeed.zero.Init(config_dict_or_path=engine_config, enabled=case["stage"] == 3):
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=HALF)
+        if case.get("checkpointing"):
+            model.gradient_checkpointing_enable()
+        # the model's own making is not the engine's
+        tracker.mark()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=engine_config)
+        engine.train()
+        ids = torch.randint(0, config.vocab_size, (2, 64))
+        for _ in range(3 * accumulation):
+            loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+            engine.backward(loss)
+            del loss
+            engine.step()
+        peak = tracker.peak
+    if dist.get_rank() == 0:
+        found = {
+            "peak": peak, "deepspeed": engine_config,
+            "config": json.loads(config.to_json_string(use_diff=False)),
+        }  # fmt: skip
+        output.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), Path(sys.argv[2]))

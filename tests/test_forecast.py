@@ -1,0 +1,209 @@
+"""`launch plan`: batch, memory, time and money for several counts of GPUs, and what is missing to say it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Write
+from made_runs import made, manifest
+from typer.testing import CliRunner
+
+from launcher import rundir
+from launcher.cli import app
+from launcher.errors import InvalidConfig, LaunchError, UsageError
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+TULU = str(CONFIGS / "tulu" / "sft_qwen7b_25pct.yaml")
+ROWS = ("--row-tokens", "302:1104")
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No GPUs, no earlier runs, no hub."""
+    monkeypatch.setenv("LAUNCH_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("LAUNCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def planned(*words: str) -> dict[str, Any]:
+    told = CliRunner().invoke(app, ["plan", *words, "--format", "json"], catch_exceptions=False)
+    answer = json.loads(told.stdout)
+    assert (told.exit_code, answer["ok"]) == (0, True)
+    data: dict[str, Any] = {**answer["data"], "codes": [f["code"] for f in answer["findings"]]}
+    return data
+
+
+def refused(*words: str) -> LaunchError:
+    told = CliRunner().invoke(app, ["plan", *words])
+    assert isinstance(told.exception, LaunchError), told.output
+    return told.exception
+
+
+def test_the_measured_point_of_two_cards() -> None:
+    """Qwen2.5-7B, two H200, ZeRO-2 with fp32 communication: 85.2 GiB, whatever the batch."""
+    (two,) = planned(TULU, "--gpus", "2", *ROWS, "--gpu-memory", "139", "--price", "2.5", "--gpu", "H200",
+                     "--rows", "100000")["gpus"]  # fmt: skip
+    assert two["memory_gib"]["peak"] == pytest.approx(85.2, rel=0.05)
+    assert (two["per_device"], two["accumulation"], two["global"]) == (16, 4, 128)
+    assert two["fits"] is True
+    assert two["steps"] == 2 * -(-100_000 // 128)
+    assert two["tokens_per_step"] == pytest.approx(128 * 302, rel=0.01)
+    assert two["cost"] == pytest.approx(two["hours"] * 2 * 2.5, rel=0.01)
+    kinds = {k: v for k, v in two["memory_gib"].items() if k not in {"peak", "moment"}}
+    assert sum(kinds.values()) == pytest.approx(two["memory_gib"]["peak"], abs=0.1)
+
+
+def test_counts_keep_the_global_batch_and_say_what_varies() -> None:
+    told = planned(TULU, "--gpus", "1,2,8", *ROWS, "--gpu-memory", "80")
+    assert [(g["gpus"], g["accumulation"], g["global"]) for g in told["gpus"]] == [
+        (1, 8, 128), (2, 4, 128), (8, 1, 128),
+    ]  # fmt: skip
+    assert [g["fits"] for g in told["gpus"]] == [False, False, True]
+    assert "out-of-memory" in told["codes"]
+    assert {v["name"] for v in told["varies"]} >= {"token weighting", "scheduler", "resume"}
+    assert planned(TULU, "--gpus", "8", *ROWS)["varies"] == []
+
+
+def test_a_half_empty_card_is_a_finding() -> None:
+    llama = str(CONFIGS / "llama" / "llama31_8b_sft_10pct.yaml")
+    told = planned(llama, "batch.per_device=1", "--gpus", "8", "--row-tokens", "264:2048",
+                   "--gpu-memory", "80", "--fit")  # fmt: skip
+    (eight,) = told["gpus"]
+    assert eight["memory_gib"]["peak"] < 48
+    assert "half-empty" in told["codes"]
+    assert eight["fit"]["per_device"] > 1
+    assert eight["fit"]["per_device"] * eight["fit"]["accumulation"] * 8 == eight["global"]
+    assert eight["fit"]["peak_gib"] <= 80 * 0.92
+
+
+def test_why_shows_every_part_with_its_formula() -> None:
+    (one,) = planned(TULU, "--gpus", "2", *ROWS, "--why")["gpus"]
+    fullest = one["why"][0]
+    assert fullest["gib"] == pytest.approx(one["memory_gib"]["peak"], abs=0.01)
+    assert all(part["formula"] for part in fullest["parts"])
+    told = CliRunner().invoke(app, ["plan", TULU, "--gpus", "2", *ROWS, "--why"])
+    assert "Adam's two states" in told.stdout
+    assert "launcher/shapes.json, Qwen/Qwen2.5-7B" in told.stdout
+
+
+def test_liger_packing_and_checkpointing_count() -> None:
+    wide = ("--gpus", "1", "--row-tokens", "1000:2048", "batch.global=64", "batch.per_device=32")
+    small = "model_name_or_path=Qwen/Qwen2.5-0.5B"
+
+    def peak(*overrides: str) -> float:
+        (one,) = planned(TULU, small, *overrides, *wide)["gpus"]
+        return float(one["memory_gib"]["peak"])
+
+    plain = peak("use_liger_kernel=false", "gradient_checkpointing=false", "packing=false")
+    assert (
+        peak("use_liger_kernel=true", "gradient_checkpointing=false", "packing=false") < plain / 1.5
+    )
+    assert peak("use_liger_kernel=false", "gradient_checkpointing=true", "packing=false") < plain
+    assert peak("use_liger_kernel=false", "gradient_checkpointing=false", "packing=true") < plain
+
+
+def test_dpo_plans_its_reference_pass_and_both_sequences(write: Write) -> None:
+    dpo = str(CONFIGS / "tulu" / "dpo_qwen7b.yaml")
+    told = planned(dpo, "--gpus", "8", "--shape", "Qwen/Qwen2.5-7B", *ROWS, "--why")
+    (eight,) = told["gpus"]
+    assert "reference pass" in {moment["moment"] for moment in eight["why"]}
+    assert eight["tokens_per_step"] == pytest.approx(2 * eight["global"] * 302, rel=0.01)
+    assert told["sources"]["shape"].endswith("Qwen/Qwen2.5-7B")
+
+
+def test_trl_is_planned_too(write: Write) -> None:
+    path = write(
+        "t.yaml",
+        "stage: sft\nbackend: trl\nbatch: {global: 64, per_device: 8}\nargs:\n"
+        "  model_name_or_path: Qwen/Qwen2.5-0.5B\n  dataset_name: some/set\n  max_length: 1024\n",
+    )
+    full = planned(str(path), "--gpus", "1", *ROWS)["gpus"][0]["memory_gib"]["peak"]
+    lora = planned(str(path), "use_peft=true", "--gpus", "1", *ROWS)["gpus"][0]["memory_gib"][
+        "peak"
+    ]
+    half = planned(str(path), "dtype=bfloat16", "--gpus", "1", *ROWS)["gpus"][0]["memory_gib"][
+        "peak"
+    ]
+    assert lora < half < full
+
+
+def test_a_shape_of_ones_own(place: Path) -> None:
+    folder = place / "model"
+    folder.mkdir()
+    config = {
+        "model_type": "llama", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 32000,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    told = planned(TULU, f"model_name_or_path={folder}", "--gpus", "2", *ROWS)
+    assert told["gpus"][0]["memory_gib"]["peak"] < 10
+    del config["vocab_size"]
+    (folder / "config.json").write_text(json.dumps(config))
+    error = refused(TULU, f"model_name_or_path={folder}", "--gpus", "2", *ROWS)
+    assert [f.code for f in error.findings] == ["unknown-shape"]
+    assert "vocab_size" in error.findings[0].message
+
+
+def test_an_earlier_run_on_such_cards_gives_the_speed(place: Path) -> None:
+    args = {
+        name: {"value": value, "origin": "x"}
+        for name, value in {
+            "model_name_or_path": "Qwen/Qwen2.5-7B", "packing": True, "use_liger_kernel": True,
+            "use_lora": False,
+        }.items()
+    }  # fmt: skip
+    told = manifest(
+        stage="sft", backend="open_instruct", args=args, machine={"gpus": ["NVIDIA H200, 143771 MiB"]},
+        plan={"gpus": 4, "nodes": 1, "steps": 9},
+    )  # fmt: skip
+    run = made(place / "runs" / "20260101T000000Z-sft-a", told=told)
+    rundir.write_json(run / "verdict.json", {"metrics": {"tokens_per_second": 40_000}})
+    words = (TULU, "--gpus", "2", *ROWS, "--gpu", "H200", "--rows", "1000")
+    (two,) = planned(*words)["gpus"]
+    assert (two["tokens_per_second"], "20260101T000000Z" in two["speed_source"]) == (20_000, True)
+    (two,) = planned(TULU, "use_liger_kernel=false", *words[1:])["gpus"]
+    assert "MFU" in two["speed_source"]
+    (two,) = planned(*words, "--tokens-per-second", "123")["gpus"]
+    assert two["tokens_per_second"] == 123
+
+
+def test_nothing_is_made_up() -> None:
+    (one,) = planned(TULU, "--gpus", "2", *ROWS)["gpus"]
+    assert (one["fits"], one["hours"], one["cost"], one["steps"]) == (None, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "code"),
+    [
+        (("--gpus", "2"), InvalidConfig, "unknown-lengths"),
+        (
+            ("model_name_or_path=no/such-model", "--gpus", "2", *ROWS),
+            InvalidConfig,
+            "unknown-shape",
+        ),
+        (("--gpus", "0", *ROWS), InvalidConfig, "unknown-memory"),
+        (("--gpus", "3", *ROWS), InvalidConfig, "impossible-batch"),
+        (("--gpus", "0", "--price", "2", *ROWS), UsageError, "price-without-gpus"),
+        (("--gpus", "two", *ROWS), UsageError, "bad-gpus"),
+        (("--gpus", "2", "--row-tokens", "9:3"), UsageError, "row-tokens"),
+        (("--gpus", "2", *ROWS, "--attention", "magic"), UsageError, "bad-attention"),
+        (("--gpus", "2", *ROWS, "--gpu", "Voodoo 2"), InvalidConfig, "unknown-device"),
+        (("--gpus", "2", *ROWS, "--gpu-memory", "-1"), UsageError, "bad-gpu-memory"),
+        (("batch.per_device=0", "--gpus", "2", *ROWS), InvalidConfig, "bad-batch"),
+        (
+            ("use_qlora=true", "--gpus", "1", "deepspeed=none", *ROWS),
+            InvalidConfig,
+            "unknown-memory",
+        ),
+    ],
+)
+def test_what_is_missing_is_said(words: tuple[str, ...], kind: type, code: str) -> None:
+    error = refused(TULU, *words)
+    assert isinstance(error, kind)
+    assert code in [finding.code for finding in error.findings]

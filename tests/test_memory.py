@@ -1,0 +1,373 @@
+"""The memory model: against measured runs, against every allocation of the real modules and engine."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher import budget, lengths, memory, shapes
+from launcher.errors import InvalidConfig
+from launcher.lengths import Batch
+from launcher.memory import Memory, Setup
+from launcher.options import deepspeed_file
+
+HERE = Path(__file__).parent
+QWEN_7B, QWEN_SMALL = "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-0.5B"
+LLAMA_8B, LLAMA_1B = "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.2-1B"
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@pytest.fixture(autouse=True)
+def torch_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Importing torch's compiler sets this variable; it must not outlive the test."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+
+def run(
+    model: str, *, rows: int, tokens: str, steps: int, gpus: int, stage: str = "sft",
+    deepspeed: str | None = "zero2_fp32_comm", accumulation: int = 1, replaced: dict[str, int] | None = None,
+    packed: bool = False, **given: Any,
+) -> Setup:  # fmt: skip
+    """A run of open-instruct as a plan describes it."""
+    shape = shapes.find(model, {}, replaced=replaced)
+    dpo = stage == "dpo"
+    zero = None
+    if deepspeed:
+        zero = memory.zero_of(json.loads(deepspeed_file(deepspeed).read_text()), shape.hidden)
+    batch = lengths.largest(
+        lengths.parse(tokens), rows=rows * (2 if dpo else 1), batches=steps * gpus * accumulation,
+        packed=packed,
+    )  # fmt: skip
+    loss = "logprobs" if dpo else ("liger" if given.get("liger") else "full")
+    return Setup(
+        shape=shape, batch=batch, processes=gpus, accumulation=accumulation, stage=stage, zero=zero,
+        packed=packed, **{"loss": loss, "reference": "cache" if dpo else "", **given},
+    )  # fmt: skip
+
+
+# --- measured on H200 ------------------------------------------------------------------------------
+
+# the measured model has the smaller of the two vocabularies of its family
+SEVEN: dict[str, Any] = {
+    "model": QWEN_7B, "tokens": "302:1104", "steps": 14, "gpus": 2, "attention": "sdpa",
+    "checkpointing": True, "replaced": {"vocab_size": 151936},
+}  # fmt: skip
+SMALL: dict[str, Any] = {
+    "model": QWEN_SMALL, "rows": 8, "tokens": "302:1104", "steps": 30, "gpus": 1, "attention": "sdpa",
+}  # fmt: skip
+MEASURED = [
+    ("7B SFT, Liger, batch 4", {**SEVEN, "rows": 4, "liger": True}, 85.2),
+    ("7B SFT, plain, batch 4", {**SEVEN, "rows": 4}, 85.2),
+    ("7B SFT, Liger, batch 16", {**SEVEN, "rows": 16, "liger": True}, 85.2),
+    ("7B DPO, Liger, batch 2", {**SEVEN, "rows": 2, "liger": True, "stage": "dpo"}, 85.2),
+    ("0.5B SFT, Liger, packed", {**SMALL, "liger": True, "packed": True}, 12.1),
+    ("0.5B SFT, plain, padded", SMALL, 31.9),
+]
+
+
+@pytest.mark.parametrize(("given", "gib"), [pytest.param(g, m, id=n) for n, g, m in MEASURED])
+def test_measured_peaks(given: dict[str, Any], gib: float) -> None:
+    assert memory.estimate(run(**given)).peak == pytest.approx(gib, rel=0.05)
+
+
+@pytest.mark.parametrize(("rows", "tokens", "gigabytes"), [(8, 723, 11.8), (4, 603, 6.7)])
+def test_measured_reference_pass(rows: int, tokens: int, gigabytes: float) -> None:
+    """The first line of upstream's progress bar: tokens a pair, and allocated memory in 10^9 bytes."""
+    setup = run(QWEN_SMALL, rows=rows, tokens="300:1028", steps=1, gpus=1, stage="dpo", packed=True)
+    total = rows * tokens
+    setup = replace(setup, batch=Batch(rows=1, width=total, real=total, formula=""))
+    moment = named(memory.estimate(setup), "reference pass")
+    assert moment.gib * memory.GIB / 1e9 == pytest.approx(gigabytes, rel=0.01)
+
+
+def named(planned: Memory, name: str) -> memory.Moment:
+    return next(moment for moment in planned.moments if moment.name == name)
+
+
+def test_the_optimizer_decides_whatever_the_batch() -> None:
+    plans = [memory.estimate(run(**{**SEVEN, "rows": n, "liger": True})) for n in (1, 4, 16)]
+    assert {p.fullest.name for p in plans} == {"optimizer's step"}
+    assert len({round(p.peak, 3) for p in plans}) == 1
+
+
+def test_the_logits_of_a_concatenated_forward_are_found() -> None:
+    """65,536 tokens x 100,352 words x 2 bytes."""
+    shape = shapes.find("allenai/OLMo-2-1124-7B", {})
+    setup = Setup(
+        shape=shape, batch=Batch(rows=1, width=65536, real=65536, formula=""), processes=16,
+        accumulation=1, stage="dpo", loss="logprobs", reference="cache", packed=True, checkpointing=True,
+        zero=memory.Zero(stage=3),
+    )  # fmt: skip
+    planned = memory.estimate(setup)
+    parts = {p.name: p for p in named(planned, "reference pass").parts}
+    assert parts["logits (bf16)"].gib == 12.25
+    assert "65,536 x 100,352" in parts["logits (bf16)"].formula
+    assert [f.code for f in budget.too_large(planned, gib=80)] == ["out-of-memory"]
+    assert "logits" in next(iter(budget.too_large(planned, gib=80))).message
+
+
+# --- every allocation of the real modules ----------------------------------------------------------
+
+
+def beside_the_engine(planned: Memory) -> float:
+    """GiB of the fullest moment without weights, optimizer and what the engine keeps of gradients."""
+    passing = (
+        m for m in planned.moments if m.name not in {"start", "optimizer's step", "gradient norm"}
+    )
+    return max(
+        sum(
+            p.gib for p in moment.parts
+            if p.kind in {"activations", "logits"} or "output layer" in p.name
+            or p.name in {"embedding's gradient", "autocast's copies"}
+        )
+        for moment in passing
+    )  # fmt: skip
+
+
+GRID = [
+    *[
+        {"model": m, "rows": 4, "width": 512, "packed": True, "liger": liger, "checkpointing": again}
+        for m, liger, again in itertools.product(
+            (QWEN_SMALL, "allenai/OLMo-2-0425-1B", "Qwen/Qwen3-0.6B"), (False, True), (False, True)
+        )
+    ],
+    {"model": QWEN_SMALL, "rows": 8, "width": 1078, "real": 3108, "attention": "sdpa"},
+    {"model": QWEN_SMALL, "rows": 8, "width": 1078, "real": 3108},
+    {"model": QWEN_SMALL, "rows": 8, "width": 430, "packed": True, "attention": "sdpa", "liger": True},
+    {"model": QWEN_SMALL, "rows": 1, "width": 200},
+    {"model": LLAMA_8B, "rows": 1, "width": 4096, "checkpointing": True},
+    {"model": LLAMA_8B, "rows": 4, "width": 700, "real": 2000, "stage": "dpo", "checkpointing": True},
+    {"model": LLAMA_1B, "rows": 4, "width": 1024, "real": 3000, "stage": "dpo", "attention": "sdpa"},
+    {"model": "mistralai/Mistral-7B-v0.1", "rows": 8, "width": 2048, "packed": True, "liger": True,
+     "checkpointing": True},
+    {"model": "microsoft/Phi-3-mini-4k-instruct", "rows": 2, "width": 512, "packed": True},
+    {"model": "google/gemma-2b", "rows": 2, "width": 512, "packed": True, "checkpointing": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GRID, ids=lambda c: "-".join(str(v) for v in c.values()))
+def test_activations_are_those_of_transformers(case: dict[str, Any]) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    import allocation
+
+    given = dict(case)
+    model, rows, width = given.pop("model"), given.pop("rows"), given.pop("width")
+    packed, real = given.pop("packed", False), given.pop("real", None)
+    stage = given.get("stage", "sft")
+    traced = allocation.measure(
+        allocation.config_of(model), rows=rows, length=width, real=real, packing=packed, **given
+    )
+    whole = Batch(rows=1, width=rows * width, real=rows * width, formula="")
+    batch = (
+        whole if packed else Batch(rows=rows, width=width, real=real or rows * width, formula="")
+    )
+    loss = "logprobs" if stage == "dpo" else ("liger" if given.get("liger") else "full")
+    setup = Setup(shape=shapes.find(model, {}), batch=batch, processes=1, accumulation=1, loss=loss,
+                  packed=packed, **given)  # fmt: skip
+    assert beside_the_engine(memory.estimate(setup)) == pytest.approx(
+        traced.peak / memory.GIB, rel=0.03
+    )
+
+
+TRL = [
+    {},
+    {"wide": True},
+    {"wide": True, "liger": True},
+    {"wide": True, "checkpointing": True},
+    {"lora": 16, "bytes": 4},
+    {"lora": 16, "bytes": 4, "liger": True},
+    {"lora": 16, "bytes": 4, "wide": True},
+    {"lora": 16, "bytes": 4, "checkpointing": True},
+    {"lora": 64, "bytes": 2, "full": True},
+    {"lora": 64, "bytes": 2, "checkpointing": True},
+]
+
+
+@pytest.mark.parametrize(
+    "case", TRL, ids=lambda c: "-".join(f"{k}{v}" for k, v in c.items()) or "bf16"
+)
+def test_activations_of_trl_and_lora(case: dict[str, Any]) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("peft")
+    import allocation
+
+    rank, own = case.get("lora"), case.get("bytes", 2)
+    wide, full = case.get("wide", False), case.get("full", False)
+    same = {key: case.get(key, False) for key in ("liger", "checkpointing")}
+    autocast = wide or own == 4
+    types = {4: torch.float32, 2: torch.bfloat16}
+    traced = allocation.measure(
+        allocation.config_of(LLAMA_1B), rows=1, length=8192, packing=True, lora=rank, adapter=types[own],
+        dtype=types[4 if wide else 2], autocast=autocast,
+        loss=None if full else allocation.tiled_loss, **same,
+    )  # fmt: skip
+    setup = Setup(
+        shape=shapes.find(LLAMA_1B, {}), batch=Batch(rows=1, width=8192, real=8192, formula=""),
+        processes=1, accumulation=1, loss="full" if full else "tiled", packed=True,
+        weight_bytes=4 if wide else 2, autocast=autocast, **same,
+        adapters=memory.Adapters(rank=rank, targets=ALL, bytes=own) if rank else None,
+    )  # fmt: skip
+    assert beside_the_engine(memory.estimate(setup)) == pytest.approx(
+        traced.peak / memory.GIB, rel=0.05
+    )
+
+
+# --- every allocation of the real engine -----------------------------------------------------------
+
+
+ENGINES = [
+    {"stage": 2, "ranks": 1, "communication": "fp32", "accumulation": 2},
+    {"stage": 2, "ranks": 2, "communication": "bf16", "vocab": 40000, "tied": True},
+    {"stage": 3, "ranks": 2, "communication": "fp32", "vocab": 40000, "checkpointing": True},
+]
+
+
+@pytest.mark.parametrize("case", ENGINES, ids=lambda c: "-".join(f"{k}{v}" for k, v in c.items()))
+def test_peaks_are_those_of_deepspeed(case: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    pytest.importorskip("transformers")
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(HERE)}
+    with (tmp_path / "log").open("w") as log:
+        subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(case["ranks"]),
+             "--standalone", str(HERE / "engine_allocation.py"), json.dumps(case),
+             str(tmp_path / "peak.json")],
+            env=environment, stdout=log, stderr=log, timeout=300, check=False, cwd=tmp_path,
+        )  # fmt: skip
+    said = (tmp_path / "log").read_text(errors="replace")[-2000:]
+    assert (tmp_path / "peak.json").exists(), said
+    found = json.loads((tmp_path / "peak.json").read_text())
+    shape = shapes.shape_of(found["config"])
+    setup = Setup(
+        shape=shape, batch=Batch(rows=2, width=64, real=128, formula=""), processes=case["ranks"],
+        accumulation=case.get("accumulation", 1), zero=memory.zero_of(found["deepspeed"], shape.hidden),
+        attention="sdpa", checkpointing=case.get("checkpointing", False),
+    )  # fmt: skip
+    planned = memory.estimate(setup)
+    # there is no cuBLAS here
+    fullest = planned.peak - sum(p.gib for p in planned.fullest.parts if "cuBLAS" in p.name)
+    assert fullest == pytest.approx(found["peak"] / memory.GIB, rel=0.03)
+
+
+# --- what a plan says ------------------------------------------------------------------------------
+
+
+def test_every_part_has_its_formula() -> None:
+    setups = [
+        run(**{**SEVEN, "rows": 4, "deepspeed": name, "stage": stage})
+        for name in ("zero2", "zero3", "zero3_offload", None) for stage in ("sft", "dpo")
+    ]  # fmt: skip
+    for setup in setups:
+        for moment in memory.estimate(setup).moments:
+            assert moment.parts and math.isfinite(moment.gib)
+            for part in moment.parts:
+                assert part.formula and part.gib >= 0 and part.kind in memory.KINDS
+
+
+def test_json_adds_up() -> None:
+    planned = memory.estimate(run(**{**SEVEN, "rows": 4}))
+    data = planned.as_json()
+    assert sum(data[kind] for kind in memory.KINDS) == pytest.approx(data["peak"], abs=0.05)
+    assert planned.why()[0]["moment"] == data["moment"]
+
+
+def test_experts_are_refused_not_guessed() -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        memory.estimate(
+            run("mistralai/Mixtral-8x7B-v0.1", rows=1, tokens="290:1100", steps=1, gpus=8)
+        )
+    assert caught.value.findings[0].code == "unknown-memory"
+
+
+def test_auto_is_what_accelerate_fills_in() -> None:
+    zero = memory.zero_of(json.loads(deepspeed_file("zero3").read_text()), 100)
+    assert zero is not None
+    assert (zero.bucket, zero.prefetch, zero.persistence, zero.stage) == (10_000, 9_000, 1_000, 3)
+    offload = memory.zero_of(json.loads(deepspeed_file("zero3_offload").read_text()), 100)
+    assert offload is not None and offload.offload_optimizer and offload.offload_params
+    fp32 = memory.zero_of(json.loads(deepspeed_file("zero2_fp32_comm").read_text()), 100)
+    assert fp32 is not None and fp32.communication == 4
+    assert memory.zero_of(None, 100) is None
+
+
+def test_more_never_takes_less() -> None:
+    peaks = [memory.estimate(run(**{**SMALL, "rows": n})).peak for n in (1, 2, 4, 8, 16)]
+    assert peaks == sorted(peaks)
+    cards = [memory.estimate(run(**{**SEVEN, "rows": 1, "gpus": n})).peak for n in (8, 4, 2, 1)]
+    assert cards == sorted(cards)
+    small = [memory.estimate(run(**{**SEVEN, "rows": 1, "deepspeed": d})).peak
+             for d in ("zero3_offload", "zero3", "zero2")]  # fmt: skip
+    assert small == sorted(small)
+
+
+def test_the_largest_batch_that_fits() -> None:
+    def setup(per_device: int, accumulation: int) -> Setup:
+        return run(
+            LLAMA_8B, rows=per_device, tokens="264:2048", steps=100, gpus=8, deepspeed="zero2",
+            accumulation=accumulation, checkpointing=True,
+        )  # fmt: skip
+
+    now = memory.estimate(setup(1, 16))
+    found = budget.fit(setup, total=128, processes=8, gib=80)
+    assert found is not None and found.per_device > 1
+    assert found.per_device * found.accumulation * 8 == 128
+    assert found.memory.peak <= 80 * 0.92
+    larger = [n for n in budget.splits(128, 8) if n > found.per_device]
+    for per_device in larger[:1]:
+        over = memory.estimate(setup(per_device, 16 // per_device))
+        assert not memory.fits(over, 80)[0]
+    said = list(
+        budget.half_empty(now, found, per_device=1, accumulation=16, gib=80, key="batch.per_device")
+    )
+    assert [f.code for f in said] == ["half-empty"]
+    assert f"per-device batch {found.per_device} fits" in said[0].message
+    assert budget.fit(setup, total=128, processes=8, gib=10) is None
+
+
+def test_time_and_money() -> None:
+    """The ladder's eight-GPU rung: 1,462 steps, 5 h 11 min, 6,650 tokens/s."""
+    rows = lengths.parse("264:2048")
+    step = budget.tokens_per_step(rows, per_device=1, accumulation=16, processes=8, packed=False)
+    assert step.real == pytest.approx(264 * 128) and step.waste == 0
+    measured = budget.Speed(tokens=6650, source="a run", measured=True)
+    bill = budget.bill(steps=1462, tokens=replace(step, real=264e3 * 1e3 / 1e3), speed=measured, devices=8,
+                       price=2.0)  # fmt: skip
+    assert bill.hours == pytest.approx(1462 * 264e3 / 6650 / 3600)
+    assert bill.cost == pytest.approx(bill.hours * 16)
+    assert budget.bill(steps=None, tokens=step, speed=measured, devices=8, price=2.0).cost is None
+    shape = shapes.find(LLAMA_8B, {})
+    stated = budget.stated_speed(shape, step, 264, device="NVIDIA A100-SXM4-80GB", devices=8)
+    assert 15_000 < stated.tokens < 21_000 and "35% MFU" in stated.source and not stated.measured
+    with pytest.raises(InvalidConfig):
+        budget.stated_speed(shape, step, 264, device="Voodoo 2", devices=1)
+
+
+def test_padding_is_counted_as_waste() -> None:
+    rows = lengths.parse("302:1104")
+    padded = budget.tokens_per_step(rows, per_device=8, accumulation=1, processes=1, packed=False)
+    assert padded.waste == pytest.approx(1 - 302 / 575, abs=0.04)
+    packed = budget.tokens_per_step(rows, per_device=8, accumulation=1, processes=1, packed=True)
+    assert packed.waste == 0
+    dpo = budget.tokens_per_step(
+        rows, per_device=4, accumulation=1, processes=1, packed=True, dpo=True
+    )
+    assert dpo.real == packed.real
+
+
+def test_disk() -> None:
+    setup = run(LLAMA_8B, rows=1, tokens="264:2048", steps=10, gpus=8)
+    taken = budget.disk(setup, kept=3)
+    assert taken.model == pytest.approx(2 * 8.03e9 / memory.GIB, rel=0.001)
+    assert taken.checkpoint == pytest.approx(14 * 8.03e9 / memory.GIB, rel=0.001)
+    assert taken.most == pytest.approx(taken.model + 4 * taken.checkpoint)
+    assert budget.disk(setup).most == taken.model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher import lengths, memory, shapes
@@ -45,8 +45,10 @@ class Footprint:
     def packed(self) -> bool:
         """Whether the rows of a micro-batch lie behind each other, without padding."""
         names, values = self.plan.stage.entry.names, self.plan.values
-        asked = bool(names.packing and values.get(names.packing))
-        return asked or bool(values.get("padding_free"))
+        if self.plan.stage.options.backend == "trl":
+            # its DPO pads whatever is asked for (trl/trainer/dpo_trainer.py:735)
+            return not self.dpo and bool(values.get("packing") or values.get("padding_free"))
+        return bool(names.packing and values.get(names.packing))
 
     @property
     def checkpointing(self) -> bool:
@@ -196,6 +198,36 @@ def _require_described(plan: Plan) -> None:
                 line=origin.line,
             )
         )  # fmt: skip
+
+
+def refilled(plan: Plan) -> int | None:
+    """Tokens of the rows that rows are put together into beforehand: TRL's SFT does that."""
+    options, values = plan.stage.options, plan.values
+    if options.backend != "trl" or options.stage != "sft" or not values.get("packing"):
+        return None
+    limit = values.get(plan.stage.entry.names.max_length)
+    return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def rows_of(plan: Plan, seen: Lengths) -> Lengths:
+    """The rows as training gets them: cut at the limit, or put together into full ones.
+
+    Best fit leaves less than 1 % of a row empty, which is taken for none; only `bfd` cuts first.
+    """
+    limit = plan.values.get(plan.stage.entry.names.max_length)
+    cut = seen.cut(limit if isinstance(limit, int) else None)
+    full = refilled(plan)
+    if full is None:
+        return cut
+    before = cut if plan.values.get("packing_strategy") == "bfd" else seen
+    rows = None if before.rows is None else math.ceil(before.rows * before.mean / full)
+    source = f"{before.source}, packed into rows of {full:,}"
+    return Lengths(mean=float(full), longest=full, source=source, rows=rows)
+
+
+def trained_rows(plan: Plan, seen: Lengths, rows: int | None) -> int | None:
+    """How many rows an epoch has where the data set has `rows`."""
+    return None if rows is None else rows_of(plan, replace(seen, rows=rows)).rows
 
 
 def optimizer_steps(plan: Plan, rows: int | None) -> int | None:

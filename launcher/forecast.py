@@ -15,7 +15,14 @@ from typing import Any
 from launcher import budget, cache_folders, caches, devices, lengths, memory, plan, rundir, start
 from launcher.budget import Bill, Disk, Fit, Speed, Tokens, Variance
 from launcher.errors import Finding, InvalidConfig, UsageError, errors
-from launcher.footprint import ATTENTIONS, Footprint, optimizer_steps, shape_of
+from launcher.footprint import (
+    ATTENTIONS,
+    Footprint,
+    optimizer_steps,
+    rows_of,
+    shape_of,
+    trained_rows,
+)  # fmt: skip
 from launcher.lengths import Lengths
 from launcher.memory import Memory
 from launcher.plan import Plan
@@ -253,9 +260,9 @@ def _card(terms: Terms) -> _Card:
 def _rung(planned: Plan, rows: Lengths, terms: Terms, card: _Card) -> Rung:
     counted = terms.rows if terms.rows is not None else planned.rows
     counted = rows.rows if counted is None else counted
-    planned = replace(planned, steps=optimizer_steps(planned, counted))
-    limit = planned.values.get(planned.stage.entry.names.max_length)
-    cut = rows.cut(limit if isinstance(limit, int) else None)
+    trained = trained_rows(planned, rows, counted)
+    planned = replace(planned, steps=optimizer_steps(planned, trained))
+    cut = rows_of(planned, rows)
     footprint = Footprint(
         plan=planned, shape=shape_of(planned, terms.shape), rows=cut, attention=terms.attention
     )

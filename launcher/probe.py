@@ -8,7 +8,8 @@ record and never raised into training. What was asked for and is not so (the con
 process with `VIOLATION`, from the inside, so that it holds when nobody watches from the outside.
 
 On a CPU, and only there, it supplies what upstream takes for granted on a GPU machine: memory
-counters, a process group for one process, a device name for the MFU line. Each supply is recorded.
+counters, a process group for one process, a device name for the MFU line, a place to load onto. Each
+supply is recorded.
 """
 
 from __future__ import annotations
@@ -1415,6 +1416,18 @@ def supply_cuda_counters(probe: Probe, module: types.ModuleType) -> None:
         setattr(module, name, supplied)
 
 
+def supply_locations(probe: Probe, module: types.ModuleType) -> None:
+    """accelerate numbers the CPU of each of several processes, and torch cannot load a checkpoint onto it."""
+
+    def load(storage: Any, location: str) -> Any:
+        if not location.startswith("cpu:"):
+            return None
+        probe.supply("cpu_location", f"torch does not load onto `{location}`")
+        return storage
+
+    module.register_package(11, lambda _: None, load)
+
+
 def supply_mfu(probe: Probe, module: types.ModuleType) -> None:
     """utils.py:1872: MFU needs a known GPU name; on a CPU the figure means nothing and is 0."""
     dims = module.ModelDims
@@ -1483,6 +1496,8 @@ def watched(probe: Probe) -> dict[str, Callable[[Probe, types.ModuleType], None]
         "open_instruct.model_utils": watch_final_save,
     }
     after.update({f"liger_kernel.ops.{name}": watch_liger_op for name in LIGER_OPS})
+    if probe.cpu:
+        after["torch.serialization"] = supply_locations
     if probe.settings.backend == "trl":
         after["datasets.arrow_dataset"] = watch_tokenising
     if probe.settings.backend == "open_instruct":

@@ -133,6 +133,37 @@ def test_trl_is_planned_too(write: Write) -> None:
     assert lora < half < full
 
 
+def test_trl_packs_rows_into_full_ones_before_it_counts_batches(write: Write) -> None:
+    path = str(write(
+        "t.yaml",
+        "stage: sft\nbackend: trl\nbatch: {global: 8, per_device: 4}\nargs:\n"
+        "  model_name_or_path: Qwen/Qwen2.5-0.5B\n  dataset_name: some/set\n  max_length: 1024\n"
+        "  num_train_epochs: 1\n",
+    ))  # fmt: skip
+    words = ("--gpus", "1", "--row-tokens", "128:1024", "--rows", "8000")
+    (plain,) = planned(path, *words)["gpus"]
+    (packed,) = planned(path, "packing=true", *words)["gpus"]
+    assert (plain["steps"], packed["steps"]) == (1000, 125)
+    assert plain["tokens_per_step"] == 8 * 128
+    assert (packed["tokens_per_step"], packed["padding_share"]) == (8 * 1024, 0)
+    (padded,) = planned(path, *words[:2], "--row-tokens", "1024")["gpus"]
+    assert packed["memory_gib"]["peak"] == pytest.approx(padded["memory_gib"]["peak"], rel=0.01)
+    (fixed,) = planned(path, "packing=true", "max_steps=7", *words)["gpus"]
+    assert fixed["steps"] == 7
+
+
+def test_trl_pads_dpo_whatever_is_asked_for(write: Write) -> None:
+    path = str(write(
+        "t.yaml",
+        "stage: dpo\nbackend: trl\nbatch: {global: 8, per_device: 2}\nargs:\n"
+        "  model_name_or_path: Qwen/Qwen2.5-0.5B\n  dataset_name: some/set\n  max_length: 1024\n",
+    ))  # fmt: skip
+    (padded,) = planned(path, "--gpus", "1", *ROWS)["gpus"]
+    (asked,) = planned(path, "padding_free=true", "--gpus", "1", *ROWS)["gpus"]
+    assert asked["memory_gib"] == padded["memory_gib"]
+    assert asked["padding_share"] == padded["padding_share"] > 0
+
+
 def test_a_shape_of_ones_own(place: Path) -> None:
     folder = place / "model"
     folder.mkdir()

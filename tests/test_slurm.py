@@ -327,7 +327,7 @@ def test_two_nodes_train_are_queued_again_and_finish(
     assert state(launch, run) == "queued"
     again(cluster, job)
     until_state(job, environ, "COMPLETED", "FAILED", seconds=120)
-    assert state(launch, run) == "finished"
+    assert state(launch, run) == "finished", (run / "slurm.log").read_text()
     verdict = json.loads((run / "verdict.json").read_text())
     assert verdict["status"] == "pass", (run / "slurm.log").read_text()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -52,7 +52,7 @@ demo: $(VENV)/trl
 	  echo "run: $${run%/run.json}   report: $${run%run.json}report.html"; done
 
 test: $(VENV)/trl $(VENV)/dev $(if $(CHECKOUT),$(VENV)/open-instruct)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 check: $(VENV)/dev
 	$(BIN)/ruff check .

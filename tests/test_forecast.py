@@ -164,6 +164,41 @@ def test_trl_pads_dpo_whatever_is_asked_for(write: Write) -> None:
     assert asked["padding_share"] == padded["padding_share"] > 0
 
 
+def test_the_reference_takes_time_in_every_step_or_beforehand(write: Write) -> None:
+    path = str(write(
+        "t.yaml",
+        "stage: dpo\nbackend: trl\nbatch: {global: 8, per_device: 2}\nargs:\n"
+        "  model_name_or_path: Qwen/Qwen2.5-7B\n  dataset_name: some/set\n  num_train_epochs: 3\n"
+        "  use_peft: true\n",
+    ))  # fmt: skip
+    words = ("--gpus", "1", *ROWS, "--gpu", "H100", "--rows", "80000")
+    (beside,) = planned(path, *words)["gpus"]
+    (before,) = planned(path, "precompute_ref_log_probs=true", *words)["gpus"]
+    # three epochs with a third more each, against three and a third
+    assert beside["hours"] / before["hours"] == pytest.approx(4 / (3 + 1 / 3), rel=0.01)
+    (few,) = planned(path, "max_steps=10", *words)["gpus"]
+    (many,) = planned(path, "max_steps=10", "precompute_ref_log_probs=true", *words)["gpus"]
+    assert many["hours"] > 100 * few["hours"]
+
+
+def test_no_more_checkpoints_than_there_are_steps_for() -> None:
+    def most(*overrides: str) -> tuple[float, float, float]:
+        (eight,) = planned(TULU, *overrides, "--gpus", "8", *ROWS, "--rows", "128000")["gpus"]
+        disk = eight["disk_gib"]
+        return disk["most"], disk["model"], disk["checkpoint"]
+
+    def held(*overrides: str) -> int:
+        whole, model, checkpoint = most(*overrides)
+        return round((whole - model) / checkpoint)
+
+    # two epochs of 1,000 steps; three are kept, and one more lies there while it is written
+    assert held() == 2
+    assert held("num_train_epochs=9") == 4
+    assert held("checkpointing_steps=100") == 4
+    assert held("checkpointing_steps=1500") == 1
+    assert held("checkpointing_steps=5000") == 0
+
+
 def test_a_shape_of_ones_own(place: Path) -> None:
     folder = place / "model"
     folder.mkdir()

@@ -29,8 +29,8 @@ CARD = ("--gpu", "H100", "--gpu-memory", "80", "--price", "2.5", "--fit")
 DATA = {
     "allenai/tulu-3-sft-mixture": ("665:4096", 939_000),
     "allenai/llama-3.1-tulu-3-8b-preference-mixture": ("600:2048", 272_000),
-    "trl-lib/Capybara": ("900:4096", 15_800),
-    "trl-lib/ultrafeedback_binarized": ("500:2048", 62_100),
+    "trl-lib/Capybara": ("700:4096", 200),
+    "trl-lib/ultrafeedback_binarized": ("500:2048", 1_000),
 }
 
 
@@ -84,18 +84,13 @@ def nothing_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_golden_plan(name: str) -> None:
     made = "\n\n".join(told(words) for words in commands(name))
+    # nothing of the machine stands in it
+    assert not re.search(r"(?<![\w.-])/(home|root|tmp|work|Users|private)/", made)
     golden = GOLDEN / f"{name.removeprefix('configs/').removesuffix('.yaml').replace('/', '-')}.txt"
     if os.environ.get("LAUNCH_GOLDEN") == "write":
         golden.parent.mkdir(exist_ok=True)
         golden.write_text(made, encoding="utf-8")
     assert made == golden.read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_golden_plan_holds_nothing_of_the_machine(name: str) -> None:
-    made = "".join(told(words) for words in commands(name)[:1])
-    assert not re.search(r"(?<![\w.-])/(home|root|tmp|work|Users|private)/", made)
-    assert str(Path.home()) not in made
 
 
 def test_every_golden_plan_has_its_file() -> None:

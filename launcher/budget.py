@@ -117,7 +117,7 @@ def bill(
     formula = f"{steps:,} steps x {tokens.real:,.0f} tokens / {speed.tokens:,.0f} a second"
     if reference_rows:
         seconds += reference_rows / max(1, per_step_rows) * tokens.real / speed.tokens / 3
-        formula += ", and a third of an epoch for the reference pass"
+        formula += f", and {reference_rows:,} rows forward through the reference: a third of a step"
     hours = seconds / 3600
     return Bill(
         hours=hours, cost=None if price is None else hours * price * devices, formula=formula
@@ -134,8 +134,10 @@ class Disk:
     formula: str
 
 
-def disk(setup: Setup, *, kept: int = 0) -> Disk:
+def disk(setup: Setup, *, kept: int = 0, written: int | None = None) -> Disk:
     """`kept` checkpoints lie side by side, and one more while it is written (finetune.py:978).
+
+    `written` are the checkpoints of the whole run, where they are known.
 
     DeepSpeed writes bf16 weights once and each rank's fp32 weights and states (2P + 12P); without it,
     weights and states in their own type. The final model is written in bf16.
@@ -148,7 +150,8 @@ def disk(setup: Setup, *, kept: int = 0) -> Disk:
         final = HALF * parameters if setup.zero else weights
         states = 12 * parameters if setup.zero else 2 * weights
     one = (HALF * parameters if setup.zero else weights) + states
-    most = final + (kept + 1) * one if kept else final
+    held = kept + 1 if kept else 0
+    most = final + (held if written is None else min(held, written)) * one
     return Disk(model=final / GIB, checkpoint=one / GIB, most=most / GIB,
                 formula="2P + 12P a checkpoint" if setup.zero else "weights and two states")  # fmt: skip
 

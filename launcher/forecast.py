@@ -6,13 +6,25 @@ comes from.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launcher import budget, cache_folders, caches, devices, lengths, memory, plan, rundir, start
+from launcher import (
+    budget,
+    cache_folders,
+    caches,
+    checkpointing,
+    devices,
+    lengths,
+    memory,
+    plan,
+    rundir,
+    start,
+)
 from launcher.budget import Bill, Disk, Fit, Speed, Tokens, Variance
 from launcher.errors import Finding, InvalidConfig, UsageError, errors
 from launcher.footprint import (
@@ -273,13 +285,12 @@ def _rung(planned: Plan, rows: Lengths, terms: Terms, card: _Card) -> Rung:
         processes=planned.processes, packed=footprint.packed, dpo=footprint.dpo,
     )  # fmt: skip
     speed = _speed(footprint, tokens, terms, card)
-    passes = footprint.dpo and setup.reference == "cache"
     bill = (
         Bill(hours=None, cost=None, formula="the speed is not known: --gpu H100, or --tokens-per-second")
         if speed is None
         else budget.bill(
             steps=planned.steps, tokens=tokens, speed=speed, devices=planned.processes,
-            price=terms.price, reference_rows=counted if passes else None,
+            price=terms.price, reference_rows=_reference_rows(footprint, counted),
             per_step_rows=planned.global_batch,
         )
     )  # fmt: skip
@@ -292,9 +303,19 @@ def _rung(planned: Plan, rows: Lengths, terms: Terms, card: _Card) -> Rung:
     said = _said(planned, found, best, card)
     return Rung(
         plan=planned, rows=counted, steps=planned.steps, memory=found, gpu_memory=card.gib,
-        tokens=tokens, speed=speed, bill=bill, disk=budget.disk(setup, kept=_kept(planned)),
-        best=best if terms.fit else None, findings=said,
+        tokens=tokens, speed=speed, bill=bill, best=best if terms.fit else None, findings=said,
+        disk=budget.disk(setup, kept=_kept(planned), written=_written(planned)),
     )  # fmt: skip
+
+
+def _reference_rows(footprint: Footprint, rows: int | None) -> int | None:
+    """Rows that go through the reference: all of them beforehand, or those of every step."""
+    planned, reference = footprint.plan, footprint.setup().reference
+    if not footprint.dpo:
+        return None
+    if reference == "cache" or planned.values.get("precompute_ref_log_probs"):
+        return rows
+    return planned.steps * planned.global_batch if reference and planned.steps else None
 
 
 def _said(planned: Plan, found: Memory, best: Fit | None, card: _Card) -> tuple[Finding, ...]:
@@ -317,15 +338,21 @@ def _said(planned: Plan, found: Memory, best: Fit | None, card: _Card) -> tuple[
 
 def _kept(planned: Plan) -> int:
     """Checkpoints that lie side by side."""
-    values = planned.values
-    limit = values.get("keep_last_n_checkpoints", values.get("save_total_limit"))
-    every = values.get("checkpointing_steps", values.get("save_steps"))
-    if not every or values.get("save_strategy") == "no":
+    if checkpointing.interval(planned) is None:
         return 0
-    if isinstance(limit, int) and limit >= 0:
-        return limit
-    whole = isinstance(every, int | float) and planned.steps and every >= 1
-    return int(planned.steps // every) if whole and planned.steps else 1
+    limit = planned.values.get("keep_last_n_checkpoints", planned.values.get("save_total_limit"))
+    return limit if isinstance(limit, int) and limit >= 0 else _written(planned) or 1
+
+
+def _written(planned: Plan) -> int | None:
+    """Checkpoints of the whole run; None where that is not known."""
+    every = checkpointing.interval(planned)
+    if every == "epoch":
+        epochs = planned.values.get(planned.stage.entry.names.epochs)
+        return math.ceil(epochs) if isinstance(epochs, int | float) else None
+    if not isinstance(every, int) or planned.steps is None:
+        return 0 if every is None else None
+    return planned.steps // every
 
 
 def _speed(footprint: Footprint, tokens: Tokens, terms: Terms, card: _Card) -> Speed | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,10 @@ from launcher import upstream
 # The same examples everywhere: a test that fails for one machine in a hundred helps nobody.
 settings.register_profile("launch", derandomize=True, database=None, deadline=None)
 settings.load_profile("launch")
+
+# a shell that runs the tests in its background has them, and all they start, ignore Ctrl-C
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 NO_CHECKOUT = "no open-instruct checkout at the pin"

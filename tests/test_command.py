@@ -34,7 +34,8 @@ def shown(made: Command) -> str:
 @pytest.mark.parametrize(
     "name",
     ["tulu/sft_qwen7b", "tulu/sft_qwen7b_25pct", "tulu/dpo_qwen7b", "llama/llama31_8b_sft_10pct",
-     "llama/llama31_8b_dpo_10pct"],
+     "llama/llama31_8b_dpo_10pct", "smoke/sft_qwen7b", "smoke/dpo_qwen7b", "lora/sft_qwen7b",
+     "lora/dpo_qwen7b"],
 )  # fmt: skip
 def test_golden_argv(name: str, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # nothing that lies about here is taken for a model of the config

@@ -15,7 +15,7 @@ import pytest
 from conftest import REPOSITORY
 from typer.testing import CliRunner
 
-from launcher import config
+from launcher import config, upstream
 from launcher.cli import app
 
 GOLDEN = Path(__file__).parent / "data" / "plans"
@@ -72,11 +72,13 @@ def told(words: list[str]) -> str:
 
 @pytest.fixture(autouse=True)
 def nothing_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No GPUs, no models, no caches, no earlier runs."""
+    """No GPUs, no models, no caches, no earlier runs; of the pinned source its committed snapshot."""
     for name in ("LAUNCH_CACHE", "HF_HOME", "LAUNCH_RUNS"):
         monkeypatch.setenv(name, str(tmp_path / name))
-    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "LAUNCH_OPEN_INSTRUCT"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(upstream, "SUBMODULE", tmp_path / "none")
+    monkeypatch.setattr(upstream, "FOUND_IN", ())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.chdir(tmp_path)
 

@@ -53,6 +53,9 @@ def line_of(root: Path, citation: str) -> str:
 
 # What each cited line holds; a line that is cited and not listed here fails the first test below.
 FACTS = {
+    "deepspeed/runtime/zero/stage_1_and_2.py:1705": "dist.all_reduce(tensor_to_allreduce, group",
+    "deepspeed/runtime/zero/stage_1_and_2.py:2205": "all_gather_dp_groups(groups_flat=self.bit16",
+    "deepspeed/runtime/zero/stage3.py:1659": "reduce_scatter_coalesced(full_grads_for_rank",
     "accelerate/accelerator.py:2323": '"zero_optimization.reduce_bucket_size": hidden_size * hi',
     "accelerate/commands/launch.py:1403": "elif args.multi_gpu and not args.cpu:",
     "deepspeed/runtime/zero/stage_1_and_2.py:1527": "self.grads_in_partition = torch.empty(int(total_size),",

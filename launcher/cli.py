@@ -430,8 +430,8 @@ def plan(
         float | None, typer.Option("--tokens-per-second", help="on all GPUs together, as measured")
     ] = None,
     attention: Annotated[
-        str, typer.Option("--attention", help="flash_2, flash_3, flash_4, sdpa or eager")
-    ] = "flash_2",
+        str | None, typer.Option("--attention", help="flash_2, flash_3, flash_4, sdpa or eager")
+    ] = None,
     shape: Annotated[
         str | None, typer.Option("--shape", metavar="MODEL", help="as large as this model")
     ] = None,

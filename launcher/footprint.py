@@ -140,6 +140,20 @@ class Footprint:
         return "" if values.get("precompute_ref_log_probs") else "model"
 
 
+_SPELT = {"flash_attention_2": "flash_2", "flash_attention_3": "flash_3", "torch": "sdpa"}
+
+
+def attention_of(plan: Plan, asked: str | None = None) -> str:
+    """The attention that is asked for, else what the file says, else the backend's own choice.
+
+    That is sdpa for TRL, and for open-instruct the best that is installed: taken to be flash_2.
+    """
+    said = asked or plan.values.get("attn_implementation")
+    if isinstance(said, str) and (named := _SPELT.get(said, said)) in ATTENTIONS:
+        return named
+    return "sdpa" if plan.stage.options.backend == "trl" else "flash_2"
+
+
 def zero_of(plan: Plan, hidden: int) -> Zero | None:
     """DeepSpeed as memory depends on it; None without, and on the CPU."""
     if not plan.gpus:

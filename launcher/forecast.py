@@ -30,6 +30,7 @@ from launcher.errors import Finding, InvalidConfig, UsageError, errors
 from launcher.footprint import (
     ATTENTIONS,
     Footprint,
+    attention_of,
     optimizer_steps,
     rows_of,
     shape_of,
@@ -58,7 +59,7 @@ class Terms:
     price: float | None = None
     tokens_per_second: float | None = None
     mfu: float = budget.STATED_MFU
-    attention: str = "flash_2"
+    attention: str | None = None
     fit: bool = False
     shape: str | None = None
 
@@ -207,7 +208,7 @@ def counts(text: str) -> list[int]:
 
 def make(request: Request, gpus: Sequence[int], terms: Terms) -> Forecast:
     """Plan a stage file for each count of GPUs. Raises InvalidConfig, UsageError or NotReady."""
-    if terms.attention not in ATTENTIONS:
+    if terms.attention not in {None, *ATTENTIONS}:
         known = ", ".join(ATTENTIONS)
         raise UsageError(
             _usage("bad-attention", f"`{terms.attention}` is no attention", f"one of {known}")
@@ -247,7 +248,8 @@ def make(request: Request, gpus: Sequence[int], terms: Terms) -> Forecast:
     several = len(gpus) > 1
     return Forecast(
         rungs=tuple(rungs), shape=shape_of(rungs[0].plan, terms.shape).source, lengths=seen.source,
-        attention=terms.attention, findings=tuple(f for rung in rungs for f in rung.findings),
+        attention=attention_of(rungs[0].plan, terms.attention),
+        findings=tuple(f for rung in rungs for f in rung.findings),
         variances=budget.VARIANCES.get((options.backend, options.stage), ()) if several else (),
     )  # fmt: skip
 
@@ -276,7 +278,10 @@ def _rung(planned: Plan, rows: Lengths, terms: Terms, card: _Card) -> Rung:
     planned = replace(planned, steps=optimizer_steps(planned, trained))
     cut = rows_of(planned, rows)
     footprint = Footprint(
-        plan=planned, shape=shape_of(planned, terms.shape), rows=cut, attention=terms.attention
+        plan=planned,
+        shape=shape_of(planned, terms.shape),
+        rows=cut,
+        attention=attention_of(planned, terms.attention),
     )
     setup = footprint.setup()
     found = memory.estimate(setup)

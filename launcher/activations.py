@@ -18,8 +18,6 @@ from launcher.lengths import Batch
 from launcher.shapes import Shape
 
 HALF, FULL = 2, 4
-# DeepSpeed and flash attention in bf16; what a GPU of this class has (H100, H200: 132)
-_PROCESSORS = 132
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,6 +65,10 @@ class Attempt:
         else:
             inside = {}
         whole = {**self.environ, **inside, **self.env}
+        # for a single GPU the command names one; which one is the job's to say
+        given = inside.get("CUDA_VISIBLE_DEVICES")
+        if given and self.env.get("CUDA_VISIBLE_DEVICES") and not self.devices:
+            whole["CUDA_VISIBLE_DEVICES"] = given.partition(",")[0]
         return Command(argv=self.argv, env=whole, cwd=Path(self.cwd))
 
     def environ_of_the_shell(self, environ: Mapping[str, str]) -> dict[str, str]:

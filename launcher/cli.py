@@ -187,6 +187,35 @@ class After:
     before: Mapping[str, Any] | None = None
 
 
+_NEEDS = {"--sbatch": "--slurm", "--accelerator": "--skypilot"}
+_APART = {
+    "--slurm": ("--skypilot", "--detach", "--devices", "--node-rank", "--main-address"),
+    "--skypilot": (
+        "--detach", "--devices", "--node-rank", "--main-address", "--on-finish", "--fresh",
+        "--allow-changed-resume",
+    ),
+}  # fmt: skip
+
+
+def _require_sense(given: Mapping[str, object]) -> None:
+    """Options that would be taken and ignored. Raises UsageError with all of them."""
+    # 0 is a value
+    said = {n for n, value in given.items() if value is not None and value is not False}
+    wrong = [
+        _usage("useless-option", f"{one} says nothing without {other}")
+        for one, other in _NEEDS.items()
+        if one in said and other not in said
+    ]
+    wrong += [
+        _usage("useless-option", f"{other} says nothing with {one}")
+        for one, others in _APART.items()
+        for other in others
+        if {one, other} <= said
+    ]
+    if wrong:
+        raise UsageError(wrong)
+
+
 def _repeated(
     stage: str,
     run: str,
@@ -224,8 +253,21 @@ def _stage_command(stage: str) -> Callable[..., None]:
     ) -> None:  # fmt: skip
         from launcher.start import Request
 
+        _require_sense(
+            {
+                "--slurm": slurm, "--skypilot": skypilot, "--sbatch": sbatch,
+                "--accelerator": accelerator, "--detach": detach, "--devices": devices,
+                "--node-rank": node_rank, "--main-address": main_address, "--on-finish": on_finish,
+                "--fresh": fresh, "--allow-changed-resume": allow_changed_resume,
+            }
+        )  # fmt: skip
         before = None
         if repeat is not None:
+            # relative to where this was said, not to where the run was
+            python, open_instruct, skypilot = (
+                one.absolute() if one is not None and (one.exists() or one is skypilot) else one
+                for one in (python, open_instruct, skypilot)
+            )
             config, overrides, gpus, nodes, before = _repeated(
                 stage, repeat, config, overrides, gpus, nodes
             )
@@ -236,7 +278,7 @@ def _stage_command(stage: str) -> Callable[..., None]:
             stage=stage, config=config, overrides=overrides or (), gpus=gpus, nodes=nodes,
             python=python, checkout=open_instruct, allow_unpinned=allow_unpinned, strict=strict,
             probe=not no_probe, devices=devices, node_rank=node_rank, main_address=main_address,
-            elsewhere=slurm, fresh=fresh or repeat is not None,
+            elsewhere=slurm or skypilot is not None, fresh=fresh or repeat is not None,
             allowed=tuple(allow_changed_resume or ()),
         )  # fmt: skip
         if dry_run:
@@ -280,9 +322,11 @@ def _dry_run(request: Request, format: Format) -> None:
 
 
 def _run(request: Request, format: Format, after: After) -> Exit:
-    from launcher import on_finish, report, start
+    from launcher import on_finish, report, runner, start
 
     told = on_finish.parsed(after.on_finish)
+    # the keeper reads it too late to say so
+    runner.grace(os.environ.get(runner.GRACE_VARIABLE))
     prepared = start.prepare(request, running=True)
     folder = prepared.folder
     found = prepared.findings
@@ -299,7 +343,7 @@ def _run(request: Request, format: Format, after: After) -> Exit:
         report.beginning(prepared.plan, folder.console(prepared.attempt))
     folder, attempt = start.begin(prepared, on_finish=told, allow_unproven=after.allow_unproven)
     if after.detach:
-        return _detached(str(request.stage), folder, found, format)
+        return _detached(str(request.stage), folder, found, format, first=not attempt.rank)
     return _until_over(str(request.stage), folder, attempt, found, format)
 
 
@@ -328,7 +372,7 @@ def _queued(request: Request, format: Format, after: After, words: list[str]) ->
     told = on_finish.parsed(after.on_finish)
     prepared = start.prepare(request, running=True)
     options = {**prepared.plan.stage.options.slurm, **options}
-    few = sbatch.one_cpu(options, request.gpus or 0)
+    few = sbatch.one_cpu(options, prepared.plan.gpus)
     found = prepared.findings
     if few is not None:
         message = "the job asks for one core of each machine"
@@ -364,15 +408,18 @@ def _task(request: Request, path: Path, accelerator: str | None, format: Format)
     return Exit.OK
 
 
-def _detached(stage: str, folder: RunFolder, found: tuple[Finding, ...], format: Format) -> Exit:
+def _detached(
+    stage: str, folder: RunFolder, found: tuple[Finding, ...], format: Format, *, first: bool
+) -> Exit:
+    """Say where the run can be looked at; only the first of several machines has it by its name."""
     from launcher import report, tmux
 
-    session = tmux.opened(folder)
+    session = tmux.opened(folder) if first else None
     if format is Format.json:
         data = {"run": str(folder.path), "session": session}
         report.envelope(stage, True, found, data)
         return Exit.OK
-    name = folder.path.name
+    name = folder.path.name if first else str(folder.path)
     report.say(f"run: {folder.path}")
     if session is not None:
         report.say(f"tmux attach -t {session}")
@@ -396,7 +443,11 @@ def _until_over(
             report.say(f"the run goes on: launch attach {folder.path.name}")
         return Exit.OK
     if attempt.rank:
-        return start.of_a_further_machine(folder, attempt)
+        code = start.of_a_further_machine(folder, attempt)
+        if format is Format.json:
+            data = {"run": str(folder.path), "rank": attempt.rank}
+            report.envelope(command, code is Exit.OK, found, data)
+        return code
     verdict, code = start.conclusion(folder, attempt)
     if format is Format.json:
         data = {**verdict.as_json(), "run": str(folder.path)}
@@ -850,11 +901,14 @@ def exec_command(
     format: FormatOption = Format.text,
 ) -> None:
     """Start the attempt that waits in a run folder and show it; what tmux and Slurm start."""
-    from launcher import start
+    from launcher import report, start
 
     folder = _found(run)
     if prepare:
-        start.prepare_again(folder)
+        waiting = start.prepare_again(folder)
+        if format is Format.json:
+            told = {"run": str(folder.path), "attempt": waiting.number}
+            report.envelope("exec", True, (), told)
         return
     folder, attempt = start.execute(folder, node_rank, main_address)
     raise typer.Exit(_until_over("exec", folder, attempt, (), format))
@@ -867,6 +921,9 @@ def attach(run: RunName = "last", format: FormatOption = Format.text) -> None:
 
     folder = _found(run)
     attempt = following.newest_attempt(folder)
+    if not following.has_begun(folder, attempt):
+        message = f"{folder.path.name} has not begun: there is nothing to show yet"
+        raise UsageError(_usage("not-begun", message, "launch runs"))
     raise typer.Exit(_until_over("attach", folder, attempt, (), format, forward=False))
 
 
@@ -908,12 +965,12 @@ def stop(
     format: FormatOption = Format.text,
 ) -> None:
     """Stop a run: INT, TERM, KILL to every process of it; say what that loses."""
-    from launcher import report, runner, stopping
+    from launcher import overview, report, runner, stopping
 
     folder = _found(run)
     waits = runner.grace(grace) if grace is not None else None
     told = stopping.cost(folder)
-    if format is Format.text:
+    if format is Format.text and overview.state(folder) in {"running", "orphaned", "queued"}:
         report.say(told.line() if not after_checkpoint else "waiting for the next checkpoint")
     ended = stopping.stop(folder, after_checkpoint=after_checkpoint, waits=waits)
     told = stopping.cost(folder)

@@ -25,7 +25,7 @@ def write(request: Request, path: Path, accelerator: str | None) -> tuple[Findin
     checkout = stage.upstream.root if stage.options.backend == "open_instruct" else None
     project = Path(__file__).resolve().parent.parent
     places = Places(cwd=Path.cwd(), project=project, checkout=checkout)
-    words = _words(request)
+    words = _words(request, prepared.plan.gpus)
     task = skypilot.task(
         name=stage.name, words=words, gpus=prepared.plan.gpus, nodes=prepared.plan.nodes,
         backend=stage.options.backend, places=places, settings=settings, environ=os.environ,
@@ -44,12 +44,11 @@ def write(request: Request, path: Path, accelerator: str | None) -> tuple[Findin
     return (*prepared.findings, *(_left_behind(word) for word in dict.fromkeys(left)))
 
 
-def _words(request: Request) -> list[str]:
+def _words(request: Request, gpus: int) -> list[str]:
     """The command line to be said there; files below the working folder go along with it."""
     config = Path(os.path.relpath(request.config))
     words = [str(request.stage), str(config), *request.overrides]
-    if request.gpus is not None:
-        words += ["--gpus", str(request.gpus)]
+    words += ["--gpus", str(gpus)]
     if request.nodes > 1:
         words += ["--nodes", str(request.nodes)]
     switches = {"--strict": request.strict, "--allow-unpinned": request.allow_unpinned}

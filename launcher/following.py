@@ -166,6 +166,12 @@ def _tail(log: BinaryIO, lines: int) -> int:
     return place
 
 
+def has_begun(folder: RunFolder, attempt: Attempt) -> bool:
+    """Whether a process of the attempt is known, or was; its log may have been tidied away."""
+    known = rundir.read_json(folder.process).get("attempt")
+    return folder.attempts() >= attempt.number or known == attempt.number or _goes_on(folder)
+
+
 def newest_attempt(folder: RunFolder) -> Attempt:
     """The attempt that began last, as far as it is known; a run of an older launch has no private file."""
     with contextlib.suppress(NotReady):

@@ -213,7 +213,7 @@ class Due:
         from launcher import checkpoints
 
         output = None if self.attempt.output is None else Path(self.attempt.output)
-        found = checkpoints.find(self.attempt.backend, output)
+        found = checkpoints.find(self.attempt.backend, output, ranks=self.attempt.world)
         return frozenset(str(one.path) for one in found if one.why_incomplete is None)
 
 

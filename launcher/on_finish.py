@@ -48,7 +48,7 @@ def environment(folder: RunFolder, code: int) -> Mapping[str, str]:
     return {
         "LAUNCH_FINISHED": folder.path.name,
         "LAUNCH_FINISHED_FOLDER": str(folder.path),
-        "LAUNCH_FINISHED_STATE": overview.state(folder, progress),
+        "LAUNCH_FINISHED_STATE": overview.ended_state(folder, progress),
         "LAUNCH_FINISHED_VERDICT": str(folder.verdict),
         "LAUNCH_FINISHED_CODE": str(code),
     }

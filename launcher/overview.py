@@ -91,6 +91,11 @@ def state(folder: RunFolder, progress: Progress | None = None) -> str:
             return word
     if runner.alive(folder.path, lambda: _marks(int(time.monotonic()))):
         return "orphaned" if runner.orphaned(folder) else "running"
+    return ended_state(folder, progress)
+
+
+def ended_state(folder: RunFolder, progress: Progress | None = None) -> str:
+    """finished, failed, stopped or lost, by the run's own record alone."""
     ended = rundir.read_json(folder.exit(max(1, folder.attempts())))
     if ended.get("stopped") is not None:
         return "stopped"

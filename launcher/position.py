@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,8 +189,3 @@ def exact_steps(stage: str, shape: Shape, every: int, *, keeps_order: bool = Tru
         if n < shape.total and next(inexact(stage, shape, n, keeps_order=keeps_order), None) is None
     )
     return next(able, None)
-
-
-def with_rows(shape: Shape, rows: int | None) -> Shape:
-    """The same with the number of rows that training really had."""
-    return shape if rows is None else replace(shape, rows=rows)

@@ -70,12 +70,16 @@ def find(
     None for a single node. Raises UsageError where neither tells, or what they tell cannot be.
     """
     if nodes == 1:
-        if rank not in (None, 0):
+        if rank not in (None, 0) or address is not None:
             raise _usage(
-                "bad-node-rank", f"node {rank} of a run on one machine", "give --nodes too"
+                "bad-node-rank",
+                "the run takes one machine: which one needs no saying",
+                "give --nodes too",
             )
         return None
-    told = _slurm(nodes, environ, resolves or _resolves) or _skypilot(nodes, environ)
+    told = None
+    if rank is None or address is None:
+        told = _slurm(nodes, environ, resolves or _resolves) or _skypilot(nodes, environ)
     if rank is None:
         rank = told.rank if told is not None else None
     if address is None and told is not None:

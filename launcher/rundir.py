@@ -328,7 +328,8 @@ def find(name: str) -> RunFolder | None:
     Raises UsageError where several begin so.
     """
     path = Path(name)
-    if name and (path / "run.json").is_file():
+    # a further machine of a run keeps no manifest of its own
+    if name and ((path / "run.json").is_file() or (path / "start.json").is_file()):
         return RunFolder(path.absolute())
     runs = known_runs()
     if name == "last":

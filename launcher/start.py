@@ -42,7 +42,7 @@ from launcher import stage as stages
 from launcher.attempt import Attempt
 from launcher.command import Command
 from launcher.devices import Devices, Look
-from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, NotReady, UsageError, errors
+from launcher.errors import Exit, Finding, InvalidConfig, NotReady, UsageError, errors
 from launcher.machine import Trainer
 from launcher.plan import Plan
 from launcher.redaction import redact
@@ -176,7 +176,8 @@ def ask(request: Request, *, running: bool) -> Asked:
         count = len(named)
     count = count if count is not None else stage.options.gpus
     # eight cards can take ten seconds to answer: they are asked only where the answer counts
-    wanted = running or (count is None and backend == "trl")
+    # and not where other machines will train
+    wanted = not request.elsewhere and (running or (count is None and backend == "trl"))
     seen = devices.look(os.environ) if wanted else None
     return Asked(
         stage=stage, trainer=trainer, gpus=_gpus(count, stage, seen), named=named, seen=seen
@@ -186,7 +187,8 @@ def ask(request: Request, *, running: bool) -> Asked:
 def prepare(request: Request, *, running: bool) -> Prepared:
     """Load, check, plan; for a run also ask whether the machine is ready for it.
 
-    Raises InvalidConfig, NotReady or UsageError. Writes nothing but, for a run, its empty folder.
+    Raises InvalidConfig, NotReady or UsageError. Writes nothing but, for a run, its empty folder, and
+    the memory of fingerprints.
     """
     asked = ask(request, running=running)
     stage, trainer, gpus = asked.stage, asked.trainer, asked.gpus
@@ -237,7 +239,7 @@ def prepare(request: Request, *, running: bool) -> Prepared:
             made = replace(made, findings=(*known, *decision.findings))
         if errors(made.findings, strict=request.strict):
             raise InvalidConfig(made.findings)
-    except LaunchError:
+    except BaseException:
         rundir.release(folder)
         raise
     built = command.build(
@@ -295,8 +297,10 @@ def begin(
         filled = rendezvous.filled(attempt.argv, here)
         attempt = replace(attempt, argv=filled, rank=here.rank)
     folder = prepared.folder.node(attempt.rank)
-    rendezvous.check_port(here)
     try:
+        rendezvous.check_port(here)
+        if not attempt.rank:
+            _require_not_queued(folder)
         with claim.claimed(
             folder, attempt.number, None if attempt.rank else prepared.output
         ) as lock:
@@ -307,7 +311,21 @@ def begin(
     finally:
         # the folder that was reserved, if nothing came of it
         rundir.release(folder)
+        rundir.release(prepared.folder)
     return folder, attempt
+
+
+def _require_not_queued(folder: RunFolder) -> None:
+    """A job that waits, or runs elsewhere, has the attempt already."""
+    waiting = slurm.job(folder)
+    if waiting is not None and slurm.active(waiting):
+        raise NotReady(
+            Finding(
+                severity="error", layer="launch", code="run-is-live", file=str(folder.path),
+                message=f"the run {folder.path.name} is Slurm's job {waiting.id}",
+                help=f"wait for it, or launch stop {folder.path.name}",
+            )
+        )  # fmt: skip
 
 
 def queue(
@@ -322,6 +340,7 @@ def queue(
     attempt = _attempt(prepared, on_finish, allow_unproven)
     try:
         with claim.claimed(folder, attempt.number, prepared.output):
+            _require_not_queued(folder)
             _make(prepared, attempt)
             attempt.write(folder)
             text = sbatch.script(
@@ -364,7 +383,8 @@ def _attempt(prepared: Prepared, on_finish: Sequence[str], allow_unproven: bool)
         nodes=planned.nodes, output=None if prepared.output is None else str(prepared.output),
         caches=tuple(one.as_json() for one in prepared.caches), devices=_ids(prepared.devices),
         config=str(planned.stage.config.path), on_finish=tuple(on_finish),
-        allow_unproven=allow_unproven, request=prepared.request.as_json(),
+        allow_unproven=allow_unproven,
+        request={**prepared.request.as_json(), "gpus": planned.gpus},
     )  # fmt: skip
 
 

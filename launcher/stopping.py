@@ -57,7 +57,7 @@ def cost(folder: RunFolder) -> Cost:
     told = rundir.read_manifest(folder)
     output = told.get("output")
     place = Path(output) if isinstance(output, str) else None
-    found = checkpoints.find(str(told.get("backend")), place)
+    found = checkpoints.find(str(told.get("backend")), place, ranks=overview.processes(told))
     last = next((one for one in reversed(found) if one.why_incomplete is None), None)
     return Cost(
         step=progress.step, saved=last.number if last is not None and last.kind == "step" else None,
@@ -105,7 +105,9 @@ def _stop_job(
 ) -> runner.Exit | None:  # fmt: skip
     """Slurm ends a job on all its machines; for a checkpoint, their keepers wait themselves."""
     number = max(1, folder.attempts())
-    if after_checkpoint:
+    state = (slurm.states([job.id]) or {}).get(job.id)
+    # one that waits has no checkpoint to wait for
+    if after_checkpoint and slurm.word(state) == "running":
         for node in folder.nodes():
             _ask(node, runner.Request(attempt=number, grace=waits, after_checkpoint=True))
     else:

@@ -32,7 +32,7 @@ class Attempt:
     `environ` is the environment of whoever gave the command, `env` what the command adds to it.
     `rank` is the number of this machine among `nodes`, `devices` are ids of its GPUs. `caches` are
     records of `caches.Cache`, `on_finish` is an argv, `total` the number of optimizer steps, where
-    known. `request` is what was asked for (`start.Request`), to be asked again.
+    known. `request` is what was asked for (`preparation.Request`), to be asked again.
     """
 
     number: int

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     # only for annotations: validation must not pay for importing what starts a run
     from launcher.attempt import Attempt
     from launcher.fix import Fix
+    from launcher.preparation import Request
     from launcher.rundir import RunFolder
-    from launcher.start import Request
     from launcher.upstream import Locator
 
 app = typer.Typer(
@@ -251,7 +251,7 @@ def _stage_command(stage: str) -> Callable[..., None]:
         allow_changed_resume: Changed = None,
         format: FormatOption = Format.text,
     ) -> None:  # fmt: skip
-        from launcher.start import Request
+        from launcher.preparation import Request
 
         _require_sense(
             {
@@ -311,9 +311,9 @@ app.command("dpo", epilog="Example: launch dpo configs/tulu/dpo_qwen7b.yaml --gp
 
 
 def _dry_run(request: Request, format: Format) -> None:
-    from launcher import report, start
+    from launcher import preparation, report
 
-    prepared = start.prepare(request, running=False)
+    prepared = preparation.prepare(request, running=False)
     if format is Format.json:
         report.envelope(str(request.stage), True, prepared.findings, prepared.as_json())
     else:
@@ -322,12 +322,12 @@ def _dry_run(request: Request, format: Format) -> None:
 
 
 def _run(request: Request, format: Format, after: After) -> Exit:
-    from launcher import on_finish, report, runner, start
+    from launcher import on_finish, preparation, report, runner, start
 
     told = on_finish.parsed(after.on_finish)
     # the keeper reads it too late to say so
     runner.grace(os.environ.get(runner.GRACE_VARIABLE))
-    prepared = start.prepare(request, running=True)
+    prepared = preparation.prepare(request, running=True)
     folder = prepared.folder
     found = prepared.findings
     if after.before is not None:
@@ -361,7 +361,7 @@ def _finished(stage: str, folder: RunFolder, found: tuple[Finding, ...], format:
 
 def _queued(request: Request, format: Format, after: After, words: list[str]) -> Exit:
     """Hand the run to Slurm."""
-    from launcher import on_finish, report, sbatch, start
+    from launcher import on_finish, preparation, report, sbatch, start
 
     def complain(code: str, key: str, message: str, help: str | None) -> Finding:
         return _usage(code, message, help)
@@ -370,7 +370,7 @@ def _queued(request: Request, format: Format, after: After, words: list[str]) ->
     if wrong:
         raise UsageError(wrong)
     told = on_finish.parsed(after.on_finish)
-    prepared = start.prepare(request, running=True)
+    prepared = preparation.prepare(request, running=True)
     options = {**prepared.plan.stage.options.slurm, **options}
     few = sbatch.one_cpu(options, prepared.plan.gpus)
     found = prepared.findings
@@ -499,7 +499,7 @@ def plan(
 ) -> None:
     """Say what a stage needs on so many GPUs: batch, steps, memory by part, time, cost, disk."""
     from launcher import forecast, report
-    from launcher.start import Request
+    from launcher.preparation import Request
 
     request = Request(
         stage=_stage(stage), config=config, overrides=overrides or (), nodes=nodes, python=python,

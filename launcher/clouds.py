@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from launcher import rundir, skypilot, start
+from launcher import rundir, skypilot
 from launcher.errors import Finding, NotReady
+from launcher.preparation import Request, prepare
 from launcher.skypilot import Places
-from launcher.start import Request
 
 
 def write(request: Request, path: Path, accelerator: str | None) -> tuple[Finding, ...]:
@@ -17,7 +17,7 @@ def write(request: Request, path: Path, accelerator: str | None) -> tuple[Findin
     Raises what a dry run raises, UsageError where it is not known which GPUs, NotReady where the file
     cannot be written.
     """
-    prepared = start.prepare(request, running=False)
+    prepared = prepare(request, running=False)
     stage = prepared.plan.stage
     settings = dict(stage.options.skypilot)
     if accelerator is not None:

@@ -23,7 +23,6 @@ from launcher import (
     memory,
     plan,
     rundir,
-    start,
 )
 from launcher.budget import Bill, Disk, Fit, Speed, Tokens, Variance
 from launcher.errors import Finding, InvalidConfig, UsageError, errors
@@ -39,7 +38,7 @@ from launcher.footprint import (
 from launcher.lengths import Lengths
 from launcher.memory import Memory
 from launcher.plan import Plan
-from launcher.start import Request
+from launcher.preparation import Request, ask
 
 MARGIN = 0.08
 """The share of a card that is left to the allocator's gaps, NCCL and the driver."""
@@ -224,7 +223,7 @@ def make(request: Request, gpus: Sequence[int], terms: Terms) -> Forecast:
         raise UsageError(
             _usage("price-without-gpus", "a price is for GPUs, and there are none", None)
         )
-    asked = start.ask(replace(request, gpus=max(gpus)), running=False)
+    asked = ask(replace(request, gpus=max(gpus)), running=False)
     card = _card(terms)
     rungs: list[Rung] = []
     lost: list[Finding] = []

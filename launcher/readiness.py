@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher import devices, doctor, machine, options, plan, start
+from launcher import devices, doctor, machine, options, plan, preparation
 from launcher.devices import Devices
 from launcher.doctor import Report, Subject
 from launcher.upstream import Locator
@@ -30,12 +30,12 @@ class Question:
 def examine(question: Question, *, importing: bool = True) -> Report:
     """Look at everything. Raises InvalidConfig for a stage file that is refused whatever the machine."""
     if question.config is not None:
-        request = start.Request(
+        request = preparation.Request(
             stage=None, config=question.config, overrides=question.overrides, gpus=question.gpus,
             python=question.python, checkout=question.checkout, devices=question.devices,
             allow_unpinned=question.allow_unpinned,
         )  # fmt: skip
-        wanted = start.ask(request, running=True)
+        wanted = preparation.ask(request, running=True)
         made = plan.make(wanted.stage, gpus=wanted.gpus)
         subject = doctor.of_plan(made, wanted.trainer)
         return doctor.examine(subject, wanted.chosen(), seen=wanted.seen, importing=importing)

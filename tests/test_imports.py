@@ -184,7 +184,7 @@ ARROWS = {
 # From left to right, as the drawing has them: a module imports only what stands before it.
 ORDER = (
     "errors", "config", "schema", "backends", "rules", "stage", "plan", "command", "rundir", "runner",
-    "evidence", "check", "start", "cli",
+    "evidence", "check", "preparation", "start", "cli",
 )  # fmt: skip
 
 

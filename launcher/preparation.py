@@ -1,0 +1,264 @@
+"""From a command line to everything decided: stage, plan, command, place. Nothing starts here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from launcher import (
+    caches,
+    command,
+    config,
+    contents,
+    devices,
+    doctor,
+    machine,
+    plan,
+    rendezvous,
+    resume,
+    rundir,
+)  # fmt: skip
+from launcher import stage as stages
+from launcher.command import Command
+from launcher.devices import Devices, Look
+from launcher.errors import Finding, InvalidConfig, UsageError, errors
+from launcher.machine import Trainer
+from launcher.plan import Plan
+from launcher.rendezvous import Rendezvous
+from launcher.rundir import RunFolder
+from launcher.upstream import Locator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One command line: which stage (None: as the file says), from which file, on what.
+
+    `elsewhere`: other machines will train, whose GPUs this one cannot look at. `folder` is the run that
+    is to go on, where that is settled.
+    """
+
+    stage: str | None
+    config: Path
+    overrides: Sequence[str] = ()
+    gpus: int | None = None
+    nodes: int = 1
+    python: Path | None = None
+    checkout: Path | None = None
+    allow_unpinned: bool = False
+    strict: bool = False
+    probe: bool = True
+    devices: str | None = None
+    node_rank: int | None = None
+    main_address: str | None = None
+    elsewhere: bool = False
+    folder: RunFolder | None = None
+    fresh: bool = False
+    allowed: Sequence[str] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """What `from_json` reads, but for the folder and the names of machines."""
+        skipped = {"folder", "node_rank", "main_address", "fresh"}
+        named = [name for name in self.__dataclass_fields__ if name not in skipped]
+        return {name: _plain(getattr(self, name)) for name in named}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], *, config: Path) -> Request:
+        """The same request of a resolved stage file, whose overrides are in it."""
+        given = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
+        paths = {k: Path(given[k]) for k in ("python", "checkout") if given.get(k)}
+        return cls(**{**given, **paths, "config": config, "overrides": ()})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value.absolute())
+    return value if isinstance(value, str | int | None) else list(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """Everything decided, nothing started. `here` is which of several machines this is."""
+
+    request: Request
+    plan: Plan
+    command: Command
+    trainer: Trainer
+    folder: RunFolder
+    attempt: int
+    output: Path | None
+    caches: tuple[caches.Cache, ...] = ()
+    devices: Devices | None = None
+    warnings: tuple[Finding, ...] = ()
+    here: Rendezvous | None = None
+    decision: resume.Decision = field(default_factory=resume.Decision)
+    asked: Path | None = None
+    holds: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Warnings and notes of validation, of planning, and about this machine."""
+        return (*self.plan.stage.findings, *self.plan.findings, *self.warnings)
+
+    def as_json(self) -> dict[str, object]:
+        """What a dry run answers, tokens taken out."""
+        shown = self.command.redacted()
+        return {
+            "plan": {"gpus": [self.plan.as_json()]},
+            "upstream": self.plan.stage.upstream.as_json(),
+            "derived": {name: d.value for name, d in self.plan.derived.items()},
+            "argv": list(shown.argv),
+            "env": dict(shown.env),
+            "cwd": str(shown.cwd),
+            "run": str(self.folder.path),
+        }
+
+    def of_resume(self) -> dict[str, Any]:
+        """What the manifest keeps for the next attempt."""
+        return {
+            "resume": self.decision.as_json(),
+            "asked_output": None if self.asked is None else str(self.asked),
+            "contents": list(self.holds),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A valid stage, the Python that trains it, and the GPUs of this machine that it asks for."""
+
+    stage: stages.Stage
+    trainer: Trainer
+    gpus: int
+    named: tuple[str, ...] | None
+    seen: Look | None
+
+    def chosen(self) -> Devices:
+        """The GPUs that it would get now; see `devices.choose` for how that is refused."""
+        return devices.choose(self.gpus, self.named, self.seen or devices.look(os.environ))
+
+
+def ask(request: Request, *, running: bool) -> Asked:
+    """Load and judge a stage file. Raises InvalidConfig, NotReady or UsageError."""
+    loaded = config.load(request.config, request.overrides)
+    backend, checkout = stages.backend_of(loaded), None
+    locator = Locator(checkout=request.checkout, allow_unpinned=request.allow_unpinned)
+    if backend == "open_instruct":
+        checkout = locator.find(backend).root
+    trainer = machine.find_trainer(request.python, checkout)
+    locator.search = trainer.path
+    judged = stages.judge(loaded, stage=request.stage, locator=locator, running=running)
+    stage = stages.validate(judged, strict=request.strict)
+    if not request.probe:
+        stage = replace(stage, options=replace(stage.options, probe=None))
+    named, count = devices.named(request.devices), request.gpus
+    if named is not None and count is None:
+        count = len(named)
+    count = count if count is not None else stage.options.gpus
+    # eight cards can take ten seconds to answer: they are asked only where the answer counts
+    # and not where other machines will train
+    wanted = not request.elsewhere and (running or (count is None and backend == "trl"))
+    seen = devices.look(os.environ) if wanted else None
+    return Asked(
+        stage=stage, trainer=trainer, gpus=_gpus(count, stage, seen), named=named, seen=seen
+    )
+
+
+def prepare(request: Request, *, running: bool) -> Prepared:
+    """Load, check, plan; for a run also ask whether the machine is ready for it.
+
+    Raises InvalidConfig, NotReady or UsageError. Writes nothing but, for a run, its empty folder, and
+    the memory of fingerprints.
+    """
+    asked = ask(request, running=running)
+    stage, trainer, gpus = asked.stage, asked.trainer, asked.gpus
+    here = None
+    if running and not request.elsewhere:
+        here = rendezvous.find(request.nodes, request.node_rank, request.main_address, os.environ)
+    chosen = asked.chosen() if running and not request.elsewhere else None
+    warnings: tuple[Finding, ...] = ()
+    root = rundir.runs_root()
+    # what launch derives does not move an output that the stage file names
+    given = stage.entry.names.output in stage.args
+    named = stage.backend.output_folder(stage.values) if given else None
+    wanted = None if named is None else named.absolute()
+    placed = resume.place(stage, wanted, rundir.newest_first(root), fresh=request.fresh)
+    if request.folder is None:
+        folder, attempt = rundir.choose(
+            stage.options.stage, stage.name, placed.output, root, reserve=running,
+            rank=0 if here is None else here.rank,
+        )  # fmt: skip
+    else:
+        folder = request.folder
+        attempt = max(one.attempts() for one in folder.nodes()) + 1
+    before = folder if attempt > 1 else None
+    decision, holds = resume.Decision(), list[dict[str, Any]]()
+    try:
+        made = plan.make(stage, gpus=gpus, nodes=request.nodes, output=folder.path / "model")
+        made = resume.applied(made, placed.derived)
+        made = _in_situation(made, trainer, before, running=running)
+        if running:
+            # about the machine, not the stage file: --strict leaves them warnings
+            warnings = doctor.require_ready(made, trainer, chosen, elsewhere=request.elsewhere)
+        held = caches.derive(made, trainer.packages, running=running)
+        made = caches.applied(made, held)
+        if running:
+            last = plan.output_folder(made)
+            where = None if last is None else last.absolute()
+            said = caches.findings(made, held, output=where)
+            holds = contents.of_plan(made)
+            decision = resume.judge(
+                made, output=where, folder=before, trainer=trainer, caches=held, now=holds,
+                manifest=None if before is None else rundir.read_manifest(before),
+                allowed=request.allowed,
+            )  # fmt: skip
+            # what a rule says of the output folder, the run's own record says better
+            known = (*made.findings, *said)
+            known = tuple(f for f in known if before is None or f.code not in resume.SUPERSEDED)
+            made = resume.applied(made, decision.derived)
+            made = replace(made, findings=(*known, *decision.findings))
+        if errors(made.findings, strict=request.strict):
+            raise InvalidConfig(made.findings)
+    except BaseException:
+        rundir.release(folder)
+        raise
+    built = command.build(
+        made,
+        trainer,
+        folder.path,
+        environ=os.environ,
+        caches=caches.environment(held),
+        devices=None if chosen is None or not gpus else chosen.env(),
+    )
+    final = plan.output_folder(made)
+    return Prepared(
+        request=request, here=here, plan=made, command=built, trainer=trainer, folder=folder, attempt=attempt,
+        output=None if final is None else final.absolute(), caches=held, devices=chosen,
+        warnings=warnings, decision=decision, asked=wanted, holds=tuple(holds),
+    )  # fmt: skip
+
+
+def _in_situation(made: Plan, trainer: Trainer, before: RunFolder | None, *, running: bool) -> Plan:
+    """The plan with what this machine, its packages and the output folder have to say of it."""
+    if not running:
+        # a dry run may be made anywhere: what lies here and is installed here says nothing
+        return made
+    output = plan.output_folder(made)
+    told = None if before is None else rundir.read_manifest(before)
+    found = doctor.situation(made, trainer, None if output is None else output.absolute(), told)
+    return replace(made, findings=(*made.findings, *found))
+
+
+def _gpus(gpus: int | None, stage: stages.Stage, seen: Look | None) -> int:
+    """`--gpus`, `--devices` or `num_gpus` of the file, or for TRL whatever single device is here."""
+    if gpus is None and seen is not None and stage.options.backend == "trl":
+        gpus = min(1, len(seen.visible))
+    if gpus is None or gpus < 0:
+        raise UsageError(
+            Finding(
+                severity="error", layer="launch", code="no-gpus", message="how many GPUs?",
+                help="--gpus 8, or --gpus 0 for the CPU",
+            )
+        )  # fmt: skip
+    return gpus

@@ -103,6 +103,16 @@ class NotReady(LaunchError):
     exit_code = Exit.NOT_READY
 
 
+def unreadable(path: object, error: OSError) -> NotReady:
+    """What to raise where a file that somebody named cannot be read."""
+    return NotReady(
+        Finding(
+            severity="error", layer="launch", code="unreadable-file", file=str(path),
+            message=f"cannot be read: {error.strerror}",
+        )
+    )  # fmt: skip
+
+
 def errors(findings: Iterable[Finding], *, strict: bool = False) -> tuple[Finding, ...]:
     """Those findings that stop a run: errors, and under `strict` warnings too."""
     stops = {"error", "warning"} if strict else {"error"}

@@ -18,7 +18,7 @@ from typing import BinaryIO
 from launcher import attempt as attempts
 from launcher import keeper, overview, process, rundir, runner
 from launcher.attempt import Attempt
-from launcher.errors import Finding, NotReady
+from launcher.errors import NotReady, unreadable
 from launcher.rundir import RunFolder
 from launcher.view import View
 
@@ -140,12 +140,7 @@ def _opened(path: Path) -> BinaryIO:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise NotReady(
-            Finding(
-                severity="error", layer="launch", code="unreadable-file", file=str(path),
-                message=f"cannot be read: {error.strerror}",
-            )
-        ) from None  # fmt: skip
+        raise unreadable(path, error) from None
 
 
 def _tail(log: BinaryIO, lines: int) -> int:

@@ -14,17 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launcher import shapes
 from launcher.backends import model_config
+from launcher.errors import InvalidConfig
 from launcher.paths import exists, is_file
+from launcher.rundir import read_json
 
 _LARGEST_HEADER = 2**27
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
-# decoders of one shape: attention with grouped heads, a gated MLP, and nothing else that counts
-_DENSE = frozenset({"llama", "mistral", "olmo", "olmo2", "olmo3", "qwen2", "qwen3", "smollm3"})
-# norms over the width, a layer; norms over queries and keys: of the head's size, or of all heads
-_NORMS = {"olmo": 0}
-_MLP_BIAS = frozenset({"llama", "smollm3"})
-_QK_NORM = {"qwen3": "head", "olmo2": "all", "olmo3": "all"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +58,7 @@ def _folder(name: object, environ: Mapping[str, str], revision: str | None) -> P
 
 def _of_safetensors(folder: Path) -> Count | None:
     """From the headers of the weights: they hold every tensor's shape."""
-    index = _json(folder / "model.safetensors.index.json")
+    index = read_json(folder / "model.safetensors.index.json")
     mapped = index.get("weight_map")
     names = sorted(set(map(str, mapped.values()))) if isinstance(mapped, Mapping) else []
     files = [folder / one for one in names or ["model.safetensors"]]
@@ -93,9 +90,9 @@ def _elements(header: Mapping[str, Any]) -> Iterator[int]:
 
 def _of_index(folder: Path) -> Count | None:
     """From an index whose files are not all here: their size in all, in the config's type."""
-    size = _BYTES.get(str(_json(folder / "config.json").get("torch_dtype")))
+    size = _BYTES.get(str(read_json(folder / "config.json").get("torch_dtype")))
     for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
-        told = _json(folder / name).get("metadata")
+        told = read_json(folder / name).get("metadata")
         if not isinstance(told, Mapping):
             continue
         if isinstance(told.get("total_parameters"), int):
@@ -107,42 +104,11 @@ def _of_index(folder: Path) -> Count | None:
 
 
 def _of_config(folder: Path) -> Count | None:
-    config = _json(folder / "config.json")
-    try:
-        total = _dense(config)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+    config = read_json(folder / "config.json")
+    if config.get("quantization_config"):
         return None
-    return None if total is None else Count(total, str(folder / "config.json"))
-
-
-def _dense(config: Mapping[str, Any]) -> int | None:
-    """The sum over the shapes of a plain decoder; None for any other kind of model."""
-    kind = str(config["model_type"])
-    if kind not in _DENSE or config.get("quantization_config"):
-        return None
-    width, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
-    heads, vocabulary = int(config["num_attention_heads"]), int(config["vocab_size"])
-    groups = int(config.get("num_key_value_heads") or heads)
-    size = int(config.get("head_dim") or width // heads)
-    inner = int(config["intermediate_size"])
-    queries, keys = heads * size, groups * size
-    layer = 2 * width * queries + 2 * width * keys + 3 * width * inner
-    if kind == "qwen2":
-        layer += queries + 2 * keys
-    elif config.get("attention_bias") and kind != "mistral":
-        layer += queries + 2 * keys + width
-    if config.get("mlp_bias") and kind in _MLP_BIAS:
-        layer += 2 * inner + width
-    layer += _NORMS.get(kind, 2) * width
-    layer += {"head": 2 * size, "all": queries + keys}.get(_QK_NORM.get(kind, ""), 0)
-    tied = bool(config.get("tie_word_embeddings", kind == "smollm3"))
-    last = 0 if kind == "olmo" else width
-    return vocabulary * width * (1 if tied else 2) + layers * layer + last
-
-
-def _json(path: Path) -> Mapping[str, Any]:
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return told if isinstance(told, dict) else {}
+        total = shapes.shape_of(config, name=folder.name).parameters
+    except InvalidConfig:
+        return None
+    return Count(total, str(folder / "config.json"))

@@ -210,6 +210,8 @@ def shape_of(config: Mapping[str, Any], *, name: str = "", source: str = "config
         outer["model.norm.weight"] = (hidden,)
     if not tied:
         outer["lm_head.weight"] = (vocab, hidden)
+    # of the other families no module reads it, whatever the config holds
+    biased = "attention_bias" in (layout.keys or {}) and bool(reader.value("attention_bias", False))
     return Shape(
         name=name, family=str(family), source=source, layout=layout, hidden=hidden,
         intermediate=inner, layers=reader.whole("num_hidden_layers"), heads=heads,
@@ -218,9 +220,9 @@ def shape_of(config: Mapping[str, Any], *, name: str = "", source: str = "config
         positions=config.get("max_position_embeddings"), experts=experts,
         experts_used=reader.whole("num_experts_per_tok") if experts else 0,
         layer=sizes.layer(
-            qkv_bias=layout.qkv_bias or bool(reader.value("attention_bias", False)),
-            out_bias=family in _OUT_BIAS and bool(reader.value("attention_bias", False)),
-            mlp_bias=bool(reader.value("mlp_bias", False)) and family in _OUT_BIAS,
+            qkv_bias=layout.qkv_bias or biased,
+            out_bias=family in _OUT_BIAS and biased,
+            mlp_bias="mlp_bias" in (layout.keys or {}) and bool(reader.value("mlp_bias", False)),
         ),
         outer=outer,
     )  # fmt: skip

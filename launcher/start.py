@@ -34,7 +34,7 @@ from launcher import (
 )  # fmt: skip
 from launcher.attempt import Attempt
 from launcher.devices import Devices
-from launcher.errors import Exit, Finding, NotReady, errors
+from launcher.errors import Exit, Finding, NotReady, errors, unreadable
 from launcher.preparation import Prepared, Request, prepare
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
@@ -278,12 +278,7 @@ def judge_log(path: Path) -> check.Verdict:
     try:
         found = evidence.read_log(path)
     except OSError as error:
-        raise NotReady(
-            Finding(
-                severity="error", layer="launch", code="unreadable-file", file=str(path),
-                message=f"cannot be read: {error.strerror}",
-            )
-        ) from None  # fmt: skip
+        raise unreadable(path, error) from None
     assert found.log is not None
     return redact(check.judge(found.stage, check.expected_from_log(found.log), found))
 

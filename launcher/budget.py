@@ -257,6 +257,22 @@ class Variance:
         return {"name": self.name, "message": self.message, "where": list(self.where)}
 
 
+def _scheduler(*where: str) -> Variance:
+    return Variance(
+        name="scheduler", where=where,
+        message="the scheduler is made for max_train_steps x processes, without max_train_steps for "
+        "an epoch that is not yet split: warm-up and end differ by the rounding",
+    )  # fmt: skip
+
+
+def _resume(*where: str) -> Variance:
+    return Variance(
+        name="resume", where=where,
+        message="the position of a checkpoint is counted in this run's accumulation and batches: "
+        "after a change of GPUs other rows are skipped",
+    )  # fmt: skip
+
+
 VARIANCES: dict[tuple[str, str], tuple[Variance, ...]] = {
     ("open_instruct", "sft"): (
         Variance(
@@ -269,16 +285,8 @@ VARIANCES: dict[tuple[str, str], tuple[Variance, ...]] = {
             message="an epoch's steps are rounded up from each rank's own batches: the last step of an "
             "epoch holds a different remainder, and some rows may be read twice to fill it",
         ),
-        Variance(
-            name="scheduler", where=("finetune.py:710",),
-            message="the scheduler is made for max_train_steps x processes, without max_train_steps for "
-            "an epoch that is not yet split: warm-up and end differ by the rounding",
-        ),
-        Variance(
-            name="resume", where=("finetune.py:766", "finetune.py:769"),
-            message="the position of a checkpoint is counted in this run's accumulation and batches: "
-            "after a change of GPUs other rows are skipped",
-        ),
+        _scheduler("finetune.py:710"),
+        _resume("finetune.py:766", "finetune.py:769"),
     ),
     ("open_instruct", "dpo"): (
         Variance(
@@ -286,16 +294,8 @@ VARIANCES: dict[tuple[str, str], tuple[Variance, ...]] = {
             message="an epoch's steps are rounded up from each rank's own batches: the last step of an "
             "epoch holds a different remainder",
         ),
-        Variance(
-            name="scheduler", where=("dpo_tune_cache.py:458",),
-            message="the scheduler is made for max_train_steps x processes, without max_train_steps for "
-            "an epoch that is not yet split: warm-up and end differ by the rounding",
-        ),
-        Variance(
-            name="resume", where=("dpo_tune_cache.py:514", "dpo_tune_cache.py:564"),
-            message="the position of a checkpoint is counted in this run's accumulation and batches: "
-            "after a change of GPUs other rows are skipped",
-        ),
+        _scheduler("dpo_tune_cache.py:458"),
+        _resume("dpo_tune_cache.py:514", "dpo_tune_cache.py:564"),
     ),
     ("trl", "sft"): (),
     ("trl", "dpo"): (),

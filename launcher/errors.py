@@ -103,6 +103,13 @@ class NotReady(LaunchError):
     exit_code = Exit.NOT_READY
 
 
+def usage(code: str, message: str, help: str | None = None) -> UsageError:
+    """What to raise where the command line makes no sense."""
+    return UsageError(
+        Finding(severity="error", layer="launch", code=code, message=message, help=help)
+    )
+
+
 def unreadable(path: object, error: OSError) -> NotReady:
     """What to raise where a file that somebody named cannot be read."""
     return NotReady(

@@ -25,7 +25,7 @@ from launcher import (
     rundir,
 )
 from launcher.budget import Bill, Disk, Fit, Speed, Tokens, Variance
-from launcher.errors import Finding, InvalidConfig, UsageError, errors
+from launcher.errors import Finding, InvalidConfig, errors, usage
 from launcher.footprint import (
     ATTENTIONS,
     Footprint,
@@ -201,7 +201,7 @@ def counts(text: str) -> list[int]:
     """`1,2,8` as numbers. Raises UsageError."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and len(word) < 6 for word in words):
-        raise UsageError(_usage("bad-gpus", f"`{text}` is no list of counts", "--gpus 1,2,8"))
+        raise usage("bad-gpus", f"`{text}` is no list of counts", "--gpus 1,2,8")
     return [int(word) for word in words]
 
 
@@ -209,20 +209,16 @@ def make(request: Request, gpus: Sequence[int], terms: Terms) -> Forecast:
     """Plan a stage file for each count of GPUs. Raises InvalidConfig, UsageError or NotReady."""
     if terms.attention not in {None, *ATTENTIONS}:
         known = ", ".join(ATTENTIONS)
-        raise UsageError(
-            _usage("bad-attention", f"`{terms.attention}` is no attention", f"one of {known}")
-        )
+        raise usage("bad-attention", f"`{terms.attention}` is no attention", f"one of {known}")
     for code, value in (
         ("bad-gpu-memory", terms.gpu_memory), ("bad-price", terms.price),
         ("bad-tokens-per-second", terms.tokens_per_second),
     ):  # fmt: skip
         if value is not None and not 0 < value < float("inf"):
             name = code.removeprefix("bad-")
-            raise UsageError(_usage(code, f"--{name} is more than 0, not {value:g}", None))
+            raise usage(code, f"--{name} is more than 0, not {value:g}")
     if terms.price is not None and not all(gpus):
-        raise UsageError(
-            _usage("price-without-gpus", "a price is for GPUs, and there are none", None)
-        )
+        raise usage("price-without-gpus", "a price is for GPUs, and there are none")
     asked = ask(replace(request, gpus=max(gpus)), running=False)
     card = _card(terms)
     rungs: list[Rung] = []
@@ -458,7 +454,3 @@ def _local(planned: Plan) -> tuple[Path | None, Path | None]:
     tokenizer = Path(str(model)) / "tokenizer.json"
     local = next((path for path in files if path.is_file()), None)
     return local, tokenizer if tokenizer.is_file() else None
-
-
-def _usage(code: str, message: str, help: str | None) -> Finding:
-    return Finding(severity="error", layer="launch", code=code, message=message, help=help)

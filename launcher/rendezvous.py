@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from launcher.errors import Finding, UsageError, brief
+from launcher.errors import brief, usage
 
 RANK, ADDRESS, PORT = "NODE_RANK", "HEAD_ADDRESS", "HEAD_PORT"
 OPTIONS: Mapping[str, str] = {
@@ -71,7 +71,7 @@ def find(
     """
     if nodes == 1:
         if rank not in (None, 0) or address is not None:
-            raise _usage(
+            raise usage(
                 "bad-node-rank",
                 "the run takes one machine: which one needs no saying",
                 "give --nodes too",
@@ -87,22 +87,16 @@ def find(
     else:
         host, port = _address(address, rank, nodes)
     if rank is None:
-        raise _usage(
+        raise usage(
             "no-node-rank", f"the run takes {nodes} machines: which one is this?",
             "give --node-rank 0 on the first, --node-rank 1 on the next, or let --slurm start all",
         )  # fmt: skip
     if not 0 <= rank < nodes:
-        raise _usage(
+        raise usage(
             "bad-node-rank", f"there is no node {rank} among {nodes}: they count from 0",
             f"--node-rank 0 to {nodes - 1}",
         )  # fmt: skip
     return Rendezvous(nodes=nodes, rank=rank, address=host, port=port)
-
-
-def _usage(code: str, message: str, help: str) -> UsageError:
-    return UsageError(
-        Finding(severity="error", layer="launch", code=code, message=message, help=help)
-    )
 
 
 _HOST = re.compile(
@@ -115,13 +109,13 @@ def _address(given: str | None, rank: int | None, nodes: int) -> tuple[str, int]
     help = "HOST or HOST:PORT of the first machine, such as --main-address 10.0.0.4:29500"
     if given is None:
         who = "where is the first one?" if rank is not None else "which one is this?"
-        raise _usage("no-main-address", f"the run takes {nodes} machines: {who}", help)
+        raise usage("no-main-address", f"the run takes {nodes} machines: {who}", help)
     matched = _HOST.match(given)
     if matched is None:
-        raise _usage("bad-main-address", f"`{brief(given)}` is no address of a machine", help)
+        raise usage("bad-main-address", f"`{brief(given)}` is no address of a machine", help)
     port = int(matched["port"] or DEFAULT_PORT)
     if not 0 < port < 2**16:
-        raise _usage("bad-main-address", f"{port} is no port: they go from 1 to 65535", help)
+        raise usage("bad-main-address", f"{port} is no port: they go from 1 to 65535", help)
     return matched["host"], port
 
 
@@ -136,7 +130,7 @@ def _slurm(
     spread = environ.get("SLURM_STEP_NUM_NODES", "1")
     tasks = environ.get("SLURM_STEP_NUM_TASKS", spread)
     if spread != str(nodes) or tasks != spread:
-        raise _usage(
+        raise usage(
             "wrong-step", f"Slurm started {tasks} process(es) on {spread} node(s), the run takes one "
             f"on each of {nodes}", f"srun --nodes={nodes} --ntasks-per-node=1 launch ...",
         )  # fmt: skip
@@ -168,7 +162,7 @@ def _skypilot(nodes: int, environ: Mapping[str, str]) -> Rendezvous | None:
         return None
     count = len(addresses.split())
     if count != nodes:
-        raise _usage(
+        raise usage(
             "wrong-step", f"SkyPilot runs this on {count} node(s), the run takes {nodes}",
             f"--nodes {count}, or num_nodes: {nodes} in the task",
         )  # fmt: skip
@@ -185,7 +179,7 @@ def check_port(here: Rendezvous | None) -> None:
         try:
             tried.bind(("", here.port))
         except OSError as error:
-            raise _usage(
+            raise usage(
                 "port-taken", f"port {here.port} cannot be used: {error.strerror}",
                 f"another one on every node: --main-address {here.address}:{here.port + 1}",
             ) from None  # fmt: skip

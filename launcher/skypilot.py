@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from launcher.errors import Finding, UsageError, brief
+from launcher.errors import Finding, brief, usage
 from launcher.redaction import is_secret, redact
 
 # Fields of a task that a stage file may set, and what must be in them (SkyPilot's own check is finer).
@@ -168,14 +168,8 @@ def task(
     if redact(made) != made:
         message = "a token would be written into the task"
         help = "name its variable under `skypilot: {secrets: [...]}` instead"
-        raise _usage("token-in-task", message, help)
+        raise usage("token-in-task", message, help)
     return made
-
-
-def _usage(code: str, message: str, help: str) -> UsageError:
-    return UsageError(
-        Finding(severity="error", layer="launch", code=code, message=message, help=help)
-    )
 
 
 def _resources(settings: Mapping[str, Any], gpus: int) -> dict[str, Any]:
@@ -183,7 +177,7 @@ def _resources(settings: Mapping[str, Any], gpus: int) -> dict[str, Any]:
     name = settings.get("accelerator")
     if gpus and name is None and not {"any_of", "instance_type", "ordered"} & resources.keys():
         help = "`skypilot: {accelerator: H100}`, or --accelerator H100"
-        raise _usage("no-accelerator", f"{gpus} GPUs on each machine: which ones?", help)
+        raise usage("no-accelerator", f"{gpus} GPUs on each machine: which ones?", help)
     if gpus and name is not None:
         resources["accelerators"] = {name: gpus}
     return resources

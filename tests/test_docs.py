@@ -17,7 +17,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 CODE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)+")
 # functions that take a finding's code as a plain argument
 MAKERS = {
-    "say", "bad", "_stop", "_add", "_missing", "_usage", "_said", "_say", "_fault", "complain", "Finding",
+    "say", "bad", "_stop", "_add", "_missing", "_usage", "usage", "_said", "_say", "_fault", "complain",
+    "Finding",
 }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """What `launch check` costs on a large console log, beside `grep` and a loop over its lines.
 
-usage: python benchmarks/check.py [KIND...] [--mib 1024] [--rounds 1] [--json]
+usage: python -m benchmarks.check [KIND...] [--mib 1024] [--rounds 1] [--json]
 
 Makes one log of each kind in a temporary folder and reads it in whole processes, warm: `launch check
 LOG --allow-unproven`, `grep -cE 'Step: [0-9]+' LOG`, and a Python loop over its lines. Prints seconds
@@ -25,8 +25,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks import ratio
+from benchmarks.ratio import ROOT, Pair
+
 STAMP = "2026-11-20 15:53:00 - INFO - "
+_TOLD = {"grep": "grep -cE 'Step: [0-9]+'", "loop": "a Python loop over its lines"}
 LINE_LOOP = "import sys\nfor _ in open(sys.argv[1], 'rb'): pass"
 
 
@@ -168,15 +171,13 @@ class Cost:
 def measure(argv: Sequence[str]) -> Cost:
     """Run a command to its end."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    begun = time.perf_counter()
     # not to /dev/null: grep stops at the first match then
     process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     peaks: list[float] = [0.0]
     watch = threading.Thread(target=_watch, args=(process.pid, peaks), daemon=True)
     watch.start()
-    process.communicate()
+    taken = ratio.timed(process.communicate)()
     code = process.returncode
-    taken = time.perf_counter() - begun
     watch.join()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if code < 0 or code > 3:
@@ -213,15 +214,35 @@ def _held(pid: int) -> float | None:
     return None
 
 
-def cost_of(path: Path, rounds: int) -> dict[str, Cost]:
-    """The check and its neighbours on one file, interleaved; of each the fastest round."""
-    commands = {
+def commands(path: Path) -> dict[str, list[str]]:
+    """The check of a log and its neighbours."""
+    return {
         "check": [sys.executable, "-m", "launcher.cli", "check", str(path), "--allow-unproven"],
         "grep": ["grep", "-cE", "Step: [0-9]+", str(path)],
         "loop": [sys.executable, "-c", LINE_LOOP, str(path)],
     }
-    costs = [{name: measure(argv) for name, argv in commands.items()} for _ in range(rounds)]
-    return {name: min((c[name] for c in costs), key=lambda c: c.seconds) for name in commands}
+
+
+def pairs(folder: Path) -> Iterator[Pair]:
+    """A long run's log of 1 GiB beside grep, one of step lines alone beside a loop over them."""
+    for kind, mib, neighbour in (("mixture", 1024, "grep"), ("sft", 256, "loop")):
+        path = folder / f"{kind}.log"
+        make(kind, path, mib << 20)
+        argv = commands(path)
+        yield Pair(
+            name=f"log scan, {kind}", rounds=3,
+            what=f"CPU time of launch check of {mib} MiB / {_TOLD[neighbour]}",
+            ours=ratio.command(argv["check"], cpu=True),
+            beside=ratio.command(argv[neighbour], cpu=True),
+        )  # fmt: skip
+        path.unlink()
+
+
+def cost_of(path: Path, rounds: int) -> dict[str, Cost]:
+    """The check and its neighbours on one file, interleaved; of each the fastest round."""
+    asked = commands(path)
+    costs = [{name: measure(argv) for name, argv in asked.items()} for _ in range(rounds)]
+    return {name: min((c[name] for c in costs), key=lambda c: c.seconds) for name in asked}
 
 
 def main() -> int:

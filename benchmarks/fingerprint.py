@@ -1,6 +1,6 @@
 """What it costs to know data and checkpoints by content, beside `sha256sum` in the same run.
 
-usage: python benchmarks/fingerprint.py [--json] [--folder PATH] [--gib N]
+usage: python -m benchmarks.fingerprint [--json] [--folder PATH] [--gib N]
 
 Data: one file of N GiB (1 unless told), in the page cache, read whole. A checkpoint: four sparse files
 shaped like Qwen2.5-7B's (339 tensors, 15.2 GB), sampled; once with nothing remembered, once with. Best of
@@ -15,13 +15,14 @@ import json
 import os
 import shutil
 import struct
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks import ratio
+from benchmarks.ratio import Pair, Taken
 from launcher import content
 from launcher.fingerprint import Memory, of_file, of_model
 
@@ -82,21 +83,34 @@ def make_data(path: Path, gib: float) -> int:
     return path.stat().st_size
 
 
-def seconds(what: Callable[[], object]) -> float:
-    """Wall time of one call."""
-    begun = time.perf_counter()
-    what()
-    return time.perf_counter() - begun
-
-
-def sampled_bytes(folder: Path) -> int:
-    """How much of the checkpoint is read at all."""
-    total = 0
-    for path in folder.glob("*.safetensors"):
+def regions(folder: Path) -> Iterator[tuple[int, int, int]]:
+    """What of the checkpoint is read at all: open file, offset, length."""
+    for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             found = content.sampled_regions(file.fileno(), path.stat().st_size) or []
-        total += sum(length for _, length in found)
-    return total
+            yield from ((file.fileno(), offset, length) for offset, length in found)
+
+
+def pairs(folder: Path) -> Iterator[Pair]:
+    """Data by content beside `sha256sum` of them; a checkpoint's samples beside reading as much."""
+    data, model = folder / "data.jsonl", folder / "model"
+    make_data(data, 0.5)
+    make_checkpoint(model)
+    if shutil.which("sha256sum"):
+        yield Pair(
+            name="data by content", what="CPU time of fingerprinting 512 MiB / sha256sum", rounds=5,
+            ours=ratio.timed(lambda: of_file(data, Memory()), cpu=True),
+            beside=ratio.command(["sha256sum", str(data)], cpu=True),
+        )  # fmt: skip
+
+    def read() -> None:
+        for fd, offset, length in regions(model):
+            os.pread(fd, length, offset)
+
+    yield Pair(
+        name="checkpoint by content", what="samples of a 15 GB checkpoint / reading the same bytes",
+        ours=ratio.timed(lambda: of_model(str(model), Memory())), beside=ratio.timed(read),
+    )  # fmt: skip
 
 
 def measure(folder: Path, gib: float) -> dict[str, float]:
@@ -107,30 +121,21 @@ def measure(folder: Path, gib: float) -> dict[str, float]:
     time.sleep(Memory.MARGIN_S + 0.5)
     known = Memory(folder / "prints.json")
     of_model(str(model), known)
-    cases: dict[str, Callable[[], object]] = {
-        "data": lambda: of_file(data, Memory()),
-        "checkpoint": lambda: of_model(str(model), Memory()),
-        "checkpoint, known": lambda: of_model(str(model), known),
+    cases: dict[str, Taken] = {
+        "data": ratio.timed(lambda: of_file(data, Memory())),
+        "checkpoint": ratio.timed(lambda: of_model(str(model), Memory())),
+        "checkpoint, known": ratio.timed(lambda: of_model(str(model), known)),
     }
     if shutil.which("sha256sum"):
-        command = ["sha256sum", str(data)]
-        cases["sha256sum"] = lambda: subprocess.run(
-            command, stdout=subprocess.DEVNULL, check=True
-        )  # fmt: skip
-    taken = {
-        name: min(times)
-        for name, times in zip(
-            cases,
-            zip(*[[seconds(case) for case in cases.values()] for _ in range(ROUNDS)], strict=True),
-            strict=True,
-        )
-    }
+        cases["sha256sum"] = ratio.command(["sha256sum", str(data)])
+    times = ratio.interleaved(cases, ROUNDS)
+    taken = {name: min(seconds) for name, seconds in times.items()}
     return {
         **{f"{name}, s": value for name, value in taken.items()},
         "data, GB/s": size / taken["data"] / 1e9,
         "sha256sum, GB/s": size / taken.get("sha256sum", float("inf")) / 1e9,
         "checkpoint, GB": weights / 1e9,
-        "checkpoint read, MB": sampled_bytes(model) / 1e6,
+        "checkpoint read, MB": sum(length for _, _, length in regions(model)) / 1e6,
     }
 
 

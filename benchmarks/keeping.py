@@ -1,6 +1,6 @@
 """What keeping and looking at runs costs.
 
-usage: python benchmarks/keeping.py [--json]
+usage: python -m benchmarks.keeping [--json]
 
 `launch runs` over 1,000 run folders (goal: 0.4 s on two idle cores, given as a ratio to importing what it is
 made of); the first line of `launch attach` with 1 GiB in the log (0.5 s); and the share of one core that the
@@ -17,17 +17,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks import ratio
+from benchmarks.ratio import ROOT, Pair
+
 sys.path.insert(0, str(ROOT / "tests"))
 
-from made_runs import made, manifest  # type: ignore[import-not-found]  # noqa: E402
+from made_runs import made, manifest  # type: ignore[import-not-found]
 
-from launcher import rundir, runner, start  # noqa: E402
-from launcher.attempt import Attempt  # noqa: E402
-from launcher.rundir import RunFolder  # noqa: E402
+from launcher import rundir, runner, start
+from launcher.attempt import Attempt
+from launcher.rundir import RunFolder
 
 RUNS, ROUNDS, LOG_GIB = 1_000, 7, 1
 WATCHED_S = 20.0
@@ -35,25 +37,35 @@ LAUNCH = [sys.executable, "-m", "launcher.cli"]
 PADDING = {f"field_{n}": {"value": n, "origin": "default: a.py:1"} for n in range(250)}
 
 
-def seconds(argv: Sequence[str]) -> float:
-    """Wall time of one process."""
-    begun = time.perf_counter()
-    subprocess.run(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
-    return time.perf_counter() - begun
-
-
-def listing(place: Path) -> dict[str, float]:
-    """Medians of listing all runs, and of importing what the command line is made of."""
+def listed(place: Path) -> Pair:
+    """A thousand run folders, listed, beside importing what the command line is made of."""
     for number in range(RUNS):
         told = manifest(args=PADDING)
         made(place / "runs" / f"20260101T{number:06d}Z-sft-x", steps=40, told=told)
         path = place / "runs" / f"20260101T{number:06d}Z-sft-x" / "run.json"
         path.write_text(json.dumps(told, indent=2))
-    imports = [sys.executable, "-c", "import typer, rich, yaml"]
-    pairs = [(seconds([*LAUNCH, "runs"]), seconds(imports)) for _ in range(ROUNDS)]
-    listed = statistics.median(pair[0] for pair in pairs)
-    base = statistics.median(pair[1] for pair in pairs)
-    return {"runs_s": listed, "imports_s": base, "runs_to_imports": listed / base}
+    # the environment of now: where the runs are may change before this is measured
+    environ = {**os.environ, "LAUNCH_RUNS": str(place / "runs")}
+    return Pair(
+        name="list of runs", what="launch runs, 1,000 of them / import typer, rich, yaml", rounds=ROUNDS,
+        ours=ratio.command([*LAUNCH, "runs"], env=environ),
+        beside=ratio.command([sys.executable, "-c", "import typer, rich, yaml"]),
+    )  # fmt: skip
+
+
+def pairs(place: Path) -> Iterator[Pair]:
+    """The list, and the first line about a run with a long log."""
+    os.environ["LAUNCH_RUNS"] = str(place / "runs")
+    yield listed(place)
+    folder = waiting(place, "20270101T000000Z-sft-waiting")
+    try:
+        yield Pair(
+            name="first line of attach", what="launch attach, 1 GiB of log / import typer, rich, yaml",
+            rounds=5, ours=lambda: first_line(folder),
+            beside=ratio.command([sys.executable, "-c", "import typer, rich, yaml"]),
+        )  # fmt: skip
+    finally:
+        ended(folder)
 
 
 def waiting(place: Path, name: str) -> RunFolder:
@@ -76,19 +88,32 @@ def waiting(place: Path, name: str) -> RunFolder:
     return folder
 
 
+def ended(folder: RunFolder) -> None:
+    """End the run, and wait for its keeper's last word about it."""
+    runner.end_orphans(folder, (0, 0, 0), 1)
+    until = time.monotonic() + 60
+    while runner.keeper_of(folder) is not None and time.monotonic() < until:
+        time.sleep(0.05)
+
+
 def first_line(folder: RunFolder) -> float:
     """Seconds until `launch attach` shows something."""
-    begun = time.perf_counter()
-    looking = subprocess.Popen(
-        [*LAUNCH, "attach", str(folder.path)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
-    )
-    assert looking.stderr is not None
-    line = looking.stderr.readline()
-    taken = time.perf_counter() - begun
-    looking.kill()
-    looking.communicate()
-    if b"step 9" not in line:
-        raise SystemExit(f"attach said {line!r}")
+    lines: list[bytes] = []
+    looking: list[subprocess.Popen[bytes]] = []
+
+    def look() -> None:
+        process = subprocess.Popen(
+            [*LAUNCH, "attach", str(folder.path)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+        )
+        assert process.stderr is not None
+        looking.append(process)
+        lines.append(process.stderr.readline())
+
+    taken = ratio.timed(look)()
+    looking[0].kill()
+    looking[0].communicate()
+    if b"step 9" not in lines[0]:
+        raise SystemExit(f"attach said {lines[0]!r}")
     return taken
 
 
@@ -123,13 +148,14 @@ def main() -> None:
         place = Path(name)
         os.environ["LAUNCH_RUNS"] = str(place / "runs")
         os.environ["XDG_STATE_HOME"] = str(place / "state")
-        found = listing(place)
+        runs = ratio.measure(listed(place))
+        found = {"runs_s": runs.seconds, "imports_s": runs.beside, "runs_to_imports": runs.ratio}
         folder = waiting(place, "20270101T000000Z-sft-waiting")
         try:
             found["attach_first_line_s"] = statistics.median(first_line(folder) for _ in range(3))
             found |= shares(folder)
         finally:
-            runner.end_orphans(folder, (0, 0, 0), 1)
+            ended(folder)
     if "--json" in sys.argv:
         print(json.dumps(found))
         return

@@ -1,6 +1,6 @@
 """What the probe costs a training step: blocks of steps with and without it, in turn, in one process.
 
-usage: python benchmarks/probe.py [--device cuda] [--hidden 1024] [--layers 24] [--tokens 4096]
+usage: python -m benchmarks.probe [--device cuda] [--hidden 1024] [--layers 24] [--tokens 4096]
                                   [--vocab 32000] [--micro 1] [--block 10] [--blocks 40] [--json]
 
 The same model, the same batches; between two blocks the probe's wrappers and its hook are taken out or
@@ -16,10 +16,12 @@ import json
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks import ratio
+from benchmarks.ratio import Pair
 
 PROBE = Path(__file__).resolve().parent.parent / "launcher" / "probe.py"
 WATCHED = ("backward", "clip_grad_norm_")
@@ -64,7 +66,9 @@ class Training:
 
     def block(self) -> float:
         """Seconds a step, over one block."""
-        begun = time.perf_counter()
+        return ratio.timed(self._steps)() / int(self.options.block)
+
+    def _steps(self) -> None:
         for _ in range(self.options.block):
             for _ in range(self.options.micro):
                 with self.accelerator.accumulate(self.model):
@@ -76,7 +80,6 @@ class Training:
                     self.optimizer.zero_grad()
         if self.options.device != "cpu":
             self.torch.cuda.synchronize()
-        return float((time.perf_counter() - begun) / self.options.block)
 
 
 def alone(training: Training, probe: Any) -> float:
@@ -92,13 +95,11 @@ def alone(training: Training, probe: Any) -> float:
         probe.before_optimizer(training.optimizer)
         probe.close_step()
 
-    times = []
-    for _ in range(50):
-        begun = time.perf_counter()
+    def several() -> None:
         for _ in range(20):
             step()
-        times.append((time.perf_counter() - begun) / 20)
-    return min(times)
+
+    return min(ratio.interleaved({"calls": ratio.timed(several)}, 50)["calls"]) / 20
 
 
 def switch(training: Training, folder: str) -> tuple[Callable[[bool], None], Any]:
@@ -130,8 +131,28 @@ def switch(training: Training, folder: str) -> tuple[Callable[[bool], None], Any
     return turn, probe
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Measure and print; always exits 0, the figures are for people and for the record."""
+def pairs(folder: Path) -> Iterator[Pair]:
+    """The probe's own calls in a step beside writing one line of JSON, which is what it must do at least."""
+    training = Training(parsed(()))
+    turn, probe = switch(training, str(folder))
+    turn(False)
+    line = {"event": "step", "step": 1, "loss": 2.5, "finite": True, "tokens": 512, "seconds": 0.25}
+    with (folder / "lines.jsonl").open("w", encoding="utf-8") as file:
+
+        def write() -> None:
+            for number in range(20):
+                file.write(json.dumps({**line, "step": number}) + "\n")
+                file.flush()
+
+        yield Pair(
+            name="probe", what="its calls in a training step / one line of JSON, written and flushed",
+            ours=lambda: alone(training, probe),
+            beside=lambda: min(ratio.interleaved({"write": ratio.timed(write)}, 50)["write"]) / 20,
+        )  # fmt: skip
+
+
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", action="store_true")
@@ -146,7 +167,12 @@ def main(arguments: Sequence[str]) -> int:
     }
     for name, number in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=number)
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure and print; always exits 0, the figures are for people and for the record."""
+    options = parsed(arguments)
     training = Training(options)
     taken: dict[bool, list[float]] = {True: [], False: []}
     with tempfile.TemporaryDirectory() as folder:

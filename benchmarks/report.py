@@ -1,6 +1,6 @@
 """How long a report takes to make, and to open in a headless Chromium.
 
-usage: python benchmarks/report.py [--json]
+usage: python -m benchmarks.report [--json]
 
 Three DPO runs of 10,000 steps with every curve, read from their folders. `open` is the time from the
 navigation to the frame after the last chart was drawn; `empty` the same for a page without anything,
@@ -10,6 +10,7 @@ rendered in at most 50 ms. Needs selenium, chromium and chromedriver for the ope
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import random
@@ -18,8 +19,11 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks import ratio
+from benchmarks.ratio import Pair
 from launcher import page, series
 from launcher.series import Run
 
@@ -73,12 +77,25 @@ def row(step: int, steps: int, noise: random.Random) -> dict[str, float]:
 
 def rendered(runs: list[Run]) -> tuple[str, float]:
     """The page, and the median of the seconds that it takes to make."""
-    taken = []
-    for _ in range(ROUNDS):
-        begun = time.perf_counter()
-        text = page.overlay(runs)
-        taken.append(time.perf_counter() - begun)
+    text = page.overlay(runs)
+    taken = ratio.interleaved({"page": ratio.timed(lambda: page.overlay(runs))}, ROUNDS)["page"]
     return text, statistics.median(taken)
+
+
+def pairs(folder: Path) -> Iterator[Pair]:
+    """A report of one long run, read and drawn, beside parsing its figures."""
+    made(folder, "run", STEPS)
+    path = folder / "run"
+
+    def parse() -> None:
+        with (path / "metrics.jsonl").open(encoding="utf-8") as file:
+            for line in file:
+                json.loads(line)
+
+    yield Pair(
+        name="report", what="10,000 steps, read and drawn / parsing them as JSON",
+        ours=ratio.timed(lambda: page.overlay([series.read(path)])), beside=ratio.timed(parse),
+    )  # fmt: skip
 
 
 def opened(pages: dict[str, Path]) -> dict[str, float] | None:
@@ -95,12 +112,14 @@ def opened(pages: dict[str, Path]) -> dict[str, float] | None:
     for flag in ("headless=new", "no-sandbox", "disable-gpu", "window-size=1400,1000"):
         options.add_argument(f"--{flag}")
     chrome = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-    taken: dict[str, list[float]] = {name: [] for name in pages}
+
+    def draw(path: Path) -> float:
+        chrome.get(path.as_uri())
+        return drawn(chrome)
+
     try:
-        for _ in range(ROUNDS):
-            for name, path in pages.items():
-                chrome.get(path.as_uri())
-                taken[name].append(drawn(chrome))
+        cases = {name: functools.partial(draw, path) for name, path in pages.items()}
+        taken = ratio.interleaved(cases, ROUNDS, warm=False)
     finally:
         chrome.quit()
     return {name: statistics.median(seconds) for name, seconds in taken.items()}

@@ -1,6 +1,6 @@
 """What `launch validate-config` costs beside importing what it is made of, and beside its neighbours.
 
-usage: python benchmarks/validate.py [--json]
+usage: python -m benchmarks.validate [--json]
 
 Whole processes, interleaved, warm; prints medians and the ratio to `import typer, rich, yaml` measured
 in the same run. Goals on two cores: one file at most 0.20 s and a ratio of at most 2.5; 1,000 files in
@@ -13,17 +13,21 @@ from __future__ import annotations
 import json
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+
+from benchmarks import ratio
+from benchmarks.ratio import ROOT, Pair, Taken
 
 ROUNDS = 15
 FILES = 1_000
-ROOT = Path(__file__).resolve().parent.parent
+LAUNCH = [sys.executable, "-m", "launcher.cli", "validate-config"]
+PARSE = (
+    "import sys, typer, yaml\nloader = getattr(yaml, 'CSafeLoader', yaml.SafeLoader)\n"
+    "for path in sys.argv[1:]: yaml.load(open(path, 'rb'), loader)"
+)
 STAGE_FILE = ROOT / "configs" / "tulu" / "sft_qwen7b_25pct.yaml"
 MISSPELT = "model_name_or_path: m\noutput_dir: out\nlearning_rat: 0.1\nmax_stepz: 1\n"
 NEIGHBOURS: Mapping[str, Sequence[str]] = {
@@ -32,59 +36,51 @@ NEIGHBOURS: Mapping[str, Sequence[str]] = {
 }
 
 
-@dataclass(frozen=True)
-class Case:
-    """A command, how often it is run, and whether it is expected to fail."""
-
-    argv: Sequence[str]
-    rounds: int = ROUNDS
-    fails: bool = False
-
-    def seconds(self) -> float:
-        """Wall time of one process."""
-        begun = time.perf_counter()
-        done = subprocess.run(
-            self.argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT, check=False
-        )
-        taken = time.perf_counter() - begun
-        if (done.returncode != 0) is not self.fails:
-            raise SystemExit(f"{self.argv[0]} answered {done.returncode}")
-        return taken
-
-
-def cases(folder: Path) -> dict[str, Case]:
-    """Everything that is measured; the stage files are copies, so that none is read twice."""
-    copies = [folder / f"{number}.yaml" for number in range(FILES)]
+def copied(folder: Path) -> list[str]:
+    """Copies of a stage file, so that none is read twice."""
+    copies = [str(folder / f"{number}.yaml") for number in range(FILES)]
     for copy in copies:
         shutil.copy(STAGE_FILE, copy)
+    return copies
+
+
+def pairs(folder: Path) -> Iterator[Pair]:
+    """Validation beside importing typer and parsing the same YAML."""
+    copies = copied(folder)
+    for name, files, rounds in (
+        ("one file", [str(STAGE_FILE)], ROUNDS),
+        ("1,000 files", copies, 5),
+    ):
+        yield Pair(
+            name=f"validation, {name}", what="launch validate-config / import typer, parse the YAML",
+            rounds=rounds, ours=ratio.command([*LAUNCH, *files]),
+            beside=ratio.command([sys.executable, "-c", PARSE, *files]),
+        )  # fmt: skip
+
+
+def cases(folder: Path) -> dict[str, Taken]:
+    """Everything that is measured for people, neighbours among programs included."""
     misspelt = folder / "misspelt.yaml"
     misspelt.write_text(MISSPELT)
-    launch = [sys.executable, "-m", "launcher.cli", "validate-config"]
     found = {
-        "python": Case([sys.executable, "-c", "pass"]),
-        "imports": Case([sys.executable, "-c", "import typer, rich, yaml"]),
-        "one file": Case([*launch, str(STAGE_FILE)]),
-        "misspelt": Case([*launch, str(misspelt)], fails=True),
-        "1,000 files": Case([*launch, *map(str, copies)], rounds=5),
+        "python": ratio.command([sys.executable, "-c", "pass"]),
+        "imports": ratio.command([sys.executable, "-c", "import typer, rich, yaml"]),
+        "one file": ratio.command([*LAUNCH, str(STAGE_FILE)]),
+        "misspelt": ratio.command([*LAUNCH, str(misspelt)], fails=True),
+        "1,000 files": ratio.command([*LAUNCH, *copied(folder)]),
     }
     beside = Path(sys.executable).parent
     for name, words in NEIGHBOURS.items():
         program = shutil.which(name, path=str(beside)) or shutil.which(name)
         if program is not None:
-            found[name] = Case([program, *words, str(misspelt)], rounds=3, fails=True)
+            found[name] = ratio.command([program, *words, str(misspelt)], fails=True)
     return found
 
 
-def measure(found: Mapping[str, Case]) -> dict[str, list[float]]:
+def measure(found: Mapping[str, Taken]) -> dict[str, list[float]]:
     """The times of every case, one round of all of them after the other."""
-    taken: dict[str, list[float]] = {name: [] for name in found}
-    for case in found.values():
-        case.seconds()
-    for number in range(ROUNDS):
-        for name, case in found.items():
-            if number < case.rounds:
-                taken[name].append(case.seconds())
-    return taken
+    rare = {"1,000 files": 5, **dict.fromkeys(NEIGHBOURS, 3)}
+    return ratio.interleaved(found, {name: rare.get(name, ROUNDS) for name in found})
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -61,6 +61,33 @@ def layer(shape: Shape, kernels: Kernels, batch: Batch) -> Amount:
     )
 
 
+def compiled_layer(shape: Shape, batch: Batch) -> Amount:
+    """What one layer keeps under torch.compile with all of the memory budget.
+
+    The partitioner keeps what a matrix product or the attention made, and computes the rest (norms, the
+    gated product, the rotary embedding) again: both residuals, the outputs of the attention and of the
+    MLP before their norms, Q, K, V, the attention's result and both inputs of the gated product.
+    """
+    a_token = HALF * (4 * shape.hidden + 2 * shape.query + 2 * shape.key + 2 * shape.intermediate)
+    total = (a_token + FULL * shape.heads) * batch.tokens
+    return Amount(bytes=total, formula="T(8H + 4Q + 4K + 4I + 4h), fused by torch.compile")
+
+
+def budgeted(shape: Shape, kernels: Kernels, batch: Batch, share: float) -> Amount:
+    """What one compiled layer keeps with a share of the memory budget.
+
+    torch counts the budget between keeping the layer's input alone (0) and everything (1).
+    """
+    least = checkpoint(shape, kernels, batch).bytes
+    whole = compiled_layer(shape, batch)
+    if share >= 1:
+        return whole
+    return Amount(
+        bytes=least + share * (whole.bytes - least),
+        formula=f"2HT + {share:g} x ({whole.formula} - 2HT)",
+    )
+
+
 def _norms(shape: Shape, kernels: Kernels) -> tuple[float, str]:
     """Bytes a token in norms and what the linear layers after them keep of their input."""
     layout, hidden, frozen = shape.layout, shape.hidden, kernels.adapter_rank > 0

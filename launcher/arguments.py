@@ -168,7 +168,9 @@ def _homes(schema: Schema, key: str) -> Iterator[str]:
     """The other stages and backends that have a field of this name."""
     for backend in BACKENDS:
         for stage, names in upstream.snapshot(backend)["stages"].items():
-            if any(name.partition(".")[2] == key for name in names):
+            # a further script of a stage has the arguments of the stage's own
+            further = BACKENDS[backend].STAGES[stage].stage
+            if not further and any(name.partition(".")[2] == key for name in names):
                 yield f"{stage} on {backend}"
 
 

@@ -15,6 +15,7 @@ from launcher.activations import HALF
 from launcher.errors import Finding, InvalidConfig
 from launcher.lengths import Lengths
 from launcher.memory import GIB, Memory, Setup
+from launcher.packed_rows import Packed
 from launcher.shapes import Shape
 
 # Dense bf16 arithmetic a second, from the makers' data sheets.
@@ -46,6 +47,15 @@ def tokens_per_step(
     times = accumulation * processes
     return Tokens(real=one.real * times, computed=one.tokens * times,
                   formula=f"{one.formula}, x {accumulation} x {processes}")  # fmt: skip
+
+
+def tokens_of_rows(row: Packed, processes: int) -> Tokens:
+    """One step of packed rows that are computed whole, however full: one a rank."""
+    return Tokens(
+        real=row.real * processes, computed=float(row.positions * processes),
+        formula=f"{processes} rows of {row.positions:,} positions, {row.pairs:.1f} pairs and "
+        f"{row.real:,.0f} tokens in each on average",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +153,12 @@ def disk(setup: Setup, *, kept: int = 0, written: int | None = None) -> Disk:
     weights and states in their own type. The final model is written in bf16.
     """
     parameters, trained = setup.shape.parameters, setup.trained
+    if setup.sharding is not None:
+        # 32 bits everywhere, one checkpoint before the first step, and none is ever deleted
+        one, many = 12 * parameters, (kept if written is None else written) + 1
+        return Disk(model=4 * parameters / GIB, checkpoint=one / GIB,
+                    most=(4 * parameters + many * one) / GIB,
+                    formula="4P, and 12P a checkpoint: all are kept")  # fmt: skip
     weights = setup.weight_bytes * parameters
     if setup.adapters:
         final, states = setup.adapters.bytes * trained, 2 * setup.adapters.bytes * trained
@@ -214,7 +230,9 @@ def half_empty(
     )  # fmt: skip
 
 
-def too_large(now: Memory, *, gib: float, margin: float = 0.08) -> Iterator[Finding]:
+def too_large(
+    now: Memory, *, gib: float, margin: float = 0.08, sharded: bool = False
+) -> Iterator[Finding]:  # fmt: skip
     """The plan does not fit: by how much, what the peak is made of, and what would help most."""
     inside, spare = memory.fits(now, gib, margin=margin)
     if inside:
@@ -227,7 +245,9 @@ def too_large(now: Memory, *, gib: float, margin: float = 0.08) -> Iterator[Find
         message=f"{now.peak:.1f} GiB are planned and {gib * (1 - margin):.1f} of {gib:g} can be used: "
         f"{-spare:.1f} GiB missing, at the {now.fullest.name}; {now.of(kind):.1f} of it are {kind} "
         f"({largest.name}: {largest.gib:.2f} GiB = {largest.formula})",
-        help=_MENDS.get(kind, "a smaller per-device batch, or more GPUs"),
+        help=(_MENDS | (_MENDS_SHARDED if sharded else {})).get(
+            kind, "a smaller per-device batch, or more GPUs"
+        ),
     )  # fmt: skip
 
 
@@ -238,6 +258,35 @@ _MENDS = {
     "weights": "zero3, or more GPUs with zero3",
     "gradients": "more GPUs, or zero3",
     "communication": "smaller buckets, or communication in bf16",
+}
+
+
+def half_wasted(
+    row: Packed, fuller: tuple[int, Packed], *, pairs: int, key: str
+) -> Iterator[Finding]:  # fmt: skip
+    """More than half of what a step computes is empty, and a larger batch would fill it."""
+    more, full = fuller
+    if row.filled >= 0.5:
+        return
+    better = f"; {more} fills {full.filled:.0%}" if more > pairs else ""
+    yield Finding(
+        severity="warning", layer="launch", code="half-wasted", key=key,
+        message=f"batch {pairs} uses {row.filled:.0%} of each step{better}: rows of {row.positions:,} "
+        "positions are computed whole, however many pairs stand in them",
+        help=f"write `per_device: {more}`: a step takes the same time and memory"
+        if better else "shorter `max_seq_length`, or `packing: false`",
+    )  # fmt: skip
+
+
+# of dpo.py, whose packed rows do not become shorter with the batch
+_MENDS_SHARDED = {
+    "logits": "a shorter `max_seq_length`, a lower `activation_memory_budget`, or a smaller per-device "
+    "batch of rows that are not packed",
+    "activations": "a lower `activation_memory_budget` (with `compile_model: true`), a shorter "
+    "`max_seq_length`, or a smaller per-device batch of rows that are not packed",
+    "optimizer": "more GPUs a shard group (`fsdp_shard_degree`)",
+    "weights": "more GPUs a shard group (`fsdp_shard_degree`)",
+    "gradients": "more GPUs a shard group (`fsdp_shard_degree`)",
 }
 
 
@@ -273,6 +322,28 @@ def _resume(*where: str) -> Variance:
     )  # fmt: skip
 
 
+_TRAINER = (
+    Variance(
+        name="last step",
+        where=("transformers/trainer.py:1015", "accelerate/data_loader.py:266"),
+        message="the last step of an epoch reads some rows twice so that every rank gets a full batch: how "
+        "many depends on the ranks; with `dataloader_drop_last` an epoch may have fewer steps",
+    ),
+    Variance(
+        name="order",
+        where=("transformers/trainer.py:1071", "transformers/trainer.py:1106"),
+        message="with a `train_sampling_strategy` by length, rows are put together by each rank's own share "
+        "of a step: other counts read other rows together",
+    ),
+    Variance(
+        name="random state",
+        where=("transformers/trainer.py:3705",),
+        message="a resume goes on at the same row, but a rank without a saved random state of its own draws "
+        "other dropout",
+    ),
+)
+
+
 VARIANCES: dict[tuple[str, str], tuple[Variance, ...]] = {
     ("open_instruct", "sft"): (
         Variance(
@@ -297,6 +368,50 @@ VARIANCES: dict[tuple[str, str], tuple[Variance, ...]] = {
         _scheduler("dpo_tune_cache.py:458"),
         _resume("dpo_tune_cache.py:514", "dpo_tune_cache.py:564"),
     ),
-    ("trl", "sft"): (),
-    ("trl", "dpo"): (),
+    ("open_instruct", "dpo_olmo_core"): (
+        Variance(
+            name="packed batch", where=("dpo.py:224", "data_loader.py:324"),
+            message="packed, a step is one row a GPU however many are accumulated: more GPUs read more "
+            "pairs in a step, and an epoch has fewer steps",
+        ),
+        Variance(
+            name="pair weighting",
+            where=("olmo_core_train_modules.py:191", "olmo_core_train_modules.py:223"),
+            message="a micro-batch is a mean over its pairs and weighs by its tokens, ranks weigh the same: "
+            "other splits weigh pairs differently",
+        ),
+        Variance(
+            name="steps", where=("dpo.py:235", "data_loader.py:340"),
+            message="an epoch's last batch, or packed its last rows, are left out where not every rank "
+            "gets one",
+        ),
+        Variance(
+            name="resume", where=("data_loader.py:184", "data_loader.py:237"),
+            message="packed, the position of a checkpoint is a number of rows of this many ranks: after a "
+            "change of GPUs other pairs are skipped",
+        ),
+    ),
+    ("trl", "sft"): (
+        Variance(
+            name="token weighting",
+            where=("trl/trainer/sft_trainer.py:1616", "transformers/trainer.py:2266"),
+            message="every token of a step weighs the same; with `average_tokens_across_devices: false` each "
+            "rank is a mean over its own tokens, and ranks weigh the same",
+        ),
+        *_TRAINER,
+        Variance(
+            name="evaluation", where=("transformers/trainer.py:2890", "transformers/trainer.py:2983"),
+            message="the evaluation loss is a mean of batches of per_device_eval_batch_size x processes, "
+            "each a mean over its own tokens",
+        ),
+    ),
+    ("trl", "dpo"): (
+        Variance(
+            name="pair weighting",
+            where=("trl/trainer/dpo_trainer.py:1498", "trl/trainer/dpo_trainer.py:1450"),
+            message="pairs weigh the same, but for `loss_type` sft, a mean over each micro-batch's own "
+            "tokens, and aot, which sorts the pairs of a micro-batch",
+        ),
+        *_TRAINER,
+    ),
 }  # fmt: skip

@@ -274,6 +274,5 @@ def _copy(value: Any) -> Any:
 def nearest(origins: Mapping[str, Origin], key: str) -> Origin | None:
     """The place of `key`, or of the nearest key that encloses it."""
     while key and key not in origins:
-        head, bracket, _ = key.rpartition("[")
-        key = head if bracket else key.rpartition(".")[0]
+        key = key[: max(key.rfind("."), key.rfind("["), 0)]
     return origins.get(key)

@@ -17,7 +17,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from launcher.rundir import RunFolder
 RECORD = "launch-cache.json"
 USES = ".launch-uses"
 LOCK = ".launch-lock"
+STAGING = ".launch-filling-"
 RECORD_VERSION = 1
 COLUMNS = ("kind", "size", "age", "last used", "state", "of", "runs", "folder")
 
@@ -220,6 +221,75 @@ def _record(cache: Cache, run: RunFolder, attempt: int, config: Path | None) -> 
     _enter_in_index(cache.path)
 
 
+@contextlib.contextmanager
+def alone(path: Path, waiting: Callable[[], None]) -> Iterator[int | None]:
+    """Hold a lock file alone, whoever else asks for it waits; yields its descriptor.
+
+    `waiting` is called where somebody has it already. None on a disk without locks. Raises NotReady
+    where it cannot be made.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise _not_writable(path.parent, error) from None
+    try:
+        with contextlib.suppress(OSError):
+            if not _try(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                waiting()
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        yield lock
+    finally:
+        os.close(lock)
+
+
+@contextlib.contextmanager
+def staging(folder: Path) -> Iterator[tuple[Path, int]]:
+    """A place inside a cache folder where a set can be made that nobody sees before it is complete.
+
+    Yields it and a descriptor that holds it; it is gone afterwards, with whatever was left in it, and
+    so are those of earlier processes that were killed. Raises NotReady where it cannot be made.
+    """
+    for left in _entries(folder):
+        if left.name.startswith(STAGING):
+            with contextlib.suppress(OSError):
+                _discard_left(left)
+    path = folder / f"{STAGING}{secrets.token_hex(6)}"
+    try:
+        path.mkdir()
+        held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise _not_writable(folder, error) from None
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(held, fcntl.LOCK_SH)
+        yield path, held
+    finally:
+        os.close(held)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _discard_left(path: Path) -> None:
+    held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if _try(held, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            shutil.rmtree(path, ignore_errors=True)
+    finally:
+        os.close(held)
+
+
+def take_in(entry: Path, folder: Path) -> Path | None:
+    """Move a complete set into its cache folder, in one step; None where an unfinished one is in its way."""
+    place = folder / entry.name
+    if not is_complete(place):
+        try:
+            os.rename(entry, place)
+        except OSError:
+            # somebody else is at it, or has just been
+            return place if is_complete(place) else None
+    return place
+
+
 def discard_unfinished(folder: Path, kind: str) -> list[Path]:
     """Take away what was begun and never finished in a folder of ours; returns what went.
 
@@ -295,9 +365,13 @@ def _complete(path: Path, kind: str) -> bool:
         return path.suffix == ".pt"
     if path.name.startswith((".", "_")) or not path.is_dir():
         return False
-    saved = all((path / name).is_file() for name in _DATASET_FILES)
     # `datasets` keeps its own folders: builder, config, version, hash
-    return saved or any(path.glob("*/*/*/*.arrow"))
+    return is_complete(path) or any(path.glob("*/*/*/*.arrow"))
+
+
+def is_complete(path: Path) -> bool:
+    """Whether a folder is a data set that was saved to its end."""
+    return all((path / name).is_file() for name in _DATASET_FILES)
 
 
 def _not_writable(path: Path, error: OSError) -> NotReady:

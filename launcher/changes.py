@@ -28,7 +28,7 @@ from launcher.redaction import REDACTED, redact
 
 NAMES: tuple[str, ...] = (
     "gpus", "per_device", "accumulation", "position", "data", "tokenizer", "model", "deepspeed",
-    "reference", "pin", "packages",
+    "reference", "pin", "packages", "mixed_precision",
 )  # fmt: skip
 """What `--allow-changed-resume` takes, beside the name of any argument."""
 BATCH = frozenset({"gpus", "per_device", "accumulation"})
@@ -115,6 +115,7 @@ def since(
     yield from _batch(told, attempts)
     yield from _arguments(told, plan, same)
     yield from _contents(told, plan, now)
+    yield from _engine(told, plan, now)
     yield from _reference(told, plan, caches)
     yield from _versions(told, plan, trainer)
 
@@ -228,6 +229,36 @@ def _contents(told: Manifest, plan: Plan, now: Contents) -> Iterator[Change]:
             what=what, before=contents.names(listed(told.get("contents")), role),
             after=f"{contents.names(now, role)}, with other content", effect=effect, severity=severity,
         )  # fmt: skip
+
+
+def _engine(told: Manifest, plan: Plan, now: Contents) -> Iterator[Change]:
+    """With DeepSpeed or without, and in which precision; between a CPU and GPUs nothing is compared."""
+    gpus = number(mapping(told.get("plan")).get("gpus"))
+    if gpus is None or bool(gpus) is not bool(plan.gpus):
+        return
+    # the first record that was kept of contents tells whether there was none
+    if contents.digests(told.get("contents"), "code"):
+        was, is_ = (bool(contents.digests(one, "deepspeed")) for one in (told.get("contents"), now))
+        if was is not is_:
+            yield Change(
+                what="deepspeed", before="DeepSpeed" if was else "none", severity="error",
+                after="DeepSpeed" if is_ else "none",
+                effect="the states of the one are not those of the other",
+            )  # fmt: skip
+    # TRL's own `bf16` and `fp16` decide there
+    before = _precision(told)
+    if plan.stage.options.backend == "open_instruct" and before not in (None, plan.mixed_precision):
+        yield Change(
+            what="mixed_precision", before=before, after=plan.mixed_precision, severity="warning",
+            effect="it acts from there on only",
+        )  # fmt: skip
+
+
+def _precision(told: Manifest) -> str | None:
+    """What accelerate was told, of a run that accelerate started."""
+    words = [str(one) for one in listed(told.get("argv"))]
+    at = words.index("--mixed_precision") + 1 if "--mixed_precision" in words else len(words)
+    return words[at] if at < len(words) else None
 
 
 def _reference(told: Manifest, plan: Plan, caches: Sequence[Cache]) -> Iterator[Change]:

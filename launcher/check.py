@@ -7,7 +7,7 @@ is none either way. A point of which nothing is expected is fine whatever its st
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from launcher.backends.open_instruct_log import ATTENTION
@@ -138,6 +138,23 @@ def judge(stage: str | None, expected: Mapping[str, str | None], evidence: Evide
         points=tuple(points),
         metrics=metrics(evidence),
     )
+
+
+def beside(verdict: Verdict, planned: Mapping[str, float]) -> Verdict:
+    """The verdict with the peak that was planned, in GiB by part, beside what memory came to."""
+    if "peak" not in planned:
+        return verdict
+    points = []
+    for point in verdict.points:
+        if point.name == "memory":
+            detail = {**point.detail, "planned_gib": dict(planned)}
+            if point.state == "oom":
+                parts = sorted(planned.items(), key=lambda one: -one[1])
+                told = ", ".join(f"{k} {v:.1f}" for k, v in parts if k != "peak" and v >= 0.05)
+                detail["reason"] = f"the plan said {planned['peak']:.1f} GiB a GPU: {told}"
+            point = replace(point, detail=detail)
+        points.append(point)
+    return replace(verdict, points=tuple(points))
 
 
 def expected_from_log(log: Log) -> dict[str, str | None]:

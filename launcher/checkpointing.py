@@ -89,6 +89,8 @@ def _inexact(plan: Plan, shape: Shape | None, trainer: Trainer) -> Iterator[Find
     every, options = interval(plan), plan.stage.options
     if (
         options.backend != "open_instruct"
+        # OLMo-core's loader counts by itself, and exactly
+        or plan.stage.entry.torchrun
         or not isinstance(every, int)
         or shape is None
         or every < 1

@@ -19,6 +19,8 @@ from launcher.overrides import OPTIONS, Shape, Tree, forget
 from launcher.paths import canonical, exists, expanded
 
 MAX_EXTENDS = 16
+PIPELINE = "is-pipeline"
+"""The code of what a file is refused with that holds several stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, text: str | None = 
     """
     path = Path(path)
     document, parents = _with_parents(path, (), text)
+    _require_one_stage(path, document)
     shape = _shape_of(document.value)
     tree = Tree(path, shape, document.value, document.origins)
     faults = [fault for text in overrides for fault in tree.override(text)]
@@ -116,6 +119,16 @@ def _merge(
 
 
 # --- shapes ---------------------------------------------------------------------------------------
+
+
+def _require_one_stage(path: Path, document: Document) -> None:
+    if isinstance(document.value.get("stages"), list) and "args" not in document.value:
+        raise InvalidConfig(
+            bad(
+                path, PIPELINE, "this is a pipeline, not a stage file",
+                document.origins["stages"].line, f"launch pipeline {path}",
+            )
+        )  # fmt: skip
 
 
 def _shape_of(tree: Mapping[str, Any]) -> Shape:

@@ -116,6 +116,8 @@ def _open_instruct(plan: Plan) -> _Saved:
     """finetune.py:978, dpo_tune_cache.py:700 save the whole state; finetune.py:982,
     dpo_tune_cache.py:705 delete the oldest after that; model_utils.py:576 saves the model at the end.
     """
+    if plan.stage.entry.torchrun:
+        return _olmo_core(plan)
     values = plan.values
     steps, limit = values.get("checkpointing_steps"), values.get("keep_last_n_checkpoints")
     limit = limit if isinstance(limit, int) and limit >= 0 else None
@@ -143,6 +145,18 @@ def _open_instruct(plan: Plan) -> _Saved:
     return _Saved(
         checkpoint=each, final=0.0 if lora else 2.0, times=times, limit=limit, formula=formula
     )
+
+
+def _olmo_core(plan: Plan) -> _Saved:
+    """dpo.py:83: every checkpoint stays, the first and the last step's too (OLMo-core at the pin)."""
+    values = plan.values
+    formula = "4 + 8 bytes a parameter: weights and moments, none of which is deleted"
+    if values.get("cache_logprobs_only"):
+        return _Saved(checkpoint=12.0, final=0.0, times=0, limit=None, formula=formula)
+    every = values.get("checkpointing_steps")
+    known = plan.steps is not None and isinstance(every, int) and every > 0
+    times = 1 - (-(plan.steps or 0) // every) if known and every else None
+    return _Saved(checkpoint=12.0, final=4.0, times=times, limit=None, formula=formula)
 
 
 def _trl(plan: Plan) -> _Saved | None:

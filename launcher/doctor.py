@@ -169,7 +169,7 @@ def of_plan(plan: Plan, trainer: Trainer, runs: Path | None = None) -> Subject:
     """The question whether this machine is ready for a plan."""
     output = output_of(plan)
     return Subject(
-        trainer=trainer, upstream=plan.stage.upstream, stages=(plan.stage.options.stage,),
+        trainer=trainer, upstream=plan.stage.upstream, stages=(plan.stage.schema.key,),
         gpus=plan.gpus, nodes=plan.nodes, plan=plan, runs=runs or rundir.runs_root(),
         output=None if output is None else output.absolute(),
     )  # fmt: skip

@@ -246,7 +246,8 @@ def _elsewhere(key: str, schema: Schema, entry: Entry) -> dict[str, str]:
     idea = moved.to if moved is not None and moved.to is not None else key
     for backend, module in BACKENDS.items():
         for name, other in module.STAGES.items():
-            if (backend, name) == (schema.backend, schema.stage):
+            if (backend, name) == (schema.backend, schema.stage) or other.stage:
+                # a further script of a stage has the arguments of the stage's own
                 continue
             listed = upstream.snapshot(backend)["stages"][name]
             fields = {full.partition(".")[2] for full in listed}

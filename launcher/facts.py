@@ -29,6 +29,8 @@ from launcher.schema import (
 )
 
 if TYPE_CHECKING:
+    import ast
+
     # what reads sources is imported only where there is something to read
     from launcher.sources import Sources, Tree
 
@@ -54,7 +56,9 @@ def read(
 
     told: dict[str, Any] = {
         "stages": {}, "classes": {}, "paths": {}, "said": {}, "fields": {}, "externals": {},
-        "beside": {}, "unreadable": {}, "files": {},
+        "beside": {},
+        **({"models": {}} if any(entry.models for entry in backend.STAGES.values()) else {}),
+        "unreadable": {}, "files": {},
     }  # fmt: skip
     # what a script does is read in upstream's own packages only: the same whatever else is here
     own = {name: tree for name, tree in trees.items() if name in backend.PACKAGES}
@@ -63,6 +67,8 @@ def read(
         try:
             _read_stage(backend, stage, sources, walked, externals, told)
             told["beside"][stage] = _beside(backend, stage, beside, told)
+            if (places := backend.STAGES[stage].models) is not None:
+                told["models"][stage] = _models(sources, *places)
         except (LookupError, OSError, RecursionError, SyntaxError, TypeError, ValueError) as error:
             told["unreadable"][stage] = str(error) or type(error).__name__
         told["said"][stage] = signatures.said(backend.NAME, walked.parsed())
@@ -124,21 +130,61 @@ def _beside(
     return found
 
 
+def _models(
+    sources: Sources, named: tuple[str, str], configured: tuple[str, str]
+) -> dict[str, Any]:
+    """The models that a script can build, by hub name, and its library's names of configs.
+
+    A library that is not among the trees has none: its source is not here.
+    """
+    import ast
+
+    models: dict[str, str] = {}
+    module = sources.module(named[0])
+    for node in module.tree.body if module is not None else ():
+        if isinstance(node, ast.AnnAssign | ast.Assign) and node.value is not None:
+            targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
+            if any(isinstance(one, ast.Name) and one.id == named[1] for one in targets):
+                with suppress(ValueError):
+                    models = ast.literal_eval(node.value)
+    library = sources.module(configured[0])
+    configs = [
+        method.name
+        for node in (library.tree.body if library is not None else ())
+        if isinstance(node, ast.ClassDef) and node.name == configured[1]
+        for method in node.body
+        # a config of a given size takes the vocabulary and no other size
+        if isinstance(method, ast.FunctionDef) and _sized(method)
+    ]
+    return {"names": models, "configs": sorted(configs)}
+
+
+def _sized(method: ast.FunctionDef) -> bool:
+    named = [one.arg for one in (*method.args.args, *method.args.kwonlyargs)]
+    return named == ["cls", "vocab_size"]
+
+
 def schema_of(
     facts: Facts, backend: Backend, stage: str, source: Literal["source", "snapshot"], version: str
 ) -> Schema:
-    """The `Schema` of one entry script; raises LookupError with the reason where it is unreadable."""
+    """The `Schema` of one entry script (`stage` is its key in `STAGES`).
+
+    Raises LookupError with the reason where it is unreadable.
+    """
     reason = facts.get("unreadable", {}).get(stage)
     if reason is not None:
         raise LookupError(reason)
     entry = backend.STAGES[stage]
+    if stage not in facts["stages"]:
+        # taken before this script was started from here
+        raise LookupError(f"nothing was read of {entry.script}")
     listed = [field_from_json(facts["fields"][key]) for key in facts["stages"][stage]]
     fields = {known.name: known for known in listed}
     owners = [known.owner for known in listed]
     here = entry if source == "snapshot" else entry.at(fields)
     return Schema(
-        backend=backend.NAME, stage=stage, script=entry.script, source=source, version=version,
-        fields=fields, digests=facts["files"], splits=here.splits,
+        backend=backend.NAME, stage=entry.stage or stage, entry=stage, script=entry.script,
+        source=source, version=version, fields=fields, digests=facts["files"], splits=here.splits,
         owner=entry.owner if entry.owner in owners else max(set(owners), key=owners.count),
         path=_path_from_json(facts.get("paths", {}).get(stage) or {}),
         beside={
@@ -146,6 +192,8 @@ def schema_of(
             for script, listed in facts.get("beside", {}).get(stage, {}).items()
         },
         said=frozenset(facts.get("said", {}).get(stage, ())),
+        models=facts.get("models", {}).get(stage, {}).get("names", {}),
+        configs=frozenset(facts.get("models", {}).get(stage, {}).get("configs", ())),
     )  # fmt: skip
 
 

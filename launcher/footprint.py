@@ -11,9 +11,11 @@ from typing import Any
 from launcher import lengths, memory, shapes
 from launcher import situation as situations
 from launcher.activations import FULL, HALF
+from launcher.backends import model_config, olmo_core_rules
 from launcher.errors import Finding, InvalidConfig
-from launcher.lengths import Lengths
-from launcher.memory import Adapters, Setup, Zero
+from launcher.lengths import Batch, Lengths
+from launcher.memory import Adapters, Setup, Sharding, Zero
+from launcher.packed_rows import Packed, pack
 from launcher.plan import Plan
 from launcher.shapes import Shape
 
@@ -101,6 +103,8 @@ class Footprint:
         _require_described(plan)
         rows = (per_device or plan.per_device) * (2 if self.dpo else 1)
         times = accumulation or plan.accumulation
+        if plan.stage.entry.torchrun:
+            return self._sharded(rows, times)
         batches = (plan.steps or UNKNOWN_STEPS) * times * plan.processes
         trl = plan.stage.options.backend == "trl"
         return Setup(
@@ -112,6 +116,39 @@ class Footprint:
             liger=bool(values.get(plan.stage.entry.names.liger)), checkpointing=self.checkpointing,
             weight_bytes=self._weight_bytes() if trl else HALF, autocast=self.autocast,
             adapters=self.adapters, packed=self.packed, steps=plan.steps,
+        )  # fmt: skip
+
+    def _sharded(self, rows: int, times: int) -> Setup:
+        """dpo.py: FSDP, no mask, and packed rows that are as long as they may be, however full."""
+        plan, values = self.plan, self.plan.values
+        limit = int(values.get(plan.stage.entry.names.max_length) or self.rows.longest)
+        if self.packed:
+            one = whole = Batch(
+                rows=1, width=2 * limit, real=2 * limit,
+                formula=f"{2 * limit:,} tokens: chosen and rejected, each filled up to {limit:,}",
+            )  # fmt: skip
+            # every step is one row: nothing is accumulated (dpo.py:224)
+            times = 1
+        else:
+            batches = (plan.steps or UNKNOWN_STEPS) * times * plan.processes
+            one = _unmasked(lengths.largest(self.rows, rows=rows, batches=batches, packed=False))
+            # dpo.py:244
+            whole = _unmasked(
+                lengths.largest(
+                    self.rows, rows=4 * rows, batches=max(1, batches // 4), packed=False
+                )
+            )
+        compiled = bool(values.get("compile_model"))
+        share = values.get("activation_memory_budget")
+        shards = olmo_core_rules.mesh(values, plan.processes, plan.nodes)[1]
+        return Setup(
+            shape=self.shape, batch=one, reference_batch=whole, processes=plan.processes,
+            accumulation=times, stage="dpo", loss="logprobs", reference="cache",
+            attention="flash" if self.attention.startswith("flash") else self.attention,
+            sharding=Sharding(
+                shards=shards, share=min(1.0, float(share or 0)) if compiled else None
+            ),
+            steps=plan.steps,
         )  # fmt: skip
 
     def _weight_bytes(self) -> int:
@@ -138,6 +175,11 @@ class Footprint:
         if self.adapters is not None:
             return "adapter"
         return "" if values.get("precompute_ref_log_probs") else "model"
+
+
+def _unmasked(batch: Batch) -> Batch:
+    """The same batch for a model that is told of no padding, and computes it like any token."""
+    return replace(batch, real=batch.tokens)
 
 
 _SPELT = {"flash_attention_2": "flash_2", "flash_attention_3": "flash_3", "torch": "sdpa"}
@@ -185,6 +227,14 @@ def shape_of(plan: Plan, like: str | None = None) -> Shape:
     if like is not None:
         return shapes.find(like, environ)
     name = values.get("config_name") or values.get(plan.stage.entry.names.model)
+    if plan.stage.entry.torchrun and values.get("config_name"):
+        # OLMo-core's name for a shape: the folder itself says it, or else the model of that name
+        known = (hub for hub, config in plan.stage.schema.models.items() if config == name)
+        own = values.get(plan.stage.entry.names.model)
+        name = own if model_config.read(own, environ) else next(known, name)
+    if plan.stage.entry.torchrun:
+        # neither of the two is read there; OLMo-core at the pin ties no embeddings
+        return shapes.untied(shapes.find(name, environ))
     given = values.get("additional_model_arguments")
     replaced = given if isinstance(given, Mapping) else None
     revision = values.get("model_revision")
@@ -197,8 +247,11 @@ def _require_described(plan: Plan) -> None:
     told = {
         "quantised weights": bool(quantised),
         "FSDP": bool(values.get("fsdp")),
+        "tensor parallelism": int(values.get("tensor_parallel_degree") or 1) > 1
+        and plan.stage.entry.torchrun,
         "sequence parallelism": int(values.get("sequence_parallel_size") or 1) > 1,
         "an optimizer of less than 32 bits": "8bit" in str(values.get("optim")),
+        "the Muon optimizer": values.get("optimizer_type") == "muon",
         "training on the CPU": not plan.gpus,
     }
     lacking = [what for what, asked in told.items() if asked]
@@ -244,10 +297,26 @@ def trained_rows(plan: Plan, seen: Lengths, rows: int | None) -> int | None:
     return None if rows is None else rows_of(plan, replace(seen, rows=rows)).rows
 
 
-def optimizer_steps(plan: Plan, rows: int | None) -> int | None:
-    """Steps in all: what the plan knows, else by the number of rows."""
+def packed_row(plan: Plan, rows: Lengths | None) -> Packed | None:
+    """How full the row of each rank is on average where dpo.py packs; None anywhere else."""
+    values, names = plan.values, plan.stage.entry.names
+    limit = values.get(names.max_length)
+    if not plan.stage.entry.torchrun or not values.get("packing") or rows is None:
+        return None
+    if not isinstance(limit, int) or limit < 1:
+        return None
+    return pack(rows, pairs=plan.per_device * plan.accumulation, limit=limit)
+
+
+def optimizer_steps(plan: Plan, rows: int | None, seen: Lengths | None = None) -> int | None:
+    """Steps in all: what the plan knows, else by the number of rows, and (packed) their lengths."""
     if plan.steps is not None or rows is None:
         return plan.steps
     epochs = plan.values.get(plan.stage.entry.names.epochs)
+    if (row := packed_row(plan, seen)) is not None and isinstance(epochs, int | float):
+        return int(rows / row.pairs / plan.processes) * int(epochs)
+    if plan.stage.entry.torchrun and isinstance(epochs, int | float):
+        # what does not fill a batch is left out (dpo.py:235)
+        return rows // plan.global_batch * int(epochs)
     each = -(-rows // plan.global_batch)
     return math.ceil(float(epochs) * each) if isinstance(epochs, int | float) else None

@@ -19,6 +19,7 @@ from launcher import (
     caches,
     checkpointing,
     devices,
+    entries,
     lengths,
     memory,
     plan,
@@ -31,12 +32,15 @@ from launcher.footprint import (
     Footprint,
     attention_of,
     optimizer_steps,
+    packed_row,
     rows_of,
     shape_of,
     trained_rows,
 )  # fmt: skip
 from launcher.lengths import Lengths
+from launcher.machine import Gpu
 from launcher.memory import Memory
+from launcher.packed_rows import Packed, fuller
 from launcher.plan import Plan
 from launcher.preparation import Request, ask
 
@@ -234,19 +238,31 @@ def make(request: Request, gpus: Sequence[int], terms: Terms) -> Forecast:
         if stopping:
             lost += stopping
             continue
-        seen = seen or _lengths(planned, asked.trainer.packages, terms)
+        seen = seen or row_lengths(planned, asked.trainer.packages, terms)
         rungs.append(_rung(planned, seen, terms, card))
     if lost:
         raise InvalidConfig(list(dict.fromkeys(lost)))
     assert seen is not None
-    options = asked.stage.options
+    schema = asked.stage.schema
     several = len(gpus) > 1
     return Forecast(
         rungs=tuple(rungs), shape=shape_of(rungs[0].plan, terms.shape).source, lengths=seen.source,
         attention=attention_of(rungs[0].plan, terms.attention),
         findings=tuple(f for rung in rungs for f in rung.findings),
-        variances=budget.VARIANCES.get((options.backend, options.stage), ()) if several else (),
+        variances=budget.VARIANCES.get((schema.backend, schema.key), ()) if several else (),
     )  # fmt: skip
+
+
+def of_plan(
+    planned: Plan, packages: Mapping[str, str], *, gpu: Gpu | None, attention: str | None = None
+) -> Rung:
+    """The forecast for a plan as it is about to run, on GPUs of this kind; None where that is not known.
+
+    Raises InvalidConfig or UsageError where the model's shape or the row lengths are not known.
+    """
+    terms = Terms(attention=attention)
+    card = _Card("", None) if gpu is None else _Card(gpu.name, gpu.memory_mib / 1024 or None)
+    return _rung(planned, row_lengths(planned, packages, terms), terms, card)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,8 +286,9 @@ def _rung(planned: Plan, rows: Lengths, terms: Terms, card: _Card) -> Rung:
     counted = terms.rows if terms.rows is not None else planned.rows
     counted = rows.rows if counted is None else counted
     trained = trained_rows(planned, rows, counted)
-    planned = replace(planned, steps=optimizer_steps(planned, trained))
     cut = rows_of(planned, rows)
+    planned = replace(planned, steps=optimizer_steps(planned, trained, cut))
+    row = packed_row(planned, cut)
     footprint = Footprint(
         plan=planned,
         shape=shape_of(planned, terms.shape),
@@ -283,7 +300,7 @@ def _rung(planned: Plan, rows: Lengths, terms: Terms, card: _Card) -> Rung:
     tokens = budget.tokens_per_step(
         cut, per_device=planned.per_device, accumulation=planned.accumulation,
         processes=planned.processes, packed=footprint.packed, dpo=footprint.dpo,
-    )  # fmt: skip
+    ) if row is None else budget.tokens_of_rows(row, planned.processes)  # fmt: skip
     speed = _speed(footprint, tokens, terms, card)
     bill = (
         Bill(hours=None, cost=None, formula="the speed is not known: --gpu H100, or --tokens-per-second")
@@ -291,7 +308,7 @@ def _rung(planned: Plan, rows: Lengths, terms: Terms, card: _Card) -> Rung:
         else budget.bill(
             steps=planned.steps, tokens=tokens, speed=speed, devices=planned.processes,
             price=terms.price, reference_rows=_reference_rows(footprint, counted),
-            per_step_rows=planned.global_batch,
+            per_step_rows=_referred(planned, cut),
         )
     )  # fmt: skip
     best = None
@@ -300,12 +317,29 @@ def _rung(planned: Plan, rows: Lengths, terms: Terms, card: _Card) -> Rung:
             footprint.setup, total=planned.global_batch, processes=planned.processes, gib=card.gib,
             margin=MARGIN,
         )  # fmt: skip
-    said = _said(planned, found, best, card)
+    said = (*_said(planned, found, best, card), *_wasted(planned, cut, row))
     return Rung(
         plan=planned, rows=counted, steps=planned.steps, memory=found, gpu_memory=card.gib,
         tokens=tokens, speed=speed, bill=bill, best=best if terms.fit else None, findings=said,
         disk=budget.disk(setup, kept=_kept(planned), written=_written(planned)),
     )  # fmt: skip
+
+
+def _referred(planned: Plan, rows: Lengths) -> int:
+    """Rows of the data set that one pass of all ranks takes through the reference."""
+    row = packed_row(replace(planned, per_device=4 * planned.per_device, accumulation=1), rows)
+    return planned.global_batch if row is None else max(1, round(row.pairs * planned.processes))
+
+
+def _wasted(planned: Plan, rows: Lengths, row: Packed | None) -> Iterator[Finding]:
+    """What packed rows leave empty, and which batch would fill them."""
+    if row is None:
+        return
+    pairs = planned.per_device * planned.accumulation
+    origin = planned.stage.config.origin("batch.per_device")
+    better = fuller(rows, pairs=pairs, limit=row.positions // 2)
+    for one in budget.half_wasted(row, better, pairs=pairs, key="batch.per_device"):
+        yield replace(one, file=origin.file, line=origin.line)
 
 
 def _reference_rows(footprint: Footprint, rows: int | None) -> int | None:
@@ -323,7 +357,9 @@ def _said(planned: Plan, found: Memory, best: Fit | None, card: _Card) -> tuple[
         return ()
     origin = planned.stage.config.origin("batch.per_device")
     told = (
-        *budget.too_large(found, gib=card.gib, margin=MARGIN),
+        *budget.too_large(
+            found, gib=card.gib, margin=MARGIN, sharded=planned.stage.entry.torchrun
+        ),
         *budget.half_empty(
             found, best, per_device=planned.per_device, accumulation=planned.accumulation,
             gib=card.gib, key="batch.per_device",
@@ -340,6 +376,8 @@ def _kept(planned: Plan) -> int:
     """Checkpoints that lie side by side."""
     if checkpointing.interval(planned) is None:
         return 0
+    if planned.stage.entry.torchrun:
+        return _written(planned) or 1
     limit = planned.values.get("keep_last_n_checkpoints", planned.values.get("save_total_limit"))
     return limit if isinstance(limit, int) and limit >= 0 else _written(planned) or 1
 
@@ -352,7 +390,8 @@ def _written(planned: Plan) -> int | None:
         return math.ceil(epochs) if isinstance(epochs, int | float) else None
     if not isinstance(every, int) or planned.steps is None:
         return 0 if every is None else None
-    return planned.steps // every
+    # dpo.py's trainer saves the last step too
+    return -(-planned.steps // every) if planned.stage.entry.torchrun else planned.steps // every
 
 
 def _speed(footprint: Footprint, tokens: Tokens, terms: Terms, card: _Card) -> Speed | None:
@@ -364,11 +403,18 @@ def _speed(footprint: Footprint, tokens: Tokens, terms: Terms, card: _Card) -> S
     if not card.name:
         return None
     return budget.stated_speed(
-        footprint.shape, tokens, footprint.rows.mean, device=card.name, devices=planned.processes,
+        footprint.shape, tokens, _width(footprint), device=card.name, devices=planned.processes,
         mfu=terms.mfu, adapters=footprint.adapters is not None, dpo=footprint.dpo,
     )  # fmt: skip
 
 
+def _width(footprint: Footprint) -> float:
+    """Positions that attention goes over: dpo.py's packed rows are one sequence each."""
+    row = packed_row(footprint.plan, footprint.rows)
+    return footprint.rows.mean if row is None else float(row.positions)
+
+
+_TORCHRUN = "torch.distributed.run"
 _ALIKE = ("model_name_or_path", "packing", "use_liger_kernel", "use_lora", "use_peft")
 
 
@@ -387,6 +433,9 @@ def measured(planned: Plan, card: str) -> Speed | None:
         rate, was = figures.get("tokens_per_second"), told.get("plan") or {}
         if card not in str(cards[0]) or not isinstance(rate, int | float) or not was.get("gpus"):
             continue
+        if (_TORCHRUN in (told.get("argv") or ())) != planned.stage.entry.torchrun:
+            # the other script of the stage
+            continue
         args = told.get("args") or {}
         if all(_same(args.get(name), planned.values.get(name)) for name in _ALIKE):
             count = was["gpus"] * was.get("nodes", 1)
@@ -402,7 +451,7 @@ def _same(told: object, value: object) -> bool:
 # --- row lengths ----------------------------------------------------------------------------------
 
 
-def _lengths(planned: Plan, packages: Mapping[str, str], terms: Terms) -> Lengths:
+def row_lengths(planned: Plan, packages: Mapping[str, str], terms: Terms) -> Lengths:
     """By `--row-tokens`, else of the tokenised dataset that the run would hit, else of local rows."""
     if terms.row_tokens is not None:
         return lengths.parse(terms.row_tokens)
@@ -429,13 +478,18 @@ def _lengths(planned: Plan, packages: Mapping[str, str], terms: Terms) -> Length
 
 
 def _tokenised(planned: Plan, packages: Mapping[str, str]) -> Iterator[Path]:
-    """The entries of the dataset's cache folder, the newest first."""
+    """What the run would hit: by upstream's own key, of TRL the entries of the folder, the newest first."""
     for one in caches.derive(planned, packages, running=False):
         if one.kind != "dataset":
             continue
+        if planned.stage.options.backend == "open_instruct":
+            # one folder may hold sets of other lengths and templates too
+            found = entries.hit(one.path, planned, os.environ)
+            yield from () if found is None else (found,)
+            continue
         folder = cache_folders.opened(one.path)
-        entries = [] if folder is None else [one.path / name for name in folder.entries()]
-        yield from sorted(entries, key=lambda path: -path.stat().st_mtime)
+        kept = [] if folder is None else [one.path / name for name in folder.entries()]
+        yield from sorted(kept, key=lambda path: -path.stat().st_mtime)
 
 
 def _local(planned: Plan) -> tuple[Path | None, Path | None]:

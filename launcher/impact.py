@@ -182,7 +182,9 @@ def between(
     old, new = revision.read_revisions(commits)
     compared = {
         name: difference.compare(old, new, name, commits.repository)
-        for name in revision.BACKEND.STAGES
+        for name, entry in revision.BACKEND.STAGES.items()
+        # a further script of a stage that neither or only the newer commit has is no loss of anything
+        if not entry.stage or name in old.schemas
     }
     ahead, behind = pin.distance(commits.repository, commits.old, commits.new)
     return Difference(
@@ -243,29 +245,33 @@ def _config(
         )
     first, second = _judged(config, old, stage), _judged(config, new, stage)
     kind = first if isinstance(first, str) else first.stage
-    if kind is None:
+    key = first.schema.key if isinstance(first, Judged) and first.schema else kind
+    if kind is None or key is None:
         return ConfigDifference(
             path=config.path, stage=None, reason="names no stage that launch starts",
             valid=(False, False),
         )  # fmt: skip
     told = ConfigDifference(path=config.path, stage=kind, valid=(_valid(first), _valid(second)))
+    if key not in compared:
+        return replace(told, reason=f"{key}: {old.unreadable.get(key, 'not there')}")
+    change = compared[key]
     if isinstance(first, str) or isinstance(second, str):
         return replace(
-            told, reason="; ".join(compared[kind].unreadable.values()),
-            concerns=tuple(_of_names(config, compared[kind])),
+            told, reason="; ".join(change.unreadable.values()),
+            concerns=tuple(_of_names(config, change)),
         )  # fmt: skip
     gpus = gpus if gpus is not None else _own_gpus(first)
     before, after = _words(first, gpus), _words(second, gpus)
     edits: list[str] = []
     if told.valid == (True, False):
-        mended, listed = _mended(config, compared[kind], new)
-        again = _judged(mended, new, kind)
+        mended, listed = _mended(config, change, new)
+        again = _judged(mended, new, stage)
         if listed and not isinstance(again, str) and _valid(again):
             after, edits = _words(again, gpus), listed
     return replace(
         told, gpus=gpus, before=before, after=after, mended=tuple(edits),
         appeared=_only_in(second, first), vanished=_only_in(first, second),
-        concerns=tuple(_concerns(first, second, compared[kind], old, new)),
+        concerns=tuple(_concerns(first, second, change, old, new)),
     )  # fmt: skip
 
 

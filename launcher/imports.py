@@ -37,6 +37,7 @@ DISTRIBUTIONS: Mapping[str, str] = {
     "git": "gitpython",
     "hydra": "hydra-core",
     "olmo_core": "ai2-olmo-core",
+    "openenv": "openenv-core",
     "PIL": "pillow",
     "pkg_resources": "setuptools",
     "sklearn": "scikit-learn",

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from launcher import options, rules, sbatch, skypilot
+from launcher import gates, options, rules, sbatch, skypilot
 from launcher.backends import BACKENDS, Entry, Moved
 from launcher.builder import plain
 from launcher.schema import Field, Schema, Values
@@ -59,12 +59,12 @@ def combined(
 ) -> Json:
     """One JSON Schema for several stages and backends, chosen by a file's own `stage` and `backend`.
 
-    `notes` as for `build`, by (backend, stage). Where a file leaves the choice to the file that it
-    extends, whatever one of the candidates takes is accepted.
+    `notes` as for `build`, by (backend, key of the script). Where a file leaves the choice to the file
+    that it extends, whatever one of the candidates takes is accepted.
     """
-    parts = [(schema, BACKENDS[schema.backend].STAGES[schema.stage]) for schema in schemas]
+    parts = [(schema, BACKENDS[schema.backend].STAGES[schema.key]) for schema in schemas]
     given = notes or {}
-    return _document(parts, [given.get((s.backend, s.stage), {}) for s, _ in parts])
+    return _document(parts, [given.get((s.backend, s.key), {}) for s, _ in parts])
 
 
 # --- the file -------------------------------------------------------------------------------------
@@ -73,7 +73,8 @@ def combined(
 def _document(parts: Sequence[tuple[Schema, Entry]], notes: Sequence[Notes]) -> Json:
     stages = [name for name in options.STAGES if any(s.stage == name for s, _ in parts)]
     backends = [name for name in BACKENDS if any(s.backend == name for s, _ in parts)]
-    name = f"{'+'.join(stages)}-{'+'.join(backends)}"
+    keys = list(dict.fromkeys(schema.key for schema, _ in parts))
+    name = f"{'+'.join(keys if not set(keys) & set(stages) else stages)}-{'+'.join(backends)}"
     sources = ", ".join(dict.fromkeys(f"{s.backend} {s.version}" for s, _ in parts))
     return {
         "$schema": DRAFT,
@@ -81,10 +82,10 @@ def _document(parts: Sequence[tuple[Schema, Entry]], notes: Sequence[Notes]) -> 
         "title": f"launch stage file ({', '.join(stages)}; {', '.join(backends)})",
         "$comment": f"made by `launch schema --json-schema` from {sources}",
         "type": "object",
-        "properties": _options(stages, backends),
+        "properties": _options(stages, backends, parts),
         "additionalProperties": False,
         "allOf": [
-            {"if": {"required": ["extends"]}, "else": {"required": _required(backends)}},
+            {"if": {"required": ["extends"]}, "else": {"required": _required(parts, backends)}},
             *_choose(parts, stages, backends),
         ],
         "definitions": {
@@ -96,11 +97,14 @@ def _document(parts: Sequence[tuple[Schema, Entry]], notes: Sequence[Notes]) -> 
 
 
 def _key(schema: Schema) -> str:
-    return f"{schema.backend}-{schema.stage}"
+    return f"{schema.backend}-{schema.key}"
 
 
-def _required(backends: Sequence[str]) -> list[str]:
-    return ["stage"] if DEFAULT_BACKEND in backends else ["stage", "backend"]
+def _required(parts: Sequence[tuple[Schema, Entry]], backends: Sequence[str]) -> list[str]:
+    needed = ["stage"] if DEFAULT_BACKEND in backends else ["stage", "backend"]
+    # a further script of a stage runs where it is named
+    own = any(schema.key == schema.stage for schema, _ in parts)
+    return needed if own else [*needed, "script"]
 
 
 def _choose(
@@ -110,16 +114,37 @@ def _choose(
     for stage in (*stages, None):
         for backend in (*backends, None):
             fitting = [
-                {"$ref": f"#/definitions/{_key(schema)}"}
-                for schema, _ in parts
+                (schema, entry)
+                for schema, entry in parts
                 if stage in {None, schema.stage} and backend in {None, schema.backend}
             ]
+            given = [_is_stage(stage, stages), _is_backend(backend, backends)]
             if fitting:
-                args = fitting[0] if len(fitting) == 1 else {"anyOf": fitting}
-                yield {
-                    "if": {"allOf": [_is_stage(stage, stages), _is_backend(backend, backends)]},
-                    "then": {"properties": {"args": args}},
-                }
+                scripts = {"properties": {"script": _script(fitting)}}
+                yield {"if": {"allOf": given}, "then": scripts}
+            yield from _choose_script([schema for schema, _ in fitting], given)
+
+
+def _choose_script(fitting: Sequence[Schema], given: list[Json]) -> Iterator[Json]:
+    """The arguments of a stage's own script where `script` is silent, else those of the one it names."""
+    further = sorted({schema.key for schema in fitting if schema.key != schema.stage})
+    named = {schema.key for schema in fitting}
+    own = [schema for schema in fitting if schema.key not in further] or fitting
+    for script, some in (
+        *((key, [s for s in fitting if s.key == key]) for key in further if len(named) > 1),
+        (None, own),
+    ):
+        listed = [{"$ref": f"#/definitions/{_key(schema)}"} for schema in some]
+        if listed:
+            told = [_says("script", key) for key in further]
+            others = {"not": {"anyOf": told}} if told else {}
+            which = others if script is None else _says("script", script)
+            yield {
+                "if": {"allOf": [*given, *([which] if which else [])]},
+                "then": {
+                    "properties": {"args": listed[0] if len(listed) == 1 else {"anyOf": listed}}
+                },
+            }
 
 
 def _is_stage(stage: str | None, stages: Sequence[str]) -> Json:
@@ -144,11 +169,15 @@ def _says(key: str, value: str) -> Json:
 # --- launch's own options -------------------------------------------------------------------------
 
 
-def _options(stages: Sequence[str], backends: Sequence[str]) -> Json:
+def _options(
+    stages: Sequence[str], backends: Sequence[str], parts: Sequence[tuple[Schema, Entry]]
+) -> Json:
     known: dict[str, Json] = {
         "stage": _one_of("stage", stages, "the training stage", []),
         "backend": _backend(backends),
+        "script": _script(parts),
         "deepspeed": _deepspeed(),
+        "attention": _attention(),
         "mixed_precision": _one_of(
             "mixed_precision",
             options.PRECISIONS,
@@ -173,6 +202,7 @@ def _options(stages: Sequence[str], backends: Sequence[str]) -> Json:
         },
         "slurm": _sbatch(),
         "skypilot": _skypilot(),
+        "gates": _gates(),
         "args": {
             "type": ["object", "null"],
             "description": "handed to upstream under exactly these names",
@@ -184,6 +214,25 @@ def _options(stages: Sequence[str], backends: Sequence[str]) -> Json:
         },
     }
     return {key: {"title": key, **known[key]} for key in options.KEYS}
+
+
+def _script(parts: Sequence[tuple[Schema, Entry]]) -> Json:
+    """Upstream's script: its key, or its path; without it the stage's own runs."""
+    keys = list(dict.fromkeys(schema.key for schema, _ in parts))
+    told = [", ".join(e.script for s, e in parts if s.key == key) for key in keys]
+    files = sorted({entry.script.rpartition("/")[2].removesuffix(".py") for _, entry in parts})
+    return {
+        "description": "which of upstream's scripts of this stage runs; its own where it is not set",
+        "anyOf": [
+            {"title": "script", "enum": keys, "type": "string", "enumDescriptions": told},
+            {
+                "title": "script (path)",
+                "type": "string",
+                "pattern": rf"{_INTERPOLATED}|(?:^|/)(?:{'|'.join(files)})\.py{_END}",
+            },
+            _silently("script", [None]),
+        ],
+    }
 
 
 def _sbatch() -> Json:
@@ -206,6 +255,29 @@ def _skypilot() -> Json:
         "properties": {
             name: {"type": [*(kinds[kind] for kind in allowed), "null"]}
             for name, allowed in skypilot.FIELDS.items()
+        },
+        "additionalProperties": False,
+    }
+
+
+def _gates() -> Json:
+    """The limits of a ladder: where a gate turns red, or red and yellow."""
+    number = {"type": ["number", "null"]}
+    pair = {
+        "type": "object",
+        "properties": {"red": number, "yellow": number},
+        "additionalProperties": False,
+        "minProperties": 1,
+    }
+    switch = {"enum": ["on", "off", True, False, None]}
+    # what will be a number when it is read
+    later = {"type": "string", "pattern": _INTERPOLATED}
+    return {
+        "type": ["object", "null"],
+        "description": "what every rung of `launch ladder` must show",
+        "properties": {
+            name: {"description": told, "anyOf": [number, pair, switch, later]}
+            for name, (_, told) in gates.GATES.items()
         },
         "additionalProperties": False,
     }
@@ -241,6 +313,26 @@ def _zero(name: str) -> str:
         if f"offload_{part}" in zero:
             told.append(f"{name} offloaded to {zero[f'offload_{part}']['device']}")
     return ", ".join(told)
+
+
+def _attention() -> Json:
+    names = [name for name in options.EXPECT["attention"] if name != "any"]
+    one = {
+        "anyOf": [
+            {"title": "attention", "enum": names, "type": "string"},
+            {"title": "attention (a kernel's repository)", "type": "string", "pattern": "/"},
+        ]
+    }
+    several = {"type": "array", "minItems": 1, "uniqueItems": True, "items": one}
+    return {
+        "description": "TRL: attention implementations in the order of preference; the first that can be "
+        "had is used, and proved",
+        "anyOf": [
+            {"title": "attention (in order)", **several},
+            *one["anyOf"],
+            _silently("attention", [None]),
+        ],
+    }
 
 
 def _batch() -> Json:

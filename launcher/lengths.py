@@ -48,6 +48,15 @@ class Lengths:
         spread = self._spread()
         return min(self.mean * math.sqrt(math.expm1(spread * spread)), self.longest / 2)
 
+    @property
+    def tokens(self) -> int:
+        """All tokens of the rows that were seen; 0 where none were."""
+        return sum(length * count for length, count in self.histogram)
+
+    def reaching(self, limit: int) -> int:
+        """How many of the rows that were seen are so long, or longer."""
+        return sum(count for length, count in self.histogram if length >= limit)
+
     def cut(self, limit: int | None) -> Lengths:
         """The same rows, truncated at so many tokens."""
         if not limit or limit >= self.longest:
@@ -196,6 +205,12 @@ def of_dataset(folder: Path, columns: Sequence[str] = ("input_ids",)) -> Lengths
     if not counts:
         raise InvalidConfig(_unread(f"{folder} holds no rows", "give --row-tokens MEAN:MAX"))
     return _counted(counts, f"{rows:,} rows of {folder}", rows)
+
+
+def of_counts(counts: Mapping[Any, Any], source: str, rows: int | None = None) -> Lengths | None:
+    """Lengths of rows that somebody else has counted, by their number of tokens; None of no rows."""
+    whole = {int(length): int(count) for length, count in counts.items()}
+    return _counted(whole, source, rows) if sum(whole.values()) else None
 
 
 def of_texts(path: Path, tokenizer: Path, *, extra: int = 5) -> Lengths:

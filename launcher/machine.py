@@ -17,14 +17,25 @@ from launcher.errors import Finding, NotReady
 from launcher.paths import expanded
 
 # Read once in the trainer's interpreter; stdlib only, so that any Python answers it. `markers` are
-# the variables that a requirement's condition may name (PEP 508).
+# the variables that a requirement's condition may name (PEP 508). Of a package's metadata only the
+# head is read: parsing whole ones, descriptions included, takes longer than all else that plans do.
 _QUESTION = """
 import importlib.metadata as m, json, os, platform, sys
+def head(d):
+    said = {}
+    for line in (d.read_text("METADATA") or d.read_text("PKG-INFO") or d.read_text("") or "").splitlines():
+        key, _, value = line.partition(":")
+        if not line.strip() or len(said) == 2:
+            break
+        if key in ("Name", "Version"):
+            said.setdefault(key, value.strip())
+    return said
 names = {}
 for d in m.distributions():
-    n = d.metadata and d.metadata["Name"]
+    said = head(d)
+    n = said.get("Name")
     if n:
-        names.setdefault(n.lower().replace("_", "-").replace(".", "-"), d.version)
+        names.setdefault(n.lower().replace("_", "-").replace(".", "-"), said.get("Version"))
 v = platform.python_version()
 markers = {
     "implementation_name": sys.implementation.name, "implementation_version": v,

@@ -75,7 +75,7 @@ def memory_phases(evidence: Evidence) -> dict[str, dict[str, float]]:
     return phases
 
 
-def _steady(record: RankRecord) -> Sequence[ProbeStep]:
+def steady(record: RankRecord) -> Sequence[ProbeStep]:
     """The steps that tell the speed: without the first fifth, and those that followed a save.
 
     The first step compiles, and the next few still fill caches; never more than 20 are left out.
@@ -88,9 +88,9 @@ def tokens_per_second(evidence: Evidence) -> float | None:
     """Steady tokens a second of all ranks, counted from the batches, padding left out."""
     rates = []
     for record in evidence.probe.ranks.values() if evidence.probe else ():
-        steady = _steady(record)
-        seconds = math.fsum(s.seconds or 0.0 for s in steady)
-        tokens = math.fsum(s.tokens or 0.0 for s in steady)
+        kept = steady(record)
+        seconds = math.fsum(s.seconds or 0.0 for s in kept)
+        tokens = math.fsum(s.tokens or 0.0 for s in kept)
         rates.append(tokens / seconds if seconds > 0 else 0.0)
     return math.fsum(rates) if rates and all(rates) else None
 

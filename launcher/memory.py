@@ -181,6 +181,17 @@ class Adapters:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """FSDP as OLMo-core lays it: 32-bit weights cut over `shards` ranks, 16 bits where they compute.
+
+    `share` is the activation memory budget of torch.compile, None without compile.
+    """
+
+    shards: int
+    share: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """Everything that the peak depends on.
 
@@ -188,7 +199,8 @@ class Setup:
     model's own), "liger" (fused into the output layer), "tiled" (TRL's) or "logprobs" (open-instruct's
     DPO). `reference` is "" (none), "cache" (a pass beforehand: open-instruct), "model" (a second model
     beside: TRL) or "adapter" (the adapters are switched off: TRL with LoRA). `weight_bytes` are those of
-    the loaded weights; `weight_bytes` 4 with `autocast` is TRL's default.
+    the loaded weights; `weight_bytes` 4 with `autocast` is TRL's default. `reference_batch` is that of the
+    pass beforehand where it is not the training's.
     """
 
     shape: Shape
@@ -209,6 +221,8 @@ class Setup:
     adapters: Adapters | None = None
     packed: bool = False
     steps: int | None = None
+    sharding: Sharding | None = None
+    reference_batch: Batch | None = None
     extra: tuple[Part, ...] = field(default=())
 
     @property
@@ -245,7 +259,9 @@ def estimate(setup: Setup) -> Memory:
     if setup.shape.layout.fused and setup.adapters:
         raise InvalidConfig(_unknown("LoRA on fused projections is not described"))
     engine: _Engine
-    if setup.zero is not None and setup.zero.stage == 3:
+    if setup.sharding is not None:
+        engine = _Fsdp(setup, setup.sharding)
+    elif setup.zero is not None and setup.zero.stage == 3:
         engine = _Sharded(setup, setup.zero)
     elif setup.zero is not None and setup.zero.stage in (1, 2):
         engine = _Partitioned(setup, setup.zero)
@@ -325,9 +341,13 @@ def _kept(setup: Setup) -> tuple[Part, ...]:
         bytes=2 * (FULL if kernels.wide else HALF) * shape.head_dim * batch.width,
         formula="cosines and sines",
     )
+    share = None if setup.sharding is None else setup.sharding.share
     if setup.checkpointing:
         amount = activations.checkpoint(shape, kernels, batch)
         name = "inputs of checkpointed layers"
+    elif share is not None:
+        amount = activations.budgeted(shape, kernels, batch, share)
+        name = f"kept by the layers, activation budget {share:g}"
     else:
         amount, name = activations.layer(shape, kernels, batch), "kept by the layers"
     mask = Amount(
@@ -343,6 +363,12 @@ def _masked(setup: Setup) -> bool:
 
 
 def _recomputed(setup: Setup) -> tuple[Part, ...]:
+    share = None if setup.sharding is None else setup.sharding.share
+    if share is not None and share < 1:
+        whole = activations.compiled_layer(setup.shape, setup.batch)
+        kept = activations.budgeted(setup.shape, setup.kernels, setup.batch, share)
+        again = Amount(bytes=whole.bytes - kept.bytes, formula=f"{1 - share:g} x a layer")
+        return (_part("activations", "one layer, computed again", again),)
     if not setup.checkpointing:
         return ()
     amount = activations.layer(setup.shape, setup.kernels, setup.batch)
@@ -422,7 +448,7 @@ def _embedding_gradient(setup: Setup, sent: Sequence[Part]) -> tuple[Part, ...]:
 
 def _reference(setup: Setup) -> tuple[Part, ...]:
     """The reference pass keeps nothing but its logits (dpo_utils.py:462)."""
-    shape, batch = setup.shape, setup.batch
+    shape, batch = setup.shape, setup.reference_batch or setup.batch
     if setup.loss == "tiled":
         amount = activations.tiled_loss(
             shape, batch, weight_bytes=setup.weight_bytes, trained=False
@@ -787,6 +813,68 @@ class _Sharded(_Engine):
             self.part("gradients", "flat, one sub-group", HALF * group, f"2 x {group:,.0f}"),
             self.part("gradients", "fp32, one sub-group", FULL * group, f"4 x {group:,.0f}"),
         )
+
+
+class _Fsdp(_Engine):
+    """FSDP2 with a group a layer: fp32 weights, gradients and states in parts, bf16 where they are used.
+
+    The embedding is a group of its own, the output layer belongs to the root (olmo_core's
+    `Transformer.apply_fsdp`, wrapping strategy `blocks`).
+    """
+
+    def __init__(self, setup: Setup, sharding: Sharding) -> None:
+        super().__init__(setup)
+        self.shards = sharding.shards
+        self.own = self.parameters / self.shards
+
+    def weights(self) -> tuple[Part, ...]:
+        return (self.part("weights", "weights (fp32), this rank's", FULL * self.own, "4P/N"),)
+
+    def start(self) -> tuple[Part, ...]:
+        return self.weights()
+
+    def untrained(self) -> tuple[Part, ...]:
+        return (*self.weights(), *self.gathered(whole=True))
+
+    def resting(self) -> tuple[Part, ...]:
+        states = self.part("optimizer", "Adam's two states (fp32)", 2 * FULL * self.own, "8P/N")
+        return (*self.weights(), states)
+
+    def gradients(self) -> Part:
+        return self.part("gradients", "gradients (fp32), this rank's", FULL * self.own, "4P/N")
+
+    def accumulated(self) -> tuple[Part, ...]:
+        return (self.gradients(),) if self.several else ()
+
+    def gathered(self, *, whole: bool, output: bool = True) -> tuple[Part, ...]:
+        """The output layer at the loss; in a layer that one and the next, gathered ahead."""
+        shape = self.setup.shape
+        elements = shape.embedding if output and whole else 0
+        if not whole:
+            # the root's group is let go after its own backward pass only
+            elements = 2 * shape.layer_parameters + shape.embedding
+        return (self.part("weights", "gathered weights (bf16)", HALF * elements,
+                          f"2 x {elements:,.0f}"),)  # fmt: skip
+
+    def buckets(self) -> tuple[Part, ...]:
+        """A layer's gradients: bf16 as they are made, and fp32 for the reduction."""
+        size = (HALF + FULL) * self.setup.shape.layer_parameters
+        return (self.part("communication", "gradients being reduced", size, "6 x one layer"),)
+
+    def sent(self, elements: int) -> tuple[Part, ...]:
+        return (self.part("communication", "large gradient being reduced", FULL * elements, "4VH"),)
+
+    def filling(self) -> tuple[Part, ...]:
+        return ()
+
+    def filled(self) -> tuple[Part, ...]:
+        return () if self.several else (self.gradients(),)
+
+    def norm(self) -> tuple[Part, ...]:
+        return (self.gradients(),)
+
+    def step(self) -> tuple[Part, ...]:
+        return (self.gradients(),)
 
 
 def fits(memory: Memory, gib: float, *, margin: float = 0.08) -> tuple[bool, float]:

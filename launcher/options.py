@@ -23,16 +23,19 @@ ON_HANG = ("report", "stop")
 _ON, _OFF = ("on", "yes", "true"), ("off", "no", "false")
 _SHARED = (
     "mixed_precision", "batch", "expect", "on_violation", "on_hang", "probe", "name", "slurm",
-    "skypilot",
+    "skypilot", "gates",
 )  # fmt: skip
-KEYS = ("stage", "backend", "deepspeed", *_SHARED, "args", "extends")
+KEYS = ("stage", "backend", "script", "deepspeed", "attention", *_SHARED, "args", "extends")
 WRAPPED_KEYS = ("script", "deepspeed_config", "num_gpus", *_SHARED)
 # as an override on a stage file it would say what --gpus says
 _ELSEWHERE = {
     "num_gpus": "the number of GPUs is given with --gpus",
     "open_instruct": "either `stage:` and `args:`, or everything inside `open_instruct:`",
 }
-SCRIPTS = {"finetune.py": "sft", "dpo_tune_cache.py": "dpo"}
+SCRIPTS = {
+    Path(entry.script).name: name for name, entry in BACKENDS["open_instruct"].STAGES.items()
+}
+"""open-instruct's scripts by file name: the wrapped shape names its stage by one."""
 
 # What may be expected of each point of a verdict; `any` switches the point off.
 EXPECT: Mapping[str, tuple[str, ...]] = {
@@ -81,14 +84,19 @@ WATCHED = tuple(part.name for part in parts_of(Watch))
 class Options:
     """What the stage file asks of launch itself.
 
-    `deepspeed` is a file, or None for no DeepSpeed; `probe` is None where training runs without it.
-    `slurm` are options of sbatch, None for one without a value; `skypilot` what goes into a task.
+    `script` is the key of a further script of the stage, None for the stage's own. `deepspeed` is a
+    file, or None for no DeepSpeed; `attention` are implementations in the order of preference;
+    `probe` is None where training runs without it.
+    `slurm` are options of sbatch, None for one without a value; `skypilot` what goes into a task;
+    `gates` those limits of a ladder that are not the usual ones.
     """
 
     stage: str
     backend: str = "open_instruct"
+    script: str | None = None
     deepspeed: Path | None = None
     deepspeed_name: str = "none"
+    attention: tuple[str, ...] = ()
     mixed_precision: str | None = None
     batch: Batch | None = None
     expect: Mapping[str, str] = field(default_factory=dict)
@@ -99,6 +107,7 @@ class Options:
     gpus: int | None = None
     slurm: Mapping[str, str | None] = field(default_factory=dict)
     skypilot: Mapping[str, Any] = field(default_factory=dict)
+    gates: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read(
@@ -127,14 +136,18 @@ def read(
         findings.append(_bad(config, "mixed_precision", message, _one_of(PRECISIONS)))
         precision = None
     deepspeed, name = _deepspeed(config, folders, findings)
+    key, fault = entry_of(config, stage, backend)
+    findings += [fault] if fault is not None else []
     return Options(
-        stage=stage, backend=backend, deepspeed=deepspeed, deepspeed_name=name,
+        stage=stage, backend=backend, script=None if key == stage else key, deepspeed=deepspeed,
+        deepspeed_name=name,
+        attention=_attention(config, backend, findings),
         mixed_precision=precision, batch=_batch(config, findings), expect=_expect(config, findings),
         on_violation=_choice(config, "on_violation", ON_VIOLATION, findings),
         on_hang=_choice(config, "on_hang", ON_HANG, findings), probe=_probe(config, findings),
         name=_name(config, findings), gpus=_gpus(config, findings),
         slurm=_elsewhere(config, "slurm", findings),
-        skypilot=_elsewhere(config, "skypilot", findings),
+        skypilot=_elsewhere(config, "skypilot", findings), gates=_elsewhere(config, "gates", findings),
     ), findings  # fmt: skip
 
 
@@ -148,9 +161,46 @@ def stage_of(config: Config) -> str | None:
     """The stage that a file names: by `stage`, or by the script of the wrapped shape."""
     stage = config.options.get("stage")
     if config.shape == "wrapped":
-        script = config.options.get("script")
-        return SCRIPTS.get(Path(script).name) if isinstance(script, str) else None
+        key = _script_key(config.options.get("script"), "open_instruct")
+        return None if key is None else _stage_of(key)
     return stage if isinstance(stage, str) and stage in STAGES else None
+
+
+def entry_of(config: Config, stage: str, backend: str) -> tuple[str, Finding | None]:
+    """Which of a backend's scripts a file of this stage asks for, by its key, and what is wrong there.
+
+    `script:` may be the key or a file name of upstream's; without it the stage's own script runs.
+    """
+    given = config.options.get("script")
+    if given is None:
+        return stage, None
+    entries = BACKENDS[backend].STAGES
+    key = _script_key(given, backend)
+    if key is not None and _stage_of(key, backend) == stage:
+        return key, None
+    names = [name for name in entries if _stage_of(name, backend) == stage]
+    if key is None:
+        near = difflib.get_close_matches(str(given), entries, n=1)
+        message = f"`{brief(given)}` is no script that launch starts"
+        help = f"did you mean `{near[0]}`?" if near else _one_of(names)
+        return stage, _bad(config, "script", message, help)
+    message = (
+        f"`script: {brief(given)}` belongs to {_stage_of(key, backend)}, this is a {stage} file"
+    )
+    return stage, _bad(config, "script", message, _one_of(names))
+
+
+def _script_key(given: Any, backend: str) -> str | None:
+    """The key of the script that a text names: itself, or a path that ends in upstream's file name."""
+    entries = BACKENDS[backend].STAGES
+    if not isinstance(given, str) or given in entries:
+        return given if isinstance(given, str) else None
+    name = Path(given).name
+    return next((key for key, one in entries.items() if Path(one.script).name == name), None)
+
+
+def _stage_of(key: str, backend: str = "open_instruct") -> str:
+    return BACKENDS[backend].STAGES[key].stage or key
 
 
 def stage_fault(config: Config) -> Finding | None:
@@ -226,6 +276,33 @@ def _deepspeed(
     message = f"`{brief(given)}` is neither a DeepSpeed file nor a known name"
     findings.append(_bad(config, key, message, help))
     return None, "none"
+
+
+def _attention(config: Config, backend: str, findings: list[Finding]) -> tuple[str, ...]:
+    """`attention:`, one or several in the order of preference; a kernel's repository is one too."""
+    key, given = "attention", config.options.get("attention")
+    if given is None:
+        return ()
+    if backend != "trl":
+        message = (
+            "`attention` is read for TRL only: open-instruct takes the first that is installed"
+        )
+        findings.append(_bad(config, key, message, "delete the line"))
+        return ()
+    known = [name for name in EXPECT[key] if name != "any"]
+    names = given if isinstance(given, list) else [given]
+    for name in names:
+        if not isinstance(name, str) or (name not in known and "/" not in name):
+            near = difflib.get_close_matches(str(name), known, n=1)
+            help = f"did you mean `{near[0]}`?" if near else _one_of(known)
+            message = f"`{brief(name)}` is no attention implementation"
+            findings.append(_bad(config, key, message, help))
+            return ()
+    if not names or len({*names}) < len(names):
+        help = "write for example `attention: [flash_attention_2, sdpa]`"
+        findings.append(_bad(config, key, "`attention` names each implementation once", help))
+        return ()
+    return tuple(names)
 
 
 def _name(config: Config, findings: list[Finding]) -> str | None:
@@ -346,18 +423,23 @@ def _probe(config: Config, findings: list[Finding]) -> Watch | None:
 
 
 def _elsewhere(config: Config, key: str, findings: list[Finding]) -> dict[str, Any]:
-    """`slurm:` or `skypilot:`."""
+    """`slurm:`, `skypilot:` or `gates:`."""
     given = config.options.get(key)
     if given is None:
         return {}
-    from launcher import sbatch, skypilot
+    from launcher import gates, sbatch, skypilot
+
+    readers: Mapping[str, Any] = {
+        "slurm": sbatch.read,
+        "skypilot": skypilot.read,
+        "gates": gates.read,
+    }
 
     def complain(code: str, below: str, message: str, help: str | None) -> Finding:
         where = f"{key}.{below}" if below else key
         return replace(_bad(config, where, message, help), code=code)
 
-    read = sbatch.read if key == "slurm" else skypilot.read
-    told, wrong = read(given, complain)
+    told, wrong = readers[key](given, complain)
     findings += wrong
     return dict(told)
 

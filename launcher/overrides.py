@@ -18,7 +18,7 @@ Shape = Literal["stage", "wrapped", "flat"]
 # Ours: everything else that an override names without `args.` is an argument of upstream's.
 OPTIONS = frozenset(
     {"stage", "backend", "deepspeed", "mixed_precision", "batch", "expect", "on_violation", "on_hang",
-     "probe", "name", "slurm", "skypilot"}
+     "probe", "name", "slurm", "skypilot", "gates", "attention"}
 )  # fmt: skip
 _WRAPPED_OPTIONS = {"deepspeed": "open_instruct.deepspeed_config", "num_gpus": "num_gpus"} | {
     name: f"open_instruct.{name}" for name in ("script", "deepspeed_config")
@@ -146,7 +146,8 @@ def _full_key(key: str, shape: Shape) -> str:
         return key if first in OPTIONS or first in {"args", "num_gpus"} else f"args.{key}"
     if shape == "flat":
         return key.removeprefix("args.")
-    if first == "open_instruct" or first in OPTIONS - _WRAPPED_OPTIONS.keys() - {"stage"}:
+    ours = OPTIONS - _WRAPPED_OPTIONS.keys() - {"stage", "attention"}
+    if first == "open_instruct" or first in ours:
         return key
     if first in _WRAPPED_OPTIONS:
         return f"{_WRAPPED_OPTIONS[first]}{rest}"

@@ -45,8 +45,11 @@ def render(
     return overlay([run])
 
 
-def overlay(runs: Sequence[Run]) -> str:
-    """The page of one run, or of several with their curves in the same charts."""
+def overlay(runs: Sequence[Run], above: str = "") -> str:
+    """The page of one run, or of several with their curves in the same charts.
+
+    `above` is HTML, made with `markup`, that stands before all other sections.
+    """
     runs = series.named_apart(runs)
     names = short_names(runs)
     style, script = _style(), _script()
@@ -61,7 +64,11 @@ def overlay(runs: Sequence[Run]) -> str:
         "versions": _versions(runs, names),
     }
     there = [key for key, section in made.items() if section]
-    parts = [_head(title, runs, there), _overview(runs, names), tag("main", join(made.values()))]
+    parts = [
+        _head(title, runs, there),
+        _overview(runs, names),
+        tag("main", join([Html(above), *made.values()])),
+    ]
     policy = (
         f"default-src 'none'; script-src {_source(script)}; style-src {_source(style)}; "
         "base-uri 'none'; form-action 'none'"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from launcher import situation
 from launcher.errors import Finding, InvalidConfig
 from launcher.paths import expanded
 from launcher.schema import Values
@@ -59,6 +60,12 @@ class Plan:
         return self.stage.options.mixed_precision or ("bf16" if self.gpus and not own else "no")
 
     @property
+    def attention(self) -> str | None:
+        """The implementation chosen of those that the stage file prefers; None where it prefers none."""
+        chosen = self.derived.get("attn_implementation")
+        return None if chosen is None else str(chosen.value)
+
+    @property
     def title(self) -> str:
         """Stage and name, the stage not said twice."""
         return titled(self.stage.options.stage, self.stage.name)
@@ -87,15 +94,21 @@ def titled(kind: str, name: str) -> str:
     return name if name.startswith(kind) else f"{kind} {name}"
 
 
-def make(stage: Stage, *, gpus: int, nodes: int = 1, output: Path | None = None) -> Plan:
+def make(
+    stage: Stage, *, gpus: int, nodes: int = 1, output: Path | None = None,
+    packages: Mapping[str, str] | None = None,
+) -> Plan:  # fmt: skip
     """Solve the batch for this many GPUs (a node) and settle every argument.
 
-    `output` is where the model goes when the stage file names no place. Raises InvalidConfig with
+    `output` is where the model goes when the stage file names no place; `packages` are those of the
+    trainer's Python, where they count. Raises InvalidConfig with
     the nearest possible splits where the global batch cannot be divided.
     """
     names = stage.entry.names
-    # GPUs that share a sequence work on the same rows (finetune.py:737)
-    shared = int(stage.values.get("sequence_parallel_size") or 1)
+    # GPUs that share a sequence work on the same rows (finetune.py:737), those that share each matrix
+    # product too (dpo.py:199)
+    split = "tensor_parallel_degree" if stage.entry.torchrun else "sequence_parallel_size"
+    shared = int(stage.values.get(split) or 1)
     devices = max(1, max(1, gpus) * nodes // max(1, shared))
     per_device, accumulation = _solve(stage, devices)
     world = per_device * accumulation * devices
@@ -106,26 +119,93 @@ def make(stage: Stage, *, gpus: int, nodes: int = 1, output: Path | None = None)
             if stage.args.get(name) is None:
                 derived[name] = Derived(value=number, why=why)
     notes = [*_devices_and_deepspeed(stage, gpus, nodes), *_without_probe(stage, gpus)]
+    notes += _sharding(stage, max(1, gpus) * nodes)
     for name, (value, why) in stage.entry.derived.items():
         if name not in stage.args:
             derived[name] = Derived(value=value, why=why)
             notes.append(_note(stage, name, value, why))
+    if (
+        stage.entry.torchrun
+        and not stage.values["with_tracking"]
+        and "wandb_entity" not in stage.args
+    ):
+        why = "without it dpo.py asks wandb who is logged in, tracking or not (utils.py:1357)"
+        derived["wandb_entity"] = Derived(value="none", why=why)
+        notes.append(_note(stage, "wandb_entity", "none", why))
     for name, value in _cpu_arguments(stage, gpus).items():
         why = "without a GPU transformers refuses its defaults (transformers/training_args.py:1746)"
         derived[name] = Derived(value=value, why=why)
         notes.append(_note(stage, name, value, why))
+    for name, settled in _attention(stage, gpus * nodes, packages, notes):
+        derived[name] = settled
     if names.output not in stage.args and output is not None:
         why = "the stage file names no place: inside the run folder"
         derived[names.output] = Derived(value=str(output), why=why)
-        if "do_not_randomize_output_dir" in stage.schema.fields:
+        if not stage.entry.torchrun and "do_not_randomize_output_dir" in stage.schema.fields:
             derived.setdefault("do_not_randomize_output_dir", Derived(value=True, why=why))
     values = Values(stage.schema, {**stage.args, **{k: d.value for k, d in derived.items()}})
     rows = count_rows(stage, values)
+    notes += _packed_and_few(stage, rows, per_device, accumulation, devices)
     return Plan(
         stage=stage, gpus=gpus, nodes=nodes, per_device=per_device, accumulation=accumulation,
         global_batch=world, rows=rows, derived=derived, values=values,
         steps=_steps(stage, values, rows, world), findings=tuple(notes),
     )  # fmt: skip
+
+
+def _sharding(stage: Stage, processes: int) -> Iterator[Finding]:
+    """Where torchrun starts so many processes: whether the degrees of the stage file divide them."""
+    if not stage.entry.torchrun:
+        return
+    from launcher.backends.olmo_core_rules import degrees
+
+    for finding in degrees(stage.values, processes):
+        origin = stage.config.origin(finding.key or "")
+        yield replace(finding, file=origin.file, line=origin.line)
+
+
+def _packed_and_few(
+    stage: Stage, rows: int | None, per_device: int, accumulation: int, devices: int
+) -> Iterator[Finding]:
+    """What the split of the batch means to dpo.py: a packed step, and rows that do not fill one."""
+    if not stage.entry.torchrun:
+        return
+    from launcher.backends import olmo_core_rules
+
+    batch = stage.options.batch
+    split = batch is not None and batch.total is not None
+    found = [*olmo_core_rules.too_few_rows(
+        stage.values, rows, per_device=per_device, accumulation=accumulation, processes=devices
+    )]  # fmt: skip
+    if split:
+        found += olmo_core_rules.unreached(
+            stage.values, accumulation=accumulation, processes=devices
+        )
+    for finding in found:
+        origin = stage.config.origin(finding.key or "")
+        yield replace(finding, file=origin.file, line=origin.line)
+
+
+def _attention(
+    stage: Stage, gpus: int, packages: Mapping[str, str] | None, notes: list[Finding]
+) -> Iterator[tuple[str, Derived]]:
+    """The implementation that `attention:` comes to here; those passed over are said, with reasons."""
+    choice = situation.attention(stage.options, stage.values, gpus=gpus, packages=packages)
+    if choice is None:
+        return
+    origin = stage.config.origin("attention")
+    if choice.passed:
+        fault = choice.name is None
+        notes.append(Finding(
+            severity="error" if fault else "note", layer="run", key="attention",
+            code="attention-missing" if fault else "attention-fallback",
+            message=f"no implementation of `attention:` can be had here: {choice.why}" if fault
+            else f"attention falls back to {choice.name}: {choice.why}",
+            help="add sdpa to the list" if fault else None, file=origin.file, line=origin.line,
+        ))  # fmt: skip
+    if choice.name is not None:
+        why = f"`attention:` ({choice.why})" if choice.passed else "the first of `attention:`"
+        yield "attn_implementation", Derived(value=choice.name, why=why)
 
 
 def output_folder(plan: Plan) -> Path | None:
@@ -182,7 +262,7 @@ def _devices_and_deepspeed(stage: Stage, gpus: int, nodes: int) -> Iterator[Find
         )  # fmt: skip
     alone = gpus == 1 and nodes == 1 and options.deepspeed is None
     # DPO's own `zero_stage` starts DeepSpeed too (dpo_tune_cache.py:129)
-    alone = alone and stage.values.get("zero_stage") is None
+    alone = alone and stage.values.get("zero_stage") is None and not stage.entry.torchrun
     if alone and options.backend == "open_instruct" and options.stage == "dpo":
         yield Finding(
             severity="error", layer="run", code="no-process-group", key=key,
@@ -239,12 +319,17 @@ def _steps(stage: Stage, values: Values, rows: int | None, batch: int) -> int | 
         return limit
     if rows is None or not isinstance(epochs, int | float) or _repacked(stage, values):
         return None
+    if stage.entry.torchrun:
+        # an epoch's last batch is left out where it is not full (dpo.py:235, data_loader.py:283)
+        return int(rows // batch * epochs)
     return math.ceil(epochs * -(-rows // batch))
 
 
 def _repacked(stage: Stage, values: Values) -> bool:
-    """Whether rows are put together before they are counted into batches: TRL's SFT does that."""
+    """Whether rows are put together before they are counted into batches: TRL's SFT and dpo.py do."""
     packing = stage.entry.names.packing
+    if stage.entry.torchrun:
+        return bool(values.get("packing"))
     return stage.options.backend == "trl" and packing == "packing" and bool(values.get("packing"))
 
 

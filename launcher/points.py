@@ -160,7 +160,8 @@ def _packing(evidence: Evidence, want: str | None) -> Seen:
             reason = _untested(evidence) if seen.state == "on" else {}
             # `on` is no proof of isolation, and none against it
             proved = not (seen.state == "on" and want == "isolated")
-            return replace(seen, proved=proved, detail={**seen.detail, **help, **reason})
+            detail = {**seen.detail, **help, **reason, **_half_wasted(evidence)}
+            return replace(seen, proved=proved, detail=detail)
     log = evidence.log
     said = log.all("packing") if log else ()
     asked = log.asked.get("packing") if log else None
@@ -169,6 +170,15 @@ def _packing(evidence: Evidence, want: str | None) -> Seen:
         return Seen(state="on", proved=want != "isolated", cites=cites)
     cites = _of_asked(log, "packing")
     return Seen(state="off" if cites else "unknown", proved=bool(cites), cites=cites)
+
+
+def _half_wasted(evidence: Evidence) -> dict[str, object]:
+    """That packed rows are mostly empty, and which batch would fill them, as the probe saw it."""
+    found = next(
+        (event for _, event in (evidence.probe.events("half_wasted") if evidence.probe else ())),
+        None,
+    )
+    return {} if found is None else {"wasted": found.text("message")}
 
 
 def _untested(evidence: Evidence) -> dict[str, object]:

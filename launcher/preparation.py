@@ -37,7 +37,7 @@ class Request:
     """One command line: which stage (None: as the file says), from which file, on what.
 
     `elsewhere`: other machines will train, whose GPUs this one cannot look at. `folder` is the run that
-    is to go on, where that is settled.
+    is to go on, where that is settled; `runs` is where its folder is made, else where runs live.
     """
 
     stage: str | None
@@ -55,6 +55,7 @@ class Request:
     main_address: str | None = None
     elsewhere: bool = False
     folder: RunFolder | None = None
+    runs: Path | None = None
     fresh: bool = False
     allowed: Sequence[str] = ()
 
@@ -68,7 +69,7 @@ class Request:
     def from_json(cls, data: Mapping[str, Any], *, config: Path) -> Request:
         """The same request of a resolved stage file, whose overrides are in it."""
         given = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
-        paths = {k: Path(given[k]) for k in ("python", "checkout") if given.get(k)}
+        paths = {k: Path(given[k]) for k in ("python", "checkout", "runs") if given.get(k)}
         return cls(**{**given, **paths, "config": config, "overrides": ()})
 
 
@@ -80,7 +81,10 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """Everything decided, nothing started. `here` is which of several machines this is."""
+    """Everything decided, nothing started.
+
+    `here` is which of several machines this is, `forecast` what the plan says of memory, time and disk.
+    """
 
     request: Request
     plan: Plan
@@ -96,6 +100,7 @@ class Prepared:
     decision: resume.Decision = field(default_factory=resume.Decision)
     asked: Path | None = None
     holds: tuple[dict[str, Any], ...] = ()
+    forecast: Mapping[str, Any] | None = None
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -115,9 +120,11 @@ class Prepared:
             "run": str(self.folder.path),
         }
 
-    def of_resume(self) -> dict[str, Any]:
-        """What the manifest keeps for the next attempt."""
+    def for_record(self) -> dict[str, Any]:
+        """What the manifest keeps for the next attempt, and the plan with what it foresees."""
+        foreseen = {} if self.forecast is None else {"plan": dict(self.forecast)}
         return {
+            **foreseen,
             "resume": self.decision.as_json(),
             "asked_output": None if self.asked is None else str(self.asked),
             "contents": list(self.holds),
@@ -178,7 +185,7 @@ def prepare(request: Request, *, running: bool) -> Prepared:
         here = rendezvous.find(request.nodes, request.node_rank, request.main_address, os.environ)
     chosen = asked.chosen() if running and not request.elsewhere else None
     warnings: tuple[Finding, ...] = ()
-    root = rundir.runs_root()
+    root = request.runs or rundir.runs_root()
     # what launch derives does not move an output that the stage file names
     given = stage.entry.names.output in stage.args
     named = stage.backend.output_folder(stage.values) if given else None
@@ -195,7 +202,11 @@ def prepare(request: Request, *, running: bool) -> Prepared:
     before = folder if attempt > 1 else None
     decision, holds = resume.Decision(), list[dict[str, Any]]()
     try:
-        made = plan.make(stage, gpus=gpus, nodes=request.nodes, output=folder.path / "model")
+        made = plan.make(
+            stage, gpus=gpus, nodes=request.nodes, output=folder.path / "model",
+            # a dry run may be made anywhere: what is installed here says nothing
+            packages=trainer.packages if running else None,
+        )  # fmt: skip
         made = resume.applied(made, placed.derived)
         made = _in_situation(made, trainer, before, running=running)
         if running:

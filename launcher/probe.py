@@ -348,6 +348,8 @@ class Probe:
         self.testing = False
         self.troubles = 0
         self.leaving = False
+        self.micro_batch: dict[str, Any] = {}
+        self.pairs: list[int] = []
         self.contract = Contract(self)
         self.watchdog = Watchdog(self)
 
@@ -410,10 +412,11 @@ class Probe:
             inner = model.get_base_model() if hasattr(model, "get_base_model") else model
         config = getattr(inner, "config", None)
         sizes = [(_count(p), p.requires_grad) for p in model.parameters()]
-        attention = getattr(config, "_attn_implementation", None)
+        attention = getattr(config, "_attn_implementation", None) or _olmo_attention(inner)
         shape: dict[str, Any] = {}
         with self.quietly("shape"):
-            shape = _shape(inner, config)
+            olmo = config is None and hasattr(inner, "blocks")
+            shape = _olmo_shape(inner) if olmo else _shape(inner, config)
         self.record.write(
             "model",
             **{"class": type(inner).__name__},
@@ -533,9 +536,12 @@ class Probe:
                 self.training_begins()
             # what was being saved or evaluated is over
             self.watchdog.armed = self.step > 0
-            self.count(ids, kwargs)
-            self.look_at_packing(module, ids, kwargs)
-            self.test_isolation(module, args, ids, kwargs)
+            # what the model is not told (dpo_utils.py:992), the batch says
+            seen = {**kwargs, **self.micro_batch}
+            if "counted" not in seen:
+                self.count(ids, kwargs)
+            self.look_at_packing(module, ids, seen)
+            self.test_isolation(module, args, ids, kwargs, seen)
 
     def training_begins(self) -> None:
         self.step_begun = time.perf_counter()
@@ -595,7 +601,9 @@ class Probe:
             wanted_off = self.contract.wanted("packing") == "off"
             self.contract.seen("packing", "on" if packed else "off", final=packed and wanted_off)
 
-    def test_isolation(self, module: Any, args: Any, ids: Any, kwargs: dict[str, Any]) -> None:
+    def test_isolation(
+        self, module: Any, args: Any, ids: Any, kwargs: dict[str, Any], seen: dict[str, Any]
+    ) -> None:
         """Once, at the first micro-batch that is packed on every rank.
 
         A sharded model's forward is a collective, so the ranks agree on it first; whether they ask
@@ -611,7 +619,7 @@ class Probe:
         begun = time.perf_counter()
         reason = None
         try:
-            pair = two_samples(module, args, ids, kwargs) if self.packing else None
+            pair = two_samples(module, args, ids, kwargs, seen) if self.packing else None
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
         if not _all_agree(pair is not None, ids, self.world):
@@ -657,6 +665,39 @@ class Probe:
             self.close_step()
             self.batch["loss"].append(loss.detach())
             self.micro += 1
+
+    def micro_batch_begins(self, batch: dict[str, Any]) -> None:
+        """DPO by OLMo-core: what a micro-batch holds, where its model sees tokens and labels alone."""
+        ids = [batch[f"{branch}_input_ids"] for branch in ("chosen", "rejected")]
+        ends: list[Any] = [
+            batch.get(f"{branch}_cu_seq_lens_k") for branch in ("chosen", "rejected")
+        ]
+        masks: list[Any] = [
+            batch.get(f"{branch}_attention_mask") for branch in ("chosen", "rejected")
+        ]
+        real: Any = sum(int(one.numel()) for one in ids)
+        rows = sum(int(one.shape[0]) for one in ids)
+        told: dict[str, Any] = {"counted": True}
+        if ends[0] is not None and ends[1] is not None:
+            real = ends[0][-1] + ends[1][-1]
+            rows = int(ends[0].numel()) + int(ends[1].numel()) - 2
+            # of the row that both become, the first half
+            told["cu_seq_lens_q"] = ends[0]
+        elif masks[0] is not None and masks[1] is not None:
+            real = masks[0].sum() + masks[1].sum()
+            told["attention_mask"] = masks[0]
+        self.micro_batch = told
+        self.close_step()
+        self.positions += sum(int(one.numel()) for one in ids)
+        self.batch["tokens"].append(real)
+        self.batch["rows"].append(rows)
+        self.pairs.append(rows // 2)
+
+    def step_begins(self) -> None:
+        """The gradients of a step are there; its optimizer is about to use them."""
+        self.step += 1
+        self.open = True
+        self.mark("gradients")
 
     def backward_ended(self, accelerator: Any) -> None:
         self.watchdog.beat()
@@ -766,6 +807,8 @@ class Probe:
         # a loss scaler meets overflows and skips the step: that is its business
         whole = finite and (known["scaled"] or math.isfinite(gradient))
         tokens = int(sum(values["tokens"]))
+        if known["step"] == self.base + self.settings.within:
+            self.tell_waste(tokens, known["positions"], int(sum(values["rows"])) // 2)
         self.record.write(
             "step", step=known["step"], loss=mean, finite=whole,
             micro_batches=known["micro_batches"], rows=int(sum(values["rows"])), tokens=tokens,
@@ -784,6 +827,23 @@ class Probe:
             self.last = {"step": known["step"], "loss": mean, "grad_norm": _finite(norm)}
             if known["step"] == 1:
                 self.check_reference(mean)
+
+    def tell_waste(self, tokens: int, positions: int, pairs: int) -> None:
+        """Rows that are computed whole, and stay empty for more than half."""
+        if not self.pairs or not self.packing or not positions or tokens * 2 >= positions:
+            return
+        filled = tokens / positions
+        # pairs that the shorter of both halves would hold, by this step's own lengths
+        fits = max(pairs, int(pairs / filled)) if tokens else pairs
+        better = 1 << max(0, fits.bit_length() - 1)
+        message = f"batch {pairs} uses {filled:.0%} of each step"
+        if better > pairs:
+            message += f"; {better} fills {min(1.0, filled * better / max(1, pairs)):.0%}"
+        self.record.write(
+            "half_wasted", pairs=pairs, filled=round(filled, 4), better=better, message=message
+        )
+        if self.rank == 0:
+            say(f"warning: {message}: rows are computed whole, however many pairs stand in them")
 
     def check_reference(self, loss: float) -> None:
         """A policy that has not moved is its own reference: another loss shows another reference."""
@@ -874,6 +934,20 @@ def say(message: str) -> None:
         os.write(2, f"\nlaunch: {message}\n".encode(errors="replace"))
 
 
+def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The hook, which torch.compile is to leave alone: traced, it costs recompiles of its own.
+
+    Nothing is imported where nothing is compiled: torch._dynamo alone takes seconds.
+    """
+    asked = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() not in ("", "no")
+    torch = sys.modules.get("torch")
+    if torch is None or not (asked or "torch._dynamo" in sys.modules):
+        return hook
+    with contextlib.suppress(Exception):
+        return torch.compiler.disable(hook)  # type: ignore[no-any-return]
+    return hook
+
+
 def _finite(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else value
 
@@ -908,6 +982,35 @@ def _shape(model: Any, config: Any) -> dict[str, Any]:
     }
 
 
+def _olmo_attention(model: Any) -> str | None:
+    """The attention of an OLMo-core model, under transformers' names; None for any other."""
+    blocks: Any = getattr(model, "blocks", None)
+    block = next(iter(blocks.values()), None) if hasattr(blocks, "values") else None
+    backend = getattr(getattr(block, "attention", None), "backend", None)
+    name = type(backend).__name__.lower() if backend is not None else ""
+    known = {"flash4": "flash_attention_4", "flash3": "flash_attention_3",
+             "flash2": "flash_attention_2", "torch": "sdpa"}  # fmt: skip
+    plain = name.replace("attention", "").replace("_", "")
+    return next((theirs for ours, theirs in known.items() if ours in plain), None)
+
+
+def _olmo_shape(model: Any) -> dict[str, Any]:
+    """The same of a model of OLMo-core, which has no config of transformers'."""
+    block = next(iter(model.blocks.values()))
+    attention = getattr(block, "attention", None)
+    weight = getattr(model.embeddings, "weight", None)
+    return {
+        "layers": len(model.blocks),
+        "hidden": getattr(model, "d_model", None),
+        "heads": getattr(attention, "n_heads", None),
+        "head_dim": getattr(attention, "head_dim", None),
+        "embedding": None if weight is None else _count(weight),
+        "tied": bool(getattr(model, "tie_word_embeddings", False)),
+        "experts": getattr(getattr(block, "feed_forward_moe", None), "num_experts", None),
+        "checkpointing": False,
+    }
+
+
 # --- do packed samples see each other? ---------------------------------------------------------------
 
 
@@ -938,11 +1041,12 @@ def _spans(module: Any, ids: Any, kwargs: dict[str, Any]) -> tuple[int, list[tup
 
 
 def two_samples(
-    module: Any, args: Any, ids: Any, kwargs: dict[str, Any]
+    module: Any, args: Any, ids: Any, kwargs: dict[str, Any], seen: dict[str, Any] | None = None
 ) -> tuple[dict[str, Any], Any, int, int] | None:
     """The first two samples of a packed batch as a batch of their own, and other tokens for the first.
 
-    None where there are no two; raises ValueError where the batch has parts whose meaning is not
+    `kwargs` are what the model is given, `seen` also what is known of the batch besides. None where
+    there are no two; raises ValueError where the batch has parts whose meaning is not
     known. Each sample is cut to `ISOLATION_TOKENS`.
     """
     torch = sys.modules["torch"]
@@ -950,7 +1054,7 @@ def two_samples(
         raise ValueError("the batch is no plain rows of tokens")
     if kwargs.get("shift_labels") is not None:
         raise ValueError("the sequence is split over several GPUs")
-    row, spans = _spans(module, ids, kwargs)
+    row, spans = _spans(module, ids, kwargs if seen is None else seen)
     whole = int(ids.shape[-1])
     long = [(a, b) for a, b in spans if b - a >= 2]
     near = [(x, y) for x, y in itertools.pairwise(long) if x[1] == y[0]]
@@ -1040,6 +1144,9 @@ def _loss_of(result: Any, ids: Any, first: int) -> Any:
     if told is not None:
         return -told.double().sum() / (ids.shape[1] - first - 1)
     loss = getattr(result, "loss", None)
+    if loss is not None and loss.numel() > 1:
+        # OLMo-core's head under DPO: one log-probability a token, of the token behind it
+        return -loss[0, first:-1].detach().double().mean()
     if loss is not None:
         return loss.detach().double().reshape(())
     logits = result.logits[0, first:-1]
@@ -1364,6 +1471,116 @@ def watch_reference_cache(probe: Probe, module: types.ModuleType) -> None:
     wrap(module, "build_reference_logprobs_cache", build)
 
 
+def watch_olmo_module(probe: Probe, module: types.ModuleType) -> None:
+    """OLMo-core's trainer calls these itself, with no accelerate around them."""
+
+    def make(original: Any) -> Any:
+        @functools.wraps(original)
+        def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
+            probe.mark("load")
+            result = original(self, *args, **kwargs)
+            with probe.quietly("train module"):
+                probe.saw_model(self.model)
+                probe.saw_optimizer(self.optim, None)
+                probe.mark("prepare")
+            return result
+
+        return inner
+
+    def micro(original: Any) -> Any:
+        @functools.wraps(original)
+        def inner(self: Any, micro_batch: Any, *args: Any, **kwargs: Any) -> Any:
+            if not probe.testing:
+                with probe.quietly("micro-batch"):
+                    probe.micro_batch_begins(micro_batch)
+            result = original(self, micro_batch, *args, **kwargs)
+            probe.micro_batch = {}
+            if not probe.testing:
+                probe.backward_begins(result[0])
+            return result
+
+        return inner
+
+    def train(original: Any) -> Any:
+        @functools.wraps(original)
+        def inner(self: Any, batch: Any, dry_run: bool = False) -> Any:
+            # a batch that only warms up is none of training
+            probe.testing = probe.testing or dry_run
+            try:
+                return original(self, batch, dry_run=dry_run)
+            finally:
+                probe.testing = False if dry_run else probe.testing
+
+        return inner
+
+    owner = module.DPOTrainModule
+    wrap(owner, "__init__", make)
+    wrap(owner, "_compute_microbatch_loss", micro)
+    wrap(owner, "train_batch", train)
+
+
+def watch_olmo_step(probe: Probe, module: types.ModuleType) -> None:
+    def step(original: Any) -> Any:
+        @functools.wraps(original)
+        def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with probe.quietly("gradients"):
+                probe.step_begins()
+                if getattr(self, "max_grad_norm", None) is None:
+                    probe.before_optimizer(self.optim)
+            result = original(self, *args, **kwargs)
+            with probe.quietly("step"):
+                probe.close_step()
+            return result
+
+        return inner
+
+    def clip(original: Any) -> Any:
+        @functools.wraps(original)
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            norm = original(*args, **kwargs)
+            with probe.quietly("gradient norm"):
+                probe.clipped(norm)
+            return norm
+
+        return inner
+
+    wrap(module.TransformerTrainModule, "optim_step", step)
+    wrap_known(module.TransformerTrainModule, ("_clip_grad_norm",), clip)
+
+
+def watch_olmo_trainer(probe: Probe, module: types.ModuleType) -> None:
+    """Checkpoints are loaded and saved by it; after `fit` the weights are gathered, which may take long."""
+
+    def load(original: Any) -> Any:
+        @functools.wraps(original)
+        def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            with probe.quietly("resume"):
+                done = int(getattr(self, "global_step", 0) or 0)
+                if done:
+                    probe.resumed, probe.base = True, done
+                    given = args[0] if args else kwargs.get("dir")
+                    probe.record.write("resumed", path=str(given), step=done)
+            return result
+
+        return inner
+
+    def fit(original: Any) -> Any:
+        @functools.wraps(original)
+        def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
+            # OLMo-core's memory monitor sets the counters back before its first step
+            probe.mark("reference")
+            result = original(self, *args, **kwargs)
+            probe.rests()
+            return result
+
+        return inner
+
+    wrap_known(module.Trainer, ("load_checkpoint",), load)
+    wrap_known(module.Trainer, ("save_checkpoint", "save_checkpoint_async"), resting(probe))
+    wrap(module.Trainer, "fit", fit)
+
+
 def watch_hub(probe: Probe, module: types.ModuleType) -> None:
     """finetune.py:528 asks the hub for a snapshot of whatever the model is called, folders too."""
 
@@ -1393,13 +1610,44 @@ def supply_process_group(probe: Probe) -> None:
             probe.supply("process_group", "the reference pass calls barrier (dpo_utils.py:453)")
 
 
+def supply_gloo(probe: Probe, module: types.ModuleType) -> None:
+    """OLMo-core asks for NCCL beside gloo whatever the machine has; torch for the CPU has no NCCL."""
+
+    def make(original: Any) -> Any:
+        @functools.wraps(original)
+        def inner(backend: str = "gloo", *args: Any, **kwargs: Any) -> Any:
+            probe.supply("process_group", f"gloo in place of `{backend}`")
+            return original("gloo", *args, **kwargs)
+
+        return inner
+
+    wrap(module, "init_distributed", make)
+
+
+def supply_memory_monitor(probe: Probe, module: types.ModuleType) -> None:
+    """dpo.py:70 watches the GPU's memory whether there is one or not."""
+
+    def nothing(original: Any) -> Any:
+        @functools.wraps(original)
+        def inner(*_: Any, **__: Any) -> None:
+            probe.supply("memory_monitor", "OLMo-core's memory monitor needs a GPU")
+
+        return inner
+
+    wrap_known(module.GPUMemoryMonitorCallback, ("pre_train", "pre_step", "post_step"), nothing)
+
+
 def supply_cuda_counters(probe: Probe, module: types.ModuleType) -> None:
     """finetune.py:911 and dpo_utils.py:488 read them without asking whether there is a GPU."""
     why = "upstream reads CUDA memory counters at every log line"
 
-    def zero(*_: Any, **__: Any) -> int:
-        probe.supply("cuda_counters", why)
-        return 0
+    def zero() -> Callable[..., int]:
+        # one function a name: torch.compile's own table refuses one object under two of its names
+        def counter(*_: Any, **__: Any) -> int:
+            probe.supply("cuda_counters", why)
+            return 0
+
+        return counter
 
     class Properties:
         name = "cpu"
@@ -1410,8 +1658,9 @@ def supply_cuda_counters(probe: Probe, module: types.ModuleType) -> None:
         probe.supply("cuda_counters", why)
         return Properties()
 
-    zeros = ("max_memory_allocated", "max_memory_reserved", "current_device")
-    supplies = {**dict.fromkeys(zeros, zero), "get_device_properties": properties}
+    # OLMo-core chooses its device without asking, too (olmo_core/distributed/utils.py: set_device)
+    zeros = ("max_memory_allocated", "max_memory_reserved", "current_device", "set_device")
+    supplies = {**{name: zero() for name in zeros}, "get_device_properties": properties}
     for name, supplied in supplies.items():
         setattr(module, name, supplied)
 
@@ -1494,6 +1743,9 @@ def watched(probe: Probe) -> dict[str, Callable[[Probe, types.ModuleType], None]
         "open_instruct.dataset_transformation": watch_dataset_cache,
         "open_instruct.dpo_utils": watch_reference_cache,
         "open_instruct.model_utils": watch_final_save,
+        "open_instruct.olmo_core_train_modules": watch_olmo_module,
+        "olmo_core.train.train_module.transformer.train_module": watch_olmo_step,
+        "olmo_core.train.trainer": watch_olmo_trainer,
     }
     after.update({f"liger_kernel.ops.{name}": watch_liger_op for name in LIGER_OPS})
     if probe.cpu:
@@ -1505,6 +1757,8 @@ def watched(probe: Probe) -> dict[str, Callable[[Probe, types.ModuleType], None]
         if probe.cpu:
             after["torch.cuda"] = supply_cuda_counters
             after["open_instruct.utils"] = supply_mfu
+            after["olmo_core.distributed.utils"] = supply_gloo
+            after["olmo_core.train.callbacks.gpu_memory_monitor"] = supply_memory_monitor
     return after
 
 

@@ -20,6 +20,10 @@ OPTIONS: Mapping[str, str] = {
     "--machine_rank": RANK, "--main_process_ip": ADDRESS, "--main_process_port": PORT,
 }  # fmt: skip
 """accelerate's options that differ from node to node, and the words that stand for their values."""
+TORCHRUN: Mapping[str, str] = {
+    "--node-rank": RANK, "--master-addr": ADDRESS, "--master-port": PORT,
+}  # fmt: skip
+"""torchrun's own, for its static rendezvous."""
 
 DEFAULT_PORT = 29500
 JOB_PORTS = range(20000, 32000)
@@ -36,22 +40,23 @@ class Rendezvous:
     port: int
 
 
-def placeholders() -> list[str]:
+def placeholders(options: Mapping[str, str] = OPTIONS) -> list[str]:
     """The words of a command that stand for what differs from node to node."""
-    return [word for pair in OPTIONS.items() for word in pair]
+    return [word for pair in options.items() for word in pair]
 
 
 def filled(argv: Sequence[str], here: Rendezvous | None) -> tuple[str, ...]:
     """The command of one node; without a rendezvous, as it is.
 
-    Only the word after each of accelerate's own options is touched, whatever it is: an argument of the
-    stage that happens to read NODE_RANK stays, and a command that was filled in can be again.
+    Only the word after each of accelerate's or torchrun's own options is touched, whatever it is: an
+    argument of the stage that happens to read NODE_RANK stays, and a command that was filled in can be
+    again.
     """
     if here is None:
         return tuple(argv)
     words = list(argv)
     values = {RANK: str(here.rank), ADDRESS: here.address, PORT: str(here.port)}
-    for option, word in OPTIONS.items():
+    for option, word in (*OPTIONS.items(), *TORCHRUN.items()):
         with contextlib.suppress(ValueError):
             place = words.index(option) + 1
             words[place : place + 1] = [values[word]]

@@ -30,8 +30,10 @@ def write_stage_file(plan: Plan, folder: RunFolder) -> None:
     given: dict[str, Any] = {
         "stage": options.stage,
         "backend": options.backend,
+        "script": options.script,
         "name": plan.stage.name,
         "deepspeed": options.deepspeed_name,
+        "attention": list(options.attention) or None,
         "mixed_precision": options.mixed_precision,
         "expect": dict(options.expect) or None,
         "on_violation": options.on_violation,
@@ -48,16 +50,16 @@ def write_stage_file(plan: Plan, folder: RunFolder) -> None:
         given["deepspeed"] = folder.deepspeed.name
     shown = {key: value for key, value in given.items() if value is not None}
     told = redact({**shown, "args": dict(plan.stage.args)})
-    text = yaml.safe_dump(_escaped(told), sort_keys=False, allow_unicode=True, width=100)
+    text = yaml.safe_dump(escaped(told), sort_keys=False, allow_unicode=True, width=100)
     rundir.write_text(folder.stage_file, _HEAD.format(stage=plan.stage.config.path) + text)
 
 
-def _escaped(value: Any) -> Any:
+def escaped(value: Any) -> Any:
     """Values as they are, for a file that will be interpolated once more."""
     if isinstance(value, Mapping):
-        return {str(key): _escaped(below) for key, below in value.items()}
+        return {str(key): escaped(below) for key, below in value.items()}
     if isinstance(value, list | tuple):
-        return [_escaped(below) for below in value]
+        return [escaped(below) for below in value]
     if isinstance(value, str):
         return value.replace("${", "\\${")
     return value if isinstance(value, bool | int | float) or value is None else str(value)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
+from launcher.backends.open_instruct import OLMO_CORE
 from launcher.backends.rule import Rule
 from launcher.errors import Finding
 from launcher.schema import NoSuchField, Values
@@ -27,9 +28,18 @@ def of_backend(backend: str) -> Mapping[str, tuple[Rule, ...]]:
     return open_instruct_rules.RULES
 
 
+def of_script(backend: str, key: str) -> tuple[Rule, ...]:
+    """The rules of one entry script, by its key."""
+    if key != OLMO_CORE:
+        return of_backend(backend)[key]
+    from launcher.backends import olmo_core_rules
+
+    return olmo_core_rules.RULES
+
+
 def apply(values: Values) -> Iterator[Finding]:
     """Every finding of every rule for the stage and backend of `values`."""
-    for rule in of_backend(values.schema.backend)[values.schema.stage]:
+    for rule in of_script(values.schema.backend, values.schema.key):
         # at another commit than the pin: a rule about a field that is not there has nothing to say
         with suppress(NoSuchField):
             yield from rule(values)

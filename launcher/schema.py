@@ -214,7 +214,9 @@ class Schema:
     `version` is a commit or a package version; `digests` are sha256 of the files read. `owner` is the
     dataclass to name to people; `path` what the script reads and refuses; `said` the log lines that
     its source prints (see `signatures.key`), `reworded` those that only the pin prints. `beside` are
-    the reads of other scripts that parse the same dataclasses.
+    the reads of other scripts that parse the same dataclasses. `entry` is the script's key among those
+    of its backend: the stage's name, but for a further script of the stage. `models` are the hub names
+    that it knows, each with its config's name, and `configs` all such names; empty where it takes any.
     """
 
     backend: str
@@ -230,6 +232,14 @@ class Schema:
     said: frozenset[str] = frozenset()
     reworded: frozenset[str] = frozenset()
     beside: Mapping[str, Mapping[str, tuple[Read, ...]]] = field(default_factory=dict)
+    entry: str = ""
+    models: Mapping[str, str] = field(default_factory=dict)
+    configs: frozenset[str] = frozenset()
+
+    @property
+    def key(self) -> str:
+        """What the description and the rules of this script are found under."""
+        return self.entry or self.stage
 
     def as_json(self) -> dict[str, Any]:
         """For machines: every argument with its type, default, place and reads."""

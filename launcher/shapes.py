@@ -11,7 +11,7 @@ import functools
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
@@ -151,6 +151,14 @@ class Shape:
             if len(size) == 2 and name.endswith(".weight"):
                 found[name.split(".")[-2]] = (size[0], size[1])
         return found
+
+
+def untied(shape: Shape) -> Shape:
+    """The same model with an output layer of its own."""
+    if not shape.tied:
+        return shape
+    own = {"lm_head.weight": (shape.vocab, shape.hidden)}
+    return replace(shape, tied=False, outer={**shape.outer, **own})
 
 
 def find(

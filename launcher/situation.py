@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from launcher.arguments import placed
 from launcher.backends import Entry, stage_rules
@@ -19,6 +19,9 @@ from launcher.config import Config
 from launcher.errors import Finding
 from launcher.options import Batch, Options
 from launcher.schema import Values
+
+if TYPE_CHECKING:
+    from launcher.backends.trl_attention import Choice
 
 
 def findings(
@@ -43,6 +46,25 @@ def judged(config: Config, context: Context) -> Iterator[Finding]:
     """Every finding of every such rule, at its place in the file."""
     for finding in stage_rules.apply(context):
         yield _placed(config, finding)
+
+
+def attention(
+    options: Options, values: Values, *, gpus: int | None = None,
+    packages: Mapping[str, str] | None = None,
+) -> Choice | None:  # fmt: skip
+    """Which of the attention implementations that a stage file prefers can be had; None without any.
+
+    `gpus` counts those of all nodes, `packages` are those of the trainer's Python: None is not known.
+    """
+    if not options.attention or "attn_implementation" not in values.schema.fields:
+        return None
+    from launcher.backends import trl_attention
+
+    context = Context(
+        values=values, environ=os.environ, mixed_precision=options.mixed_precision, gpus=gpus,
+        packages=packages,
+    )  # fmt: skip
+    return trl_attention.choose(options.attention, context)
 
 
 def _placed(config: Config, finding: Finding) -> Finding:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher import arguments, noops, options, rules, situation, upstream
@@ -80,7 +80,8 @@ def judge(
     source = locator.find(backend_of(config))
     pin = upstream.unpinned(source, running=running, allowed=locator.allow_unpinned)
     findings += [pin] if pin is not None else []
-    schema = locator.schema(source.backend, found)
+    key, _ = options.entry_of(config, found, source.backend)
+    schema = locator.schema(source.backend, key)
     findings += _reworded(schema)
     folders = (source.root,) if source.root is not None else ()
     opts, problems = options.read(config, found, folders, schema.fields)
@@ -88,13 +89,15 @@ def judge(
     entry = entry_of(schema)
     past = functools.partial(upstream.past, source, schema.script)
     checked = list(arguments.check(config, schema, entry, past))
-    values = Values(schema, arguments.taken(schema, config.args))
+    values = _values(opts, schema, arguments.taken(schema, config.args))
     meant = arguments.meant(config, schema, entry, checked)
     ruled = [arguments.placed(config, finding) for finding in rules.apply(values)]
+    ruled = [_accepted(opts, finding) for finding in ruled]
     findings += [*checked, *(f for f in ruled if f.layer == "parser" or f.key not in meant)]
     findings += _said_once(config, findings, noops.refused(values, entry), ("error",))
     findings += _said_once(config, findings, noops.find(values, entry), ("error", "warning"))
     findings += [arguments.placed(config, fault) for fault in _batch_faults(opts, entry, values)]
+    findings += [arguments.placed(config, fault) for fault in _attention_faults(opts, config)]
     said = {finding.key for finding in findings if finding.severity == "error"}
     around = situation.findings(config, opts, entry, values, running=running)
     findings += [finding for finding in around if finding.key not in meant | said]
@@ -118,7 +121,7 @@ def validate(judged: Judged, *, strict: bool = False) -> Stage:
 
 def entry_of(schema: Schema) -> Entry:
     """The description of a schema's entry script, in the names of its commit."""
-    entry = BACKENDS[schema.backend].STAGES[schema.stage]
+    entry = BACKENDS[schema.backend].STAGES[schema.key]
     return entry if schema.source == "snapshot" else entry.at(schema.fields)
 
 
@@ -137,12 +140,41 @@ def _reworded(schema: Schema) -> list[Finding]:
     ]  # fmt: skip
 
 
+def _accepted(opts: Options, finding: Finding) -> Finding:
+    """What the file itself says it puts up with is told, and stops nothing."""
+    known = finding.code == "packing-leaks" and opts.expect.get("packing") in {"on", "any"}
+    return replace(finding, severity="note", help=None) if known else finding
+
+
 def _said_once(
     config: Config, before: Sequence[Finding], more: Iterator[Finding], heard: tuple[str, ...]
 ) -> list[Finding]:
     """Findings of the analysis about keys of which nothing as grave was said already."""
     keys = {finding.key for finding in before if finding.severity in heard}
     return [arguments.placed(config, finding) for finding in more if finding.key not in keys]
+
+
+def _values(opts: Options, schema: Schema, given: Mapping[str, Any]) -> Values:
+    """The values as they will be if the first choice of `attention:` can be had."""
+    values = Values(schema, given)
+    choice = situation.attention(opts, values)
+    if choice is None or choice.name is None or values.given("attn_implementation"):
+        return values
+    return Values(schema, {**given, "attn_implementation": choice.name})
+
+
+def _attention_faults(opts: Options, config: Config) -> Iterator[Finding]:
+    """Arguments that say the same as `attention:`."""
+    key = "attn_implementation"
+    inside = config.args.get("model_init_kwargs")
+    twice = [f"args.{key}"] if config.args.get(key) is not None else []
+    twice += ["args.model_init_kwargs"] if isinstance(inside, dict) and key in inside else []
+    for where in twice if opts.attention else ():
+        yield Finding(
+            severity="error", layer="launch", code="attention-twice", key=where,
+            message=f"`{key}` and `attention:` both name the attention implementation",
+            help="keep `attention:`, leave this one out",
+        )  # fmt: skip
 
 
 def _batch_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Finding]:

@@ -20,6 +20,7 @@ from launcher import (
     devices,
     earlier,
     evidence,
+    foresight,
     keeper,
     manifest,
     measures,
@@ -125,7 +126,7 @@ def _make(prepared: Prepared, attempt: Attempt) -> None:
         folder, attempt.number, prepared.plan, prepared.command, prepared.trainer, prepared.output,
         [one.as_json() for one in prepared.caches],
         devices=prepared.devices.as_json() if prepared.devices else None,
-        warnings=prepared.warnings, more=prepared.of_resume(),
+        warnings=prepared.warnings, more=prepared.for_record(),
     )  # fmt: skip
     with contextlib.suppress(OSError):
         repeat.write_stage_file(prepared.plan, folder)
@@ -152,7 +153,7 @@ def differences(prepared: Prepared, old: Mapping[str, Any]) -> tuple[Finding, ..
         prepared.attempt, rundir.now(), prepared.plan, prepared.command, prepared.trainer,
         prepared.output, cached,
     )  # fmt: skip
-    return tuple(repeat.differences(old, new))
+    return tuple(repeat.differences(old, {**new, **prepared.for_record()}))
 
 
 def prepare_again(folder: RunFolder) -> Attempt:
@@ -289,6 +290,7 @@ def finish(folder: RunFolder) -> check.Verdict:
     found = earlier.evidence_of(folder)
     # a token that training printed must not get from the log into what is shown and kept
     seen = check.judge(told.get("stage"), told.get("expect") or {}, found)
+    seen = check.beside(seen, foresight.peak_of(told))
     judged = redact(seen, attempts.tokens(folder))
     # a read-only or full disk costs these files, not the verdict
     with contextlib.suppress(OSError):

@@ -251,7 +251,12 @@ def load_schema(upstream: Upstream, stage: str, *, allow_unpinned: bool = False)
     found = facts.cached(backend, upstream.packages, told["externals"], stage)
     try:
         schema = facts.schema_of(found, backend, stage, "source", upstream.version)
-        return replace(schema, reworded=frozenset(told["said"][stage]) - schema.said)
+        known = told.get("models", {}).get(stage, {})
+        return replace(
+            schema, reworded=frozenset(told["said"].get(stage, ())) - schema.said,
+            # OLMo-core is no part of a checkout
+            configs=schema.configs or frozenset(known.get("configs", ())),
+        )  # fmt: skip
     except LookupError as error:
         raise InvalidConfig(
             Finding(
@@ -315,9 +320,14 @@ def take_snapshot(
     versions are recorded, their files are not among the digests.
     """
     module = BACKENDS[backend]
-    told = facts.read(module, {**packages, **foreign}, {}, list(module.STAGES))
+    # a commit without a further script of a stage lacks nothing that belongs to a stage
+    stages = [
+        name for name, entry in module.STAGES.items()
+        if not entry.stage or facts.digest(packages, entry.script) is not None
+    ]  # fmt: skip
+    told = facts.read(module, {**packages, **foreign}, {}, stages)
     digests = {k: v for k, v in told["files"].items() if k.partition("/")[0] in module.PACKAGES}
-    for entry in module.STAGES.values():
+    for entry in (module.STAGES[name] for name in stages):
         digests[entry.script] = facts.digest(packages, entry.script) or ""
     return {
         "schema_version": SNAPSHOT_VERSION,

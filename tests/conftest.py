@@ -27,6 +27,21 @@ NO_PACKAGES = "no training packages"
 Write = Callable[[str, str | bytes], Path]
 
 
+# Minutes each, because processes are the point of them: what takes long goes first, or the last worker is
+# still at it when the others have been done for long.
+LONG = (
+    "test_prefetch", "test_pipeline_training", "test_bench", "test_resume_training", "test_training",
+    "test_cache_training", "test_tune", "test_pipeline", "test_slurm", "test_faults", "test_ladder",
+    "test_keeping", "test_probe", "test_rendezvous", "test_resumed_probe", "test_report_browser",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take long first, all others as they were found."""
+    place = {name: nth for nth, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
 @pytest.fixture(autouse=True)
 def _environment(tmp_path: Path) -> Iterator[None]:
     # a context of its own: a test's monkeypatch is undone before the comparison

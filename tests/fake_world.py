@@ -103,6 +103,18 @@ class World:
         path.chmod(0o755)
         return path
 
+    def cuda_torch(self) -> None:
+        """Its interpreter, asked about itself, has a torch that is built for CUDA."""
+        version = self.root / "site" / "torch" / "version.py"
+        version.parent.mkdir(parents=True)
+        version.with_name("__init__.py").touch()
+        version.write_text(
+            "__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\nhip = None\n"
+        )
+        path = self.python()
+        asked = f"export PYTHONPATH={shlex.quote(str(self.root / 'site'))}; exec"
+        path.write_text(path.read_text().replace("then exec", f"then {asked}"))
+
     def config(self, name: str = "stage.yaml", **args: Any) -> Path:
         """A stage file through TRL, in a folder that holds what it names."""
         path = self.root / name

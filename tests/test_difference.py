@@ -467,7 +467,11 @@ def test_every_log_line_of_the_pin_is_said_to_serve_a_point_or_none() -> None:
     assert names <= POINTS.keys() <= {known.name for known in open_instruct_log.PATTERNS}
 
 
-CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*/*.yaml"))
+CONFIGS = [
+    path
+    for path in sorted((Path(__file__).parent.parent / "configs").glob("*/*.yaml"))
+    if not path.name.startswith("pipeline")
+]
 
 
 @pytest.fixture
@@ -499,8 +503,11 @@ def test_the_time_of_one_flat_class_without_liger(history: Path) -> None:
     # Optional[str] became str | None: no change
     assert not changes(sft, "config_name").keys() & {"type", "default"}
     assert (told.old.cache, told.new.cache) == (None, "v6")
-    ours = [one for one in told.configs if one.stage is not None]
-    assert all(one.valid == (False, True) for one in ours) and told.exit_code is Exit.OK
+    # the second DPO script was not there yet: its files cannot be judged by the old commit
+    ours = [one for one in told.configs if one.stage in {"sft", "dpo"}]
+    assert len(ours) > 5 and all(one.valid == (False, True) for one in ours)
+    assert {one.valid for one in told.configs if one.stage == "dpo_olmo_core"} == {(None, True)}
+    assert told.exit_code is Exit.OK
     assert between(history, "pin", "6b3964bc", *CONFIGS).exit_code is Exit.CONFIG
 
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from launcher import options
-from launcher.cli import app
+from launcher.commands import app
 from launcher.errors import EXIT_MEANING, Exit
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -12,7 +12,7 @@ from made_runs import made, manifest
 from typer.testing import CliRunner
 
 from launcher import rundir
-from launcher.cli import app
+from launcher.commands import app
 from launcher.errors import InvalidConfig, LaunchError, UsageError
 
 CONFIGS = Path(__file__).parent.parent / "configs"

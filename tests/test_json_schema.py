@@ -24,8 +24,12 @@ from launcher.schema import Field, Schema
 
 jsonschema = pytest.importorskip("jsonschema")
 
-ENTRIES = [(backend, name) for backend in BACKENDS for name in options.STAGES]
-CONFIGS = sorted((REPOSITORY / "configs").rglob("*.yaml"))
+ENTRIES = [(backend, name) for backend in BACKENDS for name in BACKENDS[backend].STAGES]
+CONFIGS = [
+    path
+    for path in sorted((REPOSITORY / "configs").rglob("*.yaml"))
+    if not path.name.startswith("pipeline")
+]
 SETS = 400
 MORE: tuple[Any, ...] = (
     "True", "false", "y", "1", 2, "2", -3, "+3", "-3 ", "x-y", "1_0", "1__0", "_1", "1e5", "1.", ".5",
@@ -70,7 +74,8 @@ def args_validator(backend: str, name: str) -> Any:
 
 
 def config_of(backend: str, name: str, **args: Any) -> Config:
-    given = {"backend": backend, "stage": name}
+    stage = BACKENDS[backend].STAGES[name].stage
+    given = {"backend": backend, "stage": stage or name, **({"script": name} if stage else {})}
     return Config(path=Path("made.yaml"), shape="stage", options=given, args=args)
 
 
@@ -150,7 +155,7 @@ def test_its_patterns_mean_the_same_to_an_editor() -> None:
 def test_every_file_that_ships_is_valid(path: Path) -> None:
     ours = document.read_yaml(path).value
     theirs = yaml.safe_load(path.read_text(encoding="utf-8"))
-    own = ours["backend"], ours["stage"]
+    own = ours["backend"], ours.get("script", ours["stage"])
     for value in (ours, theirs):
         for entry in (None, own):
             checked = validator(*(entry or (None, None)))
@@ -217,6 +222,8 @@ def test_launchs_own_options_are_judged_as_launch_does(key: str) -> None:
             faulty = value is not None and (not isinstance(value, str) or not value.strip())
         elif key == "deepspeed" and isinstance(value, str):
             faulty = False  # a path, for all that a schema knows
+        elif key == "script" and value == "dpo":
+            faulty = False  # of another stage: the whole schema refuses it
         elif key in {"mixed_precision", "expect"} and value in ("no", "off"):
             faulty = key == "expect"  # text only to YAML 1.2, a bool to launch
         if own.is_valid(value) == faulty:

@@ -264,3 +264,22 @@ def test_names_of_packages_are_normalised(tmp_path: Path) -> None:
 
 def test_describe_names_this_machine() -> None:
     assert machine.describe()["cpus"] == os.cpu_count()
+
+
+def test_only_the_head_of_metadata_counts(tmp_path: Path) -> None:
+    wrapper = script(tmp_path, "python", f'PYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@"')
+    wheel = tmp_path / "one-1.0.dist-info"
+    wheel.mkdir()
+    text = "Metadata-Version: 2.1\nName: one\nVersion: 1.0\n\nName: another\nVersion: 9\n"
+    (wheel / "METADATA").write_text(text)
+    egg = tmp_path / "two-2.0.egg-info"
+    egg.mkdir()
+    (egg / "PKG-INFO").write_text("Metadata-Version: 1.0\nVersion: 2.0\nName: two\n")
+    cut = tmp_path / "three-3.0.dist-info"
+    cut.mkdir()
+    (cut / "METADATA").write_text("Metadata-Version: 2.1\n\nName: three\nVersion: 3.0\n")
+    # as distutils left it: a file in the place of the folder
+    (tmp_path / "four-4.0.egg-info").write_text("Metadata-Version: 1.0\nName: four\nVersion: 4.0\n")
+    packages = machine.ask_trainer(wrapper, "a test").packages
+    assert (packages["one"], packages["two"], packages["four"]) == ("1.0", "2.0", "4.0")
+    assert "another" not in packages and "three" not in packages

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from launcher import config, plan, repeat, rundir
 from launcher import stage as stages
-from launcher.cli import app
+from launcher.commands import app
 from launcher.errors import UsageError
 from launcher.rundir import RunFolder
 

@@ -237,6 +237,27 @@ def test_a_finished_run_with_other_settings_is_no_answer(run: Make) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "what"),
+    [
+        ("deepspeed=none", "deepspeed=zero2", "deepspeed"),
+        ("deepspeed=zero2", "deepspeed=none", "deepspeed"),
+        ("mixed_precision=bf16", "mixed_precision=no", "mixed_precision"),
+    ],
+)
+def test_another_engine_or_precision_is_no_answer(
+    run: Make, before: str, after: str, what: str
+) -> None:
+    one = run()
+    one.start(before, gpus=1)
+    one.ended()
+    saved.model(one.output)
+    assert codes(one.decide(before, gpus=1)) == {"already-finished": "note"}
+    decision = one.decide(after, gpus=1)
+    assert [change.what for change in decision.changes] == [what]
+    assert codes(decision) == {"finished-changed": "error"}
+
+
 # --- exact places -----------------------------------------------------------------------------------
 
 

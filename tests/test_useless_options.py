@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from launcher import rundir, slurm, start
 from launcher.attempt import Attempt
-from launcher.cli import app
+from launcher.commands import app
 from launcher.errors import LaunchError, NotReady, UsageError
 from launcher.rundir import RunFolder
 

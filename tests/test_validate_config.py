@@ -9,7 +9,8 @@ import pytest
 from conftest import Write
 
 from launcher.cli import main
-from launcher.errors import Exit
+from launcher.config import load
+from launcher.errors import Exit, InvalidConfig
 
 WRONG = """\
 # ours
@@ -119,3 +120,23 @@ def test_one_source_serves_a_thousand_files(
     assert main(["validate-config", *paths]) == Exit.OK
     assert len(looked) == 1
     assert capsys.readouterr().out.count(": valid") == 50
+
+
+def test_a_pipeline_is_judged_with_all_its_stages(
+    write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = "stage: {}\nbackend: trl\nargs: {{model_name_or_path: m, dataset_name: d, output_dir: {}{}}}\n"
+    write("sft.yaml", stage.format("sft", "one", ""))
+    write("dpo.yaml", stage.format("dpo", "two", ", learning_rat: 1"))
+    path = write("all.yaml", "stages: [sft.yaml, dpo.yaml]\n")
+    assert main(["validate-config", str(path), "--format", "json"]) == Exit.CONFIG
+    told = json.loads(capsys.readouterr().out)
+    codes = {(one["code"], Path(one["file"]).name, one["line"]) for one in told["findings"]}
+    assert {("abbreviated-key", "dpo.yaml", 3), ("pipeline-model", "dpo.yaml", 3)} <= codes
+
+
+def test_a_pipeline_is_no_stage_file(write: Write) -> None:
+    path = write("all.yaml", "stages: [sft.yaml]\n")
+    with pytest.raises(InvalidConfig) as refused:
+        load(path)
+    assert [(one.code, one.line) for one in refused.value.findings] == [("is-pipeline", 1)]

@@ -56,6 +56,10 @@ class Entry:
     `acts` are arguments that do act although the analysis sees no read, `instead` what to write for
     one that does not. `beside` are other scripts that parse the same dataclasses. `partial` are
     switches that end the script early, on purpose: what it then leaves unread is no mistake.
+    `stage` is what a further script of a stage is one of; the script that a stage starts by itself
+    stands under the stage's own name. `torchrun` scripts are started by torchrun alone: no accelerate,
+    no DeepSpeed. `models` says where its source lists the models that it can build, as (module, name of
+    the mapping) and (module, class whose methods are the configs).
     """
 
     script: str
@@ -72,6 +76,9 @@ class Entry:
     partial: frozenset[str] = frozenset()
     acts: Mapping[str, str] = field(default_factory=dict)
     instead: Mapping[str, str] = field(default_factory=dict)
+    stage: str = ""
+    torchrun: bool = False
+    models: tuple[tuple[str, str], tuple[str, str]] | None = None
 
     def at(self, fields: Collection[str]) -> Entry:
         """This script at a commit that has these fields: each idea under the name it has there."""

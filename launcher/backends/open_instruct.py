@@ -6,13 +6,14 @@ Line numbers are those of the pin; tests/test_upstream_facts.py holds them again
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from launcher.backends.entry import Entry, Moved, Names
 from launcher.schema import Values
 
 __all__ = [
-    "COMPUTED", "EXTRA", "NAME", "NEEDS", "PACKAGES", "PIN", "STAGES", "TAKES_NONE",
+    "COMPUTED", "EXTRA", "NAME", "NEEDS", "OLMO_CORE", "PACKAGES", "PIN", "STAGES", "TAKES_NONE",
     "output_folder",
 ]  # fmt: skip
 
@@ -73,6 +74,40 @@ def _data_hints(listed: str) -> dict[str, str]:
     return {"dataset_mixer": help, "dataset_name": help}
 
 
+_DPO = Entry(
+    script="open_instruct/dpo_tune_cache.py",
+    classes=(("open_instruct.dpo_utils", "DPOExperimentConfig"), _TOKENIZER),
+    owner="DPOExperimentConfig",
+    names=Names(
+        data="mixer_list",
+        epochs="num_epochs",
+        max_steps="max_train_steps",
+        max_length="max_seq_length",
+    ),
+    splits=frozenset({"mixer_list"}),
+    hints={
+        **_data_hints("mixer_list"),
+        "checkpointing_steps": "DPO counts steps: write a number (`epoch` is SFT's)",
+    },
+    moved={
+        **_REMOVED,
+        **{theirs: Moved(ours, f"SFT's name; DPO has `{ours}`") for theirs, ours in _PAIRS},
+    },
+    older={"data": ("dataset_mixer_list",), "epochs": ("num_train_epochs",)},
+    # a hash of the key is no use of a value
+    recorders=frozenset({"compute_reference_cache_hash"}),
+    beside=("open_instruct/dpo.py",),
+    instead={
+        **_INSTEAD,
+        "overwrite_cache": "`skip_cache: true` builds the dataset cache anew",
+        "report_to": "this script reports to wandb only (dpo_tune_cache.py:123)",
+    },
+    partial=frozenset({"cache_dataset_only", "cache_logprobs_only"}),
+)
+
+OLMO_CORE = "dpo_olmo_core"
+"""The key of upstream's second DPO script: OLMo-core models under FSDP, started by torchrun."""
+
 STAGES: Mapping[str, Entry] = {
     "sft": Entry(
         script="open_instruct/finetune.py",
@@ -97,42 +132,38 @@ STAGES: Mapping[str, Entry] = {
             "max_train_samples": "give a number of samples in `dataset_mixer_list`: [name, 200]",
         },
     ),
-    "dpo": Entry(
-        script="open_instruct/dpo_tune_cache.py",
-        classes=(("open_instruct.dpo_utils", "DPOExperimentConfig"), _TOKENIZER),
-        owner="DPOExperimentConfig",
-        names=Names(
-            data="mixer_list",
-            epochs="num_epochs",
-            max_steps="max_train_steps",
-            max_length="max_seq_length",
+    "dpo": _DPO,
+    OLMO_CORE: replace(
+        _DPO,
+        script="open_instruct/dpo.py",
+        stage="dpo",
+        torchrun=True,
+        models=(
+            ("open_instruct.olmo_core_utils", "OLMO_MODEL_CONFIG_MAP"),
+            ("olmo_core.nn.transformer.config", "TransformerConfig"),
         ),
-        splits=frozenset({"mixer_list"}),
-        hints={
-            **_data_hints("mixer_list"),
-            "checkpointing_steps": "DPO counts steps: write a number (`epoch` is SFT's)",
-        },
-        moved={
-            **_REMOVED,
-            **{theirs: Moved(ours, f"SFT's name; DPO has `{ours}`") for theirs, ours in _PAIRS},
-        },
-        older={"data": ("dataset_mixer_list",), "epochs": ("num_train_epochs",)},
-        # a hash of the key is no use of a value
-        recorders=frozenset({"compute_reference_cache_hash"}),
-        beside=("open_instruct/dpo.py",),
+        beside=(_DPO.script,),
         instead={
             **_INSTEAD,
             "overwrite_cache": "`skip_cache: true` builds the dataset cache anew",
-            "report_to": "this script reports to wandb only (dpo_tune_cache.py:123)",
+            "report_to": "this script reports to wandb only (dpo.py:76)",
+            "model_revision": "download the revision and name its folder",
+            "max_train_samples": "give a number of samples in `mixer_list`: [name, 200]",
+            "resume_from_checkpoint": "OLMo-core resumes from what the output folder holds",
+            "gradient_checkpointing": "write `activation_memory_budget`",
         },
-        partial=frozenset({"cache_dataset_only", "cache_logprobs_only"}),
     ),
 }
 
 
 def output_folder(values: Values) -> Path | None:
-    """`output_dir`, with `exp_name` below it unless told otherwise (finetune.py:425)."""
+    """`output_dir`, with `exp_name` below it unless told otherwise (finetune.py:425).
+
+    dpo.py cannot be told otherwise, and adds the seed (utils.py:1334, utils.py:1335).
+    """
     folder = Path(str(values["output_dir"]))
+    if values.schema.key == OLMO_CORE:
+        return folder / f"{values['exp_name']}__{values['seed']}"
     if values.get("do_not_randomize_output_dir"):
         return folder
     return folder / str(values["exp_name"])

@@ -7,6 +7,7 @@ from contextlib import suppress
 from functools import cache
 
 from launcher.backends.context import Context, StageRule
+from launcher.backends.open_instruct import OLMO_CORE
 from launcher.errors import Finding
 from launcher.schema import NoSuchField
 
@@ -18,6 +19,10 @@ def of_stage(backend: str, stage: str) -> tuple[StageRule, ...]:
 
 
 def _open_instruct(stage: str) -> tuple[StageRule, ...]:
+    if stage == OLMO_CORE:
+        from launcher.backends import olmo_core_rules
+
+        return olmo_core_rules.STAGE_RULES
     from launcher.backends import (
         data_rules,
         deepspeed_rules,
@@ -42,6 +47,7 @@ def _trl(stage: str) -> tuple[StageRule, ...]:
         model_rules,
         trl_data_rules,
         trl_deepspeed_rules,
+        trl_lever_rules,
         trl_machine_rules,
         trl_output_rules,
         trl_packing_rules,
@@ -51,6 +57,7 @@ def _trl(stage: str) -> tuple[StageRule, ...]:
         *model_rules.RULES["trl"][stage],
         *trl_machine_rules.RULES,
         *trl_deepspeed_rules.RULES,
+        *trl_lever_rules.RULES,
         *(trl_packing_rules.RULES if stage == "sft" else ()),
         *trl_data_rules.RULES,
         *trl_output_rules.RULES,
@@ -60,7 +67,7 @@ def _trl(stage: str) -> tuple[StageRule, ...]:
 def apply(context: Context) -> Iterator[Finding]:
     """Every finding of every stage rule; keys are `args.NAME`, `deepspeed` or `mixed_precision`."""
     schema = context.values.schema
-    for rule in of_stage(schema.backend, schema.stage):
+    for rule in of_stage(schema.backend, schema.key):
         # at another commit than the pin: a rule about a field that is not there has nothing to say
         with suppress(NoSuchField):
             yield from rule(context)

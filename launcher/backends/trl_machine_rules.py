@@ -11,22 +11,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from launcher.backends import service_rules, trl_resolved
+from launcher.backends import service_rules, trl_attention, trl_resolved
 from launcher.backends.context import Context, StageRule
 from launcher.backends.model_rules import offline
 from launcher.backends.rule import say
 from launcher.backends.trl_mappings import inline
 from launcher.errors import Finding, Severity, brief
 
-# transformers/modeling_utils.py:5076, beside eager
-_ATTENTIONS = (
-    "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention",
-)  # fmt: skip
-_FLASH = {
-    "flash_attention_2": "flash-attn",
-    "flash_attention_3": "flash-attn-3",
-    "flash_attention_4": "flash-attn-4",
-}
 # transformers/integrations/hub_kernels.py:648
 _KERNEL = re.compile(r"[^/:]+/[^/:]+(?:@[^/:]+)?(?::[^/:]+)?\Z")
 # what an optimizer's name begins with, and any package that brings it (transformers/trainer_optimizer.py:254)
@@ -305,18 +296,19 @@ def unknown_attention(context: Context) -> Iterator[Finding]:
     """transformers/modeling_utils.py:1848."""
     name, key = trl_resolved.attention(context.values)
     tested = context.values.schema.source == "snapshot"
-    if tested and name is not None and name not in _ATTENTIONS and not _KERNEL.match(name):
+    if tested and name is not None and name not in trl_attention.NAMES and not _KERNEL.match(name):
         yield say(
             "error", "run", "unknown-attention", key,
             f"`{brief(name)}` is no attention implementation",
-            f"one of {', '.join(_ATTENTIONS)}, or the name of a kernel's repository",
+            f"one of {', '.join(trl_attention.NAMES)}, or the name of a kernel's repository",
         )  # fmt: skip
 
 
 def attention_missing(context: Context) -> Iterator[Finding]:
     """transformers/modeling_utils.py:1607,1783: without its package, only `kernels` can bring it."""
     name, key = trl_resolved.attention(context.values)
-    if name is None or (name not in _FLASH and name != "flex_attention" and "/" not in name):
+    checked = name is not None and (name in trl_attention.PACKAGES or name == "flex_attention")
+    if name is None or not (checked or "/" in name):
         return
     told, help = f"`attn_implementation: {name}`", "leave it out: sdpa is the default"
     on_cpu = context.gpus == 0 and "/" not in name
@@ -326,7 +318,7 @@ def attention_missing(context: Context) -> Iterator[Finding]:
             f"{told} cannot train without a GPU, and `--gpus 0` has none", help,
         )  # fmt: skip
         return
-    needed = _FLASH.get(name, "kernels")
+    needed = trl_attention.PACKAGES.get(name, "kernels")
     if name != "flex_attention" and context.lacks(needed, "kernels"):
         severity: Severity = "error" if context.running else "warning"
         yield say(
@@ -337,16 +329,11 @@ def attention_missing(context: Context) -> Iterator[Finding]:
 
 def flash_in_full_precision(context: Context) -> Iterator[Finding]:
     """transformers/integrations/flash_attention.py:22: float32 goes to kernels that refuse it."""
-    values = context.values
-    name, key = trl_resolved.attention(values)
-    kwargs = inline(values["model_init_kwargs"]) or {}
-    plain = kwargs.get("dtype", values["dtype"]) == "float32"
+    name, key = trl_resolved.attention(context.values)
     # `mixed_precision:` may ask for another one; it is seen before the GPUs are known
-    if context.gpus is not None or context.mixed_precision not in (None, "no"):
+    if context.gpus is not None or name not in trl_attention.PACKAGES:
         return
-    if name not in _FLASH or not plain or trl_resolved.precision(values) is not None:
-        return
-    if not (values["load_in_4bit"] or values["load_in_8bit"]):
+    if trl_attention.full_precision(context.values, context.mixed_precision):
         yield say(
             "error", "run", "flash-in-float32", key,
             f"`attn_implementation: {name}` takes 16 bits only, and the model is float32 with neither "

@@ -1,0 +1,1 @@
+"""What launch itself costs: `python -m benchmarks` measures all of it, each module a part in detail."""

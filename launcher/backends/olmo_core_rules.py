@@ -1,0 +1,569 @@
+"""Rules for open-instruct's second DPO script, dpo.py: OLMo-core models under FSDP.
+
+What it refuses by a `raise` is found by reading it (`noops.refused`); these say it better, and say what
+nobody raises for. Line numbers are those of the pin, and of the pinned OLMo-core where they name it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from launcher.backends import model_config, model_rules, service_rules
+from launcher.backends.context import Context, StageRule, caches_only
+from launcher.backends.data_rules import known_rows, tokenising_seconds
+from launcher.backends.mixer_rules import RULES as MIXER_RULES
+from launcher.backends.open_instruct import output_folder
+from launcher.backends.open_instruct_rules import (
+    beaker_without_push,
+    entity_twice,
+    json_mappings,
+    push_by_default,
+    two_data_sources,
+    zero_stage,
+)
+from launcher.backends.rule import Rule, say
+from launcher.backends.value_rules import (
+    cache_on_the_hub,
+    no_epochs,
+    out_of_range,
+    transforms,
+    unknown_template,
+    unknown_tokenizer_function,
+)
+from launcher.errors import Finding, brief
+from launcher.schema import Values
+
+_OTHER = "leave out `script:`: dpo_tune_cache.py does that"
+# olmo_core's prepare_training_environment, which `timeout` does not reach
+_TIMEOUT_S = 15 * 60
+# (model_type, hidden size, layers) of a config.json -> OLMo-core's name for that shape
+_SHAPES: Mapping[tuple[str, int, int], str] = {
+    ("olmo2", 2048, 16): "olmo2_1B_v2",
+    ("olmo2", 4096, 32): "olmo2_7B",
+    ("olmo2", 5120, 40): "olmo2_13B",
+    ("olmo2", 5120, 64): "olmo2_32B",
+    ("olmo3", 4096, 32): "olmo3_7B",
+    ("olmoe", 2048, 16): "olmoe_1B_7B",
+    ("qwen3", 1024, 28): "qwen3_0_6B",
+    ("qwen3", 2048, 28): "qwen3_1_7B",
+    ("qwen3", 2560, 36): "qwen3_4B",
+    ("qwen3", 4096, 36): "qwen3_8B",
+    ("qwen3", 5120, 40): "qwen3_14B",
+    ("qwen3", 5120, 64): "qwen3_32B",
+}
+_SCHEDULERS = ("cosine", "linear", "constant", "constant_with_warmup")
+# the families whose layers OLMo-core writes in transformers' form (olmo_core/nn/hf/config.py)
+_EXPORTED = ("olmo2", "olmo3", "olmoe")
+_COMPILERS = ("cc", "gcc", "clang")
+
+
+# --- what the arguments alone decide ---------------------------------------------------------------
+
+
+def refused(values: Values) -> Iterator[Finding]:
+    """dpo.py:160, dpo.py:163, dpo.py:168, dpo.py:171."""
+    for key in ("use_lora", "dpo_use_paged_optimizer", "use_8bit_optimizer"):
+        if values[key]:
+            yield say(
+                "error", "run", "not-with-olmo-core", key,
+                f"`{key}` is refused by dpo.py", f"write `{key}: false`, or {_OTHER}",
+            )  # fmt: skip
+    if values["use_qlora"]:
+        yield say(
+            "error", "run", "not-with-olmo-core", "use_qlora",
+            "`use_qlora` is not read by dpo.py, which would train all weights", _OTHER,
+        )  # fmt: skip
+    if values["context_parallel_degree"] > 1:
+        yield say(
+            "error", "run", "not-with-olmo-core", "context_parallel_degree",
+            f"`context_parallel_degree: {values['context_parallel_degree']}` is not implemented for DPO",
+            "leave it out; `tensor_parallel_degree` is",
+        )  # fmt: skip
+
+
+def optimizer(values: Values) -> Iterator[Finding]:
+    """dpo.py:291."""
+    kind = values["optimizer_type"]
+    if kind not in {"adamw", "muon"}:
+        near = difflib.get_close_matches(str(kind), ("adamw", "muon"), n=1)
+        yield say(
+            "error", "run", "unknown-optimizer", "optimizer_type",
+            f"`{brief(kind)}` is no optimizer of dpo.py",
+            f"did you mean `{near[0]}`?" if near else "one of adamw, muon",
+        )  # fmt: skip
+
+
+def model(values: Values) -> Iterator[Finding]:
+    """dpo.py:157; olmo_core_utils.py:208 looks the name up, olmo_core_utils.py:212 asks OLMo-core."""
+    name, config = values["model_name_or_path"], values["config_name"]
+    if not name:
+        yield say(
+            "error", "run", "no-model", "model_name_or_path", "no model named",
+            "add `model_name_or_path: <hub name or folder>`",
+        )  # fmt: skip
+        return
+    models, configs = values.schema.models, values.schema.configs
+    wanted = str(config or name)
+    if not models:
+        return
+    if str(name) in configs and not model_config.here(str(name)):
+        # the config's vocabulary is read from the model first (olmo_core_utils.py:230)
+        yield say(
+            "error", "run", "unsupported-model", "model_name_or_path",
+            f"{brief(name)} is OLMo-core's name of a shape, which has no weights",
+            f"write the model as `model_name_or_path` and `config_name: {name}`",
+        )  # fmt: skip
+        return
+    # of a commit read without OLMo-core beside it, the names of its shapes are not known
+    if wanted in models or wanted in configs or (config and not configs):
+        return
+    key = "config_name" if config else "model_name_or_path"
+    names = sorted(set(models.values()))
+    folder = model_config.here(str(name)) or model_config.is_path(str(name))
+    if not config and folder:
+        yield say(
+            "error", "run", "unsupported-model", key,
+            f"OLMo-core knows models by name: of the folder {brief(name)} it cannot tell which one it is",
+            f"add `config_name:`, {_shape_hint(str(name), names)}",
+        )  # fmt: skip
+        return
+    near = difflib.get_close_matches(wanted, [*models, *configs], n=1, cutoff=0.8)
+    help = f"did you mean `{near[0]}`? " if near else ""
+    listed = (
+        f"the models {', '.join(models)}, or a `config_name` of OLMo-core's ({', '.join(names)})"
+    )
+    yield say(
+        "error", "run", "unsupported-model", key,
+        f"{brief(wanted)} is no model that dpo.py can build",
+        f"{help}{listed}; for any other leave out `script:`: dpo_tune_cache.py trains it",
+    )  # fmt: skip
+
+
+def _shape_hint(folder: str, names: list[str]) -> str:
+    told = _shape_of(model_config.read(folder, {}))
+    return f"by its config.json {told}" if told else f"one of {', '.join(names)}"
+
+
+def _shape_of(config: Mapping[str, Any]) -> str | None:
+    found = tuple(config.get(k) for k in ("model_type", "hidden_size", "num_hidden_layers"))
+    return next((name for shape, name in _SHAPES.items() if shape == found), None)
+
+
+def length(values: Values) -> Iterator[Finding]:
+    """olmo_core_train_modules.py:126 multiplies by it; its default is none (dpo_utils.py:255)."""
+    if values["max_seq_length"] is None:
+        yield say(
+            "error", "run", "no-length", "max_seq_length",
+            "without `max_seq_length` dpo.py crashes: its default is none",
+            "add `max_seq_length: 2048`, or as long as the rows are",
+        )  # fmt: skip
+
+
+def budget(values: Values) -> Iterator[Finding]:
+    """olmo_core_utils.py:101: the budget acts below 1 and under compile alone.
+
+    OLMo-core takes 0 to 1 (olmo_core/nn/transformer/model.py: `apply_activation_checkpointing`).
+    """
+    key = "activation_memory_budget"
+    share = values[key]
+    if not isinstance(share, int | float):
+        return
+    if math.isnan(share) or share < 0 or share > 1:
+        what = "OLMo-core refuses it" if share < 0 or math.isnan(share) else "it does what 1.0 does"
+        yield say(
+            "error" if not share > 1 else "warning", "run", "out-of-range", key,
+            f"`{key}: {share}`: a share above 0 and up to 1; {what}", "0.5 is upstream's own example",
+        )  # fmt: skip
+    elif share == 0:
+        yield say(
+            "warning", "run", "out-of-range", key,
+            f"`{key}: 0`: every activation is computed again, matrix products too",
+            "a share above 0 and up to 1; 0.1 is the lowest that was measured",
+        )  # fmt: skip
+    elif share < 1 and not values["compile_model"]:
+        yield say(
+            "warning", "run", "budget-without-compile", key,
+            f"`{key}: {share}` does nothing with `compile_model: false`: every activation is kept",
+            "leave `compile_model` true",
+        )  # fmt: skip
+
+
+def packing(values: Values) -> Iterator[Finding]:
+    """dpo_utils.py:992 hands the model tokens and labels alone: no boundaries, no positions."""
+    if not values["packing"]:
+        return
+    if not values["concatenated_forward"]:
+        # dpo.py:259 takes the forward that knows no packing, dpo.py:262 asks it for packing
+        yield say(
+            "error", "run", "packing-separate-forward", "packing",
+            "`packing` with `concatenated_forward: false` crashes in the reference pass",
+            "write `concatenated_forward: true`",
+        )  # fmt: skip
+        return
+    row = values["max_seq_length"]
+    size = f" of {2 * row:,} positions" if isinstance(row, int) else ""
+    yield say(
+        "warning", "run", "packing-leaks", "packing",
+        "`packing`: samples in a row attend to each other: the model is told no boundaries, and chosen "
+        f"and rejected stand in one row{size}; the reference is computed beside other samples than training",
+        "`packing: false`, or `expect: {packing: on}` with `probe: {isolation: off}` to run it all the same",
+    )  # fmt: skip
+
+
+def balancing(values: Values) -> Iterator[Finding]:
+    """dpo_utils.py:1008 gives no auxiliary loss, olmo_core_train_modules.py:192 adds none then."""
+    if values["load_balancing_loss"]:
+        yield say(
+            "warning", "run", "balancing-unread", "load_balancing_loss",
+            "`load_balancing_loss` adds nothing: this script's forward passes give no such loss",
+            f"delete the line, or {_OTHER}",
+        )  # fmt: skip
+
+
+def export(values: Values) -> Iterator[Finding]:
+    """olmo_core_utils.py:287: where OLMo-core cannot write the model, a plain state dict is saved."""
+    config = values["config_name"] or values["model_name_or_path"]
+    named = values.schema.models.get(str(config), str(config))
+    if values["cache_dataset_only"] or values["cache_logprobs_only"]:
+        return
+    if named in values.schema.configs and not named.startswith(_EXPORTED):
+        yield say(
+            "warning", "run", "no-hf-export",
+            "config_name" if values["config_name"] else "model_name_or_path",
+            f"OLMo-core cannot write {named} as transformers reads it: `hf_model` will hold "
+            "model_state_dict.pt under OLMo-core's names, and from_pretrained finds no weights there"
+            + (", neither on the hub" if values["push_to_hub"] else ""),
+            f"rename the weights afterwards, or {_OTHER}",
+        )  # fmt: skip
+
+
+def scheduler(values: Values) -> Iterator[Finding]:
+    """dpo.py:57, dpo.py:59: every other name means a constant rate after the warm-up."""
+    kind = values["lr_scheduler_type"]
+    if kind == "cosine":
+        # olmo_core/optim/scheduler.py: alpha_f, which dpo.py:58 leaves at its default
+        yield say(
+            "note", "run", "scheduler-replaced", "lr_scheduler_type",
+            "`lr_scheduler_type: cosine` ends at a tenth of the rate here, not at 0",
+        )  # fmt: skip
+    elif kind == "constant" and values["warmup_ratio"]:
+        yield say(
+            "note", "run", "scheduler-replaced", "lr_scheduler_type",
+            f"`lr_scheduler_type: constant` warms up here, over {values['warmup_ratio']:g} of all steps",
+            "`warmup_ratio: 0.0` for none",
+        )  # fmt: skip
+    elif kind not in _SCHEDULERS:
+        yield say(
+            "warning", "run", "scheduler-replaced", "lr_scheduler_type",
+            f"`lr_scheduler_type: {brief(kind)}` runs a constant rate after the warm-up",
+            f"one of {', '.join(_SCHEDULERS[:3])}",
+        )  # fmt: skip
+
+
+def intervals(values: Values) -> Iterator[Finding]:
+    """olmo_core/train/callbacks/checkpointer.py refuses these; olmo_core_callbacks.py:169 divides."""
+    steps, between = values["checkpointing_steps"], values["ephemeral_save_interval"]
+    if isinstance(steps, int) and steps < 1:
+        yield say(
+            "error", "run", "checkpoint-steps", "checkpointing_steps",
+            f"`checkpointing_steps: {steps}`: OLMo-core takes 1 and more", "write a number of steps",
+        )  # fmt: skip
+    if isinstance(between, int) and isinstance(steps, int) and not 1 <= between < steps:
+        yield say(
+            "error", "run", "checkpoint-steps", "ephemeral_save_interval",
+            f"`ephemeral_save_interval: {between}` is not between 1 and `checkpointing_steps: {steps}`",
+            "leave it out, or write less than `checkpointing_steps`",
+        )  # fmt: skip
+    if values.given("logging_steps") and values["logging_steps"] < 1:
+        yield say(
+            "error", "run", "out-of-range", "logging_steps",
+            f"`logging_steps: {values['logging_steps']}`: the trainer divides by it",
+        )  # fmt: skip
+
+
+def ranges(values: Values) -> Iterator[Finding]:
+    """Those of the other scripts, but for what is said of this one above, or not read by it."""
+    own = {
+        "args.logging_steps",
+        "args.keep_last_n_checkpoints",
+        "args.lora_rank",
+        "args.lora_dropout",
+    }
+    yield from (found for found in out_of_range(values) if found.key not in own)
+
+
+def least_degrees(values: Values) -> Iterator[Finding]:
+    """What no number of processes can be divided by (dpo.py:189)."""
+    for key in ("tensor_parallel_degree", "fsdp_shard_degree", "fsdp_num_replicas"):
+        if isinstance(degree := values[key], int) and degree < 1:
+            yield say(
+                "error", "run", "shard-degree", key, f"`{key}: {degree}` divides nothing",
+                "1 and more, or leave it out",
+            )  # fmt: skip
+
+
+RULES: tuple[Rule, ...] = (
+    two_data_sources, beaker_without_push, json_mappings, zero_stage, *MIXER_RULES, entity_twice,
+    push_by_default, refused, model, export, length, optimizer, budget, packing, balancing, scheduler,
+    intervals, ranges, least_degrees, no_epochs, unknown_template, unknown_tokenizer_function, transforms,
+    cache_on_the_hub,
+)  # fmt: skip
+
+
+# --- what needs more than the arguments ------------------------------------------------------------
+
+
+def no_deepspeed(context: Context) -> Iterator[Finding]:
+    """dpo.py:294 shards with FSDP; torchrun starts it, and nothing hands it a DeepSpeed file."""
+    if context.deepspeed is not None:
+        yield Finding(
+            severity="error", layer="launch", code="deepspeed-with-torchrun", key="deepspeed",
+            message="dpo.py shards with FSDP: nothing would read a DeepSpeed file",
+            help="delete `deepspeed:`; `fsdp_shard_degree` says over how many GPUs it shards",
+        )  # fmt: skip
+
+
+def precision(context: Context) -> Iterator[Finding]:
+    """dpo.py:298: bfloat16 for the computation, 32 bits for weights and gradients, whatever is asked."""
+    if context.mixed_precision not in {None, "bf16"} and context.gpus != 0:
+        yield Finding(
+            severity="warning", layer="run", code="mixed-precision-unread", key="mixed_precision",
+            message="`mixed_precision` is not read here: FSDP computes in bfloat16 over 32-bit weights",
+            help="delete the line",
+        )  # fmt: skip
+
+
+def other_shape(context: Context) -> Iterator[Finding]:
+    """dpo.py:329 loads the folder's weights into the shape that `config_name` names."""
+    values, models = context.values, context.values.schema.models
+    name, config = values["model_name_or_path"], values["config_name"]
+    found = _shape_of(model_config.read(name, context.environ)) or models.get(str(name))
+    named = models.get(str(config), config)
+    if found is None or named not in values.schema.configs or found == named:
+        return
+    yield say(
+        "error", "run", "other-shape", "config_name",
+        f"`config_name: {config}`, but {brief(name)} has the shape of {found}: its "
+        "weights do not fit", f"write `config_name: {found}`",
+    )  # fmt: skip
+
+
+def goes_on(context: Context) -> Iterator[Finding]:
+    """dpo.py:349: OLMo-core's trainer goes on from what its save folder holds; launch does not judge that."""
+    if not context.running:
+        return
+    folder = output_folder(context.values)
+    try:
+        saved = [int(n[4:]) for n in os.listdir(folder) if n[:4] == "step" and n[4:].isdecimal()]
+    except OSError:
+        return
+    if any(saved):
+        yield say(
+            "warning", "run", "resume-unjudged", "output_dir",
+            f"{folder} holds step{max(saved)}: OLMo-core goes on from there by itself, and whether data, "
+            "model and arguments are the same is not looked at for this script",
+            "name another `output_dir` to start over",
+        )  # fmt: skip
+
+
+def no_compiler(context: Context) -> Iterator[Finding]:
+    """Triton builds a launcher in C for every kernel; without a GPU OLMo-core compiles nothing."""
+    if not context.running or not context.gpus or not context.values["compile_model"]:
+        return
+    named, path = context.environ.get("CC"), context.environ.get("PATH")
+    if caches_only(context) or any(
+        shutil.which(name, path=path) for name in ((named,) if named else _COMPILERS)
+    ):
+        return
+    what = (
+        f"CC names `{brief(named)}`, which is not here" if named else "there is no C compiler here"
+    )
+    yield say(
+        "error", "run", "no-compiler", "compile_model",
+        f"`compile_model`: torch.compile builds its kernels with a C compiler, and {what}",
+        "apt-get install gcc, or write `compile_model: false`",
+    )  # fmt: skip
+
+
+def accumulation(context: Context) -> Iterator[Finding]:
+    """data_loader.py:324: what the file itself says; of a batch that the plan splits it says `unreached`."""
+    if context.values["packing"] and not context.running and (context.accumulation or 1) > 1:
+        yield _accumulated(context.accumulation or 1, "gradient_accumulation_steps")
+
+
+def _accumulated(times: int, key: str) -> Finding:
+    """dpo.py:224: a step's pairs of one rank go into one row (data_loader.py:324), or wait for the next."""
+    return say(
+        "warning", "run", "accumulation-packed", key,
+        f"with `packing` a step is one row a GPU: {times} accumulation steps only raise "
+        "how many pairs may stand in it, and what does not fit waits for the next step",
+        "write the pairs of a row as `per_device`, without accumulation",
+    )  # fmt: skip
+
+
+def wandb_key(context: Context) -> Iterator[Finding]:
+    """olmo_core's WandBCallback wants the variable; an entry in ~/.netrc does not do."""
+    if not context.values["with_tracking"] or context.environ.get("WANDB_API_KEY"):
+        return
+    yield say(
+        "error" if context.running else "warning", "run", "no-wandb-key", "with_tracking",
+        "`with_tracking`: OLMo-core wants WANDB_API_KEY in the environment, ~/.netrc is not enough",
+        "export WANDB_API_KEY, or `with_tracking: false`",
+    )  # fmt: skip
+
+
+def tokenising_outlasts(context: Context) -> Iterator[Finding]:
+    """olmo_core_utils.py:265: one process tokenises, the others wait for 15 minutes at most."""
+    rows = known_rows(context)
+    if context.gpus in {0, 1} or rows is None or caches_only(context):
+        return
+    seconds = tokenising_seconds(rows, pairs=True, cpus=context.cpus)
+    if seconds > _TIMEOUT_S:
+        yield say(
+            "warning", "run", "tokenising-outlasts", "mixer_list",
+            f"tokenising {rows:,} rows takes about {math.ceil(seconds / 60)} minutes, the other processes "
+            "give up after 15: OLMo-core's time, which `timeout` does not change",
+            "run once with `cache_dataset_only: true` on one GPU",
+        )  # fmt: skip
+
+
+def wpo(context: Context) -> Iterator[Finding]:
+    """As in the other script (dpo_utils.py:601), and a packed row holds several samples."""
+    if context.values["loss_type"] == "wpo" and context.values["packing"]:
+        yield say(
+            "error", "run", "wpo-batch", "loss_type",
+            "`loss_type: wpo` crashes with `packing`: its weights fit a single sample only",
+            "write `packing: false` and `per_device: 1`, or another loss",
+        )  # fmt: skip
+    else:
+        yield from model_rules.wpo_batch(context)
+
+
+def positions(context: Context) -> Iterator[Finding]:
+    """Packed, chosen and rejected stand behind each other: positions go on to twice the length."""
+    values = context.values
+    reach = model_rules.positions(model_config.built_from(values, context.environ))
+    row = values["max_seq_length"]
+    if values["packing"] and isinstance(row, int) and reach and row <= reach < 2 * row:
+        yield say(
+            "warning", "run", "beyond-positions", "max_seq_length",
+            f"`packing`: the rows have {2 * row} positions, counted through, and the model was made for "
+            f"{reach}", f"write `max_seq_length: {reach // 2}`, or `packing: false`",
+        )  # fmt: skip
+    else:
+        yield from model_rules.beyond_positions(context)
+
+
+def attention(context: Context) -> Iterator[Finding]:
+    """Unlike the other script's `te`, this one's is the real thing."""
+    yield from (
+        replace(found, message=found.message.replace("or write torch", "or torch"))
+        for found in model_rules.attention_missing(context)
+    )
+
+
+STAGE_RULES: tuple[StageRule, ...] = (
+    no_deepspeed, precision, other_shape, goes_on, no_compiler, accumulation, wandb_key, tokenising_outlasts,
+    wpo, positions, attention, model_rules.olmo_bos, model_rules.missing_model,
+    service_rules.hub_token,
+)  # fmt: skip
+
+
+# --- what needs the number of processes ------------------------------------------------------------
+
+
+def degrees(values: Values, processes: int) -> Iterator[Finding]:
+    """Whether FSDP's mesh can be laid over so many processes.
+
+    olmo_core's DataParallelConfig: replicas x shards are the data-parallel
+    processes, which are all of them divided by `tensor_parallel_degree` (dpo.py:199).
+    """
+    tensor = values["tensor_parallel_degree"]
+    if not isinstance(tensor, int) or tensor < 1 or processes % tensor:
+        yield _uneven("tensor_parallel_degree", tensor, processes, "processes")
+        return
+    world = processes // tensor
+    given: dict[str, int] = {}
+    for key in ("fsdp_shard_degree", "fsdp_num_replicas"):
+        degree = values[key]
+        if degree is None:
+            continue
+        given[key] = degree
+        if degree < 1 or world % degree:
+            yield _uneven(key, degree, world, "data-parallel processes")
+            return
+    if len(given) == 2 and math.prod(given.values()) != world:
+        shards, replicas = given.values()
+        yield say(
+            "error", "run", "shard-degree", "fsdp_num_replicas",
+            f"{replicas} replicas of {shards} shards are {shards * replicas} processes, not {world}",
+            "give one of `fsdp_shard_degree` and `fsdp_num_replicas`: the other follows",
+        )  # fmt: skip
+
+
+def unreached(values: Values, *, accumulation: int, processes: int) -> Iterator[Finding]:
+    """A packed batch that accumulation is to make up: the plan split it, and no step will hold it."""
+    if values["packing"] and accumulation > 1:
+        found = _accumulated(accumulation, "batch.global")
+        yield replace(
+            found, key="batch.global",
+            help=f"`batch.global` is `per_device` x {processes} GPU(s) here, and the pairs of a step are "
+            "what fits: the learning rate is for that many",
+        )  # fmt: skip
+
+
+def too_few_rows(
+    values: Values, rows: int | None, *, per_device: int, accumulation: int, processes: int
+) -> Iterator[Finding]:
+    """Fewer rows than a step of all ranks takes (the last batch is left out), or than the reference pass.
+
+    A filter may leave less than `rows`, never more. The reference pass repeats rows once to fill its
+    batch of four times as many pairs (dpo.py:244, data_loader.py:287), packed its last row.
+    """
+    if rows is None or values["cache_dataset_only"]:
+        return
+    step = processes if values["packing"] else per_device * accumulation * processes
+    reference = 0 if values["packing"] else 4 * per_device * processes
+    if rows < step and not values["cache_logprobs_only"]:
+        yield say(
+            "error", "run", "too-few-rows", "mixer_list",
+            f"{rows:,} rows are less than one step of {step:,}, and dpo.py leaves out what is not full: "
+            "there is nothing to train on", "fewer GPUs, a smaller batch, or more rows",
+        )  # fmt: skip
+    elif 2 * rows < reference:
+        yield say(
+            "error", "run", "too-few-rows", "mixer_list",
+            f"the reference pass takes {reference:,} pairs at a time and crashes below "
+            f"{reference // 2:,} rows: there are {rows:,}",
+            "a smaller `per_device`, fewer GPUs, or more rows",
+        )  # fmt: skip
+
+
+def _uneven(key: str, degree: Any, world: int, what: str) -> Finding:
+    fits = [n for n in range(1, world + 1) if world % n == 0]
+    return say(
+        "error", "run", "shard-degree", key,
+        f"`{key}: {degree}` does not divide {world} {what}",
+        f"one of {', '.join(map(str, fits))}, or leave it out: each machine then holds one whole model"
+        if key.startswith("fsdp") else f"one of {', '.join(map(str, fits))}",
+    )  # fmt: skip
+
+
+def mesh(values: Values, processes: int, nodes: int) -> tuple[int, int]:
+    """(replicas, shards) of the model, as OLMo-core lays them: one replica a machine by default.
+
+    The degrees have to fit (`degrees`).
+    """
+    world = processes // max(1, values["tensor_parallel_degree"])
+    shards, replicas = values["fsdp_shard_degree"], values["fsdp_num_replicas"]
+    if shards is not None:
+        return world // shards, shards
+    if replicas is not None:
+        return replicas, world // replicas
+    return nodes, world // nodes

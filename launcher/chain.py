@@ -1,0 +1,320 @@
+"""A pipeline file -> `Chain`: stages in order, where each one's model comes from, and where all that stands.
+
+Nothing about the stage files themselves is judged here, only that there is one for every stage.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from launcher.builder import Origin, nearest
+from launcher.document import Document, read_yaml
+from launcher.errors import Finding, InvalidConfig, UsageError, brief
+from launcher.interpolation import interpolate
+from launcher.overrides import OPTIONS
+from launcher.paths import exists, expanded
+
+KEYS = ("name", "gpus", "stages")
+STAGE_KEYS = ("name", "config", "stage", "gpus", "from", "with")
+LARGEST = 100
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,60}\Z")
+# mappings whose entries are set one by one; any other value is replaced whole
+_MERGED = ("args", "batch", "expect", "probe", "slurm", "skypilot")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One stage of a pipeline.
+
+    `source` is the stage whose model this one starts from, None where its own file says; `explicit`
+    whether `from:` said so. `given` are the overrides under `with:`, by dotted key, and `overrides`
+    those of the command line. `origins` are the places of its own keys.
+    """
+
+    name: str
+    config: Path
+    stage: str | None = None
+    gpus: int | None = None
+    source: str | None = None
+    explicit: bool = False
+    given: Mapping[str, Any] = field(default_factory=dict)
+    overrides: tuple[str, ...] = ()
+    origins: Mapping[str, Origin] = field(default_factory=dict)
+
+    def texts(self) -> list[str]:
+        """What is laid over the stage file: `with:` first, then the command line."""
+        return [*(f"{key}={text_of(value)}" for key, value in self.given.items()), *self.overrides]
+
+    def origin(self, key: str = "") -> Origin:
+        """The place of one of its keys, else of the stage itself."""
+        return nearest(self.origins, key) or self.origins[""]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """A whole pipeline; every `source` is the name of an earlier stage."""
+
+    path: Path
+    name: str
+    links: tuple[Link, ...]
+
+    def link(self, name: str) -> Link:
+        """The stage of that name. Raises UsageError with the names that there are."""
+        found = next((one for one in self.links if one.name == name), None)
+        if found is None:
+            raise UsageError(_no_such(name, [one.name for one in self.links]))
+        return found
+
+    def between(self, first: str | None, last: str | None) -> tuple[Link, ...]:
+        """The stages from `first` to `last`, both included. Raises UsageError where there are none."""
+        begin = self.links.index(self.link(first)) if first else 0
+        end = self.links.index(self.link(last)) if last else len(self.links) - 1
+        if begin > end:
+            raise UsageError(
+                Finding(
+                    severity="error", layer="launch", code="no-such-stage",
+                    message=f"`{first}` comes after `{last}`: nothing is left to run",
+                    help=f"the stages are {', '.join(one.name for one in self.links)}",
+                )
+            )  # fmt: skip
+        return self.links[begin : end + 1]
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Chain:
+    """Read a pipeline file; `overrides` are `STAGE.key=value`.
+
+    Raises InvalidConfig with everything that is wrong with the file itself, UsageError for an override
+    of a stage that there is not.
+    """
+    path = Path(path)
+    document = read_yaml(path)
+    value = interpolate(path, document.value, document.origins)
+    reader = _Reader(path, replace(document, value=value))
+    links = tuple(reader.links())
+    name = reader.name()
+    if reader.findings:
+        raise InvalidConfig(reader.findings)
+    chain = Chain(path=path, name=name, links=links)
+    for text in overrides:
+        chain = _overridden(chain, text)
+    return chain
+
+
+def text_of(value: Any) -> str:
+    """A value as an override on the command line spells it, so that it is read as the same value."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    # a JSON text is YAML's too, and quotes keep `1e-5` or `no` a text; it is interpolated once more
+    return json.dumps(value, ensure_ascii=False).replace("${", r"\\${")
+
+
+def _overridden(chain: Chain, text: str) -> Chain:
+    stage, dot, rest = text.partition(".")
+    if not dot or "=" in stage:
+        names = ", ".join(f"{one.name}.{brief(text, 40)}" for one in chain.links[:3])
+        raise UsageError(
+            Finding(
+                severity="error", layer="launch", code="no-such-stage",
+                message=f"`{brief(text)}`: of which stage?", help=f"one of {names}",
+            )
+        )  # fmt: skip
+    link = chain.link(stage)
+    changed = replace(link, overrides=(*link.overrides, rest))
+    return replace(chain, links=tuple(changed if one is link else one for one in chain.links))
+
+
+def _no_such(name: str, names: Sequence[str]) -> Finding:
+    near = difflib.get_close_matches(name, names, n=1)
+    return Finding(
+        severity="error", layer="launch", code="no-such-stage",
+        message=f"the pipeline has no stage `{brief(name)}`",
+        help=f"did you mean `{near[0]}`?" if near else f"one of {', '.join(names)}",
+    )  # fmt: skip
+
+
+class _Reader:
+    """Collects what is wrong instead of stopping at the first."""
+
+    def __init__(self, path: Path, document: Document) -> None:
+        self.path = path
+        self.value = document.value
+        self.origins = document.origins
+        self.findings: list[Finding] = list(document.faults)
+
+    def name(self) -> str:
+        """What the pipeline is called: `name:`, else the file's."""
+        given = self.value.get("name")
+        if isinstance(given, dict | list):
+            self._bad("name", "`name` is one word for the pipeline")
+        return self.path.stem if given is None else str(given)
+
+    def links(self) -> Iterator[Link]:
+        """Every stage that can be read."""
+        self._unknown("", self.value, KEYS)
+        gpus = self._gpus("gpus", self.value.get("gpus"))
+        listed = self.value.get("stages")
+        if not isinstance(listed, list) or not listed:
+            help = (
+                "stages:\n    - {name: sft, config: sft.yaml}\n    - {name: dpo, config: dpo.yaml}"
+            )
+            self._bad("stages", "`stages` is a list of the stages in their order", help)
+            return
+        if len(listed) > LARGEST:
+            self._bad("stages", f"{len(listed)} stages are more than {LARGEST}")
+            return
+        before: list[Link] = []
+        for number, entry in enumerate(listed):
+            link = self._link(f"stages[{number}]", entry, before, gpus)
+            if link is not None:
+                before.append(link)
+                yield link
+
+    def _link(
+        self, where: str, entry: Any, before: Sequence[Link], gpus: int | None
+    ) -> Link | None:
+        if isinstance(entry, str):
+            entry = {"config": entry}
+        if not isinstance(entry, dict):
+            self._bad(where, f"a stage is a mapping, not `{brief(entry)}`", "{config: sft.yaml}")
+            return None
+        self._unknown(where, entry, STAGE_KEYS)
+        config = self._config(where, entry.get("config"))
+        name = self._stage_name(where, entry.get("name"), config, before)
+        source, explicit = self._source(where, entry, before)
+        kind = entry.get("stage")
+        if kind not in (None, "sft", "dpo"):
+            self._bad(f"{where}.stage", f"`{brief(kind)}` is no stage", "sft or dpo")
+            kind = None
+        own = self._gpus(f"{where}.gpus", entry.get("gpus"))
+        given = self._given(f"{where}.with", entry.get("with"))
+        if config is None or name is None:
+            return None
+        return Link(
+            name=name, config=config, stage=kind, gpus=gpus if own is None else own, source=source,
+            explicit=explicit, given=given, origins=self._origins(where),
+        )  # fmt: skip
+
+    def _config(self, where: str, given: Any) -> Path | None:
+        if not isinstance(given, str) or not given.strip():
+            self._bad(f"{where}.config", "`config` names the stage file", "config: sft.yaml")
+            return None
+        found = self.path.parent / expanded(given)
+        if not exists(found):
+            help = "`config` is relative to the pipeline file"
+            self._bad(f"{where}.config", f"there is no {brief(found, 200)}", help)
+            return None
+        return found
+
+    def _stage_name(
+        self, where: str, given: Any, config: Path | None, before: Sequence[Link]
+    ) -> str | None:
+        if given is None and config is not None:
+            given = config.stem
+        name = str(given) if isinstance(given, str | int) and not isinstance(given, bool) else ""
+        help = "letters, digits, `_` and `-`; it is said with --from and --until"
+        if given is None:
+            return None
+        if not _NAME.match(name) or name in ("none", "null"):
+            self._bad(f"{where}.name", f"`{brief(given)}` cannot be a stage's name", help)
+            return None
+        if any(one.name == name for one in before):
+            self._bad(f"{where}.name", f"two stages are called `{name}`", "add a `name:`")
+            return None
+        return name
+
+    def _source(
+        self, where: str, entry: Mapping[str, Any], before: Sequence[Link]
+    ) -> tuple[str | None, bool]:
+        """The stage before, unless `from:` says otherwise."""
+        if "from" not in entry:
+            return (before[-1].name if before else None), False
+        given = entry["from"]
+        # a plain `no` is a boolean in YAML
+        if given is None or given is False or given == "none":
+            return None, True
+        names = [one.name for one in before]
+        if str(given) in names:
+            return str(given), True
+        help = f"one of {', '.join(names)}, or none" if names else "leave it out: this is the first"
+        self._bad(f"{where}.from", f"`from: {brief(given)}` is no earlier stage", help)
+        return None, True
+
+    def _given(self, where: str, given: Any) -> dict[str, Any]:
+        if given is None:
+            return {}
+        if not isinstance(given, dict):
+            self._bad(where, "`with` is a mapping of keys to values", "with: {learning_rate: 1e-5}")
+            return {}
+        flat: dict[str, Any] = {}
+        for key, value in given.items():
+            merged = key in _MERGED and isinstance(value, dict)
+            told = {f"{key}.{name}": v for name, v in value.items()} if merged else {key: value}
+            flat.update(told)
+        return flat
+
+    def _gpus(self, where: str, given: Any) -> int | None:
+        if given is None:
+            return None
+        if isinstance(given, int) and not isinstance(given, bool) and 0 <= given < 10**6:
+            return given
+        self._bad(where, f"`gpus` is a number, 0 for the CPU, not `{brief(given)}`")
+        return None
+
+    def _unknown(self, where: str, given: Mapping[str, Any], keys: Sequence[str]) -> None:
+        for key in given:
+            if key in keys:
+                continue
+            near = difflib.get_close_matches(str(key), keys, n=1, cutoff=0.7)
+            help = f"did you mean `{near[0]}`?" if near else f"one of {', '.join(keys)}"
+            if where and not near:
+                help = f"what changes the stage file goes under `with:`; here are {', '.join(keys)}"
+            what = "a stage in a pipeline" if where else "a pipeline file"
+            place = f"{where}.{key}" if where else str(key)
+            self._bad(place, f"`{brief(key)}` is no key of {what}", help)
+
+    def _origins(self, where: str) -> dict[str, Origin]:
+        own = {
+            key[len(where) :].removeprefix("."): origin
+            for key, origin in self.origins.items()
+            if key == where or key.startswith((f"{where}.", f"{where}["))
+        }
+        return {"": self._at(where), **own}
+
+    def _at(self, key: str) -> Origin:
+        return nearest(self.origins, key) or Origin(str(self.path), 1)
+
+    def _bad(self, key: str, message: str, help: str | None = None) -> None:
+        origin = self._at(key)
+        self.findings.append(
+            Finding(
+                severity="error", layer="launch", code="bad-pipeline", key=key, message=message,
+                help=help, file=origin.file, line=origin.line,
+            )
+        )  # fmt: skip
+
+
+def placed(link: Link, finding: Finding) -> Finding:
+    """A finding about what `with:` set, at its place in the pipeline file."""
+    if finding.line is not None or finding.key is None:
+        return finding
+    for key in link.given:
+        first = key.partition(".")[0].partition("[")[0]
+        full = key if first in OPTIONS or first == "args" else f"args.{key}"
+        if (
+            finding.key == full
+            or finding.key.startswith((f"{full}.", f"{full}["))
+            or (finding.key == key)
+        ):
+            origin = link.origin(f"with.{key}")
+            return replace(finding, file=origin.file, line=origin.line)
+    return finding

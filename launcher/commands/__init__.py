@@ -1,0 +1,22 @@
+"""The command line, one module for each family of commands: each parses, calls, reports, exits.
+
+Importing this registers all of them; whatever a command needs it imports when it is called.
+"""
+
+from launcher.commands import (  # noqa: F401 - what registers them
+    bench,
+    caching,
+    configs,
+    judging,
+    ladder,
+    pins,
+    pipeline,
+    planning,
+    prepare,
+    running,
+    stages,
+    tune,
+)
+from launcher.commands.vocabulary import app
+
+__all__ = ["app"]

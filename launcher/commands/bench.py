@@ -1,0 +1,98 @@
+"""`launch bench`: settings, or commits of the trainer, side by side."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from launcher.commands.vocabulary import (
+    Checkout,
+    Config,
+    DevicesOption,
+    Format,
+    FormatOption,
+    Fresh,
+    Gpus,
+    Overrides,
+    Python,
+    StageOption,
+    Strict,
+    Unpinned,
+    app,
+    named_stage,
+)
+from launcher.errors import Exit
+
+
+@app.command(
+    epilog="Example: launch bench configs/tulu/sft_qwen7b.yaml --vary packing=false,true --gpus 8"
+)
+def bench(
+    config: Config,
+    overrides: Overrides = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option("--vary", metavar="KEY=A,B", help="these values; several times: all combinations"),
+    ] = None,
+    variant: Annotated[
+        list[str] | None,
+        typer.Option("--variant", metavar="NAME:KEY=A,KEY=B", help="one setting of several keys"),
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", min=2, help="optimizer steps of a run")] = 20,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="runs of each variant")] = 3,
+    timeout: Annotated[
+        str, typer.Option("--timeout", metavar="30m", help="of one run, start-up included")
+    ] = "30m",
+    asserted: Annotated[
+        list[str] | None,
+        typer.Option("--assert", metavar="EXPR", help="loss<=1%, tokens_per_second>=1.2 (several times)"),
+    ] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="only to try it: without a GPU")] = False,
+    stage: StageOption = None, gpus: Gpus = None, devices: DevicesOption = None,
+    python: Python = None, open_instruct: Checkout = None, allow_unpinned: Unpinned = False,
+    strict: Strict = False, fresh: Fresh = False, format: FormatOption = Format.text,
+) -> None:  # fmt: skip
+    """Measure settings side by side: speed, memory, waste, and the loss a token."""
+    from launcher import bench as benches
+    from launcher import comparison, variants
+    from launcher.preparation import Request
+
+    asked = variants.combinations(vary or (), variant or ())
+    assertions = [comparison.assertion(text) for text in asserted or ()]
+    limit = benches.seconds(timeout)
+    request = Request(
+        stage=named_stage(stage), config=config, overrides=overrides or (), gpus=gpus,
+        devices=devices, python=python, checkout=open_instruct, allow_unpinned=allow_unpinned,
+        strict=strict,
+    )  # fmt: skip
+    request = benches.require_gpu(request, cpu=cpu)
+    planned = benches.plan(
+        request, asked, steps=steps, repeats=repeats, timeout_s=limit, assertions=assertions
+    )
+    raise typer.Exit(_run(planned, format, fresh=fresh))
+
+
+def _run(planned: object, format: Format, *, fresh: bool) -> Exit:
+    from launcher import bench as benches
+    from launcher import bench_report, report
+
+    assert isinstance(planned, benches.Bench)
+    report.findings(planned.findings if format is Format.text else ())
+    with benches.opened(planned, fresh=fresh) as going:
+        told = _say if format is Format.text else _silent
+        code = benches.run(going, told=told)
+        bench_report.write(going)
+        if format is Format.json:
+            report.envelope("bench", code is Exit.OK, planned.findings, going.as_json())
+        else:
+            bench_report.show(going)
+    return code
+
+
+def _say(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def _silent(_text: str) -> None:
+    """JSON is for machines: progress would be noise."""

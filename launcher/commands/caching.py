@@ -1,0 +1,82 @@
+"""`launch cache`: the caches of launch."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from launcher.commands.vocabulary import (
+    DryRun,
+    Format,
+    FormatOption,
+    app,
+    found_run,
+)
+from launcher.errors import usage
+
+cache = typer.Typer(
+    no_args_is_help=True, help="Which caches there are, why one was hit or missed, and their end."
+)
+app.add_typer(cache, name="cache")
+CacheKind = Annotated[str | None, typer.Option("--kind", help="dataset or reference")]
+
+
+@cache.command("list", epilog="Example: launch cache list --format json")
+def cache_list(format: FormatOption = Format.text) -> None:
+    """List the cache folders that launch has made."""
+    from launcher import cache_folders, report
+
+    rows = [folder.row() for folder in cache_folders.known()]
+    if format is Format.json:
+        report.envelope("cache list", True, (), rows)
+    elif rows:
+        report.table([cache_folders.shown(row) for row in rows], cache_folders.COLUMNS)
+    else:
+        report.say("no caches yet")
+
+
+@cache.command("why", epilog="Example: launch cache why last")
+def cache_why(
+    target: Annotated[str, typer.Argument(metavar="RUN", help="a run, or `last`")],
+    format: FormatOption = Format.text,
+) -> None:
+    """Say why the caches of a run were hit or missed: what differed from the nearest run before."""
+    from launcher import cache_reasons, report
+
+    told = cache_reasons.why(found_run(target))
+    if format is Format.json:
+        report.envelope("cache why", True, (), [one.as_json() for one in told])
+    else:
+        report.say(
+            "\n".join(line for one in told for line in one.lines())
+            or "it had no caches of launch's"
+        )
+
+
+@cache.command(
+    "clear", epilog="Example: launch cache clear --older-than 30d --kind reference --dry-run"
+)
+def cache_clear(
+    older_than: Annotated[
+        str | None, typer.Option("--older-than", help="not used for 30d, 12h, 2w")
+    ] = None,
+    kind: CacheKind = None,
+    dry_run: DryRun = False,
+    format: FormatOption = Format.text,
+) -> None:
+    """Remove cache folders that no run uses; never anything else."""
+    from launcher import cache_folders, caches, report
+
+    if kind not in {None, *caches.KINDS}:
+        raise usage(
+            "bad-kind", f"`{kind}` is no kind of cache", "--kind dataset or --kind reference"
+        )
+    seconds = None if older_than is None else cache_folders.age(older_than)
+    done = cache_folders.clear(
+        cache_folders.known(), kind=kind, older_than_s=seconds, dry_run=dry_run
+    )
+    if format is Format.json:
+        report.envelope("cache clear", True, (), [one.as_json() for one in done])
+    else:
+        report.say("\n".join(one.line() for one in done) or "nothing to clear")

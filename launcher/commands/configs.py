@@ -1,0 +1,261 @@
+"""`launch validate-config`, `launch explain`, `launch schema`: about stage files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from launcher.commands.vocabulary import (
+    BackendOption,
+    Checkout,
+    Findings,
+    FindingsOption,
+    Format,
+    FormatOption,
+    Overrides,
+    StageOption,
+    Strict,
+    Unpinned,
+    app,
+    named_backend,
+    named_stage,
+)
+from launcher.errors import (
+    Exit,
+    Finding,
+    InvalidConfig,
+    LaunchError,
+    NotReady,
+    errors,
+    usage,
+)
+
+if TYPE_CHECKING:
+    from launcher.fix import Fix
+    from launcher.upstream import Locator
+
+
+VALIDATED_FOR = 8
+"""GPUs that a pipeline is judged for where its file does not say: a stage file is judged for none."""
+
+
+def complete_key(incomplete: str) -> list[str]:
+    """Names of arguments that start like this, for the shell."""
+    from launcher import completion
+
+    return completion.complete_key(incomplete)
+
+
+@app.command(
+    "validate-config", epilog="Example: launch validate-config configs/tulu/*.yaml --strict"
+)
+def validate_config(
+    paths: Annotated[list[Path], typer.Argument(help="stage files", show_default=False)],
+    stage: StageOption = None,
+    open_instruct: Checkout = None,
+    allow_unpinned: Unpinned = False,
+    strict: Strict = False,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="rewrite what is mechanical, keep comments")
+    ] = False,
+    diff: Annotated[
+        bool, typer.Option("--diff", help="show what --fix would rewrite, write nothing")
+    ] = False,
+    format: FindingsOption = Findings.text,
+) -> None:
+    """Say everything that upstream would refuse, ignore or misread; no GPU, no packages needed."""
+    from launcher import upstream
+
+    locator = upstream.Locator(checkout=open_instruct, allow_unpinned=allow_unpinned)
+    stage = named_stage(stage)
+    mended: dict[Path, Fix] = {}
+    found: list[Finding] = []
+    if fix or diff:
+        quiet = format is not Findings.text
+        mended, found = _fix(paths, stage, locator, write=not diff, quiet=quiet)
+    not_ready = bool(found)
+    files: list[dict[str, object]] = []
+    for path in paths:
+        told, mine = _judge_file(path, stage, locator)
+        if path in mended:
+            told["fix"] = mended[path].as_json()
+            mine = mended[path].with_reasons(mine)
+        files.append({"path": str(path), "valid": not errors(mine, strict=strict), **told})
+        found += mine
+    ok = all(entry["valid"] for entry in files)
+    tell("validate-config", ok and not not_ready, found, files, format)
+    raise typer.Exit(Exit.NOT_READY if not_ready else Exit.OK if ok else Exit.CONFIG)
+
+
+def tell(
+    command: str, ok: bool, found: list[Finding], files: list[dict[str, object]], format: Findings
+) -> None:
+    """What was found in each file, in the form that was asked for."""
+    from launcher import report
+    from launcher.redaction import redact
+
+    # a message may quote what was given
+    found = redact(found)
+    if format is Findings.json:
+        report.envelope(command, ok, found, {"files": files})
+    elif format in {Findings.sarif, Findings.github}:
+        from launcher import annotations
+
+        if format is Findings.sarif:
+            report.plain_json(annotations.sarif(found))
+        elif found:
+            report.say(annotations.github(found))
+    else:
+        report.findings(found)
+        for entry in files:
+            state = "valid" if entry["valid"] else "invalid"
+            report.say(f"{entry['path']}: {state}{_checked(entry)}")
+
+
+def _fix(
+    paths: list[Path], stage: str | None, locator: Locator, *, write: bool, quiet: bool
+) -> tuple[dict[Path, Fix], list[Finding]]:
+    """Mend what is mechanical in each file, or only show it; what was done, and what went wrong."""
+    from launcher import fix, report
+
+    done: dict[Path, Fix] = {}
+    failed: list[Finding] = []
+    for path in paths:
+        try:
+            mended = fix.of_file(path, stage_name=stage, locator=locator)
+            if write:
+                fix.apply(mended)
+        except InvalidConfig:
+            # judging the file says why it cannot be read
+            continue
+        except NotReady as error:
+            failed += error.findings
+            continue
+        done[path] = mended
+        if not quiet and not write:
+            report.raw(mended.diff())
+        for change in mended.changes if write and not quiet else ():
+            report.say(f"{path}:{change.line}: {change.what}")
+    return done, failed
+
+
+def _judge_file(
+    path: Path, stage: str | None, locator: Locator
+) -> tuple[dict[str, object], tuple[Finding, ...]]:
+    """What is known of one file, and everything found about it."""
+    from launcher import config
+    from launcher import stage as stages
+
+    try:
+        loaded = config.load(path)
+        judged = stages.judge(loaded, stage=stage, locator=locator)
+    except InvalidConfig as error:
+        if {finding.code for finding in error.findings} == {config.PIPELINE}:
+            return _judge_pipeline(path, locator)
+        return {}, error.findings
+    source = judged.upstream.as_json() if judged.upstream else None
+    return {"stage": judged.stage, "shape": loaded.shape, "upstream": source}, judged.findings
+
+
+def _judge_pipeline(path: Path, locator: Locator) -> tuple[dict[str, object], tuple[Finding, ...]]:
+    """The same for several stages in turn, and what they hand to each other."""
+    from launcher import chain, handover
+
+    try:
+        whole = chain.load(path)
+        told = handover.survey(
+            handover.Order(
+                chain=whole, checkout=locator.checkout, allow_unpinned=locator.allow_unpinned,
+                gpus=None if all(link.gpus is not None for link in whole.links) else VALIDATED_FOR,
+            ),
+            running=False,
+        )  # fmt: skip
+    except LaunchError as error:
+        return {}, error.findings
+    return {"shape": "pipeline", "stages": [link.name for link in told.links]}, told.findings
+
+
+def _checked(entry: dict[str, object]) -> str:
+    if isinstance(stages := entry.get("stages"), list):
+        return f" (a pipeline: {', '.join(stages)})"
+    source = entry.get("upstream")
+    if not isinstance(source, dict):
+        return ""
+    where = source["root"] if source["root"] else "the committed snapshot"
+    return f" ({entry['stage']}, {source['backend']} {source['version']}, {where})"
+
+
+@app.command(epilog="Example: launch explain use_liger_kernel --stage sft")
+def explain(
+    key: Annotated[
+        str, typer.Argument(help="an argument of upstream's", autocompletion=complete_key)
+    ],
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="a stage file", show_default=False)
+    ] = None,
+    overrides: Overrides = None,
+    stage: StageOption = None,
+    backend: BackendOption = None,
+    open_instruct: Checkout = None,
+    allow_unpinned: Unpinned = False,
+    format: FormatOption = Format.text,
+) -> None:
+    """Say what an argument is, who reads it, its value here and who set it, and what became of it."""
+    from launcher import config as configs
+    from launcher import explain, report, upstream
+
+    locator = upstream.Locator(checkout=open_instruct, allow_unpinned=allow_unpinned)
+    loaded = configs.load(config, overrides or ()) if config is not None else None
+    told = explain.explain(
+        key,
+        locator=locator,
+        config=loaded,
+        asked=named_stage(stage),
+        backend=named_backend(backend),
+    )
+    if not any(one.known for one in told):
+        near = " or ".join(f"`{name}`" for name in explain.near(key))
+        help = f"did you mean {near}?" if near else "launch schema lists them all"
+        raise usage("no-such-key", f"`{key}` never was an argument here", help)
+    if format is Format.json:
+        report.envelope("explain", True, (), {"explained": [one.as_json() for one in told]})
+    else:
+        report.say("\n\n".join("\n".join(one.lines()) for one in told))
+
+
+@app.command(epilog="Example: launch schema --json-schema > stage.schema.json")
+def schema(
+    json_schema: Annotated[
+        bool, typer.Option("--json-schema", help="for editors: completion, hover, red underlines")
+    ] = False,
+    stage: StageOption = None,
+    backend: BackendOption = None,
+    open_instruct: Checkout = None,
+    allow_unpinned: Unpinned = False,
+    format: FormatOption = Format.text,
+) -> None:
+    """List every argument of a stage, or print the JSON Schema of stage files."""
+    from launcher import explain, options, report, upstream
+    from launcher.backends import BACKENDS
+
+    stages = [chosen] if (chosen := named_stage(stage)) else list(options.STAGES)
+    named = [one] if (one := named_backend(backend)) else list(BACKENDS)
+    locator = upstream.Locator(checkout=open_instruct, allow_unpinned=allow_unpinned)
+    schemas = [
+        locator.schema(name, key)
+        for name in named
+        for key, entry in BACKENDS[name].STAGES.items()
+        # a further script of a stage has the stage's own arguments: editors ask for both
+        if (entry.stage or key) in stages and (json_schema or not entry.stage)
+    ]
+    if json_schema:
+        from launcher import json_schema as schemes
+
+        notes = {(one.backend, one.key): explain.notes(one) for one in schemas}
+        report.plain_json(schemes.combined(schemas, notes=notes))
+    elif format is Format.json:
+        report.envelope("schema", True, (), {"schemas": [one.as_json() for one in schemas]})
+    else:
+        report.arguments(schemas, {one.script: explain.notes(one) for one in schemas})

@@ -1,0 +1,74 @@
+"""`launch check`, `launch report`: what came of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from launcher.commands.vocabulary import (
+    Format,
+    FormatOption,
+    Unproven,
+    app,
+)
+from launcher.errors import Exit, Finding, usage
+
+
+@app.command(epilog="Example: launch check runs/20260101T000000Z-sft-demo --format json")
+def check(
+    target: Annotated[str, typer.Argument(metavar="RUN|LOG", help="a run, or any console log")],
+    allow_unproven: Unproven = False,
+    format: FormatOption = Format.text,
+) -> None:
+    """Judge a run of ours, or what a stranger's log alone can prove."""
+    from launcher import report, rundir, start
+
+    unpinned: tuple[Finding, ...] = ()
+    if Path(target).is_file():
+        verdict = start.judge_log(Path(target))
+    else:
+        folder = rundir.find(target)
+        if folder is None:
+            raise usage("no-such-run", f"there is no run or log `{target}`", "launch runs")
+        verdict = start.finish(folder)
+        unpinned = start.unpinned_note(folder)
+    code = start.exit_code(None, verdict, allow_unproven=allow_unproven)
+    if format is Format.json:
+        report.envelope("check", code is Exit.OK, unpinned, verdict.as_json())
+    else:
+        report.findings(unpinned)
+        report.verdict(verdict)
+    raise typer.Exit(code)
+
+
+@app.command("report", epilog="Example: launch report last --png curves.png")
+def report_command(
+    targets: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN|LOG...", help="runs, or console logs", show_default=False),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="the HTML file; default: beside the run")
+    ] = None,
+    png: Annotated[Path | None, typer.Option("--png", help="also draw the curves as a PNG")] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option("--tensorboard", help="also write event files into this folder")
+    ] = None,
+    format: FormatOption = Format.text,
+) -> None:
+    """Write one HTML page about runs: curves, verdicts with their evidence, plan, config."""
+    from launcher import publish, report, series
+
+    runs = publish.gather(targets)
+    if format is Format.json:
+        report.envelope("report", True, (), series.as_json(runs))
+    else:
+        page = output or publish.usual_place(runs)
+        publish.write_page(runs, page)
+        report.say(f"report: {page}")
+    for path, write in ((png, publish.write_png), (tensorboard, publish.write_events)):
+        if path is not None:
+            write(runs, path)
+            report.say(f"report: {path}") if format is Format.text else None

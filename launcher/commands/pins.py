@@ -1,0 +1,104 @@
+"""`launch pin`: the checkout and other commits."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from launcher.commands.vocabulary import (
+    BackendOption,
+    Checkout,
+    Format,
+    FormatOption,
+    Gpus,
+    StageOption,
+    app,
+    named_backend,
+    named_stage,
+)
+from launcher.errors import Exit
+
+pins = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="What the open-instruct checkout is, and what another commit would change.",
+)
+app.add_typer(pins, name="pin")
+
+
+@pins.command("status", epilog="Example: launch pin status")
+def pin_status(open_instruct: Checkout = None, format: FormatOption = Format.text) -> None:
+    """Say which checkout would be used, and whether it is the pinned commit, unedited."""
+    from launcher import pin, report
+
+    told = pin.status(open_instruct, os.environ)
+    if format is Format.json:
+        report.envelope("pin status", told.exit_code is Exit.OK, told.findings, told.as_json())
+    else:
+        report.findings(told.findings)
+        report.say("\n".join(told.lines()))
+    raise typer.Exit(told.exit_code)
+
+
+@pins.command("diff", epilog="Example: launch pin diff pin HEAD -c configs/tulu/sft_qwen7b.yaml")
+def pin_diff(
+    commits: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="OLD NEW",
+            help="two commits, OLD..NEW, or NEW alone; `pin` is the pinned one",
+            show_default=False,
+        ),
+    ],
+    configs: Annotated[
+        list[Path] | None,
+        typer.Option("--config", "-c", help="a stage file (several times); none: all fields"),
+    ] = None,
+    stage: StageOption = None,
+    gpus: Gpus = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="also what does not concern these files")
+    ] = False,
+    open_instruct: Checkout = None,
+    format: FormatOption = Format.text,
+) -> None:
+    """Show what changes between two commits: arguments, defaults, reads, log lines, commands."""
+    from launcher import diff_report, impact, pin, report
+
+    found = pin.find_commits(commits, open_instruct, os.environ)
+    told = impact.between(found, configs or (), stage=named_stage(stage), gpus=gpus)
+    if format is Format.json:
+        new = [finding for one in told.configs for finding in one.appeared]
+        report.envelope("pin diff", not told.worse, new, told.as_json())
+    else:
+        report.say("\n".join(diff_report.lines(told, everything=everything)))
+    raise typer.Exit(told.exit_code)
+
+
+@pins.command("snapshot", epilog="Example: launch pin snapshot --open-instruct ~/open-instruct")
+def pin_snapshot(
+    backend: BackendOption = None,
+    open_instruct: Checkout = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="the file; default: the committed one")
+    ] = None,
+    allow_edited: Annotated[
+        bool, typer.Option("--allow-edited", help="also of a checkout with local changes")
+    ] = False,
+    format: FormatOption = Format.text,
+) -> None:
+    """Write the facts of a source (arguments, types, defaults, reads, log lines) as JSON."""
+    from launcher import report
+    from launcher.snapshots import taking
+
+    told = taking.take(
+        named_backend(backend) or "open_instruct", checkout=open_instruct, output=output,
+        allow_edited=allow_edited,
+    )  # fmt: skip
+    if format is Format.json:
+        report.envelope("pin snapshot", True, (), told.as_json())
+    else:
+        report.say("\n".join(told.lines()))

@@ -1,0 +1,98 @@
+"""`launch attach`, `logs`, `stop`, `runs`: runs that are under way, or were."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from launcher.commands.stages import until_over
+from launcher.commands.vocabulary import (
+    Format,
+    FormatOption,
+    RunName,
+    app,
+    found_run,
+)
+from launcher.errors import usage
+
+
+@app.command(epilog="Example: launch attach last")
+def attach(run: RunName = "last", format: FormatOption = Format.text) -> None:
+    """Show a run that goes on, from anywhere; Ctrl-C leaves it alone."""
+    from launcher import following
+
+    folder = found_run(run)
+    attempt = following.newest_attempt(folder)
+    if not following.has_begun(folder, attempt):
+        message = f"{folder.path.name} has not begun: there is nothing to show yet"
+        raise usage("not-begun", message, "launch runs")
+    raise typer.Exit(until_over("attach", folder, attempt, (), format, forward=False))
+
+
+@app.command(epilog="Example: launch logs last -f")
+def logs(
+    run: RunName = "last",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="go on until the end")] = False,
+    lines: Annotated[
+        int | None, typer.Option("--lines", "-n", min=1, help="only the last so many")
+    ] = None,
+    attempt: Annotated[
+        int | None, typer.Option("--attempt", min=1, help="which one; default: the last")
+    ] = None,
+) -> None:
+    """Print what training wrote, as it is."""
+    from launcher import following
+
+    folder = found_run(run)
+    number = attempt or max(1, folder.attempts())
+    try:
+        following.print_log(folder, number, last=lines, follow=follow)
+    except FileNotFoundError:
+        message = f"{folder.path.name} has no log of attempt {number}"
+        raise usage("no-such-log", message) from None
+
+
+@app.command(epilog="Example: launch stop last --after-checkpoint")
+def stop(
+    run: RunName,
+    after_checkpoint: Annotated[
+        bool, typer.Option("--after-checkpoint", help="wait until one more has been saved")
+    ] = False,
+    grace: Annotated[
+        str | None,
+        typer.Option(
+            "--grace", metavar="S,S,S", help="seconds after INT, after TERM, for the rest"
+        ),
+    ] = None,
+    format: FormatOption = Format.text,
+) -> None:
+    """Stop a run: INT, TERM, KILL to every process of it; say what that loses."""
+    from launcher import overview, report, runner, stopping
+
+    folder = found_run(run)
+    waits = runner.grace(grace) if grace is not None else None
+    told = stopping.cost(folder)
+    if format is Format.text and overview.state(folder) in {"running", "orphaned", "queued"}:
+        report.say(told.line() if not after_checkpoint else "waiting for the next checkpoint")
+    ended = stopping.stop(folder, after_checkpoint=after_checkpoint, waits=waits)
+    told = stopping.cost(folder)
+    if format is Format.json:
+        report.envelope("stop", True, (), {"run": str(folder.path), **told.as_json()})
+    else:
+        how = "stopped" if ended is None or ended.stopped is not None else "was over before that"
+        report.say(f"{folder.path.name}: {how}; {told.line()}")
+
+
+@app.command(epilog="Example: launch runs --format json")
+def runs(format: FormatOption = Format.text) -> None:
+    """List every run that is known on this machine."""
+    from launcher import overview, report, rundir
+
+    rows = [overview.row(folder) for folder in rundir.known_runs()]
+    if format is Format.json:
+        report.envelope("runs", True, (), rows)
+    elif rows:
+        report.table(rows, overview.COLUMNS)
+    else:
+        report.say("no runs yet")

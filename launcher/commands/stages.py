@@ -1,0 +1,370 @@
+"""`launch sft`, `launch dpo`, `launch exec`: starting a stage and looking on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from launcher.commands.vocabulary import (
+    Accelerator,
+    Changed,
+    Checkout,
+    Detach,
+    DevicesOption,
+    DryRun,
+    Format,
+    FormatOption,
+    Fresh,
+    Gpus,
+    MainAddress,
+    NodeRank,
+    Nodes,
+    NoProbe,
+    OnFinish,
+    Overrides,
+    Python,
+    Repeat,
+    RunName,
+    Sbatch,
+    SkyPilot,
+    Slurm,
+    StageFile,
+    Strict,
+    Unpinned,
+    Unproven,
+    app,
+    found_run,
+)
+from launcher.errors import Exit, Finding, UsageError, usage
+
+if TYPE_CHECKING:
+    from launcher.attempt import Attempt
+    from launcher.preparation import Request
+    from launcher.rundir import RunFolder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class After:
+    """What is to happen once a run has begun."""
+
+    detach: bool = False
+    on_finish: str | None = None
+    allow_unproven: bool = False
+    before: Mapping[str, Any] | None = None
+
+
+_NEEDS = {"--sbatch": "--slurm", "--accelerator": "--skypilot"}
+_APART = {
+    "--slurm": ("--skypilot", "--detach", "--devices", "--node-rank", "--main-address"),
+    "--skypilot": (
+        "--detach", "--devices", "--node-rank", "--main-address", "--on-finish", "--fresh",
+        "--allow-changed-resume",
+    ),
+}  # fmt: skip
+
+
+def _completed(stage: str) -> Callable[[typer.Context, str], list[str]]:
+    """What the shell offers after `launch STAGE CONFIG`."""
+
+    def complete(context: typer.Context, incomplete: str) -> list[str]:
+        from launcher import completion
+
+        given = context.params
+        before = given.get("overrides") or ()
+        return completion.complete_override(stage, given.get("config"), before, incomplete)
+
+    return complete
+
+
+def _require_sense(given: Mapping[str, object]) -> None:
+    """Options that would be taken and ignored. Raises UsageError with all of them."""
+    # 0 is a value
+    said = {n for n, value in given.items() if value is not None and value is not False}
+    wrong = [
+        _fault("useless-option", f"{one} says nothing without {other}")
+        for one, other in _NEEDS.items()
+        if one in said and other not in said
+    ]
+    wrong += [
+        _fault("useless-option", f"{other} says nothing with {one}")
+        for one, others in _APART.items()
+        for other in others
+        if {one, other} <= said
+    ]
+    if wrong:
+        raise UsageError(wrong)
+
+
+def _fault(code: str, message: str, help: str | None = None) -> Finding:
+    return usage(code, message, help).findings[0]
+
+
+def _repeated(
+    stage: str,
+    run: str,
+    config: Path | None,
+    overrides: list[str] | None,
+    gpus: int | None,
+    nodes: int,
+) -> tuple[Path, list[str] | None, int | None, int, Mapping[str, Any]]:
+    """`--repeat RUN`: its resolved stage file, its GPUs and machines unless others are named."""
+    from launcher import repeat
+
+    # what stands first is taken for the file, and there is none
+    words = [*([str(config)] if config is not None else []), *(overrides or [])]
+    folder = found_run(run)
+    told = repeat.of_run(folder, stage)
+    repeat.enter(told)
+    plan = told.get("plan") or {}
+    asked = gpus if gpus is not None else plan.get("gpus")
+    return folder.stage_file, words, asked, nodes if nodes > 1 else plan.get("nodes", 1), told
+
+
+def _stage_command(stage: str) -> Callable[..., None]:
+    """The command that starts one stage: the same for each, but for its name."""
+
+    def command(
+        config: StageFile = None, overrides: Overrides = None, gpus: Gpus = None, nodes: Nodes = 1,
+        dry_run: DryRun = False, python: Python = None, open_instruct: Checkout = None,
+        allow_unpinned: Unpinned = False, allow_unproven: Unproven = False, strict: Strict = False,
+        no_probe: NoProbe = False, devices: DevicesOption = None, detach: Detach = False,
+        on_finish: OnFinish = None, repeat: Repeat = None, node_rank: NodeRank = None,
+        main_address: MainAddress = None, slurm: Slurm = False, sbatch: Sbatch = None,
+        skypilot: SkyPilot = None, accelerator: Accelerator = None, fresh: Fresh = False,
+        allow_changed_resume: Changed = None,
+        format: FormatOption = Format.text,
+    ) -> None:  # fmt: skip
+        from launcher.preparation import Request
+
+        _require_sense(
+            {
+                "--slurm": slurm, "--skypilot": skypilot, "--sbatch": sbatch,
+                "--accelerator": accelerator, "--detach": detach, "--devices": devices,
+                "--node-rank": node_rank, "--main-address": main_address, "--on-finish": on_finish,
+                "--fresh": fresh, "--allow-changed-resume": allow_changed_resume,
+            }
+        )  # fmt: skip
+        before = None
+        if repeat is not None:
+            # relative to where this was said, not to where the run was
+            python, open_instruct, skypilot = (
+                one.absolute() if one is not None and (one.exists() or one is skypilot) else one
+                for one in (python, open_instruct, skypilot)
+            )
+            config, overrides, gpus, nodes, before = _repeated(
+                stage, repeat, config, overrides, gpus, nodes
+            )
+        elif config is None:
+            help = f"launch {stage} CONFIG, or launch {stage} --repeat RUN"
+            raise usage("no-config", "which stage file?", help)
+        request = Request(
+            stage=stage, config=config, overrides=overrides or (), gpus=gpus, nodes=nodes,
+            python=python, checkout=open_instruct, allow_unpinned=allow_unpinned, strict=strict,
+            probe=not no_probe, devices=devices, node_rank=node_rank, main_address=main_address,
+            elsewhere=slurm or skypilot is not None, fresh=fresh or repeat is not None,
+            allowed=tuple(allow_changed_resume or ()),
+        )  # fmt: skip
+        if dry_run:
+            _dry_run(request, format)
+            return
+        if skypilot is not None:
+            raise typer.Exit(_task(request, skypilot, accelerator, format))
+        after = After(detach=detach, on_finish=on_finish, allow_unproven=allow_unproven,
+                      before=before)  # fmt: skip
+        if slurm:
+            raise typer.Exit(_queued(request, format, after, sbatch or []))
+        raise typer.Exit(_run(request, format, after))
+
+    # what the shell can complete is different for each stage
+    argument = typer.Argument(
+        metavar="[KEY=VALUE]...", show_default=False, autocompletion=_completed(stage)
+    )
+    command.__annotations__["overrides"] = Annotated[list[str] | None, argument]
+    command.__doc__ = f"Validate, plan and run one {stage.upper()} stage, then judge it."
+    return command
+
+
+app.command(
+    "sft",
+    epilog="Example: launch sft configs/tulu/sft_qwen7b_25pct.yaml learning_rate=1e-5 --gpus 8",
+)(_stage_command("sft"))
+app.command("dpo", epilog="Example: launch dpo configs/tulu/dpo_qwen7b.yaml --gpus 8 --dry-run")(
+    _stage_command("dpo")
+)
+
+
+def _dry_run(request: Request, format: Format) -> None:
+    from launcher import preparation, report
+
+    prepared = preparation.prepare(request, running=False)
+    if format is Format.json:
+        report.envelope(str(request.stage), True, prepared.findings, prepared.as_json())
+    else:
+        report.findings(prepared.findings)
+        report.dry_run(prepared.plan, prepared.command)
+
+
+def _run(request: Request, format: Format, after: After) -> Exit:
+    from launcher import foresight, on_finish, preparation, report, runner, start
+
+    told = on_finish.parsed(after.on_finish)
+    # the keeper reads it too late to say so
+    runner.grace(os.environ.get(runner.GRACE_VARIABLE))
+    prepared = foresight.foreseen(preparation.prepare(request, running=True))
+    folder = prepared.folder
+    found = prepared.findings
+    if after.before is not None:
+        differing = start.differences(prepared, after.before)
+        found = (*found, *differing)
+        if format is Format.text and not differing:
+            report.say("repeated: nothing differs here from what the run recorded")
+    if format is Format.text:
+        report.findings(found)
+    if prepared.decision.kind == "finished":
+        return _finished(str(request.stage), folder, found, format)
+    if format is Format.text:
+        report.beginning(prepared.plan, folder.console(prepared.attempt))
+    folder, attempt = start.begin(prepared, on_finish=told, allow_unproven=after.allow_unproven)
+    if after.detach:
+        return _detached(str(request.stage), folder, found, format, first=not attempt.rank)
+    return until_over(str(request.stage), folder, attempt, found, format)
+
+
+def _finished(stage: str, folder: RunFolder, found: tuple[Finding, ...], format: Format) -> Exit:
+    """Nothing is left to train; the verdict and the numbers are there, whoever died before."""
+    from launcher import report, start
+
+    verdict = start.finish(folder)
+    if format is Format.json:
+        report.envelope(stage, True, found, {**verdict.as_json(), "run": str(folder.path)})
+    else:
+        report.say(f"run: {folder.path}\nreport: {folder.report}")
+    return Exit.OK
+
+
+def _queued(request: Request, format: Format, after: After, words: list[str]) -> Exit:
+    """Hand the run to Slurm."""
+    from launcher import foresight, on_finish, preparation, report, sbatch, start
+
+    def complain(code: str, key: str, message: str, help: str | None) -> Finding:
+        return _fault(code, message, help)
+
+    options, wrong = sbatch.pairs(words, complain)
+    if wrong:
+        raise UsageError(wrong)
+    told = on_finish.parsed(after.on_finish)
+    prepared = foresight.foreseen(preparation.prepare(request, running=True))
+    options = {**prepared.plan.stage.options.slurm, **options}
+    few = sbatch.one_cpu(options, prepared.plan.gpus)
+    found = prepared.findings
+    if few is not None:
+        message = "the job asks for one core of each machine"
+        warned = Finding(
+            severity="warning", layer="launch", code="slurm-one-cpu", message=message, help=few
+        )
+        found = (*found, warned)
+    if prepared.decision.kind == "finished":
+        report.findings(found if format is Format.text else ())
+        return _finished(str(request.stage), prepared.folder, found, format)
+    job = start.queue(prepared, options, on_finish=told, allow_unproven=after.allow_unproven)
+    folder = prepared.folder
+    if format is Format.json:
+        data = {"run": str(folder.path), "job": job.id}
+        report.envelope(str(request.stage), True, found, data)
+    else:
+        report.findings(found)
+        name = folder.path.name
+        report.say(f"run: {folder.path}\njob: {job.id}\nlaunch runs\nlaunch stop {name}")
+    return Exit.OK
+
+
+def _task(request: Request, path: Path, accelerator: str | None, format: Format) -> Exit:
+    """Write the run as a SkyPilot task."""
+    from launcher import clouds, report
+
+    found = clouds.write(request, path, accelerator)
+    if format is Format.json:
+        report.envelope(str(request.stage), True, found, {"task": str(path)})
+    else:
+        report.findings(found)
+        report.say(f"sky launch {path}")
+    return Exit.OK
+
+
+def _detached(
+    stage: str, folder: RunFolder, found: tuple[Finding, ...], format: Format, *, first: bool
+) -> Exit:
+    """Say where the run can be looked at; only the first of several machines has it by its name."""
+    from launcher import report, tmux
+
+    session = tmux.opened(folder) if first else None
+    if format is Format.json:
+        data = {"run": str(folder.path), "session": session}
+        report.envelope(stage, True, found, data)
+        return Exit.OK
+    name = folder.path.name if first else str(folder.path)
+    report.say(f"run: {folder.path}")
+    if session is not None:
+        report.say(f"tmux attach -t {session}")
+    report.say(f"launch attach {name}\nlaunch logs {name} -f\nlaunch stop {name}")
+    return Exit.OK
+
+
+def until_over(
+    command: str, folder: RunFolder, attempt: Attempt, found: tuple[Finding, ...], format: Format,
+    *, forward: bool = True,
+) -> Exit:  # fmt: skip
+    """Look on until an attempt is over, say what came of it."""
+    from launcher import following, report, start
+
+    try:
+        following.until_over(folder, attempt, forward=forward)
+    except following.Detached:
+        if format is Format.json:
+            report.envelope(command, True, found, {"run": str(folder.path), "detached": True})
+        else:
+            report.say(f"the run goes on: launch attach {folder.path.name}")
+        return Exit.OK
+    if attempt.rank:
+        code = start.of_a_further_machine(folder, attempt)
+        if format is Format.json:
+            data = {"run": str(folder.path), "rank": attempt.rank}
+            report.envelope(command, code is Exit.OK, found, data)
+        return code
+    verdict, code = start.conclusion(folder, attempt)
+    if format is Format.json:
+        data = {**verdict.as_json(), "run": str(folder.path)}
+        report.envelope(command, code is Exit.OK, found, data)
+    else:
+        report.verdict(verdict)
+        report.say(f"run: {folder.path}\nreport: {folder.report}")
+    return code
+
+
+@app.command("exec", epilog="Example: launch exec runs/20260101T000000Z-sft-demo")
+def exec_command(
+    run: RunName,
+    prepare: Annotated[
+        bool, typer.Option("--prepare", help="only have a further attempt wait, if none does")
+    ] = False,
+    node_rank: NodeRank = None,
+    main_address: MainAddress = None,
+    format: FormatOption = Format.text,
+) -> None:
+    """Start the attempt that waits in a run folder and show it; what tmux and Slurm start."""
+    from launcher import report, start
+
+    folder = found_run(run)
+    if prepare:
+        waiting = start.prepare_again(folder)
+        if format is Format.json:
+            told = {"run": str(folder.path), "attempt": waiting.number}
+            report.envelope("exec", True, (), told)
+        return
+    folder, attempt = start.execute(folder, node_rank, main_address)
+    raise typer.Exit(until_over("exec", folder, attempt, (), format))

@@ -1,0 +1,90 @@
+"""`launch tune`: the fastest setting that trains the same, found by short runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from launcher.commands.vocabulary import (
+    Checkout,
+    Config,
+    DevicesOption,
+    Format,
+    FormatOption,
+    Fresh,
+    Gpus,
+    Overrides,
+    Python,
+    StageOption,
+    Unpinned,
+    app,
+    named_stage,
+)
+from launcher.errors import Exit
+
+
+@app.command(epilog="Example: launch tune configs/bench/hand_recipe.yaml --gpus 2 -o tuned.yaml")
+def tune(
+    config: Config,
+    overrides: Overrides = None,
+    budget: Annotated[
+        str, typer.Option("--budget", metavar="10m", help="all trials together, at most")
+    ] = "10m",
+    steps: Annotated[int, typer.Option("--steps", min=3, help="optimizer steps of a trial")] = 8,
+    cpu: Annotated[bool, typer.Option("--cpu", help="only to try it: without a GPU")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="the stage file; default: beside the trials")
+    ] = None,
+    row_tokens: Annotated[
+        str | None, typer.Option("--row-tokens", metavar="MEAN:MAX", help="tokens a row")
+    ] = None,
+    gpu_memory: Annotated[
+        float | None,
+        typer.Option("--gpu-memory", metavar="GIB", help="what may be used; default: the card's"),
+    ] = None,
+    stage: StageOption = None, gpus: Gpus = None, devices: DevicesOption = None,
+    python: Python = None, open_instruct: Checkout = None, allow_unpinned: Unpinned = False,
+    fresh: Fresh = False, format: FormatOption = Format.text,
+) -> None:  # fmt: skip
+    """Search the fastest setting at the same global batch and loss; write it as a stage file."""
+    from launcher import tune as tuning
+    from launcher.preparation import Request
+
+    terms = tuning.Terms(
+        budget_s=tuning.seconds(budget), steps=steps, row_tokens=row_tokens, gpu_memory=gpu_memory,
+        output=output, fresh=fresh,
+    )  # fmt: skip
+    request = Request(
+        stage=named_stage(stage), config=config, overrides=overrides or (), gpus=gpus, devices=devices,
+        python=python, checkout=open_instruct, allow_unpinned=allow_unpinned,
+    )  # fmt: skip
+    raise typer.Exit(_run(tuning.prepare(request, terms, cpu=cpu), format))
+
+
+def _run(planned: object, format: Format) -> Exit:
+    from launcher import bench_report, report
+    from launcher import tune as tuning
+
+    assert isinstance(planned, tuning.Tuning)
+    with tuning.opened(planned) as going:
+        code = tuning.run(going, told=_say if format is Format.text else _silent)
+        if going.entries:
+            bench_report.write(going.bench())
+        if format is Format.json:
+            report.envelope("tune", code is Exit.OK, going.findings, going.as_json())
+            return code
+        if going.entries:
+            bench_report.show(going.bench())
+        report.findings(going.findings)
+        report.say("\n".join(tuning.ending(going)))
+    return code
+
+
+def _say(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def _silent(_text: str) -> None:
+    """JSON is for machines: progress would be noise."""

@@ -1,0 +1,182 @@
+"""What the commands share: the app, their options, and what names on the command line stand for."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from launcher.errors import usage
+
+if TYPE_CHECKING:
+    # only for annotations: validation must not pay for importing what starts a run
+    from launcher.rundir import RunFolder
+
+LISTED = (
+    "sft", "dpo", "validate-config", "plan", "prepare", "ladder", "pipeline", "bench", "tune", "runs",
+    "attach", "logs", "stop", "check", "report", "doctor", "explain", "schema", "pin", "cache", "exec",
+)  # fmt: skip
+"""The commands in the order in which one meets them; whatever is not named here comes last."""
+
+
+class Listed(TyperGroup):
+    """The commands as `launch --help` lists them."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Their names in the order of `LISTED`."""
+        place = {name: nth for nth, name in enumerate(LISTED)}
+        return sorted(super().list_commands(ctx), key=lambda name: place.get(name, len(place)))
+
+
+app = typer.Typer(
+    cls=Listed,
+    add_completion=True,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Start SFT and DPO stages from YAML, and prove afterwards that what was asked for is what ran.",
+)
+
+
+class Format(str, Enum):  # noqa: UP042 - StrEnum is not what typer looks for
+    """How to answer."""
+
+    text = "text"
+    json = "json"
+
+
+class Findings(str, Enum):  # noqa: UP042
+    """How to answer where findings are all that there is to say."""
+
+    text = "text"
+    json = "json"
+    github = "github"
+    sarif = "sarif"
+
+
+FindingsOption = Annotated[
+    Findings, typer.Option("--format", help="text, json, github (annotations) or sarif")
+]
+FormatOption = Annotated[Format, typer.Option("--format", help="text, or json for machines")]
+Config = Annotated[Path, typer.Argument(help="the stage file", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", show_default=False)
+]
+
+
+Gpus = Annotated[
+    int | None, typer.Option("--gpus", min=0, help="GPUs on this machine; 0 is the CPU")
+]
+Nodes = Annotated[int, typer.Option("--nodes", min=1, help="machines")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="print the plan and the command, start nothing")
+]
+Python = Annotated[Path | None, typer.Option("--python", help="the trainer's Python")]
+Checkout = Annotated[
+    Path | None, typer.Option("--open-instruct", help="the open-instruct checkout")
+]
+Unpinned = Annotated[
+    bool, typer.Option("--allow-unpinned", help="go on at another commit than the pin")
+]
+Unproven = Annotated[
+    bool, typer.Option("--allow-unproven", help="an unproven verdict is good enough")
+]
+StageOption = Annotated[
+    str | None, typer.Option("--stage", help="sft or dpo, where the file does not say")
+]
+BackendOption = Annotated[
+    str | None, typer.Option("--backend", help="open_instruct or trl, where no file says")
+]
+Strict = Annotated[bool, typer.Option("--strict", help="warnings stop too")]
+NoProbe = Annotated[
+    bool, typer.Option("--no-probe", help="upstream's script alone: nothing is counted or enforced")
+]
+
+
+DevicesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--devices", metavar="2,3", help="these GPUs; default: free ones, as many as --gpus"
+    ),
+]
+Fresh = Annotated[
+    bool, typer.Option("--fresh", help="start over, into a folder beside what is there")
+]
+Changed = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-changed-resume", metavar="NAME", help="go on although NAME is not as it was"
+    ),
+]
+NodeRank = Annotated[
+    int | None, typer.Option("--node-rank", min=0, help="which of several machines this is, from 0")
+]
+MainAddress = Annotated[
+    str | None,
+    typer.Option("--main-address", metavar="HOST[:PORT]", help="the first of several machines"),
+]
+Slurm = Annotated[
+    bool, typer.Option("--slurm", help="queue it as a Slurm job, on --nodes machines")
+]
+Sbatch = Annotated[
+    list[str] | None,
+    typer.Option("--sbatch", metavar="KEY=VALUE", help="an option of sbatch (several times)"),
+]
+SkyPilot = Annotated[
+    Path | None,
+    typer.Option("--skypilot", metavar="FILE", help="write a SkyPilot task, start nothing"),
+]
+Accelerator = Annotated[
+    str | None, typer.Option("--accelerator", help="which GPU, for --skypilot: H100")
+]
+Detach = Annotated[
+    bool,
+    typer.Option("--detach", help="come back at once; the run is in a tmux session of its own"),
+]
+StageFile = Annotated[Path | None, typer.Argument(help="the stage file", show_default=False)]
+Repeat = Annotated[
+    str | None,
+    typer.Option(
+        "--repeat", metavar="RUN", help="this run again, into a new folder; no CONFIG then"
+    ),
+]
+OnFinish = Annotated[
+    str | None,
+    typer.Option(
+        "--on-finish", metavar="CMD", help="run this at the end, however it ends; no shell"
+    ),
+]
+RunName = Annotated[
+    str, typer.Argument(metavar="RUN", help="a run, a unique prefix of its name, or `last`")
+]
+
+
+def found_run(name: str) -> RunFolder:
+    """The run of that name. Raises UsageError where there is none, or several."""
+    from launcher import rundir
+
+    folder = rundir.find(name)
+    if folder is None:
+        raise usage("no-such-run", f"there is no run `{name}`", "launch runs")
+    return folder
+
+
+def named_stage(given: str | None) -> str | None:
+    """`--stage` as given. Raises UsageError where it is none."""
+    if given not in {None, "sft", "dpo"}:
+        raise usage("bad-stage", f"`{given}` is no stage", "--stage sft or --stage dpo")
+    return given
+
+
+def named_backend(given: str | None) -> str | None:
+    """`--backend` as given. Raises UsageError where it is none."""
+    from launcher.backends import BACKENDS
+
+    if given is not None and given not in BACKENDS:
+        names = " or ".join(f"--backend {name}" for name in BACKENDS)
+        raise usage("bad-backend", f"`{given}` is no backend", names)
+    return given

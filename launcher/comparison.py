@@ -1,0 +1,428 @@
+"""Measured runs of several settings -> which is faster, and whether it still trains the same.
+
+Nothing here starts or reads anything: samples in, rows out.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from launcher.errors import brief, usage
+
+if TYPE_CHECKING:
+    from launcher.trial import Outcome
+
+TOLERANCE = 0.05
+"""How far the loss may lie from that of the first variant, as a share of it, unless told otherwise."""
+ALONE = 0.03
+"""What one run of each has to differ by before it counts: there is no spread to tell."""
+LEAST = 0.01
+"""What counts as no difference, however little the runs scatter."""
+
+Cause = Literal[
+    "ok", "oom", "diverged", "hang", "timeout", "contract", "crash", "refused", "interrupted"
+]
+"""What became of a trial; `refused`: it could not be started, `contract`: it was not what was asked."""
+Standing = Literal[
+    "baseline",
+    "faster",
+    "slower",
+    "no difference",
+    "loss changed",
+    "unproven",
+    "flawed",
+    "failed",
+    "unknown",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One of the settings that are compared: the stage file with these overrides on top.
+
+    `checkout` is the open-instruct checkout that runs it, None for the one that any run would use.
+    """
+
+    name: str
+    overrides: tuple[str, ...] = ()
+    checkout: Path | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """For the record."""
+        place = None if self.checkout is None else str(self.checkout)
+        return {"name": self.name, "overrides": list(self.overrides), "checkout": place}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One optimizer step over all ranks: its tokens, what its loss is a mean over, and that mean.
+
+    `weight` is tokens for SFT, rows for DPO, whose loss is one of pairs.
+    """
+
+    tokens: float
+    weight: float
+    loss: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One trial. `metrics` are numbers or None where unknown: see `bench.METRICS`.
+
+    `reason` says why it is no measurement, `flaws` are points of the verdict that failed although it
+    ran to its end, `unproved` those that could not be settled either way. `seconds` is wall time,
+    start-up included. `outcome` is there only in the process that ran it.
+    """
+
+    variant: str
+    repeat: int = 0
+    cause: Cause = "ok"
+    reason: str | None = None
+    flaws: tuple[str, ...] = ()
+    unproved: tuple[str, ...] = ()
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    curve: tuple[Step, ...] = ()
+    run: str | None = None
+    seconds: float = 0.0
+    outcome: Outcome | None = field(default=None, compare=False)
+
+    @property
+    def measured(self) -> bool:
+        """Whether it came to its end and its numbers count."""
+        return self.cause == "ok"
+
+    def as_json(self) -> dict[str, Any]:
+        """For the record; `from_json` reads it."""
+        return {
+            "variant": self.variant, "repeat": self.repeat, "cause": self.cause,
+            "reason": self.reason, "flaws": list(self.flaws), "unproved": list(self.unproved),
+            "metrics": dict(self.metrics),
+            "curve": [[s.tokens, s.weight, s.loss] for s in self.curve],
+            "run": self.run, "seconds": round(self.seconds, 1),
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Sample:
+        """What `as_json` wrote. Raises KeyError, TypeError or ValueError where it did not."""
+        curve = tuple(Step(float(t), float(w), float(x)) for t, w, x in data["curve"])
+        known = {k: data[k] for k in ("variant", "repeat", "cause", "reason", "run", "seconds")}
+        return cls(
+            **known, flaws=tuple(data["flaws"]), unproved=tuple(data.get("unproved") or ()),
+            metrics=dict(data["metrics"]), curve=curve,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Several measurements of the same thing."""
+
+    median: float
+    min: float
+    max: float
+    n: int
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> Spread | None:
+        """Of those that are known; None where none is."""
+        known = [value for value in values if value is not None and math.isfinite(value)]
+        if not known:
+            return None
+        return cls(statistics.median(known), min(known), max(known), len(known))
+
+    def apart(self, other: Spread) -> bool:
+        """Whether no measurement of one lies among those of the other."""
+        return self.min > other.max or self.max < other.min
+
+    def as_json(self) -> dict[str, float]:
+        """As benchmarks.json has it."""
+        return {"median": self.median, "min": self.min, "max": self.max, "n": self.n}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What is known of one variant. Ratios and changes are against the first one, None without.
+
+    `loss` is over the tokens that every measured trial has seen, and `steps_within` how many optimizer
+    steps (parts of one included) it took to see them. `recommended` is the fastest of
+    those that train the same, if it is faster than the first.
+    """
+
+    variant: str
+    standing: Standing
+    why: str
+    recommended: bool = False
+    spreads: Mapping[str, Spread | None]
+    loss: Spread | None = None
+    steps_within: float | None = None
+    speed_ratio: float | None = None
+    loss_change: float | None = None
+    failures: tuple[str, ...] = ()
+    flaws: tuple[str, ...] = ()
+
+    def median(self, name: str) -> float | None:
+        """The median of a metric; None where it is not known."""
+        spread = self.loss if name == LOSS else self.spreads.get(name)
+        return None if spread is None else spread.median
+
+    def as_json(self) -> dict[str, Any]:
+        """One entry of `rows`."""
+        spreads = {k: None if s is None else s.as_json() for k, s in self.spreads.items()}
+        return {
+            "variant": self.variant, "standing": self.standing, "why": self.why,
+            "recommended": self.recommended,
+            LOSS: None if self.loss is None else self.loss.as_json(),
+            "steps_within": self.steps_within,
+            **spreads, "speed_ratio": self.speed_ratio, "loss_change": self.loss_change,
+            "failures": list(self.failures), "flaws": list(self.flaws),
+        }  # fmt: skip
+
+
+SPEED, LOSS = "tokens_per_second_per_gpu", "loss_per_token"
+
+
+def loss_within(curve: Sequence[Step], tokens: float) -> float | None:
+    """The mean loss of the first `tokens` tokens, each counted alike.
+
+    A step that reaches beyond counts by the share of its tokens that lies within. None where the
+    curve ends before, or is empty.
+    """
+    left, total, weight = tokens, 0.0, 0.0
+    for step in curve:
+        if left <= 0:
+            break
+        share = min(1.0, left / step.tokens) if step.tokens > 0 else 0.0
+        total += share * step.weight * step.loss
+        weight += share * step.weight
+        left -= step.tokens
+    # what summing in another order loses is no missing step
+    return total / weight if weight > 0 and left <= 1e-6 * tokens else None
+
+
+def steps_within(curve: Sequence[Step], tokens: float) -> float:
+    """How many optimizer steps the first `tokens` tokens take, parts of one included."""
+    left, steps = tokens, 0.0
+    for step in curve:
+        if left <= 0:
+            break
+        steps += min(1.0, left / step.tokens) if step.tokens > 0 else 0.0
+        left -= step.tokens
+    return steps
+
+
+def common_tokens(samples: Iterable[Sample]) -> float | None:
+    """How many tokens every measured trial has seen; None where none has a loss."""
+    seen = [math.fsum(s.tokens for s in one.curve) for one in samples if one.measured and one.curve]
+    return min(seen, default=None)
+
+
+def compare(samples: Sequence[Sample], tolerance: float = TOLERANCE) -> list[Row]:
+    """One row a variant, in the order of their first samples; the first is what the others are held to.
+
+    A variant is faster (or slower) than the first where the ranges of their speeds do not overlap and
+    the medians differ by `LEAST`; with one run of either, where they differ by `ALONE`.
+    """
+    names = list(dict.fromkeys(sample.variant for sample in samples))
+    tokens = common_tokens(samples)
+    by_name = {name: [s for s in samples if s.variant == name] for name in names}
+    first: Row | None = None
+    rows = []
+    for name in names:
+        row = _row(name, by_name[name], tokens, first, tolerance)
+        first = first or row
+        rows.append(row)
+    best = max(
+        (row for row in rows if row.standing == "faster"),
+        key=lambda row: row.median(SPEED) or 0.0, default=None,
+    )  # fmt: skip
+    return [replace(row, recommended=True) if row is best else row for row in rows]
+
+
+def _row(
+    name: str, samples: Sequence[Sample], tokens: float | None, first: Row | None, tolerance: float
+) -> Row:
+    measured = [sample for sample in samples if sample.measured]
+    # a loss over everything that a trial saw compares with no other's
+    keys = dict.fromkeys(key for sample in measured for key in sample.metrics if key != LOSS)
+    spreads = {key: Spread.of(sample.metrics.get(key) for sample in measured) for key in keys}
+    loss = steps = None
+    if tokens is not None:
+        loss = Spread.of(loss_within(sample.curve, tokens) for sample in measured)
+        steps = Spread.of(steps_within(sample.curve, tokens) for sample in measured)
+    failures = tuple(
+        f"{sample.cause}: {sample.reason}" for sample in samples if not sample.measured
+    )
+    flaws = tuple(dict.fromkeys(flaw for sample in measured for flaw in sample.flaws))
+    speed = spreads.get(SPEED)
+    base = None if first is None else first.spreads.get(SPEED)
+    ratio = speed.median / base.median if speed and base and base.median > 0 else None
+    change = _change(loss, None if first is None else first.loss)
+    standing, why = _standing(
+        measured, failures, flaws, first=first, speeds=(speed, base), ratio=ratio, change=change,
+        tolerance=tolerance,
+    )  # fmt: skip
+    taken = None if steps is None else steps.median
+    if standing == "loss changed" and first is not None:
+        why += _fewer(taken, first.steps_within)
+    return Row(
+        variant=name, standing=standing, why=why, spreads=spreads, loss=loss, speed_ratio=ratio,
+        loss_change=change, failures=failures, flaws=flaws, steps_within=taken,
+    )  # fmt: skip
+
+
+def _fewer(steps: float | None, base: float | None) -> str:
+    """Why a loss may be another although nothing is wrong: more tokens a step are fewer updates."""
+    if not steps or not base or abs(steps / base - 1) < 0.1:
+        return ""
+    return f" ({steps:.3g} steps against {base:.3g} within the same tokens)"
+
+
+def share(tolerance: float) -> str:
+    """A tolerance for people: `±5 %`."""
+    return f"±{100 * tolerance:.4g} %"
+
+
+def _change(loss: Spread | None, base: Spread | None) -> float | None:
+    if loss is None or base is None or base.median == 0:
+        return None
+    return (loss.median - base.median) / abs(base.median)
+
+
+def _standing(
+    measured: Sequence[Sample], failures: Sequence[str], flaws: Sequence[str], *,
+    first: Row | None, speeds: tuple[Spread | None, Spread | None], ratio: float | None,
+    change: float | None, tolerance: float,
+) -> tuple[Standing, str]:  # fmt: skip
+    """What to say of a variant, gravest first."""
+    if not measured:
+        return "failed", failures[0] if failures else "not tried yet"
+    if flaws:
+        return "flawed", f"not what was asked for: {'; '.join(flaws)}"
+    if first is None:
+        return "baseline", ""
+    speed, base = speeds
+    if ratio is None or speed is None or base is None:
+        return "unknown", "no speed of both to compare"
+    word = _speed_word(speed, base, ratio)
+    if change is None:
+        return "unknown", f"{word}; no loss of both to compare"
+    if abs(change) > tolerance:
+        but = "but" if word == "faster" else "and"
+        return "loss changed", f"{word}, {but} the loss is {change:+.1%}: beyond {share(tolerance)}"
+    if unproved := dict.fromkeys(name for sample in measured for name in sample.unproved):
+        return "unproven", f"{word}, but not proved either way: {', '.join(unproved)}"
+    if failures:
+        return "flawed", f"{word}, but {len(failures)} of its runs failed: {failures[0]}"
+    return word, "" if min(speed.n, base.n) > 1 else "one run: no spread"
+
+
+def _speed_word(
+    speed: Spread, base: Spread, ratio: float
+) -> Literal["faster", "slower", "no difference"]:
+    alone = min(speed.n, base.n) < 2
+    clear = abs(ratio - 1) >= (ALONE if alone else LEAST) and speed.apart(base)
+    return "no difference" if not clear else "faster" if ratio > 1 else "slower"
+
+
+# --- what must hold -------------------------------------------------------------------------------
+
+RELATIVE = {
+    "loss": LOSS, "tokens_per_second": SPEED, "seconds_per_step": "seconds_per_step",
+    "peak_memory": "peak_allocated_gib",
+}  # fmt: skip
+"""Held to the first variant: `1.2` is a ratio, `20%` a change; of the loss either way."""
+ABSOLUTE = {
+    "mfu": "mfu", "mfu_6n": "mfu_6n", "wasted": "wasted_share",
+    "gpu_utilisation": "gpu_utilisation_p50",
+}  # fmt: skip
+"""Shares by themselves, of every variant: `48%` is 0.48."""
+
+_EXPRESSION = re.compile(
+    r"\s*(?P<name>[a-z0-9_]+)\s*(?P<op><=|>=|<|>)\s*(?P<number>[+-]?(?:\d+(?:\.\d*)?|\.\d+))\s*(?P<percent>%?)\s*"
+)
+_HOLDS = {
+    "<=": lambda a, b: a <= b,
+    ">=": lambda a, b: a >= b,
+    "<": lambda a, b: a < b,
+    ">": lambda a, b: a > b,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assertion:
+    """`loss<=1%`, `tokens_per_second>=1.2`, `mfu>=48%`: one figure, one limit."""
+
+    text: str
+    name: str
+    operator: str
+    number: float
+    percent: bool
+
+    @property
+    def relative(self) -> bool:
+        """Whether the figure is held to the first variant's, which then is not judged itself."""
+        return self.name in RELATIVE
+
+    @property
+    def tolerance(self) -> float | None:
+        """How far the loss may go by this; None where it speaks of something else."""
+        if self.name != "loss" or self.operator not in ("<", "<="):
+            return None
+        return self.number / 100 if self.percent else max(0.0, self.number - 1)
+
+    def holds(self, row: Row, first: Row) -> bool | None:
+        """Whether it is so; None where a figure that it needs is not known."""
+        value = row.median((RELATIVE | ABSOLUTE)[self.name])
+        if self.relative:
+            base = first.median(RELATIVE[self.name])
+            value = value / base if value is not None and base else None
+        if value is None:
+            return None
+        if not self.percent:
+            return bool(_HOLDS[self.operator](value, self.number))
+        value = 100 * (value - 1) if self.relative else 100 * value
+        value = abs(value) if self.name == "loss" else value
+        # 1.01 / 1 is a little more than 1 %
+        return bool(_HOLDS[self.operator](round(value, 9), self.number))
+
+
+def assertion(text: str) -> Assertion:
+    """Read one. Raises UsageError for what is none."""
+    found = _EXPRESSION.fullmatch(text)
+    if found is None or found["name"] not in RELATIVE | ABSOLUTE:
+        raise usage(
+            "bad-assert", f"`{brief(text)}` cannot be asserted",
+            f"such as loss<=1%, tokens_per_second>=1.2; of {', '.join(RELATIVE | ABSOLUTE)}",
+        )  # fmt: skip
+    return Assertion(
+        text=text.strip(), name=found["name"], operator=found["op"], number=float(found["number"]),
+        percent=bool(found["percent"]),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """An assertion that does not hold of a variant, or (`unknown`) whose figure nobody measured."""
+
+    text: str
+    variant: str
+    unknown: bool
+
+    def as_json(self) -> dict[str, Any]:
+        """For the envelope."""
+        return {"assert": self.text, "variant": self.variant, "unknown": self.unknown}
+
+
+def broken(assertions: Sequence[Assertion], rows: Sequence[Row]) -> list[Broken]:
+    """Every assertion with every variant that it does not hold of."""
+    return [
+        Broken(one.text, row.variant, held is None)
+        for one in assertions
+        for row in (rows[1:] if one.relative else rows)
+        if (held := one.holds(row, rows[0])) is not True
+    ]

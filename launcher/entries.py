@@ -1,0 +1,141 @@
+"""Which set of a dataset cache folder open-instruct would take: by what its own key is made of.
+
+Upstream writes beside each set what its key was made of (`config.json`, dataset_transformation.py:1893).
+Whoever holds that against the arguments knows, without starting anything, whether a run would find
+its set. The rest (contents of local data, code, versions) is in the name of the folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from launcher import cache_folders, hub_files
+from launcher.backends.model_config import is_path
+from launcher.hub_files import Part
+from launcher.paths import exists
+from launcher.plan import Plan
+
+# dataset_transformation.py:910
+_HASHED = ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "vocab.json")
+_TOKENIZER_FIELDS = (
+    "trust_remote_code", "use_fast", "chat_template_name", "add_bos", "get_tokenizer_fn",
+    "use_slow_tokenizer", "tokenizer_name", "ground_truths_key", "sft_messages_key",
+)  # fmt: skip
+# dataset_transformation.py:2062
+_REVISION = "main"
+
+
+def hit(folder: Path, plan: Plan, environ: Mapping[str, str]) -> Path | None:
+    """The complete set in a folder that a run of this plan would find by its key; None: it would miss."""
+    asked = key(plan, environ)
+    found = cache_folders.opened(folder)
+    for name in found.entries() if found is not None else ():
+        if not list(differences(asked, folder / name)):
+            return folder / name
+    return None
+
+
+def differences(asked: Mapping[str, Any], entry: Path) -> Iterator[str]:
+    """What a set was made with that a run would not ask for, in words."""
+    told = hub_files.json_of(entry / "config.json")
+    tokenizer, data = told.get("tokenizer_config"), told.get("dataset_configs")
+    if not isinstance(tokenizer, dict) or not isinstance(data, list):
+        yield f"{entry} does not say what it was made of"
+        return
+    for name, value in asked["tokenizer"].items():
+        if name in tokenizer and tokenizer[name] != value:
+            yield f"{name}: {tokenizer[name]!r} there, {value!r} asked for"
+    if len(data) != len(asked["data"]):
+        yield f"{len(data)} data sets there, {len(asked['data'])} asked for"
+        return
+    for there, wanted in zip(data, asked["data"], strict=True):
+        for name, value in wanted.items():
+            # upstream leaves out of its key what is None
+            if isinstance(there, dict) and there.get(name) != value:
+                yield f"{name}: {there.get(name)!r} there, {value!r} asked for"
+
+
+def key(plan: Plan, environ: Mapping[str, str]) -> dict[str, Any]:
+    """What upstream's key would be made of now, as it stands in `config.json`."""
+    values = plan.values
+    prefix = "dataset_" if "dataset_local_cache_dir" in values else ""
+    name = values.get("tokenizer_name_or_path") or values.get("model_name_or_path")
+    revision = values.get("tokenizer_revision") or values.get("model_revision")
+    part = Part(role="tokenizer", name=str(name), key="", revision=revision)
+    tokenizer = {
+        "tokenizer_name_or_path": name, "tokenizer_revision": revision,
+        "tokenizer_files_hash": [_hash(part, file, environ) for file in _HASHED],
+        **{field: values[field] for field in _TOKENIZER_FIELDS if field in values},
+    }  # fmt: skip
+    listed = values.get(plan.stage.entry.names.data)
+    pairs = listed if isinstance(listed, list) else []
+    splits = list(values.get(f"{prefix}mixer_list_splits") or ["train"])
+    data = [
+        {
+            "dataset_name": pairs[at],
+            "dataset_split": splits[0] if len(splits) == 1 else splits[at],
+            "dataset_revision": _REVISION,
+            "transform_fn": values.get(f"{prefix}transform_fn"),
+            "transform_fn_args": [{"max_seq_length": values.get("max_seq_length")}, {}],
+            "target_columns": values.get(f"{prefix}target_columns"),
+            "frac_or_num_samples": _amount(str(pairs[at + 1])),
+            "dataset_commit_hash": _commit(str(pairs[at]), environ),
+        }
+        for at in range(0, len(pairs) - 1, 2)
+        if len(splits) == 1 or at < len(splits)
+    ]
+    plain: dict[str, Any] = json.loads(
+        json.dumps({"tokenizer": tokenizer, "data": data}, default=str)
+    )
+    return plain
+
+
+def reference(plan: Plan, entry: Path) -> str:
+    """The name of DPO's file of reference log-probabilities for a set, without `.pt`.
+
+    Upstream's own formula (dpo_utils.py:364); where another commit has another, nothing of this name
+    is found, and the file counts as missing.
+    """
+    values = plan.values
+    told = {
+        "dataset_config_hash": entry.name,
+        **{
+            name: values.get(name)
+            for name in (
+                "concatenated_forward", "loss_type", "max_train_samples", "model_name_or_path",
+                "model_revision", "packing", "use_lora", "use_qlora",
+            )
+        },
+    }  # fmt: skip
+    text = json.dumps(told, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _amount(text: str) -> int | float | None:
+    try:
+        return float(text) if "." in text else int(text)
+    except ValueError:
+        return None
+
+
+def _commit(name: str, environ: Mapping[str, str]) -> str | None:
+    """The commit of a data set on the hub, as upstream reads it: where its README.md is in the cache."""
+    if exists(Path(name)) or is_path(name):
+        return None
+    part = Part(role="data", name=name, key="", revision=_REVISION)
+    return hub_files.commit(part, environ) if _cached(part, "README.md", environ) else None
+
+
+def _cached(part: Part, name: str, environ: Mapping[str, str]) -> Path | None:
+    return hub_files.cached_file(part, name, environ)
+
+
+def _hash(part: Part, name: str, environ: Mapping[str, str]) -> str:
+    path = _cached(part, name, environ)
+    if path is None:
+        return f"{name} not found"
+    return hashlib.sha256(path.read_bytes()).hexdigest()

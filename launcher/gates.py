@@ -1,0 +1,366 @@
+"""What a short run must show before more is spent: thresholds -> a flag for each, green, yellow or red.
+
+A red flag stops, a yellow one is said. What is noise counts for neither: a mean over a few steps is
+below a red threshold only where it is so by twice its standard error.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from launcher.errors import Finding, brief
+
+Complain = Callable[[str, str, str, str | None], Finding]
+"""Makes a finding of a code, the gate as it was written, a message and a help."""
+Colour = Literal["green", "yellow", "red"]
+
+LN2 = math.log(2)
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Where a gate turns red and where yellow; None where it never does."""
+
+    red: float | None = None
+    yellow: float | None = None
+
+
+GATES: Mapping[str, tuple[Limit, str]] = {
+    "loss_fall": (
+        Limit(red=0.0), "share by which the loss falls, mean of the first fifth against the last: more "
+        "than",
+    ),
+    "grad_norm": (
+        Limit(red=1000.0, yellow=10.0), "gradient norm at most: of any step (red), the median (yellow)",
+    ),
+    "grad_norm_least": (
+        Limit(red=0.0, yellow=0.1), "gradient norm more than: of any step (red), the median (yellow)",
+    ),
+    "tokens_per_second": (Limit(red=0.0), "tokens a second on all devices, more than"),
+    "efficiency": (
+        Limit(red=0.5, yellow=0.8), "tokens a second and device, as a share of the first rung's, more "
+        "than",
+    ),
+    "memory": (Limit(red=1.0, yellow=0.95), "reserved peak as a share of the card, at most"),
+    "memory_over_plan": (Limit(yellow=1.1), "allocated peak as a share of the planned one, at most"),
+    "first_loss": (
+        Limit(red=0.2, yellow=0.02), "DPO: how far the first loss may be from ln 2, as a share of it",
+    ),
+    "rewards_accuracy": (
+        Limit(red=0.5, yellow=0.55), "DPO: share of pairs whose chosen answer has the higher reward, more "
+        "than, over the last fifth",
+    ),
+    "rewards_margin": (Limit(red=0.0), "DPO: chosen less rejected reward, more than, over the last fifth"),
+}  # fmt: skip
+"""Every gate with its defaults and what it means; `loss_fall` has a yellow default by `fallen`."""
+
+_AT_MOST = frozenset({"grad_norm", "memory", "memory_over_plan", "first_loss"})
+_FALL_IN_100_STEPS = {"sft": 0.10, "dpo": 0.02}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What one run showed. Losses, norms and rewards are one a step, memory is in GiB.
+
+    `devices` is how many trained, `accelerated` whether they were GPUs. `failed` is why the verdict
+    did not pass, `unproven` why it could not tell.
+    """
+
+    stage: str
+    devices: int = 1
+    accelerated: bool = False
+    losses: tuple[float, ...] = ()
+    norms: tuple[float, ...] = ()
+    accuracies: tuple[float, ...] = ()
+    margins: tuple[float, ...] = ()
+    nonfinite: tuple[int, ...] = ()
+    tokens_per_second: float | None = None
+    step_seconds: float | None = None
+    allocated_gib: float | None = None
+    reserved_gib: float | None = None
+    planned_gib: float | None = None
+    card_gib: float | None = None
+    starts_at_ln2: bool = False
+    failed: str | None = None
+    unproven: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; `from_json` reads them."""
+        return {name: _plain(getattr(self, name)) for name in _NAMES}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Facts:
+        """Raises TypeError or KeyError where it is damaged."""
+        told: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k in _NAMES
+        }
+        return cls(**told)
+
+    @property
+    def each(self) -> float | None:
+        """Tokens a second and device."""
+        return None if self.tokens_per_second is None else self.tokens_per_second / self.devices
+
+
+_NAMES = tuple(part.name for part in fields(Facts))
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """What one gate says of a run; `value` is None where it was not measured."""
+
+    gate: str
+    colour: Colour
+    text: str
+    value: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """For a record."""
+        return {
+            "gate": self.gate, "colour": self.colour, "text": self.text,
+            "value": None if self.value is None else float(f"{self.value:.6g}"),
+        }  # fmt: skip
+
+
+# --- what the stage file says ---------------------------------------------------------------------
+
+
+def read(given: Any, complain: Complain) -> tuple[dict[str, Limit], list[Finding]]:
+    """The limits of a `gates:` mapping, and everything wrong with it.
+
+    A number is where the gate turns red, `{red, yellow}` gives both, `off` switches it off. Of a gate
+    that is named, only what is named changes.
+    """
+    if given is None:
+        return {}, []
+    if not isinstance(given, Mapping):
+        message = f"`gates` is a mapping of gates to limits, not `{brief(given)}`"
+        return {}, [complain("bad-gates", "", message, "gates: {loss_fall: 0.05}")]
+    limits: dict[str, Limit] = {}
+    findings = []
+    for key, value in given.items():
+        name = str(key)
+        if name not in GATES:
+            near = difflib.get_close_matches(name, GATES, n=1, cutoff=0.5)
+            help = f"did you mean `{near[0]}`?" if near else f"one of {', '.join(GATES)}"
+            findings.append(complain("unknown-gate", name, f"`{brief(name)}` is no gate", help))
+            continue
+        limit = _limit(GATES[name][0], value)
+        if limit is None:
+            help = f"a number, `off`, or {{red: …, yellow: …}} ({GATES[name][1]})"
+            message = f"`gates.{name}` cannot be `{brief(value)}`"
+            findings.append(complain("bad-gate", name, message, help))
+        elif value is not None:
+            limits[name] = limit
+    return limits, findings
+
+
+def _limit(usual: Limit, value: Any) -> Limit | None:
+    """The limit that a value means; None where it means none."""
+    if value is None or value is True or value == "on":
+        return usual
+    if value is False or value == "off":
+        return Limit()
+    if isinstance(value, Mapping):
+        if not value or not set(value) <= {"red", "yellow"}:
+            return None
+        told = {str(key): _number(one) for key, one in value.items()}
+        bad = [key for key, one in value.items() if one is not None and told[str(key)] is None]
+        return None if bad else Limit(**{"red": usual.red, "yellow": usual.yellow, **told})
+    number = _number(value)
+    return None if number is None else Limit(red=number, yellow=usual.yellow)
+
+
+def _number(value: Any) -> float | None:
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if fits else None
+
+
+# --- what a run says ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A value and its standard error; the steps it is made of are taken as independent."""
+
+    value: float
+    error: float = 0.0
+
+
+def fallen(losses: Sequence[float]) -> Mean | None:
+    """By what share the mean of the last fifth lies below that of the first; None without two losses.
+
+    The noise is taken from the differences of neighbouring steps, so that the fall itself is none.
+    """
+    seen = [loss for loss in losses if math.isfinite(loss)]
+    if len(seen) < 2:
+        return None
+    count = max(1, len(seen) // 5)
+    first, last = statistics.fmean(seen[:count]), statistics.fmean(seen[-count:])
+    level = abs(first) or 1e-12
+    return Mean((first - last) / level, _noise(seen) * math.sqrt(2 / count) / level)
+
+
+def settled(series: Sequence[float]) -> Mean | None:
+    """The mean of the last fifth."""
+    seen = [value for value in series if math.isfinite(value)]
+    if not seen:
+        return None
+    count = max(1, len(seen) // 5)
+    return Mean(statistics.fmean(seen[-count:]), _noise(seen) / math.sqrt(count))
+
+
+def _noise(series: Sequence[float]) -> float:
+    """The standard deviation of one step about a smooth curve."""
+    steps = [after - before for before, after in itertools.pairwise(series)]
+    return math.sqrt(math.fsum(d * d for d in steps) / (2 * len(steps))) if steps else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Question:
+    facts: Facts
+    limits: Mapping[str, Limit]
+    base: Facts | None = None
+
+    def ask(
+        self, gate: str, text: str, red: Mean, yellow: float | None = None, *, stuck: bool = False
+    ) -> Flag:
+        """One gate; `yellow` is the value that counts there, where it is another.
+
+        With `stuck` it is red too where noise hides on which side of red it is, but not that it is far
+        from what is usual.
+        """
+        limit, sign = self.limits.get(gate, GATES[gate][0]), -1 if gate in _AT_MOST else 1
+        within = "" if not red.error else f", give or take {2 * red.error:.2g}"
+        value = sign * red.value
+        soft = sign * (red.value if yellow is None else yellow)
+        if limit.red is not None and _beyond(value, sign * limit.red, gate):
+            most = value + 2 * red.error
+            far = stuck and limit.yellow is not None and most < sign * limit.yellow
+            if far or _beyond(most, sign * limit.red, gate):
+                words = "at most" if sign < 0 else "more than"
+                return Flag(gate=gate, colour="red", value=red.value,
+                            text=f"{text}{within}: {words} {limit.red:g} is asked for")  # fmt: skip
+            return Flag(
+                gate=gate, colour="yellow", value=red.value,
+                text=f"{text}{within}: noise hides whether it is past {limit.red:g}",
+            )  # fmt: skip
+        if limit.yellow is not None and soft < sign * limit.yellow:
+            words = "at most" if sign < 0 else "at least"
+            return Flag(gate=gate, colour="yellow", value=red.value,
+                        text=f"{text}: {words} {limit.yellow:.2g} is usual")  # fmt: skip
+        return Flag(gate=gate, colour="green", value=red.value, text=text)
+
+
+def _beyond(value: float, red: float, gate: str) -> bool:
+    """Whether a value is on the red side: for `more than`, the limit itself is."""
+    return value < red if gate in _AT_MOST else value <= red
+
+
+def judge(facts: Facts, limits: Mapping[str, Limit], base: Facts | None = None) -> list[Flag]:
+    """What every gate that can be asked says; `base` is the run that efficiency is measured against."""
+    whole = {name: usual for name, (usual, _) in GATES.items()} | dict(limits)
+    fall = whole["loss_fall"]
+    if fall.red is not None and fall.yellow is None:
+        usual = _FALL_IN_100_STEPS.get(facts.stage, 0.0) * min(1.0, len(facts.losses) / 100)
+        whole["loss_fall"] = Limit(fall.red, usual)
+    question = _Question(facts=facts, limits=whole, base=base)
+    return [*_ended(facts), *_of_loss(question), *_of_norms(question), *_of_speed(question),
+            *_of_memory(question), *_of_rewards(question)]  # fmt: skip
+
+
+def colour_of(flags: Sequence[Flag]) -> Colour:
+    """The worst of them."""
+    colours = {flag.colour for flag in flags}
+    return "red" if "red" in colours else "yellow" if "yellow" in colours else "green"
+
+
+def _ended(facts: Facts) -> Iterator[Flag]:
+    if facts.failed is not None:
+        yield Flag(gate="verdict", colour="red", text=facts.failed)
+    elif facts.unproven is not None:
+        yield Flag(gate="verdict", colour="yellow", text=f"unproven: {facts.unproven}")
+
+
+def _of_loss(question: _Question) -> Iterator[Flag]:
+    facts = question.facts
+    if facts.nonfinite:
+        steps = ", ".join(map(str, facts.nonfinite[:3])) + (", …" if facts.nonfinite[3:] else "")
+        yield Flag(gate="loss", colour="red", text=f"NaN or infinite at step {steps}")
+        return
+    fall = fallen(facts.losses)
+    if fall is not None:
+        first, last = facts.losses[0], facts.losses[-1]
+        word = "falls" if fall.value >= 0 else "rises"
+        text = f"loss {word} by {abs(fall.value):.1%} ({first:.4g} -> {last:.4g})"
+        yield question.ask("loss_fall", text, fall)
+    elif facts.failed is None:
+        yield Flag(gate="loss_fall", colour="yellow", text="fewer than two losses were seen")
+
+
+def _of_norms(question: _Question) -> Iterator[Flag]:
+    norms = question.facts.norms
+    if not norms:
+        return
+    most, median = max(norms), statistics.median(norms)
+    text = f"gradient norm {median:.3g} in the median, {most:.3g} at most"
+    yield question.ask("grad_norm", text, Mean(most), median)
+    yield question.ask("grad_norm_least", text, Mean(most), median)
+
+
+def _of_speed(question: _Question) -> Iterator[Flag]:
+    facts, base = question.facts, question.base
+    if facts.tokens_per_second is None:
+        if facts.failed is None:
+            yield Flag(gate="tokens_per_second", colour="yellow", text="the speed was not measured")
+        return
+    rate = facts.tokens_per_second
+    yield question.ask("tokens_per_second", f"{rate:,.0f} tokens/s", Mean(rate))
+    share = efficiency(facts, base)
+    if share is not None and base is not facts:
+        text = f"{share:.0%} of the first rung's tokens/s on each device"
+        yield question.ask("efficiency", text, Mean(share))
+
+
+def efficiency(facts: Facts, base: Facts | None) -> float | None:
+    """Tokens a second and device as a share of the base's; None for a CPU against a GPU."""
+    if base is None or not base.each or facts.each is None or base.accelerated != facts.accelerated:
+        return None
+    return facts.each / base.each
+
+
+def _of_memory(question: _Question) -> Iterator[Flag]:
+    facts = question.facts
+    peak = facts.reserved_gib if facts.reserved_gib is not None else facts.allocated_gib
+    if peak is not None and facts.card_gib:
+        text = f"{peak:.1f} of {facts.card_gib:.1f} GiB"
+        yield question.ask("memory", text, Mean(peak / facts.card_gib))
+    if facts.allocated_gib is not None and facts.planned_gib:
+        text = f"{facts.allocated_gib:.1f} GiB allocated, {facts.planned_gib:.1f} planned"
+        yield question.ask("memory_over_plan", text, Mean(facts.allocated_gib / facts.planned_gib))
+
+
+def _of_rewards(question: _Question) -> Iterator[Flag]:
+    facts = question.facts
+    if facts.stage != "dpo":
+        return
+    if facts.starts_at_ln2 and facts.losses and math.isfinite(facts.losses[0]):
+        text = f"first loss {facts.losses[0]:.4f}, ln 2 is {LN2:.4f}"
+        yield question.ask("first_loss", text, Mean(abs(facts.losses[0] - LN2) / LN2))
+    accuracy, margin = settled(facts.accuracies), settled(facts.margins)
+    if accuracy is not None:
+        text = f"the chosen answer has the higher reward in {accuracy.value:.0%} of pairs"
+        yield question.ask("rewards_accuracy", text, accuracy, stuck=True)
+    if margin is not None:
+        text = f"chosen less rejected reward is {margin.value:.3g}"
+        yield question.ask("rewards_margin", text, margin)

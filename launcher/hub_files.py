@@ -1,0 +1,278 @@
+"""What a stage reads of models and tokenizers, local or on the hub: brought here, and looked through.
+
+Before anything is tokenised: upstream's key of tokenised data holds what is in the hub's cache at that
+moment (dataset_transformation.py:84), so that a set made before the download has another key than the
+same set asked for after it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from launcher.backends import model_config
+from launcher.errors import Finding, NotReady
+from launcher.machine import Trainer
+from launcher.paths import exists, is_file
+from launcher.plan import Plan
+from launcher.redaction import redact
+from launcher.rundir import parse_line
+
+FETCHING = Path(__file__).resolve().parent / "fetching.py"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
+                   "sentencepiece.bpe.model", "tekken.json")  # fmt: skip
+
+Role = Literal["whole", "model", "tokenizer", "data"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A model, a tokenizer or a data set by its name, and what became of it.
+
+    `role` says how much of it is read: `whole` is every file, which SFT's `snapshot_download` takes.
+    `state` is `there`, `fetched`, `missing`, or `unknown` for data that the hub's cache cannot answer
+    for. `asked` is whether the hub was there to say what is newest; None where nobody had to.
+    """
+
+    role: Role
+    name: str
+    key: str
+    revision: str | None = None
+    state: str = ""
+    place: Path | None = None
+    size: int = 0
+    seconds: float = 0.0
+    commit: str | None = None
+    asked: bool | None = None
+    error: str | None = None
+
+    @property
+    def local(self) -> bool:
+        """Whether it is a path here, and nothing that the hub has."""
+        return exists(Path(self.name)) or model_config.is_path(self.name)
+
+    @property
+    def kind(self) -> str:
+        """For people."""
+        return {"whole": "model", "data": "data"}.get(self.role, self.role)
+
+    def as_json(self) -> dict[str, Any]:
+        """For the envelope: `bytes`, `seconds`."""
+        return {
+            "kind": self.kind, "name": self.name, "state": self.state,
+            "place": None if self.place is None else str(self.place), "bytes": self.size,
+            "seconds": round(self.seconds, 2), "commit": self.commit, "hub_asked": self.asked,
+        }  # fmt: skip
+
+
+def wanted(plan: Plan) -> tuple[Part, ...]:
+    """What a plan reads: its model, the model that its config is of, its tokenizer, its data."""
+    return tuple({(one.role, one.name, one.revision): one for one in _wanted(plan)}.values())
+
+
+def _wanted(plan: Plan) -> Iterator[Part]:
+    values, names, trl = plan.values, plan.stage.entry.names, plan.stage.options.backend == "trl"
+    revision = values.get("model_revision")
+    # finetune.py:528 takes the whole of the model's repository
+    role: Role = "whole" if not trl and plan.stage.options.stage == "sft" else "model"
+    for key in ("model_name_or_path", "config_name"):
+        if isinstance(values.get(key), str):
+            yield Part(role=role, name=values[key], key=key, revision=revision)
+    for key, at in (
+        ("tokenizer_name_or_path", values.get("tokenizer_revision") or revision),
+        ("chat_template_path", None),
+    ):
+        name = values.get(key)
+        if isinstance(name, str) and name != values.get(names.model) and not is_file(Path(name)):
+            yield Part(role="tokenizer", name=name, key=key, revision=at)
+    listed = values.get(names.data)
+    for name in listed[::2] if isinstance(listed, list) else [listed]:
+        if isinstance(name, str):
+            yield Part(role="data", name=name, key=names.data, revision="main")
+
+
+def fetch(parts: Sequence[Part], trainer: Trainer, environ: Mapping[str, str]) -> tuple[Part, ...]:
+    """Bring what is on the hub, by the trainer's own huggingface_hub; say of each what came of it.
+
+    HF_HUB_OFFLINE is honoured, and without a network what is here has to do. Progress goes to stderr.
+    Raises NotReady where the trainer's Python cannot do it at all.
+    """
+    before = {one: _snapshot(one, environ) for one in parts}
+    far = [one for one in parts if not one.local]
+    told = iter(_fetched(far, trainer, environ) if far else [])
+    return tuple(
+        _looked(one) if one.local else _brought(one, before[one], next(told), environ)
+        for one in parts
+    )
+
+
+def _fetched(
+    parts: Sequence[Part], trainer: Trainer, environ: Mapping[str, str]
+) -> list[tuple[dict[str, Any], float]]:
+    done = []
+    for one in parts:
+        asked = [{"name": one.name, "role": one.role, "revision": one.revision}]
+        began = time.monotonic()
+        ended = subprocess.run(
+            [str(trainer.python), str(FETCHING), json.dumps(asked)],
+            stdout=subprocess.PIPE, env=dict(environ), check=False,
+        )  # fmt: skip
+        last = ended.stdout.decode(errors="replace").strip().rpartition("\n")[2]
+        answer = parse_line(f'{{"of": {last}}}'.encode()).get("of")
+        if not isinstance(answer, list) or not answer or not isinstance(answer[0], dict):
+            raise NotReady(
+                Finding(
+                    severity="error", layer="launch", code="not-fetched", file=str(trainer.python),
+                    message=f"{trainer.python} cannot download from the hub: it ended with "
+                    f"{ended.returncode}", help="launch doctor",
+                )
+            )  # fmt: skip
+        done.append((answer[0], time.monotonic() - began))
+    return done
+
+
+def _brought(
+    part: Part, before: set[Path], told: tuple[dict[str, Any], float], environ: Mapping[str, str]
+) -> Part:
+    answer, seconds = told
+    place = Path(answer["path"]) if answer.get("path") else None
+    part = replace(
+        part, place=place, seconds=seconds, asked=answer.get("asked"),
+        commit=commit(part, environ), error=answer.get("error"),
+    )  # fmt: skip
+    if part.role == "data":
+        # `datasets` keeps data in a cache of its own, which can do without the hub's
+        return replace(part, state="unknown" if part.error else "there")
+    if place is None:
+        return replace(part, state="missing")
+    state = "there" if _snapshot(part, environ) == before else "fetched"
+    return _looked(replace(part, state=state))
+
+
+def _looked(part: Part) -> Part:
+    """With the size of a folder, and what it lacks."""
+    place = part.place or Path(part.name)
+    if part.role == "data":
+        state = "there" if exists(place) else "missing"
+        return replace(part, place=place, state=state, size=size_of(place))
+    error = None if part.error else lacking(place, part.role)
+    state = "missing" if part.error or error else part.state or "there"
+    return replace(part, place=place, state=state, size=size_of(place), error=part.error or error)
+
+
+def lacking(folder: Path, role: Role) -> str | None:
+    """What a model's or a tokenizer's folder lacks to be loaded; None where nothing is missed."""
+    if not folder.is_dir():
+        return f"there is no folder {folder}"
+    adapter = is_file(folder / "adapter_config.json")
+    if role == "tokenizer":
+        found = any(is_file(folder / name) for name in TOKENIZER_FILES)
+        return None if found else f"{folder} holds no tokenizer"
+    if not adapter and not is_file(folder / "config.json"):
+        return f"{folder} holds no config.json"
+    for index in sorted(folder.glob("*.index.json")):
+        shards = json_of(index).get("weight_map")
+        names = set(shards.values()) if isinstance(shards, dict) else set()
+        gone = sorted(str(name) for name in names if not is_file(folder / str(name)))
+        # another format's index may lie beside whole weights
+        if not gone:
+            return None
+        if not _weights(folder, {str(name) for name in names}):
+            return f"{folder} lacks {len(gone)} of {len(names)} weight files: {', '.join(gone[:3])}"
+    return None if _weights(folder, set()) else f"{folder} holds no weights"
+
+
+def _weights(folder: Path, shards: set[str]) -> bool:
+    """Whether there are weights beside those of a broken index."""
+    found = (*folder.glob("*.safetensors"), *folder.glob("*model*.bin"))
+    return any(is_file(path) and path.name not in shards for path in found)
+
+
+def commit(part: Part, environ: Mapping[str, str]) -> str | None:
+    """The commit that the hub's cache here holds for a name and revision."""
+    repository, asked = _repository(part, environ), part.revision or "main"
+    try:
+        told = (repository / "refs" / asked).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        told = ""
+    if told:
+        return told
+    return asked if exists(repository / "snapshots" / asked) else None
+
+
+def cached_file(part: Part, name: str, environ: Mapping[str, str]) -> Path | None:
+    """A file of a part as it lies here; None where it does not."""
+    if Path(part.name).is_dir():
+        path = Path(part.name) / name
+    else:
+        at = commit(part, environ)
+        if at is None:
+            return None
+        path = _repository(part, environ) / "snapshots" / at / name
+    return path if is_file(path) else None
+
+
+def _repository(part: Part, environ: Mapping[str, str]) -> Path:
+    kind = "datasets" if part.role == "data" else "models"
+    return model_config.hub_cache(environ) / f"{kind}--{part.name.replace('/', '--')}"
+
+
+def _snapshot(part: Part, environ: Mapping[str, str]) -> set[Path]:
+    """The files of the snapshot that a part stands for now."""
+    at = commit(part, environ)
+    if part.local or at is None:
+        return set()
+    folder = _repository(part, environ) / "snapshots" / at
+    return {path for path in folder.rglob("*") if is_file(path)}
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of all files below a folder, links followed."""
+    if is_file(path):
+        return path.stat().st_size
+    total = 0
+    for place, _, names in os.walk(path):
+        for name in names:
+            file = Path(place) / name
+            total += file.stat().st_size if is_file(file) else 0
+    return total
+
+
+def json_of(path: Path) -> dict[str, Any]:
+    """A JSON file; empty where it is none."""
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
+def findings(parts: Sequence[Part], plan: Plan, *, offline: bool) -> Iterator[Finding]:
+    """What is missing, each with how to get it."""
+    for one in parts:
+        if one.state != "missing" or one.role == "data":
+            continue
+        origin = plan.stage.config.origin(f"args.{one.key}")
+        if one.local or one.place is not None:
+            code, said = "incomplete-model", f"`{one.key}: {one.name}`: {one.error}"
+            help = "finish the run that makes it, or copy it again" if one.local else (
+                f"hf download {one.name}"
+            )  # fmt: skip
+        else:
+            code = "not-fetched"
+            why = "HF_HUB_OFFLINE is set" if offline else redact(one.error or "no answer")
+            said = (
+                f"`{one.key}: {one.name}` is not in the hub's cache, and cannot be fetched: {why}"
+            )
+            first = "unset HF_HUB_OFFLINE for this" if offline else "check the name and the network"
+            help = f"{first}, or bring the hub's cache of a machine that has it (HF_HOME)"
+        yield Finding(
+            severity="error", layer="launch", code=code, key=f"args.{one.key}", message=said,
+            help=help, file=origin.file, line=origin.line,
+        )  # fmt: skip

@@ -1,0 +1,482 @@
+"""What can be turned to make a stage faster without changing what it learns, for each backend and stage.
+
+Data with reasons: which keys a lever is written as, which values it can take here, and why another one
+stays as it is. Nothing is measured or decided here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from launcher import budget, options, plan
+from launcher.errors import InvalidConfig
+from launcher.footprint import attention_of
+from launcher.lengths import Lengths
+from launcher.options import Batch
+from launcher.plan import Plan
+from launcher.schema import Values
+
+Setting = str | int | bool
+Settings = Mapping[str, Setting]
+"""One value for each lever, by the names in ORDER."""
+
+ORDER = (
+    "attention", "packing", "liger", "per_device", "checkpointing", "deepspeed", "optimizer", "workers",
+    "compile",
+)  # fmt: skip
+
+WHY: Mapping[str, str] = {
+    "attention": "flash attention needs no mask and no square of a row's length",
+    "packing": "packed rows have no padding",
+    "liger": "Liger's kernels never make the logits and read activations once",
+    "per_device": "larger micro-batches fill the card, and are sent around less often",
+    "checkpointing": "without checkpointing no layer is computed twice",
+    "deepspeed": "another ZeRO stage or communication type sends fewer bytes, or makes room",
+    "optimizer": "another optimizer kernel, or smaller states that make room",
+    "workers": "other processes make the batches ready while the GPU works",
+    "compile": "torch.compile fuses what lies between matrix products",
+}
+
+FLASH = ("flash_attention_2", "flash_attention_3", "flash_2", "flash_3", "flash_4")
+_SPELT = {"flash_2": "flash_attention_2", "torch": "sdpa"}
+_ROUNDING = 0.1
+"""How far the tokens of a step may be from the file's where other rows hold them."""
+ZERO = ("zero2", "zero2_fp32_comm", "zero3", "zero3_offload")
+_ON, _OFF = True, False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lever:
+    """One lever: the value as the file is written, and all that may be tried, that one included."""
+
+    name: str
+    now: Setting
+    values: tuple[Setting, ...]
+
+    @property
+    def why(self) -> str:
+        """What it is for."""
+        return WHY[self.name]
+
+    def as_json(self) -> dict[str, Any]:
+        """For the record."""
+        return {"name": self.name, "now": self.now, "values": list(self.values), "why": self.why}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """The levers of a plan, and those that stay as they are, each with the reason."""
+
+    plan: Plan
+    rows: Lengths | None
+    levers: tuple[Lever, ...]
+    fixed: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def base(self) -> dict[str, Setting]:
+        """The file as it is written."""
+        return {lever.name: lever.now for lever in self.levers}
+
+    def settings(self) -> Iterator[dict[str, Setting]]:
+        """Every combination that can be split over the devices, the file's own among them."""
+        around = [lever for lever in self.levers if lever.name != "per_device"]
+        for values in itertools.product(*(lever.values for lever in around)):
+            chosen = {lever.name: value for lever, value in zip(around, values, strict=True)}
+            if chosen.get("packing") == "padding_free" and not _flash(chosen, self.plan):
+                continue
+            total = total_rows(self.plan, self.rows, chosen)
+            for per_device in budget.splits(total, devices(self.plan)):
+                yield {**chosen, "per_device": per_device}
+
+    def as_json(self) -> dict[str, Any]:
+        """For the record."""
+        return {"levers": [one.as_json() for one in self.levers], "fixed": dict(self.fixed)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Here:
+    """What the trainer's environment has, and on what it trains; `cpu`: the mechanics are tried."""
+
+    packages: Mapping[str, str]
+    cpu: bool = False
+    capability: tuple[int, int] | None = None
+
+    def has(self, name: str) -> bool:
+        """Whether a package is installed, under either spelling of its name."""
+        return name in self.packages or name.replace("-", "_") in self.packages
+
+
+def of_plan(made: Plan, here: Here, rows: Lengths | None) -> Space:
+    """The levers of a stage on this machine.
+
+    What the file expects of a lever's point follows the lever, as strict as it can be: see `changes`.
+    """
+    makers = {
+        "attention": _attention, "packing": _packing, "liger": _liger, "per_device": _per_device,
+        "checkpointing": _checkpointing, "deepspeed": _deepspeed, "optimizer": _optimizer,
+        "workers": _workers, "compile": _compile,
+    }  # fmt: skip
+    levers, fixed = [], {}
+    for name in ORDER:
+        told = makers[name](made, here, rows)
+        if isinstance(told, str):
+            fixed[name] = told
+        elif told is not None:
+            levers.append(told)
+    return Space(plan=made, rows=rows, levers=tuple(levers), fixed=fixed)
+
+
+Told = Lever | str | None
+"""A lever, why there is none, or None where the backend does not know it at all."""
+
+
+def _trl(made: Plan) -> bool:
+    return made.stage.options.backend == "trl"
+
+
+def _dpo(made: Plan) -> bool:
+    return made.stage.options.stage == "dpo"
+
+
+def _adapters(made: Plan) -> bool:
+    return bool(made.values.get("use_lora") or made.values.get("use_qlora")
+                or made.values.get("use_peft"))  # fmt: skip
+
+
+def _attention(made: Plan, here: Here, _rows: Lengths | None) -> Told:
+    if "attn_implementation" not in made.values:
+        flash = (
+            "flash-attn is installed" if here.has("flash-attn") else "flash-attn is not installed"
+        )
+        return None if here.cpu else f"upstream takes the best that is installed; {flash}"
+    if here.cpu:
+        return "the CPU has one"
+    if made.stage.options.attention:
+        return "`attention:` names what is taken"
+    if _trl(made):
+        if isinstance(made.values.get("model_init_kwargs"), str | dict):
+            return "`model_init_kwargs` may set it"
+        now, flash, plain = (
+            made.values["attn_implementation"] or "sdpa",
+            "flash_attention_2",
+            "sdpa",
+        )
+    else:
+        flash, plain = "flash_2", "torch"
+        now = made.values["attn_implementation"] or (flash if here.has("flash-attn") else plain)
+    if now not in (flash, plain):
+        return f"`attn_implementation: {now}` is the file's own choice"
+    if not here.has("flash-attn"):
+        return "flash-attn is not installed"
+    return Lever(name="attention", now=str(now), values=(plain, flash))
+
+
+def _flash(settings: Settings, made: Plan) -> bool:
+    chosen = settings.get("attention")
+    return chosen in FLASH if chosen is not None else attention_of(made).startswith("flash")
+
+
+def _packing(made: Plan, here: Here, rows: Lengths | None) -> Told:
+    names = made.stage.entry.names
+    if names.packing is None or names.packing not in made.values:
+        return None
+    if _trl(made) and _dpo(made):
+        return "TRL's DPO pads whatever is asked for"
+    if not _trl(made):
+        return Lever(name="packing", now=bool(made.values[names.packing]), values=(_OFF, _ON))
+    return _packing_of_trl(made, rows)
+
+
+def _packing_of_trl(made: Plan, rows: Lengths | None) -> Told:
+    values, names = made.values, made.stage.entry.names
+    limit = values.get(names.max_length)
+    if values.get("packing") and values.get("packing_strategy") == "wrapped":
+        return "`packing_strategy: wrapped` is the file's own choice"
+    if values.get("dataset_kwargs"):
+        return "`dataset_kwargs` prepares the rows in its own way"
+    now = (
+        "bfd" if values.get("packing") else "padding_free" if values.get("padding_free") else "off"
+    )
+    known = ["off"]
+    # without packing it cannot cut a row (`padding-free-length`): no row may be longer
+    if now == "padding_free" or limit is None or (
+        rows is not None and rows.source.startswith("--row-tokens") and rows.longest <= limit
+    ):  # fmt: skip
+        known.append("padding_free")
+    if rows is None:
+        return "how long the rows are is not known: --row-tokens MEAN:MAX"
+    if isinstance(limit, int):
+        known.append("bfd")
+        kept = [one for one in known if _tokens_kept(made, rows, {"packing": one})]
+        if len(kept) < 2:
+            return f"a step of as many tokens in rows of {limit} cannot be made: fewer `{names.max_length}`"
+        known = kept
+    return Lever(name="packing", now=now, values=tuple(known))
+
+
+def _liger(made: Plan, here: Here, _rows: Lengths | None) -> Told:
+    name = made.stage.entry.names.liger
+    if name not in made.values:
+        return None
+    now = bool(made.values[name])
+    if here.cpu:
+        return "its kernels need a GPU"
+    if not here.has("liger-kernel"):
+        return "liger-kernel is not installed"
+    if _adapters(made) and not now:
+        return "on adapters it slows training down: only a full fine-tune gains by it"
+    return Lever(name="liger", now=now, values=(_OFF, _ON))
+
+
+def _per_device(made: Plan, _here: Here, _rows: Lengths | None) -> Told:
+    values = tuple(budget.splits(made.global_batch, devices(made)))
+    if len(values) < 2:
+        return f"{made.global_batch} rows a step cannot be split in another way"
+    return Lever(name="per_device", now=made.per_device, values=values)
+
+
+def _checkpointing(made: Plan, here: Here, _rows: Lengths | None) -> Told:
+    if not _trl(made) and _dpo(made):
+        if _adapters(made):
+            return "open-instruct's DPO reads it for the full model alone"
+        return Lever(
+            name="checkpointing", now=float(made.values["activation_memory_budget"]) < 1,
+            values=(_OFF, _ON),
+        )  # fmt: skip
+    if here.cpu and not _trl(made):
+        return "on the CPU it tells nothing"
+    now = bool(made.values.get("gradient_checkpointing"))
+    return Lever(name="checkpointing", now=now, values=(_OFF, _ON))
+
+
+def _deepspeed(made: Plan, here: Here, _rows: Lengths | None) -> Told:
+    if here.cpu:
+        return "DeepSpeed is left out on the CPU"
+    for key in ("zero_stage", "fsdp", "deepspeed"):
+        if made.values.get(key):
+            return f"`{key}` decides it"
+    now = made.stage.options.deepspeed_name
+    if now == "none":
+        return "the file trains without it, and with it weights would have another precision"
+    if now not in ZERO:
+        return f"`{now}` is a file of your own: `deepspeed: zero2` would be tuned"
+    if made.values.get("use_qlora") or made.values.get("load_in_4bit"):
+        return "quantised weights are not sharded"
+    values = ZERO if made.processes > 1 else ("zero2", "zero2_fp32_comm", "zero3_offload")
+    return Lever(name="deepspeed", now=now, values=tuple(dict.fromkeys((*values, now))))
+
+
+def _optimizer(made: Plan, here: Here, _rows: Lengths | None) -> Told:
+    if not _trl(made):
+        return None
+    if here.cpu or _adapters(made):
+        return "its share of a step is small here"
+    now = str(made.values.get("optim") or "adamw_torch_fused")
+    known = ["adamw_torch_fused"]
+    if here.has("bitsandbytes") and made.stage.options.deepspeed is None:
+        known.append("adamw_bnb_8bit")
+    if now not in ("adamw_torch", *known):
+        return f"`optim: {now}` is the file's own choice"
+    values = tuple(dict.fromkeys((now, *known)))
+    return Lever(name="optimizer", now=now, values=values) if len(values) > 1 else None
+
+
+def _workers(made: Plan, here: Here, _rows: Lengths | None) -> Told:
+    if not _trl(made):
+        return None
+    if here.cpu:
+        return "they would take the cores that train"
+    now = int(made.values.get("dataloader_num_workers") or 0)
+    return Lever(name="workers", now=now, values=(now, 4)) if now == 0 else None
+
+
+def _compile(made: Plan, here: Here, _rows: Lengths | None) -> Told:
+    if not _trl(made):
+        return None
+    if here.cpu:
+        return "compiling takes longer than a trial"
+    if _adapters(made) or made.stage.options.deepspeed is not None:
+        return "not with adapters or DeepSpeed: graphs break at every hook"
+    now = bool(made.values.get("torch_compile"))
+    return Lever(name="compile", now=now, values=(_OFF, _ON))
+
+
+# --- what a setting is in a stage file --------------------------------------------------------------
+
+
+def total_rows(made: Plan, rows: Lengths | None, settings: Settings) -> int:
+    """Rows of one step that hold as many tokens as the file's: TRL's `bfd` makes few full rows of many.
+
+    Rounded to what the devices can share.
+    """
+    now = _bfd(made)
+    wanted = settings.get("packing", "bfd" if now else "off") == "bfd"
+    limit = made.values.get(made.stage.entry.names.max_length)
+    if wanted == now or not _trl(made) or rows is None or not isinstance(limit, int):
+        return made.global_batch
+    share = min(rows.mean, limit) / limit
+    exact = made.global_batch * (share if wanted else 1 / share)
+    return max(1, round(exact / devices(made))) * devices(made)
+
+
+def devices(made: Plan) -> int:
+    """How many devices read rows of their own: those that share a sequence count as one."""
+    return made.global_batch // made.per_device // made.accumulation
+
+
+def _tokens_kept(made: Plan, rows: Lengths, settings: Settings) -> bool:
+    """Whether rounding to whole rows leaves as many tokens a step as there were."""
+    limit = float(made.values[made.stage.entry.names.max_length])
+    one = made.global_batch * (limit if _bfd(made) else min(rows.mean, limit))
+    bfd = settings.get("packing") == "bfd"
+    other = total_rows(made, rows, settings) * (limit if bfd else min(rows.mean, limit))
+    return abs(other / one - 1) <= _ROUNDING
+
+
+def _bfd(made: Plan) -> bool:
+    return _trl(made) and not _dpo(made) and bool(made.values.get("packing"))
+
+
+def changes(space: Space, settings: Settings) -> dict[str, Any]:
+    """The keys of a stage file that differ with these settings: `batch.…`, `deepspeed`, `args.…`.
+
+    Where the file expects a state of what is turned (`expect: {packing: off}`), that follows: what is
+    on must be `isolated` or `engaged`.
+    """
+    return {key: value for one in by_lever(space, settings).values() for key, value in one.items()}
+
+
+def by_lever(space: Space, settings: Settings) -> dict[str, dict[str, Any]]:
+    """The same by the lever that changes them; the split of the batch is that of `per_device`."""
+    base, told = space.base, {}
+    for name in ORDER:
+        if name in settings and name != "per_device" and settings[name] != base[name]:
+            told[name] = {
+                **_keys(space.plan, name, settings[name]), **_contract(space.plan, name, settings[name])
+            }  # fmt: skip
+    split = _batch(space, settings)
+    return {**told, "per_device": split} if split else told
+
+
+_PROVED = {"liger": ("engaged", "off"), "packing": ("isolated", "off")}
+
+
+def _contract(made: Plan, name: str, value: Setting) -> dict[str, Any]:
+    """What the file must expect instead of what it expects: what is turned on is to be proved."""
+    expected = made.stage.options.expect.get(name)
+    on = value not in (False, "off")
+    if name == "attention":
+        # without a word in the file, only the probe of TRL's model knows what it came to
+        held = _trl(made) if expected is None else expected != "any"
+        return {"expect.attention": _SPELT.get(str(value), str(value))} if held else {}
+    if name not in _PROVED or expected is None or (expected == "any" and not on):
+        return {}
+    if expected == "any":
+        return {f"expect.{name}": _PROVED[name][0]}
+    return {} if (expected != "off") == on else {f"expect.{name}": _PROVED[name][0 if on else 1]}
+
+
+def _batch(space: Space, settings: Settings) -> dict[str, Any]:
+    """The split of the global batch, in whichever words the file has it."""
+    made = space.plan
+    per_device = int(settings.get("per_device", made.per_device))
+    total = total_rows(made, space.rows, settings)
+    if (per_device, total) == (made.per_device, made.global_batch):
+        return {}
+    names, batch = made.stage.entry.names, made.stage.options.batch
+    told: dict[str, Any] = {}
+    if batch is not None and batch.total is not None:
+        if total != batch.total:
+            told["batch.global"] = total
+        in_args = batch.per_device is None and made.stage.values.given(names.per_device)
+        told[f"args.{names.per_device}" if in_args else "batch.per_device"] = per_device
+        return told
+    shared = batch is not None and batch.per_device is not None
+    told["batch.per_device" if shared else f"args.{names.per_device}"] = per_device
+    told[f"args.{names.accumulation}"] = total // per_device // devices(made)
+    return told
+
+
+def _keys(made: Plan, name: str, value: Setting) -> dict[str, Any]:
+    """One lever's value in the words of this backend and stage."""
+    entry = made.stage.entry.names
+    if name == "deepspeed":
+        wrapped = made.stage.config.shape == "wrapped"
+        return {"deepspeed_config" if wrapped else "deepspeed": value}
+    if name == "checkpointing" and not _trl(made) and _dpo(made):
+        return {"args.activation_memory_budget": 0.5 if value else 1.0}
+    if name == "packing" and _trl(made):
+        told: dict[str, Any] = {"args.packing": value == "bfd"}
+        if value == "padding_free" or made.values.get("padding_free"):
+            told["args.padding_free"] = value == "padding_free"
+        if value == "padding_free" and made.values.get(entry.max_length) is not None:
+            # TRL's own default would cut: null in a stage file is not passed
+            told[f"args.{entry.max_length}"] = "none"
+        return told
+    if name == "workers":
+        return {"args.dataloader_num_workers": value, "args.dataloader_persistent_workers": True}
+    key = {
+        "attention": "attn_implementation", "packing": entry.packing or "packing",
+        "liger": entry.liger, "checkpointing": "gradient_checkpointing", "optimizer": "optim",
+        "compile": "torch_compile",
+    }[name]  # fmt: skip
+    return {f"args.{key}": value}
+
+
+def overrides(space: Space, settings: Settings) -> tuple[str, ...]:
+    """The same as `key=value` texts for the command line."""
+    return tuple(f"{key}={_text(value)}" for key, value in changes(space, settings).items())
+
+
+def _text(value: Any) -> str:
+    return (
+        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    )
+
+
+def planned(space: Space, settings: Settings) -> Plan:
+    """The plan of these settings. Raises InvalidConfig where it cannot be split."""
+    made = space.plan
+    stage, opts = made.stage, made.stage.options
+    told = changes(space, settings)
+    args = {**stage.args, **{k[5:]: v for k, v in told.items() if k.startswith("args.")}}
+    args = {name: value for name, value in args.items() if value is not None}
+    if "batch.per_device" in told or "batch.global" in told:
+        was = opts.batch or Batch()
+        batch = Batch(
+            total=told.get("batch.global", was.total),
+            per_device=told.get("batch.per_device", was.per_device),
+        )
+        opts = replace(opts, batch=batch)
+    zero = told.get("deepspeed", told.get("deepspeed_config"))
+    if zero is not None:
+        opts = replace(opts, deepspeed=options.deepspeed_file(zero), deepspeed_name=zero)
+    turned = replace(stage, args=args, options=opts, values=Values(stage.schema, args))
+    return plan.make(turned, gpus=made.gpus, nodes=made.nodes)
+
+
+def described(name: str, value: Setting) -> str:
+    """A lever and its value in a few words."""
+    words = {
+        "per_device": f"{value} row{'s' if value != 1 else ''} a device",
+        "deepspeed": str(value), "attention": str(value), "optimizer": str(value),
+        "workers": f"{value} dataloader workers",
+    }  # fmt: skip
+    if name in words:
+        return words[name]
+    if name == "packing" and isinstance(value, str):
+        return {"off": "no packing", "bfd": "packing"}.get(value, value)
+    word = {"liger": "Liger", "compile": "torch.compile"}.get(name, name)
+    return word if value else f"no {word}"
+
+
+def refused(space: Space, settings: Settings) -> str | None:
+    """Why these settings cannot even be planned; None where they can."""
+    try:
+        planned(space, settings)
+    except InvalidConfig as error:
+        return error.findings[0].message
+    return None

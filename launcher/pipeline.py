@@ -1,0 +1,479 @@
+"""Stages run in turn, each on the model of the one before; what has not changed is not trained again.
+
+Whether something has changed is asked of contents, by the same comparison that a resume makes
+(`resume.Decision.changes`): data, model, tokenizer, arguments, upstream's code. A model that was trained
+again has another content, so whatever was made of it is made again, in a folder beside the old one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shlex
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from launcher import (
+    check,
+    checkpoints,
+    command,
+    earlier,
+    following,
+    foresight,
+    handover,
+    preparation,
+    publish,
+    report,
+    rundir,
+    runner,
+    start,
+    trial,
+)  # fmt: skip
+from launcher.changes import Change
+from launcher.check import Verdict
+from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, NotReady, brief
+from launcher.handover import Order, Step, Survey
+from launcher.preparation import Prepared, Request
+from launcher.redaction import redact
+from launcher.rundir import RunFolder
+from launcher.trial import Outcome
+
+RECORD = "pipeline.json"
+PAGE = "report.html"
+KIND = "pipeline"
+
+Status = Literal["pending", "running", "passed", "skipped", "failed", "refused", "interrupted"]
+
+# what a resume refuses, or only warns of, because something has changed
+_CHANGED = frozenset({"finished-changed", "resume-changed", "resume-inexact"})
+# how it is trained, and on what: none of it is what a stage depends on
+_NO_INPUT = frozenset({"gpus", "packages", "position", "reference"})
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """One stage in the record. `seconds` is wall time of this saying; `reason` is why it did not pass,
+    was refused, or was trained again.
+    """
+
+    name: str
+    kind: str
+    config: str
+    model: str | None
+    output: str | None
+    status: Status = "pending"
+    run: str | None = None
+    seconds: float = 0.0
+    exit: int | None = None
+    reason: str | None = None
+    verdict: str | None = None
+    steps: int | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """For the record and the envelope."""
+        return {
+            "name": self.name, "stage": self.kind, "config": self.config, "model": self.model,
+            "output": self.output, "status": self.status, "skipped": self.status == "skipped",
+            "run": self.run, "seconds": round(self.seconds, 1), "exit": self.exit,
+            "reason": self.reason, "verdict": self.verdict, "steps": self.steps,
+            "metrics": dict(self.metrics),
+        }  # fmt: skip
+
+    def shown(self) -> dict[str, Any]:
+        """For the table at the end."""
+        losses = [self.metrics.get(name) for name in ("first_loss", "last_loss")]
+        known = [f"{one:.4g}" for one in losses if isinstance(one, int | float)]
+        return {
+            "stage": self.name, "status": self.status, "steps": self.steps,
+            "loss": " -> ".join(known) or None, "model": self.output, "run": self.run,
+            "seconds": f"{self.seconds:.0f}" if self.seconds else None,
+        }  # fmt: skip
+
+
+@dataclass(slots=True, kw_only=True)
+class Result:
+    """What came of one saying; `exit` is the command's, `findings` what stopped it, if that was one."""
+
+    folder: Path
+    order: Order
+    rows: list[Row]
+    began: str
+    state: str = "running"
+    exit: Exit = Exit.OK
+    findings: tuple[Finding, ...] = ()
+    ended: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The record; the envelope's data is the same."""
+        chain, page = self.order.chain, self.folder / PAGE
+        told = {
+            "pipeline": str(self.folder), "name": chain.name, "file": str(chain.path.absolute()),
+            "cwd": os.getcwd(), "from": self.order.first, "until": self.order.last,
+            "state": self.state, "exit": int(self.exit), "began": self.began, "ended": self.ended,
+            "report": str(page) if page.exists() else None,
+            "stages": [row.as_json() for row in self.rows],
+        }  # fmt: skip
+        shown: dict[str, Any] = redact(told)
+        return shown
+
+    @property
+    def stopped_at(self) -> Row | None:
+        """The stage that did not pass."""
+        bad = ("failed", "refused", "interrupted")
+        return next((row for row in self.rows if row.status in bad), None)
+
+    def advice(self) -> list[str]:
+        """How to go on, one command a line with what it does; nothing where all has passed."""
+        row = self.stopped_at
+        if row is None:
+            return []
+        file = shlex.quote(str(self.order.chain.path))
+        names = [one.name for one in self.rows]
+        after = names[names.index(row.name) + 1 :]
+        again = f"launch pipeline {file}"
+        lines = []
+        if (
+            row.status == "failed"
+            and row.exit == Exit.VERDICT
+            and row.output
+            and _whole(row.output)
+        ):
+            # trained to its end: said again it would be judged again, not trained
+            if row.verdict == "unproven":
+                lines.append(f"{again} --allow-unproven    takes what is not proved as good enough")
+            lines.append(f"{again} --from {row.name} --fresh    trains {row.name} again")
+            if after:
+                lines.append(f"{again} --from {after[0]}    takes its model as it is")
+            return lines
+        lines.append(f"{again}    goes on with {row.name}, what is finished is skipped")
+        return lines
+
+
+Progress = Callable[[str, Result, int], None]
+"""Called with `stage` before, and with `over` after each stage: the result so far, the row's number."""
+
+
+def run(order: Order, told: Progress, *, quiet: bool = False) -> Result:
+    """Run the stages of an order that are to run, one after the other; stops where one does not pass.
+
+    Everything is judged before the first one starts. Raises what `handover.survey` raises, and NotReady
+    where the pipeline is running already or the model that it is to begin from is not there.
+    """
+    with _alone(order):
+        seen = handover.survey(order, running=True)
+        if not quiet:
+            report.findings([one for one in seen.findings if one.severity != "note"])
+        result = _opened(order, seen)
+        with trial.without_terminal():
+            _Runner(order, seen, result, told, quiet).run()
+        return result
+
+
+def dry_run(order: Order) -> Survey:
+    """What would be started, in order. Raises what `handover.survey` raises."""
+    return handover.survey(order, running=False)
+
+
+class _Runner:
+    def __init__(
+        self, order: Order, seen: Survey, result: Result, told: Progress, quiet: bool
+    ) -> None:
+        self.order = order
+        self.seen = seen
+        self.result = result
+        self.told = told
+        self.quiet = quiet
+        self.models = {name: step.model for name, step in seen.steps.items()}
+
+    def run(self) -> None:
+        result = self.result
+        self._write()
+        try:
+            for number, row in enumerate(result.rows):
+                row.status = "running"
+                self._write()
+                self.told("stage", result, number)
+                self._stage(self.seen.steps[row.name], row)
+                self._page()
+                self._write()
+                self.told("over", result, number)
+                if result.exit is not Exit.OK:
+                    break
+        except (KeyboardInterrupt, following.Detached):
+            # between two stages: there is no run to hand it to
+            result.exit = Exit.INTERRUPTED
+            for row in result.rows:
+                row.status = "interrupted" if row.status == "running" else row.status
+        states = {Exit.OK: "finished", Exit.INTERRUPTED: "interrupted"}
+        result.state = states.get(result.exit, "stopped")
+        result.ended = rundir.now()
+        self._write()
+
+    def _stage(self, step: Step, row: Row) -> None:
+        """Run one stage or find that it is done; whatever comes of it stands in its row."""
+        began = time.monotonic()
+        try:
+            outcome = self._outcome(step, row)
+        except LaunchError as error:
+            row.status, row.exit = "refused", int(error.exit_code)
+            stops = [one for one in error.findings if one.severity == "error"] or error.findings
+            row.reason = str(stops[0].message) if stops else str(error)
+            self.result.exit, self.result.findings = error.exit_code, error.findings
+            if not self.quiet:
+                report.findings(error.findings)
+            return
+        row.seconds = time.monotonic() - began
+        row.exit, row.verdict = int(outcome.exit), outcome.verdict.status
+        row.steps, row.metrics = outcome.verdict.steps, dict(outcome.verdict.metrics)
+        self.result.exit = outcome.exit
+        if outcome.exit is Exit.OK:
+            row.status = "skipped" if outcome.finished_before else "passed"
+        else:
+            row.status = "interrupted" if outcome.interrupted else "failed"
+            row.reason = outcome.reason
+
+    def _outcome(self, step: Step, row: Row) -> Outcome:
+        source = step.link.source
+        more = [] if source is None else step.handed(self.models[source])
+        if source is not None:
+            row.model = str(self.models[source])
+        allowed = tuple(
+            name
+            for name in self.order.allowed
+            if name in handover.known_changes(step.plan.stage.schema.fields)
+        )
+        request = replace(self.order.request(step.link, more), allowed=allowed)
+        waited = self._joined(step, row)
+        if waited is not None and waited.exit is not Exit.OK:
+            return waited
+        prepared, why = self._prepared(request)
+        prepared = foresight.foreseen(prepared)
+        output = prepared.output or step.output
+        self.models[step.link.name] = handover.model_in(prepared.plan, output)
+        row.output, row.run = str(output), str(prepared.folder.path)
+        if why is not None:
+            row.reason = f"trained again, beside the old one: {why}"
+            if not self.quiet:
+                report.findings([_restarts(step, prepared, why)])
+        self._write()
+        if not self.quiet:
+            # what validation said has been shown, and that a stage is finished is shown at its end
+            said = {one.message for one in self.seen.findings}
+            new = [one for one in prepared.findings if one.message not in said]
+            report.findings([one for one in new if one.code != "already-finished"])
+            if prepared.decision.kind != "finished":
+                report.beginning(prepared.plan, prepared.folder.console(prepared.attempt))
+        allow = self.order.allow_unproven
+        outcome = trial.of_prepared(prepared, allow_unproven=allow, quiet=True)
+        if not outcome.finished_before:
+            return outcome
+        judged = _judged_now(outcome, self.order.allow_unproven)
+        # its training ended while we looked on
+        mine = waited is not None and judged.exit is Exit.OK
+        return replace(judged, finished_before=not mine)
+
+    def _joined(self, step: Step, row: Row) -> Outcome | None:
+        """Wait for the stage where it is being trained already: whoever started it did not live to."""
+        folder = preparation.prepare(self._dry(step), running=False).folder
+        if not (runner.alive(folder.path) or runner.keeper_lives(folder)):
+            return None
+        row.run = str(folder.path)
+        self._write()
+        attempt = following.newest_attempt(folder)
+        if not self.quiet:
+            report.say(f"{step.link.name} is being trained: {folder.path}")
+        following.until_over(folder, attempt, forward=True)
+        verdict, code = start.conclusion(folder, attempt)
+        return Outcome(run=folder, plan=step.plan, verdict=verdict, exit=code)
+
+    def _dry(self, step: Step) -> Request:
+        source = step.link.source
+        more = [] if source is None else step.handed(self.models[source])
+        return self.order.request(step.link, more)
+
+    def _prepared(self, request: Request) -> tuple[Prepared, str | None]:
+        """Ready to start: as it is, or started over with the reason why."""
+        if self.order.fresh:
+            return preparation.prepare(replace(request, fresh=True), running=True), "--fresh"
+        if (found := _of_nobody(request)) is not None:
+            fresh = preparation.prepare(replace(request, fresh=True), running=True)
+            return fresh, f"{found} holds a model, and no run is known that made it"
+        try:
+            prepared = preparation.prepare(request, running=True)
+        except InvalidConfig as refused:
+            if not any(one.code in _CHANGED for one in refused.findings):
+                raise
+            prepared = _tolerant(request)
+            if not (why := _inputs(prepared, request)):
+                rundir.release(prepared.folder)
+                raise
+        else:
+            why = _inputs(prepared, request)
+        if not why:
+            return prepared, None
+        rundir.release(prepared.folder)
+        told = "; ".join(one.differs for one in why[:4])
+        return preparation.prepare(replace(request, fresh=True), running=True), told
+
+    def _write(self) -> None:
+        # a full disk costs the record, not the run that goes on
+        with contextlib.suppress(OSError):
+            rundir.write_json(self.result.folder / RECORD, self.result.as_json())
+
+    def _page(self) -> None:
+        """The stages so far on one page."""
+        runs = [
+            row.run for row in self.result.rows if row.run and RunFolder(Path(row.run)).attempts()
+        ]
+        if not runs:
+            return
+        try:
+            publish.write_page(publish.gather(runs), self.result.folder / PAGE)
+        except LaunchError as error:
+            report.findings(error.findings if not self.quiet else ())
+
+
+# --- has anything changed? -------------------------------------------------------------------------
+
+
+def _of_nobody(request: Request) -> Path | None:
+    """The output folder, where a whole model lies in it and no run here is known to have trained it."""
+    dry = preparation.prepare(request, running=False)
+    if dry.attempt > 1 or dry.output is None:
+        return None
+    whole = checkpoints.model_fault(handover.model_in(dry.plan, dry.output)) is None
+    return dry.output if whole else None
+
+
+def _tolerant(request: Request) -> Prepared:
+    """The same start with every change allowed, for what has changed; never to be begun."""
+    dry = preparation.prepare(replace(request, allowed=()), running=False)
+    every = handover.known_changes(dry.plan.stage.schema.fields) - {"position"}
+    anyhow = replace(request, allowed=tuple(sorted(every)), strict=False)
+    return preparation.prepare(anyhow, running=True)
+
+
+def _inputs(prepared: Prepared, request: Request) -> list[Change]:
+    """The changes for which a stage's own result, or what there is of it, is not what was asked for."""
+    if prepared.decision.kind == "new":
+        return []
+    allowed = {*request.allowed, *_NO_INPUT}
+    return [
+        one
+        for one in prepared.decision.changes
+        if one.severity != "note" and one.what not in allowed
+    ]
+
+
+def _restarts(step: Step, prepared: Prepared, why: str) -> Finding:
+    origin = step.link.origin()
+    return Finding(
+        severity="note", layer="launch", code="pipeline-restarts",
+        message=f"{step.link.name} is trained again, into {prepared.output}: {why}",
+        file=origin.file, line=origin.line,
+    )  # fmt: skip
+
+
+def _judged_now(outcome: Outcome, allow_unproven: bool) -> Outcome:
+    """A finished stage by what is expected of it now: that may have been changed since."""
+    asked = command.expectations(outcome.plan)
+    verdict: Verdict = outcome.verdict
+    if rundir.read_manifest(outcome.run).get("expect") != asked:
+        found = earlier.evidence_of(outcome.run)
+        verdict = redact(check.judge(outcome.plan.stage.options.stage, asked, found))
+    code = start.exit_code(None, verdict, allow_unproven=allow_unproven)
+    return replace(outcome, verdict=verdict, exit=code)
+
+
+# --- before and around ------------------------------------------------------------------------------
+
+
+def _opened(order: Order, seen: Survey) -> Result:
+    """The folder of this saying: that of the last one, where that one did not come to its end."""
+    rows = []
+    for link in seen.links:
+        step = seen.steps[link.name]
+        values = step.plan.values
+        rows.append(
+            Row(
+                name=link.name, kind=step.plan.stage.options.stage, config=str(link.config),
+                model=str(values.get(step.plan.stage.entry.names.model)), output=str(step.output),
+            )
+        )  # fmt: skip
+    file, cwd = str(order.chain.path.absolute()), os.getcwd()
+    for folder, told in trial.records(KIND, RECORD, order.runs):
+        if (told.get("file"), told.get("cwd")) == (file, cwd):
+            if told.get("state") != "finished":
+                return Result(folder=folder, order=order, rows=rows, began=rundir.now())
+            break
+    folder = trial.new_folder(KIND, order.chain.name, order.runs)
+    return Result(folder=folder, order=order, rows=rows, began=rundir.now())
+
+
+@contextlib.contextmanager
+def _alone(order: Order) -> Iterator[None]:
+    """One saying of a pipeline at a time; the kernel takes the lock back, however this process ends."""
+    told = f"{order.chain.path.absolute()}\0{os.getcwd()}"
+    key = hashlib.sha256(os.fsencode(told)).hexdigest()[:32]
+    place = rundir.state_folder() / "pipelines" / key
+    lock = None
+    # a read-only home costs this, not the run
+    with contextlib.suppress(OSError):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(place, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        if lock is not None and not _locked(lock):
+            raise NotReady(
+                Finding(
+                    severity="error", layer="launch", code="pipeline-running",
+                    file=str(order.chain.path), message="this pipeline is running already",
+                    help="launch runs shows its stage; launch stop ends it",
+                )
+            )  # fmt: skip
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _locked(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        # a file system without locks: the runs have their own
+        return True
+    return True
+
+
+def _whole(output: str) -> bool:
+    return checkpoints.model_fault(Path(output)) is None
+
+
+def heading(result: Result, number: int) -> str:
+    """One line before a stage."""
+    row = result.rows[number]
+    return f"stage {number + 1} of {len(result.rows)}: {row.name}  ({row.kind}, {row.config})"
+
+
+def ending(row: Row) -> str:
+    """One line after a stage."""
+    if row.status == "skipped":
+        return f"{row.name}: finished before, nothing that it depends on has changed: {row.output}"
+    told = f": {brief(row.reason, 300)}" if row.reason and row.status != "passed" else ""
+    return f"{row.name}: {row.status}{told}"
+
+
+def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The rows of the table at the end."""
+    return [row.shown() for row in rows]
+
+
+SUMMARY = ("stage", "status", "steps", "loss", "seconds", "model", "run")

@@ -1,0 +1,235 @@
+"""One real run of a stage file from start to verdict, for whatever starts several in turn.
+
+Ladders, pipelines, comparisons and searches keep their runs below one folder of their own and decide by
+what came of each. Every run goes the usual way: a keeper, a run folder, a verdict.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from launcher import following, foresight, preparation, report, rundir, start, stopping
+from launcher.check import Verdict
+from launcher.errors import Exit, Finding, LaunchError, NotReady
+from launcher.plan import Plan
+from launcher.preparation import Prepared, Request
+from launcher.redaction import redact
+from launcher.rundir import RunFolder
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of one run. `seconds` is wall time from the start to the verdict, start-up included.
+
+    `finished_before`: nothing was started, because an earlier attempt had come to its end. `timed_out`:
+    it was stopped because its time was up.
+    """
+
+    run: RunFolder
+    plan: Plan
+    verdict: Verdict
+    exit: Exit
+    findings: tuple[Finding, ...] = ()
+    seconds: float = 0.0
+    timed_out: bool = False
+    finished_before: bool = False
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the user stopped it: whatever comes next must not be started."""
+        return self.exit is Exit.INTERRUPTED and not self.timed_out
+
+    @property
+    def reason(self) -> str | None:
+        """Why it did not pass, in one line; None where it did."""
+        if self.exit is Exit.OK:
+            return None
+        if self.timed_out:
+            return f"stopped: its time was up after {self.seconds:.0f} s"
+        if self.verdict.stopped is not None:
+            return self.verdict.stopped
+        error = self.verdict.point("finish").detail.get("error")
+        if isinstance(error, dict) and error.get("message"):
+            return str(error["message"])
+        bad = [point for point in self.verdict.points if point.ok is not True]
+        return "; ".join(f"{p.name}: {p.state}, expected {p.expected}" for p in bad) or (
+            f"exit code {int(self.exit)}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """For a record of several runs."""
+        return {
+            "run": str(self.run.path),
+            "gpus": self.plan.gpus,
+            "per_device": self.plan.per_device,
+            "accumulation": self.plan.accumulation,
+            "status": self.verdict.status,
+            "exit": int(self.exit),
+            "reason": self.reason,
+            "steps": self.verdict.steps,
+            "seconds": round(self.seconds, 1),
+            "timed_out": self.timed_out,
+            "metrics": dict(self.verdict.metrics),
+        }
+
+
+def run(
+    request: Request, *, root: Path | None = None, timeout_s: float | None = None,
+    allow_unproven: bool = False, quiet: bool = False,
+) -> Outcome:  # fmt: skip
+    """Prepare, start, show and judge one run; returns when every process of it has gone.
+
+    Its folder is made below `root`, by default where runs live. INT and TERM stop the run, and the
+    outcome says so; one that comes before the run can be told raises KeyboardInterrupt, with nothing left
+    behind. Raises what `preparation.prepare` and `start.begin` raise: then nothing was started.
+    """
+    prepared = preparation.prepare(replace(request, runs=root or request.runs), running=True)
+    return of_prepared(prepared, timeout_s=timeout_s, allow_unproven=allow_unproven, quiet=quiet)
+
+
+def of_prepared(
+    prepared: Prepared, *, timeout_s: float | None = None, allow_unproven: bool = False,
+    quiet: bool = False,
+) -> Outcome:  # fmt: skip
+    """The same for what was prepared already."""
+    prepared = foresight.foreseen(prepared)
+    folder = prepared.folder
+    if not quiet:
+        report.findings(prepared.findings)
+    if prepared.decision.kind == "finished":
+        verdict = start.finish(folder)
+        return Outcome(
+            run=folder, plan=prepared.plan, verdict=verdict, exit=Exit.OK,
+            findings=prepared.findings, finished_before=True,
+        )  # fmt: skip
+    if not quiet:
+        report.beginning(prepared.plan, folder.console(prepared.attempt))
+    began = time.monotonic()
+    try:
+        folder, attempt = start.begin(prepared, allow_unproven=allow_unproven)
+        with _at_most(timeout_s, folder) as up:
+            following.until_over(folder, attempt, forward=True)
+    except (KeyboardInterrupt, following.Detached):
+        # before anybody listened, or where a batch system signals every process of a job itself
+        _leave_nothing(prepared.folder)
+        raise KeyboardInterrupt from None
+    verdict, code = start.conclusion(folder, attempt)
+    return Outcome(
+        run=folder, plan=prepared.plan, verdict=verdict, exit=code, findings=prepared.findings,
+        seconds=time.monotonic() - began, timed_out=up.is_set() and code is Exit.INTERRUPTED,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _at_most(seconds: float | None, folder: RunFolder) -> Iterator[threading.Event]:
+    """Have the run stopped when its time is up; the event says whether that was so."""
+    up = threading.Event()
+    if seconds is None:
+        yield up
+        return
+
+    def stop() -> None:
+        up.set()
+        _leave_nothing(folder)
+
+    timer = threading.Timer(max(0.0, seconds), stop)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield up
+    finally:
+        timer.cancel()
+
+
+def _leave_nothing(folder: RunFolder) -> None:
+    """Stop what runs there; it may have come to its end by itself in the meantime."""
+    with contextlib.suppress(LaunchError, OSError):
+        stopping.stop(folder, waits=(5, 5, 5))
+
+
+@contextlib.contextmanager
+def without_terminal() -> Iterator[None]:
+    """The terminal may go: what it showed is in the run folders, and more runs are still to come."""
+    before = signal.signal(signal.SIGHUP, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """One command at a time works in a folder that several runs share; a killed one holds nothing.
+
+    Raises NotReady where another is at it, or where the folder cannot be written.
+    """
+    try:
+        lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise rundir.not_writable(folder, error.strerror) from None
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise NotReady(
+                Finding(
+                    severity="error", layer="launch", code="under-way", file=str(folder),
+                    message="the same command is under way in another process",
+                    help="wait for it, or --fresh for a folder of its own",
+                )
+            ) from None  # fmt: skip
+        except OSError:
+            # a file system without locks: the runs have their own
+            pass
+        yield
+    finally:
+        os.close(lock)
+
+
+def new_folder(kind: str, name: str, root: Path | None = None) -> Path:
+    """Make the folder that several runs share: `<UTC time>-<kind>-<name>`, among the runs.
+
+    Raises NotReady where it cannot be made.
+    """
+    base = root or rundir.runs_root()
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
+    stem = f"{now}-{kind}-{_UNSAFE.sub('-', redact(name)).strip('-')[:100] or 'run'}"
+    path, count = base / stem, 1
+    while True:
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            count += 1
+            path = base / f"{stem}-{count}"
+            if not base.is_dir():
+                raise rundir.not_writable(base, "it is a file") from None
+        except OSError as error:
+            raise rundir.not_writable(path, error.strerror) from None
+
+
+def records(
+    kind: str, file: str, root: Path | None = None
+) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Folders of that kind, newest first, with what their record `file` says."""
+    base = root or rundir.runs_root()
+    try:
+        names = sorted(os.listdir(base), reverse=True)
+    except OSError:
+        return
+    for name in names:
+        if f"-{kind}-" in name and (base / name / file).is_file():
+            yield base / name, rundir.read_json(base / name / file)

@@ -1,0 +1,748 @@
+"""Settings side by side: what is asked for, how it is compared, and real comparisons from the CLI."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import REPOSITORY, Write
+from fake_smi import Smi, uuid
+from fake_world import World, made, needs_trl, until
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher import bench, checkouts, comparison, rundir, upstream, utilisation, variants
+from launcher.comparison import Sample, Spread, Step, compare, loss_within
+from launcher.errors import UsageError
+from launcher.git import Repository
+from launcher.preparation import Request
+
+# --- what is asked for ----------------------------------------------------------------------------
+
+
+def overrides(*vary: str, variant: tuple[str, ...] = ()) -> dict[str, tuple[str, ...]]:
+    return {one.name: one.overrides for one in variants.combinations(vary, variant)}
+
+
+def test_the_values_of_a_key_are_variants() -> None:
+    assert overrides("packing=false,true") == {
+        "packing=false": ("packing=false",), "packing=true": ("packing=true",),
+    }  # fmt: skip
+
+
+def test_several_keys_make_every_combination() -> None:
+    assert list(overrides("a=1,2", "b=x,y")) == ["a=1, b=x", "a=1, b=y", "a=2, b=x", "a=2, b=y"]
+
+
+def test_one_setting_of_several_keys_has_a_name() -> None:
+    told = overrides(variant=("base:", "packed:packing=true,batch.per_device=2"))
+    assert told == {"base": (), "packed": ("packing=true", "batch.per_device=2")}
+
+
+def test_variants_are_one_axis_beside_the_others() -> None:
+    told = overrides("a=1,2", variant=("x:b=1", "y:b=2"))
+    assert list(told) == ["x, a=1", "x, a=2", "y, a=1", "y, a=2"]
+    assert told["y, a=2"] == ("b=2", "a=2")
+
+
+def test_one_alone_is_held_against_the_file_as_it_is() -> None:
+    assert overrides("packing=true") == {"as written": (), "packing=true": ("packing=true",)}
+    assert overrides() == {"as written": ()}
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("k=[a,b],[c]", ["k=[a,b]", "k=[c]"]),
+        ("k={a: 1, b: 2},null", ["k={a: 1, b: 2}", "k=null"]),
+        ("k='a,b',c", ["k='a,b'", "k=c"]),
+        ('k="x]",y', ['k="x]"', "k=y"]),
+        ("k=it's,1e-5", ["k=it's", "k=1e-5"]),
+        ("k=a=b,c", ["k=a=b", "k=c"]),
+    ],
+)
+def test_commas_in_brackets_and_quotes_are_part_of_the_value(text: str, values: list[str]) -> None:
+    assert [one.overrides[0] for one in variants.combinations([text], [])] == values
+
+
+@pytest.mark.parametrize(
+    ("vary", "variant", "words"),
+    [
+        (["packing"], [], "key=a,b"),
+        (["=1,2"], [], "key=a,b"),
+        (["a=1,"], [], "empty"),
+        (["a=1,1"], [], "twice"),
+        (["a=[1,2"], [], "bracket"),
+        (["a='1,2"], [], "quote"),
+        (["a=1,2", "args.a=3,4"], [], "varied twice"),
+        (["a=1,2"], ["x:a=1", "y:a=2"], "varied twice"),
+        (["a=1,2", "open_instruct.args.a=3,4"], [], "varied twice"),
+        ([], ["packing=true"], "needs a name"),
+        ([], ["x:packing"], "`packing`"),
+        ([], ["x:a=q_proj,v_proj"], "`v_proj`"),
+        ([], ["x:a=1", "x:a=2"], "two variants"),
+        ([f"k{n}=1,2" for n in range(7)], [], "128 variants"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(vary: list[str], variant: list[str], words: str) -> None:
+    with pytest.raises(UsageError, match=r".") as refused:
+        variants.combinations(vary, variant)
+    assert words in str(refused.value)
+
+
+@given(st.lists(st.text(alphabet="abc1.-+ ", min_size=1), min_size=1, max_size=5))
+def test_pieces_of_plain_texts_come_back(texts: list[str]) -> None:
+    assert variants.pieces(",".join(texts)) == texts
+
+
+@given(st.text(alphabet="ab,[]{}'\"= "))
+def test_pieces_lose_nothing(text: str) -> None:
+    try:
+        found = variants.pieces(text)
+    except ValueError:
+        return
+    assert ",".join(found) == text
+
+
+def test_times() -> None:
+    assert [bench.seconds(t) for t in ("90", "90s", "10m", "1h30m", "0.5")] == [
+        90,
+        90,
+        600,
+        5400,
+        0.5,
+    ]
+    # no timer takes a longer one
+    for text in ("", "0", "ten", "1d", "-5", "99999999999", "9" * 400):
+        with pytest.raises(UsageError):
+            bench.seconds(text)
+
+
+# --- how it is compared ---------------------------------------------------------------------------
+
+
+def sample(
+    name: str, speed: float | None = 100.0, loss: float = 2.0, steps: int = 10, tokens: float = 50.0,
+    **more: Any,
+) -> Sample:  # fmt: skip
+    curve = tuple(Step(tokens, tokens, loss) for _ in range(steps))
+    figures = {"tokens_per_second_per_gpu": speed, "peak_allocated_gib": 10.0, "mfu": 0.4}
+    return Sample(variant=name, curve=curve, metrics=figures, **more)
+
+
+def test_faster_and_the_same_loss_is_recommended() -> None:
+    rows = compare([sample("a"), sample("a", 102), sample("b", 150), sample("b", 148)])
+    assert [row.standing for row in rows] == ["baseline", "faster"]
+    assert rows[1].recommended and not rows[0].recommended
+    assert rows[1].speed_ratio == pytest.approx(149 / 101)
+
+
+def test_faster_with_another_loss_is_marked_and_not_recommended() -> None:
+    rows = compare([sample("a"), sample("b", 300, loss=2.2), sample("c", 150)])
+    assert [row.standing for row in rows] == ["baseline", "loss changed", "faster"]
+    assert [row.recommended for row in rows] == [False, False, True]
+    assert "+10.0%" in rows[1].why and rows[1].loss_change == pytest.approx(0.1)
+    assert compare([sample("a"), sample("b", 300, loss=2.2)], tolerance=0.11)[1].recommended
+
+
+def test_a_better_loss_is_another_loss() -> None:
+    assert compare([sample("a"), sample("b", 300, loss=1.5)])[1].standing == "loss changed"
+
+
+def test_ranges_that_overlap_show_no_difference() -> None:
+    rows = compare([sample("a", 100), sample("a", 120), sample("b", 118), sample("b", 130)])
+    assert rows[1].standing == "no difference" and not rows[1].recommended
+
+
+def test_slower() -> None:
+    rows = compare([sample("a", 100), sample("a", 101), sample("b", 50), sample("b", 51)])
+    assert rows[1].standing == "slower"
+
+
+def test_one_run_each_has_no_spread_to_tell_by() -> None:
+    assert compare([sample("a", 100), sample("b", 102)])[1].standing == "no difference"
+    assert compare([sample("a", 100), sample("b", 104)])[1].standing == "faster"
+    assert "no spread" in compare([sample("a", 100), sample("b", 104)])[1].why
+
+
+def test_what_failed_or_is_not_what_was_asked_is_never_recommended() -> None:
+    rows = compare(
+        [
+            sample("a"),
+            sample("b", 500, cause="oom", reason="CUDA out of memory"),
+            sample("c", 500, flaws=("packing is leaking",)),
+            sample("d", 500), sample("d", None, cause="crash", reason="bang"),
+        ]
+    )  # fmt: skip
+    assert [row.standing for row in rows] == ["baseline", "failed", "flawed", "flawed"]
+    assert rows[1].why == "oom: CUDA out of memory" and "leaking" in rows[2].why
+    assert not any(row.recommended for row in rows)
+
+
+def test_what_is_not_proved_is_never_recommended() -> None:
+    rows = compare([sample("a"), sample("b", 300, unproved=("packing",)), sample("c", 150)])
+    assert [row.standing for row in rows] == ["baseline", "unproven", "faster"]
+    assert "packing" in rows[1].why and rows[2].recommended
+    # another loss is the graver thing
+    assert (
+        compare([sample("a"), sample("b", 9, loss=3, unproved=("x",))])[1].standing
+        == "loss changed"
+    )
+
+
+def test_a_first_variant_that_failed_leaves_nothing_to_hold_others_to() -> None:
+    rows = compare([sample("a", cause="oom", reason="full"), sample("b")])
+    assert [row.standing for row in rows] == ["failed", "unknown"]
+    assert not rows[1].recommended
+
+
+def test_losses_are_compared_over_the_same_tokens() -> None:
+    falling = tuple(Step(10, 10, loss) for loss in (4, 3, 2, 1))
+    large = (Step(40, 40, 4.0), Step(40, 40, 2.0))
+    rows = compare(
+        [
+            Sample(variant="a", curve=falling, metrics={"tokens_per_second_per_gpu": 1.0}),
+            Sample(variant="b", curve=large, metrics={"tokens_per_second_per_gpu": 9.0}),
+        ]
+    )
+    assert rows[0].median("loss_per_token") == pytest.approx(2.5)
+    assert rows[1].median("loss_per_token") == pytest.approx(4.0)
+    assert [row.steps_within for row in rows] == [4, 1]
+    assert "1 steps against 4" in rows[1].why
+
+
+curves = st.lists(
+    st.builds(
+        lambda tokens, loss: Step(tokens, tokens, loss), st.floats(1, 1e6), st.floats(0.01, 20)
+    ),
+    min_size=1, max_size=30,
+)  # fmt: skip
+
+
+@given(curves, st.floats(0.01, 1))
+def test_a_mean_loss_lies_within_its_steps(curve: list[Step], share: float) -> None:
+    found = loss_within(curve, share * math.fsum(s.tokens for s in curve))
+    losses = [step.loss for step in curve]
+    assert found is not None and min(losses) - 1e-9 <= found <= max(losses) + 1e-9
+
+
+@given(curves)
+def test_how_tokens_are_cut_into_steps_does_not_matter(curve: list[Step]) -> None:
+    """The same losses of the same tokens, in steps half as large."""
+    halves = [Step(s.tokens / 2, s.weight / 2, s.loss) for s in curve for _ in range(2)]
+    tokens = 0.7 * math.fsum(s.tokens for s in curve)
+    assert loss_within(halves, tokens) == pytest.approx(loss_within(curve, tokens))
+
+
+@given(curves)
+def test_beyond_its_end_a_curve_says_nothing(curve: list[Step]) -> None:
+    assert loss_within(curve, 1.1 * math.fsum(s.tokens for s in curve)) is None
+
+
+@given(st.lists(st.floats(1, 1e6), min_size=1), st.lists(st.floats(1, 1e6), min_size=1))
+def test_ranges_are_apart_both_ways_or_not_at_all(left: list[float], right: list[float]) -> None:
+    one, other = Spread.of(left), Spread.of(right)
+    assert one and other and one.apart(other) == other.apart(one)
+    assert not one.apart(one) and one.min <= one.median <= one.max and one.n == len(left)
+
+
+def test_a_sample_survives_its_record() -> None:
+    one = sample("a", cause="oom", reason="x", flaws=("y",), run="/r", seconds=1.5, repeat=3)
+    assert Sample.from_json(json.loads(json.dumps(one.as_json()))) == one
+
+
+@pytest.mark.parametrize(
+    ("text", "holds"),
+    [
+        ("loss<=1%", True), ("loss<=0.4%", False), ("loss <= 1.01", True),
+        ("tokens_per_second>=1.5", True), ("tokens_per_second>=50%", True),
+        ("tokens_per_second>1.5", False), ("peak_memory<=1.0", True), ("mfu>=40%", True),
+        ("mfu>0.4", False), ("seconds_per_step<1", None),
+    ],
+)  # fmt: skip
+def test_assertions(text: str, holds: bool | None) -> None:
+    rows = compare([sample("a"), sample("b", 150, loss=1.99)])
+    assert comparison.assertion(text).holds(rows[1], rows[0]) is holds
+
+
+@pytest.mark.parametrize("text", ["loss", "loss=1", "los<1", "loss<=1%%", "loss<=x", "<1", ""])
+def test_what_cannot_be_asserted_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="cannot be asserted"):
+        comparison.assertion(text)
+
+
+def test_an_assertion_speaks_of_the_others_or_of_all() -> None:
+    rows = compare([sample("a"), sample("b", 90), sample("c", cause="oom")])
+    asserted = [comparison.assertion(text) for text in ("tokens_per_second>=1", "mfu>=50%")]
+    told = [(one.text, one.variant, one.unknown) for one in comparison.broken(asserted, rows)]
+    assert told == [
+        ("tokens_per_second>=1", "b", False), ("tokens_per_second>=1", "c", True),
+        ("mfu>=50%", "a", False), ("mfu>=50%", "b", False), ("mfu>=50%", "c", True),
+    ]  # fmt: skip
+
+
+def test_percentiles_are_values_that_were_read() -> None:
+    ordered = [n / 100 for n in range(1, 101)]
+    assert utilisation.percentile(ordered, 0.5) == 0.5
+    assert utilisation.percentile(ordered, 0.95) == 0.95
+    assert utilisation.percentile([0.3], 0.95) == 0.3 and utilisation.percentile([], 0.5) is None
+
+
+# --- from the command line, around a trainer of no brains -----------------------------------------
+
+TRAINER = Path(__file__).with_name("bench_trainer.py")
+_BEGIN = """
+import os, sys
+os.execv(sys.executable, [sys.executable, "-u", {trainer!r}, *sys.argv[1:]])
+"""
+_BUSY = """#!/bin/sh
+case "$*" in
+  *--query-gpu=uuid,utilization.gpu*) printf '{first}, 97\\n{second}, 12\\n' ;;
+  *) exec {real} "$@" ;;
+esac
+"""
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    """A machine with two cards, and an interpreter whose training is made up."""
+    with made(tmp_path / "world") as one:
+        smi = Smi(one.root / "smi")
+        smi.cards(0, 0)
+        busy = one.root / "bin" / "nvidia-smi"
+        busy.parent.mkdir()
+        real = shlex.quote(str(smi.path))
+        busy.write_text(_BUSY.format(first=uuid(0), second=uuid(1), real=real))
+        busy.chmod(0o755)
+        one.environ["PATH"] = f"{busy.parent}:{os.environ['PATH']}"
+        one.cuda_torch()
+        (one.root / "begin.py").write_text(_BEGIN.format(trainer=str(TRAINER)))
+        yield one
+
+
+SHORT = ("--steps", "10", "--repeats", "2")
+
+
+def words_for(world: World, *words: str) -> list[str]:
+    path = world.root / "stage.yaml"
+    path = path if path.exists() else world.config(learning_rate=0.1)
+    return ["bench", str(path), "--python", str(world.root / "python"), *words]
+
+
+def benched(
+    world: World, *words: str, scenes: dict[str, Any] | None = None
+) -> tuple[int, dict[str, Any]]:
+    """`launch bench` with JSON answers; the exit code and the envelope."""
+    env = {"BENCH_SCENES": json.dumps(scenes or {})}
+    done = world.launch(*words_for(world, *words, "--format", "json"), env=env)
+    return done.returncode, json.loads(done.stdout)
+
+
+def started(world: World) -> list[str]:
+    """The learning rates that were trained with, in turn."""
+    path = world.root / "started"
+    return path.read_text().split() if path.exists() else []
+
+
+VARY = ("--vary", "learning_rate=0.1,0.2")
+
+
+@needs_trl
+def test_runs_take_turns_and_the_order_alternates(world: World) -> None:
+    code, told = benched(
+        world, *VARY, *SHORT, "--gpus", "1", scenes={"0.2": {"speed": 2000, "loss": 2.02}}
+    )
+    assert code == 0, told["findings"]
+    assert started(world) == ["0.1", "0.2", "0.2", "0.1"]
+    data = told["data"]
+    first, second = data["rows"]
+    assert second["standing"] == "faster" and second["recommended"]
+    # a step of a minute at the start does not count
+    assert first["tokens_per_second_per_gpu"] == {"median": 1000, "min": 1000, "max": 1000, "n": 2}
+    assert second["tokens_per_second_per_gpu"]["median"] == 2000
+    assert second["loss_per_token"]["median"] == pytest.approx(2.02)
+    assert second["wasted_share"]["median"] == pytest.approx(1 / 6)
+    assert second["wasted_tokens"]["median"] == 1000
+    assert second["mfu_6n"]["median"] == pytest.approx(6e6 * 2000 / 989.5e12)
+    assert data["compared"]["tokens"] == 5000 and data["complete"]
+    folder = Path(data["folder"])
+    assert json.loads((folder / "bench.json").read_text())["rows"] == data["rows"]
+    page = (folder / "bench.html").read_text()
+    assert '<span class="word pass">recommended</span>' in page and "learning_rate=0.2" in page
+    # weights are not what a comparison leaves behind
+    assert not list(folder.rglob("model.safetensors"))
+    assert world.quiet()
+
+
+@needs_trl
+def test_the_same_command_again_measures_nothing_twice(world: World) -> None:
+    words = (*VARY, "--steps", "10", "--gpus", "1")
+    assert benched(world, *words, "--repeats", "1")[0] == 0
+    _, again = benched(world, *words, "--repeats", "1")
+    assert len(started(world)) == 2
+    # more of the same goes on from there, fresh does not
+    _, more = benched(world, *words, "--repeats", "2")
+    assert len(started(world)) == 4 and more["data"]["folder"] == again["data"]["folder"]
+    _, fresh = benched(world, *words, "--repeats", "1", "--fresh")
+    assert len(started(world)) == 6 and fresh["data"]["folder"] != again["data"]["folder"]
+    # another length is another comparison
+    benched(world, *VARY, "--steps", "11", "--gpus", "1", "--repeats", "1")
+    assert len(started(world)) == 8
+
+
+@needs_trl
+def test_fewer_repeats_lose_nothing(world: World) -> None:
+    words = (*VARY, "--steps", "10", "--gpus", "1", "--repeats")
+    benched(world, *words, "2")
+    _, told = benched(world, *words, "1")
+    assert len(told["data"]["samples"]) == 4
+    benched(world, *words, "2")
+    assert len(started(world)) == 4
+
+
+@needs_trl
+def test_what_was_ended_too_early_is_tried_again_with_more_time(world: World) -> None:
+    words = ("--steps", "10", "--gpus", "1", "--repeats", "1", "--timeout")
+    slow = {"0.1": {"sleep": 300}}
+    assert benched(world, *words, "4s", scenes=slow)[0] == 4
+    assert benched(world, *words, "4s")[0] == 4
+    assert len(started(world)) == 1
+    assert benched(world, *words, "60s")[0] == 0
+    assert len(started(world)) == 2
+
+
+@needs_trl
+def test_a_trial_that_fails_ends_alone(world: World) -> None:
+    scenes = {
+        "0.2": {"says": "CUDA out of memory. Tried to allocate 12.25 GiB."},
+        "0.3": {"sleep": 300},
+        "0.4": {"nan": 4, "says": "the loss is NaN"},
+        "0.5": {"says": "bang"},
+    }
+    code, told = benched(
+        world, "--vary", "learning_rate=0.1,0.2,0.3,0.4,0.5", *SHORT, "--gpus", "1",
+        "--timeout", "8s", scenes=scenes,
+    )  # fmt: skip
+    assert code == 0
+    causes = {s["variant"]: s["cause"] for s in told["data"]["samples"]}
+    assert causes == {
+        "learning_rate=0.1": "ok", "learning_rate=0.2": "oom", "learning_rate=0.3": "timeout",
+        "learning_rate=0.4": "diverged", "learning_rate=0.5": "crash",
+    }  # fmt: skip
+    # what failed would fail again
+    assert started(world) == ["0.1", "0.2", "0.3", "0.4", "0.5", "0.1"]
+    assert [row["standing"] for row in told["data"]["rows"]] == ["baseline", *["failed"] * 4]
+    assert all(row["failures"] for row in told["data"]["rows"][1:])
+    assert world.quiet()
+
+
+@needs_trl
+def test_nothing_measured_is_a_failure(world: World) -> None:
+    code, told = benched(world, *SHORT, "--gpus", "1", scenes={"0.1": {"says": "bang"}})
+    assert code == 4 and not told["ok"]
+    assert "bang" in told["data"]["rows"][0]["why"]
+
+
+@needs_trl
+def test_an_assertion_that_does_not_hold(world: World) -> None:
+    words = (
+        *VARY,
+        *SHORT,
+        "--gpus",
+        "1",
+        "--assert",
+        "loss<=1%",
+        "--assert",
+        "tokens_per_second>=1.2",
+    )
+    code, told = benched(world, *words, scenes={"0.2": {"speed": 2000, "loss": 2.1}})
+    assert code == 1
+    assert told["data"]["broken"] == [
+        {"assert": "loss<=1%", "variant": "learning_rate=0.2", "unknown": False}
+    ]
+    assert told["data"]["rows"][1]["standing"] == "loss changed"
+    assert told["data"]["compared"]["tolerance"] == pytest.approx(0.01)
+
+
+@needs_trl
+def test_ctrl_c_says_what_is_known_and_the_same_command_goes_on(world: World) -> None:
+    env = {"BENCH_SCENES": json.dumps({"0.2": {"sleep": 300}})}
+    words = words_for(world, *VARY, *SHORT, "--gpus", "1", "--format", "json")
+    running = world.started(*words, env=env)
+    until(lambda: started(world) == ["0.1", "0.2"] and (world.root / "pids" / "trainer").exists())
+    running.send_signal(signal.SIGINT)
+    out, _ = running.communicate(timeout=60)
+    assert running.returncode == 130
+    told = json.loads(out)["data"]
+    assert [s["variant"] for s in told["samples"]] == ["learning_rate=0.1"] and not told["complete"]
+    assert world.quiet()
+    code, after = benched(world, *VARY, *SHORT, "--gpus", "1")
+    assert code == 0 and after["data"]["complete"]
+    assert started(world) == ["0.1", "0.2", "0.2", "0.2", "0.1"]
+
+
+@needs_trl
+def test_utilisation_is_of_the_gpus_of_the_run(world: World) -> None:
+    # it is asked once a second: the steps have to last as long as the process does
+    scenes = {"0.1": {"speed": 500, "first": 0.1, "sleep": 5}}
+    words = ("--gpus", "1", "--steps", "10", "--repeats", "1")
+    _, told = benched(world, *words, scenes=scenes)
+    (row,) = told["data"]["rows"]
+    assert row["gpu_utilisation_p50"]["median"] == row["gpu_utilisation_p95"]["median"] == 0.97
+
+
+def test_readings_outside_the_steady_steps_do_not_count() -> None:
+    readings = [utilisation.Reading(float(n), "GPU-1", 10.0 * n) for n in range(10)]
+    readings += [utilisation.Reading(5.0, "GPU-2", 100.0)]
+    assert utilisation.within(readings, {"GPU-1"}, 3, 5) == [0.3, 0.4, 0.5]
+
+
+@needs_trl
+def test_two_processes_count_together_and_speed_is_that_of_one(world: World) -> None:
+    _, told = benched(world, "--gpus", "2", "--steps", "10", "--repeats", "1", "batch.global=4")
+    (row,) = told["data"]["rows"]
+    assert row["tokens_per_second_per_gpu"]["median"] == 1000
+    assert row["tokens_per_step"]["median"] == 1000
+
+
+# --- before anything starts -----------------------------------------------------------------------
+
+
+@needs_trl
+def test_every_variant_is_judged_before_the_first_starts(world: World) -> None:
+    code, told = benched(
+        world, "--variant", "good:", "--variant", "typo:learning_rat=1", "--variant",
+        "batch:batch.per_device=3", "--gpus", "1",
+    )  # fmt: skip
+    assert code == 3 and not started(world)
+    messages = " ".join(finding["message"] for finding in told["findings"])
+    assert "[typo]" in messages and "[batch]" in messages and "[good]" not in messages
+
+
+@needs_trl
+def test_the_global_batch_stays_as_the_file_has_it(world: World) -> None:
+    path = world.config(
+        learning_rate=0.1, per_device_train_batch_size=2, gradient_accumulation_steps=4
+    )
+    path.write_text(path.read_text().replace("batch:\n  global: 2\n  per_device: 2\n", ""))
+    request = Request(stage=None, config=path, gpus=0, python=Path(sys.executable))
+    asked = variants.combinations(["per_device_train_batch_size=1,2,8"], [])
+    planned = bench.plan(request, asked, steps=5, repeats=1)
+    assert [one.overrides[1:] for one in planned.variants] == [
+        ("gradient_accumulation_steps=8",), ("gradient_accumulation_steps=4",),
+        ("gradient_accumulation_steps=1",),
+    ]  # fmt: skip
+    assert planned.batch == 8
+    asked = variants.combinations([], ["one:", "two:gradient_accumulation_steps=2"])
+    warned = bench.plan(request, asked, steps=5, repeats=1).findings
+    assert "other-global-batch" in {finding.code for finding in warned}
+
+
+@needs_trl
+def test_what_the_file_expects_follows_the_switch(world: World) -> None:
+    path = world.config(learning_rate=0.1, packing=True)
+    path.write_text(path.read_text() + "expect: {packing: isolated}\n")
+    request = Request(stage=None, config=path, gpus=0, python=Path(sys.executable))
+    planned = bench.plan(
+        request, variants.combinations(["packing=true,false"], []), steps=5, repeats=1
+    )
+    assert [one.overrides[1:] for one in planned.variants] == [(), ("expect.packing=off",)]
+
+
+@needs_trl
+@pytest.mark.parametrize(
+    ("expected", "override", "told"),
+    [
+        ("packing: isolated", "packing=true", ()),
+        ("packing: off", "args.packing=true", ("expect.packing=isolated",)),
+        ("packing: off", "expect.packing=any,packing=true", ()),
+        ("packing: off", "padding_free=true,max_length='none'", ("expect.packing=isolated",)),
+        ("attention: sdpa", "attn_implementation=eager", ("expect.attention=eager",)),
+        ("attention: sdpa", "attention=eager", ("expect.attention=eager",)),
+        ("attention: any", "attn_implementation=eager", ()),
+    ],
+)
+def test_what_is_expected_follows_whichever_key_turns_it(
+    world: World, expected: str, override: str, told: tuple[str, ...]
+) -> None:
+    path = world.config(learning_rate=0.1)
+    path.write_text(path.read_text() + f"expect: {{{expected}}}\n")
+    request = Request(stage=None, config=path, gpus=0, python=Path(sys.executable))
+    asked = variants.combinations([], [f"one:{override}"])
+    planned = bench.plan(request, asked, steps=5, repeats=1)
+    assert planned.variants[1].overrides == (*override.split(","), *told)
+
+
+@needs_trl
+def test_two_variants_that_are_the_same_are_said_to_be(world: World) -> None:
+    request = Request(
+        stage=None, config=world.config(learning_rate=0.1), gpus=0, python=Path(sys.executable)
+    )
+    planned = bench.plan(request, variants.combinations([], ["a:", "b:"]), steps=5, repeats=1)
+    assert [finding.code for finding in planned.findings] == ["same-variant"]
+
+
+def test_without_a_gpu_it_is_refused_and_says_how_to_try_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.environ["PATH"] = os.environ["PATH"]
+    if Path("/usr/bin/nvidia-smi").exists():
+        pytest.skip("there is a GPU here")
+    done = world.launch(*words_for(world, *VARY))
+    assert done.returncode == 5 and "--cpu" in done.stderr
+    for option in (("--gpus", "2"), ("--devices", "0")):
+        done = world.launch(*words_for(world, *VARY, "--cpu", *option))
+        assert done.returncode == 2 and "useless-option" in done.stderr
+
+
+def documented() -> list[str]:
+    text = (REPOSITORY / "docs" / "bench.md").read_text(encoding="utf-8")
+    return [line for line in text.splitlines() if line.startswith("launch bench ")]
+
+
+@pytest.mark.parametrize("command", documented())
+def test_the_commands_of_the_page_are_valid(
+    command: str, monkeypatch: pytest.MonkeyPatch, checkout: Path
+) -> None:
+    if "backend: trl" in command or "/lora/" in command or "/demo/" in command:
+        pytest.importorskip("trl")
+    words = shlex.split(command)[2:]
+    told: dict[str, list[str]] = {}
+    for name, value in itertools.pairwise(words):
+        if name.startswith("--"):
+            told.setdefault(name, []).append(value)
+    monkeypatch.chdir(REPOSITORY)
+    gpus = int(told.get("--gpus", ["0"])[0])
+    request = Request(stage=None, config=Path(words[0]), gpus=gpus, python=Path(sys.executable))
+    vary = told.get("--vary", [])
+    if any(text.startswith("open_instruct=") for text in vary):
+        if Repository(checkout).commit("HEAD~1") is None:
+            pytest.skip("the checkout has no history")
+        # another commit may refuse what this one takes: that they are found is what is asked here
+        (one, other) = (a.split()[1] for a in variants.combinations(vary, []))
+        assert (one, other) == ("HEAD~1", "HEAD")
+        return
+    asked = variants.combinations(vary, told.get("--variant", []))
+    planned = bench.plan(request, asked, steps=20, repeats=3)
+    assert len(planned.variants) == len(asked) > 1
+    assert len({variant.name for variant in planned.variants}) == len(asked)
+
+
+# --- commits --------------------------------------------------------------------------------------
+
+
+def git(folder: Path, *words: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b", *words],
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def history(write: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A repository with two commits."""
+    monkeypatch.setenv("LAUNCH_CACHE", str(tmp_path / "cache"))
+    root = write("source/open_instruct/finetune.py", "first\n").parent.parent
+    git(root, "init", "-q", "-b", "main")
+    git(root, "add", ".")
+    git(root, "commit", "-q", "-m", "first")
+    write("source/open_instruct/finetune.py", "second\n")
+    git(root, "commit", "-q", "-am", "second")
+    return root
+
+
+def test_a_commit_is_checked_out_beside_what_is_there(history: Path) -> None:
+    first = git(history, "rev-parse", "HEAD~1")
+    place = checkouts.materialised(history, first)
+    assert (place / "open_instruct" / "finetune.py").read_text() == "first\n"
+    assert (history / "open_instruct" / "finetune.py").read_text() == "second\n"
+    assert Repository(place).commit("HEAD") == first
+    assert git(history, "worktree", "list").count("\n") == 0 and not git(history, "status", "-s")
+    assert checkouts.materialised(history, first) == place
+    # one that was edited is made anew
+    (place / "open_instruct" / "finetune.py").write_text("mine\n")
+    assert checkouts.edits(place) is not None
+    checkouts.materialised(history, first)
+    assert (place / "open_instruct" / "finetune.py").read_text() == "first\n"
+
+
+def test_commits_of_the_pinned_checkout_are_compared(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LAUNCH_CACHE", str(tmp_path / "cache"))
+    pin = str(upstream.snapshot("open_instruct")["version"])
+    if Repository(checkout).commit(pin) is None:
+        pytest.skip("the checkout has no history")
+    request = Request(
+        stage=None, config=REPOSITORY / "configs" / "bench" / "hand_recipe.yaml", gpus=2,
+        checkout=checkout, python=Path(sys.executable),
+    )  # fmt: skip
+    asked = variants.combinations([f"open_instruct={checkout},{pin}"], [])
+    planned = bench.plan(request, asked, steps=5, repeats=1)
+    first, second = (variant.checkout for variant in planned.variants)
+    assert first == checkout and second is not None and second != checkout
+    assert not any(variant.overrides for variant in planned.variants)
+    with pytest.raises(Exception, match="neither a folder nor a commit"):
+        bench.plan(
+            request, variants.combinations(["open_instruct=nowhere,HEAD"], []), steps=5, repeats=1
+        )
+
+
+@needs_trl
+def test_trl_has_no_checkout_to_compare(world: World) -> None:
+    done = world.launch(*words_for(world, "--vary", "open_instruct=a,b", "--gpus", "1"))
+    assert done.returncode == 2 and "open-instruct" in done.stderr
+
+
+# --- real training --------------------------------------------------------------------------------
+
+
+@pytest.mark.training
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("torch", "trl", "datasets")),
+    reason="no training packages",
+)
+def test_real_trials_on_the_cpu(tmp_path: Path) -> None:
+    maker = REPOSITORY / "scripts" / "make_demo_assets.py"
+    subprocess.run([sys.executable, str(maker), "build/demo"], cwd=tmp_path, check=True)
+    environment = {
+        **os.environ, "LAUNCH_RUNS": str(tmp_path / "runs"), "XDG_STATE_HOME": str(tmp_path / "state"),
+        "LAUNCH_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_CACHE": str(tmp_path / "hf"),
+    }  # fmt: skip
+    config = REPOSITORY / "configs" / "demo" / "sft.yaml"
+    words = (
+        "bench", str(config), "--cpu", "--steps", "5", "--repeats", "1", "--format", "json",
+        "--variant", "base:", "--variant", "small:batch.per_device=8",
+        "--variant", "wild:learning_rate=1e30",
+    )  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "launcher.cli", *words], cwd=tmp_path, env=environment,
+        capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)["data"]
+    base, small, wild = told["samples"]
+    assert (base["cause"], small["cause"], wild["cause"]) == ("ok", "ok", "diverged")
+    assert wild["reason"]
+    # the same rows in half the micro-batches: the same tokens and, but for rounding, the same loss
+    assert base["metrics"]["tokens"] == small["metrics"]["tokens"]
+    first, second, _ = told["rows"]
+    assert second["loss_change"] == pytest.approx(0, abs=0.01)
+    assert first["tokens_per_second_per_gpu"]["median"] > 0
+    # fewer rows side by side need less padding
+    assert second["wasted_share"]["median"] < first["wasted_share"]["median"]
+    runs = [folder.path for folder in rundir.newest_first(Path(told["folder"]))]
+    assert len(runs) == 3 and not list(Path(told["folder"]).rglob("*.safetensors"))

@@ -1,0 +1,199 @@
+"""What can be turned for each backend and stage: the keys, the limits, and why something stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tuned
+from conftest import Write
+from fake_world import needs_trl
+
+from launcher import config, levers, stage
+from launcher.errors import errors
+from launcher.outlook import Outlook
+
+HAND = "bench/hand_recipe.yaml"
+TULU = "tulu/dpo_qwen7b.yaml"
+LORA = "lora/sft_qwen7b.yaml"
+FULL = ("use_peft=false", "model_name_or_path=Qwen/Qwen2.5-0.5B", "attn_implementation=sdpa",
+        "expect.liger=any")  # fmt: skip
+
+
+def names(world: Outlook) -> set[str]:
+    return {one.name for one in world.space.levers}
+
+
+def values(world: Outlook, name: str) -> tuple[object, ...]:
+    return next(one.values for one in world.space.levers if one.name == name)
+
+
+def turned(world: Outlook, **settings: object) -> dict[str, object]:
+    return levers.changes(world.space, {**world.space.base, **settings})  # type: ignore[dict-item]
+
+
+def test_the_file_as_written_changes_nothing() -> None:
+    world = tuned.outlook(HAND)
+    assert turned(world) == {}
+    assert world.space.base == {
+        "packing": False, "liger": True, "per_device": 16, "checkpointing": True,
+        "deepspeed": "zero2_fp32_comm",
+    }  # fmt: skip
+    assert "installed" in world.space.fixed["attention"]
+
+
+def test_what_the_file_expects_follows_what_is_turned() -> None:
+    world = tuned.outlook(HAND)
+    assert turned(world, packing=True) == {"args.packing": True, "expect.packing": "isolated"}
+    assert turned(world, liger=False) == {"args.use_liger_kernel": False, "expect.liger": "off"}
+
+
+def test_what_is_turned_on_is_proved_even_where_the_file_does_not_care() -> None:
+    world = tuned.outlook(HAND, "expect.packing=any", "expect.liger=any")
+    assert turned(world, packing=True)["expect.packing"] == "isolated"
+    assert turned(world, liger=False) == {"args.use_liger_kernel": False}
+    world = tuned.outlook(HAND, "expect.liger=any", "use_liger_kernel=false")
+    assert turned(world, liger=True)["expect.liger"] == "engaged"
+
+
+def test_dpo_of_open_instruct_asks_for_checkpointing_by_its_memory_budget() -> None:
+    world = tuned.outlook(TULU, "model_name_or_path=Qwen/Qwen2.5-7B")
+    assert turned(world, checkpointing=False) == {"args.activation_memory_budget": 1.0}
+    assert turned(world, attention="torch") == {"args.attn_implementation": "torch"}
+
+
+@pytest.mark.parametrize(
+    ("path", "overrides", "gpus"),
+    [
+        (HAND, (), 2),
+        (TULU, ("model_name_or_path=Qwen/Qwen2.5-7B",), 8),
+        pytest.param(LORA, ("expect.liger=any",), 1, marks=needs_trl),
+        pytest.param(LORA, FULL, 2, marks=needs_trl),
+        pytest.param("demo/sft.yaml", ("max_length=256",), 0, marks=needs_trl),
+    ],
+)
+def test_every_value_is_one_that_upstream_takes(
+    path: str, overrides: tuple[str, ...], gpus: int
+) -> None:
+    world = tuned.outlook(path, *overrides, gpus=gpus, rows="80:200" if gpus == 0 else "400:1000")
+    made = world.space.plan
+    for lever in world.space.levers:
+        for value in lever.values:
+            settings = {**world.space.base, lever.name: value}
+            total = levers.total_rows(made, world.rows, settings)
+            if lever.name != "per_device":
+                settings["per_device"] = min(
+                    int(settings["per_device"]), total // levers.devices(made)
+                )
+            if total % (int(settings["per_device"]) * levers.devices(made)):
+                continue
+            given = (*overrides, *levers.overrides(world.space, settings))
+            loaded = config.load(tuned.REPOSITORY / "configs" / path, given)
+            judged = stage.judge(loaded)
+            assert not errors(judged.findings), (lever.name, value, judged.findings)
+            planned = levers.planned(world.space, settings)
+            assert planned.global_batch == total
+            if settings.get("packing") == world.space.base.get("packing"):
+                assert planned.global_batch == made.global_batch
+
+
+def test_the_global_batch_is_kept_in_the_files_own_words(write: Write) -> None:
+    text = (
+        "stage: sft\nbackend: trl\nargs: {model_name_or_path: m, dataset_name: d, output_dir: o, "
+        "per_device_train_batch_size: 4, gradient_accumulation_steps: 8, attn_implementation: sdpa}\n"
+    )
+    world = tuned.outlook(write("plain.yaml", text), "model_name_or_path=Qwen/Qwen2.5-0.5B")
+    assert turned(world, per_device=16) == {
+        "args.per_device_train_batch_size": 16, "args.gradient_accumulation_steps": 2,
+    }  # fmt: skip
+    half = text.replace("stage: sft", "stage: sft\nbatch: {global: 64}").replace(
+        "gradient_accumulation_steps: 8, ", ""
+    )
+    world = tuned.outlook(write("half.yaml", half), "model_name_or_path=Qwen/Qwen2.5-0.5B")
+    assert turned(world, per_device=16) == {"args.per_device_train_batch_size": 16}
+    assert levers.planned(world.space, {**world.space.base, "per_device": 16}).accumulation == 2
+
+
+@needs_trl
+def test_full_rows_hold_as_many_tokens_a_step() -> None:
+    world = tuned.outlook(LORA, *FULL, "batch.global=128", "max_length=1000", rows="250:900")
+    changes = turned(world, packing="bfd", per_device=8)
+    assert changes["batch.global"] == 32
+    assert changes["args.packing"] is True
+    settings = [one for one in world.space.settings() if one["packing"] == "bfd"]
+    assert {int(one["per_device"]) for one in settings} == {1, 2, 4, 8, 16}
+
+
+@needs_trl
+def test_rows_that_cannot_hold_as_many_tokens_are_no_choice() -> None:
+    world = tuned.outlook("demo/sft.yaml", gpus=0, rows="80:2000")
+    assert "as many tokens" in world.space.fixed["packing"]
+    assert values(tuned.outlook("demo/sft.yaml", "max_length=256", gpus=0, rows="80:200"), "packing") == (
+        "off", "padding_free", "bfd",
+    )  # fmt: skip
+
+
+@needs_trl
+def test_without_cutting_no_row_may_be_longer() -> None:
+    world = tuned.outlook(LORA, *FULL, "max_length=512", rows="250:900")
+    assert "padding_free" not in values(world, "packing")
+    world = tuned.outlook(LORA, *FULL, "max_length=1024", rows="250:900")
+    assert turned(world, packing="padding_free", attention="flash_attention_2") == {
+        "args.attn_implementation": "flash_attention_2", "args.packing": False,
+        "args.padding_free": True, "args.max_length": "none",
+        "expect.attention": "flash_attention_2",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "overrides", "terms", "lever", "words"),
+    [
+        pytest.param(LORA, (), {"gpus": 1}, "liger", "adapters", marks=needs_trl),
+        pytest.param("lora/dpo_qwen7b.yaml", (), {"gpus": 1}, "packing", "pads", marks=needs_trl),
+        pytest.param(LORA, FULL, {"packages": {}}, "attention", "not installed", marks=needs_trl),
+        pytest.param(LORA, FULL, {"rows": None}, "packing", "--row-tokens", marks=needs_trl),
+        pytest.param(LORA, FULL, {}, "deepspeed", "without it", marks=needs_trl),
+        (HAND, (), {"packages": {}}, "liger", "not installed"),
+        (HAND, ("batch.global=2", "batch.per_device=1"), {}, "per_device", "2 rows"),
+        (
+            TULU,
+            ("model_name_or_path=Qwen/Qwen2.5-7B", "zero_stage=2"),
+            {},
+            "deepspeed",
+            "zero_stage",
+        ),
+        ("demo/sft_open_instruct.yaml", (), {"gpus": 0}, "deepspeed", "CPU"),
+        ("demo/sft_open_instruct.yaml", (), {"gpus": 0}, "liger", "GPU"),
+    ],
+)
+def test_what_stays_as_it_is_has_a_reason(
+    path: str, overrides: tuple[str, ...], terms: dict[str, object], lever: str, words: str
+) -> None:
+    if "demo" in path:
+        overrides = (*overrides, "model_name_or_path=Qwen/Qwen2.5-0.5B")
+    world = tuned.outlook(path, *overrides, **terms)  # type: ignore[arg-type]
+    assert words in world.space.fixed[lever]
+    assert lever not in names(world)
+
+
+def test_a_deepspeed_file_of_ones_own_stays(write: Write, tmp_path: Path) -> None:
+    own = write(
+        "own.json",
+        '{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": '
+        '"auto", "train_batch_size": "auto", "gradient_accumulation_steps": "auto", "bf16": '
+        '{"enabled": "auto"}}',
+    )
+    world = tuned.outlook(HAND, f"deepspeed={own}")
+    assert "file of your own" in world.space.fixed["deepspeed"]
+
+
+def test_one_gpu_has_nothing_to_shard() -> None:
+    assert "zero3" not in values(tuned.outlook(HAND, gpus=1), "deepspeed")
+
+
+def test_attention_says_what_memory_depends_on() -> None:
+    world = tuned.outlook(TULU, "model_name_or_path=Qwen/Qwen2.5-7B", "packing=false")
+    flash, plain = (
+        world.expected({**world.space.base, "attention": name}) for name in ("flash_2", "torch")
+    )
+    assert flash and plain and flash.seconds < plain.seconds

@@ -1,0 +1,564 @@
+"""The second DPO script, dpo.py: chosen, checked, started by torchrun, and planned under FSDP."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plans import PYTHON, built, from_text, planned, staged, trainer
+from typer.testing import CliRunner
+
+from launcher import (
+    checkpointing,
+    config,
+    disk,
+    facts,
+    footprint,
+    lengths,
+    memory,
+    rendezvous,
+    upstream,
+)
+from launcher import stage as stages
+from launcher.backends import BACKENDS
+from launcher.commands import app
+from launcher.errors import Finding, InvalidConfig
+from launcher.lengths import parse
+from launcher.packed_rows import fuller, pack
+from launcher.position import Shape
+from launcher.upstream import Locator
+
+BASE = """
+stage: dpo
+script: {script}
+{top}
+args:
+  model_name_or_path: allenai/OLMo-2-1124-7B
+  mixer_list: [set, "100000"]
+  max_seq_length: 16384
+  push_to_hub: false
+  try_launch_beaker_eval_jobs: false
+  {args}
+"""
+STORY = "packing: true\n  activation_memory_budget: {}\n  per_device_train_batch_size: {}"
+
+
+def text(*args: str, script: str = "dpo_olmo_core", top: str = "") -> str:
+    return BASE.format(script=script, top=top, args="\n  ".join(args))
+
+
+def judged(folder: Path, written: str) -> stages.Judged:
+    path = folder / "stage.yaml"
+    path.write_text(written, encoding="utf-8")
+    return stages.judge(config.load(path), locator=Locator(search=()))
+
+
+def found(folder: Path, written: str) -> dict[tuple[str, str], Finding]:
+    return {(f.code, f.key or ""): f for f in judged(folder, written).findings}
+
+
+def invoke(*words: str) -> Any:
+    return CliRunner().invoke(app, list(words), catch_exceptions=False)
+
+
+# --- which script ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", ["dpo_olmo_core", "dpo.py", "open_instruct/dpo.py"])
+def test_a_stage_file_names_the_script(tmp_path: Path, script: str) -> None:
+    stage = from_text(tmp_path, text(script=script))
+    assert (stage.schema.script, stage.schema.stage) == ("open_instruct/dpo.py", "dpo")
+    assert (stage.options.stage, stage.options.script) == ("dpo", "dpo_olmo_core")
+
+
+def test_the_wrapped_shape_names_it_by_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "wrapped.yaml"
+    path.write_text(
+        "num_gpus: 8\nopen_instruct:\n  script: open_instruct/dpo.py\n  args:\n"
+        "    model_name_or_path: Qwen/Qwen3-8B\n    mixer_list: [set, '64']\n"
+        "    max_seq_length: 2048\n    push_to_hub: false\n    try_launch_beaker_eval_jobs: false\n",
+        encoding="utf-8",
+    )
+    stage = staged(path)
+    assert stage.entry.torchrun and stage.options.gpus == 8
+
+
+def test_silence_and_its_own_name_mean_the_stages_own_script(tmp_path: Path) -> None:
+    for script in ("", "dpo", "dpo_tune_cache.py"):
+        stage = judged(tmp_path, text(script=script))
+        assert stage.schema is not None and stage.schema.script.endswith("dpo_tune_cache.py")
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("dpo_olmo", "did you mean `dpo_olmo_core`"),
+        ("finetune.py", "one of dpo, dpo_olmo_core"),
+        ("[1]", "one of dpo, dpo_olmo_core"),
+    ],
+)
+def test_other_scripts_are_refused(tmp_path: Path, script: str, words: str) -> None:
+    fault = found(tmp_path, text(script=script))["bad-script", "script"]
+    assert (fault.severity, fault.line) == ("error", 3)
+    assert words in (fault.help or "")
+
+
+# --- what it says ------------------------------------------------------------------------------------
+
+SPEAKS = [
+    ("use_lora: true", "not-with-olmo-core", "use_lora", "error"),
+    ("use_qlora: true", "not-with-olmo-core", "use_qlora", "error"),
+    ("use_8bit_optimizer: true", "not-with-olmo-core", "use_8bit_optimizer", "error"),
+    ("dpo_use_paged_optimizer: true", "not-with-olmo-core", "dpo_use_paged_optimizer", "error"),
+    ("context_parallel_degree: 2", "not-with-olmo-core", "context_parallel_degree", "error"),
+    ("optimizer_type: adam", "unknown-optimizer", "optimizer_type", "error"),
+    ("activation_memory_budget: 1.5", "out-of-range", "activation_memory_budget", "warning"),
+    ("activation_memory_budget: 0", "out-of-range", "activation_memory_budget", "warning"),
+    ("activation_memory_budget: -0.5", "out-of-range", "activation_memory_budget", "error"),
+    ("packing: true", "packing-leaks", "packing", "warning"),
+    ("load_balancing_loss: true", "balancing-unread", "load_balancing_loss", "warning"),
+    ("lr_scheduler_type: polynomial", "scheduler-replaced", "lr_scheduler_type", "warning"),
+    ("checkpointing_steps: 0", "checkpoint-steps", "checkpointing_steps", "error"),
+    ("ephemeral_save_interval: 500", "checkpoint-steps", "ephemeral_save_interval", "error"),
+    ("logging_steps: 0", "out-of-range", "logging_steps", "error"),
+    ("with_tracking: true", "no-wandb-key", "with_tracking", "warning"),
+    ("use_liger_kernel: true", "unread-key", "use_liger_kernel", "warning"),
+    ("zero_stage: 2", "unread-key", "zero_stage", "warning"),
+    ("model_revision: main", "unread-key", "model_revision", "warning"),
+    ("max_train_samples: 5", "unread-key", "max_train_samples", "warning"),
+    ("timeout: 60", "unread-key", "timeout", "warning"),
+    ("fsdp_shard_degree: 0", "shard-degree", "fsdp_shard_degree", "error"),
+    ("fsdp_num_replicas: -1", "shard-degree", "fsdp_num_replicas", "error"),
+    ("tensor_parallel_degree: 0", "shard-degree", "tensor_parallel_degree", "error"),
+    ("lr_scheduler_type: cosine", "scheduler-replaced", "lr_scheduler_type", "note"),
+    ("lr_scheduler_type: constant", "scheduler-replaced", "lr_scheduler_type", "note"),
+    ("gradient_accumulation_steps: 2\n  packing: true", "accumulation-packed",
+     "gradient_accumulation_steps", "warning"),
+    ("config_name: olmo2_1B", "other-shape", "config_name", "error"),
+    ("config_name: Qwen/Qwen3-8B", "other-shape", "config_name", "error"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "code", "key", "severity"), SPEAKS)
+def test_what_it_refuses_or_ignores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, code: str, key: str, severity: str
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    fault = found(tmp_path, text(line))[code, f"args.{key}"]
+    assert (fault.severity, fault.line) == (severity, 11)
+    assert fault.file == str(tmp_path / "stage.yaml")
+
+
+def test_two_keys_together(tmp_path: Path) -> None:
+    said = found(tmp_path, text("activation_memory_budget: 0.5", "compile_model: false"))
+    assert said["budget-without-compile", "args.activation_memory_budget"].line == 11
+    said = found(tmp_path, text("packing: true", "concatenated_forward: false"))
+    assert said["packing-separate-forward", "args.packing"].severity == "error"
+    said = found(tmp_path, text("loss_type: wpo", "packing: true"))
+    assert said["wpo-batch", "args.loss_type"].severity == "error"
+
+
+def test_a_leak_that_the_file_puts_up_with_is_a_note(tmp_path: Path) -> None:
+    said = found(tmp_path, text("packing: true", top="expect: {packing: on}"))
+    assert said["packing-leaks", "args.packing"].severity == "note"
+
+
+def test_a_clean_file_is_clean(tmp_path: Path) -> None:
+    assert found(tmp_path, text()) == {}
+
+
+def test_keys_of_this_script_are_told_to_the_other_one(tmp_path: Path) -> None:
+    said = found(tmp_path, text("compile_model: true", "fsdp_shard_degree: 8", script="dpo"))
+    for key in ("compile_model", "fsdp_shard_degree"):
+        assert "only open_instruct/dpo.py reads it" in str(said["unread-key", f"args.{key}"].help)
+
+
+def test_deepspeed_is_an_error_and_precision_is_not_read(tmp_path: Path) -> None:
+    said = found(tmp_path, text(top="deepspeed: zero3\nmixed_precision: fp16"))
+    assert (said["deepspeed-with-torchrun", "deepspeed"].severity) == "error"
+    assert said["deepspeed-with-torchrun", "deepspeed"].line == 4
+    assert said["mixed-precision-unread", "mixed_precision"].line == 5
+
+
+def test_without_a_length_it_would_crash(tmp_path: Path) -> None:
+    written = text().replace("  max_seq_length: 16384\n", "")
+    assert found(tmp_path, written)["no-length", "args.max_seq_length"].severity == "error"
+
+
+# --- models ------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_model_names_the_known_and_the_other_script(tmp_path: Path) -> None:
+    written = text().replace("allenai/OLMo-2-1124-7B", "meta-llama/Llama-3.1-8B")
+    fault = found(tmp_path, written)["unsupported-model", "args.model_name_or_path"]
+    for word in ("allenai/OLMo-2-1124-7B", "Qwen/Qwen3-0.6B", "olmo2_7B", "dpo_tune_cache.py"):
+        assert word in (fault.help or "")
+
+
+def test_the_models_come_from_the_source() -> None:
+    schema = Locator(search=()).schema("open_instruct", "dpo_olmo_core")
+    assert schema.models["Qwen/Qwen3-14B"] == "qwen3_14B"
+    assert set(schema.models.values()) <= schema.configs
+    assert not any(name.endswith("_like") for name in schema.configs)
+
+
+@pytest.mark.parametrize("name", ["olmo2_7B", "qwen3_8B"])
+def test_a_config_name_of_olmo_core_is_taken(tmp_path: Path, name: str) -> None:
+    written = text(f"config_name: {name}").replace("allenai/OLMo-2-1124-7B", "someone/a-model")
+    assert not [key for key in found(tmp_path, written) if key[0] == "unsupported-model"]
+
+
+def test_a_name_of_a_shape_is_no_model(tmp_path: Path) -> None:
+    written = text().replace("allenai/OLMo-2-1124-7B", "olmo2_7B")
+    fault = found(tmp_path, written)["unsupported-model", "args.model_name_or_path"]
+    assert "`config_name: olmo2_7B`" in (fault.help or "")
+
+
+def test_the_same_shape_under_either_name_is_right(tmp_path: Path) -> None:
+    for name in ("olmo2_7B", "allenai/OLMo-2-1124-7B"):
+        assert found(tmp_path, text(f"config_name: {name}")) == {}
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B-Base"])
+def test_what_transformers_could_not_load_is_said_before(tmp_path: Path, name: str) -> None:
+    written = text().replace("allenai/OLMo-2-1124-7B", name)
+    assert set(found(tmp_path, written)) == {("no-hf-export", "args.model_name_or_path")}
+    ends = written.replace("max_seq_length", "cache_logprobs_only: true\n  max_seq_length")
+    assert found(tmp_path, ends) == {}
+
+
+def test_a_warm_up_that_is_switched_off_needs_no_note(tmp_path: Path) -> None:
+    assert found(tmp_path, text("lr_scheduler_type: constant", "warmup_ratio: 0.0")) == {}
+
+
+def test_a_folder_needs_its_config_name_and_the_right_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "trained").mkdir()
+    shape = {"model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28}
+    (tmp_path / "trained" / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+    written = text().replace("allenai/OLMo-2-1124-7B", "trained")
+    fault = found(tmp_path, written)["unsupported-model", "args.model_name_or_path"]
+    assert "qwen3_0_6B" in (fault.help or "")
+    other = text("config_name: qwen3_8B").replace("allenai/OLMo-2-1124-7B", "trained")
+    assert "qwen3_0_6B" in str(found(tmp_path, other)["other-shape", "args.config_name"].help)
+    right = text("config_name: qwen3_0_6B").replace("allenai/OLMo-2-1124-7B", "trained")
+    assert found(tmp_path, right).keys() == {("no-hf-export", "args.config_name")}
+
+
+# --- the command -------------------------------------------------------------------------------------
+
+
+def test_torchrun_on_one_machine(tmp_path: Path) -> None:
+    words = built(planned(from_text(tmp_path, text()), gpus=8)).argv
+    assert words[:3] == (str(PYTHON), "-m", "torch.distributed.run")
+    assert words[words.index("--nproc-per-node") + 1] == "8"
+    assert "accelerate.commands.launch" not in words and "--main_process_port" not in words
+    assert "--do_not_randomize_output_dir" not in words
+
+
+def test_torchrun_on_several_machines(tmp_path: Path) -> None:
+    words = built(planned(from_text(tmp_path, text()), gpus=8, nodes=2)).argv
+    here = rendezvous.Rendezvous(nodes=2, rank=1, address="10.0.0.4", port=29501)
+    filled = rendezvous.filled(words, here)
+    pairs = dict(itertools.pairwise(filled))
+    assert (pairs["--node-rank"], pairs["--master-addr"]) == ("1", "10.0.0.4")
+    assert (pairs["--master-port"], pairs["--nnodes"]) == ("29501", "2")
+    assert "NODE_RANK" not in filled
+
+
+def test_one_gpu_needs_no_deepspeed_here(tmp_path: Path) -> None:
+    codes = {f.code for f in planned(from_text(tmp_path, text()), gpus=1).findings}
+    assert "no-process-group" not in codes
+
+
+@pytest.mark.parametrize(
+    ("line", "nodes", "key"),
+    [
+        ("fsdp_shard_degree: 3", 1, "fsdp_shard_degree"),
+        ("fsdp_num_replicas: 5", 1, "fsdp_num_replicas"),
+        ("tensor_parallel_degree: 3", 1, "tensor_parallel_degree"),
+        ("fsdp_shard_degree: 4\n  fsdp_num_replicas: 4", 1, "fsdp_num_replicas"),
+        ("tensor_parallel_degree: 4\n  fsdp_shard_degree: 4", 1, "fsdp_shard_degree"),
+    ],
+)
+def test_degrees_must_divide_the_gpus(tmp_path: Path, line: str, nodes: int, key: str) -> None:
+    made = planned(from_text(tmp_path, text(line)), gpus=8, nodes=nodes)
+    (fault,) = [f for f in made.findings if f.code == "shard-degree"]
+    assert (fault.severity, fault.key) == ("error", f"args.{key}")
+    assert fault.line in (11, 12)
+
+
+@pytest.mark.parametrize(
+    "line", ["fsdp_shard_degree: 4", "fsdp_shard_degree: 4\n  fsdp_num_replicas: 4", "seed: 1"]
+)
+def test_degrees_that_fit_are_left_alone(tmp_path: Path, line: str) -> None:
+    made = planned(from_text(tmp_path, text(line)), gpus=8, nodes=2)
+    assert not [f for f in made.findings if f.code == "shard-degree"]
+
+
+def test_wandb_is_not_asked_where_nothing_is_tracked(tmp_path: Path) -> None:
+    made = planned(from_text(tmp_path, text()), gpus=1)
+    assert made.derived["wandb_entity"].value == "none"
+    kept = planned(from_text(tmp_path, text("wandb_entity: mine")), gpus=1)
+    assert "wandb_entity" not in kept.derived
+
+
+def test_a_last_batch_that_is_not_full_is_left_out(tmp_path: Path) -> None:
+    line = "per_device_train_batch_size: 5\n  num_epochs: 2"
+    assert planned(from_text(tmp_path, text(line)), gpus=4).steps == 100_000 // 20 * 2
+
+
+def faults(folder: Path, rows: int, line: str, gpus: int) -> list[Finding]:
+    written = text(line).replace('"100000"', f'"{rows}"')
+    made = planned(from_text(folder, written), gpus=gpus)
+    return [f for f in made.findings if f.code == "too-few-rows"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "line", "words"),
+    [
+        # 8 GPUs x 4 pairs x 2: a step of 64; the reference takes 4 x 4 x 8 = 128, its rows at most twice
+        (63, "per_device_train_batch_size: 4\n  gradient_accumulation_steps: 2", "less than one step"),
+        (63, "per_device_train_batch_size: 4", "reference pass takes 128 pairs"),
+        (7, "packing: true", "less than one step of 8"),
+        (63, "cache_logprobs_only: true\n  per_device_train_batch_size: 4", "reference pass"),
+    ],
+)  # fmt: skip
+def test_rows_that_do_not_fill_a_batch(tmp_path: Path, rows: int, line: str, words: str) -> None:
+    (fault,) = faults(tmp_path, rows, line, 8)
+    assert (fault.severity, fault.key, fault.line) == ("error", "args.mixer_list", 7)
+    assert words in fault.message
+
+
+@pytest.mark.parametrize(
+    ("rows", "line"),
+    [
+        (64, "per_device_train_batch_size: 4\n  gradient_accumulation_steps: 2"),
+        (64, "per_device_train_batch_size: 4"),
+        (8, "packing: true"),
+        (1, "cache_dataset_only: true"),
+    ],
+)
+def test_rows_that_just_do(tmp_path: Path, rows: int, line: str) -> None:
+    assert not faults(tmp_path, rows, line, 8)
+
+
+def test_a_global_batch_that_packed_steps_do_not_reach(tmp_path: Path) -> None:
+    written = text("packing: true", top="batch: {global: 64, per_device: 8}")
+    (fault,) = [
+        f for f in planned(from_text(tmp_path, written), gpus=2).findings
+        if f.code == "accumulation-packed"
+    ]  # fmt: skip
+    assert (fault.key, fault.line, fault.severity) == ("batch.global", 4, "warning")
+    reached = planned(from_text(tmp_path, written), gpus=8).findings
+    assert not [f for f in reached if f.code == "accumulation-packed"]
+
+
+# --- the plan ----------------------------------------------------------------------------------------
+
+
+def story(tmp_path: Path, budget: float, batch: int = 2) -> memory.Memory:
+    stage = from_text(tmp_path, text(STORY.format(budget, batch)))
+    made = planned(stage, gpus=8, nodes=2)
+    setup = footprint.Footprint(
+        plan=made, shape=footprint.shape_of(made), rows=parse("900:4096"), attention="flash_2"
+    ).setup()
+    return memory.estimate(setup)
+
+
+def test_of_the_activation_budgets_only_the_lowest_fits_80_gb(tmp_path: Path) -> None:
+    assert memory.fits(story(tmp_path, 0.1), 80)[0]
+    for budget in (0.2, 0.3, 0.5, 0.8, 1.0):
+        assert not memory.fits(story(tmp_path, budget), 80)[0], budget
+
+
+def test_the_logits_of_the_concatenated_forward(tmp_path: Path) -> None:
+    parts = [p for m in story(tmp_path, 0.1).moments for p in m.parts if p.kind == "logits"]
+    told = 65_536 * 100_352 * 2 / 2**30
+    assert any(part.gib == pytest.approx(told) for part in parts)
+
+
+def test_memory_does_not_depend_on_the_batch_of_packed_rows(tmp_path: Path) -> None:
+    assert story(tmp_path, 0.1, 2).peak == story(tmp_path, 0.1, 32).peak
+
+
+def test_more_shards_hold_less(tmp_path: Path) -> None:
+    def peak(line: str) -> float:
+        made = planned(from_text(tmp_path, text(line)), gpus=8, nodes=2)
+        shape = footprint.shape_of(made)
+        one = footprint.Footprint(
+            plan=made, shape=shape, rows=parse("100:200"), attention="flash_2"
+        )
+        return memory.estimate(one.setup()).peak
+
+    assert peak("fsdp_shard_degree: 16") < peak("seed: 1") < peak("fsdp_shard_degree: 2")
+    # by default one replica a machine
+    assert peak("seed: 1") == peak("fsdp_shard_degree: 8") == peak("fsdp_num_replicas: 2")
+
+
+def test_the_sweep_fills_rows_at_a_constant_time(tmp_path: Path) -> None:
+    path = tmp_path / "stage.yaml"
+    path.write_text(text(STORY.format(0.1, 2)), encoding="utf-8")
+    tokens, seconds = {}, {}
+    for batch in (2, 4, 8, 16, 32):
+        run = invoke(
+            "plan", str(path), f"args.per_device_train_batch_size={batch}", "--gpus", "8", "--nodes",
+            "2", "--row-tokens", "900:4096", "--rows", "300000", "--gpu", "H100", "--gpu-memory",
+            "80", "--format", "json",
+        )  # fmt: skip
+        (rung,) = json.loads(run.stdout)["data"]["gpus"]
+        tokens[batch] = rung["tokens_per_step"]
+        seconds[batch] = rung["tokens_per_step"] / rung["tokens_per_second"]
+    # of the story: 57,664 at 2 and 453,184 at 16, of 524,288 positions
+    assert tokens[2] == pytest.approx(57_664, rel=0.03)
+    assert tokens[16] == pytest.approx(453_184, rel=0.05)
+    assert tokens[2] < tokens[4] < tokens[8] < tokens[16] < tokens[32] <= 524_288
+    assert max(seconds.values()) == pytest.approx(min(seconds.values()), rel=1e-3)
+
+
+def told(folder: Path, written: str, *words: str) -> Any:
+    path = folder / "stage.yaml"
+    path.write_text(written, encoding="utf-8")
+    run = invoke("plan", str(path), "--row-tokens", "900:4096", *words, "--format", "json")
+    return json.loads(run.stdout)["data"]
+
+
+def test_rows_of_the_command_line_are_rounded_down_as_well(tmp_path: Path) -> None:
+    written = text("per_device_train_batch_size: 2").replace('"100000"', "1.0")
+    words = ("--gpus", "1,3,8", "--rows", "1000")
+    steps = [rung["steps"] for rung in told(tmp_path, written, *words)["gpus"]]
+    assert steps == [1000 // 2, 1000 // 6, 1000 // 16]
+
+
+def test_the_first_and_the_last_step_are_saved_too(tmp_path: Path) -> None:
+    written = text(
+        "per_device_train_batch_size: 1\n  max_train_steps: 150\n  checkpointing_steps: 100"
+    )
+    (rung,) = told(tmp_path, written, "--gpus", "8")["gpus"]
+    disk = rung["disk_gib"]
+    # steps 0, 100 and 150
+    assert disk["most"] == pytest.approx(disk["model"] + 3 * disk["checkpoint"], abs=0.05)
+
+
+def test_room_for_every_checkpoint(tmp_path: Path) -> None:
+    shape = {
+        "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28, "vocab_size": 151936,
+        "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "head_dim": 128, "tie_word_embeddings": True,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+    lines = ("config_name: qwen3_0_6B", "checkpointing_steps: 100", "max_train_steps: {}")
+    written = text(*lines).replace("allenai/OLMo-2-1124-7B", str(tmp_path))
+    for steps, times in ((150, 3), (200, 3), (50, 2)):
+        made = planned(from_text(tmp_path, written.format(steps)), gpus=8)
+        room = disk.needs(made, None, {})
+        assert room.count is not None
+        assert (room.kept, room.each) == (times, 12 * room.count.parameters)
+        assert room.least == (12 * times + 4) * room.count.parameters
+
+
+def test_its_resume_is_not_judged_by_the_other_scripts_arithmetic(tmp_path: Path) -> None:
+    uneven = Shape(rows=44, per_device=4, devices=1, accumulation=2, epochs=2)
+    args = ("gradient_accumulation_steps: 2", "checkpointing_steps: 3", "num_epochs: 2")
+    codes = {}
+    for script, more in (("dpo_olmo_core", ""), ("dpo", "deepspeed: zero2")):
+        made = planned(from_text(tmp_path, text(*args, script=script, top=more)), gpus=1)
+        found = checkpointing.findings(made, uneven, trainer())
+        codes[script] = {one.code for one in found}
+    assert codes == {"dpo_olmo_core": set(), "dpo": {"resume-inexact"}}
+
+
+def test_attention_goes_over_the_whole_packed_row(tmp_path: Path) -> None:
+    def seconds(length: int) -> float:
+        written = text(STORY.format(0.1, 64)).replace("16384", str(length))
+        (rung,) = told(tmp_path, written, "--gpus", "8", "--nodes", "2", "--gpu", "H100")["gpus"]
+        return float(rung["tokens_per_step"] / rung["tokens_per_second"] / length)
+
+    # OLMo-2-7B: 6 x 6.9e9 parameters, and 6 x 32 layers x 4,096 for each position of a row
+    assert seconds(16_384) / seconds(4_096) == pytest.approx(
+        (6 * 6.89e9 + 6 * 32 * 4096 * 32_768) / (6 * 6.89e9 + 6 * 32 * 4096 * 8_192), rel=0.02
+    )
+
+
+def test_an_output_layer_of_its_own(tmp_path: Path) -> None:
+    written = text().replace("allenai/OLMo-2-1124-7B", "Qwen/Qwen3-0.6B")
+    shape = footprint.shape_of(planned(from_text(tmp_path, written), gpus=8))
+    assert not shape.tied
+    assert shape.parameters == 596_049_920 + 151_936 * 1_024
+
+
+def test_muon_is_not_planned_as_adam(tmp_path: Path) -> None:
+    made = planned(from_text(tmp_path, text("optimizer_type: muon")), gpus=8)
+    one = footprint.Footprint(
+        plan=made, shape=footprint.shape_of(made), rows=parse("100:200"), attention="flash_2"
+    )
+    with pytest.raises(InvalidConfig, match="Muon"):
+        one.setup()
+
+
+def test_what_varies_names_the_packed_step(tmp_path: Path) -> None:
+    data = told(tmp_path, text(STORY.format(0.1, 16)), "--gpus", "1,8")
+    assert [v["name"] for v in data["varies"]] == [
+        "packed batch", "pair weighting", "steps", "resume",
+    ]  # fmt: skip
+
+
+def test_half_empty_rows_are_said_before_anything_runs(tmp_path: Path) -> None:
+    path = tmp_path / "stage.yaml"
+    path.write_text(text(STORY.format(0.1, 2)), encoding="utf-8")
+    words = ("--gpus", "8", "--nodes", "2", "--row-tokens", "900:4096")
+    said = invoke("plan", str(path), *words).stderr
+    assert "half-wasted" in said and "batch 2 uses 11% of each step; 16 fills" in said
+    full = invoke("plan", str(path), "args.per_device_train_batch_size=16", *words)
+    assert "half-wasted" not in full.stderr
+
+
+def test_packing_as_upstream_packs() -> None:
+    same = lengths.Lengths(mean=100.0, longest=100, source="made", histogram=((100, 1),))
+    row = pack(same, pairs=8, limit=250)
+    assert (row.pairs, row.real, row.positions) == (2.0, 400.0, 500)
+    assert pack(same, pairs=1, limit=250).filled == pytest.approx(0.4)
+    assert fuller(same, pairs=1, limit=250)[0] == 2
+    # a row that is too long by itself is cut, and stands alone
+    assert pack(parse("900:900"), pairs=4, limit=500).pairs == 1.0
+
+
+# --- the source --------------------------------------------------------------------------------------
+
+
+def test_the_snapshot_says_what_the_checkout_says(checkout: Path) -> None:
+    backend = BACKENDS["open_instruct"]
+    trees = upstream.packages_below("open_instruct", checkout)
+    told = upstream.snapshot("open_instruct")
+    read = facts.read(backend, trees, told["externals"], ["dpo_olmo_core"])
+    key = "dpo_olmo_core"
+    assert read["paths"][key] == told["paths"][key]
+    assert read["models"][key]["names"] == told["models"][key]["names"]
+
+
+def test_an_older_snapshot_says_that_it_has_not_read_it() -> None:
+    told = {**upstream.snapshot("open_instruct")}
+    told["stages"] = {"sft": told["stages"]["sft"]}
+    with pytest.raises(LookupError, match=r"nothing was read of open_instruct/dpo\.py"):
+        facts.schema_of(told, BACKENDS["open_instruct"], "dpo_olmo_core", "snapshot", "x")
+
+
+def test_that_upstream_goes_on_by_itself_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "stage.yaml"
+    path.write_text(text(f"output_dir: {tmp_path}/out", "exp_name: x", "seed: 7"), encoding="utf-8")
+
+    def codes() -> set[str]:
+        seen = stages.judge(config.load(path), locator=Locator(search=()), running=True)
+        return {one.code for one in seen.findings if one.code == "resume-unjudged"}
+
+    assert codes() == set()
+    # what is written before the first step is no progress
+    (tmp_path / "out" / "x__7" / "step0").mkdir(parents=True)
+    assert codes() == set()
+    (tmp_path / "out" / "x__7" / "step40").mkdir()
+    assert codes() == {"resume-unjudged"}

@@ -1,0 +1,515 @@
+"""`launch prepare`: what it fills is what the later run takes, and it says so where it is not."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import NO_PACKAGES, REPOSITORY, Write
+
+from launcher import cache_folders, entries, hub_files, lengths, plan, preparation, tokenised
+from launcher.cli import main
+from launcher.errors import NotReady
+from launcher.hub_files import Part
+from launcher.plan import Plan
+from launcher.preparation import Request
+
+CONFIGS = REPOSITORY / "configs" / "demo"
+COMMIT = "a" * 40
+TRAINING = ("torch", "transformers", "accelerate", "datasets", "trl")
+OPEN_INSTRUCT = (*TRAINING, "deepspeed", "olmo_core", "peft", "ray", "beaker")
+
+
+def needs(names: Sequence[str]) -> pytest.MarkDecorator:
+    """Skips where training packages are missing."""
+    gone = [name for name in names if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(gone), reason=f"{NO_PACKAGES}: {', '.join(gone)}")
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's model, and 40 rows of each of its data sets."""
+    folder = tmp_path_factory.mktemp("assets")
+    maker = REPOSITORY / "scripts" / "make_demo_assets.py"
+    subprocess.run([sys.executable, str(maker), "build/demo"], cwd=folder, check=True)
+    for path in folder.glob("build/demo/data/*/train.jsonl"):
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:40]))
+    return folder
+
+
+@pytest.fixture
+def place(assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project with a copy of them, the working directory in it, and no network."""
+    folder = tmp_path / "project"
+    shutil.copytree(assets, folder)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("LAUNCH_CACHE", str(tmp_path / "launch-cache"))
+    return folder
+
+
+def on_the_hub(place: Path, name: str) -> Path:
+    """The demo's model as the hub's cache would hold it."""
+    repository = Path(os.environ["HF_HOME"]) / "hub" / f"models--{name.replace('/', '--')}"
+    snapshot = repository / "snapshots" / COMMIT
+    shutil.copytree(place / "build/demo/model", snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    return snapshot
+
+
+def prepare(
+    capsys: pytest.CaptureFixture[str], config: str, *words: str
+) -> tuple[int, dict[str, Any], list[str]]:
+    """`launch prepare` as a user would start it: exit code, data, codes of the errors."""
+    capsys.readouterr()
+    code = main(["prepare", str(CONFIGS / config), *words, "--format", "json"])
+    told = json.loads(capsys.readouterr().out)
+    wrong = [one["code"] for one in told["findings"] if one["severity"] == "error"]
+    return code, told["data"] or {}, wrong
+
+
+def run(*words: str) -> dict[str, Any]:
+    """A real start; the verdict's points by name."""
+    done = subprocess.run(
+        [sys.executable, "-m", "launcher.cli", *words, "--format", "json"],
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )  # fmt: skip
+    told = json.loads(done.stdout)
+    assert told["data"] is not None, done.stderr
+    points = {one["name"]: one["state"] for one in told["data"]["points"]}
+    assert points["finish"] == "completed", told
+    return points
+
+
+SFT = (
+    "sft_open_instruct.yaml",
+    "--gpus",
+    "0",
+    "dataset_mixer_list=[build/demo/data/sft/train.jsonl, '1.0']",
+)
+DPO = (
+    "dpo_open_instruct.yaml", "model_name_or_path=build/demo/model",
+    "mixer_list=[build/demo/data/dpo/train.jsonl, '1.0']",
+)  # fmt: skip
+
+
+# --- for real: the pinned scripts and TRL ---------------------------------------------------------
+
+
+@pytest.mark.training
+@needs(OPEN_INSTRUCT)
+def test_sft_of_a_model_on_the_hub_finds_what_was_prepared(
+    place: Path, checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_the_hub(place, "acme/tiny")
+    words = [*SFT, "model_name_or_path=acme/tiny"]
+    # 40 rows of at most 60 tokens: some are longer
+    words.append("max_seq_length=60")
+    code, data, found = prepare(capsys, *words)
+    assert (code, found) == (0, [])
+    made = data["dataset"]
+    assert made["state"] == "filled" and not data["already_there"]
+    assert made["rows"] == made["rows_before_filters"] == 40
+    assert made["longest"] == made["limit"] == 60 and 0 < made["at_limit"] < 40
+    assert made["mean"] * 40 == pytest.approx(made["tokens"])
+    # nothing of the preparation is left beside the set, nor where the model will go
+    entry = Path(made["places"][0])
+    assert not list(entry.parent.glob(".launch-filling-*"))
+    assert not (place / "build/demo/sft_open_instruct").exists()
+
+    # another number of GPUs, another learning rate: the same set
+    again = [*words[:1], "--gpus", "2", *words[3:], "batch.per_device=4", "learning_rate=1e-4"]
+    code, data, found = prepare(capsys, *again)
+    assert (code, found, data["already_there"], data["log"]) == (0, [], True, None)
+    assert data["dataset"]["places"] == made["places"]
+    assert data["dataset"]["tokens"] == made["tokens"]
+
+    points = run(
+        "sft", str(CONFIGS / words[0]), *words[1:], "max_train_steps=1", "expect.dataset_cache=hit",
+        "expect.trend=any",
+    )  # fmt: skip
+    assert points["dataset_cache"] == "hit"
+
+
+@pytest.mark.training
+@needs(OPEN_INSTRUCT)
+def test_dpo_leaves_the_reference_to_the_run_and_stops_clean(
+    place: Path, checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Ctrl-C in the middle of it
+    words = [
+        sys.executable,
+        "-m",
+        "launcher.cli",
+        "prepare",
+        str(CONFIGS / DPO[0]),
+        *DPO[1:],
+        "--gpus",
+        "0",
+    ]
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    started = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    cache = place / "build/demo/cache"
+    until = time.monotonic() + 60
+    while not list(cache.glob("*/.launch-filling-*")) and time.monotonic() < until:
+        time.sleep(0.05)
+    started.send_signal(signal.SIGINT)
+    started.communicate(timeout=120)
+    assert started.returncode == 130
+    assert not list(cache.glob("*/.launch-filling-*"))
+    assert not list(cache.glob("dataset-*/*/state.json"))
+
+    # two at once: one tokenises, the other waits and finds it
+    codes: list[int] = []
+    both = [
+        threading.Thread(target=lambda: codes.append(subprocess.run(words, env=env).returncode))
+        for _ in range(2)
+    ]
+    for one in both:
+        one.start()
+    for one in both:
+        one.join()
+    assert codes == [0, 0]
+    logs = list(Path(os.environ["LAUNCH_RUNS"]).glob("*-prepare-*/console.log"))
+    assert len(logs) == 2  # the one that was stopped, and one more
+
+    code, data, _ = prepare(capsys, *DPO, "--gpus", "0")
+    assert code == 0 and data["already_there"] and data["dataset"]["rows"] == 40
+    assert any("one pass of the model" in one for one in data["left"])
+    points = run(
+        "dpo", str(CONFIGS / DPO[0]), *DPO[1:], "--gpus", "0", "max_train_steps=1", "expect.trend=any",
+    )  # fmt: skip
+    assert points["dataset_cache"] == "hit" and points["reference_cache"] == "miss"
+    _, data, _ = prepare(capsys, *DPO, "--gpus", "0")
+    assert any("they are there" in one for one in data["left"])
+
+
+@pytest.mark.training
+@needs(OPEN_INSTRUCT)
+def test_rows_that_cannot_be_tokenised_are_the_users_to_mend(
+    place: Path, checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = place / "build/demo/data/sft/train.jsonl"
+    data.write_text('{"messages": [{"role": "nobody", "content": 3}]}\n' * 8)
+    capsys.readouterr()
+    assert main(["prepare", str(CONFIGS / SFT[0]), *SFT[1:], "--format", "json"]) == 4
+    told = json.loads(capsys.readouterr().out)
+    (finding,) = told["findings"]
+    assert finding["code"] == "tokenising-failed" and "Error" in finding["message"]
+    assert Path(finding["file"]).is_file()
+    assert not list((place / "build/demo/cache").glob("dataset-*/*/state.json"))
+
+
+@pytest.mark.training
+@needs(TRAINING)
+def test_trl_finds_what_was_prepared(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("sft.yaml", "max_length=60")
+    code, data, found = prepare(capsys, *words, "--gpus", "2", "batch.per_device=4")
+    assert (code, found) == (0, [])
+    made = data["dataset"]
+    assert made["state"] == "filled" and made["rows"] == 40 and 0 < made["at_limit"] < 40
+    assert made["longest"] == 60 and made["tokens"] < 60 * 40
+    # the second time nothing is started
+    code, data, _ = prepare(capsys, *words, "--gpus", "0")
+    assert code == 0 and data["already_there"] and data["log"] is None
+    assert data["dataset"]["tokens"] == made["tokens"]
+    points = run(
+        "sft", str(CONFIGS / words[0]), words[1], "--gpus", "0", "max_steps=1",
+        "expect.dataset_cache=hit", "expect.trend=any",
+    )  # fmt: skip
+    assert points["dataset_cache"] == "hit"
+    # a file that is gone, or another, is not there
+    request = Request(
+        stage=None, config=CONFIGS / "sft.yaml", overrides=words[1:], gpus=0, elsewhere=True
+    )
+    asked = preparation.ask(request, running=False)
+    made_of = plan.make(asked.stage, gpus=0, output=place / "any")
+    parts = hub_files.fetch(hub_files.wanted(made_of), asked.trainer, os.environ)
+
+    def filling() -> tokenised.Filling:
+        return tokenised.Filling(made_of, asked.trainer, request, os.environ, print, parts)
+
+    assert filling().there() is not None
+    next(Path(made["places"][0]).glob("cache-*.arrow")).unlink()
+    assert filling().there() is None
+
+
+# --- what a run would miss, and what is not here --------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "word", "said"),
+    [
+        ("sft_open_instruct.yaml", "dataset_skip_cache=true", "tokenises all over"),
+        ("sft_open_instruct.yaml", "dataset_config_hash=0123456789", "is no complete set"),
+        ("sft.yaml", "dataset_streaming=true", "as a stream"),
+    ],
+)
+def test_what_no_preparation_helps_with_is_refused(
+    place: Path,
+    checkout: Path,
+    capsys: pytest.CaptureFixture[str],
+    config: str,
+    word: str,
+    said: str,
+) -> None:
+    capsys.readouterr()
+    more = ["max_steps=5"] if "stream" in word else []
+    # begun and never finished: upstream would take it, and crash
+    (place / "build/demo/cache/0123456789").mkdir(parents=True)
+    code = main(["prepare", str(CONFIGS / config), word, *more, "--gpus", "0", "--format", "json"])
+    told = json.loads(capsys.readouterr().out)
+    wrong = [one for one in told["findings"] if one["severity"] == "error"]
+    assert code == 1 and not told["ok"] and [one["code"] for one in wrong] == ["would-miss"]
+    assert said in wrong[0]["message"] and told["data"]["dataset"]["state"] == "missed"
+
+
+def test_a_beaker_job_has_another_folder(
+    place: Path, checkout: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BEAKER_JOB_ID", "1")
+    code, _, found = prepare(capsys, *SFT)
+    assert code == 1 and "would-miss" in found
+
+
+def test_the_config_is_judged_first(
+    place: Path, checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = CONFIGS / "sft_open_instruct.yaml"
+    assert main(["prepare", str(config), "use_liger_kernal=true", "--gpus", "0"]) == 3
+    assert "unknown-key" in capsys.readouterr().err
+    assert main(["prepare", str(config), "--gpus", "3"]) == 3
+    assert "impossible-batch" in capsys.readouterr().err
+    assert main(["prepare", str(config)]) == 2
+    assert "no-gpus" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_here_is_named(
+    place: Path, checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, found = prepare(capsys, *SFT, "model_name_or_path=acme/absent")
+    assert (code, found) == (5, ["not-fetched"])
+    code, _, found = prepare(capsys, *SFT, "model_name_or_path=./nowhere")
+    assert (code, found) == (5, ["incomplete-model"])
+    # a download that was broken off
+    snapshot = on_the_hub(place, "acme/half")
+    (snapshot / "model.safetensors").unlink()
+    code, _, found = prepare(capsys, *SFT, "model_name_or_path=acme/half")
+    assert (code, found) == (5, ["incomplete-model"])
+
+
+def test_data_that_are_not_here_are_named(
+    place: Path, checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "build/demo/data/sft/train.jsonl").unlink()
+    code, _, found = prepare(capsys, *SFT)
+    assert (code, found) == (5, ["missing-data"])
+
+
+# --- the parts ------------------------------------------------------------------------------------
+
+
+def test_a_folder_lacks_what_its_index_names(tmp_path: Path) -> None:
+    assert hub_files.lacking(tmp_path / "gone", "model") is not None
+    assert "config.json" in str(hub_files.lacking(tmp_path, "model"))
+    (tmp_path / "config.json").write_text("{}")
+    assert "no weights" in str(hub_files.lacking(tmp_path, "model"))
+    index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "model-1-of-2.safetensors").write_bytes(b"x")
+    told = hub_files.lacking(tmp_path, "model")
+    assert told is not None and "lacks 1 of 2" in told and "model-2-of-2" in told
+    # a link whose blob was removed is no file
+    (tmp_path / "model-2-of-2.safetensors").symlink_to(tmp_path / "blob")
+    assert hub_files.lacking(tmp_path, "model") is not None
+    (tmp_path / "blob").write_bytes(b"x")
+    assert hub_files.lacking(tmp_path, "model") is None
+    assert "no tokenizer" in str(hub_files.lacking(tmp_path, "tokenizer"))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert hub_files.lacking(tmp_path, "tokenizer") is None
+
+
+def test_an_adapter_needs_no_config_of_a_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert hub_files.lacking(tmp_path, "model") is not None
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"x")
+    assert hub_files.lacking(tmp_path, "model") is None
+
+
+def planned(config: str, *words: str) -> Plan:
+    """A stage file's plan for the CPU."""
+    asked = preparation.ask(
+        Request(stage=None, config=CONFIGS / config, overrides=words, gpus=0, elsewhere=True),
+        running=False,
+    )
+    return plan.make(asked.stage, gpus=0)
+
+
+def saved(folder: Path, name: str, key: dict[str, Any]) -> Path:
+    """A set of upstream's as far as its own record of it goes."""
+    entry = folder / name
+    entry.mkdir(parents=True)
+    for file in ("state.json", "dataset_info.json"):
+        (entry / file).write_text("{}")
+    told = {"tokenizer_config": key["tokenizer"], "dataset_configs": key["data"]}
+    (entry / "config.json").write_text(json.dumps(told))
+    return entry
+
+
+@pytest.fixture
+def folder(place: Path, checkout: Path) -> Iterator[Path]:
+    """An empty cache folder of launch's own."""
+    digest = "b" * 64
+    path = place / f"dataset-{digest[:16]}"
+    path.mkdir()
+    record = {"launch_cache": 1, "kind": "dataset", "digest": digest}
+    (path / cache_folders.RECORD).write_text(json.dumps(record))
+    yield path
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "max_seq_length=257",
+        "chat_template_name=zephyr",
+        "add_bos=true",
+        "dataset_mixer_list=[build/demo/data/sft/train.jsonl, '100']",
+        "dataset_mixer_list=[build/demo/data/sft/train.jsonl, '1.0']",
+        "dataset_transform_fn=[sft_tulu_tokenize_and_truncate_v1, sft_filter_v1]",
+        "tokenizer_name_or_path=build/demo/tokenizer",
+    ],
+)
+def test_a_set_made_otherwise_is_no_hit(folder: Path, place: Path, word: str) -> None:
+    shutil.copytree(place / "build/demo/model", place / "build/demo/tokenizer")
+    mine = planned("sft_open_instruct.yaml")
+    entry = saved(folder, "0123456789", entries.key(mine, os.environ))
+    assert entries.hit(folder, mine, os.environ) == entry
+    # what upstream's key does not hold changes nothing
+    other = planned("sft_open_instruct.yaml", "learning_rate=1e-6", "seed=7")
+    assert entries.hit(folder, other, os.environ) == entry
+    assert entries.hit(folder, planned("sft_open_instruct.yaml", word), os.environ) is None
+
+
+def test_a_set_that_was_not_saved_to_its_end_is_no_hit(folder: Path) -> None:
+    mine = planned("sft_open_instruct.yaml")
+    entry = saved(folder, "0123456789", entries.key(mine, os.environ))
+    (entry / "state.json").unlink()
+    assert entries.hit(folder, mine, os.environ) is None
+
+
+def test_a_set_made_before_the_download_is_no_hit(folder: Path, place: Path) -> None:
+    """Upstream's key holds the tokenizer's files as the hub's cache has them, and those of a data set."""
+    words = ("model_name_or_path=acme/tiny", "dataset_mixer_list=[acme/chats, '1.0']")
+    before = entries.key(planned("sft_open_instruct.yaml", *words), os.environ)
+    assert before["tokenizer"]["tokenizer_files_hash"][1] == "tokenizer.json not found"
+    assert before["data"][0]["dataset_commit_hash"] is None
+    saved(folder, "0123456789", before)
+    assert entries.hit(folder, planned("sft_open_instruct.yaml", *words), os.environ) is not None
+
+    snapshot = on_the_hub(place, "acme/tiny")
+    after = planned("sft_open_instruct.yaml", *words)
+    raw = (snapshot / "tokenizer.json").read_bytes()
+    hashed = entries.key(after, os.environ)["tokenizer"]["tokenizer_files_hash"]
+    assert hashed[1] == hashlib.sha256(raw).hexdigest()
+    assert entries.hit(folder, after, os.environ) is None
+
+    data = Path(os.environ["HF_HOME"]) / "hub" / "datasets--acme--chats"
+    (data / "refs").mkdir(parents=True)
+    (data / "refs" / "main").write_text(COMMIT)
+    assert entries.key(after, os.environ)["data"][0]["dataset_commit_hash"] is None
+    (data / "snapshots" / COMMIT).mkdir(parents=True)
+    (data / "snapshots" / COMMIT / "README.md").write_text("")
+    assert entries.key(after, os.environ)["data"][0]["dataset_commit_hash"] == COMMIT
+
+
+def test_what_a_plan_reads(place: Path) -> None:
+    read = hub_files.wanted(planned("sft_open_instruct.yaml", "tokenizer_name_or_path=acme/words"))
+    assert [(one.role, one.name) for one in read] == [
+        ("whole", "build/demo/model"),
+        ("tokenizer", "acme/words"),
+        ("data", "build/demo/data/sft/train.jsonl"),
+    ]
+    read = hub_files.wanted(planned("sft.yaml", "model_revision=v2"))
+    assert [(one.role, one.revision) for one in read] == [("model", "v2"), ("data", "main")]
+
+
+def test_a_set_is_taken_in_whole_or_not_at_all(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    with cache_folders.staging(folder) as (stage, _):
+        made = stage / "0123456789"
+        made.mkdir()
+        for name in ("state.json", "dataset_info.json"):
+            (made / name).write_text("{}")
+        # somebody else is writing the same set
+        other = folder / made.name
+        other.mkdir()
+        (other / "data.arrow").write_text("")
+        assert cache_folders.take_in(made, folder) is None
+        shutil.rmtree(other)
+        assert cache_folders.take_in(made, folder) == other
+        assert cache_folders.is_complete(other)
+    assert not stage.exists() and cache_folders.is_complete(other)
+
+
+def test_what_a_killed_preparation_left_is_taken_away_and_nothing_else(tmp_path: Path) -> None:
+    left = tmp_path / f"{cache_folders.STAGING}0123"
+    left.mkdir()
+    with cache_folders.staging(tmp_path) as (first, _):
+        assert not left.exists()
+        with cache_folders.staging(tmp_path) as (second, _):
+            # somebody is in the first one
+            assert first.exists() and second.exists() and first != second
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_comes_second_waits(tmp_path: Path) -> None:
+    lock, order = tmp_path / "a" / "lock", list[str]()
+
+    def second() -> None:
+        with cache_folders.alone(lock, lambda: order.append("waits")):
+            order.append("second")
+
+    with cache_folders.alone(lock, lambda: order.append("never")):
+        thread = threading.Thread(target=second)
+        thread.start()
+        while "waits" not in order:
+            time.sleep(0.01)
+        order.append("first")
+    thread.join()
+    assert order == ["waits", "first", "second"]
+
+
+def test_a_place_that_cannot_be_made_is_named(write: Write) -> None:
+    file = write("file", "")
+    with (
+        pytest.raises(NotReady, match="cannot be written"),
+        cache_folders.alone(file / "x", lambda: None),
+    ):
+        pass
+    with pytest.raises(NotReady, match="cannot be written"), cache_folders.staging(file):
+        pass
+
+
+def test_counted_rows(tmp_path: Path) -> None:
+    known = lengths.of_counts({"3": 2, "10": 1}, "here", 3)
+    assert known is not None
+    assert (known.tokens, known.longest, known.rows, known.reaching(10)) == (16, 10, 3, 1)
+    assert lengths.of_counts({}, "here") is None
+    assert (
+        hub_files.commit(Part(role="model", name="a/b", key=""), {"HF_HOME": str(tmp_path)}) is None
+    )

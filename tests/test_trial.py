@@ -1,0 +1,112 @@
+"""One run from start to verdict, for whatever starts several: what came of it, its time, its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_world import World, made, needs_trl, until
+
+from launcher import rundir, trial
+from launcher.errors import Exit, InvalidConfig, NotReady
+from launcher.preparation import Request
+
+pytestmark = needs_trl
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    with made(tmp_path / "world") as one:
+        for name, value in one.environ.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.chdir(one.root)
+        yield one
+
+
+def asked(world: World, monkeypatch: pytest.MonkeyPatch, *steps: str, **args: object) -> Request:
+    monkeypatch.setenv("FAKE_STEPS", json.dumps(steps))
+    return Request(stage="sft", config=world.config(**args), gpus=0, python=world.python())
+
+
+def test_a_run_lies_below_the_folder_that_several_share(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = trial.new_folder("ladder", "a b/c")
+    told = trial.run(asked(world, monkeypatch, "print=2"), root=shared, quiet=True)
+    assert told.run.path.parent == shared
+    assert shared.name.endswith("-ladder-a-b-c")
+    assert told.run in rundir.known_runs()
+    # it ended well, and trained nothing: that is not proof of anything
+    assert told.exit is Exit.VERDICT and told.verdict.status != "pass"
+    assert told.reason is not None and "loss" in told.reason
+    assert told.as_json()["exit"] == 1 and not told.interrupted
+    assert world.quiet()
+
+
+def test_one_whose_time_is_up_is_stopped_with_all_its_processes(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = asked(world, monkeypatch, "ignore=INT", "child=same", "pid=leader", "sleep=60")
+    told = trial.run(request, timeout_s=2, quiet=True)
+    assert told.timed_out and not told.interrupted
+    assert told.reason is not None and "time was up" in told.reason
+    assert world.quiet()
+
+
+def test_one_that_ends_in_time_is_not_stopped_later(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = trial.run(asked(world, monkeypatch, "raise=no such thing"), timeout_s=60, quiet=True)
+    assert (told.exit, told.timed_out) == (Exit.TRAINING, False)
+    assert told.reason is not None and "no such thing" in told.reason
+
+
+def test_nothing_starts_from_a_file_that_is_wrong(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = trial.new_folder("bench", "x")
+    with pytest.raises(InvalidConfig):
+        trial.run(asked(world, monkeypatch, "print=1", learning_rat=1), root=shared)
+    assert list(shared.iterdir()) == []
+
+
+def test_the_user_stops_it(world: World) -> None:
+    code = (
+        "from pathlib import Path\nfrom launcher import trial\nfrom launcher.preparation import Request\n"
+        f"request = Request(stage='sft', config=Path({str(world.config())!r}), gpus=0, "
+        f"python=Path({str(world.python())!r}))\n"
+        "told = trial.run(request, quiet=True)\nprint(told.interrupted, int(told.exit), told.timed_out)\n"
+    )
+    steps = json.dumps(["pid=leader", "sleep=60"])
+    running = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=world.root, stdout=subprocess.PIPE, text=True,
+        env={**world.environ, "FAKE_STEPS": steps},
+        # a background shell may have it ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    world.pid("leader")
+    until(lambda: any(folder.process.exists() for folder in rundir.known_runs()))
+    os.kill(running.pid, signal.SIGINT)
+    out, _ = running.communicate(timeout=60)
+    assert out.split() == ["True", "130", "False"]
+    assert world.quiet()
+
+
+def test_folders_of_several_runs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = trial.new_folder("ladder", "a"), trial.new_folder("ladder", "a")
+    assert first != second
+    rundir.write_json(first / "ladder.json", {"of": 1})
+    rundir.write_json(second / "ladder.json", {"of": 2})
+    trial.new_folder("bench", "a")
+    assert [told for _, told in trial.records("ladder", "ladder.json")] == [{"of": 2}, {"of": 1}]
+    assert list(trial.records("tune", "tune.json")) == []
+    (world.root / "file").write_text("")
+    monkeypatch.setenv("LAUNCH_RUNS", str(world.root / "file"))
+    with pytest.raises(NotReady):
+        trial.new_folder("ladder", "a")

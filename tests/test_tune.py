@@ -1,0 +1,714 @@
+"""The search for the fastest setting: on machines that are not there, and from the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tuned
+import yaml
+from conftest import REPOSITORY, Write
+from fake_smi import Smi
+from fake_world import World, made, needs_trl, until
+from tuned import A100, H200, RTX4090, Machine
+
+from launcher import check, config, levers, proposal, stage, trial, tune
+from launcher.comparison import Sample, Step
+from launcher.errors import Exit, UsageError, errors
+from launcher.outlook import Outlook
+from launcher.proposal import Gain, Proposal
+from launcher.rundir import RunFolder
+from launcher.search import Candidate, Measured, Search
+
+HAND = "bench/hand_recipe.yaml"
+SMALL = ("model_name_or_path=Qwen/Qwen2.5-0.5B", "use_liger_kernel=false", "batch.per_device=8",
+         "expect.liger=any")  # fmt: skip
+DPO = ("model_name_or_path=meta-llama/Llama-3.1-8B", "packing=false", "use_liger_kernel=false",
+       "expect.packing=any", "expect.liger=any")  # fmt: skip
+
+
+def hand(**terms: Any) -> Outlook:
+    return tuned.outlook(HAND, **terms)
+
+
+def dpo() -> Outlook:
+    path = "llama/llama31_8b_dpo_10pct.yaml"
+    return tuned.outlook(path, *DPO, gpus=8, rows="600:2048", card="A100", gib=79.2)
+
+
+def small() -> Outlook:
+    return tuned.outlook(HAND, *SMALL, gpus=1)
+
+
+def lora() -> Outlook:
+    more = ("gradient_checkpointing=true", "expect.liger=any")
+    return tuned.outlook(
+        "lora/sft_qwen7b.yaml", *more, gpus=1, rows="400:1000", card="4090", gib=23.6
+    )
+
+
+# --- machines that are not there ------------------------------------------------------------------
+
+MACHINES: Mapping[str, tuple[Any, Machine]] = {
+    "7B on two H200": (hand, H200),
+    "slow links": (hand, tuned.changed(H200, link=30e9, hidden=0.1)),
+    "a better use of matrices": (hand, tuned.changed(H200, matmul=0.75, half=500.0)),
+    "needs more memory than planned": (hand, tuned.changed(H200, memory=1.1)),
+    "needs less": (hand, tuned.changed(H200, memory=0.9)),
+    "Liger slows it down": (hand, tuned.changed(H200, liger=4.0)),
+    "slow attention": (hand, tuned.changed(H200, flash=0.3, sdpa=0.05)),
+    "0.5B on one H200": (small, H200),
+    "8B DPO on eight A100": (dpo, A100),
+    "8B DPO, large micro-batches count": (dpo, tuned.changed(A100, half=6000.0, memory=1.04)),
+}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_ten_trials_find_a_setting_near_the_best_of_all(name: str) -> None:
+    build, machine = MACHINES[name]
+    world = build()
+    search = tuned.searched(world, machine, noise=(0.008, -0.01, 0.004), attribute=False)
+    assert len(search.trials) <= 10
+    assert search.first is not None or not search.base.expected.peak
+    assert tuned.reached(world, machine, search) >= 0.95
+
+
+@needs_trl
+def test_lora_on_a_small_card_too() -> None:
+    world = lora()
+    search = tuned.searched(world, RTX4090, attribute=False)
+    assert tuned.reached(world, RTX4090, search) >= 0.95
+
+
+@pytest.mark.parametrize("sdpa", [0.02, 0.08, 0.2])
+def test_without_flash_attention_it_is_measured_whether_packing_pays(sdpa: float) -> None:
+    machine = tuned.changed(H200, sdpa=sdpa)
+    world = hand(packages={"liger-kernel": "0.7.0"})
+    search = tuned.searched(world, machine, attribute=False)
+    assert tuned.reached(world, machine, search) >= 0.95
+
+
+def test_the_file_as_written_comes_first_and_every_trial_says_why() -> None:
+    search = tuned.searched(hand(), H200)
+    first, *others = search.trials
+    assert first.candidate.key == search.base.key and first.candidate.purpose == "baseline"
+    assert all(one.candidate.why and one.learned for one in search.trials)
+    assert "expected" in others[0].candidate.why
+    assert len({one.candidate.key for one in search.trials}) == len(search.trials)
+
+
+def test_nothing_that_the_plan_says_does_not_fit_is_tried() -> None:
+    world = hand()
+    search = tuned.searched(world, H200)
+    room = 139.8 * 0.92
+    assert any((one.expected.peak or 0) > room for one in search.grid.values())
+    assert all((one.candidate.expected.peak or 0) <= room for one in search.trials)
+    assert search.summary()["too_large"] > 0
+
+
+def test_a_file_that_cannot_fit_is_not_tried_and_something_else_is() -> None:
+    world = tuned.outlook(HAND, "batch.per_device=64", "gradient_checkpointing=false")
+    search = tuned.searched(world, H200)
+    assert search.first is None
+    assert search.best is not None and search.best.measured.speed
+
+
+# --- what goes wrong ------------------------------------------------------------------------------
+
+
+def failing(search: Search, world: Outlook, machine: Machine, trials: int, wrong: Any) -> None:
+    """Go on; what `wrong` says of a candidate happens in place of what the machine does."""
+    while len(search.trials) < trials and (one := search.propose()) is not None:
+        search.learn(one, wrong(one) or machine.runs(world, one.settings))
+
+
+def test_out_of_memory_rules_out_all_that_needs_as_much() -> None:
+    # the estimate is wrong by a fifth where nothing is computed again
+    world = hand()
+    search = tuned.search_of(world, attribute=False)
+    seen: list[float] = []
+
+    def wrong(one: Candidate) -> Measured | None:
+        if not one.settings["checkpointing"] and (one.expected.short or 0) > 95:
+            seen.append(one.expected.peak or 0)
+            return Measured(status="oom", seconds=40, reason="CUDA out of memory")
+        return None
+
+    failing(search, world, H200, 12, wrong)
+    assert seen and seen == sorted(seen, reverse=True) and len(set(seen)) == len(seen)
+    assert search.best is not None
+    told = next(one.learned for one in search.trials if one.measured.status == "oom")
+    assert "left out" in told
+
+
+def test_a_measured_peak_corrects_those_of_its_kind() -> None:
+    world = hand()
+    search = tuned.search_of(world)
+    base = search.base
+    before = search.peak(tuned.one(search, per_device=32))
+    assert base.expected.measurable and before
+    peak = base.expected.measurable * 1.2
+    search.learn(base, Measured(status="ok", speed=1000, step=5, peak=peak, seconds=60))
+    after = search.peak(tuned.one(search, per_device=32))
+    assert after == pytest.approx(1.2 * before)
+
+
+def test_one_change_that_crashes_is_not_tried_again() -> None:
+    world = hand()
+    search = tuned.search_of(world, attribute=False)
+    base = search.base
+    search.learn(base, H200.runs(world, base.settings))
+    search.learn(tuned.one(search, packing=True), Measured(status="crash", reason="KeyError"))
+    assert not any(one.settings["packing"] for one in search.grid.values() if search.eligible(one))
+    failing(search, world, H200, 12, lambda one: None)
+    assert search.best is not None and not search.best.candidate.settings["packing"]
+
+
+def test_of_several_changes_the_one_that_crashes_is_found() -> None:
+    world = hand()
+    search = tuned.search_of(world, attribute=False)
+    crashed: list[Candidate] = []
+
+    def wrong(one: Candidate) -> Measured | None:
+        if one.settings["packing"]:
+            crashed.append(one)
+            return Measured(status="crash", reason="ValueError: cannot be packed")
+        return None
+
+    failing(search, world, H200, 14, wrong)
+    assert 1 <= len(crashed) <= 3
+    assert search.best is not None and not search.best.candidate.settings["packing"]
+    assert not any(one.settings["packing"] for one in search.grid.values() if search.eligible(one))
+    fair = {**world.space.base, "checkpointing": False, "per_device": 8}
+    assert (search.best.measured.speed or 0) >= (H200.runs(world, fair).speed or 0) * 0.95
+
+
+def test_a_verdict_that_names_the_lever_ends_it_at_once() -> None:
+    world = dpo()
+    search = tuned.search_of(world, attribute=False)
+
+    def wrong(one: Candidate) -> Measured | None:
+        if one.settings["packing"] and one.settings["attention"] == "flash_2":
+            return Measured(status="contract", blamed=("packing",), reason="packing is leaking")
+        return None
+
+    failing(search, world, A100, 12, wrong)
+    leaking = [one for one in search.trials if one.measured.status == "contract"]
+    assert len(leaking) == 1 and "not tried again" in leaking[0].learned
+    assert search.best is not None and not (
+        search.best.candidate.settings["packing"]
+        and search.best.candidate.settings["attention"] == "flash_2"
+    )
+    # what leaks under one attention may not under the other
+    other = tuned.one(search, packing=True, attention="torch")
+    assert search.eligible(other)
+
+
+@pytest.mark.parametrize("status", ["unproven", "loss changed", "diverged", "hang", "no speed"])
+def test_what_is_not_proved_is_never_the_best(status: Any) -> None:
+    world = hand()
+    search = tuned.search_of(world, attribute=False)
+
+    def wrong(one: Candidate) -> Measured | None:
+        if one.settings["deepspeed"] == "zero2":
+            told = H200.runs(world, one.settings)
+            return replace(told, status=status, speed=10 * (told.speed or 1), reason="so it was")
+        return None
+
+    failing(search, world, H200, 12, wrong)
+    assert search.best is not None and search.best.candidate.settings["deepspeed"] != "zero2"
+
+
+def test_a_file_that_does_not_train_ends_the_search() -> None:
+    search = tuned.search_of(hand())
+    search.learn(search.base, Measured(status="crash", reason="no such data set", seconds=20))
+    assert search.propose() is None
+    assert search.stopped == "the file as written does not train: no such data set"
+
+
+def test_a_file_that_runs_out_of_memory_does_not() -> None:
+    world = hand()
+    search = tuned.search_of(world)
+    search.learn(search.base, Measured(status="oom", reason="CUDA out of memory", seconds=40))
+    one = search.propose()
+    assert one is not None
+    assert (one.expected.peak or 0) < (search.base.expected.peak or 0)
+
+
+def test_without_an_estimate_micro_batches_grow_by_twos_and_what_failed_bounds_them() -> None:
+    world = replace(hand(), shape=None)
+    search = tuned.search_of(world)
+    assert search.base.expected.peak is None
+    search.learn(search.base, Measured(status="ok", speed=1000, step=5, seconds=60))
+    assert search.eligible(tuned.one(search, per_device=32))
+    assert not search.eligible(tuned.one(search, per_device=64))
+    search.learn(tuned.one(search, per_device=32), Measured(status="oom", seconds=60))
+    assert not search.eligible(tuned.one(search, per_device=32, checkpointing=False))
+    assert not search.eligible(tuned.one(search, per_device=32, liger=False))
+    assert search.eligible(tuned.one(search, per_device=32, deepspeed="zero3"))
+
+
+# --- time -----------------------------------------------------------------------------------------
+
+
+def test_no_trial_is_begun_that_would_not_end_within_the_budget() -> None:
+    world = hand()
+    search = tuned.search_of(world)
+    left = 400.0
+    while (one := search.propose(left)) is not None:
+        expected, limit = search.expected_seconds(one), search.timeout(one, left)
+        assert limit <= left
+        told = H200.runs(world, one.settings)
+        if search.trials:
+            assert expected <= left
+            assert told.seconds == pytest.approx(expected, rel=0.25)
+        left -= told.seconds
+        search.learn(one, told)
+    assert left >= 0
+    assert "budget" in (search.stopped or "")
+    assert tuned.search_of(world).propose(0.0) is None
+
+
+def test_what_is_far_too_slow_is_ended_and_learned_from() -> None:
+    world = hand()
+    search = tuned.search_of(world)
+    search.learn(search.base, H200.runs(world, search.base.settings))
+    one = tuned.one(search, deepspeed="zero3_offload")
+    assert search.timeout(one, 1e9) < 1e4
+    before = search.speed_ratio(tuned.one(search, deepspeed="zero3_offload", per_device=8))
+    told = search.learn(one, Measured(status="timeout", seconds=300))
+    after = search.speed_ratio(tuned.one(search, deepspeed="zero3_offload", per_device=8))
+    assert "ended" in told.learned and before and after and after < before
+
+
+def test_the_same_trials_lead_to_the_same_next_one() -> None:
+    world = hand()
+    search = tuned.searched(world, H200, trials=4)
+    again = tuned.search_of(world)
+    for one in search.trials:
+        again.learn(one.candidate, one.measured)
+    following = search.propose()
+    assert following is not None and following == again.propose()
+
+
+# --- what each change gains -----------------------------------------------------------------------
+
+
+def test_what_is_left_of_the_budget_measures_what_each_change_gains() -> None:
+    world = hand()
+    search = tuned.searched(world, H200, trials=16)
+    best = search.best
+    assert best is not None
+    names = search.differing(best.candidate)
+    assert {"packing"} <= set(names)
+    found = search.gain("packing")
+    assert found is not None
+    share, without = found
+    assert without.candidate.settings["packing"] is False
+    assert share == pytest.approx((best.measured.speed or 0) / (without.measured.speed or 1) - 1)
+    assert any(one.candidate.purpose == "gain" for one in search.trials)
+
+
+def test_a_change_that_gains_nothing_is_not_proposed() -> None:
+    world = hand()
+    search = tuned.search_of(world)
+    search.learn(search.base, Measured(status="ok", speed=1000, step=5, seconds=60, peak=85))
+    both = tuned.one(search, packing=True, deepspeed="zero2")
+    packed = tuned.one(search, packing=True)
+    search.learn(both, Measured(status="ok", speed=2010, step=2, seconds=60, peak=85))
+    search.learn(packed, Measured(status="ok", speed=2000, step=2, seconds=60, peak=85))
+    assert search.best is not None and search.best.candidate.key == packed.key
+
+
+# --- what a sample means --------------------------------------------------------------------------
+
+
+def sample(speed: float | None = 100.0, loss: float = 2.0, **parts: Any) -> Sample:
+    curve = (Step(100.0, 100.0, loss), Step(100.0, 100.0, loss))
+    figures = {
+        "tokens_per_second_per_gpu": speed,
+        "seconds_per_step": 1.0,
+        "peak_allocated_gib": 5.0,
+    }
+    return Sample(variant="x", metrics=figures, curve=curve, **parts)
+
+
+def outcome(**states: tuple[str, bool | None]) -> Any:
+    points = tuple(
+        check.Point(name=name, state=state, expected="?", ok=ok)
+        for name, (state, ok) in states.items()
+    )
+    told = check.Verdict(status="fail", stage="sft", steps=8, points=points, metrics={})
+    return trial.Outcome(run=RunFolder(Path("x")), plan=None, verdict=told, exit=Exit.OK)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("told", "status", "blamed"),
+    [
+        (sample(), "ok", ()),
+        (sample(loss=2.05), "ok", ()),
+        (sample(loss=2.2), "loss changed", ()),
+        (sample(loss=1.8), "loss changed", ()),
+        (sample(speed=None), "no speed", ()),
+        (replace(sample(), curve=()), "unproven", ()),
+        (sample(cause="oom", reason="CUDA out of memory"), "oom", ()),
+        (sample(cause="hang", reason="nothing moves"), "hang", ()),
+        (sample(cause="diverged", reason="loss is nan"), "diverged", ()),
+        (sample(cause="crash", reason="KeyError"), "crash", ()),
+        (sample(outcome=outcome(packing=("isolated", True))), "ok", ()),
+        (sample(outcome=outcome(packing=("on", None))), "unproven", ("packing",)),
+        (sample(outcome=outcome(liger=("applied", None))), "unproven", ("liger",)),
+        (sample(outcome=outcome(liger=("not_engaged", False))), "contract", ("liger",)),
+        (sample(outcome=outcome(trend=("too_short", None))), "ok", ()),
+        (
+            sample(cause="contract", reason="leaks", outcome=outcome(packing=("leaking", False))),
+            "contract", ("packing",),
+        ),
+    ],
+)  # fmt: skip
+def test_a_setting_counts_only_if_everything_was_proved(
+    told: Sample, status: str, blamed: tuple[str, ...]
+) -> None:
+    found = tune.judged(told, sample(), 0.05)
+    assert (found.status, found.blamed) == (status, blamed)
+
+
+# --- the stage file -------------------------------------------------------------------------------
+
+
+def proposed(world: Outlook, overrides: tuple[str, ...] = (), **settings: Any) -> Proposal:
+    whole = {**world.space.base, **settings}
+    gains = [
+        Gain(lever=name, before=world.space.base[name], after=value, share=0.25)
+        for name, value in settings.items()
+    ]
+    return Proposal(
+        space=world.space,
+        settings=whole,
+        gains=gains,
+        head=["x on 2 x H200", "told"],
+        overrides=overrides,
+    )
+
+
+def same_as_overrides(world: Outlook, told: Proposal, place: Path) -> None:
+    """The file says what the same overrides on the command line say."""
+    proposal.write(told, place)
+    path = world.space.plan.stage.config.path
+    wanted = config.load(path, (*told.overrides, *levers.overrides(world.space, told.settings)))
+    found = config.load(place)
+    assert found.args == wanted.args
+    kept = {
+        key: value
+        for key, value in found.options.items()
+        if key not in ("name", "stage", "backend")
+    }
+    assert kept == {
+        k: v for k, v in wanted.options.items() if k not in ("name", "stage", "backend")
+    }
+    assert not errors(stage.judge(found).findings)
+    assert not proposal.faults(place, "sft", None, allowed=False)
+
+
+def test_the_proposal_says_what_the_overrides_say(tmp_path: Path) -> None:
+    world = hand()
+    told = proposed(world, packing=True, per_device=64, deepspeed="zero2")
+    place = tmp_path / "deep" / "tuned.yaml"
+    same_as_overrides(world, told, place)
+    text = place.read_text()
+    assert text.startswith("# Tuned by launch: x on 2 x H200\n# told\nextends: ")
+    assert "per_device: 64" in text and "was 16; gains +25.0%" in text
+    assert "packing: isolated" in text
+    assert "name: hand_recipe-tuned" in text
+
+
+def test_overrides_of_the_command_line_are_in_it(tmp_path: Path) -> None:
+    more = ("learning_rate=1e-5", "batch.global=256", "chat_template_name='a: b # c'")
+    world = tuned.outlook(HAND, *more)
+    same_as_overrides(world, proposed(world, more, packing=True), tmp_path / "tuned.yaml")
+
+
+def test_a_text_of_several_lines_stays_one(tmp_path: Path) -> None:
+    more = ('chat_template_name="a\\n b\\n\\nc # d"',)
+    world = tuned.outlook(HAND, *more)
+    assert "\n b\n" in world.space.plan.stage.args["chat_template_name"]
+    same_as_overrides(world, proposed(world, more, packing=True), tmp_path / "tuned.yaml")
+
+
+def test_a_name_of_several_lines_stays_in_its_comment(tmp_path: Path) -> None:
+    world = hand()
+    told = replace(proposed(world, packing=True), head=["a\nb: c.yaml", "x\u2028y\x85z"])
+    same_as_overrides(world, told, tmp_path / "tuned.yaml")
+
+
+def test_text_with_braces_is_not_taken_for_interpolation(tmp_path: Path, write: Write) -> None:
+    text = (REPOSITORY / "configs" / HAND).read_text().replace("seed: 8", "seed: 8\n  exp_name: x")
+    path = write("own.yaml", text)
+    more = ("exp_name=\\${HOME}",)
+    world = tuned.outlook(path, *more)
+    same_as_overrides(world, proposed(world, more, packing=True), tmp_path / "sub" / "tuned.yaml")
+
+
+def test_a_deepspeed_file_beside_the_old_one_is_found_from_the_new_one(
+    write: Write, tmp_path: Path
+) -> None:
+    zero = (REPOSITORY / "launcher" / "deepspeed" / "zero2.json").read_text()
+    write("configs/own.json", zero)
+    text = (REPOSITORY / "configs" / HAND).read_text().replace("zero2_fp32_comm", "own.json")
+    world = tuned.outlook(write("configs/own.yaml", text))
+    place = tmp_path / "elsewhere" / "tuned.yaml"
+    proposal.write(proposed(world, packing=True), place)
+    judged = stage.judge(config.load(place))
+    assert not errors(judged.findings)
+    assert judged.options and judged.options.deepspeed
+    assert judged.options.deepspeed.resolve() == tmp_path / "configs" / "own.json"
+
+
+def test_the_wrapped_shape_stays_what_it_is(write: Write, tmp_path: Path) -> None:
+    args = yaml.safe_load((REPOSITORY / "configs" / HAND).read_text())["args"]
+    whole = {
+        "num_gpus": 2,
+        "open_instruct": {
+            "script": "open_instruct/finetune.py", "deepspeed_config": "zero2_fp32_comm",
+            "args": {**args, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 4},
+        },
+    }  # fmt: skip
+    world = tuned.outlook(write("wrapped.yaml", yaml.safe_dump(whole)))
+    told = proposed(world, packing=True, per_device=32, deepspeed="zero2")
+    same_as_overrides(world, told, tmp_path / "tuned.yaml")
+    assert "deepspeed_config: zero2 " in (tmp_path / "tuned.yaml").read_text()
+
+
+def test_upstreams_flat_file_becomes_a_stage_file(write: Write, tmp_path: Path) -> None:
+    args = yaml.safe_load((REPOSITORY / "configs" / HAND).read_text())["args"]
+    flat = {**args, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 4}
+    world = tuned.outlook(write("flat.yaml", yaml.safe_dump(flat)))
+    told = proposed(world, packing=True, per_device=32)
+    proposal.write(told, tmp_path / "tuned.yaml")
+    found = config.load(tmp_path / "tuned.yaml")
+    assert found.shape == "stage" and found.args["packing"] is True
+    assert {**found.args, "learning_rate": "5e-6"} == {**flat, **{
+        "packing": True, "per_device_train_batch_size": 32, "gradient_accumulation_steps": 2,
+    }}  # fmt: skip
+    assert not errors(stage.judge(found).findings)
+
+
+def test_a_file_of_ones_own_is_not_overwritten(write: Write, tmp_path: Path) -> None:
+    source = write("mine.yaml", "stage: sft\n")
+    with pytest.raises(UsageError):
+        proposal.require_free(source, source)
+    ours = write("ours.yaml", "# Tuned by launch: x\n")
+    proposal.require_free(ours, source)
+    proposal.require_free(tmp_path / "new.yaml", source)
+
+
+# --- from the command line, around a trainer of no brains -----------------------------------------
+
+TRAINER = Path(__file__).with_name("tune_trainer.py")
+_BEGIN = """
+import os, sys
+os.execv(sys.executable, [sys.executable, "-u", {trainer!r}, *sys.argv[1:]])
+"""
+_MODEL = {"model_type": "qwen2"}
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    """A machine with two cards, and an interpreter whose training is made up."""
+    with made(tmp_path / "world") as one:
+        smi = Smi(one.root / "smi")
+        smi.cards(0, 0)
+        one.environ["PATH"] = f"{smi.folder}:{os.environ['PATH']}"
+        one.cuda_torch()
+        (one.root / "begin.py").write_text(_BEGIN.format(trainer=str(TRAINER)))
+        yield one
+
+
+def stage_of(world: World) -> Path:
+    path = world.config(max_length=1024, gradient_checkpointing=True, bf16=True)
+    whole = yaml.safe_load(path.read_text())
+    whole["batch"] = {"global": 8, "per_device": 2}
+    path.write_text(yaml.safe_dump(whole))
+    return path
+
+
+def tuning(
+    world: World, *words: str, scene: Mapping[str, Any] | None = None, **settings: Any
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    env = {"TUNE_SCENE": json.dumps(scene or {})}
+    python = ("--python", str(world.root / "python"), "--gpus", "2", "--steps", "3")
+    done = world.launch(
+        "tune",
+        str(stage_of(world)),
+        *python,
+        "--row-tokens",
+        "100:900",
+        *words,
+        env=env,
+        **settings,
+    )
+    return done, record(world)
+
+
+def record(world: World) -> dict[str, Any]:
+    found = [told for _, told in trial.records("tune", tune.FILE, world.runs)]
+    return found[0] if found else {}
+
+
+def started(world: World) -> list[str]:
+    path = world.root / "started"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+@needs_trl
+def test_the_whole_way(world: World) -> None:
+    done, told = tuning(world, scene={"crash": "compile=True"})
+    assert done.returncode == 0, done.stderr
+    statuses = [one["status"] for one in told["trials"]]
+    assert statuses[0] == "ok" and told["state"] == "finished"
+    assert told["trials"][0]["purpose"] == "baseline"
+    best = told["best"]
+    assert best["speed_ratio"] > 1.5
+    assert best["settings"]["checkpointing"] is False or best["settings"]["per_device"] > 2
+    assert not best["settings"].get("compile")
+    place = Path(told["proposal"])
+    checked = world.launch("validate-config", str(place))
+    assert checked.returncode == 0, checked.stderr
+    assert "tuned: launch sft" in done.stdout and "tokens/s per GPU" in done.stdout
+    assert "trial 1: the file as it is written" in done.stderr
+    assert (Path(told["folder"]) / "bench.html").is_file()
+    # and it runs as it is
+    ran = world.launch("sft", str(place), "--python", str(world.root / "python"), "--gpus", "2")
+    assert ran.returncode in (0, 1), ran.stderr
+    rows = best["settings"]["per_device"]
+    assert started(world)[-1].startswith(f"rows={rows},")
+    assert world.quiet()
+
+
+@needs_trl
+def test_what_runs_out_of_memory_ends_its_trial_alone(world: World) -> None:
+    done, told = tuning(world, scene={"room": 20.0, "moves": "workers=True"})
+    assert done.returncode == 0, done.stderr
+    trials = told["trials"]
+    assert "oom" in {one["status"] for one in trials}
+    assert told["best"]["peak_allocated_gib"] <= 20.0
+    assert told["best"]["settings"]["workers"] == 0
+    assert world.quiet()
+
+
+@needs_trl
+def test_said_again_it_goes_on_where_it_was(world: World) -> None:
+    env = {"TUNE_SCENE": json.dumps({"sleep": 1.0})}
+    words = ("--python", str(world.root / "python"), "--gpus", "2", "--steps", "3",
+             "--row-tokens", "100:900")  # fmt: skip
+    running = world.started("tune", str(stage_of(world)), *words, env=env)
+    until(lambda: len(started(world)) == 1)
+    # before anything is measured the same command finds what is under way
+    assert record(world)["state"] == "running"
+    until(lambda: len(record(world).get("trials", ())) >= 1)
+    before = len(started(world))
+    until(lambda: len(started(world)) > before)
+    running.send_signal(signal.SIGINT)
+    running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert world.quiet()
+    first = record(world)
+    assert first["state"] == "interrupted"
+    done, told = tuning(world)
+    assert done.returncode == 0, done.stderr
+    assert told["folder"] == first["folder"]
+    assert told["trials"][: len(first["trials"])] == first["trials"]
+    keys = [json.dumps(one["settings"], sort_keys=True) for one in told["trials"]]
+    assert len(set(keys)) == len(keys)
+    count = len(started(world))
+    done, again = tuning(world)
+    assert done.returncode == 0 and len(started(world)) == count
+    assert again["trials"] == told["trials"] and "--fresh" in done.stderr
+    _, fresh = tuning(world, "--fresh", "--budget", "1m")
+    assert fresh["folder"] != told["folder"] and len(started(world)) > count
+
+
+@needs_trl
+def test_a_trial_that_hangs_is_ended_in_time(world: World) -> None:
+    done, told = tuning(world, "--budget", "24s", scene={"hang": "rows=2,"})
+    assert done.returncode == 4
+    assert told["trials"][0]["status"] == "timeout"
+    assert told["used_s"] <= 24
+    assert "nothing to propose" in done.stdout
+    assert world.quiet()
+
+
+@needs_trl
+def test_what_the_budget_ended_is_tried_again_with_a_larger_one(world: World) -> None:
+    _, told = tuning(world, "--budget", "24s", scene={"hang": "rows=2,"})
+    assert [(one["status"], one["cut"]) for one in told["trials"]] == [("timeout", True)]
+    used, count = told["used_s"], len(started(world))
+    _, told = tuning(world, "--budget", "24s")
+    assert len(started(world)) == count and told["used_s"] == used
+    done, told = tuning(world, "--budget", "3m")
+    assert done.returncode == 0, done.stderr
+    assert told["trials"][0]["purpose"] == "baseline" and told["trials"][0]["status"] == "ok"
+    assert told["used_s"] >= used + sum(one["seconds"] for one in told["trials"]) - 1
+    assert told["best"]["speed_ratio"] is not None
+
+
+@needs_trl
+def test_a_file_that_crashes_is_said_to(world: World) -> None:
+    done, told = tuning(world, scene={"crash": "rows=2,"})
+    assert done.returncode == 4
+    assert len(told["trials"]) == 1 and told["proposal"] is None
+    assert "does not train" in done.stdout
+
+
+@needs_trl
+def test_json_is_the_record(world: World) -> None:
+    done, told = tuning(world, "--format", "json", "--budget", "30s")
+    shown = json.loads(done.stdout)
+    assert shown["command"] == "tune" and shown["data"]["trials"] == told["trials"]
+    assert shown["data"]["budget_s"] == 30
+    assert (Path(told["folder"]) / "bench.html").is_file()
+
+
+@needs_trl
+def test_without_a_gpu_it_is_refused(world: World) -> None:
+    Smi(world.root / "smi").cards()
+    done = world.launch("tune", str(stage_of(world)))
+    assert done.returncode == 5
+    assert "no-gpu-here" in done.stderr and "--cpu" in done.stderr
+    done = world.launch("tune", str(stage_of(world)), "--gpus", "0")
+    assert done.returncode == 5
+    assert not started(world)
+
+
+@needs_trl
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("--cpu", "--gpus", "2"), 2, "--gpus says nothing"),
+        (("--budget", "soon"), 2, "no time"),
+        (("--budget", "9s"), 2, "not even one trial"),
+        (("--cpu", "--devices", "0"), 2, "--devices says nothing"),
+        (("--cpu", "--gpu-memory", "80"), 2, "--gpu-memory says nothing"),
+        (("--gpu-memory", "-1"), 2, "more than 0"),
+        (("-o", "stage.yaml/tuned.yaml"), 5, "is a file"),
+        (("--gpus", "3"), 5, "3 GPU(s)"),
+        (("nonsense=1",), 3, "nonsense"),
+        (("--row-tokens", "9:1"), 2, "MEAN:MAX"),
+        (("-o", "stage.yaml"), 2, "no file that `tune` wrote"),
+        (("--gpus", "2", "batch.global=5"), 3, "5"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    world: World, words: tuple[str, ...], code: int, said: str
+) -> None:
+    done = world.launch("tune", str(stage_of(world)), *words)
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+    assert not started(world) and not list(world.root.glob("runs/*tune*"))

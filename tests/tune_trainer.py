@@ -1,0 +1,85 @@
+"""A trainer that only records what a trial of a setting is to have looked like, by the arguments it gets.
+
+TUNE_SCENE changes what happens: which setting crashes, hangs, diverges or moves the loss.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+SCENE = {"room": 60.0, "crash": "", "hang": "", "moves": "", "nan": "", "sleep": 0.0}
+
+
+def given(name: str, usual: str) -> str:
+    """What an argument was set to."""
+    return sys.argv[sys.argv.index(name) + 1] if name in sys.argv else usual
+
+
+def main() -> None:
+    scene = {**SCENE, **json.loads(os.environ.get("TUNE_SCENE", "{}"))}
+    world, steps = int(given("--num_processes", "1")), int(given("--max_steps", "1"))
+    rows = int(given("--per_device_train_batch_size", "1"))
+    times = int(given("--gradient_accumulation_steps", "1"))
+    checkpointing = given("--gradient_checkpointing", "True") == "True"
+    compiled = given("--torch_compile", "False") == "True"
+    workers = given("--dataloader_num_workers", "0") != "0"
+    about = f"rows={rows},checkpointing={checkpointing},compile={compiled},workers={workers}"
+    with (Path(os.environ["FAKE_WORLD"]) / "started").open("a") as stream:
+        stream.write(f"{about}\n")
+    (Path(os.environ["FAKE_PIDS"]) / "trainer").write_text(str(os.getpid()))
+    peak = 5.0 + rows * (2.0 if checkpointing else 6.0)
+    if peak > scene["room"]:
+        print(
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 9 GiB", file=sys.stderr
+        )
+        raise SystemExit(1)
+    if scene["crash"] and scene["crash"] in about:
+        raise RuntimeError("this setting does not work")
+    if scene["hang"] and scene["hang"] in about:
+        time.sleep(600)
+    time.sleep(scene["sleep"])
+    tokens = 100.0 * rows * times
+    micro = (0.05 + 0.02 * rows) * (1.3 if checkpointing else 1.0) * (0.97 if compiled else 1.0)
+    moved = bool(scene["moves"]) and scene["moves"] in about
+    nan = bool(scene["nan"]) and scene["nan"] in about
+    run = Path(os.environ["LAUNCH_RUN"])
+    (run / "probe").mkdir(exist_ok=True)
+    for rank in range(world):
+        told = events(rank, world, steps, tokens, micro * times, peak, 3.0 if moved else 2.0, nan)
+        with (run / "probe" / f"rank-{rank}.jsonl").open("w") as stream:
+            for event in told:
+                stream.write(json.dumps({"t": time.time(), **event}) + "\n")
+    for _ in range(steps):
+        print(
+            {"loss": "nan" if nan else "2.0", "learning_rate": "1e-5", "epoch": "0.1"}, flush=True
+        )
+    output = Path(given("--output_dir", "out"))
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "model.safetensors").write_bytes(b"weights")
+    print(f"Model saved to {output}.", flush=True)
+
+
+def events(rank, world, steps, tokens, seconds, peak, loss, nan):
+    yield {"event": "start", "rank": rank, "world": world, "attempt": 1}
+    yield {
+        "event": "model", "class": "M", "parameters": 1_000_000, "trainable": 1_000_000,
+        "layers": 2, "hidden": 64, "heads": 4, "head_dim": 16, "embedding": 0, "attention": "sdpa",
+    }  # fmt: skip
+    yield {"event": "device", "name": "NVIDIA H200", "total_gib": 140.0}
+    yield {"event": "packing", "state": "off", "detail": "padded"}
+    for step in range(1, steps + 1):
+        yield {
+            "event": "step", "step": step, "loss": None if nan else loss, "finite": not nan,
+            "micro_batches": 1, "rows": 2, "tokens": tokens, "positions": tokens * 1.5,
+            "wasted": tokens * 0.5, "grad_norm": 1.0, "learning_rate": 1e-5,
+            "elapsed": step * seconds, "seconds": 60.0 if step == 1 else seconds,
+            "interrupted": False, "allocated_gib": peak, "reserved_gib": peak + 1,
+        }  # fmt: skip
+    yield {"event": "saved", "path": "out"}
+    yield {"event": "end", "exit": 0}
+
+
+if __name__ == "__main__":
+    main()

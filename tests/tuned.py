@@ -1,0 +1,168 @@
+"""Machines that are not there: what a setting would do on them, by other arithmetic than launch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from conftest import REPOSITORY
+
+from launcher import footprint, lengths, levers, plan, preparation, throughput
+from launcher.errors import InvalidConfig
+from launcher.levers import Here, Settings
+from launcher.outlook import Outlook
+from launcher.preparation import Request
+from launcher.search import Candidate, Measured, Search
+
+STEPS = 8
+PACKAGES = {"flash-attn": "2.8.3", "liger-kernel": "0.7.0", "bitsandbytes": "0.49"}
+
+
+def outlook(
+    config: str | Path, *overrides: str, gpus: int = 2, rows: str | None = "400:1100",
+    card: str = "H200", gib: float | None = 139.8, packages: dict[str, str] | None = None,
+) -> Outlook:  # fmt: skip
+    """A stage file on so many cards; `rows` None: nobody knows."""
+    path = REPOSITORY / "configs" / config
+    request = Request(stage=None, config=path, gpus=gpus, overrides=overrides, elsewhere=True)
+    asked = preparation.ask(request, running=False)
+    made = plan.make(asked.stage, gpus=gpus, output=Path("model"))
+    try:
+        shape = footprint.shape_of(made)
+    except InvalidConfig:
+        shape = None
+    here = Here(packages=PACKAGES if packages is None else packages, cpu=not gpus)
+    known = None if rows is None else lengths.parse(rows)
+    return Outlook(
+        space=levers.of_plan(made, here, known), shape=shape,
+        rows=known or lengths.parse("500:1000"),
+        card=throughput.card_of(card, gib) if gpus else throughput.CPU,
+        attention="flash_2" if here.has("flash-attn") and gpus else "sdpa", steps=STEPS,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What nobody knows beforehand: shares of the peak, bytes a second, seconds a layer costs at least.
+
+    `memory` is the true peak over the estimate, `hidden` the share of the traffic behind arithmetic,
+    `liger` what its kernels move of the others' bytes, `half` the positions at which matrices are half
+    as fast as large ones.
+    """
+
+    gib: float
+    flops: float
+    bandwidth: float
+    link: float
+    least: float = 1e-3
+    memory: float = 1.0
+    half: float = 1500.0
+    matmul: float = 0.6
+    flash: float = 0.7
+    sdpa: float = 0.12
+    liger: float = 0.6
+    hidden: float = 0.5
+
+    def runs(self, world: Outlook, settings: Settings) -> Measured:
+        """What a trial of these settings shows."""
+        expected = world.expected(settings)
+        assert expected is not None
+        peak = None if expected.short is None else expected.short * self.memory
+        if peak is not None and peak > 0.95 * self.gib:
+            return Measured(status="oom", seconds=40, reason="CUDA out of memory")
+        step = self._step(world, settings)
+        speed = expected.tokens / step / world.space.plan.processes
+        return Measured(
+            status="ok",
+            speed=speed,
+            step=step,
+            peak=peak,
+            seconds=50 + STEPS * step,
+            loss_change=0.0,
+        )
+
+    def lasts(self, world: Outlook, settings: Settings) -> float:
+        """The speed where the whole run leaves the margin free, else 0."""
+        expected = world.expected(settings)
+        whole = None if expected is None else expected.peak
+        if whole is not None and whole * self.memory > 0.92 * self.gib:
+            return 0.0
+        return self.runs(world, settings).speed or 0.0
+
+    def _step(self, world: Outlook, settings: Settings) -> float:
+        found = world._footprint(settings)
+        made, shape, zero = found.plan, found.shape, found.zero
+        rows = made.per_device * (2 if found.dpo else 1)
+        batch = lengths.typical(found.rows, rows=rows, packed=found.packed)
+        passes = 4.0 if found.checkpointing else 3.0
+        passes -= 1.0 if found.adapters else 0.0
+        matrices = shape.parameters - (0 if shape.tied else shape.embedding)
+        tokens, flash = batch.tokens, found.attention.startswith("flash")
+        share = self.matmul * tokens / (tokens + self.half)
+        micro = passes * 2 * matrices * tokens / (self.flops * share)
+        width = (found.rows.mean if flash else tokens) if found.packed else batch.width
+        reached = self.flops * (self.flash if flash else self.sdpa)
+        micro += passes * shape.layers * 4 * tokens * width * shape.query / reached
+        layer = 60 * shape.hidden + 24 * shape.intermediate
+        moved = shape.layers * layer * (self.liger if settings.get("liger") else 1.0)
+        moved += (2 if settings.get("liger") else 14) * shape.vocab
+        micro += tokens * moved / self.bandwidth
+        micro *= 0.95 if settings.get("compile") else 1.0
+        micro = max(micro, shape.layers * self.least * passes) + 0.15 * shape.layers * self.least
+        trained = found.adapters.parameters(shape) if found.adapters else shape.parameters
+        count, sent = made.processes, 0.0
+        if zero is not None and count > 1:
+            whole = 2 * (passes - 1) * shape.parameters if zero.stage == 3 else 0
+            sent = (trained * zero.communication + whole) * (count - 1) / count / self.link
+        step = made.accumulation * (micro + (1 - self.hidden) * sent)
+        step += 28 * trained / (count if zero else 1) / self.bandwidth
+        step += 2 * trained / self.link if count > 1 else 0.0
+        if zero is not None and zero.offload_optimizer:
+            step += trained / count * (4 / 20e9 + 30 / 50e9)
+        return step
+
+
+H200 = Machine(gib=139.8, flops=989e12, bandwidth=4.8e12, link=300e9)
+A100 = Machine(gib=79.2, flops=312e12, bandwidth=2.0e12, link=180e9)
+RTX4090 = Machine(gib=23.6, flops=165e12, bandwidth=1.0e12, link=20e9)
+
+
+def changed(machine: Machine, **parts: float) -> Machine:
+    """The same with some of it otherwise."""
+    return replace(machine, **parts)
+
+
+def search_of(world: Outlook, **terms: object) -> Search:
+    """A search over everything that the stage file can be turned into."""
+    given = {"steps": STEPS, "room": world.card.gib, "masked": world.attention == "sdpa", **terms}
+    return Search(world.grid(), world.base(), **given)  # type: ignore[arg-type]
+
+
+def searched(
+    world: Outlook, machine: Machine, trials: int = 10, noise: Sequence[float] = (), **terms: object
+) -> Search:
+    """Through to its end, or so many trials; `noise` are shares by which measurements are off."""
+    search = search_of(world, **terms)
+    while len(search.trials) < trials and (one := search.propose()) is not None:
+        told = machine.runs(world, one.settings)
+        if noise and told.speed:
+            off = noise[len(search.trials) % len(noise)]
+            told = replace(told, speed=told.speed * (1 + off))
+        search.learn(one, told)
+    return search
+
+
+def reached(world: Outlook, machine: Machine, search: Search) -> float:
+    """The speed of what was found, as a share of the best that there is in the whole grid."""
+    best = search.best
+    assert best is not None
+    top = max(machine.lasts(world, one.settings) for one in search.grid.values())
+    return (machine.runs(world, best.candidate.settings).speed or 0.0) / top
+
+
+def one(search: Search, **settings: object) -> Candidate:
+    """The candidate of the grid that is the file with these levers turned."""
+    wanted = {**search.base.settings, **settings}
+    key = Candidate(settings=wanted, expected=search.base.expected).key  # type: ignore[arg-type]
+    return search.grid[key]

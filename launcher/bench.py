@@ -15,7 +15,7 @@ import re
 import shutil
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ from launcher.errors import (
     usage,
 )  # fmt: skip
 from launcher.evidence import Evidence, RankRecord
-from launcher.options import EXPECT
+from launcher.options import EXPECT, Watch
 from launcher.plan import Plan
 from launcher.preparation import Prepared, Request
 from launcher.rundir import RunFolder
@@ -106,7 +106,7 @@ def measure(
 
     `batch` is the rows of a step that data are cut for: the largest of all variants, so that all see
     the same rows. Never raises for a training that fails, or that cannot be started: the sample says
-    so. The model that it saves is removed. INT and TERM stop the run: then its cause is `interrupted`.
+    so. It ends before its model is saved. INT and TERM stop the run: then its cause is `interrupted`.
     """
     place = root / "models" / f"{_UNSAFE.sub('-', variant.name)[:60]}-{repeat + 1}"
     busy = utilisation.Sampler()
@@ -136,13 +136,16 @@ def _of_variant(request: Request, variant: Variant) -> Request:
 
 
 def _short(asked: Request, steps: int, place: Path, batch: int | None) -> Request:
-    """The same, short and harmless, watched by the probe, and stopped where it hangs."""
+    """The same, short and harmless, watched by the probe, stopped where it hangs, without its model."""
     stage = preparation.ask(asked, running=False).stage
     short = rehearsal.overrides(stage, steps=steps, output=place, batch=batch)
-    watched = () if stage.options.probe is not None else ("probe=on",)
+    watch = stage.options.probe or Watch()
+    # a model of 7B takes a fifth of a trial to gather and write
+    told = {part: value for part, value in asdict(watch).items() if part != "final_save"}
+    watched = f"probe={json.dumps({**told, 'final_save': False})}"
     return replace(
         asked,
-        overrides=(*asked.overrides, *short, *watched, "on_hang=stop"),
+        overrides=(*asked.overrides, *short, watched, "on_hang=stop"),
         fresh=True,
         probe=True,
         # what a short run is warned of says nothing of the stage file

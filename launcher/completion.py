@@ -59,8 +59,10 @@ def _known(stage: str, config: Path | None) -> dict[str, tuple[str, ...]]:
         "on_violation": options.ON_VIOLATION,
         "on_hang": options.ON_HANG,
         "probe": ("on", "off"),
-        **{f"probe.{part}": () for part in options.WATCHED if part != "isolation"},
-        "probe.isolation": ("on", "off"),
+        **{
+            f"probe.{part}": ("on", "off") if part in options.SWITCHES else ()
+            for part in options.WATCHED
+        },
         **{f"expect.{point}": states for point, states in options.EXPECT.items()},
     }
     for name, field in _fields(stage, _backend(config)):

@@ -149,7 +149,7 @@ def _well(evidence: Evidence, clean: bool) -> Ending:
     if done is not None and last is None:
         total = None  # the log begins after the last step
     all_steps = last is not None and last >= total if total is not None else clean
-    if all_steps and evidence.final_save:
+    if all_steps and (evidence.final_save or evidence.left_out_save):
         return Ending(state="completed", proved=True)
     if not clean:
         return Ending(state="running", proved=False)

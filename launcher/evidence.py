@@ -212,6 +212,12 @@ class Evidence:
         return None
 
     @property
+    def left_out_save(self) -> bool:
+        """Whether the probe ended every rank before the final save, as it was asked to."""
+        ranks = self.probe.ranks.values() if self.probe else ()
+        return bool(ranks) and all(record.last("not_saved") for record in ranks)
+
+    @property
     def stage(self) -> str | None:
         """`sft` or `dpo`, by the arguments dump, DPO's rewards or the script; None if unknown."""
         log, stages = self.log, open_instruct_log.STAGES

@@ -370,15 +370,18 @@ def _probe() -> Json:
         "hang_factor": "times the median step without anything moving that make a hang",
         "hang_seconds": "seconds without anything moving that a hang takes at least",
     }
-    switch = _one_of(
-        "isolation", ("on", "off"), "test whether packed samples see each other",
-        [True, False, None], (*_TRUE, *_FALSE),
-    )  # fmt: skip
+    switches = {
+        "isolation": "test whether packed samples see each other",
+        "final_save": "write the final model; without it a run ends after its last step",
+    }
     parts = {
         "title": "probe",
         "type": "object",
         "properties": {
-            "isolation": switch,
+            **{
+                key: _one_of(key, ("on", "off"), text, [True, False, None], (*_TRUE, *_FALSE))
+                for key, text in switches.items()
+            },
             **{key: {**number, "description": text} for key, text in told.items()},
         },
         "additionalProperties": False,

@@ -68,16 +68,18 @@ class Watch:
 
     What is expected must be proved `within` so many optimizer steps. Packing is tested where
     `isolation` is set. A run hangs when nothing moves for `hang_factor` times the median step and for
-    `hang_seconds` at least.
+    `hang_seconds` at least. Without `final_save` it ends after the last step, and leaves no model.
     """
 
     within: int = 3
     isolation: bool = True
     hang_factor: int = 20
     hang_seconds: int = 300
+    final_save: bool = True
 
 
 WATCHED = tuple(part.name for part in parts_of(Watch))
+SWITCHES = tuple(part.name for part in parts_of(Watch) if isinstance(part.default, bool))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -406,7 +408,7 @@ def _probe(config: Config, findings: list[Finding]) -> Watch | None:
     changed: dict[str, Any] = {}
     for key, value in given.items():
         name = f"probe.{key}"
-        if key == "isolation":
+        if key in SWITCHES:
             changed[key] = _switch(value)
             wrong = f"`{name}` is on or off, not `{brief(value)}`"
         elif key in WATCHED:

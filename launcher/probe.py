@@ -61,7 +61,8 @@ class Settings:
     `expect` point -> state; `on_violation` stop or warn; `within` optimizer steps until what is
     expected must be proved; `isolation` whether packing is tested; `on_hang` stop or report;
     `hang_factor` times the median step, and `hang_seconds` at least, make a hang; `first_loss` is what
-    the first step must give where the policy still is its own reference.
+    the first step must give where the policy still is its own reference; without `final_save` the run
+    ends after its last step.
     """
 
     def __init__(self, given: dict[str, Any]) -> None:
@@ -81,6 +82,7 @@ class Settings:
         self.hang_factor = float(given.get("hang_factor") or 20)
         self.hang_seconds = float(given.get("hang_seconds") or 300)
         self.first_loss = given.get("first_loss")
+        self.final_save = bool(given.get("final_save", True))
 
 
 class Record:
@@ -512,7 +514,7 @@ class Probe:
             properties = torch.cuda.get_device_properties(torch.cuda.current_device())
             told = {"name": properties.name, "total_gib": round(properties.total_memory / 2**30, 2)}
         versions = {
-            name: getattr(sys.modules.get(name), "__version__", None)
+            name: _version(name)
             for name in ("torch", "transformers", "accelerate", "deepspeed", "trl", "liger_kernel",
                          "flash_attn", "bitsandbytes", "peft")
             if name in sys.modules
@@ -917,6 +919,17 @@ class Probe:
                 self.mark("steps", again=self.step > self.marked)
                 self.marked = self.step
 
+    def leaves_out_final_save(self) -> None:
+        """The script ends here, well, where nobody wants its model. Raises SystemExit then."""
+        if self.settings.final_save:
+            return
+        with self.quietly("final save"):
+            if self.world > 1:
+                # another rank may still be reading from this one's memory
+                sys.modules["torch"].distributed.barrier()
+            self.record.write("not_saved", step=self.at)
+        raise SystemExit(0)
+
     def ends(self) -> None:
         self.rests()
         if self.step:
@@ -926,6 +939,17 @@ class Probe:
         if self.liger != self.reported_liger:
             self.reported_liger = dict(self.liger)
             self.record.write("liger", calls=self.reported_liger)
+
+
+def _version(name: str) -> str | None:
+    """Of an imported package; liger_kernel does not say its own."""
+    told = getattr(sys.modules[name], "__version__", None)
+    if told is None:
+        with contextlib.suppress(Exception):
+            import importlib.metadata
+
+            told = importlib.metadata.version(name)
+    return None if told is None else str(told)
 
 
 def say(message: str) -> None:
@@ -1271,6 +1295,22 @@ def resting(probe: Probe) -> Callable[[Any], Any]:
     return make
 
 
+def saving(probe: Probe) -> Callable[[Any], Any]:
+    """For what writes the final model; Trainer's checkpoints call it too, and say so."""
+
+    def make(original: Any) -> Any:
+        @functools.wraps(original)
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            probe.rests()
+            if not kwargs.get("_internal_call"):
+                probe.leaves_out_final_save()
+            return original(*args, **kwargs)
+
+        return inner
+
+    return make
+
+
 def resuming(probe: Probe) -> Callable[[Any], Any]:
     """For what loads a checkpoint, given as the first argument; afterwards its steps are counted."""
 
@@ -1305,13 +1345,15 @@ def _steps_done(checkpoint: str, optimizer: Any, engine: Any) -> int:
 
 
 def watch_trainer(probe: Probe, module: types.ModuleType) -> None:
-    names = ("_save_checkpoint", "save_model", "evaluate", "push_to_hub")
+    names = ("_save_checkpoint", "evaluate", "push_to_hub")
     wrap_known(module.Trainer, names, resting(probe))
+    wrap_known(module.Trainer, ("save_model",), saving(probe))
     wrap_known(module.Trainer, ("_load_optimizer_and_scheduler",), resuming(probe))
 
 
 def watch_final_save(probe: Probe, module: types.ModuleType) -> None:
-    wrap_known(module, ("save_with_accelerate", "push_folder_to_hub"), resting(probe))
+    wrap_known(module, ("push_folder_to_hub",), resting(probe))
+    wrap_known(module, ("save_with_accelerate",), saving(probe))
 
 
 def watch_liger_op(probe: Probe, module: types.ModuleType) -> None:
@@ -1572,6 +1614,7 @@ def watch_olmo_trainer(probe: Probe, module: types.ModuleType) -> None:
             probe.mark("reference")
             result = original(self, *args, **kwargs)
             probe.rests()
+            probe.leaves_out_final_save()
             return result
 
         return inner

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -154,4 +155,11 @@ def _version() -> str:
     try:
         return version("launcher")
     except PackageNotFoundError:
+        pass
+    # started from its source, with nothing of it installed
+    beside = Path(__file__).resolve().parent.parent / "pyproject.toml"
+    try:
+        project = tomllib.loads(beside.read_text(encoding="utf-8"))["project"]
+        return str(project["version"]) if project["name"] == "launcher" else "unknown"
+    except (OSError, ValueError, KeyError, TypeError):
         return "unknown"

@@ -56,7 +56,10 @@ class Step:
 
 @cache
 def wanted(extra: str) -> tuple[str, ...]:
-    """The requirements of one of launch's extras, as pip takes them."""
+    """The requirements of one of launch's extras, as pip takes them.
+
+    Empty where the package was copied alone, without its pyproject.toml, and is not installed.
+    """
     try:
         told = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
         if told["project"]["name"] == "launcher":
@@ -64,8 +67,12 @@ def wanted(extra: str) -> tuple[str, ...]:
     except (OSError, ValueError, KeyError, TypeError):
         pass
     # installed without its repository
+    try:
+        declared = importlib.metadata.requires("launcher") or []
+    except importlib.metadata.PackageNotFoundError:
+        declared = []
     found = []
-    for text in importlib.metadata.requires("launcher") or []:
+    for text in declared:
         one = Requirement(text)
         marker, one.marker = one.marker, None
         asked = marker is not None and marker.evaluate({"extra": extra})

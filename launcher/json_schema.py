@@ -369,6 +369,7 @@ def _probe() -> Json:
         "within": "optimizer steps until what is expected must be proved",
         "hang_factor": "times the median step without anything moving that make a hang",
         "hang_seconds": "seconds without anything moving that a hang takes at least",
+        "profile": "the optimizer step whose kernels are recorded: what the GPU spends its time on",
     }
     switches = {
         "isolation": "test whether packed samples see each other",

@@ -69,6 +69,7 @@ class Watch:
     What is expected must be proved `within` so many optimizer steps. Packing is tested where
     `isolation` is set. A run hangs when nothing moves for `hang_factor` times the median step and for
     `hang_seconds` at least. Without `final_save` it ends after the last step, and leaves no model.
+    The GPU's kernels of optimizer step `profile` are recorded, of none where it is None.
     """
 
     within: int = 3
@@ -76,6 +77,7 @@ class Watch:
     hang_factor: int = 20
     hang_seconds: int = 300
     final_save: bool = True
+    profile: int | None = None
 
 
 WATCHED = tuple(part.name for part in parts_of(Watch))

@@ -62,7 +62,7 @@ class Settings:
     expected must be proved; `isolation` whether packing is tested; `on_hang` stop or report;
     `hang_factor` times the median step, and `hang_seconds` at least, make a hang; `first_loss` is what
     the first step must give where the policy still is its own reference; without `final_save` the run
-    ends after its last step.
+    ends after its last step; `profile` is the step whose kernels are recorded.
     """
 
     def __init__(self, given: dict[str, Any]) -> None:
@@ -83,6 +83,7 @@ class Settings:
         self.hang_seconds = float(given.get("hang_seconds") or 300)
         self.first_loss = given.get("first_loss")
         self.final_save = bool(given.get("final_save", True))
+        self.profile = int(given.get("profile") or 0)
 
 
 class Record:
@@ -347,6 +348,7 @@ class Probe:
         self.packing: bool | None = None
         self.looks = 0
         self.isolation_done = False
+        self.kernels: Kernels | None = None
         self.testing = False
         self.troubles = 0
         self.leaving = False
@@ -779,9 +781,24 @@ class Probe:
         self.batch = {"loss": [], "tokens": [], "rows": []}
         self.norm, self.positions, self.micro, self.rested = [], 0, 0, False
         self.settle()
+        self.look_at_kernels()
         if self.step & (self.step - 1) == 0:
             self.report_liger()
         self.contract.after_step(self.step)
+
+    def look_at_kernels(self) -> None:
+        """Between two steps: record the kernels of the next one, or say what those of the last were."""
+        if self.kernels is not None:
+            with self.quietly("profile"):
+                told = self.kernels.taken()
+                self.record.write("kernels", step=self.at, **told)
+            self.kernels = None
+            # reading them took longer than a step may: the next one tells no speed
+            self.rested = True
+        if self.settings.profile and self.at + 1 == self.settings.profile and not self.cpu:
+            with self.quietly("profile"):
+                self.kernels = Kernels(sys.modules["torch"])
+            self.rested = True
 
     def learning_rate(self) -> float | None:
         group = self.optimizer.param_groups[0] if self.optimizer is not None else {}
@@ -939,6 +956,80 @@ class Probe:
         if self.liger != self.reported_liger:
             self.reported_liger = dict(self.liger)
             self.record.write("liger", calls=self.reported_liger)
+
+
+_CLASSES = (
+    ("communication", re.compile(r"nccl|all_?reduce|all_?gather|reduce_?scatter", re.IGNORECASE)),
+    ("attention", re.compile(r"flash|fmha|attention|sdpa?_", re.IGNORECASE)),
+    ("matmul", re.compile(r"gemm|nvjet|xmma|cutlass|cublas|matmul|splitk", re.IGNORECASE)),
+    ("copy", re.compile(r"memcpy|memset|copy_kernel|CatArray", re.IGNORECASE)),
+    ("optimizer", re.compile(r"multi_tensor|adam", re.IGNORECASE)),
+)
+"""What a kernel is for, by its name; the first that matches. All others are `other`."""
+
+
+def class_of(kernel: str) -> str:
+    return next((name for name, pattern in _CLASSES if pattern.search(kernel)), "other")
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """Length of the union of (begin, end)."""
+    length, until = 0.0, -math.inf
+    for begin, end in sorted(spans):
+        length += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return length
+
+
+def of_kernels(spans: list[tuple[str, float, float]], seconds: float) -> dict[str, Any]:
+    """What (kernel, begin, end), in seconds, say of a step that took `seconds`.
+
+    `shares` are of the step, and overlap where kernels do; `exposed_communication` is the share in
+    which nothing but communication ran, `idle` that in which nothing did.
+    """
+    classes: dict[str, float] = collections.defaultdict(float)
+    names: dict[str, list[float]] = collections.defaultdict(list)
+    for name, begin, end in spans:
+        classes[class_of(name)] += end - begin
+        names[name].append(end - begin)
+    apart = [(b, e) for name, b, e in spans if class_of(name) != "communication"]
+    busy = covered([(begin, end) for _, begin, end in spans])
+    top = sorted(names.items(), key=lambda one: -sum(one[1]))[:15]
+    return {
+        "seconds": round(seconds, 6), "kernels": len(spans),
+        "shares": {name: round(taken / seconds, 5) for name, taken in sorted(classes.items())},
+        "exposed_communication": round((busy - covered(apart)) / seconds, 5),
+        "idle": round(max(0.0, 1 - busy / seconds), 5),
+        "top": [
+            {"kernel": name[:160], "class": class_of(name), "calls": len(taken),
+             "share": round(sum(taken) / seconds, 5)}
+            for name, taken in top
+        ],
+    }  # fmt: skip
+
+
+class Kernels:
+    """Kineto's record of what the GPU runs, from here until `taken`; both wait for the GPU."""
+
+    def __init__(self, torch: Any) -> None:
+        self.torch = torch
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        self.profiler = torch.profiler.profile(activities=activities)
+        torch.cuda.synchronize()
+        self.profiler.start()
+        self.begun = time.perf_counter()
+
+    def taken(self) -> dict[str, Any]:
+        self.torch.cuda.synchronize()
+        seconds = time.perf_counter() - self.begun
+        self.profiler.stop()
+        on_device = self.torch.autograd.DeviceType.CUDA
+        spans = [
+            (str(one.name), one.time_range.start / 1e6, one.time_range.end / 1e6)
+            for one in self.profiler.events()
+            if one.device_type == on_device and not getattr(one, "is_user_annotation", False)
+        ]
+        return of_kernels(spans, seconds)
 
 
 def _version(name: str) -> str | None:

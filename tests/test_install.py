@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import subprocess
 import sys
 import tomllib
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import REPOSITORY
@@ -124,3 +129,68 @@ def test_a_step_that_fails_ends_it(tmp_path: Path, argv: tuple[str, ...]) -> Non
     assert finding.message.startswith("installing ray failed: ")
     assert f"then touch {place}" in (finding.help or "")
     assert not place.exists()
+
+
+# --- from a source tree, nothing of it installed -----------------------------------------------------
+
+
+def uninstalled(folder: Path, project: str | None, *words: str) -> Any:
+    """What a command answers from a copy of the package, beside which this pyproject.toml lies.
+
+    Its dependencies are there, the metadata of launch are not.
+    """
+    tree, site = folder / "tree", folder / "site"
+    shutil.copytree(
+        REPOSITORY / "launcher", tree / "launcher", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    if project is not None:
+        (tree / "pyproject.toml").write_text(project, encoding="utf-8")
+    site.mkdir()
+    names = ("omegaconf", "packaging", "rich", "typer", "yaml")
+    for place in {Path(import_module(name).__file__ or "").parents[1] for name in names}:
+        for entry in place.iterdir():
+            if "launcher" not in entry.name and not (site / entry.name).exists():
+                (site / entry.name).symlink_to(entry)
+    # -S: what is installed for this interpreter is not found, but for what was linked
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", "from launcher.cli import main; main()", *words],
+        env={**os.environ, "PYTHONPATH": f"{tree}{os.pathsep}{site}"}, cwd=folder,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert "bug in launch" not in done.stderr, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("project", "version"),
+    [
+        ('[project]\nname = "launcher"\nversion = "9.8.7"\n', "9.8.7"),
+        ('[project]\nname = "another"\nversion = "9.8.7"\n', "unknown"),
+        ("[project", "unknown"),
+        (None, "unknown"),
+    ],
+)
+def test_its_own_version_without_metadata(
+    tmp_path: Path, project: str | None, version: str
+) -> None:
+    (tmp_path / "stage.yaml").write_text("stage: sft\n", encoding="utf-8")
+    words = ("validate-config", "stage.yaml", "--format", "sarif")
+    (run,) = uninstalled(tmp_path, project, *words)["runs"]
+    assert run["tool"]["driver"]["version"] == version
+    assert "no-model" in {result["ruleId"] for result in run["results"]}
+
+
+def test_the_machine_is_looked_at_without_metadata(tmp_path: Path) -> None:
+    words = ("doctor", "--gpus", "0", "--install", "--format", "json")
+    told = uninstalled(tmp_path, None, *words)
+    assert told["command"] == "doctor"
+    assert told["data"]["install"] == []
+
+
+def test_the_extras_are_those_of_the_tree_without_metadata(tmp_path: Path) -> None:
+    project = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+    words = ("doctor", "--gpus", "0", "--install", "--format", "json")
+    told = uninstalled(tmp_path, project, *words)
+    wanted = tomllib.loads(project)["project"]["optional-dependencies"]["trl"]
+    asked = [word for step in told["data"]["install"] for word in step["argv"]]
+    assert set(wanted) <= set(asked)

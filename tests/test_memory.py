@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import PATIENCE_S
 
 from launcher import budget, lengths, memory, shapes
 from launcher.errors import InvalidConfig
@@ -72,6 +73,52 @@ MEASURED = [
     ("0.5B SFT, Liger, packed", {**SMALL, "liger": True, "packed": True}, 12.1),
     ("0.5B SFT, plain, padded", SMALL, 31.9),
 ]
+
+# docs/evidence/h200.md; each as the run was: packed rows with flash-attn 2 where nothing else is said
+CHATS: dict[str, Any] = {
+    "tokens": "301:1103", "gpus": 1, "deepspeed": "zero2", "attention": "flash", "liger": True,
+}  # fmt: skip
+PAIRS: dict[str, Any] = {**CHATS, "tokens": "272:1027", "stage": "dpo"}
+TWO: dict[str, Any] = {"model": QWEN_7B, "gpus": 2}
+FP32 = {"deepspeed": "zero2_fp32_comm"}
+PACKED, KEPT = {"packed": True}, {"checkpointing": True}
+HALF_B: dict[str, Any] = {"model": QWEN_SMALL, "accumulation": 2}
+OWN: list[tuple[str, dict[str, Any], float]] = [
+    ("0.5B SFT, 16", {**CHATS, **HALF_B, "rows": 16, "steps": 26, **PACKED}, 14.00),
+    ("0.5B SFT, 16, packed on SDPA",
+     {**CHATS, **HALF_B, "rows": 16, "steps": 4, **PACKED, "attention": "sdpa"}, 16.12),
+    ("0.5B SFT, 128", {**CHATS, **FP32, "model": QWEN_SMALL, "rows": 128, "steps": 6, **PACKED}, 45.31),
+    ("0.5B SFT, 16, padded on SDPA, checkpointing",
+     {**CHATS, **HALF_B, "rows": 16, "steps": 5, "attention": "sdpa", **KEPT}, 10.19),
+    ("0.5B SFT, 8, padded on SDPA, plain",
+     {**CHATS, **HALF_B, "accumulation": 4, "rows": 8, "steps": 4, "attention": "sdpa", "liger": False},
+     31.61),
+    ("0.5B DPO, 8", {**PAIRS, **HALF_B, "rows": 8, "steps": 5, **PACKED}, 19.64),
+    ("0.5B DPO, 8, padded, plain", {**PAIRS, **HALF_B, "rows": 8, "steps": 4, "liger": False}, 46.72),
+    ("1.5B SFT, 16, padded, checkpointing",
+     {**CHATS, "model": "Qwen/Qwen2.5-1.5B", "accumulation": 2, "rows": 16, "steps": 3, **KEPT}, 31.69),
+    ("3B SFT, 8",
+     {**CHATS, "model": "Qwen/Qwen2.5-3B", "accumulation": 4, "rows": 8, "steps": 3, **PACKED}, 63.46),
+    ("7B SFT, 16, padded, checkpointing",
+     {**CHATS, **TWO, **FP32, "accumulation": 4, "rows": 16, "steps": 6, **KEPT}, 85.20),
+    ("7B SFT, 16", {**CHATS, **TWO, "accumulation": 4, "rows": 16, "steps": 6, **PACKED}, 95.76),
+    ("7B SFT, 32, ZeRO-3",
+     {**CHATS, **TWO, "deepspeed": "zero3", "accumulation": 2, "rows": 32, "steps": 6, **PACKED}, 106.98),
+    ("7B SFT, 32, 6 steps",
+     {**CHATS, **TWO, **FP32, "accumulation": 2, "rows": 32, "steps": 6, **PACKED}, 115.69),
+    ("7B SFT, 32, 7 steps",
+     {**CHATS, **TWO, **FP32, "accumulation": 2, "rows": 32, "steps": 7, **PACKED}, 120.32),
+    ("7B DPO, 2, padded, checkpointing",
+     {**PAIRS, **TWO, **FP32, "accumulation": 32, "rows": 2, "steps": 4, **KEPT}, 85.20),
+    ("7B DPO, 8", {**PAIRS, **TWO, "accumulation": 8, "rows": 8, "steps": 4, **PACKED}, 98.26),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "gib"), [pytest.param(g, m, id=n) for n, g, m in OWN])
+def test_measured_peaks_of_all_kinds(given: dict[str, Any], gib: float) -> None:
+    # which rows meet in a micro-batch is chance: the plan takes the fullest to be expected
+    within = 0.08 if given.get("stage") == "dpo" and given["gpus"] == 1 else 0.05
+    assert memory.estimate(run(**given)).peak == pytest.approx(gib, rel=within)
 
 
 @pytest.mark.parametrize(("given", "gib"), [pytest.param(g, m, id=n) for n, g, m in MEASURED])
@@ -242,7 +289,7 @@ def test_peaks_are_those_of_deepspeed(case: dict[str, Any], tmp_path: Path) -> N
             [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(case["ranks"]),
              "--standalone", str(HERE / "engine_allocation.py"), json.dumps(case),
              str(tmp_path / "peak.json")],
-            env=environment, stdout=log, stderr=log, timeout=300, check=False, cwd=tmp_path,
+            env=environment, stdout=log, stderr=log, timeout=PATIENCE_S, check=False, cwd=tmp_path,
         )  # fmt: skip
     said = (tmp_path / "log").read_text(errors="replace")[-2000:]
     assert (tmp_path / "peak.json").exists(), said

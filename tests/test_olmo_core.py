@@ -250,6 +250,143 @@ def test_a_folder_needs_its_config_name_and_the_right_one(
     assert found(tmp_path, right).keys() == {("no-hf-export", "args.config_name")}
 
 
+# --- offline -----------------------------------------------------------------------------------------
+
+QWEN = "Qwen/Qwen3-0.6B"
+SNAPSHOT = {
+    "config.json": '{"model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28}',
+    "generation_config.json": "{}",
+    "model.safetensors": "",
+}
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of `QWEN` in a hub's cache that has no other model."""
+    cache = tmp_path / "hub"
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(cache))
+    repository = cache / "models--Qwen--Qwen3-0.6B"
+    folder = repository / "snapshots" / "c1899de2"
+    folder.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("c1899de2", encoding="utf-8")
+    for name, held in SNAPSHOT.items():
+        (folder / name).write_text(held, encoding="utf-8")
+    return folder
+
+
+def starting(folder: Path, *args: str, model: str = QWEN) -> dict[str, Finding]:
+    """What is said of the model when the run is to start."""
+    path = folder / "stage.yaml"
+    written = text(*args).replace("allenai/OLMo-2-1124-7B", model)
+    path.write_text(written, encoding="utf-8")
+    told = stages.judge(config.load(path), locator=Locator(search=()), running=True)
+    return {f.code: f for f in told.findings if f.key == "args.model_name_or_path"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "variable"),
+    [
+        ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE"),
+        ({"TRANSFORMERS_OFFLINE": "yes"}, "TRANSFORMERS_OFFLINE"),
+        ({"HF_HUB_OFFLINE": "", "TRANSFORMERS_OFFLINE": "true"}, "TRANSFORMERS_OFFLINE"),
+        ({"HF_HUB_OFFLINE": "on", "TRANSFORMERS_OFFLINE": "0"}, "HF_HUB_OFFLINE"),
+        # as huggingface_hub reads them, the first that holds anything decides
+        ({"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "1"}, None),
+        ({"HF_HUB_OFFLINE": "0"}, None),
+        # that keeps `datasets` off the hub, and models not
+        ({"HF_DATASETS_OFFLINE": "1"}, None),
+        ({}, None),
+    ],
+)
+def test_a_hub_name_is_not_loaded_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Path, environ: dict[str, str],
+    variable: str | None,
+) -> None:  # fmt: skip
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    said = starting(tmp_path)
+    if variable is None:
+        assert "offline-hub-model" not in said
+        return
+    fault = said["offline-hub-model"]
+    assert (fault.severity, fault.layer, fault.line) == ("error", "run", 6)
+    assert fault.message.startswith(f"{variable} is set and {QWEN} is a hub name")
+    assert fault.help == (
+        f"write `model_name_or_path: {snapshot}` and `config_name: qwen3_0_6B`; or unset {variable}"
+    )
+
+
+def test_what_its_help_says_is_taken_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Path
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert starting(tmp_path, "config_name: qwen3_0_6B", model=str(snapshot)) == {}
+    # of a name that is no folder the config's name does not help, and is not said again
+    fault = starting(tmp_path, "config_name: qwen3_0_6B")["offline-hub-model"]
+    assert fault.help == f"write `model_name_or_path: {snapshot}`; or unset HF_HUB_OFFLINE"
+
+
+@pytest.mark.parametrize("lacking", [*SNAPSHOT, "refs"])
+def test_a_snapshot_that_would_not_load_is_not_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Path, lacking: str
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    gone = snapshot / lacking if lacking in SNAPSHOT else snapshot.parents[1] / "refs" / "main"
+    gone.unlink()
+    said = starting(tmp_path)
+    # one finding says all of it: to have the model in the cache alone would not help
+    assert "missing-model" not in said
+    help = said["offline-hub-model"].help or ""
+    assert str(snapshot) not in help
+    assert f"`hf download {QWEN}`" in help and "`config_name: qwen3_0_6B`" in help
+
+
+def test_a_folder_that_is_not_there_is_said_as_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Path
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    missing = str(snapshot.parent / "other")
+    said = starting(tmp_path, "config_name: qwen3_0_6B", model=missing)
+    assert said.keys() == {"missing-model"}
+
+
+@pytest.mark.parametrize(
+    ("line", "speaks"), [("cache_dataset_only: true", False), ("cache_logprobs_only: true", True)]
+)
+def test_only_what_loads_the_weights_asks_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Path, line: str, speaks: bool
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert ("offline-hub-model" in starting(tmp_path, line)) is speaks
+
+
+def test_the_other_script_loads_a_hub_name_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Path
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    written = text(script="dpo").replace("allenai/OLMo-2-1124-7B", QWEN)
+    assert "offline-hub-model" not in {code for code, _ in found(tmp_path, written)}
+
+
+def test_a_dry_run_warns_of_it_and_a_start_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Path, checkout: Path
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    path = tmp_path / "stage.yaml"
+    path.write_text(text().replace("allenai/OLMo-2-1124-7B", QWEN), encoding="utf-8")
+    words = ("dpo", str(path), "--gpus", "1", "--open-instruct", str(checkout))
+    dry = invoke(*words, "--dry-run")
+    assert dry.exit_code == 0 and "warning[offline-hub-model]" in dry.stderr
+    assert f"write `model_name_or_path: {snapshot}`" in dry.stderr
+    with pytest.raises(InvalidConfig) as refused:
+        invoke(*words)
+    errors = [one.code for one in refused.value.findings if one.severity == "error"]
+    assert errors == ["offline-hub-model"]
+
+
 # --- the command -------------------------------------------------------------------------------------
 
 

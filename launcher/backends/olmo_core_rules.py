@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from launcher.backends import model_config, model_rules, service_rules
@@ -37,6 +38,7 @@ from launcher.backends.value_rules import (
     unknown_tokenizer_function,
 )
 from launcher.errors import Finding, brief
+from launcher.paths import is_file
 from launcher.schema import Values
 
 _OTHER = "leave out `script:`: dpo_tune_cache.py does that"
@@ -61,6 +63,10 @@ _SCHEDULERS = ("cosine", "linear", "constant", "constant_with_warmup")
 # the families whose layers OLMo-core writes in transformers' form (olmo_core/nn/hf/config.py)
 _EXPORTED = ("olmo2", "olmo3", "olmoe")
 _COMPILERS = ("cc", "gcc", "clang")
+# the first of these that holds anything decides (huggingface_hub/constants.py:194)
+_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+# of a folder OLMo-core asserts one of these (olmo_core/nn/hf/checkpoint.py:90), whatever else is in it
+_ASSERTED = ("generation_config.json", "model.safetensors.index.json", "pytorch_model.bin")
 
 
 # --- what the arguments alone decide ---------------------------------------------------------------
@@ -354,6 +360,55 @@ def other_shape(context: Context) -> Iterator[Finding]:
     )  # fmt: skip
 
 
+def offline_model(context: Context) -> Iterator[Finding]:
+    """dpo.py:329: after tokenising and building, OLMo-core asks the hub whether it has the name.
+
+    No cache answers that (olmo_core/nn/hf/checkpoint.py:94), and of a folder it is not asked.
+    """
+    values, environ = context.values, context.environ
+    name, variable = values["model_name_or_path"], _offline_by(environ)
+    far = isinstance(name, str) and name and not model_config.here(name)
+    if variable is None or not far or model_config.is_path(name) or caches_only(context):
+        yield from model_rules.missing_model(context)
+        return
+    shape = values.schema.models.get(name) or _shape_of(model_config.read(name, environ))
+    config = f" and `config_name: {shape or '<its shape>'}`" if not values["config_name"] else ""
+    folder = _snapshot(name, environ)
+    if folder is None:
+        help = (
+            f"{model_config.hub_cache(environ)} does not hold it whole: `hf download {name}` where the hub "
+            f"can be reached; then write the folder that it prints as `model_name_or_path`{config}"
+        )
+    else:
+        help = f"write `model_name_or_path: {folder}`{config}"
+    yield say(
+        "error" if context.running else "warning", "run", "offline-hub-model", "model_name_or_path",
+        f"{variable} is set and {brief(name)} is a hub name: with the data tokenised and the model built, "
+        "OLMo-core asks the hub whether it has that name, and crashes, whatever lies in the hub's cache",
+        f"{help}; or unset {variable}",
+    )  # fmt: skip
+
+
+def _offline_by(environ: Mapping[str, str]) -> str | None:
+    """The variable that keeps huggingface_hub off the network."""
+    first = next((name for name in _OFFLINE if environ.get(name)), None)
+    return first if first and model_rules.offline({first: environ[first]}) else None
+
+
+def _snapshot(name: str, environ: Mapping[str, str]) -> Path | None:
+    """The folder of the hub's cache that OLMo-core can load; it takes `main`, as this script does."""
+    repository = model_config.hub_cache(environ) / f"models--{name.replace('/', '--')}"
+    try:
+        commit = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return None
+    folder = repository / "snapshots" / commit
+    weights = (*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin"))
+    asserted = (folder / one for one in _ASSERTED)
+    whole = is_file(folder / "config.json") and any(map(is_file, asserted))
+    return folder.absolute() if whole and any(map(is_file, weights)) else None
+
+
 def goes_on(context: Context) -> Iterator[Finding]:
     """dpo.py:349: OLMo-core's trainer goes on from what its save folder holds; launch does not judge that."""
     if not context.running:
@@ -470,8 +525,7 @@ def attention(context: Context) -> Iterator[Finding]:
 
 STAGE_RULES: tuple[StageRule, ...] = (
     no_deepspeed, precision, other_shape, goes_on, no_compiler, accumulation, wandb_key, tokenising_outlasts,
-    wpo, positions, attention, model_rules.olmo_bos, model_rules.missing_model,
-    service_rules.hub_token,
+    wpo, positions, attention, model_rules.olmo_bos, offline_model, service_rules.hub_token,
 )  # fmt: skip
 
 

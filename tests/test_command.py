@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import PATIENCE_S
 from plans import CONFIGS, SFT, built, from_text, planned, staged, trainer
 
 from launcher import command, plan
@@ -128,7 +129,7 @@ def test_only_what_is_added_is_in_the_environment() -> None:
         "backend": "open_instruct", "stage": "sft", "packed": True,
         "expect": {"loss": "finite", "liger": "engaged", "packing": "isolated", "dataset_cache": "any"},
         "on_violation": "stop", "on_hang": "report", "within": 3, "isolation": True,
-        "hang_factor": 20, "hang_seconds": 300,
+        "hang_factor": 20, "hang_seconds": 300, "final_save": True, "profile": None,
     }  # fmt: skip
     assert "PYTHONPATH" not in built(planned(staged(CONFIGS / "demo" / "sft.yaml"), 0)).env
 
@@ -157,7 +158,7 @@ def test_the_pasted_line_is_the_command(
     path = {"PYTHONPATH": f"/x/{value}"}
     shell = built(made, path, python=python, folder=here / "run")
     environ = {"PATH": os.environ["PATH"], "HOME": "/nowhere", "OUTER": "kept"}
-    subprocess.run(["bash", "-c", shell.shell()], env=environ, check=True, timeout=20)
+    subprocess.run(["bash", "-c", shell.shell()], env=environ, check=True, timeout=PATIENCE_S)
     argv, seen = json.loads(out.read_text())
     assert argv == list(shell.argv[1:])
     assert {name: seen[name] for name in shell.env} == dict(shell.env)

@@ -699,3 +699,23 @@ def test_that_upstream_goes_on_by_itself_is_said(tmp_path: Path) -> None:
     assert codes() == set()
     (tmp_path / "out" / "x__7" / "step40").mkdir()
     assert codes() == {"resume-unjudged"}
+
+
+@pytest.mark.parametrize(
+    ("held", "refused"),
+    [
+        ("generation_config.json", False),
+        ("model.safetensors.index.json", False),
+        ("pytorch_model.bin", False),
+        ("tokenizer.json", True),
+    ],
+)
+def test_a_folder_holds_what_is_asserted(
+    tmp_path: Path, snapshot: Path, held: str, refused: bool
+) -> None:
+    (snapshot / "generation_config.json").unlink()
+    (snapshot / held).write_text("{}", encoding="utf-8")
+    said = starting(tmp_path, "config_name: qwen3_0_6B", model=str(snapshot))
+    assert set(said) == ({"folder-not-loaded"} if refused else set())
+    if refused:
+        assert "generation_config.json" in (said["folder-not-loaded"].help or "")

@@ -235,10 +235,17 @@ def missing_model(context: Context) -> Iterator[Finding]:
 
 def offline(environ: Mapping[str, str]) -> bool:
     """Whether huggingface_hub was told to stay off the network."""
-    return any(
-        environ.get(name, "").upper() in _OFFLINE
-        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-    )
+    return offline_by(environ) is not None
+
+
+def offline_by(environ: Mapping[str, str]) -> str | None:
+    """The variable that keeps huggingface_hub off the network; the first of two that holds anything decides.
+
+    huggingface_hub/constants.py:194.
+    """
+    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    first = next((name for name in names if environ.get(name)), None)
+    return first if first and environ[first].upper() in _OFFLINE else None
 
 
 _LIGER: tuple[StageRule, ...] = (liger_unknown, liger_on_cpu, beyond_positions, missing_model)

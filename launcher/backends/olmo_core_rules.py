@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -63,8 +64,6 @@ _SCHEDULERS = ("cosine", "linear", "constant", "constant_with_warmup")
 # the families whose layers OLMo-core writes in transformers' form (olmo_core/nn/hf/config.py)
 _EXPORTED = ("olmo2", "olmo3", "olmoe")
 _COMPILERS = ("cc", "gcc", "clang")
-# the first of these that holds anything decides (huggingface_hub/constants.py:194)
-_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 # of a folder OLMo-core asserts one of these (olmo_core/nn/hf/checkpoint.py:90), whatever else is in it
 _ASSERTED = ("generation_config.json", "model.safetensors.index.json", "pytorch_model.bin")
 
@@ -366,7 +365,7 @@ def offline_model(context: Context) -> Iterator[Finding]:
     No cache answers that (olmo_core/nn/hf/checkpoint.py:94), and of a folder it is not asked.
     """
     values, environ = context.values, context.environ
-    name, variable = values["model_name_or_path"], _offline_by(environ)
+    name, variable = values["model_name_or_path"], model_rules.offline_by(environ)
     far = isinstance(name, str) and name and not model_config.here(name)
     if variable is None or not far or model_config.is_path(name) or caches_only(context):
         yield from model_rules.missing_model(context)
@@ -389,12 +388,6 @@ def offline_model(context: Context) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _offline_by(environ: Mapping[str, str]) -> str | None:
-    """The variable that keeps huggingface_hub off the network."""
-    first = next((name for name in _OFFLINE if environ.get(name)), None)
-    return first if first and model_rules.offline({first: environ[first]}) else None
-
-
 def _snapshot(name: str, environ: Mapping[str, str]) -> Path | None:
     """The folder of the hub's cache that OLMo-core can load; it takes `main`, as this script does."""
     repository = model_config.hub_cache(environ) / f"models--{name.replace('/', '--')}"
@@ -407,6 +400,25 @@ def _snapshot(name: str, environ: Mapping[str, str]) -> Path | None:
     asserted = (folder / one for one in _ASSERTED)
     whole = is_file(folder / "config.json") and any(map(is_file, asserted))
     return folder.absolute() if whole and any(map(is_file, weights)) else None
+
+
+def folder_unread(context: Context) -> Iterator[Finding]:
+    """dpo.py:329: of a folder OLMo-core wants to see a file that one of 0.6B need not have.
+
+    Weights in one file and no generation settings end in an assertion (olmo_core/nn/hf/checkpoint.py:90).
+    """
+    name = context.values["model_name_or_path"]
+    if not isinstance(name, str) or not name or caches_only(context):
+        return
+    folder = Path(name)
+    # a folder without weights is one to plan with
+    if not is_file(folder / "model.safetensors") or any(is_file(folder / one) for one in _ASSERTED):
+        return
+    yield say(
+        "error", "run", "folder-not-loaded", "model_name_or_path",
+        f"{brief(name)} holds none of {', '.join(_ASSERTED)}: with the model built, OLMo-core ends there",
+        f"`echo '{{}}' > {shlex.quote(str(folder / _ASSERTED[0]))}`: it is not read for training",
+    )  # fmt: skip
 
 
 def goes_on(context: Context) -> Iterator[Finding]:
@@ -525,7 +537,8 @@ def attention(context: Context) -> Iterator[Finding]:
 
 STAGE_RULES: tuple[StageRule, ...] = (
     no_deepspeed, precision, other_shape, goes_on, no_compiler, accumulation, wandb_key, tokenising_outlasts,
-    wpo, positions, attention, model_rules.olmo_bos, offline_model, service_rules.hub_token,
+    wpo, positions, attention, model_rules.olmo_bos, offline_model, folder_unread,
+    service_rules.hub_token,
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import re
 import shutil
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ from launcher.errors import (
     usage,
 )  # fmt: skip
 from launcher.evidence import Evidence, RankRecord
-from launcher.options import EXPECT, Watch
+from launcher.options import EXPECT
 from launcher.plan import Plan
 from launcher.preparation import Prepared, Request
 from launcher.rundir import RunFolder
@@ -139,15 +139,14 @@ def _short(asked: Request, steps: int, place: Path, batch: int | None) -> Reques
     """The same, short and harmless, watched by the probe, stopped where it hangs, without its model."""
     stage = preparation.ask(asked, running=False).stage
     short = rehearsal.overrides(stage, steps=steps, output=place, batch=batch)
-    watch = stage.options.probe or Watch()
-    # a model of 7B takes a fifth of a trial to gather and write
-    told = {part: value for part, value in asdict(watch).items() if part != "final_save"}
-    watched = f"probe={json.dumps({**told, 'final_save': False})}"
+    watched = () if stage.options.probe is not None else ("probe=on",)
     return replace(
         asked,
-        overrides=(*asked.overrides, *short, watched, "on_hang=stop"),
+        overrides=(*asked.overrides, *short, *watched, "on_hang=stop"),
         fresh=True,
         probe=True,
+        # to gather and write a model of 7B takes 10 to 20 s of a trial
+        final_save=False,
         # what a short run is warned of says nothing of the stage file
         strict=False,
     )

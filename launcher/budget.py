@@ -256,7 +256,7 @@ _MENDS = {
     "activations": "checkpointing, a smaller per-device batch, or shorter rows",
     "optimizer": "more GPUs, or a ZeRO stage that cuts the optimizer (zero2, zero3, zero3_offload)",
     "weights": "zero3, or more GPUs with zero3",
-    "gradients": "more GPUs, or zero3",
+    "gradients": "more GPUs, zero2 where it is zero1, or zero3",
     "communication": "smaller buckets, or communication in bf16",
 }
 

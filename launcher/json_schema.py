@@ -371,10 +371,7 @@ def _probe() -> Json:
         "hang_seconds": "seconds without anything moving that a hang takes at least",
         "profile": "the optimizer step whose kernels are recorded: what the GPU spends its time on",
     }
-    switches = {
-        "isolation": "test whether packed samples see each other",
-        "final_save": "write the final model; without it a run ends after its last step",
-    }
+    switches = {"isolation": "test whether packed samples see each other"}
     parts = {
         "title": "probe",
         "type": "object",

@@ -44,7 +44,7 @@ FLASH = ("flash_attention_2", "flash_attention_3", "flash_2", "flash_3", "flash_
 _SPELT = {"flash_2": "flash_attention_2", "torch": "sdpa"}
 _ROUNDING = 0.1
 """How far the tokens of a step may be from the file's where other rows hold them."""
-ZERO = ("zero2", "zero2_fp32_comm", "zero3", "zero3_offload")
+ZERO = ("zero1", "zero1_fp32_comm", "zero2", "zero2_fp32_comm", "zero3", "zero3_offload")
 _ON, _OFF = True, False
 
 
@@ -265,7 +265,9 @@ def _deepspeed(made: Plan, here: Here, _rows: Lengths | None) -> Told:
         return f"`{now}` is a file of your own: `deepspeed: zero2` would be tuned"
     if made.values.get("use_qlora") or made.values.get("load_in_4bit"):
         return "quantised weights are not sharded"
-    values = ZERO if made.processes > 1 else ("zero2", "zero2_fp32_comm", "zero3_offload")
+    # one process sends nothing, and its gradients are whole under every stage
+    alone = ("zero2", "zero2_fp32_comm", "zero3_offload")
+    values = ZERO if made.processes > 1 else alone
     return Lever(name="deepspeed", now=now, values=tuple(dict.fromkeys((*values, now))))
 
 

@@ -263,8 +263,10 @@ def estimate(setup: Setup) -> Memory:
         engine = _Fsdp(setup, setup.sharding)
     elif setup.zero is not None and setup.zero.stage == 3:
         engine = _Sharded(setup, setup.zero)
-    elif setup.zero is not None and setup.zero.stage in (1, 2):
+    elif setup.zero is not None and setup.zero.stage == 2:
         engine = _Partitioned(setup, setup.zero)
+    elif setup.zero is not None and setup.zero.stage == 1:
+        engine = _Whole(setup, setup.zero)
     else:
         engine = _Plain(setup)
     return Memory(moments=tuple(_moments(setup, engine)))
@@ -280,15 +282,15 @@ def _moments(setup: Setup, engine: _Engine) -> Iterable[Moment]:
             name="reference pass", parts=(*engine.untrained(), *always, *_reference(setup))
         )
     if setup.reference in {"model", "adapter"}:
-        held = (*resting, *engine.accumulated(), *engine.gathered(whole=False))
+        held = (*resting, *engine.waiting(), *engine.gathered(whole=False))
         yield Moment(name="reference pass", parts=(*held, *_kept(setup), *_reference(setup)))
     before = (*resting, *engine.accumulated(), *engine.cast())
     copies = engine.cast(passing=True)
     if setup.checkpointing and copies and not setup.adapters:
         # autocast forgets its copies at the end of the pass, whatever is checkpointed
-        ahead = (*resting, *engine.accumulated(), *copies)
+        ahead = (*resting, *engine.waiting(), *copies)
         yield Moment(name="forward pass", parts=(*ahead, *_kept(setup), *_tile(setup)))
-    at_loss = (*before, *engine.gathered(whole=True))
+    at_loss = (*resting, *engine.waiting(), *engine.cast(), *engine.gathered(whole=True))
     yield Moment(name="loss", parts=(*at_loss, *_kept(setup), *_head(setup)))
     if not setup.adapters:
         yield Moment(
@@ -306,8 +308,8 @@ def _moments(setup: Setup, engine: _Engine) -> Iterable[Moment]:
     yield Moment(
         name="last layer's backward pass",
         parts=(
-            *before, *engine.buckets(), *engine.filling(), *engine.gathered(whole=False),
-            *_kept(setup), *_recomputed(setup),
+            *resting, *engine.begun(), *engine.cast(), *engine.buckets(),
+            *engine.gathered(whole=False), *_kept(setup), *_recomputed(setup),
             _part("activations", "gradients inside a layer", layer), *_held_output(setup),
         ),
     )  # fmt: skip
@@ -315,8 +317,7 @@ def _moments(setup: Setup, engine: _Engine) -> Iterable[Moment]:
         yield Moment(
             name="embedding's gradient",
             parts=(
-                *resting, *engine.accumulated(), *engine.buckets(), *engine.filled(),
-                *engine.gathered_embedding(),
+                *resting, *engine.ended(), *engine.buckets(), *engine.gathered_embedding(),
                 *_embedding_gradient(setup, engine.sent(setup.shape.embedding)),
             ),
         )  # fmt: skip
@@ -524,6 +525,18 @@ class _Engine:
         """Gradient memory at its end."""
         return self.filling()
 
+    def waiting(self) -> tuple[Part, ...]:
+        """What earlier micro-batches left for a forward pass: their gradients, at least."""
+        return self.accumulated()
+
+    def begun(self) -> tuple[Part, ...]:
+        """Gradients of all micro-batches when the first layers have been through the last backward pass."""
+        return (*self.accumulated(), *self.filling())
+
+    def ended(self) -> tuple[Part, ...]:
+        """The same when the embedding's is made."""
+        return (*self.accumulated(), *self.filled())
+
     def norm(self) -> tuple[Part, ...]:
         """While the gradients' norm is taken, beside what rests."""
         return ()
@@ -602,7 +615,7 @@ class _Plain(_Engine):
 
 
 class _Partitioned(_Engine):
-    """ZeRO-1 and ZeRO-2: bf16 weights everywhere, fp32 weights and states cut into one part a rank."""
+    """ZeRO-2: bf16 weights everywhere, gradients, fp32 weights and states cut into one part a rank."""
 
     def __init__(self, setup: Setup, zero: Zero) -> None:
         super().__init__(setup)
@@ -660,16 +673,16 @@ class _Partitioned(_Engine):
     def accumulated(self) -> tuple[Part, ...]:
         if not self.several or self.zero.offload_optimizer:
             return ()
-        if self.zero.stage == 1:
-            return (self.part("gradients", "gradients so far", HALF * self.trained, "2P"),)
         return (self.partition("gradients so far"),)
 
-    def buckets(self) -> tuple[Part, ...]:
+    def _bucket(self) -> Part:
         count = 2 if self.zero.overlap else 1
-        parts = [self.part("communication", "gradient buckets", HALF * count * self.zero.bucket,
-                           f"{count} x 2 x {self.zero.bucket:,}")]  # fmt: skip
+        return self.part("communication", "gradient buckets", HALF * count * self.zero.bucket,
+                         f"{count} x 2 x {self.zero.bucket:,}")  # fmt: skip
+
+    def buckets(self) -> tuple[Part, ...]:
         size, why = self._sending(min(self.zero.bucket, self.trained))
-        return (*parts, self.part("communication", "bucket being sent", size, why))
+        return (self._bucket(), self.part("communication", "bucket being sent", size, why))
 
     def _sending(self, elements: float) -> tuple[float, str]:
         """One flat copy where several ranks' parts are in it, one more in the communication type."""
@@ -685,17 +698,8 @@ class _Partitioned(_Engine):
                           f"{self.zero.communication}VH"),)  # fmt: skip
 
     def filling(self) -> tuple[Part, ...]:
-        if self.zero.offload_optimizer or self.zero.stage == 1:
-            return ()
-        return (self.partition("gradients of this rank"),)
-
-    def filled(self) -> tuple[Part, ...]:
         if self.zero.offload_optimizer:
             return ()
-        if self.zero.stage == 1:
-            whole = () if self.several else (
-                self.part("gradients", "gradients", HALF * self.trained, "2P"),)  # fmt: skip
-            return (*whole, self.partition("gradients of this rank"))
         return (self.partition("gradients of this rank"),)
 
     def step(self) -> tuple[Part, ...]:
@@ -707,6 +711,46 @@ class _Partitioned(_Engine):
             self.part("gradients", "the same, flat", HALF * self.own, "2P/N", where),
             self.part("gradients", "the same, fp32", FULL * self.own, "4P/N", where),
         )
+
+
+class _Whole(_Partitioned):
+    """ZeRO-1: gradients are whole until all micro-batches' have been reduced, once
+    (deepspeed/runtime/engine.py:2428).
+
+    The last rank owns what the backward pass begins with and the first what it ends with: each moment
+    is that of the rank that has most then.
+    """
+
+    def accumulated(self) -> tuple[Part, ...]:
+        if not self.several:
+            return ()
+        return (self.part("gradients", "gradients so far", HALF * self.trained, "2P, not cut"),)
+
+    def waiting(self) -> tuple[Part, ...]:
+        # nothing lets them go before the reduction (deepspeed/runtime/zero/stage_1_and_2.py:788)
+        return (*self.accumulated(), self._bucket()) if self.several else ()
+
+    def begun(self) -> tuple[Part, ...]:
+        if not self.several:
+            return self.filling()
+        shape, elements, why = self.setup.shape, self.trained, "2P"
+        if not (self.setup.adapters or shape.tied):
+            elements, why = elements - shape.embedding, "2(P - VH), the output layer's has gone"
+        return (self.part("gradients", "gradients so far", HALF * elements, why), *self.filling())
+
+    def ended(self) -> tuple[Part, ...]:
+        """Those of other ranks stay to the end, unless they fitted into a bucket and live there."""
+        shape, setup = self.setup.shape, self.setup
+        large = 0 if setup.adapters else self.trained - shape.smaller_than(self.zero.bucket + 1)
+        others = self.part(
+            "gradients", "gradients of other ranks, reduced", HALF * large * (1 - 1 / self.ranks),
+            "2P(N - 1)/N, weights larger than a bucket", "deepspeed/runtime/zero/stage_1_and_2.py:1601",
+        )  # fmt: skip
+        parts = [others, *self.filling()]
+        if self.several and not setup.adapters:
+            so_far = HALF * shape.embedding
+            parts.append(self.part("gradients", "the embedding's so far", so_far, "2VH"))
+        return tuple(parts)
 
 
 class _Sharded(_Engine):

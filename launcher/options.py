@@ -17,7 +17,7 @@ from launcher.paths import expanded, is_file
 
 STAGES = ("sft", "dpo")
 PRECISIONS = ("no", "fp16", "bf16")
-DEEPSPEED = ("zero2", "zero2_fp32_comm", "zero3", "zero3_offload")
+DEEPSPEED = ("zero1", "zero1_fp32_comm", "zero2", "zero2_fp32_comm", "zero3", "zero3_offload")
 ON_VIOLATION = ("stop", "warn")
 ON_HANG = ("report", "stop")
 _ON, _OFF = ("on", "yes", "true"), ("off", "no", "false")
@@ -68,8 +68,8 @@ class Watch:
 
     What is expected must be proved `within` so many optimizer steps. Packing is tested where
     `isolation` is set. A run hangs when nothing moves for `hang_factor` times the median step and for
-    `hang_seconds` at least. Without `final_save` it ends after the last step, and leaves no model.
-    The GPU's kernels of optimizer step `profile` are recorded, of none where it is None.
+    `hang_seconds` at least. The GPU's kernels of optimizer step `profile` are recorded, where it is set.
+    Without `final_save` it ends after the last step and leaves no model: only trials ask for that, no file.
     """
 
     within: int = 3
@@ -80,8 +80,8 @@ class Watch:
     profile: int | None = None
 
 
-WATCHED = tuple(part.name for part in parts_of(Watch))
-SWITCHES = tuple(part.name for part in parts_of(Watch) if isinstance(part.default, bool))
+WATCHED = tuple(part.name for part in parts_of(Watch) if part.name != "final_save")
+SWITCHES = ("isolation",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

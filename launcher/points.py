@@ -387,7 +387,7 @@ def _finish(evidence: Evidence, _want: str | None) -> Seen:
         "saved": saved is not None,
     }
     if evidence.left_out_save:
-        detail["left_out"] = "the final save, as asked: probe.final_save is off"
+        detail["left_out"] = "the final save: of a trial nobody wants the model"
     told = {"reason": end.reason, "signal": end.signal, "error": end.error}
     detail |= {k: v for k, v in told.items() if v is not None}
     if end.reason is not None:

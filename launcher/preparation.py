@@ -50,6 +50,7 @@ class Request:
     allow_unpinned: bool = False
     strict: bool = False
     probe: bool = True
+    final_save: bool = True
     devices: str | None = None
     node_rank: int | None = None
     main_address: str | None = None
@@ -159,6 +160,9 @@ def ask(request: Request, *, running: bool) -> Asked:
     stage = stages.validate(judged, strict=request.strict)
     if not request.probe:
         stage = replace(stage, options=replace(stage.options, probe=None))
+    elif not request.final_save and (watch := stage.options.probe) is not None:
+        watch = replace(watch, final_save=False)
+        stage = replace(stage, options=replace(stage.options, probe=watch))
     named, count = devices.named(request.devices), request.gpus
     if named is not None and count is None:
         count = len(named)

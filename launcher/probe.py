@@ -349,6 +349,7 @@ class Probe:
         self.looks = 0
         self.isolation_done = False
         self.kernels: Kernels | None = None
+        self.recorded = False
         self.testing = False
         self.troubles = 0
         self.leaving = False
@@ -538,6 +539,7 @@ class Probe:
             self.settle()
             if self.step_begun is None:
                 self.training_begins()
+            self.kernels_begin()
             # what was being saved or evaluated is over
             self.watchdog.armed = self.step > 0
             # what the model is not told (dpo_utils.py:992), the batch says
@@ -781,24 +783,30 @@ class Probe:
         self.batch = {"loss": [], "tokens": [], "rows": []}
         self.norm, self.positions, self.micro, self.rested = [], 0, 0, False
         self.settle()
-        self.look_at_kernels()
+        self.kernels_end()
         if self.step & (self.step - 1) == 0:
             self.report_liger()
         self.contract.after_step(self.step)
 
-    def look_at_kernels(self) -> None:
-        """Between two steps: record the kernels of the next one, or say what those of the last were."""
-        if self.kernels is not None:
-            with self.quietly("profile"):
-                told = self.kernels.taken()
-                self.record.write("kernels", step=self.at, **told)
-            self.kernels = None
-            # reading them took longer than a step may: the next one tells no speed
-            self.rested = True
-        if self.settings.profile and self.at + 1 == self.settings.profile and not self.cpu:
-            with self.quietly("profile"):
-                self.kernels = Kernels(sys.modules["torch"])
-            self.rested = True
+    def kernels_begin(self) -> None:
+        """At a training forward pass: the first of the step whose kernels are asked for starts the record."""
+        if self.kernels is not None or self.at + 1 != self.settings.profile or self.cpu:
+            return
+        with self.quietly("profile"):
+            self.kernels = Kernels(sys.modules["torch"])
+        # that step tells no speed
+        self.rested = True
+
+    def kernels_end(self) -> None:
+        """After a step: say what its kernels were."""
+        if self.kernels is None:
+            return
+        # to read them may take seconds in which nothing else moves
+        self.watchdog.rest()
+        with self.quietly("profile"):
+            self.record.write("kernels", step=self.at, **self.kernels.taken())
+            self.recorded = True
+        self.kernels, self.rested = None, True
 
     def learning_rate(self) -> float | None:
         group = self.optimizer.param_groups[0] if self.optimizer is not None else {}
@@ -949,6 +957,9 @@ class Probe:
 
     def ends(self) -> None:
         self.rests()
+        if self.settings.profile and not self.recorded:
+            why = "there is no GPU" if self.cpu else f"the last one was step {self.at}"
+            self.record.write("note", text=f"the kernels of step {self.settings.profile}: {why}")
         if self.step:
             self.mark("end")
 

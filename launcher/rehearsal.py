@@ -3,7 +3,7 @@
 What stays: model, precision, batch, DeepSpeed, kernels, the peak learning rate. What changes: it ends
 after so many optimizer steps, reads a slice of the data where upstream can cut one, uploads, evaluates
 and tracks nothing, saves no checkpoint and writes every loss down. The final model is saved all the
-same: no argument of either backend leaves it out. Only the probe does (`probe: {final_save: off}`).
+same: no argument of either backend leaves it out. Only the probe does, for `bench` and `tune`.
 
 The learning rate goes through its whole schedule within the short run: warm-up keeps its share of all
 steps, and decay ends with it, because neither backend counts the schedule otherwise than the steps

@@ -34,8 +34,8 @@ MARGIN = 0.08
 # how far a lever's effect may lie from what is expected of it: standard deviations of the logarithm
 _DOUBT: Mapping[str, float] = {
     "flash": 0.15, "packed": 0.2, "packed_masked": 0.5, "bfd": 0.05, "liger": 0.15, "micro": 0.1,
-    "checkpointing": 0.08, "sharded": 0.15, "offload": 0.15, "wide": 0.05, "optimizer": 0.03,
-    "workers": 0.02, "compile": 0.1,
+    "checkpointing": 0.08, "sharded": 0.15, "offload": 0.15, "whole": 0.1, "wide": 0.05,
+    "optimizer": 0.03, "workers": 0.02, "compile": 0.1,
 }  # fmt: skip
 _LEVEL, _NOISE, _INTERACTION = 1.5, 0.015, 0.03
 # the chance that a lever runs and is proved, before it has been seen to
@@ -135,7 +135,7 @@ def features(settings: Settings) -> dict[str, float]:
         "micro": math.log2(int(settings.get("per_device", 1))),
         "checkpointing": float(bool(settings.get("checkpointing"))),
         "sharded": float(zero.startswith("zero3")), "offload": float(zero == "zero3_offload"),
-        "wide": float(zero == "zero2_fp32_comm"),
+        "whole": float(zero.startswith("zero1")), "wide": float(zero.endswith("fp32_comm")),
         "optimizer": float("8bit" in str(settings.get("optimizer", ""))),
         "workers": float(int(settings.get("workers", 0)) > 0),
         "compile": float(bool(settings.get("compile"))),
@@ -236,7 +236,12 @@ class Search:
             for gain, one in ranked:
                 if gain >= self.threshold and self.expected_seconds(one) <= left:
                     return replace(one, why=self._why(one))
-            self.stopped = "the budget: no further trial ends within it"
+            first = ranked[0][1]
+            self.stopped = (
+                f"the budget: {self._why(first)} and not tried, because a trial of it takes about "
+                f"{self.expected_seconds(first):.0f} s and {max(0.0, left):.0f} s are left: a larger "
+                "--budget goes on here"
+            )
             return None
         told = f"what is left is expected to gain {ranked[0][0]:.1%} at most" if ranked else (
             "nothing is left that fits and was not tried"
@@ -585,7 +590,8 @@ def _kind(candidate: Candidate) -> tuple[Setting | None, ...]:
     return tuple(candidate.settings.get(name) for name in ("checkpointing", "packing", "liger"))
 
 
-_ZERO_WEIGHT = ("zero3_offload", "zero3", "zero2", "zero2_fp32_comm")
+_ZERO_WEIGHT = ("zero3_offload", "zero3", "zero2", "zero1")
+_WIDE = "_fp32_comm"
 
 
 def _heavier(one: Settings, other: Settings) -> bool:
@@ -593,12 +599,14 @@ def _heavier(one: Settings, other: Settings) -> bool:
     if any(one.get(n) != other.get(n) for n in ("packing", "attention", "optimizer", "compile")):
         return False
     zero = [str(s.get("deepspeed", "")) for s in (one, other)]
-    ranks = [_ZERO_WEIGHT.index(name) if name in _ZERO_WEIGHT else 0 for name in zero]
+    plain = [name.removesuffix(_WIDE) for name in zero]
+    ranks = [_ZERO_WEIGHT.index(name) if name in _ZERO_WEIGHT else 0 for name in plain]
     return (
         int(one.get("per_device", 1)) >= int(other.get("per_device", 1))
         and bool(one.get("checkpointing")) <= bool(other.get("checkpointing"))
         and bool(one.get("liger")) <= bool(other.get("liger"))
         and ranks[0] >= ranks[1]
+        and zero[0].endswith(_WIDE) >= zero[1].endswith(_WIDE)
     )
 
 

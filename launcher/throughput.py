@@ -82,11 +82,12 @@ def pace(footprint: Footprint, card: Card) -> Pace:
         _sent(footprint.shape.parameters, trained, zero, processes, _passes(footprint)) / card.link
     )
     # half of it hides behind the backward pass
-    each = micro + 0.5 * sent if zero is not None else micro
+    shown = 0.5 * sent if zero is not None else sent
+    sends = plan.accumulation if zero is not None and zero.stage > 1 else 1
     step = _step(trained, zero, processes, card)
-    after = sent if zero is None and processes > 1 else 0.0
     return Pace(
-        seconds=plan.accumulation * each + step + after, tokens=tokens.real, waste=tokens.waste
+        seconds=plan.accumulation * micro + sends * shown + step, tokens=tokens.real,
+        waste=tokens.waste,
     )  # fmt: skip
 
 
@@ -148,12 +149,16 @@ def _moved(footprint: Footprint) -> float:
 
 
 def _sent(parameters: int, trained: int, zero: Zero | None, processes: int, passes: float) -> float:
-    """Bytes that one device sends for one micro-batch: ZeRO-2 reduces each, and ZeRO-3 gathers too."""
+    """Bytes that one device sends at a time: ZeRO-2 for each micro-batch, and ZeRO-3 gathers too.
+
+    ZeRO-1 reduces once a step (deepspeed/runtime/engine.py:2428), as does no ZeRO at all. All but ZeRO-3
+    all-reduce, which sends everything twice (deepspeed/runtime/zero/stage_1_and_2.py:1705).
+    """
     if processes < 2:
         return 0.0
     share = (processes - 1) / processes
     width = HALF if zero is None else zero.communication
-    reduced = trained * width * share * (2 if zero is None else 1)
+    reduced = trained * width * share * (2 if zero is None or zero.stage < 3 else 1)
     if zero is None or zero.stage < 3:
         return reduced
     return reduced + (passes - 1) * HALF * parameters * share

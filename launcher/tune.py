@@ -647,8 +647,10 @@ def ending(tuning: Tuning) -> list[str]:
         return [f"nothing to propose: {tuning.search.stopped}", f"{tuning.folder / FILE}"]
     lines = [f"{levers.described(gain.lever, gain.after)}: {gain.text()}" for gain in gains(tuning)]
     ways = "--gpus 0" if not tuning.plan.gpus else f"--gpus {tuning.plan.gpus}"
+    others = len(tuning.entries) > 1
+    none = "nothing that was tried is faster than" if others else "nothing was tried but"
     return [
-        *(lines or ["nothing that was tried is faster than the file as it is written"]),
+        *(lines or [f"{none} the file as it is written"]),
         f"trials: {tuning.folder / FILE}",
         f"tuned: launch {tuning.plan.stage.options.stage} {shlex.quote(str(tuning.place))} {ways}",
     ]

@@ -16,6 +16,8 @@ SCENE = {
     "waste": 100,
     "says": None,  # and crashes
     "sleep": 0,
+    "asked": 0,  # it goes on for as long as the driver was not asked so often
+    "ago": 0,  # seconds since what is told began
     "first": 60.0,  # seconds of the first step
     "gib": 10.0,
     "nan": None,  # the step
@@ -25,6 +27,12 @@ SCENE = {
 def given(name: str, usual: str) -> str:
     """What an argument was set to."""
     return sys.argv[sys.argv.index(name) + 1] if name in sys.argv else usual
+
+
+def asked() -> int:
+    """How often the driver was asked how busy it is."""
+    path = Path(os.environ["FAKE_WORLD"], "asked")
+    return path.stat().st_size if path.exists() else 0
 
 
 def main() -> None:
@@ -38,11 +46,13 @@ def main() -> None:
     for rank in range(world):
         with (run / "probe" / f"rank-{rank}.jsonl").open("w") as stream:
             for event in events(scene, rank, world, steps):
-                stream.write(json.dumps({"t": time.time(), **event}) + "\n")
+                stream.write(json.dumps({"t": time.time() - scene["ago"], **event}) + "\n")
     for step in range(1, steps + 1):
         shown = "nan" if step == scene["nan"] else str(scene["loss"])
         print({"loss": shown, "learning_rate": rate, "epoch": "0.1"}, flush=True)
-    (Path(os.environ["FAKE_PIDS"]) / "trainer").write_text(str(os.getpid()))
+    (Path(os.environ["FAKE_PIDS"]) / f"trainer-{rate}").write_text(str(os.getpid()))
+    while scene["asked"] and asked() < scene["asked"]:
+        time.sleep(0.02)
     time.sleep(scene["sleep"])
     if scene["says"]:
         raise RuntimeError(scene["says"])

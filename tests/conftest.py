@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from launcher import upstream
 
-# The same examples everywhere: a test that fails for one machine in a hundred helps nobody.
-settings.register_profile("launch", derandomize=True, database=None, deadline=None)
+# The same examples everywhere: a test that fails for one machine in a hundred helps nobody, nor does one
+# that fails where the machine stood still while examples were made.
+settings.register_profile(
+    "launch", derandomize=True, database=None, deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)  # fmt: skip
 settings.load_profile("launch")
 
 # a shell that runs the tests in its background has them, and all they start, ignore Ctrl-C
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# a stream without a buffer loses what a pipe does not take at once, and a process that is stopped and
+# goes on finds that it did not
+os.environ.pop("PYTHONUNBUFFERED", None)
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 NO_CHECKOUT = "no open-instruct checkout at the pin"
 NO_PACKAGES = "no training packages"
+PATIENCE_S = 500.0
+"""Seconds after which whatever a test waits for hangs. Nothing that goes well comes near it, on a machine
+that is busy or stands still for a while either; a process that is to be ended sleeps for longer."""
 
 Write = Callable[[str, str | bytes], Path]
 
@@ -73,6 +87,23 @@ def write(tmp_path: Path) -> Write:
         return path
 
     return written
+
+
+@pytest.fixture(scope="session")
+def demo_assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the demo trains on (`model`, `data`), made once for all workers: copy it, change nothing."""
+    base = tmp_path_factory.getbasetemp()
+    place = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "demo-assets"
+    with place.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not place.is_dir():
+            half = place.with_suffix(".half")
+            maker = REPOSITORY / "scripts" / "make_demo_assets.py"
+            words = [sys.executable, str(maker), str(half)]
+            done = subprocess.run(words, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            half.rename(place)
+    return place
 
 
 @pytest.fixture(scope="session")

@@ -20,9 +20,13 @@ def do(what: str, value: str) -> None:
     elif what == "ignore":
         for name in value.split(","):
             signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_IGN)
+    elif what == "note":
+        # takes them, goes on all the same, and leaves word that they came
+        for name in value.split(","):
+            signal.signal(getattr(signal, f"SIG{name}"), note)
     elif what == "child":
         # like torchrun's workers, in a session of their own where `value` says so
-        argv = [sys.executable, HERE, "ignore=INT,TERM", "pid=child", "sleep=60"]
+        argv = [sys.executable, HERE, "ignore=INT,TERM", "pid=child", "sleep=600"]
         subprocess.Popen(argv, start_new_session=value == "session")
     elif what == "pid":
         part = Path(os.environ["FAKE_PIDS"], f".{value}")
@@ -45,6 +49,11 @@ def do(what: str, value: str) -> None:
         sys.exit(int(value))
     else:
         write(what, value)
+
+
+def note(number: int, _frame: object) -> None:
+    """Leave a file that is called as the signal is."""
+    Path(os.environ["FAKE_PIDS"]).with_name(signal.Signals(number).name).touch()
 
 
 def write(what: str, value: str) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import NO_PACKAGES
+from conftest import NO_PACKAGES, PATIENCE_S
 
 from launcher import process, rundir
 from launcher.attempt import Attempt
@@ -44,12 +45,40 @@ os.execv(sys.executable, [sys.executable, "-u", {fake!r}, *steps])
 """
 
 
-def until(true: Callable[[], object], seconds: float = 60.0) -> None:
+def until(true: Callable[[], object]) -> None:
     """Wait for something that comes soon, on a machine that may be slow."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + PATIENCE_S
     while not true():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.02)
+
+
+def looks_on(command: subprocess.Popen[bytes]) -> None:
+    """Wait until a command shows its run: from then on it takes signals as it should."""
+    assert command.stderr is not None
+    line = b"\n"
+    while line and not re.search(rb"   (starting|loading|step \d+)", line):
+        line = command.stderr.readline()
+    assert line, "it ended without a word of its run"
+
+
+def bearing(variable: str, value: Path) -> set[int]:
+    """The living processes with this in their environment."""
+    mark = os.fsencode(f"{variable}={value}")
+    found = set()
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            if mark in (entry / "environ").read_bytes().split(b"\0"):
+                found.add(int(entry.name))
+    return {pid for pid in found if process.identify(pid).lives()}
+
+
+def cmdline(pid: int) -> bytes:
+    """The words of a process; none of one that has gone meanwhile."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 @dataclass
@@ -137,6 +166,8 @@ class World:
         given = {
             "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL,
             "cwd": self.root, "env": {**only, **more},
+            # what was read of one line must not hold what comes after it
+            "bufsize": 0,
         }  # fmt: skip
         return subprocess.Popen([*LAUNCH, *words], **{**given, **settings})
 
@@ -144,7 +175,7 @@ class World:
         """A command, to its end; none may end in a traceback."""
         running = self.started(*words, **settings)
         try:
-            out, err = (told or b"" for told in running.communicate(timeout=120))
+            out, err = (told or b"" for told in running.communicate(timeout=PATIENCE_S))
         except BaseException:
             running.kill()
             raise
@@ -169,13 +200,7 @@ class World:
 
     def left(self) -> set[int]:
         """The processes of this world."""
-        mark = os.fsencode(f"FAKE_WORLD={self.root}")
-        found = set()
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError, ValueError):
-                if mark in (entry / "environ").read_bytes().split(b"\0"):
-                    found.add(int(entry.name))
-        return {pid for pid in found if process.identify(pid).lives()}
+        return bearing("FAKE_WORLD", self.root)
 
     def quiet(self) -> bool:
         """Whether no process is left behind."""

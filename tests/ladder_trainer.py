@@ -45,7 +45,7 @@ def main() -> None:
         if scene["accuracy"] is not None:
             values |= {"rewards/accuracies": str(scene["accuracy"]), "rewards/margins": "0.1"}
         print(values, flush=True)
-    (Path(os.environ["FAKE_PIDS"]) / "trainer").write_text(str(os.getpid()))
+    (Path(os.environ["FAKE_PIDS"]) / f"trainer-{world}").write_text(str(os.getpid()))
     time.sleep(scene["sleep"])
     if scene["exit"]:
         raise RuntimeError("NCCL watchdog: the collective timed out")

@@ -19,11 +19,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from conftest import PATIENCE_S
+
 NODES = ("n1", "n2")
 DAEMONS = ("munged", "slurmctld", "slurmd")
 CLIENTS = ("sbatch", "srun", "squeue", "scancel", "scontrol")
 _SEARCH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
-STARTUP_S = 30.0
 
 CONF = """\
 ClusterName=test
@@ -55,7 +56,7 @@ JobAcctGatherType=jobacct_gather/none
 JobCompType=jobcomp/none
 ReturnToService=2
 JobRequeue=1
-KillWait=5
+KillWait=120
 KillOnBadExit=0
 InactiveLimit=0
 MinJobAge=60
@@ -94,7 +95,11 @@ class Cluster:
     def call(self, *argv: str) -> str:
         """What a client of this cluster says."""
         done = subprocess.run(
-            argv, env={**os.environ, **self.environment}, capture_output=True, text=True, timeout=30
+            argv,
+            env={**os.environ, **self.environment},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
         )
         assert done.returncode == 0, (argv, done.stdout, done.stderr, self.logs())
         return done.stdout
@@ -194,7 +199,7 @@ def _daemon(cluster: Cluster, name: str, *words: str) -> None:
 
 
 def _until(cluster: Cluster, true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + STARTUP_S
+    deadline = time.monotonic() + PATIENCE_S
     while not true():
         assert time.monotonic() < deadline, cluster.logs()
         for daemon in cluster.daemons:
@@ -207,12 +212,12 @@ def _stop(cluster: Cluster) -> None:
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         subprocess.run(
             ["scancel", "--user=root"], env={**os.environ, **cluster.environment},
-            capture_output=True, timeout=10,
+            capture_output=True, timeout=30,
         )  # fmt: skip
     for daemon in reversed(cluster.daemons):
         daemon.terminate()
         try:
-            daemon.wait(10)
+            daemon.wait(30)
         except subprocess.TimeoutExpired:
             daemon.kill()
             daemon.wait()

@@ -54,25 +54,13 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's model, and eight of its pairs."""
-    folder = tmp_path_factory.mktemp("assets")
-    maker = REPOSITORY / "scripts" / "make_demo_assets.py"
-    done = subprocess.run(
-        [sys.executable, str(maker), "build/demo"], capture_output=True, text=True, cwd=folder
-    )
-    assert done.returncode == 0, done.stderr
+@pytest.fixture
+def place(demo_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project with the demo's model and eight of its pairs, and the working directory in it."""
+    folder = tmp_path / "project"
+    shutil.copytree(demo_assets, folder / "build" / "demo")
     data = folder / "build/demo/data/dpo/train.jsonl"
     data.write_text("".join(data.read_text().splitlines(keepends=True)[:8]))
-    return folder
-
-
-@pytest.fixture
-def place(assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project with a copy of them, and the working directory in it."""
-    folder = tmp_path / "project"
-    shutil.copytree(assets, folder)
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     return folder

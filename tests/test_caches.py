@@ -518,7 +518,7 @@ def test_what_a_run_holds_is_kept(place: Path) -> None:
 def test_a_started_process_holds_on_when_the_launcher_is_gone(place: Path) -> None:
     found = derived("sft")
     with cache_folders.held(tuple(found.values()), run("r1"), 1) as locks:
-        child = subprocess.Popen(["sleep", "60"], pass_fds=locks)
+        child = subprocess.Popen(["sleep", "600"], pass_fds=locks)
     try:
         assert cleared() == {"dataset": "kept"}
     finally:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import PATIENCE_S
+from fake_world import until
 from test_probe import PROBE, Training
 from test_training import (  # noqa: F401 - a fixture
     CONFIGS,
@@ -175,16 +177,13 @@ def test_the_last_step_is_judged_before_it_is_saved(training: Training) -> None:
 def test_data_workers_do_not_outlive_it(training: Training) -> None:
     done = training.run(
         "import multiprocessing, time\n"
-        "child = multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,), daemon=True)\n"
+        "child = multiprocessing.get_context('fork').Process(target=time.sleep, args=(600,), daemon=True)\n"
         "child.start(); print(child.pid, flush=True)\n"
         + textwrap.dedent(script(loss="float('nan')")),
         on_violation="stop",
     )
     assert done.returncode == VIOLATION
-    until = time.monotonic() + 10
-    while alive(int(done.stdout)) and time.monotonic() < until:
-        time.sleep(0.02)
-    assert not alive(int(done.stdout))
+    until(lambda: not alive(int(done.stdout)))
 
 
 def alive(pid: int) -> bool:
@@ -402,7 +401,7 @@ HANGS = """
 
     def collate(rows):
         if rows[0] == 3:
-            time.sleep(60)
+            time.sleep(600)
         return packed(8)
 
     loader = torch.utils.data.DataLoader(range(9), collate_fn=collate)
@@ -416,12 +415,17 @@ HANGS = """
 
 @needs_training
 def test_a_hang_is_shown_where_it_hangs_and_ended(training: Training) -> None:
-    done = real(training, HANGS, on_hang="stop", hang_seconds=1, hang_factor=2)
+    # no step takes that long, however busy the machine is
+    done = real(training, HANGS, on_hang="stop", hang_seconds=4, hang_factor=2)
     assert done.returncode == VIOLATION
     (told,) = training.events("hang")
     assert (told["step"], told["stopped"]) == (3, True)
-    assert told["waited"] >= told["limit"] >= 1
-    assert done.stderr.strip().startswith("launch: stopped: nothing moved for 1 s after step 3")
+    assert told["waited"] >= told["limit"] >= 4
+    # how long is measured: where it hangs and on which rank is not
+    line = (
+        r"launch: stopped: nothing moved for \d+ s after step 3 \(limit \d+ s\), rank 0; stacks in "
+    )
+    assert re.match(line, done.stderr.strip()), done.stderr
     stacks = Path(told["stacks"]).read_text()
     assert "in collate" in stacks and "most recent call first" in stacks
 
@@ -460,7 +464,7 @@ def test_one_rank_ends_all(training: Training) -> None:
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
          str(PROBE)],
         env={**os.environ, "LAUNCH_PROBE": json.dumps(settings), "ACCELERATE_USE_CPU": "true"},
-        cwd=training.folder, capture_output=True, text=True, timeout=120,
+        cwd=training.folder, capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 1
     pids = [int((training.folder / f"pid-{rank}").read_text()) for rank in (0, 1)]
@@ -477,22 +481,6 @@ def test_one_rank_ends_all(training: Training) -> None:
 
 
 # --- from the command line -------------------------------------------------------------------------
-
-
-@needs_training
-@pytest.mark.training
-def test_a_loss_of_nan_ends_the_run_though_trainer_hides_it(place: Path) -> None:  # noqa: F811
-    code, answer = launch(
-        place, "sft", str(CONFIGS / "sft.yaml"), "max_steps=8", "logging_steps=1", "warmup_steps=0",
-        "learning_rate=1e30", "output_dir=build/demo/nan", "--gpus", "0",
-    )  # fmt: skip
-    assert code == 1
-    seen = states(answer)
-    assert (seen["loss"], seen["finish"]) == ("nonfinite", "stopped")
-    points = {point["name"]: point["detail"] for point in answer["data"]["points"]}
-    assert points["loss"]["first_step"] == 2
-    assert points["loss"]["last_finite"]["step"] == 1
-    assert points["finish"]["error"]["message"].startswith("loss is nan (step 2, rank 0)")
 
 
 @needs_training

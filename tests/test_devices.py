@@ -231,7 +231,7 @@ def test_the_same_run_takes_over_from_its_launcher(smi: Smi, tmp_path: Path) -> 
 
 def test_a_lock_lives_as_long_as_the_process_that_inherited_it(smi: Smi, tmp_path: Path) -> None:
     with devices.taken(1, None, tmp_path / "run", {}) as (_, locks):
-        child = subprocess.Popen(["sleep", "60"], pass_fds=locks)
+        child = subprocess.Popen(["sleep", "600"], pass_fds=locks)
     try:
         assert chosen(1).visible == "1"
     finally:
@@ -243,7 +243,7 @@ def test_a_lock_lives_as_long_as_the_process_that_inherited_it(smi: Smi, tmp_pat
 
 def test_a_process_of_a_run_names_the_run(smi: Smi, tmp_path: Path) -> None:
     run = tmp_path / "20261121T000000Z-dpo-b"
-    child = subprocess.Popen(["sleep", "60"], env={**os.environ, process.MARK: str(run)})
+    child = subprocess.Popen(["sleep", "600"], env={**os.environ, process.MARK: str(run)})
     try:
         # until it is no longer this process's own image
         while not process.family(None, str(run)):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import plans
 import pytest
-from conftest import Write
+from conftest import PATIENCE_S, Write
 from fake_smi import Smi
 from plans import CONFIGS, SFT, TRL, from_text, staged, trainer
 
@@ -305,7 +305,11 @@ def made_checkout(tmp_path: Path) -> Path:
 
 
 def examined(
-    bare: Trainer, tmp_path: Path, *stages: str, importing: bool = True, timeout_s: float = 60
+    bare: Trainer,
+    tmp_path: Path,
+    *stages: str,
+    importing: bool = True,
+    timeout_s: float = PATIENCE_S,
 ) -> Report:
     """With what lies in `site` on PYTHONPATH, as an image may have it."""
     site = tmp_path / "site"
@@ -385,9 +389,9 @@ def test_a_checkout_that_is_not_the_pin(bare: Trainer, tmp_path: Path) -> None:
 
 def test_an_import_that_hangs_is_named(bare: Trainer, tmp_path: Path) -> None:
     site(tmp_path, {"thing.py": "import time\ntime.sleep(600)\n"})
-    report = examined(bare, tmp_path, "dpo", timeout_s=2)
+    report = examined(bare, tmp_path, "dpo", timeout_s=6)
     (finding,) = [one for one in report.findings if one.code == "import-error"]
-    assert "TimeoutError after 2 s" in finding.message and "`thing`" in finding.message
+    assert "TimeoutError after 6 s" in finding.message and "`thing`" in finding.message
 
 
 def test_a_python_that_cannot_be_asked(bare: Trainer, tmp_path: Path) -> None:

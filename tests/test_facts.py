@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPOSITORY
+from conftest import PATIENCE_S, REPOSITORY
 from test_noops import FINETUNE, HELPER
 
 from launcher import facts
@@ -221,7 +221,7 @@ for _ in range(3):
         for _ in range(4)
     ]
     for process in running:
-        _, error = process.communicate(timeout=120)
+        _, error = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0, error.decode()
     assert len(entries()) == 1
     assert json.loads(entries()[0].read_bytes())["stages"]["sft"]

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_world import FAKE, LAUNCH, World, made, needs_trl, until
+from conftest import PATIENCE_S
+from fake_world import FAKE, LAUNCH, World, cmdline, looks_on, made, needs_trl, until
 
 from launcher import claim, keeper, process, rundir, runner, tmux
 from launcher.errors import NotReady
@@ -45,7 +47,7 @@ def mount() -> Iterator[Mount]:
         path.mkdir(parents=True, exist_ok=True)
         words = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]
         try:
-            done = subprocess.run(words, capture_output=True, text=True, timeout=30)
+            done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S)
             why = done.stderr.strip() if done.returncode else None
         except OSError as error:
             why = str(error)
@@ -102,9 +104,10 @@ def test_a_training_that_does_not_mind_a_full_disk_goes_on(world: World, mount: 
     folder = world.prepared("print=3", f"brimful={filler}", "pid=leader", f"wait={world.root}/go")
     running = world.started("exec", "a run")
     world.pid("leader")
+    until(folder.process.exists)
     assert state(world) == "running"
     (world.root / "go").touch()
-    assert running.wait(60) == 1, "nothing is proved of it, and it ended well"
+    assert running.wait(PATIENCE_S) == 1, "nothing is proved of it, and it ended well"
     assert rundir.read_json(folder.exit(1))["returncode"] == 0
     assert folder.verdict.exists()
     whole(folder)
@@ -146,10 +149,11 @@ def test_no_run_begins_on_a_disk_that_is_full(world: World, mount: Mount) -> Non
 def test_a_run_on_a_full_disk_can_be_stopped(world: World, mount: Mount) -> None:
     mount(world.runs, "size=1m,nr_inodes=32")
     folder = world.prepared(
-        f"brimful={world.runs / 'filler'}", "pid=leader", "sleep=100", name="a run"
+        f"brimful={world.runs / 'filler'}", "pid=leader", "sleep=600", name="a run"
     )
     running = world.started("exec", "a run")
     leader = world.pid("leader")
+    until(folder.process.exists)
     for number in range(40):
         # not even an empty file fits any more
         with pytest.MonkeyPatch.context(), open(os.devnull):
@@ -159,7 +163,7 @@ def test_a_run_on_a_full_disk_can_be_stopped(world: World, mount: Mount) -> None
                 break
     assert world.launch("stop", "a run").returncode == 0
     assert not process.identify(leader).lives()
-    assert running.wait(60) == 130
+    assert running.wait(PATIENCE_S) == 130
     assert world.quiet()
     assert not folder.stop.exists()
 
@@ -202,6 +206,7 @@ def test_a_log_that_is_changed_is_followed(world: World, how: str) -> None:
     keeping = world.started("exec", "a run")
     world.pid("leader")
     reading, looking = world.started("logs", "a run", "-f"), world.started("attach", "a run")
+    looks_on(looking)
     first, lines = b"", b"".join(b"line %d\n" % number for number in range(100))
     assert reading.stdout is not None
     while len(first) < len(lines):
@@ -215,12 +220,11 @@ def test_a_log_that_is_changed_is_followed(world: World, how: str) -> None:
         log.touch()
     else:
         os.truncate(log, 0)
-    # so that the reader sees it short
-    time.sleep(1)
+    # what comes is shorter than what was read: a reader sees that whenever it looks
     (world.root / "go").touch()
-    assert reading.communicate(timeout=60)[0] == b"line 0\nline 1\nline 2\n"
-    assert b"verdict: " in looking.communicate(timeout=60)[0]
-    keeping.communicate(timeout=60)
+    assert reading.communicate(timeout=PATIENCE_S)[0] == b"line 0\nline 1\nline 2\n"
+    assert b"verdict: " in looking.communicate(timeout=PATIENCE_S)[0]
+    keeping.communicate(timeout=PATIENCE_S)
     assert (reading.returncode, looking.returncode, keeping.returncode) == (0, 1, 1)
 
 
@@ -252,9 +256,10 @@ def test_a_verdict_is_known_by_what_it_is_and_not_by_its_time(world: World) -> N
 
 
 def test_times_in_the_future_change_nothing(world: World) -> None:
-    folder = world.prepared("pid=leader", "sleep=100")
+    folder = world.prepared("pid=leader", "sleep=600")
     running = world.started("exec", "a run")
     world.pid("leader")
+    until(folder.process.exists)
     # asked before the clock was set back, for an attempt that was before
     folder.stop.write_text(json.dumps({"attempt": 7, "asked": "2100-01-01T00:00:00+00:00"}))
     for path in folder.path.iterdir():
@@ -263,7 +268,7 @@ def test_times_in_the_future_change_nothing(world: World) -> None:
     rundir.write_json(folder.manifest, manifest)
     assert state(world) == "running"
     assert world.launch("stop", "a run").returncode == 0
-    assert running.wait(60) == 130
+    assert running.wait(PATIENCE_S) == 130
     ended = {**rundir.read_json(folder.exit(1)), "started": "2100-01-01T00:00:00+00:00"}
     rundir.write_json(folder.exit(1), ended)
     assert state(world) == "stopped"
@@ -342,7 +347,7 @@ def test_a_run_of_another_machine_is_neither_judged_nor_stopped_here(world: Worl
     assert world.launch("stop", "a run").returncode == 5
     assert (looking.poll(), reading.poll()) == (None, None)
     rundir.write_json(folder.exit(1), {"returncode": 0, "stopped": None})
-    assert (looking.wait(60), reading.wait(60)) == (1, 0)
+    assert (looking.wait(PATIENCE_S), reading.wait(PATIENCE_S)) == (1, 0)
     assert not told.exists()
     assert not folder.concluded(1).exists()
 
@@ -368,16 +373,17 @@ def kept(folder: RunFolder) -> int:
 
 
 def test_a_keeper_stops_its_run_on_term_and_not_on_hup(world: World) -> None:
-    folder = world.prepared("child=session", "pid=leader", "sleep=100")
+    folder = world.prepared("child=session", "pid=leader", "sleep=600")
     running = world.started("exec", "a run")
     leader, child = world.pid("leader"), world.pid("child")
+    looks_on(running)
     for victim in (kept(folder), running.pid):
         os.kill(victim, signal.SIGHUP)
     time.sleep(0.5)
     assert process.identify(leader).lives()
     assert running.poll() is None
     os.kill(kept(folder), signal.SIGTERM)
-    assert running.wait(60) == 130
+    assert running.wait(PATIENCE_S) == 130
     assert not process.identify(child).lives()
     assert rundir.read_json(folder.exit(1))["stopped"] == signal.SIGTERM
     assert folder.verdict.exists()
@@ -391,13 +397,13 @@ def test_an_interrupt_while_it_starts_leaves_nothing_behind(world: World) -> Non
     (slow / "sitecustomize.py").write_text(
         "import os, sys, time\n"
         f"open({str(slow / 'pid')!r} + str(os.getpid()), 'w').close()\n"
-        "sys.argv[0] == '-m' and time.sleep(100 * (len(sys.orig_argv) == 7))\n"
+        "sys.argv[0] == '-m' and time.sleep(600 * (len(sys.orig_argv) == 7))\n"
     )
-    world.prepared("pid=leader", "sleep=100")
+    world.prepared("pid=leader", "sleep=600")
     running = world.started("exec", "a run", env={"PYTHONPATH": str(slow)})
     until(lambda: len(list(slow.glob("pid*"))) == 2)
     running.send_signal(signal.SIGINT)
-    assert running.wait(60) == 130
+    assert running.wait(PATIENCE_S) == 130
     assert world.quiet()
     assert not (world.root / "pids" / "leader").exists()
 
@@ -411,14 +417,14 @@ def test_a_stop_while_it_starts(world: World) -> None:
         f"    open({str(slow / 'keeper')!r}, 'w').close()\n"
         f"    while not os.path.exists({str(slow / 'go')!r}): time.sleep(0.01)\n"
     )
-    folder = world.prepared("pid=leader", "sleep=100")
+    folder = world.prepared("pid=leader", "sleep=600")
     running = world.started("exec", "a run", env={"PYTHONPATH": str(slow)})
     until((slow / "keeper").exists)
     assert not folder.process.exists()
     stopping = world.started("stop", "a run")
     until(folder.stop.exists)
     (slow / "go").touch()
-    assert (stopping.wait(60), running.wait(60)) == (0, 130)
+    assert (stopping.wait(PATIENCE_S), running.wait(PATIENCE_S)) == (0, 130)
     assert rundir.read_json(folder.exit(1))["stopped"] == signal.SIGINT
     assert world.quiet()
 
@@ -428,7 +434,7 @@ def test_a_request_to_stop_what_never_began_is_not_meant_for_the_next(world: Wor
     with claim.claimed(folder, 1, None):
         stopping = world.started("stop", "a run")
         until(folder.stop.exists)
-    assert stopping.wait(60) == 0
+    assert stopping.wait(PATIENCE_S) == 0
     assert not folder.stop.exists()
     assert world.launch("exec", "a run").returncode == 1
     assert rundir.read_json(folder.exit(1))["stopped"] is None
@@ -442,7 +448,7 @@ def shell(world: World, line: str, **more: str) -> subprocess.CompletedProcess[s
     words = " ".join(LAUNCH)
     return subprocess.run(
         ["bash", "-c", f'launch() {{ {words} "$@"; }}; {line}'], cwd=world.root, text=True,
-        env={**world.environ, **more}, capture_output=True, timeout=120,
+        env={**world.environ, **more}, capture_output=True, timeout=PATIENCE_S,
     )  # fmt: skip
 
 
@@ -483,17 +489,13 @@ def test_streams_that_are_closed(world: World, closed: str) -> None:
     until(lambda: not process.identify(launcher).lives())
     assert claim.held(folder)
     (world.root / "go").touch()
-    running.wait(60)
+    running.wait(PATIENCE_S)
     until(lambda: keeper.judged(folder, 1))
     assert rundir.read_json(folder.exit(1))["returncode"] == 0
     assert folder.console(1).read_text() == "stdin: ''\n"
     done = shell(world, f"launch attach 'a run' {closed}")
     assert (done.returncode, done.stderr) == (1, "")
     assert shell(world, f"launch logs 'a run' {closed}").returncode == 0
-
-
-def cmdline(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def test_without_a_home(world: World) -> None:
@@ -516,7 +518,7 @@ def test_a_working_folder_that_has_gone(world: World) -> None:
     world.pid("leader")
     (world.root / "gone").rmdir()
     (world.root / "go").touch()
-    assert running.wait(60) == 1
+    assert running.wait(PATIENCE_S) == 1
     assert told.read_text() == "x"
     # and one that has gone before
     world.prepared("exit=0", name="another", cwd=str(world.root / "gone"))
@@ -566,12 +568,12 @@ def test_a_training_that_never_stops_talking(world: World) -> None:
     assert folder.console(1).stat().st_size == 300 * MIB
     last = world.launch("logs", "a run", "-n", "1").stdout
     assert last == f"{8191:0127d}\n"
-    until(lambda: looking.poll() is None)
+    looks_on(looking)
     for who in (running.pid, looking.pid, kept(folder)):
         assert peak_mib(who) < 250
     (world.root / "go").touch()
-    assert running.wait(100) == 1
-    assert looking.wait(60) == 1
+    assert running.wait(PATIENCE_S) == 1
+    assert looking.wait(PATIENCE_S) == 1
     assert rundir.read_json(folder.verdict)["stage"] == "sft"
     folder.console(1).unlink()
 
@@ -628,7 +630,7 @@ def test_a_half_written_file(world: World, complete: Path, name: str) -> None:
     lines = [f"{command}/{run}" for command in commands for run in ("none of it", "half of it")]
     done = subprocess.run(
         [sys.executable, "-c", script, *lines, "runs"], env=world.environ, capture_output=True,
-        text=True, cwd=world.root, timeout=100, errors="replace",
+        text=True, cwd=world.root, timeout=PATIENCE_S, errors="replace",
     )  # fmt: skip
     assert "Traceback" not in done.stderr, done.stderr
     codes = [int(line[5:]) for line in done.stdout.splitlines() if line.startswith("CODE")]
@@ -644,7 +646,7 @@ def test_a_half_written_file(world: World, complete: Path, name: str) -> None:
 def test_two_hundred_that_are_over_and_twenty_that_live(world: World) -> None:
     living = [
         subprocess.Popen(
-            ["sleep", "100"], env={**world.environ, process.MARK: str(world.runs / f"live-{n:02}")}
+            ["sleep", "600"], env={**world.environ, process.MARK: str(world.runs / f"live-{n:02}")}
         )
         for n in range(20)
     ]
@@ -749,12 +751,13 @@ def test_the_exit_codes_from_end_to_end(world: World) -> None:
     world.environ["LAUNCH_RUNS"] = "/dev/null/runs"
     assert code(config, "output_dir=out5") == 5
     world.environ["LAUNCH_RUNS"] = str(world.root / "runs")
-    env = {"FAKE_STEPS": json.dumps(["child=session", "pid=leader", "sleep=100"])}
+    env = {"FAKE_STEPS": json.dumps(["child=session", "pid=leader", "sleep=600"])}
     words = ("sft", config, "output_dir=out6", "--gpus", "0", "--python", str(world.python()))
     running = world.started(*words, env=env)
     child, leader = world.pid("child"), world.pid("leader")
+    looks_on(running)
     running.send_signal(signal.SIGINT)
-    assert running.wait(60) == 130
+    assert running.wait(PATIENCE_S) == 130
     assert not process.identify(leader).lives()
     assert not process.identify(child).lives()
     assert world.quiet()
@@ -768,7 +771,7 @@ def test_two_starts_into_one_folder_at_once(world: World) -> None:
     both = [world.started(*words, env=env) for _ in range(2)]
     until(lambda: any(one.poll() is not None for one in both))
     (world.root / "go").touch()
-    assert sorted(one.wait(60) for one in both) == [0, 5]
+    assert sorted(one.wait(PATIENCE_S) for one in both) == [0, 5]
     over = [path for path in world.runs.iterdir() if (path / "exit.json").exists()]
     assert len(over) == 1
     assert world.quiet()
@@ -780,13 +783,13 @@ def test_the_name_of_a_session_runs_nothing(world: World) -> None:
     assert "#" not in tmux.session(folder)
     if shutil.which("tmux") is None:
         pytest.skip("tmux is not installed")
-    short = Path(f"/tmp/lf-{os.getpid()}")
-    short.mkdir(exist_ok=True)
+    short = tempfile.mkdtemp(prefix="lf-", dir="/tmp")
     try:
         with pytest.MonkeyPatch.context() as patch:
             for name, value in world.environ.items():
                 patch.setenv(name, value)
-            patch.setenv("TMUX_TMPDIR", str(short))
+            patch.setattr(tmux, "TIMEOUT_S", PATIENCE_S)
+            patch.setenv("TMUX_TMPDIR", short)
             patch.delenv("TMUX", raising=False)
             patch.chdir(world.root)
             assert tmux.opened(folder) == tmux.session(folder)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from conftest import Write
+from conftest import PATIENCE_S, Write
 
 from launcher import imports, machine
 from launcher.imports import Import, Tried
@@ -35,7 +35,7 @@ def tree(tmp_path: Path, files: Mapping[str, str]) -> dict[str, Folder]:
 
 
 def tried(
-    trainer: Trainer, site: Path, *modules: str, timeout_s: float = 60, cuda: bool = False
+    trainer: Trainer, site: Path, *modules: str, timeout_s: float = PATIENCE_S, cuda: bool = False
 ) -> Tried:
     wanted = [Import(name, (), "up/run.py", line + 1) for line, name in enumerate(modules)]
     environ = {**os.environ, "PYTHONPATH": str(site)}
@@ -226,10 +226,10 @@ def test_an_interpreter_that_dies_in_an_import(bare: Trainer, write: Write, tmp_
 
 def test_an_import_that_hangs(bare: Trainer, write: Write, tmp_path: Path) -> None:
     write("hangs.py", "import time\ntime.sleep(600)\n")
-    told = tried(bare, tmp_path, "json", "hangs", "csv", timeout_s=2)
+    told = tried(bare, tmp_path, "json", "hangs", "csv", timeout_s=6)
     (failure,) = told.failures
     assert failure.wanted.module == "hangs"
-    assert failure.error == "TimeoutError after 2 s"
+    assert failure.error == "TimeoutError after 6 s"
 
 
 def test_what_packages_print_is_no_answer(bare: Trainer, write: Write, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -9,21 +10,20 @@ import signal
 import stat
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import PATIENCE_S
+from fake_world import FAKE, LAUNCH, bearing, looks_on, until
 
 from launcher import attempt as attempts
 from launcher import following, keeper, on_finish, process, rundir, runner, start, tmux, view
 from launcher.attempt import Attempt
 from launcher.errors import NotReady, UsageError
 from launcher.rundir import RunFolder
-
-FAKE = Path(__file__).with_name("fake_trainer.py")
-LAUNCH = (sys.executable, "-m", "launcher.cli")
 
 
 @pytest.fixture
@@ -38,9 +38,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
     for folder in rundir.known_runs():
         runner.end_orphans(folder, (0, 0, 0), 1)
-    for entry in (tmp_path / "pids").iterdir():
-        if living(int(entry.read_text())):
-            os.kill(int(entry.read_text()), signal.SIGKILL)
+    for pid in bearing("FAKE_PIDS", tmp_path / "pids"):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def prepared(place: Path, *steps: str, name: str = "a run", **changes: Any) -> RunFolder:
@@ -59,20 +59,23 @@ def prepared(place: Path, *steps: str, name: str = "a run", **changes: Any) -> R
 
 def launch(*words: str, **settings: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*LAUNCH, *words], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL,
+        [*LAUNCH, *words], capture_output=True, text=True, timeout=PATIENCE_S, stdin=subprocess.DEVNULL,
         **settings,
     )  # fmt: skip
 
 
+def shown(*words: str, **settings: Any) -> subprocess.Popen[bytes]:
+    """A command that shows its run already, left running."""
+    running = subprocess.Popen(
+        [*LAUNCH, *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        bufsize=0, **settings,
+    )  # fmt: skip
+    looks_on(running)
+    return running
+
+
 def living(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists() and process.identify(pid).lives()
-
-
-def until(true: Callable[[], object], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
 
 
 def kept(folder: RunFolder) -> int:
@@ -133,15 +136,14 @@ def test_a_killed_keeper_leaves_an_orphan_that_ends_well(place: Path, looking: b
     pid_of(place, "leader")
     viewer = None
     if looking:
-        viewer = subprocess.Popen([*LAUNCH, "attach", "a run"], stdout=subprocess.PIPE, text=True)
-        time.sleep(1)
+        viewer = shown("attach", "a run")
     os.kill(kept(folder), signal.SIGKILL)
     until(lambda: not runner.keeper_lives(folder))
     (row,) = json.loads(launch("runs", "--format", "json").stdout)["data"]
     assert row["state"] == "orphaned"
     (place / "go").touch()
     if viewer is not None:
-        viewer.communicate(timeout=30)
+        viewer.communicate(timeout=PATIENCE_S)
     else:
         until(lambda: not runner.alive(folder.path))
         launch("attach", "a run")
@@ -210,7 +212,7 @@ def test_a_jobs_devices_count_for_more_than_the_shells(place: Path) -> None:
 @pytest.mark.parametrize("stubborn", ["", "INT", "INT,TERM"])
 def test_stop_ends_every_process(place: Path, orphan: bool, stubborn: str) -> None:
     steps = [f"ignore={stubborn}"] if stubborn else []
-    folder = prepared(place, *steps, "child=session", "child=group", "pid=leader", "sleep=60")
+    folder = prepared(place, *steps, "child=session", "child=group", "pid=leader", "sleep=600")
     started(folder)
     leader, child = pid_of(place, "leader"), pid_of(place, "child")
     if orphan:
@@ -227,14 +229,14 @@ def test_stop_ends_every_process(place: Path, orphan: bool, stubborn: str) -> No
 
 
 def test_two_stops_at_once(place: Path) -> None:
-    folder = prepared(place, "ignore=INT", "pid=leader", "sleep=60")
+    folder = prepared(place, "ignore=INT", "pid=leader", "sleep=600")
     started(folder)
     leader = pid_of(place, "leader")
     both = [
         subprocess.Popen([*LAUNCH, "stop", "last"], stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    outs = [one.communicate(timeout=30)[0] for one in both]
+    outs = [one.communicate(timeout=PATIENCE_S)[0] for one in both]
     assert [one.returncode for one in both].count(0) >= 1
     assert all("stopped" in out for out, one in zip(outs, both, strict=True) if not one.returncode)
     assert not living(leader)
@@ -252,7 +254,7 @@ def test_what_does_not_run_is_not_stopped(place: Path) -> None:
 
 def test_a_reused_number_is_never_killed(place: Path) -> None:
     folder = prepared(place, "exit=0")
-    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
         other = {**process.identify(bystander.pid).as_json(), "began": 1}
         rundir.write_json(folder.process, {**other, "keeper": other, "mark": str(folder.path)})
@@ -266,7 +268,7 @@ def test_a_reused_number_is_never_killed(place: Path) -> None:
 
 
 def test_a_stop_tells_what_it_loses(place: Path) -> None:
-    folder = prepared(place, "pid=leader", "sleep=60")
+    folder = prepared(place, "pid=leader", "sleep=600")
     output = place / "out"
     rundir.write_json(
         folder.manifest, {"stage": "sft", "backend": "trl", "output": str(output), "plan": {}}
@@ -295,32 +297,27 @@ def test_attach_follows_to_the_end_and_leaves_alone(place: Path) -> None:
     folder = prepared(place, "pid=leader", f"wait={place / 'go'}", "exit=0")
     started(folder)
     leader = pid_of(place, "leader")
-    looking = subprocess.Popen(
-        [*LAUNCH, "attach"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    time.sleep(1.5)
+    looking = shown("attach")
     looking.send_signal(signal.SIGINT)
-    out, _ = looking.communicate(timeout=20)
-    assert (looking.returncode, "goes on" in out) == (0, True)
+    out, _ = looking.communicate(timeout=PATIENCE_S)
+    assert (looking.returncode, b"goes on" in out) == (0, True)
     assert living(leader)
-    again = subprocess.Popen([*LAUNCH, "attach", "a run"], stdout=subprocess.PIPE, text=True)
-    time.sleep(0.5)
+    again = shown("attach", "a run")
     (place / "go").touch()
-    assert "verdict: " in again.communicate(timeout=30)[0]
+    assert b"verdict: " in again.communicate(timeout=PATIENCE_S)[0]
 
 
 def test_a_second_terminal_signal_is_handed_on(place: Path) -> None:
-    folder = prepared(place, "ignore=INT,TERM", "pid=leader", "sleep=60")
-    running = subprocess.Popen(
-        [*LAUNCH, "exec", str(folder.path)], stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "LAUNCH_GRACE": "60,60,1"},
-    )  # fmt: skip
+    folder = prepared(place, "note=INT,TERM", "pid=leader", "sleep=600")
+    patient = {**os.environ, "LAUNCH_GRACE": f"{2 * PATIENCE_S},{2 * PATIENCE_S},1"}
+    running = shown("exec", str(folder.path), env=patient)
     pid_of(place, "leader")
-    until(folder.process.exists)
-    for _ in range(3):
-        running.send_signal(signal.SIGINT)
-        time.sleep(0.5)
-    running.communicate(timeout=20)
+    running.send_signal(signal.SIGINT)
+    until((place / "SIGINT").exists)
+    running.send_signal(signal.SIGINT)
+    until((place / "SIGTERM").exists)
+    running.send_signal(signal.SIGINT)
+    running.communicate(timeout=PATIENCE_S)
     assert running.returncode == 130
     assert rundir.read_json(folder.exit(1))["signal"] == signal.SIGKILL
 
@@ -346,11 +343,13 @@ def test_following_a_log_ends_with_the_run(place: Path) -> None:
     folder = prepared(place, "print=2", "pid=leader", f"wait={place / 'go'}", "print=3")
     started(folder)
     pid_of(place, "leader")
-    reading = subprocess.Popen([*LAUNCH, "logs", "-f"], stdout=subprocess.PIPE, text=True)
-    time.sleep(0.5)
+    reading = subprocess.Popen([*LAUNCH, "logs", "-f"], stdout=subprocess.PIPE, bufsize=0)
+    assert reading.stdout is not None
+    # what was there when it began, and what comes
+    assert [reading.stdout.readline() for _ in range(2)] == [b"line 0\n", b"line 1\n"]
     (place / "go").touch()
-    out, _ = reading.communicate(timeout=30)
-    assert out == "line 0\nline 1\nline 0\nline 1\nline 2\n"
+    out, _ = reading.communicate(timeout=PATIENCE_S)
+    assert out == b"line 0\nline 1\nline 2\n"
 
 
 @pytest.mark.parametrize(
@@ -423,9 +422,9 @@ def server(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A tmux server of its own."""
     if shutil.which("tmux") is None:
         pytest.skip("tmux is not installed")
-    short = Path(f"/tmp/lt-{os.getpid()}")
-    short.mkdir(exist_ok=True)
-    monkeypatch.setenv("TMUX_TMPDIR", str(short))
+    short = tempfile.mkdtemp(prefix="lt-", dir="/tmp")
+    monkeypatch.setattr(tmux, "TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setenv("TMUX_TMPDIR", short)
     monkeypatch.delenv("TMUX", raising=False)
     yield
     subprocess.run(["tmux", "kill-server"], capture_output=True)

@@ -109,6 +109,10 @@ def test_the_step_that_was_asked_for_is_recorded(training: Training) -> None:
     assert interrupted == {1: False, 2: False, 3: True, 4: True, 5: False}
 
 
+def test_so_is_the_first(training: Training) -> None:
+    assert [told["step"] for told in recorded(training, profile=1)] == [1]
+
+
 def test_a_profiler_that_fails_costs_no_training(training: Training) -> None:
     assert recorded(training, fault="raise OSError('no CUPTI')", profile=2) == []
     assert any("no CUPTI" in note for note in training.notes())
@@ -116,10 +120,19 @@ def test_a_profiler_that_fails_costs_no_training(training: Training) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"profile": None}, {"profile": 2, "cpu": True}, {"profile": 9}]
+    ("settings", "why"),
+    [
+        ({"profile": 2, "cpu": True}, "the kernels of step 2: there is no GPU"),
+        ({"profile": 9}, "the kernels of step 9: the last one was step 5"),
+        ({"profile": None}, ""),
+        ({}, ""),
+    ],
 )
-def test_otherwise_nothing_is_recorded(training: Training, settings: dict[str, Any]) -> None:
+def test_otherwise_nothing_is_recorded(
+    training: Training, settings: dict[str, Any], why: str
+) -> None:
     assert recorded(training, **settings) == []
+    assert training.notes() == ([why] if why else [])
 
 
 def test_benchmarks_say_what_they_say() -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import NO_PACKAGES, REPOSITORY
+from conftest import NO_PACKAGES, PATIENCE_S, REPOSITORY
 from fake_smi import Smi
 from fake_world import World, made, needs_trl, until
 
@@ -182,15 +182,15 @@ def test_a_dry_run_leaves_nothing(world: World) -> None:
 
 def test_ctrl_c_ends_it_and_the_next_command_goes_on(world: World) -> None:
     path, python = world.config(), str(world.root / "python")
-    scenes = {"LADDER_SCENES": json.dumps({"2": {"sleep": 60}})}
+    scenes = {"LADDER_SCENES": json.dumps({"2": {"sleep": 600}})}
     words = ("ladder", str(path), "--python", python, *SHORT, "--gpus", "1,2,4")
     running = world.started(*words, env=scenes)
-    until(lambda: started(world) == ["1", "2"] and (world.root / "pids" / "trainer").exists())
+    until(lambda: started(world) == ["1", "2"] and (world.root / "pids" / "trainer-2").exists())
     # another command may not climb at the same time
     other = world.launch(*words)
     assert other.returncode == 5 and "under-way" in other.stderr
     os.kill(running.pid, signal.SIGINT)
-    out, _ = running.communicate(timeout=60)
+    out, _ = running.communicate(timeout=PATIENCE_S)
     assert running.returncode == 130, out
     assert b"no-go: 2 GPUs: interrupted" in out
     assert world.quiet()
@@ -201,9 +201,9 @@ def test_ctrl_c_ends_it_and_the_next_command_goes_on(world: World) -> None:
 def test_a_killed_command_leaves_its_rung_to_itself(world: World) -> None:
     path, python = world.config(), str(world.root / "python")
     words = ("ladder", str(path), "--python", python, *SHORT, "--gpus", "0")
-    sleeping = {"LADDER_SCENES": json.dumps({"1": {"sleep": 60}})}
+    sleeping = {"LADDER_SCENES": json.dumps({"1": {"sleep": 600}})}
     running = world.started(*words, env=sleeping)
-    trainer = world.pid("trainer")
+    trainer = world.pid("trainer-1")
     running.kill()
     running.communicate()
     other = world.launch(*words)
@@ -237,7 +237,7 @@ def test_the_terminal_may_go(world: World) -> None:
     while len(started(world)) < 3 and running.poll() is None:
         running.send_signal(signal.SIGHUP)
         time.sleep(0.05)
-    out, err = running.communicate(timeout=60)
+    out, err = running.communicate(timeout=PATIENCE_S)
     assert running.returncode == 0, err
     assert started(world) == ["1", "2", "4"] and b"go\n" in out
 
@@ -310,14 +310,14 @@ def test_deepspeed_stays_where_the_card_is_too_small_without(
     assert used(49_140) == "zero3_offload"
 
 
-def test_the_demo_for_real(tmp_path: Path) -> None:
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason=NO_PACKAGES)
+def test_the_demo_for_real(tmp_path: Path, demo_assets: Path) -> None:
     """Training of the tiny model on the CPU."""
-    pytest.importorskip("torch", reason=NO_PACKAGES)
     with made(tmp_path / "real") as one:
-        script = str(REPOSITORY / "scripts" / "make_demo_assets.py")
-        subprocess.run([sys.executable, script, "build/demo"], cwd=one.root, check=True)
+        shutil.copytree(demo_assets, one.root / "build" / "demo")
         config = str(CONFIGS / "demo" / "sft.yaml")
-        done = one.launch("ladder", config, "--gpus", "0", "--steps", "8", "--format", "json")
+        words = ("batch.global=4", "batch.per_device=4", "--gpus", "0", "--steps", "8")
+        done = one.launch("ladder", config, *words, "--format", "json")
         assert done.returncode == 0, done.stdout + done.stderr
         (rung,) = json.loads(done.stdout)["data"]["rungs"]
         assert rung["last_loss"] < rung["first_loss"] and rung["tokens_per_second"] > 0

@@ -188,7 +188,37 @@ def test_a_deepspeed_file_of_ones_own_stays(write: Write, tmp_path: Path) -> Non
 
 
 def test_one_gpu_has_nothing_to_shard() -> None:
-    assert "zero3" not in values(tuned.outlook(HAND, gpus=1), "deepspeed")
+    assert not {"zero1", "zero3"} & set(values(tuned.outlook(HAND, gpus=1), "deepspeed"))
+
+
+@pytest.mark.parametrize(
+    ("path", "overrides"),
+    [
+        (HAND, ()),
+        (TULU, ("model_name_or_path=Qwen/Qwen2.5-7B",)),
+        pytest.param(LORA, FULL, marks=needs_trl),
+    ],
+)
+def test_zero1_sends_once_a_step_and_keeps_whole_gradients(
+    path: str, overrides: tuple[str, ...]
+) -> None:
+    world = tuned.outlook(path, *overrides, "deepspeed=zero2")
+    assert {"zero1", "zero1_fp32_comm"} <= set(values(world, "deepspeed"))
+    assert turned(world, deepspeed="zero1") == {"deepspeed": "zero1"}
+    gained = []
+    for per_device in (2, 4, world.space.plan.global_batch // 2):
+        told = [
+            world.expected({**world.space.base, "per_device": per_device, "deepspeed": name})
+            for name in ("zero2", "zero1")
+        ]
+        parts, whole = told
+        assert parts and whole and parts.peak and whole.peak and whole.peak >= parts.peak
+        gained.append(parts.seconds - whole.seconds)
+    often, less, once = gained
+    assert often > less > once == pytest.approx(0)
+    # all but one of the micro-batches' messages are saved
+    rows = world.space.plan.global_batch
+    assert often / less == pytest.approx((rows / 4 - 1) / (rows / 8 - 1))
 
 
 def test_attention_says_what_memory_depends_on() -> None:

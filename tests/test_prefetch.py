@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import NO_PACKAGES, REPOSITORY, Write
+from conftest import NO_PACKAGES, PATIENCE_S, REPOSITORY, Write
+from fake_world import until
 
 from launcher import cache_folders, entries, hub_files, lengths, plan, preparation, tokenised
 from launcher.cli import main
@@ -38,22 +39,14 @@ def needs(names: Sequence[str]) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(gone), reason=f"{NO_PACKAGES}: {', '.join(gone)}")
 
 
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's model, and 40 rows of each of its data sets."""
-    folder = tmp_path_factory.mktemp("assets")
-    maker = REPOSITORY / "scripts" / "make_demo_assets.py"
-    subprocess.run([sys.executable, str(maker), "build/demo"], cwd=folder, check=True)
+@pytest.fixture
+def place(demo_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project with the demo's model and 40 rows of each of its data sets, the working directory in it,
+    and no network."""
+    folder = tmp_path / "project"
+    shutil.copytree(demo_assets, folder / "build" / "demo")
     for path in folder.glob("build/demo/data/*/train.jsonl"):
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:40]))
-    return folder
-
-
-@pytest.fixture
-def place(assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project with a copy of them, the working directory in it, and no network."""
-    folder = tmp_path / "project"
-    shutil.copytree(assets, folder)
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
@@ -164,11 +157,10 @@ def test_dpo_leaves_the_reference_to_the_run_and_stops_clean(
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     started = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     cache = place / "build/demo/cache"
-    until = time.monotonic() + 60
-    while not list(cache.glob("*/.launch-filling-*")) and time.monotonic() < until:
-        time.sleep(0.05)
+    logs = Path(os.environ["LAUNCH_RUNS"])
+    until(lambda: list(cache.glob("*/.launch-filling-*")) and list(logs.glob("*/console.log")))
     started.send_signal(signal.SIGINT)
-    started.communicate(timeout=120)
+    started.communicate(timeout=PATIENCE_S)
     assert started.returncode == 130
     assert not list(cache.glob("*/.launch-filling-*"))
     assert not list(cache.glob("dataset-*/*/state.json"))
@@ -184,8 +176,8 @@ def test_dpo_leaves_the_reference_to_the_run_and_stops_clean(
     for one in both:
         one.join()
     assert codes == [0, 0]
-    logs = list(Path(os.environ["LAUNCH_RUNS"]).glob("*-prepare-*/console.log"))
-    assert len(logs) == 2  # the one that was stopped, and one more
+    # the one that was stopped, and one more
+    assert len(list(logs.glob("*-prepare-*/console.log"))) == 2
 
     code, data, _ = prepare(capsys, *DPO, "--gpus", "0")
     assert code == 0 and data["already_there"] and data["dataset"]["rows"] == 40

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import PATIENCE_S
 
 PROBE = Path(__file__).parent.parent / "launcher" / "probe.py"
 
@@ -175,7 +176,7 @@ class Training:
         }  # fmt: skip
         return subprocess.run(
             [python, *options, str(PROBE), *argv], env=environ, capture_output=True, text=True,
-            timeout=60, cwd=self.folder,
+            timeout=PATIENCE_S, cwd=self.folder,
         )  # fmt: skip
 
     def events(self, name: str | None = None, rank: int = 0) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import PATIENCE_S
 from made_runs import loss, made, manifest
 
 from launcher import page, publish, series
@@ -87,7 +88,7 @@ def show(browser: Browser, path: Path, runs: list[Run]) -> None:
 def waited(browser: Browser, condition: str) -> None:
     from selenium.webdriver.support.wait import WebDriverWait
 
-    WebDriverWait(browser, 20).until(lambda b: b.execute_script(f"return {condition}"))
+    WebDriverWait(browser, PATIENCE_S).until(lambda b: b.execute_script(f"return {condition}"))
 
 
 def count(browser: Browser, key: str, colour: str) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import PATIENCE_S
 from test_training import ROOT, TRAINING, missing, open_instruct_reason
 
 pytestmark = [
@@ -30,17 +31,13 @@ Soaks = dict[str, tuple["subprocess.Popen[str]", Path]]
 
 
 @pytest.fixture(scope="module")
-def soaks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Soaks]:
+def soaks(tmp_path_factory: pytest.TempPathFactory, demo_assets: Path) -> Iterator[Soaks]:
     """A soak of each kind that can run here, already running."""
     place = tmp_path_factory.mktemp("soak")
-    assets = place / "assets"
-    maker = ROOT / "scripts" / "make_demo_assets.py"
-    done = subprocess.run([sys.executable, str(maker), str(assets)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
     started: Soaks = {}
     for kind in ("trl", "sft") if open_instruct_reason() is None else ("trl",):
         work = place / kind
-        shutil.copytree(assets, work / "assets")
+        shutil.copytree(demo_assets, work / "assets")
         argv = [sys.executable, str(ROOT / "scripts" / "soak.py"), kind, "--kills", str(KILLS)]
         argv += ["--work", str(work), "--out", str(work / "soak.json")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -60,7 +57,7 @@ def soaks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Soaks]:
 def result(soaks: Soaks, kind: str) -> dict[str, Any]:
     """What came of one kind."""
     process, work = soaks[kind]
-    said, _ = process.communicate(timeout=500)
+    said, _ = process.communicate(timeout=PATIENCE_S)
     assert (work / "soak.json").is_file(), said
     told: dict[str, Any] = json.loads((work / "soak.json").read_text())["kinds"][0]
     assert process.returncode == 0, said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import PATIENCE_S
+from fake_world import FAKE, bearing, until
 
 from launcher import claim, process, rundir, runner
 from launcher.command import Command
 from launcher.errors import NotReady
 from launcher.rundir import RunFolder
-
-FAKE = Path(__file__).with_name("fake_trainer.py")
 
 
 @pytest.fixture(autouse=True)
@@ -43,10 +44,9 @@ def pids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     place.mkdir()
     monkeypatch.setenv("FAKE_PIDS", str(place))
     yield place
-    for entry in place.iterdir():
-        with_number = int(entry.read_text())
-        if living(with_number):
-            os.kill(with_number, signal.SIGKILL)
+    for pid in bearing("FAKE_PIDS", place):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def fake(*steps: str) -> Command:
@@ -55,13 +55,6 @@ def fake(*steps: str) -> Command:
 
 def living(pid: int) -> bool:
     return process.identify(pid).lives() if Path(f"/proc/{pid}").exists() else False
-
-
-def until(true: Callable[[], object], seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)
 
 
 def pid_of(pids: Path, name: str) -> int:
@@ -143,14 +136,17 @@ def test_a_file_that_cannot_be_executed(folder: RunFolder, tmp_path: Path) -> No
         runner.run(Command(argv=(str(text),), env={}, cwd=Path.cwd()), folder, 1)
 
 
-def test_a_display_that_fails_ends_alone(folder: RunFolder) -> None:
-    calls = []
+def test_a_display_that_fails_ends_alone(folder: RunFolder, tmp_path: Path) -> None:
+    calls, go = [], tmp_path / "go"
 
     def tick() -> None:
         calls.append(1)
+        go.touch()
         raise OSError(5, "the terminal has gone")
 
-    assert runner.run(fake("sleep=0.2", "exit=0"), folder, 1, tick).returncode == 0
+    # and it trains on for as long as several looks take
+    command = fake(f"wait={go}", f"sleep={10 * runner.POLL_S}", "exit=0")
+    assert runner.run(command, folder, 1, tick).returncode == 0
     assert calls == [1]
 
 
@@ -187,7 +183,7 @@ from launcher import claim, runner
 from launcher.command import Command
 from launcher.rundir import RunFolder
 
-runner.POLL_S, runner.GRACE_S = 0.02, ({grace}, {grace}, 0.3)
+runner.POLL_S, runner.GRACE_S = 0.02, {grace}
 command = Command(argv=tuple(sys.argv[2:]), env={{}}, cwd=Path.cwd())
 folder = RunFolder(Path(sys.argv[1]))
 with claim.claimed(folder, 1, None) as lock:
@@ -201,11 +197,13 @@ def launcher(folder: RunFolder, pids: Path) -> Iterator[Callable[..., subprocess
     """Starts a launcher process of its own around a fake trainer, and waits until that one trains."""
     started = []
 
-    def start(*steps: str, then: Sequence[str] = (), grace: float = 0.3) -> subprocess.Popen[str]:
+    def start(
+        *steps: str, then: Sequence[str] = (), grace: runner.Grace = (0.3, 0.3, 0.3)
+    ) -> subprocess.Popen[str]:
         code = textwrap.dedent(LAUNCHER).format(grace=grace)
         argv = [sys.executable, "-c", code, str(folder.path), *fake(*steps, "pid=leader").argv]
         running = subprocess.Popen(
-            [*argv, *then, "sleep=60"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            [*argv, *then, "sleep=600"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             start_new_session=True,
         )  # fmt: skip
         started.append(running)
@@ -226,7 +224,7 @@ def test_a_signal_to_the_launcher_ends_the_whole_run(
     running = launcher("child=session", "child=group")
     child = pid_of(pids, "child")
     running.send_signal(number)
-    out, _ = running.communicate(timeout=20)
+    out, _ = running.communicate(timeout=PATIENCE_S)
     assert out.split()[2] == str(int(number))
     assert not living(child)
     assert not living(pid_of(pids, "leader"))
@@ -237,9 +235,9 @@ def test_a_signal_to_the_launcher_ends_the_whole_run(
 def test_training_that_ignores_int_is_ended_by_term(
     launcher: Callable[..., subprocess.Popen[str]], folder: RunFolder
 ) -> None:
-    running = launcher("ignore=INT")
+    running = launcher("ignore=INT", grace=(0.3, PATIENCE_S, 0.3))
     running.send_signal(signal.SIGINT)
-    assert running.communicate(timeout=20)[0].split() == ["143", "15", "2"]
+    assert running.communicate(timeout=PATIENCE_S)[0].split() == ["143", "15", "2"]
 
 
 def test_training_that_ignores_both_is_killed(
@@ -247,19 +245,20 @@ def test_training_that_ignores_both_is_killed(
 ) -> None:
     running = launcher("ignore=INT,TERM")
     running.send_signal(signal.SIGINT)
-    assert running.communicate(timeout=20)[0].split() == ["137", "9", "2"]
+    assert running.communicate(timeout=PATIENCE_S)[0].split() == ["137", "9", "2"]
     assert record(folder)["signal"] == 9
 
 
 def test_asked_again_it_does_not_wait(
-    launcher: Callable[..., subprocess.Popen[str]], folder: RunFolder
+    launcher: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    running = launcher("ignore=INT,TERM", grace=60)
-    begun = time.monotonic()
-    while running.poll() is None and time.monotonic() - begun < 20:
-        running.send_signal(signal.SIGINT)
-        time.sleep(0.1)
-    assert running.communicate(timeout=1)[0].split() == ["137", "9", "2"]
+    running = launcher("note=INT,TERM", grace=(2 * PATIENCE_S, 2 * PATIENCE_S, 0.3))
+    running.send_signal(signal.SIGINT)
+    until((tmp_path / "SIGINT").exists)
+    running.send_signal(signal.SIGINT)
+    until((tmp_path / "SIGTERM").exists)
+    running.send_signal(signal.SIGINT)
+    assert running.communicate(timeout=PATIENCE_S)[0].split() == ["137", "9", "2"]
 
 
 def test_a_closed_terminal_stops_nothing(
@@ -271,7 +270,7 @@ def test_a_closed_terminal_stops_nothing(
     assert running.poll() is None
     assert living(pid_of(pids, "leader"))
     running.send_signal(signal.SIGTERM)
-    assert running.communicate(timeout=20)[0].split()[2] == "15"
+    assert running.communicate(timeout=PATIENCE_S)[0].split()[2] == "15"
 
 
 def test_killing_the_launcher_loses_no_line_and_stops_no_training(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import PATIENCE_S
 
 from launcher import sbatch
 from launcher.errors import Finding
@@ -65,7 +66,9 @@ def test_a_folder_is_never_shell(value: str, tmp_path: Path) -> None:
     script.write_bytes(os.fsencode(made(folder, launch=[str(bin / "launch"), value])))
     environ = {"PATH": f"{bin}:{os.environ['PATH']}", "OUT": str(out)}
     for shell in ("sh", "bash"):
-        subprocess.run([shell, str(script)], env=environ, check=True, cwd=tmp_path, timeout=20)
+        subprocess.run(
+            [shell, str(script)], env=environ, check=True, cwd=tmp_path, timeout=PATIENCE_S
+        )
     words = [value, "exec", str(folder)]
     expected = [*words, "--prepare", *words] * 2
     assert out.read_bytes().decode().split("\0")[:-1] == expected
@@ -96,10 +99,10 @@ def test_the_end_of_a_step_is_the_end_of_the_job(tmp_path: Path) -> None:
         (bin / name).chmod(0o755)
     environ = {"PATH": f"{bin}:{os.environ['PATH']}"}
     argv = ["sh", "-c", made(tmp_path, launch=["launch"])]
-    assert subprocess.run(argv, env=environ, timeout=20).returncode == 7
+    assert subprocess.run(argv, env=environ, timeout=PATIENCE_S).returncode == 7
     # a run that cannot be prepared does not begin
     environ["PREPARED"] = "5"
-    assert subprocess.run(argv, env=environ, timeout=20).returncode == 5
+    assert subprocess.run(argv, env=environ, timeout=PATIENCE_S).returncode == 5
 
 
 def test_options() -> None:

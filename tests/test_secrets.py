@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_world import World, made, needs_trl, until
+from conftest import PATIENCE_S
+from fake_world import World, cmdline, made, needs_trl, until
 
 from launcher import cli, on_finish, overview, process, rundir
 from launcher.attempt import Attempt
@@ -119,12 +120,12 @@ def test_tokens_stay_where_they_are(world: World) -> None:
 
 
 def test_a_run_is_stopped_without_a_word_of_them(world: World) -> None:
-    folder = world.prepared(*loud_errors(), "pid=leader", "sleep=100", title=f"sft {GHP}")
+    folder = world.prepared(*loud_errors(), "pid=leader", "sleep=600", title=f"sft {GHP}")
     running = world.started("exec", "a run")
     world.pid("leader")
     record(folder)
     shown = world.launch("stop", "a run", "--format", "json").stdout
-    out, err = running.communicate(timeout=60)
+    out, err = running.communicate(timeout=PATIENCE_S)
     clean(shown + out.decode() + err.decode())
     clean_folder(world.runs)
 
@@ -134,11 +135,11 @@ def test_nobody_sees_them_in_the_list_of_processes(world: World) -> None:
     folder = world.prepared("pid=leader", f"wait={world.root}/go", on_finish=words)
     running = world.started("exec", "a run")
     world.pid("leader")
-    lines = b"\n".join(Path(f"/proc/{pid}/cmdline").read_bytes() for pid in world.left())
+    lines = b"\n".join(map(cmdline, world.left()))
     assert b"launcher.keeper" in lines
     clean(lines.decode())
     (world.root / "go").touch()
-    running.communicate(timeout=60)
+    running.communicate(timeout=PATIENCE_S)
     assert stat.S_IMODE(folder.diary.stat().st_mode) == 0o600
     assert HF in folder.diary.read_text(), "what the user's own command printed is the user's"
 
@@ -246,7 +247,11 @@ def test_a_dry_run_can_be_pasted(world: World) -> None:
     assert done.returncode == 0, done.stderr
     env = {**world.environ, "FAKE_STEPS": "[]"}
     pasted = subprocess.run(
-        ["bash", "-c", done.stdout], cwd=world.root, env=env, capture_output=True, timeout=60
+        ["bash", "-c", done.stdout],
+        cwd=world.root,
+        env=env,
+        capture_output=True,
+        timeout=PATIENCE_S,
     )
     assert pasted.returncode == 0, pasted.stderr
     argv = json.loads((world.root / "argv.json").read_text())

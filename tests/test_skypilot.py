@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from conftest import PATIENCE_S
 
 from launcher import skypilot
 from launcher.errors import Finding, UsageError
@@ -92,7 +93,7 @@ def test_no_value_is_shell(value: str, tmp_path: Path) -> None:
     bin.mkdir(parents=True)
     (bin / "launch").write_text('#!/bin/sh\nprintf "%s\\0" "$@" >out\n')
     (bin / "launch").chmod(0o755)
-    subprocess.run(["bash", "-c", task["run"]], cwd=tmp_path, check=True, timeout=20)
+    subprocess.run(["bash", "-c", task["run"]], cwd=tmp_path, check=True, timeout=PATIENCE_S)
     assert (tmp_path / "out").read_bytes().decode().split("\0")[:-1] == words
     assert {path.name for path in tmp_path.iterdir()} == {".venv", "out"}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -14,8 +15,9 @@ from typing import Any
 
 import pytest
 import slurm_cluster
+from conftest import PATIENCE_S
 from slurm_cluster import Cluster
-from test_training import CONFIGS, ROOT, missing
+from test_training import CONFIGS, missing
 
 from launcher import sbatch, slurm
 from launcher.errors import NotReady
@@ -69,18 +71,19 @@ def stand_in(tmp_path: Path) -> list[str]:
     return [sys.executable, str(path)]
 
 
-def until(true: Callable[[], bool], seconds: float, told: Callable[[], object]) -> None:
-    deadline = time.monotonic() + seconds
+def until(true: Callable[[], bool], told: Callable[[], object]) -> None:
+    """Wait for something that comes soon; `told` is said where it does not."""
+    deadline = time.monotonic() + PATIENCE_S
     while not true():
         assert time.monotonic() < deadline, told()
         time.sleep(0.05)
 
 
-def until_state(job: Job, environ: dict[str, str], *wanted: str, seconds: float = 30) -> None:
+def until_state(job: Job, environ: dict[str, str], *wanted: str) -> None:
     def state() -> str | None:
         return (slurm.states([job.id], environ) or {}).get(job.id)
 
-    until(lambda: state() in wanted, seconds, state)
+    until(lambda: state() in wanted, state)
 
 
 def submitted(
@@ -160,7 +163,7 @@ def test_a_cancelled_job_may_write_down_how_it_ended(
 ) -> None:
     folder = tmp_path / "run"
     job = submitted(folder, stand_in, environ)
-    until(nodes_up(folder), 20, lambda: told(folder))
+    until(nodes_up(folder), lambda: told(folder))
     assert slurm.states([job.id, "999999"], environ) == {job.id: "RUNNING"}
     slurm.cancel(job, environ)
     until_state(job, environ, "CANCELLED")
@@ -176,7 +179,7 @@ def test_a_job_that_is_queued_again_is_prepared_again_and_its_log_goes_on(
 ) -> None:
     folder = tmp_path / "run"
     job = submitted(folder, stand_in, environ)
-    until(nodes_up(folder), 20, lambda: told(folder))
+    until(nodes_up(folder), lambda: told(folder))
     cluster.call("scontrol", "requeue", job.id)
     until_state(job, environ, "PENDING")
     (folder / "go").touch()
@@ -201,7 +204,7 @@ def test_a_job_whose_time_is_up_goes_back_into_the_queue(
 ) -> None:
     folder = tmp_path / "run"
     job = submitted(folder, stand_in, environ)
-    until(nodes_up(folder), 20, lambda: told(folder))
+    until(nodes_up(folder), lambda: told(folder))
     # what Slurm sends to the batch script alone when the time is almost up
     cluster.call("scancel", "--batch", "--signal=USR1", job.id)
     until_state(job, environ, "PENDING")
@@ -213,8 +216,8 @@ def test_a_job_whose_time_is_up_goes_back_into_the_queue(
 
 def again(cluster: Cluster, job: Job) -> None:
     """Slurm lets a job rest for two minutes: start it again as soon as nothing of it is left."""
-    until(cluster.ready, 30, cluster.logs)
-    until(lambda: not steps_of(job), 30, cluster.logs)
+    until(cluster.ready, cluster.logs)
+    until(lambda: not steps_of(job), cluster.logs)
     # the controller takes what the last of them says a moment later, and for the new one's word
     time.sleep(2)
     cluster.call("scontrol", "update", f"JobId={job.id}", "StartTime=now")
@@ -270,13 +273,9 @@ needs_training = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory: pytest.TempPathFactory, demo_assets: Path) -> Path:
     folder = tmp_path_factory.mktemp("slurm")
-    maker = ROOT / "scripts" / "make_demo_assets.py"
-    done = subprocess.run(
-        [sys.executable, str(maker), "build/demo"], cwd=folder, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    shutil.copytree(demo_assets, folder / "build" / "demo")
     # each node of each attempt reads them anew
     rows = folder / "build" / "demo" / "data" / "sft" / "train.jsonl"
     rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:100]))
@@ -296,7 +295,7 @@ def launch(place: Path, cluster: Cluster) -> Callable[..., dict[str, Any]]:
     def answered(*words: str) -> dict[str, Any]:
         done = subprocess.run(
             [sys.executable, "-m", "launcher.cli", *words, "--format", "json"],
-            cwd=place, env=environment, capture_output=True, text=True, timeout=100,
+            cwd=place, env=environment, capture_output=True, text=True, timeout=PATIENCE_S,
         )  # fmt: skip
         assert done.stdout, done.stderr
         answer: dict[str, Any] = json.loads(done.stdout)
@@ -335,13 +334,13 @@ def test_two_nodes_train_are_queued_again_and_finish(
     )
     job = slurm.job(RunFolder(run))
     assert job is not None
-    until(lambda: steps(run) > 2, 100, lambda: (run / "slurm.log").read_text() + cluster.logs())
+    until(lambda: steps(run) > 2, lambda: (run / "slurm.log").read_text() + cluster.logs())
     assert state(launch, run) == "running"
     cluster.call("scontrol", "requeue", job.id)
     until_state(job, environ, "PENDING")
     assert state(launch, run) == "queued"
     again(cluster, job)
-    until_state(job, environ, "COMPLETED", "FAILED", seconds=120)
+    until_state(job, environ, "COMPLETED", "FAILED")
     assert state(launch, run) == "finished", (run / "slurm.log").read_text()
     verdict = json.loads((run / "verdict.json").read_text())
     assert verdict["status"] == "pass", (run / "slurm.log").read_text()
@@ -366,10 +365,10 @@ def test_a_stopped_job_leaves_no_process(
     launch: Callable[..., dict[str, Any]], environ: dict[str, str], cluster: Cluster
 ) -> None:
     run = queued(launch, "stopped", "max_steps=100000")
-    until(lambda: steps(run) > 0, 100, lambda: (run / "slurm.log").read_text() + cluster.logs())
+    until(lambda: steps(run) > 0, lambda: (run / "slurm.log").read_text() + cluster.logs())
     assert launch("stop", str(run))["ok"]
     job = slurm.job(RunFolder(run))
     assert job is not None
     until_state(job, environ, "CANCELLED")
     assert state(launch, run) == "stopped"
-    until(lambda: not slurm_cluster.left(cluster), 10, lambda: slurm_cluster.left(cluster))
+    until(lambda: not slurm_cluster.left(cluster), lambda: slurm_cluster.left(cluster))

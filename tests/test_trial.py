@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_world import World, made, needs_trl, until
+from conftest import PATIENCE_S
+from fake_world import World, looks_on, made, needs_trl
 
-from launcher import rundir, trial
+from launcher import rundir, stopping, trial
 from launcher.errors import Exit, InvalidConfig, NotReady
 from launcher.preparation import Request
 
@@ -52,7 +53,10 @@ def test_a_run_lies_below_the_folder_that_several_share(
 def test_one_whose_time_is_up_is_stopped_with_all_its_processes(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = asked(world, monkeypatch, "ignore=INT", "child=same", "pid=leader", "sleep=60")
+    # the same stop, by somebody with less patience
+    stop = stopping.stop
+    monkeypatch.setattr(stopping, "stop", lambda folder, waits: stop(folder, waits=(1, 1, 1)))
+    request = asked(world, monkeypatch, "ignore=INT", "child=same", "pid=leader", "sleep=600")
     told = trial.run(request, timeout_s=2, quiet=True)
     assert told.timed_out and not told.interrupted
     assert told.reason is not None and "time was up" in told.reason
@@ -83,18 +87,19 @@ def test_the_user_stops_it(world: World) -> None:
         f"python=Path({str(world.python())!r}))\n"
         "told = trial.run(request, quiet=True)\nprint(told.interrupted, int(told.exit), told.timed_out)\n"
     )
-    steps = json.dumps(["pid=leader", "sleep=60"])
+    steps = json.dumps(["pid=leader", "sleep=600"])
     running = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=world.root, stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", code], cwd=world.root, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, bufsize=0,
         env={**world.environ, "FAKE_STEPS": steps},
         # a background shell may have it ignored
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
     world.pid("leader")
-    until(lambda: any(folder.process.exists() for folder in rundir.known_runs()))
+    looks_on(running)
     os.kill(running.pid, signal.SIGINT)
-    out, _ = running.communicate(timeout=60)
-    assert out.split() == ["True", "130", "False"]
+    out, _ = running.communicate(timeout=PATIENCE_S)
+    assert out.split() == [b"True", b"130", b"False"]
     assert world.quiet()
 
 

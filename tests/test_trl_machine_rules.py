@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from argument_sets import generate
-from conftest import NO_PACKAGES, REPOSITORY, Write
+from conftest import NO_PACKAGES, PATIENCE_S, REPOSITORY, Write
 from test_rules import values_of
 
 from launcher import config, stage
@@ -413,7 +413,7 @@ def really(question: str, lines: str) -> str:
     """What the packages themselves answer, in a process of their own; skips where they are not."""
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("real_trl_machine.py")), question],
-        input=lines, capture_output=True, text=True, timeout=300,
+        input=lines, capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     if done.returncode == 1 and "Traceback" not in done.stderr:
         pytest.skip(f"{NO_PACKAGES}: {done.stderr.strip().splitlines()[-1]}")

@@ -1,6 +1,7 @@
 """A trainer that only records what a trial of a setting is to have looked like, by the arguments it gets.
 
-TUNE_SCENE changes what happens: which setting crashes, hangs, diverges or moves the loss.
+TUNE_SCENE changes what happens: which setting crashes, hangs, diverges or moves the loss; and where to
+look for the files `gate-1`, `gate-2` ..., each of which the trial of that number waits for.
 """
 
 import json
@@ -9,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-SCENE = {"room": 60.0, "crash": "", "hang": "", "moves": "", "nan": "", "sleep": 0.0}
+SCENE = {"room": 60.0, "crash": "", "hang": "", "moves": "", "nan": "", "gates": ""}
 
 
 def given(name: str, usual: str) -> str:
@@ -39,7 +40,10 @@ def main() -> None:
         raise RuntimeError("this setting does not work")
     if scene["hang"] and scene["hang"] in about:
         time.sleep(600)
-    time.sleep(scene["sleep"])
+    if scene["gates"]:
+        number = len((Path(os.environ["FAKE_WORLD"]) / "started").read_text().splitlines())
+        while not Path(scene["gates"], f"gate-{number}").exists():
+            time.sleep(0.02)
     tokens = 100.0 * rows * times
     micro = (0.05 + 0.02 * rows) * (1.3 if checkpointing else 1.0) * (0.97 if compiled else 1.0)
     moved = bool(scene["moves"]) and scene["moves"] in about

@@ -115,7 +115,9 @@ class Machine:
         if zero is not None and count > 1:
             whole = 2 * (passes - 1) * shape.parameters if zero.stage == 3 else 0
             sent = (trained * zero.communication + whole) * (count - 1) / count / self.link
-        step = made.accumulation * (micro + (1 - self.hidden) * sent)
+        # ZeRO-1 sends the gradients of all micro-batches together
+        times = 1 if zero is not None and zero.stage == 1 else made.accumulation
+        step = made.accumulation * micro + times * (1 - self.hidden) * sent
         step += 28 * trained / (count if zero else 1) / self.bandwidth
         step += 2 * trained / self.link if count > 1 else 0.0
         if zero is not None and zero.offload_optimizer:

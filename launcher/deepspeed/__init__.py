@@ -1,1 +1,1 @@
-"""The DeepSpeed configs that stage files name: zero2, zero2_fp32_comm, zero3, zero3_offload."""
+"""The DeepSpeed configs that stage files name: zero1, zero2 (either _fp32_comm), zero3, zero3_offload."""

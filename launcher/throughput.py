@@ -59,7 +59,10 @@ class Pace:
 
 
 # shares of the peak that large kernels of each kind reach
-_MATMUL, _FLASH, _SDPA = 0.72, 0.45, 0.25
+_MATMUL, _FLASH, _SDPA = 0.66, 0.45, 0.25
+# what DeepSpeed's buckets reach of a link's data sheet, and how much of that nothing hides: 135 of 450 GB/s
+# and 16 of 27 % of a step on two H200 (docs/benchmarks.md)
+_LINK, _SHOWN = 0.3, 0.6
 # positions at which matrix products reach half of that
 _HALF_FULL = 700
 # kernels of one layer and pass, and of one micro-batch beside the layers
@@ -78,11 +81,10 @@ def pace(footprint: Footprint, card: Card) -> Pace:
     micro = _micro_batch(footprint, batch, card)
     zero, processes = footprint.zero, plan.processes
     trained = _trained(footprint)
-    sent = (
-        _sent(footprint.shape.parameters, trained, zero, processes, _passes(footprint)) / card.link
-    )
-    # half of it hides behind the backward pass
-    shown = 0.5 * sent if zero is not None else sent
+    sent = _sent(footprint.shape.parameters, trained, zero, processes, _passes(footprint))
+    sent /= _LINK * card.link
+    # the rest hides behind the backward pass
+    shown = _SHOWN * sent if zero is not None else sent
     sends = plan.accumulation if zero is not None and zero.stage > 1 else 1
     step = _step(trained, zero, processes, card)
     return Pace(
@@ -172,7 +174,7 @@ def _step(trained: int, zero: Zero | None, processes: int, card: Card) -> float:
         # states on the host: gradients there, weights back, Adam at the host's speed
         seconds += own * (2 * HALF / 25e9 + 30 / 60e9)
     if zero is not None and zero.stage < 3 and processes > 1:
-        seconds += HALF * trained / card.link
+        seconds += HALF * trained / (_LINK * card.link)
     if zero is not None and zero.offload_params:
         seconds += 3 * HALF * trained / processes / 25e9
     return seconds

@@ -59,6 +59,41 @@ def test_the_measured_point_of_two_cards() -> None:
     assert sum(kinds.values()) == pytest.approx(two["memory_gib"]["peak"], abs=0.1)
 
 
+TRL_RUN = """
+stage: {stage}
+backend: trl
+deepspeed: none
+batch: {{global: {rows}, per_device: {each}}}
+args:
+  model_name_or_path: Qwen/Qwen2.5-0.5B
+  dataset_name: data
+  max_length: 2048
+  max_steps: 6
+  gradient_checkpointing: true
+  {more}
+"""
+LORA = "use_peft: true\n  lora_target_modules: [q_proj, k_proj, v_proj, o_proj]"
+
+
+@pytest.mark.parametrize(
+    ("stage", "each", "more", "rows", "gib"),
+    [
+        ("sft", 16, "use_liger_kernel: true", "301:1103", 10.306),
+        ("sft", 8, LORA, "301:1103", 2.884),
+        ("dpo", 8, "use_liger_kernel: true", "272:1027", 12.016),
+    ],
+)
+def test_the_measured_points_of_trl(
+    write: Write, stage: str, each: int, more: str, rows: str, gib: float
+) -> None:
+    """TRL 1.16 on one H200, fp32 weights under bf16 autocast (docs/evidence/h200.md)."""
+    text = TRL_RUN.format(stage=stage, each=each, rows=2 * each, more=more)
+    (one,) = planned(
+        str(write("stage.yaml", text)), "--gpus", "1", "--row-tokens", rows, "--gpu-memory", "139"
+    )["gpus"]
+    assert one["memory_gib"]["peak"] == pytest.approx(gib, rel=0.07 if "peft" in more else 0.03)
+
+
 def test_counts_keep_the_global_batch_and_say_what_varies() -> None:
     told = planned(TULU, "--gpus", "1,2,8", *ROWS, "--gpu-memory", "80")
     assert [(g["gpus"], g["accumulation"], g["global"]) for g in told["gpus"]] == [

@@ -329,7 +329,7 @@ def test_what_its_help_says_is_taken_offline(
     assert fault.help == f"write `model_name_or_path: {snapshot}`; or unset HF_HUB_OFFLINE"
 
 
-@pytest.mark.parametrize("lacking", [*SNAPSHOT, "refs"])
+@pytest.mark.parametrize("lacking", ["config.json", "model.safetensors", "refs"])
 def test_a_snapshot_that_would_not_load_is_not_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Path, lacking: str
 ) -> None:
@@ -699,6 +699,31 @@ def test_that_upstream_goes_on_by_itself_is_said(tmp_path: Path) -> None:
     assert codes() == set()
     (tmp_path / "out" / "x__7" / "step40").mkdir()
     assert codes() == {"resume-unjudged"}
+
+
+def test_a_part_of_the_weights_is_not_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Path
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (snapshot / "model.safetensors").unlink()
+    shards = {f"layer.{n}": f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    (snapshot / shards["layer.1"]).touch()
+    help = starting(tmp_path)["offline-hub-model"].help or ""
+    assert str(snapshot) not in help and "hf download" in help
+    (snapshot / shards["layer.2"]).touch()
+    help = starting(tmp_path)["offline-hub-model"].help or ""
+    assert f"`model_name_or_path: {snapshot}`" in help and "echo" not in help
+
+
+def test_what_a_whole_snapshot_lacks_is_said_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Path
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (snapshot / "generation_config.json").unlink()
+    help = starting(tmp_path)["offline-hub-model"].help or ""
+    assert f"`model_name_or_path: {snapshot}`" in help
+    assert f"`echo '{{}}' > {snapshot}/generation_config.json`" in help
 
 
 @pytest.mark.parametrize(

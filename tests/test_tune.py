@@ -267,6 +267,33 @@ def test_without_an_estimate_micro_batches_grow_by_twos_and_what_failed_bounds_t
     assert search.eligible(tuned.one(search, per_device=32, deepspeed="zero1"))
 
 
+# --- measured ---------------------------------------------------------------------------------------
+
+PACKED = ("packing=true", "expect.packing=isolated")
+FREE = "gradient_checkpointing=false"
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "rows", "seconds"),
+    [
+        ("hand_recipe", (), "301:1103", 4.715),
+        ("hand_recipe", (*PACKED, FREE, "deepspeed=zero2"), "301:1103", 2.045),
+        ("hand_recipe", (*PACKED, FREE, "deepspeed=zero3", "batch.per_device=32"), "301:1103", 1.956),
+        ("hand_recipe", (*PACKED, FREE, "batch.per_device=32"), "301:1103", 1.860),
+        ("hand_recipe_dpo", (), "272:1027", 12.817),
+        ("hand_recipe_dpo",
+         (*PACKED, "activation_memory_budget=1.0", "deepspeed=zero2", "batch.per_device=8"),
+         "272:1027", 3.249),
+    ],
+)  # fmt: skip
+def test_a_step_takes_about_what_it_took(
+    config: str, overrides: tuple[str, ...], rows: str, seconds: float
+) -> None:
+    """Seconds of a step on two H200 (docs/benchmarks.md): good enough for an order of settings."""
+    world = tuned.outlook(f"bench/{config}.yaml", *overrides, rows=rows)
+    assert world.base().expected.seconds == pytest.approx(seconds, rel=0.2)
+
+
 # --- time -----------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ nobody raises for. Line numbers are those of the pin, and of the pinned OLMo-cor
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import os
 import shlex
@@ -380,6 +381,8 @@ def offline_model(context: Context) -> Iterator[Finding]:
         )
     else:
         help = f"write `model_name_or_path: {folder}`{config}"
+        if not any(is_file(folder / one) for one in _ASSERTED):
+            help += f", and {_made(folder)}"
     yield say(
         "error" if context.running else "warning", "run", "offline-hub-model", "model_name_or_path",
         f"{variable} is set and {brief(name)} is a hub name: with the data tokenised and the model built, "
@@ -389,17 +392,28 @@ def offline_model(context: Context) -> Iterator[Finding]:
 
 
 def _snapshot(name: str, environ: Mapping[str, str]) -> Path | None:
-    """The folder of the hub's cache that OLMo-core can load; it takes `main`, as this script does."""
+    """The folder of the hub's cache with all of a model; it takes `main`, as this script does."""
     repository = model_config.hub_cache(environ) / f"models--{name.replace('/', '--')}"
     try:
         commit = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
         return None
     folder = repository / "snapshots" / commit
-    weights = (*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin"))
-    asserted = (folder / one for one in _ASSERTED)
-    whole = is_file(folder / "config.json") and any(map(is_file, asserted))
-    return folder.absolute() if whole and any(map(is_file, weights)) else None
+    whole = is_file(folder / "config.json") and any(
+        all(is_file(folder / one) for one in parts) for parts in _weights(folder)
+    )
+    return folder.absolute() if whole else None
+
+
+def _weights(folder: Path) -> Iterator[tuple[str, ...]]:
+    """The files that hold a model's weights, in each form that they may have."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        yield (name,)
+        try:
+            listed = json.loads((folder / f"{name}.index.json").read_text(encoding="utf-8"))
+            yield tuple({str(one) for one in listed["weight_map"].values()})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue
 
 
 def folder_unread(context: Context) -> Iterator[Finding]:
@@ -417,8 +431,12 @@ def folder_unread(context: Context) -> Iterator[Finding]:
     yield say(
         "error", "run", "folder-not-loaded", "model_name_or_path",
         f"{brief(name)} holds none of {', '.join(_ASSERTED)}: with the model built, OLMo-core ends there",
-        f"`echo '{{}}' > {shlex.quote(str(folder / _ASSERTED[0]))}`: it is not read for training",
+        f"{_made(folder)}: it is not read for training",
     )  # fmt: skip
+
+
+def _made(folder: Path) -> str:
+    return f"`echo '{{}}' > {shlex.quote(str(folder / _ASSERTED[0]))}`"
 
 
 def goes_on(context: Context) -> Iterator[Finding]:

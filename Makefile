@@ -49,8 +49,10 @@ demo: $(VENV)/trl
 	$(BIN)/python scripts/make_demo_assets.py $(DEMO)
 	$(BIN)/launch pipeline configs/demo/pipeline.yaml
 
+# thousands of short processes: what each of them would compile anew is kept, whatever the shell says
 test: $(VENV)/trl $(VENV)/dev $(if $(CHECKOUT),$(VENV)/open-instruct)
-	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 \
+	  --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/dev
 	$(BIN)/ruff check .

@@ -16,7 +16,7 @@ import yaml
 
 from launcher import rundir
 from launcher.errors import Finding, UsageError, brief
-from launcher.options import DEEPSPEED
+from launcher.options import DEEPSPEED, WATCHED, Watch
 from launcher.plan import Plan
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
@@ -40,7 +40,7 @@ def write_stage_file(plan: Plan, folder: RunFolder) -> None:
         "on_hang": options.on_hang,
         "slurm": {k: True if v is None else v for k, v in options.slurm.items()} or None,
         "skypilot": dict(options.skypilot) or None,
-        "probe": "off" if options.probe is None else asdict(options.probe),
+        "probe": "off" if options.probe is None else _told(options.probe),
     }
     if options.batch is not None:
         batch = {"global": options.batch.total, "per_device": options.batch.per_device}
@@ -52,6 +52,12 @@ def write_stage_file(plan: Plan, folder: RunFolder) -> None:
     told = redact({**shown, "args": dict(plan.stage.args)})
     text = yaml.safe_dump(escaped(told), sort_keys=False, allow_unicode=True, width=100)
     rundir.write_text(folder.stage_file, _HEAD.format(stage=plan.stage.config.path) + text)
+
+
+def _told(watch: Watch) -> dict[str, Any]:
+    """What a stage file can say of the probe."""
+    told = asdict(watch)
+    return {part: told[part] for part in WATCHED if told[part] is not None}
 
 
 def escaped(value: Any) -> Any:

@@ -44,9 +44,11 @@ Write = Callable[[str, str | bytes], Path]
 # Minutes each, because processes are the point of them: what takes long goes first, or the last worker is
 # still at it when the others have been done for long.
 LONG = (
-    "test_prefetch", "test_pipeline_training", "test_bench", "test_resume_training", "test_training",
-    "test_cache_training", "test_tune", "test_pipeline", "test_slurm", "test_faults", "test_ladder",
-    "test_keeping", "test_probe", "test_rendezvous", "test_resumed_probe", "test_report_browser",
+    "test_pipeline_training", "test_bench", "test_prefetch", "test_resume_training", "test_contract",
+    "test_cache_training", "test_tune", "test_slurm", "test_pipeline", "test_memory", "test_faults",
+    "test_ladder", "test_report_browser", "test_training", "test_keeping", "test_parser_agreement",
+    "test_trl_machine_rules", "test_fix", "test_trl_agreement", "test_json_schema", "test_upstream",
+    "test_difference", "test_corpus", "test_secrets",
 )  # fmt: skip
 
 

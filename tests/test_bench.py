@@ -396,21 +396,16 @@ def test_the_same_command_again_measures_nothing_twice(world: World) -> None:
     # more of the same goes on from there, fresh does not
     _, more = benched(world, *words, "--repeats", "2")
     assert len(started(world)) == 4 and more["data"]["folder"] == again["data"]["folder"]
+    # fewer repeats lose nothing
+    _, told = benched(world, *words, "--repeats", "1")
+    assert len(told["data"]["samples"]) == 4
+    benched(world, *words, "--repeats", "2")
+    assert len(started(world)) == 4
     _, fresh = benched(world, *words, "--repeats", "1", "--fresh")
     assert len(started(world)) == 6 and fresh["data"]["folder"] != again["data"]["folder"]
     # another length is another comparison
     benched(world, *VARY, "--steps", "11", "--gpus", "1", "--repeats", "1")
     assert len(started(world)) == 8
-
-
-@needs_trl
-def test_fewer_repeats_lose_nothing(world: World) -> None:
-    words = (*VARY, "--steps", "10", "--gpus", "1", "--repeats")
-    benched(world, *words, "2")
-    _, told = benched(world, *words, "1")
-    assert len(told["data"]["samples"]) == 4
-    benched(world, *words, "2")
-    assert len(started(world)) == 4
 
 
 @needs_trl

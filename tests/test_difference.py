@@ -88,6 +88,17 @@ class Repo:
 
 
 @pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What was read of a source is kept for the tests that come after."""
+    return tmp_path_factory.mktemp("facts")
+
+
+@pytest.fixture(autouse=True)
+def _read_once(facts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(facts))
+
+
+@pytest.fixture(scope="module")
 def repo(tmp_path_factory: pytest.TempPathFactory) -> Repo:
     """Two commits: SFT changed in every way, DPO's arguments moved into a file of their own."""
     path = tmp_path_factory.mktemp("upstream") / "open-instruct"

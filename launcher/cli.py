@@ -9,18 +9,22 @@ import platform
 import sys
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import typer
 
 from launcher.commands import app
 from launcher.commands.vocabulary import Findings
-from launcher.errors import Exit, Finding, LaunchError, NotReady
+from launcher.errors import Exit, Finding, LaunchError, NotReady, UsageError
+
+# what typer raises for a command line that it cannot parse: only its heir has a public name
+_Unparsed: type[Any] = typer.BadParameter.__mro__[1]
 
 
 def main(argv: list[str] | None = None) -> int:
     """The console entry: every way out is one of the documented exit codes."""
     arguments = sys.argv[1:] if argv is None else argv
-    code = _guarded(lambda: app(args=arguments, prog_name="launch"), arguments)
+    code = _guarded(lambda: _answered(arguments), arguments)
     if argv is None:
         sys.exit(code)
     return code
@@ -50,6 +54,23 @@ def _guarded(call: Callable[[], object], arguments: list[str]) -> int:
     return Exit.OK
 
 
+def _answered(arguments: list[str]) -> None:
+    """Run one command. A machine that asks wrongly gets its envelope too, people typer's usage lines."""
+    if _form(arguments) is not Findings.json:
+        app(args=arguments, prog_name="launch")
+        return
+    try:
+        code = app(args=arguments, prog_name="launch", standalone_mode=False)
+    except _Unparsed as error:
+        where = error.ctx.command_path if error.ctx else "launch"
+        told = Finding(
+            severity="error", layer="launch", code="bad-command-line",
+            message=error.format_message(), help=f"{where} -h",
+        )  # fmt: skip
+        raise UsageError(told) from None
+    sys.exit(code)
+
+
 def _has_cwd() -> bool:
     try:
         os.getcwd()
@@ -69,14 +90,20 @@ def _refused(error: LaunchError, arguments: list[str]) -> None:
     """What stopped a command, in the form that its command line asked for."""
     from launcher import report
 
-    line = " ".join(arguments).replace("--format=", "--format ") + " "
-    form = next((f for f in Findings if f"--format {f.value} " in line), Findings.text)
+    form = _form(arguments)
+    command = arguments[0] if arguments and not arguments[0].startswith("-") else "launch"
     if form is Findings.json:
-        report.envelope(arguments[0], False, error.findings, None)
+        report.envelope(command, False, error.findings, None)
     else:
         from launcher.commands.configs import tell
 
-        tell(arguments[0], False, list(error.findings), [], form)
+        tell(command, False, list(error.findings), [], form)
+
+
+def _form(arguments: list[str]) -> Findings:
+    """The form of an answer that a command line asks for, be the rest of it right or wrong."""
+    line = " ".join(arguments).replace("--format=", "--format ") + " "
+    return next((form for form in Findings if f"--format {form.value} " in line), Findings.text)
 
 
 def _bug(error: Exception, arguments: list[str]) -> int:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from launcher import content
-from launcher.backends.model_config import hub_cache, is_path
+from launcher.backends.model_config import is_path, repository
 from launcher.errors import Finding, NotReady
 from launcher.paths import is_file
 
@@ -397,9 +397,9 @@ def of_hub(
     asked = revision or "main"
     commit = None
     if not is_path(name) and ".." not in asked:
-        repository = hub_cache(environ) / f"models--{name.replace('/', '--')}"
-        commit = _reference(repository / "refs" / asked)
-        if commit is None and (repository / "snapshots" / asked).is_dir():
+        kept = repository(name, environ)
+        commit = _reference(kept / "refs" / asked)
+        if commit is None and (kept / "snapshots" / asked).is_dir():
             commit = asked
     told = f"hub {name} {commit}" if commit else f"name {name} {asked}"
     return Fingerprint(

@@ -220,7 +220,7 @@ def cached_file(part: Part, name: str, environ: Mapping[str, str]) -> Path | Non
 
 def _repository(part: Part, environ: Mapping[str, str]) -> Path:
     kind = "datasets" if part.role == "data" else "models"
-    return model_config.hub_cache(environ) / f"{kind}--{part.name.replace('/', '--')}"
+    return model_config.repository(part.name, environ, kind)
 
 
 def _snapshot(part: Part, environ: Mapping[str, str]) -> set[Path]:

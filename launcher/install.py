@@ -88,6 +88,15 @@ def known() -> Mapping[str, str]:
     return {str(canonicalize_name(Requirement(text).name)): text for text in texts}
 
 
+def unknown() -> Finding:
+    """What to say where `known` is empty: no list of packages, no plan."""
+    return Finding(
+        severity="error", layer="launch", code="packages-unknown",
+        message=f"{REPOSITORY} has no pyproject.toml, and launcher is not installed: which packages "
+        "training needs is written there", help="pip install -e a clone of launch, then ask again",
+    )  # fmt: skip
+
+
 def steps(trainer: Trainer, extra: str, *, gpus: bool) -> tuple[Step, ...]:
     """What installs everything that a backend needs (`extra` is its name among launch's)."""
     every = [*wanted("trl"), *(wanted(extra) if extra != "trl" else ())]

@@ -48,7 +48,7 @@ def _folder(name: object, environ: Mapping[str, str], revision: str | None) -> P
         return Path(name)
     if model_config.is_path(name):
         return None
-    repository = model_config.hub_cache(environ) / f"models--{name.replace('/', '--')}"
+    repository = model_config.repository(name, environ)
     wanted = revision or "main"
     with contextlib.suppress(OSError, ValueError):
         wanted = (repository / "refs" / wanted).read_text(encoding="utf-8").strip() or wanted

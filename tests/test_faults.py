@@ -545,6 +545,32 @@ def test_patience_that_cannot_be_read_is_said(world: World) -> None:
     assert not (world.root / "pids" / "leader").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "command", "said"),
+    [
+        (("sft", "--nope"), "sft", "--nope"),
+        (("plan",), "plan", "config"),
+        (("sft", "x.yaml", "--gpus=many"), "sft", "many"),
+        (("nope",), "nope", "nope"),
+        ((), "launch", "--format"),
+    ],
+)  # fmt: skip
+def test_a_machine_is_answered_whatever_it_asks(
+    world: World, words: tuple[str, ...], command: str, said: str
+) -> None:
+    done = world.launch(*words, "--format", "json")
+    told = json.loads(done.stdout)
+    assert (done.returncode, told["ok"], told["command"]) == (2, False, command)
+    (finding,) = told["findings"]
+    assert (finding["code"], said in finding["message"]) == ("bad-command-line", True), finding
+    assert finding["help"].endswith(" -h")
+    assert done.stderr == ""
+    # people get the same from the parser itself
+    plain = world.launch(*words, *(("--nope",) if not words else ()))
+    assert (plain.returncode, plain.stdout) == (2, "")
+    assert "Usage: launch" in plain.stderr
+
+
 # --- logs of every kind ---------------------------------------------------------------------------
 
 

@@ -181,10 +181,15 @@ def test_its_own_version_without_metadata(
 
 
 def test_the_machine_is_looked_at_without_metadata(tmp_path: Path) -> None:
-    words = ("doctor", "--gpus", "0", "--install", "--format", "json")
-    told = uninstalled(tmp_path, None, *words)
+    told = uninstalled(tmp_path, None, "doctor", "--gpus", "0", "--format", "json")
     assert told["command"] == "doctor"
     assert told["data"]["install"] == []
+
+
+def test_no_plan_is_made_of_packages_that_nobody_names(tmp_path: Path) -> None:
+    told = uninstalled(tmp_path, None, "doctor", "--install", "--format", "json")
+    assert not told["ok"]
+    assert [finding["code"] for finding in told["findings"]] == ["packages-unknown"]
 
 
 def test_the_extras_are_those_of_the_tree_without_metadata(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def here(name: str) -> bool:
 
 def cached(name: str, environ: Mapping[str, str]) -> bool:
     """Whether the hub's cache holds any snapshot of a model."""
-    return exists(_repository(name, environ) / "snapshots")
+    return exists(repository(name, environ) / "snapshots")
 
 
 def _places(name: str, environ: Mapping[str, str], revision: str | None) -> Iterator[Path]:
@@ -66,14 +66,15 @@ def _places(name: str, environ: Mapping[str, str], revision: str | None) -> Iter
     yield Path(name) / "config.json"
     if is_path(name):
         return
-    repository = _repository(name, environ)
+    kept = repository(name, environ)
     wanted = revision or "main"
-    commit = _line(repository / "refs" / wanted) or wanted
-    yield repository / "snapshots" / commit / "config.json"
+    commit = _line(kept / "refs" / wanted) or wanted
+    yield kept / "snapshots" / commit / "config.json"
 
 
-def _repository(name: str, environ: Mapping[str, str]) -> Path:
-    return hub_cache(environ) / f"models--{name.replace('/', '--')}"
+def repository(name: str, environ: Mapping[str, str], kind: str = "models") -> Path:
+    """Where the hub's cache keeps a model (or `datasets`): `refs/` name commits, `snapshots/` hold them."""
+    return hub_cache(environ) / f"{kind}--{name.replace('/', '--')}"
 
 
 def hub_cache(environ: Mapping[str, str]) -> Path:

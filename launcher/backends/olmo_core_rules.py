@@ -393,7 +393,7 @@ def offline_model(context: Context) -> Iterator[Finding]:
 
 def _snapshot(name: str, environ: Mapping[str, str]) -> Path | None:
     """The folder of the hub's cache with all of a model; it takes `main`, as this script does."""
-    repository = model_config.hub_cache(environ) / f"models--{name.replace('/', '--')}"
+    repository = model_config.repository(name, environ)
     try:
         commit = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
     except (OSError, ValueError):

@@ -24,7 +24,7 @@ from launcher.commands.vocabulary import (
     named_backend,
     named_stage,
 )
-from launcher.errors import Exit
+from launcher.errors import Exit, NotReady
 
 
 @app.command(
@@ -110,6 +110,8 @@ def doctor(
         config=config, overrides=overrides or (), gpus=gpus, devices=devices, python=python,
         checkout=open_instruct, backend=named_backend(backend), allow_unpinned=allow_unpinned,
     )  # fmt: skip
+    if install and not installing.known():
+        raise NotReady(installing.unknown())
     told = readiness.examine(asked, importing=not install)
     if install and yes:
         installing.run(told.install)

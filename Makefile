@@ -15,7 +15,7 @@ CHECKOUT := $(firstword $(wildcard $(LAUNCH_OPEN_INSTRUCT)/open_instruct/finetun
   /workspace/open-instruct/open_instruct/finetune.py \
   $(HOME)/open-instruct/open_instruct/finetune.py))
 
-.PHONY: demo test check format golden scaling bench bench-check soak snapshot history install install-trl install-open-instruct install-dev clean
+.PHONY: demo test check format golden scaling bench bench-check gpu-benchmarks soak snapshot history install install-trl install-open-instruct install-dev clean
 
 $(VENV)/created:
 	@$(PYTHON) -c 'import sys; sys.exit("launch needs Python 3.11 or later: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
@@ -84,6 +84,11 @@ bench: $(VENV)/trl $(VENV)/dev
 # the same, compared with what is stored: fails where a ratio is more than 20 % worse
 bench-check: $(VENV)/trl $(VENV)/dev
 	$(BIN)/python -m benchmarks --check
+
+# runs the cases of docs/benchmarks.md that this machine can, hours on GPUs, and merges them into
+# docs/benchmarks.json; CASES="--minutes 30", CASES="--only sft-7b-tune", CASES=--list
+gpu-benchmarks: $(VENV)/open-instruct
+	$(BIN)/python scripts/gpu_benchmarks.py $(CASES)
 
 # rewrites launcher/snapshots from the pinned checkout and the installed packages
 snapshot: $(VENV)/open-instruct

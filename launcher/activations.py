@@ -25,10 +25,12 @@ class Kernels:
     """What decides on the operators: `attention` is flash (2, 3, 4), sdpa or eager.
 
     `wide` says that the states between layers are fp32 (fp32 weights under bf16 autocast). `adapters`
-    are LoRA's weights: None, or their rank and bytes an element.
+    are LoRA's weights: None, or their rank and bytes an element. `cached`: keys and values are copied
+    into a cache, as transformers does unless it is told not to, or layers are checkpointed.
     """
 
     attention: str = "flash"
+    cached: bool = False
     liger: bool = False
     checkpointing: bool = False
     wide: bool = False
@@ -47,10 +49,34 @@ class Amount:
     formula: str
 
 
-def layer(shape: Shape, kernels: Kernels, batch: Batch) -> Amount:
-    """What one layer keeps from its forward pass to its backward pass, without checkpointing."""
+def layers(shape: Shape, kernels: Kernels, batch: Batch) -> Amount:
+    """What all layers keep, those that see only a window among them."""
+    few = shape.windowed if masked_windows(shape, kernels, batch) else 0
+    one = layer(shape, kernels, batch)
+    many = shape.layers - few
+    if not few:
+        return Amount(bytes=many * one.bytes, formula=f"{many} x ({one.formula})")
+    other = layer(shape, kernels, batch, windowed=True)
+    both = many * one.bytes + few * other.bytes
+    why = f"{few} x ({other.formula}), windows of {shape.window:,}"
+    return Amount(bytes=both, formula=f"{many} x ({one.formula}) + {why}" if many else why)
+
+
+def masked_windows(shape: Shape, kernels: Kernels, batch: Batch) -> bool:
+    """Whether layers that see only a window need a mask for it (transformers/masking_utils.py:263).
+
+    The flash kernels take the window as a number.
+    """
+    return bool(shape.windowed) and kernels.attention != "flash" and batch.width >= shape.window
+
+
+def layer(shape: Shape, kernels: Kernels, batch: Batch, *, windowed: bool = False) -> Amount:
+    """What one layer keeps from its forward pass to its backward pass, without checkpointing.
+
+    `windowed`: one that sees only a window, by a mask.
+    """
     norms, why_norms = _norms(shape, kernels)
-    attention, why_attention = _attention(shape, kernels, batch)
+    attention, why_attention = _attention(shape, kernels, batch, windowed=windowed)
     mlp, why_mlp = _mlp(shape, kernels)
     adapters, why_adapters = _adapters(shape, kernels)
     a_token = norms + mlp + adapters
@@ -93,7 +119,7 @@ def _norms(shape: Shape, kernels: Kernels) -> tuple[float, str]:
     layout, hidden, frozen = shape.layout, shape.hidden, kernels.adapter_rank > 0
     state = FULL if kernels.wide else HALF
     # an autocast linear casts its fp32 input for itself: q, k, v and gate, up; a frozen one keeps none
-    outputs = 0 if frozen else HALF * (5 if kernels.wide else 2)
+    outputs = 0 if frozen else HALF * (5 if kernels.wide and not layout.fused else 2)
     kept = _norm_kept(shape, kernels, state)
     count = 2 + 2 * (layout.pre_norm and layout.post_norm)
     if frozen and not layout.pre_norm and not kernels.liger:
@@ -125,28 +151,40 @@ def _mlp(shape: Shape, kernels: Kernels) -> tuple[float, str]:
     return times * shape.intermediate, f"{times}I"
 
 
-def _attention(shape: Shape, kernels: Kernels, batch: Batch) -> tuple[float, str]:
+def _attention(
+    shape: Shape, kernels: Kernels, batch: Batch, *, windowed: bool
+) -> tuple[float, str]:
     """Bytes in all: q, k, v, the output, the log-sum-exp, and masks."""
     q, k, heads, tokens = shape.query, shape.key, shape.heads, batch.tokens
-    fused = HALF * (q + k) * tokens if shape.layout.fused else 0
+    # v is a part of one product that is kept whole, unless it is copied out of it
+    fused = HALF * (q + k) * tokens if shape.layout.fused and not kernels.cached else 0
     padded = batch.real < tokens
     plain = HALF * (2 * q + 2 * k) + FULL * heads
     if kernels.attention == "flash" and padded:
         # transformers takes the padding out of q, k and v and puts it back into the output
-        total = plain * batch.real + HALF * q * tokens + fused
+        total = plain * batch.real + HALF * q * tokens
         return total, "R(4Q + 4K + 4h) + 2QT (padding taken out and put back)"
     if kernels.attention == "eager":
-        scores = heads * batch.rows * batch.width**2
-        total = HALF * (2 * q + 2 * q) * tokens + (FULL + 2 * HALF) * scores + fused
-        return total, "8QT + 8hBS^2 (scores and weights, fp32 and bf16)"
-    masked = padded or (batch.rows == 1 and kernels.attention == "sdpa_packed")
+        # the products copy their k and v for every query head; a tanh keeps its result too
+        times = FULL + (2 if shape.scores_capped else 1) * HALF
+        total = HALF * 4 * q * tokens + times * _scores(shape, batch)
+        return total, f"8QT + {times}hBS^2 (softmax, fp32 and bf16)"
+    masked = padded or windowed or (batch.rows == 1 and kernels.attention == "sdpa_packed")
     if kernels.attention in {"sdpa", "sdpa_packed"} and masked:
-        # k and v are repeated for every query head; the mask is made additive in every layer
-        wide = q if shape.heads != shape.kv_heads else k
+        # k and v are repeated for every query head, a single one of them without a copy; the mask is
+        # made additive in every layer
+        repeated = shape.kv_heads not in {1, heads}
+        wide = q if repeated else k
         mask = HALF * batch.rows * batch.width * _eights(batch.width)
-        total = (HALF * (2 * q + 2 * wide) + FULL * heads) * tokens + mask + fused
-        return total, "T(8Q + 4h) + 2BS^2 (additive mask)"
+        total = (HALF * (2 * q + 2 * wide) + FULL * heads) * tokens + mask
+        total += 0 if repeated else fused
+        return total, f"T({'8Q' if repeated else '4Q + 4K'} + 4h) + 2BS^2 (additive mask)"
     return plain * tokens + fused, "T(4Q + 4K + 4h)"
+
+
+def _scores(shape: Shape, batch: Batch) -> int:
+    """One for each head, query and key."""
+    return shape.heads * batch.rows * batch.width**2
 
 
 def _adapters(shape: Shape, kernels: Kernels) -> tuple[float, str]:
@@ -174,20 +212,48 @@ def checkpoint(shape: Shape, kernels: Kernels, batch: Batch) -> Amount:
     return Amount(bytes=size * shape.hidden * batch.tokens, formula=f"{size}HT, the layer's input")
 
 
+def passing(shape: Shape, kernels: Kernels, batch: Batch) -> Amount:
+    """What a layer needs in a forward pass that keeps nothing: the MLP's widths, or eager scores."""
+    state = FULL if kernels.wide else HALF
+    # Liger takes the two halves of one product apart
+    times = (10 if kernels.liger else 8) if shape.layout.fused else 6
+    mlp = (times * shape.intermediate + state * shape.hidden) * batch.tokens
+    scores = (FULL + HALF) * _scores(shape, batch) if kernels.attention == "eager" else 0
+    if scores > mlp:
+        return Amount(bytes=scores, formula="6hBS^2")
+    return Amount(bytes=mlp, formula=f"T({times}I + {state}H)")
+
+
 def backward(shape: Shape, kernels: Kernels, batch: Batch) -> Amount:
     """The most that one layer's backward pass needs beside what was kept."""
+    most = _mlp_backward(shape, kernels, batch)
+    if kernels.attention != "eager":
+        return most
+    # the softmax' backward pass: two more copies in fp32, when the bf16 one and the MLP's are gone
+    gone = _mlp(shape, kernels)[0] * batch.tokens
+    scores = (2 * FULL - HALF) * _scores(shape, batch) - gone
+    if scores <= most.bytes:
+        return most
+    return Amount(bytes=scores, formula="6hBS^2, without the MLP's (gradients of the softmax)")
+
+
+def _mlp_backward(shape: Shape, kernels: Kernels, batch: Batch) -> Amount:
     hidden, inner, tokens = shape.hidden, shape.intermediate, batch.tokens
     rope = 2 * HALF * shape.head_dim * batch.width
     weight = HALF * hidden * inner
     state = FULL if kernels.wide else HALF
+    if kernels.adapter_rank and not kernels.wide:
+        points = _adapted_backward(kernels)
+        i, h = max(points, key=lambda point: point[0] * inner + point[1] * hidden)
+        through = (i * inner + h * hidden) * tokens + rope
+        return Amount(bytes=through, formula=f"T({i}I + {h}H) (through the adapters)")
     if kernels.adapter_rank and "down_proj" in kernels.adapter_targets:
         times = 11.5 if kernels.adapter_bytes == FULL else 4
         total = (times * inner + state * hidden) * tokens + rope
         return Amount(bytes=total, formula=f"T({times}I + 2H) (through an adapter's dropout)")
     if kernels.liger:
         # the product's gradient and the down projection's; SwiGLU and RMSNorm write in place
-        start = 0 if kernels.checkpointing else state * hidden
-        total = (2 * inner + start) * tokens + weight
+        total = (2 * inner + state * hidden) * tokens + weight
         return Amount(bytes=total + rope, formula="T(2I + 2H) + 2HI")
     products = (4 * inner + state * hidden) * tokens
     if shape.layout.post_norm:
@@ -196,6 +262,25 @@ def backward(shape: Shape, kernels: Kernels, batch: Batch) -> Amount:
             bytes=products + rope, formula="max(T(4I - 6H), 16HT) (fp32 gradients of a norm)"
         )
     return Amount(bytes=products + rope, formula="T(4I + 2H) (gradients of the MLP's product)")
+
+
+def _adapted_backward(kernels: Kernels) -> list[tuple[int, int]]:
+    """Bytes an element of I and of H a token at each of the fullest points, on 16-bit weights.
+
+    Read off traces: a frozen linear keeps no input, an adapter's own is cast and dropped out.
+    """
+    wide, liger = kernels.adapter_bytes == FULL, kernels.liger
+    dropped, targets = kernels.adapter_dropout, kernels.adapter_targets
+    norms = 8 if liger else 10
+    if "down_proj" in targets:
+        if wide:
+            return [(10 if dropped else 6, norms)]
+        return [(4, 2), (2, norms)] if dropped else [(4, 2)]
+    if {"gate_proj", "up_proj"} & set(targets):
+        if liger:
+            return [(4, norms if wide else 4 if dropped else 2)]
+        return [(6, 2), (4, norms)] if wide else [(6, 2)]
+    return [(2, 4)] if liger else [(6, 2)]
 
 
 def _eights(width: int) -> int:
@@ -220,16 +305,23 @@ def logits(shape: Shape, batch: Batch, *, element: int) -> Amount:
     )
 
 
-def fused_loss(shape: Shape, batch: Batch, *, trained: bool = True) -> Amount:
-    """liger_kernel/ops/fused_linear_cross_entropy.py:52: the gradients are made in the forward pass."""
+def fused_loss(
+    shape: Shape, batch: Batch, *, weight_bytes: int = HALF, trained: bool = True
+) -> Amount:
+    """liger_kernel/ops/fused_linear_cross_entropy.py:52: the gradients are made in the forward pass.
+
+    The output layer's is summed up in its own type, from a product in bf16 and that again in fp32; a
+    weight in fp32 is cast beside it.
+    """
     factor = -(-shape.vocab // shape.hidden)
     chunk = 1 << (-(-batch.tokens // factor) - 1).bit_length()
     part = HALF * shape.vocab * min(chunk, batch.tokens)
-    weight = 4 * HALF * shape.embedding if trained else 0
-    total = HALF * shape.hidden * batch.tokens + part + weight
-    why = f"2HT + 2V x {chunk} (a chunk of logits)"
+    cast = HALF if weight_bytes == FULL else 0
+    times = (weight_bytes + HALF + FULL if trained else 0) + cast
+    total = weight_bytes * shape.hidden * batch.tokens + part + times * shape.embedding
+    why = f"{weight_bytes}HT + 2V x {chunk} (a chunk of logits)"
     return Amount(
-        bytes=total, formula=why + (" + 8VH (the output layer's gradient)" if weight else "")
+        bytes=total, formula=why + (f" + {times}VH (the output layer's gradient)" if times else "")
     )
 
 

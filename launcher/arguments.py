@@ -123,16 +123,18 @@ def _check_unknown(schema: Schema, entry: Entry, past: Past, key: str, value: An
 def _explain_unknown(schema: Schema, entry: Entry, past: Past, key: str) -> tuple[str, str, str]:
     message = f"`{key}` is not a field of {schema.owner or entry.owner}"
     moved = entry.moved.get(key)
-    if moved is not None:
-        if moved.to is None:
-            return "removed-key", f"{message}: {moved.why}", "delete the line"
-        where = schema.fields[moved.to].where if moved.to in schema.fields else ""
+    if moved is not None and moved.to is None:
+        return "removed-key", f"{message}: {moved.why}", "delete the line"
+    if moved is not None and moved.to is not None and moved.to in schema.fields:
+        where = schema.fields[moved.to].where
         return "renamed-key", f"{message}: {moved.why}", f"write `{moved.to}`  ({where})"
     events = past(key)
     if events and events[0].gone:
         return _explain_gone(schema, past, message, events)
     near = _near(schema, key)
-    if near:
+    if (there := upstream.at_pin(schema, key)) is not None:
+        help = f"it is one at the pin ({there}), not at {schema.version[:12]}: delete the line"
+    elif near:
         help = f"did you mean `{near[0]}`?  ({schema.fields[near[0]].where})"
     elif key in options.KEYS:
         help = f"`{key}` is launch's own: it stands beside `args:`, not in it"

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import os
 import re
 import shutil
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +23,7 @@ from typing import Any
 
 from launcher import (
     checkouts,
+    claim,
     comparison,
     contents,
     devices,
@@ -30,6 +33,8 @@ from launcher import (
     preparation,
     rehearsal,
     rundir,
+    runner,
+    stopping,
     trial,
     utilisation,
     variants,
@@ -100,30 +105,31 @@ _SWITCHES = {"liger": ("engaged", "off"), "packing": ("isolated", "off")}
 
 def measure(
     request: Request, variant: Variant, *, steps: int, root: Path, timeout_s: float | None,
-    repeat: int = 0, batch: int | None = None, quiet: bool = True,
+    repeat: int = 0, batch: int | None = None, profile: bool = True,
 ) -> Sample:  # fmt: skip
     """One short real run of a variant, judged and measured; its folder is made below `root`.
 
     `batch` is the rows of a step that data are cut for: the largest of all variants, so that all see
-    the same rows. Never raises for a training that fails, or that cannot be started: the sample says
+    the same rows. `timeout_s` counts from this call. Without `profile` no kernels are recorded, whatever
+    the file says. Never raises for a training that fails, or that cannot be started: the sample says
     so. It ends before its model is saved. INT and TERM stop the run: then its cause is `interrupted`.
     """
-    place = root / "models" / f"{_UNSAFE.sub('-', variant.name)[:60]}-{repeat + 1}"
+    began, models = time.monotonic(), root / "models"
+    place = models / f"{_UNSAFE.sub('-', variant.name)[:60]}-{repeat + 1}"
     busy = utilisation.Sampler()
     try:
-        asked = _short(_of_variant(request, variant), steps, place, batch)
+        asked = _short(_of_variant(request, variant), steps, place, batch, profile=profile)
+        prepared = preparation.prepare(replace(asked, runs=root), running=True)
+        left = None if timeout_s is None else timeout_s - (time.monotonic() - began)
         with busy:
-            outcome = trial.run(
-                asked, root=root, timeout_s=timeout_s, allow_unproven=True, quiet=quiet
-            )
+            outcome = trial.of_prepared(prepared, timeout_s=left, allow_unproven=True, quiet=True)
     except LaunchError as error:
         stops = errors(error.findings) or error.findings
         reason = "; ".join(finding.message for finding in stops)
         return Sample(variant=variant.name, repeat=repeat, cause="refused", reason=reason)
     finally:
-        shutil.rmtree(place, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            place.parent.rmdir()
+        # all of it: one that was killed before may have left its own
+        shutil.rmtree(models, ignore_errors=True)
     return sample_of(outcome, variant.name, repeat, busy.readings)
 
 
@@ -135,14 +141,22 @@ def _of_variant(request: Request, variant: Variant) -> Request:
     return replace(request, overrides=overrides, checkout=variant.checkout, allow_unpinned=True)
 
 
-def _short(asked: Request, steps: int, place: Path, batch: int | None) -> Request:
+def _short(asked: Request, steps: int, place: Path, batch: int | None, *, profile: bool) -> Request:
     """The same, short and harmless, watched by the probe, stopped where it hangs, without its model."""
     stage = preparation.ask(asked, running=False).stage
+    watch = stage.options.probe
+    watched = ["on_hang=stop"]
+    if watch is None:
+        watched.append("probe=on")
+    elif watch.profile is not None and not profile:
+        watched.append("probe.profile=null")
+    if stage.options.expect.get("loss") == "any":
+        # what diverges would be compared by the steps before
+        watched.append("expect.loss=finite")
     short = rehearsal.overrides(stage, steps=steps, output=place, batch=batch)
-    watched = () if stage.options.probe is not None else ("probe=on",)
     return replace(
         asked,
-        overrides=(*asked.overrides, *short, *watched, "on_hang=stop"),
+        overrides=(*asked.overrides, *short, *watched),
         fresh=True,
         probe=True,
         # to gather and write a model of 7B takes 10 to 20 s of a trial
@@ -260,11 +274,14 @@ def _busy(
     start = begun.number("t") if begun else None
     if not gpus or start is None:
         return []
-    steps = ranks[0].steps
+    busy, steady = list[float](), {step.step for step in measures.steady(ranks[0])}
     # each step lasts from the end of the one before; the first begins when the device is noted
-    warm = math.fsum(s.seconds or 0.0 for s in steps[: len(steps) - len(measures.steady(ranks[0]))])
-    whole = math.fsum(s.seconds or 0.0 for s in steps)
-    return utilisation.within(readings, gpus, start + warm, start + whole)
+    for step in ranks[0].steps:
+        end = start + (step.seconds or 0.0)
+        if step.step in steady:
+            busy += utilisation.within(readings, gpus, start, end)
+        start = end
+    return sorted(busy)
 
 
 def _curve(found: Evidence, stage: str | None) -> tuple[Step, ...]:
@@ -379,6 +396,12 @@ def plan(
     the file expects of a switch follows the variant that turns it. Raises InvalidConfig with the
     findings of all variants, each with its name, NotReady, or UsageError.
     """
+    relative = [one.text for one in assertions if one.relative]
+    if relative and len(asked) < 2:
+        raise usage(
+            "bad-assert", f"`{brief(relative[0])}` holds the others to the first variant: there is one",
+            "--vary KEY=A,B, or figures that stand by themselves: mfu>=48%",
+        )  # fmt: skip
     places = checkouts.Checkouts(request)
     if any(one.split()[1] is not None for one in asked):
         request = replace(request, python=request.python or places.python())
@@ -415,7 +438,7 @@ def plan(
         variants=tuple(variant for variant, _ in prepared), steps=steps, repeats=repeats,
         timeout_s=timeout_s, tolerance=tolerance, assertions=tuple(assertions),
         key=_key(prepared, steps), batch=max(made.plan.global_batch for _, made in prepared),
-        findings=(*told, *_noted(prepared)),
+        findings=(*told, *_noted(prepared, steps)),
     )  # fmt: skip
 
 
@@ -496,10 +519,13 @@ def _attributed(finding: Finding, names: Sequence[str], of: int) -> Finding:
     return replace(finding, message=f"[{whose}] {finding.message}")
 
 
-def _noted(prepared: Sequence[tuple[Variant, Prepared]]) -> Iterator[Finding]:
+def _noted(prepared: Sequence[tuple[Variant, Prepared]], steps: int) -> Iterator[Finding]:
     """What makes a comparison another one than it looks like."""
     first, seen = prepared[0], dict[str, str]()
     for variant, made in prepared:
+        watch = made.plan.stage.options.probe
+        if watch is not None and watch.profile is not None and made.plan.gpus:
+            yield from _profiled(variant.name, watch.profile, steps)
         if made.plan.global_batch != first[1].plan.global_batch:
             yield Finding(
                 severity="warning", layer="launch", code="other-global-batch",
@@ -515,6 +541,24 @@ def _noted(prepared: Sequence[tuple[Variant, Prepared]]) -> Iterator[Finding]:
                 severity="warning", layer="launch", code="same-variant",
                 message=f"[{variant.name}] the same settings as {same}: what differs is noise",
             )  # fmt: skip
+
+
+def _profiled(variant: str, profile: int, steps: int) -> Iterator[Finding]:
+    """A record of kernels that no step is left beside to tell the speed, or that never begins."""
+    if profile > steps:
+        what = f"there is no step {profile} in a run of {steps}: no kernels are recorded"
+    elif not measures.tells_speed(steps, profile):
+        what = (
+            f"in a run of {steps} steps none is left that tells a speed: the first is warm-up, and the "
+            f"record of step {profile} spoils it and the next"
+        )
+    else:
+        return
+    enough = next(n for n in itertools.count(profile) if measures.tells_speed(n, profile))
+    yield Finding(
+        severity="warning", layer="launch", code="profile-and-steps", key="probe.profile",
+        message=f"[{variant}] {what}", help=f"--steps {enough} or more",
+    )  # fmt: skip
 
 
 def identity(made: Prepared) -> dict[str, Any]:
@@ -579,6 +623,7 @@ def opened(bench: Bench, *, fresh: bool = False) -> Iterator[Bench]:
         "bench", bench.request.config.stem, root
     )
     with trial.alone(bench.folder):
+        end_left_over(bench.folder)
         told = rundir.read_json(bench.folder / FILE)
         with contextlib.suppress(KeyError, TypeError, ValueError):
             bench.samples = [
@@ -586,6 +631,14 @@ def opened(bench: Bench, *, fresh: bool = False) -> Iterator[Bench]:
                 if not _again(sample := Sample.from_json(one), bench.timeout_s)
             ]  # fmt: skip
         yield bench
+
+
+def end_left_over(folder: Path) -> None:
+    """Stop a trial whose command was killed: nobody waits for it, and it has the GPUs of the next."""
+    for run in rundir.newest_first(folder):
+        if runner.alive(run.path) or claim.held(run):
+            with contextlib.suppress(LaunchError, OSError):
+                stopping.stop(run, waits=(5, 5, 5))
 
 
 def _again(sample: Sample, timeout_s: float | None) -> bool:
@@ -605,21 +658,22 @@ def run(bench: Bench, *, told: Callable[[str], None] = lambda _: None) -> Exit:
     Needs `opened`. What the user stops ends the comparison, whatever else happens only its trial.
     """
     bench.write()
-    while due := bench.due():
-        repeat, variant = due[0]
-        told(f"{variant.name}, run {repeat + 1} of {bench.repeats} ({len(due)} to go)")
-        try:
-            sample = measure(
-                bench.request, variant, steps=bench.steps, root=bench.folder, repeat=repeat,
-                timeout_s=bench.timeout_s, batch=bench.batch,
-            )  # fmt: skip
-        except KeyboardInterrupt:
-            return Exit.INTERRUPTED
-        if sample.cause == "interrupted":
-            return Exit.INTERRUPTED
-        bench.samples.append(sample)
-        bench.write()
-        told(f"  {_said(sample)}")
+    try:
+        with trial.unwatched():
+            while due := bench.due():
+                repeat, variant = due[0]
+                told(f"{variant.name}, run {repeat + 1} of {bench.repeats} ({len(due)} to go)")
+                sample = measure(
+                    bench.request, variant, steps=bench.steps, root=bench.folder, repeat=repeat,
+                    timeout_s=bench.timeout_s, batch=bench.batch,
+                )  # fmt: skip
+                if sample.cause == "interrupted":
+                    return Exit.INTERRUPTED
+                bench.samples.append(sample)
+                bench.write()
+                told(f"  {_said(sample)}")
+    except KeyboardInterrupt:
+        return Exit.INTERRUPTED
     return conclusion(bench)
 
 

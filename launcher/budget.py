@@ -6,6 +6,7 @@ of "PaLM: Scaling Language Modeling with Pathways" (Chowdhery et al., 2022, appe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from launcher.errors import Finding, InvalidConfig
 from launcher.lengths import Lengths
 from launcher.memory import GIB, Memory, Setup
 from launcher.packed_rows import Packed
+from launcher.plan import divisors
 from launcher.shapes import Shape
 
 # Dense bf16 arithmetic a second, from the makers' data sheets.
@@ -122,16 +124,19 @@ def bill(
 ) -> Bill:  # fmt: skip
     """`price` is for one GPU and hour; a reference pass is a forward pass over all rows: a third."""
     if steps is None or speed.tokens <= 0:
-        return Bill(hours=None, cost=None, formula="the steps are not known")
+        return Bill(
+            hours=None, cost=None, formula="the steps are not known: --rows, or a limit of steps"
+        )
     seconds = steps * tokens.real / speed.tokens
     formula = f"{steps:,} steps x {tokens.real:,.0f} tokens / {speed.tokens:,.0f} a second"
     if reference_rows:
         seconds += reference_rows / max(1, per_step_rows) * tokens.real / speed.tokens / 3
         formula += f", and {reference_rows:,} rows forward through the reference: a third of a step"
     hours = seconds / 3600
-    return Bill(
-        hours=hours, cost=None if price is None else hours * price * devices, formula=formula
-    )
+    cost = None if price is None else hours * price * devices
+    if not math.isfinite(hours) or not math.isfinite(cost or 0.0):
+        return Bill(hours=None, cost=None, formula=f"{formula}: more than can be counted")
+    return Bill(hours=hours, cost=cost, formula=formula)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,8 +194,7 @@ def splits(total: int, processes: int) -> list[int]:
     """Per-device batches that keep a global batch of `total`, smallest first."""
     if total < 1 or processes < 1 or total % processes:
         return []
-    share = total // processes
-    return [n for n in range(1, share + 1) if share % n == 0]
+    return divisors(total // processes)
 
 
 def fit(

@@ -24,6 +24,7 @@ KEYS = ("name", "gpus", "stages")
 STAGE_KEYS = ("name", "config", "stage", "gpus", "from", "with")
 LARGEST = 100
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,60}\Z")
+_KEY = re.compile(r"[A-Za-z_][^\s=]*\Z")
 # mappings whose entries are set one by one; any other value is replaced whole
 _MERGED = ("args", "batch", "expect", "probe", "slurm", "skypilot")
 
@@ -73,8 +74,9 @@ class Chain:
 
     def between(self, first: str | None, last: str | None) -> tuple[Link, ...]:
         """The stages from `first` to `last`, both included. Raises UsageError where there are none."""
-        begin = self.links.index(self.link(first)) if first else 0
-        end = self.links.index(self.link(last)) if last else len(self.links) - 1
+        # an empty name is none that was left out
+        begin = 0 if first is None else self.links.index(self.link(first))
+        end = len(self.links) - 1 if last is None else self.links.index(self.link(last))
         if begin > end:
             raise UsageError(
                 Finding(
@@ -260,6 +262,9 @@ class _Reader:
             merged = key in _MERGED and isinstance(value, dict)
             told = {f"{key}.{name}": v for name, v in value.items()} if merged else {key: value}
             flat.update(told)
+        for key in flat:
+            if not _KEY.match(str(key)):
+                self._bad(f"{where}.{key}", f"`{brief(key)}` is no key of a stage file")
         return flat
 
     def _gpus(self, where: str, given: Any) -> int | None:

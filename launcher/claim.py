@@ -1,7 +1,7 @@
-"""The right to train into an output folder: one run at a time.
+"""The right to train into an output folder, or to work at anything else alone: one at a time.
 
-The lock is the kernel's, on a file of the run folder, and the started process inherits it: it is
-free as soon as that process has gone, however it went, and never before.
+The locks are the kernel's. That of a run is on a file of its folder, and the started process inherits it:
+it is free as soon as that process has gone, however it went, and never before.
 """
 
 from __future__ import annotations
@@ -55,23 +55,37 @@ def _beginning(output: Path | None) -> Iterator[None]:
 
     Two starts at once have run folders of their own, and so no lock in common but this one.
     """
+    if output is None:
+        yield
+        return
+    taken = Finding(
+        severity="error", layer="launch", code="run-is-live", file=str(output),
+        message=f"another run is being started into {output}",
+        help="wait for it, stop it, or choose another output_dir",
+    )  # fmt: skip
+    with alone(place("outputs", os.path.realpath(output)), taken):
+        yield
+
+
+def place(kind: str, key: str) -> Path:
+    """The lock file, in the user's state folder, of what `key` names."""
+    return rundir.state_folder() / kind / hashlib.sha256(os.fsencode(key)).hexdigest()[:32]
+
+
+@contextlib.contextmanager
+def alone(lock_file: Path, taken: Finding) -> Iterator[None]:
+    """Hold a lock file; the kernel takes it back, however this process ends.
+
+    Raises NotReady with `taken` where another process holds it. Where it cannot be made, as in a home
+    that is read-only, that costs the lock and nothing else.
+    """
     lock = None
-    if output is not None:
-        key = hashlib.sha256(os.fsencode(os.path.realpath(output))).hexdigest()[:32]
-        place = rundir.state_folder() / "outputs" / key
-        # a read-only home costs this, not the run
-        with contextlib.suppress(OSError):
-            place.parent.mkdir(parents=True, exist_ok=True)
-            lock = os.open(place, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    with contextlib.suppress(OSError):
+        lock_file.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         if lock is not None and not _locked(lock):
-            raise NotReady(
-                Finding(
-                    severity="error", layer="launch", code="run-is-live", file=str(output),
-                    message=f"another run is being started into {output}",
-                    help="wait for it, stop it, or choose another output_dir",
-                )
-            )  # fmt: skip
+            raise NotReady(taken)
         yield
     finally:
         if lock is not None:

@@ -6,10 +6,13 @@ What counts is an error after which no work is seen any more, an exit code, or a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from signal import Signals
 
+from launcher.backends import any_log
+from launcher.backends.any_log import SHELL_SIGNALS
 from launcher.evidence import Event, Evidence, RankRecord
 from launcher.logs import Log, Signal
 
@@ -35,10 +38,17 @@ HELP: Mapping[str, str] = {
     "terms of a gated repository",
     "hub_unreachable": "the hub could not be reached: fetch model and data first, or name local folders",
     "wandb_login": "wandb has no key: set WANDB_API_KEY, or switch tracking off",
+    "wandb_unreachable": "wandb's server could not be reached, which open-instruct asks even with "
+    "WANDB_MODE=offline: check the network, or switch tracking off",
     "too_many_files": "too many open files: raise `ulimit -n`, or use fewer dataloader workers",
     "rendezvous": "not all processes came together in time: check that every node runs, and can reach "
     "the main address and port",
-    "disk_full": "the disk is full: free space, or point the output and cache folders elsewhere",
+    "disk_full": "the disk is full, or a quota: free space, or point the output and cache folders elsewhere",
+    "file_limit": "a file would have been larger than is allowed: raise `ulimit -f`, or write to a file "
+    "system without such a limit",
+    "not_started": "Python did not find what it was to run: check the path, the folder in which it was "
+    "started, and which environment is active",
+    "not_found": "the shell did not find the command: check PATH and which environment is active",
     "time_limit": "the scheduler's time limit was reached: ask for more, and set "
     "`checkpointing_steps` so that the run can resume",
     "violation": "the run was not what the stage file asks for, and stopped itself: the point that failed "
@@ -56,12 +66,18 @@ _STOPS = {Signals.SIGINT, Signals.SIGTERM}
 _OWN_FAULTS = {s for s in Signals if s.name in ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")}
 _WORK = (
     *("total_steps", "liger_attempted", "liger_applied", "attention", "packing", "resumed"),
-    *("reference_hit", "progress", "training_completed", "saved"),
+    *("begun", "reference_hit", "progress", "training_completed", "saved"),
 )
 _FAILURES = (
     *("exception", "child_failed", "child_signal", "refused", "shell_killed", "cancelled"),
-    "violation",
+    *("violation", "not_started"),
 )
+_ANYBODYS = {known.name for known in any_log.PATTERNS} - {"begun"} | {"exception"}
+_END_LINES = 10  # what stands below the last word of an error: torchrun's frame, the shell, Slurm
+_LAST_LINES = 3  # of a log: what else comes after a command was not found is something else
+# What only points to the exception before (transformers/utils/import_utils.py:2648, trl/_lazy_module.py:73).
+_LOOK_UP = re.compile(r"\(look up to see its traceback\)|^Could not import module '")
+_LAUNCHED = re.compile(r"accelerate/commands/launch\.py:\d+$")
 _MESSENGERS = ("ChildFailedError", "CalledProcessError", "SignalException")
 
 
@@ -81,11 +97,40 @@ class Ending:
 def fatal(log: Log, *names: str) -> tuple[Signal, ...]:
     """The signals of these names after which the log shows no work any more.
 
-    One step may still be logged: rank 0 prints it while another rank is already going under.
+    One step may still be logged: rank 0 prints it while another rank is already going under. Where no
+    training is seen at all, it is a failure of training only if the log ends with one.
     """
+    if not _trains(log) and not _ends_badly(log):
+        return ()
     work = max((s.line for s in log.all(*_WORK)), default=0)
-    work = max(work, log.steps[-2].line if len(log.steps) > 1 else 0)
+    work = max(work, log.steps[-2].line if len(log.steps) > 1 else 0, _of_an_earlier(log))
     return tuple(s for s in log.all(*names) if s.line > work)
+
+
+def _of_an_earlier(log: Log) -> int:
+    """The last line of an earlier attempt in the same file: its launcher's word, behind which one begins.
+
+    accelerate speaks of its only child, so that what is raised later is another's; torchrun of one
+    node may have spoken before the ranks of the others.
+    """
+    raised, begun = log.all("exception"), log.all("begun", "bar_begun", "loading")
+    ends = [s for s in raised if s.fields["type"].endswith(_MESSENGERS)]
+    alone = [s for s in ends if _LAUNCHED.search(s.fields["at"])]
+    others = [s for s in raised if s not in ends]
+    past = [s.line for s in ends if any(one.line > s.line for one in begun)]
+    past += [s.line for s in alone if any(one.line > s.line for one in others)]
+    return max(past, default=0)
+
+
+def _trains(log: Log) -> bool:
+    """Whether anything in the log comes from a trainer."""
+    own = (s for s in log.signals if s.name not in _ANYBODYS)
+    return bool(log.steps or log.blocks or log.last_bar or next(own, None))
+
+
+def _ends_badly(log: Log) -> bool:
+    """Whether a failure is among the last lines."""
+    return any(s.line > log.lines - _END_LINES for s in log.all(*_FAILURES, *HELP))
 
 
 def ending(evidence: Evidence) -> Ending:
@@ -93,7 +138,7 @@ def ending(evidence: Evidence) -> Ending:
     log, ended = evidence.log, evidence.exit
     if (stopped := evidence.stopped) is not None:
         return _stopped(*stopped)
-    failures = fatal(log, *_FAILURES) if log else ()
+    failures = _failures(log) if log else ()
     if (told := _told(failures)) is not None and not (
         evidence.exit and not evidence.exit.returncode
     ):
@@ -108,7 +153,7 @@ def ending(evidence: Evidence) -> Ending:
     state = "crashed"
     if signal is not None and signal not in _OWN_FAULTS:
         state = "stopped" if signal in _STOPS else "killed"
-    reason = next((name for name in HELP if log and fatal(log, name)), None)
+    reason = _reason(log, failures) if log else None
     if reason is None and signal is Signals.SIGKILL:
         reason = "killed"
     if any("TIME LIMIT" in s.fields.get("why", "") for s in failures):
@@ -121,6 +166,22 @@ def ending(evidence: Evidence) -> Ending:
         signal=signal.name if signal else None,
         lines=failures[:3],
     )
+
+
+def _failures(log: Log) -> tuple[Signal, ...]:
+    """The signals that a run ended badly.
+
+    A job script goes on after a command that is not there: that one counts at the very end alone.
+    """
+    found = fatal(log, *_FAILURES, "not_found")
+    return tuple(s for s in found if s.name != "not_found" or s.line > log.lines - _LAST_LINES)
+
+
+def _reason(log: Log, failures: tuple[Signal, ...]) -> str | None:
+    """The key of `HELP` that the log names after its last work."""
+    told = {s.name for s in (*fatal(log, *HELP), *failures)}
+    told -= {"not_found"} - {s.name for s in failures}
+    return next((name for name in HELP if name in told), None)
 
 
 def _stopped(record: RankRecord, event: Event) -> Ending:
@@ -175,9 +236,11 @@ def _signal(evidence: Evidence, failures: tuple[Signal, ...]) -> Signals | None:
     roots = roots or [s for s in failures if s.name == "child_failed"][-1:]
     numbers += [-int(s.fields["exitcode"]) for s in roots[:1]]
     numbers += [int(s.fields["signal"]) for s in failures if s.name == "child_signal" and not roots]
-    if (error := _error(evidence, failures)) and error["type"] == "KeyboardInterrupt":
+    # else it is an earlier run's, in the same file
+    error = _error(evidence, failures) if failures or evidence.exit else None
+    if error is not None and error["type"] == "KeyboardInterrupt":
         numbers.append(Signals.SIGINT)
-    numbers += [Signals.SIGKILL for s in failures if s.name == "shell_killed"]
+    numbers += [SHELL_SIGNALS[s.fields["how"]] for s in failures if s.name == "shell_killed"]
     numbers += [Signals.SIGTERM for s in failures if s.name == "cancelled"]
     return next((Signals(n) for n in numbers if n in set(Signals)), None)
 
@@ -198,8 +261,13 @@ def _raised(evidence: Evidence) -> bool:
     return evidence.probe is not None and any(True for _ in evidence.probe.events("error"))
 
 
-def _follows(signal: Signal, before: Signal) -> bool:
-    """Whether this is another exception of the same rank: a worker's is raised again by its parent."""
+def _replaces(signal: Signal, before: Signal) -> bool:
+    """Whether this is a later exception of the same chain: a worker's is raised again by its parent.
+
+    Nor does one say more that only points to the one before.
+    """
+    if not signal.fields["chained"] or _LOOK_UP.search(signal.fields["message"]):
+        return False
     same = all(signal.fields[key] == before.fields[key] for key in ("type", "message"))
     return signal.fields["rank"] == before.fields["rank"] and not same
 
@@ -209,15 +277,19 @@ def _error(evidence: Evidence, failures: tuple[Signal, ...]) -> dict[str, str] |
     raised = [s for s in failures if s.name == "exception"]
     real = [s for s in raised if not s.fields["type"].endswith(_MESSENGERS)]
     if not real and evidence.log:  # another rank was still at work when this one was going under
-        earlier = evidence.log.all("exception")
+        begun = max((s.line for s in evidence.log.all("begun")), default=0)
+        earlier = [s for s in evidence.log.all("exception") if s.fields["rank"] or s.line > begun]
         real = [s for s in earlier if not s.fields["type"].endswith(_MESSENGERS)][-1:]
     chosen: Signal | None = None
     for signal in real:
-        if chosen is None or (_follows(signal, chosen) and signal.fields["chained"]):
+        if chosen is None or _replaces(signal, chosen):
             chosen = signal
     refused = next((s for s in failures if s.name == "refused"), None)
     if refused is not None:
         return {"type": "arguments", "message": refused.fields["message"]}
+    absent = next((s for s in failures if s.name in ("not_started", "not_found")), None)
+    if absent is not None and not real:
+        return {"type": absent.name, "message": absent.fields["message"]}
     if chosen is not None:
         return {key: chosen.fields[key] for key in ("type", "message", "at", "rank")}
     for record, event in evidence.probe.events("error") if evidence.probe else ():

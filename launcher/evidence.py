@@ -30,6 +30,7 @@ _NUMBERED = re.compile(r"\.(\d+)\.(?:log|json)$")
 _CHECKPOINT = re.compile(r"(?:^|/)(?:step_|epoch_|global_step|checkpoint-)\d+(?:/|$)")
 _SCRIPT = re.compile(r"\b(?:(?P<dpo>dpo\w*)|finetune)\.py:")
 _REWARD = re.compile(r"^rewards/")
+_DPO_ARGUMENT = re.compile(r"^dpo_")  # of a time when both stages had a class of one name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +223,7 @@ class Evidence:
         """`sft` or `dpo`, by the arguments dump, DPO's rewards or the script; None if unknown."""
         log, stages = self.log, open_instruct_log.STAGES
         if log is not None and (named := [stages[b] for b in log.blocks if b in stages]):
-            return named[-1]
+            return "dpo" if any(map(_DPO_ARGUMENT.match, log.asked)) else named[-1]
         if log is not None and log.steps:
             last = log.steps[-1]
             if "epoch" in last.extra:  # a dict of HF Trainer

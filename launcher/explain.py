@@ -201,9 +201,14 @@ def near(key: str) -> list[str]:
 def _explained(key: str, schema: Schema, source: Upstream, here: Here | None) -> Explained:
     entry = stage.entry_of(schema)
     moved = entry.moved.get(key)
+    there = upstream.at_pin(schema, key) if key not in schema.fields else None
     advice = None
-    if key not in schema.fields and moved is not None:
-        advice = moved.why if moved.to is None else f"{moved.why}: write `{moved.to}`"
+    if key not in schema.fields and moved is not None and moved.to is None:
+        advice = moved.why
+    elif key not in schema.fields and moved is not None and moved.to in schema.fields:
+        advice = f"{moved.why}: write `{moved.to}`"
+    elif there is not None:
+        advice = f"not at {_short(schema)}; it is one at the pin ({there})"
     elif key not in schema.fields and key in options.KEYS:
         advice = "launch's own: it stands beside `args:`, not in it"
     return Explained(

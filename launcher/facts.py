@@ -65,6 +65,8 @@ def read(
     for stage in stages:
         sources, walked, beside = Sources(trees), Sources(own), Sources(own)
         try:
+            if digest(trees, script := backend.STAGES[stage].script) is None:
+                raise LookupError(f"it has no {script}")
             _read_stage(backend, stage, sources, walked, externals, told)
             told["beside"][stage] = _beside(backend, stage, beside, told)
             if (places := backend.STAGES[stage].models) is not None:

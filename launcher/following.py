@@ -29,16 +29,17 @@ class Detached(Exception):
     """Whoever looked on has seen enough; the run goes on."""
 
 
-def until_over(folder: RunFolder, attempt: Attempt, *, forward: bool) -> None:
-    """Show an attempt until it and its keeper are gone.
+def until_over(folder: RunFolder, attempt: Attempt, *, forward: bool) -> bool:
+    """Show an attempt until it and its keeper are gone; returns whether a stop was asked for here.
 
     With `forward`, INT and TERM stop the run (twice: without waiting); else INT raises Detached. If
     the keeper was killed, this looks after the orphan: it judges it and calls `--on-finish`.
     """
+    asked: list[int] = []
     if not _goes_on(folder):
         _see_to_the_end(folder, attempt)
-        return
-    with _signals(folder, forward=forward):
+        return False
+    with _signals(folder, asked, forward=forward):
         view = View(
             attempt.title, folder.console(attempt.number), folder.probe, attempt.total,
             terminal=sys.stderr is not None and sys.stderr.isatty(), world=attempt.world,
@@ -47,6 +48,7 @@ def until_over(folder: RunFolder, attempt: Attempt, *, forward: bool) -> None:
         with view.showing():
             _look_on(folder, view)
     _see_to_the_end(folder, attempt)
+    return bool(asked)
 
 
 def _look_on(folder: RunFolder, view: View) -> None:
@@ -83,8 +85,9 @@ def _see_to_the_end(folder: RunFolder, attempt: Attempt) -> None:
 
 
 @contextlib.contextmanager
-def _signals(folder: RunFolder, *, forward: bool) -> Iterator[None]:
+def _signals(folder: RunFolder, asked: list[int], *, forward: bool) -> Iterator[None]:
     def hand_on(number: int, _frame: FrameType | None) -> None:
+        asked.append(number)
         told = runner.keeper_of(folder)
         if told is not None and told.lives():
             with contextlib.suppress(ProcessLookupError, PermissionError):

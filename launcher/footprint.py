@@ -11,12 +11,14 @@ from typing import Any
 from launcher import lengths, memory, shapes
 from launcher import situation as situations
 from launcher.activations import FULL, HALF
-from launcher.backends import model_config, olmo_core_rules
+from launcher.backends import model_config, olmo_core_rules, trl_mappings, trl_resolved
+from launcher.backends.model_rules import LIGER_MODELS
 from launcher.errors import Finding, InvalidConfig
 from launcher.lengths import Batch, Lengths
 from launcher.memory import Adapters, Setup, Sharding, Zero
 from launcher.packed_rows import Packed, pack
 from launcher.plan import Plan
+from launcher.schema import Values
 from launcher.shapes import Shape
 
 ATTENTIONS = ("flash_2", "flash_3", "flash_4", "sdpa", "eager")
@@ -26,7 +28,14 @@ UNKNOWN_STEPS = 1000
 _OPEN_INSTRUCT_TARGETS = (
     "q_proj", "o_proj", "v_proj", "k_proj", "gate_proj", "up_proj", "down_proj",
 )  # fmt: skip
+# peft/utils/constants.py: the families of shapes.py for which it chooses itself
 _PEFT_TARGETS = ("q_proj", "v_proj")
+_PEFT_FAMILIES = frozenset({
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text",
+})  # fmt: skip
+# what keeps Adam's two states, and whether it is the fused one; transformers/training_args.py:809
+_ADAM = {"adamw_torch_fused": True, "adamw_torch": False}
+_OPTIMIZER = "adamw_torch_fused"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,15 +81,43 @@ class Footprint:
                 dropout=bool(values.get("lora_dropout")),
             )  # fmt: skip
         if values.get("use_peft"):
-            named = values.get("lora_target_modules") or _PEFT_TARGETS
-            if named in ("all-linear", ["all-linear"]):
-                named = tuple(self.shape.linears())
             width = HALF if self.zero is not None else FULL
             return Adapters(
-                rank=int(values["lora_r"]), targets=tuple(named), bytes=width,
+                rank=int(values["lora_r"]), targets=self._targets(), bytes=width,
                 dropout=bool(values.get("lora_dropout")),
             )  # fmt: skip
         return None
+
+    def _targets(self) -> tuple[str, ...]:
+        """The layer's linears that PEFT puts adapters on, as far as they are among those described."""
+        named, linears = self.plan.values.get("lora_target_modules"), self.shape.linears()
+        if not named:
+            return _PEFT_TARGETS
+        if named in ("all-linear", ["all-linear"]):
+            return tuple(linears)
+        return tuple(
+            name for name in linears if any(name in self._ends(one) for one in _texts(named))
+        )
+
+    def _ends(self, target: str) -> set[str]:
+        """Last names of the layer's weights whose path ends with a name, as PEFT looks for them."""
+        paths = [name.removesuffix(".weight") for name in self.shape.layer]
+        return {path.split(".")[-1] for path in paths if f".{path}".endswith(f".{target}")}
+
+    def _require_adapters(self) -> None:
+        values = self.plan.values
+        named, linears = values.get("lora_target_modules"), self.shape.linears()
+        if not values.get("use_peft") or named in ("all-linear", ["all-linear"]):
+            return
+        if not named and self.shape.family not in _PEFT_FAMILIES:
+            message = f"PEFT itself chooses no `lora_target_modules` for {self.shape.family} models"
+            raise InvalidConfig(_undescribed(self.plan, message, "name them"))
+        for one in _texts(named):
+            if not (ends := self._ends(one)) or not ends <= linears.keys():
+                raise InvalidConfig(_undescribed(
+                    self.plan, f"the memory of LoRA on `{one}` is not described: described are "
+                    + ", ".join(linears)
+                ))  # fmt: skip
 
     @property
     def zero(self) -> Zero | None:
@@ -90,9 +127,17 @@ class Footprint:
     @property
     def autocast(self) -> bool:
         """Whether accelerate casts to 16 bits around each operator; DeepSpeed casts the model instead."""
+        if self.zero is not None:
+            return False
         if self.plan.stage.options.backend == "trl":
-            return self.plan.values.get("bf16") is not False or bool(self.plan.values.get("fp16"))
-        return self.zero is None and self.plan.mixed_precision != "no"
+            return trl_resolved.precision(self.plan.values) is not None
+        return self.plan.mixed_precision != "no"
+
+    @property
+    def liger(self) -> bool:
+        """Whether Liger's kernels run: TRL goes on without them where it has none for the model."""
+        asked = bool(self.plan.values.get(self.plan.stage.entry.names.liger))
+        return asked and self.shape.family in LIGER_MODELS
 
     def setup(self, per_device: int | None = None, accumulation: int | None = None) -> Setup:
         """What memory depends on; another split of the global batch where one is given.
@@ -101,6 +146,7 @@ class Footprint:
         """
         plan, values = self.plan, self.plan.values
         _require_described(plan)
+        self._require_adapters()
         rows = (per_device or plan.per_device) * (2 if self.dpo else 1)
         times = accumulation or plan.accumulation
         if plan.stage.entry.torchrun:
@@ -113,9 +159,9 @@ class Footprint:
             processes=plan.processes, accumulation=times, stage=plan.stage.options.stage,
             loss=self._loss(), reference=self._reference(), zero=self.zero,
             attention="flash" if self.attention.startswith("flash") else self.attention,
-            liger=bool(values.get(plan.stage.entry.names.liger)), checkpointing=self.checkpointing,
-            weight_bytes=self._weight_bytes() if trl else HALF, autocast=self.autocast,
-            adapters=self.adapters, packed=self.packed, steps=plan.steps,
+            liger=self.liger, checkpointing=self.checkpointing, weight_bytes=self._weight_bytes(),
+            autocast=self.autocast, adapters=self.adapters, packed=self.packed, steps=plan.steps,
+            fused_optimizer=_ADAM[_optimizer(values)] if trl else bool(values["fused_optimizer"]),
         )  # fmt: skip
 
     def _sharded(self, rows: int, times: int) -> Setup:
@@ -148,15 +194,40 @@ class Footprint:
             sharding=Sharding(
                 shards=shards, share=min(1.0, float(share or 0)) if compiled else None
             ),
-            steps=plan.steps,
+            steps=plan.steps, fused_optimizer=bool(values["fused_optimizer"]),
         )  # fmt: skip
 
     def _weight_bytes(self) -> int:
-        told = str(
-            self.plan.values.get("dtype") or self.plan.values.get("torch_dtype") or "float32"
-        )
+        """Bytes an element of the loaded weights; what DeepSpeed trains it has cast to 16 bits.
+
+        Raises InvalidConfig where the config would have to say their type, or everything is of 32 bits.
+        """
+        if self.zero is not None:
+            # deepspeed/runtime/engine.py:1463
+            return HALF
+        values, told = self.plan.values, "bfloat16"
+        if self.plan.stage.options.backend == "trl":
+            own = _model_arguments(values)
+            told = str(
+                own.get("dtype") or own.get("torch_dtype") or values.get("dtype") or "float32"
+            )
+        elif self.liger:
+            # finetune.py:578 names no type there
+            told = "auto"
         told = self.shape.dtype if told == "auto" else told
-        return HALF if told in {"bfloat16", "float16", "bf16", "fp16"} else FULL
+        if not told:
+            raise InvalidConfig(_undescribed(
+                self.plan, "the type of the loaded weights is not known: the model's config.json has no "
+                "`torch_dtype`"
+            ))  # fmt: skip
+        width = HALF if told in {"bfloat16", "float16", "bf16", "fp16"} else FULL
+        if width == FULL and not self.autocast:
+            raise InvalidConfig(
+                _undescribed(
+                    self.plan, "the memory of training in 32 bits throughout is not described"
+                )
+            )
+        return width
 
     def _loss(self) -> str:
         if self.plan.stage.options.backend == "trl":
@@ -164,7 +235,7 @@ class Footprint:
             return "tiled"
         if self.dpo:
             return "logprobs"
-        return "liger" if self.plan.values.get(self.plan.stage.entry.names.liger) else "full"
+        return "liger" if self.liger else "full"
 
     def _reference(self) -> str:
         values = self.plan.values
@@ -191,6 +262,8 @@ def attention_of(plan: Plan, asked: str | None = None) -> str:
     That is sdpa for TRL, and for open-instruct the best that is installed: taken to be flash_2.
     """
     said = asked or plan.values.get("attn_implementation")
+    if asked is None and plan.stage.options.backend == "trl":
+        said = trl_resolved.attention(plan.values)[0]
     if isinstance(said, str) and (named := _SPELT.get(said, said)) in ATTENTIONS:
         return named
     return "sdpa" if plan.stage.options.backend == "trl" else "flash_2"
@@ -215,7 +288,16 @@ def zero_of(plan: Plan, hidden: int) -> Zero | None:
             section["zero_hpz_partition_size"] = plan.values.get("zero_hpz_partition_size")
         return memory.zero_of({"zero_optimization": section}, hidden)
     told, _ = situations.deepspeed_of(plan.stage.options)
+    if plan.stage.options.backend == "trl":
+        # TRL's own replaces launch's
+        replaced = trl_resolved.own_deepspeed(plan.values)
+        told = told if replaced is None else replaced
     return memory.zero_of(told, hidden)
+
+
+def _model_arguments(values: Values) -> Mapping[str, Any]:
+    """What TRL hands to the model's making (trl/scripts/sft.py:83): keys of its config among them."""
+    return trl_mappings.inline(values.get("model_init_kwargs")) or {}
 
 
 def shape_of(plan: Plan, like: str | None = None) -> Shape:
@@ -235,7 +317,8 @@ def shape_of(plan: Plan, like: str | None = None) -> Shape:
     if plan.stage.entry.torchrun:
         # neither of the two is read there; OLMo-core at the pin ties no embeddings
         return shapes.untied(shapes.find(name, environ))
-    given = values.get("additional_model_arguments")
+    trl = plan.stage.options.backend == "trl"
+    given = _model_arguments(values) if trl else values.get("additional_model_arguments")
     replaced = given if isinstance(given, Mapping) else None
     revision = values.get("model_revision")
     return shapes.find(name, environ, revision if isinstance(revision, str) else None, replaced)
@@ -244,27 +327,50 @@ def shape_of(plan: Plan, like: str | None = None) -> Shape:
 def _require_described(plan: Plan) -> None:
     values = plan.values
     quantised = [k for k in ("use_qlora", "load_in_4bit", "load_in_8bit") if values.get(k)]
+    optimizer, trl = _optimizer(values), plan.stage.options.backend == "trl"
     told = {
         "quantised weights": bool(quantised),
         "FSDP": bool(values.get("fsdp")),
         "tensor parallelism": int(values.get("tensor_parallel_degree") or 1) > 1
         and plan.stage.entry.torchrun,
         "sequence parallelism": int(values.get("sequence_parallel_size") or 1) > 1,
-        "an optimizer of less than 32 bits": "8bit" in str(values.get("optim")),
+        "an optimizer of less than 32 bits": "8bit" in optimizer,
+        f"`optim: {optimizer}`": trl and "8bit" not in optimizer and optimizer not in _ADAM,
+        # dpo_tune_cache.py:425
+        "a paged optimizer": bool(values.get("dpo_use_paged_optimizer")),
+        "separate forward passes": values.get("concatenated_forward") is False,
+        "adapters that are more than LoRA": trl and bool(values.get("use_peft")) and any(
+            values.get(k) for k in ("use_dora", "lora_modules_to_save", "lora_target_parameters")
+        ),
+        "offloaded activations": trl and bool(values.get("activation_offloading")),
         "the Muon optimizer": values.get("optimizer_type") == "muon",
         "training on the CPU": not plan.gpus,
-    }
+    }  # fmt: skip
     lacking = [what for what, asked in told.items() if asked]
     if lacking:
-        origin = plan.stage.config.origin("args")
         raise InvalidConfig(
-            Finding(
-                severity="error", layer="launch", code="unknown-memory",
-                message=f"the memory of {' and '.join(lacking)} is not described",
-                help="measure it: `launch check` tells the peak of a short run", file=origin.file,
-                line=origin.line,
-            )
-        )  # fmt: skip
+            _undescribed(plan, f"the memory of {' and '.join(lacking)} is not described")
+        )
+
+
+def _optimizer(values: Values) -> str:
+    """TRL's, where it has one."""
+    return str(values.get("optim") or _OPTIMIZER)
+
+
+_MEASURE = "measure it: `launch check` tells the peak of a short run"
+
+
+def _undescribed(plan: Plan, message: str, help: str = _MEASURE) -> Finding:
+    origin = plan.stage.config.origin("args")
+    return Finding(
+        severity="error", layer="launch", code="unknown-memory", message=message, help=help,
+        file=origin.file, line=origin.line,
+    )  # fmt: skip
+
+
+def _texts(named: Any) -> list[str]:
+    return [str(one) for one in (named if isinstance(named, list) else [named] if named else [])]
 
 
 def refilled(plan: Plan) -> int | None:

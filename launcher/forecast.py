@@ -223,8 +223,11 @@ def make(request: Request, gpus: Sequence[int], terms: Terms) -> Forecast:
             raise usage(code, f"--{name} is more than 0, not {value:g}")
     if terms.price is not None and not all(gpus):
         raise usage("price-without-gpus", "a price is for GPUs, and there are none")
-    asked = ask(replace(request, gpus=max(gpus)), running=False)
     card = _card(terms)
+    if terms.fit and card.gib is None:
+        said = "how much fits is not known: neither is the card"
+        raise usage("fit-without-memory", said, "--gpu-memory GIB")
+    asked = ask(replace(request, gpus=max(gpus)), running=False)
     rungs: list[Rung] = []
     lost: list[Finding] = []
     seen: Lengths | None = None
@@ -248,8 +251,20 @@ def make(request: Request, gpus: Sequence[int], terms: Terms) -> Forecast:
     return Forecast(
         rungs=tuple(rungs), shape=shape_of(rungs[0].plan, terms.shape).source, lengths=seen.source,
         attention=attention_of(rungs[0].plan, terms.attention),
-        findings=tuple(f for rung in rungs for f in rung.findings),
+        findings=(*(f for rung in rungs for f in rung.findings), *_unpriced(rungs, terms)),
         variances=budget.VARIANCES.get((schema.backend, schema.key), ()) if several else (),
+    )  # fmt: skip
+
+
+def _unpriced(rungs: Sequence[Rung], terms: Terms) -> Iterator[Finding]:
+    """Why a price came to no cost."""
+    unknown = [rung for rung in rungs if rung.bill.cost is None]
+    if terms.price is None or not unknown:
+        return
+    counts = ", ".join(str(rung.plan.gpus * rung.plan.nodes) for rung in unknown)
+    yield Finding(
+        severity="note", layer="launch", code="unknown-cost",
+        message=f"{counts} GPU(s): no cost: {unknown[0].bill.formula}",
     )  # fmt: skip
 
 
@@ -303,7 +318,9 @@ def _rung(planned: Plan, rows: Lengths, terms: Terms, card: _Card) -> Rung:
     ) if row is None else budget.tokens_of_rows(row, planned.processes)  # fmt: skip
     speed = _speed(footprint, tokens, terms, card)
     bill = (
-        Bill(hours=None, cost=None, formula="the speed is not known: --gpu H100, or --tokens-per-second")
+        Bill(
+            hours=None, cost=None, formula="the speed is not known: --gpu H100, or --tokens-per-second"
+        )
         if speed is None
         else budget.bill(
             steps=planned.steps, tokens=tokens, speed=speed, devices=planned.processes,

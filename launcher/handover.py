@@ -7,7 +7,8 @@ with the folder that it will really be given.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import shlex
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from launcher.backends import BACKENDS
 from launcher.backends.entry import Names
 from launcher.chain import Chain, Link
 from launcher.config import Config
-from launcher.devices import Devices
 from launcher.errors import (
     Finding,
     InvalidConfig,
@@ -31,10 +31,10 @@ from launcher.errors import (
     brief,
     errors,
 )
-from launcher.machine import Trainer
 from launcher.paths import canonical
 from launcher.plan import Plan
-from launcher.preparation import Prepared, Request
+from launcher.preparation import Asked, Prepared, Request
+from launcher.redaction import redact
 from launcher.stage import Judged
 from launcher.upstream import Locator
 
@@ -77,6 +77,27 @@ class Order:
             probe=self.probe, devices=self.devices, runs=self.runs,
         )  # fmt: skip
 
+    def again(self, *more: str, first: str | None = None) -> str:
+        """The command line that asks for the same once more, from `first` on, with further words.
+
+        Tokens are taken out.
+        """
+        given = {
+            "--from": first or self.first, "--until": self.last, "--gpus": self.gpus,
+            "--devices": self.devices, "--python": self.python, "--open-instruct": self.checkout,
+        }  # fmt: skip
+        flags = {
+            "--allow-unpinned": self.allow_unpinned, "--allow-unproven": self.allow_unproven,
+            "--strict": self.strict, "--no-probe": not self.probe,
+        }  # fmt: skip
+        words = ["launch", "pipeline", str(self.chain.path)]
+        words += [f"{one.name}.{text}" for one in self.chain.links for text in one.overrides]
+        words += [word for k, v in given.items() if v is not None for word in (k, str(v))]
+        words += [name for name, value in flags.items() if value]
+        words += [word for name in self.allowed for word in ("--allow-changed-resume", name)]
+        told: str = redact(shlex.join([*words, *more]))
+        return told
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
@@ -109,8 +130,9 @@ class Step:
 
     @property
     def live(self) -> bool:
-        """Whether it is being trained right now."""
-        return runner.alive(self.prepared.folder.path)
+        """Whether it is being trained, or judged, right now."""
+        folder = self.prepared.folder
+        return runner.alive(folder.path) or runner.keeper_lives(folder)
 
     def handed(self, source: Path | str) -> list[str]:
         """The overrides that make `source` its model and its tokenizer."""
@@ -119,11 +141,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """All stages that matter, by name, in order, and what is worth saying of those that are to run."""
+    """All stages that matter, by name, in order, and what is worth saying of those that are to run.
+
+    `live` are those of the latter that are being trained already: whoever started them did not live to.
+    """
 
     steps: Mapping[str, Step]
     links: tuple[Link, ...]
     findings: tuple[Finding, ...]
+    live: tuple[Step, ...] = ()
 
 
 def survey(order: Order, *, running: bool) -> Survey:
@@ -136,13 +162,15 @@ def survey(order: Order, *, running: bool) -> Survey:
     links = order.links
     for link in order.chain.links[: order.chain.links.index(links[-1]) + 1]:
         surveyor.visit(link, within=link in links)
+    live = tuple(step for step in surveyor.steps.values() if step.link in links and step.live)
+    surveyor.ask_machine(live=bool(live))
     surveyor.names_known()
     found = tuple(dict.fromkeys(surveyor.findings))
     if surveyor.refused or errors(found, strict=order.strict):
         raise InvalidConfig(found)
     if running and surveyor.lacking:
         raise NotReady(tuple(dict.fromkeys(surveyor.lacking)))
-    return Survey(steps=surveyor.steps, links=links, findings=found)
+    return Survey(steps=surveyor.steps, links=links, findings=found, live=live)
 
 
 def _handed(model: str, tokenizer: bool, source: Path | str) -> list[str]:
@@ -164,6 +192,7 @@ class _Surveyor:
         self.given_up: set[str] = set()
         self.roots: dict[str, str | None] = {}
         self.places: dict[str, Path] = {}
+        self.starts: list[tuple[Link, Asked, Plan]] = []
         files = [canonical(link.config) for link in order.chain.links]
         self.twice = {file for file in files if files.count(file) > 1}
         # the stages before the first one that are needed for where their model lies
@@ -239,8 +268,16 @@ class _Surveyor:
         # of a run of ours the start itself knows more; a model of nobody's is not written over
         known = resume.SUPERSEDED if told is not None else {"finished-output"}
         self._say(link, [finding for finding in around if finding.code not in known])
-        live = any(step.live for step in self.steps.values()) or runner.alive(dry.folder.path)
-        self._say(link, _ready(made, asked.trainer, None if live else asked.chosen(), live))
+        self.starts.append((link, asked, made))
+
+    def ask_machine(self, *, live: bool) -> None:
+        """What this machine lacks for any stage; not of its GPUs while one is training on them."""
+        for link, asked, made in self.starts:
+            try:
+                chosen = None if live else asked.chosen()
+                self._say(link, doctor.require_ready(made, asked.trainer, chosen, elsewhere=live))
+            except NotReady as error:
+                self.lacking += [self._named(link, one) for one in error.findings]
 
     # -- findings
 
@@ -406,11 +443,6 @@ def _origin(link: Link, key: str) -> Any:
     return replace(origin, file=moved.file or origin.file, line=moved.line, override=None)
 
 
-def _ready(made: Plan, trainer: Trainer, chosen: Devices | None, live: bool) -> Sequence[Finding]:
-    """What this machine lacks for a stage; of its GPUs nothing is asked while one is training on them."""
-    return doctor.require_ready(made, trainer, chosen, elsewhere=live)
-
-
 def _is_adapter(source: Step, order: Order) -> bool:
     """Of a stage that is not run again, what lies there says it."""
     if source.link in order.links:
@@ -430,6 +462,6 @@ def _require(source: Step, link: Link, order: Order) -> None:
         Finding(
             severity="error", layer="launch", code="pipeline-needs", file=str(source.model),
             message=f"{link.name} begins from {source.model}, the model of {source.link.name}: {wrong}",
-            help=f"launch pipeline {order.chain.path} --from {source.link.name}",
+            help=order.again(first=source.link.name),
         )
     )  # fmt: skip

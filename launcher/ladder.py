@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import math
-import os
 import shutil
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,23 +18,22 @@ from pathlib import Path
 from typing import Any
 
 from launcher import (
+    claim,
     contents,
-    devices,
     gates,
     plan,
     preparation,
-    publish,
     report,
     rundir,
     rungs,
     runner,
     trial,
-)
+)  # fmt: skip
 from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, NotReady
 from launcher.forecast import Terms
 from launcher.gates import Facts, Flag
-from launcher.machine import Trainer
-from launcher.preparation import Request
+from launcher.preparation import Asked, Request
+from launcher.rundir import RunFolder
 from launcher.rungs import Rung
 from launcher.stage import Stage
 from launcher.trial import Outcome
@@ -148,44 +146,45 @@ def prepared(
     request: Request, gpus: Sequence[int], *, steps: int, terms: Terms, fresh: bool = False,
     running: bool = True,
 ) -> Iterator[Climb]:  # fmt: skip
-    """All rungs, validated and planned before the first one starts, and their folder held.
+    """All rungs, validated and planned before the first one starts, and nobody else at them.
 
-    Raises InvalidConfig, NotReady or UsageError: then nothing was started, and no folder is left.
+    Raises InvalidConfig, NotReady or UsageError: then nothing was started, and no folder is left. A dry
+    run may be made while a rung trains.
     """
     asked = preparation.ask(replace(request, gpus=max(gpus)), running=running)
-    if running:
-        rungs.require_here(gpus)
-    key = _key(asked.stage, gpus, steps, asked.trainer)
-    known = None if fresh else _known(key)
-    name = asked.stage.name
-    folder = known or (
-        trial.new_folder(KIND, name) if running else rundir.runs_root() / f"{KIND}-{name}"
-    )
-    with trial.alone(folder) if running else contextlib.nullcontext():
-        _require_quiet(folder)
-        try:
-            made = rungs.prepare(
-                asked.stage, request, gpus, steps=steps, folder=folder, terms=terms, running=running
-            )
-            found = (*asked.stage.findings, *rungs.findings(asked.stage, made, steps))
-            yield Climb(
-                stage=asked.stage, request=request, rungs=tuple(made), steps=steps, terms=terms,
-                folder=folder, key=key, findings=tuple(dict.fromkeys(found)),
-            )  # fmt: skip
-        finally:
-            if running and not (folder / RECORD).exists():
-                _forget(folder)
+    stage, key = asked.stage, ""
+    folder = rundir.runs_root() / f"{KIND}-{stage.name}"
+    with contextlib.ExitStack() as held:
+        if running:
+            rungs.require_here(gpus, asked.seen)
+            key = _key(asked, gpus, steps)
+            # of the key, not of a folder: two starts at once have no folder in common yet
+            place = claim.place("ladders", f"{rundir.runs_root()}\0{key}")
+            busy = trial.under_way(stage.config.path, "wait for it")
+            held.enter_context(claim.alone(place, busy))
+            folder = (None if fresh else _known(key)) or trial.new_folder(KIND, stage.name)
+            # one that nothing was written into
+            held.callback(rundir.release, RunFolder(folder))
+            _require_quiet(folder)
+        made = rungs.prepare(
+            stage, request, gpus, steps=steps, folder=folder, terms=terms, running=running
+        )
+        found = (*stage.findings, *rungs.findings(stage, made, steps))
+        yield Climb(
+            stage=stage, request=request, rungs=tuple(made), steps=steps, terms=terms,
+            folder=folder, key=key, findings=tuple(dict.fromkeys(found)),
+        )  # fmt: skip
 
 
-def _key(stage: Stage, gpus: Sequence[int], steps: int, trainer: Trainer) -> str:
+def _key(asked: Asked, gpus: Sequence[int], steps: int) -> str:
     """The same for the same stage, source, content, length, packages and kind of GPU, whatever the rungs."""
-    present = devices.look(os.environ).present
+    stage, present = asked.stage, () if asked.seen is None else asked.seen.present
     told = {
         "options": {k: v for k, v in stage.config.options.items() if k not in _OTHERWISE},
         "args": dict(stage.args), "steps": steps, "source": stage.upstream.as_json(),
         "contents": _contents(stage, gpus),
         "gpu": present[0].name if present else None,
-        "packages": {name: trainer.packages.get(name) for name in _PACKAGES},
+        "packages": {name: asked.trainer.packages.get(name) for name in _PACKAGES},
     }  # fmt: skip
     text = json.dumps(told, sort_keys=True, default=str)
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
@@ -207,9 +206,9 @@ def _known(key: str) -> Path | None:
 
 
 def _require_quiet(folder: Path) -> None:
-    """Raise NotReady where a rung still trains whose command was killed."""
+    """Raise NotReady where a rung still trains, or is about to, whose command was killed."""
     for run in rundir.newest_first(folder):
-        if runner.alive(run.path):
+        if runner.alive(run.path) or claim.held(run):
             raise NotReady(
                 Finding(
                     severity="error", layer="launch", code="run-is-live", file=str(run.path),
@@ -217,14 +216,6 @@ def _require_quiet(folder: Path) -> None:
                     help=f"wait for it, or launch stop {run.path.name}",
                 )
             )  # fmt: skip
-
-
-def _forget(folder: Path) -> None:
-    """Take back the folder of a ladder of which nothing was run."""
-    with contextlib.suppress(OSError):
-        if not any(name != ".lock" for name in os.listdir(folder)):
-            (folder / ".lock").unlink()
-            folder.rmdir()
 
 
 # --- the climb ------------------------------------------------------------------------------------
@@ -235,7 +226,7 @@ def climb(planned: Climb, *, allow_unproven: bool = False, quiet: bool = False) 
 
     INT and TERM stop the rung that runs, and nothing follows; a terminal that goes stops nothing.
     """
-    with trial.without_terminal():
+    with trial.unwatched():
         return _climb(planned, allow_unproven=allow_unproven, quiet=quiet)
 
 
@@ -293,12 +284,9 @@ def _result(
 
 
 def _page(folder: Path, standings: Sequence[Standing]) -> Path | None:
-    paths = [str(one.told.get("run")) for one in standings]
-    if not paths:
-        return None
-    with contextlib.suppress(LaunchError, OSError):
-        publish.write_page(publish.gather(paths), folder / "report.html")
-        return folder / "report.html"
+    runs = [Path(str(one.told.get("run"))) for one in standings]
+    with contextlib.suppress(LaunchError):
+        return trial.page(runs, folder / "report.html")
     return None
 
 
@@ -426,17 +414,19 @@ def _estimate(planned: Climb, top: Standing) -> Estimate:
     stage, step = planned.stage, top.facts.step_seconds
     whole, steps = rungs.full_steps(stage, planned.request, top.gpus, planned.terms)
     if step is None or not steps:
-        why = "its steps are not known: --rows N" if step else "no step was timed"
+        missing = " and ".join(rungs.missing_for_steps(stage, whole, planned.terms))
+        why = f"its steps are not known: {missing}" if step else "no step was timed"
         return Estimate(gpus=top.gpus, steps=steps, hours=None, cost=None, formula=why)
     seconds = steps * step
     formula = f"{steps:,} steps x {step:.3g} s, as measured"
-    passed = _reference_rows(stage, planned.terms.rows or whole.rows)
+    passed = _reference_rows(stage, whole.rows or planned.terms.rows)
     if passed:
         # forward only: a third of a step over as many rows
         seconds += passed / whole.global_batch * step / 3
         formula += f", and {passed:,} rows through the reference"
     hours, price = seconds / 3600, planned.terms.price
-    cost = None if price is None else hours * price * top.facts.devices
+    # a price is for GPUs
+    cost = None if price is None or not top.gpus else hours * price * top.facts.devices
     return Estimate(gpus=top.gpus, steps=steps, hours=hours, cost=cost, formula=formula)
 
 
@@ -458,7 +448,8 @@ COLUMNS = (
 
 def show(result: Result) -> None:
     """The table, what is not green, go or no-go, and what the full run takes."""
-    report.table([_row(one) for one in result.standings], COLUMNS)
+    if result.standings:
+        report.table([_row(one) for one in result.standings], COLUMNS)
     for one in result.standings:
         for flag in one.flags:
             if flag.colour != "green":

@@ -20,6 +20,8 @@ from launcher.errors import Finding, InvalidConfig, NotReady, UsageError, brief
 # With a mean and a maximum alone, rows are taken as log-normal, which lengths of documents commonly are,
 # with this many standard deviations (of the logarithm) from the median to the maximum.
 _REACH = 2.9
+# A maximum further away than that comes to is one row of its own, and says nothing of the others.
+_WIDEST = 1.5
 _SAMPLE = 400
 _SAMPLED_BYTES = 64 * 2**20
 _NORMAL = NormalDist()
@@ -31,6 +33,7 @@ class Lengths:
 
     `histogram` counts rows by length where they were seen; else `mean` and `longest` are given and the
     form between them assumed. A row of DPO is one of its two sequences. `rows` counts dataset rows.
+    `uncut` are mean and maximum before such rows were truncated at `longest`.
     """
 
     mean: float
@@ -38,6 +41,7 @@ class Lengths:
     source: str
     rows: int | None = None
     histogram: tuple[tuple[int, int], ...] = ()
+    uncut: tuple[float, int] | None = None
 
     @property
     def deviation(self) -> float:
@@ -45,6 +49,9 @@ class Lengths:
         if self.histogram:
             total = sum(n for _, n in self.histogram)
             return math.sqrt(sum(n * (x - self.mean) ** 2 for x, n in self.histogram) / total)
+        if self.uncut is not None:
+            mean, squares = self._moments(self.longest)
+            return math.sqrt(max(0.0, squares - mean * mean))
         spread = self._spread()
         return min(self.mean * math.sqrt(math.expm1(spread * spread)), self.longest / 2)
 
@@ -63,8 +70,12 @@ class Lengths:
             return self
         source = f"{self.source}, cut at {limit}"
         if not self.histogram:
-            mean = min(self.mean, float(limit))
-            return Lengths(mean=mean, longest=limit, source=source, rows=self.rows)
+            mean, longest = self.uncut or (self.mean, self.longest)
+            share = self._moments(limit)[0] / self._moments(longest)[0]
+            return Lengths(
+                mean=min(max(1.0, mean * share), float(limit)), longest=limit, source=source,
+                rows=self.rows, uncut=(mean, longest),
+            )  # fmt: skip
         counts: dict[int, int] = {}
         for length, count in self.histogram:
             counts[min(length, limit)] = counts.get(min(length, limit), 0) + count
@@ -77,9 +88,7 @@ class Lengths:
                 return 1.0
             if share >= 1:
                 return float(self.longest)
-            spread = self._spread()
-            middle = math.log(self.mean) - spread * spread / 2
-            value = math.exp(middle + spread * _NORMAL.inv_cdf(share))
+            value = math.exp(self._middle() + self._spread() * _NORMAL.inv_cdf(share))
             return min(float(self.longest), max(1.0, value))
         wanted = share * sum(n for _, n in self.histogram)
         seen = 0
@@ -104,11 +113,33 @@ class Lengths:
         value = mean * (1 - 1 / (9 * form) + z / (3 * math.sqrt(form))) ** 3
         return min(float(rows * self.longest), max(mean, value))
 
+    def _middle(self) -> float:
+        """Mean of the logarithm."""
+        mean, spread = (self.uncut or (self.mean, 0))[0], self._spread()
+        return math.log(mean) - spread * spread / 2
+
+    def _moments(self, limit: int) -> tuple[float, float]:
+        """Mean, and mean of the squares, of the assumed rows cut at a limit."""
+        middle, spread, end = self._middle(), self._spread(), math.log(limit)
+        if not spread:
+            one = min(math.exp(middle), float(limit))
+            return one, one * one
+        beyond = 1 - _NORMAL.cdf((end - middle) / spread)
+        found = []
+        for power in (1, 2):
+            shift = power * spread * spread
+            below = _NORMAL.cdf((end - middle - shift) / spread)
+            found.append(
+                math.exp(power * middle + power * shift / 2) * below + limit**power * beyond
+            )
+        return found[0], found[1]
+
     def _spread(self) -> float:
         """Deviation of the logarithm, from longest/mean = exp(reach s - s^2/2)."""
-        ratio = math.log(max(1.0, self.longest / self.mean))
+        mean, longest = self.uncut or (self.mean, self.longest)
+        ratio = math.log(max(1.0, longest / mean))
         root = _REACH * _REACH - 2 * ratio
-        return _REACH - math.sqrt(root) if root > 0 else _REACH
+        return min(_WIDEST, _REACH - math.sqrt(root)) if root > 0 else _WIDEST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

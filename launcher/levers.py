@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from launcher import budget, options, plan
-from launcher.errors import InvalidConfig
 from launcher.footprint import attention_of
 from launcher.lengths import Lengths
 from launcher.options import Batch
@@ -68,12 +67,16 @@ class Lever:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """The levers of a plan, and those that stay as they are, each with the reason."""
+    """The levers of a plan, and those that stay as they are, each with the reason.
+
+    `packages` are those of the trainer's environment: what of `attention:` can be had depends on them.
+    """
 
     plan: Plan
     rows: Lengths | None
     levers: tuple[Lever, ...]
     fixed: Mapping[str, str] = field(default_factory=dict)
+    packages: Mapping[str, str] | None = None
 
     @property
     def base(self) -> dict[str, Setting]:
@@ -88,6 +91,9 @@ class Space:
             if chosen.get("packing") == "padding_free" and not _flash(chosen, self.plan):
                 continue
             total = total_rows(self.plan, self.rows, chosen)
+            if total == self.plan.global_batch and len(around) == len(self.levers):
+                yield chosen
+                continue
             for per_device in budget.splits(total, devices(self.plan)):
                 yield {**chosen, "per_device": per_device}
 
@@ -102,7 +108,6 @@ class Here:
 
     packages: Mapping[str, str]
     cpu: bool = False
-    capability: tuple[int, int] | None = None
 
     def has(self, name: str) -> bool:
         """Whether a package is installed, under either spelling of its name."""
@@ -126,7 +131,7 @@ def of_plan(made: Plan, here: Here, rows: Lengths | None) -> Space:
             fixed[name] = told
         elif told is not None:
             levers.append(told)
-    return Space(plan=made, rows=rows, levers=tuple(levers), fixed=fixed)
+    return Space(plan=made, rows=rows, levers=tuple(levers), fixed=fixed, packages=here.packages)
 
 
 Told = Lever | str | None
@@ -185,6 +190,8 @@ def _packing(made: Plan, here: Here, rows: Lengths | None) -> Told:
         return None
     if _trl(made) and _dpo(made):
         return "TRL's DPO pads whatever is asked for"
+    if made.stage.entry.torchrun:
+        return "packed, a step of dpo.py holds the pairs that fit into a row a GPU: another global batch"
     if not _trl(made):
         return Lever(name="packing", now=bool(made.values[names.packing]), values=(_OFF, _ON))
     return _packing_of_trl(made, rows)
@@ -219,7 +226,8 @@ def _packing_of_trl(made: Plan, rows: Lengths | None) -> Told:
 
 def _liger(made: Plan, here: Here, _rows: Lengths | None) -> Told:
     name = made.stage.entry.names.liger
-    if name not in made.values:
+    # dpo.py has the argument and reads it nowhere
+    if name not in made.values or made.stage.entry.torchrun:
         return None
     now = bool(made.values[name])
     if here.cpu:
@@ -232,6 +240,8 @@ def _liger(made: Plan, here: Here, _rows: Lengths | None) -> Told:
 
 
 def _per_device(made: Plan, _here: Here, _rows: Lengths | None) -> Told:
+    if made.stage.entry.torchrun and made.values.get("packing"):
+        return "packed, dpo.py computes one row a GPU in a step, whatever stands in it"
     values = tuple(budget.splits(made.global_batch, devices(made)))
     if len(values) < 2:
         return f"{made.global_batch} rows a step cannot be split in another way"
@@ -242,6 +252,8 @@ def _checkpointing(made: Plan, here: Here, _rows: Lengths | None) -> Told:
     if not _trl(made) and _dpo(made):
         if _adapters(made):
             return "open-instruct's DPO reads it for the full model alone"
+        if made.stage.entry.torchrun and not made.values.get("compile_model"):
+            return "dpo.py computes again only what is compiled"
         return Lever(
             name="checkpointing", now=float(made.values["activation_memory_budget"]) < 1,
             values=(_OFF, _ON),
@@ -457,7 +469,7 @@ def planned(space: Space, settings: Settings) -> Plan:
     if zero is not None:
         opts = replace(opts, deepspeed=options.deepspeed_file(zero), deepspeed_name=zero)
     turned = replace(stage, args=args, options=opts, values=Values(stage.schema, args))
-    return plan.make(turned, gpus=made.gpus, nodes=made.nodes)
+    return plan.make(turned, gpus=made.gpus, nodes=made.nodes, packages=space.packages)
 
 
 def described(name: str, value: Setting) -> str:
@@ -473,12 +485,3 @@ def described(name: str, value: Setting) -> str:
         return {"off": "no packing", "bfd": "packing"}.get(value, value)
     word = {"liger": "Liger", "compile": "torch.compile"}.get(name, name)
     return word if value else f"no {word}"
-
-
-def refused(space: Space, settings: Settings) -> str | None:
-    """Why these settings cannot even be planned; None where they can."""
-    try:
-        planned(space, settings)
-    except InvalidConfig as error:
-        return error.findings[0].message
-    return None

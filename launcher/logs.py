@@ -32,6 +32,7 @@ _WHOLE = re.compile(rb"\.\d{4}|nan|inf")  # enough of a loss where the log is cu
 _PAIR = re.compile(rb"'([^']+)': (?:'([^']*)'|([^,}']+))")
 _RATE = "train_steps_per_second"
 _WORK = ("total_steps", "progress")  # signals after which a failure before them is of the past
+_ENDS = ("saved", "remaining", "training_completed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +101,17 @@ class Log:
 
     @property
     def headless(self) -> bool:
-        """Whether open-instruct trains here, and the arguments that it shows before are not there."""
-        trains = self.first("total_steps") or any("epoch" not in s.extra for s in self.steps[:1])
-        return not self.blocks and bool(trains)
+        """Whether the beginning, where a log shows what was asked for, is not there.
+
+        Of open-instruct that is its arguments; of HF Trainer its first steps, or the bar before them.
+        """
+        if not any("epoch" in s.extra for s in self.steps[:1]):
+            return not self.blocks and bool(self.steps or self.first("total_steps"))
+        started = [int(s.fields["total"]) for s in self.all("bar_begun")]
+        if self.total_steps in started or not self.numbered:
+            return False
+        steps = [s.step for s in self.steps[:2]]
+        return len(steps) == 1 or steps[0] > steps[1] - steps[0]
 
     @property
     def last_step(self) -> int | None:
@@ -265,6 +274,23 @@ class _Reading:
         self.kept, self.counts = late, {name: len(kept) for name, kept in late.items()}
         self.bars = {total: bar for total, bar in self.bars.items() if bar[1] > self.busy_line}
 
+    def _leave_an_earlier(self) -> None:
+        """What has begun behind the end of a run, and came to no step, is another one."""
+        ends = [s.line for name in _ENDS for s in self.kept.get(name, [])]
+        ended, last = (
+            max(ends, default=0),
+            max((s.line for s in self.steps + self.dicts), default=0),
+        )
+        ended = max(ended, self.busy_line if self.over else 0)
+        begun = [s.line for s in self.kept.get("begun", []) if s.line > ended > last]
+        if begun:
+            kept, bars = self.kept, self.bars
+            self._begin_again(begun[0])
+            self.kept = {n: [s for s in ss if s.line >= self.begins] for n, ss in kept.items()}
+            self.counts = {name: len(late) for name, late in self.kept.items()}
+            self.bars = {total: bar for total, bar in bars.items() if bar[1] >= self.begins}
+            self.entries, self.over, self.rated = 0, False, None
+
     def _step(self, match: re.Match[bytes], segment: bytes, line: int) -> None:
         step, loss, aux = int(match["step"]), number(match["loss"]), number(match["aux"])
         if loss is None or step <= self.highest:  # every rank of DPO prints the same step
@@ -323,6 +349,7 @@ class _Reading:
 
     def log(self, path: Path, lines: int) -> Log:
         """What the whole file came to."""
+        self._leave_an_earlier()
         beside = [self.shown[d.line] for d in self.dicts if d.line in self.shown]
         total = self.announced or (beside[-1][1] if beside else next(iter(self.bars), self.rated))
         if not self.steps and self.announced is None:  # else a dict is a word of the training data

@@ -76,12 +76,25 @@ def memory_phases(evidence: Evidence) -> dict[str, dict[str, float]]:
 
 
 def steady(record: RankRecord) -> Sequence[ProbeStep]:
-    """The steps that tell the speed: without the first fifth, and those that followed a save.
+    """The steps that tell the speed: without the warm-up, and those that followed a save."""
+    after = record.steps[warm_up(len(record.steps)) :]
+    return [step for step in after if not step.interrupted]
 
-    The first step compiles, and the next few still fill caches; never more than 20 are left out.
+
+def warm_up(steps: int) -> int:
+    """How many of so many steps are left out at the beginning: a fifth, at least 1, at most 20.
+
+    The first step compiles, and the next few still fill caches.
     """
-    warm = record.steps[min(20, max(1, len(record.steps) // 5)) :]
-    return [step for step in warm if not step.interrupted]
+    return min(20, max(1, steps // 5))
+
+
+def tells_speed(steps: int, profile: int) -> bool:
+    """Whether any of so many steps is steady where the kernels of step `profile` are recorded.
+
+    That step and the next count as interrupted.
+    """
+    return any(step not in (profile, profile + 1) for step in range(warm_up(steps) + 1, steps + 1))
 
 
 def tokens_per_second(evidence: Evidence) -> float | None:

@@ -12,13 +12,14 @@ test runs its engine and counts every allocation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from launcher import activations
 from launcher.activations import FULL, HALF, Amount, Kernels
-from launcher.errors import Finding, InvalidConfig
+from launcher.errors import Finding, InvalidConfig, brief
 from launcher.lengths import Batch
 from launcher.shapes import Shape
 
@@ -127,13 +128,17 @@ _TYPES = {
 def zero_of(config: Mapping[str, Any] | None, hidden: int) -> Zero | None:
     """A parsed DeepSpeed file; `auto` becomes what accelerate fills in (accelerate/accelerator.py:2323).
 
-    None without DeepSpeed, and for stage 0, which is plain data parallelism.
+    None without DeepSpeed. Raises InvalidConfig (`unknown-memory`) for a stage that is no number.
     """
     if config is None:
         return None
     section = config.get("zero_optimization")
     zero: Mapping[str, Any] = section if isinstance(section, Mapping) else {}
     stage = zero.get("stage", 0)
+    if isinstance(stage, bool) or not isinstance(stage, int):
+        raise InvalidConfig(
+            _unknown(f"`stage` of `zero_optimization` is {brief(repr(stage), 40)}, no number")
+        )
     auto = {
         "reduce_bucket_size": hidden * hidden,
         "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
@@ -152,7 +157,7 @@ def zero_of(config: Mapping[str, Any] | None, hidden: int) -> Zero | None:
     said = config.get("communication_data_type")
     overlap = zero.get("overlap_comm")
     return Zero(
-        stage=int(stage), communication=_TYPES.get(str(said), HALF),
+        stage=stage, communication=_TYPES.get(str(said), HALF),
         overlap=bool(overlap) if overlap is not None else stage == 3,
         bucket=number("reduce_bucket_size", 500_000_000),
         prefetch=number("stage3_prefetch_bucket_size", 50_000_000),
@@ -232,6 +237,8 @@ class Setup:
         adapters = self.adapters
         return Kernels(
             attention=sdpa, liger=self.liger, checkpointing=self.checkpointing,
+            # dpo_utils.py:865 does not say `use_cache`
+            cached=self.loss == "logprobs" and not self.checkpointing,
             wide=self.weight_bytes == FULL, autocast=self.autocast,
             adapter_rank=adapters.rank if adapters else 0,
             adapter_bytes=adapters.bytes if adapters else HALF,
@@ -258,6 +265,10 @@ def estimate(setup: Setup) -> Memory:
         ))  # fmt: skip
     if setup.shape.layout.fused and setup.adapters:
         raise InvalidConfig(_unknown("LoRA on fused projections is not described"))
+    if setup.zero is not None and setup.zero.stage not in {1, 2, 3}:
+        raise InvalidConfig(
+            _unknown(f"DeepSpeed without ZeRO (stage {setup.zero.stage}) is not described")
+        )
     engine: _Engine
     if setup.sharding is not None:
         engine = _Fsdp(setup, setup.sharding)
@@ -289,8 +300,10 @@ def _moments(setup: Setup, engine: _Engine) -> Iterable[Moment]:
     if setup.checkpointing and copies and not setup.adapters:
         # autocast forgets its copies at the end of the pass, whatever is checkpointed
         ahead = (*resting, *engine.waiting(), *copies)
-        yield Moment(name="forward pass", parts=(*ahead, *_kept(setup), *_tile(setup)))
-    at_loss = (*resting, *engine.waiting(), *engine.cast(), *engine.gathered(whole=True))
+        yield Moment(name="forward pass", parts=(*ahead, *_kept(setup), *_passing(setup)))
+    # the backward pass of the loss needs none: what is checkpointed is cast again
+    held = () if setup.checkpointing else engine.cast()
+    at_loss = (*resting, *engine.waiting(), *held, *engine.gathered(whole=True))
     yield Moment(name="loss", parts=(*at_loss, *_kept(setup), *_head(setup)))
     if not setup.adapters:
         yield Moment(
@@ -350,17 +363,24 @@ def _kept(setup: Setup) -> tuple[Part, ...]:
         amount = activations.budgeted(shape, kernels, batch, share)
         name = f"kept by the layers, activation budget {share:g}"
     else:
-        amount, name = activations.layer(shape, kernels, batch), "kept by the layers"
+        amount, name = activations.layers(shape, kernels, batch), "kept by the layers"
+    masks = _masks(setup)
     mask = Amount(
-        bytes=batch.rows * batch.width**2 if _masked(setup) else 0, formula="BS^2, the mask"
+        bytes=masks * batch.rows * batch.width**2,
+        formula="BS^2, the mask" if masks == 1 else f"{masks} x BS^2, all tokens' and the window's",
     )
-    parts = [_part("activations", name, amount, shape.layers), _part("activations", "rope", rope)]
+    times = shape.layers if name != "kept by the layers" else 1
+    parts = [_part("activations", name, amount, times), _part("activations", "rope", rope)]
     return (*parts, _part("activations", "attention mask", mask)) if mask.bytes else tuple(parts)
 
 
-def _masked(setup: Setup) -> bool:
-    padded = setup.batch.real < setup.batch.tokens
-    return setup.attention in {"sdpa", "eager"} and (padded or setup.packed)
+def _masks(setup: Setup) -> int:
+    """How many masks are made for all layers together: of all tokens, and of a window of them."""
+    if setup.attention not in {"sdpa", "eager"}:
+        return 0
+    shape, needed = setup.shape, setup.batch.real < setup.batch.tokens or setup.packed
+    windows = needed or activations.masked_windows(shape, setup.kernels, setup.batch)
+    return int(needed and shape.windowed < shape.layers) + int(windows and shape.windowed > 0)
 
 
 def _recomputed(setup: Setup) -> tuple[Part, ...]:
@@ -372,7 +392,8 @@ def _recomputed(setup: Setup) -> tuple[Part, ...]:
         return (_part("activations", "one layer, computed again", again),)
     if not setup.checkpointing:
         return ()
-    amount = activations.layer(setup.shape, setup.kernels, setup.batch)
+    windowed = activations.masked_windows(setup.shape, setup.kernels, setup.batch)
+    amount = activations.layer(setup.shape, setup.kernels, setup.batch, windowed=windowed)
     if setup.liger:
         # its first norm keeps the layer's input itself, which is counted already
         shared = HALF * setup.shape.hidden * setup.batch.tokens
@@ -387,7 +408,9 @@ def _head(setup: Setup) -> tuple[Part, ...]:
     parts = [Part(kind="activations", name="final norm", gib=norm / GIB, formula="kept and output")]
     trained = setup.adapters is None
     if setup.loss == "liger":
-        amount = activations.fused_loss(shape, batch, trained=trained)
+        amount = activations.fused_loss(
+            shape, batch, weight_bytes=setup.weight_bytes, trained=trained
+        )
         return (*parts, _part("logits", "fused linear cross entropy", amount))
     if setup.loss == "tiled":
         amount = activations.tiled_loss(
@@ -395,6 +418,9 @@ def _head(setup: Setup) -> tuple[Part, ...]:
         )
         return (*parts, _part("logits", "log-probabilities in tiles", amount))
     one = activations.logits(shape, batch, element=FULL)
+    if shape.capped:
+        capped = activations.logits(shape, batch, element=HALF)
+        parts.append(_part("logits", "tanh of the capped logits (bf16)", capped))
     return (
         *parts,
         _part("logits", "log-softmax, kept (fp32)", one),
@@ -403,12 +429,15 @@ def _head(setup: Setup) -> tuple[Part, ...]:
     )
 
 
-def _tile(setup: Setup) -> tuple[Part, ...]:
-    """The logits at the end of a forward pass, as far as they differ from what `_head` counts."""
+def _passing(setup: Setup) -> tuple[Part, ...]:
+    """At the end of a checkpointed forward pass: the last layer's own, or a tile of logits after it."""
+    amount = activations.passing(setup.shape, setup.kernels, setup.batch)
+    layer = _part("activations", "the last layer, passing", amount)
     if setup.loss != "tiled":
-        return ()
-    amount = activations.tiles(setup.shape, setup.batch, weight_bytes=setup.weight_bytes)
-    return (_part("logits", "a tile of logits", amount),)
+        return (layer,)
+    tiles = activations.tiles(setup.shape, setup.batch, weight_bytes=setup.weight_bytes)
+    tile = _part("logits", "a tile of logits", tiles)
+    return (max(layer, tile, key=lambda part: part.gib),)
 
 
 def _output_gradient(setup: Setup, *, made: bool = False) -> tuple[Part, ...]:
@@ -545,6 +574,11 @@ class _Engine:
         """Beside what rests."""
         raise NotImplementedError
 
+    def roots(self, elements: float, formula: str, width: int = FULL) -> Part:
+        """What torch's Adam makes beside its states where it is not the fused one."""
+        return self.part("optimizer", "square roots of a state", width * elements, formula,
+                         "torch/optim/adam.py:790")  # fmt: skip
+
     @property
     def several(self) -> bool:
         return self.setup.accumulation > 1
@@ -606,12 +640,10 @@ class _Plain(_Engine):
         return () if self.several else (self.gradients(),)
 
     def step(self) -> tuple[Part, ...]:
-        parts = [self.gradients()]
-        if not self.setup.fused_optimizer:
-            half = self.states // 2
-            why = "a copy of one state while it is rooted (foreach)"
-            parts.append(self.part("optimizer", "square roots", half * self.trained, why))
-        return tuple(parts)
+        if self.setup.fused_optimizer:
+            return (self.gradients(),)
+        half = self.states // 2
+        return (self.gradients(), self.roots(self.trained, f"{half} x trained", half))
 
 
 class _Partitioned(_Engine):
@@ -820,15 +852,14 @@ class _Sharded(_Engine):
         shape = self.setup.shape
         reach = min(self.zero.reuse, 2 * self.parameters)
         # from a layer's end to its backward pass lie twice what is after it, and the output layer
-        distance, live = 2.0 * shape.embedding, float(shape.embedding)
-        for _ in range(shape.layers):
-            if distance >= reach:
-                return live
-            share = min(1.0, (reach - distance) / shape.layer_parameters)
-            live += share * shape.layer_parameters
-            distance += 2 * shape.layer_parameters
+        left, live = reach - 2.0 * shape.embedding, float(shape.embedding)
+        near = math.ceil(left / (2 * shape.layer_parameters))
+        count = min(shape.layers, near)
+        if count > 0:
+            last = left - 2 * (count - 1) * shape.layer_parameters
+            live += (count - 1) * shape.layer_parameters + min(last, shape.layer_parameters)
         # the embedding itself, which a tied model has counted
-        return live if shape.tied else live + shape.embedding
+        return live if near < shape.layers or shape.tied else live + shape.embedding
 
     def _live_in_layer(self) -> float:
         shape = self.setup.shape
@@ -853,10 +884,12 @@ class _Sharded(_Engine):
         if self.zero.offload_optimizer:
             return ()
         group = min(self.own, self.zero.sub_group)
-        return (
-            self.part("gradients", "flat, one sub-group", HALF * group, f"2 x {group:,.0f}"),
-            self.part("gradients", "fp32, one sub-group", FULL * group, f"4 x {group:,.0f}"),
-        )
+        wide = self.part("gradients", "fp32, one sub-group", FULL * group, f"4 x {group:,.0f}")
+        if not self.setup.fused_optimizer:
+            # by then the flat one has gone
+            return (wide, self.roots(group, f"4 x {group:,.0f}"))
+        flat = self.part("gradients", "flat, one sub-group", HALF * group, f"2 x {group:,.0f}")
+        return (flat, wide)
 
 
 class _Fsdp(_Engine):
@@ -918,7 +951,9 @@ class _Fsdp(_Engine):
         return (self.gradients(),)
 
     def step(self) -> tuple[Part, ...]:
-        return (self.gradients(),)
+        if self.setup.fused_optimizer:
+            return (self.gradients(),)
+        return (self.gradients(), self.roots(self.own, "4P/N"))
 
 
 def fits(memory: Memory, gib: float, *, margin: float = 0.08) -> tuple[bool, float]:

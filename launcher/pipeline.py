@@ -8,12 +8,9 @@ again has another content, so whatever was made of it is made again, in a folder
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import hashlib
 import os
-import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,26 +18,24 @@ from typing import Any, Literal
 from launcher import (
     check,
     checkpoints,
+    claim,
     command,
     earlier,
     following,
     foresight,
     handover,
     preparation,
-    publish,
     report,
     rundir,
-    runner,
     start,
     trial,
 )  # fmt: skip
 from launcher.changes import Change
 from launcher.check import Verdict
-from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, NotReady, brief
+from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, brief
 from launcher.handover import Order, Step, Survey
 from launcher.preparation import Prepared, Request
 from launcher.redaction import redact
-from launcher.rundir import RunFolder
 from launcher.trial import Outcome
 
 RECORD = "pipeline.json"
@@ -58,7 +53,7 @@ _NO_INPUT = frozenset({"gpus", "packages", "position", "reference"})
 @dataclass(slots=True, kw_only=True)
 class Row:
     """One stage in the record. `seconds` is wall time of this saying; `reason` is why it did not pass,
-    was refused, or was trained again.
+    was refused, or was trained again; `whole` is whether a trained model lies there.
     """
 
     name: str
@@ -74,6 +69,7 @@ class Row:
     verdict: str | None = None
     steps: int | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
+    whole: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """For the record and the envelope."""
@@ -111,16 +107,22 @@ class Result:
 
     def as_json(self) -> dict[str, Any]:
         """The record; the envelope's data is the same."""
-        chain, page = self.order.chain, self.folder / PAGE
+        chain = self.order.chain
         told = {
             "pipeline": str(self.folder), "name": chain.name, "file": str(chain.path.absolute()),
             "cwd": os.getcwd(), "from": self.order.first, "until": self.order.last,
             "state": self.state, "exit": int(self.exit), "began": self.began, "ended": self.ended,
-            "report": str(page) if page.exists() else None,
+            "report": None if self.page is None else str(self.page),
             "stages": [row.as_json() for row in self.rows],
         }  # fmt: skip
         shown: dict[str, Any] = redact(told)
         return shown
+
+    @property
+    def page(self) -> Path | None:
+        """The page of all stages; None where none has begun."""
+        page = self.folder / PAGE
+        return page if page.exists() else None
 
     @property
     def stopped_at(self) -> Row | None:
@@ -133,25 +135,18 @@ class Result:
         row = self.stopped_at
         if row is None:
             return []
-        file = shlex.quote(str(self.order.chain.path))
-        names = [one.name for one in self.rows]
+        again, names = self.order.again, [one.name for one in self.rows]
         after = names[names.index(row.name) + 1 :]
-        again = f"launch pipeline {file}"
-        lines = []
-        if (
-            row.status == "failed"
-            and row.exit == Exit.VERDICT
-            and row.output
-            and _whole(row.output)
-        ):
-            # trained to its end: said again it would be judged again, not trained
-            if row.verdict == "unproven":
-                lines.append(f"{again} --allow-unproven    takes what is not proved as good enough")
-            lines.append(f"{again} --from {row.name} --fresh    trains {row.name} again")
-            if after:
-                lines.append(f"{again} --from {after[0]}    takes its model as it is")
-            return lines
-        lines.append(f"{again}    goes on with {row.name}, what is finished is skipped")
+        if row.status != "failed" or row.exit != Exit.VERDICT or not row.whole:
+            return [f"{again()}    goes on with {row.name}, what is finished is skipped"]
+        # trained to its end: said again it would be judged again, not trained
+        lines = [f"{again('--fresh', first=row.name)}    trains {row.name} again"]
+        if row.verdict == "unproven":
+            lines.insert(
+                0, f"{again('--allow-unproven')}    takes what is not proved as good enough"
+            )
+        if after:
+            lines.append(f"{again(first=after[0])}    takes its model as it is")
         return lines
 
 
@@ -170,7 +165,7 @@ def run(order: Order, told: Progress, *, quiet: bool = False) -> Result:
         if not quiet:
             report.findings([one for one in seen.findings if one.severity != "note"])
         result = _opened(order, seen)
-        with trial.without_terminal():
+        with trial.unwatched():
             _Runner(order, seen, result, told, quiet).run()
         return result
 
@@ -190,21 +185,19 @@ class _Runner:
         self.told = told
         self.quiet = quiet
         self.models = {name: step.model for name, step in seen.steps.items()}
+        self.joined = {step.link.name for step in seen.live}
 
     def run(self) -> None:
         result = self.result
         self._write()
         try:
-            for number, row in enumerate(result.rows):
-                row.status = "running"
-                self._write()
-                self.told("stage", result, number)
-                self._stage(self.seen.steps[row.name], row)
-                self._page()
-                self._write()
-                self.told("over", result, number)
-                if result.exit is not Exit.OK:
-                    break
+            # first of all: until it is over, no other stage gets its GPUs
+            waiting = (n for n, row in enumerate(result.rows) if row.name in self.joined)
+            if all(self._went_well(number, self._join) for number in waiting):
+                for number in range(len(result.rows)):
+                    self.told("stage", result, number)
+                    if not self._went_well(number, self._outcome):
+                        break
         except (KeyboardInterrupt, following.Detached):
             # between two stages: there is no run to hand it to
             result.exit = Exit.INTERRUPTED
@@ -215,22 +208,40 @@ class _Runner:
         result.ended = rundir.now()
         self._write()
 
-    def _stage(self, step: Step, row: Row) -> None:
-        """Run one stage or find that it is done; whatever comes of it stands in its row."""
-        began = time.monotonic()
+    def _went_well(self, number: int, work: Callable[[Step, Row], Outcome | None]) -> bool:
+        """Do one thing with a stage; what comes of it stands in its row, of None nothing."""
+        row, began = self.result.rows[number], time.monotonic()
+        row.status = "running"
+        self._write()
         try:
-            outcome = self._outcome(step, row)
+            outcome = work(self.seen.steps[row.name], row)
         except LaunchError as error:
-            row.status, row.exit = "refused", int(error.exit_code)
-            stops = [one for one in error.findings if one.severity == "error"] or error.findings
-            row.reason = str(stops[0].message) if stops else str(error)
-            self.result.exit, self.result.findings = error.exit_code, error.findings
-            if not self.quiet:
-                report.findings(error.findings)
-            return
-        row.seconds = time.monotonic() - began
+            self._refused(row, error)
+        else:
+            row.seconds += time.monotonic() - began
+            if outcome is None:
+                row.status = "pending"
+                return True
+            self._came_of(row, outcome)
+        self._page()
+        self._write()
+        self.told("over", self.result, number)
+        return self.result.exit is Exit.OK
+
+    def _refused(self, row: Row, error: LaunchError) -> None:
+        row.status, row.exit = "refused", int(error.exit_code)
+        # its folder was only reserved
+        row.run = row.run if row.run and os.path.isdir(row.run) else None
+        stops = [one for one in error.findings if one.severity == "error"] or error.findings
+        row.reason = str(stops[0].message) if stops else str(error)
+        self.result.exit, self.result.findings = error.exit_code, error.findings
+        if not self.quiet:
+            report.findings(error.findings)
+
+    def _came_of(self, row: Row, outcome: Outcome) -> None:
         row.exit, row.verdict = int(outcome.exit), outcome.verdict.status
         row.steps, row.metrics = outcome.verdict.steps, dict(outcome.verdict.metrics)
+        row.whole = checkpoints.model_fault(self.models[row.name]) is None
         self.result.exit = outcome.exit
         if outcome.exit is Exit.OK:
             row.status = "skipped" if outcome.finished_before else "passed"
@@ -249,9 +260,6 @@ class _Runner:
             if name in handover.known_changes(step.plan.stage.schema.fields)
         )
         request = replace(self.order.request(step.link, more), allowed=allowed)
-        waited = self._joined(step, row)
-        if waited is not None and waited.exit is not Exit.OK:
-            return waited
         prepared, why = self._prepared(request)
         prepared = foresight.foreseen(prepared)
         output = prepared.output or step.output
@@ -275,32 +283,31 @@ class _Runner:
             return outcome
         judged = _judged_now(outcome, self.order.allow_unproven)
         # its training ended while we looked on
-        mine = waited is not None and judged.exit is Exit.OK
+        mine = step.link.name in self.joined and judged.exit is Exit.OK
         return replace(judged, finished_before=not mine)
 
-    def _joined(self, step: Step, row: Row) -> Outcome | None:
-        """Wait for the stage where it is being trained already: whoever started it did not live to."""
-        folder = preparation.prepare(self._dry(step), running=False).folder
-        if not (runner.alive(folder.path) or runner.keeper_lives(folder)):
-            return None
+    def _join(self, step: Step, row: Row) -> Outcome | None:
+        """Wait for a stage that is being trained already; what came of it, where that is no good."""
+        folder = step.prepared.folder
         row.run = str(folder.path)
         self._write()
         attempt = following.newest_attempt(folder)
         if not self.quiet:
             report.say(f"{step.link.name} is being trained: {folder.path}")
-        following.until_over(folder, attempt, forward=True)
+        asked = following.until_over(folder, attempt, forward=True)
+        # by what is allowed now
+        attempt = replace(attempt, allow_unproven=self.order.allow_unproven)
         verdict, code = start.conclusion(folder, attempt)
+        if code is Exit.OK and not asked:
+            return None
+        code = Exit.INTERRUPTED if asked else code
         return Outcome(run=folder, plan=step.plan, verdict=verdict, exit=code)
-
-    def _dry(self, step: Step) -> Request:
-        source = step.link.source
-        more = [] if source is None else step.handed(self.models[source])
-        return self.order.request(step.link, more)
 
     def _prepared(self, request: Request) -> tuple[Prepared, str | None]:
         """Ready to start: as it is, or started over with the reason why."""
         if self.order.fresh:
-            return preparation.prepare(replace(request, fresh=True), running=True), "--fresh"
+            fresh = preparation.prepare(replace(request, fresh=True), running=True)
+            return fresh, None if fresh.output == fresh.asked else "--fresh"
         if (found := _of_nobody(request)) is not None:
             fresh = preparation.prepare(replace(request, fresh=True), running=True)
             return fresh, f"{found} holds a model, and no run is known that made it"
@@ -328,13 +335,9 @@ class _Runner:
 
     def _page(self) -> None:
         """The stages so far on one page."""
-        runs = [
-            row.run for row in self.result.rows if row.run and RunFolder(Path(row.run)).attempts()
-        ]
-        if not runs:
-            return
+        runs = [Path(row.run) for row in self.result.rows if row.run]
         try:
-            publish.write_page(publish.gather(runs), self.result.folder / PAGE)
+            trial.page(runs, self.result.folder / PAGE)
         except LaunchError as error:
             report.findings(error.findings if not self.quiet else ())
 
@@ -354,7 +357,7 @@ def _of_nobody(request: Request) -> Path | None:
 def _tolerant(request: Request) -> Prepared:
     """The same start with every change allowed, for what has changed; never to be begun."""
     dry = preparation.prepare(replace(request, allowed=()), running=False)
-    every = handover.known_changes(dry.plan.stage.schema.fields) - {"position"}
+    every = handover.known_changes(dry.plan.stage.schema.fields)
     anyhow = replace(request, allowed=tuple(sorted(every)), strict=False)
     return preparation.prepare(anyhow, running=True)
 
@@ -416,45 +419,15 @@ def _opened(order: Order, seen: Survey) -> Result:
     return Result(folder=folder, order=order, rows=rows, began=rundir.now())
 
 
-@contextlib.contextmanager
-def _alone(order: Order) -> Iterator[None]:
-    """One saying of a pipeline at a time; the kernel takes the lock back, however this process ends."""
-    told = f"{order.chain.path.absolute()}\0{os.getcwd()}"
-    key = hashlib.sha256(os.fsencode(told)).hexdigest()[:32]
-    place = rundir.state_folder() / "pipelines" / key
-    lock = None
-    # a read-only home costs this, not the run
-    with contextlib.suppress(OSError):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(place, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        if lock is not None and not _locked(lock):
-            raise NotReady(
-                Finding(
-                    severity="error", layer="launch", code="pipeline-running",
-                    file=str(order.chain.path), message="this pipeline is running already",
-                    help="launch runs shows its stage; launch stop ends it",
-                )
-            )  # fmt: skip
-        yield
-    finally:
-        if lock is not None:
-            os.close(lock)
-
-
-def _locked(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        # a file system without locks: the runs have their own
-        return True
-    return True
-
-
-def _whole(output: str) -> bool:
-    return checkpoints.model_fault(Path(output)) is None
+def _alone(order: Order) -> contextlib.AbstractContextManager[None]:
+    """One saying of a pipeline at a time."""
+    taken = Finding(
+        severity="error", layer="launch", code="pipeline-running", file=str(order.chain.path),
+        message="this pipeline is running already",
+        help="launch runs shows its stage; launch stop ends it",
+    )  # fmt: skip
+    said = f"{order.chain.path.absolute()}\0{os.getcwd()}"
+    return claim.alone(claim.place("pipelines", said), taken)
 
 
 def heading(result: Result, number: int) -> str:

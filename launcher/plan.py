@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -295,12 +296,14 @@ def _impossible(stage: Stage, total: int, per_device: int, devices: int) -> Find
     lower, upper = total // unit * unit, -(-total // unit) * unit
     totals = [str(n) for n in (lower, upper) if n]
     options = [f"batch.global={' or '.join(totals)} with per_device {per_device}"]
-    if total % devices == 0:
-        share = total // devices
-        divisors = [n for n in range(1, share + 1) if share % n == 0]
-        near = sorted(divisors, key=lambda n: (abs(n - per_device), n))[:2]
+    near = [n for n in (total // devices * devices, -(-total // devices) * devices) if n]
+    if near[0] == total:
+        parts = sorted(nearest(divisors(total // devices), per_device)[:2])
+        options.append(f"batch.per_device={' or '.join(map(str, parts))} with global {total}")
+    elif not {*near} <= {lower, upper}:
+        each = [(n, nearest(divisors(n // devices), per_device)[0]) for n in near]
         options.append(
-            f"batch.per_device={' or '.join(map(str, sorted(near)))} with global {total}"
+            "batch.global=" + " or ".join(f"{n} with per_device {one}" for n, one in each)
         )
     origin = stage.config.origin("batch.global")
     return Finding(
@@ -309,6 +312,17 @@ def _impossible(stage: Stage, total: int, per_device: int, devices: int) -> Find
         f"{devices} device(s)",
         help="nearest possible: " + "; ".join(options), file=origin.file, line=origin.line,
     )  # fmt: skip
+
+
+def divisors(number: int) -> list[int]:
+    """What divides a number without a rest, smallest first."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
+
+
+def nearest(numbers: Sequence[int], to: int) -> list[int]:
+    """The nearest first, of two as near the smaller one."""
+    return sorted(numbers, key=lambda n: (abs(n - to), n))
 
 
 def _steps(stage: Stage, values: Values, rows: int | None, batch: int) -> int | None:
@@ -370,8 +384,15 @@ def _rows_of(name: str, amount: str) -> int | None:
 def lines_of(paths: Sequence[Path]) -> int | None:
     """Lines of local .jsonl files in all; None where there are none or they are too large to count."""
     try:
-        if not paths or sum(path.stat().st_size for path in paths) > 64 * 2**20:
+        seen = [(path, path.stat()) for path in paths]
+        if not seen or sum(told.st_size for _, told in seen) > 64 * 2**20:
             return None
-        return sum(len(path.read_bytes().splitlines()) for path in paths)
+        return sum(_lines(path, told.st_mtime_ns, told.st_size) for path, told in seen)
     except (OSError, ValueError):
         return None
+
+
+@functools.lru_cache(maxsize=64)
+def _lines(path: Path, _changed: int, _size: int) -> int:
+    # a search plans the same file hundreds of times
+    return len(path.read_bytes().splitlines())

@@ -303,6 +303,9 @@ def _loss(evidence: Evidence, _want: str | None) -> Seen:
         return Seen(state="nonfinite", proved=bool(begun), cites=cites, detail=detail)
     if not losses(evidence):
         return Seen(state="none_logged", proved=False, detail=detail)
+    if log and not ranks and (doubt := _doubt(log.steps)) is not None:
+        detail["reason"] = doubt[1]
+        return Seen(state="finite", proved=False, cites=(_of_line(log, doubt[0]),), detail=detail)
     return Seen(state="finite", cites=_of_losses(evidence), detail=detail)
 
 
@@ -326,9 +329,21 @@ def _last_finite(evidence: Evidence, step: int, rank: int | None) -> dict[str, o
 
 
 def _nonfinite(line: StepLine) -> bool:
-    """HF Trainer prints 0 for a loss that is NaN; the gradient norm beside it tells."""
-    hidden = line.loss == 0 and not math.isfinite(line.extra.get("grad_norm", 0.0))
+    """HF Trainer prints 0 for a loss that is NaN; what stands beside it tells."""
+    hidden = line.loss == 0 and not all(map(math.isfinite, line.extra.values()))
     return hidden or not math.isfinite(line.loss)
+
+
+def _doubt(steps: Sequence[StepLine]) -> tuple[StepLine, str] | None:
+    """The line of HF Trainer's that leaves open whether the loss was finite, and why."""
+    for line in steps:
+        if line.loss == 0 and "epoch" in line.extra and "grad_norm" not in line.extra:
+            return line, "a loss of 0 may have been NaN, and no gradient norm is logged"
+    norm = steps[-1].extra.get("grad_norm", 0.0)
+    if not math.isfinite(norm):
+        # what such a step left shows in the loss after it, and there is none
+        return steps[-1], f"the last gradient norm is {norm}"
+    return None
 
 
 def _trend(evidence: Evidence, _want: str | None) -> Seen:

@@ -176,7 +176,7 @@ def _reasons(detail: Mapping[str, Any]) -> list[str]:
     if isinstance(error, Mapping):
         where = f"  ({error['at']})" if error.get("at") else ""
         lines.append(f"{error.get('type')}: {error.get('message')}{where}")
-    lines += [str(detail[key]) for key in ("reason", "help") if detail.get(key)]
+    lines += [str(detail[key]) for key in ("signal", "reason", "help") if detail.get(key)]
     return lines
 
 

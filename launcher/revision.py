@@ -49,7 +49,7 @@ class Revision:
     def entry(self, stage: str) -> Entry:
         """The description of an entry script in the names of this commit."""
         known = self.schemas.get(stage)
-        return BACKEND.STAGES[stage].at(known.fields if known else ())
+        return BACKEND.STAGES[stage].at(known.fields if known else {})
 
     def as_json(self) -> dict[str, object]:
         """For the envelope."""

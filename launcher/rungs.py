@@ -7,12 +7,12 @@ was asked for or cannot be done without; places of its own; an end to a hang.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launcher import devices, footprint, forecast, lengths, plan, preparation, rehearsal, rundir
+from launcher import footprint, forecast, lengths, plan, preparation, rehearsal, rundir
+from launcher.devices import Look
 from launcher.errors import Finding, InvalidConfig, LaunchError, NotReady, usage
 from launcher.forecast import Terms
 from launcher.plan import Plan
@@ -65,10 +65,9 @@ def terms(
     return Terms(price=price, rows=rows, row_tokens=row_tokens)
 
 
-def require_here(gpus: Sequence[int]) -> None:
+def require_here(gpus: Sequence[int], seen: Look | None) -> None:
     """Raise NotReady, naming the rungs that can be run, where one needs more GPUs than there are."""
-    most = max(gpus)
-    here = len(devices.look(os.environ).visible) if most else 0
+    most, here = max(gpus), 0 if seen is None else len(seen.visible)
     if most <= here:
         return
     possible = [str(count) for count in gpus if count <= here]
@@ -158,7 +157,7 @@ def predicted(request: Request, terms: Terms) -> forecast.Rung | None:
         return None
     try:
         found = forecast.make(request, [request.gpus], terms).rungs
-    except LaunchError:
+    except (LaunchError, OSError):
         return None
     return found[0] if found else None
 
@@ -169,10 +168,22 @@ def full_steps(stage: Stage, request: Request, gpus: int, terms: Terms) -> tuple
     known = predicted(replace(request, gpus=gpus), terms)
     if known is not None and known.steps is not None:
         return whole, known.steps
-    if rehearsal.repacks(stage):
+    if not rehearsal.repacks(stage):
+        return whole, footprint.optimizer_steps(whole, terms.rows)
+    if terms.row_tokens is None:
         # of rows whose lengths are not known nobody can say how many packed ones they come to
         return whole, whole.steps
-    return whole, footprint.optimizer_steps(whole, terms.rows)
+    seen = lengths.parse(terms.row_tokens)
+    rows = footprint.trained_rows(whole, seen, whole.rows or terms.rows)
+    return whole, footprint.optimizer_steps(whole, rows, footprint.rows_of(whole, seen))
+
+
+def missing_for_steps(stage: Stage, whole: Plan, terms: Terms) -> Iterator[str]:
+    """The options that would tell how many steps the whole run has."""
+    if whole.rows is None and terms.rows is None:
+        yield "--rows N"
+    if rehearsal.repacks(stage) and terms.row_tokens is None:
+        yield "--row-tokens MEAN:MAX"
 
 
 def _without_deepspeed(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import Any, Literal
@@ -47,6 +47,10 @@ _CHANCE: Mapping[str, float] = {
 _SURE, _UNSURE = 0.03, 0.05
 _FULL = 0.6
 _START_S, _PATIENCE, _SLOWEST = 60.0, 1.5, 2.5
+_FIRST: Mapping[Status, str] = {
+    "refused": "cannot be started", "unproven": "proves nothing to hold others to",
+    "no speed": "tells no speed",
+}  # fmt: skip
 _NORMAL = NormalDist()
 
 
@@ -270,7 +274,8 @@ class Search:
             return False
         if first.measured.blamed:
             return False
-        self.stopped = f"the file as written does not train: {first.measured.reason}"
+        said = _FIRST.get(first.measured.status, "does not train")
+        self.stopped = f"the file as written {said}: {first.measured.reason}"
         return True
 
     def _ranked(self) -> list[tuple[float, Candidate]]:
@@ -299,7 +304,7 @@ class Search:
         peak = self.peak(candidate)
         if peak is None:
             return not self._as_heavy_as_failed(candidate) and self._within_reach(candidate)
-        if peak >= self._ceiling:
+        if self._above_ceiling(candidate):
             return False
         return self.room is None or peak <= self.room * (1 - MARGIN)
 
@@ -426,12 +431,16 @@ class Search:
         return "; ".join(told) or "what the others are held to"
 
     def _learn_oom(self, candidate: Candidate) -> str:
-        peak = self.peak(candidate)
+        peak = candidate.expected.peak
         if peak is None:
             return "out of memory: nothing that needs at least as much is tried"
+        # by estimate: what this trial says of the estimate itself, `_ratio` takes in
         self._ceiling = min(self._ceiling, peak)
-        gone = sum(1 for one in self.grid.values() if (self.peak(one) or 0.0) >= self._ceiling)
+        gone = sum(1 for one in self.grid.values() if self._above_ceiling(one))
         return f"out of memory: {gone} settings that need {peak:.1f} GiB or more by estimate are left out"
+
+    def _above_ceiling(self, candidate: Candidate) -> bool:
+        return (candidate.expected.peak or 0.0) >= self._ceiling
 
     def _learn_slow(self, candidate: Candidate, before: Trial | None) -> str:
         if before is None:
@@ -513,6 +522,9 @@ class Search:
 
     def without(self, candidate: Candidate, name: str) -> Candidate | None:
         """The same with one lever as the file has it, in micro-batches as large as then fit."""
+        if name not in self.base.settings:
+            # other rows need another split, which the file's do not have
+            return None
         settings = {**candidate.settings, name: self.base.settings[name]}
         if name == "packing" and "bfd" in (settings[name], candidate.settings[name]):
             # other rows hold the tokens of a step: a size of the one says nothing of the other
@@ -691,12 +703,3 @@ def _back(factor: Sequence[Sequence[float]], right: Sequence[float]) -> list[flo
         rest = math.fsum(factor[k][i] * solved[k] for k in range(i + 1, size))
         solved[i] = (right[i] - rest) / factor[i][i]
     return solved
-
-
-Predict = Callable[[Settings], Expected | None]
-
-
-def grid_of(settings: Iterable[Settings], expect: Predict) -> list[Candidate]:
-    """Candidates of those settings that can be planned at all."""
-    found = ((one, expect(one)) for one in settings)
-    return [Candidate(settings=one, expected=told) for one, told in found if told is not None]

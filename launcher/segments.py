@@ -6,12 +6,14 @@ behind a carriage return, so that one physical line may hold thousands of segmen
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 PIECE_BYTES = 4 << 20
 SEGMENT_BYTES = 1 << 16  # as much of one segment as is ever looked at
@@ -27,6 +29,7 @@ _ANSI = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\r\n]*(?:\x07|\x1b\
 _LEADING_BAR = re.compile(r"^[^|]{0,120}%\|[^|]*\|[^\[]{1,40}\[[^\]]*\]")
 _GZIP = b"\x1f\x8b"
 _FIRST_LOOK = 1 << 12
+_HEAD_BYTES = 258
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,23 +107,49 @@ class Pieces:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Pieces]:
-    """The pieces of a file, of a compressed one those of what it holds. Raises OSError."""
+    """The pieces of a file, of a compressed one or one in UTF-16 those of what it holds.
+
+    Raises OSError.
+    """
     with path.open("rb") as file:
-        magic = os.pread(file.fileno(), len(_GZIP), 0)
-        if magic != _GZIP:
+        head = os.pread(file.fileno(), _HEAD_BYTES, 0)
+        packed = head.startswith(_GZIP)
+        if not packed and not _is_utf_16(head):
             yield Pieces(file=file.fileno(), size=os.fstat(file.fileno()).st_size)
             return
-        import gzip
         import tempfile
-        import zlib
 
         with tempfile.TemporaryFile() as plain:
-            # one that is cut off or damaged gives what could be read of it
-            with suppress(EOFError, zlib.error, gzip.BadGzipFile), gzip.open(file) as packed:
-                while data := packed.read1(SEGMENT_BYTES):
-                    plain.write(data)
+            for data in _unpacked(file) if packed else _recoded(file):
+                plain.write(data)
             plain.flush()
             yield Pieces(file=plain.fileno(), size=os.fstat(plain.fileno()).st_size)
+
+
+def _is_utf_16(head: bytes) -> bool:
+    """Whether a file is what PowerShell writes: the mark of its encoding, then mostly ASCII."""
+    mark, units = head[:2], head[2:]
+    if mark not in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        return False
+    upper = units[1::2] if mark == codecs.BOM_UTF16_LE else units[::2]
+    return 2 * upper.count(0) >= len(upper)
+
+
+def _unpacked(file: BinaryIO) -> Iterator[bytes]:
+    """What a compressed file holds; one that is cut off or damaged gives what could be read of it."""
+    import gzip
+    import zlib
+
+    with suppress(EOFError, zlib.error, gzip.BadGzipFile), gzip.open(file) as packed:
+        while data := packed.read1(SEGMENT_BYTES):
+            yield data
+
+
+def _recoded(file: BinaryIO) -> Iterator[bytes]:
+    """A file in UTF-16 as UTF-8, with a replacement character for what is neither."""
+    decoder = codecs.getincrementaldecoder("utf-16")("replace")
+    while data := file.read(SEGMENT_BYTES):
+        yield decoder.decode(data).encode("utf-8", "replace")
 
 
 def bounds(block: bytes, at: int) -> tuple[int, int]:

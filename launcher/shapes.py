@@ -16,7 +16,7 @@ from importlib import resources
 from typing import Any
 
 from launcher.backends import model_config
-from launcher.errors import Finding, InvalidConfig
+from launcher.errors import Finding, InvalidConfig, brief
 
 Size = tuple[int, ...]
 
@@ -41,32 +41,54 @@ class Layout:
     """One weight for q, k and v, one for gate and up."""
     experts: str = ""
     """The config's key for the number of experts."""
+    divided: bool = False
+    """transformers refuses a hidden size that the heads do not divide."""
+    windows: str = ""
+    """Which layers look back over `sliding_window` tokens alone: "" none, "all", "asked" the upper ones
+    where `use_sliding_window`, or all but every so many-th, by the config's key or this default."""
     keys: Mapping[str, Any] | None = None
-    """Defaults of transformers' config class that differ from the general ones."""
+    """What transformers' config class takes where a key is absent, as far as it is not derived."""
+    nulls: frozenset[str] = frozenset({"num_key_value_heads"})
+    """Keys that the class lets be null: then they are derived."""
 
 
 _NO_BIAS = {"attention_bias": False}
 _LLAMA_BIAS = {"attention_bias": False, "mlp_bias": False}
-_GEMMA = {"attention_bias": False, "head_dim": 256, "tie_word_embeddings": True}
-_MIXED = {"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
+_SMOLLM = {**_LLAMA_BIAS, "num_key_value_heads": 4, "tie_word_embeddings": True}
+_MISTRAL = {"num_key_value_heads": 8, "sliding_window": 4096}
+_QWEN3 = {"attention_bias": False, "head_dim": 128, "num_key_value_heads": 32}
+_GEMMA = {"attention_bias": False, "head_dim": 256, "num_key_value_heads": 16,
+          "tie_word_embeddings": True}  # fmt: skip
+_GEMMA3 = {**_GEMMA, "num_key_value_heads": 4, "sliding_window": 4096}
+_GEMMA2 = {**_GEMMA3, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+_OLMO3 = {"attention_bias": False, "sliding_window": 4096}
+_MIXTRAL = {"num_key_value_heads": 8, "num_experts_per_tok": 2}
+_MIXED = {"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
+          "num_key_value_heads": 4, "num_experts_per_tok": 8}  # fmt: skip
+_OLMOE = {"attention_bias": False, "num_experts_per_tok": 8}
+_HEAD_DIM = frozenset({"head_dim"})
+_NONE: frozenset[str] = frozenset()
 
 FAMILIES: Mapping[str, Layout] = {
-    "llama": Layout(keys=_LLAMA_BIAS),
-    "mistral": Layout(),
-    "smollm3": Layout(keys={"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True}),
+    "llama": Layout(divided=True, keys=_LLAMA_BIAS, nulls=Layout().nulls | _HEAD_DIM),
+    "mistral": Layout(windows="all", keys=_MISTRAL, nulls=_HEAD_DIM),
+    "smollm3": Layout(windows="asked", keys=_SMOLLM),
     "granite": Layout(keys=_LLAMA_BIAS),
-    "qwen2": Layout(qkv_bias=True),
-    "qwen3": Layout(qk_norm="head", keys={"attention_bias": False, "head_dim": 128}),
-    "olmo": Layout(norm_kept=4, norm_weight=False, keys={"attention_bias": False}),
+    "qwen2": Layout(qkv_bias=True, windows="asked", keys={"num_key_value_heads": 32}),
+    "qwen3": Layout(qk_norm="head", windows="asked", keys=_QWEN3),
+    "olmo": Layout(norm_kept=4, norm_weight=False, keys=_NO_BIAS),
     "olmo2": Layout(norm_kept=8, pre_norm=False, post_norm=True, qk_norm="full", keys=_NO_BIAS),
-    "olmo3": Layout(norm_kept=8, pre_norm=False, post_norm=True, qk_norm="full", keys=_NO_BIAS),
-    "phi3": Layout(fused=True),
-    "gemma": Layout(norm_kept=8, keys=_GEMMA),
-    "gemma2": Layout(norm_kept=8, post_norm=True, keys=_GEMMA),
-    "gemma3_text": Layout(norm_kept=8, post_norm=True, qk_norm="head", keys=_GEMMA),
-    "mixtral": Layout(experts="num_local_experts"),
-    "qwen3_moe": Layout(qk_norm="head", experts="num_experts", keys=_MIXED),
-    "olmoe": Layout(qk_norm="full", experts="num_experts", keys={"attention_bias": False}),
+    "olmo3": Layout(norm_kept=8, pre_norm=False, post_norm=True, qk_norm="full", windows="4",
+                    keys=_OLMO3),
+    "phi3": Layout(fused=True, windows="all"),
+    "gemma": Layout(norm_kept=8, keys=_GEMMA, nulls=_NONE),
+    "gemma2": Layout(norm_kept=8, post_norm=True, divided=True, windows="2", keys=_GEMMA2, nulls=_NONE),
+    "gemma3_text": Layout(norm_kept=8, post_norm=True, qk_norm="head", divided=True, windows="6",
+                          keys=_GEMMA3, nulls=_NONE),
+    "mixtral": Layout(experts="num_local_experts", windows="all", keys=_MIXTRAL, nulls=_HEAD_DIM),
+    "qwen3_moe": Layout(qk_norm="head", experts="num_experts", windows="asked", keys=_MIXED,
+                        nulls=_NONE),
+    "olmoe": Layout(qk_norm="full", experts="num_experts", keys=_OLMOE),
 }  # fmt: skip
 
 
@@ -75,7 +97,10 @@ class Shape:
     """A decoder model's widths (in elements) and weights.
 
     `layer` are the sizes of one layer's weights, under transformers' names; `outer` those outside the
-    layers. A tied output layer is not listed twice. `source` says where the config was found.
+    layers. A tied output layer is not listed twice. `source` says where the config was found. Of the
+    layers `windowed` look back over `window` tokens alone. `capped` logits go through a
+    tanh, `scores_capped` those of the attention too. `dtype` is that of
+    the weights, empty where the config does not say.
     """
 
     name: str
@@ -96,6 +121,10 @@ class Shape:
     experts_used: int
     layer: Mapping[str, Size]
     outer: Mapping[str, Size]
+    window: int = 0
+    windowed: int = 0
+    capped: bool = False
+    scores_capped: bool = False
 
     @property
     def query(self) -> int:
@@ -174,8 +203,13 @@ def find(
     """
     if not isinstance(name, str) or not name:
         raise InvalidConfig(_unknown("no model is named", "set `model_name_or_path`"))
-    config = model_config.read(name, environ, revision)
-    source = f"config.json of {name}"
+    path, source = model_config.where(name, environ, revision), f"config.json of {name}"
+    config: Mapping[str, Any] = {}
+    if path is not None and not (config := model_config.read(name, environ, revision)):
+        raise InvalidConfig(_unknown(
+            f"{path} is no config of a model: it holds no mapping of keys",
+            "download it again, or name another model",
+        ))  # fmt: skip
     if not config:
         config, source = table().get(name.lower(), {}), f"launcher/shapes.json, {name}"
     if not config:
@@ -196,22 +230,33 @@ def shape_of(config: Mapping[str, Any], *, name: str = "", source: str = "config
         said = f"`model_type: {family}`" if family else "no `model_type`"
         raise InvalidConfig(_unknown(f"{name}: a model with {said} is not described", _KNOWN))
     reader = _Reader(config, layout, name)
-    heads = reader.whole("num_attention_heads")
-    hidden = reader.whole("hidden_size")
+    if config.get("quantization_config"):
+        raise InvalidConfig(_unknown(
+            f"{name}: its weights are quantised (`quantization_config`), which is not described",
+            "name the model that it was made from, or --shape MODEL",
+        ))  # fmt: skip
+    heads, hidden = reader.whole("num_attention_heads"), reader.whole("hidden_size")
+    if layout.divided and hidden % heads:
+        raise reader.fault(
+            f"`hidden_size: {hidden}` is no multiple of `num_attention_heads: {heads}`"
+        )
     kv_heads = reader.whole("num_key_value_heads", heads)
+    if heads % kv_heads:
+        said = f"`num_attention_heads: {heads}` is no multiple of `num_key_value_heads: {kv_heads}`"
+        raise reader.fault(said)
     head_dim = reader.whole("head_dim", hidden // heads)
+    if family == "olmoe" and head_dim * heads != hidden:
+        wide = f"{heads} heads of {head_dim} are not as wide as `hidden_size: {hidden}`"
+        raise reader.fault(f"{wide} and the norms of q and k")
     inner = reader.whole("moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size")
-    # transformers writes one name for the other
-    other = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
-    key = layout.experts if layout.experts in config else other.get(layout.experts, "")
-    experts = reader.whole(key if key in config else layout.experts) if layout.experts else 0
+    experts = _experts(reader)
     if family == "qwen3_moe" and (
         config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
     ):
         raise InvalidConfig(
             _unknown(f"{name}: layers with and without experts are not described", _KNOWN)
         )
-    vocab, tied = reader.whole("vocab_size"), bool(reader.value("tie_word_embeddings", False))
+    vocab, tied = reader.whole("vocab_size"), reader.flag("tie_word_embeddings")
     sizes = _Sizes(layout, hidden, inner, heads * head_dim, kv_heads * head_dim, head_dim, experts)
     outer: dict[str, Size] = {"model.embed_tokens.weight": (vocab, hidden)}
     if layout.norm_weight:
@@ -219,23 +264,65 @@ def shape_of(config: Mapping[str, Any], *, name: str = "", source: str = "config
     if not tied:
         outer["lm_head.weight"] = (vocab, hidden)
     # of the other families no module reads it, whatever the config holds
-    biased = "attention_bias" in (layout.keys or {}) and bool(reader.value("attention_bias", False))
+    biased = "attention_bias" in (layout.keys or {}) and reader.flag("attention_bias")
+    layers = reader.whole("num_hidden_layers")
+    window, windowed = _windows(reader, layers)
     return Shape(
         name=name, family=str(family), source=source, layout=layout, hidden=hidden,
-        intermediate=inner, layers=reader.whole("num_hidden_layers"), heads=heads,
-        kv_heads=kv_heads, head_dim=head_dim, vocab=vocab, tied=tied,
-        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+        intermediate=inner, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        vocab=vocab, tied=tied,
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or ""),
         positions=config.get("max_position_embeddings"), experts=experts,
         experts_used=reader.whole("num_experts_per_tok") if experts else 0,
         layer=sizes.layer(
             qkv_bias=layout.qkv_bias or biased,
             out_bias=family in _OUT_BIAS and biased,
-            mlp_bias="mlp_bias" in (layout.keys or {}) and bool(reader.value("mlp_bias", False)),
+            mlp_bias="mlp_bias" in (layout.keys or {}) and reader.flag("mlp_bias"),
         ),
-        outer=outer,
+        outer=outer, window=window, windowed=windowed,
+        capped=family in _CAPPED and reader.value("final_logit_softcapping") is not None,
+        scores_capped=family in _CAPPED and reader.value("attn_logit_softcapping") is not None,
     )  # fmt: skip
 
 
+def _experts(reader: _Reader) -> int:
+    """How many there are; transformers writes one name of the key for the other."""
+    key = reader.layout.experts
+    if not key:
+        return 0
+    other = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}[key]
+    if (
+        key in reader.config
+        and other in reader.config
+        and reader.config[key] != reader.config[other]
+    ):
+        raise reader.fault(f"`{key}` and `{other}` are two names of one number, and differ")
+    return reader.whole(other if key not in reader.config and other in reader.config else key)
+
+
+def _windows(reader: _Reader, layers: int) -> tuple[int, int]:
+    """How far windowed layers look back, and how many they are; (0, 0) where all see everything."""
+    config, said = reader.config, reader.layout.windows
+    size = reader.value("sliding_window")
+    if not said or not isinstance(size, int) or size < 1:
+        return 0, 0
+    types = config.get("layer_types")
+    if said == "asked" and not config.get("use_sliding_window"):
+        return 0, 0
+    if said != "all" and isinstance(types, list):
+        count = types.count("sliding_attention")
+    elif said == "asked":
+        above = config.get("max_window_layers", 28)
+        count = layers - above if isinstance(above, int) else layers
+    elif said == "all":
+        count = layers
+    else:
+        every = config.get("sliding_window_pattern")
+        count = layers - layers // (every if isinstance(every, int) and every > 0 else int(said))
+    return (size, min(count, layers)) if count > 0 else (0, 0)
+
+
+_CAPPED = frozenset({"gemma2", "gemma3_text"})
 _OUT_BIAS = frozenset({"llama", "granite", "smollm3", "olmo", "olmo2", "olmo3", "gemma", "gemma2",
                        "gemma3_text", "qwen3", "qwen3_moe", "olmoe"})  # fmt: skip
 
@@ -317,18 +404,41 @@ class _Reader:
     name: str
 
     def value(self, key: str, default: Any = None) -> Any:
-        given = self.config.get(key)
-        return given if given is not None else (self.layout.keys or {}).get(key, default)
+        """A key's value: where it is absent what transformers' class takes, null only where that derives."""
+        if key not in self.config:
+            return (self.layout.keys or {}).get(key, default)
+        given = self.config[key]
+        return default if given is None and key in self.layout.nulls else given
+
+    def flag(self, key: str) -> bool:
+        value = self.value(key, False)
+        if not isinstance(value, bool):
+            raise self.fault(f"`{key}` is {_shown(value)}", "it is true or false")
+        return value
 
     def whole(self, key: str, default: int | None = None) -> int:
         value = self.value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            said = "is missing" if value is None else f"is {value!r}"
-            raise InvalidConfig(_unknown(
-                f"`{key}` {said} in the config of {self.name or 'the model'}",
-                "its config.json must hold it as a whole number above 0",
-            ))  # fmt: skip
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < _LARGEST:
+            said = "is missing" if key not in self.config else f"is {_shown(value)}"
+            raise self.fault(
+                f"`{key}` {said}", "its config.json must hold it as a whole number above 0"
+            )
         return value
+
+    def fault(
+        self, message: str, help: str = "transformers does not run such a model"
+    ) -> InvalidConfig:
+        return InvalidConfig(
+            _unknown(f"{message} in the config of {self.name or 'the model'}", help)
+        )
+
+
+# no size of a model comes near it
+_LARGEST = 2**31
+
+
+def _shown(value: object) -> str:
+    return "null" if value is None else brief(repr(value), 40)
 
 
 @functools.cache

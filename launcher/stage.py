@@ -74,7 +74,7 @@ def judge(
     Raises NotReady where a checkout was named and is none.
     """
     locator = locator or Locator()
-    found, findings = _stage_name(config, stage)
+    found, findings = _stage_name(config, stage, locator)
     if found is None:
         return _rejected(config, findings)
     source = locator.find(backend_of(config))
@@ -215,7 +215,9 @@ def backend_of(config: Config) -> str:
     return backend if isinstance(backend, str) and backend in BACKENDS else "open_instruct"
 
 
-def _stage_name(config: Config, asked: str | None) -> tuple[str | None, list[Finding]]:
+def _stage_name(
+    config: Config, asked: str | None, locator: Locator
+) -> tuple[str | None, list[Finding]]:
     """The stage to check against, None where that makes no sense, and what is wrong so far."""
     faults = list(config.faults)
     fault = options.stage_fault(config)
@@ -223,7 +225,7 @@ def _stage_name(config: Config, asked: str | None) -> tuple[str | None, list[Fin
         faults.append(fault)
         # a stage that was forgotten can be guessed, and everything else said too
         forgotten = config.shape == "stage" and config.options.get("stage") is None
-        return (asked or _guess(config), faults) if forgotten else (None, faults)
+        return (asked or _guess(config, locator), faults) if forgotten else (None, faults)
     named = options.stage_of(config)
     if named is not None and asked is not None and named != asked:
         key = "script" if config.shape == "wrapped" else "stage"
@@ -234,18 +236,25 @@ def _stage_name(config: Config, asked: str | None) -> tuple[str | None, list[Fin
             file=origin.file, line=origin.line,
         )  # fmt: skip
         return None, [*faults, wrong]
-    return named or asked or _guess(config), faults
+    return named or asked or _guess(config, locator), faults
 
 
-def _guess(config: Config) -> str:
+def _guess(config: Config, locator: Locator) -> str:
     """Which stage a flat upstream file belongs to: the one whose own names it uses more."""
-    sft, dpo = (set(upstream.snapshot("open_instruct")["stages"][s]) for s in ("sft", "dpo"))
-    names = {
-        stage: {key.partition(".")[2] for key in keys}
-        for stage, keys in (("sft", sft), ("dpo", dpo))
-    }
-    only_sft = len(config.args.keys() & (names["sft"] - names["dpo"]))
-    only_dpo = len(config.args.keys() & (names["dpo"] - names["sft"]))
+    if any(key.startswith("dpo_") for key in config.args):
+        return "dpo"  # of no script's for SFT, at any commit
+    sft, dpo = (_fields_of(stage, locator) for stage in ("sft", "dpo"))
+    only_sft = len(config.args.keys() & (sft - dpo))
+    only_dpo = len(config.args.keys() & (dpo - sft))
     if only_sft == only_dpo:
         return "dpo" if "dpo" in str(config.path).lower() else "sft"
     return "sft" if only_sft > only_dpo else "dpo"
+
+
+def _fields_of(stage: str, locator: Locator) -> set[str]:
+    """The names of a stage's arguments, those of the pin where the source here cannot be read."""
+    try:
+        return set(locator.schema("open_instruct", stage).fields)
+    except InvalidConfig:
+        named = upstream.snapshot("open_instruct")["stages"][stage]
+        return {key.partition(".")[2] for key in named}

@@ -36,7 +36,9 @@ _RAISED = re.compile(
     rb"(?::(?P<message>.*))?$"
 )
 # The line before a traceback that ends no process.
-_HARMLESS = re.compile(rb"Exception ignored |--- Logging error ---|Exception in thread")
+_HARMLESS = re.compile(
+    rb"Exception ignored |--- Logging error ---|Exception in thread|^future: <Task finished "
+)
 _CHAINED = re.compile(rb"During handling of the above|The above exception was the direct cause")
 # What a worker raised, told behind what its parent raised because of it.
 _OF_WORKER = b"Original " + FIRST_LINE

@@ -8,20 +8,29 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launcher import following, foresight, preparation, report, rundir, start, stopping
+from launcher import (
+    claim,
+    following,
+    foresight,
+    preparation,
+    publish,
+    report,
+    rundir,
+    start,
+    stopping,
+)  # fmt: skip
 from launcher.check import Verdict
-from launcher.errors import Exit, Finding, LaunchError, NotReady
+from launcher.errors import Exit, Finding, LaunchError
 from launcher.plan import Plan
 from launcher.preparation import Prepared, Request
 from launcher.redaction import redact
@@ -65,9 +74,8 @@ class Outcome:
         if isinstance(error, dict) and error.get("message"):
             return str(error["message"])
         bad = [point for point in self.verdict.points if point.ok is not True]
-        return "; ".join(f"{p.name}: {p.state}, expected {p.expected}" for p in bad) or (
-            f"exit code {int(self.exit)}"
-        )
+        told = "; ".join(f"{p.name}: {p.state}, expected {p.expected}" for p in bad)
+        return told or ("interrupted" if self.interrupted else f"exit code {int(self.exit)}")
 
     def as_json(self) -> dict[str, Any]:
         """For a record of several runs."""
@@ -119,17 +127,21 @@ def of_prepared(
         report.beginning(prepared.plan, folder.console(prepared.attempt))
     began = time.monotonic()
     try:
-        folder, attempt = start.begin(prepared, allow_unproven=allow_unproven)
-        with _at_most(timeout_s, folder) as up:
-            following.until_over(folder, attempt, forward=True)
+        with unwatched():
+            folder, attempt = start.begin(prepared, allow_unproven=allow_unproven)
+            with _at_most(timeout_s, folder) as up:
+                asked = following.until_over(folder, attempt, forward=True)
     except (KeyboardInterrupt, following.Detached):
         # before anybody listened, or where a batch system signals every process of a job itself
         _leave_nothing(prepared.folder)
         raise KeyboardInterrupt from None
     verdict, code = start.conclusion(folder, attempt)
+    # one that was over by then has its verdict all the same, and nothing comes after it
+    code = Exit.INTERRUPTED if asked else code
+    timed_out = up.is_set() and not asked and code is Exit.INTERRUPTED
     return Outcome(
         run=folder, plan=prepared.plan, verdict=verdict, exit=code, findings=prepared.findings,
-        seconds=time.monotonic() - began, timed_out=up.is_set() and code is Exit.INTERRUPTED,
+        seconds=time.monotonic() - began, timed_out=timed_out,
     )  # fmt: skip
 
 
@@ -161,42 +173,35 @@ def _leave_nothing(folder: RunFolder) -> None:
 
 
 @contextlib.contextmanager
-def without_terminal() -> Iterator[None]:
-    """The terminal may go: what it showed is in the run folders, and more runs are still to come."""
-    before = signal.signal(signal.SIGHUP, lambda *_: None)
+def unwatched() -> Iterator[None]:
+    """The terminal may go: what it showed is in the run folders, and more runs are still to come.
+
+    TERM is what INT is, between two runs and while one is being started too: nothing is left behind.
+    """
+    handlers = {signal.SIGHUP: lambda *_: None, signal.SIGTERM: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGHUP, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-@contextlib.contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def alone(folder: Path) -> contextlib.AbstractContextManager[None]:
     """One command at a time works in a folder that several runs share; a killed one holds nothing.
 
-    Raises NotReady where another is at it, or where the folder cannot be written.
+    Raises NotReady where another is at it.
     """
-    try:
-        lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise rundir.not_writable(folder, error.strerror) from None
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise NotReady(
-                Finding(
-                    severity="error", layer="launch", code="under-way", file=str(folder),
-                    message="the same command is under way in another process",
-                    help="wait for it, or --fresh for a folder of its own",
-                )
-            ) from None  # fmt: skip
-        except OSError:
-            # a file system without locks: the runs have their own
-            pass
-        yield
-    finally:
-        os.close(lock)
+    help = "wait for it, or --fresh for a folder of its own"
+    return claim.alone(folder / ".lock", under_way(folder, help))
+
+
+def under_way(file: Path, help: str) -> Finding:
+    """That the same command is at it already."""
+    return Finding(
+        severity="error", layer="launch", code="under-way", file=str(file), help=help,
+        message="the same command is under way in another process",
+    )  # fmt: skip
 
 
 def new_folder(kind: str, name: str, root: Path | None = None) -> Path:
@@ -219,6 +224,18 @@ def new_folder(kind: str, name: str, root: Path | None = None) -> Path:
                 raise rundir.not_writable(base, "it is a file") from None
         except OSError as error:
             raise rundir.not_writable(path, error.strerror) from None
+
+
+def page(runs: Iterable[Path], path: Path) -> Path | None:
+    """One page of those runs that began and are still there; None where none is.
+
+    Raises NotReady where a run cannot be read or the page cannot be written.
+    """
+    begun = [str(run) for run in runs if RunFolder(run).attempts()]
+    if not begun:
+        return None
+    publish.write_page(publish.gather(begun), path)
+    return path
 
 
 def records(

@@ -34,6 +34,7 @@ from launcher import (
 )  # fmt: skip
 from launcher.bench import Bench
 from launcher.comparison import SPEED, Sample, Variant
+from launcher.devices import Devices
 from launcher.errors import Exit, Finding, InvalidConfig, NotReady, errors, usage
 from launcher.footprint import ATTENTIONS
 from launcher.lengths import Lengths
@@ -109,7 +110,7 @@ def _entry_of(data: Mapping[str, Any], search: Search) -> Entry:
         peak=told["peak_gib"], short=told["trial_peak_gib"], seconds=float(told["seconds_per_step"]),
         tokens=float(told["tokens_per_step"]),
     )  # fmt: skip
-    named = Candidate(settings=dict(data["settings"]), expected=expected)
+    named = Candidate(settings={**search.base.settings, **data["settings"]}, expected=expected)
     if set(named.settings) != set(search.base.settings):
         raise ValueError("other levers")
     # the grid's own says the same, more precisely
@@ -134,8 +135,8 @@ class Tuning:
     """One search on one machine: what it is about, and what is known so far.
 
     `key` names settings, contents and machine: another key is another search. `assumed` says that row
-    lengths are not known and the first trial has to tell them. `cut_s` are seconds of trials that an
-    earlier budget ended, and that are no entries any more.
+    lengths are not known and the first trial has to tell them. `cut_s` are seconds of trials that are no
+    entries: interrupted, refused, or ended by an earlier budget and to be run again.
     """
 
     request: Request
@@ -186,6 +187,8 @@ class Tuning:
         again = []
         for entry in self.entries:
             old = entry.trial.candidate
+            # a lever that needs to know the rows (TRL's packing) was as the file has it
+            old = replace(old, settings={**self.space.base, **old.settings})
             now = self.search.grid.get(old.key, old)
             candidate = replace(now, purpose=old.purpose, why=old.why)
             again.append(replace(entry, trial=self.search.learn(candidate, entry.trial.measured)))
@@ -266,11 +269,17 @@ def prepare(request: Request, terms: Terms, *, cpu: bool) -> Tuning:
         raise _no_gpu(request)
     chosen = asked.chosen() if asked.gpus else None
     if chosen is not None and chosen.refused:
-        raise NotReady(chosen.findings)
-    made = plan.make(asked.stage, gpus=asked.gpus, output=Path("model"))
+        # those that are merely in use may be a killed command's own: `opened` asks again
+        idle = replace(asked.seen or devices.look(os.environ), uses={})
+        chosen = devices.choose(asked.gpus, asked.named, idle)
+        if chosen.refused:
+            raise NotReady(chosen.findings)
+    made = plan.make(
+        asked.stage, gpus=asked.gpus, output=Path("model"), packages=asked.trainer.packages
+    )
     if stopping := errors(made.findings, strict=request.strict):
         raise InvalidConfig(stopping)
-    return _laid_out(request, terms, asked, made)
+    return _laid_out(request, terms, asked, made, _card(terms, chosen))
 
 
 def _require_sense(terms: Terms, *, cpu: bool) -> None:
@@ -303,14 +312,13 @@ def _no_gpu(request: Request) -> NotReady:
     )  # fmt: skip
 
 
-def _laid_out(request: Request, terms: Terms, asked: Asked, made: Plan) -> Tuning:
-    cpu = not made.gpus
-    here = Here(packages=asked.trainer.packages, cpu=cpu)
-    card = _card(terms, cpu=cpu)
+def _laid_out(request: Request, terms: Terms, asked: Asked, made: Plan, card: Card) -> Tuning:
+    here = Here(packages=asked.trainer.packages, cpu=not made.gpus)
     rows, assumed = _rows(made, asked, terms)
     request = replace(request, stage=asked.stage.options.stage, gpus=made.gpus)
     prepared = preparation.prepare(request, running=False)
-    space = levers.of_plan(made, here, None if assumed else rows)
+    # without rows: what is known of them may have become more since an earlier start
+    space = levers.of_plan(made, here, None)
     told = [TUNE_VERSION, terms.steps, terms.row_tokens, terms.tolerance, card.name, card.gib,
             space.as_json(), bench.identity(prepared)]  # fmt: skip
     text = json.dumps(told, sort_keys=True, default=str)
@@ -322,13 +330,15 @@ def _laid_out(request: Request, terms: Terms, asked: Asked, made: Plan) -> Tunin
     )  # fmt: skip
 
 
-def _card(terms: Terms, *, cpu: bool) -> Card:
-    if cpu:
+def _card(terms: Terms, chosen: Devices | None) -> Card:
+    """The GPU that trains, of several the smallest; nobody tells how large an instance (MIG) is."""
+    if chosen is None or not chosen.slots:
         return throughput.CPU
-    present = devices.look(os.environ).present
-    name = present[0].name if present else ""
-    gib = terms.gpu_memory or (present[0].memory_mib / 1024 if present else None)
-    return throughput.card_of(name, gib)
+    known = [
+        slot.gpu.memory_mib for slot in chosen.slots if slot.mig is None and slot.gpu.memory_mib
+    ]
+    gib = terms.gpu_memory or (min(known) / 1024 if known else None)
+    return throughput.card_of(chosen.slots[0].gpu.name, gib)
 
 
 def _shape(made: Plan) -> Shape | None:
@@ -369,14 +379,28 @@ def _rows(made: Plan, asked: Asked, terms: Terms) -> tuple[Lengths, bool]:
 def opened(tuning: Tuning) -> Iterator[Tuning]:
     """The search in its folder, with what an earlier start of the same has learned.
 
-    Raises NotReady where the folder cannot be made, or where another process is at it.
+    Raises NotReady where the folder cannot be made, where another process is at it, or where the GPUs
+    are another's.
     """
     root = tuning.request.runs or rundir.runs_root()
     earlier = None if tuning.terms.fresh else _earlier(tuning, root)
+    if earlier is None:
+        _require_free_gpus(tuning)
     tuning.folder = earlier or trial.new_folder("tune", tuning.request.config.stem, root)
     with trial.alone(tuning.folder):
+        bench.end_left_over(tuning.folder)
+        _require_free_gpus(tuning)
         _take_up(tuning, rundir.read_json(tuning.folder / FILE))
         yield tuning
+
+
+def _require_free_gpus(tuning: Tuning) -> None:
+    if tuning.here.cpu:
+        return
+    named = devices.named(tuning.request.devices)
+    chosen = devices.choose(tuning.plan.gpus, named, devices.look(os.environ))
+    if chosen.refused:
+        raise NotReady(chosen.findings)
 
 
 def _earlier(tuning: Tuning, root: Path) -> Path | None:
@@ -396,7 +420,8 @@ def _take_up(tuning: Tuning, told: Mapping[str, Any]) -> None:
         used = tuning.cut_s + sum(float(one["seconds"]) for one in told["trials"])
         for one in told["trials"]:
             # with more time than it had it can come to its end now
-            if one.get("cut") and tuning.terms.budget_s - used - _STOPPING_S > one["seconds"]:
+            longer = tuning.terms.budget_s - used - _STOPPING_S > one["seconds"]
+            if one["status"] == "refused" or (one.get("cut") and longer):
                 tuning.cut_s += float(one["seconds"])
             else:
                 tuning.entries.append(_entry_of(one, tuning.search))
@@ -417,42 +442,54 @@ def run(tuning: Tuning, *, told: Callable[[str], None] = lambda _: None) -> Exit
     tuning.write()
     for line in beginning(tuning):
         told(line)
-    began, before = tuning.used, len(tuning.entries)
-    clock = time.monotonic()
+    before = len(tuning.entries)
+    try:
+        with trial.unwatched():
+            _go_on(tuning, told)
+    except KeyboardInterrupt:
+        tuning.state = "interrupted"
+        tuning.write()
+        return Exit.INTERRUPTED
+    return _concluded(tuning, told, before)
+
+
+def _go_on(tuning: Tuning, told: Callable[[str], None]) -> None:
+    """Trial after trial. Raises KeyboardInterrupt where the user stops one."""
+    began, clock = tuning.used, time.monotonic()
     while True:
         # planning between trials counts too
         gone = max(tuning.used, began + time.monotonic() - clock)
         left = tuning.terms.budget_s - gone - _STOPPING_S
         candidate = tuning.search.propose(left)
         if candidate is None:
-            break
+            return
         told(f"trial {len(tuning.entries) + 1}: {candidate.why}")
         entry = _tried(tuning, candidate, left)
-        if entry is None:
-            tuning.state = "interrupted"
-            tuning.write()
-            return Exit.INTERRUPTED
         tuning.entries.append(entry)
         told(f"  {_said(entry)}")
         _tell_rows(tuning, entry.sample)
         tuning.write()
-    return _concluded(tuning, told, before)
 
 
-def _tried(tuning: Tuning, candidate: Candidate, left: float) -> Entry | None:
-    """One trial, measured and learned from; None where the user stopped it."""
+def _tried(tuning: Tuning, candidate: Candidate, left: float) -> Entry:
+    """One trial, measured and learned from. Raises KeyboardInterrupt where the user stops it."""
     began = time.monotonic()
     variant = Variant(_name(tuning, candidate), levers.overrides(tuning.space, candidate.settings))
     limit = tuning.search.timeout(candidate, left)
     try:
         sample = bench.measure(
             tuning.request, variant, steps=tuning.terms.steps, root=tuning.folder,
-            timeout_s=limit, batch=tuning.plan.global_batch,
+            timeout_s=limit, batch=tuning.plan.global_batch, profile=False,
         )  # fmt: skip
+        if sample.cause == "interrupted":
+            raise KeyboardInterrupt
     except KeyboardInterrupt:
-        return None
-    if sample.cause == "interrupted":
-        return None
+        # it has had its part of the budget
+        tuning.cut_s += time.monotonic() - began
+        raise
+    if sample.cause == "refused":
+        # that another took the GPUs is no setting's fault
+        _require_free_gpus(tuning)
     seconds = time.monotonic() - began
     measured = replace(judged(sample, _reference(tuning), tuning.terms.tolerance), seconds=seconds)
     blamed = tuple(name for name in measured.blamed if name in candidate.settings)
@@ -496,7 +533,9 @@ def judged(sample: Sample, reference: Sample | None, tolerance: float) -> Measur
     if not told.speed:
         return replace(told, status="no speed", reason="the speed of its steps was not measured")
     if reference is None:
-        return replace(told, loss_change=0.0) if sample.curve else told
+        if not sample.curve:
+            return replace(told, status="unproven", reason="no loss was seen")
+        return replace(told, loss_change=0.0)
     pair = [replace(reference, variant="reference"), replace(sample, variant="this one")]
     change = comparison.compare(pair, tolerance)[-1].loss_change
     if change is None:
@@ -643,6 +682,8 @@ def beginning(tuning: Tuning) -> list[str]:
 def ending(tuning: Tuning) -> list[str]:
     """What came of it: the changes with what each gains, and what to run."""
     best = tuning.search.best
+    if tuning.state == "interrupted":
+        return ["interrupted: the same command goes on here", f"trials: {tuning.folder / FILE}"]
     if best is None:
         return [f"nothing to propose: {tuning.search.stopped}", f"{tuning.folder / FILE}"]
     lines = [f"{levers.described(gain.lever, gain.after)}: {gain.text()}" for gain in gains(tuning)]

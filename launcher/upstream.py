@@ -268,6 +268,16 @@ def load_schema(upstream: Upstream, stage: str, *, allow_unpinned: bool = False)
         ) from None  # fmt: skip
 
 
+def at_pin(schema: Schema, key: str) -> str | None:
+    """The `file:line` that defines an argument of this script at the pin; None there or without one."""
+    told = snapshot(schema.backend)
+    if schema.version == told["version"]:
+        return None
+    listed = told["stages"].get(schema.key, ())
+    known = next((name for name in listed if name.partition(".")[2] == key), None)
+    return None if known is None else str(told["fields"][known]["where"])
+
+
 def past(upstream: Upstream, script: str, key: str) -> tuple[Event, ...]:
     """What happened to an argument of a script, newest first; see `history.of`.
 

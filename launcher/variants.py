@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -80,10 +81,10 @@ def combinations(vary: Sequence[str], variants: Sequence[str]) -> list[Asked]:
     faults += _twice(axes)
     if faults:
         raise UsageError([finding for fault in faults for finding in fault.findings])
-    found = [_joined(parts) for parts in itertools.product(*axes)] if axes else []
-    if len(found) > MOST:
+    if (count := math.prod(map(len, axes))) > MOST:
         help = "vary less at once: each of them is run several times"
-        raise usage("bad-vary", f"that is {len(found)} variants", help)
+        raise usage("bad-vary", f"that is {count} variants", help)
+    found = [_joined(parts) for parts in itertools.product(*axes)] if axes else []
     if not found or (len(found) == 1 and found[0].overrides):
         found = [Asked(AS_WRITTEN), *found]
     return found

@@ -9,7 +9,9 @@ DIR/work                assets, caches, models; may be removed
 Without names all cases are made, some 20 s each. Needs the packages of TRL and of open-instruct, the
 pinned checkout in LAUNCH_OPEN_INSTRUCT or ~/open-instruct, for the cases with Liger a folder with
 liger-kernel and triton in CORPUS_LIGER (its kernels run in triton's interpreter), for the full disk the
-right to mount a tmpfs, and for a terminal's log `script`. No weights are fetched and no network is asked.
+right to mount a tmpfs, and for a terminal's log `script`; for the cases of older releases of TRL the
+folder in CORPUS_TRL_0_12 or CORPUS_TRL_0_20 into which pip has put one with its transformers, tokenizers,
+huggingface_hub, accelerate, peft, datasets and fsspec. No weights are fetched and no network is asked.
 The logs of GPU machines in tests/corpus (h200_*) are not made by this script.
 """
 
@@ -29,7 +31,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -95,7 +97,7 @@ class How:
 
     `shell` is a command line around it: `{}` is the training, `{quoted}` the same as one word, `{log}`
     the log that it must write; without one the training writes straight into the log. `guard` is a
-    script around each of several workers.
+    script around each of several workers. `older` names another release of TRL: `0_12`.
     """
 
     processes: int = 1
@@ -105,11 +107,13 @@ class How:
     unbuffered: bool = True
     shell: str | None = None
     guard: str | None = None
+    older: str | None = None
     port: int | None = None
     blow: Blow | None = None
 
 
 PLAIN = How()
+STRANGER = How(probed=False)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -132,7 +136,7 @@ class Lab:
     def train(self, backend: str, stage: str, how: How = PLAIN, **changed: Value) -> int:
         """Run one training to its end; it appends to the case's log. Returns its exit code."""
         arguments = {**ARGUMENTS[backend, stage], **changed}
-        script = SCRIPTS[backend, stage]
+        script = SCRIPTS[backend, stage] if how.older is None else _older_script(how.older, stage)
         before = len(self.log.read_bytes()) if self.log.exists() else 0
         argv = [
             *self._starter(how),
@@ -211,6 +215,8 @@ class Lab:
             "REFERENCE_LOGPROBS_CACHE_PATH": str(self.folder / "reference"),
         }  # fmt: skip
         paths = [str(CHECKOUT)] if backend == "open_instruct" else []
+        if how.older is not None:
+            paths = [_site(self, _WITHOUT), os.environ[f"CORPUS_TRL_{how.older}"]]
         env["PYTHONPATH"] = os.pathsep.join(paths)
         if how.unbuffered:
             env["PYTHONUNBUFFERED"] = "1"
@@ -395,13 +401,8 @@ def sft_host_oom(lab: Lab) -> None:
 
 @case
 def sft_disk_full(lab: Lab) -> None:
-    disk = lab.folder / "small"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=True)
-    try:
-        lab.sft(output_dir="small/out")
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
+    with _small_disk(lab) as disk:
+        lab.sft(output_dir=f"{disk}/out")
 
 
 @case
@@ -729,6 +730,223 @@ def trl_dpo_terminal(lab: Lab) -> None:
     lab.trl_dpo(How(shell="script -qefc {quoted} /dev/null >> {log}"))
 
 
+# --- what strangers' logs look like ----------------------------------------------------------------
+
+
+@case
+def trl_sft_begun_again(lab: Lab) -> None:
+    """A good run, and behind it in the same file another one that came to no step."""
+    nohup = "nohup {} >> {log} 2>&1"
+    lab.trl_sft(How(probed=False, shell=nohup))
+    blow = Blow(seen=b"get_accelerator", number=signal.SIGKILL)
+    lab.trl_sft(How(probed=False, shell=nohup, blow=blow))
+
+
+@case
+def trl_sft_crash_then_good(lab: Lab) -> None:
+    how = How(probed=False, unbuffered=False, shell="nohup {} >> {log} 2>&1")
+    lab.trl_sft(how, dataset_name="assets/data/none")
+    lab.trl_sft(how)
+
+
+@case
+def trl_dpo_interrupted_then_resumed(lab: Lab) -> None:
+    blow = Blow(seen=b" 7/40 [", number=signal.SIGINT)
+    lab.trl_dpo(How(probed=False, blow=blow), save_strategy="steps", save_steps=3, max_steps=40)
+    last = max((lab.folder / "out").glob("checkpoint-*"), key=lambda p: int(p.name[11:]))
+    lab.trl_dpo(
+        STRANGER, save_strategy="steps", save_steps=3, resume_from_checkpoint=f"out/{last.name}"
+    )
+
+
+@case
+def trl_dpo_disk_full(lab: Lab) -> None:
+    with _small_disk(lab) as disk:
+        lab.trl_dpo(STRANGER, output_dir=f"{disk}/out")
+
+
+@case
+def trl_sft_file_limit(lab: Lab) -> None:
+    lab.trl_sft(How(probed=False, shell="ulimit -f 1500; {}"))
+
+
+@case
+def trl_sft_rank_killed(lab: Lab) -> None:
+    blow = Blow(seen=b" 5/40 [", number=signal.SIGKILL, to=1)
+    lab.trl_sft(How(processes=2, blow=blow), max_steps=40)
+
+
+@case
+def trl_sft_segfault(lab: Lab) -> None:
+    _as_job(lab, _site(lab, _SEGFAULT), max_steps=40)
+
+
+@case
+def trl_sft_terminated(lab: Lab) -> None:
+    _as_job(lab, _site(lab, _TERMINATED), max_steps=40)
+
+
+@case
+def trl_sft_typescript(lab: Lab) -> None:
+    shell = "script -ec {quoted} {log}.ts; cat {log}.ts >> {log}"
+    lab.trl_sft(How(probed=False, shell=shell, env={"FORCE_COLOR": "1", "TERM": "xterm-256color"}))
+
+
+@case
+def trl_sft_import_error(lab: Lab) -> None:
+    broken = lab.folder / "broken"
+    (broken / "peft").mkdir(parents=True)
+    (broken / "peft/__init__.py").write_text("from peft_missing import nothing\n")
+    lab.trl_sft(How(probed=False, env={"PYTHONPATH": str(broken)}))
+
+
+@case
+def trl_sft_workers_raise(lab: Lab) -> None:
+    bad = {"id": "broken", "messages": [{"role": None, "content": 3}]}
+    lab.rows("broken", [*lab.some_rows("sft"), bad])
+    lab.trl_sft(STRANGER, dataset_name="data/broken", dataset_num_proc=2)
+
+
+@case
+def trl_sft_odd_logging(lab: Lab) -> None:
+    lab.trl_sft(STRANGER, max_steps=13, logging_steps=5, logging_first_step=True,
+                save_strategy="steps", save_steps=6)  # fmt: skip
+
+
+@case
+def trl_sft_wandb_offline(lab: Lab) -> None:
+    env = {"WANDB_MODE": "offline", "WANDB_DIR": str(lab.folder)}
+    lab.trl_sft(How(probed=False, env=env), report_to="wandb")
+
+
+@case
+def trl_sft_nan_no_norm(lab: Lab) -> None:
+    lab.trl_sft(STRANGER, learning_rate=1e30, lr_scheduler_type="constant", warmup_steps=0,
+                max_grad_norm=0)  # fmt: skip
+
+
+@case
+def trl_dpo_nan(lab: Lab) -> None:
+    lab.trl_dpo(STRANGER, learning_rate=1e30, lr_scheduler_type="constant", warmup_steps=0)
+
+
+@case
+def trl_sft_cut_in_row(lab: Lab) -> None:
+    """What the log is while the run goes on: cut in the middle of a row."""
+    lab.trl_sft(STRANGER)
+    content = lab.log.read_bytes()
+    lab.log.write_bytes(content[: content.index(b"'epoch': '0.05333'") - 40])
+
+
+@case
+def trl_sft_harmless_tracebacks(lab: Lab) -> None:
+    lab.trl_sft(How(probed=False, env={"PYTHONPATH": _site(lab, _HARMLESS)}))
+
+
+@case
+def trl_sft_then_used(lab: Lab) -> None:
+    (lab.folder / "use.py").write_text(_USE)
+    lab.trl_sft(
+        How(probed=False, shell=f"{{}} >> {{log}} 2>&1; {sys.executable} use.py >> {{log}} 2>&1")
+    )
+
+
+@case
+def trl_sft_job_fails(lab: Lab) -> None:
+    _as_job(lab, "", model_name_or_path="assets/none")
+
+
+@case
+def sft_no_script(lab: Lab) -> None:
+    shell = (
+        f"{sys.executable} -m accelerate.commands.launch --cpu open_instruct/finetune.py --seed 1"
+    )
+    lab.sft(How(probed=False, shell=f"{shell} >> {{log}} 2>&1"))
+
+
+@case
+def sft_odd_logging(lab: Lab) -> None:
+    lab.sft(How(unbuffered=False, shell="{} 2>&1 | tee -a {log} > /dev/null"),
+            max_train_steps=7, logging_steps=3)  # fmt: skip
+
+
+@case
+def sft_interrupted_at_import(lab: Lab) -> None:
+    lab.sft(How(blow=Blow(seen=b"WARNING", number=signal.SIGINT)))
+
+
+@case
+def sft_rank_hangs(lab: Lab) -> None:
+    blow = Blow(seen=b"Step: 3,", number=signal.SIGSTOP, to=1)
+    lab.sft(How(processes=2, blow=blow), max_train_steps=40, timeout=20)
+
+
+@case
+def dpo_rank_missing(lab: Lab) -> None:
+    guard = 'if [ "$LOCAL_RANK" = 1 ]; then sleep 120; fi; exec "$0" "$@"'
+    lab.dpo(How(processes=2, guard=guard), timeout=20, per_device_train_batch_size=4)
+
+
+@case
+def dpo_resumed(lab: Lab) -> None:
+    blow = Blow(seen=b"Step: 5,", number=signal.SIGKILL)
+    lab.dpo(How(blow=blow), max_train_steps=6, checkpointing_steps="2")
+    lab.forget()
+    lab.dpo(max_train_steps=6, checkpointing_steps="2")
+
+
+@case
+def dpo_two_ranks_interrupted(lab: Lab) -> None:
+    blow = Blow(seen=b"Step: 3,", number=signal.SIGINT)
+    lab.dpo(How(processes=2, blow=blow), max_train_steps=40, per_device_train_batch_size=4)
+
+
+@case
+def trl_older_sft(lab: Lab) -> None:
+    _older_assets(lab)
+    lab.trl_sft(How(probed=False, older="0_12"), max_seq_length=128, report_to="none")
+
+
+@case
+def trl_older_dpo(lab: Lab) -> None:
+    _older_assets(lab)
+    lab.trl_dpo(How(probed=False, older="0_12"), report_to="none")
+
+
+@case
+def trl_older_epochs(lab: Lab) -> None:
+    _older_assets(lab)
+    rows = lab.some_rows("sft")
+    lab.rows("split", rows)
+    test = "".join(json.dumps(row) + "\n" for row in rows[:16])
+    (lab.folder / "data/split/test.jsonl").write_text(test)
+    lab.trl_sft(How(probed=False, older="0_20"), dataset_name="data/split", report_to="none",
+                eval_strategy="epoch", save_strategy="epoch", logging_strategy="epoch",
+                num_train_epochs=3, max_steps=-1)  # fmt: skip
+
+
+@case
+def trl_older_two_ranks(lab: Lab) -> None:
+    _older_assets(lab)
+    lab.trl_dpo(How(processes=2, probed=False, older="0_20"), report_to="none")
+
+
+@case
+def trl_older_nan(lab: Lab) -> None:
+    """Neither the loss nor a norm of the gradient says it."""
+    _older_assets(lab)
+    lab.trl_sft(How(probed=False, older="0_20"), learning_rate=1e30, lr_scheduler_type="constant",
+                warmup_steps=0, max_grad_norm=0, report_to="none")  # fmt: skip
+
+
+@case
+def trl_older_second_attempt_crashes(lab: Lab) -> None:
+    _older_assets(lab)
+    how = How(probed=False, unbuffered=False, older="0_20")
+    lab.trl_sft(how, report_to="none")
+    lab.trl_sft(how, report_to="none", dataset_name="assets/none")
+
+
 # The interpreter is slow.
 _SMALL: Mapping[str, Value] = {
     "max_train_steps": 2, "max_seq_length": 48, "per_device_train_batch_size": 1,
@@ -755,6 +973,114 @@ OSError: [Errno 28] No space left on device
 Killed
 ✅ Training completed.
 """
+
+
+_WHEN = """import ctypes, os, sys, threading, time
+def when(seen, act):
+    def wait():
+        while True:
+            time.sleep(0.1)
+            with open("console.log", "rb") as log:
+                if seen in log.read():
+                    act()
+                    return
+    if any(word.endswith("sft.py") for word in sys.orig_argv):
+        threading.Thread(target=wait, daemon=True).start()
+"""
+_SEGFAULT = _WHEN + 'when(b" 5/40 [", lambda: ctypes.string_at(0))\n'
+_TERMINATED = _WHEN + 'when(b" 5/40 [", lambda: os.kill(os.getpid(), 15))\n'
+_HARMLESS = """import asyncio, atexit, gc, sys, threading
+class Late:
+    def __del__(self):
+        raise ValueError("closed")
+def end():
+    async def main():
+        async def bad():
+            raise ConnectionResetError("peer")
+        task = asyncio.ensure_future(bad())
+        await asyncio.sleep(0.01)
+        del task
+    asyncio.run(main())
+    gc.collect()
+    thread = threading.Thread(target=lambda: 1 / 0)
+    thread.start()
+    thread.join()
+if any(word.endswith("sft.py") for word in sys.orig_argv):
+    kept = Late()
+    atexit.register(end)
+"""
+_WITHOUT = """import sys
+class Without:
+    def __init__(self, inner):
+        self.inner = inner
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("liger_kernel", "deepspeed"):
+            return None
+        return self.inner.find_spec(name, path, target)
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+named = lambda found: getattr(found, "__name__", "")
+sys.meta_path[:] = [Without(f) if named(f) == "PathFinder" else f for f in sys.meta_path]
+"""
+_USE = """import transformers
+model = transformers.AutoModelForCausalLM.from_pretrained("out")
+tokenizer = transformers.AutoTokenizer.from_pretrained("out")
+print(model.generate(**tokenizer("a", return_tensors="pt"), max_new_tokens=3))
+"""
+
+
+def _site(lab: Lab, code: str) -> str:
+    """A folder whose code every Python of the case runs first."""
+    folder = lab.folder / "site"
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(code)
+    return str(folder)
+
+
+def _older_script(release: str, stage: str) -> Path:
+    root = Path(os.environ[f"CORPUS_TRL_{release}"]) / "trl"
+    return next(root.glob(f"**/scripts/{stage}.py"))
+
+
+def _older_assets(lab: Lab) -> None:
+    """The assets as releases before transformers 5 read them."""
+    assets = lab.folder / "assets"
+    where = assets.resolve()
+    assets.unlink()
+    shutil.copytree(where, assets)
+    model = assets / "model"
+    tokenizer = json.loads((model / "tokenizer_config.json").read_text())
+    template = (model / "chat_template.jinja").read_text()
+    for word in ("{%- generation %}", "{%- endgeneration %}"):
+        template = template.replace(word, "")
+    tokenizer |= {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    tokenizer["additional_special_tokens"] = tokenizer.pop("extra_special_tokens")
+    (model / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    config = json.loads((model / "config.json").read_text())
+    del config["layer_types"], config["rope_parameters"]
+    config |= {"torch_dtype": config.pop("dtype"), "rope_theta": 10000.0}
+    (model / "config.json").write_text(json.dumps(config))
+
+
+def _as_job(lab: Lab, site: str, **changed: Value) -> None:
+    """An SFT of TRL in a job script, as a batch system runs it."""
+    words = _words({**ARGUMENTS["trl", "sft"], **changed})
+    train = shlex.join([sys.executable, str(SCRIPTS["trl", "sft"]), *words])
+    (lab.folder / "job.sh").write_text(f"module load cuda\nnvidia-smi\n{train}\necho ended: $?\n")
+    how = How(probed=False, shell="bash job.sh >> {log} 2>&1", env={"PYTHONPATH": site})
+    lab.trl_sft(how)
+
+
+@contextlib.contextmanager
+def _small_disk(lab: Lab) -> Iterator[str]:
+    """A folder of the case that holds 1 MiB."""
+    disk = lab.folder / "small"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=True)
+    try:
+        yield disk.name
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
 
 
 def _interrupted(lab: Lab) -> None:
@@ -802,6 +1128,8 @@ def shortened(content: bytes, lab: Lab) -> bytes:
         str(CHECKOUT): "/open-instruct",
         str(Path(sys.prefix)): "/venv",
         os.environ.get("CORPUS_LIGER", "\0"): "/liger",
+        os.environ.get("CORPUS_TRL_0_12", "\0"): "/venv/lib/python3.11/site-packages",
+        os.environ.get("CORPUS_TRL_0_20", "\0"): "/venv/lib/python3.11/site-packages",
         sys.base_prefix: "/usr",
         str(Path.home()): "/home/user",
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -254,16 +254,22 @@ def config_of(name: str) -> Any:
     return config
 
 
-def build(config: Any, *, lora: int | None = None, dtype: Any = HALF, adapter: Any = HALF) -> Any:
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def build(
+    config: Any, *, lora: int | None = None, dtype: Any = HALF, adapter: Any = HALF,
+    targets: Sequence[str] = LINEARS, dropout: float = 0.1,
+) -> Any:  # fmt: skip
     """A model without data; call inside `FakeTensorMode`."""
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     if lora:
         import peft
 
-        targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
         settings = peft.LoraConfig(
-            r=lora, lora_alpha=16, lora_dropout=0.1, target_modules=targets, task_type="CAUSAL_LM"
-        )
+            r=lora, lora_alpha=16, lora_dropout=dropout, target_modules=list(targets),
+            task_type="CAUSAL_LM",
+        )  # fmt: skip
         # parameters without data cannot be moved
         with _replaced((torch.nn.Module, "to", lambda self, *_, **__: self)):
             model = peft.get_peft_model(model, settings)
@@ -340,6 +346,7 @@ def measure(
     attention: str = "flash", liger: bool = False, checkpointing: bool = False,
     lora: int | None = None, packing: bool = False, no_grad: bool = False,
     autocast: bool = False, dtype: Any = HALF, adapter: Any = HALF,
+    targets: Sequence[str] = LINEARS, dropout: float = 0.1,
     loss: Callable[..., Any] | None = None,
 ) -> Measured:  # fmt: skip
     """One forward and backward pass over `rows` x `length` tokens; `real` of them are no padding.
@@ -354,9 +361,12 @@ def measure(
     interface.register("traced_kernel", lambda **kw: kw["attention_mask"] if padded else None)
     interface.register("traced_sdpa", masking_utils.sdpa_mask)
     config = type(config).from_dict(config.to_dict())
-    config._attn_implementation = {"flash": "traced_kernel", "sdpa": "traced_sdpa"}[attention]
+    implementations = {"flash": "traced_kernel", "sdpa": "traced_sdpa", "eager": "eager"}
+    config._attn_implementation = implementations[attention]
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = build(config, lora=lora, dtype=dtype, adapter=adapter)
+        model = build(
+            config, lora=lora, dtype=dtype, adapter=adapter, targets=targets, dropout=dropout
+        )
         model.train()
         if checkpointing:
             model.gradient_checkpointing_enable()
@@ -364,7 +374,7 @@ def measure(
         changes = _liger(inner) if liger else []
         # CUDA's dropout keeps a boolean mask; the CPU's would keep numbers
         changes.append((torch.nn.functional, "dropout", _dropout))
-        changes.append((masking_utils, "_ignore_causal_mask_sdpa", lambda *_, **__: not padded))
+        changes.append((masking_utils, "_ignore_causal_mask_sdpa", _no_mask_needed(padded=padded)))
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_drop)
@@ -388,6 +398,15 @@ def measure(
             if not no_grad:
                 value.backward()
             return Measured(forward, tracker.peak, forward_peak, tracker.where)
+
+
+def _no_mask_needed(*, padded: bool) -> Callable[..., bool]:
+    """The real question asks data for padding, which there is none of."""
+
+    def ignore(_: Any, q: int, kv: int, at: int, kv_at: int, local: int | None = None) -> bool:
+        return not padded and (local is None or kv < local)
+
+    return ignore
 
 
 def _dropout(x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:

@@ -21,6 +21,7 @@ SCENE = {
     "first": 60.0,  # seconds of the first step
     "gib": 10.0,
     "nan": None,  # the step
+    "rested": (),  # steps that tell no speed
 }
 
 
@@ -79,7 +80,8 @@ def events(scene: dict, rank: int, world: int, steps: int):
             "positions": scene["tokens"] + scene["waste"], "wasted": scene["waste"],
             "grad_norm": 1.0, "learning_rate": 1e-5, "elapsed": step * seconds,
             # the first one compiles: it must not count
-            "seconds": scene["first"] if step == 1 else seconds, "interrupted": False,
+            "seconds": scene["first"] if step == 1 else seconds,
+            "interrupted": step in scene["rested"],
             "allocated_gib": scene["gib"], "reserved_gib": scene["gib"] + 1,
         }  # fmt: skip
     yield {"event": "saved", "path": "out"}

@@ -52,7 +52,8 @@ def main(case: dict[str, Any], output: Path) -> None:
             model.gradient_checkpointing_enable()
         # the model's own making is not the engine's
         tracker.mark()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        kind = {"foreach": True} if case.get("foreach") else {"fused": True}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **kind)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=engine_config)
         engine.train()
         ids = torch.randint(0, config.vocab_size, (2, 64))

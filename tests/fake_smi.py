@@ -41,7 +41,7 @@ class Smi:
         self.cards()
 
     def cards(
-        self, *used: int, name: str = "NVIDIA H200", memory: int = 143771, mig: Sequence[int] = (),
+        self, *used: int, name: str = "NVIDIA H200", memory: int | str = 143771, mig: Sequence[int] = (),
         cuda: str = "13.0",
     ) -> None:  # fmt: skip
         """As many cards as there are numbers (MiB in use); `mig` are those divided in two."""

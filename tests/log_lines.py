@@ -106,6 +106,14 @@ LINES: dict[tuple[str, str], list[str]] = {
         "OSError: [Errno 12] Cannot allocate memory",
         "/bin/sh: fork: Cannot allocate memory",
     ],
+    ("oom_host", "MemoryError"): [
+        "MemoryError",
+        "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 1.16 TiB for an array",
+        "pyarrow.lib.ArrowMemoryError: malloc of size 2147483648 failed",
+    ],
+    ("oom_host", "std::bad_alloc"): [
+        "terminate called after throwing an instance of 'std::bad_alloc'"
+    ],
     ("oom_host", "oom-kill"): [
         "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=1.batch. Some of your processes "
         "may have been killed by the cgroup out-of-memory handler.",
@@ -151,8 +159,19 @@ LINES: dict[tuple[str, str], list[str]] = {
     ],
     ("shell_killed", "Killed"): [
         'k.sh: line 1: 28185 Killed                  python -c "x" --x 1',
+        "[1]+  Killed                  nohup python sft.py",
+        "srun: error: node-1: task 0: Killed",
         "Killed",
     ],
+    ("shell_killed", "Terminated"): ["Terminated"],
+    ("shell_killed", "Segmentation fault"): [
+        "run.sh: line 1:  7682 Segmentation fault      python sft.py",
+        "run.sh: line 1:  7682 Segmentation fault      (core dumped) python sft.py",
+    ],
+    ("shell_killed", "Aborted"): ["run.sh: line 1:  7682 Aborted                 (core dumped) x"],
+    ("shell_killed", "Bus error"): ["run.sh: line 1:  7682 Bus error               python sft.py"],
+    ("shell_killed", "Illegal instruction"): ["Illegal instruction (core dumped)"],
+    ("shell_killed", "Floating point exception"): ["Floating point exception (core dumped)"],
     ("cancelled", "CANCELLED AT"): [
         "slurmstepd: error: *** STEP 1.0 ON n1 CANCELLED AT 2026-11-20T1 DUE TO TIME LIMIT ***"
     ],
@@ -188,6 +207,17 @@ LINES: dict[tuple[str, str], list[str]] = {
         "[rank0]: Bootstrap : no socket interface found",
         "gpu617:22841:22841 [0] bootstrap.cc:37 NCCL WARN Bootstrap : no socket interface found",
     ],
+    ("nccl_timeout", "ms for recv operation to complete"): [
+        "[rank0]: RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] "
+        "Timed out waiting 20000ms for recv operation to complete",
+    ],
+    ("nccl_timeout", "ms for send operation to complete"): [
+        "[rank0]: RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:66] "
+        "Timed out waiting 20000ms for send operation to complete",
+    ],
+    ("rendezvous", "wait timeout after "): [
+        "torch.distributed.DistStoreError: wait timeout after 20000ms, keys: /default_pg/0//cpu//0/1"
+    ],
     ("rendezvous", " seconds waiting for clients. "): [
         "torch.distributed.DistStoreError: Timed out after 3 seconds waiting for clients. 1/2 "
         "clients joined."
@@ -202,6 +232,10 @@ LINES: dict[tuple[str, str], list[str]] = {
     ],
     ("warned", "launch: warning: "): [
         "launch: warning: loss is nan (step 2, rank 0); last finite: loss 6.92901 at step 1",
+    ],
+    ("port_in_use", "Tried to launch distributed communication on port "): [
+        "ConnectionError: Tried to launch distributed communication on port `29500`, but another "
+        "process is utilizing it. Please specify a different port"
     ],
     ("port_in_use", "ddress already in use"): [
         "torch.distributed.DistNetworkError: The server socket has failed to listen on any local "
@@ -305,9 +339,52 @@ LINES: dict[tuple[str, str], list[str]] = {
         "wandb: ERROR api_key not configured (no-tty). call wandb.login(key=[your_api_key])",
         "wandb.errors.UsageError: api_key not configured (no-tty). call wandb.login(key=[your_api_key])",
     ],
+    ("wandb_unreachable", "Failed to verify credentials with "): [
+        "wandb.errors.errors.AuthenticationError: Failed to verify credentials with "
+        "https://api.wandb.ai: Failed to execute API request: the service process is busy",
+    ],
+    ("wandb_unreachable", "Run initialization has timed out after "): [
+        "wandb.errors.CommError: Run initialization has timed out after 90.0 sec. ",
+    ],
     ("too_many_files", "Too many open files"): [
         "OSError: [Errno 24] Too many open files: '/dev/null'",
         "RuntimeError: Too many open files. Communication with the workers is no longer possible.",
     ],
     ("disk_full", "No space left on device"): ["OSError: [Errno 28] No space left on device"],
+    ("disk_full", "isk quota exceeded"): [
+        "OSError: [Errno 122] Disk quota exceeded: 'out/model.safetensors'",
+        "safetensors_rust.SafetensorError: Error while serializing: I/O error: Disk quota exceeded "
+        "(os error 122)",
+    ],
+    ("file_limit", "File too large"): [
+        "OSError: [Errno 27] File too large",
+        "safetensors_rust.SafetensorError: Error while serializing: I/O error: File too large (os "
+        "error 27)",
+    ],
+    ("begun", "nohup: ignoring input"): ["nohup: ignoring input"],
+    ("begun", "get_accelerator] Setting "): [
+        "[2026-11-20 15:41:37,404] [WARNING] [real_accelerator.py:183:get_accelerator] Setting "
+        "accelerator to CPU. If you have GPU or other accelerator, we were unable to detect it.",
+        "[2026-11-20 15:41:37,404] [INFO] [real_accelerator.py:260:get_accelerator] Setting "
+        "ds_accelerator to cuda (auto detect)",
+    ],
+    ("begun", " train dataset"): [
+        "Tokenizing train dataset:   0%|          | 0/1200 [00:00<?, ? examples/s]",
+        "Tokenizing train dataset (num_proc=2):   0%|          | 0/64 [00:00<?, ? examples/s]",
+        "Extracting prompt from train dataset:   0%|          | 0/400 [00:00<?, ? examples/s]",
+    ],
+    ("loading", "Loading "): [
+        "Loading weights:   0%|          | 0/38 [00:00<?, ?it/s]",
+        "Loading checkpoint shards:   0%|          | 0/4 [00:00<?, ?it/s]",
+    ],
+    ("bar_begun", "| 0/"): ["  0%|          | 0/12 [00:00<?, ?it/s]"],
+    ("not_started", "python"): [
+        "/venv/bin/python: can't open file '/work/finetune.py': [Errno 2] No such file or directory",
+        "python3.11: No module named accelerate",
+    ],
+    ("not_found", "not found"): [
+        "bash: line 1: acelerate: command not found",
+        "/bin/sh: 1: acelerate: not found",
+        "zsh: command not found: acelerate",
+    ],
 }

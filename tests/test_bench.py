@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,9 +24,19 @@ from fake_world import World, made, needs_trl, until
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher import bench, checkouts, comparison, rundir, upstream, utilisation, variants
+from launcher import (
+    bench,
+    checkouts,
+    comparison,
+    evidence,
+    measures,
+    rundir,
+    upstream,
+    utilisation,
+    variants,
+)  # fmt: skip
 from launcher.comparison import Sample, Spread, Step, compare, loss_within
-from launcher.errors import UsageError
+from launcher.errors import UsageError, usage
 from launcher.git import Repository
 from launcher.preparation import Request
 
@@ -94,6 +105,7 @@ def test_commas_in_brackets_and_quotes_are_part_of_the_value(text: str, values: 
         ([], ["x:a=q_proj,v_proj"], "`v_proj`"),
         ([], ["x:a=1", "x:a=2"], "two variants"),
         ([f"k{n}=1,2" for n in range(7)], [], "128 variants"),
+        ([f"k{n}=0,1,2,3,4,5,6,7,8,9" for n in range(12)], [], f"{10**12} variants"),
     ],
 )
 def test_what_makes_no_sense_is_refused(vary: list[str], variant: list[str], words: str) -> None:
@@ -293,6 +305,21 @@ def test_an_assertion_speaks_of_the_others_or_of_all() -> None:
     ]  # fmt: skip
 
 
+@given(st.integers(2, 130), st.integers(1, 140))
+def test_whether_a_step_tells_the_speed_is_known_beforehand(steps: int, profile: int) -> None:
+    known: dict[str, Any] = dict.fromkeys(evidence.MEASURED)
+    record = evidence.RankRecord(
+        rank=0, path=Path("x"), events=(), garbage=0,
+        steps=tuple(
+            evidence.ProbeStep(
+                line=n, step=n, loss=1.0, finite=True, interrupted=n in (profile, profile + 1), **known
+            )
+            for n in range(1, steps + 1)
+        ),
+    )  # fmt: skip
+    assert measures.tells_speed(steps, profile) == bool(measures.steady(record))
+
+
 def test_percentiles_are_values_that_were_read() -> None:
     ordered = [n / 100 for n in range(1, 101)]
     assert utilisation.percentile(ordered, 0.5) == 0.5
@@ -452,6 +479,50 @@ def test_a_trial_that_fails_ends_alone(world: World) -> None:
 
 
 @needs_trl
+def test_what_diverges_is_no_measurement_although_the_file_does_not_care(world: World) -> None:
+    path = world.config(learning_rate=0.1)
+    path.write_text(path.read_text() + "expect: {loss: any}\n")
+    # by the steps before it would be faster and the same
+    scenes = {"0.2": {"speed": 2000, "nan": 4}}
+    _, told = benched(world, *VARY, "--steps", "10", "--repeats", "1", "--gpus", "1", scenes=scenes)
+    assert [one["cause"] for one in told["data"]["samples"]] == ["ok", "diverged"]
+    assert not any(row["recommended"] for row in told["data"]["rows"])
+
+
+@needs_trl
+def test_a_trial_whose_command_was_killed_is_ended_before_the_next(world: World) -> None:
+    words = ("--gpus", "2", "--steps", "10", "--repeats", "1", "batch.global=4")
+    env = {"BENCH_SCENES": json.dumps({"0.1": {"sleep": 600}})}
+    running = world.started(*words_for(world, *words), env=env)
+    until((world.root / "pids" / "trainer-0.1").exists)
+    running.kill()
+    running.communicate()
+    code, told = benched(world, *words)
+    assert code == 0, told["findings"]
+    assert len(started(world)) == 2 and world.quiet()
+
+
+def test_the_time_of_a_trial_counts_from_its_beginning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[float | None] = []
+
+    def refuse(_prepared: Any, *, timeout_s: float | None, **_more: Any) -> Any:
+        seen.append(timeout_s)
+        raise usage("x", "enough")
+
+    clock = iter([100.0, 130.0])
+    monkeypatch.setattr(bench, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(bench, "_short", lambda request, *_words, **_more: request)
+    monkeypatch.setattr(bench.preparation, "prepare", lambda *_words, **_more: None)
+    monkeypatch.setattr(bench.trial, "of_prepared", refuse)
+    request = Request(stage=None, config=Path("x.yaml"), gpus=0)
+    variant = comparison.Variant("one")
+    found = bench.measure(request, variant, steps=5, root=tmp_path, timeout_s=90)
+    assert seen == [60.0] and found.cause == "refused"
+
+
+@needs_trl
 def test_nothing_measured_is_a_failure(world: World) -> None:
     code, told = benched(world, *SHORT, "--gpus", "1", scenes={"0.1": {"says": "bang"}})
     assert code == 4 and not told["ok"]
@@ -506,6 +577,17 @@ def test_utilisation_is_of_the_gpus_of_the_run(world: World) -> None:
     _, told = benched(world, *words, scenes=scenes)
     (row,) = told["data"]["rows"]
     assert row["gpu_utilisation_p50"]["median"] == row["gpu_utilisation_p95"]["median"] == 0.97
+
+
+@needs_trl
+def test_steps_that_tell_no_speed_tell_no_utilisation_either(world: World) -> None:
+    # the third step is under way, the last two followed a record of kernels
+    scenes = {"0.1": {"speed": 5, "first": 0.1, "ago": 150, "asked": 3, "rested": [9, 10]}}
+    words = ("--gpus", "1", "--steps", "10", "--repeats", "1")
+    _, told = benched(world, *words, scenes=scenes)
+    (row,) = told["data"]["rows"]
+    assert row["steady_steps"]["median"] == 6
+    assert row["gpu_utilisation_p50"]["median"] == 0.97
 
 
 def test_readings_outside_the_steady_steps_do_not_count() -> None:
@@ -597,6 +679,37 @@ def test_two_variants_that_are_the_same_are_said_to_be(world: World) -> None:
     )
     planned = bench.plan(request, variants.combinations([], ["a:", "b:"]), steps=5, repeats=1)
     assert [finding.code for finding in planned.findings] == ["same-variant"]
+
+
+@needs_trl
+@pytest.mark.parametrize(
+    ("steps", "profile", "gpus", "said"),
+    [
+        (3, 2, 1, ("none is left that tells a speed", "--steps 4")),
+        (8, 9, 1, ("there is no step 9", "--steps 9")),
+        (3, 3, 1, None),
+        (5, 2, 1, None),
+        (3, 2, 0, None),
+    ],
+)
+def test_a_record_of_kernels_that_leaves_no_speed_is_said(
+    world: World, steps: int, profile: int, gpus: int, said: tuple[str, str] | None
+) -> None:
+    path = world.config(learning_rate=0.1)
+    path.write_text(path.read_text() + f"probe: {{profile: {profile}}}\n")
+    request = Request(stage=None, config=path, gpus=gpus, python=Path(sys.executable))
+    planned = bench.plan(request, variants.combinations([], []), steps=steps, repeats=1)
+    found = [one for one in planned.findings if one.code == "profile-and-steps"]
+    assert [one.severity for one in found] == (["warning"] if said else [])
+    if said:
+        assert said[0] in found[0].message and said[1] in str(found[0].help)
+
+
+@needs_trl
+def test_an_assertion_that_nothing_could_break_is_refused(world: World) -> None:
+    done = world.launch(*words_for(world, "--gpus", "1", "--assert", "tokens_per_second>=1.2"))
+    assert done.returncode == 2 and "there is one" in done.stderr
+    assert not started(world)
 
 
 def test_without_a_gpu_it_is_refused_and_says_how_to_try_it(

@@ -400,6 +400,16 @@ def test_trl_hides_a_nan_loss_behind_zero(tmp_path: Path) -> None:
     assert verdict_of_log(tmp_path, content).point("loss").state == "nonfinite"
 
 
+@pytest.mark.parametrize(("norms", "ok"), [(("1.0", "nan"), None), (("inf", "1.0"), True)])
+def test_what_the_last_gradient_did_is_not_known(
+    tmp_path: Path, norms: Sequence[str], ok: bool | None
+) -> None:
+    rows = [f"{{'loss': '2.0', 'grad_norm': '{norm}', 'epoch': '{n}.0'}}\n"
+            for n, norm in enumerate(norms, start=1)]  # fmt: skip
+    loss = verdict_of_log(tmp_path, "".join(rows)).point("loss")
+    assert brief(loss) == ("finite", ok)
+
+
 def test_no_loss_at_all_is_unproven(run: Run) -> None:
     assert brief(run.log(total(3)).judge().point("loss")) == ("none_logged", None)
     assert brief(run.rank(0, step(1)).judge().point("loss")) == ("finite", True)

@@ -11,6 +11,7 @@ from conftest import Write
 from verdicts import Snapshot
 
 from launcher import config, explain
+from launcher.backends import BACKENDS
 from launcher.cli import main
 from launcher.errors import Exit, InvalidConfig
 from launcher.explain import Explained
@@ -140,6 +141,20 @@ def test_a_key_that_never_was(capsys: pytest.CaptureFixture[str], key: str, sugg
     told = capsys.readouterr()
     assert f"`{suggested}`" in told.err
     assert not told.out
+
+
+def test_a_key_that_came_after_a_commit(capsys: pytest.CaptureFixture[str], write: Write) -> None:
+    needed = sorted(BACKENDS["open_instruct"].STAGES["sft"].names.needed)
+    text = "from dataclasses import dataclass\n@dataclass\nclass FlatArguments:\n"
+    fields = "".join(f"    {name}: str = None\n" for name in needed)
+    root = write("oi/open_instruct/finetune.py", text + fields).parent.parent
+    tokenizer = text.replace("FlatArguments", "TokenizerConfig") + "    a: int = 1\n"
+    write("oi/open_instruct/dataset_transformation.py", tokenizer)
+    asked = ["--stage", "sft", "--open-instruct", str(root), "--allow-unpinned"]
+    assert main(["explain", "push_to_hub", *asked]) == Exit.OK
+    assert "it is one at the pin (open_instruct/finetune.py:283)" in capsys.readouterr().out
+    # and nothing is advised that is not there either
+    assert main(["explain", "chat_template", *asked]) == Exit.USAGE
 
 
 def test_options_of_launch_are_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:

@@ -187,6 +187,142 @@ def test_trl_packs_rows_into_full_ones_before_it_counts_batches(write: Write) ->
     assert fixed["steps"] == 7
 
 
+TRL_ON_TWO = """
+stage: {stage}
+backend: trl
+deepspeed: {deepspeed}
+batch: {{global: 64, per_device: 8}}
+args:
+  model_name_or_path: {model}
+  dataset_name: data
+  {more}
+"""
+
+
+def trl_peak(write: Write, more: str = "max_length: 1024", **given: str) -> float:
+    text = TRL_ON_TWO.format(
+        **{"stage": "sft", "deepspeed": "none", "model": "Qwen/Qwen2.5-1.5B", **given}, more=more
+    )
+    (two,) = planned(str(write("stage.yaml", text)), "--gpus", "2", *ROWS)["gpus"]
+    return float(two["memory_gib"]["peak"])
+
+
+def test_deepspeed_casts_what_trl_has_loaded_in_32_bits(write: Write) -> None:
+    """deepspeed/runtime/engine.py:1463: the loaded type does not matter then."""
+    for engine in ("zero2", "zero3"):
+        wide = trl_peak(write, deepspeed=engine)
+        assert wide == trl_peak(write, "dtype: bfloat16", deepspeed=engine)
+    assert trl_peak(write, "dtype: bfloat16") < trl_peak(write)
+
+
+def test_what_trl_hands_to_the_model_counts(write: Write) -> None:
+    whole = trl_peak(write)
+    assert trl_peak(write, "model_init_kwargs: {num_hidden_layers: 4}") < whole
+    half = trl_peak(write, "model_init_kwargs: {dtype: bfloat16}")
+    assert half == trl_peak(write, "dtype: bfloat16")
+    eager = trl_peak(write, "model_init_kwargs: {attn_implementation: eager}")
+    assert eager == trl_peak(write, "attn_implementation: eager") > whole
+
+
+def test_liger_loads_weights_in_the_type_that_the_config_says(place: Path) -> None:
+    """Without DeepSpeed finetune.py keeps it, and names a type only where it does without Liger."""
+    folder = place / "model"
+    folder.mkdir()
+    config = {
+        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000,
+    }  # fmt: skip
+    words = (TULU, f"model_name_or_path={folder}", "deepspeed=none", "--gpus", "1", *ROWS)
+
+    def peak(liger: str, **more: str) -> float:
+        (folder / "config.json").write_text(json.dumps({**config, **more}))
+        (one,) = planned(*words, f"use_liger_kernel={liger}")["gpus"]
+        return float(one["memory_gib"]["peak"])
+
+    assert peak("true", torch_dtype="float32") > 1.6 * peak("true", torch_dtype="bfloat16")
+    assert peak("false", torch_dtype="float32") == peak("false", dtype="bfloat16") == peak("false")
+    (folder / "config.json").write_text(json.dumps(config))
+    error = refused(*words, "use_liger_kernel=true")
+    assert "has no `torch_dtype`" in error.findings[0].message
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("optim: adafactor", "`optim: adafactor`"),
+        ("optim: paged_adamw_32bit", "`optim: paged_adamw_32bit`"),
+        ("bf16: false", "32 bits throughout"),
+        ("activation_offloading: true", "offloaded activations"),
+        ("use_peft: true\n  use_dora: true", "more than LoRA"),
+        ("use_peft: true\n  lora_modules_to_save: [embed_tokens]", "more than LoRA"),
+        ("use_peft: true\n  lora_target_modules: [q_proj, c_attn]", "LoRA on `c_attn`"),
+        ("use_peft: true\n  lora_target_modules: [q_proj, input_layernorm]", "LoRA on `input_layernorm`"),
+        ("use_peft: true\n  model_name_or_path: HuggingFaceTB/SmolLM3-3B", "no `lora_target_modules`"),
+        ("model_init_kwargs: {quantization_config: {load_in_4bit: true}}", "quantised"),
+    ],
+)  # fmt: skip
+def test_what_is_not_described_of_trl_is_refused(write: Write, more: str, said: str) -> None:
+    text = TRL_ON_TWO.format(stage="sft", deepspeed="none", model="Qwen/Qwen2.5-1.5B", more=more)
+    if "model_name_or_path" in more:
+        text = text.replace("  model_name_or_path: Qwen/Qwen2.5-1.5B\n", "")
+    error = refused(str(write("stage.yaml", text)), "--gpus", "2", *ROWS)
+    assert {f.code for f in error.findings} <= {"unknown-memory", "unknown-shape"}
+    assert said in error.findings[0].message
+
+
+def test_lora_is_put_where_names_end(write: Write) -> None:
+    lora = "use_peft: true\n  lora_r: 256\n  lora_target_modules: "
+    one, path, two = (
+        trl_peak(write, lora + names)
+        for names in ("[up_proj, q_proj]", "[mlp.up_proj, self_attn.q_proj]", "[up_proj, q_proj, o_proj]")
+    )  # fmt: skip
+    assert one == path < two
+
+
+def test_an_optimizer_that_is_not_fused_needs_a_copy_of_a_state(write: Write) -> None:
+    assert trl_peak(write, "optim: adamw_torch_fused") == trl_peak(write)
+    assert trl_peak(write, "optim: adamw_torch") > trl_peak(write)
+
+
+def test_dpo_that_is_not_described_is_refused() -> None:
+    dpo = str(CONFIGS / "tulu" / "dpo_qwen7b.yaml")
+    words = ("packing=false", "--gpus", "8", "--shape", "Qwen/Qwen2.5-7B", *ROWS)
+    for override, said in (
+        ("concatenated_forward=false", "separate forward passes"),
+        ("dpo_use_paged_optimizer=true", "paged optimizer"),
+    ):
+        error = refused(dpo, override, *words)
+        assert [f.code for f in error.findings] == ["unknown-memory"]
+        assert said in error.findings[0].message
+
+
+def test_rows_that_are_cut_are_shorter_on_average() -> None:
+    """A mean of 4,000 and a maximum of 100,000, cut at 4,096: not all of them were as long as the mean."""
+    words = ("max_seq_length=4096", "--gpus", "2", "--row-tokens")
+    (cut,) = planned(TULU, *words, "4000:100000")["gpus"]
+    assert 128 * 1500 < cut["tokens_per_step"] < 128 * 2500
+    (full,) = planned(TULU, *words, "8000:9000")["gpus"]
+    (same,) = planned(TULU, *words, "4096")["gpus"]
+    assert full["tokens_per_step"] == same["tokens_per_step"] == 128 * 4096
+    assert full["memory_gib"] == same["memory_gib"]
+
+
+def test_a_price_without_a_time_is_said() -> None:
+    told = planned(TULU, "--gpus", "2", *ROWS, "--price", "2")
+    assert (told["gpus"][0]["cost"], told["codes"]) == (None, ["unknown-cost"])
+    endless = planned(TULU, "--gpus", "2", *ROWS, "--rows", "1000", "--price", "1e300",
+                      "--tokens-per-second", "1e-300")  # fmt: skip
+    assert (endless["gpus"][0]["hours"], endless["gpus"][0]["cost"]) == (None, None)
+    assert endless["codes"] == ["unknown-cost"]
+
+
+def test_the_largest_batches_are_split_at_once() -> None:
+    """A search through every number below would not end."""
+    batch = ("batch.global=999999999", "batch.per_device=9")
+    (three,) = planned(TULU, *batch, "--gpus", "3", *ROWS, "--gpu-memory", "80", "--fit")["gpus"]
+    assert three["per_device"] * three["accumulation"] * 3 == 999_999_999
+
+
 def test_trl_pads_dpo_whatever_is_asked_for(write: Write) -> None:
     path = str(write(
         "t.yaml",
@@ -296,6 +432,8 @@ def test_nothing_is_made_up() -> None:
         (("--gpus", "2", *ROWS, "--attention", "magic"), UsageError, "bad-attention"),
         (("--gpus", "2", *ROWS, "--gpu", "Voodoo 2"), InvalidConfig, "unknown-device"),
         (("--gpus", "2", *ROWS, "--gpu-memory", "-1"), UsageError, "bad-gpu-memory"),
+        (("--gpus", "2", *ROWS, "--price", "0"), UsageError, "bad-price"),
+        (("--gpus", "2", *ROWS, "--fit"), UsageError, "fit-without-memory"),
         (("batch.per_device=0", "--gpus", "2", *ROWS), InvalidConfig, "bad-batch"),
         (
             ("use_qlora=true", "--gpus", "1", "deepspeed=none", *ROWS),

@@ -65,7 +65,7 @@ ARROWS = {
     "schema": {"errors"},
     "sources": set[str](),
     "declarations": {"schema", "sources"},
-    "backends.entry": set[str](),
+    "backends.entry": {"schema"},
     "backends.rule": {"errors", "schema"},
     "backends.context": {"errors", "schema"},
     "backends.model_config": {"paths", "schema"},

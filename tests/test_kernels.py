@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -133,21 +132,3 @@ def test_otherwise_nothing_is_recorded(
 ) -> None:
     assert recorded(training, **settings) == []
     assert training.notes() == ([why] if why else [])
-
-
-def test_benchmarks_say_what_they_say() -> None:
-    """MFU is 6 x parameters x tokens/s of a card over 989 TFLOP/s, of the median."""
-    path = Path(__file__).parent.parent / "docs" / "benchmarks.json"
-    told = json.loads(path.read_text())
-    text = path.with_suffix(".md").read_text()
-    for one in told:
-        speed = one["tokens_per_second_per_gpu"]
-        assert speed["min"] <= speed["median"] <= speed["max"] and speed["n"] >= 1
-        assert one["mfu"] == pytest.approx(
-            6 * one["parameters"] * speed["median"] / 989e12, abs=2e-4
-        )
-        # the page shows the same
-        assert f"{speed['median']:,}" in text and f"{100 * one['mfu']:.1f} %" in text, one[
-            "setting"
-        ]
-        assert one["command"].startswith("launch ")

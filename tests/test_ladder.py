@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
 import os
@@ -88,6 +89,9 @@ def test_go(world: World) -> None:
     assert "stage-1gpu" in page and "stage-4gpu" in page
     assert not (folder / "models").exists()
     assert len(list(folder.glob("*-sft-*"))) == 3
+    # a price is for GPUs
+    done = climb(world, "--gpus", "1,0", "--price", "2", "--rows", "800")
+    assert "full run on CPU: 2.5 min  (" in done.stdout, done.stdout
     assert world.quiet()
 
 
@@ -102,8 +106,10 @@ def test_it_goes_on_at_the_rung_that_failed(world: World) -> None:
     told = json.loads(again.stdout)["data"]
     assert [rung["before"] for rung in told["rungs"]] == [True, False, False]
     assert told["go"] and told["reason"] is None and len(ladders(world)) == 1
-    # all have passed: nothing is left to do, whichever of them are asked for
-    assert climb(world, "--gpus", "4,1").returncode == 0
+    # all have passed: nothing is left to do, whichever of them are asked for and are still there
+    shutil.rmtree(told["rungs"][0]["run"])
+    done = climb(world, "--gpus", "4,1")
+    assert done.returncode == 0 and "\nreport: " in done.stdout
     assert len(started(world)) == 4
     assert climb(world, "--gpus", "1", "--fresh").returncode == 0
     assert started(world)[4:] == ["1"] and len(ladders(world)) == 2
@@ -189,6 +195,7 @@ def test_ctrl_c_ends_it_and_the_next_command_goes_on(world: World) -> None:
     # another command may not climb at the same time
     other = world.launch(*words)
     assert other.returncode == 5 and "under-way" in other.stderr
+    assert world.launch(*words, "--dry-run").returncode == 0
     os.kill(running.pid, signal.SIGINT)
     out, _ = running.communicate(timeout=PATIENCE_S)
     assert running.returncode == 130, out
@@ -196,6 +203,32 @@ def test_ctrl_c_ends_it_and_the_next_command_goes_on(world: World) -> None:
     assert world.quiet()
     again = climb(world, "--gpus", "1,2,4")
     assert again.returncode == 0 and started(world) == ["1", "2", "2", "4"]
+
+
+def test_two_starts_at_once(world: World) -> None:
+    path, python = world.config(), str(world.root / "python")
+    words = ("ladder", str(path), "--python", python, *SHORT, "--gpus", "0")
+    sleeping = {"LADDER_SCENES": json.dumps({"1": {"sleep": 600}})}
+    both = [world.started(*words, env=sleeping) for _ in range(2)]
+    until(lambda: any(one.poll() is not None for one in both))
+    late, first = sorted(both, key=lambda one: one.poll() is None)
+    _, err = late.communicate(timeout=PATIENCE_S)
+    assert late.returncode == 5 and b"under-way" in err
+    world.pid("trainer-1")
+    first.send_signal(signal.SIGINT)
+    first.communicate(timeout=PATIENCE_S)
+    assert first.returncode == 130 and started(world) == ["1"] and len(ladders(world)) == 1
+
+
+def test_a_rung_whose_processes_are_not_known_yet_is_live(world: World) -> None:
+    assert climb(world, "--gpus", "0", scenes={"1": {"exit": 1}}).returncode == 4
+    (run,) = ladders(world)[0].glob("*-sft-*")
+    # as between the start of a keeper and its first record
+    with (run / "lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        other = climb(world, "--gpus", "0")
+        assert other.returncode == 5 and "run-is-live" in other.stderr
+    assert climb(world, "--gpus", "0").returncode == 0
 
 
 def test_a_killed_command_leaves_its_rung_to_itself(world: World) -> None:
@@ -245,8 +278,13 @@ def test_the_terminal_may_go(world: World) -> None:
 def test_steps_of_packed_rows_are_not_guessed(world: World) -> None:
     # made up training has no packing to prove
     told = {"packing": True, "max_length": 64, "bf16": False, "attn_implementation": "eager"}
-    done = climb(world, "--gpus", "1", "--rows", "800", "expect.packing=any", **told)
-    assert "its steps are not known" in done.stdout, (done.stdout, done.stderr)
+    words = ("--gpus", "1", "--rows", "800", "expect.packing=any")
+    done = climb(world, *words, **told)
+    unknown = "full run: its steps are not known: --row-tokens MEAN:MAX\n"
+    assert unknown in done.stdout, (done.stdout, done.stderr)
+    # 800 rows of 32 tokens are 400 of 64: 50 steps of 8 an epoch, 3 epochs
+    done = climb(world, *words, "--row-tokens", "32:32", **told)
+    assert "(150 steps x 0.5 s" in done.stdout, (done.stdout, done.stderr)
 
 
 def test_a_step_that_something_held_up_is_no_step() -> None:

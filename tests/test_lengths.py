@@ -85,6 +85,27 @@ def test_rows_are_cut_at_the_longest_that_is_trained() -> None:
     assert lengths.parse("300:4096").cut(None).longest == 4096
 
 
+@pytest.mark.parametrize("text", ["300:1100", "665:4096", "4000:100000"])
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.8])
+def test_assumed_rows_are_cut_like_those_that_were_seen(text: str, share: float) -> None:
+    rows = lengths.parse(text)
+    seen = [round(rows.quantile((n + 0.5) / 4000)) for n in range(4000)]
+    limit = int(share * rows.longest)
+    cut, real = rows.cut(limit), counted(seen).cut(limit)
+    # what an assumed tail has beyond its maximum is shared out over all
+    assert cut.mean == pytest.approx(real.mean, rel=0.05)
+    assert cut.deviation == pytest.approx(real.deviation, rel=0.12, abs=1)
+    assert cut.longest == limit and cut.quantile(0.5) == min(limit, rows.quantile(0.5))
+    assert cut.cut(limit // 2).mean == rows.cut(limit // 2).mean < cut.mean
+    assert rows.cut(rows.longest - 1).mean == pytest.approx(rows.mean, rel=0.01)
+
+
+def test_one_very_long_row_says_little_of_the_others() -> None:
+    rows = lengths.parse("500:100000")
+    assert 100 < rows.quantile(0.5) < 500
+    assert rows.deviation < 2000
+
+
 def saved(folder: Path, columns: dict[str, list[list[int]]], *, stream: bool = True) -> None:
     arrow = pytest.importorskip("pyarrow")
     folder.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ from fake_world import needs_trl
 from launcher import config, levers, stage
 from launcher.errors import errors
 from launcher.outlook import Outlook
+from launcher.search import Measured
 
 HAND = "bench/hand_recipe.yaml"
 TULU = "tulu/dpo_qwen7b.yaml"
@@ -219,6 +220,89 @@ def test_zero1_sends_once_a_step_and_keeps_whole_gradients(
     # all but one of the micro-batches' messages are saved
     rows = world.space.plan.global_batch
     assert often / less == pytest.approx((rows / 4 - 1) / (rows / 8 - 1))
+
+
+def test_what_cannot_be_split_otherwise_is_no_second_setting() -> None:
+    world = tuned.outlook(HAND, "batch.global=2", "batch.per_device=1")
+    changed = [
+        tuple(levers.overrides(world.space, one.settings))
+        for one in tuned.search_of(world).grid.values()
+    ]
+    assert len(set(changed)) == len(changed) > 1
+
+
+def test_where_the_batch_cannot_be_split_the_search_comes_to_its_end() -> None:
+    world = tuned.outlook(HAND, "batch.global=2", "batch.per_device=1", rows="64:900")
+    assert "per_device" in world.space.fixed
+    search = tuned.searched(world, tuned.H200, trials=40)
+    assert search.stopped and search.best is not None
+    assert "per_device" not in search.differing(search.best.candidate)
+
+
+@needs_trl
+def test_a_split_that_only_other_rows_have_is_no_change_by_itself() -> None:
+    # full rows become many, which are split where the full ones cannot be
+    more = ("packing=true", "max_length=1024", "batch.global=2", "batch.per_device=1")
+    world = tuned.outlook(LORA, *FULL, *more, rows="64:900")
+    search = tuned.search_of(world)
+    free = tuned.one(search, packing="padding_free", attention="flash_attention_2", per_device=16)
+    for candidate, speed in ((search.base, 1000), (free, 3000)):
+        search.learn(candidate, Measured(status="ok", speed=speed, step=1, seconds=60))
+    assert "per_device" in search.differing(free) and search.gain("per_device") is None
+    search.threshold = 10
+    assert search.propose() is not None or search.stopped
+
+
+@needs_trl
+def test_only_attention_that_can_be_had_is_planned_with(write: Write) -> None:
+    text = (
+        "stage: sft\nbackend: trl\ndeepspeed: none\nattention: [flash_attention_2, sdpa]\nargs: "
+        "{model_name_or_path: Qwen/Qwen2.5-0.5B, dataset_name: d, output_dir: o}\n"
+    )
+    path = write("prefers.yaml", text)
+    for packages, chosen in (({}, "sdpa"), (tuned.PACKAGES, "flash_attention_2")):
+        space = tuned.outlook(path, gpus=1, packages=packages).space
+        assert levers.planned(space, space.base).attention == chosen
+
+
+def test_rows_of_a_local_file_are_counted_once(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write("rows.jsonl", '{"messages": []}\n' * 500)
+    world = tuned.outlook(HAND, f"dataset_mixer_list=[{data},1.0]")
+    read: list[Path] = []
+    whole = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: (read.append(path), whole(path))[1])
+    assert len(list(world.grid())) > 100
+    assert read.count(data) <= 1
+    # one that has changed is another
+    with data.open("a") as stream:
+        stream.write("{}\n")
+    assert levers.planned(world.space, world.space.base).rows == 501
+
+
+OLMO = "olmo_core/dpo_qwen3_0_6b.yaml"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "turned", "stays"),
+    [
+        ((), {"attention", "checkpointing"}, {"per_device", "packing"}),
+        (("compile_model=false",), {"attention"}, {"per_device", "packing", "checkpointing"}),
+        (
+            ("packing=false", "expect.packing=off"),
+            {"attention", "checkpointing", "per_device"},
+            {"packing"},
+        ),
+    ],
+)
+def test_of_the_second_dpo_script_only_what_leaves_its_batch_alone(
+    overrides: tuple[str, ...], turned: set[str], stays: set[str]
+) -> None:
+    # packed, its steps hold what fits into a row; Liger it does not read
+    world = tuned.outlook(OLMO, *overrides, rows="300:2000")
+    assert names(world) == turned
+    assert stays <= set(world.space.fixed)
 
 
 def test_attention_says_what_memory_depends_on() -> None:

@@ -322,6 +322,12 @@ def test_what_only_resembles_a_failure_is_none(tmp_path: Path, line: str) -> Non
     assert log_of(tmp_path, f"{line}\n").signals == ()
 
 
+def test_the_shell_speaks_behind_a_bar_that_ends_no_line(tmp_path: Path) -> None:
+    bar = " 19%|█▉        | 75/400 [00:27<02:31,  2.15it/s]"
+    log = log_of(tmp_path, f"\r{bar}Killed\n\r{bar}Killed in action\n")
+    assert [(s.line, s.fields["how"]) for s in log.all("shell_killed")] == [(1, "Killed")]
+
+
 def test_says_who_was_refused_what(tmp_path: Path) -> None:
     lines = LINES["refused", "error: "][4]
     (found,) = log_of(tmp_path, lines + "\n").all("refused")

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -198,6 +199,27 @@ GRID = [
      "checkpointing": True},
     {"model": "microsoft/Phi-3-mini-4k-instruct", "rows": 2, "width": 512, "packed": True},
     {"model": "google/gemma-2b", "rows": 2, "width": 512, "packed": True, "checkpointing": True},
+    # a single head of keys is not copied for the queries' heads
+    {"model": "google/gemma-2b", "rows": 4, "width": 512, "real": 1200, "attention": "sdpa"},
+    # logits that go through a tanh, and a vocabulary of 256,000
+    {"model": "google/gemma-2-2b", "rows": 4, "width": 512},
+    {"model": "google/gemma-2-2b", "rows": 4, "width": 512, "packed": True, "liger": True},
+    {"model": "google/gemma-2-2b", "rows": 4, "width": 512, "stage": "dpo", "checkpointing": True},
+    # windows: a mask where rows reach them, none under flash attention
+    {"model": "google/gemma-3-1b-pt", "rows": 2, "width": 1024, "attention": "sdpa"},
+    {"model": "google/gemma-3-1b-pt", "rows": 2, "width": 511, "attention": "sdpa"},
+    {"model": "google/gemma-3-1b-pt", "rows": 2, "width": 1024, "real": 1500, "attention": "sdpa"},
+    {"model": "mistralai/Mistral-7B-v0.1", "rows": 1, "width": 4096, "attention": "sdpa"},
+    {"model": "mistralai/Mistral-7B-v0.3", "rows": 1, "width": 4096, "attention": "sdpa"},
+    {"model": "allenai/Olmo-3-1025-7B", "rows": 1, "width": 4096, "attention": "sdpa"},
+    # one product for q, k and v, which goes where they are copied
+    {"model": "microsoft/Phi-3-mini-4k-instruct", "rows": 2, "width": 512, "real": 700},
+    {"model": "microsoft/Phi-3-mini-4k-instruct", "rows": 2, "width": 512, "stage": "dpo", "packed": True},
+    # scores and softmax of every pair of tokens
+    {"model": LLAMA_1B, "rows": 2, "width": 1024, "attention": "eager"},
+    {"model": "google/gemma-2-2b", "rows": 2, "width": 1024, "attention": "eager"},
+    {"model": "meta-llama/Llama-2-7b-hf", "rows": 2, "width": 2048, "attention": "eager",
+     "checkpointing": True},
 ]  # fmt: skip
 
 
@@ -226,8 +248,16 @@ def test_activations_are_those_of_transformers(case: dict[str, Any]) -> None:
     )
 
 
-TRL = [
+WIDE: dict[str, Any] = {"wide": True, "checkpointing": True}
+NARROW: dict[str, Any] = {"lora": 16, "bytes": 4, "checkpointing": True, "dropout": 0.0}
+TRL: list[dict[str, Any]] = [
     {},
+    {**WIDE, "model": QWEN_7B},
+    {**WIDE, "model": "microsoft/Phi-3-mini-4k-instruct"},
+    {**WIDE, "model": LLAMA_8B, "liger": True},
+    {**NARROW, "targets": ("q_proj", "v_proj"), "model": LLAMA_8B},
+    {**NARROW, "targets": ("gate_proj", "up_proj"), "model": LLAMA_8B},
+    {**NARROW, "model": LLAMA_8B},
     {"wide": True},
     {"wide": True, "liger": True},
     {"wide": True, "checkpointing": True},
@@ -250,19 +280,26 @@ def test_activations_of_trl_and_lora(case: dict[str, Any]) -> None:
 
     rank, own = case.get("lora"), case.get("bytes", 2)
     wide, full = case.get("wide", False), case.get("full", False)
+    model, targets, dropout = (
+        case.get("model", LLAMA_1B), case.get("targets", ALL), case.get("dropout", 0.1)
+    )  # fmt: skip
     same = {key: case.get(key, False) for key in ("liger", "checkpointing")}
     autocast = wide or own == 4
     types = {4: torch.float32, 2: torch.bfloat16}
     traced = allocation.measure(
-        allocation.config_of(LLAMA_1B), rows=1, length=8192, packing=True, lora=rank, adapter=types[own],
-        dtype=types[4 if wide else 2], autocast=autocast,
+        allocation.config_of(model), rows=1, length=8192, packing=True, lora=rank, adapter=types[own],
+        dtype=types[4 if wide else 2], autocast=autocast, targets=targets, dropout=dropout,
         loss=None if full else allocation.tiled_loss, **same,
     )  # fmt: skip
+    adapters = (
+        memory.Adapters(rank=rank, targets=targets, bytes=own, dropout=dropout > 0)
+        if rank
+        else None
+    )
     setup = Setup(
-        shape=shapes.find(LLAMA_1B, {}), batch=Batch(rows=1, width=8192, real=8192, formula=""),
+        shape=shapes.find(model, {}), batch=Batch(rows=1, width=8192, real=8192, formula=""),
         processes=1, accumulation=1, loss="full" if full else "tiled", packed=True,
-        weight_bytes=4 if wide else 2, autocast=autocast, **same,
-        adapters=memory.Adapters(rank=rank, targets=ALL, bytes=own) if rank else None,
+        weight_bytes=4 if wide else 2, autocast=autocast, adapters=adapters, **same,
     )  # fmt: skip
     assert beside_the_engine(memory.estimate(setup)) == pytest.approx(
         traced.peak / memory.GIB, rel=0.05
@@ -280,6 +317,14 @@ ENGINES = [
     {"stage": 2, "ranks": 1, "communication": "fp32", "accumulation": 2},
     {"stage": 2, "ranks": 2, "communication": "bf16", "vocab": 40000, "tied": True},
     {"stage": 3, "ranks": 2, "communication": "fp32", "vocab": 40000, "checkpointing": True},
+    {
+        "stage": 3,
+        "ranks": 2,
+        "communication": "bf16",
+        "vocab": 512,
+        "checkpointing": True,
+        "foreach": True,
+    },
 ]
 
 
@@ -303,6 +348,7 @@ def test_peaks_are_those_of_deepspeed(case: dict[str, Any], tmp_path: Path) -> N
         shape=shape, batch=Batch(rows=2, width=64, real=128, formula=""), processes=case["ranks"],
         accumulation=case.get("accumulation", 1), zero=memory.zero_of(found["deepspeed"], shape.hidden),
         attention="sdpa", checkpointing=case.get("checkpointing", False),
+        fused_optimizer=not case.get("foreach"),
     )  # fmt: skip
     planned = memory.estimate(setup)
     # there is no cuBLAS here
@@ -359,6 +405,64 @@ def test_more_never_takes_less() -> None:
     small = [memory.estimate(run(**{**SEVEN, "rows": 1, "deepspeed": d})).peak
              for d in ("zero3_offload", "zero3", "zero2", "zero1")]  # fmt: skip
     assert small == sorted(small)
+
+
+def sweep() -> list[Setup]:
+    """Runs of all kinds and sizes, drawn always the same."""
+    drawn = random.Random(7)
+    dense = [shape for name in shapes.table() if not (shape := shapes.find(name, {})).experts]
+    found = []
+    for _ in range(400):
+        shape, stage = drawn.choice(dense), drawn.choice(("sft", "dpo"))
+        zero = drawn.choice((None, 1, 2, 3))
+        trl, liger, packed = (drawn.random() < 0.5 for _ in range(3))
+        wide = trl and zero is None
+        rows = drawn.choice((1, 3, 8))
+        mean = drawn.choice((60, 700))
+        loss = "liger" if liger else "full"
+        found.append(Setup(
+            shape=shape, stage=stage, processes=drawn.choice((1, 3, 6, 7, 1024)),
+            batch=lengths.largest(
+                lengths.parse(f"{mean}:{4 * mean}"), rows=rows, batches=1000, packed=packed
+            ),
+            accumulation=drawn.choice((1, 4)), packed=packed, liger=liger,
+            loss="tiled" if trl else "logprobs" if stage == "dpo" else loss,
+            reference="" if stage == "sft" else "model" if trl else "cache",
+            zero=None if zero is None else memory.zero_of(
+                json.loads(deepspeed_file(f"zero{zero}").read_text()), shape.hidden
+            ),
+            attention=drawn.choice(("flash", "sdpa", "eager")), checkpointing=drawn.random() < 0.5,
+            weight_bytes=4 if wide else 2, autocast=wide,
+        ))  # fmt: skip
+    return found
+
+
+def test_a_change_that_saves_memory_never_costs_any() -> None:
+    """On all kinds of runs; 1 % for a buffer that one of them needs and the other does not."""
+    for setup in sweep():
+        peak = memory.estimate(setup).peak
+        assert 0 < peak < 1e5 and math.isfinite(peak)
+        less = [replace(setup, checkpointing=True)]
+        if setup.attention != "flash":
+            less.append(replace(setup, attention="flash" if setup.attention == "sdpa" else "sdpa"))
+        if setup.zero is not None:
+            less += [replace(setup, processes=n * setup.processes) for n in (2, 3)]
+        if setup.reference == "model":
+            less.append(replace(setup, reference=""))
+        less += [replace(setup, liger=True)] if setup.loss != "full" else []
+        more = replace(setup.batch, width=setup.batch.width + 64, real=setup.batch.real + 64)
+        longer = replace(setup, batch=more)
+        assert all(memory.estimate(one).peak <= 1.01 * peak for one in less)
+        assert memory.estimate(longer).peak >= peak
+
+
+def test_deepspeed_without_zero_is_refused() -> None:
+    for section in ({"stage": 0}, {}, {"stage": "three"}, {"stage": True}):
+        with pytest.raises(InvalidConfig) as caught:
+            memory.estimate(replace(
+                run(**{**SEVEN, "rows": 1}), zero=memory.zero_of({"zero_optimization": section}, 100)
+            ))  # fmt: skip
+        assert caught.value.findings[0].code == "unknown-memory"
 
 
 def test_whole_gradients_are_the_price_of_zero1() -> None:

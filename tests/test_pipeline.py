@@ -16,10 +16,11 @@ import pytest
 import saved
 import yaml
 from conftest import PATIENCE_S, REPOSITORY, Write
+from fake_smi import Smi
 from fake_world import World, made, needs_trl, until
 
-from launcher import chain, handover, rundir
-from launcher.errors import InvalidConfig, UsageError
+from launcher import chain, claim, handover, rundir
+from launcher.errors import Finding, InvalidConfig, UsageError
 from launcher.handover import Order
 
 FAKE = Path(__file__).with_name("fake_stages.py")
@@ -184,6 +185,29 @@ def test_what_stands_under_with_is_read_as_what_it_is(write: Write, value: Any) 
     path = write("s.yaml", "stage: sft\nargs: {x: 0}\n")
     loaded = config.load(path, [f"x={chain.text_of(value)}"])
     assert loaded.args["x"] == value and type(loaded.args["x"]) is type(value)
+
+
+def test_a_key_under_with_that_is_none_stands_in_the_pipeline_file(write: Write) -> None:
+    write("s.yaml", "stage: sft\n")
+    path = write("p.yaml", "stages:\n  - config: s.yaml\n    with: {'': 1,\n      a=b: 2, 3: 4}\n")
+    with pytest.raises(InvalidConfig) as caught:
+        chain.load(path)
+    told = [(f.code, f.file, f.line) for f in caught.value.findings]
+    assert told == [("bad-pipeline", str(path), line) for line in (3, 4, 4)]
+
+
+def test_the_command_that_is_advised_is_the_same_one(write: Write) -> None:
+    write("s.yaml", "stage: sft\n")
+    text = "stages: [{name: a, config: s.yaml}, {name: b, config: s.yaml}]\n"
+    loaded = chain.load(write("my p.yaml", text), ["b.seed=1", "a.data=x y"])
+    order = Order(chain=loaded, gpus=0, last="b", fresh=True, probe=False, allowed=("pin",))
+    assert shlex.split(order.again("--fresh", first="b")) == [
+        "launch", "pipeline", str(loaded.path), "a.data=x y", "b.seed=1", "--from", "b", "--until", "b",
+        "--gpus", "0", "--no-probe", "--allow-changed-resume", "pin", "--fresh",
+    ]  # fmt: skip
+    secret = "hf_" + "a1B2" * 9
+    told = Order(chain=chain.load(loaded.path, [f"a.hub_token={secret}"])).again()
+    assert "a.hub_token=" in told and secret not in told
 
 
 def test_with_and_the_command_line(write: Write) -> None:
@@ -429,7 +453,7 @@ def test_it_stops_at_a_failure_and_goes_on_from_there(world: Chained) -> None:
     done = world.launch(*world.words())
     assert done.returncode == 4
     assert "stopped at second: " in done.stdout and "no such thing" in done.stdout
-    assert "launch pipeline p.yaml" in done.stdout
+    assert "launch pipeline p.yaml --gpus 0 --python" in done.stdout
     assert world.trained() == ["first", "second"]
     (record,) = world.runs.glob("*-pipeline-*/pipeline.json")
     told = json.loads(record.read_text())
@@ -469,6 +493,37 @@ def test_what_was_begun_goes_on_unless_it_would_become_something_else(world: Cha
 
 
 @needs_trl
+def test_a_wrong_place_in_data_that_have_changed_keeps_nobody(world: Chained) -> None:
+    world.usual()
+    world.stage("second", save_steps=2, save_strategy="steps", max_steps=2)
+    world.do(second=["raise=the lights went out"])
+    assert world.run()[0] == 4
+    # the last step, inside an epoch: transformers would train one more
+    saved.trl(world.root / "o" / "second", 2)
+    world.do()
+    world.trained()
+    words = ("--from", "second", "--until", "second")
+    code, told = world.run(*words)
+    assert code == 3 and "resume-inexact" in codes(told) and world.trained() == []
+    (world.root / "data" / "train.jsonl").write_text('{"text": "b"}\n')
+    code, told = world.run(*words)
+    assert (code, world.trained()) == (0, ["second-2"]), told
+
+
+@needs_trl
+def test_a_stage_that_was_refused_has_no_run_and_no_report(world: Chained) -> None:
+    world.usual()
+    told = Finding(severity="error", layer="launch", code="held", message="by the test")
+    with claim.alone(claim.place("outputs", str(world.root / "o" / "first")), told):
+        done = world.launch(*world.words())
+    assert done.returncode == 5 and "run-is-live" in done.stderr
+    assert "\nreport: " not in done.stdout and "first: refused" in done.stdout
+    (record,) = world.runs.glob("*-pipeline-*/pipeline.json")
+    first = json.loads(record.read_text())["stages"][0]
+    assert (first["status"], first["run"]) == ("refused", None)
+
+
+@needs_trl
 def test_a_verdict_that_failed_is_not_passed_over_by_saying_it_again(world: Chained) -> None:
     world.usual()
     world.stage("second")
@@ -503,6 +558,8 @@ def test_from_and_until(world: Chained) -> None:
     assert (code, statuses(told), world.trained()) == (0, ["passed"], ["third-2"])
     assert world.run("--from", "last", "--until", "first")[0] == 2
     assert world.run("--from", "lst")[0] == 2
+    # as of a variable that is not set
+    assert world.run("--from", "")[0] == 2
 
 
 @needs_trl
@@ -544,6 +601,74 @@ def test_a_stage_that_outlived_its_pipeline_is_waited_for(world: Chained) -> Non
     told = json.loads(record.read_text())
     assert [one["status"] for one in told["stages"]] == ["skipped", "passed", "passed"]
     assert world.trained() == ["first", "second", "third"]
+    assert world.quiet()
+
+
+@needs_trl
+def test_a_stage_that_outlived_its_pipeline_keeps_its_gpu_until_it_is_over(world: Chained) -> None:
+    smi = Smi(world.root / "bin")
+    smi.cards(0)
+    world.environ["PATH"] = f"{smi.folder}:{os.environ['PATH']}"
+    world.usual()
+    path = world.root / "second.yaml"
+    more = {"expect": {**EXPECT, "packing": "isolated"}, "on_violation": "warn"}
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **more}))
+    world.cuda_torch()
+    python = world.shim()
+    asked = f"then export PYTHONPATH={shlex.quote(str(world.root / 'site'))}; exec"
+    python.write_text(python.read_text().replace("then exec", asked))
+    words = ("pipeline", "p.yaml", "--python", str(python), "--gpus", "1")
+    go = world.root / "go"
+    world.do(second=["pid=leader", f"wait={go}"])
+    running = world.started(*words, start_new_session=True)
+    world.pid("leader")
+    os.killpg(running.pid, signal.SIGKILL)
+    running.communicate()
+    # that of the one that trains is not to be had for another one
+    done = world.launch(*words, "--fresh")
+    assert done.returncode == 5 and "gpus-taken" in done.stderr
+    # by what is allowed now, not by what was when it began
+    second = world.started(*words, "--allow-unproven", bufsize=0)
+    assert second.stdout is not None
+    until(lambda: b"second is being trained" in second.stdout.readline())  # type: ignore[union-attr]
+    go.write_text("")
+    out, err = second.communicate(timeout=PATIENCE_S)
+    assert second.returncode == 0, (out, err)
+    (record,) = world.runs.glob("*-pipeline-*/pipeline.json")
+    told = json.loads(record.read_text())
+    assert [one["status"] for one in told["stages"]] == ["skipped", "passed", "passed"]
+    assert world.trained() == ["first", "second", "third"]
+
+
+@needs_trl
+def test_starting_over_waits_for_nothing(world: Chained) -> None:
+    world.usual()
+    world.do(second=["pid=leader", "sleep=600"])
+    running = world.started(*world.words("--fresh"), start_new_session=True)
+    world.pid("leader")
+    os.killpg(running.pid, signal.SIGKILL)
+    running.communicate()
+    (record,) = world.runs.glob("*-pipeline-*/pipeline.json")
+    # there was nothing yet that it could be trained again beside
+    assert json.loads(record.read_text())["stages"][0]["reason"] is None
+    world.trained()
+    code, told = world.run("--fresh", "--from", "second")
+    assert (code, world.trained()) == (0, ["second-2", "third"]), told
+    assert told["data"]["stages"][0]["reason"].endswith("--fresh")
+
+
+@needs_trl
+def test_term_between_two_stages_is_what_ctrl_c_is(world: Chained) -> None:
+    world.usual()
+    world.do(second=["sleep=600"])
+    running = world.started(*world.words(), start_new_session=True)
+    assert running.stdout is not None
+    until(lambda: b"first: passed" in running.stdout.readline())  # type: ignore[union-attr]
+    running.terminate()
+    _, err = running.communicate(timeout=PATIENCE_S)
+    assert running.returncode == 130, err
+    (record,) = world.runs.glob("*-pipeline-*/pipeline.json")
+    assert json.loads(record.read_text())["state"] == "interrupted"
     assert world.quiet()
 
 

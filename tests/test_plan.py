@@ -64,8 +64,14 @@ def test_a_batch_per_device_alone_leaves_accumulation_to_the_arguments(tmp_path:
     [
         ("{global: 16, per_device: 3}", 1, "batch.global=15 or 18 with per_device 3; "
          "batch.per_device=2 or 4 with global 16"),
-        ("{global: 16, per_device: 2}", 3, "batch.global=12 or 18 with per_device 2"),
-        ("{global: 2, per_device: 2}", 4, "batch.global=8 with per_device 2"),
+        ("{global: 16, per_device: 2}", 3, "batch.global=12 or 18 with per_device 2; "
+         "batch.global=15 with per_device 1 or 18 with per_device 2"),
+        ("{global: 2, per_device: 2}", 4, "batch.global=8 with per_device 2; "
+         "batch.global=4 with per_device 1"),
+        ("{global: 128, per_device: 16}", 3, "batch.global=96 or 144 with per_device 16; "
+         "batch.global=126 with per_device 14 or 129 with per_device 1"),
+        ("{global: 128, per_device: 16}", 1024, "batch.global=16384 with per_device 16; "
+         "batch.global=1024 with per_device 1"),
         ("{global: 128, per_device: 16}", 16, "batch.global=256 with per_device 16; "
          "batch.per_device=4 or 8 with global 128"),
     ],

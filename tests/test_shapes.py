@@ -85,9 +85,131 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     assert shape.parameters == sum(p.numel() for p in model.parameters())
 
 
+# as published, where they leave keys to their class: its own answer holds, not a general one
+SPARSE: list[dict[str, Any]] = [
+    {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+     "num_attention_heads": 32, "vocab_size": 32000},
+    {"model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+     "num_attention_heads": 32, "vocab_size": 32000},
+    {"model_type": "mistral", "hidden_size": 5120, "intermediate_size": 14336, "num_hidden_layers": 40,
+     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": None, "vocab_size": 131072},
+    {"model_type": "smollm3", "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
+     "num_attention_heads": 16, "vocab_size": 128256},
+    {"model_type": "granite", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 40,
+     "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 49155, "pad_token_id": 0},
+    {"model_type": "qwen2", "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+     "num_attention_heads": 64, "vocab_size": 151936},
+    {"model_type": "qwen2", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+     "num_attention_heads": 32, "num_key_value_heads": None, "vocab_size": 151936},
+    {"model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64,
+     "num_attention_heads": 64, "vocab_size": 151936},
+    {"model_type": "olmo3", "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64,
+     "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 100278},
+    {"model_type": "phi3", "hidden_size": 5120, "intermediate_size": 17920, "num_hidden_layers": 40,
+     "num_attention_heads": 40, "num_key_value_heads": 10, "vocab_size": 32064},
+    {"model_type": "gemma", "hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 28,
+     "num_attention_heads": 16, "vocab_size": 256000},
+    {"model_type": "gemma2", "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+     "num_attention_heads": 8, "vocab_size": 256000},
+    {"model_type": "gemma3_text", "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26,
+     "num_attention_heads": 4, "vocab_size": 262144},
+    {"model_type": "mixtral", "hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 56,
+     "num_attention_heads": 48, "num_experts": 8, "vocab_size": 32000},
+    {"model_type": "qwen3_moe", "hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 48,
+     "num_attention_heads": 32, "num_experts": 128, "head_dim": 128, "vocab_size": 151936},
+    {"model_type": "olmoe", "hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 16,
+     "num_attention_heads": 16, "num_experts": 64, "vocab_size": 50304},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", SPARSE, ids=lambda c: c["model_type"])
+def test_absent_keys_are_what_their_class_says(given: dict[str, Any], tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    with torch.device("meta"):
+        config = transformers.AutoConfig.from_pretrained(tmp_path)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    shape = shapes.find(str(tmp_path), {})
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert (shape.heads, shape.kv_heads) == (config.num_attention_heads, config.num_key_value_heads)
+
+
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_key_value_heads", None), ("head_dim", None), ("tie_word_embeddings", None),
+        ("attention_bias", None), ("mlp_bias", None), ("tie_word_embeddings", "false"),
+        ("num_attention_heads", 5), ("hidden_size", 100), ("num_experts", 5), ("num_local_experts", 5),
+    ],
+)  # fmt: skip
+def test_odd_configs_are_counted_as_transformers_does_or_refused(
+    family: str, key: str, value: object
+) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    given = {"model_type": family, **BASE, **CONFIGS[family][0], key: value}
+    try:
+        count = shapes.shape_of(given).parameters
+    except InvalidConfig:
+        return
+    kind = given.pop("model_type")
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(kind, **given)
+        )
+    assert count == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "windows"),
+    [
+        ("mistral", {}, (4096, 3)),
+        ("mistral", {"sliding_window": None}, (0, 0)),
+        ("phi3", {"sliding_window": 2047}, (2047, 3)),
+        ("phi3", {}, (0, 0)),
+        ("qwen2", {"sliding_window": 64, "use_sliding_window": False}, (0, 0)),
+        ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, (64, 2)),
+        ("gemma2", {}, (4096, 2)),
+        ("gemma3_text", {"sliding_window": 512, "num_hidden_layers": 26}, (512, 22)),
+        ("gemma3_text", {"layer_types": ["sliding_attention", *["full_attention"] * 2]}, (4096, 1)),
+        ("olmo3", {"num_hidden_layers": 32}, (4096, 24)),
+        ("llama", {"sliding_window": 64}, (0, 0)),
+    ],
+)  # fmt: skip
+def test_windows(family: str, given: dict[str, Any], windows: tuple[int, int]) -> None:
+    shape = shapes.shape_of({"model_type": family, **BASE, **CONFIGS[family][0], **given})
+    assert (shape.window, shape.windowed) == windows
+
+
+def test_quantised_weights_and_broken_configs_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        shapes.shape_of(
+            {"model_type": "llama", **BASE, "quantization_config": {"bits": 4}}, name="m"
+        )
+    assert "quantised" in caught.value.findings[0].message
+    for text in ("{", "[]", "{}"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(InvalidConfig) as caught:
+            shapes.find(str(tmp_path), {})
+        assert "config.json is no config of a model" in caught.value.findings[0].message
+
+
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
+        ("google/gemma-2-2b", 2_614_341_888),
+        ("google/gemma-2-9b-it", 9_241_705_984),
+        ("google/gemma-2-27b", 27_227_128_320),
+        ("google/gemma-3-270m", 268_098_176),
+        ("google/gemma-3-1b-it", 999_885_952),
+        ("HuggingFaceTB/SmolLM2-135M", 134_515_008),
+        ("HuggingFaceTB/SmolLM2-360M", 361_821_120),
+        ("HuggingFaceTB/SmolLM2-1.7B", 1_711_376_384),
+        ("HuggingFaceTB/SmolLM3-3B", 3_075_098_624),
+        ("mistralai/Mistral-Nemo-Base-2407", 12_247_782_400),
+        ("microsoft/Phi-4-mini-instruct", 3_836_021_760),
         ("Qwen/Qwen2.5-0.5B", 494_032_768),
         ("Qwen/Qwen2.5-7B", 7_615_616_512),
         ("qwen/qwen2.5-7b", 7_615_616_512),
@@ -146,6 +268,14 @@ def test_small_weights_are_norms_and_biases() -> None:
         ({"model_type": "llama", **BASE, "num_hidden_layers": 0}, "`num_hidden_layers` is 0"),
         ({"model_type": "llama", **BASE, "hidden_size": "96"}, "`hidden_size` is '96'"),
         ({"model_type": "llama", **BASE, "vocab_size": True}, "`vocab_size` is True"),
+        ({"model_type": "llama", **BASE, "vocab_size": None}, "`vocab_size` is null"),
+        ({"model_type": "llama", **BASE, "vocab_size": 10**200}, "`vocab_size` is 1000"),
+        ({"model_type": "llama", **BASE, "num_key_value_heads": 4}, "is no multiple of"),
+        ({"model_type": "qwen3", **BASE, "head_dim": None}, "`head_dim` is null"),
+        (
+            {"model_type": "qwen2", **BASE, "tie_word_embeddings": "yes"},
+            "`tie_word_embeddings` is 'yes'",
+        ),
         ({"model_type": "qwen2", **BASE, "vision_config": {}}, "more than a language model"),
     ],
 )

@@ -234,7 +234,64 @@ def test_another_commit_is_judged_by_its_own_fields(write: Write) -> None:
     assert "beaker-without-push" not in {f.code for f in found.findings}
 
 
+@pytest.fixture
+def older(write: Write) -> Any:
+    """Judges a file by a commit whose DPO has SFT's names for its data and epochs, and `dpo_beta`."""
+    head = "from dataclasses import dataclass, field\n@dataclass\nclass "
+    needed = BACKENDS["open_instruct"].STAGES["sft"].names.needed
+    common = "".join(f"    {name}: str = None\n" for name in sorted(needed))
+    common += "    dataset_name: str = None\n    dataset_mixer: dict = None\n"
+    for script, own in (("finetune", "report_to"), ("dpo_tune_cache", "dpo_beta")):
+        text = f"{head}FlatArguments:\n{common}    {own}: str = None\n"
+        text += "args = ArgumentParserPlus((FlatArguments,)).parse()\n"
+        checkout = write(f"oi/open_instruct/{script}.py", text).parent.parent
+    locator = Locator(checkout=checkout, allow_unpinned=True)
+
+    def of(text: str, name: str = "a.yaml") -> Judged:
+        return stage.judge(config.load(write(name, text)), locator=locator)
+
+    return of
+
+
+def told(judged: Judged) -> dict[str, str | None]:
+    return {f.code: f.help for f in judged.findings if f.severity == "error"}
+
+
+def test_another_commit_is_judged_by_its_own_names(older: Any) -> None:
+    found = older("stage: dpo\nargs:\n  model_name_or_path: m\n  dataset_mixer: {a: 1.0}\n")
+    assert "`dataset_mixer_list: [" in (told(found)["bad-value"] or "")
+    # of that commit's list, which has no default, the other sources of data are no rivals
+    found = older("stage: sft\nargs:\n  model_name_or_path: m\n  dataset_name: x\n")
+    assert told(found) == {}
+    assert "no-data" in told(older("stage: sft\nargs:\n  model_name_or_path: m\n"))
+
+
+def test_what_only_the_pin_has_is_said_to_be_there(older: Any) -> None:
+    found = older("stage: sft\nargs:\n  dataset_name: x\n  packing: true\n  chat_template: a\n")
+    help = {f.key: f.help or "" for f in found.findings if f.code == "unknown-key"}
+    assert "it is one at the pin (open_instruct/finetune.py:" in help["args.packing"]
+    # nor is a key to be renamed to one that is not there
+    assert "chat_template_name" not in help["args.chat_template"]
+
+
+def test_cited_lines_are_the_pins(older: Any) -> None:
+    found = older("stage: sft\nargs:\n  dataset_name: x\n")
+    assert found.schema is not None
+    ((_, why),) = stage.entry_of(found.schema).derived.values()
+    assert why.endswith("(finetune.py:183 at the pin)")
+
+
+def test_a_folder_that_is_always_as_it_is_named(older: Any) -> None:
+    found = older("stage: sft\nargs:\n  dataset_name: x\n  output_dir: out\n")
+    assert BACKENDS["open_instruct"].output_folder(found.values) == Path("out")
+
+
 # --- which stage ----------------------------------------------------------------------------------
+
+
+def test_a_flat_file_of_another_commit_is_guessed_by_its_names(older: Any) -> None:
+    assert older("dataset_name: x\nreport_to: wandb\n", name="dpo.yaml").stage == "sft"
+    assert older("dataset_name: x\nnum_train_epochs: 1\ndpo_beta: 5\n").stage == "dpo"
 
 
 def test_the_wrong_stage_is_one_finding(judged: Any) -> None:
@@ -262,6 +319,8 @@ def test_an_unknown_stage_is_one_finding(judged: Any) -> None:
         ("seed: 1\n", "a.yaml", "sft"),
         ("seed: 1\n", "my_dpo.yaml", "dpo"),
         ("num_train_epochs: 1\nbeta: 0.1\ngamma_beta_ratio: 1\n", "a.yaml", "dpo"),
+        # as upstream wrote them before January 2026
+        ("num_train_epochs: 1\ngradient_checkpointing: true\ndpo_beta: 5\n", "a.yaml", "dpo"),
     ],
 )
 def test_flat_files_are_guessed_by_their_names(

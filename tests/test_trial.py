@@ -14,9 +14,11 @@ import pytest
 from conftest import PATIENCE_S
 from fake_world import World, looks_on, made, needs_trl
 
-from launcher import rundir, stopping, trial
+from launcher import following, rundir, stopping, trial
 from launcher.errors import Exit, InvalidConfig, NotReady
 from launcher.preparation import Request
+from launcher.rundir import RunFolder
+from launcher.view import View
 
 pytestmark = needs_trl
 
@@ -101,6 +103,44 @@ def test_the_user_stops_it(world: World) -> None:
     out, _ = running.communicate(timeout=PATIENCE_S)
     assert out.split() == [b"True", b"130", b"False"]
     assert world.quiet()
+
+
+def test_term_while_it_is_being_started_leaves_nothing(world: World) -> None:
+    code = (
+        "import os, signal\nfrom pathlib import Path\nfrom launcher import start, trial\n"
+        "from launcher.preparation import Request\nbegin = start.begin\n"
+        "def told(*words, **more):\n"
+        "    try:\n        return begin(*words, **more)\n"
+        "    finally:\n        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "start.begin = told\n"
+        f"request = Request(stage='sft', config=Path({str(world.config())!r}), gpus=0, "
+        f"python=Path({str(world.python())!r}))\n"
+        "try:\n    trial.run(request, quiet=True)\n"
+        "except KeyboardInterrupt:\n    print('interrupted')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=world.root, capture_output=True, timeout=PATIENCE_S,
+        check=False, env={**world.environ, "FAKE_STEPS": json.dumps(["sleep=600"])},
+    )  # fmt: skip
+    assert done.stdout.split() == [b"interrupted"], done.stderr
+    assert world.quiet()
+
+
+def test_an_end_that_is_asked_for_while_it_is_judged_counts(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look_on = following._look_on
+
+    def judged(folder: RunFolder, view: View) -> None:
+        look_on(folder, view)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(following, "_look_on", judged)
+    # what its time is up for besides does not hide it
+    told = trial.run(asked(world, monkeypatch, "sleep=600"), timeout_s=2, quiet=True)
+    assert told.interrupted and not told.timed_out
+    told = trial.run(asked(world, monkeypatch, "print=1", output_dir="b"), quiet=True)
+    assert told.interrupted and rundir.read_json(told.run.exit(1))["stopped"] is None
 
 
 def test_folders_of_several_runs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,6 +157,22 @@ def test_out_of_memory_rules_out_all_that_needs_as_much() -> None:
     assert "left out" in told
 
 
+def test_out_of_memory_leaves_what_fits_by_the_corrected_estimate() -> None:
+    search = tuned.search_of(hand(), room=140.0)
+    failed = tuned.one(search, packing=True, checkpointing=False, per_device=16)
+    assert failed.expected.peak and failed.expected.short
+    search.learn(failed, Measured(status="oom", seconds=40))
+    wrong = search.peak(failed)
+    assert wrong and wrong > 140
+    smaller = [
+        one for one in search.grid.values()
+        if one.expected.peak and one.expected.peak < failed.expected.peak
+        and one.items - failed.items <= {("per_device", one.settings["per_device"])}
+        and (search.peak(one) or 999) <= 140 * 0.92
+    ]  # fmt: skip
+    assert smaller and all(search.eligible(one) for one in smaller)
+
+
 def test_a_measured_peak_corrects_those_of_its_kind() -> None:
     world = hand()
     search = tuned.search_of(world)
@@ -240,6 +256,21 @@ def test_a_file_that_does_not_train_ends_the_search() -> None:
     search.learn(search.base, Measured(status="crash", reason="no such data set", seconds=20))
     assert search.propose() is None
     assert search.stopped == "the file as written does not train: no such data set"
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        ("refused", "cannot be started: so it is"),
+        ("no speed", "tells no speed: so it is"),
+        ("unproven", "proves nothing to hold others to: so it is"),
+    ],
+)
+def test_of_a_first_trial_it_is_said_what_it_lacks(status: Any, said: str) -> None:
+    search = tuned.search_of(hand())
+    search.learn(search.base, Measured(status=status, reason="so it is"))
+    assert search.propose() is None
+    assert search.stopped == f"the file as written {said}"
 
 
 def test_a_file_that_runs_out_of_memory_does_not() -> None:
@@ -423,6 +454,11 @@ def test_a_setting_counts_only_if_everything_was_proved(
     assert (found.status, found.blamed) == (status, blamed)
 
 
+def test_a_first_trial_without_a_loss_is_nothing_to_hold_others_to() -> None:
+    assert tune.judged(sample(), None, 0.05).loss_change == 0
+    assert tune.judged(replace(sample(), curve=()), None, 0.05).status == "unproven"
+
+
 # --- the stage file -------------------------------------------------------------------------------
 
 
@@ -577,27 +613,23 @@ def world(tmp_path: Path) -> Iterator[World]:
 def stage_of(world: World) -> Path:
     path = world.config(max_length=1024, gradient_checkpointing=True, bf16=True)
     whole = yaml.safe_load(path.read_text())
-    whole["batch"] = {"global": 8, "per_device": 2}
+    whole |= {"batch": {"global": 8, "per_device": 2}, "probe": {"profile": 2}}
     path.write_text(yaml.safe_dump(whole))
     return path
 
 
+def words_for(world: World, *words: str, rows: str | None = "100:900") -> list[str]:
+    told = [] if rows is None else ["--row-tokens", rows]
+    python = str(world.root / "python")
+    given = ["--python", python, "--gpus", "2", "--steps", "3", *told]
+    return ["tune", str(stage_of(world)), *given, *words]
+
+
 def tuning(
-    world: World, *words: str, scene: Mapping[str, Any] | None = None, **settings: Any
+    world: World, *words: str, scene: Mapping[str, Any] | None = None, rows: str | None = "100:900"
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     env = {"TUNE_SCENE": json.dumps(scene or {})}
-    python = ("--python", str(world.root / "python"), "--gpus", "2", "--steps", "3")
-    done = world.launch(
-        "tune",
-        str(stage_of(world)),
-        *python,
-        "--row-tokens",
-        "100:900",
-        *words,
-        env=env,
-        **settings,
-    )
-    return done, record(world)
+    return world.launch(*words_for(world, *words, rows=rows), env=env), record(world)
 
 
 def record(world: World) -> dict[str, Any]:
@@ -649,20 +681,25 @@ def test_what_runs_out_of_memory_ends_its_trial_alone(world: World) -> None:
 @needs_trl
 def test_said_again_it_goes_on_where_it_was(world: World) -> None:
     env = {"TUNE_SCENE": json.dumps({"gates": str(world.root)})}
-    words = ("--python", str(world.root / "python"), "--gpus", "2", "--steps", "3",
-             "--row-tokens", "100:900")  # fmt: skip
-    running = world.started("tune", str(stage_of(world)), *words, env=env)
+    running = world.started(*words_for(world), env=env)
     until(lambda: len(started(world)) == 1)
     # before anything is measured the same command finds what is under way
     assert record(world)["state"] == "running" and not record(world).get("trials")
     (world.root / "gate-1").touch()
     until(lambda: len(started(world)) == 2)
     running.send_signal(signal.SIGINT)
-    running.communicate(timeout=PATIENCE_S)
+    out, _ = running.communicate(timeout=PATIENCE_S)
     assert running.returncode == 130
+    assert b"the same command goes on" in out and b"None" not in out
     assert world.quiet()
     first = record(world)
     assert first["state"] == "interrupted" and len(first["trials"]) == 1
+    # what was interrupted has had its part of the budget
+    assert first["cut_s"] > 0
+    assert first["used_s"] == pytest.approx(first["cut_s"] + first["trials"][0]["seconds"], abs=0.3)
+    # a step whose kernels are recorded would tell no speed: trials record none
+    stage_file = Path(first["trials"][0]["sample"]["run"]) / "stage.yaml"
+    assert "profile" not in stage_file.read_text()
     done, told = tuning(world)
     assert done.returncode == 0, done.stderr
     assert told["folder"] == first["folder"]
@@ -675,6 +712,71 @@ def test_said_again_it_goes_on_where_it_was(world: World) -> None:
     assert again["trials"] == told["trials"] and "--fresh" in done.stderr
     _, fresh = tuning(world, "--fresh", scene={"crash": "rows=2,"})
     assert fresh["folder"] != told["folder"] and len(started(world)) > count
+
+
+@needs_trl
+def test_a_trial_whose_command_was_killed_is_ended_before_the_next(world: World) -> None:
+    env = {"TUNE_SCENE": json.dumps({"hang": "rows=2,"})}
+    running = world.started(*words_for(world, "--budget", "60s"), env=env)
+    until(lambda: started(world))
+    running.kill()
+    running.communicate()
+    done, told = tuning(world, "--budget", "60s")
+    assert done.returncode == 0, done.stderr
+    assert told["trials"][0]["purpose"] == "baseline" and told["trials"][0]["status"] == "ok"
+    assert world.quiet()
+
+
+@needs_trl
+def test_what_could_not_be_started_is_tried_again(world: World) -> None:
+    version = world.root / "site" / "torch" / "version.py"
+    right = version.read_text()
+    version.write_text(right.replace("'13.0'", "None"))
+    done, told = tuning(world, "--budget", "40s")
+    assert done.returncode == 5 and not started(world)
+    assert [one["status"] for one in told["trials"]] == ["refused"]
+    assert "the file as written cannot be started" in done.stdout
+    version.write_text(right)
+    done, again = tuning(world, "--budget", "40s")
+    assert done.returncode == 0, done.stderr
+    assert again["folder"] == told["folder"]
+    assert [one["status"] for one in again["trials"][:1]] == ["ok"]
+
+
+@needs_trl
+def test_gpus_that_another_took_are_no_settings_fault(world: World) -> None:
+    env = {"TUNE_SCENE": json.dumps({"gates": str(world.root)})}
+    running = world.started(*words_for(world), env=env)
+    until(lambda: len(started(world)) == 1)
+    smi = Smi(world.root / "smi")
+    smi.cards(0, 0)
+    smi.processes((0, 4242, 90_000))
+    (world.root / "gate-1").touch()
+    _, err = running.communicate(timeout=PATIENCE_S)
+    assert running.returncode == 5 and b"gpus-taken" in err
+    assert [one["status"] for one in record(world)["trials"]] == ["ok"]
+    assert len(started(world)) == 1 and world.quiet()
+
+
+@needs_trl
+def test_how_long_rows_are_is_learned_by_the_first_trial(world: World) -> None:
+    # packing is a lever as soon as rows are known; and a card may not tell its memory
+    Smi(world.root / "smi").cards(0, 0, memory="[N/A]")
+    words = ("--budget", "45s", "batch.global=256", "batch.per_device=64")
+    done, told = tuning(world, *words, rows=None, scene={"room": 1e9})
+    assert done.returncode == 0, done.stderr
+    assert told["rows"]["mean"] == 100 and not told["rows"]["assumed"]
+    assert told["card"]["gib"] is None and told["grid"]["too_large"] == 0
+    assert "packing" in {one["name"] for one in told["levers"]}
+    first = told["trials"][0]
+    assert first["settings"]["packing"] == "off" and first["overrides"] == []
+    assert told["best"]["speed_ratio"] is not None
+    count = len(started(world))
+    _, again = tuning(world, *words, rows=None, scene={"room": 1e9})
+    assert again["trials"][: len(told["trials"])] == told["trials"]
+    assert started(world)[:count].count(started(world)[0]) == started(world).count(
+        started(world)[0]
+    )
 
 
 @needs_trl

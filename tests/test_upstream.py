@@ -226,6 +226,13 @@ def test_another_commit_that_cannot_be_read(fake: Checkout, text: str) -> None:
     assert raised.value.findings[0].code == "unreadable-source"
 
 
+def test_a_commit_without_the_script(fake: Checkout) -> None:
+    source = upstream.locate("open_instruct", checkout=fake())
+    with pytest.raises(InvalidConfig) as raised:
+        upstream.load_schema(source, "dpo", allow_unpinned=True)
+    assert raised.value.findings[0].message.endswith("it has no open_instruct/dpo_tune_cache.py")
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_snapshot_holds_facts_and_no_sentences(backend: str) -> None:
     facts = upstream.snapshot(backend)

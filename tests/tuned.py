@@ -27,12 +27,13 @@ def outlook(
     path = REPOSITORY / "configs" / config
     request = Request(stage=None, config=path, gpus=gpus, overrides=overrides, elsewhere=True)
     asked = preparation.ask(request, running=False)
-    made = plan.make(asked.stage, gpus=gpus, output=Path("model"))
+    installed = PACKAGES if packages is None else packages
+    made = plan.make(asked.stage, gpus=gpus, output=Path("model"), packages=installed)
     try:
         shape = footprint.shape_of(made)
     except InvalidConfig:
         shape = None
-    here = Here(packages=PACKAGES if packages is None else packages, cpu=not gpus)
+    here = Here(packages=installed, cpu=not gpus)
     known = None if rows is None else lengths.parse(rows)
     return Outlook(
         space=levers.of_plan(made, here, known), shape=shape,

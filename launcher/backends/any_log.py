@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from signal import Signals
 
 from launcher.logs import Pattern, pattern
@@ -26,7 +27,33 @@ _BROKEN = (
     *(f"{point} expected " for point in ("dataset_cache", "reference_cache")),
 )
 
+# What may stand before a word of the shell's: a number, a job, a bar, or what collects lines.
+_SHELL = r"(?:^|[\]|>] ?|[\d\]]: ?|[ZF] |\d |^\[\d+\][+-]? +)"
+SHELL_SIGNALS: Mapping[str, Signals] = {
+    "Killed": Signals.SIGKILL,
+    "Terminated": Signals.SIGTERM,
+    "Segmentation fault": Signals.SIGSEGV,
+    "Aborted": Signals.SIGABRT,
+    "Bus error": Signals.SIGBUS,
+    "Illegal instruction": Signals.SIGILL,
+    "Floating point exception": Signals.SIGFPE,
+}
+"""How bash says which signal ended a process (glibc's strsignal)."""
+
 PATTERNS: tuple[Pattern, ...] = (
+    pattern(
+        "begun",
+        "nohup: ignoring input",
+        r"^nohup: ignoring input",
+        "coreutils nohup, before what it starts",
+        anchors=(),
+    ),
+    pattern(
+        "begun",
+        "get_accelerator] Setting ",
+        r"real_accelerator\.py:\d+:get_accelerator\] Setting ",
+        "deepspeed/accelerator/real_accelerator.py, while it is imported",
+    ),
     pattern(
         "oom",
         "ut of memory",
@@ -52,6 +79,20 @@ PATTERNS: tuple[Pattern, ...] = (
             " Cannot allocate memory",
             "(Cannot allocate memory",
         ),
+    ),
+    pattern(
+        "oom_host",
+        "MemoryError",
+        r"(?:^|[\s.])(?:_Array|Arrow)?MemoryError(?::|$)",
+        "CPython; numpy/_core/_exceptions.py; pyarrow/error.pxi",
+        anchors=("_exceptions._ArrayMemoryError: ", "pyarrow.lib.ArrowMemoryError: "),
+    ),
+    pattern(
+        "oom_host",
+        "std::bad_alloc",
+        r"terminate called after throwing an instance of 'std::bad_alloc'",
+        "libstdc++",
+        anchors=("terminate called after throwing an instance of 'std::bad_alloc'",),
     ),
     pattern(
         "oom_host",
@@ -139,12 +180,30 @@ PATTERNS: tuple[Pattern, ...] = (
         f"{_ELASTIC}/api.py:86 SignalException",
         anchors=("SignalException: Process ",),
     ),
+    *(
+        pattern(
+            "shell_killed",
+            word,
+            _SHELL + rf"(?P<how>{word})(?: \(core dumped\))?(?:\s{{2,}}|$)",
+            "bash, after a signal; behind a progress bar, which ends no line",
+            anchors=(),  # eight spaces are everywhere
+        )
+        for word in SHELL_SIGNALS
+    ),
     pattern(
-        "shell_killed",
-        "Killed",
-        r"(?:^|\d )Killed(?:\s{2,}|$)",
-        "bash, after SIGKILL",
-        anchors=(),  # eight spaces are everywhere
+        "not_started",
+        "python",
+        r"(?:^|[\s/:|>])python[\d.]*: (?P<message>can't open file .*|No module named \S+$)",
+        "CPython Modules/main.c; runpy",
+        anchors=(),
+    ),
+    pattern(
+        "not_found",
+        "not found",
+        r"(?P<message>(?:[\w./-]+: )?(?:line \d+: )?[\w./-]+: command not found"
+        r"|zsh: command not found: \S+|\bsh: \d+: [\w./-]+: not found)$",
+        "bash, zsh, dash",
+        anchors=(),
     ),
     pattern(
         "cancelled",
@@ -174,11 +233,29 @@ PATTERNS: tuple[Pattern, ...] = (
         "torch ProcessGroupNCCL.cpp",
     ),
     pattern(
+        "nccl_timeout",
+        "ms for recv operation to complete",
+        r"Timed out waiting (?P<what>\d+ms for recv operation to complete)",
+        "gloo/transport/tcp/unbound_buffer.cc",
+    ),
+    pattern(
+        "nccl_timeout",
+        "ms for send operation to complete",
+        r"Timed out waiting (?P<what>\d+ms for send operation to complete)",
+        "gloo/transport/tcp/unbound_buffer.cc",
+    ),
+    pattern(
         "port_in_use",
         "ddress already in use",
         r"[Aa]ddress already in use",
         "errno EADDRINUSE",
         anchors=(" Address already in use", " address already in use"),
+    ),
+    pattern(
+        "port_in_use",
+        "Tried to launch distributed communication on port ",
+        r"Tried to launch distributed communication on port `?\d+`?, but another process",
+        "accelerate/utils/launch.py:245,517",
     ),
     pattern(
         "nccl_error",
@@ -198,6 +275,13 @@ PATTERNS: tuple[Pattern, ...] = (
         " seconds waiting for clients. ",
         r"Timed out after \d+ seconds waiting for clients\. (?P<joined>\d+/\d+) clients joined",
         "torch csrc/distributed/c10d/TCPStore.cpp",
+    ),
+    pattern(
+        "rendezvous",
+        "wait timeout after ",
+        r"wait timeout after \d+ms, keys: ",
+        "torch csrc/distributed/c10d/TCPStore.cpp",
+        anchors=("DistStoreError: wait timeout after ",),
     ),
     pattern(
         "rendezvous",
@@ -369,6 +453,18 @@ PATTERNS: tuple[Pattern, ...] = (
         "older wandb, wandb_login.py",
     ),
     pattern(
+        "wandb_unreachable",
+        "Failed to verify credentials with ",
+        r"Failed to verify credentials with (?P<url>\S+?): ",
+        "wandb/sdk/wandb_login.py:352",
+    ),
+    pattern(
+        "wandb_unreachable",
+        "Run initialization has timed out after ",
+        r"Run initialization has timed out after [\d.]+ sec",
+        "older wandb, wandb_init.py",
+    ),
+    pattern(
         "too_many_files",
         "Too many open files",
         r"Too many open files",
@@ -394,4 +490,18 @@ PATTERNS: tuple[Pattern, ...] = (
         anchors=tuple(f"launch: warning: {how}" for how in _BROKEN),
     ),
     pattern("disk_full", "No space left on device", r"No space left on device", "errno ENOSPC"),
+    pattern(
+        "disk_full",
+        "isk quota exceeded",
+        r"Disk quota exceeded",
+        "errno EDQUOT",
+        anchors=("[Errno 122] Disk quota exceeded", "Disk quota exceeded (os error 122)"),
+    ),
+    pattern(
+        "file_limit",
+        "File too large",
+        r"\[Errno 27\] File too large|File too large \(os error 27\)",
+        "errno EFBIG",
+        anchors=("[Errno 27] File too large", "File too large (os error 27)"),
+    ),
 )

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+
+from launcher.schema import Field
+
+_CITED = re.compile(r"\b[\w/]+\.py:\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +85,33 @@ class Entry:
     torchrun: bool = False
     models: tuple[tuple[str, str], tuple[str, str]] | None = None
 
-    def at(self, fields: Collection[str]) -> Entry:
-        """This script at a commit that has these fields: each idea under the name it has there."""
+    def at(self, fields: Mapping[str, Field]) -> Entry:
+        """This script at a commit that has these fields: each idea under the name it has there.
+
+        What is said about it and cites a line says that the line is the pin's. Where the script would
+        log no step by default, it is told to.
+        """
         names = {
             idea: next((name for name in older if name in fields), getattr(self.names, idea))
             for idea, older in self.older.items()
             if getattr(self.names, idea) not in fields
         }
-        if not names:
-            return self
         changed = replace(self.names, **names)
         splits = {changed.data if name == self.names.data else name for name in self.splits}
-        return replace(self, names=changed, splits=frozenset(splits))
+
+        def told(text: str) -> str:
+            text = text.replace(f"`{self.names.data}:", f"`{changed.data}:")
+            return _CITED.sub(r"\g<0> at the pin", text)
+
+        derived = {key: (value, told(text)) for key, (value, text) in self.derived.items()}
+        logging = fields.get(changed.logging_steps)
+        if logging is not None and logging.default is None and not logging.default_text:
+            derived.setdefault(
+                logging.name, (1, "the default of this commit prints no loss line at all")
+            )
+        return replace(
+            self, names=changed, splits=frozenset(splits),
+            hints={key: told(text) for key, text in self.hints.items()},
+            instead={key: told(text) for key, text in self.instead.items()},
+            derived=derived,
+        )  # fmt: skip

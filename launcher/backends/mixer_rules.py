@@ -21,6 +21,9 @@ def listed(values: Values) -> str:
 def no_data(values: Values) -> Iterator[Finding]:
     """SFT would train on a small default set (finetune.py:126); DPO's default is an empty list."""
     data = listed(values)
+    others = ("dataset_name", "dataset_mixer", "train_file")
+    if values[data] is None and any(values.get(other) is not None for other in others):
+        return  # a commit that takes its data from there too
     if not values.given(data):
         what = f"train on its default {values[data]}" if values[data] else "find no data at all"
         yield say(

@@ -17,12 +17,15 @@ def read(
     name: object, environ: Mapping[str, str], revision: str | None = None
 ) -> Mapping[str, Any]:
     """The config of a model by folder or hub name; empty where none is here, or it is broken."""
+    path = where(name, environ, revision)
+    return {} if path is None else _parsed(path)
+
+
+def where(name: object, environ: Mapping[str, str], revision: str | None = None) -> Path | None:
+    """The file that holds it, readable or not; None where none is here."""
     if not isinstance(name, str) or not name:
-        return {}
-    for path in _places(name, environ, revision):
-        if is_file(path):
-            return _parsed(path)
-    return {}
+        return None
+    return next((path for path in _places(name, environ, revision) if is_file(path)), None)
 
 
 def built_from(values: Values, environ: Mapping[str, str]) -> Mapping[str, Any]:

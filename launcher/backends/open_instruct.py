@@ -159,11 +159,13 @@ STAGES: Mapping[str, Entry] = {
 def output_folder(values: Values) -> Path | None:
     """`output_dir`, with `exp_name` below it unless told otherwise (finetune.py:425).
 
-    dpo.py cannot be told otherwise, and adds the seed (utils.py:1334, utils.py:1335).
+    dpo.py cannot be told otherwise, and adds the seed (utils.py:1334, utils.py:1335). A commit that
+    cannot be told otherwise and is no dpo.py puts nothing below.
     """
     folder = Path(str(values["output_dir"]))
     if values.schema.key == OLMO_CORE:
         return folder / f"{values['exp_name']}__{values['seed']}"
-    if values.get("do_not_randomize_output_dir"):
+    as_it_is = "do_not_randomize_output_dir"
+    if as_it_is not in values.schema.fields or values[as_it_is]:
         return folder
     return folder / str(values["exp_name"])

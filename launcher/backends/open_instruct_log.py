@@ -5,8 +5,11 @@ from __future__ import annotations
 from launcher.backends import any_log
 from launcher.logs import Pattern, pattern
 
-STAGES = {"FlatArguments": "sft", "DPOExperimentConfig": "dpo"}
-"""Which stage a dataclass in the arguments dump belongs to."""
+STAGES = {"FlatArguments": "sft", "DPOExperimentConfig": "dpo", "ExperimentConfig": "dpo"}
+"""Which stage a dataclass in the arguments dump belongs to.
+
+Until April 2026 DPO's was called ExperimentConfig, until January 2026 FlatArguments like SFT's.
+"""
 
 ATTENTION = {
     "flash_4": "flash_attention_4",
@@ -28,10 +31,13 @@ _OWN: tuple[Pattern, ...] = (
     pattern(
         "arguments",
         "│   ",
-        r"│   (?:(?P<block>(?P<first>FlatArguments|DPOExperimentConfig)|TokenizerConfig)\(|"
+        r"│   (?:(?P<block>(?P<first>FlatArguments|(?:DPO)?ExperimentConfig)|TokenizerConfig)\(|"
         r"│   (?P<deep>(?:│   )+)?(?P<field>\S.*)|(?P<other>\S.*))",
         "open_instruct/finetune.py:477, dpo_tune_cache.py:219 (rich.pretty.pprint)",
-        anchors=("│   FlatArguments(", "│   DPOExperimentConfig(", "│   TokenizerConfig("),
+        anchors=(
+            *("│   FlatArguments(", "│   DPOExperimentConfig(", "│   ExperimentConfig("),
+            "│   TokenizerConfig(",
+        ),
     ),
     pattern(
         "output_dir",

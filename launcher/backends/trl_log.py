@@ -35,6 +35,27 @@ _OWN: tuple[Pattern, ...] = (
         anchors=("💾 Model saved to ",),
     ),
     pattern(
+        "begun",
+        " train dataset",
+        r"\b(?:Tokenizing|Extracting prompt from|Adding EOS to) train dataset[^:%|]*: +0%\|",
+        "trl/trainer/sft_trainer.py, dpo_trainer.py: the first bars of the data set",
+        anchors=("Tokenizing train dataset:   0%|", "Tokenizing train dataset (num_proc="),
+    ),
+    pattern(
+        "loading",
+        "Loading ",
+        r"\bLoading (?:weights|checkpoint shards): +0%\|",
+        "transformers/core_model_loading.py, modeling_utils.py: the bar over a model's weights",
+        anchors=("Loading checkpoint shards:   0%|",),
+    ),
+    pattern(
+        "bar_begun",
+        "| 0/",
+        r"^[ \t]*0%\|[^|]*\| +0/(?P<total>\d{1,12}) \[00:00<\?",
+        "tqdm: the training's bar, before the first step",
+        anchors=(),
+    ),
+    pattern(
         "liger_asked",
         "`use_liger_kernel=True` is deprecated",
         r"`use_liger_kernel=True` is deprecated",

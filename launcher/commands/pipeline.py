@@ -94,7 +94,9 @@ def _run(order: Order, format: Format) -> Exit:
         report.say(f"stopped at {row.name}: {row.reason or row.status}")
     for line in result.advice():
         report.say(f"  {line}")
-    report.say(f"pipeline: {result.folder}\nreport: {result.folder / pipeline.PAGE}")
+    report.say(f"pipeline: {result.folder}")
+    if result.page is not None:
+        report.say(f"report: {result.page}")
     return result.exit
 
 

@@ -94,13 +94,14 @@ class Ending:
     lines: tuple[Signal, ...] = ()
 
 
-def fatal(log: Log, *names: str) -> tuple[Signal, ...]:
+def fatal(evidence: Evidence, *names: str) -> tuple[Signal, ...]:
     """The signals of these names after which the log shows no work any more.
 
-    One step may still be logged: rank 0 prints it while another rank is already going under. Where no
-    training is seen at all, it is a failure of training only if the log ends with one.
+    One step may still be logged: rank 0 prints it while another rank is already going under. A log of
+    which nothing shows that it is a training's tells of one's failure only if it ends with it.
     """
-    if not _trains(log) and not _ends_badly(log):
+    log = evidence.log
+    if log is None or not (_trains(evidence) or _ends_badly(log)):
         return ()
     work = max((s.line for s in log.all(*_WORK)), default=0)
     work = max(work, log.steps[-2].line if len(log.steps) > 1 else 0, _of_an_earlier(log))
@@ -122,23 +123,26 @@ def _of_an_earlier(log: Log) -> int:
     return max(past, default=0)
 
 
-def _trains(log: Log) -> bool:
-    """Whether anything in the log comes from a trainer."""
+def _trains(evidence: Evidence) -> bool:
+    """Whether this is a training: a run of ours, or a log in which anything comes from a trainer."""
+    log = evidence.log
+    if log is None or evidence.exit is not None or evidence.probe is not None:
+        return True
     own = (s for s in log.signals if s.name not in _ANYBODYS)
     return bool(log.steps or log.blocks or log.last_bar or next(own, None))
 
 
 def _ends_badly(log: Log) -> bool:
     """Whether a failure is among the last lines."""
-    return any(s.line > log.lines - _END_LINES for s in log.all(*_FAILURES, *HELP))
+    return any(s.line > log.lines - _END_LINES for s in log.all(*_FAILURES, "not_found"))
 
 
 def ending(evidence: Evidence) -> Ending:
     """How the run ended: an exit record counts first, then the log and the probe."""
-    log, ended = evidence.log, evidence.exit
+    ended = evidence.exit
     if (stopped := evidence.stopped) is not None:
         return _stopped(*stopped)
-    failures = _failures(log) if log else ()
+    failures = _failures(evidence)
     if (told := _told(failures)) is not None and not (
         evidence.exit and not evidence.exit.returncode
     ):
@@ -153,7 +157,7 @@ def ending(evidence: Evidence) -> Ending:
     state = "crashed"
     if signal is not None and signal not in _OWN_FAULTS:
         state = "stopped" if signal in _STOPS else "killed"
-    reason = _reason(log, failures) if log else None
+    reason = _reason(evidence, failures)
     if reason is None and signal is Signals.SIGKILL:
         reason = "killed"
     if any("TIME LIMIT" in s.fields.get("why", "") for s in failures):
@@ -168,18 +172,19 @@ def ending(evidence: Evidence) -> Ending:
     )
 
 
-def _failures(log: Log) -> tuple[Signal, ...]:
+def _failures(evidence: Evidence) -> tuple[Signal, ...]:
     """The signals that a run ended badly.
 
     A job script goes on after a command that is not there: that one counts at the very end alone.
     """
-    found = fatal(log, *_FAILURES, "not_found")
-    return tuple(s for s in found if s.name != "not_found" or s.line > log.lines - _LAST_LINES)
+    found = fatal(evidence, *_FAILURES, "not_found")
+    late = evidence.log.lines - _LAST_LINES if evidence.log else 0
+    return tuple(s for s in found if s.name != "not_found" or s.line > late)
 
 
-def _reason(log: Log, failures: tuple[Signal, ...]) -> str | None:
+def _reason(evidence: Evidence, failures: tuple[Signal, ...]) -> str | None:
     """The key of `HELP` that the log names after its last work."""
-    told = {s.name for s in (*fatal(log, *HELP), *failures)}
+    told = {s.name for s in (*fatal(evidence, *HELP), *failures)}
     told -= {"not_found"} - {s.name for s in failures}
     return next((name for name in HELP if name in told), None)
 
@@ -229,8 +234,7 @@ def _signal(evidence: Evidence, failures: tuple[Signal, ...]) -> Signals | None:
         if code == 0 and not evidence.exit.signal:
             return None
         numbers += [evidence.exit.signal or 0, -code, code - 128]
-    log = evidence.log
-    if log is not None and (asked := fatal(log, "stop_asked")):
+    if asked := fatal(evidence, "stop_asked"):
         numbers.append(int(asked[0].fields["signal"]))
     roots = [s for s in failures if s.name == "child_failed" and "rank" in s.fields]
     roots = roots or [s for s in failures if s.name == "child_failed"][-1:]

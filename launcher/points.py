@@ -219,7 +219,7 @@ def _reference_cache(evidence: Evidence, _want: str | None) -> Seen:
     missed = evidence.log.all("reference_missed") if evidence.log else ()
     found = evidence.log.all("reference_hit") if evidence.log else ()
     lines = ("reference_missed", "reference_hit")
-    told = [s for s in _said(evidence.log) if _STALE.match(s.fields["message"])]
+    told = [s for s in _said(evidence) if _STALE.match(s.fields["message"])]
     if seen is None and told:
         seen = Seen(state="stale", cites=_of_signals(evidence.log, told))
     if seen is not None and seen.state == "stale":
@@ -284,7 +284,7 @@ def _loss(evidence: Evidence, _want: str | None) -> Seen:
             for step in record.steps
             if not step.finite
         ]
-    for said in _said(log) if log and not ranks else ():
+    for said in _said(evidence) if log and not ranks else ():
         if found := _NOT_FINITE.match(said.fields["message"]):
             rank = int(found["rank"])
             bad.append((int(found["step"] or 0), rank, _of_signals(log, (said,))[0]))
@@ -309,9 +309,10 @@ def _loss(evidence: Evidence, _want: str | None) -> Seen:
     return Seen(state="finite", cites=_of_losses(evidence), detail=detail)
 
 
-def _said(log: Log | None) -> tuple[Signal, ...]:
+def _said(evidence: Evidence) -> tuple[Signal, ...]:
     """What the probe said on the console."""
-    return (*fatal(log, "violation"), *log.all("warned")) if log else ()
+    warned = evidence.log.all("warned") if evidence.log else ()
+    return (*fatal(evidence, "violation"), *warned)
 
 
 def _last_finite(evidence: Evidence, step: int, rank: int | None) -> dict[str, object]:
@@ -380,8 +381,8 @@ def _memory(evidence: Evidence, _want: str | None) -> Seen:
     if phases := memory_phases(evidence):
         detail["phases"] = phases
     error = ending(evidence).error or {}
-    told = fatal(log, "oom") if log else ()
-    if log and not told and (host := fatal(log, "oom_host")):
+    told = fatal(evidence, "oom")
+    if log and not told and (host := fatal(evidence, "oom_host")):
         detail["help"] = HELP["oom_host"]
         return Seen(state="oom", cites=_of_signals(log, host), detail=detail)
     if not told and not re.search(r"OutOfMemory|out of memory", " ".join(error.values())):

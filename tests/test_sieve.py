@@ -12,8 +12,8 @@ from launcher.patterns import LEAST
 from launcher.sieve import Sieve
 
 SIEVE = Sieve([known.anchors for known in PATTERNS])
-# Lines that are known only near the beginning and the end of a large log: too short for a sieve.
-BARE = ("Killed", LINES["shell_killed", "Killed"][0])
+# Known only near the beginning and the end of a large log, as what has no anchor is: too short.
+BARE = ("MemoryError",)
 
 
 def bits(block: bytes) -> set[int]:
@@ -24,7 +24,7 @@ def bits(block: bytes) -> set[int]:
 @pytest.mark.parametrize("index", range(len(PATTERNS)))
 def test_a_line_is_found_wherever_it_lies(index: int) -> None:
     known = PATTERNS[index]
-    lines = LINES.get((known.name, known.needle.decode()), [])
+    lines = LINES.get((known.name, known.needle.decode()), []) if known.anchors else []
     texts = [*(line.encode() for line in lines if line not in BARE), *known.anchors]
     for text in texts:
         for at in range(33):

@@ -39,14 +39,14 @@ _OWN: tuple[Pattern, ...] = (
         " train dataset",
         r"\b(?:Tokenizing|Extracting prompt from|Adding EOS to) train dataset[^:%|]*: +0%\|",
         "trl/trainer/sft_trainer.py, dpo_trainer.py: the first bars of the data set",
-        anchors=("Tokenizing train dataset:   0%|", "Tokenizing train dataset (num_proc="),
+        anchors=(" train dataset:   0%|  ", " train dataset (num_proc="),
     ),
     pattern(
         "loading",
         "Loading ",
         r"\bLoading (?:weights|checkpoint shards): +0%\|",
         "transformers/core_model_loading.py, modeling_utils.py: the bar over a model's weights",
-        anchors=("Loading checkpoint shards:   0%|",),
+        anchors=("Loading checkpoint shards:   0%|", "Loading weights:   0%|  "),
     ),
     pattern(
         "bar_begun",

@@ -133,7 +133,7 @@ def _explain_unknown(schema: Schema, entry: Entry, past: Past, key: str) -> tupl
         return _explain_gone(schema, past, message, events)
     near = _near(schema, key)
     if (there := upstream.at_pin(schema, key)) is not None:
-        help = f"it is one at the pin ({there}), not at {schema.version[:12]}: delete the line"
+        help = f"it is one at the pin ({there}), not at {schema.named}: delete the line"
     elif near:
         help = f"did you mean `{near[0]}`?  ({schema.fields[near[0]].where})"
     elif key in options.KEYS:
@@ -141,7 +141,7 @@ def _explain_unknown(schema: Schema, entry: Entry, past: Past, key: str) -> tupl
     elif others := list(_homes(schema, key)):
         help = f"it exists for {' and '.join(others)} only"
     else:
-        help = f"{schema.script} at {schema.version[:12]} has no such argument"
+        help = f"{schema.script} at {schema.named} has no such argument"
     return "unknown-key", message, help
 
 

@@ -104,7 +104,7 @@ class Explained:
     def lines(self) -> Iterator[str]:
         """For people: one fact a line, the name of the fact in front."""
         name = self.schema.script
-        yield f"{self.key}  ({self.stage} on {self.schema.backend}, {name} at {_short(self.schema)})"
+        yield f"{self.key}  ({self.stage} on {self.schema.backend}, {name} at {self.schema.named})"
         if self.field is not None:
             yield from self._definition(self.field)
         elif self.advice is not None:
@@ -208,7 +208,7 @@ def _explained(key: str, schema: Schema, source: Upstream, here: Here | None) ->
     elif key not in schema.fields and moved is not None and moved.to in schema.fields:
         advice = f"{moved.why}: write `{moved.to}`"
     elif there is not None:
-        advice = f"not at {_short(schema)}; it is one at the pin ({there})"
+        advice = f"not at {schema.named}; it is one at the pin ({there})"
     elif key not in schema.fields and key in options.KEYS:
         advice = "launch's own: it stands beside `args:`, not in it"
     return Explained(
@@ -268,7 +268,3 @@ def _elsewhere(key: str, schema: Schema, entry: Entry) -> dict[str, str]:
 
 def _default(known: Field) -> Any:
     return known.default_text if known.default_text is not None else known.default
-
-
-def _short(schema: Schema) -> str:
-    return schema.version if " " in schema.version else schema.version[:12]

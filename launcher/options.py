@@ -335,7 +335,7 @@ def _batch(config: Config, findings: list[Finding]) -> Batch | None:
             continue
         numbers[key] = _whole(value) or None
         if value is not None and numbers[key] is None:
-            message = f"`batch.{key}` is a whole number above 0, not `{brief(value)}`"
+            message = f"`batch.{key}` is a whole number above 0, at most 999,999,999, not `{brief(value)}`"
             findings.append(_bad(config, f"batch.{key}", message))
     return Batch(total=numbers["global"], per_device=numbers["per_device"])
 
@@ -415,7 +415,7 @@ def _probe(config: Config, findings: list[Finding]) -> Watch | None:
             wrong = f"`{name}` is on or off, not `{brief(value)}`"
         elif key in WATCHED:
             changed[key] = _whole(value) or None
-            wrong = f"`{name}` is a whole number above 0, not `{brief(value)}`"
+            wrong = f"`{name}` is a whole number above 0, at most 999,999,999, not `{brief(value)}`"
         else:
             near = difflib.get_close_matches(str(key), WATCHED, n=1)
             help = f"did you mean `{near[0]}`?" if near else _one_of(WATCHED)

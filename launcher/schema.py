@@ -241,6 +241,11 @@ class Schema:
         """What the description and the rules of this script are found under."""
         return self.entry or self.stage
 
+    @property
+    def named(self) -> str:
+        """The version for people: a package with its version, or the start of a commit."""
+        return self.version if " " in self.version else self.version[:12]
+
     def as_json(self) -> dict[str, Any]:
         """For machines: every argument with its type, default, place and reads."""
         return {

@@ -1,7 +1,7 @@
 """Run the cases of docs/benchmarks.md on this machine; merge what they measure into docs/benchmarks.json.
 
-usage: python scripts/gpu_benchmarks.py [--list] [--only CASE,...] [--minutes M] [--side-by-side] [--cpu]
-                                        [--assets DIR] [--results FILE.json]
+usage: python scripts/gpu_benchmarks.py [--list] [--only CASE,...] [--minutes M] [--repeats N]
+                                        [--side-by-side] [--cpu] [--assets DIR] [--results FILE.json]
 
 Models and data are made first, where they are missing (make_bench_assets.py). A case is one command,
 started from the repository's root. A row of the results is known by its case, which names the GPUs, and
@@ -97,15 +97,17 @@ def slug(name: str) -> str:
     return re.sub(r"[^\w.]+", "_", name.lower()).strip("_")
 
 
-def _sweep(gpus: int) -> str:
-    """dpo.py with 2 to 32 pairs a row, packing and compile on and off."""
-    sizes = (f"{n}:batch.per_device={n},batch.global={n * gpus}" for n in (2, 8, 16, 32))
-    return (
-        f"launch bench configs/olmo_core/dpo_qwen3_0_6b.yaml --gpus {gpus} 'mixer_list={_PAIRS}' "
-        f"model_name_or_path={SNAPSHOT} config_name=qwen3_0_6B --vary packing=false,true "
-        f"--vary compile_model=false,true {' '.join(f'--variant batch_{size}' for size in sizes)} "
-        "--steps 6 --repeats 1"
-    )
+def _sweep(gpus: int, *, packing: bool, compiled: bool) -> Case:
+    """dpo.py with 2 to 32 pairs a row."""
+    kind = f"{'packed' if packing else 'padded'}{'_compiled' if compiled else ''}"
+    sizes = (f"{kind}_{n}:batch.per_device={n},batch.global={n * gpus}" for n in (2, 8, 16, 32))
+    return Case(
+        name=f"dpo-olmo-core-{gpus}-{kind}", case="dpo-qwen3-0.6b", minutes=6, gpus=gpus, needs="vllm",
+        command=f"launch bench configs/olmo_core/dpo_qwen3_0_6b.yaml --gpus {gpus} 'mixer_list={_PAIRS}' "
+        f"model_name_or_path={SNAPSHOT} config_name=qwen3_0_6B packing={str(packing).lower()} "
+        f"expect.packing={'on' if packing else 'off'} compile_model={str(compiled).lower()} "
+        f"{' '.join(f'--variant {size}' for size in sizes)} --steps 12 --repeats 1",
+    )  # fmt: skip
 
 
 _CHATS, _PAIRS = "[{assets}/sft/train.jsonl,1.0]", "[{assets}/dpo/train.jsonl,1.0]"
@@ -129,9 +131,13 @@ CASES = (
         command=f"launch tune {_SFT} --steps 6 --budget 6m -o {{assets}}/tuned_sft.yaml",
     ),
     Case(
-        name="sft-7b-tuned", case="sft-7b", minutes=7, flash=True, needs="{assets}/tuned_sft.yaml",
-        command="launch bench {assets}/tuned_sft.yaml --gpus 2 --variant tuned: "
-        "--variant tuned_profile:probe.profile=4 --steps 8 --repeats 3",
+        name="sft-7b-tuned", case="sft-7b", minutes=4, flash=True, needs="{assets}/tuned_sft.yaml",
+        command="launch bench {assets}/tuned_sft.yaml --gpus 2 --variant tuned: --steps 8 --repeats 3",
+    ),
+    Case(
+        name="sft-7b-profile", case="sft-7b", minutes=2, flash=True, needs="{assets}/tuned_sft.yaml",
+        command="launch bench {assets}/tuned_sft.yaml --gpus 2 probe.profile=4 --variant tuned_profile: "
+        "--steps 8 --repeats 1",
     ),
     Case(
         name="sft-7b-zero", case="sft-7b", minutes=10, flash=True,
@@ -170,6 +176,10 @@ CASES = (
         command=f"launch tune {_DPO} --steps 4 --budget 6m -o {{assets}}/tuned_dpo.yaml",
     ),
     Case(
+        name="dpo-7b-tuned", case="dpo-7b", minutes=6, flash=True, needs="{assets}/tuned_dpo.yaml",
+        command="launch bench {assets}/tuned_dpo.yaml --gpus 2 --variant tuned: --steps 6 --repeats 3",
+    ),
+    Case(
         name="dpo-7b-zero", case="dpo-7b", minutes=6, flash=True,
         command=f"launch bench {_DPO} --variant packing_8_zero2_{_DPO_WITHOUT},deepspeed=zero2 "
         f"--variant packing_8_zero1_{_DPO_WITHOUT},deepspeed=zero1 --steps 5 --repeats 2",
@@ -189,10 +199,10 @@ CASES = (
         first="hand_recipe_flash_attn", cpu=f"{_ON_CPU} --steps 3 --budget 90s",
         command=f"launch tune {_SMALL} --steps 6 --budget 3m -o {{assets}}/tuned_sft_small.yaml",
     ),
-    Case(
-        name="dpo-olmo-core-1", case="dpo-qwen3-0.6b", minutes=20, gpus=1, needs="vllm", command=_sweep(1),
+    *(
+        _sweep(gpus, packing=packing, compiled=compiled)
+        for gpus in (1, 2) for packing in (False, True) for compiled in (False, True)
     ),
-    Case(name="dpo-olmo-core-2", case="dpo-qwen3-0.6b", minutes=20, needs="vllm", command=_sweep(2)),
     Case(
         name="probe", case="probe", minutes=4, gpus=1, beside="steps_of_8192_tokens",
         command="python -m benchmarks.probe --device cuda --hidden 2048 --layers 24 --tokens 8192 "
@@ -207,13 +217,17 @@ CASES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Here:
-    """This machine: `gpus` as CUDA_VISIBLE_DEVICES spells them, the name of one, the trainer's Python."""
+    """This machine: `gpus` as CUDA_VISIBLE_DEVICES spells them, the name of one, the trainer's Python.
+
+    `repeats`, where given, in place of the cases' own.
+    """
 
     assets: Path
     cpu: bool
     gpus: tuple[str, ...]
     card: str
     python: Path
+    repeats: int | None = None
 
     def environ(self, case: Case, gpus: Sequence[str]) -> dict[str, str]:
         """Of whatever a case starts: its GPUs, and the made models in place of the hub."""
@@ -237,7 +251,10 @@ class Here:
         """The command; on a CPU with what makes it small."""
         place = self.assets
         shown = place.relative_to(ROOT) if place.is_relative_to(ROOT) else place
-        return shlex.split(f"{case.command} {case.cpu if self.cpu else ''}".format(assets=shown))
+        words = shlex.split(f"{case.command} {case.cpu if self.cpu else ''}".format(assets=shown))
+        if self.repeats and "--repeats" in words:
+            words[words.index("--repeats") + 1] = str(self.repeats)
+        return words
 
     def lacks(self, case: Case) -> str:
         """Why a case cannot run here; empty where it can."""
@@ -257,12 +274,13 @@ class Here:
         return subprocess.run(words, env=environ, capture_output=True).returncode == 0
 
 
-def look(assets: Path, *, cpu: bool) -> Here:
+def look(assets: Path, *, cpu: bool, repeats: int | None = None) -> Here:
     """Ask the driver and the trainer's Python; raises LaunchError where that one does not run."""
     seen = () if cpu else devices.look(os.environ).visible
     python = machine.find_trainer(None, upstream.locate("open_instruct").root).python
     card = seen[0].gpu.name if seen else "CPU"
-    return Here(assets=assets, cpu=cpu, gpus=tuple(s.name for s in seen), card=card, python=python)
+    names = tuple(one.name for one in seen)
+    return Here(assets=assets, cpu=cpu, gpus=names, card=card, python=python, repeats=repeats)
 
 
 # --- one case -------------------------------------------------------------------------------------
@@ -627,7 +645,8 @@ def main(given: argparse.Namespace) -> int:
     """Choose the cases that can run here, make what they need, and run them; returns the exit code."""
     made = ROOT / "build" / ("bench-tiny" if given.cpu else "bench")
     folder = (given.assets or made).absolute()
-    here, names = look(folder, cpu=given.cpu), [case.name for case in CASES]
+    here = look(folder, cpu=given.cpu, repeats=given.repeats)
+    names = [case.name for case in CASES]
     wanted = given.only.split(",") if given.only else names
     if unknown := sorted(set(wanted) - set(names)):
         print(f"error: no case {', '.join(unknown)}; there are {', '.join(names)}", file=sys.stderr)
@@ -666,6 +685,7 @@ if __name__ == "__main__":
         parser.add_argument(f"--{name}", action="store_true", help=told)
     parser.add_argument("--only", metavar="CASE,...", help="these, in the order of the list")
     parser.add_argument("--minutes", type=float, metavar="M", help="what is expected to fit")
+    parser.add_argument("--repeats", type=int, metavar="N", help="of each bench, not its own")
     parser.add_argument("--assets", type=Path, metavar="DIR", help="default: build/bench")
     parser.add_argument("--results", type=Path, metavar="FILE", help="docs/benchmarks.json")
     sys.exit(main(parser.parse_args()))

@@ -358,6 +358,18 @@ def test_liger_and_models_that_it_does_not_know(write: Write, script: str) -> No
     assert found(script, args, packages=TRAINER) == []
 
 
+def test_ligers_fused_loss_is_asked_for_by_sft_alone(write: Write) -> None:
+    args = {**LIGER, "model_name_or_path": model(write, model_type="granite")}
+    told = one("sft", args, packages={"liger-kernel": "0.7.0"})
+    assert told == ("liger-without-fused-loss", "error", "args.use_liger_kernel")
+    # a later release may have it
+    assert one("sft", args, packages={"liger-kernel": "0.9.0"})[1] == "warning"
+    for script in ("dpo", "trl-sft", "trl-dpo"):
+        assert found(script, args, packages=TRAINER) == []
+    args["use_liger_kernel"] = False
+    assert found("sft", args, packages=TRAINER) == []
+
+
 def test_liger_is_not_applied_to_quantised_models(write: Write) -> None:
     args = {**LIGER, "use_qlora": True, "model_name_or_path": model(write, model_type="gpt2")}
     assert found("sft", args) == []

@@ -59,6 +59,25 @@ def liger_unknown(context: Context) -> Iterator[Finding]:
     )  # fmt: skip
 
 
+def liger_without_fused_loss(context: Context) -> Iterator[Finding]:
+    """finetune.py:587 asks for the fused loss beside the other one, which Granite's kernels have on
+    (liger_kernel/transformers/monkey_patch.py:171: an AssertionError).
+    """
+    values = context.values
+    if not values["use_liger_kernel"] or values.get("use_qlora") or caches_only(context):
+        return
+    if _own(context).get("model_type") != "granite":
+        return
+    have = (context.packages or {}).get("liger-kernel")
+    known = have is not None and _release(have) <= LIGER_RELEASE
+    yield say(
+        "error" if known else "warning", "run", "liger-without-fused-loss", "use_liger_kernel",
+        f"Liger {have if known else '0.7.0'} has no fused loss for granite models, which upstream asks "
+        "for: it fails with an AssertionError",
+        "write `use_liger_kernel: false`",
+    )  # fmt: skip
+
+
 def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
@@ -253,7 +272,7 @@ _SHARED: tuple[StageRule, ...] = (*_LIGER, packed_without_flash, dense_balancing
 
 RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {
     "open_instruct": {
-        "sft": _SHARED,
+        "sft": (*_SHARED, liger_without_fused_loss),
         "dpo": (*_SHARED, attention_missing, attention_replaced, wpo_batch),
     },
     "trl": {"sft": _LIGER, "dpo": _LIGER},

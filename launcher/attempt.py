@@ -13,12 +13,14 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from launcher import rundir
-from launcher.command import Command
 from launcher.errors import Finding, NotReady
 from launcher.rundir import RunFolder
+
+if TYPE_CHECKING:
+    from launcher.command import Command
 
 _SCHEDULER = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
 # what a scheduler hands to a job counts for more than what the shell had that submitted it
@@ -58,6 +60,9 @@ class Attempt:
 
     def command(self, environ: Mapping[str, str]) -> Command:
         """The command in the whole environment that it is to run in; `environ` is the starter's own."""
+        # whoever looks on starts nothing, and should not wait for what plans and validates
+        from launcher.command import Command
+
         inside = {k: v for k, v in environ.items() if _given_by_scheduler(k)}
         job = environ.get("SLURM_JOB_ID")
         if job and job != self.environ.get("SLURM_JOB_ID"):

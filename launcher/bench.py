@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import (
+    cards,
     checkouts,
     claim,
     comparison,
@@ -256,7 +257,7 @@ def _tokens_per_step(steady: Sequence[Sequence[evidence.ProbeStep]]) -> float | 
 def _mfu_6n(ranks: Sequence[RankRecord], speed: float | None) -> float | None:
     model = ranks[0].first("model") if ranks else None
     device = ranks[0].last("device") if ranks else None
-    peak = measures.peak_flops(device.text("name") if device else None)
+    peak = cards.peak_flops(device.text("name") if device else None)
     if model is None or peak is None or speed is None or model.number("experts"):
         return None
     size = model.number("parameters")

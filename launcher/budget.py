@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from launcher import lengths, memory
+from launcher import cards, lengths, memory
 from launcher.activations import HALF
 from launcher.errors import Finding, InvalidConfig
 from launcher.lengths import Lengths
@@ -20,9 +20,6 @@ from launcher.packed_rows import Packed
 from launcher.plan import divisors
 from launcher.shapes import Shape
 
-# Dense bf16 arithmetic a second, from the makers' data sheets.
-PEAKS = {"H200": 989.5e12, "H100": 989.5e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12,
-         "A10G": 70e12, "4090": 165e12}  # fmt: skip
 STATED_MFU = 0.35
 
 
@@ -88,13 +85,13 @@ def stated_speed(
     shape: Shape, tokens: Tokens, width: float, *, device: str, devices: int, mfu: float = STATED_MFU,
     adapters: bool = False, dpo: bool = False,
 ) -> Speed:  # fmt: skip
-    """Speed at a stated MFU; raises InvalidConfig (`unknown-device`) for a GPU that is not in PEAKS."""
-    peak = peak_of(device)
+    """Speed at a stated MFU; raises InvalidConfig (`unknown-device`) for a GPU without a data sheet."""
+    peak = cards.peak_flops(device)
     if peak is None:
         raise InvalidConfig(Finding(
             severity="error", layer="launch", code="unknown-device", key="gpu",
             message=f"the arithmetic speed of {device or 'this GPU'} is not known",
-            help="known are " + ", ".join(PEAKS) + "; or give --tokens-per-second",
+            help="known are " + ", ".join(one.name for one in cards.SHEETS) + "; or give --tokens-per-second",
         ))  # fmt: skip
     each = flops_a_token(shape, width, checkpointing=False, adapters=adapters)
     computed = mfu * peak * devices / each
@@ -102,11 +99,6 @@ def stated_speed(
         tokens=computed * (1 - tokens.waste), measured=False,
         source=f"{mfu:.0%} MFU of {peak / 1e12:,.0f} TFLOP/s x {devices}, {each / 1e9:.1f} GFLOP a token",
     )  # fmt: skip
-
-
-def peak_of(device: str) -> float | None:
-    """bf16 arithmetic a second of a GPU by (part of) its name."""
-    return next((peak for name, peak in PEAKS.items() if name in device.upper()), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

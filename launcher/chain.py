@@ -6,7 +6,6 @@ Nothing about the stage files themselves is judged here, only that there is one 
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,7 @@ from launcher.builder import Origin, nearest
 from launcher.document import Document, read_yaml
 from launcher.errors import Finding, InvalidConfig, UsageError, brief
 from launcher.interpolation import interpolate
-from launcher.overrides import OPTIONS
+from launcher.overrides import OPTIONS, spelt
 from launcher.paths import exists, expanded
 
 KEYS = ("name", "gpus", "stages")
@@ -50,7 +49,7 @@ class Link:
 
     def texts(self) -> list[str]:
         """What is laid over the stage file: `with:` first, then the command line."""
-        return [*(f"{key}={text_of(value)}" for key, value in self.given.items()), *self.overrides]
+        return [*(f"{key}={spelt(value)}" for key, value in self.given.items()), *self.overrides]
 
     def origin(self, key: str = "") -> Origin:
         """The place of one of its keys, else of the stage itself."""
@@ -106,18 +105,6 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Chain:
     for text in overrides:
         chain = _overridden(chain, text)
     return chain
-
-
-def text_of(value: Any) -> str:
-    """A value as an override on the command line spells it, so that it is read as the same value."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int | float):
-        return repr(value)
-    # a JSON text is YAML's too, and quotes keep `1e-5` or `no` a text; it is interpolated once more
-    return json.dumps(value, ensure_ascii=False).replace("${", r"\\${")
 
 
 def _overridden(chain: Chain, text: str) -> Chain:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launcher import contents
+from launcher import contents, machine
 from launcher.caches import Cache
 from launcher.contents import Contents
 from launcher.earlier import (
@@ -34,10 +34,6 @@ NAMES: tuple[str, ...] = (
 BATCH = frozenset({"gpus", "per_device", "accumulation"})
 """Those that decide how rows make a step."""
 
-_PACKAGES = (
-    "torch", "transformers", "accelerate", "datasets", "tokenizers", "trl", "deepspeed", "peft",
-    "liger-kernel", "flash-attn", "ai2-olmo-core", "bitsandbytes",
-)  # fmt: skip
 # Where things go, what is shown, how fast it is: none of it moves a weight.
 _HARMLESS = re.compile(
     r"output_dir|overwrite_\w+|do_not_randomize_output_dir|exp_name|run_name|logging_\w+|log_\w+|"
@@ -287,7 +283,9 @@ def _versions(told: Manifest, plan: Plan, trainer: Trainer) -> Iterator[Change]:
         yield Change(what="pin", before=was, after=now, effect=effect, severity="error")
     before = mapping(mapping(told.get("trainer")).get("packages"))
     other = [
-        name for name in _PACKAGES if before and before.get(name) != trainer.packages.get(name)
+        name
+        for name in machine.DECISIVE
+        if before and before.get(name) != trainer.packages.get(name)
     ]
     if other:
         yield Change(

@@ -8,21 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from launcher.backends.open_instruct_log import ATTENTION
-from launcher.evidence import Evidence
+from launcher.errors import Exit, unreadable
+from launcher.evidence import Evidence, read_log
 from launcher.logs import Log
 from launcher.measures import metrics, metrics_rows
 from launcher.points import POINTS, Cite, Seen
+from launcher.redaction import redact
 
 __all__ = [
     "DEFAULTS",
     "Cite",
     "Point",
     "Verdict",
+    "exit_code",
     "expected_from_log",
     "judge",
+    "judge_log",
     "metrics_rows",
 ]
 
@@ -138,6 +143,23 @@ def judge(stage: str | None, expected: Mapping[str, str | None], evidence: Evide
         points=tuple(points),
         metrics=metrics(evidence),
     )
+
+
+def judge_log(path: Path) -> Verdict:
+    """What a console log can prove by itself. Raises NotReady where it cannot be read."""
+    try:
+        found = read_log(path)
+    except OSError as error:
+        raise unreadable(path, error) from None
+    assert found.log is not None
+    return redact(judge(found.stage, expected_from_log(found.log), found))
+
+
+def exit_code(verdict: Verdict, *, allow_unproven: bool) -> Exit:
+    """The documented exit code of a verdict alone."""
+    if verdict.status == "pass" or (verdict.status == "unproven" and allow_unproven):
+        return Exit.OK
+    return Exit.VERDICT
 
 
 def beside(verdict: Verdict, planned: Mapping[str, float]) -> Verdict:

@@ -31,6 +31,7 @@ from launcher.errors import (
     brief,
     errors,
 )
+from launcher.overrides import spelt
 from launcher.paths import canonical
 from launcher.plan import Plan
 from launcher.preparation import Asked, Prepared, Request
@@ -175,7 +176,7 @@ def survey(order: Order, *, running: bool) -> Survey:
 
 def _handed(model: str, tokenizer: bool, source: Path | str) -> list[str]:
     names = [model, TOKENIZER] if tokenizer else [model]
-    return [f"{name}={chains.text_of(str(source))}" for name in names]
+    return [f"{name}={spelt(str(source))}" for name in names]
 
 
 class _Surveyor:

@@ -21,6 +21,8 @@ from launcher import (
     claim,
     contents,
     gates,
+    machine,
+    measures,
     plan,
     preparation,
     report,
@@ -42,13 +44,6 @@ KIND, RECORD = "ladder", "ladder.json"
 _VERSION = 1
 _OTHERWISE = ("gates", "slurm", "skypilot")
 """Options of a stage file that change nothing of what a rung does."""
-_PACKAGES = (
-    "torch", "transformers", "accelerate", "datasets", "tokenizers", "trl", "deepspeed", "peft",
-    "liger-kernel", "flash-attn", "ai2-olmo-core", "bitsandbytes",
-)  # fmt: skip
-"""What losses, speed and memory may hang on: rungs that had others do not compare."""
-_ACCURACY = ("rewards/accuracies", "rewards/accuracy")
-_MARGIN = ("rewards/margins", "rewards/margin")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +179,7 @@ def _key(asked: Asked, gpus: Sequence[int], steps: int) -> str:
         "args": dict(stage.args), "steps": steps, "source": stage.upstream.as_json(),
         "contents": _contents(stage, gpus),
         "gpu": present[0].name if present else None,
-        "packages": {name: asked.trainer.packages.get(name) for name in _PACKAGES},
+        "packages": {name: asked.trainer.packages.get(name) for name in machine.DECISIVE},
     }  # fmt: skip
     text = json.dumps(told, sort_keys=True, default=str)
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
@@ -362,8 +357,8 @@ def _facts(rung: Rung, outcome: Outcome, terms: Terms) -> Facts:
     return Facts(
         stage=planned.stage.options.stage, devices=planned.processes,
         accelerated=bool(planned.gpus), losses=_column(rows, ("loss",)),
-        norms=_column(rows, ("grad_norm",)), accuracies=_column(rows, _ACCURACY),
-        margins=_column(rows, _MARGIN),
+        norms=_column(rows, ("grad_norm",)), accuracies=_column(rows, measures.REWARDS["rewards_accuracy"]),
+        margins=_column(rows, measures.REWARDS["rewards_margin"]),
         nonfinite=tuple(int(row["step"]) for row in rows if row.get("finite") is False),
         tokens_per_second=speed, step_seconds=usual_step(steady),
         allocated_gib=metrics.get("peak_allocated_gib"),

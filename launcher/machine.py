@@ -49,6 +49,12 @@ print(json.dumps({"version": list(sys.version_info[:3]), "path": sys.path, "pack
                   "markers": markers, "own": sys.prefix != sys.base_prefix}))
 """
 
+DECISIVE = (
+    "torch", "transformers", "accelerate", "datasets", "tokenizers", "trl", "deepspeed", "peft",
+    "liger-kernel", "flash-attn", "ai2-olmo-core", "bitsandbytes",
+)  # fmt: skip
+"""Packages that losses, speed and memory may hang on: runs that had others do not compare."""
+
 _CARD = (
     "index",
     "uuid",

@@ -3,42 +3,20 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from launcher.cards import peak_flops
 from launcher.evidence import MEASURED, Event, Evidence, ProbeStep, RankRecord
 
 Row = dict[str, float]
 """One optimizer step: `step`, `finite`, and what is known of the rest."""
 
-PEAKS: tuple[tuple[str, float], ...] = (
-    # blackwell-datasheet: HGX B200 36 PFLOPS with sparsity on 8 GPUs, GB200 5 PFLOPS on each
-    (r"\bGB200\b", 2_500e12),
-    (r"\bB200\b", 2_250e12),
-    # nvidia.com/en-us/data-center/h200: 1,979 TFLOPS with sparsity, NVL 1,671
-    (r"\bH200 NVL\b", 835.5e12),
-    (r"\bG?H200\b", 989.5e12),
-    # nvidia.com/en-us/data-center/h100: SXM 1,979, NVL 1,671, PCIe 1,513 TFLOPS with sparsity
-    (r"\bH100 NVL\b", 835.5e12),
-    (r"\bH100 PCIe\b", 756.5e12),
-    (r"\bH[18]00\b", 989.5e12),
-    # nvidia-a100-datasheet: 312 TFLOPS, SXM and PCIe
-    (r"\bA[18]00\b", 312e12),
-    # l40s-datasheet: 362.05, l40: 181.05, l4: 242 with sparsity
-    (r"\bL40S\b", 362.05e12),
-    (r"\bL40\b", 181.05e12),
-    (r"\bL4\b", 121e12),
-    # a40-datasheet: 149.7, a10-datasheet: 125
-    (r"\bA40\b", 149.7e12),
-    (r"\bA10\b", 125e12),
-)
-"""Names of GPUs and their peak in dense bfloat16, FLOP/s, from NVIDIA's data sheets; first match wins."""
-
 _SUMMED = ("tokens", "positions", "wasted", "rows")
-_REWARDS = {
+REWARDS = {
     "rewards_accuracy": ("rewards/accuracies", "rewards/accuracy"),
     "rewards_margin": ("rewards/margins", "rewards/margin"),
 }
+"""DPO's rewards, by what the logs of the scripts call them."""
 
 
 def losses(evidence: Evidence) -> tuple[float, ...]:
@@ -118,12 +96,6 @@ def _share(part: float | None, whole: float | None) -> float | None:
     return None if part is None or not whole else part / whole
 
 
-def peak_flops(name: str | None) -> float | None:
-    """What a GPU of this name can do at most in dense bfloat16, in FLOP/s; None where not known."""
-    found = (flops for pattern, flops in PEAKS if re.search(pattern, name or "", re.IGNORECASE))
-    return next(found, None)
-
-
 def flops_per_token(model: Event, tokens_per_row: float | None) -> float | None:
     """Of one training step, forward and backward, as the model needs them; recomputation is no need.
 
@@ -183,7 +155,7 @@ def metrics(evidence: Evidence) -> dict[str, float | None]:
     last = evidence.log.steps[-1] if evidence.log and evidence.log.steps else None
     rewards = {
         name: value
-        for name, keys in _REWARDS.items()
+        for name, keys in REWARDS.items()
         for key in keys
         if last and math.isfinite(value := last.extra.get(key, math.nan))
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -158,3 +159,15 @@ def forget(origins: dict[str, Origin], path: str) -> None:
     """Drop the places of everything below `path`: it was replaced."""
     for known in [known for known in origins if known.startswith((f"{path}.", f"{path}["))]:
         del origins[known]
+
+
+def spelt(value: Any) -> str:
+    """A value as an override on the command line spells it, so that it is read as the same value."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    # a JSON text is YAML's too, and quotes keep `1e-5` or `no` a text; it is interpolated once more
+    return json.dumps(value, ensure_ascii=False).replace("${", r"\\${")

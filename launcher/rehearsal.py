@@ -13,7 +13,6 @@ none compares with the first steps of the full run, which are still warming up.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 
 from launcher import noops, plan
 from launcher.errors import Finding
+from launcher.overrides import spelt
 from launcher.schema import Values
 from launcher.stage import Stage
 
@@ -75,7 +75,7 @@ def overrides(
             changes[name] = None
         else:
             changes.pop(name, None)
-    changed = [f"{name}={_text(value)}" for name, value in changes.items()]
+    changed = [f"{name}={spelt(value)}" for name, value in changes.items()]
     expected = stage.options.expect
     return (*changed, *(f"expect.{name}=any" for name in _NOT_EXPECTED if name in expected))
 
@@ -198,11 +198,6 @@ def _idle(stage: Stage, changes: Mapping[str, Any]) -> list[str]:
     after = noops.find(Values(stage.schema, given), stage.entry)
     keys = [finding.key for finding in after if finding.key and finding.key not in before]
     return [key.removeprefix("args.") for key in keys]
-
-
-def _text(value: Any) -> str:
-    """A value as the command line takes it, where it is interpolated once more."""
-    return "null" if value is None else json.dumps(value, ensure_ascii=False).replace("${", r"\\${")
 
 
 def _uncut(stage: Stage, steps: int, batch: int | None) -> Iterator[Finding]:

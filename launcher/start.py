@@ -35,7 +35,7 @@ from launcher import (
 )  # fmt: skip
 from launcher.attempt import Attempt
 from launcher.devices import Devices
-from launcher.errors import Exit, Finding, NotReady, errors, unreadable
+from launcher.errors import Exit, Finding, NotReady, errors
 from launcher.preparation import Prepared, Request, prepare
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
@@ -274,16 +274,6 @@ def conclusion(folder: RunFolder, attempt: Attempt) -> tuple[check.Verdict, Exit
     return verdict, exit_code(ended, verdict, allow_unproven=attempt.allow_unproven)
 
 
-def judge_log(path: Path) -> check.Verdict:
-    """What a console log can prove by itself. Raises NotReady where it cannot be read."""
-    try:
-        found = evidence.read_log(path)
-    except OSError as error:
-        raise unreadable(path, error) from None
-    assert found.log is not None
-    return redact(check.judge(found.stage, check.expected_from_log(found.log), found))
-
-
 def finish(folder: RunFolder) -> check.Verdict:
     """Judge a run folder; write verdict.json, metrics.jsonl and report.html where that is possible."""
     told = rundir.read_manifest(folder)
@@ -310,9 +300,7 @@ def exit_code(ended: runner.Exit | None, verdict: check.Verdict, *, allow_unprov
         return Exit.INTERRUPTED
     if ended is not None and ended.returncode and verdict.stopped is None:
         return Exit.TRAINING
-    if verdict.status == "pass" or (verdict.status == "unproven" and allow_unproven):
-        return Exit.OK
-    return Exit.VERDICT
+    return check.exit_code(verdict, allow_unproven=allow_unproven)
 
 
 def unpinned_note(folder: RunFolder) -> tuple[Finding, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launcher import budget, lengths
+from launcher import budget, cards, lengths
 from launcher.activations import HALF
 from launcher.footprint import Footprint
 from launcher.memory import Zero
@@ -32,21 +32,17 @@ class Card:
     launch: float = 6e-6
 
 
-# bytes a second of memory and of the link to the next device, from the makers' data sheets
-_BYTES: dict[str, tuple[float, float]] = {
-    "B200": (8.0e12, 900e9), "H200": (4.8e12, 450e9), "H100": (3.35e12, 450e9), "A100": (2.0e12, 300e9),
-    "L40S": (0.864e12, 32e9), "A10G": (0.6e12, 32e9), "4090": (1.01e12, 32e9),
-}  # fmt: skip
 CPU = Card(name="CPU", gib=None, flops=2e11, bandwidth=2e10, link=1e10, launch=4e-6)
 
 
 def card_of(name: str, gib: float | None) -> Card:
-    """The device of (part of) that name; an unknown one has the proportions of an A100 on PCIe."""
-    flops = budget.peak_of(name)
-    known = next((speeds for part, speeds in _BYTES.items() if part in name.upper()), None)
-    if flops is None or known is None:
+    """The device of that name; an unknown one has the proportions of an A100 on PCIe."""
+    sheet = cards.sheet_of(name)
+    if sheet is None:
         return Card(name=name, gib=gib)
-    return Card(name=name, gib=gib, flops=flops, bandwidth=known[0], link=known[1])
+    return Card(
+        name=name, gib=gib, flops=sheet.flops, bandwidth=sheet.bandwidth, link=sheet.link
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

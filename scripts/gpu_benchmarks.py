@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher import attempt, devices, evidence, machine, measures, rundir, upstream, variants
+from launcher import attempt, cards, devices, evidence, machine, rundir, upstream, variants
 from launcher.comparison import SPEED, Spread
 from launcher.rundir import RunFolder
 
@@ -418,7 +418,7 @@ def row(
     model = ranks[0].first("model") if ranks else None
     size = parameters or int((model and model.number("parameters")) or 0)
     packages = rundir.read_manifest(RunFolder(run))["trainer"]["packages"] if run else {}
-    flops = (measures.peak_flops(here.card) or 0.0) // 1e12 * 1e12
+    flops = (cards.peak_flops(here.card) or 0.0) // 1e12 * 1e12
     spread = {key: round(value) for key, value in speed.as_json().items()}
     told: Row = {
         "case": here.name(case), "setting": setting, SPEED: spread,

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from launcher.cards import peak_flops
 from launcher.evidence import Evidence, read_log, read_run
-from launcher.measures import memory_phases, metrics, metrics_rows, peak_flops
+from launcher.measures import memory_phases, metrics, metrics_rows
 
 LOGS = Path(__file__).parent / "data" / "logs"
 
@@ -217,7 +218,7 @@ def test_the_share_of_the_peak(tmp_path: Path, more: dict[str, Any], flops: floa
         ("NVIDIA H200 NVL", 835.5e12), ("NVIDIA GH200 480GB", 989.5e12), ("NVIDIA B200", 2_250e12),
         ("NVIDIA GB200", 2_500e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA A100 80GB PCIe", 312e12),
         ("NVIDIA L40S", 362.05e12), ("NVIDIA L40", 181.05e12), ("NVIDIA L4", 121e12),
-        ("NVIDIA A40", 149.7e12), ("NVIDIA A10G", None), ("Tesla V100", None), ("cpu", None), (None, None),
+        ("NVIDIA A40", 149.7e12), ("NVIDIA A10G", 70e12), ("Tesla V100", None), ("cpu", None), (None, None),
     ],
 )  # fmt: skip
 def test_the_peak_of_a_gpu_by_its_name(name: str | None, peak: float | None) -> None:

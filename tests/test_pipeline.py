@@ -19,7 +19,7 @@ from conftest import PATIENCE_S, REPOSITORY, Write
 from fake_smi import Smi
 from fake_world import World, made, needs_trl, until
 
-from launcher import chain, claim, handover, rundir
+from launcher import chain, claim, handover, overrides, rundir
 from launcher.errors import Finding, InvalidConfig, UsageError
 from launcher.handover import Order
 
@@ -183,7 +183,7 @@ def test_what_stands_under_with_is_read_as_what_it_is(write: Write, value: Any) 
     from launcher import config
 
     path = write("s.yaml", "stage: sft\nargs: {x: 0}\n")
-    loaded = config.load(path, [f"x={chain.text_of(value)}"])
+    loaded = config.load(path, [f"x={overrides.spelt(value)}"])
     assert loaded.args["x"] == value and type(loaded.args["x"]) is type(value)
 
 

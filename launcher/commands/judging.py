@@ -23,18 +23,22 @@ def check(
     format: FormatOption = Format.text,
 ) -> None:
     """Judge a run of ours, or what a stranger's log alone can prove."""
-    from launcher import report, rundir, start
+    from launcher import check as judging
+    from launcher import report
 
     unpinned: tuple[Finding, ...] = ()
     if Path(target).is_file():
-        verdict = start.judge_log(Path(target))
+        verdict = judging.judge_log(Path(target))
     else:
+        # a log is judged without importing all that starts runs
+        from launcher import rundir, start
+
         folder = rundir.find(target)
         if folder is None:
             raise usage("no-such-run", f"there is no run or log `{target}`", "launch runs")
         verdict = start.finish(folder)
         unpinned = start.unpinned_note(folder)
-    code = start.exit_code(None, verdict, allow_unproven=allow_unproven)
+    code = judging.exit_code(verdict, allow_unproven=allow_unproven)
     if format is Format.json:
         report.envelope("check", code is Exit.OK, unpinned, verdict.as_json())
     else:

@@ -320,7 +320,7 @@ def until_over(
     *, forward: bool = True,
 ) -> Exit:  # fmt: skip
     """Look on until an attempt is over, say what came of it."""
-    from launcher import following, report, start
+    from launcher import following, report
 
     try:
         following.until_over(folder, attempt, forward=forward)
@@ -330,6 +330,9 @@ def until_over(
         else:
             report.say(f"the run goes on: launch attach {folder.path.name}")
         return Exit.OK
+    # not before: what is looked at should be shown at once, and all that starts runs is slow to import
+    from launcher import start
+
     if attempt.rank:
         code = start.of_a_further_machine(folder, attempt)
         if format is Format.json:

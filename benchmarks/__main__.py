@@ -47,17 +47,26 @@ PARTS: dict[str, Callable[[Path], Iterator[Pair]]] = {
 
 def pairs(parts: Sequence[str]) -> Iterator[Pair]:
     """Everything that is measured, each part in a folder of its own, with state of its own."""
-    # launch is used from modules that are compiled once, and not anew in every process
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    before = dict(os.environ)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as compiled:
+        # launch is used from modules that are compiled once, and not anew in every process
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         os.environ["PYTHONPYCACHEPREFIX"] = compiled
-        for part in parts or PARTS:
-            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-                place = Path(folder)
-                # nothing of this user's runs and caches is read or written
-                for name in ("LAUNCH_RUNS", "XDG_STATE_HOME", "LAUNCH_CACHE"):
-                    os.environ[name] = str(place / name.lower())
-                yield from PARTS[part](place)
+        try:
+            for part in parts or PARTS:
+                yield from _pairs(part)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+
+def _pairs(part: str) -> Iterator[Pair]:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        place = Path(folder)
+        # nothing of this user's runs and caches is read or written
+        for name in ("LAUNCH_RUNS", "XDG_STATE_HOME", "LAUNCH_CACHE"):
+            os.environ[name] = str(place / name.lower())
+        yield from PARTS[part](place)
 
 
 def shared(others: float) -> str | None:

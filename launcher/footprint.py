@@ -17,7 +17,7 @@ from launcher.errors import Finding, InvalidConfig
 from launcher.lengths import Batch, Lengths
 from launcher.memory import Adapters, Setup, Sharding, Zero
 from launcher.packed_rows import Packed, pack
-from launcher.plan import Plan
+from launcher.plan import Plan, steps_of
 from launcher.schema import Values
 from launcher.shapes import Shape
 
@@ -414,15 +414,18 @@ def packed_row(plan: Plan, rows: Lengths | None) -> Packed | None:
     return pack(rows, pairs=plan.per_device * plan.accumulation, limit=limit)
 
 
-def optimizer_steps(plan: Plan, rows: int | None, seen: Lengths | None = None) -> int | None:
-    """Steps in all: what the plan knows, else by the number of rows, and (packed) their lengths."""
-    if plan.steps is not None or rows is None:
+def optimizer_steps(
+    plan: Plan, rows: int | None, seen: Lengths | None = None, *, told: bool = False
+) -> int | None:
+    """Steps in all: what the plan knows, else by the number of rows, and (packed) their lengths.
+
+    `told`: somebody says how many rows there are, whatever the plan has counted.
+    """
+    limit = plan.values.get(plan.stage.entry.names.max_steps)
+    counted = told and not (isinstance(limit, int) and limit > 0)
+    if rows is None or (plan.steps is not None and not counted):
         return plan.steps
     epochs = plan.values.get(plan.stage.entry.names.epochs)
     if (row := packed_row(plan, seen)) is not None and isinstance(epochs, int | float):
         return int(rows / row.pairs / plan.processes) * int(epochs)
-    if plan.stage.entry.torchrun and isinstance(epochs, int | float):
-        # what does not fill a batch is left out (dpo.py:235)
-        return rows // plan.global_batch * int(epochs)
-    each = -(-rows // plan.global_batch)
-    return math.ceil(float(epochs) * each) if isinstance(epochs, int | float) else None
+    return steps_of(plan.stage, plan.values, rows, plan.global_batch)

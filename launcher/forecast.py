@@ -25,6 +25,7 @@ from launcher import (
     plan,
     rundir,
 )
+from launcher.backends import trl_lever_rules
 from launcher.budget import Bill, Disk, Fit, Speed, Tokens, Variance
 from launcher.errors import Finding, InvalidConfig, errors, usage
 from launcher.footprint import (
@@ -251,7 +252,10 @@ def make(request: Request, gpus: Sequence[int], terms: Terms) -> Forecast:
     return Forecast(
         rungs=tuple(rungs), shape=shape_of(rungs[0].plan, terms.shape).source, lengths=seen.source,
         attention=attention_of(rungs[0].plan, terms.attention),
-        findings=(*(f for rung in rungs for f in rung.findings), *_unpriced(rungs, terms)),
+        findings=(
+            *(f for rung in rungs for f in rung.findings), *_unpriced(rungs, terms),
+            *_uncompiled(rungs[0].plan),
+        ),
         variances=budget.VARIANCES.get((schema.backend, schema.key), ()) if several else (),
     )  # fmt: skip
 
@@ -265,6 +269,17 @@ def _unpriced(rungs: Sequence[Rung], terms: Terms) -> Iterator[Finding]:
     yield Finding(
         severity="note", layer="launch", code="unknown-cost",
         message=f"{counts} GPU(s): no cost: {unknown[0].bill.formula}",
+    )  # fmt: skip
+
+
+def _uncompiled(planned: Plan) -> Iterator[Finding]:
+    """What the counts leave out: of dpo.py the compiler's budget is described, of TRL nothing."""
+    if planned.stage.options.backend != "trl" or not trl_lever_rules.compiled(planned.values):
+        return
+    yield Finding(
+        severity="note", layer="launch", code="planned-uncompiled", key="args.torch_compile",
+        message="memory and time are those of the model without torch.compile: what it fuses, and so "
+        "does not keep, is not described",
     )  # fmt: skip
 
 
@@ -302,7 +317,9 @@ def _rung(planned: Plan, rows: Lengths, terms: Terms, card: _Card) -> Rung:
     counted = rows.rows if counted is None else counted
     trained = trained_rows(planned, rows, counted)
     cut = rows_of(planned, rows)
-    planned = replace(planned, steps=optimizer_steps(planned, trained, cut))
+    planned = replace(
+        planned, steps=optimizer_steps(planned, trained, cut, told=terms.rows is not None)
+    )
     row = packed_row(planned, cut)
     footprint = Footprint(
         plan=planned,

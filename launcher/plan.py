@@ -328,10 +328,18 @@ def nearest(numbers: Sequence[int], to: int) -> list[int]:
 def _steps(stage: Stage, values: Values, rows: int | None, batch: int) -> int | None:
     """Optimizer steps in all; an epoch's last batch is rounded up (finetune.py:692, trainer.py)."""
     names = stage.entry.names
-    limit, epochs = values[names.max_steps], values[names.epochs]
+    limit = values[names.max_steps]
     if isinstance(limit, int) and limit > 0:
         return limit
-    if rows is None or not isinstance(epochs, int | float) or _repacked(stage, values):
+    if rows is None or _repacked(stage, values):
+        return None
+    return steps_of(stage, values, rows, batch)
+
+
+def steps_of(stage: Stage, values: Values, rows: int, batch: int) -> int | None:
+    """Optimizer steps of all epochs over so many rows, `batch` of them a step."""
+    epochs = values[stage.entry.names.epochs]
+    if not isinstance(epochs, int | float):
         return None
     if stage.entry.torchrun:
         # an epoch's last batch is left out where it is not full (dpo.py:235, data_loader.py:283)

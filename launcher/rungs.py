@@ -169,12 +169,12 @@ def full_steps(stage: Stage, request: Request, gpus: int, terms: Terms) -> tuple
     if known is not None and known.steps is not None:
         return whole, known.steps
     if not rehearsal.repacks(stage):
-        return whole, footprint.optimizer_steps(whole, terms.rows)
+        return whole, footprint.optimizer_steps(whole, terms.rows, told=True)
     if terms.row_tokens is None:
         # of rows whose lengths are not known nobody can say how many packed ones they come to
         return whole, whole.steps
     seen = lengths.parse(terms.row_tokens)
-    rows = footprint.trained_rows(whole, seen, whole.rows or terms.rows)
+    rows = footprint.trained_rows(whole, seen, terms.rows or whole.rows)
     return whole, footprint.optimizer_steps(whole, rows, footprint.rows_of(whole, seen))
 
 

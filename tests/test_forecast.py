@@ -105,6 +105,26 @@ def test_counts_keep_the_global_batch_and_say_what_varies() -> None:
     assert planned(TULU, "--gpus", "8", *ROWS)["varies"] == []
 
 
+def test_what_is_planned_without_the_compiler_says_so() -> None:
+    words = (str(CONFIGS / "bench" / "hand_recipe_trl.yaml"), "--gpus", "2", *ROWS)
+    assert "planned-uncompiled" not in planned(*words)["codes"]
+    for asked in ("torch_compile=true", "torch_compile_backend=inductor"):
+        assert "planned-uncompiled" in planned(*words, asked)["codes"]
+
+
+def test_rows_that_are_said_count_before_those_that_lie_here(write: Write) -> None:
+    chat = (
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+    )
+    data = write("chats.jsonl", chat * 1_000)
+    words = (TULU, f"dataset_mixer_list=[{data},1.0]", "--gpus", "2", *ROWS)
+    for more, epochs_of_steps in (((), 8), (("--rows", "5000"), 40)):
+        (one,) = planned(*words, *more)["gpus"]
+        assert one["steps"] == 2 * epochs_of_steps
+    (one,) = planned(*words, "max_train_steps=3", "--rows", "5000")["gpus"]
+    assert one["steps"] == 3
+
+
 def test_a_half_empty_card_is_a_finding() -> None:
     llama = str(CONFIGS / "llama" / "llama31_8b_sft_10pct.yaml")
     told = planned(llama, "batch.per_device=1", "--gpus", "8", "--row-tokens", "264:2048",

@@ -370,7 +370,9 @@ def _kept(setup: Setup) -> tuple[Part, ...]:
         formula="BS^2, the mask" if masks == 1 else f"{masks} x BS^2, all tokens' and the window's",
     )
     times = shape.layers if name != "kept by the layers" else 1
-    parts = [_part("activations", name, amount, times), _part("activations", "rope", rope)]
+    parts = [_part("activations", name, amount, times)]
+    if setup.sharding is None:
+        parts.append(_part("activations", "rope", rope))
     return (*parts, _part("activations", "attention mask", mask)) if mask.bytes else tuple(parts)
 
 
@@ -905,7 +907,17 @@ class _Fsdp(_Engine):
         self.own = self.parameters / self.shards
 
     def weights(self) -> tuple[Part, ...]:
-        return (self.part("weights", "weights (fp32), this rank's", FULL * self.own, "4P/N"),)
+        return (
+            self.part("weights", "weights (fp32), this rank's", FULL * self.own, "4P/N"), self.rope(),
+        )  # fmt: skip
+
+    def rope(self) -> Part:
+        """Every layer has its own, for good: an empty cache is taken for none (olmo_core/nn/rope.py:388)."""
+        setup, shape = self.setup, self.setup.shape
+        width = max(setup.batch.width, (setup.reference_batch or setup.batch).width)
+        size = shape.layers * 2 * FULL * width * shape.head_dim
+        formula = f"{shape.layers} x 8 x {width:,} x {shape.head_dim}"
+        return self.part("other", "rope: sines and cosines of each layer (fp32)", size, formula)
 
     def start(self) -> tuple[Part, ...]:
         return self.weights()

@@ -341,6 +341,52 @@ def dpo_loss(model: Any, batch: dict[str, Any]) -> Any:
     return _logps(logits, batch["labels"]).sum()
 
 
+class _OlmoFlash(torch.nn.Module):
+    """olmo_core's attention backends take (batch, length, heads, dim), and no mask here."""
+
+    cp_enabled = False
+
+    def forward(self, qkv: Any, **_: Any) -> Any:
+        return _Flash.apply(*qkv)
+
+
+def measure_olmo_core(name: str, vocab: int, *, rows: int, length: int, no_grad: bool) -> Measured:
+    """The same for dpo.py: a model of OLMo-core by its config's name, weights as FSDP gathers them."""
+    from olmo_core.nn.attention import AttentionBackendName
+    from olmo_core.nn.transformer import TransformerConfig
+
+    config = getattr(TransformerConfig, name)(
+        vocab_size=vocab, attn_backend=AttentionBackendName.torch
+    )
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = config.build(init_device="cpu")
+        for module in model.modules():
+            for own, parameter in list(module._parameters.items()):
+                if parameter is not None:
+                    module._parameters[own] = torch.nn.Parameter(parameter.detach().to(HALF))
+                    module._parameters[own].register_post_accumulate_grad_hook(_drop)
+        for block in model.blocks.values():
+            block.attention.backend = _OlmoFlash()
+        head = model.lm_head
+
+        def logps(x: Any, *, labels: Any, **_: Any) -> Any:
+            """open_instruct/olmo_core_train_modules.py:61: the name keeps the logits alive."""
+            logits = head.w_out(head.norm(x))
+            return _logps(logits, labels)
+
+        head.forward = logps
+        ids = torch.zeros((rows, length), dtype=torch.int64)
+        with Tracker() as tracker:
+            for tensor in [*model.parameters(), *model.buffers(), ids]:
+                tracker.known[tensor.untyped_storage()] = 0
+            with torch.no_grad() if no_grad else contextlib.nullcontext():
+                value = model(ids, labels=torch.zeros_like(ids)).sum()
+            forward, forward_peak = tracker.now, tracker.peak
+            if not no_grad:
+                value.backward()
+            return Measured(forward, tracker.peak, forward_peak, tracker.where)
+
+
 def measure(
     config: Any, *, rows: int, length: int, real: int | None = None, stage: str = "sft",
     attention: str = "flash", liger: bool = False, checkpointing: bool = False,

@@ -248,6 +248,41 @@ def test_activations_are_those_of_transformers(case: dict[str, Any]) -> None:
     )
 
 
+OLMO_CORE = [
+    ("qwen3_0_6B", "Qwen/Qwen3-0.6B"), ("qwen3_8B", "Qwen/Qwen3-8B"), ("olmo3_7B", "allenai/Olmo-3-1025-7B"),
+    ("olmo2_1B_v2", "allenai/OLMo-2-0425-1B"), ("olmo2_7B", "allenai/OLMo-2-1124-7B"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 8192), (6, 500)])
+@pytest.mark.parametrize(("config", "model"), OLMO_CORE)
+def test_activations_are_those_of_olmo_core(config: str, model: str, rows: int, width: int) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("olmo_core")
+    import allocation
+
+    shape = shapes.find(model, {})
+    batch = Batch(rows=rows, width=width, real=rows * width, formula="")
+    setup = Setup(
+        shape=shape, batch=batch, processes=1, accumulation=1, stage="dpo", loss="logprobs",
+        reference="cache", sharding=memory.Sharding(shards=1), steps=10,
+    )  # fmt: skip
+    planned = memory.estimate(setup)
+    (reference,) = (m for m in planned.moments if m.name == "reference pass")
+    ropes = {p.gib for p in reference.parts if p.name.startswith("rope")}
+    for alone in (False, True):
+        traced = allocation.measure_olmo_core(
+            config, shape.vocab, rows=rows, length=width, no_grad=alone
+        )
+        told = (
+            sum(p.gib for p in reference.parts if p.kind in {"activations", "logits"})
+            if alone
+            else beside_the_engine(planned)
+        )
+        # the sines stay with the weights
+        assert told + sum(ropes) == pytest.approx(traced.peak / memory.GIB, rel=0.012)
+
+
 WIDE: dict[str, Any] = {"wide": True, "checkpointing": True}
 NARROW: dict[str, Any] = {"lora": 16, "bytes": 4, "checkpointing": True, "dropout": 0.0}
 TRL: list[dict[str, Any]] = [

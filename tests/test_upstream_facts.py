@@ -149,6 +149,7 @@ FACTS = {
     "huggingface_hub/constants.py:194": 'HF_HUB_OFFLINE = _is_true(os.environ.get("HF_HUB_OFFLI',
     "olmo_core/nn/hf/checkpoint.py:90": 'file_exists(f"{model_name_or_path}/generation_config',
     "olmo_core/nn/hf/checkpoint.py:94": "elif repo_exists(str(model_name_or_path)):",
+    "olmo_core/nn/rope.py:388": "self._cache = (cache or BufferCache())",
     "olmo_core/train/callbacks/console_logger.py:84": "[step=",
     "open_instruct/dataset_transformation.py:115": "APPLY_CHAT_TEMPLATE_EXAMPLE_PER_SECOND_PER_CPU",
     "open_instruct/dataset_transformation.py:159": "CHAT_TEMPLATES = {",

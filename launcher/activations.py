@@ -87,16 +87,24 @@ def layer(shape: Shape, kernels: Kernels, batch: Batch, *, windowed: bool = Fals
     )
 
 
-def compiled_layer(shape: Shape, batch: Batch) -> Amount:
+def compiled_layer(shape: Shape, kernels: Kernels, batch: Batch) -> Amount:
     """What one layer keeps under torch.compile with all of the memory budget.
 
-    The partitioner keeps what a matrix product or the attention made, and computes the rest (norms, the
-    gated product, the rotary embedding) again: both residuals, the outputs of the attention and of the
-    MLP before their norms, Q, K, V, the attention's result and both inputs of the gated product.
+    The partitioner computes again what is fused into other kernels, and keeps what a matrix product takes
+    or makes: four states of the residual's width (the layer's input and what is between its parts, before
+    or behind their norms), Q and K also before norms of their own, Q, K, V and the attention's result, both
+    inputs of the gated product and the product. Held against torch's own partitioner by a test.
     """
-    a_token = HALF * (4 * shape.hidden + 2 * shape.query + 2 * shape.key + 2 * shape.intermediate)
-    total = (a_token + FULL * shape.heads) * batch.tokens
-    return Amount(bytes=total, formula="T(8H + 4Q + 4K + 4I + 4h), fused by torch.compile")
+    q, k, norms = shape.query, shape.key, bool(shape.layout.qk_norm)
+    # OLMo-core repeats keys and values for the queries' heads where no flash kernel does
+    repeated = k if kernels.attention.startswith("flash") else q
+    a_token = 4 * shape.hidden + 2 * q + 2 * repeated + norms * (q + k) + 3 * shape.intermediate
+    why = f"8H + 4Q + {'4K' if repeated == k else '4Q'} + 6I"
+    total = (HALF * a_token + FULL * shape.heads) * batch.tokens
+    return Amount(
+        bytes=total,
+        formula=f"T({why}{' + 2Q + 2K before norms' if norms else ''} + 4h), fused by torch.compile",
+    )
 
 
 def budgeted(shape: Shape, kernels: Kernels, batch: Batch, share: float) -> Amount:
@@ -105,7 +113,7 @@ def budgeted(shape: Shape, kernels: Kernels, batch: Batch, share: float) -> Amou
     torch counts the budget between keeping the layer's input alone (0) and everything (1).
     """
     least = checkpoint(shape, kernels, batch).bytes
-    whole = compiled_layer(shape, batch)
+    whole = compiled_layer(shape, kernels, batch)
     if share >= 1:
         return whole
     return Amount(

@@ -388,7 +388,7 @@ def _masks(setup: Setup) -> int:
 def _recomputed(setup: Setup) -> tuple[Part, ...]:
     share = None if setup.sharding is None else setup.sharding.share
     if share is not None and share < 1:
-        whole = activations.compiled_layer(setup.shape, setup.batch)
+        whole = activations.compiled_layer(setup.shape, setup.kernels, setup.batch)
         kept = activations.budgeted(setup.shape, setup.kernels, setup.batch, share)
         again = Amount(bytes=whole.bytes - kept.bytes, formula=f"{1 - share:g} x a layer")
         return (_part("activations", "one layer, computed again", again),)

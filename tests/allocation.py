@@ -387,6 +387,42 @@ def measure_olmo_core(name: str, vocab: int, *, rows: int, length: int, no_grad:
             return Measured(forward, tracker.peak, forward_peak, tracker.where)
 
 
+def kept_by_compiled_layer(name: str, *, length: int, share: float) -> int:
+    """Bytes that a compiled layer of OLMo-core keeps: torch's own partitioner decides, with that budget.
+
+    Sines and cosines, which the layer keeps anyway, do not count.
+    """
+    from olmo_core.nn.attention import AttentionBackendName
+    from olmo_core.nn.transformer import TransformerConfig
+    from torch._functorch import config as functorch
+
+    config = getattr(TransformerConfig, name)(
+        vocab_size=64, attn_backend=AttentionBackendName.torch
+    )
+    config.n_layers = 1
+    block = config.build(init_device="cpu").to(HALF).blocks["0"]
+    x = torch.randn(1, length, config.d_model, dtype=HALF, requires_grad=True)
+    block(x)
+    rope = block.attention.rope.get_buffers(length, x.device)
+    own = [*block.parameters(), rope.pos_sin, rope.pos_cos]
+    known = {tensor.untyped_storage().data_ptr() for tensor in own}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Any) -> Any:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    torch._dynamo.reset()
+    with _replaced((functorch, "activation_memory_budget", share)):
+        compiled = torch.compile(block, backend="aot_eager_decomp_partition")
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            alive = compiled(x)
+    del alive
+    return sum(kept.values())
+
+
 def measure(
     config: Any, *, rows: int, length: int, real: int | None = None, stage: str = "sft",
     attention: str = "flash", liger: bool = False, checkpointing: bool = False,

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from conftest import PATIENCE_S
 
-from launcher import budget, lengths, memory, shapes
+from launcher import activations, budget, lengths, memory, shapes
 from launcher.errors import InvalidConfig
 from launcher.lengths import Batch
 from launcher.memory import Memory, Setup
@@ -281,6 +281,23 @@ def test_activations_are_those_of_olmo_core(config: str, model: str, rows: int, 
         )
         # the sines stay with the weights
         assert told + sum(ropes) == pytest.approx(traced.peak / memory.GIB, rel=0.012)
+
+
+@pytest.mark.parametrize(("share", "rel"), [(1.0, 0.01), (0.5, 0.07), (0.1, 0.12)])
+@pytest.mark.parametrize(("config", "model"), [OLMO_CORE[0], OLMO_CORE[3]])
+def test_what_compiled_layers_keep(config: str, model: str, share: float, rel: float) -> None:
+    """Below the whole budget the partitioner takes whole tensors: it cannot hit the share."""
+    pytest.importorskip("torch")
+    pytest.importorskip("olmo_core")
+    import allocation
+
+    batch = Batch(rows=1, width=256, real=256, formula="")
+    told = activations.budgeted(
+        shapes.find(model, {}), activations.Kernels(attention="sdpa"), batch, share
+    )
+    traced = allocation.kept_by_compiled_layer(config, length=batch.width, share=share)
+    # the log-sum-exps are fp32 on a CPU, too
+    assert told.bytes == pytest.approx(traced, rel=rel)
 
 
 WIDE: dict[str, Any] = {"wide": True, "checkpointing": True}

@@ -150,12 +150,8 @@ def _explain_gone(
 ) -> tuple[str, str, str]:
     """A key that once was an argument: what became of it, followed over all its renames."""
     told = f"{message}: {history.sentence(events[0])}"
-    name, seen = events[0].to, {events[0].key}
-    while name is not None and name not in schema.fields and name not in seen:
-        seen.add(name)
-        later = past(name)
-        name = later[0].to if later and later[0].gone else None
-    if name is not None and name in schema.fields:
+    name = history.called_now(events[0], past, schema.fields)
+    if name is not None:
         return "renamed-key", told, f"write `{name}`  ({schema.fields[name].where})"
     instead = [see for see in events[0].see if see in schema.fields]
     help = f"delete the line; see `{'`, `'.join(instead)}`" if instead else "delete the line"

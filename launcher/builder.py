@@ -119,7 +119,8 @@ class Builder:
     def _alias(self, name: str, line: int) -> None:
         anchor = self._anchors.get(name)
         if anchor is None:
-            self._stop("broken-yaml", f"undefined alias `*{name}`", line)
+            help = f"`&{name}` has to stand before it; a text that begins with `*` is quoted"
+            self._stop("broken-yaml", f"undefined alias `*{name}`", line, help)
         self._deep(anchor.height, line)
         self._count(anchor.size, line)
         self._put(_copy(anchor.value), line, height=anchor.height)
@@ -215,8 +216,8 @@ class Builder:
         found = bad(Path(self.file), code, message, line, help)
         self.findings.append(replace(found, key=key))
 
-    def _stop(self, code: str, message: str, line: int) -> NoReturn:
-        self._add(code, message, line)
+    def _stop(self, code: str, message: str, line: int, help: str | None = None) -> NoReturn:
+        self._add(code, message, line, help=help)
         raise InvalidConfig(self.findings)
 
 

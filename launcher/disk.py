@@ -401,7 +401,16 @@ def described(needed: Needs) -> str:
         parts.append(f"{needed.kept} checkpoint(s) of {sized(needed.each)} ({needed.formula})")
     if needed.final:
         parts.append(f"the model, {sized(needed.final)}")
-    return f"{', '.join(parts) or 'an adapter'}; {needed.count.parameters / 1e9:.2f} B parameters"
+    return f"{', '.join(parts) or 'an adapter'}; {counted(needed.count.parameters)} parameters"
+
+
+def counted(parameters: float) -> str:
+    """7.62 B, 494 M, 68 K."""
+    if parameters >= 1e9:
+        return f"{parameters / 1e9:.2f} B"
+    if parameters >= 1e6:
+        return f"{parameters / 1e6:.0f} M" if parameters >= 1e7 else f"{parameters / 1e6:.1f} M"
+    return f"{parameters / 1e3:.0f} K"
 
 
 def sized(count: float) -> str:

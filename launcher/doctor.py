@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -198,7 +199,9 @@ def examine(
     ]  # fmt: skip
     return Report(
         findings=tuple(found), facts=tuple(facts),
-        install=install.steps(subject.trainer, subject.backend.EXTRA, gpus=bool(subject.gpus)),
+        install=install.steps(
+            subject.trainer, subject.backend.EXTRA, gpus=bool(subject.gpus), more=_beyond(subject)
+        ),
     )  # fmt: skip
 
 
@@ -334,9 +337,24 @@ def _lacking(subject: Subject, names: Iterable[str]) -> Iterator[Finding]:
         yield _said(
             "error", "missing-packages",
             f"{trainer.python} ({trainer.source}) lacks {', '.join(group)}",
-            f"{commands} (`launch doctor --install` has all that `{subject.backend.EXTRA}` needs); or "
-            "name another interpreter with --python",
+            f"{commands} ({_whole(subject)}); or name another interpreter with --python",
         )  # fmt: skip
+
+
+def _whole(subject: Subject) -> str:
+    """Which command has everything: without the stage file it knows nothing of what that adds."""
+    if subject.plan is None:
+        return f"`launch doctor --install` has all that `{subject.backend.EXTRA}` needs"
+    path = shlex.quote(str(subject.plan.stage.config.path))
+    return f"`launch doctor {path} --install` has all that this stage needs"
+
+
+def _beyond(subject: Subject) -> tuple[str, ...]:
+    """What `packages` would ask for and launch's extras neither name nor bring along."""
+    read = dict.fromkeys(imports.distribution(one.top) for one in subject.imports)
+    known, along = install.known(), install.tested()
+    names = [name for name in read if name in known or name not in along]
+    return tuple(_requirement(name, subject) for name in [*names, *needed(subject)])
 
 
 def _requirement(name: str, subject: Subject) -> str:
@@ -442,7 +460,7 @@ def _import_error(failure: imports.Failure, subject: Subject) -> Finding:
     version = trainer.packages.get(name)
     asked = f" ({wanted.file}:{wanted.line} imports it)" if wanted.line else ""
     what = f"`{wanted.module}`" + (f" ({name} {version})" if version else "")
-    steps = install.packages(trainer, [_requirement(name, subject)])
+    steps = install.packages(trainer, [_requirement(name, subject)], held=False)
     pip = steps[-1].shell().replace(" install ", " install --force-reinstall --no-deps ", 1)
     own = wanted.top in subject.backend.PACKAGES and subject.upstream.backend == "open_instruct"
     return Finding(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import codecs
+import difflib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from launcher.builder import LOADER, Builder, Origin, bad
 from launcher.errors import Finding, InvalidConfig
 
 MAX_BYTES = 4 * 2**20
+_FORM = "a stage file is `stage: sft` or `stage: dpo` and `args:` with names below; a pipeline is `stages:`"
+_MISSPELT = "what is wrong may stand a line earlier: a `: `, quote or bracket that is missing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +46,14 @@ def parse(path: Path, text: str) -> Document:
     except yaml.reader.ReaderError as error:
         raise InvalidConfig(_unreadable(path, text, error)) from None
     if value is None:
-        raise InvalidConfig(bad(path, "empty-file", "the file holds no YAML", 1))
+        raise InvalidConfig(bad(path, "empty-file", "the file holds no YAML", 1, _FORM))
     if not isinstance(value, dict):
         what = "a list" if isinstance(value, list) else "one value"
         raise InvalidConfig(
-            bad(path, "not-a-mapping", f"the file is {what}, not a mapping of keys to values", 1)
-        )
+            bad(
+                path, "not-a-mapping", f"the file is {what}, not a mapping of keys to values", 1, _FORM
+            )
+        )  # fmt: skip
     return Document(value=value, origins=builder.origins, faults=tuple(builder.findings))
 
 
@@ -55,11 +61,11 @@ def _broken(path: Path, text: str, error: yaml.MarkedYAMLError) -> Finding:
     mark = error.problem_mark or error.context_mark
     what = ", ".join(part for part in (error.context, error.problem) if part)
     if mark is None:
-        return bad(path, "broken-yaml", what, None)
+        return bad(path, "broken-yaml", what, None, _MISSPELT)
     lines = text.splitlines()
     line = lines[mark.line] if mark.line < len(lines) else ""
     indent = line[: len(line) - len(line.lstrip())]
-    help = "YAML is never indented with tabs: use spaces" if "\t" in indent else None
+    help = "YAML is never indented with tabs: use spaces" if "\t" in indent else _MISSPELT
     # the end of the file lies one line beyond its last
     return bad(path, "broken-yaml", what, min(mark.line + 1, max(1, len(lines))), help)
 
@@ -71,7 +77,20 @@ def _unreadable(path: Path, text: str, error: yaml.reader.ReaderError) -> Findin
     what = str(error.reason)
     if isinstance(error.character, int):
         what = f"the character U+{error.character:04X} is not allowed in YAML"
-    return bad(path, "broken-yaml", what, line)
+    return bad(path, "broken-yaml", what, line, "delete it, or save the file as UTF-8 text")
+
+
+def _instead(path: Path) -> str:
+    """What may be meant by a file that is not there: names like it in the same folder."""
+    start = "" if path.is_absolute() else "; a relative path starts where launch is started"
+    try:
+        names = sorted(name for name in os.listdir(path.parent) if name.endswith((".yaml", ".yml")))
+    except (OSError, ValueError):
+        return f"there is no folder {path.parent} that can be read{start}"
+    near = difflib.get_close_matches(path.name, names, n=3)
+    if near:
+        return f"did you mean {' or '.join(str(path.parent / name) for name in near)}?"
+    return f"none of the {len(names)} YAML files in {path.parent} has a name like it{start}"
 
 
 def _read_text(path: Path) -> str:
@@ -83,7 +102,8 @@ def _read_text(path: Path) -> str:
         with path.open("rb") as stream:
             raw = stream.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise InvalidConfig(bad(path, "missing-file", "there is no such file", None)) from None
+        told = bad(path, "missing-file", "there is no such file", None, _instead(path))
+        raise InvalidConfig(told) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InvalidConfig(
@@ -95,7 +115,8 @@ def _read_text(path: Path) -> str:
         raise InvalidConfig(bad(path, "not-utf8", "this is UTF-16", 1, "save it as UTF-8"))
     if b"\0" in raw:
         line = raw.count(b"\n", 0, raw.index(b"\0")) + 1
-        raise InvalidConfig(bad(path, "binary-file", "a binary file, not YAML", line))
+        help = "name a YAML file: a stage file, or a pipeline"
+        raise InvalidConfig(bad(path, "binary-file", "a binary file, not YAML", line, help))
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:

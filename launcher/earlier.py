@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launcher import checkpoints, evidence, position, rundir
+from launcher import checkpoints, evidence, measures, position, rundir
 from launcher.checkpoints import Checkpoint
 from launcher.evidence import Evidence, Probe, RankRecord
 from launcher.paths import exists
@@ -163,6 +163,19 @@ def evidence_of(folder: RunFolder) -> Evidence:
 
     It was resumed from the last step of all, and only saved the model. Raises OSError like `read_run`.
     """
+    found = _of_the_last(folder)
+    if folder.attempts() < 2:
+        return found
+    own = measures.metrics_rows(found)
+    rows = measures.merged_rows(
+        measures.metrics_rows(evidence.read_run(folder.path, attempt=number))
+        for number in range(1, folder.attempts())
+    )
+    kept = (row for row in rows if own and row["step"] < own[0]["step"])
+    return replace(found, before=tuple(row["loss"] for row in kept if "loss" in row))
+
+
+def _of_the_last(folder: RunFolder) -> Evidence:
     last = evidence.read_run(folder.path)
     attempt, probe = folder.attempts(), last.probe
     if probe is None or probe.last_step is not None or not any(probe.events("resumed")):

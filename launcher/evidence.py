@@ -162,13 +162,15 @@ class Evidence:
     """All that is known of one attempt of a run.
 
     `reworded` are the log lines (see `signatures.key`) that the source of this run does not print
-    although the patterns look for them; None where it is not known which source it was.
+    although the patterns look for them; None where it is not known which source it was. `before` are
+    the losses of the attempts that this one goes on from, up to its first step.
     """
 
     log: Log | None = None
     probe: Probe | None = None
     exit: ExitRecord | None = None
     reworded: frozenset[str] | None = None
+    before: tuple[float, ...] = ()
 
     def rewords(self, *names: str) -> bool:
         """Whether the source is known to say one of these signals in other words."""

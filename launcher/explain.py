@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from launcher import history, noops, options, stage, upstream
+from launcher import gates, history, noops, options, skypilot, stage, upstream
 from launcher.backends import BACKENDS, Entry
 from launcher.config import Config
 from launcher.errors import Finding, InvalidConfig, brief
@@ -31,10 +33,23 @@ class Here:
     findings: tuple[Finding, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One of launch's own options: what it takes, the words that are known, what holds without it.
+
+    `words` of a mapping are its keys, each with what it takes.
+    """
+
+    type: str
+    default: str
+    words: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explained:
     """One argument of one entry script; `field` is None where the script has no such argument.
 
+    `option` is what launch itself reads under that name beside `args:`.
     `elsewhere` are the other stages and backends that know the same idea, by `stage on backend`, under
     the name it has there.
     """
@@ -44,6 +59,7 @@ class Explained:
     upstream: Upstream
     schema: Schema
     field: Field | None
+    option: Option | None
     reads: tuple[Read, ...] | None
     advice: str | None
     here: Here | None
@@ -66,6 +82,13 @@ class Explained:
             "script": self.schema.script,
             "upstream": self.upstream.as_json(),
             "exists": told is not None,
+            "option": None
+            if self.option is None
+            else {
+                "type": self.option.type,
+                "default": self.option.default,
+                "words": list(self.option.words),
+            },
             "type": told.type if told else None,
             "default": _default(told) if told else None,
             "required": told.required if told else None,
@@ -107,6 +130,20 @@ class Explained:
         yield f"{self.key}  ({self.stage} on {self.schema.backend}, {name} at {self.schema.named})"
         if self.field is not None:
             yield from self._definition(self.field)
+            if self.option is not None:
+                yield (
+                    "  option     launch's own of that name stands beside `args:`: "
+                    + self.option.type
+                )
+        elif self.option is not None:
+            yield f"  option     {self.advice}"
+            yield f"  type       {self.option.type}"
+            words = self.option.words
+            # names fit into one line, what has an explanation gets its own
+            told = words if any(" " in word for word in words) else (", ".join(words),)
+            for number, text in enumerate(told if words else ()):
+                yield f"  {'' if number else 'values':<9}  {text}"
+            yield f"  default    {self.option.default}"
         elif self.advice is not None:
             yield f"  none       {self.advice}"
         else:
@@ -202,6 +239,7 @@ def _explained(key: str, schema: Schema, source: Upstream, here: Here | None) ->
     entry = stage.entry_of(schema)
     moved = entry.moved.get(key)
     there = upstream.at_pin(schema, key) if key not in schema.fields else None
+    option = _option(key, schema) if key in options.KEYS else None
     advice = None
     if key not in schema.fields and moved is not None and moved.to is None:
         advice = moved.why
@@ -209,18 +247,21 @@ def _explained(key: str, schema: Schema, source: Upstream, here: Here | None) ->
         advice = f"{moved.why}: write `{moved.to}`"
     elif there is not None:
         advice = f"not at {schema.named}; it is one at the pin ({there})"
-    elif key not in schema.fields and key in options.KEYS:
-        advice = "launch's own: it stands beside `args:`, not in it"
+    elif key not in schema.fields and option is not None:
+        advice = f"launch's own: {_STANDS.get(key, 'it stands beside `args:`, not in it')}"
     return Explained(
         key=key, stage=schema.stage, upstream=source, schema=schema,
-        field=schema.fields.get(key), reads=schema.path.reads.get(key), advice=advice, here=here,
-        history=upstream.past(source, schema.script, key), elsewhere=_elsewhere(key, schema, entry),
+        field=schema.fields.get(key), option=option, reads=schema.path.reads.get(key),
+        advice=advice, here=here, history=upstream.past(source, schema.script, key),
+        elsewhere=_elsewhere(key, schema, entry),
     )  # fmt: skip
 
 
 def _here(key: str, config: Config, judged: stage.Judged) -> Here | None:
     schema, values = judged.schema, judged.values
     assert schema is not None and values is not None
+    if key in options.KEYS and key not in schema.fields and key not in config.args:
+        return _here_beside(key, config, judged)
     found = tuple(f for f in judged.findings if (f.key or "").partition("[")[0] == f"args.{key}")
     if key in config.args and config.args[key] is not None:
         origin = config.origin(f"args.{key}")
@@ -235,12 +276,91 @@ def _here(key: str, config: Config, judged: stage.Judged) -> Here | None:
     return _by_default(key, schema, values, found)
 
 
+def _here_beside(key: str, config: Config, judged: stage.Judged) -> Here | None:
+    """One of launch's own options as the file has it; None where the file is silent."""
+    if config.options.get(key) is None:
+        return None
+    found = tuple(f for f in judged.findings if (f.key or "").partition(".")[0] == key)
+    return Here(value=config.options[key], origin=str(config.origin(key)), findings=found)
+
+
 def _by_default(key: str, schema: Schema, values: Values, found: tuple[Finding, ...]) -> Here:
     derived = stage.entry_of(schema).derived.get(key)
     if derived is not None:
         return Here(value=derived[0], origin=f"set by launch: {derived[1]}", findings=found)
     known = schema.fields[key]
     return Here(value=_default(known), origin=f"default, {known.where}", findings=found)
+
+
+_STANDS: Mapping[str, str] = {
+    "args": "what stands below it goes to upstream under exactly these names",
+    "extends": "it stands beside `args:` and names the file whose keys this one inherits",
+}
+
+
+def _option(key: str, schema: Schema) -> Option:
+    """One of launch's own options, by the tables that it is read with."""
+    backend = next(p.default for p in dataclasses.fields(options.Options) if p.name == "backend")
+    watch = {name: getattr(options.Watch(), name) for name in options.WATCHED}
+    attentions = [name for name in options.EXPECT["attention"] if name != "any"]
+    scripts = [
+        f"{name} ({Path(entry.script).name})" for name, entry in BACKENDS[schema.backend].STAGES.items()
+        if schema.stage in {name, entry.stage}
+    ]  # fmt: skip
+    one = "one of these words"
+    told: Mapping[str, Option] = {
+        "stage": Option(one, "none, it must be given", options.STAGES),
+        "backend": Option(one, str(backend), tuple(BACKENDS)),
+        "script": Option("one of these, or upstream's file name", "the stage's own", tuple(scripts)),
+        "deepspeed": Option(
+            "one of these words, or the path of a DeepSpeed file", "none", (*options.DEEPSPEED, "none"),
+        ),
+        "attention": Option(
+            "one implementation or a list in the order of preference, a kernel's repository too; TRL only",
+            "what the trainer chooses", tuple(attentions),
+        ),
+        "mixed_precision": Option(one, "bf16 on GPUs, no on the CPU", options.PRECISIONS),
+        "batch": Option(
+            "a mapping of whole numbers above 0", "the batch numbers below `args:`",
+            (
+                "global: rows an optimizer step, over all devices",
+                "per_device: rows a device and forward pass; accumulation follows",
+            ),
+        ),
+        "expect": Option(
+            "a mapping of points of the verdict to states",
+            "loss finite, memory ok, finish completed, and what the arguments ask for (Liger, packing)",
+            tuple(f"{point}: {', '.join(states)}" for point, states in options.EXPECT.items()),
+        ),
+        "on_violation": Option(one, options.ON_VIOLATION[0], options.ON_VIOLATION),
+        "on_hang": Option(one, options.ON_HANG[0], options.ON_HANG),
+        "probe": Option(
+            "off, or a mapping", "on, with the numbers above",
+            tuple(
+                f"{name}: {'on or off' if name in options.SWITCHES else 'a whole number above 0'}, "
+                f"{'on' if value is True else 'none' if value is None else value} unless set"
+                for name, value in watch.items()
+            ),
+        ),
+        "name": Option("a word for the run", "the file's name"),
+        "slurm": Option("a mapping of sbatch's options, for --slurm", "none"),
+        "skypilot": Option(
+            "a mapping, what goes into the task of --skypilot", "none", tuple(skypilot.FIELDS)
+        ),
+        "gates": Option(
+            "a mapping of limits of `launch ladder`: a number, `{red: N, yellow: N}` or off",
+            "the limits above",
+            tuple(f"{gate}: {what}; {_colours(usual)}" for gate, (usual, what) in gates.GATES.items()),
+        ),
+        "args": Option("a mapping of upstream's arguments", "none: `launch schema` lists them"),
+        "extends": Option("a path, relative to the file that holds it", "none"),
+    }  # fmt: skip
+    return told[key]
+
+
+def _colours(limit: gates.Limit) -> str:
+    told = {"red": limit.red, "yellow": limit.yellow}
+    return ", ".join(f"{colour} {at:g}" for colour, at in told.items() if at is not None)
 
 
 def _elsewhere(key: str, schema: Schema, entry: Entry) -> dict[str, str]:

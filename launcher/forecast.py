@@ -27,7 +27,7 @@ from launcher import (
 )
 from launcher.backends import trl_lever_rules
 from launcher.budget import Bill, Disk, Fit, Speed, Tokens, Variance
-from launcher.errors import Finding, InvalidConfig, errors, usage
+from launcher.errors import Finding, InvalidConfig, UsageError, brief, errors, usage
 from launcher.footprint import (
     ATTENTIONS,
     Footprint,
@@ -226,8 +226,7 @@ def make(request: Request, gpus: Sequence[int], terms: Terms) -> Forecast:
         raise usage("price-without-gpus", "a price is for GPUs, and there are none")
     card = _card(terms)
     if terms.fit and card.gib is None:
-        said = "how much fits is not known: neither is the card"
-        raise usage("fit-without-memory", said, "--gpu-memory GIB")
+        raise _unfitted(terms)
     asked = ask(replace(request, gpus=max(gpus)), running=False)
     rungs: list[Rung] = []
     lost: list[Finding] = []
@@ -301,6 +300,15 @@ class _Card:
 
     name: str
     gib: float | None
+
+
+def _unfitted(terms: Terms) -> UsageError:
+    """`--fit` without the size to fit into: a card's name does not tell it, most come in several."""
+    said = "no GPU is here, and none is named"
+    if terms.gpu is not None:
+        said = f"`--gpu {brief(terms.gpu)}` names the card, and not how much memory it has"
+    help = "add its memory in GiB, `--gpu-memory 80` for a card of 80 GB"
+    return usage("fit-without-memory", f"how much fits is not known: {said}", help)
 
 
 def _card(terms: Terms) -> _Card:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.resources import files
@@ -115,6 +115,18 @@ def successor(
         seen.add(key)
         last = newest.get(key)
     return key if len(seen) > 1 and (last is None or not last.gone) else None
+
+
+def called_now(
+    event: Event, past: Callable[[str], Sequence[Event]], fields: Collection[str]
+) -> str | None:
+    """The field that a renamed argument is now, followed over later renames; None without one."""
+    name, seen = event.to, {event.key}
+    while name is not None and name not in fields and name not in seen:
+        seen.add(name)
+        later = past(name)
+        name = later[0].to if later and later[0].gone else None
+    return name if name in fields else None
 
 
 def sentence(event: Event) -> str:

@@ -97,17 +97,45 @@ def unknown() -> Finding:
     )  # fmt: skip
 
 
-def steps(trainer: Trainer, extra: str, *, gpus: bool) -> tuple[Step, ...]:
-    """What installs everything that a backend needs (`extra` is its name among launch's)."""
+@cache
+def tested() -> frozenset[str]:
+    """The distributions that the extras bring along, by constraints.txt; empty without that file."""
+    try:
+        lines = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(
+        str(canonicalize_name(line.partition("==")[0])) for line in lines if "==" in line
+    )
+
+
+def steps(
+    trainer: Trainer, extra: str, *, gpus: bool, more: Sequence[str] = ()
+) -> tuple[Step, ...]:
+    """What installs everything that a backend needs (`extra` is its name among launch's).
+
+    `more` is what the stages ask for beyond that, as pip takes it.
+    """
     every = [*wanted("trl"), *(wanted(extra) if extra != "trl" else ())]
     every += wanted("gpu") if gpus else ()
+    if every:
+        named = {_name(text) for text in every}
+        every += [text for text in more if _name(text) not in named]
     return packages(trainer, every, whole=extra)
 
 
-def packages(trainer: Trainer, requirements: Sequence[str], *, whole: str = "") -> tuple[Step, ...]:
-    """What installs these: the ordinary ones together, then one by one what torch must be there for."""
-    plain = [text for text in dict.fromkeys(requirements) if _name(text) not in BUILT]
-    built = [text for text in dict.fromkeys(requirements) if _name(text) in BUILT]
+def packages(
+    trainer: Trainer, requirements: Sequence[str], *, whole: str = "", held: bool = True
+) -> tuple[Step, ...]:
+    """What installs these: the ordinary ones together, then one by one what torch must be there for.
+
+    Last come those that launch was not tested with: vllm is not to be had for every machine, nor under
+    the tested versions (its mistral-common wants an older numpy). What matters of these is `held`.
+    """
+    each = dict.fromkeys(requirements)
+    beyond = [text for text in each if _is_beyond(_name(text))]
+    plain = [text for text in each if text not in beyond and _name(text) not in BUILT]
+    built = [text for text in each if _name(text) in BUILT]
     here = {*trainer.packages, *map(_name, plain)}
     made = list(_without_pip(trainer))
     pip = _pip(trainer)
@@ -131,7 +159,30 @@ def packages(trainer: Trainer, requirements: Sequence[str], *, whole: str = "") 
                 why=f"{name}: its build imports torch",
             )
         )  # fmt: skip
+    if beyond:
+        kept = _kept(trainer, {_name(text): text for text in plain}) if held else []
+        made.append(
+            _step(_pip(trainer, tested=False), [*beyond, *kept], ", ".join(map(_name, beyond)))
+        )
     return tuple(made)
+
+
+def _is_beyond(name: str) -> bool:
+    """Whether launch names a package nowhere; without constraints.txt nothing is known of most."""
+    return bool(tested()) and name not in known() and name not in tested()
+
+
+def _kept(trainer: Trainer, coming: Mapping[str, str]) -> list[str]:
+    """The versions that training depends on most, as they are here or are about to be."""
+    kept = []
+    for name, text in known().items():
+        if "==" in text and name not in BUILT:
+            version = trainer.packages.get(name)
+            if name in coming:
+                kept.append(coming[name])
+            elif version is not None:
+                kept.append(f"{name}=={version}")
+    return kept
 
 
 def _step(pip: Sequence[str], words: Sequence[str], why: str) -> Step:
@@ -142,12 +193,12 @@ def _name(text: str) -> str:
     return str(canonicalize_name(Requirement(text).name))
 
 
-def _pip(trainer: Trainer) -> tuple[str, ...]:
+def _pip(trainer: Trainer, *, tested: bool = True) -> tuple[str, ...]:
     python = str(trainer.python)
     uv = None if "pip" in trainer.packages else shutil.which("uv")
     head = [uv, "pip", "install", "--python", python] if uv else [python, "-m", "pip", "install"]
-    tested = REPOSITORY / "constraints.txt"
-    return (*head, *(("-c", str(tested)) if tested.is_file() else ()))
+    versions = REPOSITORY / "constraints.txt"
+    return (*head, *(("-c", str(versions)) if tested and versions.is_file() else ()))
 
 
 def _without_pip(trainer: Trainer) -> list[Step]:

@@ -26,6 +26,14 @@ def losses(evidence: Evidence) -> tuple[float, ...]:
     return tuple(row["loss"] for row in _probe_rows(evidence) if "loss" in row)
 
 
+def whole_losses(evidence: Evidence) -> tuple[float, ...]:
+    """The same with those of the attempts that it goes on from: then one a step, where they are known."""
+    if not evidence.before:
+        return losses(evidence)
+    own = (row["loss"] for row in metrics_rows(evidence) if "loss" in row)
+    return (*evidence.before, *own)
+
+
 def peak_allocated_gib(evidence: Evidence) -> float | None:
     """The peak of torch's allocated memory on the fullest rank."""
     return _peak(evidence, "allocated_gib")
@@ -151,7 +159,7 @@ def metrics(evidence: Evidence) -> dict[str, float | None]:
     `logged_tokens_per_second` is open-instruct's own, warm-up included. DPO's rewards are there
     only where the log prints them.
     """
-    seen = losses(evidence)
+    seen = whole_losses(evidence)
     last = evidence.log.steps[-1] if evidence.log and evidence.log.steps else None
     rewards = {
         name: value

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import json
 import math
 import re
@@ -20,6 +21,7 @@ from typing import Any
 
 import yaml
 
+from launcher import history, upstream
 from launcher.backends import Entry
 from launcher.builder import LOADER, Builder
 from launcher.config import Config
@@ -350,23 +352,35 @@ def _earlier(root: Node | None, finding: Finding) -> Place | None:
     return None
 
 
-def _renamed(state: State, finding: Finding) -> Mend | None:
+def _renamed(state: State, finding: Finding) -> Mend:
     key = _name_of(finding)
-    moved = state.entry.moved.get(key)
-    if moved is None or moved.to is None:
-        return None
-    if (why := _UNLIKE.get(moved.to)) is not None:
+    to = _new_name(state, key)
+    if to is None:
+        raise Leave("what it is called now is not known")
+    if (why := _UNLIKE.get(to)) is not None:
         raise Leave(why)
     value = state.args.get(key)
-    convert = _VALUES.get((key, moved.to))
+    convert = _VALUES.get((key, to))
     if convert is None or value is None:
-        return state.move(finding, key, moved.to)
+        return state.move(finding, key, to)
     new = convert(value)
     if new is None:
-        if state.config.args.get(moved.to) is not None:
-            raise Leave(f"`{moved.to}` is there too, with another value")
-        return state.delete(finding, key, f"it is what happens without `{moved.to}`")
-    return state.move(finding, key, moved.to, *new)
+        if state.config.args.get(to) is not None:
+            raise Leave(f"`{to}` is there too, with another value")
+        return state.delete(finding, key, f"it is what happens without `{to}`")
+    return state.move(finding, key, to, *new)
+
+
+def _new_name(state: State, key: str) -> str | None:
+    """What to write for a key: the entry script's own table decides, as it does for the finding."""
+    moved = state.entry.moved.get(key)
+    if moved is not None and moved.to in state.schema.fields:
+        return moved.to
+    source, script = state.judged.upstream, state.schema.script
+    assert source is not None
+    past = functools.partial(upstream.past, source, script)
+    events = past(key)
+    return history.called_now(events[0], past, state.schema.fields) if events else None
 
 
 def _truth(value: object) -> bool:
@@ -393,6 +407,13 @@ def _flash(value: object) -> tuple[object, str] | None:
     return ("flash_attention_2", "flash_attention_2") if _truth(value) else None
 
 
+def _warmup(value: object) -> tuple[object, str]:
+    """`warmup_steps` takes a share below 1 as one, and a 1 for one step."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise Leave("only a share below 1 means the same there")
+    return value, str(value)
+
+
 def _limit(value: object) -> tuple[object, str]:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise Leave("TRL has values here that mean no limit, open-instruct has none")
@@ -405,6 +426,7 @@ _VALUES: Mapping[tuple[str, str], Callable[[object], tuple[object, str] | None]]
     ("activation_memory_budget", "gradient_checkpointing"): _checkpointing,
     ("use_flash_attn", "attn_implementation"): _flash,
     ("max_steps", "max_train_steps"): _limit,
+    ("warmup_ratio", "warmup_steps"): _warmup,
 }
 # Names for the same idea under which the same value means nothing, or something else.
 _UNLIKE: Mapping[str, str] = {

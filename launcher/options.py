@@ -188,9 +188,7 @@ def entry_of(config: Config, stage: str, backend: str) -> tuple[str, Finding | N
         message = f"`{brief(given)}` is no script that launch starts"
         help = f"did you mean `{near[0]}`?" if near else _one_of(names)
         return stage, _bad(config, "script", message, help)
-    message = (
-        f"`script: {brief(given)}` belongs to {_stage_of(key, backend)}, this is a {stage} file"
-    )
+    message = f"`script: {brief(given)}` belongs to {_stage_of(key, backend)}, the file's stage is {stage}"
     return stage, _bad(config, "script", message, _one_of(names))
 
 
@@ -422,7 +420,8 @@ def _probe(config: Config, findings: list[Finding]) -> Watch | None:
             findings.append(_bad(config, name, f"`{key}` is no part of `probe`", help))
             continue
         if value is not None and changed[key] is None:
-            findings.append(_bad(config, name, wrong))
+            usual = {"isolation": "on", "profile": 4}.get(key, getattr(Watch(), key))
+            findings.append(_bad(config, name, wrong, f"for example `probe: {{{key}: {usual}}}`"))
     return Watch(**{key: value for key, value in changed.items() if value is not None})
 
 

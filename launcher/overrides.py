@@ -48,6 +48,10 @@ class Tree:
             yield self._fault(None, f"`{brief(text)}` is not of the form key=value", help)
         elif key == "extends":
             yield self._fault(key, f"`{brief(text)}`: a parent is named in the file", None)
+        elif not raw:
+            # a variable of the shell that is not set, as often as not
+            help = f"write {key}=null to leave it to upstream, or {key}='\"\"' for an empty text"
+            yield self._fault(key, f"`{brief(text)}` has no value", help)
         elif raw == "None":
             yield self._fault(key, f"`{brief(text)}` would be the text 'None'", f"write {key}=null")
         else:

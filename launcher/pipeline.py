@@ -19,8 +19,6 @@ from launcher import (
     check,
     checkpoints,
     claim,
-    command,
-    earlier,
     following,
     foresight,
     handover,
@@ -31,7 +29,6 @@ from launcher import (
     trial,
 )  # fmt: skip
 from launcher.changes import Change
-from launcher.check import Verdict
 from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, brief
 from launcher.handover import Order, Step, Survey
 from launcher.preparation import Prepared, Request
@@ -385,12 +382,8 @@ def _restarts(step: Step, prepared: Prepared, why: str) -> Finding:
 
 def _judged_now(outcome: Outcome, allow_unproven: bool) -> Outcome:
     """A finished stage by what is expected of it now: that may have been changed since."""
-    asked = command.expectations(outcome.plan)
-    verdict: Verdict = outcome.verdict
-    if rundir.read_manifest(outcome.run).get("expect") != asked:
-        found = earlier.evidence_of(outcome.run)
-        verdict = redact(check.judge(outcome.plan.stage.options.stage, asked, found))
-    code = start.exit_code(None, verdict, allow_unproven=allow_unproven)
+    verdict = start.judged_now(outcome.run, outcome.plan, outcome.verdict)
+    code = check.exit_code(verdict, allow_unproven=allow_unproven)
     return replace(outcome, verdict=verdict, exit=code)
 
 

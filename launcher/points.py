@@ -17,7 +17,7 @@ from launcher.backends.open_instruct_log import ATTENTION
 from launcher.ending import HELP, ending, fatal
 from launcher.evidence import Event, Evidence, ProbeStep, RankRecord
 from launcher.logs import Log, Signal, StepLine
-from launcher.measures import losses, memory_phases, peak_allocated_gib
+from launcher.measures import losses, memory_phases, peak_allocated_gib, whole_losses
 
 OPERATIONS = ("rms_norm", "rope", "swiglu", "fused_linear_cross_entropy", "preference_loss")
 FIRST_LOSS = 0.01  # more than rounding moves DPO's first loss by
@@ -348,7 +348,9 @@ def _doubt(steps: Sequence[StepLine]) -> tuple[StepLine, str] | None:
 
 
 def _trend(evidence: Evidence, _want: str | None) -> Seen:
-    finite = [loss for loss in losses(evidence) if math.isfinite(loss)]
+    # a run that was resumed is one run
+    whole = whole_losses(evidence)
+    finite = [loss for loss in whole if math.isfinite(loss)]
     detail: dict[str, object] = {"losses": len(finite)}
     if len(finite) < TREND_LOSSES:
         return Seen(state="too_short", proved=False, detail=detail)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.errors import Finding, NotReady, UsageError
+from launcher.paths import canonical
 from launcher.redaction import redact
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def choose(
     wanted = None if output is None else redact(str(output))
     for folder in newest_first(root) if wanted is not None else ():
         told = read_manifest(folder)
-        if (told.get("stage"), told.get("output")) == (stage, wanted):
+        if told.get("stage") == stage and _same(told.get("output"), wanted):
             return folder, folder.node(rank).attempts() + 1
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
     stem = f"{now}-{stage}-{_UNSAFE.sub('-', redact(name)).strip('-')[:100] or 'run'}"
@@ -169,6 +170,13 @@ def choose(
         count += 1
         path = root / f"{stem}-{count}"
     return RunFolder(path), 1
+
+
+def _same(one: Any, other: str | None) -> bool:
+    """Whether two output folders are one, however they are written."""
+    if not isinstance(one, str) or other is None:
+        return False
+    return one == other or canonical(Path(one)) == canonical(Path(other))
 
 
 def _free(path: Path, reserve: bool) -> bool:

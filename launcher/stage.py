@@ -232,7 +232,7 @@ def _stage_name(
         origin = config.origin(key)
         wrong = Finding(
             severity="error", layer="launch", code="wrong-stage", key=key,
-            message=f"this is a {named} file, not {asked}", help=f"launch {named} {config.path}",
+            message=f"the file's stage is {named}, not {asked}", help=f"launch {named} {config.path}",
             file=origin.file, line=origin.line,
         )  # fmt: skip
         return None, [*faults, wrong]

@@ -17,6 +17,7 @@ from launcher import (
     caches,
     check,
     claim,
+    command,
     devices,
     earlier,
     evidence,
@@ -36,6 +37,7 @@ from launcher import (
 from launcher.attempt import Attempt
 from launcher.devices import Devices
 from launcher.errors import Exit, Finding, NotReady, errors
+from launcher.plan import Plan
 from launcher.preparation import Prepared, Request, prepare
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
@@ -292,6 +294,15 @@ def finish(folder: RunFolder) -> check.Verdict:
         rundir.write_text(folder.metrics, "".join(rundir.json_line(row) for row in rows))
         rundir.write_text(folder.report, page.render(told, judged, found, folder.path))
     return judged
+
+
+def judged_now(folder: RunFolder, planned: Plan, verdict: check.Verdict) -> check.Verdict:
+    """The verdict of a finished run by what is expected of it now: that may have been changed since."""
+    asked = command.expectations(planned)
+    if rundir.read_manifest(folder).get("expect") == asked:
+        return verdict
+    found = earlier.evidence_of(folder)
+    return redact(check.judge(planned.stage.options.stage, asked, found), attempts.tokens(folder))
 
 
 def exit_code(ended: runner.Exit | None, verdict: check.Verdict, *, allow_unproven: bool) -> Exit:

@@ -133,10 +133,15 @@ def _no_checkout(root: Path, source: str) -> Finding:
     state = "is not there"
     if exists(root):
         state = "does not hold one" if not root.is_dir() or any(root.iterdir()) else "is empty"
+    help = "name a folder that holds open_instruct/finetune.py, or leave the option out"
+    if source == "LAUNCH_OPEN_INSTRUCT":
+        help = "set that variable to a folder that holds open_instruct/finetune.py, or unset it"
+    if root == SUBMODULE:
+        help = "git submodule update --init external/open-instruct"
+    named = "the environment variable " if source == "LAUNCH_OPEN_INSTRUCT" else ""
     return Finding(
         severity="error", layer="launch", code="no-checkout", file=str(root),
-        message=f"{source} names an open-instruct checkout, but {root} {state}",
-        help="git submodule update --init external/open-instruct",
+        message=f"{named}{source} names an open-instruct checkout, but {root} {state}", help=help,
     )  # fmt: skip
 
 

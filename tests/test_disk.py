@@ -45,6 +45,20 @@ def model(tmp_path: Path) -> Path:
 # --- parameters -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (7_615_616_512, "7.62 B"),
+        (1_000_000_000, "1.00 B"),
+        (494_032_768, "494 M"),
+        (700_000, "700 K"),
+        (1_340_000, "1.3 M"),
+    ],
+)
+def test_parameters_in_a_unit_of_their_size(count: int, text: str) -> None:
+    assert disk.counted(count) == text
+
+
 def test_parameters_from_headers(model: Path) -> None:
     told = parameters.of_model(str(model), {})
     assert told is not None

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from pathlib import Path
 
-from launcher import options
+import pytest
+
+from launcher import config, options
+from launcher.cli import main
 from launcher.commands import app
 from launcher.errors import EXIT_MEANING, Exit
 
@@ -28,7 +32,9 @@ def finding_codes() -> set[str]:
     # these keys cannot be wrong in themselves, or have codes of their own
     codes -= {"bad-args", "bad-extends"}
     for path in sorted((ROOT / "launcher").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        named = constants(tree)
+        for node in ast.walk(tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in MAKERS:
                 given = [*node.args, *(k.value for k in node.keywords if k.arg == "code")]
             elif isinstance(node, ast.Tuple | ast.Assign):
@@ -37,9 +43,21 @@ def finding_codes() -> set[str]:
                 given = [g for g in given if "-key" in ast.unparse(g)]
             else:
                 continue
+            given = [named.get(g.id, g) if isinstance(g, ast.Name) else g for g in given]
             texts = (g.value for g in given if isinstance(g, ast.Constant))
             codes |= {text for text in texts if isinstance(text, str) and CODE.fullmatch(text)}
     return codes - {"open-instruct"}
+
+
+def constants(tree: ast.Module) -> dict[str, ast.expr]:
+    """The values of a module's constants, by name: a code may be given by one."""
+    return {
+        target.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name) and target.id.isupper()
+    }
 
 
 def words() -> set[str]:
@@ -63,6 +81,35 @@ def test_every_finding_code_is_documented_and_none_is_invented() -> None:
     codes = finding_codes()
     assert codes - documented_codes() == set()
     assert documented_codes() - words() - codes == set()
+
+
+def test_a_code_that_comes_from_a_constant_is_seen() -> None:
+    assert config.PIPELINE in finding_codes()
+
+
+def test_what_the_docs_run_in_ci_passes_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each line with its files, as a shell would hand them over in this repository's root."""
+    monkeypatch.chdir(ROOT)
+    told = (ROOT / "docs/editors.md").read_text(encoding="utf-8")
+    lines = re.findall(r"run: launch (validate-config [^>\n]+)", told)
+    assert lines
+    for line in lines:
+        words = [sorted(map(str, Path().glob(word))) or [word] for word in line.split()]
+        assert main([word for found in words for word in found]) == Exit.OK, line
+    capsys.readouterr()
+
+
+def test_only_logs_has_no_json() -> None:
+    without = {
+        command.name or getattr(command.callback, "__name__", "")
+        for group in (app, *(group.typer_instance for group in app.registered_groups))
+        for command in group.registered_commands
+        if command.callback and "format" not in inspect.signature(command.callback).parameters
+    }
+    assert without == {"logs"}
+    assert "All but `logs` take `--format json`" in README
 
 
 def test_the_exit_codes_of_the_readme_are_those_of_the_program() -> None:

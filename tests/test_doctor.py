@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -364,6 +365,32 @@ def test_what_is_missing_is_named_with_its_command(bare: Trainer, tmp_path: Path
     assert [one.message.partition(" lacks ")[2] for one in missing] == ["third", "behind"]
     assert all(f"{bare.python} -m pip install" in (one.help or "") for one in missing)
     assert "import-error" not in codes(report)
+
+
+def test_what_is_installed_is_all_that_a_start_demands(bare: Trainer, tmp_path: Path) -> None:
+    report = examined(bare, tmp_path, importing=False)
+    *_, last = report.install
+    assert last.argv[last.argv.index("install") + 1 :][:3] == ("thing>=2", "other", "third")
+
+
+def test_the_second_dpo_script_has_packages_of_its_own(bare: Trainer, checkout: Path) -> None:
+    """Upstream's dpo.py imports what GRPO needs; launch's extras do not name that."""
+    made = plans.planned(staged(CONFIGS / "olmo_core" / "dpo_qwen3_0_6b.yaml"), 0)
+    source = upstream.locate("open_instruct", checkout=checkout)
+    asked = replace(doctor.of_plan(made, bare), upstream=source)
+    report = doctor.examine(asked, Devices(), importing=False)
+    demanded = [
+        one.message.partition(" lacks ")[2] for one in report.findings if one.code == "missing-packages"
+    ]  # fmt: skip
+    names = {name for text in demanded for name in text.split(", ")}
+    assert {"vllm", "backoff", "openenv-core", "docker"} <= names
+    words = [word for step in report.install for word in step.argv]
+    told = {re.split("[<>=]", word)[0] for word in words}
+    # the rest comes along with those, in the versions of constraints.txt
+    assert names - told <= install.tested()
+    first = next(one for one in report.findings if one.code == "missing-packages")
+    path = made.stage.config.path
+    assert f"`launch doctor {path} --install` has all that this stage needs" in str(first.help)
 
 
 def test_versions_that_differ_are_a_warning(bare: Trainer, tmp_path: Path) -> None:

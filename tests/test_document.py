@@ -219,6 +219,19 @@ def test_missing_directory_and_unreadable(tmp_path: Path, write: Write) -> None:
     assert fault(Path("a\0b")).code == "unreadable-file"
 
 
+def test_what_may_be_meant_by_a_file_that_is_not_there(tmp_path: Path, write: Write) -> None:
+    near = write("sft_qwen7b.yaml", "a: 1")
+    write("sft_qwn7b.txt", "")
+    assert fault(tmp_path / "sft_qwn7b.yaml").help == f"did you mean {near}?"
+    assert "none of the 1 YAML files" in str(fault(tmp_path / "other").help)
+    assert "there is no folder" in str(fault(tmp_path / "no" / "a.yaml").help)
+
+
+@pytest.mark.parametrize("text", ["", "- a\n", "a: [1\n", "a: *b\n", "a: 1\x01\n", b"PK\0\1"])
+def test_a_file_that_is_none_of_ours_says_what_to_do(write: Write, text: str | bytes) -> None:
+    assert fault(write("a.yaml", text)).help
+
+
 # --- anything at all ------------------------------------------------------------------------------
 
 YAML_LIKE = st.text(alphabet=st.sampled_from("ab: -[]{},&*!|>'\"%@`#?\n\t\r\\1.e~<=$\x85é\0\a"))

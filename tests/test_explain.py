@@ -10,7 +10,7 @@ import pytest
 from conftest import Write
 from verdicts import Snapshot
 
-from launcher import config, explain
+from launcher import config, explain, options
 from launcher.backends import BACKENDS
 from launcher.cli import main
 from launcher.errors import Exit, InvalidConfig
@@ -160,6 +160,36 @@ def test_a_key_that_came_after_a_commit(capsys: pytest.CaptureFixture[str], writ
 def test_options_of_launch_are_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "deepspeed", "--stage", "sft"]) == Exit.OK
     assert "launch's own" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("key", options.KEYS)
+def test_options_of_launch_say_what_they_take(key: str) -> None:
+    for stage, backend in (("sft", "open_instruct"), ("dpo", "trl")):
+        told = one(key, stage, backend)
+        if told.field is None:
+            assert told.option is not None
+            assert f"  type       {told.option.type}\n" in text(told)
+            assert f"  default    {told.option.default}" in text(told)
+            assert told.as_json()["option"]["words"] == list(told.option.words)
+
+
+def test_the_words_of_an_option_are_those_that_are_read() -> None:
+    shown = text(one("expect"))
+    assert all(f"{point}: {', '.join(states)}" in shown for point, states in options.EXPECT.items())
+    assert "  values     report, stop\n  default    report" in text(one("on_hang"))
+    assert "hang_factor: a whole number above 0, 20 unless set" in text(one("probe"))
+    assert "dpo_olmo_core (dpo.py)" in text(one("script", "dpo"))
+    # TRL has an argument of that name: both are said
+    both = text(one("deepspeed", backend="trl"))
+    assert "  defined    transformers/" in both and "  option     launch's own" in both
+
+
+def test_an_option_as_the_file_has_it(write: Write) -> None:
+    path = write("a.yaml", STAGE + "on_hang: stop\n")
+    told = of_file("on_hang", path)
+    assert told.here is not None and (told.here.value, told.here.via) == ("stop", None)
+    assert told.here.origin == f"{path}:7"
+    assert of_file("on_violation", path).here is None
 
 
 def test_json(capsys: pytest.CaptureFixture[str], write: Write) -> None:

@@ -61,6 +61,14 @@ MENDED = {
         SFT + DATA + "  max_length: 8\n  max_seq_length: 8\n",
         SFT + DATA + "  max_seq_length: 8\n",
     ),
+    "renamed by a commit": (
+        DPO + "  dpo_beta: 5 # five\n  dpo_loss_type: dpo_norm\n  dpo_label_smoothing: 0.0\n",
+        DPO + "  beta: 5 # five\n  loss_type: dpo_norm\n  label_smoothing: 0.0\n",
+    ),
+    "renamed in a release": (
+        TRL + "  no_cuda: true\n  warmup_ratio: 0.03\n",
+        TRL + "  use_cpu: true\n  warmup_steps: 0.03\n",
+    ),
     "the other stage's name": (
         DPO + "  num_train_epochs: 2\n",
         DPO + "  num_epochs: 2\n",
@@ -244,6 +252,16 @@ LEFT = {
         "is there too",
     ),
     "TRL takes no mixer": (TRL + "  mixer_list: [a, 1.0]\n", "args.mixer_list", "one set"),
+    "a commit's new name is there too": (
+        DPO + "  dpo_beta: 5\n  beta: 0.1\n",
+        "args.dpo_beta",
+        "`beta` is there too, with another value",
+    ),
+    "a ratio that would be a number of steps": (
+        TRL + "  warmup_ratio: 1\n",
+        "args.warmup_ratio",
+        "only a share below 1 means the same there",
+    ),
     "TRL takes no template's name": (
         TRL + "  chat_template_name: tulu\n",
         "args.chat_template_name",

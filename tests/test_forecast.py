@@ -466,3 +466,11 @@ def test_what_is_missing_is_said(words: tuple[str, ...], kind: type, code: str) 
     error = refused(TULU, *words)
     assert isinstance(error, kind)
     assert code in [finding.code for finding in error.findings]
+
+
+def test_a_card_that_is_named_tells_no_memory() -> None:
+    (named,) = refused(TULU, "--gpus", "2", *ROWS, "--fit", "--gpu", "H100").findings
+    assert "`--gpu H100` names the card, and not how much memory" in named.message
+    assert "--gpu-memory 80" in str(named.help)
+    (unnamed,) = refused(TULU, "--gpus", "2", *ROWS, "--fit").findings
+    assert "no GPU is here" in unnamed.message

@@ -89,6 +89,24 @@ def test_single_packages() -> None:
     assert names(install.packages(ready, ["flash-attn"])) == [["flash-attn"]]
 
 
+def test_what_launch_was_not_tested_with_comes_last_and_under_no_constraints() -> None:
+    here = {"pip": "1", "torch": "2.10", "numpy": "2.4"}
+    kept = replace(WITH_PIP, packages=here)
+    ours, other = install.packages(kept, ["vllm>=0.19", "ray>=2"])
+    assert "-c" in ours.argv and ours.argv[-1] == "ray>=2"
+    # numpy may change for it, what trains may not
+    assert other.argv[-3:] == ("install", "vllm>=0.19", "torch==2.10")
+    (alone,) = install.packages(kept, ["vllm"], held=False)
+    assert alone.argv[-2:] == ("install", "vllm")
+    *_, last = install.steps(
+        WITH_PIP, "open-instruct", gpus=True, more=["vllm", "ray", "deepspeed"]
+    )
+    assert last.argv[4] == "vllm" and "torch==2.13.0" in last.argv
+    assert "ray" not in last.argv and "deepspeed" not in str(last.argv)
+    trl = names(install.steps(WITH_PIP, "trl", gpus=False, more=["deepspeed==0.18.9"]))
+    assert trl[-1] == ["deepspeed"]
+
+
 def test_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bare = replace(WITH_PIP, packages={})
     first, second = install.packages(bare, ["ray"])

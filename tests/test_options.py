@@ -245,12 +245,13 @@ def test_how_the_probe_watches() -> None:
         ({"on_hang": True}, "on_hang", "one of report, stop"),
         ({"probe": "light"}, "probe", "probe: off"),
         ({"probe": {"isolatoin": "off"}}, "probe.isolatoin", "did you mean `isolation`?"),
-        ({"probe": {"within": 0}}, "probe.within", None),
-        ({"probe": {"isolation": "perhaps"}}, "probe.isolation", None),
+        ({"probe": {"within": 0}}, "probe.within", "for example `probe: {within: 3}`"),
+        ({"probe": {"isolation": "perhaps"}}, "probe.isolation", "`probe: {isolation: on}`"),
+        ({"probe": {"profile": "all"}}, "probe.profile", "for example `probe: {profile: 4}`"),
     ],
 )
-def test_a_probe_that_is_none(given: dict[str, Any], key: str, help: str | None) -> None:
+def test_a_probe_that_is_none(given: dict[str, Any], key: str, help: str) -> None:
     found = fault(**given)
     assert found.key == key
     assert found.code == f"bad-{key.partition('.')[0].replace('_', '-')}"
-    assert (found.help is None) if help is None else (help in str(found.help))
+    assert help in str(found.help)

@@ -49,7 +49,6 @@ def fault(path: Path, *overrides: str) -> str:
         ("seed= 5 ", 5),
         ("seed=true", True),
         ("seed=null", None),
-        ("seed=", None),
         ("seed=~", None),
         ('seed=""', ""),
         ('seed="5"', "5"),
@@ -95,6 +94,11 @@ def test_what_is_no_override(stage_file: Path, text: str) -> None:
 )
 def test_values_that_begin_like_yaml_and_are_none(stage_file: Path, text: str) -> None:
     assert text in fault(stage_file, text)
+
+
+def test_a_variable_that_is_not_set_is_no_value(stage_file: Path) -> None:
+    told = fault(stage_file, "seed=")
+    assert "`seed=` has no value" in told and "seed=null" in told
 
 
 def test_python_none_is_not_text(stage_file: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import saved
 from plans import built, from_text, planned, trainer
 
-from launcher import contents, earlier, manifest, measures, resume, rundir
+from launcher import check, contents, earlier, manifest, measures, resume, rundir
 from launcher.errors import NotReady, UsageError
 from launcher.evidence import read_run
 from launcher.fingerprint import Memory
@@ -654,6 +654,18 @@ def test_a_log_line_from_before_the_resume_tells_nothing(tmp_path: Path) -> None
     rows = [measures.metrics_rows(read_run(path, attempt=n)) for n in (1, 2)]
     assert [row["step"] for row in rows[1]] == [40]
     assert [row["step"] for row in measures.merged_rows(rows)] == list(range(1, 41))
+
+
+def test_a_resumed_run_is_judged_as_one_run(tmp_path: Path) -> None:
+    path = made_runs.made(tmp_path / "run", steps=40, ended=False)
+    first = [row["loss"] for row in measures.metrics_rows(read_run(path))]
+    made_runs.made(path, attempt=2, first=38, steps=40)
+    found = earlier.evidence_of(RunFolder(path))
+    # what the first attempt did from step 38 on is not in the weights
+    assert list(found.before) == first[:37] and len(measures.whole_losses(found)) == 40
+    assert measures.metrics(found)["first_loss"] == first[0]
+    (trend,) = (p for p in check.judge("sft", {"trend": "any"}, found).points if p.name == "trend")
+    assert trend.detail["losses"] == 40
 
 
 def test_an_attempt_with_nothing_left_is_judged_by_the_steps_before(tmp_path: Path) -> None:

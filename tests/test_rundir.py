@@ -81,6 +81,10 @@ def test_the_same_output_is_another_attempt_of_the_newest_run(root: Path, tmp_pa
     run(root, "20250104T000000Z-dpo-a", stage="dpo", output=str(output))
     newest.console(1).touch()
     assert rundir.choose("sft", "a", output, root) == (newest, 2)
+    # however it is written, through `..` or a link
+    (output.parent / "link").symlink_to(output.parent)
+    for again in (output.parent / "x" / ".." / output.name, output.parent / "link" / output.name):
+        assert rundir.choose("sft", "a", again, root) == (newest, 2)
     assert rundir.choose("sft", "a", None, root)[1] == 1
     assert rundir.choose("sft", "a", None, root)[0] != newest
 

@@ -712,6 +712,15 @@ def test_data_by_the_name_of_a_file(write: Write, script: str) -> None:
     assert told(script, {"dataset_name": "data"}, running=True) == []
 
 
+def test_rows_of_a_folder_that_are_none(write: Write) -> None:
+    write("data/train.jsonl", "")
+    # what no split asks for is not read
+    write("data/test.jsonl", "no")
+    assert told("trl-sft", {"dataset_name": "data"}) == [("bad-data", "error", "dataset_name")]
+    write("data/train.jsonl", '{"messages": []}')
+    assert told("trl-sft", {"dataset_name": "data"}) == []
+
+
 def test_data_that_are_not_here() -> None:
     expected = [("missing-data", "error", "dataset_name")]
     assert told("trl-sft", {"dataset_name": "build/demo/data/sft"}, running=True) == expected

@@ -96,7 +96,13 @@ def test_a_named_place_that_holds_no_checkout(
     ):
         with pytest.raises(NotReady, match=words) as raised:
             upstream.locate("open_instruct", environ=environ, checkout=checkout)
-        assert raised.value.findings[0].code == "no-checkout"
+        (finding,) = raised.value.findings
+        assert finding.code == "no-checkout"
+        # where it was named, and nothing of the submodule, which was not
+        source = "LAUNCH_OPEN_INSTRUCT" if environ else "--open-instruct"
+        assert source in finding.message and str(tmp_path / name) in finding.message
+        assert "variable" in str(finding.help) if environ else "option" in str(finding.help)
+        assert "git" not in str(finding.help)
 
 
 @pytest.mark.parametrize("name", ["~no-such-user-here/x", "x" * 5000])

@@ -22,6 +22,7 @@ STAGE = str(Path(__file__).parent.parent / "configs" / "demo" / "sft.yaml")
     "words",
     [
         ("--sbatch", "time=1"),
+        ("--repeat", "last"),
         ("--accelerator", "H100"),
         ("--slurm", "--detach"),
         ("--slurm", "--devices", "0"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from launcher.backends import rows
 from launcher.backends.rule import Rule, say
 from launcher.errors import Finding, brief
 from launcher.paths import exists
@@ -128,6 +129,10 @@ def missing_data_files(values: Values) -> Iterator[Finding]:
                 "error", "run", "json-data", key,
                 f"{brief(name)} would be looked up on the hub: only .jsonl and .parquet are read from disk",
                 "write one JSON object a line, and name the file .jsonl",
+            )  # fmt: skip
+        elif (what := rows.fault(Path(name))) is not None:
+            yield say(
+                "error", "run", "bad-data", key, f"{brief(name)}: {what}", "correct the file, or name another"
             )  # fmt: skip
 
 

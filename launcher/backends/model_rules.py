@@ -250,6 +250,17 @@ def missing_model(context: Context) -> Iterator[Finding]:
             f"{name} is neither here nor in the hub's cache, and HF_HUB_OFFLINE is set",
             "unset HF_HUB_OFFLINE, or download the model first",
         )  # fmt: skip
+    elif _half_here(name) and not model_config.cached(name, context.environ):
+        yield say(
+            "warning", "run", "missing-model", "model_name_or_path",
+            f"there is no {name} here, although there is {name.partition('/')[0]}/: it is taken for a name "
+            "on the hub", "correct the path, or write ./ before it to mean a folder",
+        )  # fmt: skip
+
+
+def _half_here(name: str) -> bool:
+    """Whether a name of two words begins with a folder that is here: a path with a mistake in it."""
+    return "/" in name and model_config.here(name.partition("/")[0])
 
 
 def offline(environ: Mapping[str, str]) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from launcher.backends import model_config
+from launcher.backends import model_config, rows
 from launcher.backends.context import Context, StageRule
 from launcher.backends.rule import say
 from launcher.errors import Finding, brief
@@ -56,6 +56,22 @@ def data_here(context: Context) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def data_rows(context: Context) -> Iterator[Finding]:
+    """datasets/packaged_modules/json/json.py:101: a file without rows ends the run in a StopIteration."""
+    name = _named(context)
+    files = _files(Path(name)) if name is not None else []
+    if _splits(Path(name or "")) is None:
+        return
+    said = [file for file in files if _keywords(file)]
+    # where no name says anything, all of it is for training
+    for file in sorted(file for file in said or files if not said or "train" in _keywords(file)):
+        if (what := rows.fault(Path(name or "", file))) is not None:
+            yield say(
+                "error", "run", "bad-data", "dataset_name", f"{brief(f'{name}/{file}')}: {what}",
+                "correct the file, or take it out of the folder",
+            )  # fmt: skip
+
+
 def splits(context: Context) -> Iterator[Finding]:
     """trl/scripts/sft.py:106, trl/scripts/dpo.py:104: a split is looked up by its name."""
     values, name = context.values, _named(context)
@@ -92,15 +108,15 @@ def _splits(folder: Path) -> frozenset[str] | None:
     names = _files(folder)
     if not names or any(_says_itself(name.lower()) for name in names):
         return None
-    found = {
-        split
-        for name in names
-        for word in _WORDS.split(name.lower())
-        for split, keywords in _KEYWORDS.items()
-        if word in keywords
-    }
+    found = {split for name in names for split in _keywords(name)}
     # where no name says anything, all of it is for training
     return frozenset(found or {"train"})
+
+
+def _keywords(name: str) -> set[str]:
+    """The splits that a file's name speaks of."""
+    words = set(_WORDS.split(name.lower()))
+    return {split for split, keywords in _KEYWORDS.items() if not words.isdisjoint(keywords)}
 
 
 def _says_itself(name: str) -> bool:
@@ -134,4 +150,4 @@ def template_here(context: Context) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-RULES: tuple[StageRule, ...] = (data_here, splits, template_here)
+RULES: tuple[StageRule, ...] = (data_here, data_rows, splits, template_here)

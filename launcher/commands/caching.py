@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from launcher.commands.vocabulary import (
-    DryRun,
     Format,
     FormatOption,
     app,
@@ -62,7 +61,9 @@ def cache_clear(
         str | None, typer.Option("--older-than", help="not used for 30d, 12h, 2w")
     ] = None,
     kind: CacheKind = None,
-    dry_run: DryRun = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="list what would be deleted, delete nothing")
+    ] = False,
     format: FormatOption = Format.text,
 ) -> None:
     """Remove cache folders that no run uses; never anything else."""

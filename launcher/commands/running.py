@@ -80,8 +80,12 @@ def stop(
     if format is Format.json:
         report.envelope("stop", True, (), {"run": str(folder.path), **told.as_json()})
     else:
-        how = "stopped" if ended is None or ended.stopped is not None else "was over before that"
-        report.say(f"{folder.path.name}: {how}; {told.line()}")
+        if ended is None or ended.stopped is not None:
+            report.say(f"{folder.path.name}: stopped; {told.line()}")
+        elif ended.returncode:
+            report.say(f"{folder.path.name}: it had failed before that; {told.line()}")
+        else:
+            report.say(f"{folder.path.name}: it had come to its end before that")
 
 
 @app.command(epilog="Example: launch runs --format json")

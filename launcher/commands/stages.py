@@ -44,7 +44,7 @@ from launcher.errors import Exit, Finding, UsageError, usage
 
 if TYPE_CHECKING:
     from launcher.attempt import Attempt
-    from launcher.preparation import Request
+    from launcher.preparation import Prepared, Request
     from launcher.rundir import RunFolder
 
 
@@ -115,6 +115,9 @@ def _repeated(
     """`--repeat RUN`: its resolved stage file, its GPUs and machines unless others are named."""
     from launcher import repeat
 
+    if config is not None and "=" not in str(config):
+        said = f"`{config}` is a stage file, and --repeat {run} brings its own"
+        raise usage("useless-option", said, "leave out the one or the other")
     # what stands first is taken for the file, and there is none
     words = [*([str(config)] if config is not None else []), *(overrides or [])]
     folder = found_run(run)
@@ -226,7 +229,7 @@ def _run(request: Request, format: Format, after: After) -> Exit:
     if format is Format.text:
         report.findings(found)
     if prepared.decision.kind == "finished":
-        return _finished(str(request.stage), folder, found, format)
+        return _finished(prepared, found, format, after)
     if format is Format.text:
         report.beginning(prepared.plan, folder.console(prepared.attempt))
     folder, attempt = start.begin(prepared, on_finish=told, allow_unproven=after.allow_unproven)
@@ -235,16 +238,21 @@ def _run(request: Request, format: Format, after: After) -> Exit:
     return until_over(str(request.stage), folder, attempt, found, format)
 
 
-def _finished(stage: str, folder: RunFolder, found: tuple[Finding, ...], format: Format) -> Exit:
+def _finished(prepared: Prepared, found: tuple[Finding, ...], format: Format, after: After) -> Exit:
     """Nothing is left to train; the verdict and the numbers are there, whoever died before."""
-    from launcher import report, start
+    from launcher import check, report, start
 
-    verdict = start.finish(folder)
+    folder = prepared.folder
+    verdict = start.judged_now(folder, prepared.plan, start.finish(folder))
+    code = check.exit_code(verdict, allow_unproven=after.allow_unproven)
     if format is Format.json:
-        report.envelope(stage, True, found, {**verdict.as_json(), "run": str(folder.path)})
+        data = {**verdict.as_json(), "run": str(folder.path)}
+        report.envelope(str(prepared.request.stage), code is Exit.OK, found, data)
     else:
+        if code is not Exit.OK:
+            report.verdict(verdict)
         report.say(f"run: {folder.path}\nreport: {folder.report}")
-    return Exit.OK
+    return code
 
 
 def _queued(request: Request, format: Format, after: After, words: list[str]) -> Exit:
@@ -270,7 +278,7 @@ def _queued(request: Request, format: Format, after: After, words: list[str]) ->
         found = (*found, warned)
     if prepared.decision.kind == "finished":
         report.findings(found if format is Format.text else ())
-        return _finished(str(request.stage), prepared.folder, found, format)
+        return _finished(prepared, found, format, after)
     job = start.queue(prepared, options, on_finish=told, allow_unproven=after.allow_unproven)
     folder = prepared.folder
     if format is Format.json:

@@ -32,9 +32,7 @@ def claimed(folder: RunFolder, attempt: int, output: Path | None) -> Iterator[in
     """
     process.hold_standard_streams()
     with _beginning(output):
-        other = live_run_into(output)
-        if other is not None:
-            raise NotReady(_live(other, output))
+        require_free(output)
         try:
             folder.path.mkdir(parents=True, exist_ok=True)
             lock = os.open(folder.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -47,6 +45,12 @@ def claimed(folder: RunFolder, attempt: int, output: Path | None) -> Iterator[in
             yield lock
         finally:
             os.close(lock)
+
+
+def require_free(output: Path | None) -> None:
+    """Raise NotReady where a run trains into this folder now: asked before a start is told of."""
+    if (other := live_run_into(output)) is not None:
+        raise NotReady(_live(other, output))
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ from launcher.commands.vocabulary import (
     app,
     found_run,
 )
-from launcher.errors import Exit, Finding, UsageError, usage
+from launcher.errors import Exit, Finding, NotReady, UsageError, usage
 
 if TYPE_CHECKING:
     from launcher.attempt import Attempt
@@ -213,13 +213,19 @@ def _dry_run(request: Request, format: Format) -> None:
 
 
 def _run(request: Request, format: Format, after: After) -> Exit:
-    from launcher import foresight, on_finish, preparation, report, runner, start
+    from launcher import claim, foresight, on_finish, preparation, report, rundir, runner, start
 
     told = on_finish.parsed(after.on_finish)
     # the keeper reads it too late to say so
     runner.grace(os.environ.get(runner.GRACE_VARIABLE))
     prepared = foresight.foreseen(preparation.prepare(request, running=True))
     folder = prepared.folder
+    if prepared.decision.kind != "finished":
+        try:
+            claim.require_free(prepared.output)
+        except NotReady:
+            rundir.release(folder)
+            raise
     found = prepared.findings
     if after.before is not None:
         differing = start.differences(prepared, after.before)

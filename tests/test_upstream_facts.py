@@ -119,6 +119,7 @@ FACTS = {
     "accelerate/utils/dataclasses.py:1446": 'self.fill_match("bf16.enabled", must_match=False, **k',
     "accelerate/utils/deepspeed.py:155": 'f"Expected a string path to an existing deepspeed config',
     "accelerate/utils/deepspeed.py:188": "config = config.get(node)",
+    "datasets/packaged_modules/json/json.py:101": "pa_table = next(iter(self._generate_tables(",
     "datasets/arrow_dataset.py:1931": "posixpath.join(dataset_path, config.DATASET_STATE_JSON_FILE",
     "datasets/data_files.py:43": "SPLIT_KEYWORDS = {",
     "datasets/data_files.py:513": "resolved_path = fs.resolve_path(fs_path)",

@@ -159,9 +159,14 @@ def choose(
     second get two. Raises NotReady where that cannot be made.
     """
     wanted = None if output is None else redact(str(output))
+    real = None if wanted is None else canonical(Path(wanted))
     for folder in newest_first(root) if wanted is not None else ():
         told = read_manifest(folder)
-        if told.get("stage") == stage and _same(told.get("output"), wanted):
+        named = told.get("output")
+        if told.get("stage") != stage or not isinstance(named, str):
+            continue
+        # one folder, however it is written
+        if named == wanted or canonical(Path(named)) == real:
             return folder, folder.node(rank).attempts() + 1
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
     stem = f"{now}-{stage}-{_UNSAFE.sub('-', redact(name)).strip('-')[:100] or 'run'}"
@@ -170,13 +175,6 @@ def choose(
         count += 1
         path = root / f"{stem}-{count}"
     return RunFolder(path), 1
-
-
-def _same(one: Any, other: str | None) -> bool:
-    """Whether two output folders are one, however they are written."""
-    if not isinstance(one, str) or other is None:
-        return False
-    return one == other or canonical(Path(one)) == canonical(Path(other))
 
 
 def _free(path: Path, reserve: bool) -> bool:

@@ -42,19 +42,15 @@ def liger_unknown(context: Context) -> Iterator[Finding]:
     """open-instruct looks the model up and fails (liger_kernel/transformers/auto_model.py:36); TRL
     patches nothing without a word (liger_kernel/transformers/monkey_patch.py:2974).
     """
-    values = context.values
-    if not values["use_liger_kernel"] or values.get("use_qlora") or caches_only(context):
+    kind = _patched(context)
+    if kind is None or kind in LIGER_MODELS:
         return
-    kind = _own(context).get("model_type")
-    if not isinstance(kind, str) or kind in LIGER_MODELS:
-        return
-    have = (context.packages or {}).get("liger-kernel")
-    crashes = values.schema.backend == "open_instruct"
-    known = have is not None and _release(have) <= LIGER_RELEASE
+    have, known = _liger(context)
+    crashes = context.values.schema.backend == "open_instruct"
     what = "upstream fails with a KeyError" if crashes else "nothing would be patched"
     yield say(
         "error" if crashes and known else "warning", "run", "liger-unknown-model",
-        "use_liger_kernel", f"Liger {have if known else '0.7.0'} has no kernels for {kind} models: {what}",
+        "use_liger_kernel", f"Liger {have} has no kernels for {kind} models: {what}",
         "write `use_liger_kernel: false`",
     )  # fmt: skip
 
@@ -63,19 +59,32 @@ def liger_without_fused_loss(context: Context) -> Iterator[Finding]:
     """finetune.py:587 asks for the fused loss beside the other one, which Granite's kernels have on
     (liger_kernel/transformers/monkey_patch.py:171: an AssertionError).
     """
-    values = context.values
-    if not values["use_liger_kernel"] or values.get("use_qlora") or caches_only(context):
+    if _patched(context) != "granite":
         return
-    if _own(context).get("model_type") != "granite":
-        return
-    have = (context.packages or {}).get("liger-kernel")
-    known = have is not None and _release(have) <= LIGER_RELEASE
+    have, known = _liger(context)
     yield say(
         "error" if known else "warning", "run", "liger-without-fused-loss", "use_liger_kernel",
-        f"Liger {have if known else '0.7.0'} has no fused loss for granite models, which upstream asks "
+        f"Liger {have} has no fused loss for granite models, which upstream asks "
         "for: it fails with an AssertionError",
         "write `use_liger_kernel: false`",
     )  # fmt: skip
+
+
+def _patched(context: Context) -> str | None:
+    """The type of the model that Liger is to patch, where it is to and the type is known."""
+    values = context.values
+    if not values["use_liger_kernel"] or values.get("use_qlora") or caches_only(context):
+        return None
+    kind = _own(context).get("model_type")
+    return kind if isinstance(kind, str) else None
+
+
+def _liger(context: Context) -> tuple[str, bool]:
+    """The release to speak of, and whether it is the installed one: of a later one nothing is known."""
+    have = (context.packages or {}).get("liger-kernel")
+    if have is not None and _release(have) <= LIGER_RELEASE:
+        return have, True
+    return "0.7.0", False
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -59,9 +59,7 @@ def data_here(context: Context) -> Iterator[Finding]:
 def data_rows(context: Context) -> Iterator[Finding]:
     """datasets/packaged_modules/json/json.py:101: a file without rows ends the run in a StopIteration."""
     name = _named(context)
-    files = _files(Path(name)) if name is not None else []
-    if _splits(Path(name or "")) is None:
-        return
+    files = _plain(Path(name)) if name is not None else []
     said = [file for file in files if _keywords(file)]
     # where no name says anything, all of it is for training
     for file in sorted(file for file in said or files if not said or "train" in _keywords(file)):
@@ -105,12 +103,18 @@ def _splits(folder: Path) -> frozenset[str] | None:
 
     None where it is no folder, describes itself, or holds too much to tell.
     """
-    names = _files(folder)
-    if not names or any(_says_itself(name.lower()) for name in names):
+    names = _plain(folder)
+    if not names:
         return None
     found = {split for name in names for split in _keywords(name)}
     # where no name says anything, all of it is for training
     return frozenset(found or {"train"})
+
+
+def _plain(folder: Path) -> list[str]:
+    """The files of a local folder that is read by their names; empty where it describes itself."""
+    names = _files(folder)
+    return [] if any(_says_itself(name.lower()) for name in names) else names
 
 
 def _keywords(name: str) -> set[str]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import typer
 
+from launcher import __version__
 from launcher.commands import app
 from launcher.commands.vocabulary import Findings
 from launcher.errors import Exit, Finding, LaunchError, NotReady, UsageError
@@ -117,7 +118,8 @@ def _bug(error: Exception, arguments: list[str]) -> int:
     path = folder / f"bug-{now}.txt"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        head = f"launch {' '.join(arguments)}\nPython {platform.python_version()}, {platform.platform()}\n\n"
+        on = f"launch {__version__}, Python {platform.python_version()}, {platform.platform()}"
+        head = f"launch {' '.join(arguments)}\n{on}\n\n"
         path.write_text(redact(head + text), encoding="utf-8")
     except OSError:
         typer.echo(redact(text), err=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 from launcher import (
     caches,
+    checkpointing,
     command,
     config,
     contents,
@@ -122,13 +123,14 @@ class Prepared:
         }
 
     def for_record(self) -> dict[str, Any]:
-        """What the manifest keeps for the next attempt, and the plan with what it foresees."""
+        """What the manifest keeps for later commands, and the plan with what it foresees."""
         foreseen = {} if self.forecast is None else {"plan": dict(self.forecast)}
         return {
             **foreseen,
             "resume": self.decision.as_json(),
             "asked_output": None if self.asked is None else str(self.asked),
             "contents": list(self.holds),
+            "checkpoints": checkpointing.interval(self.plan),
         }
 
 

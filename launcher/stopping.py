@@ -65,6 +65,22 @@ def cost(folder: RunFolder) -> Cost:
     )  # fmt: skip
 
 
+def due(folder: RunFolder) -> str:
+    """When the next checkpoint comes, in words, as far as its record and its last step tell."""
+    told, progress = rundir.read_manifest(folder), Progress(total=None)
+    overview.last_steps(folder, progress)
+    every, plan = told.get("checkpoints", "epoch"), told.get("plan") or {}
+    last = plan.get("steps")
+    if every is None:
+        return "it saves no checkpoint: waiting for its end"
+    if not isinstance(every, int):
+        return "waiting for the next checkpoint"
+    step = every * (progress.step // every + 1)
+    if isinstance(last, int) and step > last:
+        return f"no further checkpoint is due: waiting for its end, step {last}"
+    return f"waiting for the checkpoint of step {step}; step {progress.step} is done"
+
+
 def stop(
     folder: RunFolder, *, after_checkpoint: bool = False, waits: runner.Grace | None = None,
     tick: Callable[[], None] = lambda: None,

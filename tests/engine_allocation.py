@@ -1,6 +1,6 @@
-"""Run under torchrun by tests/test_memory.py: a DeepSpeed engine with every allocation counted.
+"""Run under torchrun by tests/test_memory.py: DeepSpeed engines with every allocation counted.
 
-usage: engine_allocation.py CASE_JSON OUTPUT
+usage: engine_allocation.py OUTPUT CASE_JSON...
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from allocation import HALF, Tracker
 HIDDEN = 256
 
 
-def main(case: dict[str, Any], output: Path) -> None:
-    """Three steps on the CPU; rank 0 writes the peak of the fullest rank in bytes."""
+def measure(case: dict[str, Any]) -> dict[str, Any]:
+    """Three steps on the CPU; the peak of the fullest rank in bytes, and what it was of."""
     config = transformers.Qwen2Config(
         hidden_size=HIDDEN, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=case.get("vocab", 8192),
@@ -42,9 +42,6 @@ def main(case: dict[str, Any], output: Path) -> None:
         "gradient_accumulation_steps": accumulation, "train_micro_batch_size_per_gpu": 2,
         "zero_allow_untested_optimizer": True, "communication_data_type": case["communication"],
     }  # fmt: skip
-    # between processes on one CPU it would compile a transport of its own: gloo does
-    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
-    deepspeed.init_distributed("gloo")
     with Tracker() as tracker:
         with deepspeed.zero.Init(config_dict_or_path=engine_config, enabled=case["stage"] == 3):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=HALF)
@@ -64,13 +61,22 @@ def main(case: dict[str, Any], output: Path) -> None:
             engine.step()
         peak = torch.tensor(tracker.peak)
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    engine.destroy()
+    return {
+        "peak": int(peak), "deepspeed": engine_config,
+        "config": json.loads(config.to_json_string(use_diff=False)),
+    }  # fmt: skip
+
+
+def main(output: Path, cases: list[dict[str, Any]]) -> None:
+    """One case after the other; rank 0 writes what was found."""
+    # between processes on one CPU it would compile a transport of its own: gloo does
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+    deepspeed.init_distributed("gloo")
+    found = [measure(case) for case in cases]
     if dist.get_rank() == 0:
-        found = {
-            "peak": int(peak), "deepspeed": engine_config,
-            "config": json.loads(config.to_json_string(use_diff=False)),
-        }  # fmt: skip
         output.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), [json.loads(case) for case in sys.argv[2:]])

@@ -20,7 +20,18 @@ from conftest import PATIENCE_S
 from fake_world import FAKE, LAUNCH, bearing, looks_on, until
 
 from launcher import attempt as attempts
-from launcher import following, keeper, on_finish, process, rundir, runner, start, tmux, view
+from launcher import (
+    following,
+    keeper,
+    on_finish,
+    process,
+    rundir,
+    runner,
+    start,
+    stopping,
+    tmux,
+    view,
+)
 from launcher.attempt import Attempt
 from launcher.errors import NotReady, UsageError
 from launcher.rundir import RunFolder
@@ -336,7 +347,30 @@ def test_logs_are_printed_as_they_are(place: Path) -> None:
     assert printed("a run", "-n", "99") == raw
     folder.console(1).write_bytes(b"x" * 200_000 + b"\n" + b"y" * 70_000 + b"\n")
     assert printed("a run", "-n", "1") == b"y" * 70_000 + b"\n"
-    assert launch("logs", "a run", "--attempt", "7").returncode == 2
+    done = launch("logs", "a run", "--attempt", "7")
+    assert done.returncode == 2 and "it has 1: launch logs a run --attempt 1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("every", "done", "said"),
+    [
+        (20, 41, "waiting for the checkpoint of step 60; step 41 is done"),
+        (20, 40, "waiting for the checkpoint of step 60; step 40 is done"),
+        (20, 100, "no further checkpoint is due: waiting for its end, step 110"),
+        (None, 41, "it saves no checkpoint: waiting for its end"),
+        ("epoch", 41, "waiting for the next checkpoint"),
+    ],
+)
+def test_when_the_next_checkpoint_comes(
+    place: Path, every: int | str | None, done: int, said: str
+) -> None:
+    folder = prepared(place, "exit=0")
+    told = {**rundir.read_manifest(folder), "checkpoints": every, "plan": {"gpus": 0, "steps": 110}}
+    rundir.write_json(folder.manifest, told)
+    folder.probe.mkdir()
+    line = rundir.json_line({"event": "step", "step": done, "t": 1.0})
+    (folder.probe / "rank-0.jsonl").write_text(line)
+    assert stopping.due(folder) == said
 
 
 def test_following_a_log_ends_with_the_run(place: Path) -> None:

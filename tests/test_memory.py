@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -380,21 +381,41 @@ ENGINES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """What an engine of `ENGINES` allocates; those of as many ranks share their processes."""
+    found: dict[int, list[dict[str, Any]]] = {}
+
+    def measured(case: dict[str, Any]) -> dict[str, Any]:
+        ranks, alike = case["ranks"], [one for one in ENGINES if one["ranks"] == case["ranks"]]
+        if ranks not in found:
+            place = tmp_path_factory.mktemp(f"engines-{ranks}")
+            environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(HERE)}
+            words = [
+                sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
+                "--standalone", str(HERE / "engine_allocation.py"), str(place / "peaks.json"),
+                *(json.dumps(one) for one in alike),
+            ]  # fmt: skip
+            with (place / "log").open("w") as log:
+                subprocess.run(
+                    words, env=environment, stdout=log, stderr=log, timeout=PATIENCE_S, check=False,
+                    cwd=place,
+                )  # fmt: skip
+            said = (place / "log").read_text(errors="replace")[-2000:]
+            assert (place / "peaks.json").exists(), said
+            found[ranks] = json.loads((place / "peaks.json").read_text())
+        return found[ranks][alike.index(case)]
+
+    return measured
+
+
 @pytest.mark.parametrize("case", ENGINES, ids=lambda c: "-".join(f"{k}{v}" for k, v in c.items()))
-def test_peaks_are_those_of_deepspeed(case: dict[str, Any], tmp_path: Path) -> None:
+def test_peaks_are_those_of_deepspeed(
+    case: dict[str, Any], engines: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
     pytest.importorskip("deepspeed")
     pytest.importorskip("transformers")
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(HERE)}
-    with (tmp_path / "log").open("w") as log:
-        subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(case["ranks"]),
-             "--standalone", str(HERE / "engine_allocation.py"), json.dumps(case),
-             str(tmp_path / "peak.json")],
-            env=environment, stdout=log, stderr=log, timeout=PATIENCE_S, check=False, cwd=tmp_path,
-        )  # fmt: skip
-    said = (tmp_path / "log").read_text(errors="replace")[-2000:]
-    assert (tmp_path / "peak.json").exists(), said
-    found = json.loads((tmp_path / "peak.json").read_text())
+    found = engines(case)
     shape = shapes.shape_of(found["config"])
     setup = Setup(
         shape=shape, batch=Batch(rows=2, width=64, real=128, formula=""), processes=case["ranks"],

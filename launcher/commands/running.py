@@ -49,8 +49,9 @@ def logs(
     try:
         following.print_log(folder, number, last=lines, follow=follow)
     except FileNotFoundError:
-        message = f"{folder.path.name} has no log of attempt {number}"
-        raise usage("no-such-log", message) from None
+        known, name = folder.attempts(), folder.path.name
+        which = f"it has {known}: launch logs {name} --attempt {known}" if known else "launch runs"
+        raise usage("no-such-log", f"{name} has no log of attempt {number}", which) from None
 
 
 @app.command(epilog="Example: launch stop last --after-checkpoint")
@@ -74,7 +75,7 @@ def stop(
     waits = runner.grace(grace) if grace is not None else None
     told = stopping.cost(folder)
     if format is Format.text and overview.state(folder) in {"running", "orphaned", "queued"}:
-        report.say(told.line() if not after_checkpoint else "waiting for the next checkpoint")
+        report.say(stopping.due(folder) if after_checkpoint else told.line())
     ended = stopping.stop(folder, after_checkpoint=after_checkpoint, waits=waits)
     told = stopping.cost(folder)
     if format is Format.json:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from launcher import __version__
 from launcher.errors import usage
 
 if TYPE_CHECKING:
@@ -40,6 +41,27 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Start SFT and DPO stages from YAML, and prove afterwards that what was asked for is what ran.",
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from launcher.backends import open_instruct, trl
+
+        pins = f"open-instruct {open_instruct.PIN[:7]}, {trl.PIN}"
+        typer.echo(f"launch {__version__} (pinned: {pins})")
+        raise typer.Exit
+
+
+@app.callback()
+def _launch(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_version, help="which launch, which pins"
+        ),
+    ] = False,
+) -> None:
+    """What comes before a command."""
 
 
 class Format(str, Enum):  # noqa: UP042 - StrEnum is not what typer looks for

@@ -97,7 +97,7 @@ def stated_speed(
     computed = mfu * peak * devices / each
     return Speed(
         tokens=computed * (1 - tokens.waste), measured=False,
-        source=f"{mfu:.0%} MFU of {peak / 1e12:,.0f} TFLOP/s x {devices}, {each / 1e9:.1f} GFLOP a token",
+        source=f"{mfu:.0%} MFU of {peak / 1e12:,.0f} TFLOP/s a GPU, {each / 1e9:.1f} GFLOP a token",
     )  # fmt: skip
 
 

@@ -121,7 +121,7 @@ class Rung:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """All counts that were asked for, where the numbers come from, and what changes between them."""
+    """The counts that were asked for and can be planned, where the numbers come from, and what changes between them."""
 
     rungs: tuple[Rung, ...]
     shape: str
@@ -211,7 +211,10 @@ def counts(text: str) -> list[int]:
 
 
 def make(request: Request, gpus: Sequence[int], terms: Terms) -> Forecast:
-    """Plan a stage file for each count of GPUs. Raises InvalidConfig, UsageError or NotReady."""
+    """Plan a stage file for each count of GPUs; those that it cannot be planned for are among the findings.
+
+    Raises InvalidConfig where it cannot be for any, UsageError or NotReady.
+    """
     if terms.attention not in {None, *ATTENTIONS}:
         known = ", ".join(ATTENTIONS)
         raise usage("bad-attention", f"`{terms.attention}` is no attention", f"one of {known}")
@@ -243,16 +246,15 @@ def make(request: Request, gpus: Sequence[int], terms: Terms) -> Forecast:
             continue
         seen = seen or row_lengths(planned, asked.trainer.packages, terms)
         rungs.append(_rung(planned, seen, terms, card))
-    if lost:
+    if seen is None:
         raise InvalidConfig(list(dict.fromkeys(lost)))
-    assert seen is not None
     schema = asked.stage.schema
     several = len(gpus) > 1
     return Forecast(
         rungs=tuple(rungs), shape=shape_of(rungs[0].plan, terms.shape).source, lengths=seen.source,
         attention=attention_of(rungs[0].plan, terms.attention),
         findings=(
-            *(f for rung in rungs for f in rung.findings), *_unpriced(rungs, terms),
+            *dict.fromkeys(lost), *(f for rung in rungs for f in rung.findings), *_unpriced(rungs, terms),
             *_uncompiled(rungs[0].plan),
         ),
         variances=budget.VARIANCES.get((schema.backend, schema.key), ()) if several else (),

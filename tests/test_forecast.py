@@ -12,6 +12,7 @@ from made_runs import made, manifest
 from typer.testing import CliRunner
 
 from launcher import rundir
+from launcher.cli import main
 from launcher.commands import app
 from launcher.errors import InvalidConfig, LaunchError, UsageError
 
@@ -466,6 +467,21 @@ def test_what_is_missing_is_said(words: tuple[str, ...], kind: type, code: str) 
     error = refused(TULU, *words)
     assert isinstance(error, kind)
     assert code in [finding.code for finding in error.findings]
+
+
+def test_a_count_that_cannot_be_costs_the_others_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", str(TULU), "--gpus", "2,3,4", *ROWS]) == 3
+    out, err = capsys.readouterr()
+    assert [line.split()[0] for line in out.splitlines()[:3]] == ["GPUs", "2", "4"]
+    assert "error[impossible-batch]" in err and "on 3 device(s)" in err
+    assert main(["plan", str(TULU), "--gpus", "2,3,4", *ROWS, "--format", "json"]) == 3
+    told = json.loads(capsys.readouterr().out)
+    assert (told["ok"], len(told["data"]["gpus"])) == (False, 2)
+    assert [one["code"] for one in told["findings"] if one["severity"] == "error"] == [
+        "impossible-batch"
+    ]
 
 
 def test_a_card_that_is_named_tells_no_memory() -> None:

@@ -24,7 +24,7 @@ from launcher.commands.vocabulary import (
     named_backend,
     named_stage,
 )
-from launcher.errors import Exit, NotReady
+from launcher.errors import Exit, NotReady, errors
 
 
 @app.command(
@@ -79,11 +79,14 @@ def plan(
         tokens_per_second=tokens_per_second, attention=attention, shape=shape, fit=fit,
     )  # fmt: skip
     told = forecast.make(request, forecast.counts(gpus), terms)
+    # a count that cannot be must not cost the table of the others
+    code = Exit.CONFIG if errors(told.findings) else Exit.OK
     if format is Format.json:
-        report.envelope("plan", True, told.findings, told.as_json(why=why))
+        report.envelope("plan", code is Exit.OK, told.findings, told.as_json(why=why))
     else:
         report.findings(told.findings)
         report.say("\n".join(told.lines(why=why)))
+    raise typer.Exit(code)
 
 
 @app.command(epilog="Example: launch doctor configs/tulu/sft_qwen7b_25pct.yaml --gpus 8")

@@ -121,7 +121,7 @@ class Rung:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """The counts that were asked for and can be planned, where the numbers come from, and what changes between them."""
+    """The counts that can be planned, where the numbers come from, and what changes between them."""
 
     rungs: tuple[Rung, ...]
     shape: str

@@ -158,33 +158,40 @@ class Attempts:
         return False
 
 
-def evidence_of(folder: RunFolder) -> Evidence:
-    """The evidence of the last attempt; where that had no step left to train, with those of one before.
+def read(folder: RunFolder) -> tuple[Evidence, ...]:
+    """The evidence of every attempt, the last one last. Raises OSError like `read_run`."""
+    before = (evidence.read_run(folder.path, attempt=n) for n in range(1, folder.attempts()))
+    return *before, evidence.read_run(folder.path)
 
-    It was resumed from the last step of all, and only saved the model. Raises OSError like `read_run`.
+
+def rows_of(attempts: Sequence[Evidence]) -> list[measures.Row]:
+    """Every optimizer step of a run once; see `measures.merged_rows`."""
+    return measures.merged_rows(measures.metrics_rows(one) for one in attempts)
+
+
+def whole(attempts: Sequence[Evidence]) -> Evidence:
+    """The evidence of the last attempt, with the losses before it.
+
+    Where that had no step left to train, with the steps of one before: it was resumed from the last step
+    of all, and only saved the model.
     """
-    found = _of_the_last(folder)
-    if folder.attempts() < 2:
+    found = _of_the_last(attempts)
+    if len(attempts) < 2:
         return found
     own = measures.metrics_rows(found)
-    rows = measures.merged_rows(
-        measures.metrics_rows(evidence.read_run(folder.path, attempt=number))
-        for number in range(1, folder.attempts())
-    )
-    kept = (row for row in rows if own and row["step"] < own[0]["step"])
+    kept = (row for row in rows_of(attempts[:-1]) if own and row["step"] < own[0]["step"])
     return replace(found, before=tuple(row["loss"] for row in kept if "loss" in row))
 
 
-def _of_the_last(folder: RunFolder) -> Evidence:
-    last = evidence.read_run(folder.path)
-    attempt, probe = folder.attempts(), last.probe
+def _of_the_last(attempts: Sequence[Evidence]) -> Evidence:
+    last = attempts[-1]
+    probe = last.probe
     if probe is None or probe.last_step is not None or not any(probe.events("resumed")):
         return last
-    while attempt > 1:
-        attempt -= 1
-        before = evidence.read_run(folder.path, attempt=attempt).probe
+    for one in reversed(attempts[:-1]):
+        before = one.probe
         if before is not None and before.last_step is not None:
-            both = {rank: _joined(before.ranks.get(rank), one) for rank, one in probe.ranks.items()}
+            both = {rank: _joined(before.ranks.get(rank), own) for rank, own in probe.ranks.items()}
             return replace(last, probe=Probe(ranks=both))
     return last
 

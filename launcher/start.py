@@ -20,11 +20,9 @@ from launcher import (
     command,
     devices,
     earlier,
-    evidence,
     foresight,
     keeper,
     manifest,
-    measures,
     page,
     rendezvous,
     repeat,
@@ -279,7 +277,8 @@ def conclusion(folder: RunFolder, attempt: Attempt) -> tuple[check.Verdict, Exit
 def finish(folder: RunFolder) -> check.Verdict:
     """Judge a run folder; write verdict.json, metrics.jsonl and report.html where that is possible."""
     told = rundir.read_manifest(folder)
-    found = earlier.evidence_of(folder)
+    each = earlier.read(folder)
+    found = earlier.whole(each)
     # a token that training printed must not get from the log into what is shown and kept
     seen = check.judge(told.get("stage"), told.get("expect") or {}, found)
     seen = check.beside(seen, foresight.peak_of(told))
@@ -287,11 +286,8 @@ def finish(folder: RunFolder) -> check.Verdict:
     # a read-only or full disk costs these files, not the verdict
     with contextlib.suppress(OSError):
         rundir.write_json(folder.verdict, judged.as_json())
-        rows = measures.merged_rows(
-            measures.metrics_rows(evidence.read_run(folder.path, attempt=number))
-            for number in range(1, folder.attempts() + 1)
-        )
-        rundir.write_text(folder.metrics, "".join(rundir.json_line(row) for row in rows))
+        rows = "".join(rundir.json_line(row) for row in earlier.rows_of(each))
+        rundir.write_text(folder.metrics, rows)
         rundir.write_text(folder.report, page.render(told, judged, found, folder.path))
     return judged
 
@@ -301,7 +297,7 @@ def judged_now(folder: RunFolder, planned: Plan, verdict: check.Verdict) -> chec
     asked = command.expectations(planned)
     if rundir.read_manifest(folder).get("expect") == asked:
         return verdict
-    found = earlier.evidence_of(folder)
+    found = earlier.whole(earlier.read(folder))
     return redact(check.judge(planned.stage.options.stage, asked, found), attempts.tokens(folder))
 
 

@@ -660,7 +660,7 @@ def test_a_resumed_run_is_judged_as_one_run(tmp_path: Path) -> None:
     path = made_runs.made(tmp_path / "run", steps=40, ended=False)
     first = [row["loss"] for row in measures.metrics_rows(read_run(path))]
     made_runs.made(path, attempt=2, first=38, steps=40)
-    found = earlier.evidence_of(RunFolder(path))
+    found = earlier.whole(earlier.read(RunFolder(path)))
     # what the first attempt did from step 38 on is not in the weights
     assert list(found.before) == first[:37] and len(measures.whole_losses(found)) == 40
     assert measures.metrics(found)["first_loss"] == first[0]
@@ -672,7 +672,7 @@ def test_an_attempt_with_nothing_left_is_judged_by_the_steps_before(tmp_path: Pa
     path = made_runs.made(tmp_path / "run", steps=40, ended=False)
     made_runs.made(path, attempt=2, first=41, steps=40)
     folder = RunFolder(path)
-    assert earlier.evidence_of(folder).probe is not None
+    assert earlier.whole(earlier.read(folder)).probe is not None
     with (path / "probe" / "rank-0.jsonl").open("a") as file:
         for event in (
             {"event": "start", "rank": 0, "world": 1, "attempt": 3},
@@ -681,6 +681,6 @@ def test_an_attempt_with_nothing_left_is_judged_by_the_steps_before(tmp_path: Pa
         ):
             file.write(json.dumps(event) + "\n")
     (path / "console.3.log").write_text("💾 Model saved to out/a.\n")
-    found = earlier.evidence_of(folder)
+    found = earlier.whole(earlier.read(folder))
     assert found.probe is not None and found.probe.last_step == 40
     assert found.exit is None and found.log is not None and found.log.path.name == "console.3.log"

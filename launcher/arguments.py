@@ -48,8 +48,8 @@ def taken(schema: Schema, args: Mapping[str, Any]) -> dict[str, Any]:
 def meant(
     config: Config, schema: Schema, entry: Entry, faults: Sequence[Finding]
 ) -> frozenset[str | None]:
-    """Keys about which enough was said: theirs, and those that a wrong key was meant to be."""
-    keys = {fault.key for fault in faults}
+    """Keys about which enough was said: wrong ones, and those that a wrong key was meant to be."""
+    keys = {fault.key for fault in faults if fault.severity == "error"}
     for key in config.args.keys() - schema.fields.keys():
         moved = entry.moved.get(key)
         near = [moved.to] if moved is not None else _near(schema, key)

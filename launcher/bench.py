@@ -31,6 +31,7 @@ from launcher import (
     evidence,
     machine,
     measures,
+    noops,
     preparation,
     rehearsal,
     rundir,
@@ -58,12 +59,14 @@ from launcher.errors import (
     InvalidConfig,
     LaunchError,
     NotReady,
+    UsageError,
     brief,
     errors,
     usage,
 )  # fmt: skip
 from launcher.evidence import Evidence, RankRecord
 from launcher.options import EXPECT
+from launcher.overrides import OPTIONS, spelt
 from launcher.plan import Plan
 from launcher.preparation import Prepared, Request
 from launcher.rundir import RunFolder
@@ -99,6 +102,8 @@ _LONGEST_S = 366 * 24 * 3600.0
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 # which point of a verdict says whether a switch did what it says, and what to expect where it is on, off
 _SWITCHES = {"liger": ("engaged", "off"), "packing": ("isolated", "off")}
+_NOT_OF_A_TRIAL = frozenset({"name", "batch", "slurm", "skypilot"})
+"""Options that a trial does not see; `batch` comes to arguments."""
 
 
 # --- one trial ------------------------------------------------------------------------------------
@@ -395,7 +400,8 @@ def plan(
 
     The global batch stays as the file has it where a variant changes only the rows of a device; what
     the file expects of a switch follows the variant that turns it. Raises InvalidConfig with the
-    findings of all variants, each with its name, NotReady, or UsageError.
+    findings of all variants, each with its name, NotReady, or UsageError, also for a key that bench
+    itself sets.
     """
     relative = [one.text for one in assertions if one.relative]
     if relative and len(asked) < 2:
@@ -431,6 +437,14 @@ def plan(
     if wrong:
         raise InvalidConfig(told)
     stage = prepared[0][1].plan.stage.options.stage
+    batch = max(made.plan.global_batch for _, made in prepared)
+    short = [
+        (variant, _shortened(request, variant, made, steps, batch)) for variant, made in prepared
+    ]
+    varied = {variants.bare(text) for one in asked for text in one.split()[0]}
+    unvaried = tuple(_unvaried(varied, prepared, short, steps))
+    if refused := errors(unvaried):
+        raise UsageError(refused)
     limits = [one.tolerance for one in assertions if one.tolerance is not None]
     if tolerance is None:
         tolerance = min(limits, default=comparison.TOLERANCE)
@@ -438,9 +452,88 @@ def plan(
         request=replace(request, stage=stage, gpus=prepared[0][1].plan.gpus),
         variants=tuple(variant for variant, _ in prepared), steps=steps, repeats=repeats,
         timeout_s=timeout_s, tolerance=tolerance, assertions=tuple(assertions),
-        key=_key(prepared, steps), batch=max(made.plan.global_batch for _, made in prepared),
-        findings=(*told, *_noted(prepared, steps)),
+        key=_key(prepared, steps), batch=batch,
+        findings=(*told, *_noted(prepared, steps), *unvaried, *_alike(short)),
     )  # fmt: skip
+
+
+def _shortened(
+    request: Request, variant: Variant, made: Prepared, steps: int, batch: int
+) -> Prepared:
+    """A variant as its trials have it; as it is where they will be refused, which the first one says."""
+    # one place for all: what differs is then the variant's own
+    place = (request.runs or rundir.runs_root()) / "models"
+    try:
+        asked = _short(_of_variant(request, variant), steps, place, batch, profile=True)
+        return preparation.prepare(asked, running=False)
+    except LaunchError:
+        return made
+
+
+def _unvaried(
+    keys: set[str], asked: Sequence[tuple[Variant, Prepared]],
+    short: Sequence[tuple[Variant, Prepared]], steps: int,
+) -> Iterator[Finding]:  # fmt: skip
+    """Keys of which values that differ come to the same in a trial; an error unless it scales them."""
+    names = short[0][1].plan.stage.entry.names
+    # these follow what is asked in longer trials, and a variant may be about more than them
+    scaled = {names.data, "warmup_steps"}
+    for key in sorted(keys):
+        wanted = dict.fromkeys(_value(made.plan.stage, key) for _, made in asked)
+        had = dict.fromkeys(_value(made.plan.stage, key) for _, made in short)
+        if len(had) >= len(wanted):
+            continue
+        come = "" if key == names.output else f": {', '.join(wanted)} come to {', '.join(had)}"
+        help = "leave it out: a trial is short, watched, saves nothing and reports nowhere"
+        if key == names.max_steps:
+            help = f"--steps {steps} is how many each trial has"
+        elif key in scaled:
+            help = f"more --steps: it is scaled to the {steps} of a trial"
+        told = f"`{key}` is nothing to compare, bench sets it itself{come}"
+        yield Finding(
+            severity="warning" if key in scaled else "error", layer="launch", code="set-by-bench",
+            message=brief(told, 300), help=help,
+        )  # fmt: skip
+
+
+def _value(stage: Stage, key: str) -> str:
+    """What a stage has for a key of an override, as text that compares."""
+    first = re.split(r"[.\[]", key, maxsplit=1)[0]
+    value: Any = stage.config.options
+    if key == "probe":
+        # a trial is always watched, by what a file says of it
+        value = stage.options.probe is not None
+    elif first in stage.schema.fields and first not in OPTIONS:
+        value = stage.values[first]
+    else:
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+    return value if isinstance(value, str) else spelt(value)
+
+
+def _alike(short: Sequence[tuple[Variant, Prepared]]) -> Iterator[Finding]:
+    """Variants whose trials are the same."""
+    seen = dict[str, str]()
+    for variant, made in short:
+        text = json.dumps(_acting(made), sort_keys=True, default=str)
+        same = seen.setdefault(text, variant.name)
+        if same != variant.name:
+            yield Finding(
+                severity="warning", layer="launch", code="same-variant",
+                message=f"[{variant.name}] its trial is the same as that of {same}: what differs is "
+                "noise",
+            )  # fmt: skip
+
+
+def _acting(made: Prepared) -> dict[str, Any]:
+    """The identity of a trial, without what does nothing in it."""
+    told, stage = identity(made), made.plan.stage
+    idle = {finding.key for finding in noops.find(stage.values, stage.entry)}
+    # its steps are counted out
+    idle.add(f"args.{stage.entry.names.epochs}")
+    options = {k: v for k, v in told["options"].items() if k not in _NOT_OF_A_TRIAL}
+    given = {k: v for k, v in told["arguments"].items() if f"args.{k}" not in idle}
+    return {**told, "options": options, "arguments": given}
 
 
 def _base(request: Request) -> Plan | None:
@@ -454,6 +547,8 @@ def _base(request: Request) -> Plan | None:
 def _adapted(request: Request, variant: Variant, base: Plan | None) -> Variant:
     """The variant with what follows from it. Raises InvalidConfig where its batch cannot be kept."""
     asked = _of_variant(request, variant)
+    # what it expects of a switch that is turned is not wrong before it has followed
+    asked = replace(asked, overrides=(*asked.overrides, "on_violation=warn"))
     stage = preparation.ask(asked, running=False).stage
     changed = {variants.bare(text) for text in variant.overrides}
     more = [*_expected(asked, stage, changed), *_batch(asked, stage, changed, base)]
@@ -522,7 +617,7 @@ def _attributed(finding: Finding, names: Sequence[str], of: int) -> Finding:
 
 def _noted(prepared: Sequence[tuple[Variant, Prepared]], steps: int) -> Iterator[Finding]:
     """What makes a comparison another one than it looks like."""
-    first, seen = prepared[0], dict[str, str]()
+    first = prepared[0]
     for variant, made in prepared:
         watch = made.plan.stage.options.probe
         if watch is not None and watch.profile is not None and made.plan.gpus:
@@ -533,14 +628,6 @@ def _noted(prepared: Sequence[tuple[Variant, Prepared]], steps: int) -> Iterator
                 message=f"[{variant.name}] {made.plan.global_batch} rows a step, "
                 f"{first[1].plan.global_batch} in {first[0].name}: after the same tokens it has taken "
                 "another number of steps, and its loss says so",
-            )  # fmt: skip
-        same = seen.setdefault(
-            json.dumps(identity(made), sort_keys=True, default=str), variant.name
-        )
-        if same != variant.name:
-            yield Finding(
-                severity="warning", layer="launch", code="same-variant",
-                message=f"[{variant.name}] the same settings as {same}: what differs is noise",
             )  # fmt: skip
 
 
@@ -685,6 +772,15 @@ def conclusion(bench: Bench) -> Exit:
         return Exit.NOT_READY if refused else Exit.TRAINING
     unproven = bench.assertions and not any(s.measured for s in _of_first(bench))
     return Exit.VERDICT if bench.broken or unproven else Exit.OK
+
+
+def interrupted(bench: Bench) -> list[str]:
+    """What is left to do where the user has stopped it."""
+    done = len(bench.samples)
+    return [
+        f"interrupted: the same command goes on here, {done} of {done + len(bench.due())} runs are done",
+        f"runs: {bench.folder / FILE}",
+    ]
 
 
 def _of_first(bench: Bench) -> list[Sample]:

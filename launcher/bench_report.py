@@ -89,10 +89,11 @@ def facts(bench: Bench) -> list[str]:
         )
         if unit == "row":
             lines[0] = lines[0].replace("loss:", "loss of a pair:", 1)
-    lines.append(
-        "speed: real tokens of steady steps (without the first fifth, at least one, and what follows "
-        "a save); median (least – most) of the runs"
-    )
+    if bench.samples:
+        lines.append(
+            "speed: real tokens of steady steps (without the first fifth, at least one, and what "
+            "follows a save); median (least – most) of the runs"
+        )
     for one in bench.broken:
         said = "nobody measured it" if one.unknown else "it does not hold"
         lines.append(f"assert {one.text}, {one.variant}: {said}")

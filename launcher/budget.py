@@ -6,10 +6,11 @@ of "PaLM: Scaling Language Modeling with Pathways" (Chowdhery et al., 2022, appe
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from launcher import cards, lengths, memory
 from launcher.activations import HALF
@@ -21,6 +22,7 @@ from launcher.plan import divisors
 from launcher.shapes import Shape
 
 STATED_MFU = 0.35
+Change = TypeVar("Change")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +192,8 @@ def splits(total: int, processes: int) -> list[int]:
 
 
 def fit(
-    setup_of: Callable[[int, int], Setup], *, total: int, processes: int, gib: float, margin: float = 0.08
+    setup_of: Callable[[int, int], Setup], *, total: int, processes: int, gib: float,
+    margin: float = 0.08, memory_of: Callable[[Setup], Memory] = memory.estimate,
 ) -> Fit | None:  # fmt: skip
     """The largest per-device batch that fits a card of `gib` with the margin, the global batch kept.
 
@@ -199,7 +202,7 @@ def fit(
     best: Fit | None = None
     for per_device in splits(total, processes):
         accumulation = total // per_device // processes
-        planned = memory.estimate(setup_of(per_device, accumulation))
+        planned = memory_of(setup_of(per_device, accumulation))
         inside, spare = memory.fits(planned, gib, margin=margin)
         if not inside:
             # a larger batch never takes less, but accumulation's gradients fall away at the last split
@@ -227,9 +230,9 @@ def half_empty(
 
 
 def too_large(
-    now: Memory, *, gib: float, margin: float = 0.08, sharded: bool = False
+    now: Memory, *, gib: float, margin: float = 0.08, help: str | None = None
 ) -> Iterator[Finding]:  # fmt: skip
-    """The plan does not fit: by how much, what the peak is made of, and what would help most."""
+    """The plan does not fit: by how much, what the peak is made of, and (`help`) what would do."""
     inside, spare = memory.fits(now, gib, margin=margin)
     if inside:
         return
@@ -241,20 +244,44 @@ def too_large(
         message=f"{now.peak:.1f} GiB are planned and {gib * (1 - margin):.1f} of {gib:g} can be used: "
         f"{-spare:.1f} GiB missing, at the {now.fullest.name}; {now.of(kind):.1f} of it are {kind} "
         f"({largest.name}: {largest.gib:.2f} GiB = {largest.formula})",
-        help=(_MENDS | (_MENDS_SHARDED if sharded else {})).get(
-            kind, "a smaller per-device batch, or more GPUs"
-        ),
+        help=help,
     )  # fmt: skip
 
 
-_MENDS = {
-    "logits": "a smaller per-device batch or shorter rows; for SFT `use_liger_kernel: true` never makes them",
-    "activations": "checkpointing, a smaller per-device batch, or shorter rows",
-    "optimizer": "more GPUs, or a ZeRO stage that cuts the optimizer (zero2, zero3, zero3_offload)",
-    "weights": "zero3, or more GPUs with zero3",
-    "gradients": "more GPUs, zero2 where it is zero1, or zero3",
-    "communication": "smaller buckets, or communication in bf16",
-}
+def mends(
+    groups: Sequence[Sequence[Change]], peak_of: Callable[[Sequence[Change]], float | None], *,
+    now: float, usable: float,
+) -> list[tuple[tuple[Change, ...], float]]:  # fmt: skip
+    """Changes with their peaks in GiB: those that fit alone, else in pairs, else all together.
+
+    Where nothing fits, the nearest to it, if it takes less than `now`. Of each group the first that fits.
+    """
+    tried: dict[tuple[Change, ...], float] = {}
+
+    def fits(*chosen: Change) -> bool:
+        peak = peak_of(chosen)
+        if peak is not None:
+            tried[chosen] = peak
+        return peak is not None and peak <= usable
+
+    for size in (1, 2):
+        fitting = [
+            next((one for one in itertools.product(*some) if fits(*one)), None)
+            for some in itertools.combinations(groups, size)
+        ]
+        if found := [(one, tried[one]) for one in fitting if one is not None]:
+            return found
+    fits(*(group[-1] for group in groups))
+    if not tried or min(tried.values()) >= now:
+        return []
+    chosen = min(tried, key=lambda one: tried[one])
+    # what adds nothing is not asked for
+    for one in chosen:
+        rest = tuple(other for other in chosen if other is not one)
+        peak = peak_of(rest)
+        if peak is not None and peak <= max(usable, tried[chosen]):
+            tried[rest], chosen = peak, rest
+    return [(chosen, tried[chosen])]
 
 
 def half_wasted(
@@ -272,18 +299,6 @@ def half_wasted(
         help=f"write `per_device: {more}`: a step takes the same time and memory"
         if better else "shorter `max_seq_length`, or `packing: false`",
     )  # fmt: skip
-
-
-# of dpo.py, whose packed rows do not become shorter with the batch
-_MENDS_SHARDED = {
-    "logits": "a shorter `max_seq_length`, a lower `activation_memory_budget`, or a smaller per-device "
-    "batch of rows that are not packed",
-    "activations": "a lower `activation_memory_budget` (with `compile_model: true`), a shorter "
-    "`max_seq_length`, or a smaller per-device batch of rows that are not packed",
-    "optimizer": "more GPUs a shard group (`fsdp_shard_degree`)",
-    "weights": "more GPUs a shard group (`fsdp_shard_degree`)",
-    "gradients": "more GPUs a shard group (`fsdp_shard_degree`)",
-}
 
 
 # --- what is not the same on other counts of GPUs --------------------------------------------------

@@ -182,11 +182,14 @@ def _sentence(
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:
     then, here = _inputs(before), _inputs(now)
+    old, new = _mapping(before.get("key")), _mapping(now.get("key"))
     for place in dict.fromkeys([*here, *then]):
         one, other = then.get(place), here.get(place)
+        # a value that only now counts, or no longer does, need not have changed: the keys hold it too
+        if place[0] == "value" and place[1] in old and place[1] in new:
+            continue
         if one is None or other is None or one.get("digest") != other.get("digest"):
             yield from _input(one, other)
-    old, new = _mapping(before.get("key")), _mapping(now.get("key"))
     for name in dict.fromkeys([*new, *old]):
         if old.get(name) != new.get(name):
             yield _value(f"`{name}`", old.get(name), new.get(name))

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launcher import contents, machine
+from launcher import conditions, contents, machine
 from launcher.caches import Cache
 from launcher.contents import Contents
 from launcher.earlier import (
@@ -23,6 +23,7 @@ from launcher.earlier import (
 )
 from launcher.errors import Severity, brief
 from launcher.machine import Trainer
+from launcher.noops import condition_of
 from launcher.plan import Plan
 from launcher.redaction import REDACTED, redact
 
@@ -33,6 +34,10 @@ NAMES: tuple[str, ...] = (
 """What `--allow-changed-resume` takes, beside the name of any argument."""
 BATCH = frozenset({"gpus", "per_device", "accumulation"})
 """Those that decide how rows make a step."""
+SKIPPING = "ignore_data_skip"
+"""TRL's: whether a resume begins its epoch again, at the first rows (transformers/trainer.py:1648)."""
+PLACE = BATCH | {SKIPPING}
+"""Those that come to another place in the data: `position` allows them too."""
 
 # Where things go, what is shown, how fast it is: none of it moves a weight.
 _HARMLESS = re.compile(
@@ -58,8 +63,21 @@ _DATA = re.compile(
     r"tokenizer_\w+|chat_template\w*|add_bos|use_fast|use_slow_tokenizer|get_tokenizer_fn|eos_token|"
     r"pad_token"
 )
+# another class of optimizer, or another layout of its state, finds nothing of its own in what was saved
+_OPTIMIZER = re.compile(
+    r"optim|optim_args|optim_target_modules|optimizer_type|optimizer_kwargs|use_8bit_optimizer|"
+    r"dpo_use_paged_optimizer"
+)
+# torch's AdamW either way; which of the two it is lies in the state too
+_ADAMW = ("adamw_torch", "adamw_torch_fused")
+# what upstream computes where nothing is said (transformers/training_args.py:809)
+_DEFAULTS = {"optim": "adamw_torch_fused"}
+_ENGINE = re.compile(
+    r"deepspeed|zero_stage|zero_hpz_partition_size|offload_(?:optimizer|param)|fsdp\w*"
+)
 # they lie in the optimizer's and the schedule's state, which is loaded over what was asked for
 _KEPT = re.compile(r"learning_rate|weight_decay|adam_\w+|fused_optimizer")
+_UNKNOWN = object()
 _SCHEDULE = re.compile(
     r"lr_scheduler_\w+|warmup_\w+|final_lr_ratio|num_train_epochs|num_epochs|max_steps|max_train_steps"
 )
@@ -164,7 +182,10 @@ def _arguments(told: Manifest, plan: Plan, same: Collection[str]) -> Iterator[Ch
     for name in plan.stage.schema.fields:
         if name in _SOLVED or _HARMLESS.fullmatch(name) or not recorded(told, name):
             continue
-        was, now = value_of(told, name), _plain(plan.values[name])
+        was, now = (
+            _DEFAULTS.get(name) if value is None else value
+            for value in (value_of(told, name), _plain(plan.values[name]))
+        )
         # what looks like a token is kept out of a manifest
         if was == now or REDACTED in str(was) or redact({name: now}) != {name: now}:
             continue
@@ -179,7 +200,13 @@ def _argument(plan: Plan, name: str, was: Any, now: Any, same: Collection[str]) 
         effect, severity = "the checkpoint holds the weights of another model", "error"
     elif _DATA.fullmatch(name):
         effect, severity = "the place in the data would be one in other data", "error"
-    elif _KEPT.fullmatch(name):
+    elif (_OPTIMIZER.fullmatch(name) or _ENGINE.fullmatch(name)) and _unread(plan, name):
+        effect, severity = "nothing reads it here", "note"
+    elif _OPTIMIZER.fullmatch(name) and not (was in _ADAMW and now in _ADAMW):
+        effect, severity = "the saved state belongs to another optimizer", "error"
+    elif _ENGINE.fullmatch(name):
+        effect, severity = "the saved states may not fit another engine", "error"
+    elif _KEPT.fullmatch(name) or _OPTIMIZER.fullmatch(name):
         effect = "it comes out of the checkpoint: the new value does nothing"
     elif _SCHEDULE.fullmatch(name):
         effect = "the learning rate goes on with another schedule"
@@ -188,6 +215,15 @@ def _argument(plan: Plan, name: str, was: Any, now: Any, same: Collection[str]) 
     if (name == names.model and "model" in same) or (name == names.data and "data" in same):
         effect, severity = "another name for the same content", "note"
     return Change(what=name, key=name, before=was, after=now, effect=effect, severity=severity)
+
+
+def _unread(plan: Plan, name: str) -> bool:
+    """Whether the script reads an argument nowhere, or under conditions only that do not hold here."""
+    entry, reads = plan.stage.entry, plan.stage.schema.path.reads.get(name)
+    return reads is not None and all(
+        any(conditions.holds(c, plan.values, _UNKNOWN) is False for c in condition_of(read, entry))
+        for read in reads
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -123,7 +123,7 @@ def _open_instruct(plan: Plan) -> _Saved:
     limit = limit if isinstance(limit, int) and limit >= 0 else None
     text = str(steps)
     times: int | None = 0
-    if text == "epoch":
+    if text == "epoch" and plan.steps != 0:
         epochs = values.get(plan.stage.entry.names.epochs)
         limited = values.get("max_train_steps") is not None
         times = int(epochs) if isinstance(epochs, int | float) and not limited else None

@@ -170,7 +170,7 @@ def rows_of(attempts: Sequence[Evidence]) -> list[measures.Row]:
 
 
 def whole(attempts: Sequence[Evidence]) -> Evidence:
-    """The evidence of the last attempt, with the losses before it.
+    """The evidence of the last attempt, with the losses and gradient norms before it.
 
     Where that had no step left to train, with the steps of one before: it was resumed from the last step
     of all, and only saved the model.
@@ -179,8 +179,11 @@ def whole(attempts: Sequence[Evidence]) -> Evidence:
     if len(attempts) < 2:
         return found
     own = measures.metrics_rows(found)
-    kept = (row for row in rows_of(attempts[:-1]) if own and row["step"] < own[0]["step"])
-    return replace(found, before=tuple(row["loss"] for row in kept if "loss" in row))
+    kept = [row for row in rows_of(attempts[:-1]) if own and row["step"] < own[0]["step"]]
+    losses, norms = (
+        tuple(row[name] for row in kept if name in row) for name in ("loss", "grad_norm")
+    )
+    return replace(found, before=losses, norms_before=norms)
 
 
 def _of_the_last(attempts: Sequence[Evidence]) -> Evidence:

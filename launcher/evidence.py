@@ -163,7 +163,8 @@ class Evidence:
 
     `reworded` are the log lines (see `signatures.key`) that the source of this run does not print
     although the patterns look for them; None where it is not known which source it was. `before` are
-    the losses of the attempts that this one goes on from, up to its first step.
+    the losses of the attempts that this one goes on from, up to its first step, `norms_before` their
+    gradient norms.
     """
 
     log: Log | None = None
@@ -171,6 +172,7 @@ class Evidence:
     exit: ExitRecord | None = None
     reworded: frozenset[str] | None = None
     before: tuple[float, ...] = ()
+    norms_before: tuple[float, ...] = ()
 
     def rewords(self, *names: str) -> bool:
         """Whether the source is known to say one of these signals in other words."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from launcher import lengths, memory, shapes
@@ -16,8 +16,9 @@ from launcher.backends.model_rules import LIGER_MODELS
 from launcher.errors import Finding, InvalidConfig
 from launcher.lengths import Batch, Lengths
 from launcher.memory import Adapters, Setup, Sharding, Zero
+from launcher.options import deepspeed_file
 from launcher.packed_rows import Packed, pack
-from launcher.plan import Plan, steps_of
+from launcher.plan import Plan, divisors, limited, steps_of
 from launcher.schema import Values
 from launcher.shapes import Shape
 
@@ -421,11 +422,154 @@ def optimizer_steps(
 
     `told`: somebody says how many rows there are, whatever the plan has counted.
     """
-    limit = plan.values.get(plan.stage.entry.names.max_steps)
-    counted = told and not (isinstance(limit, int) and limit > 0)
+    counted = told and limited(plan.stage, plan.values) is None
     if rows is None or (plan.steps is not None and not counted):
         return plan.steps
     epochs = plan.values.get(plan.stage.entry.names.epochs)
     if (row := packed_row(plan, seen)) is not None and isinstance(epochs, int | float):
         return int(rows / row.pairs / plan.processes) * int(epochs)
     return steps_of(plan.stage, plan.values, rows, plan.global_batch)
+
+
+# --- what can be turned to take less ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Way:
+    """One change of a set-up that may take less memory, in the words of its stage file or command line."""
+
+    words: str
+    args: Mapping[str, Any] = field(default_factory=dict)
+    deepspeed: str | None = None
+    per_device: int | None = None
+    gpus: int | None = None
+    nodes: int | None = None
+
+
+def ways(found: Footprint) -> tuple[tuple[Way, ...], ...]:
+    """What can still be turned where a set-up does not fit, the mildest first; of one group only one.
+
+    The global batch and the rows stay as they are.
+    """
+    groups = (
+        _smaller_batches(found.plan), _recomputing(found), _kernels(found), _zero_stages(found),
+        _shard_groups(found.plan), _more_gpus(found.plan),
+    )  # fmt: skip
+    return tuple(told for one in groups if (told := tuple(one)))
+
+
+def turned(found: Footprint, chosen: Sequence[Way]) -> Footprint | None:
+    """The same set-up changed in these ways; None where the batch cannot be split so."""
+    planned, stage = found.plan, found.plan.stage
+    args = {**stage.args, **{name: one.value for name, one in planned.derived.items()}}
+    options, per_device, gpus, nodes = (
+        stage.options,
+        planned.per_device,
+        planned.gpus,
+        planned.nodes,
+    )
+    for way in chosen:
+        args |= way.args
+        per_device, gpus = way.per_device or per_device, way.gpus or gpus
+        nodes = way.nodes or nodes
+        if way.deepspeed is not None:
+            file = deepspeed_file(way.deepspeed)
+            options = replace(options, deepspeed=file, deepspeed_name=way.deepspeed)
+    accumulation, rest = divmod(planned.global_batch, per_device * gpus * nodes)
+    if rest or not accumulation:
+        return None
+    made = replace(
+        planned, stage=replace(stage, options=options), values=Values(stage.schema, args), gpus=gpus,
+        nodes=nodes, per_device=per_device, accumulation=accumulation,
+    )  # fmt: skip
+    return replace(found, plan=made)
+
+
+def _smaller_batches(planned: Plan) -> Iterator[Way]:
+    if planned.stage.entry.torchrun and planned.values.get("packing"):
+        # a packed row is as long as it may be, however many pairs stand in it
+        return
+    names, batch = planned.stage.entry.names, planned.stage.options.batch
+    each = planned.per_device * planned.accumulation
+    smaller = [one for one in divisors(each) if one < planned.per_device]
+    # a search through all of them would take long where the batch is large
+    for one in reversed([*smaller[:1], *smaller[1:][-8:]]):
+        words = f"`per_device: {one}`"
+        if batch is None or batch.total is None:
+            words = f"`{names.per_device}: {one}` and `{names.accumulation}: {each // one}`"
+        yield Way(words=words, per_device=one)
+
+
+def _recomputing(found: Footprint) -> Iterator[Way]:
+    values, key = found.plan.values, "activation_memory_budget"
+    now = values.get(key)
+    if found.plan.stage.entry.torchrun:
+        # computed again is only what is compiled (olmo_core_utils.py:101)
+        compiled = bool(values.get("compile_model"))
+        also = {} if compiled else {"compile_model": True}
+        for share in (0.5, 0.1):
+            if not compiled or share < float(now or 0):
+                words = f"`{key}: {share}`" + ("" if compiled else " with `compile_model: true`")
+                yield Way(words=words, args={key: share, **also})
+    elif found.checkpointing:
+        return
+    elif not isinstance(now, int | float):
+        yield Way(words="`gradient_checkpointing: true`", args={"gradient_checkpointing": True})
+    elif found.adapters is None:
+        # dpo_tune_cache.py:376
+        yield Way(words=f"`{key}: 0.5`", args={key: 0.5})
+
+
+def _kernels(found: Footprint) -> Iterator[Way]:
+    name = found.plan.stage.entry.names.liger
+    known = name in found.plan.values and found.shape.family in LIGER_MODELS
+    if known and not found.liger and found.adapters is None and not found.plan.stage.entry.torchrun:
+        yield Way(words=f"`{name}: true`", args={name: True})
+
+
+def _zero_stages(found: Footprint) -> Iterator[Way]:
+    planned, zero = found.plan, found.zero
+    values, key = planned.values, "deepspeed"
+    stage = 0 if zero is None else zero.stage
+    if planned.stage.entry.torchrun or (zero is not None and zero.offload_params):
+        return
+    if planned.stage.options.backend == "trl" and trl_resolved.own_deepspeed(values) is not None:
+        return
+    # with LoRA, ZeRO-2 crashes on models with biases: what comes after it takes less anyhow
+    known = [one for one in (2, 3) if one > stage and not (one == 2 and found.adapters)]
+    if values.get("zero_stage") is not None:
+        yield from (Way(words=f"`zero_stage: {one}`", args={"zero_stage": one}) for one in known)
+        away = {"zero_stage": 3, "offload_optimizer": True, "offload_param": True}
+        words = "`zero_stage: 3` with `offload_optimizer: true` and `offload_param: true`"
+        yield Way(words=words, args=away)
+        return
+    if planned.stage.config.shape == "wrapped":
+        key = "deepspeed_config"
+    wide = "_fp32_comm" if planned.stage.options.deepspeed_name.endswith("_fp32_comm") else ""
+    for name in (*(f"zero{one}{wide if one == 2 else ''}" for one in known), "zero3_offload"):
+        yield Way(words=f"`{key}: {name}`", deepspeed=name)
+
+
+def _shard_groups(planned: Plan) -> Iterator[Way]:
+    """dpo.py: by default each machine holds a whole model."""
+    values = planned.values
+    if not planned.stage.entry.torchrun:
+        return
+    world = planned.processes // max(1, int(values.get("tensor_parallel_degree") or 1))
+    if olmo_core_rules.mesh(values, planned.processes, planned.nodes)[1] < world:
+        without = values.get("fsdp_num_replicas") is not None
+        yield Way(
+            words=f"`fsdp_shard_degree: {world}`" + (" without `fsdp_num_replicas`" if without else ""),
+            args={"fsdp_shard_degree": world, "fsdp_num_replicas": None},
+        )  # fmt: skip
+
+
+def _more_gpus(planned: Plan) -> Iterator[Way]:
+    for count in (2, 4, 8):
+        if count > planned.gpus and planned.nodes == 1:
+            yield Way(words=f"`--gpus {count}`", gpus=count)
+    if planned.gpus >= 8:
+        yield from (
+            Way(words=f"`--nodes {planned.nodes * times}`", nodes=planned.nodes * times)
+            for times in (2, 4)
+        )

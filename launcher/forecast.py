@@ -6,6 +6,7 @@ comes from.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,16 +32,19 @@ from launcher.errors import Finding, InvalidConfig, UsageError, brief, errors, u
 from launcher.footprint import (
     ATTENTIONS,
     Footprint,
+    Way,
     attention_of,
     optimizer_steps,
     packed_row,
     rows_of,
     shape_of,
     trained_rows,
+    turned,
+    ways,
 )  # fmt: skip
 from launcher.lengths import Lengths
 from launcher.machine import Gpu
-from launcher.memory import Memory
+from launcher.memory import Memory, Moment, Setup
 from launcher.packed_rows import Packed, fuller
 from launcher.plan import Plan
 from launcher.preparation import Request, ask
@@ -70,7 +74,10 @@ class Terms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rung:
-    """The forecast for one count of GPUs; None is what cannot be known."""
+    """The forecast for one count of GPUs; None is what cannot be known.
+
+    `smallest` is the memory of one row a device where no split of the batch fits.
+    """
 
     plan: Plan
     rows: int | None
@@ -82,6 +89,7 @@ class Rung:
     bill: Bill
     disk: Disk
     best: Fit | None
+    smallest: Memory | None
     findings: tuple[Finding, ...]
 
     @property
@@ -185,12 +193,14 @@ def _parts(rung: Rung, *, why: bool) -> Iterator[str]:
     kinds = ((kind, rung.memory.of(kind)) for kind in memory.KINDS)
     told = ", ".join(f"{kind} {gib:.1f}" for kind, gib in kinds if gib >= 0.05)
     count = rung.plan.gpus * rung.plan.nodes
-    yield f"{count} GPU(s): {rung.memory.peak:.1f} GiB at the {fullest.name}: {told}"
+    yield f"{count} GPU(s): {rung.memory.peak:.1f} GiB at the {fullest.name}: {told or 'nothing'}"
     if rung.best is not None and rung.best.per_device != rung.plan.per_device:
         yield (
             f"  --fit: per device {rung.best.per_device}, accumulation {rung.best.accumulation}: "
             f"{rung.best.memory.peak:.1f} GiB"
         )
+    elif rung.best is not None:
+        yield f"  --fit: per device {rung.best.per_device} is the largest that fits"
     if why:
         for moment in sorted(rung.memory.moments, key=lambda one: -one.gib):
             yield f"  {moment.name}: {moment.gib:.2f} GiB"
@@ -225,6 +235,12 @@ def make(request: Request, gpus: Sequence[int], terms: Terms) -> Forecast:
         if value is not None and not 0 < value < float("inf"):
             name = code.removeprefix("bad-")
             raise usage(code, f"--{name} is more than 0, not {value:g}")
+    if terms.tokens_per_second is not None and len(set(gpus)) > 1:
+        raise usage(
+            "speed-of-several", "--tokens-per-second is the speed of all GPUs together: the same cannot "
+            f"hold for {', '.join(map(str, gpus))} GPUs",
+            "plan the count that it was measured on, or give --gpu H100 in its place",
+        )  # fmt: skip
     if terms.price is not None and not all(gpus):
         raise usage("price-without-gpus", "a price is for GPUs, and there are none")
     card = _card(terms)
@@ -236,7 +252,9 @@ def make(request: Request, gpus: Sequence[int], terms: Terms) -> Forecast:
     seen: Lengths | None = None
     for count in gpus:
         try:
-            planned = plan.make(asked.stage, gpus=count, nodes=request.nodes, output=Path("model"))
+            planned = plan.make(
+                asked.stage, gpus=count, nodes=request.nodes, output=Path("model"), rows=terms.rows
+            )
         except InvalidConfig as error:
             lost += error.findings
             continue
@@ -254,11 +272,72 @@ def make(request: Request, gpus: Sequence[int], terms: Terms) -> Forecast:
         rungs=tuple(rungs), shape=shape_of(rungs[0].plan, terms.shape).source, lengths=seen.source,
         attention=attention_of(rungs[0].plan, terms.attention),
         findings=(
-            *dict.fromkeys(lost), *(f for rung in rungs for f in rung.findings), *_unpriced(rungs, terms),
+            *dict.fromkeys(lost), *_split(rungs), *(f for rung in rungs for f in rung.findings),
+            *_unfit(rungs, terms), *_untrained(rungs), *_unpriced(rungs, terms),
             *_uncompiled(rungs[0].plan),
         ),
         variances=budget.VARIANCES.get((schema.backend, schema.key), ()) if several else (),
     )  # fmt: skip
+
+
+# what is set for any number of GPUs, and what to do at the start
+_ASIDE = frozenset({"derived", "no-probe", "several-nodes"})
+
+
+def _split(rungs: Sequence[Rung]) -> Iterator[Finding]:
+    """What the plans themselves say: once where all counts agree, else with the count."""
+    said = [tuple(f for f in rung.plan.findings if f.code not in _ASIDE) for rung in rungs]
+    for rung, findings in zip(rungs, said, strict=True):
+        for one in findings:
+            if all(one in other for other in said):
+                if rung is rungs[0]:
+                    yield one
+            else:
+                yield replace(one, message=f"{_which(rung)}{one.message}")
+
+
+def _which(rung: Rung) -> str:
+    return f"{rung.plan.gpus * rung.plan.nodes} GPU(s): "
+
+
+def _unfit(rungs: Sequence[Rung], terms: Terms) -> Iterator[Finding]:
+    """Where `--fit` finds nothing: how much a single row a device takes."""
+    for rung in rungs:
+        if not terms.fit or rung.smallest is None:
+            continue
+        yield Finding(
+            severity="note", layer="launch", code="nothing-fits", key="batch.per_device",
+            message=f"{_which(rung)}--fit: no split of the batch fits; {rung.smallest.peak:.1f} GiB with "
+            "one row a device",
+        )  # fmt: skip
+
+
+def _untrained(rungs: Sequence[Rung]) -> Iterator[Finding]:
+    """Why there is not a single step."""
+    stage, values = rungs[0].plan.stage, rungs[0].plan.values
+    only, name = plan.caches_only(stage, values), stage.entry.names.max_steps
+    if only is not None:
+        key = "cache_dataset_only" if only == "data set" else "cache_logprobs_only"
+        does = "tokenised" if only == "data set" else "put through the reference"
+        yield Finding(
+            severity="note", layer="launch", code="caches-only", key=f"args.{key}",
+            message=f"`{key}`: the rows are {does}, and nothing is trained or saved",
+        )  # fmt: skip
+    elif plan.limited(stage, values) == 0:
+        yield Finding(
+            severity="warning", layer="run", code="no-steps", key=f"args.{name}",
+            message=f"`{name}: {values[name]}`: no step is trained, and the model is saved as it was",
+            help="leave it out for whole epochs",
+        )  # fmt: skip
+    else:
+        for rung in rungs:
+            if rung.steps == 0:
+                yield Finding(
+                    severity="warning", layer="run", code="no-steps", key="batch.global",
+                    message=f"{_which(rung)}by these lengths {rung.rows or 0:,} rows are less than one "
+                    "step, and what is not full is left out",
+                    help="fewer GPUs, a smaller batch, or more rows",
+                )  # fmt: skip
 
 
 def _unpriced(rungs: Sequence[Rung], terms: Terms) -> Iterator[Finding]:
@@ -338,35 +417,72 @@ def _rung(planned: Plan, rows: Lengths, terms: Terms, card: _Card) -> Rung:
         attention=attention_of(planned, terms.attention),
     )
     setup = footprint.setup()
-    found = memory.estimate(setup)
+    found = _reached(planned, setup)
     tokens = budget.tokens_per_step(
         cut, per_device=planned.per_device, accumulation=planned.accumulation,
         processes=planned.processes, packed=footprint.packed, dpo=footprint.dpo,
     ) if row is None else budget.tokens_of_rows(row, planned.processes)  # fmt: skip
     speed = _speed(footprint, tokens, terms, card)
-    bill = (
-        Bill(
-            hours=None, cost=None, formula="the speed is not known: --gpu H100, or --tokens-per-second"
-        )
-        if speed is None
-        else budget.bill(
-            steps=planned.steps, tokens=tokens, speed=speed, devices=planned.processes,
-            price=terms.price, reference_rows=_reference_rows(footprint, counted),
-            per_step_rows=_referred(planned, cut),
-        )
-    )  # fmt: skip
-    best = None
-    if card.gib is not None:
+    bill = _bill(footprint, tokens, speed, counted, terms.price)
+    best = smallest = None
+    if card.gib is not None and plan.caches_only(planned.stage, planned.values) != "data set":
         best = budget.fit(
             footprint.setup, total=planned.global_batch, processes=planned.processes, gib=card.gib,
-            margin=MARGIN,
+            margin=MARGIN, memory_of=functools.partial(_reached, planned),
         )  # fmt: skip
-    said = (*_said(planned, found, best, card), *_wasted(planned, cut, row))
+        smallest = _smallest(footprint) if best is None else None
+    said = (*_said(footprint, found, best, card), *_wasted(planned, cut, row))
     return Rung(
         plan=planned, rows=counted, steps=planned.steps, memory=found, gpu_memory=card.gib,
-        tokens=tokens, speed=speed, bill=bill, best=best if terms.fit else None, findings=said,
-        disk=budget.disk(setup, kept=_kept(planned), written=_written(planned)),
+        tokens=tokens, speed=speed, bill=bill, best=best if terms.fit else None, smallest=smallest,
+        findings=said, disk=_disk(planned, setup),
     )  # fmt: skip
+
+
+def _reached(planned: Plan, setup: Setup) -> Memory:
+    """The moments that the run comes to: without a step, what lies before the first one."""
+    whole = memory.estimate(setup)
+    if plan.limited(planned.stage, planned.values) != 0:
+        return whole
+    if plan.caches_only(planned.stage, planned.values) == "data set":
+        return Memory(moments=(Moment(name="tokenising", parts=()),))
+    return Memory(moments=tuple(m for m in whole.moments if m.name in _BEFORE))
+
+
+_BEFORE = ("start", "reference pass")
+
+
+def _smallest(footprint: Footprint) -> Memory:
+    """The memory of one row a device, the global batch kept."""
+    planned = footprint.plan
+    return _reached(planned, footprint.setup(1, planned.global_batch // planned.processes))
+
+
+def _bill(
+    footprint: Footprint, tokens: Tokens, speed: Speed | None, rows: int | None, price: float | None
+) -> Bill:
+    planned = footprint.plan
+    only = plan.caches_only(planned.stage, planned.values)
+    referred = _reference_rows(footprint, rows)
+    unknown = None
+    if only == "data set":
+        unknown = "the data set is only tokenised: how long that takes is not known"
+    elif speed is None:
+        unknown = "the speed is not known: --gpu H100, or --tokens-per-second"
+    elif only is not None and referred is None:
+        unknown = "the rows are not known: --rows"
+    if speed is None or unknown is not None:
+        return Bill(hours=None, cost=None, formula=unknown or "")
+    return budget.bill(
+        steps=planned.steps, tokens=tokens, speed=speed, devices=planned.processes, price=price,
+        reference_rows=referred, per_step_rows=_referred(planned, footprint.rows),
+    )  # fmt: skip
+
+
+def _disk(planned: Plan, setup: Setup) -> Disk:
+    if plan.caches_only(planned.stage, planned.values) is not None:
+        return Disk(model=0.0, checkpoint=0.0, most=0.0, formula="neither checkpoints nor a model")
+    return budget.disk(setup, kept=_kept(planned), written=_written(planned))
 
 
 def _referred(planned: Plan, rows: Lengths) -> int:
@@ -396,24 +512,54 @@ def _reference_rows(footprint: Footprint, rows: int | None) -> int | None:
     return planned.steps * planned.global_batch if reference and planned.steps else None
 
 
-def _said(planned: Plan, found: Memory, best: Fit | None, card: _Card) -> tuple[Finding, ...]:
+def _said(
+    footprint: Footprint, found: Memory, best: Fit | None, card: _Card
+) -> tuple[Finding, ...]:
     if card.gib is None:
         return ()
+    planned = footprint.plan
     origin = planned.stage.config.origin("batch.per_device")
+    inside = memory.fits(found, card.gib, margin=MARGIN)[0]
     told = (
         *budget.too_large(
-            found, gib=card.gib, margin=MARGIN, sharded=planned.stage.entry.torchrun
+            found, gib=card.gib, margin=MARGIN,
+            help=None if inside else _instead(footprint, found, card.gib * (1 - MARGIN)),
         ),
-        *budget.half_empty(
+        *(() if plan.limited(planned.stage, planned.values) == 0 else budget.half_empty(
             found, best, per_device=planned.per_device, accumulation=planned.accumulation,
             gib=card.gib, key="batch.per_device",
-        ),
+        )),
     )  # fmt: skip
     which = f"{planned.gpus * planned.nodes} GPU(s): "
     return tuple(
         replace(one, message=which + one.message, file=origin.file, line=origin.line)
         for one in told
     )
+
+
+def _instead(footprint: Footprint, now: Memory, usable: float) -> str:
+    """What of this set-up can be turned so that it fits, by the same estimate; else what comes nearest."""
+
+    def peak_of(chosen: Sequence[Way]) -> float | None:
+        other = turned(footprint, chosen)
+        if other is None:
+            return None
+        try:
+            return _reached(other.plan, other.setup()).peak
+        except InvalidConfig:
+            return None
+
+    found = budget.mends(ways(footprint), peak_of, now=now.peak, usable=usable)
+    told = [
+        f"{' with '.join(way.words for way in chosen)} ({peak:.1f} GiB)" for chosen, peak in found
+    ]
+    if found and found[0][1] <= usable:
+        return f"this fits: {'; or '.join(told[:3])}"
+    shorter = ", shorter rows" if max(memory.KINDS, key=now.of) in ("logits", "activations") else ""
+    rest = f"a card with more memory{shorter}, or a smaller model"
+    if not found:
+        return f"nothing that can be turned takes less: {rest}"
+    return f"nothing that can be turned fits, the nearest is {told[0]}: {rest}"
 
 
 def _kept(planned: Plan) -> int:
@@ -429,6 +575,8 @@ def _kept(planned: Plan) -> int:
 def _written(planned: Plan) -> int | None:
     """Checkpoints of the whole run; None where that is not known."""
     every = checkpointing.interval(planned)
+    if planned.steps == 0:
+        return 0
     if every == "epoch":
         epochs = planned.values.get(planned.stage.entry.names.epochs)
         return math.ceil(epochs) if isinstance(epochs, int | float) else None

@@ -12,7 +12,8 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -126,16 +127,31 @@ def scan(path: Path, patterns: Sequence[Pattern]) -> Log:
     """Read a console log of any size, in pieces, into a `Log`; it may be compressed by gzip.
 
     Lines are counted by line feeds; carriage returns divide a line into segments. A log that is
-    still written to is read as far as it goes now. Raises OSError if the file cannot be read;
-    nothing in its content raises.
+    still written to is read as far as it goes now, a pipe to its end. Raises OSError if the file
+    cannot be read; nothing in its content raises.
     """
     reading = _Reading(patterns=tuple(patterns))
-    with opened(path) as pieces:
+    with _kept(path) as file, opened(file) as pieces:
         line = 1
         for survey in _surveys(pieces, reading.patterns):
             reading.take(survey, line)
             line += survey.feeds
         return reading.log(path, line if pieces.cut_off else line - 1)
+
+
+@contextmanager
+def _kept(path: Path) -> Iterator[Path]:
+    """The file itself, or a copy of what can be read but once: pieces are read in any order."""
+    if path.is_file() or path.is_dir() or not path.exists():
+        yield path
+        return
+    import shutil
+    import tempfile
+
+    with path.open("rb") as pipe, tempfile.NamedTemporaryFile(prefix="launch-log-") as copy:
+        shutil.copyfileobj(pipe, copy)
+        copy.flush()
+        yield Path(copy.name)
 
 
 def _surveys(pieces: Pieces, patterns: Sequence[Pattern]) -> list[Survey]:

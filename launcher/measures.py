@@ -144,9 +144,11 @@ def _first_rank(evidence: Evidence) -> RankRecord | None:
 
 
 def _norms(evidence: Evidence) -> dict[str, float | None]:
-    """The gradient norm of the last step, and the largest."""
+    """The gradient norm of the last step, and the largest, of all attempts that came to this."""
     record = _first_rank(evidence)
-    norms = [s.grad_norm for s in record.steps if s.grad_norm is not None] if record else []
+    own = [s.grad_norm for s in record.steps if s.grad_norm is not None] if record else []
+    # without the probe no norm is known of every step
+    norms = [*evidence.norms_before, *own] if own else []
     return {
         "last_grad_norm": norms[-1] if norms else None,
         "max_grad_norm": max(norms, default=None),

@@ -15,6 +15,8 @@ from launcher.errors import Finding, brief
 from launcher.schema import Read, Schema, Values
 
 _UNKNOWN = object()
+_WAYS = 3
+"""Of the places that would read an argument, each under a condition of its own, so many are named."""
 _FOLDER_AS_IT_IS = "do_not_randomize_output_dir"
 
 
@@ -131,15 +133,21 @@ def _closed(
     closed: list[tuple[str, ...]],
     known: Mapping[str, Any],
 ) -> Finding:
-    # what stands in the way everywhere, or else in the first place that reads it
+    # what stands in the way everywhere, or else in each of the places that read it
     everywhere = set(closed[0]).intersection(*closed[1:])
-    way = tuple(c for c in closed[0] if c in everywhere) or closed[0]
-    names = sorted({one for c in way for one in conditions.names(c)})
-    where = ", ".join(dict.fromkeys(read.where for read in reads[:2]))
+    way = tuple(c for c in closed[0] if c in everywhere)
+    first: dict[tuple[str, ...], Read] = {}
+    for each, read in zip(closed, reads, strict=True):
+        first.setdefault(each, read)
+    ways, places = ([way], reads[:2]) if way else (list(first), list(first.values()))
+    ways, places = ways[:_WAYS], places[:_WAYS]
+    names = sorted({one for each in ways for c in each for one in conditions.names(c)})
+    where = ", ".join(dict.fromkeys(read.where for read in places))
     state = _state(names, known)
     return Finding(
         severity="warning", layer="run", code="conditional-key", key=f"args.{name}",
-        message=f"`{name}` does nothing here: it is read only where {shown(way)} ({where}), and {state}",
+        message=f"`{name}` does nothing here: it is read only where {' or '.join(map(shown, ways))} "
+        f"({where}), and {state}",
         help=entry.instead.get(name, "delete the line, or set what it needs"),
     )  # fmt: skip
 

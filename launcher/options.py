@@ -124,14 +124,9 @@ def read(
     """
     findings = unknown(config, fields)
     raw = config.options
-    backend = raw.get("backend")
-    if backend is None:
-        backend = "open_instruct"
-    elif not isinstance(backend, str) or backend not in BACKENDS:
-        findings.append(
-            _bad(config, "backend", f"`{brief(backend)}` is no backend", _one_of(BACKENDS))
-        )
-        backend = "open_instruct"
+    unlike = backend_fault(config)
+    findings += [unlike] if unlike is not None else []
+    backend = str(raw.get("backend") or "open_instruct") if unlike is None else "open_instruct"
     precision = raw.get("mixed_precision")
     # a plain `no` is a boolean in YAML
     precision = "no" if precision is False else precision
@@ -220,6 +215,16 @@ def stage_fault(config: Config) -> Finding | None:
     if given is None:
         return _bad(config, "stage", "`stage` is missing", "add `stage: sft` or `stage: dpo`")
     return _bad(config, "stage", f"`{brief(given)}` is no stage", _one_of(STAGES))
+
+
+def backend_fault(config: Config) -> Finding | None:
+    """Why the backend that a file names is none; None where it is one, or none is named."""
+    given = config.options.get("backend")
+    if given is None or (isinstance(given, str) and given in BACKENDS):
+        return None
+    near = difflib.get_close_matches(str(given).lower().replace("-", "_"), BACKENDS, n=1)
+    help = f"did you mean `{near[0]}`?" if near else _one_of(BACKENDS)
+    return _bad(config, "backend", f"`{brief(given)}` is no backend", help)
 
 
 def _one_of(names: Iterable[str]) -> str:

@@ -19,7 +19,7 @@ Shape = Literal["stage", "wrapped", "flat"]
 # Ours: everything else that an override names without `args.` is an argument of upstream's.
 OPTIONS = frozenset(
     {"stage", "backend", "deepspeed", "mixed_precision", "batch", "expect", "on_violation", "on_hang",
-     "probe", "name", "slurm", "skypilot", "gates", "attention"}
+     "probe", "name", "slurm", "skypilot", "gates", "attention", "script"}
 )  # fmt: skip
 _WRAPPED_OPTIONS = {"deepspeed": "open_instruct.deepspeed_config", "num_gpus": "num_gpus"} | {
     name: f"open_instruct.{name}" for name in ("script", "deepspeed_config")

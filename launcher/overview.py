@@ -19,6 +19,7 @@ from launcher.view import Progress, clock
 COLUMNS = (
     "run", "stage", "state", "step", "loss", "tokens/s", "age", "gpus", "checkpoint", "output", "wandb",
 )  # fmt: skip
+_ENDED = ("finished", "failed", "stopped", "lost")
 _TRACKED = re.compile(rb"View run\b.{0,200}?(https?://[^\s\x1b\"']+)", re.DOTALL)
 _TRACKED_WITHIN = 4 * 2**20
 
@@ -30,13 +31,16 @@ def row(folder: RunFolder) -> dict[str, Any]:
     plan = plan if isinstance(plan, dict) else {}
     progress = Progress(total=plan.get("steps"), world=processes(manifest))
     last_steps(folder, progress)
-    rate = progress.tokens_per_second
+    now, judged = state(folder, progress), rundir.read_json(folder.verdict)
+    # the file of an attempt that goes on is that of the one before
+    rate = _steady(judged) if now in _ENDED else None
+    rate = progress.tokens_per_second if rate is None else rate
     return {
         "run": folder.path.name,
         "path": str(folder.path),
         "stage": manifest.get("stage"),
-        "state": state(folder, progress),
-        "verdict": rundir.read_json(folder.verdict).get("status"),
+        "state": now,
+        "verdict": judged.get("status"),
         "step": progress.step,
         "steps": progress.total,
         "loss": None if progress.loss is None else round(progress.loss, 4),
@@ -47,6 +51,13 @@ def row(folder: RunFolder) -> dict[str, Any]:
         "output": manifest.get("output"),
         "wandb": _tracked(folder, manifest),
     }
+
+
+def _steady(judged: Mapping[str, Any]) -> float | None:
+    """The speed that a verdict came to: that of all steady steps, and of every rank."""
+    metrics = judged.get("metrics")
+    rate = metrics.get("tokens_per_second") if isinstance(metrics, dict) else None
+    return rate if isinstance(rate, int | float) else None
 
 
 def _saved(manifest: Mapping[str, Any]) -> str | None:

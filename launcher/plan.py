@@ -97,13 +97,13 @@ def titled(kind: str, name: str) -> str:
 
 def make(
     stage: Stage, *, gpus: int, nodes: int = 1, output: Path | None = None,
-    packages: Mapping[str, str] | None = None,
+    packages: Mapping[str, str] | None = None, rows: int | None = None,
 ) -> Plan:  # fmt: skip
     """Solve the batch for this many GPUs (a node) and settle every argument.
 
     `output` is where the model goes when the stage file names no place; `packages` are those of the
-    trainer's Python, where they count. Raises InvalidConfig with
-    the nearest possible splits where the global batch cannot be divided.
+    trainer's Python, where they count; `rows` are those of the data set where somebody says how many.
+    Raises InvalidConfig with the nearest possible splits where the global batch cannot be divided.
     """
     names = stage.entry.names
     # GPUs that share a sequence work on the same rows (finetune.py:737), those that share each matrix
@@ -145,7 +145,7 @@ def make(
         if not stage.entry.torchrun and "do_not_randomize_output_dir" in stage.schema.fields:
             derived.setdefault("do_not_randomize_output_dir", Derived(value=True, why=why))
     values = Values(stage.schema, {**stage.args, **{k: d.value for k, d in derived.items()}})
-    rows = count_rows(stage, values)
+    rows = count_rows(stage, values) if rows is None else rows
     notes += _packed_and_few(stage, rows, per_device, accumulation, devices)
     return Plan(
         stage=stage, gpus=gpus, nodes=nodes, per_device=per_device, accumulation=accumulation,
@@ -327,13 +327,39 @@ def nearest(numbers: Sequence[int], to: int) -> list[int]:
 
 def _steps(stage: Stage, values: Values, rows: int | None, batch: int) -> int | None:
     """Optimizer steps in all; an epoch's last batch is rounded up (finetune.py:692, trainer.py)."""
-    names = stage.entry.names
-    limit = values[names.max_steps]
-    if isinstance(limit, int) and limit > 0:
+    if (limit := limited(stage, values)) is not None:
         return limit
     if rows is None or _repacked(stage, values):
         return None
     return steps_of(stage, values, rows, batch)
+
+
+def limited(stage: Stage, values: Values) -> int | None:
+    """Steps that are trained however many rows there are; None where the rows decide.
+
+    open-instruct's scripts take every limit but None for one, 0 and -1 too: no epoch is begun
+    (finetune.py:693, finetune.py:723, dpo_tune_cache.py:441, dpo.py:281, dpo.py:344). TRL's -1 and 0
+    stand for none (transformers/trainer.py:2450).
+    """
+    if caches_only(stage, values) is not None:
+        return 0
+    limit = values[stage.entry.names.max_steps]
+    if not isinstance(limit, int) or (stage.options.backend == "trl" and limit < 1):
+        return None
+    return max(0, limit)
+
+
+def caches_only(stage: Stage, values: Values) -> str | None:
+    """What a run ends after, without a step and without a model: `data set`, or dpo.py's `reference pass`.
+
+    finetune.py:520, dpo_tune_cache.py:267, dpo.py:182; of the DPO scripts only dpo.py ends after the
+    reference (dpo.py:335).
+    """
+    if values.get("cache_dataset_only"):
+        return "data set"
+    if stage.entry.torchrun and values.get("cache_logprobs_only"):
+        return "reference pass"
+    return None
 
 
 def steps_of(stage: Stage, values: Values, rows: int, batch: int) -> int | None:

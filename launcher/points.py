@@ -46,6 +46,16 @@ _STALE_HELP = (
 )
 
 
+_MEAN_HELP = (
+    "`train_loss` is the mean over all steps, so the loss of a step was not finite: `logging_steps: 1` "
+    "shows which, `logging_nan_inf_filter: false` shows it as it was"
+)
+_EVALUATED_HELP = (
+    "a row of the evaluation without any label (all of it cut off or masked) makes its mean nan, and "
+    "so do weights that are broken: evaluate the saved model on its own"
+)
+
+
 # What the probe says of a broken contract, in a log that came without its records.
 _NOT_FINITE = re.compile(
     r"(?:loss|gradient) is -?(?:nan|inf)\w* \((?:step (?P<step>\d+)|[^,]*), rank (?P<rank>\d+)\)"
@@ -301,12 +311,31 @@ def _loss(evidence: Evidence, _want: str | None) -> Seen:
         begun = not log or not log.blocks or log.first("total_steps", "progress") or ranks
         cites = tuple(b[2] for b in bad)
         return Seen(state="nonfinite", proved=bool(begun), cites=cites, detail=detail)
+    means = _nonfinite_means(log)
+    if means:
+        named = ", ".join(f"{s.fields['what']} is {s.fields['value']}" for s in means)
+        cites, detail["reason"] = _of_signals(log, means), f"the log says that {named}"
+        if any(s.fields["what"] == "train_loss" for s in means):
+            # a sum over all steps: one of them made it so, and nothing tells which
+            detail |= {"first_step": None, "rank": None, "help": _MEAN_HELP}
+            return Seen(state="nonfinite", cites=cites, detail=detail)
+        detail["help"] = _EVALUATED_HELP
     if not losses(evidence):
         return Seen(state="none_logged", proved=False, detail=detail)
+    if means:
+        # an evaluation proves nothing of the training, and is no good news of it
+        return Seen(state="finite", proved=False, cites=cites, detail=detail)
     if log and not ranks and (doubt := _doubt(log.steps)) is not None:
         detail["reason"] = doubt[1]
         return Seen(state="finite", proved=False, cites=(_of_line(log, doubt[0]),), detail=detail)
     return Seen(state="finite", cites=_of_losses(evidence), detail=detail)
+
+
+def _nonfinite_means(log: Log | None) -> tuple[Signal, ...]:
+    """The first word for each mean of losses that HF Trainer says is not finite."""
+    # in a log of open-instruct's it is a word of the training data
+    said = log.all("mean_nonfinite") if log is not None and not log.blocks else ()
+    return tuple({s.fields["what"]: s for s in reversed(said)}.values())[::-1]
 
 
 def _said(evidence: Evidence) -> tuple[Signal, ...]:

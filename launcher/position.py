@@ -70,7 +70,7 @@ class Wrong:
     """Why a resume would not go on where the checkpoint was saved; `reason` is stable.
 
     `place` (other rows), `order` (rows of another epoch's order), `skips` (rows left out later), `over`
-    (a step after the last one), `count` (steps counted wrongly).
+    (a step after the last one), `count` (steps counted wrongly), `again` (the epoch from its beginning).
     """
 
     reason: str
@@ -147,12 +147,13 @@ def of_epoch(epoch: int, was: Shape, now: Shape) -> Wrong | None:
 
 
 def of_trl(
-    step: int, epochs: float | None, was: int | None, now: int, total: int | None
-) -> Wrong | None:
+    step: int, epochs: float | None, was: int | None, now: int, total: int | None, *,
+    skips: bool = True,
+) -> Wrong | None:  # fmt: skip
     """What goes wrong when transformers resumes from `checkpoint-N`.
 
     `epochs` is what the state says of the place, `was` and `now` are the rows of a step, `total` the
-    last step.
+    last step. Unless it `skips` (not `ignore_data_skip`), the epoch begins again.
     """
     inside = epochs is None or not math.isclose(epochs, round(epochs), abs_tol=1e-9)
     if total is not None and step >= total and inside:
@@ -162,6 +163,11 @@ def of_trl(
     if was is not None and was != now and step and (total is None or step < total):
         return Wrong(
             "place", f"a step took {was} rows and takes {now}: {step} steps are another place"
+        )
+    if not skips and inside and step and (total is None or step < total):
+        return Wrong(
+            "again",
+            "it was saved inside an epoch, and `ignore_data_skip` would begin that again at its first rows",
         )
     return None
 

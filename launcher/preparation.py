@@ -11,6 +11,7 @@ from typing import Any
 from launcher import (
     caches,
     checkpointing,
+    claim,
     command,
     config,
     contents,
@@ -25,8 +26,9 @@ from launcher import (
 from launcher import stage as stages
 from launcher.command import Command
 from launcher.devices import Devices, Look
-from launcher.errors import Finding, InvalidConfig, UsageError, errors
+from launcher.errors import Finding, InvalidConfig, NotReady, UsageError, errors
 from launcher.machine import Trainer
+from launcher.paths import exists
 from launcher.plan import Plan
 from launcher.rendezvous import Rendezvous
 from launcher.rundir import RunFolder
@@ -86,6 +88,7 @@ class Prepared:
     """Everything decided, nothing started.
 
     `here` is which of several machines this is, `forecast` what the plan says of memory, time and disk.
+    `apart` is the folder of a dry run's command where `folder` is an earlier run's: it is not written into.
     """
 
     request: Request
@@ -103,6 +106,7 @@ class Prepared:
     asked: Path | None = None
     holds: tuple[dict[str, Any], ...] = ()
     forecast: Mapping[str, Any] | None = None
+    apart: RunFolder | None = None
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -119,7 +123,7 @@ class Prepared:
             "argv": list(shown.argv),
             "env": dict(shown.env),
             "cwd": str(shown.cwd),
-            "run": str(self.folder.path),
+            "run": str((self.apart or self.folder).path),
         }
 
     def for_record(self) -> dict[str, Any]:
@@ -205,6 +209,10 @@ def prepare(request: Request, *, running: bool) -> Prepared:
     else:
         folder = request.folder
         attempt = max(one.attempts() for one in folder.nodes()) + 1
+    apart = None
+    if not running and exists(folder.path):
+        # what is pasted is no attempt of that run, and must not write into its record
+        apart, _ = rundir.choose(stage.options.stage, stage.name, None, root)
     before = folder if attempt > 1 else None
     decision, holds = resume.Decision(), list[dict[str, Any]]()
     try:
@@ -243,7 +251,7 @@ def prepare(request: Request, *, running: bool) -> Prepared:
     built = command.build(
         made,
         trainer,
-        folder.path,
+        (apart or folder).path,
         environ=os.environ,
         caches=caches.environment(held),
         devices=None if chosen is None or not gpus else chosen.env(),
@@ -253,7 +261,38 @@ def prepare(request: Request, *, running: bool) -> Prepared:
         request=request, here=here, plan=made, command=built, trainer=trainer, folder=folder, attempt=attempt,
         output=None if final is None else final.absolute(), caches=held, devices=chosen,
         warnings=warnings, decision=decision, asked=wanted, holds=tuple(holds),
+        apart=apart,
     )  # fmt: skip
+
+
+def of_earlier_run(dry: Prepared) -> tuple[Finding, ...]:
+    """What a start would make of the run here whose output a dry run's command writes into.
+
+    The command itself knows nothing of it. Raises UsageError like `resume.judge`.
+    """
+    folder = dry.folder
+    if dry.attempt == 1 or (told := rundir.read_manifest(folder)) == {}:
+        return ()
+    if claim.live_run_into(dry.output) is not None:
+        return resume.of_a_bare_command(None, dry.plan, dry.output, folder)
+    # as for a run: of what is installed here
+    made = plan.make(
+        dry.plan.stage, gpus=dry.plan.gpus, nodes=dry.plan.nodes, output=folder.path / "model",
+        packages=dry.trainer.packages,
+    )  # fmt: skip
+    name = made.stage.entry.names.output
+    made = resume.applied(made, {n: d for n, d in dry.plan.derived.items() if n == name})
+    try:
+        held = caches.derive(made, dry.trainer.packages)
+        made = caches.applied(made, held)
+        decision = resume.judge(
+            made, output=dry.output, folder=folder, manifest=told, trainer=dry.trainer, caches=held,
+            now=contents.of_plan(made), allowed=dry.request.allowed,
+        )  # fmt: skip
+    except NotReady:
+        # a dry run may name what is not here, and then nothing starts here either
+        return ()
+    return resume.of_a_bare_command(decision, made, dry.output, folder)
 
 
 def _in_situation(made: Plan, trainer: Trainer, before: RunFolder | None, *, running: bool) -> Plan:

@@ -7,8 +7,11 @@ cannot be extended by launch's own keys: of those the whole stage is written.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import re
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,33 +135,49 @@ def write(proposal: Proposal, place: Path) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         rundir.write_text(place, proposal.text(place))
     except OSError as error:
-        raise rundir.not_writable(place, error.strerror) from None
+        raise _unwritable(place, error.strerror) from None
 
 
 def require_free(place: Path, source: Path) -> None:
     """Raise UsageError where a file of somebody's own would be overwritten, NotReady where none can be."""
-    if not place.exists():
-        _require_writable(place)
-        return
-    try:
-        ours = place.is_file() and place.read_text(encoding="utf-8").startswith(MARK)
-    except (OSError, ValueError):
-        ours = False
-    if not ours or place.resolve() == source.resolve():
-        raise usage("would-overwrite", f"{place} is there, and no file that `tune` wrote",
-                    "another name with -o")  # fmt: skip
+    # unlike `Path.exists` it takes a folder that may not be looked into for one without the file
+    if os.path.exists(place):
+        try:
+            ours = place.is_file() and place.read_text(encoding="utf-8").startswith(MARK)
+        except (OSError, ValueError):
+            ours = False
+        if not ours or place.resolve() == source.resolve():
+            raise usage("would-overwrite", f"{place} is there, and no file that `tune` wrote",
+                        "another name with -o")  # fmt: skip
+    _require_writable(place)
 
 
 def _require_writable(place: Path) -> None:
-    """Said before hours of trials, not after them."""
-    folder = next(one for one in place.absolute().parents if one.exists())
-    if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):
-        return
-    why = "is not writable" if folder.is_dir() else "is a file"
-    raise NotReady(
+    """Said before hours of trials, not after them; what it makes to find out it takes away again."""
+    folders = place.absolute().parents
+    missing = list(itertools.takewhile(lambda one: not os.path.exists(one), folders))
+    folder = folders[len(missing)]
+    if not folder.is_dir():
+        raise _unwritable(place, f"{folder} is a file")
+    try:
+        # permissions do not tell: root has them all, also in /proc and on what is mounted read-only
+        place.parent.mkdir(parents=True, exist_ok=True)
+        half = place.with_name(f".{place.name}.{secrets.token_hex(6)}")
+        half.touch(exist_ok=False)
+        half.unlink()
+    except OSError as error:
+        raise _unwritable(place, f"{folder}: {error.strerror}") from None
+    finally:
+        for one in missing:
+            with contextlib.suppress(OSError):
+                one.rmdir()
+
+
+def _unwritable(place: Path, reason: str | None) -> NotReady:
+    return NotReady(
         Finding(
             severity="error", layer="launch", code="unwritable-file", file=str(place),
-            message=f"the stage file cannot be written: {folder} {why}", help="another name with -o",
+            message=f"the stage file cannot be written: {reason}", help="another name with -o",
         )
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher import noops, plan
+from launcher import noops, plan, rules
 from launcher.errors import Finding
 from launcher.overrides import spelt
 from launcher.schema import Values
@@ -193,11 +193,17 @@ def _is(value: Any, wanted: Any) -> bool:
 
 def _idle(stage: Stage, changes: Mapping[str, Any]) -> list[str]:
     """Arguments of the stage that do nothing once it is short, and would be warned of."""
-    before = {finding.key for finding in noops.find(stage.values, stage.entry)}
+    before = {finding.key for finding in _unread(stage, stage.values)}
     given = {name: value for name, value in {**stage.args, **changes}.items() if value is not None}
-    after = noops.find(Values(stage.schema, given), stage.entry)
+    after = _unread(stage, Values(stage.schema, given))
     keys = [finding.key for finding in after if finding.key and finding.key not in before]
     return [key.removeprefix("args.") for key in keys]
+
+
+def _unread(stage: Stage, values: Values) -> Iterator[Finding]:
+    """What does nothing, by the reads of the source and by the rules that know more of them."""
+    yield from noops.find(values, stage.entry)
+    yield from (found for found in rules.apply(values) if found.code == "conditional-key")
 
 
 def _uncut(stage: Stage, steps: int, batch: int | None) -> Iterator[Finding]:

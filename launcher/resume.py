@@ -189,6 +189,57 @@ def aside_folder(output: Path) -> Path:
     return output.with_name(f"{output.name}.set-aside")
 
 
+# --- without the decision ---------------------------------------------------------------------------
+
+
+def of_a_bare_command(
+    decision: Decision | None, plan: Plan, output: Path | None, folder: RunFolder
+) -> tuple[Finding, ...]:
+    """What to know of a command that is pasted where a run has been: it carries no decision out.
+
+    `decision` is what a start would come to, None while that run is still going on.
+    """
+    found = decision.findings if decision is not None else ()
+    refused = next((one for one in found if one.severity == "error"), None)
+    if decision is None:
+        would = "refuse it, as that run is still going on"
+    elif refused is not None:
+        would = f"refuse it ({refused.code}: {refused.message})"
+    elif decision.kind == "finished":
+        would = "train nothing, it is finished"
+    elif decision.checkpoint is not None:
+        would = f"go on from {decision.checkpoint.name}"
+    else:
+        return ()
+    name = plan.stage.entry.names.output
+    said = Finding(
+        severity="warning", layer="launch", code="earlier-run", key=f"args.{name}",
+        message=f"{output} is that of {folder.path.name}: launch itself would {would}; this line "
+        f"{_of_upstream(plan, output)}",
+        help="say it without --dry-run, or with --fresh for a line that takes a folder beside it",
+    )  # fmt: skip
+    return (placed(plan.stage.config, said),)
+
+
+def _of_upstream(plan: Plan, output: Path | None) -> str:
+    """What upstream does in a folder that has been trained into, told nothing by us."""
+    if plan.stage.options.backend == "trl":
+        # trl/scripts/sft.py:113
+        named = plan.values.get("resume_from_checkpoint")
+        return f"goes on from {named}" if named else "begins anew and writes over what it left"
+    taken = _taken_by_upstream(plan.stage.options.backend, output)
+    if taken is not None:
+        return f"goes on from {taken.name}, whatever has changed since"
+    return "trains into the same folder"
+
+
+def _taken_by_upstream(backend: str, output: Path | None) -> Path | None:
+    try:
+        return checkpoints.taken_by_upstream(backend, output)
+    except ValueError:
+        return None
+
+
 # --- the decision ----------------------------------------------------------------------------------
 
 
@@ -246,7 +297,7 @@ class _Judge:
         found = checkpoints.find(self.backend, self.output)
         kept = tuple(one.name for one in found)
         said = [*self._strange(), *self._beforehand()]
-        taken = None if said and errors(said) else self._taken_by_upstream()
+        taken = None if said and errors(said) else _taken_by_upstream(self.backend, self.output)
         chosen = next((one for one in found if one.path == taken), None)
         if chosen is None:
             return Decision(kept=kept, findings=tuple(said))
@@ -283,7 +334,8 @@ class _Judge:
         aside = self._in_the_way(found, chosen)
         said = [
             self._goes_on(chosen), *self._strange(), *self._said(changed, chosen),
-            *self._went_back(chosen, passed), *self._reference_gone(changed), *self._moved(aside),
+            *self._begins_again(chosen), *self._went_back(chosen, passed),
+            *self._reference_gone(changed), *self._moved(aside),
         ]  # fmt: skip
         return Decision(
             kind="resume", checkpoint=chosen, step=self.attempts.steps(chosen),
@@ -366,7 +418,10 @@ class _Judge:
         """
         newest = whole[-1]
         first = self._wrong(newest)
-        if first is None or "position" in self.allowed:
+        allowed = (
+            {"position", changes.SKIPPING} if first and first.reason == "again" else {"position"}
+        )
+        if first is None or allowed & self.allowed:
             return newest, first, None
         for one in reversed(whole[:-1]):
             if self._wrong(one) is None:
@@ -377,12 +432,7 @@ class _Judge:
         """Why upstream would not go on where this checkpoint was saved."""
         told = self.attempts.maker(one)
         if self.backend == "trl":
-            before = earlier.number(earlier.mapping(told.get("plan")).get("global"))
-            skips = not self.plan.values.get("ignore_data_skip")
-            return position.of_trl(
-                one.number, one.epochs, before if skips else None, self.plan.global_batch,
-                self.attempts.total(),
-            )  # fmt: skip
+            return self._wrong_of_trl(one, told)
         was, now = self.attempts.shape(told), self.attempts.shape()
         if was is None or now is None:
             return None
@@ -393,18 +443,33 @@ class _Judge:
             keeps_order=checkpointing.keeps_order(self.trainer),
         )  # fmt: skip
 
+    def _wrong_of_trl(self, one: Checkpoint, told: Manifest) -> Wrong | None:
+        before = earlier.number(earlier.mapping(told.get("plan")).get("global"))
+        ignored, ignores = self._skipping(told)
+        # what it ignored from the start is what was asked for, and said (see `_begins_again`)
+        wrong = position.of_trl(
+            one.number, one.epochs, before, self.plan.global_batch, self.attempts.total(),
+            skips=ignored or not ignores,
+        )  # fmt: skip
+        if wrong is None and ignored and not ignores and _begun(told):
+            return Wrong(
+                "again",
+                "the attempt that saved it had begun an epoch again, and rows that it never reached would be "
+                "skipped",
+            )
+        return wrong
+
+    def _skipping(self, told: Manifest) -> tuple[bool, bool]:
+        """Whether an attempt ignored the place in the data, and whether this one does."""
+        name = changes.SKIPPING
+        return bool(earlier.value_of(told, name)), bool(self.plan.values.get(name))
+
     def _taken(self, one: Checkpoint) -> Place:
         """Where upstream goes on in the data."""
         if one.kind == "epoch":
             return Place(one.number + 1, 0)
         shape = self.attempts.shape() if self.backend == "open_instruct" else None
         return Place(0, 0) if shape is None else position.counted(shape, one.number)
-
-    def _taken_by_upstream(self) -> Path | None:
-        try:
-            return checkpoints.taken_by_upstream(self.backend, self.output)
-        except ValueError:
-            return None
 
     def _told(self, chosen: Checkpoint) -> dict[str, Derived]:
         if self.backend != "trl":
@@ -453,6 +518,13 @@ class _Judge:
         """The changes, with the place that they come to; a wrong place without any is one of its own."""
         if wrong is None:
             return found
+        if wrong.reason == "again":
+            ignored, ignores = self._skipping(self.attempts.maker(chosen))
+            more = Change(
+                what=changes.SKIPPING, key=changes.SKIPPING, before=ignored, after=ignores,
+                effect=wrong.text, severity="error",
+            )  # fmt: skip
+            return [*found, more]
         batch = [one for one in found if one.what in changes.BATCH]
         if not batch or wrong.reason not in ("place", "count"):
             more = Change(
@@ -468,7 +540,7 @@ class _Judge:
         """One finding a change: an error where it is one and was not allowed."""
         for one in changed:
             allowed = one.what in self.allowed
-            allowed = allowed or (one.what in changes.BATCH and "position" in self.allowed)
+            allowed = allowed or (one.what in changes.PLACE and "position" in self.allowed)
             severity: Severity = "warning" if allowed and one.severity == "error" else one.severity
             yield self._say(
                 severity, "resume-inexact" if one.what == "position" else "resume-changed",
@@ -502,6 +574,22 @@ class _Judge:
         left = "" if total is None else f", {max(0, total - begun)} of {total} steps are left"
         message = f"goes on from {chosen.path}{left}"
         return self._say("note", "resumes", message, "--fresh starts over, beside it")
+
+    def _begins_again(self, chosen: Checkpoint) -> Iterator[Finding]:
+        """What was asked for from the start is no change, and still another place."""
+        told = self.attempts.maker(chosen)
+        if self.backend != "trl" or self._skipping(told) != (True, True):
+            return
+        now = self.plan.global_batch
+        wrong = position.of_trl(
+            chosen.number, chosen.epochs, now, now, self.attempts.total(), skips=False
+        )
+        if wrong is not None and wrong.reason == "again":
+            yield self._say(
+                "warning", "resume-inexact", f"going on from {chosen.name}: {wrong.text}",
+                None if _begun(told) else "delete the line to go on where it was saved",
+                key=changes.SKIPPING,
+            )  # fmt: skip
 
     def _went_back(
         self, chosen: Checkpoint, passed: tuple[Checkpoint, Wrong] | None
@@ -544,3 +632,8 @@ class _Judge:
             severity=severity, layer="run" if severity == "error" else "launch", code=code,
             key=f"args.{key or self.plan.stage.entry.names.output}", message=message, help=help,
         )  # fmt: skip
+
+
+def _begun(told: Manifest) -> int:
+    """The step that an attempt went on from."""
+    return earlier.number(earlier.mapping(told.get("resume")).get("step")) or 0

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 from launcher.backends.open_instruct import OLMO_CORE
-from launcher.backends.rule import Rule
+from launcher.backends.rule import Rule, as_it_stands
 from launcher.errors import Finding
 from launcher.schema import NoSuchField, Values
 
@@ -42,4 +42,4 @@ def apply(values: Values) -> Iterator[Finding]:
     for rule in of_script(values.schema.backend, values.schema.key):
         # at another commit than the pin: a rule about a field that is not there has nothing to say
         with suppress(NoSuchField):
-            yield from rule(values)
+            yield from as_it_stands(rule, rule(values), values.schema)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -217,6 +217,7 @@ class Schema:
     the reads of other scripts that parse the same dataclasses. `entry` is the script's key among those
     of its backend: the stage's name, but for a further script of the stage. `models` are the hub names
     that it knows, each with its config's name, and `configs` all such names; empty where it takes any.
+    `stands` tells whether a line that a rule cites is still there; None at the pin, where all are.
     """
 
     backend: str
@@ -235,6 +236,7 @@ class Schema:
     entry: str = ""
     models: Mapping[str, str] = field(default_factory=dict)
     configs: frozenset[str] = frozenset()
+    stands: Callable[[str], bool] | None = field(default=None, compare=False, repr=False)
 
     @property
     def key(self) -> str:

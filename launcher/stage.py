@@ -98,6 +98,7 @@ def judge(
     findings += _said_once(config, findings, noops.find(values, entry), ("error", "warning"))
     findings += [arguments.placed(config, fault) for fault in _batch_faults(opts, entry, values)]
     findings += [arguments.placed(config, fault) for fault in _attention_faults(opts, config)]
+    findings += [arguments.placed(config, fault) for fault in _expect_faults(opts, entry, values)]
     said = {finding.key for finding in findings if finding.severity == "error"}
     around = situation.findings(config, opts, entry, values, running=running)
     findings += [finding for finding in around if finding.key not in meant | said]
@@ -177,6 +178,30 @@ def _attention_faults(opts: Options, config: Config) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def _expect_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Finding]:
+    """What `expect:` asks of a run that these arguments do not ask for."""
+    names = entry.names
+    liger = bool(names.liger and values.get(names.liger)) and not entry.torchrun
+    packed = bool(names.packing and values.get(names.packing)) or bool(values.get("padding_free"))
+    wanted = (
+        ("liger", {"engaged"}, liger, names.liger, "dpo.py has no Liger" if entry.torchrun else ""),
+        ("packing", {"isolated", "on"}, packed, names.packing, ""),
+    )
+    for point, states, asked, name, none in wanted:
+        state = opts.expect.get(point)
+        if state not in states or asked:
+            continue
+        why = none or f"`{name}` is not true"
+        stops = opts.on_violation == "stop"
+        yield Finding(
+            severity="error" if stops else "warning", layer="launch", code="impossible-expectation",
+            key=f"expect.{point}",
+            message=f"`expect.{point}: {state}` cannot hold: {why}"
+            + (", and the probe would stop the run" if stops else ""),
+            help=f"expect.{point}=off" if none else f"set `{name}: true`, or expect.{point}=off",
+        )  # fmt: skip
+
+
 def _batch_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Finding]:
     """Batch numbers below 1, and those that stand both in `batch:` and among the arguments."""
     batch = opts.batch or Batch()
@@ -220,7 +245,10 @@ def _stage_name(
 ) -> tuple[str | None, list[Finding]]:
     """The stage to check against, None where that makes no sense, and what is wrong so far."""
     faults = list(config.faults)
-    fault = options.stage_fault(config)
+    unlike, fault = options.backend_fault(config), options.stage_fault(config)
+    if unlike is not None:
+        # held against another trainer's arguments, nearly every line would be wrong
+        return None, [*faults, unlike, *([fault] if fault is not None else [])]
     if fault is not None:
         faults.append(fault)
         # a stage that was forgotten can be guessed, and everything else said too

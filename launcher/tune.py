@@ -595,14 +595,18 @@ def _concluded(tuning: Tuning, told: Callable[[str], None], began_with: int) -> 
         # nothing was tried, or nothing could be started
         return Exit.NOT_READY if statuses <= {"refused"} else Exit.TRAINING
     place = tuning.terms.output or tuning.folder / TUNED
-    tuning.place = place
-    proposal.write(
-        Proposal(
-            space=tuning.space, settings=best.candidate.settings, gains=gains(tuning),
-            head=_head(tuning, best, place), overrides=tuning.request.overrides,
-        ),
-        place,
+    proposed = Proposal(
+        space=tuning.space, settings=best.candidate.settings, gains=gains(tuning),
+        head=_head(tuning, best, place), overrides=tuning.request.overrides,
     )  # fmt: skip
+    try:
+        proposal.write(proposed, place)
+    except NotReady as error:
+        # what was measured is there all the same
+        tuning.findings = (*tuning.findings, *error.findings)
+        tuning.write()
+        return Exit.NOT_READY
+    tuning.place = place
     faults = proposal.faults(
         place, tuning.plan.stage.options.stage, tuning.request.checkout,
         allowed=tuning.request.allow_unpinned,
@@ -690,11 +694,11 @@ def ending(tuning: Tuning) -> list[str]:
     ways = "--gpus 0" if not tuning.plan.gpus else f"--gpus {tuning.plan.gpus}"
     others = len(tuning.entries) > 1
     none = "nothing that was tried is faster than" if others else "nothing was tried but"
-    return [
-        *(lines or [f"{none} the file as it is written"]),
-        f"trials: {tuning.folder / FILE}",
-        f"tuned: launch {tuning.plan.stage.options.stage} {shlex.quote(str(tuning.place))} {ways}",
-    ]
+    lines = [*(lines or [f"{none} the file as it is written"]), f"trials: {tuning.folder / FILE}"]
+    if tuning.place is None:
+        return [*lines, "tuned: not written; the same command with another -o does no trial twice"]
+    told = f"launch {tuning.plan.stage.options.stage} {shlex.quote(str(tuning.place))} {ways}"
+    return [*lines, f"tuned: {told}"]
 
 
 def _value(value: object) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
@@ -261,6 +261,7 @@ def load_schema(upstream: Upstream, stage: str, *, allow_unpinned: bool = False)
             schema, reworded=frozenset(told["said"].get(stage, ())) - schema.said,
             # OLMo-core is no part of a checkout
             configs=schema.configs or frozenset(known.get("configs", ())),
+            stands=_standing(upstream, schema.script),
         )  # fmt: skip
     except LookupError as error:
         raise InvalidConfig(
@@ -271,6 +272,15 @@ def load_schema(upstream: Upstream, stage: str, *, allow_unpinned: bool = False)
                 f"{error.args[0]}",
             )
         ) from None  # fmt: skip
+
+
+def _standing(upstream: Upstream, script: str) -> Callable[[str], bool]:
+    from launcher.cited import Standing
+
+    scripts = {entry.script for entry in BACKENDS[upstream.backend].STAGES.values()}
+    raw = files("launcher.snapshots").joinpath("cited.json").read_text(encoding="utf-8")
+    known = json.loads(raw)[upstream.backend]
+    return Standing(known, upstream.packages, frozenset(scripts - {script}))
 
 
 def at_pin(schema: Schema, key: str) -> str | None:

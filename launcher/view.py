@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import typer
 
@@ -93,6 +93,18 @@ class Tail:
                 self.offset, self.rest = behind, b""
 
 
+class Step(NamedTuple):
+    """One optimizer step: when it was over, its tokens, and what it took itself, where that is recorded.
+
+    `interrupted` steps followed a save or an evaluation, which counts into their seconds.
+    """
+
+    elapsed: float
+    tokens: float
+    seconds: float | None
+    interrupted: bool
+
+
 @dataclass(slots=True)
 class Progress:
     """What is known of the run right now; seconds since the probe began, memory in GiB."""
@@ -102,7 +114,7 @@ class Progress:
     loss: float | None = None
     memory_gib: float | None = None
     world: int = 1
-    times: list[tuple[float, float]] = field(default_factory=list)
+    times: list[Step] = field(default_factory=list)
     note: str = "starting"
     exit: int | None = None
 
@@ -117,18 +129,24 @@ class Progress:
             loss, memory = event.get("loss"), event.get("allocated_gib")
             self.loss = loss if isinstance(loss, int | float) else None
             self.memory_gib = memory if isinstance(memory, int | float) else None
-            self.times.append((_number(event.get("elapsed")), _number(event.get("tokens"))))
+            self.times.append(_step(event))
             del self.times[:-WINDOW]
         elif event.get("event") == "end" and isinstance(event.get("exit"), int):
             self.exit = event["exit"]
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Over the last steps, all ranks taken to do what rank 0 does."""
+        """Over the last steps, all ranks taken to do what rank 0 does; as a verdict counts it.
+
+        Saves and evaluations take no part in it, where the record holds the seconds of a step.
+        """
         if len(self.times) < 2:
             return None
-        seconds = self.times[-1][0] - self.times[0][0]
-        tokens = sum(count for _, count in self.times[1:]) * self.world
+        seconds, after = self.times[-1].elapsed - self.times[0].elapsed, self.times[1:]
+        if all(step.seconds is not None for step in after):
+            after = [step for step in after if not step.interrupted]
+            seconds = sum(step.seconds or 0.0 for step in after)
+        tokens = sum(step.tokens for step in after) * self.world
         return tokens / seconds if seconds > 0 and tokens else None
 
     @property
@@ -136,7 +154,7 @@ class Progress:
         """Seconds until the last step at the present pace."""
         if self.total is None or len(self.times) < 2:
             return None
-        pace = (self.times[-1][0] - self.times[0][0]) / (len(self.times) - 1)
+        pace = (self.times[-1].elapsed - self.times[0].elapsed) / (len(self.times) - 1)
         return max(0, self.total - self.step) * pace
 
     def line(self) -> str:
@@ -153,6 +171,15 @@ class Progress:
         if self.memory_gib:
             parts.append(f"{self.memory_gib:.1f} GiB")
         return "   ".join(parts)
+
+
+def _step(event: dict[str, Any]) -> Step:
+    seconds = event.get("seconds")
+    return Step(
+        elapsed=_number(event.get("elapsed")), tokens=_number(event.get("tokens")),
+        seconds=seconds if isinstance(seconds, int | float) else None,
+        interrupted=event.get("interrupted") is True,
+    )  # fmt: skip
 
 
 def _number(value: object) -> float:

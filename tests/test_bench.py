@@ -570,6 +570,19 @@ def test_ctrl_c_says_what_is_known_and_the_same_command_goes_on(world: World) ->
 
 
 @needs_trl
+def test_ctrl_c_says_that_the_same_command_goes_on(world: World) -> None:
+    env = {"BENCH_SCENES": json.dumps({"0.1": {"sleep": 600}})}
+    running = world.started(*words_for(world, *VARY, *SHORT, "--gpus", "1"), env=env)
+    until(lambda: (world.root / "pids" / "trainer-0.1").exists())
+    running.send_signal(signal.SIGINT)
+    out, _ = running.communicate(timeout=PATIENCE_S)
+    assert running.returncode == 130
+    assert b"the same command goes on here, 0 of 4 runs are done" in out
+    # how figures are to be read says nothing where there are none
+    assert b"speed:" not in out and b"bench.json" in out
+
+
+@needs_trl
 def test_utilisation_is_of_the_gpus_of_the_run(world: World) -> None:
     # it is asked once a second, whenever that is: steps of 100 s, the second of which is over
     scenes = {"0.1": {"speed": 5, "first": 0.1, "ago": 150, "asked": 3}}
@@ -665,7 +678,9 @@ def test_what_is_expected_follows_whichever_key_turns_it(
     world: World, expected: str, override: str, told: tuple[str, ...]
 ) -> None:
     path = world.config(learning_rate=0.1)
-    path.write_text(path.read_text() + f"expect: {{{expected}}}\n")
+    # as it is written, some of these could not hold
+    more = f"expect: {{{expected}}}\non_violation: warn\n"
+    path.write_text(path.read_text() + more)
     request = Request(stage=None, config=path, gpus=0, python=Path(sys.executable))
     asked = variants.combinations([], [f"one:{override}"])
     planned = bench.plan(request, asked, steps=5, repeats=1)
@@ -679,6 +694,102 @@ def test_two_variants_that_are_the_same_are_said_to_be(world: World) -> None:
     )
     planned = bench.plan(request, variants.combinations([], ["a:", "b:"]), steps=5, repeats=1)
     assert [finding.code for finding in planned.findings] == ["same-variant"]
+
+
+@needs_trl
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("num_train_epochs=1", "num_train_epochs=2"),
+        ("batch.per_device=2", "name=another"),
+        ("batch.global=4", "batch.global=4,batch.per_device=2"),
+    ],
+)
+def test_two_variants_that_are_the_same_once_they_are_short_are_said_to_be(
+    world: World, one: str, other: str
+) -> None:
+    request = Request(
+        stage=None, config=world.config(learning_rate=0.1), gpus=0, python=Path(sys.executable)
+    )
+    asked = variants.combinations([], [f"a:{one}", f"b:{other}"])
+    planned = bench.plan(request, asked, steps=5, repeats=1)
+    assert [f.message for f in planned.findings if f.code == "same-variant"] == [
+        "[b] its trial is the same as that of a: what differs is noise"
+    ]
+
+
+@needs_trl
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (("max_steps=3", "max_steps=6"), "3, 6 come to 5"),
+        (("", "args.max_steps=6"), "-1, 6 come to 5"),
+        (("output_dir=out", "output_dir=other"), "`output_dir`"),
+        (("save_strategy='no'", "save_strategy=steps"), "no, steps come to no"),
+        (("save_steps=5", "save_steps=10"), "`save_steps`"),
+        (("logging_steps=1", "logging_steps=10"), "`logging_steps`"),
+        (("report_to=none", "report_to=tensorboard"), "come to none"),
+        (("on_hang=report", "on_hang=stop"), "come to stop"),
+        (("probe=off", "probe={profile: 2}"), "`probe`"),
+        (("expect.loss=any", "expect.loss=finite"), "come to finite"),
+    ],
+)
+def test_what_a_trial_has_whatever_is_asked_is_nothing_to_compare(
+    world: World, values: tuple[str, str], said: str
+) -> None:
+    request = Request(
+        stage=None, config=world.config(learning_rate=0.1), gpus=0, python=Path(sys.executable)
+    )
+    asked = variants.combinations([], [f"v{nth}:{text}" for nth, text in enumerate(values)])
+    with pytest.raises(UsageError) as refused:
+        bench.plan(request, asked, steps=5, repeats=1)
+    assert {finding.code for finding in refused.value.findings} == {"set-by-bench"}
+    assert said in str(refused.value)
+
+
+@needs_trl
+def test_warm_up_that_comes_to_the_same_in_so_few_steps_is_said(world: World) -> None:
+    """What else the variant is about can be compared all the same."""
+    path = world.config(learning_rate=0.1, warmup_steps=10, max_steps=1000)
+    request = Request(stage=None, config=path, gpus=0, python=Path(sys.executable))
+    asked = variants.combinations([], ["a:", "b:warmup_steps=20,learning_rate=0.2"])
+    planned = bench.plan(request, asked, steps=5, repeats=1)
+    (finding,) = planned.findings
+    assert (finding.code, finding.severity) == ("set-by-bench", "warning")
+    assert "10, 20 come to 0" in finding.message.replace(".0", "")
+    assert not bench.plan(request, asked, steps=200, repeats=1).findings
+
+
+@needs_trl
+def test_steps_that_bench_sets_are_refused_before_the_first_run(world: World) -> None:
+    code, told = benched(world, "--vary", "max_steps=3,6", "--steps", "3", "--gpus", "1")
+    assert code == 2 and not started(world)
+    (finding,) = told["findings"]
+    assert finding["code"] == "set-by-bench" and "--steps 3" in finding["help"]
+
+
+@needs_trl
+def test_what_every_variant_has_alike_is_not_compared_by_it(world: World) -> None:
+    request = Request(
+        stage=None, config=world.config(learning_rate=0.1), gpus=0, python=Path(sys.executable)
+    )
+    both = ["a:max_steps=9,learning_rate=0.1", "b:max_steps=9,learning_rate=0.2"]
+    planned = bench.plan(request, variants.combinations([], both), steps=5, repeats=1)
+    assert not {finding.code for finding in planned.findings} & {"set-by-bench", "same-variant"}
+
+
+def test_open_instructs_steps_are_nothing_to_compare(checkout: Path) -> None:
+    config = REPOSITORY / "configs" / "tulu" / "sft_qwen7b.yaml"
+    request = Request(
+        stage=None, config=config, gpus=8, python=Path(sys.executable), checkout=checkout
+    )
+    asked = variants.combinations(["max_train_steps=3,6", "checkpointing_steps=10,20"], [])
+    with pytest.raises(UsageError) as refused:
+        bench.plan(request, asked, steps=3, repeats=1)
+    assert [finding.message for finding in refused.value.findings] == [
+        "`checkpointing_steps` is nothing to compare, bench sets it itself: 10, 20 come to 4",
+        "`max_train_steps` is nothing to compare, bench sets it itself: 3, 6 come to 3",
+    ]
 
 
 @needs_trl

@@ -624,6 +624,20 @@ def test_a_value_of_upstreams_key_is_the_reason(place: Path) -> None:
     assert [one.text for one in told.differences] == ["`max_seq_length` was null, is 64"]
 
 
+def test_a_value_that_counts_only_now_is_no_reason(place: Path) -> None:
+    with used("r1", "trl dpo"):
+        pass
+    words = ("precompute_ref_log_probs=true", "use_peft=true")
+    with used("r2", "trl dpo", *words, fill=False):
+        probed("r2", seen("dataset", "miss"))
+    told = reasons("r2")["dataset"].differences
+    assert [one.text for one in told] == ["`precompute_ref_log_probs` was false, is true"]
+    with used("r3", "trl dpo", *words, "max_length=9", fill=False):
+        probed("r3", seen("dataset", "miss"))
+    told = reasons("r3")["dataset"].differences
+    assert [one.text for one in told] == ["`max_length` was 1024, is 9"]
+
+
 def test_the_nearest_earlier_run_is_compared_with(place: Path) -> None:
     with used("r1", "sft"):
         pass

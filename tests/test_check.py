@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -398,6 +401,59 @@ def test_the_probe_names_step_and_rank_of_a_bad_loss(run: Run) -> None:
 def test_trl_hides_a_nan_loss_behind_zero(tmp_path: Path) -> None:
     content = "{'loss': '0', 'grad_norm': 'nan', 'learning_rate': '1e-05', 'epoch': '0.1'}\n"
     assert verdict_of_log(tmp_path, content).point("loss").state == "nonfinite"
+
+
+def trained(train: str = "1.9", evaluated: str = "2.1") -> str:
+    return (
+        "{'loss': '2.0', 'grad_norm': '1', 'epoch': '0.5'}\n"
+        f"{{'eval_loss': {evaluated}, 'eval_samples_per_second': '2', 'epoch': '0.5'}}\n"
+        "{'loss': '1.9', 'grad_norm': '1', 'epoch': '1'}\n"
+        "{'train_runtime': '1.6', 'train_samples_per_second': '2', 'train_steps_per_second': '1.25', "
+        f"'train_loss': {train}, 'epoch': '1'}}\n💾 Model saved to out.\n"
+    )
+
+
+@pytest.mark.parametrize("value", ["'nan'", "nan", "'inf'"])
+def test_a_mean_loss_that_is_not_finite_is_that_of_a_step(tmp_path: Path, value: str) -> None:
+    verdict = verdict_of_log(tmp_path, trained(train=value))
+    point = verdict.point("loss")
+    assert (verdict.status, brief(point)) == ("fail", ("nonfinite", False))
+    assert point.evidence[0].line == 4 and point.detail["first_step"] is None
+    assert str(point.detail["reason"]).startswith("the log says that train_loss is ")
+    assert verdict_of_log(tmp_path, trained()).status == "pass"
+
+
+@pytest.mark.parametrize("value", ["'nan'", "nan", "'inf'"])
+def test_an_evaluation_that_is_not_finite_is_said(tmp_path: Path, value: str) -> None:
+    verdict = verdict_of_log(tmp_path, trained(evaluated=value))
+    point = verdict.point("loss")
+    assert (verdict.status, brief(point)) == ("unproven", ("finite", None))
+    assert point.evidence[0].line == 2
+    assert "eval_loss is " in str(point.detail["reason"]) and point.detail["help"]
+
+
+def test_means_of_an_earlier_run_or_in_the_data_are_not_this_runs(tmp_path: Path) -> None:
+    twice = trained("nan", "nan") + trained()
+    assert verdict_of_log(tmp_path, twice).point("loss").ok is True
+    data = dump(use_liger_kernel=False) + "{'train_loss': nan}\n" + sft(4) + WEIGHTS
+    assert verdict_of_log(tmp_path, data).point("loss").ok is True
+
+
+@pytest.mark.parametrize("how", ["-", "/dev/stdin", "pipe"])
+def test_a_log_may_come_through_a_pipe(tmp_path: Path, how: str) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, trained().encode())
+    os.close(writer)
+    target = f"/dev/fd/{reader}" if how == "pipe" else how
+    told = subprocess.run(
+        [sys.executable, "-m", "launcher.cli", "check", target,
+         "--format", "json"],
+        stdin=reader, pass_fds=[reader], capture_output=True, cwd=tmp_path,
+    )  # fmt: skip
+    os.close(reader)
+    assert told.returncode == 0, told.stderr
+    (loss,) = (p for p in json.loads(told.stdout)["data"]["points"] if p["name"] == "loss")
+    assert {one["file"] for one in loss["evidence"]} == {"/dev/stdin" if how == "-" else target}
 
 
 @pytest.mark.parametrize(("norms", "ok"), [(("1.0", "nan"), None), (("inf", "1.0"), True)])

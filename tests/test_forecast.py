@@ -19,6 +19,8 @@ from launcher.errors import InvalidConfig, LaunchError, UsageError
 CONFIGS = Path(__file__).parent.parent / "configs"
 TULU = str(CONFIGS / "tulu" / "sft_qwen7b_25pct.yaml")
 ROWS = ("--row-tokens", "302:1104")
+# of files that expect both to be on, where a test turns one of them off
+LAX = ("expect.liger=any", "expect.packing=any")
 
 
 @pytest.fixture(autouse=True)
@@ -153,7 +155,7 @@ def test_liger_packing_and_checkpointing_count() -> None:
     small = "model_name_or_path=Qwen/Qwen2.5-0.5B"
 
     def peak(*overrides: str) -> float:
-        (one,) = planned(TULU, small, *overrides, *wide)["gpus"]
+        (one,) = planned(TULU, small, *LAX, *overrides, *wide)["gpus"]
         return float(one["memory_gib"]["peak"])
 
     plain = peak("use_liger_kernel=false", "gradient_checkpointing=false", "packing=false")
@@ -253,7 +255,7 @@ def test_liger_loads_weights_in_the_type_that_the_config_says(place: Path) -> No
         "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000,
     }  # fmt: skip
-    words = (TULU, f"model_name_or_path={folder}", "deepspeed=none", "--gpus", "1", *ROWS)
+    words = (TULU, *LAX, f"model_name_or_path={folder}", "deepspeed=none", "--gpus", "1", *ROWS)
 
     def peak(liger: str, **more: str) -> float:
         (folder / "config.json").write_text(json.dumps({**config, **more}))
@@ -307,7 +309,7 @@ def test_an_optimizer_that_is_not_fused_needs_a_copy_of_a_state(write: Write) ->
 
 def test_dpo_that_is_not_described_is_refused() -> None:
     dpo = str(CONFIGS / "tulu" / "dpo_qwen7b.yaml")
-    words = ("packing=false", "--gpus", "8", "--shape", "Qwen/Qwen2.5-7B", *ROWS)
+    words = (*LAX, "packing=false", "--gpus", "8", "--shape", "Qwen/Qwen2.5-7B", *ROWS)
     for override, said in (
         ("concatenated_forward=false", "separate forward passes"),
         ("dpo_use_paged_optimizer=true", "paged optimizer"),
@@ -425,7 +427,7 @@ def test_an_earlier_run_on_such_cards_gives_the_speed(place: Path) -> None:
     words = (TULU, "--gpus", "2", *ROWS, "--gpu", "H200", "--rows", "1000")
     (two,) = planned(*words)["gpus"]
     assert (two["tokens_per_second"], "20260101T000000Z" in two["speed_source"]) == (20_000, True)
-    (two,) = planned(TULU, "use_liger_kernel=false", *words[1:])["gpus"]
+    (two,) = planned(TULU, *LAX, "use_liger_kernel=false", *words[1:])["gpus"]
     assert "MFU" in two["speed_source"]
     (two,) = planned(*words, "--tokens-per-second", "123")["gpus"]
     assert two["tokens_per_second"] == 123
@@ -490,3 +492,204 @@ def test_a_card_that_is_named_tells_no_memory() -> None:
     assert "--gpu-memory 80" in str(named.help)
     (unnamed,) = refused(TULU, "--gpus", "2", *ROWS, "--fit").findings
     assert "no GPU is here" in unnamed.message
+
+
+# --- what the split says, and what is not trained ---------------------------------------------------
+
+OLMO = """
+stage: dpo
+script: dpo_olmo_core
+batch: {global: 128, per_device: 4}
+args:
+  model_name_or_path: allenai/OLMo-2-1124-7B
+  config_name: olmo2_7B
+  chat_template_name: tulu
+  add_bos: true
+  mixer_list: [allenai/olmo-2-1124-7b-preference-mix, 1.0]
+  max_seq_length: 4096
+  output_dir: output
+  checkpointing_steps: 1000
+  with_tracking: false
+  push_to_hub: false
+  try_launch_beaker_eval_jobs: false
+"""
+PAIRS = ("--row-tokens", "900:4096")
+PACKED = ("packing=true", "batch.per_device=1", "max_seq_length=16384")
+
+
+def answered(*words: str) -> dict[str, Any]:
+    told = CliRunner().invoke(app, ["plan", *words, "--format", "json"], catch_exceptions=False)
+    answer: dict[str, Any] = json.loads(told.stdout)
+    return answer
+
+
+def found(answer: dict[str, Any], code: str) -> list[dict[str, Any]]:
+    return [one for one in answer["findings"] if one["code"] == code]
+
+
+def test_what_the_split_says_is_said_once_for_all_counts_that_agree(write: Write) -> None:
+    path = str(write("base.yaml", OLMO))
+    (one,) = found(answered(path, *PACKED, "--gpus", "8", *PAIRS), "accumulation-packed")
+    assert (one["severity"], one["message"][:14]) == ("warning", "with `packing`")
+    told = found(answered(path, *PACKED, "--gpus", "1,8", *PAIRS), "accumulation-packed")
+    assert [one["message"].partition(" with")[0] for one in told] == ["1 GPU(s):", "8 GPU(s):"]
+    # what is set for any number of GPUs is no news here
+    assert planned(path, "--gpus", "1,8", *PAIRS)["codes"] == []
+
+
+@pytest.mark.parametrize(("override", "rows"), [("packing=false", "50"), ("packing=true", "7")])
+def test_rows_that_fill_no_step_of_dpo_py_are_an_error(
+    write: Write, override: str, rows: str
+) -> None:
+    path = str(write("base.yaml", OLMO))
+    error = refused(path, override, "--gpus", "8", "--rows", rows, *PAIRS)
+    assert [one.code for one in error.findings] == ["too-few-rows"]
+    assert planned(path, override, "--gpus", "8", "--rows", "5000", *PAIRS)["gpus"][0]["steps"] > 0
+
+
+def test_packed_rows_that_fill_no_step_by_their_lengths_are_a_warning(write: Write) -> None:
+    path = str(write("base.yaml", OLMO))
+    told = planned(path, "packing=true", "--gpus", "8", "--rows", "20", *PAIRS)
+    assert (told["gpus"][0]["steps"], "no-steps" in told["codes"]) == (0, True)
+
+
+@pytest.mark.parametrize("limit", ["0", "-1"])
+def test_a_limit_of_no_steps_trains_none(write: Write, limit: str) -> None:
+    card = ("--gpus", "8", "--gpu", "H100", "--rows", "100000")
+    dpo = (str(CONFIGS / "tulu" / "dpo_qwen7b.yaml"), "--shape", "Qwen/Qwen2.5-7B", *ROWS)
+    olmo = (str(write("base.yaml", OLMO)), *PAIRS)
+    for words in ((TULU, *ROWS), dpo, olmo):
+        told = planned(*words, f"max_train_steps={limit}", *card)
+        (eight,), codes = told["gpus"], told["codes"]
+        assert (eight["steps"], codes.count("no-steps")) == (0, 1)
+        # the model is saved, and dpo.py writes a checkpoint before the first step
+        first = eight["disk_gib"]["checkpoint"] if words is olmo else 0
+        assert eight["disk_gib"]["most"] == pytest.approx(
+            eight["disk_gib"]["model"] + first, abs=0.1
+        )
+        assert eight["hours"] < planned(*words, *card)["gpus"][0]["hours"] / 3
+
+
+def test_no_limit_of_trl_is_none(write: Write) -> None:
+    for limit in ("0", "-1"):
+        text = TRL_ON_TWO.format(
+            stage="sft", deepspeed="none", model="Qwen/Qwen2.5-1.5B", more=f"max_steps: {limit}"
+        )
+        path = str(write("stage.yaml", text))
+        (two,) = planned(path, "--gpus", "2", "--rows", "640", *ROWS)["gpus"]
+        assert two["steps"] == 30
+
+
+def test_a_run_for_the_cache_alone_is_charged_for_that(write: Write) -> None:
+    path = str(write("base.yaml", OLMO))
+    words = (
+        "--gpus",
+        "8",
+        "--gpu",
+        "H100",
+        "--price",
+        "2",
+        "--gpu-memory",
+        "80",
+        "--rows",
+        "100000",
+        *PAIRS,
+    )
+    (whole,) = planned(path, *words)["gpus"]
+    told = planned(path, "cache_logprobs_only=true", *words)
+    (eight,) = told["gpus"]
+    assert (eight["steps"], eight["disk_gib"]["most"], "caches-only" in told["codes"]) == (
+        0,
+        0,
+        True,
+    )
+    # one forward pass for each row, of a forward and a backward pass beside it
+    assert eight["hours"] == pytest.approx(whole["hours"] / 4, abs=0.02)
+    assert eight["cost"] == pytest.approx(16 * eight["hours"], rel=0.05)
+    assert eight["memory_gib"]["moment"] == "reference pass"
+    (unknown,) = planned(path, "cache_logprobs_only=true", *words[:8], *PAIRS)["gpus"]
+    assert (unknown["steps"], unknown["hours"], unknown["cost"]) == (0, None, None)
+
+
+def test_tokenising_alone_takes_no_gpu_memory_and_writes_no_model(write: Write) -> None:
+    dpo = (str(CONFIGS / "tulu" / "dpo_qwen7b.yaml"), "--shape", "Qwen/Qwen2.5-7B", *ROWS)
+    for words in ((TULU, *ROWS), dpo, (str(write("base.yaml", OLMO)), *PAIRS)):
+        told = planned(*words, "cache_dataset_only=true", "--gpus", "8", "--gpu", "H100",
+                       "--gpu-memory", "24", "--rows", "100000")  # fmt: skip
+        (eight,) = told["gpus"]
+        assert (eight["steps"], eight["hours"], eight["disk_gib"]["most"]) == (0, None, 0)
+        assert (eight["memory_gib"]["peak"], eight["fits"]) == (0, True)
+        assert told["codes"] == ["caches-only"]
+
+
+def test_only_dpo_py_ends_after_the_reference_pass() -> None:
+    dpo = str(CONFIGS / "tulu" / "dpo_qwen7b.yaml")
+    words = ("--gpus", "8", "--shape", "Qwen/Qwen2.5-7B", "--rows", "12800", *ROWS)
+    (eight,) = planned(dpo, "cache_logprobs_only=true", *words)["gpus"]
+    assert eight["steps"] == 100
+
+
+# --- what to do where it does not fit ---------------------------------------------------------------
+
+
+def mended(*words: str) -> str:
+    (one,) = found(answered(*words), "out-of-memory")
+    return str(one["help"])
+
+
+def test_what_would_fit_is_tried_before_it_is_named() -> None:
+    alone = mended(TULU, "deepspeed=zero2", "--gpus", "1", *ROWS, "--gpu-memory", "80")
+    assert alone.startswith("this fits: `deepspeed: zero3_offload` (")
+    assert "`--gpus 4`" in alone
+    assert "`deepspeed: zero3`" not in alone and "per_device" not in alone
+    (four,) = planned(TULU, "deepspeed=zero2", "--gpus", "4", *ROWS, "--gpu-memory", "80")["gpus"]
+    assert four["fits"] is True and f"({four['memory_gib']['peak']:.1f} GiB)" in alone
+
+
+def test_what_is_done_already_is_not_asked_for() -> None:
+    large = ("model_name_or_path=Qwen/Qwen2.5-32B", "deepspeed=zero3_offload", "batch.per_device=1")
+    words = ("--row-tokens", "4096", "max_seq_length=32768", "--gpu-memory", "8", "--gpus", "8")
+    help = mended(TULU, *LAX, *large, "use_liger_kernel=false", *words)
+    assert "checkpointing" not in help and "per_device" not in help and "zero" not in help
+    plain = mended(TULU, *large, "gradient_checkpointing=false", *words[:-4], "--gpu-memory", "40",
+                   "--gpus", "1", "--row-tokens", "20000")  # fmt: skip
+    assert "`gradient_checkpointing: true`" in plain
+
+
+def test_where_nothing_fits_the_nearest_is_named() -> None:
+    help = mended(TULU, "--gpus", "1", *ROWS, "--gpu-memory", "2")
+    assert help.startswith("nothing that can be turned fits, the nearest is `")
+    assert "zero3_offload" in help and help.endswith("or a smaller model")
+
+
+def test_packed_rows_of_dpo_py_are_mended_by_what_shortens_them(write: Write) -> None:
+    path = str(write("base.yaml", OLMO))
+    help = mended(path, *PACKED, "--gpus", "8", *PAIRS, "--gpu-memory", "80")
+    assert help.startswith("this fits: `activation_memory_budget: 0.1`")
+    assert "per_device" not in help
+    one = mended(path, *PACKED, "--gpus", "1", *PAIRS, "--gpu-memory", "80")
+    assert one.startswith("this fits: `activation_memory_budget: 0.1` with `--gpus 8` (")
+    padded = mended(path, "--gpus", "8", *PAIRS, "--gpu-memory", "80")
+    assert padded.startswith("this fits: `per_device: 1` (")
+
+
+def test_fit_says_so_where_nothing_fits_and_where_nothing_is_larger() -> None:
+    small = (TULU, "--gpus", "1", *ROWS, "--gpu-memory", "24")
+    for more, codes in ((("--fit",), ["nothing-fits"]), ((), [])):
+        told = answered(*small, *more)
+        assert told["data"]["gpus"][0]["fit"] is None
+        assert [one["code"] for one in told["findings"] if one["severity"] == "note"] == codes
+    (note,) = found(answered(*small, "--fit"), "nothing-fits")
+    assert note["message"].startswith("1 GPU(s): --fit: no split of the batch fits; 156.1 GiB")
+    largest = CliRunner().invoke(
+        app, ["plan", TULU, "--gpus", "8", *ROWS, "--gpu-memory", "80", "--fit"]
+    )
+    assert "\n  --fit: per device 16 is the largest that fits\n" in largest.stdout
+
+
+def test_one_measured_speed_is_not_that_of_several_counts() -> None:
+    speed = ("--rows", "1000", "--tokens-per-second", "9000")
+    error = refused(TULU, "--gpus", "1,8", *ROWS, *speed)
+    assert isinstance(error, UsageError)
+    assert [one.code for one in error.findings] == ["speed-of-several"]
+    assert planned(TULU, "--gpus", "8,8", *ROWS, *speed)["gpus"][0]["hours"] is not None

@@ -306,7 +306,9 @@ def test_of_the_second_dpo_script_only_what_leaves_its_batch_alone(
 
 
 def test_attention_says_what_memory_depends_on() -> None:
-    world = tuned.outlook(TULU, "model_name_or_path=Qwen/Qwen2.5-7B", "packing=false")
+    world = tuned.outlook(
+        TULU, "model_name_or_path=Qwen/Qwen2.5-7B", "packing=false", "expect.packing=off"
+    )
     flash, plain = (
         world.expected({**world.space.base, "attention": name}) for name in ("flash_2", "torch")
     )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gzip
 import itertools
 import math
+import os
 import random
 import re
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +21,7 @@ from launcher.evidence import PATTERNS
 from launcher.logs import Log, scan
 
 LOGS = Path(__file__).parent / "data" / "logs"
-READ_SPECIALLY = ("arguments", "step", "metrics")
+READ_SPECIALLY = ("arguments", "step", "metrics", "mean_nonfinite")
 
 
 def log_of(folder: Path, content: str | bytes) -> Log:
@@ -117,6 +119,47 @@ def test_takes_floats_and_strings_and_nan_from_trl(tmp_path: Path) -> None:
     assert math.isnan(log.steps[0].extra["grad_norm"])
     assert len(log.steps) == 2
     assert math.isnan(log.steps[1].loss)
+
+
+@pytest.mark.parametrize(
+    ("line", "fields"),
+    [
+        (
+            "{'train_runtime': '1.645', 'train_samples_per_second': '58.37', 'train_loss': 'nan'}",
+            {"what": "train_loss", "value": "nan"},
+        ),
+        (
+            "{'eval_loss': nan, 'eval_samples_per_second': 128.6, 'epoch': 1.0}",
+            {"what": "eval_loss", "value": "nan"},
+        ),
+        (
+            "{'eval_test_loss': 'inf', 'eval_test_samples_per_second': '128.6', 'epoch': '1'}",
+            {"what": "eval_test_loss", "value": "inf"},
+        ),
+        ("{'loss': '2.0', 'aux_loss': 'nan', 'epoch': '1'}", None),
+        ("{'eval_loss': '2.0', 'eval_samples_per_second': '128.6'}", None),
+    ],
+)
+def test_means_that_are_not_finite_are_found_in_the_middle_of_a_large_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, fields: dict[str, str] | None
+) -> None:
+    monkeypatch.setattr(segments, "PIECE_BYTES", 5_000)
+    rest = ("x" * 99 + "\n") * 500
+    found = log_of(tmp_path, f"{rest}100%|██| 1/1 [00:01<00:00]\r{line}\n{rest}").all(
+        "mean_nonfinite"
+    )
+    assert [(one.line, one.fields) for one in found] == ([(501, fields)] if fields else [])
+
+
+def test_a_pipe_is_read_to_its_end_and_once(tmp_path: Path) -> None:
+    pipe, content = tmp_path / "pipe", "".join(sft_step(n) for n in range(1, 2_000)).encode()
+    os.mkfifo(pipe)
+    for raw in (content, gzip.compress(content)):
+        writer = threading.Thread(target=pipe.write_bytes, args=(raw,))
+        writer.start()
+        log = scan(pipe, PATTERNS)
+        writer.join()
+        assert (log.path, log.last_step, log.lines) == (pipe, 1_999, 1_999)
 
 
 def test_ignores_the_bar_of_an_evaluation(tmp_path: Path) -> None:

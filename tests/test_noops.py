@@ -335,6 +335,19 @@ def test_conditions_at_the_pin(write: Write, name: str, lines: str, condition: s
     assert found.severity == "warning"
 
 
+def test_each_of_several_ways_is_named(write: Write) -> None:
+    path = write(
+        "p.yaml",
+        "stage: dpo\nscript: dpo_olmo_core\nargs:\n  model_name_or_path: allenai/OLMo-2-1124-7B\n"
+        "  mixer_list: [a/b, 1.0]\n  run_name: x\n",
+    )
+    judged = stage.judge(config.load(path), locator=Locator())
+    (found,) = [f for f in judged.findings if f.key == "args.run_name"]
+    assert "only where `send_slack_alerts` or `with_tracking` (" in found.message
+    assert found.message.count("dpo.py:") == 2
+    assert "`send_slack_alerts` is false, `with_tracking` is false" in found.message
+
+
 @pytest.mark.parametrize(("name", "lines"), OPEN)
 def test_what_acts_at_the_pin(write: Write, name: str, lines: str) -> None:
     assert by_snapshot(write, name, lines) == {}

@@ -23,7 +23,7 @@ from launcher import (
     upstream,
 )
 from launcher import stage as stages
-from launcher.backends import BACKENDS
+from launcher.backends import BACKENDS, olmo_core_rules
 from launcher.commands import app
 from launcher.errors import Finding, InvalidConfig
 from launcher.lengths import parse
@@ -139,6 +139,11 @@ SPEAKS = [
      "gradient_accumulation_steps", "warning"),
     ("config_name: olmo2_1B", "other-shape", "config_name", "error"),
     ("config_name: Qwen/Qwen3-8B", "other-shape", "config_name", "error"),
+    ("config_name: olmo3_7B", "other-shape", "config_name", "warning"),
+    ("loss_type: simpo", "reference-unread", "loss_type", "note"),
+    ("beta: 0", "zero-beta", "beta", "warning"),
+    ("beta: -0.1", "out-of-range", "beta", "warning"),
+    ("label_smoothing: 0.7", "out-of-range", "label_smoothing", "warning"),
 ]  # fmt: skip
 
 
@@ -159,6 +164,19 @@ def test_two_keys_together(tmp_path: Path) -> None:
     assert said["packing-separate-forward", "args.packing"].severity == "error"
     said = found(tmp_path, text("loss_type: wpo", "packing: true"))
     assert said["wpo-batch", "args.loss_type"].severity == "error"
+
+
+def test_simpo_is_told_what_its_reference_costs(tmp_path: Path) -> None:
+    note = found(tmp_path, text("loss_type: simpo"))["reference-unread", "args.loss_type"]
+    assert "a forward pass over all pairs" in note.message
+    assert "dpo_tune_cache.py skips that pass" in (note.help or "")
+    for lines, script in (
+        (("loss_type: simpo", "cache_dataset_only: true"), "dpo_olmo_core"),
+        (("loss_type: dpo",), "dpo_olmo_core"),
+        (("loss_type: simpo",), "dpo"),
+    ):
+        said = found(tmp_path, text(*lines, script=script))
+        assert "reference-unread" not in {code for code, _ in said}
 
 
 def test_a_leak_that_the_file_puts_up_with_is_a_note(tmp_path: Path) -> None:
@@ -248,6 +266,133 @@ def test_a_folder_needs_its_config_name_and_the_right_one(
     assert "qwen3_0_6B" in str(found(tmp_path, other)["other-shape", "args.config_name"].help)
     right = text("config_name: qwen3_0_6B").replace("allenai/OLMo-2-1124-7B", "trained")
     assert found(tmp_path, right).keys() == {("no-hf-export", "args.config_name")}
+
+
+QWEN2 = {
+    "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+}  # fmt: skip
+OLMO = {
+    "model_type": "olmo2", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 100352,
+}  # fmt: skip
+
+
+def unfit(folder: Path, model: str, *args: str) -> Finding | None:
+    said = found(folder, text(*args).replace("allenai/OLMo-2-1124-7B", model))
+    return next((one for (code, _), one in said.items() if code == "other-shape"), None)
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "words", "help"),
+    [
+        ("Qwen/Qwen2.5-7B", "qwen3_8B", "is of the family qwen2: OLMo-core loads", "dpo_tune_cache.py"),
+        ("mistralai/Mistral-7B-v0.1", "llama3_8B", "is of the family mistral", "dpo_tune_cache.py"),
+        ("meta-llama/Llama-3.1-8B", "llama2_7B", "intermediate_size is 14336, not 11008, "
+         "num_key_value_heads is 8, not 32; loading its weights fails", "dpo_tune_cache.py"),
+        ("meta-llama/Llama-2-7b-hf", "olmo2_7B", "model_type is llama, not olmo2", "dpo_tune_cache.py"),
+        ("Qwen/Qwen3-4B", "qwen3_8B", "hidden_size is 2560, not 4096", "`config_name: qwen3_4B`"),
+        ("allenai/OLMo-2-0325-32B", "olmo2_13B", "num_hidden_layers is 64", "`config_name: olmo2_32B`"),
+        ("allenai/OLMo-2-1124-7B", "gemma3_4B", "has the shape of olmo2_7B", "`config_name: olmo2_7B`"),
+        # OLMo-core's shapes of these names are not Qwen's
+        ("Qwen/Qwen3-14B", None, "num_hidden_layers is 40, not 48; the last 8 layers would keep random "
+         "weights", "dpo_tune_cache.py"),
+        ("allenai/OLMoE-1B-7B-0924", None, "is of the family olmoe", "dpo_tune_cache.py"),
+        ("Qwen/Qwen3-32B", None, "num_attention_heads is 64, not 40; loading", "dpo_tune_cache.py"),
+    ],
+)  # fmt: skip
+def test_a_model_that_does_not_fit_the_shape(
+    tmp_path: Path, model: str, config: str | None, words: str, help: str
+) -> None:
+    fault = unfit(tmp_path, model, *((f"config_name: {config}",) if config else ()))
+    assert fault is not None
+    key, line = ("config_name", 11) if config else ("model_name_or_path", 6)
+    assert (fault.severity, fault.layer, fault.key, fault.line) == (
+        "error",
+        "run",
+        f"args.{key}",
+        line,
+    )
+    assert words in fault.message and help in (fault.help or "")
+
+
+@pytest.mark.parametrize(
+    ("config", "args", "words"),
+    [
+        (QWEN2, ["config_name: olmo2_7B"], "is of the family qwen2"),
+        (QWEN2, ["config_name: olmo2_7B", "cache_dataset_only: true"], None),
+        ({**QWEN2, "model_type": "unheard"}, ["config_name: olmo2_7B"], "hidden_size is 3584, not 4096"),
+        (OLMO, ["config_name: olmo2_7B"], None),
+        # the model is built with the vocabulary of its own config
+        ({**OLMO, "vocab_size": 64000}, ["config_name: olmo2_7B"], None),
+        ({**OLMO, "num_hidden_layers": 16}, ["config_name: olmo2_7B"], "the last 16 layers"),
+        ({**OLMO, "num_hidden_layers": 40}, ["config_name: olmo2_7B"], "loading its weights fails"),
+        ({**OLMO, "model_type": ["olmo2"]}, ["config_name: olmo2_7B"], "model_type is"),
+        # what the file leaves out is not guessed
+        ({"vocab_size": 64000}, ["config_name: olmo2_7B"], None),
+    ],
+)  # fmt: skip
+def test_the_config_of_a_folder_is_held_against_the_shape(
+    tmp_path: Path, config: dict[str, Any], args: list[str], words: str | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    fault = unfit(tmp_path, str(tmp_path), *args)
+    assert (fault is None) is (words is None)
+    assert fault is None or (words or "") in fault.message
+
+
+@pytest.mark.parametrize("config", ["llama3_8B", "small_hybrid_moe"])
+def test_a_shape_that_fits_or_is_not_known_is_left_alone(tmp_path: Path, config: str) -> None:
+    assert unfit(tmp_path, "meta-llama/Llama-3.1-8B", f"config_name: {config}") is None
+
+
+def test_the_shapes_are_those_of_the_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # importing torch's compiler sets it
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    made = pytest.importorskip("olmo_core.nn.transformer").TransformerConfig
+    common = {"vocab_size": 64, "attn_backend": "torch"}
+    for name, (hidden, layers, inner, heads, kv_heads, head_dim) in olmo_core_rules._SHAPES.items():
+        shape = getattr(made, name)
+        assert shape(**common).n_layers == layers, name
+        model = shape(**common, n_layers=1).build(init_device="meta")
+        sizes = {key: tuple(one.shape) for key, one in model.state_dict().items()}
+        assert sizes["blocks.0.attention.w_q.weight"] == (heads * head_dim, hidden), name
+        assert sizes["blocks.0.attention.w_k.weight"] == (kv_heads * head_dim, hidden), name
+        assert sizes["blocks.0.feed_forward.w1.weight"] == (inner, hidden), name
+        assert model.blocks["0"].attention.n_heads == heads, name
+
+
+SMALL = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64, "pad_token_id": 0,
+}  # fmt: skip
+# what a layer of each block of OLMo-core's has, beside attention and feed-forward
+NORMS = {
+    "gemma3_text": {"attention_norm", "post_attention_norm", "feed_forward_norm", "post_feed_forward_norm"}
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", sorted({*olmo_core_rules._LOADED, *olmo_core_rules._UNLOADED}))
+def test_the_families_that_are_loaded_are_those_of_the_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    convert = pytest.importorskip("olmo_core.nn.hf.convert").convert_state_from_hf
+    config = transformers.AutoConfig.for_model(family, **SMALL)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    try:
+        names = set(convert(config, model.state_dict(), model_type=family))
+    except RuntimeError as refused:
+        assert "not converted" in str(refused) and family in olmo_core_rules._UNLOADED
+        return
+    norms = {one.split(".")[2] for one in names if one.startswith("blocks.0.") and "_norm." in one}
+    wanted = NORMS.get(family, {"attention_norm", "feed_forward_norm"})
+    assert (wanted <= norms) is (family in olmo_core_rules._LOADED)
 
 
 # --- offline -----------------------------------------------------------------------------------------

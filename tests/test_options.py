@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from conftest import Write
 
-from launcher import options
+from launcher import options, stage
 from launcher.backends import BACKENDS
 from launcher.config import Config, load
 from launcher.errors import Finding
@@ -147,6 +147,27 @@ def test_unknown_backends(value: Any) -> None:
     found = fault(backend=value)
     assert found.code == "bad-backend"
     assert all(name in (found.help or "") for name in BACKENDS)
+
+
+@pytest.mark.parametrize(
+    ("value", "meant"),
+    [
+        ("TRL", "trl"),
+        ("tlr", "trl"),
+        ("open-instruct", "open_instruct"),
+        ("Open_Instruct", "open_instruct"),
+    ],
+)
+def test_backends_nearly_spelt(value: str, meant: str) -> None:
+    assert fault(backend=value).help == f"did you mean `{meant}`?"
+
+
+def test_a_backend_that_is_none_is_held_against_no_other(write: Write) -> None:
+    text = "stage: sft\nbackend: TRL\nargs:\n  dataset_name: d\n  max_steps: 3\n  eval_strategy: steps\n"
+    judged = stage.judge(load(write("a.yaml", text), ()))
+    assert [finding.code for finding in judged.findings] == ["bad-backend"]
+    judged = stage.judge(load(write("b.yaml", text.replace("stage: sft\n", "")), ()))
+    assert {finding.code for finding in judged.findings} == {"bad-backend", "bad-stage"}
 
 
 @pytest.mark.parametrize(("value", "name"), [("run 1", "run 1"), (5, "5"), (None, None)])

@@ -57,6 +57,22 @@ def test_a_row(folder: RunFolder) -> None:
     assert set(overview.COLUMNS) <= {*row, "age"}
 
 
+def test_a_run_that_is_over_has_the_speed_of_its_verdict(folder: RunFolder) -> None:
+    manifest(folder)
+    record(folder, {"event": "start", "world": 2}, step(1), step(2), step(3))
+    judged = {"status": "pass", "metrics": {"tokens_per_second": 2266.4}}
+    rundir.write_json(folder.verdict, judged)
+    rundir.write_json(folder.exit(1), {"returncode": 0, "stopped": None})
+    assert overview.row(folder)["tokens/s"] == 2266
+    rundir.write_json(folder.verdict, {"metrics": {"tokens_per_second": None}})
+    assert overview.row(folder)["tokens/s"] == 100
+    # a further attempt goes on: the verdict is still that of the one before
+    rundir.write_json(folder.verdict, judged)
+    live(folder)
+    row = overview.row(folder)
+    assert (row["state"], row["tokens/s"]) == ("running", 100)
+
+
 def test_the_last_checkpoint_and_the_tracker(folder: RunFolder, tmp_path: Path) -> None:
     output = tmp_path / "out"
     for name in ("step_2", "step_10", "step_x", "logs"):

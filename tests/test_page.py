@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from made_runs import console, loss, made, manifest
 
 from launcher import check, evidence, page, publish, rundir, series
+from launcher.cli import main
 from launcher.errors import NotReady, UsageError
 from launcher.redaction import REDACTED, redact
 from launcher.series import Run
@@ -443,6 +444,22 @@ def test_the_page_goes_into_the_folder_of_the_run(tmp_path: Path, run: Run) -> N
 
 
 # ---- for machines
+
+
+def test_the_json_form_writes_the_page_that_was_asked_for(
+    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "x" / "page.html"
+    usual = publish.usual_place([run])
+    command = ["report", str(run.path), "--format", "json"]
+    assert main([*command, "-o", str(place)]) == 0
+    assert json.loads(capsys.readouterr().out)["ok"] is True
+    assert parsed(place.read_text()) and not usual.exists()
+    assert main(command) == 0 and not usual.exists()
+    json.loads(capsys.readouterr().out)
+    # one envelope, whether it can be written or not
+    assert main([*command, "-o", str(place / "page.html")]) == 5
+    assert json.loads(capsys.readouterr().out)["findings"][0]["code"] == "unwritable-file"
 
 
 def test_the_json_form_holds_the_same(run: Run) -> None:

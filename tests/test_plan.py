@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from plans import CONFIGS, SFT, TRL, from_text, planned, staged
 
+from launcher import disk
 from launcher.errors import Finding, InvalidConfig
 from launcher.plan import Plan, lines_of
 
@@ -119,6 +121,34 @@ def test_steps_follow_from_counts(
 
 def test_steps_are_what_max_train_steps_says(tmp_path: Path) -> None:
     assert sft(tmp_path, "max_train_steps: 7").steps == 7
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_of_no_steps_is_one(tmp_path: Path, limit: int) -> None:
+    """Upstream asks whether it is None: no epoch is begun (finetune.py:723)."""
+    assert sft(tmp_path, f"max_train_steps: {limit}").steps == 0
+    assert trl_rows(tmp_path, f"max_steps: {limit}").steps == 39
+
+
+def test_a_run_that_only_tokenises_has_no_steps(tmp_path: Path) -> None:
+    made = sft(tmp_path, "cache_dataset_only: true")
+    assert (made.rows, made.steps) == (64, 0)
+
+
+def test_an_epoch_that_is_not_begun_saves_no_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "vocab_size": 100,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    text = SFT.replace("path: model", f"path: {folder}")
+    made = planned(
+        from_text(tmp_path, text.format(more="max_train_steps: 0\n  checkpointing_steps: epoch")), 1
+    )
+    needed = disk.needs(made, None, {})
+    assert needed.final and needed.likely == needed.final
 
 
 def test_rows_of_local_files_are_counted(tmp_path: Path) -> None:

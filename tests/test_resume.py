@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import made_runs
@@ -13,7 +15,10 @@ import pytest
 import saved
 from plans import built, from_text, planned, trainer
 
-from launcher import check, contents, earlier, manifest, measures, resume, rundir
+from launcher import check, contents, earlier, manifest, measures, process, resume, rundir, start
+from launcher.cli import main
+from launcher.commands import stages
+from launcher.commands.vocabulary import Format
 from launcher.errors import NotReady, UsageError
 from launcher.evidence import read_run
 from launcher.fingerprint import Memory
@@ -60,6 +65,7 @@ args:
   num_train_epochs: 2
   save_steps: {every}
 """
+GALORE = ("optim=galore_adamw", "optim_target_modules=all-linear")
 
 
 class Run:
@@ -355,6 +361,47 @@ def test_the_last_step_inside_an_epoch_would_be_followed_by_another(run: Make) -
     assert [path.name for path in decision.aside] == ["checkpoint-8"]
 
 
+def test_data_that_are_not_skipped_begin_again(run: Make) -> None:
+    one = run(TRL)
+    one.start()
+    saved.trl(one.output, 2)
+    ignoring = "ignore_data_skip=true"
+    refused = one.decide(ignoring)
+    assert codes(refused)["resume-changed"] == "error"
+    assert "first rows" in errors(refused)[0]
+    assert {c.what: (c.before, c.after) for c in refused.changes} == {
+        "ignore_data_skip": (False, True)
+    }
+    for name in ("position", "ignore_data_skip"):
+        allowed = one.decide(ignoring, allow=(name,))
+        assert (codes(allowed)["resume-changed"], errors(allowed)) == ("warning", [])
+    # at the end of an epoch nothing is skipped: that one is taken instead
+    saved.trl(one.output, 6, epoch=1.0)
+    saved.trl(one.output, 8, epoch=8 / 6)
+    back = one.decide(ignoring)
+    assert (back.step, back.changes, errors(back)) == (6, (), [])
+    assert one.decide(ignoring, allow=("ignore_data_skip",)).step == 8
+    assert one.decide().step == 8
+    # what it then saves is not where its number says
+    one.start(ignoring, allow=("position",))
+    saved.trl(one.output, 10, epoch=4 / 3)
+    assert [(c.what, c.before) for c in one.decide(allow=("position",)).changes] == [
+        ("ignore_data_skip", True)
+    ]
+    assert codes(one.decide(ignoring))["resume-inexact"] == "warning"
+
+
+def test_data_that_were_never_to_be_skipped_are_said(run: Make) -> None:
+    one = run(TRL)
+    one.start("ignore_data_skip=true")
+    saved.trl(one.output, 2)
+    decision = one.decide("ignore_data_skip=true")
+    assert codes(decision) == {"resumes": "note", "resume-inexact": "warning"}
+    assert codes(one.decide()) == {"resumes": "note"}
+    saved.trl(one.output, 6, epoch=1.0)
+    assert codes(one.decide("ignore_data_skip=true")) == {"resumes": "note"}
+
+
 # --- what has changed -------------------------------------------------------------------------------
 
 
@@ -391,6 +438,48 @@ def test_a_setting_that_comes_out_of_the_checkpoint_is_said(run: Make) -> None:
     decision = one.decide("learning_rate=1e-3", "checkpointing_steps=4", "logging_steps=2")
     assert [(c.what, c.severity) for c in decision.changes] == [("learning_rate", "warning")]
     assert "does nothing" in decision.changes[0].effect
+
+
+@pytest.mark.parametrize(
+    ("text", "before", "after", "severity"),
+    [
+        (TRL, (), ("optim=sgd",), "error"),
+        (TRL, ("optim=adamw_torch",), ("optim=adamw_bnb_8bit",), "error"),
+        (TRL, ("optim=adafactor",), (), "error"),
+        # torch.optim.AdamW takes the state of either, and whether it is fused with it
+        (TRL, (), ("optim=adamw_torch",), "warning"),
+        (TRL, ("optim=adamw_torch",), ("optim=adamw_torch_fused",), "warning"),
+        (TRL, (), ("optim=adamw_torch_fused",), None),
+        (TRL, GALORE, (*GALORE, "optim_args=rank=8"), "error"),
+        (TRL, (), ("deepspeed=zero3",), "error"),
+        (TRL, (), ("fsdp=full_shard",), "error"),
+        (SFT, (), ("fused_optimizer=false",), "warning"),
+        # without QLoRA nothing reads it (finetune.py:688)
+        (SFT, (), ("use_8bit_optimizer=true",), "note"),
+        (DPO, (), ("dpo_use_paged_optimizer=true",), "error"),
+        (DPO, (), ("offload_optimizer=true",), "note"),
+        (DPO, (), ("optimizer_type=muon",), "note"),
+    ],
+)
+def test_the_state_of_another_optimizer(
+    run: Make, text: str, before: tuple[str, ...], after: tuple[str, ...], severity: str | None
+) -> None:
+    one = run(text)
+    one.start(*before, gpus=1)
+    if text == TRL:
+        saved.trl(one.output, 2)
+    else:
+        saved.pinned(one.output, "step_6")
+    found = one.decide(*after, gpus=1).changes
+    assert [change.severity for change in found] == ([] if severity is None else [severity])
+    assert not errors(one.decide(*after, allow=tuple(change.what for change in found), gpus=1))
+
+
+def test_the_optimizer_that_is_the_default_is_named(run: Make) -> None:
+    one = run(TRL)
+    one.start()
+    saved.trl(one.output, 2)
+    assert "`optim` was adamw_torch_fused, is sgd" in errors(one.decide("optim=sgd"))[0]
 
 
 def test_edited_data_and_another_model_under_the_same_name(run: Make) -> None:
@@ -541,6 +630,74 @@ def test_fresh_with_a_name_below_the_folder(run: Make) -> None:
     assert placed.output.name == "one" and placed.output.parent.name == "out-2"
 
 
+# --- a dry run, which carries nothing out -----------------------------------------------------------
+
+
+def dry(one: Run, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any, list[str]]:
+    """What a dry run of the stage file answers, and what it says of an earlier run."""
+    path = str(one.place / "stage.yaml")
+    assert main(["sft", path, "--gpus", "0", "--dry-run", "--format", "json", *words]) == 0
+    told = json.loads(capsys.readouterr().out)
+    said = [f["message"] for f in told["findings"] if f["code"] == "earlier-run"]
+    probe = json.loads(told["data"]["env"]["LAUNCH_PROBE"])
+    assert Path(probe["out"]).parent == Path(told["data"]["run"]) != one.folder.path
+    return told["data"], said
+
+
+def test_a_dry_run_says_what_a_start_would_go_on_from_and_keeps_out_of_its_record(
+    run: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = run(TRL)
+    one.plan()
+    assert dry(one, capsys)[1] == []
+    one.start()
+    # with nothing to go on from, a start begins anew as well
+    assert dry(one, capsys)[1] == []
+    saved.trl(one.output, 4)
+    told, said = dry(one, capsys)
+    assert len(said) == 1 and "launch itself would go on from checkpoint-4" in said[0]
+    assert "this line begins anew and writes over what it left" in said[0]
+    assert "--resume_from_checkpoint" not in told["argv"]
+    (refused,) = dry(one, capsys, "ignore_data_skip=true")[1]
+    assert "launch itself would refuse it (resume-changed" in refused
+    allowed = ("ignore_data_skip=true", "--allow-changed-resume", "position")
+    assert "go on from checkpoint-4" in dry(one, capsys, *allowed)[1][0]
+    assert dry(one, capsys, "--fresh")[1] == []
+    # what a dry run says of has been looked at, not touched
+    assert sorted(path.name for path in one.folder.path.iterdir()) == ["console.log", "run.json"]
+    assert [path.name for path in one.folder.path.parent.iterdir()] == ["one"]
+
+
+def test_a_dry_run_of_a_finished_run(run: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    one = run(TRL)
+    one.start()
+    one.ended()
+    saved.model(one.output)
+    assert "train nothing, it is finished" in dry(one, capsys)[1][0]
+    assert "refuse it (finished-changed" in dry(one, capsys, "max_steps=16")[1][0]
+
+
+def test_a_dry_run_into_the_output_of_a_living_run(
+    run: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = run(TRL)
+    one.start()
+    own = process.identify(os.getpid()).as_json()
+    rundir.write_json(one.folder.process, {**own, "mark": str(one.folder.path), "attempt": 1})
+    assert "refuse it, as that run is still going on" in dry(one, capsys)[1][0]
+
+
+def test_a_bare_command_of_open_instruct_goes_on_by_itself(run: Make) -> None:
+    one = run(rows=44)
+    one.start()
+    for step in (2, 4, 6):
+        saved.pinned(one.output, f"step_{step}")
+    decision = one.decide()
+    (said,) = resume.of_a_bare_command(decision, one.made, one.output, one.folder)
+    assert (decision.step, said.severity) == (4, "warning")
+    assert "would go on from step_4; this line goes on from step_6" in said.message
+
+
 # --- what is not ours -------------------------------------------------------------------------------
 
 
@@ -684,3 +841,34 @@ def test_an_attempt_with_nothing_left_is_judged_by_the_steps_before(tmp_path: Pa
     found = earlier.whole(earlier.read(folder))
     assert found.probe is not None and found.probe.last_step == 40
     assert found.exit is None and found.log is not None and found.log.path.name == "console.3.log"
+
+
+def test_the_largest_gradient_norm_is_that_of_the_whole_run(tmp_path: Path) -> None:
+    path = made_runs.made(tmp_path / "run", steps=40, ended=False)
+    made_runs.made(path, attempt=2, first=31, steps=40)
+    record = path / "probe" / "rank-0.jsonl"
+    norms = {3: 9.0, 33: 2.0}
+    lines, attempt = [], 0
+    for event in map(json.loads, record.read_text().splitlines()):
+        if event["event"] == "start":
+            attempt = event["attempt"]
+        elif event["event"] == "step":
+            # what the first attempt did at step 38 is not in the weights
+            gone = attempt == 1 and event["step"] == 38
+            event["grad_norm"] = 99.0 if gone else norms.get(event["step"], 1.0)
+        lines.append(json.dumps(event) + "\n")
+    record.write_text("".join(lines))
+    found = measures.metrics(earlier.whole(earlier.read(RunFolder(path))))
+    assert (found["max_grad_norm"], found["last_grad_norm"]) == (9.0, 1.0)
+    assert measures.metrics(read_run(path))["max_grad_norm"] == 2.0
+
+
+def test_a_finished_run_said_again_shows_its_verdict_also_where_it_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(made_runs.made(tmp_path / "run"))
+    monkeypatch.setattr(start, "judged_now", lambda folder, plan, verdict: verdict)
+    prepared: Any = SimpleNamespace(folder=folder, plan=None)
+    assert stages._finished(prepared, (), Format.text, stages.After()) == 0
+    said = capsys.readouterr().out
+    assert "verdict: pass" in said and f"report: {folder.report}" in said

@@ -141,6 +141,7 @@ SPEAKS: list[tuple[str, dict[str, Any], tuple[str, str, str, str]]] = [
     ("sft", {"checkpointing_steps": 0}, ("checkpoint-steps", "error", "run", "checkpointing_steps")),
     ("sft", {"checkpointing_steps": 0.5}, ("checkpoint-steps", "error", "run", "checkpointing_steps")),
     ("sft", {"checkpointing_steps": "²"}, ("checkpoint-steps", "error", "run", "checkpointing_steps")),
+    ("sft", {"checkpointing_steps": -1}, ("checkpoint-sign", "warning", "run", "checkpointing_steps")),
     ("dpo", {"checkpointing_steps": 0}, ("checkpoint-steps", "error", "run", "checkpointing_steps")),
     ("sft", {"with_tracking": True}, ("tracking-needs-wandb", "error", "run", "report_to")),
     (
@@ -184,6 +185,33 @@ SPEAKS: list[tuple[str, dict[str, Any], tuple[str, str, str, str]]] = [
     ),
     ("sft", {"num_train_epochs": 0}, ("out-of-range", "warning", "run", "num_train_epochs")),
     ("dpo", {"num_epochs": -1}, ("out-of-range", "warning", "run", "num_epochs")),
+    (
+        "sft",
+        {"num_train_epochs": 2, "max_train_steps": 10},
+        ("conditional-key", "warning", "run", "num_train_epochs"),
+    ),
+    (
+        "sft",
+        {"lr_scheduler_type": "constant", "warmup_ratio": 0.1},
+        ("warmup-unread", "warning", "run", "warmup_ratio"),
+    ),
+    ("dpo", {"lr_scheduler_type": "nosuch"}, ("scheduler-type", "error", "run", "lr_scheduler_type")),
+    (
+        "sft",
+        {"with_tracking": True, "report_to": ["wandb", "nosuch"]},
+        ("unknown-report", "error", "run", "report_to"),
+    ),
+    (
+        "sft",
+        {"model_revision": "v2", "tokenizer_name_or_path": "other/tokenizer"},
+        ("tokenizer-revision", "warning", "run", "model_revision"),
+    ),
+    (
+        "sft",
+        {"output_dir": "", "do_not_randomize_output_dir": True},
+        ("empty-output", "error", "run", "output_dir"),
+    ),
+    ("dpo", {"output_dir": "~/x"}, ("unexpanded-path", "warning", "run", "output_dir")),
     ("sft", {"chat_template_name": "tullu"}, ("unknown-template", "warning", "run", "chat_template_name")),
     (
         "dpo",
@@ -274,7 +302,6 @@ SILENT: list[tuple[str, dict[str, Any]]] = [
     ("sft", {"use_lora": True, "lora_rank": 8, "lora_dropout": 0}),
     ("sft", {"sequence_parallel_size": 1, "packing": True}),
     ("sft", {"sequence_parallel_size": 2}),
-    ("sft", {"num_train_epochs": 0, "max_train_steps": 10}),
     ("dpo", {"keep_last_n_checkpoints": -1}),
     ("sft", {"chat_template_name": "tulu"}),
     ("sft", {"chat_template_name": "mine", "get_tokenizer_fn": "get_tokenizer_simple_v1"}),

@@ -414,3 +414,36 @@ def test_missing_files_and_folders(tmp_path: Path, capsys: pytest.CaptureFixture
     said = capsys.readouterr()
     assert "missing-file" in said.err + said.out
     assert "not-a-file" in said.err + said.out
+
+
+BOTH = "use_liger_kernel: true, packing: true"
+
+
+@pytest.mark.parametrize(
+    ("lines", "more", "severity"),
+    [
+        ("expect: {liger: engaged}\n", "packing: true", "error"),
+        ("expect: {packing: isolated}\n", "packing: false", "error"),
+        ("expect: {packing: on}\non_violation: warn\n", "packing: false", "warning"),
+        ("script: dpo_olmo_core\nexpect: {liger: engaged}\n", BOTH, "error"),
+        ("expect: {liger: any, packing: off}\n", "packing: false", None),
+        ("expect: {liger: engaged, packing: isolated}\n", BOTH, None),
+    ],
+)
+def test_what_is_not_asked_for_cannot_be_expected(
+    write: Write, lines: str, more: str, severity: str | None
+) -> None:
+    data = f"model_name_or_path: allenai/OLMo-2-1124-7B, mixer_list: [a/b, 1.0], {more}"
+    path = write("a.yaml", f"stage: dpo\n{lines}args: {{{data}}}\n")
+    found = [
+        f for f in stage.judge(config.load(path)).findings if f.code == "impossible-expectation"
+    ]
+    assert [one.severity for one in found] == ([] if severity is None else [severity])
+    assert all(one.line in {2, 3} and "cannot hold" in one.message for one in found)
+
+
+def test_the_script_may_be_an_override(write: Write) -> None:
+    data = "model_name_or_path: allenai/OLMo-2-1124-7B, mixer_list: [a/b, 1.0]"
+    path = write("a.yaml", f"stage: dpo\nargs: {{{data}}}\n")
+    judged = stage.judge(config.load(path, ["script=dpo_olmo_core"]))
+    assert judged.schema is not None and judged.schema.script == "open_instruct/dpo.py"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, distribution
@@ -15,6 +16,7 @@ import pytest
 from conftest import NO_PACKAGES, Write
 from test_rules import values_of
 
+from launcher import rules, upstream
 from launcher.backends import (
     BACKENDS,
     data_rules,
@@ -902,6 +904,47 @@ def test_which_checkpoint_is_resumed_from(
         saved(output, name)
     last = output_rules.resumed_from(output_rules.checkpoints(output))
     assert (None if last is None else last.name) == expected
+
+
+# --- the loss of DPO -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", ["dpo", "dpo_olmo_core"])
+@pytest.mark.parametrize(
+    ("key", "value", "code", "severity", "words"),
+    [
+        ("beta", 0, "zero-beta", "warning", "no preference is learnt"),
+        ("beta", -0.1, "out-of-range", "warning", "the rejected answers are preferred"),
+        ("beta", math.nan, "out-of-range", "error", "no number"),
+        ("beta", math.inf, "out-of-range", "error", "no number"),
+        ("label_smoothing", -0.1, "out-of-range", "warning", "no lower bound"),
+        ("label_smoothing", 1.5, "out-of-range", "warning", "no lower bound"),
+        ("label_smoothing", 0.5, "out-of-range", "warning", "weigh the same"),
+        ("label_smoothing", 0.7, "out-of-range", "warning", "the rejected answers are preferred"),
+        ("label_smoothing", 1, "out-of-range", "warning", "the rejected answers are preferred"),
+        ("label_smoothing", math.nan, "out-of-range", "error", "no number"),
+    ],
+)
+def test_a_loss_that_tells_nothing_or_the_wrong_way(
+    script: str, key: str, value: float, code: str, severity: str, words: str
+) -> None:
+    (fault,) = of_the_loss(script, {key: value})
+    assert (fault.code, fault.severity, fault.layer) == (code, severity, "run")
+    assert fault.key == f"args.{key}" and words in fault.message
+
+
+@pytest.mark.parametrize("script", ["dpo", "dpo_olmo_core"])
+@pytest.mark.parametrize("args", [{}, {"beta": 0.01}, {"label_smoothing": 0.49}])
+def test_a_loss_that_is_one(script: str, args: dict[str, Any]) -> None:
+    assert of_the_loss(script, args) == []
+
+
+def of_the_loss(script: str, args: dict[str, Any]) -> list[Finding]:
+    schema = upstream.Locator(search=()).schema("open_instruct", script)
+    return [
+        one for one in rules.apply(Values(schema, {"mixer_list": ["a", "1.0"], **args}))
+        if one.key in {"args.beta", "args.label_smoothing"}
+    ]  # fmt: skip
 
 
 # --- all of them -----------------------------------------------------------------------------------

@@ -344,6 +344,27 @@ SPEAKS: list[tuple[str, dict[str, Any], tuple[str, str, str, str]]] = [
         ("streamed-reference", "error", "run", "precompute_ref_log_probs"),
     ),
     ("dpo", {"padding_free": True}, ("padding-free-off", "warning", "run", "padding_free")),
+    # numbers, and names written as one; more of them in test_trl_value_rules.py
+    ("sft", {"weight_decay": -1}, ("out-of-range", "warning", "run", "weight_decay")),
+    ("sft", {"num_train_epochs": 0}, ("out-of-range", "warning", "run", "num_train_epochs")),
+    ("sft", {"max_steps": 5, "warmup_steps": 5}, ("out-of-range", "warning", "run", "warmup_steps")),
+    ("sft", {"save_steps": 0}, ("out-of-range", "warning", "run", "save_steps")),
+    (
+        "sft",
+        {"eval_strategy": "steps", "per_device_eval_batch_size": 0},
+        ("out-of-range", "error", "run", "per_device_eval_batch_size"),
+    ),
+    ("dpo", {"max_length": 0}, ("out-of-range", "error", "run", "max_length")),
+    (
+        "dpo",
+        {"loss_type": ["exo_pair"], "label_smoothing": 1},
+        ("out-of-range", "warning", "run", "label_smoothing"),
+    ),
+    (
+        "sft",
+        {"use_peft": True, "lora_target_modules": "q_proj,v_proj"},
+        ("lora-targets", "error", "run", "lora_target_modules"),
+    ),
 ]  # fmt: skip
 
 

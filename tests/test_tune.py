@@ -22,7 +22,7 @@ from tuned import A100, H200, RTX4090, Machine
 
 from launcher import check, config, levers, proposal, stage, trial, tune
 from launcher.comparison import Sample, Step
-from launcher.errors import Exit, UsageError, errors
+from launcher.errors import Exit, NotReady, UsageError, errors
 from launcher.outlook import Outlook
 from launcher.proposal import Gain, Proposal
 from launcher.rundir import RunFolder
@@ -588,6 +588,27 @@ def test_a_file_of_ones_own_is_not_overwritten(write: Write, tmp_path: Path) -> 
     proposal.require_free(tmp_path / "new.yaml", source)
 
 
+@pytest.mark.parametrize("name", ["new.yaml", "a/b/new.yaml", "ours.yaml"])
+def test_whether_a_file_can_be_written_is_found_out_without_a_trace(
+    write: Write, tmp_path: Path, name: str
+) -> None:
+    source = write("mine.yaml", "stage: sft\n")
+    write("ours.yaml", "# Tuned by launch: x\n")
+    before = {path: path.read_text() for path in tmp_path.rglob("*")}
+    proposal.require_free(tmp_path / name, source)
+    assert {path: path.read_text() for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize("place", ["/proc/x.yaml", "/proc/a/x.yaml", "mine.yaml/x.yaml", "x" * 250])
+def test_a_file_that_cannot_be_written_is_refused(write: Write, tmp_path: Path, place: str) -> None:
+    """Permissions do not tell: root may write all that it likes, but not there."""
+    source = write("mine.yaml", "stage: sft\n")
+    with pytest.raises(NotReady) as refused:
+        proposal.require_free(tmp_path / place, source)
+    assert [finding.code for finding in refused.value.findings] == ["unwritable-file"]
+    assert list(tmp_path.iterdir()) == [source]
+
+
 # --- from the command line, around a trainer of no brains -----------------------------------------
 
 TRAINER = Path(__file__).with_name("tune_trainer.py")
@@ -808,6 +829,25 @@ def test_a_file_that_crashes_is_said_to(world: World) -> None:
 
 
 @needs_trl
+def test_what_can_no_longer_be_written_loses_nothing_that_was_measured(world: World) -> None:
+    place = world.root / "results" / "tuned.yaml"
+    words = words_for(world, "--budget", "30s", "-o", str(place))
+    running = world.started(*words, env={"TUNE_SCENE": "{}"})
+    until(lambda: started(world))
+    place.parent.write_text("in the way")
+    out, err = (text.decode() for text in running.communicate(timeout=PATIENCE_S))
+    assert running.returncode == 5, err
+    assert "unwritable-file" in err and "runs-not-writable" not in err
+    assert "tokens/s per GPU" in out and "another -o" in out and "None" not in out
+    assert record(world)["state"] == "finished" and record(world)["proposal"] is None
+    # the same with another name needs no trial
+    count = len(started(world))
+    done, told = tuning(world, "--budget", "30s", "-o", str(world.root / "tuned.yaml"))
+    assert done.returncode == 0 and len(started(world)) == count
+    assert Path(told["proposal"]).is_file()
+
+
+@needs_trl
 def test_json_is_the_record(world: World) -> None:
     done, told = tuning(world, "--format", "json", "--budget", "30s")
     shown = json.loads(done.stdout)
@@ -838,6 +878,7 @@ def test_without_a_gpu_it_is_refused(world: World) -> None:
         (("--cpu", "--gpu-memory", "80"), 2, "--gpu-memory says nothing"),
         (("--gpu-memory", "-1"), 2, "more than 0"),
         (("-o", "stage.yaml/tuned.yaml"), 5, "is a file"),
+        (("-o", "/proc/tuned.yaml"), 5, "unwritable-file"),
         (("--gpus", "3"), 5, "3 GPU(s)"),
         (("nonsense=1",), 3, "nonsense"),
         (("--row-tokens", "9:1"), 2, "MEAN:MAX"),

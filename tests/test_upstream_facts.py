@@ -10,38 +10,23 @@ from pathlib import Path
 import pytest
 from conftest import NO_PACKAGES, REPOSITORY
 
+from launcher.cited import citations
 from launcher.sources import find_package
 
-CITATION = re.compile(r"((?:\w+/)*\w+\.py):(\d+(?:[,-]\d+)*)")
 CONSTANT = re.compile(r'^(_[A-Z]+) = "(.*)"$', re.MULTILINE)
 
-# Cited by their bare name outside a list of files of one folder; all others are open-instruct's.
-FOLDERS = {
-    "hf_argparser.py": "transformers",
-    "subprocess_handler.py": "torch/distributed/elastic/multiprocessing/subprocess_handler",
-}
 
-
-def cited(path: Path) -> Iterator[str]:
+def cited_in(path: Path) -> Iterator[str]:
     """Each `folder/file.py:line` that one of our files names, in words or in code."""
     text = path.read_text(encoding="utf-8")
     for name, value in CONSTANT.findall(text):
         text = text.replace(f"{{{name}}}", value)
-    for line in text.splitlines():
-        folder = None
-        for name, numbers in CITATION.findall(line):
-            if "/" in name:
-                folder = name.rpartition("/")[0]
-            else:
-                name = f"{folder or FOLDERS.get(name, 'open_instruct')}/{name}"
-            # of a range, its first line is checked
-            for number in re.split(",", numbers):
-                yield f"{name}:{number.partition('-')[0]}"
+    return citations(text)
 
 
 def all_cited() -> set[str]:
     return {
-        citation for path in (REPOSITORY / "launcher").rglob("*.py") for citation in cited(path)
+        citation for path in (REPOSITORY / "launcher").rglob("*.py") for citation in cited_in(path)
     }
 
 
@@ -53,6 +38,29 @@ def line_of(root: Path, citation: str) -> str:
 
 # What each cited line holds; a line that is cited and not listed here fails the first test below.
 FACTS = {
+    "accelerate/state.py:215": "dist.init_distributed(dist_backend=self.backend, auto_mpi_d",
+    "accelerate/state.py:244": "torch.distributed.init_process_group(backend=self.backend, ",
+    "accelerate/tracking.py:1356": 'raise ValueError(f"Unsupported logging capability: {log_t',
+    "accelerate/utils/dataclasses.py:745": "class LoggerType(BaseEnum):",
+    "open_instruct/dpo_tune_cache.py:126": "timeout_kwargs = InitProcessGroupKwargs(timeout=timede",
+    "open_instruct/dpo_tune_cache.py:150": "tc.tokenizer_revision = args.model_revision if tc.toke",
+    "open_instruct/dpo_tune_cache.py:168": "args.local_cache_dir = os.path.abspath(args.local_cach",
+    "open_instruct/dpo_tune_cache.py:370": "lora_alpha=args.lora_alpha,",
+    "open_instruct/dpo_tune_cache.py:460": "lr_scheduler = get_scheduler(",
+    "open_instruct/dpo_tune_cache.py:478": "args.num_epochs = math.ceil(args.max_train_steps / num",
+    "open_instruct/dpo_tune_cache.py:592": "if accelerator.sync_gradients and args.max_grad_norm >",
+    "open_instruct/dpo_tune_cache.py:734": "and beaker_config is not None",
+    "open_instruct/dpo_tune_cache.py:740": "if is_beaker_job() and accelerator.is_main_process and",
+    "open_instruct/finetune.py:359": "return get_scheduler(",
+    "open_instruct/finetune.py:409": "tc.tokenizer_revision = args.model_revision if tc.tokenizer_",
+    "open_instruct/finetune.py:428": "args.dataset_local_cache_dir = os.path.abspath(args.dataset_",
+    "open_instruct/finetune.py:631": "lora_alpha=args.lora_alpha,",
+    "open_instruct/finetune.py:855": "if accelerator.sync_gradients and args.clip_grad_norm > 0:",
+    "open_instruct/finetune.py:1012": "and is_beaker_job()",
+    "open_instruct/finetune.py:1018": "if is_beaker_job() and accelerator.is_main_process and args",
+    "open_instruct/utils.py:941": 'return "BEAKER_JOB_ID" in os.environ',
+    "transformers/optimization.py:986": "schedule_func = TYPE_TO_SCHEDULER_FUNCTION[name]",
+    "transformers/trainer_utils.py:561": "class SchedulerType(ExplicitEnum):",
     "deepspeed/runtime/zero/stage_1_and_2.py:1705": "dist.all_reduce(tensor_to_allreduce, group",
     "deepspeed/runtime/zero/stage_1_and_2.py:2205": "all_gather_dp_groups(groups_flat=self.bit16",
     "deepspeed/runtime/zero/stage3.py:1659": "reduce_scatter_coalesced(full_grads_for_rank",
@@ -148,6 +156,9 @@ FACTS = {
     "liger_kernel/transformers/monkey_patch.py:2953": "Applying Liger kernels",
     "liger_kernel/transformers/monkey_patch.py:2974": 'logger.info(f"There are currently no Liger ',
     "huggingface_hub/constants.py:194": 'HF_HUB_OFFLINE = _is_true(os.environ.get("HF_HUB_OFFLI',
+    "olmo_core/nn/conversion/state_converter.py:141": "if len(unused_original_keys) > 0:",
+    "olmo_core/nn/hf/checkpoint.py:117": "for key in sorted(converted_state_dict.keys()):",
+    "olmo_core/nn/hf/convert.py:45": "post_attention_layernorm.weight",
     "olmo_core/nn/hf/checkpoint.py:90": 'file_exists(f"{model_name_or_path}/generation_config',
     "olmo_core/nn/hf/checkpoint.py:94": "elif repo_exists(str(model_name_or_path)):",
     "olmo_core/nn/rope.py:388": "self._cache = (cache or BufferCache())",
@@ -155,6 +166,7 @@ FACTS = {
     "open_instruct/dataset_transformation.py:115": "APPLY_CHAT_TEMPLATE_EXAMPLE_PER_SECOND_PER_CPU",
     "open_instruct/dataset_transformation.py:159": "CHAT_TEMPLATES = {",
     "open_instruct/dataset_transformation.py:775": 'raise ValueError(f"Could not find chat templat',
+    "open_instruct/dataset_transformation.py:793": 'if "olmo" in config.model_type:',
     "open_instruct/dataset_transformation.py:797": 'assert not tc.add_bos, "For newer OLMo chat te',
     "open_instruct/dataset_transformation.py:799": 'assert tc.add_bos, "For OLMo, you must run wit',
     "open_instruct/dataset_transformation.py:800": 'assert tc.use_fast, "For OLMo, you must use fa',
@@ -238,6 +250,13 @@ FACTS = {
     "open_instruct/dpo_tune_cache.py:705": "clean_last_n_checkpoints(args.output_dir, args.keep_la",
     "open_instruct/dpo_tune_cache.py:708": "if completed_steps >= args.max_train_steps:",
     "open_instruct/dpo_tune_cache.py:752": "model_utils.push_folder_to_hub(args.output_dir, args.h",
+    "open_instruct/dpo.py:333": "train_module.reference_cache = dpo_utils.build_reference",
+    "open_instruct/dpo_tune_cache.py:525": "if args.loss_type.needs_reference_model:",
+    "open_instruct/dpo_utils.py:561": "losses = -F.logsigmoid(beta * logits) * (1 - label_smo",
+    "open_instruct/dpo_utils.py:608": "-F.logsigmoid(beta * logits) * (1 - label_smoothing)",
+    "open_instruct/dpo_utils.py:639": "losses = -F.logsigmoid(beta * logits) * (1 - label_smo",
+    "open_instruct/olmo_core_train_modules.py:188": "self.reference_cache if self.dpo_config.loss_t",
+    "open_instruct/olmo_core_utils.py:231": "vocab_size = hf_config.vocab_size",
     "open_instruct/dpo_utils.py:88": "(DPOLossType.dpo, DPOLossType.dpo_norm, DPOLossType.wpo)",
     "open_instruct/dpo_utils.py:159": "push_to_hub: bool = True",
     "open_instruct/dpo_utils.py:269": 'metadata={"help": "Use qLoRA training - initializes model i',
@@ -608,6 +627,47 @@ FACTS = {
     "torch/_inductor/cpp_builder.py:395": "compiler = cpp_compiler_search(search)",
     "open_instruct/dpo.py:349": "trainer = train.TrainerConfig(",
     "transformers/trainer_optimizer.py:568": "OptimizerNames.ADAMW_8BIT,",
+    "peft/tuners/lora/layer.py:255": "if lora_dropout > 0.0:",
+    "torch/nn/modules/dropout.py:24": "if p < 0 or p > 1:",
+    "torch/optim/adam.py:58": "if not 0.0 <= lr:",
+    "torch/optim/adam.py:60": "if not 0.0 <= eps:",
+    "torch/optim/adam.py:62": "if not 0.0 <= betas[0] < 1.0:",
+    "torch/optim/adam.py:64": "if not 0.0 <= betas[1] < 1.0:",
+    "torch/utils/data/sampler.py:320": "or batch_size <= 0",
+    "transformers/integrations/neftune.py:50": "output = output + torch.zeros_like(output).uniform_(",
+    "transformers/optimization.py:1049": "return schedule_func(",
+    "transformers/optimization.py:107": "def get_linear_schedule_with_warmup(optimizer, num_w",
+    "transformers/optimization.py:71": "return ReduceLROnPlateau(optimizer, **kwargs)",
+    "transformers/trainer.py:1248": '"weight_decay": self.args.weight_decay,',
+    "transformers/trainer.py:1600": "for epoch in range(epochs_trained, num_train_epochs)",
+    "transformers/trainer.py:1863": "if self.args.max_grad_norm > 0:",
+    "transformers/trainer.py:2428": "epoch_based = max_steps < 0",
+    "transformers/trainer.py:2929": "elif args.eval_accumulation_steps is not None and (s",
+    "transformers/trainer_callback.py:166": "num_steps = math.ceil(max_steps * num_steps)",
+    "transformers/trainer_callback.py:586": "and state.save_steps > 0",
+    "transformers/training_args.py:2127": "int(self.warmup_steps) if self.warmup_steps >= 1 els",
+    "trl/data_utils.py:927": "def is_conversational_from_value(example: dict[str, ",
+    "trl/trainer/callbacks.py:151": "if self.ref_model is not None and state.global_step ",
+    "trl/trainer/dpo_trainer.py:1017": "self.args.precompute_ref_batch_size or self.args.per",
+    "trl/trainer/dpo_trainer.py:1063": 'if not example["chosen"].endswith(eos_token):',
+    "trl/trainer/dpo_trainer.py:1140": "dataset = dataset.filter(lambda example: len(example",
+    "trl/trainer/dpo_trainer.py:1410": "epsilon = torch.tensor(self.label_smoothing, device=",
+    "trl/trainer/dpo_trainer.py:1454": "-F.logsigmoid(self.beta * delta) * (1 - self.label_s",
+    "trl/trainer/dpo_trainer.py:155": "sl = slice(None, self.max_length)",
+    "trl/trainer/dpo_trainer.py:157": "sl = slice(-self.max_length, None)",
+    "trl/trainer/model_config.py:177": 'if hasattr(self.lora_target_modules, "__len__") and ',
+    "trl/trainer/sft_trainer.py:1333": 'example["prompt"] + example["completion"],',
+    "trl/trainer/sft_trainer.py:1375": 'example["messages"],',
+    "trl/trainer/sft_trainer.py:1383": "processing_class, example[dataset_text_field], chat_",
+    "trl/trainer/sft_trainer.py:1441": "sl = slice(None, args.max_length)",
+    "trl/trainer/sft_trainer.py:1443": "sl = slice(-args.max_length, None)",
+    "open_instruct/dpo.py:182": "if args.cache_dataset_only:",
+    "open_instruct/dpo.py:281": "effective_steps = args.max_train_steps if args.max_train_s",
+    "open_instruct/dpo.py:335": "if args.cache_logprobs_only:",
+    "open_instruct/dpo.py:344": "if args.max_train_steps is not None:",
+    "open_instruct/dpo_tune_cache.py:441": "if args.max_train_steps is None:",
+    "open_instruct/finetune.py:693": "if args.max_train_steps is None:",
+    "transformers/trainer.py:2450": "if args.max_steps > 0:",
 }
 
 # The releases whose lines are cited, by the package's folder: (distribution, version).
@@ -618,6 +678,7 @@ RELEASES = {
     "huggingface_hub": ("huggingface-hub", "1.33.0"),
     "liger_kernel": ("liger-kernel", "0.7.0"),
     "olmo_core": ("ai2-olmo-core", "2.6.0"),
+    "peft": ("peft", "0.21.2"),
     "torch": ("torch", "2.13.0"),
     "transformers": ("transformers", "5.17.0"),
     "trl": ("trl", "1.16.0"),

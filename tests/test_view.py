@@ -14,7 +14,7 @@ from launcher.view import Progress, Tail, View, clock
 
 def step(number: int, elapsed: float, **more: object) -> dict[str, object]:
     return {"event": "step", "step": number, "loss": 2.0 / number, "elapsed": elapsed,
-            "seconds": 0.5, "tokens": 100, **more}  # fmt: skip
+            "seconds": 1.0, "tokens": 100, **more}  # fmt: skip
 
 
 # --- following a file -----------------------------------------------------------------------------
@@ -132,8 +132,36 @@ def test_half_an_event_is_survived(event: dict[str, object]) -> None:
 def test_only_the_last_steps_count() -> None:
     progress = Progress(total=None)
     for number in range(1, 200):
-        progress.event(step(number, float(number) if number < 150 else 150 + number * 2.0))
+        late = number >= 150
+        elapsed = 150 + number * 2.0 if late else float(number)
+        progress.event(step(number, elapsed, seconds=2.0 if late else 1.0))
     assert len(progress.times) == view.WINDOW
+    assert progress.tokens_per_second == 50.0
+
+
+def test_evaluations_and_saves_take_no_part_in_the_speed() -> None:
+    progress = Progress(total=12)
+    for number in range(1, 9):
+        # 40 s of evaluation after every second step count into the one that follows
+        more = {"seconds": 41.0, "interrupted": True} if number % 2 else {"interrupted": False}
+        progress.event(step(number, number + 40.0 * ((number - 1) // 2), **more))
+    assert progress.tokens_per_second == 100.0
+    # and into the time that is left
+    assert progress.left_s is not None and progress.left_s > 60
+
+
+def test_where_every_step_follows_an_evaluation_no_speed_is_told() -> None:
+    progress = Progress(total=12)
+    for number in range(1, 4):
+        progress.event(step(number, 41.0 * number, seconds=41.0, interrupted=number > 1))
+    assert progress.tokens_per_second is None
+    assert "tokens/s" not in progress.line() and "left" in progress.line()
+
+
+def test_a_record_without_seconds_of_steps_tells_a_speed_too() -> None:
+    progress = Progress(total=12)
+    for number in range(1, 4):
+        progress.event(step(number, 2.0 * number, seconds=None))
     assert progress.tokens_per_second == 50.0
 
 

@@ -119,19 +119,26 @@ def _number(given: Any, ours: int | None) -> int | None:
 
 
 def clipping(context: Context) -> Iterator[Finding]:
-    """accelerate/accelerator.py:3023 leaves it to DeepSpeed; `auto` is 1.0 (accelerator.py:2224)."""
+    """accelerate/accelerator.py:3023 leaves it to DeepSpeed; `auto` is 1.0 (accelerator.py:2224).
+
+    What is not above 0 asks for none (finetune.py:855, dpo_tune_cache.py:592).
+    """
     key = "clip_grad_norm" if "clip_grad_norm" in context.values else "max_grad_norm"
     ours = context.values[key]
-    if not context.distributed or not context.values.given(key) or not ours > 0:
+    if not context.distributed or not context.values.given(key):
         return
+    wanted = ours if ours > 0 else 0.0
     given = "auto" if context.file is None else context.file.get("gradient_clipping", 0.0)
     theirs = 1.0 if given == "auto" else given
-    if theirs != ours:
+    if not isinstance(theirs, int | float) or not theirs > 0:
+        theirs = 0.0
+    if theirs != wanted:
         what = f"clips at {theirs}" if theirs else "does not clip"
+        instead = ", in place of `zero_stage`" if context.file is None else ""
         yield say(
             "warning", "run", "clipping-unread", key,
             f"`{key}: {ours}` is not read with DeepSpeed, which {what}",
-            f'write `"gradient_clipping": {ours}` in the DeepSpeed file',
+            f'write `"gradient_clipping": {wanted}` in the DeepSpeed file{instead}',
         )  # fmt: skip
 
 
@@ -186,6 +193,22 @@ def partition_size(context: Context) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def no_time(context: Context) -> Iterator[Finding]:
+    """finetune.py:377, dpo_tune_cache.py:126: the time in which processes have to find each other
+    (accelerate/state.py:215, accelerate/state.py:244); one without DeepSpeed looks for nobody.
+    """
+    seconds, gpus = context.values["timeout"], context.gpus
+    if not isinstance(seconds, int) or seconds > 0 or gpus == 0:
+        return
+    several = context.distributed or (gpus or 0) > 1
+    if several or gpus is None:
+        yield say(
+            "error" if several else "warning", "run", "no-timeout", "timeout",
+            f"`timeout: {seconds}` leaves the processes no time to find each other",
+            "write a number of seconds, or delete the line",
+        )  # fmt: skip
+
+
 # --- adapters and quantised models -----------------------------------------------------------------
 
 
@@ -234,7 +257,8 @@ def frozen_biases(context: Context) -> Iterator[Finding]:
 
 _SHARED: tuple[StageRule, ...] = (
     zero_section, own_optimizer, unsaved_weights, no_batch, accumulation_of_the_file,
-    batch_of_the_file, clipping, precision, half_precision, quantised, frozen_biases,
+    batch_of_the_file, clipping, precision, half_precision, no_time, quantised,
+    frozen_biases,
 )  # fmt: skip
 
 RULES: Mapping[str, tuple[StageRule, ...]] = {

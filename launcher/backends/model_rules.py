@@ -220,7 +220,9 @@ def wpo_batch(context: Context) -> Iterator[Finding]:
 
 
 def olmo_bos(context: Context) -> Iterator[Finding]:
-    """dataset_transformation.py:797, dataset_transformation.py:799, dataset_transformation.py:800."""
+    """dataset_transformation.py:793, dataset_transformation.py:797, dataset_transformation.py:799,
+    dataset_transformation.py:800.
+    """
     values = context.values
     if values["get_tokenizer_fn"] != "get_tokenizer_tulu_v2_2":
         return

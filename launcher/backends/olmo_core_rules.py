@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from launcher import shapes
 from launcher.backends import model_config, model_rules, service_rules
 from launcher.backends.context import Context, StageRule, caches_only
 from launcher.backends.data_rules import known_rows, tokenising_seconds
@@ -44,23 +45,44 @@ from launcher.paths import is_file
 from launcher.schema import Values
 
 _OTHER = "leave out `script:`: dpo_tune_cache.py does that"
+_TRAINS = "leave out `script:`, dpo_tune_cache.py trains it"
 # olmo_core's prepare_training_environment, which `timeout` does not reach
 _TIMEOUT_S = 15 * 60
-# (model_type, hidden size, layers) of a config.json -> OLMo-core's name for that shape
-_SHAPES: Mapping[tuple[str, int, int], str] = {
-    ("olmo2", 2048, 16): "olmo2_1B_v2",
-    ("olmo2", 4096, 32): "olmo2_7B",
-    ("olmo2", 5120, 40): "olmo2_13B",
-    ("olmo2", 5120, 64): "olmo2_32B",
-    ("olmo3", 4096, 32): "olmo3_7B",
-    ("olmoe", 2048, 16): "olmoe_1B_7B",
-    ("qwen3", 1024, 28): "qwen3_0_6B",
-    ("qwen3", 2048, 28): "qwen3_1_7B",
-    ("qwen3", 2560, 36): "qwen3_4B",
-    ("qwen3", 4096, 36): "qwen3_8B",
-    ("qwen3", 5120, 40): "qwen3_14B",
-    ("qwen3", 5120, 64): "qwen3_32B",
-}
+# OLMo-core's shapes (olmo_core/nn/transformer/config.py), in the words of a config.json
+_SIZES = (
+    "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+    "head_dim",
+)  # fmt: skip
+_OLMO2: Mapping[str, tuple[int, ...]] = {
+    "1M": (12, 4, 256, 4, 4, 4), "14M": (128, 4, 512, 8, 8, 16), "30M": (256, 4, 768, 8, 8, 32),
+    "60M": (384, 8, 1536, 8, 8, 48), "100M": (512, 12, 2048, 8, 8, 64),
+    "190M": (768, 12, 3072, 12, 12, 64), "370M": (1024, 16, 4096, 16, 16, 64),
+    "600M": (1344, 16, 5376, 16, 16, 84), "760M": (1536, 16, 6144, 16, 16, 96),
+    "1B": (2048, 18, 8192, 16, 16, 128), "1B_v2": (2048, 16, 8192, 16, 16, 128),
+    "3B": (3328, 16, 13312, 16, 16, 208), "7B": (4096, 32, 11008, 32, 32, 128),
+    "13B": (5120, 40, 13824, 40, 40, 128), "32B": (5120, 64, 27648, 40, 8, 128),
+}  # fmt: skip
+_SHAPES: Mapping[str, tuple[int, ...]] = {
+    **{f"olmo2_{size}": sizes for size, sizes in _OLMO2.items()},
+    **{f"olmo3_{size}": sizes for size, sizes in _OLMO2.items() if size != "1B_v2"},
+    "olmo3_600M": (1280, 16, 5120, 16, 16, 80), "olmo3_1B": _OLMO2["1B_v2"],
+    "qwen3_0_6B": (1024, 28, 3072, 16, 8, 128), "qwen3_1_7B": (2048, 28, 6144, 16, 8, 128),
+    "qwen3_4B": (2560, 36, 9728, 32, 8, 128), "qwen3_8B": (4096, 36, 12288, 32, 8, 128),
+    # neither is Qwen's own, which has 40 layers, and 64 heads
+    "qwen3_14B": (5120, 48, 17408, 40, 8, 128), "qwen3_32B": (5120, 64, 25600, 40, 8, 128),
+    "llama2_271M": (1024, 16, 2816, 8, 8, 128), "llama2_1B": (2048, 18, 5632, 16, 16, 128),
+    "llama2_7B": (4096, 32, 11008, 32, 32, 128), "llama2_13B": (5120, 40, 13824, 40, 40, 128),
+    "llama2_26B": (5120, 80, 13824, 40, 40, 128), "llama2_70B": (8192, 80, 28672, 64, 8, 128),
+    "llama3_1B": (2048, 16, 8192, 32, 8, 64), "llama3_8B": (4096, 32, 14336, 32, 8, 128),
+    "llama3_70B": (8196, 80, 28672, 64, 8, 128), "llama3_405B": (16384, 126, 53248, 128, 8, 128),
+}  # fmt: skip
+_LOADED = ("gemma3_text", "llama", "olmo2", "olmo3", "qwen3")
+# biases, joined weights and experts are refused (olmo_core/nn/conversion/state_converter.py:141); in the
+# others the second norm is taken for the first one (olmo_core/nn/hf/convert.py:45)
+_UNLOADED = frozenset({
+    "gemma", "gemma2", "granite", "mistral", "mixtral", "olmo", "olmoe", "phi3", "qwen2", "qwen3_moe",
+    "smollm3",
+})  # fmt: skip
 _SCHEDULERS = ("cosine", "linear", "constant", "constant_with_warmup")
 # the families whose layers OLMo-core writes in transformers' form (olmo_core/nn/hf/config.py)
 _EXPORTED = ("olmo2", "olmo3", "olmoe")
@@ -157,8 +179,27 @@ def _shape_hint(folder: str, names: list[str]) -> str:
 
 
 def _shape_of(config: Mapping[str, Any]) -> str | None:
-    found = tuple(config.get(k) for k in ("model_type", "hidden_size", "num_hidden_layers"))
-    return next((name for shape, name in _SHAPES.items() if shape == found), None)
+    """The name that fits; none of llama's, whose rotary embedding OLMo-core does not scale."""
+    if any(config.get(key) is None for key in ("model_type", *_SIZES[:2])):
+        return None
+    named = (name for name in _SHAPES if not name.startswith("llama"))
+    return next((name for name in named if not _differences(config, name)), None)
+
+
+def _described(name: str | None) -> Mapping[str, Any]:
+    """What a config.json of that shape would hold; empty of a shape that is not listed."""
+    if name is None or name not in _SHAPES:
+        return {}
+    family = name.partition("_")[0]
+    kind = "llama" if family.startswith("llama") else family
+    return {"model_type": kind, **dict(zip(_SIZES, _SHAPES[name], strict=True))}
+
+
+def _differences(config: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """The keys that say something else; what the config leaves out is not guessed."""
+    return tuple(
+        key for key, size in _described(name).items() if config.get(key) not in (None, size)
+    )
 
 
 def length(values: Values) -> Iterator[Finding]:
@@ -229,6 +270,20 @@ def balancing(values: Values) -> Iterator[Finding]:
             "warning", "run", "balancing-unread", "load_balancing_loss",
             "`load_balancing_loss` adds nothing: this script's forward passes give no such loss",
             f"delete the line, or {_OTHER}",
+        )  # fmt: skip
+
+
+def reference_unread(values: Values) -> Iterator[Finding]:
+    """dpo.py:333 asks no one: olmo_core_train_modules.py:188 hands the result on where it is needed.
+
+    The other script asks first (dpo_tune_cache.py:525); simpo alone needs none (dpo_utils.py:88).
+    """
+    if values["loss_type"] == "simpo" and not values["cache_dataset_only"]:
+        yield say(
+            "note", "run", "reference-unread", "loss_type",
+            "`loss_type: simpo` needs no reference, and this script computes it all the same: a forward pass "
+            "over all pairs before the first step, whose result is not read",
+            "leave out `script:`: dpo_tune_cache.py skips that pass",
         )  # fmt: skip
 
 
@@ -316,9 +371,9 @@ def least_degrees(values: Values) -> Iterator[Finding]:
 
 RULES: tuple[Rule, ...] = (
     two_data_sources, beaker_without_push, json_mappings, zero_stage, *MIXER_RULES, entity_twice,
-    push_by_default, refused, model, export, length, optimizer, budget, packing, balancing, scheduler,
-    intervals, ranges, least_degrees, no_epochs, unknown_template, unknown_tokenizer_function, transforms,
-    cache_on_the_hub,
+    push_by_default, refused, model, export, length, optimizer, budget, packing, balancing, reference_unread,
+    scheduler, intervals, ranges, least_degrees, no_epochs, unknown_template,
+    unknown_tokenizer_function, transforms, cache_on_the_hub,
 )  # fmt: skip
 
 
@@ -346,18 +401,58 @@ def precision(context: Context) -> Iterator[Finding]:
 
 
 def other_shape(context: Context) -> Iterator[Finding]:
-    """dpo.py:329 loads the folder's weights into the shape that `config_name` names."""
+    """dpo.py:329 loads the model's weights into the shape that `config_name`, or its own name, stands for.
+
+    Only what the file has is looked up there (olmo_core/nn/hf/checkpoint.py:117): layers that it has
+    not stay as they were made. The vocabulary is the model's own (olmo_core_utils.py:231).
+    """
     values, models = context.values, context.values.schema.models
     name, config = values["model_name_or_path"], values["config_name"]
-    found = _shape_of(model_config.read(name, context.environ)) or models.get(str(name))
-    named = models.get(str(config), config)
-    if found is None or named not in values.schema.configs or found == named:
+    named = models.get(str(config or name), str(config or name))
+    if named not in values.schema.configs or caches_only(context):
         return
-    yield say(
-        "error", "run", "other-shape", "config_name",
-        f"`config_name: {config}`, but {brief(name)} has the shape of {found}: its "
-        "weights do not fit", f"write `config_name: {found}`",
-    )  # fmt: skip
+    key = "config_name" if config else "model_name_or_path"
+    known = shapes.table().get(str(name).lower()) or _described(models.get(str(name)))
+    held = model_config.read(name, context.environ) or known
+    own = models.get(str(name), "").partition("_")[0]
+    family, found = str(held.get("model_type", own)), _shape_of(held)
+    help = f"write `config_name: {found}`" if found else f"no `config_name` fits it: {_TRAINS}"
+    if family in _UNLOADED:
+        yield say(
+            "error", "run", "other-shape", key,
+            f"{brief(name)} is of the family {family}: OLMo-core loads {', '.join(_LOADED)}; of others it "
+            "refuses weights once the data are tokenised, or leaves some out", help,
+        )  # fmt: skip
+        return
+    differs = _differences(held, named)
+    if {family, _described(named).get("model_type")} == {"olmo2", "olmo3"} and len(differs) == 1:
+        yield say(
+            "warning", "run", "other-shape", key,
+            f"{brief(name)} is an {family} model: its weights load into {named}, and beyond 4,096 positions "
+            "the attention is not the one it was trained with", help,
+        )  # fmt: skip
+    elif differs:
+        wanted = _described(named)
+        said = ", ".join(f"{one} is {brief(held[one])}, not {wanted[one]}" for one in differs)
+        yield say(
+            "error", "run", "other-shape", key,
+            f"{brief(name)} does not fit OLMo-core's {named}: {said}; {_unfit(held, named, differs)}",
+            help,
+        )  # fmt: skip
+    elif found not in {None, named}:
+        yield say(
+            "error", "run", "other-shape", key,
+            f"{brief(name)} has the shape of {found}: its weights do not fit {named}", help,
+        )  # fmt: skip
+
+
+def _unfit(held: Mapping[str, Any], named: str, differs: tuple[str, ...]) -> str:
+    layers, wanted = held.get("num_hidden_layers"), _described(named)["num_hidden_layers"]
+    if differs == ("num_hidden_layers",) and isinstance(layers, int) and layers < wanted:
+        return f"the last {wanted - layers} layers would keep random weights, without a word"
+    if "model_type" in differs:
+        return "its weights do not fit"
+    return "loading its weights fails once the data are tokenised"
 
 
 def offline_model(context: Context) -> Iterator[Finding]:

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from launcher.errors import Finding, Layer, Severity
-from launcher.schema import Values
+from launcher.schema import Schema, Values
 
 Rule = Callable[[Values], Iterator[Finding]]
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Which numbers a field can hold, and what happens to the others; `needs` is a switch it acts under."""
+
+    holds: Callable[[float], bool]
+    severity: Severity
+    otherwise: str
+    needs: str | None = None
+    code: str = "out-of-range"
 
 
 def say(
@@ -17,3 +29,19 @@ def say(
     return Finding(
         severity=severity, layer=layer, code=code, key=f"args.{key}", message=message, help=help
     )
+
+
+def as_it_stands(
+    rule: Callable[..., Iterator[Finding]], found: Iterator[Finding], schema: Schema
+) -> Iterator[Finding]:
+    """What a rule found; where this source is not the pin, only with what it cites counting in full."""
+    if schema.stands is None:
+        yield from found
+        return
+    from launcher import cited
+
+    for one in found:
+        # what is launch's own does not hang on upstream's lines
+        places = () if one.layer == "launch" else cited.of_rule(rule)
+        gone = [place for place in places if not schema.stands(place)]
+        yield cited.said(one, gone) if gone else one

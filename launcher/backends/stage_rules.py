@@ -8,6 +8,7 @@ from functools import cache
 
 from launcher.backends.context import Context, StageRule
 from launcher.backends.open_instruct import OLMO_CORE
+from launcher.backends.rule import as_it_stands
 from launcher.errors import Finding
 from launcher.schema import NoSuchField
 
@@ -51,6 +52,7 @@ def _trl(stage: str) -> tuple[StageRule, ...]:
         trl_machine_rules,
         trl_output_rules,
         trl_packing_rules,
+        trl_value_rules,
     )
 
     return (
@@ -61,6 +63,7 @@ def _trl(stage: str) -> tuple[StageRule, ...]:
         *(trl_packing_rules.RULES if stage == "sft" else ()),
         *trl_data_rules.RULES,
         *trl_output_rules.RULES,
+        *trl_value_rules.STAGE_RULES,
     )
 
 
@@ -70,4 +73,4 @@ def apply(context: Context) -> Iterator[Finding]:
     for rule in of_stage(schema.backend, schema.key):
         # at another commit than the pin: a rule about a field that is not there has nothing to say
         with suppress(NoSuchField):
-            yield from rule(context)
+            yield from as_it_stands(rule, rule(context), schema)

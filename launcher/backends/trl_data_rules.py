@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from launcher.backends import model_config, rows
 from launcher.backends.context import Context, StageRule
 from launcher.backends.rule import say
+from launcher.backends.trl_mappings import inline
 from launcher.errors import Finding, brief
 from launcher.paths import exists, is_file
+from launcher.schema import Values
 
 _MOST = 2000  # entries of a folder to look at; a larger one is not judged
 # datasets/data_files.py:43
@@ -59,15 +62,78 @@ def data_here(context: Context) -> Iterator[Finding]:
 def data_rows(context: Context) -> Iterator[Finding]:
     """datasets/packaged_modules/json/json.py:101: a file without rows ends the run in a StopIteration."""
     name = _named(context)
-    files = _plain(Path(name)) if name is not None else []
-    said = [file for file in files if _keywords(file)]
-    # where no name says anything, all of it is for training
-    for file in sorted(file for file in said or files if not said or "train" in _keywords(file)):
+    for file in _for_training(name):
         if (what := rows.fault(Path(name or "", file))) is not None:
             yield say(
                 "error", "run", "bad-data", "dataset_name", f"{brief(f'{name}/{file}')}: {what}",
                 "correct the file, or take it out of the folder",
             )  # fmt: skip
+
+
+def data_columns(context: Context) -> Iterator[Finding]:
+    """trl/trainer/sft_trainer.py:1333,1375,1383, dpo_trainer.py:1063: columns are read by their names."""
+    values, name = context.values, _named(context)
+    ready = (inline(values.get("dataset_kwargs")) or {}).get("skip_prepare_dataset")
+    files = _for_training(name)
+    if ready or values["dataset_config"] or values["dataset_train_split"] != "train" or not files:
+        return
+    # a good first row is enough; for a bad one, all rows bring columns
+    told = rows.columns(Path(name or "", files[0]), most=1)
+    judge = _pairs if values.schema.stage == "dpo" else _examples
+    if told is None or not told[0] or judge(*told, values) is None:
+        return
+    heads = [rows.columns(Path(name or "", file)) for file in files]
+    named = told[1].union(*(head[1] for head in heads if head is not None))
+    if None not in heads and (wrong := judge(told[0], named, values)) is not None:
+        yield say(
+            "error", "run", "data-columns", "dataset_name",
+            f"{brief(f'{name}/{files[0]}')} has the columns {brief(', '.join(sorted(named)))}: {wrong[0]}",
+            wrong[1],
+        )  # fmt: skip
+
+
+def _examples(
+    row: Mapping[str, Any], names: frozenset[str], values: Values
+) -> tuple[str, str] | None:
+    """What SFT misses in these rows, and what to do; None where nothing is known to be missing."""
+    text = str(values["dataset_text_field"])
+    # pictures are read in another way, tokens not at all
+    if names & {"image", "images", "input_ids"}:
+        return None
+    chat = row.get("conversations")
+    turn = chat[0] if isinstance(chat, list) and chat else None
+    # trl/data_utils.py:927
+    converted = isinstance(turn, dict) and {"from", "value"} <= turn.keys()
+    if "prompt" in names:
+        if "completion" in names:
+            return None
+        missing = "beside `prompt` SFT reads `completion`"
+    elif converted or names & {"messages", text}:
+        return None
+    else:
+        missing = f"SFT reads `messages`, `prompt` and `completion`, or `{brief(text)}`"
+    if {"chosen", "rejected"} <= names:
+        return missing, "these are pairs: `stage: dpo` trains on them"
+    if "conversations" in names and "prompt" not in names:
+        return missing, "rename `conversations` to `messages`"
+    return missing, "rename the columns, or name that of the text: `dataset_text_field: <column>`"
+
+
+def _pairs(row: Mapping[str, Any], names: frozenset[str], values: Values) -> tuple[str, str] | None:
+    """What DPO misses in these rows, and what to do; None where nothing is known to be missing."""
+    missing = [name for name in ("chosen", "rejected") if name not in names]
+    if missing:
+        return (
+            f"DPO reads `chosen` and `rejected`, with or without `prompt`: there is no `{missing[0]}`",
+            "rename the columns, or train on them with `stage: sft`",
+        )  # fmt: skip
+    chats = [name for name in ("chosen", "rejected") if isinstance(row.get(name), list)]
+    if isinstance(row.get("prompt"), str) and chats and not names & {"image", "images"}:
+        return (
+            f"`prompt` is text and `{chats[0]}` a conversation, which upstream cannot join",
+            "leave `prompt` out: it is then what both conversations begin with",
+        )  # fmt: skip
+    return None
 
 
 def splits(context: Context) -> Iterator[Finding]:
@@ -109,6 +175,14 @@ def _splits(folder: Path) -> frozenset[str] | None:
     found = {split for name in names for split in _keywords(name)}
     # where no name says anything, all of it is for training
     return frozenset(found or {"train"})
+
+
+def _for_training(name: str | None) -> list[str]:
+    """The files of a local folder that the split train is read from, in their order."""
+    files = _plain(Path(name)) if name is not None else []
+    said = [file for file in files if _keywords(file)]
+    # where no name says anything, all of it is for training
+    return sorted(file for file in said or files if not said or "train" in _keywords(file))
 
 
 def _plain(folder: Path) -> list[str]:
@@ -154,4 +228,4 @@ def template_here(context: Context) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-RULES: tuple[StageRule, ...] = (data_here, data_rows, splits, template_here)
+RULES: tuple[StageRule, ...] = (data_here, data_rows, data_columns, splits, template_here)

@@ -20,6 +20,20 @@ _OWN: tuple[Pattern, ...] = (
         "transformers/trainer.py _finalize_training, through the same callback",
         anchors=("'train_samples_per_second': ", "'train_steps_per_second': "),
     ),
+    *(
+        # a mean over the run or an evaluation; the losses of steps are in the dicts of `metrics`
+        pattern(
+            "mean_nonfinite",
+            f"_loss': {value}",
+            r"'(?P<what>train_loss|eval_(?:\w+_)?loss)': '?(?P<value>nan|inf)\b",
+            "transformers/trainer.py _finalize_training, evaluation_loop, through the same callback",
+            anchors=(
+                *("'train_samples_per_second': ", "'eval_samples_per_second': "),
+                "_samples_per_second': '",
+            ),
+        )
+        for value in ("'nan", "nan", "'inf", "inf")
+    ),
     pattern(
         "training_completed",
         "Training completed.",

@@ -94,7 +94,9 @@ def _slow(context: Context, key: str) -> Iterator[Finding]:
     size = ""
     if rows is not None and isinstance(length, int) and not isinstance(length, bool):
         tokens = rows * length
-        size = f" of up to {tokens} tokens with a mask of {tokens * tokens / 2**20:,.0f} MiB"
+        mib = tokens * tokens / 2**20
+        size = f" of up to {tokens} tokens"
+        size += f" with a mask of {mib:,.0f} MiB" if mib >= 1 else ""
     yield say(
         "warning", "run", "packing-without-flash", key,
         f"`{key}` without flash attention: the rows of a device become one{size}",

@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from launcher.backends import trl_fsdp_rules, trl_trainer_rules, trl_training_rules
+from launcher.backends import (
+    trl_fsdp_rules,
+    trl_trainer_rules,
+    trl_training_rules,
+    trl_value_rules,
+)
 from launcher.backends.rule import Rule, say
 from launcher.errors import Finding, brief
 from launcher.schema import Values
@@ -88,6 +93,8 @@ _SHARED: tuple[Rule, ...] = (
 )  # fmt: skip
 
 RULES: Mapping[str, tuple[Rule, ...]] = {
-    "sft": (*_SHARED, *trl_trainer_rules.RULES["sft"]),
-    "dpo": (*_SHARED, loss_weights, *trl_trainer_rules.RULES["dpo"]),
-}
+    "sft": (*_SHARED, *trl_trainer_rules.RULES["sft"], *trl_value_rules.RULES["sft"]),
+    "dpo": (
+        *_SHARED, loss_weights, *trl_trainer_rules.RULES["dpo"], *trl_value_rules.RULES["dpo"],
+    ),
+}  # fmt: skip

@@ -6,9 +6,12 @@ Line numbers are those of the pin; tests/test_upstream_facts.py holds them again
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from launcher.backends import model_config
 from launcher.backends.open_instruct import PIN
 from launcher.backends.rule import Rule, say
 from launcher.errors import Finding, Severity, brief
@@ -40,6 +43,23 @@ TRANSFORMS = frozenset({
 TAKE_LENGTH = frozenset({
     "sft_tulu_tokenize_and_truncate_v1", "preference_tulu_tokenize_and_truncate_v1",
 })  # fmt: skip
+# transformers/trainer_utils.py:561; those that take nothing but steps, and those that take more
+SCHEDULES = (
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup",
+    "inverse_sqrt",
+)  # fmt: skip
+SCHEDULES_WITH_SETTINGS = {
+    "cosine_with_min_lr": "its lowest rate", "cosine_warmup_with_min_lr": "its lowest rate",
+    "warmup_stable_decay": "its number of decay steps", "reduce_lr_on_plateau": "a metric",
+    "greedy": "a metric",
+}  # fmt: skip
+# accelerate/utils/dataclasses.py:745
+TRACKERS = (
+    "all", "aim", "tensorboard", "wandb", "trackio", "comet_ml", "mlflow", "clearml", "dvclive",
+    "swanlab",
+)  # fmt: skip
+# a path that a shell would have changed
+_UNEXPANDED = re.compile(r"~|.*\$\{?\w", re.DOTALL)
 
 
 # --- numbers ---------------------------------------------------------------------------------------
@@ -53,6 +73,7 @@ class Range:
     severity: Severity
     otherwise: str
     needs: str | None = None
+    code: str = "out-of-range"
 
 
 _RANGES: Mapping[str, tuple[Range, ...]] = {
@@ -78,6 +99,8 @@ _RANGES: Mapping[str, tuple[Range, ...]] = {
     "lora_rank": (Range(lambda n: n > 0, "error", "peft refuses it", needs="use_lora"),),
     # finetune.py:632, dpo_tune_cache.py:371
     "lora_dropout": (Range(lambda n: n <= 1, "error", "torch refuses it", needs="use_lora"),),
+    # finetune.py:631, dpo_tune_cache.py:370
+    "lora_alpha": (Range(lambda n: n != 0, "warning", "nothing is learnt", needs="use_lora"),),
     # finetune.py:737
     "sequence_parallel_size": (Range(lambda n: n != 0, "error", "upstream divides by it"),),
     # finetune.py:865, finetune.py:932, dpo_tune_cache.py:623, dpo_tune_cache.py:626
@@ -91,6 +114,25 @@ _RANGES: Mapping[str, tuple[Range, ...]] = {
     "keep_last_n_checkpoints": (
         Range(lambda n: n != 0, "warning", "each checkpoint is deleted as soon as it is saved"),
     ),
+    # dpo_utils.py:561, dpo_utils.py:608, dpo_utils.py:639
+    "beta": (
+        Range(math.isfinite, "error", "the loss is no number"),
+        Range(lambda n: not -math.inf < n < 0, "warning", "the rejected answers are preferred"),
+        Range(
+            lambda n: n != 0, "warning",
+            "the loss does not tell chosen from rejected answers: no preference is learnt",
+            code="zero-beta",
+        ),
+    ),
+    "label_smoothing": (
+        Range(math.isfinite, "error", "the loss is no number"),
+        Range(
+            lambda n: not math.isfinite(n) or 0 <= n <= 1, "warning",
+            "it is a share of pairs; outside 0 to 1 the loss has no lower bound",
+        ),
+        Range(lambda n: n != 0.5, "warning", "chosen and rejected answers weigh the same"),
+        Range(lambda n: not 0.5 < n <= 1, "warning", "the rejected answers are preferred"),
+    ),
 }  # fmt: skip
 
 
@@ -102,9 +144,7 @@ def out_of_range(values: Values) -> Iterator[Finding]:
             continue
         for one in ranges:
             if not one.holds(number) and (one.needs is None or values[one.needs]):
-                yield say(
-                    one.severity, "run", "out-of-range", key, f"`{key}: {number}`: {one.otherwise}"
-                )
+                yield say(one.severity, "run", one.code, key, f"`{key}: {number}`: {one.otherwise}")
 
 
 def no_epochs(values: Values) -> Iterator[Finding]:
@@ -114,6 +154,46 @@ def no_epochs(values: Values) -> Iterator[Finding]:
         yield say(
             "warning", "run", "out-of-range", key,
             f"`{key}: {values[key]}`: the model is saved untrained",
+        )  # fmt: skip
+
+
+def epochs_unread(values: Values) -> Iterator[Finding]:
+    """finetune.py:694, dpo_tune_cache.py:442: read where no number of steps is given, and written over
+    (finetune.py:723, dpo_tune_cache.py:478), which is why the reads of the source alone do not tell.
+    """
+    key = "num_epochs" if "num_epochs" in values else "num_train_epochs"
+    if values["max_train_steps"] is not None and values.given(key):
+        yield say(
+            "warning", "run", "conditional-key", key,
+            f"`{key}` does nothing here: it is read only where `max_train_steps` is not set, and "
+            f"`max_train_steps` is {values['max_train_steps']}",
+            "delete one of the two lines",
+        )  # fmt: skip
+
+
+def checkpoint_sign(values: Values) -> Iterator[Finding]:
+    """finetune.py:974, dpo_tune_cache.py:696: the sign does not change what is divisible."""
+    key = "checkpointing_steps"
+    try:
+        steps = int(str(values[key]))
+    except ValueError:
+        return
+    if steps < 0:
+        often = "every step" if steps == -1 else f"every {-steps} steps"
+        yield say(
+            "warning", "run", "checkpoint-sign", key, f"`{key}: {steps}` saves a full checkpoint {often}",
+            "for none, write a number that no step reaches",
+        )  # fmt: skip
+
+
+def warmup_unread(values: Values) -> Iterator[Finding]:
+    """finetune.py:359, dpo_tune_cache.py:460: see transformers/optimization.py:1015."""
+    share = values["warmup_ratio"]
+    if values["lr_scheduler_type"] == "constant" and values.given("warmup_ratio") and share > 0:
+        yield say(
+            "warning", "run", "warmup-unread", "warmup_ratio",
+            "`warmup_ratio` is not read with `lr_scheduler_type: constant`",
+            "write `lr_scheduler_type: constant_with_warmup`",
         )  # fmt: skip
 
 
@@ -147,6 +227,50 @@ def unknown_tokenizer_function(values: Values) -> Iterator[Finding]:
         yield say(
             "error", "run", "unknown-function", "get_tokenizer_fn",
             f"there is no tokenizer function `{brief(name)}`", f"one of {', '.join(sorted(TOKENIZERS))}",
+        )  # fmt: skip
+
+
+def scheduler_type(values: Values) -> Iterator[Finding]:
+    """dpo_tune_cache.py:460, once the model is loaded: transformers/optimization.py:986 looks it up, and
+    this script hands over numbers of steps alone.
+    """
+    key = "lr_scheduler_type"
+    name = values[key]
+    if name in SCHEDULES or values["cache_dataset_only"] or not _at_pin(values):
+        return
+    needs = SCHEDULES_WITH_SETTINGS.get(name)
+    told = (
+        f"there is no schedule `{brief(name)}`" if needs is None
+        else f"`{key}: {name}` crashes: it needs {needs}, which upstream does not give"
+    )  # fmt: skip
+    yield say("error", "run", "scheduler-type", key, told, f"one of {', '.join(SCHEDULES)}")
+
+
+def unknown_report(values: Values) -> Iterator[Finding]:
+    """finetune.py:374 hands on every word; accelerate/tracking.py:1356 looks at none beside `all`."""
+    reported = values["report_to"] or ()
+    if not values["with_tracking"] or "all" in reported or not _at_pin(values):
+        return
+    for word in reported:
+        if word not in TRACKERS:
+            yield say(
+                "error", "run", "unknown-report", "report_to",
+                f"`report_to: {brief(word)}` is no tracker of accelerate", f"one of {', '.join(TRACKERS)}",
+            )  # fmt: skip
+
+
+def tokenizer_revision(values: Values) -> Iterator[Finding]:
+    """finetune.py:409, dpo_tune_cache.py:150; a folder has no revisions."""
+    revision, name = values["model_revision"], values["tokenizer_name_or_path"]
+    if revision in (None, "main") or values["tokenizer_revision"] is not None:
+        return
+    if name in (None, values["model_name_or_path"]):
+        return
+    if not model_config.is_path(name) and not model_config.here(name):
+        yield say(
+            "warning", "run", "tokenizer-revision", "model_revision",
+            f"`model_revision: {brief(revision)}` is also looked up for the tokenizer {brief(name)}",
+            "add `tokenizer_revision: main`, or the tokenizer's own",
         )  # fmt: skip
 
 
@@ -185,6 +309,32 @@ def model_arguments(values: Values) -> Iterator[Finding]:
             f"`additional_model_arguments` is a mapping, upstream reads no file: `{brief(given)}`",
             "write the mapping itself",
         )  # fmt: skip
+
+
+# --- paths -----------------------------------------------------------------------------------------
+
+
+def empty_output(values: Values) -> Iterator[Finding]:
+    """finetune.py:494, dpo_tune_cache.py:241."""
+    below = "" if values["do_not_randomize_output_dir"] else values["exp_name"]
+    if values["output_dir"] == "" and not below:
+        yield say(
+            "error", "run", "empty-output", "output_dir", "`output_dir` is empty: no folder can be made",
+            "name a folder, or delete the line",
+        )  # fmt: skip
+
+
+def unexpanded(values: Values) -> Iterator[Finding]:
+    """finetune.py:494, dpo_tune_cache.py:241, finetune.py:428, dpo_tune_cache.py:168: as they are."""
+    cache = "dataset_local_cache_dir" if "dataset_local_cache_dir" in values else "local_cache_dir"
+    for key in ("output_dir", cache):
+        if values.given(key) and _UNEXPANDED.match(text := str(values[key])):
+            yield say(
+                "warning", "run", "unexpanded-path", key,
+                f"`{key}: {brief(text)}` would make a folder {brief(os.path.join('.', text))}: neither "
+                "`~` nor variables are expanded",
+                "write the path in full",
+            )  # fmt: skip
 
 
 # --- what cannot work ------------------------------------------------------------------------------
@@ -245,11 +395,12 @@ def resume_unread(values: Values) -> Iterator[Finding]:
 
 
 _SHARED: tuple[Rule, ...] = (
-    out_of_range, no_epochs, unknown_template, unknown_tokenizer_function, transforms,
-    model_arguments, cache_on_the_hub, quantised_without_adapter, resume_unread,
+    out_of_range, no_epochs, epochs_unread, checkpoint_sign, warmup_unread, unknown_template,
+    unknown_tokenizer_function, tokenizer_revision, transforms, model_arguments, empty_output,
+    unexpanded, cache_on_the_hub, quantised_without_adapter, resume_unread,
 )  # fmt: skip
 
 RULES: Mapping[str, tuple[Rule, ...]] = {
-    "sft": (*_SHARED, packed_sequences_split),
-    "dpo": (*_SHARED, balancing_apart),
+    "sft": (*_SHARED, unknown_report, packed_sequences_split),
+    "dpo": (*_SHARED, scheduler_type, balancing_apart),
 }

@@ -87,6 +87,8 @@ def _run(planned: object, format: Format, *, fresh: bool) -> Exit:
             report.envelope("bench", code is Exit.OK, planned.findings, going.as_json())
         else:
             bench_report.show(going)
+            if code is Exit.INTERRUPTED:
+                report.say("\n".join(benches.interrupted(going)))
     return code
 
 

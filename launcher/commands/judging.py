@@ -14,11 +14,14 @@ from launcher.commands.vocabulary import (
     app,
 )
 from launcher.errors import Exit, Finding, usage
+from launcher.paths import exists
 
 
 @app.command(epilog="Example: launch check runs/20260101T000000Z-sft-demo --format json")
 def check(
-    target: Annotated[str, typer.Argument(metavar="RUN|LOG", help="a run, or any console log")],
+    target: Annotated[
+        str, typer.Argument(metavar="RUN|LOG", help="a run, any console log, or - for stdin")
+    ],
     allow_unproven: Unproven = False,
     format: FormatOption = Format.text,
 ) -> None:
@@ -27,8 +30,10 @@ def check(
     from launcher import report
 
     unpinned: tuple[Finding, ...] = ()
-    if Path(target).is_file():
-        verdict = judging.judge_log(Path(target))
+    log = Path("/dev/stdin" if target == "-" else target)
+    # a pipe is a log too
+    if exists(log) and not log.is_dir():
+        verdict = judging.judge_log(log)
     else:
         # a log is judged without importing all that starts runs
         from launcher import rundir, start
@@ -66,13 +71,16 @@ def report_command(
     from launcher import publish, report, series
 
     runs = publish.gather(targets)
-    if format is Format.json:
-        report.envelope("report", True, (), series.as_json(runs))
-    else:
-        page = output or publish.usual_place(runs)
-        publish.write_page(runs, page)
-        report.say(f"report: {page}")
-    for path, write in ((png, publish.write_png), (tensorboard, publish.write_events)):
+    # the JSON form says all that the page says, so no page is written beside it that nobody asked for
+    page = publish.usual_place(runs) if output is None and format is Format.text else output
+    for path, write in (
+        (page, publish.write_page),
+        (png, publish.write_png),
+        (tensorboard, publish.write_events),
+    ):
         if path is not None:
             write(runs, path)
             report.say(f"report: {path}") if format is Format.text else None
+    # once nothing can fail any more: a reader gets one envelope
+    if format is Format.json:
+        report.envelope("report", True, (), series.as_json(runs))

@@ -205,10 +205,11 @@ def _dry_run(request: Request, format: Format) -> None:
     from launcher import preparation, report
 
     prepared = preparation.prepare(request, running=False)
+    found = (*prepared.findings, *preparation.of_earlier_run(prepared))
     if format is Format.json:
-        report.envelope(str(request.stage), True, prepared.findings, prepared.as_json())
+        report.envelope(str(request.stage), True, found, prepared.as_json())
     else:
-        report.findings(prepared.findings)
+        report.findings(found)
         report.dry_run(prepared.plan, prepared.command)
 
 
@@ -255,8 +256,7 @@ def _finished(prepared: Prepared, found: tuple[Finding, ...], format: Format, af
         data = {**verdict.as_json(), "run": str(folder.path)}
         report.envelope(str(prepared.request.stage), code is Exit.OK, found, data)
     else:
-        if code is not Exit.OK:
-            report.verdict(verdict)
+        report.verdict(verdict)
         report.say(f"run: {folder.path}\nreport: {folder.report}")
     return code
 

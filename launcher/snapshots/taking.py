@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher import history, machine, upstream
-from launcher.backends import BACKENDS
+from launcher import cited, history, machine, rules, upstream
+from launcher.backends import BACKENDS, stage_rules
 from launcher.errors import Finding, InvalidConfig, NotReady, UsageError
 from launcher.git import Repository
 from launcher.paths import expanded
@@ -86,11 +86,31 @@ def take(
         target.write_text(written(facts) + "\n", encoding="utf-8")
     except OSError as error:
         raise NotReady(_unwritable(target, error)) from None
+    if output is None:
+        _write_cited(backend, packages)
     steps = _next(backend, str(facts["version"])) if output is None else iter(())
     return Taken(
         backend=backend, target=target, version=str(facts["version"]), fields=len(facts["fields"]),
         unreadable=facts["unreadable"], next=tuple(steps),
     )  # fmt: skip
+
+
+def cited_of(backend: str, packages: Mapping[str, Folder]) -> dict[str, list[str]]:
+    """Where what the rules of a backend cite stands in its source; see `cited.table`."""
+    places: list[str] = []
+    for stage in BACKENDS[backend].STAGES:
+        for rule in rules.of_script(backend, stage):
+            places += cited.of_rule(rule)
+        for wider in stage_rules.of_stage(backend, stage):
+            places += cited.of_rule(wider)
+    return cited.table(packages, places)
+
+
+def _write_cited(backend: str, packages: Mapping[str, Folder]) -> None:
+    target = Path(__file__).with_name("cited.json")
+    told = json.loads(target.read_text(encoding="utf-8")) if target.is_file() else {}
+    told[backend] = cited_of(backend, packages)
+    target.write_text(written(dict(sorted(told.items()))) + "\n", encoding="utf-8")
 
 
 def _committed(backend: str) -> Path:

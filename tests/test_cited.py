@@ -1,0 +1,148 @@
+"""Rules written about the pin, on a source that is not the pin."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from conftest import NO_PACKAGES, Write
+
+from launcher import cited, config, stage, upstream
+from launcher.backends.rule import say
+from launcher.errors import Finding
+from launcher.snapshots import taking
+from launcher.sources import Folder
+from launcher.upstream import Locator
+
+OLD = """LIMIT = 5
+
+class Data:
+    limit: int = 3
+
+    def load(self):
+        if self.limit > LIMIT:
+            raise ValueError("too many")
+
+def load(one):
+    return one.load()
+"""
+
+
+def package(place: Path, text: str, name: str = "open_instruct") -> dict[str, Folder]:
+    (place / name).mkdir(parents=True, exist_ok=True)
+    (place / name / "data.py").write_text(text)
+    return {name: Folder(place / name)}
+
+
+def test_what_a_text_cites() -> None:
+    text = "data.py:3,7-9 and trl/trainer/a.py:12; b.py:4 beside it, hf_argparser.py:1\nutils.py:2 alone"
+    assert list(cited.citations(text)) == [
+        "open_instruct/data.py:3", "open_instruct/data.py:7", "trl/trainer/a.py:12",
+        "trl/trainer/b.py:4", "trl/trainer/hf_argparser.py:1", "open_instruct/utils.py:2",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "gone"),
+    [
+        (("LIMIT = 5", "import os\n\nLIMIT  =  5"), set()),
+        (("self.limit > LIMIT", "self.limit >= LIMIT"), {7}),
+        (("LIMIT = 5", "LIMIT = 6"), {1}),
+        # the same words elsewhere are not the same place
+        (("class Data", "class Other"), {4, 7}),
+        (("    return one.load()", "    if one.limit > LIMIT:\n        one.load()"), {11}),
+        ((OLD, "def broken("), {1, 4, 7, 11}),
+    ],
+)
+def test_a_line_stands_where_its_function_holds_it(
+    tmp_path: Path, change: tuple[str, str], gone: set[int]
+) -> None:
+    lines = [f"open_instruct/data.py:{number}" for number in (1, 4, 7, 11)]
+    known = cited.table(package(tmp_path / "pin", OLD), [*lines, "torch/a.py:1"])
+    assert list(known) == [
+        f"open_instruct/data.py:{number}" for number in sorted((1, 4, 7, 11), key=str)
+    ]
+    stands = cited.Standing(known, package(tmp_path / "other", OLD.replace(*change)))
+    assert {int(line.rpartition(":")[2]) for line in lines if not stands(line)} == gone
+    assert stands("torch/a.py:1") and stands("open_instruct/never.py:1")
+    elsewhere = cited.Standing(known, {}, frozenset({"open_instruct/data.py"}))
+    assert all(map(elsewhere, lines)) and not any(map(cited.Standing(known, {}), lines))
+
+
+def judged(checkout: Path, write: Write, more: str, data: str = "[a/b, 1.0]") -> dict[str, Finding]:
+    """The findings of an SFT file on a checkout, by code."""
+    text = (
+        "stage: sft\ndeepspeed: none\nbatch: {global: 8, per_device: 1}\nargs:\n"
+        f"  model_name_or_path: m\n  dataset_mixer_list: {data}\n{more}"
+    )
+    locator = Locator(checkout=checkout, allow_unpinned=True)
+    found = stage.judge(config.load(write("a.yaml", text)), locator=locator).findings
+    return {one.code: one for one in found}
+
+
+def test_a_rule_weighs_less_where_what_it_cites_is_gone(
+    checkout: Path, tmp_path: Path, write: Write
+) -> None:
+    copy = tmp_path / "oi" / "open_instruct"
+    shutil.copytree(checkout / "open_instruct", copy)
+    hub, data = "  dataset_cache_mode: hf\n", copy / "dataset_transformation.py"
+    lines = data.read_text().splitlines(keepends=True)
+    # another commit, that changes nothing of what is cited, and moves all of it
+    data.write_text("import os\n" + "".join(lines))
+    found = judged(copy.parent, write, hub)
+    assert "unpinned-checkout" in found and found["cache-on-hub"].severity == "error"
+    assert lines[1876].strip().startswith("return ")
+    lines[1876] = lines[1876].replace("return ", "return None, ")
+    data.write_text("".join(lines))
+    weaker = judged(copy.parent, write, hub)["cache-on-hub"]
+    assert weaker.severity == "warning"
+    assert weaker.message == found["cache-on-hub"].message + (
+        " (of the pin: what it has at dataset_transformation.py:1877 is not in this source)"
+    )
+    assert judged(checkout, write, hub)["cache-on-hub"] == found["cache-on-hub"]
+    # rules about other lines, and of launch's own, count as before
+    odd = judged(copy.parent, write, "", data="[a/b, x]")
+    assert odd["mixer-amount"].severity == "error"
+    # what only another script's file has is no matter here
+    (copy / "dpo_tune_cache.py").write_text("args = None\n")
+    lora = "  use_lora: true\n  use_qlora: false\n  lora_rank: 0\n"
+    assert judged(copy.parent, write, lora)["out-of-range"].severity == "error"
+
+
+def test_the_weights() -> None:
+    def rule(_: object) -> object:
+        """a.py:1 and b.py:2."""
+
+    severities = {"error": "warning", "warning": "note", "note": "note"}
+    for given, less in severities.items():
+        one = say(given, "run", "x", "y", "z")  # type: ignore[arg-type]
+        told = cited.said(one, cited.of_rule(rule))
+        assert (told.severity, told.message) == (
+            less, "z (of the pin: what it has at a.py:1, b.py:2 is not in this source)",
+        )  # fmt: skip
+
+
+def committed(backend: str) -> object:
+    return json.loads(files("launcher.snapshots").joinpath("cited.json").read_text())[backend]
+
+
+def test_the_table_is_that_of_the_pinned_sources(checkout: Path) -> None:
+    packages = upstream.packages_below("open_instruct", checkout)
+    assert taking.cited_of("open_instruct", packages) == committed("open_instruct"), "make snapshot"
+
+
+def test_the_table_is_that_of_the_pinned_packages() -> None:
+    source = upstream.locate("trl")
+    if source.root is None or not source.pinned:
+        pytest.skip(f"{NO_PACKAGES}: {source.pin}")
+    packages = {n: tree for n, tree in source.packages.items() if isinstance(tree, Folder)}
+    assert taking.cited_of("trl", packages) == committed("trl"), "make snapshot"
+
+
+def test_at_the_pin_nothing_is_asked(checkout: Path) -> None:
+    for source in (upstream.locate("open_instruct", checkout=checkout), upstream.locate("trl")):
+        if source.pinned:
+            assert upstream.load_schema(source, "sft").stands is None

@@ -163,7 +163,22 @@ def _surveys(pieces: Pieces, patterns: Sequence[Pattern]) -> list[Survey]:
     for at, survey in enumerate(found):
         if any(n > share and totals[index] <= KEPT_STEPS for index, n in survey.counts.items()):
             found[at] = surveyor.one(at, KEPT_STEPS)
+    _settle(found)
     return found
+
+
+def _settle(surveys: Sequence[Survey]) -> None:
+    """Give what was followed past the end of a piece to the piece that it stands in.
+
+    It comes after what stands before it there, such as the arguments of another run.
+    """
+    carried: list[Hit] = []
+    for survey in surveys:
+        here = [hit for hit in carried if hit.line < survey.feeds or survey is surveys[-1]]
+        further = [hit for hit in carried if hit not in here]
+        if here:
+            survey.hits = sorted([*here, *survey.hits], key=lambda hit: hit.line)
+        carried = [hit._replace(line=hit.line - survey.feeds) for hit in (*further, *survey.beyond)]
 
 
 def number(text: str | bytes | None) -> float | None:

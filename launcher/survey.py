@@ -63,10 +63,12 @@ class Hit(NamedTuple):
 @dataclass(slots=True, kw_only=True)
 class Survey:
     """What one piece holds: its hits in order, its line feeds, where each bar stands last as
-    (total, done, line), and about how many lines there are of each sampled pattern."""
+    (total, done, line), and about how many lines there are of each sampled pattern. `beyond` are hits
+    that stand in a later piece."""
 
     feeds: int = 0
     hits: list[Hit] = field(default_factory=list)
+    beyond: list[Hit] = field(default_factory=list)
     bars: list[tuple[int, int, int]] = field(default_factory=list)
     counts: dict[int, int] = field(default_factory=dict)
 
@@ -322,15 +324,16 @@ class _Search:
             before = self.surveyor.pieces.before(self.piece) + before
         tracebacks.recall(before)
         reached, raised = tracebacks.follow(block, start, line)
+        inside = len(raised)
         if tracebacks.open:
             beyond = self.surveyor.pieces.beyond(self.piece)
             line += block.count(b"\n", start) + self.piece.gap
             raised += tracebacks.follow(beyond, 0, line, opening=False)[1]
         skipped = place.skipped
-        for found in raised:
+        for nth, found in enumerate(raised):
             fields = found.as_fields()
             hit = Hit(RAISED, found.line, found.segment, skipped=skipped, fields=fields)
-            self.survey.hits.append(hit)
+            (self.survey.hits if nth < inside else self.survey.beyond).append(hit)
             skipped = 0
         return reached
 

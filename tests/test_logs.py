@@ -478,6 +478,21 @@ def test_it_does_not_matter_where_a_log_is_divided(
             assert repr(replace(divided, counts={})) == repr(replace(whole, counts={}))
 
 
+def test_what_was_raised_pieces_later_stands_behind_what_is_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arguments that are printed again mean another run: what was raised before them is not its own."""
+    content = (
+        "[rank1]: Traceback (most recent call last):\n│   TokenizerConfig(\n│   TokenizerConfig(\n"
+        "torch.distributed.DistStoreError: Timed out\n[rank1]: ValueError: too late\n"
+    ).encode()
+    whole = log_of(tmp_path, content)
+    assert [(one.line, one.fields["type"]) for one in whole.signals] == [(5, "ValueError")]
+    for size in (40, 64, 100):
+        monkeypatch.setattr(segments, "PIECE_BYTES", size)
+        assert log_of(tmp_path, content).signals == whole.signals
+
+
 def test_a_second_process_that_fails_costs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -571,6 +571,10 @@ def test_packing_without_flash_attention() -> None:
     (finding,) = found("trl-sft", {**packed, "max_length": 4096}, per_device=8)
     assert "32768 tokens" in finding.message
     assert "1,024 MiB" in finding.message
+    # a mask that small is nothing to speak of
+    (finding,) = found("trl-sft", {**packed, "max_length": 512}, per_device=1)
+    assert "512 tokens" in finding.message
+    assert "mask" not in finding.message
 
 
 def test_documents_that_attend_to_each_other(write: Write) -> None:

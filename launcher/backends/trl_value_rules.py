@@ -112,7 +112,9 @@ def out_of_range(values: Values) -> Iterator[Finding]:
 
 def optimizer_numbers(context: Context) -> Iterator[Finding]:
     """torch/optim/adam.py:58,60,62,64; an optimizer of DeepSpeed's own config is another one."""
-    values, name = context.values, str(context.values["optim"])
+    values = context.values
+    # transformers/training_args.py:804: the default is one of torch's two
+    name = str(values["optim"] or _TORCH_ADAM[0])
     replaced = "optimizer" in (trl_resolved.engine(context) or {})
     for key, holds in _OPTIMIZER.items():
         value, adams = number(values[key]), key != "learning_rate"

@@ -352,7 +352,9 @@ def _open_instruct(reader: _Reader) -> Iterator[Cache]:
     values, options = reader.values, reader.plan.stage.options
     prefix = "dataset_" if "dataset_local_cache_dir" in values else ""
     option, own = f"{prefix}local_cache_dir", reader.text(f"{prefix}config_hash")
-    refers = options.stage == "dpo" and values.get("loss_type") not in _NO_REFERENCE
+    # dpo.py makes it for every loss (dpo.py:333)
+    every = reader.plan.stage.entry.torchrun
+    refers = options.stage == "dpo" and (every or values.get("loss_type") not in _NO_REFERENCE)
     key = _key(values, prefix)
     if own is not None:
         # the set is taken from the cache by this name, and no data are looked at

@@ -600,7 +600,7 @@ def situation(
         cpus=os.cpu_count(), packages=trainer.packages, running=True, output=output,
         earlier=earlier,
     )  # fmt: skip
-    said = {(finding.code, finding.key) for finding in stage.findings if finding.severity != "note"}
+    said = {(finding.code, finding.key) for finding in stage.findings}
     for finding in situations.judged(stage.config, context):
         if finding.severity == "error" or (finding.code, finding.key) not in said:
             yield finding

@@ -243,7 +243,9 @@ class Footprint:
         if not self.dpo:
             return ""
         if self.plan.stage.options.backend == "open_instruct":
-            return "" if values.get("loss_type") == "simpo" else "cache"
+            # dpo.py makes it for every loss (dpo.py:333)
+            unread = values.get("loss_type") == "simpo" and not self.plan.stage.entry.torchrun
+            return "" if unread else "cache"
         if self.adapters is not None:
             return "adapter"
         return "" if values.get("precompute_ref_log_probs") else "model"

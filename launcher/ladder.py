@@ -431,7 +431,8 @@ def _reference_rows(stage: Stage, rows: int | None) -> int | None:
         return None
     if stage.options.backend == "trl":
         return rows if stage.values.get("precompute_ref_log_probs") else None
-    return None if str(stage.values.get("loss_type")).endswith("simpo") else rows
+    without = str(stage.values.get("loss_type")).endswith("simpo") and not stage.entry.torchrun
+    return None if without else rows
 
 
 # --- for people -----------------------------------------------------------------------------------

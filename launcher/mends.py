@@ -380,7 +380,10 @@ def _new_name(state: State, key: str) -> str | None:
     assert source is not None
     past = functools.partial(upstream.past, source, script)
     events = past(key)
-    return history.called_now(events[0], past, state.schema.fields) if events else None
+    if events and events[0].gone:
+        return history.called_now(events[0], past, state.schema.fields)
+    made = history.formerly(key, script, state.schema.fields)
+    return None if made is None else made.key
 
 
 def _truth(value: object) -> bool:

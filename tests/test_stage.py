@@ -274,6 +274,19 @@ def test_what_only_the_pin_has_is_said_to_be_there(older: Any) -> None:
     assert "chat_template_name" not in help["args.chat_template"]
 
 
+def test_a_name_that_is_newer_is_answered_with_the_older_one(older: Any, tmp_path: Path) -> None:
+    text = "stage: dpo\nargs:\n  model_name_or_path: m\n  num_epochs: 2  # both\n"
+    (found,) = [f for f in older(text).findings if f.key == "args.num_epochs"]
+    assert (found.code, found.severity) == ("renamed-key", "error")
+    assert "`num_train_epochs`, later renamed to `num_epochs` by #1357" in found.message
+    assert (found.help or "").startswith(
+        "write `num_train_epochs`  (open_instruct/dpo_tune_cache.py:"
+    )
+    checkout = ["--open-instruct", str(tmp_path / "oi"), "--allow-unpinned"]
+    main(["validate-config", str(tmp_path / "a.yaml"), *checkout, "--fix"])
+    assert "  num_train_epochs: 2  # both\n" in (tmp_path / "a.yaml").read_text()
+
+
 def test_cited_lines_are_the_pins(older: Any) -> None:
     found = older("stage: sft\nargs:\n  dataset_name: x\n")
     assert found.schema is not None

@@ -8,13 +8,12 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 
 from launcher.backends import model_config
 from launcher.backends.open_instruct import PIN
-from launcher.backends.rule import Rule, say
-from launcher.errors import Finding, Severity, brief
+from launcher.backends.rule import Range, Rule, say
+from launcher.errors import Finding, brief
 from launcher.schema import Values
 
 # The lists below are the pin's; at another commit they say nothing.
@@ -63,17 +62,6 @@ _UNEXPANDED = re.compile(r"~|.*\$\{?\w", re.DOTALL)
 
 
 # --- numbers ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """Which numbers a field can hold, and what happens to the others; `needs` is a switch it acts under."""
-
-    holds: Callable[[float], bool]
-    severity: Severity
-    otherwise: str
-    needs: str | None = None
-    code: str = "out-of-range"
 
 
 _RANGES: Mapping[str, tuple[Range, ...]] = {

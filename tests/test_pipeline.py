@@ -31,6 +31,11 @@ exec {python} -u {fake} "$@"
 EXPECT = {"loss": "finite", "trend": "any", "packing": "any"}
 
 
+def row(text: str) -> str:
+    """A row that SFT and DPO can read."""
+    return json.dumps({"text": text, "chosen": text, "rejected": "no"}) + "\n"
+
+
 class Chained(World):
     """A world with a pipeline of three stages: first, then second and third on what comes before."""
 
@@ -58,7 +63,7 @@ class Chained(World):
         self.stage("first", model_name_or_path="model")
         self.stage("second")
         self.stage("third", "dpo")
-        (self.root / "data" / "train.jsonl").write_text('{"text": "a"}\n')
+        (self.root / "data" / "train.jsonl").write_text(row("a"))
         return self.pipeline("first.yaml", "second.yaml", {"config": "third.yaml", "name": "last"})
 
     def shim(self) -> Path:
@@ -484,7 +489,7 @@ def test_what_was_begun_goes_on_unless_it_would_become_something_else(world: Cha
     # half trained on other data: that is left as it is, and begun again beside
     shutil.rmtree(world.root / "o" / "second")
     saved.trl(world.root / "o" / "second", 2)
-    (world.root / "data" / "train.jsonl").write_text('{"text": "b"}\n')
+    (world.root / "data" / "train.jsonl").write_text(row("b"))
     code, told = world.run("--from", "second", "--until", "second")
     assert (code, world.trained()) == (0, ["second-2"]), told
     assert "data" in told["data"]["stages"][0]["reason"]
@@ -505,7 +510,7 @@ def test_a_wrong_place_in_data_that_have_changed_keeps_nobody(world: Chained) ->
     words = ("--from", "second", "--until", "second")
     code, told = world.run(*words)
     assert code == 3 and "resume-inexact" in codes(told) and world.trained() == []
-    (world.root / "data" / "train.jsonl").write_text('{"text": "b"}\n')
+    (world.root / "data" / "train.jsonl").write_text(row("b"))
     code, told = world.run(*words)
     assert (code, world.trained()) == (0, ["second-2"]), told
 

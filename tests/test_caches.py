@@ -52,13 +52,18 @@ def weights(raw: bytes) -> bytes:
     return struct.pack("<Q", len(head)) + head.encode() + raw
 
 
+def rows(text: str) -> bytes:
+    """Rows that SFT and DPO can read."""
+    return b'{"messages": "%s", "chosen": "yes", "rejected": "no"}\n' % text.encode() * 9
+
+
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A project with two data files and a model, and the working directory in it."""
     folder = tmp_path / "project"
     files = {
-        "data/a.jsonl": b'{"messages": "one"}\n' * 9,
-        "data/b.jsonl": b'{"messages": "two"}\n' * 9,
+        "data/a.jsonl": rows("one"),
+        "data/b.jsonl": rows("two"),
         "model/config.json": b'{"model_type": "qwen2"}',
         "model/model.safetensors": weights(b"w" * 50),
         "model/tokenizer.json": b"{}",
@@ -103,7 +108,7 @@ def rewrite(path: Path, raw: bytes) -> None:
 # --- what changes a folder, and what does not -------------------------------------------------------
 
 CHANGES: Mapping[str, Callable[[Path], object]] = {
-    "row": lambda p: rewrite(p / "data/a.jsonl", b'{"messages": "own"}\n' * 9),
+    "row": lambda p: rewrite(p / "data/a.jsonl", rows("own")),
     "swap": lambda p: (p / "data/a.jsonl").replace(p / "x")
     and ((p / "data/b.jsonl").replace(p / "data/a.jsonl") and (p / "x").replace(p / "data/b.jsonl")),
     "template": lambda p: (p / "model/chat_template.jinja").write_bytes(b"other"),
@@ -267,7 +272,7 @@ def test_a_key_of_ones_own_is_left_alone(place: Path) -> None:
 def test_a_folder_in_the_mixer_list_is_data_too(place: Path) -> None:
     text = SFT.replace("data/a.jsonl, 1.0, data/b.jsonl", "data")
     before = paths(text)
-    rewrite(place / "data/b.jsonl", b'{"messages": "owt"}\n' * 9)
+    rewrite(place / "data/b.jsonl", rows("owt"))
     assert paths(text) != before
 
 
@@ -375,7 +380,7 @@ def test_a_held_folder_says_what_it_was_derived_from(place: Path) -> None:
     assert {f["name"] for f in by_role["model"]["shown"]["files"]} == {
         "config.json", "model.safetensors",
     }  # fmt: skip
-    assert by_role["data"]["shown"]["files"][0]["size"] == 180
+    assert by_role["data"]["shown"]["files"][0]["size"] == 495
     assert record["key"]["loss_type"] == "dpo_norm"
     listed = cache_folders.known()
     assert {one.kind for one in listed} == {"dataset", "reference"}
@@ -590,14 +595,14 @@ def seen(kind: str, state: str, path: object = "") -> dict[str, Any]:
 def test_an_edited_row_is_the_reason(place: Path) -> None:
     with used("r1", "sft"):
         pass
-    rewrite(place / "data/a.jsonl", b'{"messages": "own"}\n' * 9)
+    rewrite(place / "data/a.jsonl", rows("own"))
     with used("r2", "sft"):
         probed("r2", seen("dataset", "miss"))
     told = reasons("r2")["dataset"]
     assert (told.state, Path(str(told.compared)).name) == ("miss", "r1")
     (difference,) = told.differences
     assert difference.what == "data/a.jsonl"
-    assert "180 bytes" in difference.text and "the same time" in difference.text
+    assert "495 bytes" in difference.text and "the same time" in difference.text
     assert difference.before["digest"][:12] in difference.text
     assert difference.now["digest"][:12] in difference.text
     assert "r1" in told.lines()[0]

@@ -498,8 +498,8 @@ def test_rows_cut_without_boundaries_leak(place: Path) -> None:  # noqa: F811
 def test_without_the_probe_there_is_the_log_alone(place: Path) -> None:  # noqa: F811
     code, answer = launch(
         place, "sft", str(CONFIGS / "sft.yaml"), "max_steps=2", "logging_steps=1",
-        "output_dir=build/demo/bare", "expect={packing: isolated, liger: any}", "--no-probe", "on_violation=warn",
-        "--gpus", "0",
+        "output_dir=build/demo/bare", "expect={packing: isolated, liger: any}",
+        "on_violation=warn", "--no-probe", "--gpus", "0",
     )  # fmt: skip
     run = Path(answer["data"]["run"])
     assert not (run / "probe").exists()

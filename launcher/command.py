@@ -178,8 +178,7 @@ def expectations(plan: Plan) -> dict[str, str]:
     names, values = plan.stage.entry.names, plan.values
     expected = {"loss": "finite", "memory": "ok", "finish": "completed"}
     expected["liger"] = "engaged" if values.get(names.liger) else "off"
-    packed = bool(names.packing and values.get(names.packing)) or bool(values.get("padding_free"))
-    expected["packing"] = "isolated" if packed else "off"
+    expected["packing"] = "isolated" if names.packs(values) else "off"
     if chosen := plan.attention:
         # a kernel of the hub has a name of its own, which no point of a verdict knows
         expected |= {"attention": chosen} if chosen in EXPECT["attention"] else {}

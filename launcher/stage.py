@@ -182,10 +182,9 @@ def _expect_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Find
     """What `expect:` asks of a run that these arguments do not ask for."""
     names = entry.names
     liger = bool(names.liger and values.get(names.liger)) and not entry.torchrun
-    packed = bool(names.packing and values.get(names.packing)) or bool(values.get("padding_free"))
     wanted = (
         ("liger", {"engaged"}, liger, names.liger, "dpo.py has no Liger" if entry.torchrun else ""),
-        ("packing", {"isolated", "on"}, packed, names.packing, ""),
+        ("packing", {"isolated", "on"}, names.packs(values), names.packing, ""),
     )
     for point, states, asked, name, none in wanted:
         state = opts.expect.get(point)

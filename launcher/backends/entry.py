@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from launcher.schema import Field
 
@@ -46,6 +47,10 @@ class Names:
             {self.model, self.data, self.output, self.per_device, self.accumulation, self.epochs}
             | {self.max_steps, self.max_length, self.logging_steps}
         )
+
+    def packs(self, values: Mapping[str, Any]) -> bool:
+        """Whether these arguments ask for rows of several samples."""
+        return bool(self.packing and values.get(self.packing)) or bool(values.get("padding_free"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

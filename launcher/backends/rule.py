@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from launcher.errors import Finding, Layer, Severity
 from launcher.schema import Schema, Values
@@ -20,6 +21,19 @@ class Range:
     otherwise: str
     needs: str | None = None
     code: str = "out-of-range"
+
+
+def outside(
+    values: Values, table: Mapping[str, tuple[Range, ...]], number: Callable[[Any], float | None]
+) -> Iterator[tuple[str, float, Range]]:
+    """Each given number with a range that it is not in; `number` reads a value, None is none."""
+    for key, ranges in table.items():
+        value = number(values.get(key))
+        if value is None or not values.given(key):
+            continue
+        for one in ranges:
+            if not one.holds(value) and (one.needs is None or values[one.needs]):
+                yield key, value, one
 
 
 def say(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from launcher.backends import trl_resolved
 from launcher.backends.context import Context, StageRule
-from launcher.backends.rule import Range, Rule, say
+from launcher.backends.rule import Range, Rule, outside, say
 from launcher.backends.trl_mappings import inline
 from launcher.backends.trl_training_rules import number
 from launcher.errors import Finding, Severity, brief
@@ -101,13 +101,8 @@ def _said(
 
 def out_of_range(values: Values) -> Iterator[Finding]:
     """transformers/trainer.py:1863 and the places that the table above names."""
-    for key, ranges in _RANGES.items():
-        value = number(values.get(key))
-        if value is None or not values.given(key):
-            continue
-        for one in ranges:
-            if not one.holds(value) and (one.needs is None or values[one.needs]):
-                yield _said(one.severity, key, value, one.otherwise)
+    for key, value, one in outside(values, _RANGES, number):
+        yield _said(one.severity, key, value, one.otherwise)
 
 
 def optimizer_numbers(context: Context) -> Iterator[Finding]:

@@ -9,10 +9,11 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from launcher.backends import model_config
 from launcher.backends.open_instruct import PIN
-from launcher.backends.rule import Range, Rule, say
+from launcher.backends.rule import Range, Rule, outside, say
 from launcher.errors import Finding, brief
 from launcher.schema import Values
 
@@ -126,13 +127,12 @@ _RANGES: Mapping[str, tuple[Range, ...]] = {
 
 def out_of_range(values: Values) -> Iterator[Finding]:
     """finetune.py:688, dpo_tune_cache.py:435 and the places that the table above names."""
-    for key, ranges in _RANGES.items():
-        number = values.get(key)
-        if not isinstance(number, int | float) or not values.given(key):
-            continue
-        for one in ranges:
-            if not one.holds(number) and (one.needs is None or values[one.needs]):
-                yield say(one.severity, "run", one.code, key, f"`{key}: {number}`: {one.otherwise}")
+    for key, value, one in outside(values, _RANGES, _number):
+        yield say(one.severity, "run", one.code, key, f"`{key}: {value}`: {one.otherwise}")
+
+
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, int | float) else None
 
 
 def no_epochs(values: Values) -> Iterator[Finding]:

@@ -36,6 +36,8 @@ HELP: Mapping[str, str] = {
     "install torch for the CUDA version it supports",
     "hub_access": "the hub gave no access: check the repository's name, set HF_TOKEN, and accept the "
     "terms of a gated repository",
+    "hub_limit": "the hub allows no more requests for now: set HF_TOKEN, wait, or fetch model and data once "
+    "(`launch prepare`) before many processes ask for them",
     "hub_unreachable": "the hub could not be reached: fetch model and data first, or name local folders",
     "wandb_login": "wandb has no key: set WANDB_API_KEY, or switch tracking off",
     "wandb_unreachable": "wandb's server could not be reached, which open-instruct asks even with "
@@ -70,7 +72,7 @@ _WORK = (
 )
 _FAILURES = (
     *("exception", "child_failed", "child_signal", "refused", "shell_killed", "cancelled"),
-    *("violation", "not_started"),
+    *("violation", "not_started", "terminated", "syntax"),
 )
 _ANYBODYS = {known.name for known in any_log.PATTERNS} - {"begun"} | {"exception"}
 _END_LINES = 10  # what stands below the last word of an error: torchrun's frame, the shell, Slurm
@@ -79,6 +81,11 @@ _LAST_LINES = 3  # of a log: what else comes after a command was not found is so
 _LOOK_UP = re.compile(r"\(look up to see its traceback\)|^Could not import module '")
 _LAUNCHED = re.compile(r"accelerate/commands/launch\.py:\d+$")
 _MESSENGERS = ("ChildFailedError", "CalledProcessError", "SignalException")
+# What a rank says because another one is gone.
+_BEREFT = re.compile(
+    r"Connection (?:closed|reset) by peer|remote process exited or there was a network error"
+)
+_WHAT_LINES = 3  # between what C++ terminates for and its message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,9 +122,9 @@ def _of_an_earlier(log: Log) -> int:
     node may have spoken before the ranks of the others.
     """
     raised, begun = log.all("exception"), log.all("begun", "bar_begun", "loading")
-    ends = [s for s in raised if s.fields["type"].endswith(_MESSENGERS)]
+    ends = [s for s in raised if _carries(s)]
     alone = [s for s in ends if _LAUNCHED.search(s.fields["at"])]
-    others = [s for s in raised if s not in ends]
+    others = [*(s for s in raised if s not in ends), *log.all("refused", "syntax")]
     past = [s.line for s in ends if any(one.line > s.line for one in begun)]
     past += [s.line for s in alone if any(one.line > s.line for one in others)]
     return max(past, default=0)
@@ -168,7 +175,7 @@ def ending(evidence: Evidence) -> Ending:
         reason=reason,
         error=_error(evidence, failures),
         signal=signal.name if signal else None,
-        lines=failures[:3],
+        lines=(failures or fatal(evidence, "stop_asked"))[:3],
     )
 
 
@@ -182,10 +189,17 @@ def _failures(evidence: Evidence) -> tuple[Signal, ...]:
     return tuple(s for s in found if s.name != "not_found" or s.line > late)
 
 
+def _carries(signal: Signal) -> bool:
+    """Whether an exception only hands on that another process failed."""
+    return signal.fields["type"].endswith(_MESSENGERS)
+
+
 def _reason(evidence: Evidence, failures: tuple[Signal, ...]) -> str | None:
     """The key of `HELP` that the log names after its last work."""
     told = {s.name for s in (*fatal(evidence, *HELP), *failures)}
     told -= {"not_found"} - {s.name for s in failures}
+    if any(s.name == "exception" and not _carries(s) for s in failures):
+        told -= {"not_started"}  # a job script went on without what it missed
     return next((name for name in HELP if name in told), None)
 
 
@@ -235,10 +249,12 @@ def _signal(evidence: Evidence, failures: tuple[Signal, ...]) -> Signals | None:
             return None
         numbers += [evidence.exit.signal or 0, -code, code - 128]
     if asked := fatal(evidence, "stop_asked"):
-        numbers.append(int(asked[0].fields["signal"]))
+        name = asked[0].fields.get("name")
+        numbers.append(Signals[name] if name else int(asked[0].fields["signal"]))
     roots = [s for s in failures if s.name == "child_failed" and "rank" in s.fields]
     roots = roots or [s for s in failures if s.name == "child_failed"][-1:]
-    numbers += [-int(s.fields["exitcode"]) for s in roots[:1]]
+    codes = [int(s.fields["exitcode"]) for s in roots[:1]]
+    numbers += [number for code in codes for number in (-code, code - 128)]
     numbers += [int(s.fields["signal"]) for s in failures if s.name == "child_signal" and not roots]
     # else it is an earlier run's, in the same file
     error = _error(evidence, failures) if failures or evidence.exit else None
@@ -246,6 +262,7 @@ def _signal(evidence: Evidence, failures: tuple[Signal, ...]) -> Signals | None:
         numbers.append(Signals.SIGINT)
     numbers += [SHELL_SIGNALS[s.fields["how"]] for s in failures if s.name == "shell_killed"]
     numbers += [Signals.SIGTERM for s in failures if s.name == "cancelled"]
+    numbers += [Signals.SIGABRT for s in failures if s.name == "terminated"]
     return next((Signals(n) for n in numbers if n in set(Signals)), None)
 
 
@@ -279,16 +296,18 @@ def _replaces(signal: Signal, before: Signal) -> bool:
 def _error(evidence: Evidence, failures: tuple[Signal, ...]) -> dict[str, str] | None:
     """The first real error: not the launcher's report of it, and the last of a chain."""
     raised = [s for s in failures if s.name == "exception"]
-    real = [s for s in raised if not s.fields["type"].endswith(_MESSENGERS)]
+    real = [s for s in raised if not _carries(s)]
     if not real and evidence.log:  # another rank was still at work when this one was going under
         begun = max((s.line for s in evidence.log.all("begun")), default=0)
         earlier = [s for s in evidence.log.all("exception") if s.fields["rank"] or s.line > begun]
-        real = [s for s in earlier if not s.fields["type"].endswith(_MESSENGERS)][-1:]
+        real = [s for s in earlier if not _carries(s)][-1:]
+    left = [s for s in real if not _BEREFT.search(s.fields["message"])]
     chosen: Signal | None = None
-    for signal in real:
+    for signal in left or real:
         if chosen is None or _replaces(signal, chosen):
             chosen = signal
-    refused = next((s for s in failures if s.name == "refused"), None)
+    # in a file that is appended to the last start counts; ranks of one say the same
+    refused = next((s for s in reversed(failures) if s.name == "refused"), None)
     if refused is not None:
         return {"type": "arguments", "message": refused.fields["message"]}
     absent = next((s for s in failures if s.name in ("not_started", "not_found")), None)
@@ -296,9 +315,19 @@ def _error(evidence: Evidence, failures: tuple[Signal, ...]) -> dict[str, str] |
         return {"type": absent.name, "message": absent.fields["message"]}
     if chosen is not None:
         return {key: chosen.fields[key] for key in ("type", "message", "at", "rank")}
+    told = next((s for s in failures if s.name in ("syntax", "terminated")), None)
+    if told is not None:
+        return {"type": told.fields["type"], "message": _message(evidence, told)}
     for record, event in evidence.probe.events("error") if evidence.probe else ():
         kind, message = event.text("type") or "", event.text("message") or ""
         return {"type": kind, "message": message, "rank": str(record.rank)}
     if raised:
         return {key: raised[0].fields[key] for key in ("type", "message", "at", "rank")}
     return None
+
+
+def _message(evidence: Evidence, told: Signal) -> str:
+    """What was said of an error that Python raised nowhere: beside its type, or right below it."""
+    below = evidence.log.all("what") if evidence.log else ()
+    near = (s for s in below if 0 < s.line - told.line <= _WHAT_LINES)
+    return (next(near, None) or told).fields.get("message", "")

@@ -29,7 +29,9 @@ KEPT_EVENTS = 1_000  # of each name but `step`, a rank
 _NUMBERED = re.compile(r"\.(\d+)\.(?:log|json)$")
 _CHECKPOINT = re.compile(r"(?:^|/)(?:step_|epoch_|global_step|checkpoint-)\d+(?:/|$)")
 _SCRIPT = re.compile(r"\b(?:(?P<dpo>dpo\w*)|finetune)\.py:")
-_REWARD = re.compile(r"^rewards/")
+# What HF Trainer's dicts hold of DPO, and of none of both: ORPO, KTO, online methods, a reward model.
+_DPO_METRICS = {"rewards/chosen", "rewards/margins"}
+_OTHER_METRICS = {"log_odds_ratio", "kl", "objective/kl", "reward", "reward_std", "margin"}
 _DPO_ARGUMENT = re.compile(r"^dpo_")  # of a time when both stages had a class of one name
 
 
@@ -207,8 +209,10 @@ class Evidence:
         """Where the final model was seen to be saved: after the last step, and no checkpoint."""
         if self.log is not None:
             since = self.log.steps[-1].line if self.log.steps else 0
-            for signal in self.log.all("saved", "remaining"):
-                if signal.line >= since and _final(signal):
+            begun = {s.fields["path"] for s in self.log.all("saving") if s.line >= since}
+            for signal in self.log.all("saved", "remaining", "tokenizer_saved"):
+                whole = signal.name != "tokenizer_saved" or signal.fields["path"] in begun
+                if signal.line >= since and whole and _final(signal):
                     return signal
         for record, event in self.probe.events("saved") if self.probe else ():
             since = record.steps[-1].line if record.steps else 0
@@ -231,7 +235,7 @@ class Evidence:
         if log is not None and log.steps:
             last = log.steps[-1]
             if "epoch" in last.extra:  # a dict of HF Trainer
-                return "dpo" if any(map(_REWARD.match, last.extra)) else "sft"
+                return _stage_of(last.extra)
             if told := _SCRIPT.search(last.text):
                 return "dpo" if told["dpo"] else "sft"
         for _, start in self.probe.events("start") if self.probe else ():
@@ -265,6 +269,12 @@ def read_run(
         exit=_read_exit(folder / f"exit{infix}.json", attempt or 1),
         reworded=_read_reworded(folder / "run.json"),
     )
+
+
+def _stage_of(metrics: Mapping[str, float]) -> str | None:
+    if not _OTHER_METRICS.isdisjoint(metrics):
+        return None
+    return "sft" if _DPO_METRICS.isdisjoint(metrics) else "dpo"
 
 
 def _final(signal: Signal) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,7 +33,11 @@ KEPT_ARGUMENTS = 2_000
 _WHOLE = re.compile(rb"\.\d{4}|nan|inf")  # enough of a loss where the log is cut off
 _PAIR = re.compile(rb"'([^']+)': (?:'([^']*)'|([^,}']+))")
 _RATE = "train_steps_per_second"
+_STEPS_OF = "global_step/max_steps"
+_OF_STEPS = re.compile(r"(\d{1,12})/(\d{1,12})$")
+_EPOCH_DIGITS = 0.005  # what HF Trainer rounds an epoch by, at most
 _WORK = ("total_steps", "progress")  # signals after which a failure before them is of the past
+_STARTS = ("begun", "loading")
 _ENDS = ("saved", "remaining", "training_completed")
 
 
@@ -335,6 +340,10 @@ class _Reading:
         """One dict of HF Trainer; which step it belongs to is settled at the end (`_number`)."""
         shown = {text(k): text(a or b) for k, a, b in _PAIR.findall(pairs)}
         values = {k: v for k in shown if (v := number(shown[k])) is not None}
+        if found := _OF_STEPS.match(shown.get(_STEPS_OF, "")):  # ms-swift's
+            done, total = int(found[1]), int(found[2])
+            self.bars[total] = (done, line)
+            hit = hit._replace(bar=(done, total))
         if "loss" not in values:
             self.final_epoch, self.over = values.get("epoch", self.final_epoch), True
             self.rated = _product(*(shown.get(k, "") for k in ("train_runtime", _RATE)))
@@ -343,11 +352,23 @@ class _Reading:
         before = self.dicts[-1].extra.get("epoch", 0) if self.dicts else 0
         if self.over or values.get("epoch", 0) < before:
             self._follows_another()
+        if self.dicts and _same(values, self.dicts[-1]):
+            self._complete(values, hit, line)
+            return
         self.entries += 1 + hit.skipped
         if hit.bar is not None:
             self.shown[line] = hit.bar
         loss, rates = values.pop("loss"), (values.pop("learning_rate", None), None)
         self._add(self.dicts, self.entries, loss, rates, values, hit.segment, line)
+
+    def _complete(self, values: dict[str, float], hit: Hit, line: int) -> None:
+        """LLaMA-Factory tells a step twice: rounded by its own callback, and as HF Trainer does."""
+        before = self.dicts[-1]
+        if hit.bar is not None:
+            self.shown.setdefault(before.line, hit.bar)
+        extra = {k: v for k, v in values.items() if k not in ("loss", "learning_rate")}
+        self.dicts[-1] = replace(before, extra={**before.extra, **extra})
+        self.earlier_line, self.busy_line = self.busy_line, line
 
     def _add(
         self,
@@ -381,13 +402,14 @@ class _Reading:
     def log(self, path: Path, lines: int) -> Log:
         """What the whole file came to."""
         self._leave_an_earlier()
-        beside = [self.shown[d.line] for d in self.dicts if d.line in self.shown]
-        total = self.announced or (beside[-1][1] if beside else next(iter(self.bars), self.rated))
+        bars = [self.shown.get(found.line, (0, 0)) for found in self.dicts]
+        total = self.announced or self._beside([of for _, of in bars]) or self._total()
         if not self.steps and self.announced is None:  # else a dict is a word of the training data
-            steps = self._number([done for done, _ in beside], total)
+            beside = [done if of == total else None for done, of in bars]
+            steps = self._number(_filled(beside, self.bars.get(total or 0, (0, 0))[0]), total)
             pairs = zip(self.dicts, steps, strict=True)
             self.steps = [replace(found, step=step) for found, step in pairs]
-        signals = sorted(itertools.chain(*self.kept.values()), key=lambda s: s.line)
+        signals = sorted(itertools.chain(*self.kept.values()), key=lambda s: (s.line, s.name))
         return Log(
             path=path,
             lines=lines,
@@ -404,6 +426,29 @@ class _Reading:
             last_bar=self.bars.get(total) if total is not None else None,
         )
 
+    def _beside(self, totals: Sequence[int]) -> int | None:
+        """The total of the training's bar: the last one beside a dict, where that is no evaluation's."""
+        counts = Counter(total for total in totals if total)
+        last = next((total for total in reversed(totals) if total), None)
+        if last is None or counts[last] > 1 or len(counts) == 1:
+            return last
+        since = self.dicts[-2].line
+        again = any(s.line > since for name in _STARTS for s in self.kept.get(name, []))
+        return last if again else counts.most_common(1)[0][0]
+
+    def _total(self) -> int | None:
+        """The steps where no dict stands beside a bar. A bar alone may be of anything."""
+        names = ("planned", "trainer", "saving", *_ENDS)
+        trains = self.dicts or self.over or self.blocks or any(self.kept.get(n) for n in names)
+        bars = self.bars if trains else {}
+        planned = self.kept.get("planned", [])
+        told = int(planned[-1].fields["total"].replace(",", "")) if planned else None
+        # those of the data are over before it begins, those of its evaluations begin after it
+        begun = [int(s.fields["total"]) for s in self.kept.get("bar_begun", [])]
+        begun = [of for of in begun if of in bars]
+        cut = next((of for of in begun if bars[of][0] < of), None)
+        return told or cut or max(begun, default=next(iter(bars), self.rated))
+
     def _number(self, beside: list[int], total: int | None) -> list[int]:
         """The optimizer step of each of HF Trainer's dicts, which do not name it.
 
@@ -415,6 +460,11 @@ class _Reading:
         epochs = [s.extra.get("epoch", 0.0) for s in self.dicts]
         if total and self.final_epoch:
             shares = [round(total * epoch / self.final_epoch) for epoch in epochs]
+            counts = [s.step for s in self.dicts]
+            each = max(1, round(shares[-1] / counts[-1])) if counts else 1
+            margin = total / self.final_epoch * _EPOCH_DIGITS + 1
+            if all(abs(each * n - at) <= margin for n, at in zip(counts, shares, strict=True)):
+                return [each * n for n in counts]
             if _rising([0, *shares]):
                 return shares
         last = self.bars.get(total or 0, (0, 0))[0]
@@ -437,6 +487,28 @@ def _product(*factors: str) -> int | None:
         half = Decimal(5).scaleb(exponent - 1)
         low, high = low * float(value - half), high * float(value + half)
     return math.floor(high) if math.floor(high) == math.ceil(low) else None
+
+
+def _filled(beside: Sequence[int | None], last: int) -> list[int]:
+    """The steps beside the dicts, those that are not known at the usual distance, up to `last`."""
+    known = [step for step in beside if step is not None]
+    if len(known) == len(beside) or len(known) < 3 or 2 * len(known) < len(beside):
+        return known
+    each = statistics.median_low(b - a for a, b in itertools.pairwise(known))
+    filled: list[int] = []
+    for step in beside:
+        guess = min((filled[-1] if filled else 0) + each, last)
+        filled.append(guess if step is None else step)
+    return filled
+
+
+def _same(values: Mapping[str, float], before: StepLine) -> bool:
+    """Whether a dict tells of the step before it, by other keys and perhaps fewer digits."""
+    if {"loss", "learning_rate", *before.extra} == {"learning_rate", *values}:
+        return False
+    loss, epoch = values["loss"], values.get("epoch", math.nan)
+    alike = abs(loss - before.loss) <= 5e-5 or str(loss) == str(before.loss)
+    return alike and abs(epoch - before.extra.get("epoch", math.nan)) <= _EPOCH_DIGITS
 
 
 def _sound(step: StepLine) -> bool:

@@ -411,9 +411,14 @@ def _memory(evidence: Evidence, _want: str | None) -> Seen:
     detail: dict[str, object] = {"peak_allocated_gib": peak}
     if phases := memory_phases(evidence):
         detail["phases"] = phases
-    error = ending(evidence).error or {}
-    told = fatal(evidence, "oom")
-    if log and not told and (host := fatal(evidence, "oom_host")):
+    end = ending(evidence)
+    error = end.error or {}
+    told, host = fatal(evidence, "oom"), fatal(evidence, "oom_host")
+    if log and end.state == "completed":  # what is only said behind a good end is something else's
+        raised = {s.line for s in log.all("exception")}
+        told = tuple(s for s in told if s.line in raised)
+        host = tuple(s for s in host if s.line in raised)
+    if log and not told and host:
         detail["help"] = HELP["oom_host"]
         return Seen(state="oom", cites=_of_signals(log, host), detail=detail)
     if not told and not re.search(r"OutOfMemory|out of memory", " ".join(error.values())):

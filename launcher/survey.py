@@ -21,7 +21,7 @@ from typing import NamedTuple
 from launcher.patterns import Pattern
 from launcher.segments import BAR, BAR_BYTES, Piece, Pieces, bounds
 from launcher.sieve import Sieve
-from launcher.tracebacks import BEFORE_BYTES, FIRST_LINE, Tracebacks
+from launcher.tracebacks import BEFORE_BYTES, FIRST_LINE, FRAMES_FIRST, Tracebacks
 
 KEPT_SIGNALS = 50  # of each name: from the beginning, from the last step on, and from the end
 SAMPLED = ("step", "metrics")
@@ -170,6 +170,8 @@ class _Search:
             found += self._ends(index, known.needle, known.regex, work)
         if held & 1:
             found += self._ends(RAISED, FIRST_LINE, None, work)
+        if self.piece.begin == 0 and (frame := FRAMES_FIRST.match(block)):
+            found.append(_Place(frame.start("frame"), RAISED, frame.end()))
         return sorted(found)
 
     def _sample(self, index: int, known: Pattern) -> list[_Place]:

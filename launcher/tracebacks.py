@@ -1,7 +1,7 @@
 """Lines of a Python traceback -> what was raised in the end: a `Raised`.
 
 Ranks write over each other, so every rank's prefix (`[rank3]: `) is followed on its own; a time stamp in it
-is no part of who speaks.
+is no part of who speaks. Rich draws a box around the frames, and IPython names the type before them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from dataclasses import dataclass, field
 
 from launcher.segments import SEGMENT_BYTES, text
 
-FIRST_LINE = b"Traceback (most recent call last):"
+FIRST_LINE = b"Traceback (most recent call last)"
 MOST_LINES = 2_000
+_FRAME_LINE = rb'(?P<frame>[^\r\n]{0,100}?  File "[^"\r\n]+", line \d+, in [^\r\n]*)'
+FRAMES_FIRST = re.compile(rb"(?:[^\r\n]{0,100}?    [^\r\n]*\r?\n){0,3}?" + _FRAME_LINE)
+"""A log that begins within a traceback, such as what `tail` shows."""
 BEFORE_BYTES = 1_000  # of the log before a traceback, which say what it belongs to
 
 # What collects the lines of many processes puts before each: torchrun, srun, ts, Kubernetes, Docker,
@@ -29,7 +32,16 @@ _TAG = (
 _PREFIX = re.compile(rb"(?:%s|%s)+" % (_STAMP, _TAG))
 _STAMPS = re.compile(_STAMP)
 _RANK = re.compile(rb"(?:^|[\s:])(?:\[(?:rank|default|)(\d+)\]|(\d{1,4})):")
-_FRAME = re.compile(rb'\s+File "(?P<file>[^"]+)", line (?P<line>\d+)')
+# What stands around the first line: Python's colon, Rich's box, or the type as IPython puts it.
+_OPENS = re.compile(
+    rb"Traceback \(most recent call last\)(?::| (?:\xe2\x94\x80|-){3})"
+    rb"|^\w+ {2,}Traceback \(most recent call last\)$"
+)
+_FRAME = re.compile(
+    rb'\s+File "(?P<file>[^"]+)", line (?P<line>\d+)'
+    rb"|(?:File )?(?P<file_>[^\s:]+(?::\\[^\s:]*)?):(?P<line_>\d+),? ?in "
+)
+_IN_BOX = re.compile(rb"(?:\xe2\x94\x82|\|) (?P<words>.*?)\s*(?:\xe2\x94\x82|\|)?$")
 _RAISED = re.compile(
     rb"(?P<type>(?:\w+\.)+(?:[A-Z]\w*|\w*error|timeout)"
     rb"|\w*(?:Error|Exception|Interrupt|Exit|Warning|Failure|Timeout|StopIteration|Fault))"
@@ -41,7 +53,7 @@ _HARMLESS = re.compile(
 )
 _CHAINED = re.compile(rb"During handling of the above|The above exception was the direct cause")
 # What a worker raised, told behind what its parent raised because of it.
-_OF_WORKER = b"Original " + FIRST_LINE
+_OF_WORKER = b"Original " + FIRST_LINE + b":"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +86,8 @@ class _Open:
     chained: bool
     harmless: bool
     at: str = ""
+    headless: bool = False
+    wrapped: bytes = b""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,10 +108,15 @@ class Tracebacks:
     ) -> tuple[int, list[Raised]]:
         """Read on from `start`, in line `line`, until every open traceback says what was raised.
 
+        Where a frame stands at `start`, one whose first line is not there is open.
+
         Gives the position reached and what was raised on the way. With `opening` False no other
         traceback is opened by its first line.
         """
         raised: list[Raised] = []
+        if opening and (frame := FRAMES_FIRST.match(block, start)):
+            prefix, _ = self._say(frame["frame"])
+            self.open[prefix] = _Open(chained=False, harmless=False, headless=True)
         while start < len(block):
             stop = block.find(b"\n", start)
             stop = stop if stop >= 0 else len(block)
@@ -114,14 +133,14 @@ class Tracebacks:
         prefix = found[0] if (found := _PREFIX.match(segment)) else b""
         body = segment[len(prefix) :]
         prefix = _STAMPS.sub(b"", prefix).strip() if prefix else prefix
-        if body and FIRST_LINE not in body:
+        if body and not _opens(body):
             self.said[prefix] = body
         return prefix, body
 
     def _line(self, segment: bytes, line: int, opening: bool) -> list[Raised]:
         before = dict(self.said) if FIRST_LINE in segment else {}
         prefix, body = self._say(segment)
-        if FIRST_LINE in body:
+        if _opens(body):
             if opening:
                 said = before.get(prefix, b"")
                 chained = _OF_WORKER in body or bool(_CHAINED.search(said))
@@ -130,12 +149,23 @@ class Tracebacks:
             else:
                 self.open.pop(prefix, None)
         elif found := self.open.get(prefix):
+            if box := _IN_BOX.match(body):  # a long path goes on in the next line of the box
+                body = found.wrapped + box["words"]
+                whole = not box["words"] or b" " in body or body[:1].isdigit()
+                found.wrapped = b"" if whole else body
             if frame := _FRAME.match(body):
-                found.at = f"{text(frame['file'])}:{text(frame['line'])}"
+                file, line_ = frame["file"] or frame["file_"], frame["line"] or frame["line_"]
+                found.at = f"{text(file)}:{text(line_)}"
             elif end := _RAISED.match(body):
                 del self.open[prefix]
                 return [] if found.harmless else [_raised(end, found, prefix, line, segment)]
+            elif found.headless and body and not body.startswith(b"    "):
+                del self.open[prefix]  # not even a frame may be one: stacks are shown otherwise too
         return []
+
+
+def _opens(body: bytes) -> bool:
+    return FIRST_LINE in body and bool(_OPENS.search(body))
 
 
 def _raised(end: re.Match[bytes], found: _Open, prefix: bytes, line: int, segment: bytes) -> Raised:

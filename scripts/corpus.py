@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import http.server
 import json
 import math
 import os
@@ -30,6 +31,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -857,6 +859,100 @@ def trl_sft_job_fails(lab: Lab) -> None:
 
 
 @case
+def trl_sft_rich_traceback(lab: Lab) -> None:
+    rows = [{"id": row["id"], "conversation": row["messages"]} for row in lab.some_rows("sft")]
+    lab.rows("column", rows)
+    site = _site(lab, "from rich import traceback\ntraceback.install(width=100)\n")
+    lab.trl_sft(How(probed=False, env={"PYTHONPATH": site}), dataset_name="data/column")
+
+
+@case
+def trl_sft_faulthandler(lab: Lab) -> None:
+    _as_job(
+        lab, _site(lab, "import faulthandler\nfaulthandler.enable()\n" + _SEGFAULT), max_steps=40
+    )
+
+
+@case
+def trl_sft_deepspeed_launcher(lab: Lab) -> None:
+    words = _words({**ARGUMENTS["trl", "sft"], "max_steps": 40})
+    train = shlex.join(["deepspeed", "--num_gpus", "1", str(SCRIPTS["trl", "sft"]), *words])
+    env = {
+        "PYTHONPATH": _site(lab, _RANK_KILLED),
+        "DS_ACCELERATOR": "cpu",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    lab.trl_sft(How(probed=False, shell=f"{train} >> {{log}} 2>&1", env=env))
+
+
+@case
+def trl_sft_refused_twice(lab: Lab) -> None:
+    how = How(probed=False, shell="{} >> {log} 2>&1")
+    lab.trl_sft(how, lr_scheduler_type="cosinus")
+    lab.trl_sft(how, bf16="s")
+
+
+@case
+def trl_sft_own_script(lab: Lab) -> None:
+    _own(lab, 'trainer.save_model()\nprint("Done. Model saved to out")\n')
+
+
+@case
+def trl_sft_info(lab: Lab) -> None:
+    _own(lab, "trainer.save_model()\n", 'log_level="info", ')
+
+
+@case
+def trl_sft_indented(lab: Lab) -> None:
+    _own(lab, "    trainer.save_model()\n")
+
+
+@case
+def trl_sft_tail(lab: Lab) -> None:
+    trl_sft_crash(lab)
+    lines = lab.log.read_bytes().splitlines(keepends=True)
+    lab.log.write_bytes(b"".join(lines[-18:]))
+
+
+@case
+def trl_sft_killed_in_evaluation(lab: Lab) -> None:
+    rows = lab.some_rows("sft")
+    lab.rows("split", rows)
+    test = "".join(json.dumps(row) + "\n" for row in rows * 16)
+    (lab.folder / "data/split/test.jsonl").write_text(test)
+    lab.trl_sft(
+        How(probed=False, blow=Blow(seen=b" 9/128 [", number=signal.SIGKILL)),
+        dataset_name="data/split", eval_strategy="steps", eval_steps=6, logging_steps=1, max_steps=40,
+    )  # fmt: skip
+
+
+@case
+def trl_sft_wandb_output(lab: Lab) -> None:
+    env = {"WANDB_MODE": "offline", "WANDB_DIR": str(lab.folder)}
+    lab.trl_sft(How(probed=False, env=env), report_to="wandb", logging_steps=5, max_steps=40)
+    (output,) = lab.folder.glob("wandb/offline-run-*/files/output.log")
+    lab.log.write_bytes(output.read_bytes())
+
+
+@case
+def trl_sft_hub_limit(lab: Lab) -> None:
+    _without_hub(lab, 429)
+
+
+@case
+def trl_sft_hub_forbidden(lab: Lab) -> None:
+    _without_hub(lab, 403)
+
+
+@case
+def trl_reward(lab: Lab) -> None:
+    words = _words({**ARGUMENTS["trl", "dpo"], "max_steps": 12})
+    script = SCRIPTS["trl", "dpo"].with_name("reward.py")
+    train = shlex.join([sys.executable, str(script), *words])
+    lab.trl_dpo(How(probed=False, shell=f"{train} >> {{log}} 2>&1"))
+
+
+@case
 def sft_no_script(lab: Lab) -> None:
     shell = (
         f"{sys.executable} -m accelerate.commands.launch --cpu open_instruct/finetune.py --seed 1"
@@ -988,6 +1084,9 @@ def when(seen, act):
         threading.Thread(target=wait, daemon=True).start()
 """
 _SEGFAULT = _WHEN + 'when(b" 5/40 [", lambda: ctypes.string_at(0))\n'
+_RANK_KILLED = _WHEN + (
+    'if "LOCAL_RANK" in os.environ:\n    when(b" 5/40 [", lambda: os.kill(os.getpid(), 9))\n'
+)
 _TERMINATED = _WHEN + 'when(b" 5/40 [", lambda: os.kill(os.getpid(), 15))\n'
 _HARMLESS = """import asyncio, atexit, gc, sys, threading
 class Late:
@@ -1027,6 +1126,40 @@ model = transformers.AutoModelForCausalLM.from_pretrained("out")
 tokenizer = transformers.AutoTokenizer.from_pretrained("out")
 print(model.generate(**tokenizer("a", return_tensors="pt"), max_new_tokens=3))
 """
+
+
+_OWN = """import datasets, trl
+rows = datasets.load_dataset("json", data_files="assets/data/sft/train.jsonl", split="train")
+config = trl.SFTConfig(output_dir="out", {more}max_steps=12, logging_steps=5, learning_rate=5e-3,
+                       per_device_train_batch_size=8, save_strategy="no", bf16=False, use_cpu=True)
+trainer = trl.SFTTrainer("assets/model", args=config, train_dataset=rows)
+trainer.train()
+"""
+
+
+def _own(lab: Lab, end: str, more: str = "") -> None:
+    """An SFT of TRL by a script of one's own."""
+    (lab.folder / "train.py").write_text(_OWN.format(more=more) + end)
+    lab.trl_sft(How(probed=False, shell=f"{sys.executable} train.py >> {{log}} 2>&1"))
+
+
+def _without_hub(lab: Lab, status: int) -> None:
+    """A model of the hub, which answers everything with this status."""
+
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(status)
+
+        do_HEAD = do_GET
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        env = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HUB_OFFLINE": "0"}
+        lab.trl_sft(How(probed=False, env=env), model_name_or_path="someone/model")
+        server.shutdown()
 
 
 def _site(lab: Lab, code: str) -> str:

@@ -83,7 +83,26 @@ LINES: dict[tuple[str, str], list[str]] = {
         "in 2 checkpoint shards. You can find where each parameters has been saved in the index "
         "located at out/model.safetensors.index.json."
     ],
-    ("saved", "Model saved to "): ["💾 Model saved to out."],
+    ("saved", "odel saved "): [
+        "💾 Model saved to out.",
+        "2026-11-20 15:41:37 - INFO - __main__ - Model saved to data/zephyr-7b-sft-qlora",
+        "Model saved to: /out/final",
+    ],
+    ("saved", "odel successfully saved "): ["Model successfully saved to ./outputs/lora-out"],
+    ("saving", "Saving model checkpoint to "): [
+        "[INFO|trainer.py:3410] 2024-06-02 20:48:34,558 >> Saving model checkpoint to /out/orpo-lora"
+    ],
+    ("tokenizer_saved", "tokenizer config file saved in "): [
+        "[INFO|tokenization_utils_base.py:2513] 2024-06-02 20:48:35,638 >> tokenizer config file saved "
+        "in /out/orpo-lora/tokenizer_config.json"
+    ],
+    ("planned", "Total optimization steps = "): [
+        "[INFO|trainer.py:2321] 2024-12-04 06:05:15,244 >>   Total optimization steps = 1,428"
+    ],
+    ("trainer", "/trainer"): [
+        '  File "/x/lib/python3.11/site-packages/transformers/trainer.py", line 1938, in train',
+        "/x/site-packages/trl/trainer/dpo_trainer.py:412: UserWarning: max_length is not set",
+    ],
     ("remaining", "Remaining files:"): [
         STAMP + "utils.py:835 - Remaining files:['tokenizer.json', 'tokenizer_config.json', "
         "'model.safetensors', 'config.json']"
@@ -123,6 +142,7 @@ LINES: dict[tuple[str, str], list[str]] = {
         "slurmstepd: error: Detected 1 oom_kill event in StepId=1.batch. Some of the step tasks have "
         "been OOM Killed."
     ],
+    ("oom_host", ": Out Of Memory"): ["srun: error: node07: task 0: Out Of Memory"],
     ("oom_host", "ut of memory: Killed process "): [
         "[12.3] Memory cgroup out of memory: Killed process 2100 (python) total-vm:9kB, anon-rss:8kB",
         "[12.3] Out of memory: Killed process 2100 (python) total-vm:9kB, anon-rss:8kB",
@@ -150,12 +170,27 @@ LINES: dict[tuple[str, str], list[str]] = {
     ("child_failed", "non-zero exit status"): [
         "subprocess.CalledProcessError: Command '['python', 'x.py']' returned non-zero exit status 1."
     ],
+    ("child_failed", " exits with return code = "): [
+        "[2024-01-19 10:14:05,903] [ERROR] [launch.py:321:sigkill_handler] ['/x/bin/python', '-u', "
+        "'main.py', '--local_rank=0'] exits with return code = -9"
+    ],
+    ("child_failed", ": Exited with exit code "): [
+        "srun: error: gpu-3: task 1: Exited with exit code 1",
+        "srun: error: gpu-[3-4]: tasks 0,2-7: Exited with exit code 1",
+    ],
+    ("child_failed", "command terminated with exit code "): [
+        "command terminated with exit code 137"
+    ],
     ("child_signal", "died with <Signals"): [
         "subprocess.CalledProcessError: Command '['python']' died with <Signals.SIGKILL: 9>."
     ],
     ("child_signal", "received by PID"): ["  traceback : Signal 9 (SIGKILL) received by PID 28182"],
     ("stop_asked", "got signal: "): [
         "torch.distributed.elastic.multiprocessing.api.SignalException: Process 12 got signal: 15"
+    ],
+    ("stop_asked", "Main process received SIG"): [
+        "[2025-02-20 20:27:14,902] [INFO] [launch.py:328:sigkill_handler] Main process received SIGINT, "
+        "exiting"
     ],
     ("shell_killed", "Killed"): [
         'k.sh: line 1: 28185 Killed                  python -c "x" --x 1',
@@ -172,8 +207,17 @@ LINES: dict[tuple[str, str], list[str]] = {
     ("shell_killed", "Bus error"): ["run.sh: line 1:  7682 Bus error               python sft.py"],
     ("shell_killed", "Illegal instruction"): ["Illegal instruction (core dumped)"],
     ("shell_killed", "Floating point exception"): ["Floating point exception (core dumped)"],
+    ("shell_killed", "Out Of Memory"): ["srun: error: node07: task 0: Out Of Memory"],
+    ("shell_killed", "Fatal Python error: "): ["Fatal Python error: Segmentation fault"],
+    ("terminated", "terminate called after throwing an instance of "): [
+        "terminate called after throwing an instance of 'c10::DistBackendError'"
+    ],
+    ("what", "what():  "): ["  what():  CUDA error: an illegal memory access was encountered"],
+    ("syntax", "Error: "): ["IndentationError: unexpected indent", "SyntaxError: invalid syntax"],
     ("cancelled", "CANCELLED AT"): [
-        "slurmstepd: error: *** STEP 1.0 ON n1 CANCELLED AT 2026-11-20T1 DUE TO TIME LIMIT ***"
+        "slurmstepd-gpu020: error: *** JOB 12 ON gpu020 CANCELLED AT 2024-06-02T18:42:45 DUE TO "
+        "NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***",
+        "slurmstepd: error: *** STEP 1.0 ON n1 CANCELLED AT 2026-11-20T1 DUE TO TIME LIMIT ***",
     ],
     ("refused", "error: "): [
         "finetune.py: error: argument --x: invalid int value: 'a'",
@@ -312,6 +356,17 @@ LINES: dict[tuple[str, str], list[str]] = {
     ("hub_access", "Client error '401 Unauthorized'"): [
         "httpx.HTTPStatusError: Client error '401 Unauthorized' for url 'https://huggingface.co/x'"
     ],
+    ("hub_access", "403 "): [
+        "requests.exceptions.HTTPError: 403 Client Error: Forbidden for url: https://huggingface.co/x",
+        "huggingface_hub.errors.HfHubHTTPError: 403 Forbidden: Please enable access to public gated "
+        "repositories in your fine-grained token settings to view this repository..",
+        "403 Forbidden: None.",
+        "huggingface_hub.errors.HfHubHTTPError: Client error '403 Forbidden' for url 'https://x'",
+    ],
+    ("hub_limit", "429 "): [
+        "huggingface_hub.errors.HfHubHTTPError: 429 Client Error: Too Many Requests for url: https://x",
+        "huggingface_hub.errors.HfHubHTTPError: Client error '429 Too Many Requests' for url 'https://x'",
+    ],
     ("hub_access", "Token is required "): [
         "huggingface_hub.errors.LocalTokenNotFoundError: Token is required to call the /whoami-v2 "
         "endpoint, but no token found. You must provide a token or be logged in",
@@ -331,6 +386,12 @@ LINES: dict[tuple[str, str], list[str]] = {
     ],
     ("hub_unreachable", "Couldn't reach '"): [
         "ConnectionError: Couldn't reach 'nobody/none' on the Hub (LocalEntryNotFoundError)"
+    ],
+    ("hub_unreachable", "huggingface.co"): [
+        "huggingface_hub.errors.HfHubHTTPError: 504 Server Error: Gateway Time-out for url: "
+        "https://huggingface.co/api/datasets/x",
+        "requests.exceptions.ConnectionError: (MaxRetryError(\"HTTPSConnectionPool(host='huggingface.co', "
+        "port=443): Max retries exceeded with url: /api/models/x\"), '(Request ID: 1)')",
     ],
     ("wandb_login", "No API key configured. Use `wandb login`"): [
         "wandb.errors.errors.UsageError: No API key configured. Use `wandb login` to log in."

@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from launcher import process, start
 from launcher.check import Point, Verdict, expected_from_log, judge
 from launcher.evidence import read_log, read_run
 from launcher.points import trend
+from launcher.rundir import RunFolder
 
 LOGS = Path(__file__).parent / "data" / "logs"
 STAMP = "2026-11-20 15:41:37 - INFO - "
@@ -38,6 +40,9 @@ ELASTIC = (
     "============================================================\n"
     "Root Cause (first observed failure):\n[0]:\n  exitcode  : {code} (pid: 688)\n"
 )
+
+RAISED = 'Traceback (most recent call last):\n  File "a.py", line 1\n'
+DEEPSPEED = "[2026-11-20 15:41:37,903] [{}] [launch.py:321:sigkill_handler] {}\n"
 
 
 def total(steps: int) -> str:
@@ -192,6 +197,36 @@ def test_a_log_that_asked_for_nothing_special_passes(name: str) -> None:
     evidence = read_log(LOGS / name)
     assert evidence.log is not None
     assert judge(None, expected_from_log(evidence.log), evidence).status == "pass"
+
+
+@pytest.mark.parametrize("record", [None, "{", '{"stage": "sft", "expect": null}'])
+def test_without_the_record_of_what_was_asked_for_nothing_passes(
+    tmp_path: Path, record: str | None
+) -> None:
+    folder = RunFolder(tmp_path)
+    folder.console(1).write_bytes((LOGS / "sft_cpu_hit.log").read_bytes())
+    folder.manifest.write_text('{"stage": "sft", "expect": {}}')
+    assert start.finish(folder).status == "pass"
+    folder.manifest.unlink() if record is None else folder.manifest.write_text(record)
+    assert start.finish(folder).status == "unproven"
+
+
+def test_a_run_of_which_nothing_is_left_does_not_run(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.console(1).write_text(sft(9, until=4))
+    folder.manifest.write_text('{"stage": "sft", "expect": {}}')
+    here = process.identify(os.getpid()).as_json()
+
+    def finish(**changed: object) -> Point:
+        folder.process.write_text(json.dumps({**here, "mark": str(tmp_path), **changed}))
+        return start.finish(folder).point("finish")
+
+    assert (finish().state, finish().ok) == ("running", None)
+    # of another machine nobody here knows
+    assert finish(host="elsewhere").state == "running"
+    lost = finish(began=1)
+    assert (lost.state, lost.ok, lost.detail["reason"]) == ("killed", False, "lost")
+    assert start.finish(folder).status == "fail"
 
 
 def test_a_real_crash() -> None:
@@ -570,6 +605,33 @@ def test_training_data_that_looks_like_an_error_is_none(tmp_path: Path) -> None:
          "NCCL(SeqNum=1)\n" + ELASTIC.format(code=-6), ("crashed", False), "nccl_timeout"),
         (sft(9, until=4) + "slurmstepd: error: *** STEP 1.0 ON n1 CANCELLED AT 2026-11-20T1 DUE TO "
          "TIME LIMIT ***\n", ("killed", False), "time_limit"),
+        (sft(9, until=4) + "slurmstepd-gpu020: error: *** JOB 2 ON gpu020 CANCELLED AT 2026-11-20T1 DUE "
+         "TO TIME LIMIT ***\n", ("killed", False), "time_limit"),
+        (sft(9, until=4) + "slurmstepd: error: *** JOB 2 ON n1 CANCELLED AT 2026-11-20T1 DUE TO NODE "
+         "FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***\n", ("stopped", False), None),
+        (sft(9, until=4) + "srun: error: n1: task 0: Out Of Memory\n", ("killed", False), "oom_host"),
+        (sft(9, until=4) + "srun: error: n1: task 1: Exited with exit code 1\n", ("crashed", False), None),
+        (sft(9, until=4) + "command terminated with exit code 137\n", ("killed", False), "killed"),
+        (sft(9, until=4) + "\nFatal Python error: Bus error\n\nCurrent thread 0x7f (most recent call "
+         "first):\n  File \"a.py\", line 98 in pin\n", ("crashed", False), None),
+        (sft(9, until=4) + DEEPSPEED.format("ERROR", "['x.py'] exits with return code = -9"),
+         ("killed", False), "killed"),
+        (sft(9, until=4) + DEEPSPEED.format("ERROR", "['x.py'] exits with return code = 1"),
+         ("crashed", False), None),
+        (sft(9, until=4) + DEEPSPEED.format("INFO", "Main process received SIGINT, exiting"),
+         ("stopped", False), None),
+        ("  File \"a.py\", line 406\n    x\nIndentationError: unexpected indent\n",
+         ("crashed", False), None),
+        (RAISED + "huggingface_hub.errors.HfHubHTTPError: 429 Client Error: Too Many Requests for url: "
+         "https://huggingface.co/api/models/x\n", ("crashed", False), "hub_limit"),
+        (RAISED + "requests.exceptions.HTTPError: 429 Client Error: Too Many Requests for url: "
+         "https://api.wandb.ai/graphql\n", ("crashed", False), None),
+        (RAISED + "huggingface_hub.errors.HfHubHTTPError: (Request ID: 1)\n\n403 Forbidden: None.\n",
+         ("crashed", False), "hub_access"),
+        (RAISED + "huggingface_hub.errors.HfHubHTTPError: 504 Server Error: Gateway Time-out for url: "
+         "https://huggingface.co/api/datasets/x\n", ("crashed", False), "hub_unreachable"),
+        ("python3: can't open file 'prepare.py': [Errno 2] No such file or directory\n" + RAISED
+         + "FileNotFoundError: x.yaml\n", ("crashed", False), None),
     ],
 )  # fmt: skip
 def test_finish_by_the_log(
@@ -817,3 +879,98 @@ def test_what_a_log_without_its_head_was_asked_for_is_not_known(tmp_path: Path) 
 def test_the_stage_by_the_script_that_logs(tmp_path: Path, line: str, stage: str | None) -> None:
     content = f"2026-11-20 15:41:37 - INFO - {line}  Step: 1, LR: 5e-07, Loss: 0.69\n"
     assert verdict_of_log(tmp_path, content).stage == stage
+
+
+@pytest.mark.parametrize(
+    ("metrics", "stage"),
+    [
+        ({}, "sft"),
+        ({"rewards/chosen": 0.1, "rewards/margins": 0.2}, "dpo"),
+        ({"rewards/chosen": 0.1, "rewards/margins": 0.2, "log_odds_ratio": -0.6}, None),
+        ({"rewards/chosen": 0.1, "rewards/margins": 0.2, "kl": 0.2}, None),
+        ({"reward": 0.1, "reward_std": 0.2, "rewards/format": 0.3}, None),
+        ({"min_reward": -1.0, "margin": 0.2}, None),
+    ],
+)
+def test_the_stage_by_what_hf_trainer_logs(
+    tmp_path: Path, metrics: Mapping[str, float], stage: str | None
+) -> None:
+    line = f"{ {'loss': 0.69, 'grad_norm': 1.0, **metrics, 'epoch': 0.1} }\n"
+    assert verdict_of_log(tmp_path, line, {}).stage == stage
+
+
+def hf(steps: int, end: str) -> str:
+    """A run of HF Trainer's, and what its script says behind it."""
+    bars = "".join(
+        f"\r {100 * n // steps}%|█ | {n}/{steps} [00:01<00:09,  1.00s/it]"
+        f"{ {'loss': 2.5 - n / 100, 'grad_norm': 1.0, 'epoch': n / steps} }\n"
+        for n in range(1, steps + 1)
+    )
+    return (
+        f"\r  0%|  | 0/{steps} [00:00<?, ?it/s]{bars}{{'train_runtime': 9.9, 'epoch': 1.0}}\n{end}"
+    )
+
+
+SAVING = "[INFO|trainer.py:3410] 2024-06-02 20:48:34,558 >> Saving model checkpoint to {}\n"
+TOKENIZER = "[INFO|x.py:25] 2024-06-02 >> tokenizer config file saved in {}/tokenizer_config.json\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "state"),
+    [
+        ("Done. Model saved to ./out\n", "completed"),
+        ("2024-06-02 20:48:34 - INFO - __main__ - Model saved to: data/sft\n", "completed"),
+        ("Model saved to out/checkpoint-9\n", "running"),
+        (SAVING.format("out") + TOKENIZER.format("out"), "completed"),
+        (SAVING.format("out"), "running"),
+        (TOKENIZER.format("out"), "running"),
+        (SAVING.format("out") + TOKENIZER.format("other"), "running"),
+        (SAVING.format("out/checkpoint-9") + TOKENIZER.format("out/checkpoint-9"), "running"),
+    ],
+)
+def test_the_final_save_as_scripts_tell_it(tmp_path: Path, end: str, state: str) -> None:
+    verdict = verdict_of_log(tmp_path, hf(9, end))
+    assert (verdict.point("finish").state, verdict.steps) == (state, 9)
+
+
+def test_memory_that_runs_out_behind_a_good_end_is_not_the_trainings(tmp_path: Path) -> None:
+    said = "demo: CUDA out of memory. Tried to allocate 2.00 GiB\n"
+    assert verdict_of_log(tmp_path, hf(9, "Model saved to out\n" + said)).status == "pass"
+    assert verdict_of_log(tmp_path, hf(9, said)).point("memory").state == "oom"
+
+
+def error_of(folder: Path, content: str) -> tuple[str, str, str | None]:
+    error = verdict_of_log(folder, content).point("finish").detail["error"]
+    assert isinstance(error, dict)
+    return error["type"], error["message"], error.get("rank")
+
+
+def test_an_exception_of_c_is_told_by_the_line_below(tmp_path: Path) -> None:
+    thrown = (
+        "terminate called after throwing an instance of 'c10::Error'\n  what():  CUDA error: x\n"
+    )
+    assert error_of(tmp_path, sft(9, until=4) + "\n" + thrown) == (
+        "c10::Error",
+        "CUDA error: x",
+        None,
+    )
+    finish = verdict_of_log(tmp_path, sft(9, until=4) + "\n" + thrown).point("finish")
+    assert (finish.state, finish.detail["signal"]) == ("crashed", "SIGABRT")
+
+
+def test_a_rank_that_lost_the_others_is_not_the_cause(tmp_path: Path) -> None:
+    raised = '[rank{0}]: Traceback (most recent call last):\n[rank{0}]:   File "a.py", line 1\n'
+    lost = (
+        raised.format(0)
+        + "[rank0]: RuntimeError: [pair.cc:534] Connection closed by peer [::1]:9\n"
+    )
+    cause = raised.format(1) + "[rank1]: KeyError: 'x'\n"
+    content = sft(9, until=4) + "\n"
+    assert error_of(tmp_path, content + lost + cause) == ("KeyError", "'x'", "1")
+    assert error_of(tmp_path, content + lost)[2] == "0"
+
+
+def test_of_several_starts_that_were_refused_the_last_counts(tmp_path: Path) -> None:
+    refused = "x.py: error: argument --{}: invalid int value: 'a'\n"
+    told = error_of(tmp_path, refused.format("first") + "usage: x\n" * 20 + refused.format("last"))
+    assert told == ("arguments", "argument --last: invalid int value: 'a'", None)

@@ -359,6 +359,14 @@ def test_a_line_is_known_for_what_it_means(tmp_path: Path, name: str, lines: str
         "OOM Killed by nobody",
         "my error: argument of the ancients",
         "Connection error: out of memory",
+        "'(ReadTimeoutError(\"HTTPSConnectionPool(host='huggingface.co', port=443): Read timed out.\"), "
+        "'(Request ID: 1)')' thrown while requesting HEAD https://huggingface.co/x",
+        "other.py:1110: UserWarning: Unable to fetch remote file due to the following error 429 Client "
+        "Error: Too Many Requests for url: https://huggingface.co/x/resolve/main/config.json",
+        "other.py:1110: UserWarning: Unable to fetch remote file due to the following error 401 Client "
+        "Error: Unauthorized for url: https://huggingface.co/x/resolve/main/config.json",
+        "wandb: 429 encountered ({'error': 'rate limit exceeded'}), retrying request",
+        "requests.exceptions.HTTPError: 429 Client Error: Too Many Requests for url: https://api.wandb.ai",
     ],
 )
 def test_what_only_resembles_a_failure_is_none(tmp_path: Path, line: str) -> None:
@@ -748,3 +756,116 @@ def test_steps_as_open_instruct_logged_them_for_two_years(tmp_path: Path) -> Non
     log = log_of(tmp_path, content)
     assert [(s.step, s.loss, s.line) for s in log.steps] == [(1, 2.5, 2)]
     assert log.total_steps == 9
+
+
+BOX = (
+    "╭──────────────── Traceback (most recent call last) ─────────────────╮\n"
+    "│ /x/finetune.py:272 in <module>                                     │\n"
+    "│ ❱ 272 │   train()                                                  │\n"
+    "│   273                                                              │\n"
+    "│                                                                    │\n"
+    "│ /x/transformers/trainer.py:22                                      │\n"
+    "│ 03 in inner_training_loop                                          │\n"
+    "╰────────────────────────────────────────────────────────────────────╯\n"
+    "ValueError: no\n"
+)
+ASCII_BOX = BOX.translate({ord(a): b for a, b in zip("╭╮╰╯─│❱", "++++-|>", strict=True)})
+CELL = (
+    "-----------------------------------------------------------------------\n"
+    "ValueError                             Traceback (most recent call last)\n"
+    "Cell In[9], line 22\n     20     args=args,\n---> 22 trainer.train()\n\n"
+    "File /x/transformers/trainer.py:2203, in Trainer.train(self)\n-> 2203 return loop(\n\n"
+    "ValueError: no\n"
+)
+
+
+@pytest.mark.parametrize(
+    "shown", [BOX, "\r 10%|█ | 4/40 [00:01<00:09, 1.00it/s]" + BOX, ASCII_BOX, CELL]
+)
+@pytest.mark.parametrize(("prefix", "rank"), [("", ""), ("[rank1]: ", "1")])
+def test_a_traceback_as_rich_and_ipython_show_it(
+    tmp_path: Path, shown: str, prefix: str, rank: str
+) -> None:
+    told = "".join(f"{prefix}{line}\n" for line in shown.splitlines())
+    (raised,) = log_of(tmp_path, told + "ValueError: another\n").all("exception")
+    assert (raised.fields["message"], raised.fields["rank"]) == ("no", rank)
+    assert raised.fields["at"] == "/x/transformers/trainer.py:2203"
+
+
+def test_words_about_a_traceback_open_none(tmp_path: Path) -> None:
+    log = log_of(tmp_path, "a Traceback (most recent call last) is shown\nValueError: no\n")
+    assert log.all("exception") == ()
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank2]: "])
+@pytest.mark.parametrize("cut", [0, 1, 2, 3])
+def test_a_log_may_begin_within_a_traceback(tmp_path: Path, prefix: str, cut: int) -> None:
+    lines = [
+        '  File "/x/a.py", line 9, in main', "    train()", "    ~~~~~^^", '  File "/x/b.py", line 3, in f',
+        "    raise ValueError(1)", "ValueError: 1",
+    ]  # fmt: skip
+    content = "".join(f"{prefix}{line}\n" for line in lines[cut:])
+    (raised,) = log_of(tmp_path, content).all("exception")
+    assert (raised.fields["at"], raised.fields["message"]) == ("/x/b.py:3", "1")
+    between = content.replace("ValueError", "that was a stack\nValueError")
+    assert log_of(tmp_path, between).all("exception") == ()
+
+
+def test_llama_factory_tells_each_step_twice(tmp_path: Path) -> None:
+    content = "".join(
+        f"\n  9%|█▌   | {5 * n}/300 [00:26<25:00,  5.09s/it][INFO|2025-04-30 22:55:57] "
+        f"llamafactory.train.callbacks:143 >> {{'loss': {2 - n / 8:.4f}, 'learning_rate': 4.9978e-05, "
+        f"'epoch': {n / 8:.2f}, 'throughput': 1828.21}}\n"
+        f"{ {'loss': round(2 - n / 8, 4), 'grad_norm': 0.77, 'epoch': round(n / 8, 2)} }"
+        for n in range(1, 9)
+    )
+    log = log_of(tmp_path, content)
+    assert [(s.step, s.loss) for s in log.steps] == [(5 * n, 2 - n / 8) for n in range(1, 9)]
+    assert {s.extra["grad_norm"] for s in log.steps} == {0.77}
+    twice = "{'loss': 0.0, 'grad_norm': 1.0, 'epoch': 0.01}\n" * 2  # two steps that are alike
+    assert len(log_of(tmp_path, twice).steps) == 2
+
+
+def test_ms_swift_names_the_step_of_each_dict(tmp_path: Path) -> None:
+    content = "".join(
+        f"\rTrain:  8%|▊ | {n}/60 [03:52<43:40, 47.64s/it]{{'loss': '0.3', 'epoch': '{n / 30:.4f}', "
+        f"'global_step/max_steps': '{n}/60', 'memory(GiB)': '14.3'}}\n"
+        for n in (1, 5, 10)
+    )
+    log = log_of(tmp_path, content)
+    assert [s.step for s in log.steps] == [1, 5, 10]
+    assert (log.total_steps, log.last_step) == (60, 10)
+
+
+def test_epochs_that_are_rounded_do_not_move_the_steps(tmp_path: Path) -> None:
+    dicts = "".join(f"{ {'loss': 2.0, 'epoch': round(n / 625, 2)} }\n" for n in range(10, 621, 10))
+    end = "{'train_runtime': 767.7949, 'train_steps_per_second': 0.814, 'epoch': 1.0}\n"
+    log = log_of(tmp_path, "\r  0%|  | 0/625 [00:00<?, ?it/s]\n" + dicts + end)
+    assert [s.step for s in log.steps] == list(range(10, 621, 10))
+
+
+def evaluated(tail: str) -> str:
+    bars = "".join(
+        f"\r {n}%|█ | {n}/100 [00:01<00:09, 1.00it/s]{ {'loss': 2.0, 'epoch': n / 100} }\n"
+        for n in (10, 20, 30)
+    )
+    return (
+        f"\r  0%|  | 0/100 [00:00<?, ?it/s]{bars}\r 40%|██ | 40/100 [00:01<00:09, 1.00it/s]{tail}"
+    )
+
+
+def test_the_bar_of_an_evaluation_is_no_step(tmp_path: Path) -> None:
+    bar = "\r  0%|  | 0/900 [00:00<?, ?it/s]\r  1%|  | 7/900 [00:00<?, ?it/s]"
+    log = log_of(tmp_path, evaluated(bar + "\r{'loss': 1.9, 'epoch': 0.4}\n"))
+    assert ([s.step for s in log.steps], log.total_steps) == ([10, 20, 30, 40], 100)
+    trained = "/site-packages/transformers/trainer.py:3: UserWarning: x\n"
+    data = "\r  0%|  | 0/50 [00:00<?, ?it/s]\r100%|███| 50/50 [00:01<00:00, 9.0it/s]\n"
+    silent = data + re.sub(r"\{.*?\}\n", "", evaluated(bar))
+    log = log_of(tmp_path, trained + silent)
+    assert (log.last_step, log.total_steps) == (40, 100)
+    assert log_of(tmp_path, silent).total_steps is None  # it may be of anything
+
+
+def test_the_steps_that_hf_trainer_announces(tmp_path: Path) -> None:
+    told = "[INFO|trainer.py:2321] 2024-12-04 06:05:15,244 >>   Total optimization steps = 1,428\n"
+    assert log_of(tmp_path, told + "{'loss': 1.9, 'epoch': 0.4}\n").total_steps == 1_428

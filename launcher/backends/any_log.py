@@ -37,8 +37,15 @@ SHELL_SIGNALS: Mapping[str, Signals] = {
     "Bus error": Signals.SIGBUS,
     "Illegal instruction": Signals.SIGILL,
     "Floating point exception": Signals.SIGFPE,
+    "Out Of Memory": Signals.SIGKILL,
 }
-"""How bash says which signal ended a process (glibc's strsignal)."""
+"""How bash (glibc's strsignal) and srun say which signal ended a process."""
+
+# Raised: what is only warned about is tried again, or done without. Others than the hub, such as wandb,
+# answer in the same words.
+_RAISED = r"\b(?:requests|urllib3|httpx|huggingface_hub)\.[\w.]+: "
+_BY_HUB = r"\b(?:huggingface_hub\.[\w.]+: |(?:requests|httpx)\.[\w.]+: (?=.*//huggingface\.co/))"
+_SLURMSTEPD = r"slurmstepd(?:-[\w.-]+)?: error: "
 
 PATTERNS: tuple[Pattern, ...] = (
     pattern(
@@ -110,6 +117,13 @@ PATTERNS: tuple[Pattern, ...] = (
     ),
     pattern(
         "oom_host",
+        ": Out Of Memory",
+        r"srun: error: \S+: tasks? [\d,-]+: Out Of Memory$",
+        "srun, of a task that the cgroup's limit ended",
+        anchors=(),
+    ),
+    pattern(
+        "oom_host",
         "ut of memory: Killed process ",
         r"ut of memory: Killed process \d+",
         "the kernel's own log",
@@ -160,6 +174,25 @@ PATTERNS: tuple[Pattern, ...] = (
         anchors=("returned non-zero exit status ",),
     ),
     pattern(
+        "child_failed",
+        " exits with return code = ",
+        r"launch\.py:\d+:sigkill_handler\] .* exits with return code = (?P<exitcode>-?\d{1,12})$",
+        "deepspeed/launcher/launch.py sigkill_handler",
+    ),
+    pattern(
+        "child_failed",
+        ": Exited with exit code ",
+        r"srun: error: \S+: tasks? [\d,-]+: Exited with exit code (?P<exitcode>\d{1,12})$",
+        "srun",
+    ),
+    pattern(
+        "child_failed",
+        "command terminated with exit code ",
+        r"command terminated with exit code (?P<exitcode>\d{1,12})$",
+        "kubectl exec",
+        anchors=(),
+    ),
+    pattern(
         "child_signal",
         "died with <Signals",
         r"died with <Signals\.(?P<name>SIG\w+): (?P<signal>\d{1,12})>",
@@ -180,6 +213,12 @@ PATTERNS: tuple[Pattern, ...] = (
         f"{_ELASTIC}/api.py:86 SignalException",
         anchors=("SignalException: Process ",),
     ),
+    pattern(
+        "stop_asked",
+        "Main process received SIG",
+        r"launch\.py:\d+:sigkill_handler\] Main process received (?P<name>SIG(?:INT|TERM)), exiting",
+        "deepspeed/launcher/launch.py sigkill_handler",
+    ),
     *(
         pattern(
             "shell_killed",
@@ -189,6 +228,33 @@ PATTERNS: tuple[Pattern, ...] = (
             anchors=(),  # eight spaces are everywhere
         )
         for word in SHELL_SIGNALS
+    ),
+    pattern(
+        "shell_killed",
+        "Fatal Python error: ",
+        rf"Fatal Python error: (?P<how>{'|'.join(SHELL_SIGNALS)})$",
+        "CPython Modules/faulthandler.c",
+        anchors=(),
+    ),
+    pattern(
+        "terminated",
+        "terminate called after throwing an instance of ",
+        r"terminate called after throwing an instance of '(?P<type>[^']+)'",
+        "libstdc++: an exception that nothing caught, then SIGABRT",
+    ),
+    pattern(
+        "what",
+        "what():  ",
+        r"^ *what\(\):  (?P<message>.*)",
+        "libstdc++, right behind that line",
+        anchors=(),
+    ),
+    pattern(
+        "syntax",
+        "Error: ",
+        r"^(?P<type>SyntaxError|IndentationError|TabError): (?P<message>.+)",
+        "CPython, of the script itself: no traceback stands before it",
+        anchors=(),
     ),
     pattern(
         "not_started",
@@ -208,7 +274,7 @@ PATTERNS: tuple[Pattern, ...] = (
     pattern(
         "cancelled",
         "CANCELLED AT",
-        r"slurmstepd: error: \*\*\*.* CANCELLED AT \S+(?: DUE TO (?P<why>[A-Z ]+?))? *\*\*\*",
+        _SLURMSTEPD + r"\*\*\*.* CANCELLED AT \S+(?: DUE TO (?P<why>[A-Z ]+?))?(?:,[^*]*)? *\*\*\*",
         "slurmstepd",
         anchors=("slurmstepd: error: *** ",),
     ),
@@ -397,7 +463,7 @@ PATTERNS: tuple[Pattern, ...] = (
     pattern(
         "hub_access",
         "401 Client Error",
-        r"401 Client Error",
+        r"Error: 401 Client Error",
         "requests and huggingface_hub, of an HTTP answer",
         anchors=("401 Client Error: Unauthorized", "Error: 401 Client Error"),
     ),
@@ -406,6 +472,24 @@ PATTERNS: tuple[Pattern, ...] = (
         "Client error '401 Unauthorized'",
         r"Client error '401 Unauthorized' for url",
         "httpx, of an HTTP answer",
+    ),
+    pattern(
+        "hub_access",
+        "403 ",
+        _BY_HUB + r".*(?:403 Client Error|Client error '403 |\b403 Forbidden: )|^403 Forbidden: ",
+        "requests, httpx and huggingface_hub, of an HTTP answer",
+        anchors=(
+            "403 Client Error: Forbidden",
+            "Client error '403 Forbidden'",
+            "HfHubHTTPError: 403 Forbidden",
+        ),
+    ),
+    pattern(
+        "hub_limit",
+        "429 ",
+        _BY_HUB + r".*(?:429 Client Error|Client error '429 |\b429 Too Many Requests)",
+        "requests, httpx and huggingface_hub, of an HTTP answer",
+        anchors=("429 Client Error: Too Many", "Client error '429 Too Many"),
     ),
     pattern(
         "hub_access",
@@ -439,6 +523,15 @@ PATTERNS: tuple[Pattern, ...] = (
         r"Couldn't reach '(?P<name>[^']*)' on the Hub",
         "datasets/load.py:1125",
         anchors=("ConnectionError: Couldn't reach '",),
+    ),
+    pattern(
+        "hub_unreachable",
+        "huggingface.co",
+        _RAISED + r".*(?:\b50[0234] Server Error: .* for url: https://huggingface\.co/"
+        r"|Server error '50[0234] [^']*' for url 'https://huggingface\.co/"
+        r"|HTTPSConnectionPool\(host='huggingface\.co', port=443\): (?:Max retries|Read timed out))",
+        "requests, httpx and urllib3, of an HTTP answer or none",
+        anchors=("HTTPSConnectionPool(host='huggingface.co', port=443): ",),
     ),
     pattern(
         "wandb_login",

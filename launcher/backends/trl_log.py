@@ -41,12 +41,43 @@ _OWN: tuple[Pattern, ...] = (
         "trl/scripts/sft.py:116, dpo.py:122",
         anchors=("✅ Training completed.",),
     ),
+    *(
+        pattern(
+            "saved",
+            needle,
+            r"\b[Mm]odel (?:successfully )?saved (?:to|in)[: ]+(?P<path>\S.*?)\.?$",
+            "trl/scripts/sft.py:120, dpo.py:126; alignment-handbook, axolotl, and many own scripts",
+            anchors=anchors,
+        )
+        for needle, anchors in (
+            ("odel saved ", ("💾 Model saved to ",)),
+            ("odel successfully saved ", ("Model successfully saved to ",)),
+        )
+    ),
     pattern(
-        "saved",
-        "Model saved to ",
-        r"💾 Model saved to (?P<path>.+?)\.?$",
-        "trl/scripts/sft.py:120, dpo.py:126",
-        anchors=("💾 Model saved to ",),
+        "saving",
+        "Saving model checkpoint to ",
+        r"Saving model checkpoint to (?P<path>\S+)$",
+        "transformers/trainer.py _save, where it logs at INFO",
+    ),
+    pattern(
+        "tokenizer_saved",
+        "tokenizer config file saved in ",
+        r"tokenizer config file saved in (?P<path>\S+)/tokenizer_config\.json$",
+        "transformers/tokenization_utils_base.py, in trainer.py _save after the model",
+    ),
+    pattern(
+        "planned",
+        "Total optimization steps = ",
+        r">>\s+Total optimization steps = (?P<total>[\d,]{1,15})$",
+        "transformers/trainer.py, where it logs at INFO",
+    ),
+    pattern(
+        "trainer",
+        "/trainer",
+        r"/transformers/trainer\w*\.py\b|/trl/trainer/",
+        "HF Trainer as a frame or a warning names it",
+        anchors=("/site-packages/transformers/trainer", "/site-packages/trl/trainer/"),
     ),
     pattern(
         "begun",

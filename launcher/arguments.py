@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from decimal import Decimal
 from typing import Any
@@ -28,6 +28,26 @@ def check(config: Config, schema: Schema, entry: Entry, past: Past) -> Iterator[
             else _check_unknown(schema, entry, past, key, value)
         )
         if fault is not None:
+            yield placed(config, fault)
+
+
+def missing(
+    config: Config, schema: Schema, entry: Entry, told: Container[str | None]
+) -> Iterator[Finding]:
+    """Arguments that upstream's parser asks for, and that neither the file nor launch gives.
+
+    `told` are the keys of which enough was said.
+    """
+    given = taken(schema, config.args).keys() | entry.derived.keys() | {entry.names.output}
+    if "batch" in config.options:
+        given |= {entry.names.per_device, entry.names.accumulation}
+    for name, known in schema.fields.items():
+        if known.required and name not in given and f"args.{name}" not in told:
+            fault = Finding(
+                severity="error", layer="parser", code="missing-argument", key=f"args.{name}",
+                message=f"`{name}` must be given: it has no default  ({known.where})",
+                help=f"add `{name}: ...`; its type is {known.type}",
+            )  # fmt: skip
             yield placed(config, fault)
 
 
@@ -178,4 +198,4 @@ def _homes(schema: Schema, key: str) -> Iterator[str]:
 def placed(config: Config, finding: Finding) -> Finding:
     """The finding with the file and line of its key."""
     origin = config.origin(finding.key or "")
-    return replace(finding, file=origin.file, line=origin.line)
+    return replace(finding, **origin.place)

@@ -92,7 +92,8 @@ def _field(
         choices=choices,
         default=None if default is UNKNOWN else default,
         default_text=ast.unparse(expression) if expression and default is UNKNOWN else None,
-        required=required,
+        # the parser takes a bool without a default for false, or for nothing
+        required=required and (resolved.kind != "bool" or resolved.many),
         word_optional=extra.get("nargs") == "?",
         owner=owner,
         where=f"{module.label}:{statement.lineno}",

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import ast
 
     # what reads sources is imported only where there is something to read
-    from launcher.sources import Sources, Tree
+    from launcher.sources import Module, Sources, Tree
 
 FORM = 2
 """Of the JSON; part of a cache entry's name."""
@@ -57,6 +57,7 @@ def read(
     told: dict[str, Any] = {
         "stages": {}, "classes": {}, "paths": {}, "said": {}, "fields": {}, "externals": {},
         "beside": {},
+        **({"tables": {}} if any(entry.tables for entry in backend.STAGES.values()) else {}),
         **({"models": {}} if any(entry.models for entry in backend.STAGES.values()) else {}),
         "unreadable": {}, "files": {},
     }  # fmt: skip
@@ -69,6 +70,8 @@ def read(
                 raise LookupError(f"it has no {script}")
             _read_stage(backend, stage, sources, walked, externals, told)
             told["beside"][stage] = _beside(backend, stage, beside, told)
+            if (tables := backend.STAGES[stage].tables) is not None:
+                told["tables"][stage] = _tables(walked, *tables)
             if (places := backend.STAGES[stage].models) is not None:
                 told["models"][stage] = _models(sources, *places)
         except (LookupError, OSError, RecursionError, SyntaxError, TypeError, ValueError) as error:
@@ -161,6 +164,62 @@ def _models(
     return {"names": models, "configs": sorted(configs)}
 
 
+def _tables(sources: Sources, where: str, names: Sequence[str]) -> dict[str, dict[str, list[str]]]:
+    """The texts that a script looks up in these mappings of a module, each with the parameters of the
+    function that it stands for. A mapping that is not there, or that the module changes later, is none.
+    """
+    import ast
+
+    module, told = sources.module(where), {}
+    for name in names:
+        table = module.constants.get(name) if module is not None else None
+        if module is None or not isinstance(table, ast.Dict) or _grows(module.tree, name):
+            continue
+        keys = [sources.evaluate(module, key) for key in table.keys]
+        if not all(isinstance(key, str) for key in keys):
+            continue
+        told[name] = {
+            key: _parameters(sources, module, value)
+            for key, value in zip(keys, table.values, strict=True)
+        }
+    return told
+
+
+def _grows(tree: ast.AST, name: str) -> bool:
+    """Whether a module changes a mapping after it was made."""
+    import ast
+
+    for node in ast.walk(tree):
+        match node:
+            case ast.Subscript(value=ast.Name(id=known), ctx=ast.Store() | ast.Del()):
+                pass
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id=known), attr="update" | "setdefault")
+            ):
+                pass
+            case ast.AugAssign(target=ast.Name(id=known)):
+                pass
+            case _:
+                continue
+        if known == name:
+            return True
+    return False
+
+
+def _parameters(sources: Sources, module: Module, node: ast.expr) -> list[str]:
+    """The parameters of a function that stands alone or first in a tuple; `**` for any others."""
+    import ast
+
+    node = node.elts[0] if isinstance(node, ast.Tuple) and node.elts else node
+    found = sources.resolve(module, node.id) if isinstance(node, ast.Name) else None
+    function = found[0].functions.get(found[1]) if found is not None else None
+    if function is None:
+        return []
+    given = function.args
+    named = [one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return [*named, "**"] if given.kwarg is not None else named
+
+
 def _sized(method: ast.FunctionDef) -> bool:
     named = [one.arg for one in (*method.args.args, *method.args.kwonlyargs)]
     return named == ["cls", "vocab_size"]
@@ -194,6 +253,7 @@ def schema_of(
             for script, listed in facts.get("beside", {}).get(stage, {}).items()
         },
         said=frozenset(facts.get("said", {}).get(stage, ())),
+        tables=facts.get("tables", {}).get(stage, {}),
         models=facts.get("models", {}).get(stage, {}).get("names", {}),
         configs=frozenset(facts.get("models", {}).get(stage, {}).get("configs", ())),
     )  # fmt: skip

@@ -6,7 +6,7 @@ in the backend's `Entry.acts`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 from launcher import conditions
@@ -40,8 +40,11 @@ def find(values: Values, entry: Entry) -> Iterator[Finding]:
                 yield _closed(entry, name, reads, closed, known)
 
 
-def refused(values: Values, entry: Entry) -> Iterator[Finding]:
-    """What the script itself refuses for these values, at a `raise` that arguments alone lead to."""
+def refused(values: Values, entry: Entry, told: Container[str | None]) -> Iterator[Finding]:
+    """What the script itself refuses for these values, at a `raise` that arguments alone lead to.
+
+    Nothing where one of those arguments is among `told`: keys that were found wrong already.
+    """
     schema = values.schema
     known = effective(values, entry)
     for refusal in schema.path.refusals:
@@ -51,6 +54,8 @@ def refused(values: Values, entry: Entry) -> Iterator[Finding]:
         if not all(conditions.holds(c, known, _UNKNOWN) for c in refusal.when):
             continue
         names = sorted({name for c in refusal.when for name in conditions.names(c)})
+        if any(f"args.{name}" in told for name in names):
+            continue
         given = [name for name in names if values.given(name)] or names
         yield Finding(
             severity="error", layer="parser" if refusal.parsing else "run",

@@ -217,6 +217,8 @@ class Schema:
     the reads of other scripts that parse the same dataclasses. `entry` is the script's key among those
     of its backend: the stage's name, but for a further script of the stage. `models` are the hub names
     that it knows, each with its config's name, and `configs` all such names; empty where it takes any.
+    `tables` are mappings by name in which it looks up what an argument names: each text, with the
+    parameters of the function behind it.
     `stands` tells whether a line that a rule cites is still there; None at the pin, where all are.
     """
 
@@ -236,6 +238,7 @@ class Schema:
     entry: str = ""
     models: Mapping[str, str] = field(default_factory=dict)
     configs: frozenset[str] = frozenset()
+    tables: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
     stands: Callable[[str], bool] | None = field(default=None, compare=False, repr=False)
 
     @property

@@ -47,6 +47,17 @@ class Stage:
         """What differs between the trainers."""
         return BACKENDS[self.options.backend]
 
+    @property
+    def refers(self) -> bool:
+        """Whether DPO holds its log-probabilities against those of a reference model.
+
+        Upstream's simpo alone does not (dpo_utils.py:88), and dpo.py makes them for it too (dpo.py:333).
+        """
+        without = self.options.backend == "open_instruct" and not self.entry.torchrun
+        return self.options.stage == "dpo" and not (
+            without and self.values.get("loss_type") == "simpo"
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
@@ -91,10 +102,14 @@ def judge(
     checked = list(arguments.check(config, schema, entry, past))
     values = _values(opts, schema, arguments.taken(schema, config.args))
     meant = arguments.meant(config, schema, entry, checked)
+    lacking = list(arguments.missing(config, schema, entry, meant))
+    meant |= {fault.key for fault in lacking}
+    checked += lacking
     ruled = [arguments.placed(config, finding) for finding in rules.apply(values)]
     ruled = [_accepted(opts, finding) for finding in ruled]
     findings += [*checked, *(f for f in ruled if f.layer == "parser" or f.key not in meant)]
-    findings += _said_once(config, findings, noops.refused(values, entry), ("error",))
+    wrong = {finding.key for finding in findings if finding.severity == "error"}
+    findings += [arguments.placed(config, f) for f in noops.refused(values, entry, wrong)]
     findings += _said_once(config, findings, noops.find(values, entry), ("error", "warning"))
     findings += [arguments.placed(config, fault) for fault in _batch_faults(opts, entry, values)]
     findings += [arguments.placed(config, fault) for fault in _attention_faults(opts, config)]
@@ -260,7 +275,7 @@ def _stage_name(
         wrong = Finding(
             severity="error", layer="launch", code="wrong-stage", key=key,
             message=f"the file's stage is {named}, not {asked}", help=f"launch {named} {config.path}",
-            file=origin.file, line=origin.line,
+            **origin.place,
         )  # fmt: skip
         return None, [*faults, wrong]
     return named or asked or _guess(config, locator), faults

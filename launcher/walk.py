@@ -36,6 +36,7 @@ _ENDS = {"sys.exit", "os._exit", "exit", "quit", "os.abort", "os.execv", "os.exe
 _DEFINES = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom
 _LITERALS = ast.List | ast.ListComp | ast.Set | ast.SetComp | ast.Dict | ast.DictComp | ast.Tuple
 _LEAVES = ast.Return | ast.Break | ast.Continue
+_LOOPS = ast.For | ast.AsyncFor | ast.While
 
 
 @dataclass(slots=True)
@@ -199,16 +200,16 @@ class Walk(Expressions):
         new = self._forget(wrote, frame, yes - guards - UNSURE)
         return guards | frozenset(Passed(c) for c in new)
 
-    def _loop(
-        self, node: ast.For | ast.AsyncFor | ast.While, frame: Frame, guards: Guards
-    ) -> Guards:
+    def _loop(self, node: _LOOPS, frame: Frame, guards: Guards) -> Guards:
+        # the loop that trains has a first round, any other one perhaps none
+        rounds = ANYHOW if _trains(node) else UNSURE
         for _ in range(3):
             before = dict(frame.env)
             with self._watched() as wrote:
-                inner = guards | UNSURE
+                inner = guards | rounds
                 if isinstance(node, ast.While):
                     self.value(node.test, frame, guards)
-                    inner |= self._taken(node.test, self._say(frame))[0]
+                    inner |= self._taken(node.test, self._say(frame))[0] - UNSURE
                 else:
                     held = self.value(node.iter, frame, guards)
                     self._store(node.target, entries(held), frame, guards)
@@ -271,7 +272,9 @@ class Walk(Expressions):
     def _after(self, guards: Guards, node: ast.stmt) -> Guards:
         """The conditions that are known after branches; perhaps one of them has left the function."""
         if node not in self._leaving:
-            self._leaving[node] = any(isinstance(n, _LEAVES) or _ends(n) for n in within(node))
+            # a loop's own `break` and `continue` lead to what stands behind it
+            leaves = ast.Return if isinstance(node, _LOOPS) else _LEAVES
+            self._leaving[node] = any(isinstance(n, leaves) or _ends(n) for n in within(node))
         return guards | UNSURE if self._leaving[node] else guards
 
     def _nested(
@@ -413,6 +416,16 @@ def _refuses(body: Sequence[ast.stmt]) -> bool:
         return False
     inside = (node for statement in body for node in within(statement))
     return not any(isinstance(node, _LEAVES) or _ends(node) for node in inside)
+
+
+def _trains(loop: ast.stmt) -> bool:
+    """Whether a loop takes a gradient or an optimizer's step in its own statements."""
+    return any(
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in {"backward", "step"}
+        for node in within(loop)
+    )
 
 
 def _ends(node: ast.AST) -> bool:

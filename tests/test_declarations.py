@@ -149,6 +149,13 @@ def test_required_fields(write: Write) -> None:
     assert all(known.required for known in fields_of(write, body).values())
 
 
+def test_a_bool_needs_no_default(write: Write) -> None:
+    # hf_argparser hands argparse a default, or a flag that may be left out
+    body = "@dataclass\nclass A:\n    x: bool\n    y: bool | None\n    z: list[bool]\n"
+    known = fields_of(write, body)
+    assert [known[name].required for name in "xyz"] == [False, False, True]
+
+
 def test_a_word_may_be_optional(write: Write) -> None:
     known = only(write, "str | None", "field(default=None, metadata={'nargs': '?', 'const': True})")
     assert known.bare

@@ -289,6 +289,22 @@ def test_a_default_that_is_relied_on_is_in_front(repo: Repo, write: Write) -> No
     assert not own.worse
 
 
+def test_an_argument_that_must_be_given_now(tmp_path: Path, write: Write) -> None:
+    path = tmp_path / "open-instruct"
+    shared = {"__init__.py": "", "utils.py": UTILS, "dataset_transformation.py": transformation()}
+    old = commit(path, {**shared, "finetune.py": OLD_SFT}, "one")
+    required = OLD_SFT.replace("seed: int = 42", "seed: int")
+    new = commit(path, {**shared, "finetune.py": required}, "two")
+    one = only(Repo(path, old, new).diff(write("a.yaml", CONFIG.format(more=""))))
+    assert (one.valid, one.worse) == ((True, False), True)
+    (fault,) = (f for f in one.appeared if f.severity == "error")
+    assert (fault.code, fault.key) == ("missing-argument", "args.seed")
+    assert "open_instruct/finetune.py:" in fault.message
+    assert ("default", "seed") in {(c.relation, c.key) for c in one.concerns}
+    given = only(Repo(path, old, new).diff(write("b.yaml", CONFIG.format(more="seed: 42"))))
+    assert given.valid == (True, True) and not given.worse
+
+
 def test_a_key_that_nothing_reads_any_more(repo: Repo, write: Write) -> None:
     one = only(repo.diff(write("a.yaml", CONFIG.format(more="seed: 7"))))
     assert ("set", "seed") in {

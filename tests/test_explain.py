@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from conftest import Write
+from test_noops import FINETUNE, HELPER
 from verdicts import Snapshot
 
 from launcher import config, explain, options
@@ -239,3 +240,17 @@ def test_the_schema_for_editors(capsys: pytest.CaptureFixture[str]) -> None:
     assert told["$schema"].startswith("http://json-schema.org/draft-07")
     # what is known of its reads is there to be hovered over
     assert "read only where" in json.dumps(told)
+
+
+def test_a_commit_before_a_further_script_has_a_schema(
+    write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("oi/open_instruct/helper.py", HELPER)
+    for name in ("finetune", "dpo_tune_cache"):
+        root = write(f"oi/open_instruct/{name}.py", FINETUNE).parent.parent
+    words = ["--backend", "open_instruct", "--open-instruct", str(root), "--allow-unpinned"]
+    assert main(["schema", "--json-schema", *words]) == Exit.OK
+    assert "forgotten_flag" in capsys.readouterr().out
+    # what a stage itself is started by has to be there
+    (root / "open_instruct" / "dpo_tune_cache.py").unlink()
+    assert main(["schema", "--json-schema", *words]) == Exit.CONFIG

@@ -73,6 +73,26 @@ def test_what_is_read_survives_json(root: Path) -> None:
         facts.schema_of(told, BACKEND, "dpo", "source", "x")
 
 
+def test_mappings_that_names_are_looked_up_in(root: Path) -> None:
+    (root / "dataset_transformation.py").write_text(
+        "from open_instruct.helper import work\n"
+        "def one(row, *, size): ...\n"
+        "def two(row, **rest): ...\n"
+        "NAME = 'x'\n"
+        "CHAT_TEMPLATES = {'tulu': 'text', NAME: f'{NAME}'}\n"
+        "TRANSFORM_FNS = {'a': (one, 'map'), 'b': two, 'c': work}\n"
+        "GET_TOKENIZER_FN = {'a': one}\n"
+        "GET_TOKENIZER_FN['late'] = two\n",
+        encoding="utf-8",
+    )
+    told = facts.read(BACKEND, {"open_instruct": Folder(root)}, {}, ["sft"])
+    # what grows later is not known as a whole
+    assert told["tables"]["sft"] == {
+        "CHAT_TEMPLATES": {"tulu": [], "x": []},
+        "TRANSFORM_FNS": {"a": ["row", "size"], "b": ["row", "**"], "c": []},
+    }
+
+
 def test_a_second_question_reads_nothing(ask: Asked, reads: list[Sequence[str]]) -> None:
     assert ask() == ask()
     assert reads == [["sft"]]

@@ -214,6 +214,40 @@ def test_a_key_that_has_a_finding_gets_no_other(said: Judge, root: Path, write: 
     assert [f.code for f in judged.findings if f.key == "args.forgotten"] == ["bad-value"]
 
 
+def test_an_argument_that_must_be_given(root: Path, write: Write) -> None:
+    script = root / "open_instruct" / "finetune.py"
+    text = script.read_text(encoding="utf-8")
+    for name in ("model_name_or_path: str", "spare: int", "output_dir: str"):
+        line = next(line for line in text.splitlines() if line.startswith(f"    {name}"))
+        text = text.replace(line, f"    {name}")
+    script.write_text(text, encoding="utf-8")
+    where = f"open_instruct/finetune.py:{text.splitlines().index('    spare: int') + 1}"
+
+    def judged(text: str) -> list[Finding]:
+        path = write("b.yaml", text)
+        told = stage.judge(config.load(path), locator=Locator(checkout=root, allow_unpinned=True))
+        return [f for f in told.findings if f.severity == "error"]
+
+    # the folder is named by launch
+    (found,) = judged(STAGE)
+    assert (found.code, found.layer, found.key, found.line) == (
+        "missing-argument", "parser", "args.spare", 2,
+    )  # fmt: skip
+    assert found.message == f"`spare` must be given: it has no default  ({where})"
+    assert judged(STAGE + "  spare: 1\n") == []
+    # one error for each: no rule says again that no model is named
+    codes = [f.code for f in judged(STAGE.replace("  model_name_or_path: m\n", ""))]
+    assert codes == ["missing-argument", "missing-argument"]
+    # a misspelt one has its own error
+    assert [f.code for f in judged(STAGE + "  sparee: 1\n")] == ["unknown-key"]
+
+
+def test_a_refusal_says_nothing_about_a_key_that_has_an_error(root: Path, write: Write) -> None:
+    path = write("b.yaml", STAGE + "  use_qlora: true\n  use_lora: maybe\n")
+    judged = stage.judge(config.load(path), locator=Locator(checkout=root, allow_unpinned=True))
+    assert {f.code for f in judged.findings if f.severity == "error"} == {"bad-value"}
+
+
 def test_a_change_of_the_source_changes_what_is_said(said: Judge, root: Path) -> None:
     assert "args.forgotten" in said("forgotten: 4")
     helper = root / "open_instruct" / "helper.py"

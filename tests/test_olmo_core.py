@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from launcher.errors import Finding, InvalidConfig
 from launcher.lengths import parse
 from launcher.packed_rows import fuller, pack
 from launcher.position import Shape
+from launcher.schema import Values
 from launcher.upstream import Locator
 
 BASE = """
@@ -214,6 +216,21 @@ def test_an_unknown_model_names_the_known_and_the_other_script(tmp_path: Path) -
     fault = found(tmp_path, written)["unsupported-model", "args.model_name_or_path"]
     for word in ("allenai/OLMo-2-1124-7B", "Qwen/Qwen3-0.6B", "olmo2_7B", "dpo_tune_cache.py"):
         assert word in (fault.help or "")
+
+
+@pytest.mark.parametrize(
+    ("given", "severity"),
+    [
+        ({"model_name_or_path": "meta-llama/Llama-3.1-8B"}, "error"),
+        # that commit's OLMo-core may have more shapes than the pin's
+        ({"model_name_or_path": "a/b", "config_name": "olmo9_7B"}, "warning"),
+    ],
+)
+def test_an_unknown_model_at_another_commit(given: dict[str, str], severity: str) -> None:
+    schema = Locator(search=()).schema("open_instruct", "dpo_olmo_core")
+    elsewhere = replace(schema, stands=lambda _: True)
+    (fault,) = olmo_core_rules.model(Values(elsewhere, given))
+    assert (fault.code, fault.severity) == ("unsupported-model", severity)
 
 
 def test_the_models_come_from_the_source() -> None:

@@ -1049,6 +1049,30 @@ REFUSALS = {
     "something else decides": ("if x(): raise E", []),
     "something else decides too": ("if args.a and x(): raise E", []),
     "a loop": ("for x in y:\n        if args.a: raise E", []),
+    "the loop that trains": (
+        "for epoch in y:\n        for x in z:\n            if args.a: raise E\n            loss.backward()",
+        [(("a",), "E")],
+    ),
+    "a loop that trains while something holds": (
+        "while more():\n        if args.a: raise E\n        optimizer.step()",
+        [(("a",), "E")],
+    ),
+    "a function of the loop that trains": (
+        "for x in y:\n        check(args)\n        loss.backward()",
+        [(("c < 0",), "Bad")],
+    ),
+    "a loop inside the one that trains": (
+        "for x in y:\n        for z in x:\n            if args.a: raise E\n        loss.backward()",
+        [],
+    ),
+    "a test inside the loop that trains": (
+        "for x in y:\n        if x and args.a: raise E\n        loss.backward()",
+        [],
+    ),
+    "after a loop that breaks off": (
+        "for x in y:\n        if x: break\n        if z: continue\n    if args.c: raise E",
+        [(("c",), "E")],
+    ),
     "after a loop that may leave": (
         "for x in y:\n        if args.a: return\n    if args.c: raise E",
         [],

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Write
+from verdicts import schema_of
 
-from launcher import rules, upstream
-from launcher.backends import value_rules
+from launcher import rules
 from launcher.errors import Finding
 from launcher.schema import Values
 
@@ -33,10 +32,7 @@ BASES = {
 
 def values_of(script: str, changes: dict[str, Any]) -> Values:
     backend, stage, base = BASES[script]
-    source = upstream.Upstream(
-        backend=backend, root=None, source="snapshot", asked=False, pin="", version=""
-    )
-    schema = upstream.load_schema(source, stage)
+    schema = schema_of(backend, stage)
     assert changes.keys() <= schema.fields.keys()
     return Values(schema, {**base, **changes})
 
@@ -370,38 +366,31 @@ def test_a_local_file_has_one_split(write: Write, monkeypatch: pytest.MonkeyPatc
     )
 
 
-def test_the_names_that_upstream_looks_up_are_those_of_the_pin(checkout: Path) -> None:
-    tree = ast.parse((checkout / "open_instruct" / "dataset_transformation.py").read_text())
-    tables = {
-        ast.unparse(node.targets[0]): {ast.literal_eval(key) for key in node.value.keys if key}
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
-    }
-    assert tables["CHAT_TEMPLATES"] == value_rules.CHAT_TEMPLATES
-    assert tables["GET_TOKENIZER_FN"] == value_rules.TOKENIZERS
-    assert tables["TRANSFORM_FNS"] == value_rules.TRANSFORMS
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    (table,) = (
-        node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TRANSFORM_FNS"
-    )
-    assert isinstance(table, ast.Dict)
-    taking = {
-        ast.literal_eval(key)
-        for key, value in zip(table.keys, table.values, strict=True)
-        if key and isinstance(value, ast.Tuple)
-        and "max_seq_length" in [arg.arg for arg in functions[ast.unparse(value.elts[0])].args.args]
-    }  # fmt: skip
-    assert taking == value_rules.TAKE_LENGTH
-
-
-def test_another_commit_may_have_other_names() -> None:
+def test_names_are_looked_up_in_the_source_at_hand() -> None:
     values = values_of("sft", {"chat_template_name": "new", "get_tokenizer_fn": "new"})
-    elsewhere = Values(replace(values.schema, version="0123456789ab"), dict(values))
+    schema = values.schema
+    elsewhere = {"CHAT_TEMPLATES": {"new": []}, "GET_TOKENIZER_FN": {"new": ["tc"]}}
     assert {f.code for f in rules.apply(values)} == {"unknown-template", "unknown-function"}
-    codes = {f.code for f in rules.apply(elsewhere)}
-    assert not codes & {"unknown-template", "unknown-function"}
+    # another commit's mappings know both names; of one without such mappings nothing is known
+    for tables in (elsewhere, {}):
+        given = Values(replace(schema, version="0123456789ab", tables=tables), dict(values))
+        assert not {f.code for f in rules.apply(given)} & {"unknown-template", "unknown-function"}
+
+
+def test_the_first_transform_takes_a_length() -> None:
+    names = ["new", "sft_tulu_filter_v1"]
+    values = values_of("sft", {"dataset_transform_fn": names})
+    assert [f.code for f in rules.apply(values)] == ["unknown-function"]
+    for given, codes in (
+        (["row", "max_seq_length"], []),
+        (["row", "**"], []),
+        (["row"], ["transform-fn"]),
+    ):
+        functions = {**values.schema.tables["TRANSFORM_FNS"], "new": given}
+        tables = {**values.schema.tables, "TRANSFORM_FNS": functions}
+        schema = replace(values.schema, tables=tables)
+        found = rules.apply(Values(schema, {k: values[k] for k in values if values.given(k)}))
+        assert [f.code for f in found] == codes
 
 
 @pytest.mark.parametrize("name", ["x" * 5000 + ".jsonl", "~nobody-here/x.jsonl"])

@@ -20,6 +20,7 @@ from launcher import rules, upstream
 from launcher.backends import (
     BACKENDS,
     data_rules,
+    deepspeed_rules,
     model_config,
     model_rules,
     output_rules,
@@ -201,6 +202,22 @@ def test_odd_files_and_configs_are_no_crash(write: Write, odd: Any) -> None:
         }
         write("model/config.json", json.dumps({**whole, key: odd}))
         assert isinstance(found("sft", args, deepspeed=BARE, **known), list)
+
+
+@pytest.mark.parametrize(
+    ("script", "key"), [("sft", "clip_grad_norm"), ("dpo", "max_grad_norm")]
+)  # fmt: skip
+def test_a_negative_norm_where_none_means_no_clipping(script: str, key: str) -> None:
+    given = context(script, {key: -1.0})
+    # at the pin a negative number asks for none
+    assert list(stage_rules.apply(given)) == []
+    fields = given.values.schema.fields
+    optional = {**fields, key: replace(fields[key], type="float | None")}
+    values = Values(replace(given.values.schema, fields=optional), {key: -1.0})
+    (finding,) = deepspeed_rules.clipped_below_zero(replace(given, values=values))
+    assert (finding.code, finding.key) == ("negative-clip", f"args.{key}")
+    under_deepspeed = replace(given, values=values, deepspeed=ZERO2)
+    assert list(deepspeed_rules.clipped_below_zero(under_deepspeed)) == []
 
 
 @pytest.mark.parametrize(
@@ -584,6 +601,8 @@ def test_a_model_that_is_not_here(write: Write, script: str) -> None:
     assert told == ("missing-model", "warning", "args.model_name_or_path")
     model(write, model_type="llama")
     assert found(script, {"model_name_or_path": "./model"}, running=True) == []
+    # one of its files
+    assert one(script, {"model_name_or_path": "model/config.json"}, running=True) == expected
 
 
 # --- services --------------------------------------------------------------------------------------

@@ -164,7 +164,6 @@ FACTS = {
     "olmo_core/nn/rope.py:388": "self._cache = (cache or BufferCache())",
     "olmo_core/train/callbacks/console_logger.py:84": "[step=",
     "open_instruct/dataset_transformation.py:115": "APPLY_CHAT_TEMPLATE_EXAMPLE_PER_SECOND_PER_CPU",
-    "open_instruct/dataset_transformation.py:159": "CHAT_TEMPLATES = {",
     "open_instruct/dataset_transformation.py:775": 'raise ValueError(f"Could not find chat templat',
     "open_instruct/dataset_transformation.py:793": 'if "olmo" in config.model_type:',
     "open_instruct/dataset_transformation.py:797": 'assert not tc.add_bos, "For newer OLMo chat te',
@@ -177,7 +176,6 @@ FACTS = {
     "open_instruct/dataset_transformation.py:954": 'DATASET_CACHE_VERSION = "v6"',
     "open_instruct/dataset_transformation.py:1195": "max_length=max_seq_length,",
     "open_instruct/dataset_transformation.py:1236": "return any(x != MASKED_TOKEN_VALUE for x in r",
-    "open_instruct/dataset_transformation.py:1541": "TRANSFORM_FNS = {",
     "open_instruct/dataset_transformation.py:1600": "dataset_name: str",
     "open_instruct/dataset_transformation.py:1603": "dataset_range: int | None = None",
     "open_instruct/dataset_transformation.py:1618": 'endswith(".jsonl")',
@@ -371,6 +369,7 @@ FACTS = {
     "torch/distributed/elastic/multiprocessing/errors/__init__.py:143": " received by PID ",
     "torch/distributed/elastic/multiprocessing/errors/__init__.py:188": "exitcode  : ",
     "torch/distributed/elastic/multiprocessing/subprocess_handler/subprocess_handler.py:66": "star",
+    "torch/nn/utils/clip_grad.py:164": "clip_coef = max_norm / (total_norm + 1e-6)",
     "torch/utils/data/dataloader.py:1327": "Too many open files. Communication with the",
     "transformers/hf_argparser.py:223": "if field.default_factory is not dataclasses.MISSING",
     "transformers/hf_argparser.py:354": "are not used by the HfArgumentParser",
@@ -668,6 +667,13 @@ FACTS = {
     "open_instruct/dpo_tune_cache.py:441": "if args.max_train_steps is None:",
     "open_instruct/finetune.py:693": "if args.max_train_steps is None:",
     "transformers/trainer.py:2450": "if args.max_steps > 0:",
+    "open_instruct/finetune.py:572": "elif args.use_liger_kernel:",
+    "open_instruct/finetune.py:678": "if args.use_qlora:",
+    "peft/utils/other.py:204": "# cast all non INT8 parameters to fp32",
+    "transformers/integrations/moe.py:377": "def grouped_mm_experts_forward(",
+    "transformers/models/mixtral/modeling_mixtral.py:107": "softmax(router_logits.float(), dim=-1)",
+    "trl/trainer/sft_trainer.py:908": "if _is_quantized_model:",
+    "transformers/trainer.py:1296": 'manager.register_module_override(module, "weight", {"op',
 }
 
 # The releases whose lines are cited, by the package's folder: (distribution, version).

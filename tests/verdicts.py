@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Sequence
@@ -18,8 +19,9 @@ from launcher.upstream import Locator, Upstream
 GOLDEN = Path(__file__).parent / "data" / "agreement"
 
 
+@functools.cache
 def schema_of(backend: str, stage_name: str) -> Schema:
-    """The committed schema, whatever is installed or checked out."""
+    """The committed schema, whatever is installed or checked out; thousands of cases ask for it."""
     pinned = Upstream(
         backend=backend, root=None, source="snapshot", asked=False, pin="", version=""
     )

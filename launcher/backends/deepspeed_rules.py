@@ -142,6 +142,24 @@ def clipping(context: Context) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def clipped_below_zero(context: Context) -> Iterator[Finding]:
+    """torch/nn/utils/clip_grad.py:164: times the norm asked for, divided by their own, at most times 1.
+
+    A source whose argument can be None, as the pin's cannot, takes that for none and clips by any number.
+    """
+    values = context.values
+    key = "clip_grad_norm" if "clip_grad_norm" in values else "max_grad_norm"
+    if context.distributed or not values.given(key) or values[key] >= 0:
+        return
+    if "None" in values.schema.fields[key].type:
+        yield say(
+            "warning", "run", "negative-clip", key,
+            f"`{key}: {values[key]}` turns every gradient around: only where it is not set does this source "
+            "not clip",
+            "delete the line",
+        )  # fmt: skip
+
+
 def precision(context: Context) -> Iterator[Finding]:
     """accelerate/utils/dataclasses.py:1440."""
     file, wanted = context.file, context.mixed_precision
@@ -257,7 +275,7 @@ def frozen_biases(context: Context) -> Iterator[Finding]:
 
 _SHARED: tuple[StageRule, ...] = (
     zero_section, own_optimizer, unsaved_weights, no_batch, accumulation_of_the_file,
-    batch_of_the_file, clipping, precision, half_precision, no_time, quantised,
+    batch_of_the_file, clipping, clipped_below_zero, precision, half_precision, no_time, quantised,
     frozen_biases,
 )  # fmt: skip
 

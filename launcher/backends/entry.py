@@ -69,7 +69,8 @@ class Entry:
     `stage` is what a further script of a stage is one of; the script that a stage starts by itself
     stands under the stage's own name. `torchrun` scripts are started by torchrun alone: no accelerate,
     no DeepSpeed. `models` says where its source lists the models that it can build, as (module, name of
-    the mapping) and (module, class whose methods are the configs).
+    the mapping) and (module, class whose methods are the configs). `tables` are the mappings of a module in
+    which it looks up what arguments name.
     """
 
     script: str
@@ -89,6 +90,7 @@ class Entry:
     stage: str = ""
     torchrun: bool = False
     models: tuple[tuple[str, str], tuple[str, str]] | None = None
+    tables: tuple[str, tuple[str, ...]] | None = None
 
     def at(self, fields: Mapping[str, Field]) -> Entry:
         """This script at a commit that has these fields: each idea under the name it has there.

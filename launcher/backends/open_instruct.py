@@ -74,6 +74,11 @@ def _data_hints(listed: str) -> dict[str, str]:
     return {"dataset_mixer": help, "dataset_name": help}
 
 
+_TABLES = (
+    "open_instruct.dataset_transformation",
+    ("CHAT_TEMPLATES", "GET_TOKENIZER_FN", "TRANSFORM_FNS"),
+)
+
 _DPO = Entry(
     script="open_instruct/dpo_tune_cache.py",
     classes=(("open_instruct.dpo_utils", "DPOExperimentConfig"), _TOKENIZER),
@@ -94,6 +99,7 @@ _DPO = Entry(
         **{theirs: Moved(ours, f"SFT's name; DPO has `{ours}`") for theirs, ours in _PAIRS},
     },
     older={"data": ("dataset_mixer_list",), "epochs": ("num_train_epochs",)},
+    tables=_TABLES,
     # a hash of the key is no use of a value
     recorders=frozenset({"compute_reference_cache_hash"}),
     beside=("open_instruct/dpo.py",),
@@ -118,6 +124,7 @@ STAGES: Mapping[str, Entry] = {
         ),
         splits=frozenset({"dataset_mixer_list"}),
         hints=_data_hints("dataset_mixer_list"),
+        tables=_TABLES,
         moved={
             **_REMOVED,
             **{theirs: Moved(ours, f"DPO's name; SFT has `{ours}`") for ours, theirs in _PAIRS},

@@ -6,13 +6,17 @@ form of the formulas is that of "Reducing Activation Recomputation in Large Tran
 (Korthikanti et al., 2022); the numbers differ because these modules keep fp32 copies in their norms and
 the three products of a gated MLP.
 
+Of experts every layer computes each token as often as it is given to one: transformers makes one grouped
+product of it (transformers/integrations/moe.py:377), Liger a loop over the experts. Tokens are
+taken to be spread evenly over all experts, which matters to the loop alone.
+
 H hidden, Q all query heads, K all key heads, I intermediate, V vocabulary, h heads, T tokens of the
-micro-batch with padding, R without, S the padded width, B rows.
+micro-batch with padding, R without, S the padded width, B rows, E experts, k those that a token uses.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from launcher.lengths import Batch
 from launcher.shapes import Shape
@@ -25,7 +29,8 @@ class Kernels:
     """What decides on the operators: `attention` is flash (2, 3, 4), sdpa or eager.
 
     `wide` says that the states between layers are fp32 (fp32 weights under bf16 autocast). `adapters`
-    are LoRA's weights: None, or their rank and bytes an element. `cached`: keys and values are copied
+    are LoRA's weights: None, or their rank and bytes an element. `quantised` linears give back what they
+    were given: fp32 states make fp32 products. `cached`: keys and values are copied
     into a cache, as transformers does unless it is told not to, or layers are checkpointed.
     """
 
@@ -35,6 +40,7 @@ class Kernels:
     checkpointing: bool = False
     wide: bool = False
     autocast: bool = False
+    quantised: bool = False
     adapter_rank: int = 0
     adapter_bytes: int = HALF
     adapter_dropout: bool = True
@@ -155,8 +161,30 @@ def _norm_kept(shape: Shape, kernels: Kernels, state: int) -> int:
 
 
 def _mlp(shape: Shape, kernels: Kernels) -> tuple[float, str]:
+    if shape.experts:
+        return _experts(shape, kernels)
     times = (6 if kernels.liger else 8) - (HALF if kernels.adapter_rank else 0)
+    times *= 2 if kernels.quantised and kernels.wide else 1
     return times * shape.intermediate, f"{times}I"
+
+
+def _experts(shape: Shape, kernels: Kernels) -> tuple[float, str]:
+    """A token's copies, gate and up, and results in each of its experts; the router; places of copies."""
+    routed = _routed(shape, kernels)
+    total = shape.experts_used * (routed + 36) + FULL * shape.experts
+    why = f"k({routed:,} + 36) + 4E (copies, gate, up and results of the experts)"
+    if shape.shared:
+        times = 8 - HALF * (kernels.adapter_rank > 0)
+        total += times * shape.shared + HALF * shape.hidden
+        why += f" + {times} x {shape.shared} + 2H (the shared expert)"
+    return total, why
+
+
+def _routed(shape: Shape, kernels: Kernels) -> int:
+    """Bytes that an expert keeps of one of its tokens; a frozen one keeps no inputs."""
+    frozen, liger = kernels.adapter_rank > 0, kernels.liger
+    # the loop keeps what it adds up, its kernel makes the product again
+    return HALF * ((2 - frozen + liger) * shape.hidden + (4 - frozen - liger) * shape.intermediate)
 
 
 def _attention(
@@ -204,7 +232,7 @@ def _adapters(shape: Shape, kernels: Kernels) -> tuple[float, str]:
     if kernels.adapter_dropout:
         width = sum(size[1] for size in linears.values())
         return 3 * width + narrow, f"3 x {width} (inputs of the adapters) + 2r x {len(linears)}"
-    if kernels.autocast and kernels.adapter_bytes == FULL:
+    if kernels.autocast and (kernels.adapter_bytes == FULL or kernels.wide):
         width = sum(size[1] for size in linears.values())
         return HALF * width + narrow, f"2 x {width} (inputs of the adapters, cast)"
     # the same tensor serves q, k and v; the attention keeps o's input anyway
@@ -223,6 +251,11 @@ def checkpoint(shape: Shape, kernels: Kernels, batch: Batch) -> Amount:
 def passing(shape: Shape, kernels: Kernels, batch: Batch) -> Amount:
     """What a layer needs in a forward pass that keeps nothing: the MLP's widths, or eager scores."""
     state = FULL if kernels.wide else HALF
+    if shape.experts:
+        # the copies, the results, the same weighed and put back into order
+        times = 4 * (FULL if shape.layout.wide_routing else HALF)
+        moved = times * shape.experts_used * shape.hidden * batch.tokens
+        return Amount(bytes=moved, formula=f"{times}kHT")
     # Liger takes the two halves of one product apart
     times = (10 if kernels.liger else 8) if shape.layout.fused else 6
     mlp = (times * shape.intermediate + state * shape.hidden) * batch.tokens
@@ -245,13 +278,47 @@ def backward(shape: Shape, kernels: Kernels, batch: Batch) -> Amount:
     return Amount(bytes=scores, formula="6hBS^2, without the MLP's (gradients of the softmax)")
 
 
+def _experts_backward(shape: Shape, kernels: Kernels, batch: Batch) -> Amount:
+    """The fullest of four points: results put out of order, and the gradients of the experts' weights."""
+    used, tokens, frozen = shape.experts_used * batch.tokens, batch.tokens, kernels.adapter_rank > 0
+    wide, narrow = (0, 0) if frozen else shape.expert_weights
+    spread, again = shape.hidden * tokens, frozen and kernels.checkpointing
+    h, i = shape.experts_used * spread, used * shape.intermediate
+    ordered = 3 * (FULL if shape.layout.wide_routing else HALF)
+    points: dict[str, float] = {
+        f"{ordered}kHT{' + 4HT' * again} (results out of order)": ordered * h + again * 4 * spread,
+        "2EHI + 2kIT (gradient of the down weights)": HALF * (narrow + i),
+        "4EHI - 4kIT (gradient of the gate and up weights)": HALF * (wide - 2 * i),
+        f"{4 + 2 * frozen}kIT - 2kHT (gradients of the product)": HALF * ((2 + frozen) * i - h),
+    }
+    if kernels.liger:
+        # an expert's gradients are as large as all experts' weights; two have been through by the fullest
+        loop = 8 * used * shape.experts + HALF * (3 * i + h) / shape.experts + 4 * spread
+        gone = 0 if frozen else 2 * used * _routed(shape, kernels) / shape.experts
+        points = {
+            "8kET + k(6I + 2H)T/E + 4HT (the loop, computed again)": loop,
+            f"{'' if frozen else '10EHI + '}4HT - {gone:,.0f} (gradients of the loop, tokens spread evenly)":
+                HALF * (2 * wide + narrow + 2 * spread) - gone,
+        }  # fmt: skip
+    why = max(points, key=lambda one: points[one])
+    times = HALF * (1 + bool(shape.shared))
+    return Amount(bytes=points[why] + times * spread, formula=f"{why} + {times}HT")
+
+
 def _mlp_backward(shape: Shape, kernels: Kernels, batch: Batch) -> Amount:
+    if shape.experts:
+        return _experts_backward(shape, kernels, batch)
     hidden, inner, tokens = shape.hidden, shape.intermediate, batch.tokens
     rope = 2 * HALF * shape.head_dim * batch.width
     weight = HALF * hidden * inner
     state = FULL if kernels.wide else HALF
-    if kernels.adapter_rank and not kernels.wide:
+    if kernels.adapter_rank and (kernels.quantised or not kernels.wide):
         points = _adapted_backward(kernels)
+        if kernels.wide:
+            # the same in fp32, whatever the adapters are of
+            points = [
+                (2 * i, 2 * h) for i, h in _adapted_backward(replace(kernels, adapter_bytes=HALF))
+            ]
         i, h = max(points, key=lambda point: point[0] * inner + point[1] * hidden)
         through = (i * inner + h * hidden) * tokens + rope
         return Amount(bytes=through, formula=f"T({i}I + {h}H) (through the adapters)")

@@ -154,11 +154,17 @@ def disk(setup: Setup, *, kept: int = 0, written: int | None = None) -> Disk:
     parameters, trained = setup.shape.parameters, setup.trained
     if setup.sharding is not None:
         # 32 bits everywhere, one checkpoint before the first step, and none is ever deleted
-        one, many = 12 * parameters, (kept if written is None else written) + 1
-        return Disk(model=4 * parameters / GIB, checkpoint=one / GIB,
-                    most=(4 * parameters + many * one) / GIB,
+        each, many = 12 * parameters, (kept if written is None else written) + 1
+        return Disk(model=4 * parameters / GIB, checkpoint=each / GIB,
+                    most=(4 * parameters + many * each) / GIB,
                     formula="4P, and 12P a checkpoint: all are kept")  # fmt: skip
-    weights = setup.weight_bytes * parameters
+    weights: float = setup.weight_bytes * parameters
+    if setup.quantised:
+        few = setup.quantised.elements(setup.shape)
+        weights -= (setup.weight_bytes - setup.quantised.bytes) * few
+    final: float
+    states: float
+    one: float
     if setup.adapters:
         final, states = setup.adapters.bytes * trained, 2 * setup.adapters.bytes * trained
     else:

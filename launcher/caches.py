@@ -78,7 +78,6 @@ _PACKAGES: Mapping[str, tuple[str, ...]] = {
 _REFERENCE_VALUES = ("additional_model_arguments", "use_liger_kernel")
 # dpo_trainer.py hands them to the collator and the sums, after the fingerprint of the data is made
 _PRECOMPUTED_VALUES = ("max_length", "truncation_mode", "ld_alpha")
-_NO_REFERENCE = frozenset({"simpo"})
 
 # what upstream's own keys hold, to tell two entries of one folder apart in words
 _TOKENIZER_KEY = (
@@ -349,12 +348,10 @@ def _writable(path: Path) -> bool:
 
 
 def _open_instruct(reader: _Reader) -> Iterator[Cache]:
-    values, options = reader.values, reader.plan.stage.options
+    values = reader.values
     prefix = "dataset_" if "dataset_local_cache_dir" in values else ""
     option, own = f"{prefix}local_cache_dir", reader.text(f"{prefix}config_hash")
-    # dpo.py makes it for every loss (dpo.py:333)
-    every = reader.plan.stage.entry.torchrun
-    refers = options.stage == "dpo" and (every or values.get("loss_type") not in _NO_REFERENCE)
+    refers = reader.plan.stage.refers
     key = _key(values, prefix)
     if own is not None:
         # the set is taken from the cache by this name, and no data are looked at

@@ -15,7 +15,7 @@ from launcher.backends import model_config, olmo_core_rules, trl_mappings, trl_r
 from launcher.backends.model_rules import LIGER_MODELS
 from launcher.errors import Finding, InvalidConfig
 from launcher.lengths import Batch, Lengths
-from launcher.memory import Adapters, Setup, Sharding, Zero
+from launcher.memory import Adapters, Quantised, Setup, Sharding, Zero
 from launcher.options import deepspeed_file
 from launcher.packed_rows import Packed, pack
 from launcher.plan import Plan, divisors, limited, steps_of
@@ -34,8 +34,13 @@ _PEFT_TARGETS = ("q_proj", "v_proj")
 _PEFT_FAMILIES = frozenset({
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text",
 })  # fmt: skip
+# bitsandbytes/optim/optimizer.py: tensors of fewer elements are not paged
+_PAGED = 100_000
 # what keeps Adam's two states, and whether it is the fused one; transformers/training_args.py:809
 _ADAM = {"adamw_torch_fused": True, "adamw_torch": False}
+_BITSANDBYTES = frozenset({
+    "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_32bit", "paged_adamw_8bit",
+})  # fmt: skip
 _OPTIMIZER = "adamw_torch_fused"
 
 
@@ -68,7 +73,8 @@ class Footprint:
         values = self.plan.values
         budget = values.get("activation_memory_budget")
         if isinstance(budget, int | float):
-            return budget < 1 and self.adapters is None
+            # dpo_tune_cache.py:359
+            return budget < 1 and (self.adapters is None or self.quantised is not None)
         return bool(values.get("gradient_checkpointing"))
 
     @property
@@ -82,12 +88,49 @@ class Footprint:
                 dropout=bool(values.get("lora_dropout")),
             )  # fmt: skip
         if values.get("use_peft"):
-            width = HALF if self.zero is not None else FULL
+            # on 4-bit weights TRL has made them bf16 (trl/trainer/sft_trainer.py:908)
+            width = HALF if self.zero is not None or self.quantised is not None else FULL
             return Adapters(
                 rank=int(values["lora_r"]), targets=self._targets(), bytes=width,
                 dropout=bool(values.get("lora_dropout")),
             )  # fmt: skip
         return None
+
+    @property
+    def quantised(self) -> Quantised | None:
+        """Whether the frozen weights are of 4 bits; open-instruct always takes nested scales for them."""
+        values = self.plan.values
+        if values.get("use_qlora"):
+            return Quantised(nested=True)
+        if values.get("load_in_4bit"):
+            return Quantised(nested=bool(values.get("use_bnb_nested_quant")))
+        return None
+
+    def _state_bytes(self) -> float | None:
+        """Of bitsandbytes' Adam, an element; None for torch's own.
+
+        Two states of 8 bits, but those of the embedding, with scales for every 256. Paged states of large
+        tensors are none of torch's memory: they leave the card where there is no room; scales stay.
+        """
+        values, adapters, shape = self.plan.values, self.adapters, self.shape
+        name, narrow = _optimizer(values), bool(values.get("use_8bit_optimizer"))
+        if values.get("use_qlora"):
+            # finetune.py:678
+            name = "paged_adamw_8bit" if narrow else "paged_adamw_32bit"
+        if name not in _BITSANDBYTES:
+            return None
+        width, scales = 2.0 * FULL, 0.0
+        if "8bit" in name:
+            # transformers/trainer.py:1296
+            wide = 0.0 if adapters else shape.embedding / shape.parameters
+            scales = (1 - wide) * 2 * FULL / 256
+            width = (1 - wide) * 2 + wide * width
+        if "paged" not in name:
+            return width + scales
+        few, whole = shape.smaller_than(_PAGED), shape.parameters
+        if adapters is not None:
+            few, whole = adapters.parameters(shape, below=_PAGED), adapters.parameters(shape)
+        return width * few / max(1, whole) + scales
 
     def _targets(self) -> tuple[str, ...]:
         """The layer's linears that PEFT puts adapters on, as far as they are among those described."""
@@ -137,7 +180,9 @@ class Footprint:
     @property
     def liger(self) -> bool:
         """Whether Liger's kernels run: TRL goes on without them where it has none for the model."""
-        asked = bool(self.plan.values.get(self.plan.stage.entry.names.liger))
+        values = self.plan.values
+        # finetune.py:572
+        asked = bool(values.get(self.plan.stage.entry.names.liger)) and not values.get("use_qlora")
         return asked and self.shape.family in LIGER_MODELS
 
     def setup(self, per_device: int | None = None, accumulation: int | None = None) -> Setup:
@@ -162,7 +207,11 @@ class Footprint:
             attention="flash" if self.attention.startswith("flash") else self.attention,
             liger=self.liger, checkpointing=self.checkpointing, weight_bytes=self._weight_bytes(),
             autocast=self.autocast, adapters=self.adapters, packed=self.packed, steps=plan.steps,
-            fused_optimizer=_ADAM[_optimizer(values)] if trl else bool(values["fused_optimizer"]),
+            quantised=self.quantised, state_bytes=self._state_bytes(),
+            # bitsandbytes' kernel makes nothing beside its states
+            fused_optimizer=_ADAM.get(_optimizer(values), True)
+            if trl
+            else bool(values["fused_optimizer"] or values.get("use_qlora")),
         )  # fmt: skip
 
     def _sharded(self, rows: int, times: int) -> Setup:
@@ -207,7 +256,10 @@ class Footprint:
             # deepspeed/runtime/engine.py:1463
             return HALF
         values, told = self.plan.values, "bfloat16"
-        if self.plan.stage.options.backend == "trl":
+        if values.get("use_qlora"):
+            # what is not quantised PEFT makes fp32 (peft/utils/other.py:204)
+            told = "float32"
+        elif self.plan.stage.options.backend == "trl":
             own = _model_arguments(values)
             told = str(
                 own.get("dtype") or own.get("torch_dtype") or values.get("dtype") or "float32"
@@ -240,12 +292,10 @@ class Footprint:
 
     def _reference(self) -> str:
         values = self.plan.values
-        if not self.dpo:
+        if not self.plan.stage.refers:
             return ""
         if self.plan.stage.options.backend == "open_instruct":
-            # dpo.py makes it for every loss (dpo.py:333)
-            unread = values.get("loss_type") == "simpo" and not self.plan.stage.entry.torchrun
-            return "" if unread else "cache"
+            return "cache"
         if self.adapters is not None:
             return "adapter"
         return "" if values.get("precompute_ref_log_probs") else "model"
@@ -329,16 +379,21 @@ def shape_of(plan: Plan, like: str | None = None) -> Shape:
 
 def _require_described(plan: Plan) -> None:
     values = plan.values
-    quantised = [k for k in ("use_qlora", "load_in_4bit", "load_in_8bit") if values.get(k)]
+    narrow = bool(values.get("use_qlora") or values.get("load_in_4bit"))
+    lora = values.get("use_lora") or values.get("use_peft")
     optimizer, trl = _optimizer(values), plan.stage.options.backend == "trl"
     told = {
-        "quantised weights": bool(quantised),
+        "weights quantised to 8 bits": bool(values.get("load_in_8bit")),
+        "quantised weights without adapters": narrow and not lora,
         "FSDP": bool(values.get("fsdp")),
         "tensor parallelism": int(values.get("tensor_parallel_degree") or 1) > 1
         and plan.stage.entry.torchrun,
         "sequence parallelism": int(values.get("sequence_parallel_size") or 1) > 1,
-        "an optimizer of less than 32 bits": "8bit" in optimizer,
-        f"`optim: {optimizer}`": trl and "8bit" not in optimizer and optimizer not in _ADAM,
+        "an optimizer of less than 32 bits": "8bit" in optimizer and optimizer not in _BITSANDBYTES,
+        f"`optim: {optimizer}`": trl and "8bit" not in optimizer
+        and optimizer not in {*_ADAM, *_BITSANDBYTES},
+        f"`optim: {optimizer}` under DeepSpeed": optimizer in _BITSANDBYTES
+        and zero_of(plan, 1) is not None,
         # dpo_tune_cache.py:425
         "a paged optimizer": bool(values.get("dpo_use_paged_optimizer")),
         "separate forward passes": values.get("concatenated_forward") is False,
@@ -368,7 +423,7 @@ def _undescribed(plan: Plan, message: str, help: str = _MEASURE) -> Finding:
     origin = plan.stage.config.origin("args")
     return Finding(
         severity="error", layer="launch", code="unknown-memory", message=message, help=help,
-        file=origin.file, line=origin.line,
+        **origin.place,
     )  # fmt: skip
 
 

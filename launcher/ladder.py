@@ -427,12 +427,8 @@ def _estimate(planned: Climb, top: Standing) -> Estimate:
 
 def _reference_rows(stage: Stage, rows: int | None) -> int | None:
     """Rows whose reference log-probabilities are computed before the first step."""
-    if stage.options.stage != "dpo":
-        return None
-    if stage.options.backend == "trl":
-        return rows if stage.values.get("precompute_ref_log_probs") else None
-    without = str(stage.values.get("loss_type")).endswith("simpo") and not stage.entry.torchrun
-    return None if without else rows
+    beforehand = stage.options.backend != "trl" or stage.values.get("precompute_ref_log_probs")
+    return rows if stage.refers and beforehand else None
 
 
 # --- for people -----------------------------------------------------------------------------------

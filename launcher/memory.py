@@ -179,10 +179,32 @@ class Adapters:
     bytes: int = HALF
     dropout: bool = True
 
-    def parameters(self, shape: Shape) -> int:
-        """Trained parameters."""
+    def parameters(self, shape: Shape, *, below: int | None = None) -> int:
+        """Trained parameters; those in weights of fewer elements than `below`."""
         wanted = [s for name, s in shape.linears().items() if name in self.targets]
-        return shape.layers * sum(self.rank * (out + into) for out, into in wanted)
+        each = [self.rank * width for pair in wanted for width in pair]
+        return shape.layers * sum(one for one in each if below is None or one < below)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantised:
+    """bitsandbytes: the layers' linears in 4 bits, with a scale for every 64 values.
+
+    `nested` scales are of 8 bits themselves, with one of theirs in fp32 for every 256. Everything else,
+    the embedding and the output layer too, has the weights' type.
+    """
+
+    nested: bool = False
+
+    @property
+    def bytes(self) -> float:
+        """Bytes an element (bitsandbytes/functional.py: `quantize_4bit`, blocks of 64)."""
+        return 0.5 + ((1 + FULL / 256) if self.nested else FULL) / 64
+
+    @staticmethod
+    def elements(shape: Shape) -> int:
+        """Those of the layers' linears: transformers leaves the output layer out."""
+        return shape.layers * sum(out * into for out, into in shape.linears().values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +227,7 @@ class Setup:
     DPO). `reference` is "" (none), "cache" (a pass beforehand: open-instruct), "model" (a second model
     beside: TRL) or "adapter" (the adapters are switched off: TRL with LoRA). `weight_bytes` are those of
     the loaded weights; `weight_bytes` 4 with `autocast` is TRL's default. `reference_batch` is that of the
-    pass beforehand where it is not the training's.
+    pass beforehand where it is not the training's. `quantised` are frozen weights below the adapters.
     """
 
     shape: Shape
@@ -222,8 +244,9 @@ class Setup:
     weight_bytes: int = HALF
     autocast: bool = False
     fused_optimizer: bool = True
-    state_bytes: int | None = None
+    state_bytes: float | None = None
     adapters: Adapters | None = None
+    quantised: Quantised | None = None
     packed: bool = False
     steps: int | None = None
     sharding: Sharding | None = None
@@ -239,7 +262,7 @@ class Setup:
             attention=sdpa, liger=self.liger, checkpointing=self.checkpointing,
             # dpo_utils.py:865 does not say `use_cache`
             cached=self.loss == "logprobs" and not self.checkpointing,
-            wide=self.weight_bytes == FULL, autocast=self.autocast,
+            wide=self.weight_bytes == FULL, autocast=self.autocast, quantised=self.quantised is not None,
             adapter_rank=adapters.rank if adapters else 0,
             adapter_bytes=adapters.bytes if adapters else HALF,
             adapter_dropout=adapters.dropout if adapters else True,
@@ -260,9 +283,9 @@ class Setup:
 def estimate(setup: Setup) -> Memory:
     """The peak of a run and what it is made of; raises InvalidConfig (`unknown-memory`)."""
     if setup.shape.experts:
-        raise InvalidConfig(_unknown(
-            f"the activations of {setup.shape.family} models (experts) are not described"
-        ))  # fmt: skip
+        _require_plain_experts(setup)
+    if setup.quantised is not None and setup.zero is not None:
+        raise InvalidConfig(_unknown("DeepSpeed with quantised weights is not described"))
     if setup.shape.layout.fused and setup.adapters:
         raise InvalidConfig(_unknown("LoRA on fused projections is not described"))
     if setup.zero is not None and setup.zero.stage not in {1, 2, 3}:
@@ -281,6 +304,25 @@ def estimate(setup: Setup) -> Memory:
     else:
         engine = _Plain(setup)
     return Memory(moments=tuple(_moments(setup, engine)))
+
+
+# what lies beside the experts
+_ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
+
+
+def _require_plain_experts(setup: Setup) -> None:
+    if setup.sharding is not None:
+        raise InvalidConfig(_unknown("dpo.py with experts is not described: OLMo-core has its own"))
+    if setup.weight_bytes == FULL:
+        # torch's grouped products take 16 bits, what else they do depends on its version
+        raise InvalidConfig(
+            _unknown("experts in 32 bits are not described: `dtype: bfloat16` is, and DeepSpeed")
+        )
+    if setup.adapters and not set(setup.adapters.targets) <= _ATTENTION:
+        raise InvalidConfig(_unknown(
+            "LoRA on experts is not described: PEFT makes whole weights of it; on "
+            f"{', '.join(sorted(_ATTENTION))} it is"
+        ))  # fmt: skip
 
 
 def _moments(setup: Setup, engine: _Engine) -> Iterable[Moment]:
@@ -324,8 +366,21 @@ def _moments(setup: Setup, engine: _Engine) -> Iterable[Moment]:
             *resting, *engine.begun(), *engine.cast(), *engine.buckets(),
             *engine.gathered(whole=False), *_kept(setup), *_recomputed(setup),
             _part("activations", "gradients inside a layer", layer), *_held_output(setup),
+            *_dequantised(setup),
         ),
     )  # fmt: skip
+    if setup.shape.experts and not setup.adapters:
+        wide, _ = setup.shape.expert_weights
+        if sent := engine.sent(wide):
+            gradient = Amount(bytes=HALF * wide, formula="4EHI")
+            yield Moment(
+                name="sending the experts' gradient",
+                parts=(
+                    *resting, *engine.begun(), *engine.buckets(), *engine.gathered(whole=False),
+                    *_kept(setup), _part("gradients", "gate and up weights' gradient", gradient),
+                    *_held_output(setup), *sent,
+                ),
+            )  # fmt: skip
     if not setup.adapters:
         yield Moment(
             name="embedding's gradient",
@@ -467,6 +522,20 @@ def _held_output(setup: Setup) -> tuple[Part, ...]:
                  formula=f"{setup.gradient_bytes}VH, until the embedding's is there"),)  # fmt: skip
 
 
+def _dequantised(setup: Setup) -> tuple[Part, ...]:
+    """A linear weight while it is multiplied with, before or behind the MLP's gradients: what it has more."""
+    if setup.quantised is None:
+        return ()
+    shape, state = setup.shape, setup.weight_bytes
+    widest = max(out * into for out, into in shape.linears().values())
+    # in its former type, and cast
+    width = HALF if state == HALF else HALF + FULL
+    gradients = 2 * state * shape.intermediate * setup.batch.tokens
+    return (Part(kind="weights", name="one weight, dequantised", gib=max(0, width * widest - gradients) / GIB,
+                 formula=f"{width} x {widest:,} - {2 * state}IT",
+                 source="bitsandbytes/autograd/_functions.py"),)  # fmt: skip
+
+
 def _embedding_gradient(setup: Setup, sent: Sequence[Part]) -> tuple[Part, ...]:
     """A dense gradient; a tied output layer's is added to it, out of place, before it is sent."""
     one = setup.gradient_bytes * setup.shape.embedding
@@ -576,7 +645,7 @@ class _Engine:
         """Beside what rests."""
         raise NotImplementedError
 
-    def roots(self, elements: float, formula: str, width: int = FULL) -> Part:
+    def roots(self, elements: float, formula: str, width: float = FULL) -> Part:
         """What torch's Adam makes beside its states where it is not the fused one."""
         return self.part("optimizer", "square roots of a state", width * elements, formula,
                          "torch/optim/adam.py:790")  # fmt: skip
@@ -590,13 +659,21 @@ class _Plain(_Engine):
     """No DeepSpeed: one process, or torch's DistributedDataParallel."""
 
     @property
-    def states(self) -> int:
+    def states(self) -> float:
+        told = self.setup.state_bytes
         own = self.setup.adapters.bytes if self.setup.adapters else self.setup.weight_bytes
-        return self.setup.state_bytes or 2 * own
+        return 2 * own if told is None else told
 
     def weights(self) -> tuple[Part, ...]:
         width = self.setup.weight_bytes
         parts = [self.part("weights", "weights", width * self.parameters, f"{width}P")]
+        if (quantised := self.setup.quantised) is not None:
+            few = quantised.elements(self.setup.shape)
+            parts = [
+                self.part("weights", "linear weights (4 bits and their scales)", quantised.bytes * few,
+                          f"{quantised.bytes:.3f} x {few:,}", "bitsandbytes/functional.py"),
+                self.part("weights", "other weights", width * (self.parameters - few), f"{width} x the rest"),
+            ]  # fmt: skip
         if self.setup.adapters:
             own = self.setup.adapters.bytes * self.trained
             parts.append(self.part("weights", "adapters", own, f"{self.setup.adapters.bytes}A"))
@@ -613,7 +690,7 @@ class _Plain(_Engine):
 
     def resting(self) -> tuple[Part, ...]:
         states = self.part("optimizer", "Adam's two states", self.states * self.trained,
-                           f"{self.states} x trained parameters")  # fmt: skip
+                           f"{self.states:g} x trained parameters")  # fmt: skip
         buckets: tuple[Part, ...] = ()
         if self.ranks > 1:
             size = self.setup.gradient_bytes * self.trained
@@ -629,7 +706,8 @@ class _Plain(_Engine):
         return (self.gradients(),) if self.several else ()
 
     def cast(self, *, passing: bool = False) -> tuple[Part, ...]:
-        if not (self.setup.autocast and self.setup.weight_bytes == FULL):
+        setup = self.setup
+        if not setup.autocast or setup.weight_bytes != FULL or setup.quantised is not None:
             return ()
         shape = self.setup.shape
         linear = shape.layers * sum(out * into for out, into in shape.linears().values())
@@ -644,8 +722,8 @@ class _Plain(_Engine):
     def step(self) -> tuple[Part, ...]:
         if self.setup.fused_optimizer:
             return (self.gradients(),)
-        half = self.states // 2
-        return (self.gradients(), self.roots(self.trained, f"{half} x trained", half))
+        half = self.states / 2
+        return (self.gradients(), self.roots(self.trained, f"{half:g} x trained", half))
 
 
 class _Partitioned(_Engine):

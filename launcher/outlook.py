@@ -14,9 +14,6 @@ from launcher.search import Candidate, Expected
 from launcher.shapes import Shape
 from launcher.throughput import Card
 
-# states of 8 bits: two bytes a trained parameter
-_STATES_8BIT = 2
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
@@ -66,16 +63,11 @@ class Outlook:
 
     def _peak(self, settings: Settings, steps: int | None = None) -> float | None:
         """Of the whole run, or of its first so many steps."""
-        small = "8bit" in str(settings.get("optimizer", ""))
-        plain = {k: v for k, v in settings.items() if k != "optimizer"} if small else settings
         try:
-            found = self._footprint(plain)
+            found = self._footprint(settings)
             if steps is not None:
                 found = replace(found, plan=replace(found.plan, steps=steps))
-            setup = found.setup()
-            if small:
-                setup = replace(setup, state_bytes=_STATES_8BIT)
-            return None if self.shape is None else memory.estimate(setup).peak
+            return None if self.shape is None else memory.estimate(found.setup()).peak
         except InvalidConfig:
             return None
 

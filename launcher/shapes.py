@@ -41,6 +41,8 @@ class Layout:
     """One weight for q, k and v, one for gate and up."""
     experts: str = ""
     """The config's key for the number of experts."""
+    wide_routing: bool = False
+    """The experts' results are weighed in fp32 (transformers/models/mixtral/modeling_mixtral.py:107)."""
     divided: bool = False
     """transformers refuses a hidden size that the heads do not divide."""
     windows: str = ""
@@ -65,6 +67,7 @@ _OLMO3 = {"attention_bias": False, "sliding_window": 4096}
 _MIXTRAL = {"num_key_value_heads": 8, "num_experts_per_tok": 2}
 _MIXED = {"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
           "num_key_value_heads": 4, "num_experts_per_tok": 8}  # fmt: skip
+_QWEN2_MOE = {**_MIXED, "num_key_value_heads": 16, "num_experts_per_tok": 4, "qkv_bias": True}
 _OLMOE = {"attention_bias": False, "num_experts_per_tok": 8}
 _HEAD_DIM = frozenset({"head_dim"})
 _NONE: frozenset[str] = frozenset()
@@ -85,7 +88,9 @@ FAMILIES: Mapping[str, Layout] = {
     "gemma2": Layout(norm_kept=8, post_norm=True, divided=True, windows="2", keys=_GEMMA2, nulls=_NONE),
     "gemma3_text": Layout(norm_kept=8, post_norm=True, qk_norm="head", divided=True, windows="6",
                           keys=_GEMMA3, nulls=_NONE),
-    "mixtral": Layout(experts="num_local_experts", windows="all", keys=_MIXTRAL, nulls=_HEAD_DIM),
+    "mixtral": Layout(experts="num_local_experts", wide_routing=True, windows="all", keys=_MIXTRAL,
+                      nulls=_HEAD_DIM),
+    "qwen2_moe": Layout(experts="num_experts", windows="asked", keys=_QWEN2_MOE, nulls=_NONE),
     "qwen3_moe": Layout(qk_norm="head", experts="num_experts", windows="asked", keys=_MIXED,
                         nulls=_NONE),
     "olmoe": Layout(qk_norm="full", experts="num_experts", keys=_OLMOE),
@@ -97,8 +102,9 @@ class Shape:
     """A decoder model's widths (in elements) and weights.
 
     `layer` are the sizes of one layer's weights, under transformers' names; `outer` those outside the
-    layers. A tied output layer is not listed twice. `source` says where the config was found. Of the
-    layers `windowed` look back over `window` tokens alone. `capped` logits go through a
+    layers. A tied output layer is not listed twice. Of `experts` a token uses `experts_used`, each
+    `intermediate` wide, and an expert of `shared` that all use. `source` says where the config was
+    found. Of the layers `windowed` look back over `window` tokens alone. `capped` logits go through a
     tanh, `scores_capped` those of the attention too. `dtype` is that of
     the weights, empty where the config does not say.
     """
@@ -119,6 +125,7 @@ class Shape:
     positions: int | None
     experts: int
     experts_used: int
+    shared: int
     layer: Mapping[str, Size]
     outer: Mapping[str, Size]
     window: int = 0
@@ -161,6 +168,12 @@ class Shape:
         return self.parameters - self.layers * (held - held * self.experts_used // self.experts)
 
     @property
+    def expert_weights(self) -> tuple[int, int]:
+        """Elements of all experts' gate and up weights, which are one, and of their down weights."""
+        wide, narrow = self.layer[f"{_EXPERTS}.gate_up_proj"], self.layer[f"{_EXPERTS}.down_proj"]
+        return math.prod(wide), math.prod(narrow)
+
+    @property
     def largest(self) -> int:
         """Elements of the largest single weight."""
         sizes = (*self.layer.values(), *self.outer.values())
@@ -174,10 +187,10 @@ class Shape:
         )
 
     def linears(self) -> Mapping[str, tuple[int, int]]:
-        """The layer's linear weights by their last name: (out, in)."""
+        """The layer's linear weights by their last name: (out, in); a router is no linear module."""
         found: dict[str, tuple[int, int]] = {}
         for name, size in self.layer.items():
-            if len(size) == 2 and name.endswith(".weight"):
+            if len(size) == 2 and name.endswith(".weight") and name != _ROUTER:
                 found[name.split(".")[-2]] = (size[0], size[1])
         return found
 
@@ -248,23 +261,27 @@ def shape_of(config: Mapping[str, Any], *, name: str = "", source: str = "config
     if family == "olmoe" and head_dim * heads != hidden:
         wide = f"{heads} heads of {head_dim} are not as wide as `hidden_size: {hidden}`"
         raise reader.fault(f"{wide} and the norms of q and k")
-    inner = reader.whole("moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size")
+    mixed = "mlp_only_layers" in (layout.keys or {})
+    inner = reader.whole("moe_intermediate_size" if mixed else "intermediate_size")
     experts = _experts(reader)
-    if family == "qwen3_moe" and (
-        config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
-    ):
+    shared = reader.whole("shared_expert_intermediate_size") if family == "qwen2_moe" else 0
+    if mixed and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1):
         raise InvalidConfig(
             _unknown(f"{name}: layers with and without experts are not described", _KNOWN)
         )
     vocab, tied = reader.whole("vocab_size"), reader.flag("tie_word_embeddings")
-    sizes = _Sizes(layout, hidden, inner, heads * head_dim, kv_heads * head_dim, head_dim, experts)
+    sizes = _Sizes(
+        layout, hidden, inner, heads * head_dim, kv_heads * head_dim, head_dim, experts, shared
+    )
     outer: dict[str, Size] = {"model.embed_tokens.weight": (vocab, hidden)}
     if layout.norm_weight:
         outer["model.norm.weight"] = (hidden,)
     if not tied:
         outer["lm_head.weight"] = (vocab, hidden)
     # of the other families no module reads it, whatever the config holds
-    biased = "attention_bias" in (layout.keys or {}) and reader.flag("attention_bias")
+    biased = any(
+        key in (layout.keys or {}) and reader.flag(key) for key in ("attention_bias", "qkv_bias")
+    )
     layers = reader.whole("num_hidden_layers")
     window, windowed = _windows(reader, layers)
     return Shape(
@@ -273,7 +290,7 @@ def shape_of(config: Mapping[str, Any], *, name: str = "", source: str = "config
         vocab=vocab, tied=tied,
         dtype=str(config.get("dtype") or config.get("torch_dtype") or ""),
         positions=config.get("max_position_embeddings"), experts=experts,
-        experts_used=reader.whole("num_experts_per_tok") if experts else 0,
+        experts_used=reader.whole("num_experts_per_tok") if experts else 0, shared=shared,
         layer=sizes.layer(
             qkv_bias=layout.qkv_bias or biased,
             out_bias=family in _OUT_BIAS and biased,
@@ -322,6 +339,7 @@ def _windows(reader: _Reader, layers: int) -> tuple[int, int]:
     return (size, min(count, layers)) if count > 0 else (0, 0)
 
 
+_ROUTER, _EXPERTS = "mlp.gate.weight", "mlp.experts"
 _CAPPED = frozenset({"gemma2", "gemma3_text"})
 _OUT_BIAS = frozenset({"llama", "granite", "smollm3", "olmo", "olmo2", "olmo3", "gemma", "gemma2",
                        "gemma3_text", "qwen3", "qwen3_moe", "olmoe"})  # fmt: skip
@@ -336,6 +354,7 @@ class _Sizes:
     key: int
     head_dim: int
     experts: int
+    shared: int
 
     def layer(self, *, qkv_bias: bool, out_bias: bool, mlp_bias: bool) -> dict[str, Size]:
         sizes = {**self._attention(qkv_bias, out_bias), **self._mlp(mlp_bias)}
@@ -364,9 +383,10 @@ class _Sizes:
     def _mlp(self, bias: bool) -> dict[str, Size]:
         if self.experts:
             return {
-                "mlp.gate.weight": (self.experts, self.hidden),
-                "mlp.experts.gate_up_proj": (self.experts, 2 * self.inner, self.hidden),
-                "mlp.experts.down_proj": (self.experts, self.hidden, self.inner),
+                _ROUTER: (self.experts, self.hidden),
+                f"{_EXPERTS}.gate_up_proj": (self.experts, 2 * self.inner, self.hidden),
+                f"{_EXPERTS}.down_proj": (self.experts, self.hidden, self.inner),
+                **self._shared(),
             }
         if self.layout.fused:
             return {
@@ -383,6 +403,17 @@ class _Sizes:
             if bias:
                 sizes[f"mlp.{name}_proj.bias"] = (out,)
         return sizes
+
+    def _shared(self) -> dict[str, Size]:
+        if not self.shared:
+            return {}
+        name = "mlp.shared_expert"
+        return {
+            f"{name}.gate_proj.weight": (self.shared, self.hidden),
+            f"{name}.up_proj.weight": (self.shared, self.hidden),
+            f"{name}.down_proj.weight": (self.hidden, self.shared),
+            f"{name}_gate.weight": (1, self.hidden),
+        }
 
     def _norms(self) -> tuple[str, ...]:
         if not self.layout.norm_weight:

@@ -139,7 +139,10 @@ def _moved(footprint: Footprint) -> float:
     shape = footprint.shape
     liger = bool(footprint.plan.values.get(footprint.plan.stage.entry.names.liger))
     norms, gates = (10, 3) if liger else (22, 6)
-    layer: float = HALF * (norms * shape.hidden + gates * shape.intermediate)
+    inner = shape.intermediate * (shape.experts_used or 1) + shape.shared
+    # an expert's tokens are copied, weighed and put back
+    norms += 4 * shape.experts_used
+    layer: float = HALF * (norms * shape.hidden + gates * inner)
     # casts of every operand
     layer = 1.5 * layer if footprint.autocast else layer
     head = (4 if liger else 12) * shape.vocab

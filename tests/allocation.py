@@ -8,6 +8,7 @@ for by functions that allocate and keep what the real ones do.
 from __future__ import annotations
 
 import contextlib
+import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -169,6 +170,26 @@ class _Rope(torch.autograd.Function):
         return dq, dk, None, None
 
 
+class _FourBit(torch.autograd.Function):
+    """bitsandbytes' product with 4-bit weights: they are made whole for it in their former type, twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any) -> Any:
+        ctx.weight = weight
+        whole = torch.empty(weight.shape, dtype=weight.dtype)
+        return torch.nn.functional.linear(x, whole.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        whole = torch.empty(ctx.weight.shape, dtype=ctx.weight.dtype)
+        return torch.matmul(grad, whole.to(grad.dtype)), None
+
+
+def _four_bits(self: Any, x: Any) -> Any:
+    """Linear4bit in a model whose other weights are fp32: the result is of the input's type again."""
+    return _FourBit.apply(x.to(HALF), self.weight).to(x.dtype)
+
+
 class _FusedLoss(torch.autograd.Function):
     """liger_kernel's fused linear cross entropy: gradients in the forward pass, a chunk at a time."""
 
@@ -215,11 +236,28 @@ def _liger(model: Any) -> list[tuple[Any, str, Any]]:
             changes.append((value, "forward", lambda self, x: _Norm.apply(x, self.weight)))
         if name.endswith("MLP"):
             changes.append((value, "forward", _swiglu))
+        if name.endswith("Experts"):
+            changes.append((value, "forward", _experts_in_turn))
     changes.append((
         source, "apply_rotary_pos_emb",
         lambda q, k, cos, sin, *_, **__: _Rope.apply(q, k, cos, sin),
     ))  # fmt: skip
     return changes
+
+
+def _experts_in_turn(self: Any, x: Any, index: Any, weights: Any) -> Any:
+    """liger_kernel's LigerExperts; every expert gets as many tokens, for there are no data to say which."""
+    out, count = torch.zeros_like(x), index.numel() // self.num_experts
+    mask = torch.zeros((self.num_experts, *index.shape), dtype=torch.int64)
+    for expert in range(self.num_experts):
+        at, token = (torch.zeros(count, dtype=torch.int64) for _ in range(2))
+        gate_up = torch.nn.functional.linear(x[token], self.gate_up_proj[expert])
+        gate, up = (part.contiguous() for part in gate_up.chunk(2, dim=-1))
+        state = torch.nn.functional.linear(_SiluMul.apply(gate, up), self.down_proj[expert])
+        state = state * weights[token, at, None]
+        out.index_add_(0, token, state.to(out.dtype))
+    del mask
+    return out
 
 
 def _swiglu(self: Any, x: Any) -> Any:
@@ -429,7 +467,7 @@ def measure(
     lora: int | None = None, packing: bool = False, no_grad: bool = False,
     autocast: bool = False, dtype: Any = HALF, adapter: Any = HALF,
     targets: Sequence[str] = LINEARS, dropout: float = 0.1,
-    loss: Callable[..., Any] | None = None,
+    loss: Callable[..., Any] | None = None, quantised: bool = False,
 ) -> Measured:  # fmt: skip
     """One forward and backward pass over `rows` x `length` tokens; `real` of them are no padding.
 
@@ -454,6 +492,11 @@ def measure(
             model.gradient_checkpointing_enable()
         inner = model.get_base_model() if lora else model
         changes = _liger(inner) if liger else []
+        if quantised:
+            for name, module in inner.named_modules():
+                frozen = name.endswith("base_layer") or name.split(".")[-1] in LINEARS
+                if frozen and isinstance(module, torch.nn.Linear):
+                    changes.append((module, "forward", types.MethodType(_four_bits, module)))
         # CUDA's dropout keeps a boolean mask; the CPU's would keep numbers
         changes.append((torch.nn.functional, "dropout", _dropout))
         changes.append((masking_utils, "_ignore_causal_mask_sdpa", _no_mask_needed(padded=padded)))

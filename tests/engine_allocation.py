@@ -22,11 +22,21 @@ HIDDEN = 256
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
     """Three steps on the CPU; the peak of the fullest rank in bytes, and what it was of."""
-    config = transformers.Qwen2Config(
-        hidden_size=HIDDEN, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=case.get("vocab", 8192),
-        tie_word_embeddings=case.get("tied", False),
-    )  # fmt: skip
+    sizes: dict[str, Any] = {
+        "hidden_size": HIDDEN, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "vocab_size": case.get("vocab", 8192), "tie_word_embeddings": case.get("tied", False),
+    }  # fmt: skip
+    experts = {
+        "moe_intermediate_size": 256,
+        "num_experts": 16,
+        "num_experts_per_tok": 2,
+        "head_dim": 64,
+    }
+    config = (
+        transformers.Qwen3MoeConfig(**sizes, **experts)
+        if case.get("experts")
+        else transformers.Qwen2Config(**sizes, intermediate_size=1024)
+    )
     accumulation = case.get("accumulation", 1)
     zero: dict[str, Any] = {
         "stage": case["stage"], "overlap_comm": True, "contiguous_gradients": True,
@@ -53,7 +63,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **kind)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=engine_config)
         engine.train()
-        ids = torch.randint(0, config.vocab_size, (2, 64))
+        ids = torch.randint(0, config.vocab_size, (case.get("rows", 2), 64))
         for _ in range(3 * accumulation):
             loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
             engine.backward(loss)

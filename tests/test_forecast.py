@@ -273,7 +273,7 @@ def test_liger_loads_weights_in_the_type_that_the_config_says(place: Path) -> No
     ("more", "said"),
     [
         ("optim: adafactor", "`optim: adafactor`"),
-        ("optim: paged_adamw_32bit", "`optim: paged_adamw_32bit`"),
+        ("optim: sgd", "`optim: sgd`"),
         ("bf16: false", "32 bits throughout"),
         ("activation_offloading: true", "offloaded activations"),
         ("use_peft: true\n  use_dora: true", "more than LoRA"),

@@ -115,6 +115,7 @@ def test_so_is_the_first(training: Training) -> None:
 def test_a_profiler_that_fails_costs_no_training(training: Training) -> None:
     assert recorded(training, fault="raise OSError('no CUPTI')", profile=2) == []
     assert any("no CUPTI" in note for note in training.notes())
+    assert training.notes()[-1] == "the kernels of step 2: their record failed"
     assert len(training.events("step")) == 5
 
 

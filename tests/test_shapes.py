@@ -34,6 +34,12 @@ CONFIGS: dict[str, list[dict[str, Any]]] = {
     "gemma3_text": [{"head_dim": 32}],
     "mixtral": [{"num_local_experts": 4, "num_experts_per_tok": 2}],
     "qwen3_moe": [{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}],
+    "qwen2_moe": [
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+         "shared_expert_intermediate_size": 128},
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+         "shared_expert_intermediate_size": 128, "qkv_bias": False},
+    ],
     "olmoe": [{"num_experts": 4, "num_experts_per_tok": 2}],
 }  # fmt: skip
 
@@ -222,6 +228,9 @@ def test_quantised_weights_and_broken_configs_are_refused(tmp_path: Path) -> Non
         ("microsoft/Phi-3-mini-4k-instruct", 3_821_079_552),
         ("google/gemma-2b", 2_506_172_416),
         ("mistralai/Mixtral-8x7B-v0.1", 46_702_792_704),
+        ("Qwen/Qwen3-30B-A3B", 30_532_122_624),
+        ("Qwen/Qwen1.5-MoE-A2.7B", 14_315_784_192),
+        ("allenai/OLMoE-1B-7B-0924", 6_919_161_856),
     ],
 )
 def test_table_has_the_published_counts(name: str, parameters: int) -> None:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypedDict
 
 import yaml
 
@@ -38,6 +38,14 @@ _COLLECTIONS = {None, "!", f"{_TAG}map", f"{_TAG}seq"}
 _SHOWN = {type(None): "nothing", dict: "a mapping", list: "a list"}
 
 
+class Place(TypedDict):
+    """What a finding holds of an origin."""
+
+    file: str
+    line: int | None
+    override: str | None
+
+
 @dataclass(frozen=True, slots=True)
 class Origin:
     """Where a value was written: a file and 1-based line, or the text of an override."""
@@ -50,6 +58,11 @@ class Origin:
         if self.override is not None:
             return f"override `{self.override}`"
         return self.file if self.line is None else f"{self.file}:{self.line}"
+
+    @property
+    def place(self) -> Place:
+        """For a finding, as keywords."""
+        return {"file": self.file, "line": self.line, "override": self.override}
 
 
 def bad(path: Path, code: str, message: str, line: int | None, help: str | None = None) -> Finding:

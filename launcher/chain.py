@@ -16,7 +16,7 @@ from launcher.builder import Origin, nearest
 from launcher.document import Document, read_yaml
 from launcher.errors import Finding, InvalidConfig, UsageError, brief
 from launcher.interpolation import interpolate
-from launcher.overrides import OPTIONS, spelt
+from launcher.overrides import spelt
 from launcher.paths import exists, expanded
 
 KEYS = ("name", "gpus", "stages")
@@ -95,6 +95,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Chain:
     """
     path = Path(path)
     document = read_yaml(path)
+    _require_stages(path, document)
     value = interpolate(path, document.value, document.origins)
     reader = _Reader(path, replace(document, value=value))
     links = tuple(reader.links())
@@ -105,6 +106,18 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Chain:
     for text in overrides:
         chain = _overridden(chain, text)
     return chain
+
+
+def _require_stages(path: Path, document: Document) -> None:
+    """Where one stage's file is given, nearly every line would be wrong."""
+    if "stages" in document.value or not {"stage", "args", "open_instruct"} & document.value.keys():
+        return
+    raise InvalidConfig(
+        Finding(
+            severity="error", layer="launch", code="bad-pipeline", file=str(path), line=1,
+            message="this is a stage file, not a pipeline", help=f"launch sft {path}, or launch dpo {path}",
+        )
+    )  # fmt: skip
 
 
 def _overridden(chain: Chain, text: str) -> Chain:
@@ -290,23 +303,16 @@ class _Reader:
         self.findings.append(
             Finding(
                 severity="error", layer="launch", code="bad-pipeline", key=key, message=message,
-                help=help, file=origin.file, line=origin.line,
+                help=help, **origin.place,
             )
         )  # fmt: skip
 
 
 def placed(link: Link, finding: Finding) -> Finding:
-    """A finding about what `with:` set, at its place in the pipeline file."""
-    if finding.line is not None or finding.key is None:
+    """A finding about what an override set: at its place under `with:`, or as it was said for this stage."""
+    if finding.override is None:
         return finding
-    for key in link.given:
-        first = key.partition(".")[0].partition("[")[0]
-        full = key if first in OPTIONS or first == "args" else f"args.{key}"
-        if (
-            finding.key == full
-            or finding.key.startswith((f"{full}.", f"{full}["))
-            or (finding.key == key)
-        ):
-            origin = link.origin(f"with.{key}")
-            return replace(finding, file=origin.file, line=origin.line)
-    return finding
+    if finding.override in link.overrides:
+        return replace(finding, override=f"{link.name}.{finding.override}")
+    key = next((k for k, v in link.given.items() if finding.override == f"{k}={spelt(v)}"), None)
+    return finding if key is None else replace(finding, **link.origin(f"with.{key}").place)

@@ -6,7 +6,7 @@ is none either way. A point of which nothing is expected is fine whatever its st
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +38,9 @@ DEFAULTS: Mapping[str, str] = {"loss": "finite", "memory": "ok", "finish": "comp
 
 NOT_SHOWN = "unknown"
 """What is expected of a point where the log does not show what was asked for."""
+
+UNKNOWN: Mapping[str, str] = {"liger": NOT_SHOWN, "packing": NOT_SHOWN}
+"""What is expected where it is not known what was asked for: nothing passes."""
 
 UNWANTED = ("stale", "leaking")
 """States that no run is asked for: not good either where nothing is expected of the point."""
@@ -137,7 +140,7 @@ def judge(stage: str | None, expected: Mapping[str, str | None], evidence: Evide
         points.append(_point(name, want, see(evidence, want), unwanted))
     oks = [point.ok for point in points]
     return Verdict(
-        status="fail" if False in oks else "unproven" if None in oks else "pass",
+        status=_status(oks),
         stage=named,
         steps=evidence.last_step,
         points=tuple(points),
@@ -177,6 +180,24 @@ def beside(verdict: Verdict, planned: Mapping[str, float]) -> Verdict:
             point = replace(point, detail=detail)
         points.append(point)
     return replace(verdict, points=tuple(points))
+
+
+def lost(verdict: Verdict) -> Verdict:
+    """The verdict of a run of which no process is left and nothing tells how it ended."""
+    help = "no process of it is left, and none recorded an end: the machine went down, or all were killed"
+    points = []
+    for point in verdict.points:
+        if point.name == "finish":
+            detail = {**point.detail, "reason": "lost", "help": help}
+            ok = point.expected in (None, "killed")
+            point = replace(point, state="killed", ok=ok, detail=detail)
+        points.append(point)
+    oks = [point.ok for point in points]
+    return replace(verdict, status=_status(oks), points=tuple(points))
+
+
+def _status(oks: Sequence[bool | None]) -> Status:
+    return "fail" if False in oks else "unproven" if None in oks else "pass"
 
 
 def expected_from_log(log: Log) -> dict[str, str | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import errno
 import os
@@ -45,11 +46,17 @@ def _guarded(call: Callable[[], object], arguments: list[str]) -> int:
         if not _has_cwd():
             _refused(NotReady(_no_cwd()), arguments)
             return Exit.NOT_READY
-        if error.errno not in {errno.EPIPE, errno.EIO}:
+        full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+        if not full and error.errno not in {errno.EPIPE, errno.EIO}:
             return _bug(error, arguments)
+        if full:
+            # what is full may be what the answer goes to
+            with contextlib.suppress(OSError):
+                _refused(NotReady(_no_room(error)), arguments)
+                sys.stdout.flush()
         # the reader has gone: nothing is left to say, and Python must not complain at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return Exit.OK
+        return Exit.NOT_READY if full else Exit.OK
     except Exception as error:
         return _bug(error, arguments)
     return Exit.OK
@@ -84,6 +91,15 @@ def _no_cwd() -> Finding:
     return Finding(
         severity="error", layer="launch", code="no-cwd",
         message="the folder that this shell is in has been removed", help="cd to one that is there",
+    )  # fmt: skip
+
+
+def _no_room(error: OSError) -> Finding:
+    where = error.filename or "what the answer is written to"
+    return Finding(
+        severity="error", layer="launch", code="disk-full",
+        message=f"{where} cannot be written: {error.strerror}",
+        help="free space; a run that has begun goes on: launch runs",
     )  # fmt: skip
 
 

@@ -126,7 +126,7 @@ def _require_one_stage(path: Path, document: Document) -> None:
         raise InvalidConfig(
             bad(
                 path, PIPELINE, "this is a pipeline, not a stage file",
-                document.origins["stages"].line, f"launch pipeline {path}",
+                document.origins["stages"].line, f"launch pipeline {path}, or name one of its stage files",
             )
         )  # fmt: skip
 
@@ -196,7 +196,7 @@ def _mapping(path: Path, document: Document, key: str, value: Any) -> dict[str, 
         return {}
     origin = document.origins.get(key, Origin(str(path), 1))
     message = f"`{key}` is a mapping of names to values, not `{brief(value)}`"
-    raise InvalidConfig(bad(Path(origin.file), "bad-args", message, origin.line))
+    raise InvalidConfig(replace(bad(path, "bad-args", message, None), **origin.place))
 
 
 _SHAPED = {"stage": _stage_file, "flat": _flat_file, "wrapped": _wrapped_file}

@@ -7,6 +7,7 @@ is not known is said to be unknown, and stops nothing.
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import tempfile
@@ -36,7 +37,8 @@ class Needs:
     """What a run will write into its output folder, in bytes at the fullest moment.
 
     `least` is certain, `likely` what has to be expected; None where the model's size is not known.
-    `each` is one checkpoint, `final` the model at the end.
+    `each` is one checkpoint, `final` the model at the end. `there` is what lies there already of that, and
+    is counted in neither `least` nor `likely`.
     """
 
     least: int | None = None
@@ -44,6 +46,7 @@ class Needs:
     each: int | None = None
     final: int | None = None
     kept: int | None = None
+    there: int = 0
     count: Count | None = None
     formula: str = ""
 
@@ -94,7 +97,7 @@ def needs(plan: Plan, output: Path | None, environ: Mapping[str, str]) -> Needs:
     together = _most(saved.times, saved.limit)
     return Needs(
         least=max(0, least - there), likely=max(0, likely - there), each=each, final=final,
-        kept=together, count=count, formula=saved.formula,
+        kept=together, there=min(there, likely), count=count, formula=saved.formula,
     )  # fmt: skip
 
 
@@ -299,6 +302,11 @@ def free(path: Path) -> tuple[int, int] | None:
 
 def not_writable(path: Path) -> str | None:
     """Why nothing can be written at a place; None where it can. A nameless file is tried."""
+    try:
+        os.stat(path)
+    except OSError as error:
+        if error.errno in _NO_NAME:
+            return error.strerror
     there = _nearest(path)
     if not there.is_dir():
         return f"{there} is no folder"
@@ -310,7 +318,9 @@ def not_writable(path: Path) -> str | None:
         return None if error.errno in _FULL else (error.strerror or str(error))
 
 
-_FULL = frozenset({28, 122})
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+# what no folder can be called: made neither now nor later
+_NO_NAME = frozenset({errno.ENAMETOOLONG, errno.ELOOP})
 
 
 def _nearest(path: Path) -> Path:
@@ -401,7 +411,8 @@ def described(needed: Needs) -> str:
         parts.append(f"{needed.kept} checkpoint(s) of {sized(needed.each)} ({needed.formula})")
     if needed.final:
         parts.append(f"the model, {sized(needed.final)}")
-    return f"{', '.join(parts) or 'an adapter'}; {counted(needed.count.parameters)} parameters"
+    told = f"{', '.join(parts) or 'an adapter'}; {counted(needed.count.parameters)} parameters"
+    return told + (f"; {sized(needed.there)} of it are there already" if needed.there else "")
 
 
 def counted(parameters: float) -> str:

@@ -48,7 +48,8 @@ class Finding:
 
     `layer` tells who objects: `parser` is upstream's own parser and `__post_init__`, `run` is
     upstream later on (a crash, or a value that does nothing), `launch` is our own format and rules.
-    `code` is stable and listed in docs/findings.md; `line` is 1-based.
+    `code` is stable and listed in docs/findings.md; `line` is 1-based. `override` is the `key=value` that
+    set what it is about, where one did: then there is no line.
     """
 
     severity: Severity
@@ -59,17 +60,20 @@ class Finding:
     help: str | None = None
     file: str | None = None
     line: int | None = None
+    override: str | None = None
 
     def as_json(self) -> dict[str, object]:
         """The finding as the JSON contract spells it; every key is always there."""
-        names = ("severity", "layer", "code", "key", "message", "help", "file", "line")
+        names = ("severity", "layer", "code", "key", "message", "help", "file", "line", "override")
         return {name: getattr(self, name) for name in names}
 
     @property
     def place(self) -> str | None:
-        """`file:line`, clickable in most terminals; None where there is no file."""
+        """`file:line`, clickable in most terminals, or the override; None where there is no file."""
         if self.file is None:
             return None
+        if self.override is not None:
+            return f"override `{brief(self.override)}` of {self.file}"
         return self.file if self.line is None else f"{self.file}:{self.line}"
 
 

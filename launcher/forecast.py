@@ -499,7 +499,7 @@ def _wasted(planned: Plan, rows: Lengths, row: Packed | None) -> Iterator[Findin
     origin = planned.stage.config.origin("batch.per_device")
     better = fuller(rows, pairs=pairs, limit=row.positions // 2)
     for one in budget.half_wasted(row, better, pairs=pairs, key="batch.per_device"):
-        yield replace(one, file=origin.file, line=origin.line)
+        yield replace(one, **origin.place)
 
 
 def _reference_rows(footprint: Footprint, rows: int | None) -> int | None:
@@ -531,10 +531,7 @@ def _said(
         )),
     )  # fmt: skip
     which = f"{planned.gpus * planned.nodes} GPU(s): "
-    return tuple(
-        replace(one, message=which + one.message, file=origin.file, line=origin.line)
-        for one in told
-    )
+    return tuple(replace(one, message=which + one.message, **origin.place) for one in told)
 
 
 def _instead(footprint: Footprint, now: Memory, usable: float) -> str:
@@ -664,7 +661,7 @@ def row_lengths(planned: Plan, packages: Mapping[str, str], terms: Terms) -> Len
             message="how long the rows are is not known: the data set is neither in a cache that this run "
             "would hit nor a local .jsonl with the tokenizer beside the model",
             help="--row-tokens MEAN:MAX, in tokens a row, such as --row-tokens 290:1100",
-            file=origin.file, line=origin.line,
+            **origin.place,
         )
     )  # fmt: skip
 

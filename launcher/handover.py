@@ -19,6 +19,7 @@ from launcher import plan as plans
 from launcher import stage as stages
 from launcher.backends import BACKENDS
 from launcher.backends.entry import Names
+from launcher.builder import Origin
 from launcher.chain import Chain, Link
 from launcher.config import Config
 from launcher.errors import (
@@ -78,11 +79,25 @@ class Order:
             probe=self.probe, devices=self.devices, runs=self.runs,
         )  # fmt: skip
 
+    def unheeded(self, first: str | None = None) -> list[tuple[Link, str]]:
+        """Overrides of stages that do not run from `first` on, but for where one's model lies."""
+        links = self.chain.between(first or self.first, self.last)
+        needed = {one.source for one in links}
+        return [
+            (link, text)
+            for link in self.chain.links
+            if link not in links
+            for text in link.overrides
+            if link.name not in needed
+            or text.partition("=")[0].removeprefix("args.") != _UNKNOWN.output
+        ]
+
     def again(self, *more: str, first: str | None = None) -> str:
         """The command line that asks for the same once more, from `first` on, with further words.
 
-        Tokens are taken out.
+        Tokens are taken out, and overrides that do nothing.
         """
+        unheeded = self.unheeded(first)
         given = {
             "--from": first or self.first, "--until": self.last, "--gpus": self.gpus,
             "--devices": self.devices, "--python": self.python, "--open-instruct": self.checkout,
@@ -92,7 +107,12 @@ class Order:
             "--strict": self.strict, "--no-probe": not self.probe,
         }  # fmt: skip
         words = ["launch", "pipeline", str(self.chain.path)]
-        words += [f"{one.name}.{text}" for one in self.chain.links for text in one.overrides]
+        words += [
+            f"{one.name}.{text}"
+            for one in self.chain.links
+            for text in one.overrides
+            if (one, text) not in unheeded
+        ]
         words += [word for k, v in given.items() if v is not None for word in (k, str(v))]
         words += [name for name, value in flags.items() if value]
         words += [word for name in self.allowed for word in ("--allow-changed-resume", name)]
@@ -166,6 +186,7 @@ def survey(order: Order, *, running: bool) -> Survey:
     live = tuple(step for step in surveyor.steps.values() if step.link in links and step.live)
     surveyor.ask_machine(live=bool(live))
     surveyor.names_known()
+    surveyor.overrides_heeded()
     found = tuple(dict.fromkeys(surveyor.findings))
     if surveyor.refused or errors(found, strict=order.strict):
         raise InvalidConfig(found)
@@ -305,7 +326,7 @@ class _Surveyor:
                 help = f"delete it, or write `from: none` instead of `from: {link.source}`"
             wrong = Finding(
                 severity="error", layer="launch", code="pipeline-model", key=f"args.{key}",
-                message=message, help=help, file=origin.file, line=origin.line,
+                message=message, help=help, **origin.place,
             )  # fmt: skip
             self._say(link, [wrong])
 
@@ -387,6 +408,19 @@ class _Surveyor:
                 Finding(severity="error", layer="launch", code="unknown-change", message=message)
             )
 
+    def overrides_heeded(self) -> None:
+        """What is laid over a stage that is left out changes nothing."""
+        for link, text in self.order.unheeded():
+            self.findings.append(
+                Finding(
+                    severity="warning", layer="launch", code="override-left-out",
+                    file=str(self.order.chain.path), override=f"{link.name}.{text}",
+                    message=f"`{link.name}.{brief(text)}` does nothing: {link.name} is not among the "
+                    "stages that are to run",
+                    help=f"leave it out, or say --from and --until so that {link.name} runs",
+                )
+            )  # fmt: skip
+
     # -- saying
 
     def _add(
@@ -397,7 +431,7 @@ class _Surveyor:
         origin = link.origin("from") if key == "from" else _origin(link, key)
         found = Finding(
             severity=severity, layer=layer, code=code, key=key, message=message, help=help,
-            file=origin.file, line=origin.line,
+            **origin.place,
         )  # fmt: skip
         self._say(link, [found])
 
@@ -432,16 +466,9 @@ def _text(value: Any) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
-def _origin(link: Link, key: str) -> Any:
-    """The place of a key in the stage's file, or of what `with:` sets in its place."""
-    loaded = config.load(link.config, link.texts())
-    origin = loaded.origin(key)
-    if origin.override is None:
-        return origin
-    moved = chains.placed(
-        link, Finding(severity="note", layer="launch", code="", message="", key=key)
-    )
-    return replace(origin, file=moved.file or origin.file, line=moved.line, override=None)
+def _origin(link: Link, key: str) -> Origin:
+    """The place of a key in the stage's file, or the override that sets it."""
+    return config.load(link.config, link.texts()).origin(key)
 
 
 def _is_adapter(source: Step, order: Order) -> bool:

@@ -274,5 +274,5 @@ def findings(parts: Sequence[Part], plan: Plan, *, offline: bool) -> Iterator[Fi
             help = f"{first}, or bring the hub's cache of a machine that has it (HF_HOME)"
         yield Finding(
             severity="error", layer="launch", code=code, key=f"args.{one.key}", message=said,
-            help=help, file=origin.file, line=origin.line,
+            help=help, **origin.place,
         )  # fmt: skip

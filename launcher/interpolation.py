@@ -49,13 +49,9 @@ def _unresolved(
     reason = (str(error).splitlines() or ["it goes in a circle"])[0]
     help = "write \\${ for a literal ${"
     found = bad(
-        Path(origin.file),
-        "interpolation",
-        f"`{key}` cannot be interpolated: {reason}",
-        origin.line,
-        help,
-    )
-    return replace(found, key=key)
+        path, "interpolation", f"`{key}` cannot be interpolated: {reason}", None, help
+    )  # fmt: skip
+    return replace(found, key=key, **origin.place)
 
 
 def _at(node: Any, steps: tuple[str | int, ...]) -> Any:

@@ -9,9 +9,11 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from launcher.errors import Finding, NotReady
 from launcher.paths import expanded
@@ -252,14 +254,22 @@ def find_trainer(
 
 
 def ask_trainer(python: Path, source: str) -> Trainer:
-    """Ask an interpreter for its version, import path and packages; raises NotReady if it fails."""
+    """Ask an interpreter for its version, import path and packages; raises NotReady if it fails.
+
+    The same one is started again only after something was installed: a pipeline asks for each stage.
+    """
     python = expanded(python).absolute()
-    # a site file may print something of its own first
-    answer = (run([str(python), "-c", _QUESTION], timeout_s=60) or "").rpartition("\n")[2]
-    try:
-        told = json.loads(answer)
-    except ValueError:
-        told = None
+    began_ns = time.time_ns()
+    told = _remembered(python)
+    if told is None:
+        # a site file may print something of its own first
+        answer = (run([str(python), "-c", _QUESTION], timeout_s=60) or "").rpartition("\n")[2]
+        try:
+            told = json.loads(answer)
+        except ValueError:
+            told = None
+        if isinstance(told, dict):
+            _remember(python, told, began_ns)
     if not isinstance(told, dict):
         raise NotReady(
             Finding(
@@ -277,6 +287,40 @@ def ask_trainer(python: Path, source: str) -> Trainer:
         markers=told["markers"],
         own=told["own"],
     )
+
+
+_ANSWERS: dict[tuple[object, ...], tuple[object, dict[str, Any]]] = {}
+
+
+def _asked(python: Path) -> tuple[object, ...]:
+    """What decides what an interpreter imports, but for what is installed."""
+    environ = sorted((k, v) for k, v in os.environ.items() if k.startswith("PYTHON") or k == "HOME")
+    return (str(python), *environ)
+
+
+def _remembered(python: Path) -> dict[str, Any] | None:
+    stamp, told = _ANSWERS.get(_asked(python), (None, None))
+    return told if told is not None and stamp == _installed(python, told["path"]) else None
+
+
+def _remember(python: Path, told: dict[str, Any], began_ns: int) -> None:
+    stamp = _installed(python, told["path"])
+    # what was written while it answered, or in the clock's last tick, may be in the answer or not
+    if all(changed < began_ns - 1_000_000_000 for _, _, changed in stamp):
+        _ANSWERS[_asked(python)] = stamp, told
+
+
+def _installed(python: Path, path: Sequence[str]) -> tuple[tuple[str, int, int], ...]:
+    """The interpreter and the folders of its import path, which installing something changes."""
+    stamps = []
+    for entry in (str(python), *filter(None, path)):
+        try:
+            found = os.stat(entry)
+        except OSError:
+            stamps.append((entry, 0, 0))
+        else:
+            stamps.append((entry, found.st_ino, found.st_mtime_ns))
+    return tuple(stamps)
 
 
 def describe() -> dict[str, object]:

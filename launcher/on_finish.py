@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from launcher import overview, process
 from launcher.attempt import Attempt
-from launcher.errors import Finding, UsageError
+from launcher.errors import brief, usage
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
 from launcher.view import Progress
@@ -30,15 +31,21 @@ def parsed(command: str | None) -> tuple[str, ...]:
     else:
         why = "it is empty"
     if not words:
-        raise UsageError(
-            Finding(
-                severity="error", layer="launch", code="bad-on-finish",
-                message=f"--on-finish holds no command: {why}",
-                help="a program and its arguments in one word: --on-finish 'notify-send done'; for "
-                "pipes and the like name a script",
-            )
+        raise usage(
+            "bad-on-finish", f"--on-finish holds no command: {why}",
+            "a program and its arguments in one word: --on-finish 'notify-send done'; for pipes and the "
+            "like name a script",
         )  # fmt: skip
     return words
+
+
+def require_here(command: Sequence[str]) -> None:
+    """Raises UsageError where nothing can be started of a command that this machine is to call."""
+    if command and shutil.which(command[0]) is None:
+        raise usage(
+            "bad-on-finish", f"--on-finish: there is no program `{brief(command[0])}` that can be started",
+            "the path of a file that may be executed, or the name of a program in PATH",
+        )  # fmt: skip
 
 
 def environment(folder: RunFolder, code: int) -> Mapping[str, str]:

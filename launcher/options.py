@@ -235,7 +235,7 @@ def _bad(config: Config, key: str, message: str, help: str | None = None) -> Fin
     origin = config.origin(key)
     return Finding(
         severity="error", layer="launch", code=f"bad-{key.partition('.')[0].replace('_', '-')}",
-        key=key, message=message, help=help, file=origin.file, line=origin.line,
+        key=key, message=message, help=help, **origin.place,
     )  # fmt: skip
 
 
@@ -252,8 +252,8 @@ def _unknown(config: Config, key: str, keys: tuple[str, ...], fields: Collection
     origin = config.origin(key)
     return Finding(
         severity="error", layer="launch", code="unknown-option", key=key,
-        message=f"`{key}` is no option of a stage file", help=help, file=origin.file,
-        line=origin.line,
+        message=f"`{key}` is no option of a stage file", help=help,
+        **origin.place,
     )  # fmt: skip
 
 

@@ -42,24 +42,26 @@ class Tree:
         key, equals, raw = text.partition("=")
         if UNUSABLE.search(text):
             shown = text.encode("utf-8", "backslashreplace").decode()
-            yield self._fault(None, f"`{brief(shown)}` is not UTF-8", None)
+            yield self._fault(text, None, f"`{brief(shown)}` is not UTF-8", None)
         elif not equals or not _OVERRIDE.match(key):
             help = "write for example learning_rate=1e-5"
-            yield self._fault(None, f"`{brief(text)}` is not of the form key=value", help)
+            yield self._fault(text, None, f"`{brief(text)}` is not of the form key=value", help)
         elif key == "extends":
-            yield self._fault(key, f"`{brief(text)}`: a parent is named in the file", None)
+            yield self._fault(text, key, f"`{brief(text)}`: a parent is named in the file", None)
         elif not raw:
             # a variable of the shell that is not set, as often as not
             help = f"write {key}=null to leave it to upstream, or {key}='\"\"' for an empty text"
-            yield self._fault(key, f"`{brief(text)}` has no value", help)
+            yield self._fault(text, key, f"`{brief(text)}` has no value", help)
         elif raw == "None":
-            yield self._fault(key, f"`{brief(text)}` would be the text 'None'", f"write {key}=null")
+            yield self._fault(
+                text, key, f"`{brief(text)}` would be the text 'None'", f"write {key}=null"
+            )
         else:
             try:
                 value = _override_value(raw)
             except (yaml.YAMLError, InvalidConfig) as error:
                 help = f"for a text, quote it for YAML too: '{key}=\"...\"'"
-                yield self._fault(key, f"`{brief(text)}`: {_reason(error)}", help)
+                yield self._fault(text, key, f"`{brief(text)}`: {_reason(error)}", help)
             else:
                 yield from self._set(_full_key(key, self.shape), value, text)
 
@@ -90,10 +92,13 @@ class Tree:
             reason = "is no list"
         else:
             reason = "holds nothing that has parts"
-        return self._fault(key, f"`{brief(text)}`: `{shown}` {reason}", None)
+        return self._fault(text, key, f"`{brief(text)}`: `{shown}` {reason}", None)
 
-    def _fault(self, key: str | None, message: str, help: str | None) -> Finding:
-        return replace(bad(self.path, "bad-override", message, None, help), key=key)
+    def _fault(self, text: str, key: str | None, message: str, help: str | None) -> Finding:
+        # what is no UTF-8 cannot be printed
+        shown = text.encode("utf-8", "backslashreplace").decode()
+        found = bad(self.path, "bad-override", message, None, help)
+        return replace(found, key=key, override=shown)
 
 
 def _place(node: Any, step: str | int) -> str | int | None:

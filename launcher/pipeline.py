@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,15 +24,18 @@ from launcher import (
     handover,
     preparation,
     report,
+    resume,
     rundir,
     start,
     trial,
 )  # fmt: skip
+from launcher.chain import placed
 from launcher.changes import Change
-from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, brief
+from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, brief, errors
 from launcher.handover import Order, Step, Survey
 from launcher.preparation import Prepared, Request
 from launcher.redaction import redact
+from launcher.resume import Decision
 from launcher.trial import Outcome
 
 RECORD = "pipeline.json"
@@ -168,8 +171,45 @@ def run(order: Order, told: Progress, *, quiet: bool = False) -> Result:
 
 
 def dry_run(order: Order) -> Survey:
-    """What would be started, in order. Raises what `handover.survey` raises."""
-    return handover.survey(order, running=False)
+    """What would be started, in order, and what of it earlier runs have. Raises like `handover.survey`."""
+    seen = handover.survey(order, running=False)
+    return replace(seen, findings=(*seen.findings, *_earlier_runs(order, seen)))
+
+
+def _earlier_runs(order: Order, seen: Survey) -> Iterator[Finding]:
+    """What this pipeline would do where the printed commands write into the outputs of earlier runs."""
+    trained: set[str] = set()
+    for link in seen.links:
+        step = seen.steps[link.name]
+        request = replace(step.prepared.request, allowed=_allowed(order, step))
+        known = preparation.decided_of_earlier_run(replace(step.prepared, request=request))
+        if known is None:
+            trained.add(link.name)
+            continue
+        made, decision = known
+        before = link.source if link.source in trained else None
+        if decision is None:
+            would: str | None = "wait until that run is over"
+            again = True
+        else:
+            why = _why_again(decision, request, before)
+            would = f"train {link.name} again, beside it: {why}" if why else resume.would(decision)
+            again = why is not None or decision.kind != "finished"
+        if again:
+            trained.add(link.name)
+        if would is not None:
+            output, folder = step.prepared.output, step.prepared.folder
+            for one in resume.of_a_bare_command(would, made, output, folder):
+                yield placed(link, one)
+
+
+def _why_again(decision: Decision, request: Request, before: str | None) -> str | None:
+    """Why a stage is trained beside its earlier run; `before` is the stage whose model will be another."""
+    why = [one.differs for one in _changed(decision, request)[:4]]
+    if before is not None and decision.kind != "new":
+        why = [f"{before} is trained before it", *why]
+    refused = {one.code for one in errors(decision.findings)}
+    return "; ".join(why) if why and (not refused or refused & _CHANGED) else None
 
 
 class _Runner:
@@ -251,12 +291,7 @@ class _Runner:
         more = [] if source is None else step.handed(self.models[source])
         if source is not None:
             row.model = str(self.models[source])
-        allowed = tuple(
-            name
-            for name in self.order.allowed
-            if name in handover.known_changes(step.plan.stage.schema.fields)
-        )
-        request = replace(self.order.request(step.link, more), allowed=allowed)
+        request = replace(self.order.request(step.link, more), allowed=_allowed(self.order, step))
         prepared, why = self._prepared(request)
         prepared = foresight.foreseen(prepared)
         output = prepared.output or step.output
@@ -314,11 +349,11 @@ class _Runner:
             if not any(one.code in _CHANGED for one in refused.findings):
                 raise
             prepared = _tolerant(request)
-            if not (why := _inputs(prepared, request)):
+            if not (why := _changed(prepared.decision, request)):
                 rundir.release(prepared.folder)
                 raise
         else:
-            why = _inputs(prepared, request)
+            why = _changed(prepared.decision, request)
         if not why:
             return prepared, None
         rundir.release(prepared.folder)
@@ -359,16 +394,18 @@ def _tolerant(request: Request) -> Prepared:
     return preparation.prepare(anyhow, running=True)
 
 
-def _inputs(prepared: Prepared, request: Request) -> list[Change]:
+def _changed(decision: Decision, request: Request) -> list[Change]:
     """The changes for which a stage's own result, or what there is of it, is not what was asked for."""
-    if prepared.decision.kind == "new":
+    if decision.kind == "new":
         return []
     allowed = {*request.allowed, *_NO_INPUT}
-    return [
-        one
-        for one in prepared.decision.changes
-        if one.severity != "note" and one.what not in allowed
-    ]
+    return [one for one in decision.changes if one.severity != "note" and one.what not in allowed]
+
+
+def _allowed(order: Order, step: Step) -> tuple[str, ...]:
+    """What of `--allow-changed-resume` a stage knows."""
+    known = handover.known_changes(step.plan.stage.schema.fields)
+    return tuple(name for name in order.allowed if name in known)
 
 
 def _restarts(step: Step, prepared: Prepared, why: str) -> Finding:
@@ -376,7 +413,7 @@ def _restarts(step: Step, prepared: Prepared, why: str) -> Finding:
     return Finding(
         severity="note", layer="launch", code="pipeline-restarts",
         message=f"{step.link.name} is trained again, into {prepared.output}: {why}",
-        file=origin.file, line=origin.line,
+        **origin.place,
     )  # fmt: skip
 
 

@@ -147,10 +147,11 @@ def make(
     values = Values(stage.schema, {**stage.args, **{k: d.value for k, d in derived.items()}})
     rows = count_rows(stage, values) if rows is None else rows
     notes += _packed_and_few(stage, rows, per_device, accumulation, devices)
+    steps = _steps(stage, values, rows, world)
+    notes += _unrecorded(stage, gpus, steps)
     return Plan(
         stage=stage, gpus=gpus, nodes=nodes, per_device=per_device, accumulation=accumulation,
-        global_batch=world, rows=rows, derived=derived, values=values,
-        steps=_steps(stage, values, rows, world), findings=tuple(notes),
+        global_batch=world, rows=rows, derived=derived, values=values, steps=steps, findings=tuple(notes),
     )  # fmt: skip
 
 
@@ -162,7 +163,7 @@ def _sharding(stage: Stage, processes: int) -> Iterator[Finding]:
 
     for finding in degrees(stage.values, processes):
         origin = stage.config.origin(finding.key or "")
-        yield replace(finding, file=origin.file, line=origin.line)
+        yield replace(finding, **origin.place)
 
 
 def _packed_and_few(
@@ -184,7 +185,7 @@ def _packed_and_few(
         )
     for finding in found:
         origin = stage.config.origin(finding.key or "")
-        yield replace(finding, file=origin.file, line=origin.line)
+        yield replace(finding, **origin.place)
 
 
 def _attention(
@@ -202,7 +203,7 @@ def _attention(
             code="attention-missing" if fault else "attention-fallback",
             message=f"no implementation of `attention:` can be had here: {choice.why}" if fault
             else f"attention falls back to {choice.name}: {choice.why}",
-            help="add sdpa to the list" if fault else None, file=origin.file, line=origin.line,
+            help="add sdpa to the list" if fault else None, **origin.place,
         ))  # fmt: skip
     if choice.name is not None:
         why = f"`attention:` ({choice.why})" if choice.passed else "the first of `attention:`"
@@ -242,13 +243,30 @@ def _without_probe(stage: Stage, gpus: int) -> Iterator[Finding]:
             severity="error", layer="run", code="probe-needed", key="probe",
             message="the pinned scripts do not run on a CPU without what the probe supplies there "
             "(memory counters, a process group)",
-            help="leave the probe on, or use GPUs", file=origin.file, line=origin.line,
+            help="leave the probe on, or use GPUs", **origin.place,
         )  # fmt: skip
         return
     yield Finding(
         severity="note", layer="launch", code="no-probe", key="probe",
         message="without the probe nothing that runs inside is counted, tested or enforced: the verdict "
-        "has the console log alone", file=origin.file, line=origin.line,
+        "has the console log alone", **origin.place,
+    )  # fmt: skip
+
+
+def _unrecorded(stage: Stage, gpus: int, steps: int | None) -> Iterator[Finding]:
+    """A step whose kernels are asked for, and that there will not be; or no GPU that has any."""
+    watch = stage.options.probe
+    if (
+        watch is None
+        or watch.profile is None
+        or (gpus and watch.profile <= (steps or watch.profile))
+    ):
+        return
+    key, late = "probe.profile", f"there is no step {watch.profile} in a run of {steps}"
+    yield Finding(
+        severity="warning" if gpus else "note", layer="launch", code="profile-and-steps", key=key,
+        message=f"`{key}: {watch.profile}` records nothing: {late if gpus else 'there is no GPU'}",
+        help=f"{key}={steps} or less" if gpus else None, **stage.config.origin(key).place,
     )  # fmt: skip
 
 
@@ -259,7 +277,7 @@ def _devices_and_deepspeed(stage: Stage, gpus: int, nodes: int) -> Iterator[Find
         yield Finding(
             severity="note", layer="launch", code="deepspeed-left-out", key=key,
             message=f"`deepspeed: {options.deepspeed_name}` is left out on the CPU",
-            file=origin.file, line=origin.line,
+            **origin.place,
         )  # fmt: skip
     alone = gpus == 1 and nodes == 1 and options.deepspeed is None
     # DPO's own `zero_stage` starts DeepSpeed too (dpo_tune_cache.py:129)
@@ -269,7 +287,7 @@ def _devices_and_deepspeed(stage: Stage, gpus: int, nodes: int) -> Iterator[Find
             severity="error", layer="run", code="no-process-group", key=key,
             message="one process without DeepSpeed has no process group: the reference pass crashes "
             "in dist.barrier (dpo_utils.py:453)",
-            help="set a `deepspeed:`, such as zero2", file=origin.file, line=origin.line,
+            help="set a `deepspeed:`, such as zero2", **origin.place,
         )  # fmt: skip
     if nodes > 1:
         yield Finding(
@@ -305,12 +323,13 @@ def _impossible(stage: Stage, total: int, per_device: int, devices: int) -> Find
         options.append(
             "batch.global=" + " or ".join(f"{n} with per_device {one}" for n, one in each)
         )
-    origin = stage.config.origin("batch.global")
+    asked = stage.config.origin("batch.per_device")
+    origin = stage.config.origin("batch.global") if asked.override is None else asked
     return Finding(
         severity="error", layer="launch", code="impossible-batch", key="batch.global",
         message=f"a global batch of {total} cannot be split into {per_device} rows on "
         f"{devices} device(s)",
-        help="nearest possible: " + "; ".join(options), file=origin.file, line=origin.line,
+        help="nearest possible: " + "; ".join(options), **origin.place,
     )  # fmt: skip
 
 

@@ -270,11 +270,24 @@ def of_earlier_run(dry: Prepared) -> tuple[Finding, ...]:
 
     The command itself knows nothing of it. Raises UsageError like `resume.judge`.
     """
+    known = decided_of_earlier_run(dry)
+    would = None if known is None else resume.would(known[1])
+    if known is None or would is None:
+        return ()
+    return resume.of_a_bare_command(would, known[0], dry.output, dry.folder)
+
+
+def decided_of_earlier_run(dry: Prepared) -> tuple[Plan, resume.Decision | None] | None:
+    """The plan of a start and what it would be, where a dry run's command writes into a run's output.
+
+    The decision is None while that run is still going on. None where there is no such run. Raises UsageError
+    like `resume.judge`.
+    """
     folder = dry.folder
     if dry.attempt == 1 or (told := rundir.read_manifest(folder)) == {}:
-        return ()
+        return None
     if claim.live_run_into(dry.output) is not None:
-        return resume.of_a_bare_command(None, dry.plan, dry.output, folder)
+        return dry.plan, None
     # as for a run: of what is installed here
     made = plan.make(
         dry.plan.stage, gpus=dry.plan.gpus, nodes=dry.plan.nodes, output=folder.path / "model",
@@ -285,14 +298,13 @@ def of_earlier_run(dry: Prepared) -> tuple[Finding, ...]:
     try:
         held = caches.derive(made, dry.trainer.packages)
         made = caches.applied(made, held)
-        decision = resume.judge(
+        return made, resume.judge(
             made, output=dry.output, folder=folder, manifest=told, trainer=dry.trainer, caches=held,
             now=contents.of_plan(made), allowed=dry.request.allowed,
         )  # fmt: skip
     except NotReady:
         # a dry run may name what is not here, and then nothing starts here either
-        return ()
-    return resume.of_a_bare_command(decision, made, dry.output, folder)
+        return None
 
 
 def _in_situation(made: Plan, trainer: Trainer, before: RunFolder | None, *, running: bool) -> Plan:

@@ -958,7 +958,13 @@ class Probe:
     def ends(self) -> None:
         self.rests()
         if self.settings.profile and not self.recorded:
-            why = "there is no GPU" if self.cpu else f"the last one was step {self.at}"
+            why = f"the last one was step {self.at}"
+            if self.cpu:
+                why = "there is no GPU"
+            elif self.settings.profile <= self.base:
+                why = f"this attempt began after step {self.base}"
+            elif self.settings.profile <= self.at:
+                why = "their record failed"
             self.record.write("note", text=f"the kernels of step {self.settings.profile}: {why}")
         if self.step:
             self.mark("end")

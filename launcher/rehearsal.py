@@ -235,5 +235,5 @@ def _note(stage: Stage, code: str, name: str, message: str, help: str | None = N
     origin = stage.config.origin(f"args.{name}")
     return Finding(
         severity="note", layer="launch", code=code, key=f"args.{name}", message=message, help=help,
-        file=origin.file, line=origin.line,
+        **origin.place,
     )  # fmt: skip

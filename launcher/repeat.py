@@ -74,7 +74,12 @@ def escaped(value: Any) -> Any:
 def of_run(folder: RunFolder, stage: str) -> dict[str, Any]:
     """The manifest of a run that is to be repeated. Raises UsageError where that cannot be."""
     told = rundir.read_manifest(folder)
-    if told.get("stage") != stage:
+    if told.get("stage") is None:
+        message = f"{folder.manifest} is gone or damaged: what {folder.path.name} was is not known"
+        raise UsageError(
+            _fault(message, f"launch {stage} {folder.stage_file}, if that is its stage")
+        )
+    if told["stage"] != stage:
         kind = brief(told.get("stage"))
         help = f"launch {kind} --repeat {folder.path.name}"
         raise UsageError(_fault(f"{folder.path.name} is a run of {kind}", help))

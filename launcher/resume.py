@@ -192,25 +192,29 @@ def aside_folder(output: Path) -> Path:
 # --- without the decision ---------------------------------------------------------------------------
 
 
-def of_a_bare_command(
-    decision: Decision | None, plan: Plan, output: Path | None, folder: RunFolder
-) -> tuple[Finding, ...]:
-    """What to know of a command that is pasted where a run has been: it carries no decision out.
+def would(decision: Decision | None) -> str | None:
+    """What `launch sft` and `launch dpo` do with a decision; None where they begin anew, as a bare command.
 
-    `decision` is what a start would come to, None while that run is still going on.
+    The decision is None while that run is still going on.
     """
     found = decision.findings if decision is not None else ()
     refused = next((one for one in found if one.severity == "error"), None)
     if decision is None:
-        would = "refuse it, as that run is still going on"
-    elif refused is not None:
-        would = f"refuse it ({refused.code}: {refused.message})"
-    elif decision.kind == "finished":
-        would = "train nothing, it is finished"
-    elif decision.checkpoint is not None:
-        would = f"go on from {decision.checkpoint.name}"
-    else:
-        return ()
+        return "refuse it, as that run is still going on"
+    if refused is not None:
+        return f"refuse it ({refused.code}: {refused.message})"
+    if decision.kind == "finished":
+        return "train nothing, it is finished"
+    return None if decision.checkpoint is None else f"go on from {decision.checkpoint.name}"
+
+
+def of_a_bare_command(
+    would: str, plan: Plan, output: Path | None, folder: RunFolder
+) -> tuple[Finding, ...]:
+    """What to know of a command that is pasted where a run has been: it carries no decision out.
+
+    `would` is what launch itself does there.
+    """
     name = plan.stage.entry.names.output
     said = Finding(
         severity="warning", layer="launch", code="earlier-run", key=f"args.{name}",

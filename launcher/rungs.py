@@ -221,7 +221,7 @@ def _not_constant(stage: Stage, rungs: Sequence[Rung]) -> Iterator[Finding]:
             severity="warning", layer="launch", code="batch-not-constant", key="batch.global",
             message=f"the rungs train with different global batches: {told}",
             help="`batch: {global: N, per_device: M}` keeps it, and accumulation follows from --gpus",
-            file=origin.file, line=origin.line,
+            **origin.place,
         )  # fmt: skip
 
 
@@ -230,5 +230,5 @@ def _note(stage: Stage, code: str, message: str, help: str | None = None) -> Fin
     origin = stage.config.origin(key)
     return Finding(
         severity="note", layer="launch", code=code, key=key, message=message, help=help,
-        file=origin.file, line=origin.line,
+        **origin.place,
     )  # fmt: skip

@@ -24,6 +24,7 @@ from launcher import (
     keeper,
     manifest,
     page,
+    process,
     rendezvous,
     repeat,
     resume,
@@ -280,8 +281,13 @@ def finish(folder: RunFolder) -> check.Verdict:
     each = earlier.read(folder)
     found = earlier.whole(each)
     # a token that training printed must not get from the log into what is shown and kept
-    seen = check.judge(told.get("stage"), told.get("expect") or {}, found)
+    asked = told.get("expect")
+    # where the record of what was asked for is lost, nothing can have been proved of it
+    expected = asked if isinstance(asked, Mapping) else check.UNKNOWN
+    seen = check.judge(told.get("stage"), expected, found)
     seen = check.beside(seen, foresight.peak_of(told))
+    if seen.point("finish").state == "running" and _lost(folder):
+        seen = check.lost(seen)
     judged = redact(seen, attempts.tokens(folder))
     # a read-only or full disk costs these files, not the verdict
     with contextlib.suppress(OSError):
@@ -290,6 +296,12 @@ def finish(folder: RunFolder) -> check.Verdict:
         rundir.write_text(folder.metrics, rows)
         rundir.write_text(folder.report, page.render(told, judged, found, folder.path))
     return judged
+
+
+def _lost(folder: RunFolder) -> bool:
+    """Whether all of a run that was started on this machine is gone; elsewhere nobody here can look."""
+    told = process.identity(rundir.read_json(folder.process))
+    return told is not None and told.host == process.host() and not runner.alive(folder.path)
 
 
 def judged_now(folder: RunFolder, planned: Plan, verdict: check.Verdict) -> check.Verdict:

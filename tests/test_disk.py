@@ -258,6 +258,7 @@ def test_checkpoints_that_go_are_room(tmp_path: Path, model: Path) -> None:
         file.truncate(14 * 10**9)
     told = needed(tmp_path, model, SFT, "checkpointing_steps: 50", output=output)
     assert told.likely == (56 - 14) * 10**9
+    assert disk.described(told).endswith("; 13.0 GiB of it are there already")
 
 
 def test_several_machines_may_share_the_work(tmp_path: Path, model: Path) -> None:
@@ -354,3 +355,10 @@ def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
     assert second.severity == "warning" and "TRITON_CACHE_DIR" in (second.help or "")
     # nothing was made by asking
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_folders_that_can_never_be_made(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    assert disk.not_writable(tmp_path / "a" / "b") is None
+    assert disk.not_writable(tmp_path / ("x" * 300)) == "File name too long"
+    assert "symbolic links" in str(disk.not_writable(tmp_path / "loop" / "x"))

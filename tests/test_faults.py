@@ -475,6 +475,18 @@ def test_a_reader_that_leaves(world: World) -> None:
     assert (done.stdout, done.stderr) == ("line 0\n", "")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize("words", ["", "--format json"])
+def test_an_answer_for_which_there_is_no_room(world: World, words: str) -> None:
+    folder = world.prepared("exit=0")
+    done = shell(world, f"launch exec 'a run' {words} > /dev/full; echo $? >&2")
+    # what is shown goes nowhere, the run to its end
+    assert rundir.read_json(folder.exit(1))["returncode"] == 0 and folder.verdict.exists()
+    assert "Traceback" not in done.stderr and "bug in launch" not in done.stderr
+    assert done.stderr.endswith("5\n")
+    assert bool(words) or "error[disk-full]" in done.stderr
+
+
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_streams_that_are_closed(world: World, closed: str) -> None:
     folder = world.prepared("pid=leader", f"wait={world.root}/go", "stdin=", "exit=0")

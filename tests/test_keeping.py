@@ -349,6 +349,9 @@ def test_logs_are_printed_as_they_are(place: Path) -> None:
     assert printed("a run", "-n", "1") == b"y" * 70_000 + b"\n"
     done = launch("logs", "a run", "--attempt", "7")
     assert done.returncode == 2 and "it has 1: launch logs a run --attempt 1" in done.stderr
+    folder.console(1).unlink()
+    done = launch("logs", "a run")
+    assert done.returncode == 2 and "launch check a run" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -442,6 +445,9 @@ def test_a_command_at_the_end_that_fails_changes_nothing(place: Path) -> None:
 
 def test_it_is_an_argv_and_no_shell() -> None:
     words = on_finish.parsed("notify 'a b' $(touch x); `y`")
+    with pytest.raises(UsageError, match="no program `notify"):
+        on_finish.require_here(("notify-nobody", "x"))
+    on_finish.require_here(("env", "true"))
     assert words == ("notify", "a b", "$(touch", "x);", "`y`")
     for wrong in ("", "  ", "say 'it"):
         with pytest.raises(UsageError):

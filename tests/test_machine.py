@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -260,6 +261,32 @@ def test_names_of_packages_are_normalised(tmp_path: Path) -> None:
     (tmp_path / "nameless-1.0.dist-info").mkdir()
     wrapper = script(tmp_path, "python", f'PYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@"')
     assert machine.ask_trainer(wrapper, "a test").packages["some-thing-py"] == "1.2"
+
+
+def test_an_interpreter_is_started_again_only_after_something_was_installed(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    starts = tmp_path / "starts"
+    wrapper = script(
+        tmp_path, "python",
+        f'echo once >>"{starts}"; PYTHONPATH="{site}" exec "{sys.executable}" "$@"',
+    )  # fmt: skip
+
+    def asked() -> tuple[str | None, int]:
+        told = machine.ask_trainer(wrapper, "a test").packages.get("late")
+        return told, len(starts.read_text().splitlines())
+
+    # changed a moment ago: what is written in the same tick would not be noticed
+    assert asked() == (None, 1)
+    assert asked() == (None, 2)
+    past = time.time() - 60
+    for path in (wrapper, site):
+        os.utime(path, (past, past))
+    assert asked() == (None, 3)
+    assert asked() == (None, 3)
+    (site / "late-1.0.dist-info").mkdir()
+    (site / "late-1.0.dist-info" / "METADATA").write_text("Name: late\nVersion: 1.0\n")
+    assert asked() == ("1.0", 4)
 
 
 def test_describe_names_this_machine() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from conftest import Write
 
 from launcher import config
+from launcher.cli import main
 from launcher.errors import InvalidConfig
 
 STAGE = """\
@@ -137,6 +139,22 @@ def test_the_origin_of_an_override(stage_file: Path) -> None:
     assert str(loaded.origin("args.learning_rate")) == "override `learning_rate=2`"
     assert str(loaded.origin("args.dataset_mixer_list[0]")) == "override `dataset_mixer_list=[c]`"
     assert loaded.origin("args.learning_rate").file == str(stage_file)
+
+
+def test_a_fault_of_an_override_is_where_it_was_said(
+    stage_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["learning_rate=fast", "batch.global=0", "probe={within: 0}"]
+    assert main(["sft", str(stage_file), *words, "--gpus", "1", "--dry-run"]) == 3
+    said = capsys.readouterr().err
+    for text in words:
+        assert f"--> override `{text}` of {stage_file}\n" in said
+    assert main(["sft", str(stage_file), "seed", "--gpus", "1", "--format", "json"]) == 3
+    (found,) = json.loads(capsys.readouterr().out)["findings"]
+    assert (found["file"], found["line"], found["override"]) == (str(stage_file), None, "seed")
+    with pytest.raises(InvalidConfig) as raised:
+        config.load(stage_file, ["x=${a//b}"])
+    assert raised.value.findings[0].place == f"override `x=${{a//b}}` of {stage_file}"
 
 
 @pytest.mark.parametrize(

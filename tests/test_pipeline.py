@@ -173,6 +173,14 @@ def test_everything_that_is_wrong_with_the_file_is_said_at_once(write: Write) ->
         assert any(line == at and text in message for at, message in told), (line, text)
 
 
+def test_a_stage_file_is_no_pipeline(write: Write) -> None:
+    path = write("s.yaml", "stage: sft\nbackend: trl\nargs: {seed: 1}\n")
+    with pytest.raises(InvalidConfig) as caught:
+        chain.load(path)
+    (found,) = caught.value.findings
+    assert "a stage file" in found.message and f"launch sft {path}" in str(found.help)
+
+
 @pytest.mark.parametrize("text", ["stages: []\n", "stages: 3\n", "name: x\n", "stages:\n  a: b\n"])
 def test_a_file_without_stages(write: Write, text: str) -> None:
     with pytest.raises(InvalidConfig, match="`stages` is a list"):
@@ -206,10 +214,14 @@ def test_the_command_that_is_advised_is_the_same_one(write: Write) -> None:
     text = "stages: [{name: a, config: s.yaml}, {name: b, config: s.yaml}]\n"
     loaded = chain.load(write("my p.yaml", text), ["b.seed=1", "a.data=x y"])
     order = Order(chain=loaded, gpus=0, last="b", fresh=True, probe=False, allowed=("pin",))
-    assert shlex.split(order.again("--fresh", first="b")) == [
-        "launch", "pipeline", str(loaded.path), "a.data=x y", "b.seed=1", "--from", "b", "--until", "b",
+    assert shlex.split(order.again("--fresh", first="a")) == [
+        "launch", "pipeline", str(loaded.path), "a.data=x y", "b.seed=1", "--from", "a", "--until", "b",
         "--gpus", "0", "--no-probe", "--allow-changed-resume", "pin", "--fresh",
     ]  # fmt: skip
+    # of a stage that is left out only where its model lies matters
+    assert "a.data" not in order.again(first="b")
+    moved = Order(chain=chain.load(loaded.path, ["a.output_dir=o", "a.seed=1"]), first="b")
+    assert moved.again().endswith("my p.yaml' a.output_dir=o --from b")
     secret = "hf_" + "a1B2" * 9
     told = Order(chain=chain.load(loaded.path, [f"a.hub_token={secret}"])).again()
     assert "a.hub_token=" in told and secret not in told
@@ -281,6 +293,10 @@ def test_every_stage_is_judged_before_the_first(world: Chained) -> None:
     }
     # what `with:` says stands in the pipeline file
     assert places == {("first.yaml", "args.no_such"), (path.name, "args.bogus")}
+    # what the command line says is said as it was said, whatever `with:` holds
+    done = world.launch(*world.words("third.bogus=2", "second.no_such=3"))
+    assert "--> override `third.bogus=2` of third.yaml\n" in done.stderr
+    assert "--> override `second.no_such=3` of second.yaml\n" in done.stderr
 
 
 @needs_trl
@@ -568,6 +584,25 @@ def test_from_and_until(world: Chained) -> None:
 
 
 @needs_trl
+def test_an_override_of_a_stage_that_is_left_out_is_said_to_do_nothing(world: Chained) -> None:
+    world.usual()
+
+    def left_out(*words: str) -> list[str]:
+        code, told = world.run("--dry-run", *words)
+        found = [f for f in told["findings"] if f["code"] == "override-left-out"]
+        assert code == 0 and all(f["severity"] == "warning" for f in found)
+        return [f["override"] for f in found]
+
+    given = ("first.seed=1", "second.seed=2", "second.output_dir=o/x", "last.seed=3")
+    assert left_out(*given) == []
+    # from which model the third begins is not nothing
+    assert left_out(*given, "--from", "last") == ["first.seed=1", "second.seed=2"]
+    assert left_out(*given, "--until", "first") == [
+        "second.seed=2", "second.output_dir=o/x", "last.seed=3",
+    ]  # fmt: skip
+
+
+@needs_trl
 def test_ctrl_c_stops_the_stage_and_the_pipeline(world: Chained) -> None:
     world.usual()
     world.do(second=["pid=leader", "sleep=600"])
@@ -688,6 +723,27 @@ def test_a_dry_run_says_what_would_be_started(world: Chained) -> None:
     assert code == 0
     assert [one["name"] for one in told["data"]["stages"]] == ["first", "second", "last"]
     assert all("argv" in one for one in told["data"]["stages"])
+
+
+@needs_trl
+def test_a_dry_run_says_what_becomes_of_earlier_runs(world: Chained) -> None:
+    def said(*words: str) -> list[str]:
+        code, told = world.run("--dry-run", *words)
+        assert code == 0
+        return [f["message"] for f in told["findings"] if f["code"] == "earlier-run"]
+
+    world.usual()
+    assert said() == []
+    assert world.run()[0] == 0
+    assert ["train nothing, it is finished" in one for one in said()] == [True] * 3
+    # as it does then: what is made of another model is another too
+    skipped, again, after = said("second.learning_rate=0.25")
+    assert "train nothing" in skipped
+    assert "train second again, beside it: " in again and "learning_rate" in again
+    assert "train last again, beside it: second is trained before it" in after
+    assert "train nothing" in said("--from", "last")[0]
+    assert said("--fresh") == []
+    assert world.trained() == ["first", "second", "third"]
 
 
 @needs_trl

@@ -89,6 +89,13 @@ def test_an_impossible_split_names_the_nearest(
     assert finding.line == 3
 
 
+@pytest.mark.parametrize("text", ["batch.per_device=3", "batch.global=15"])
+def test_a_split_that_an_override_makes_impossible(tmp_path: Path, text: str) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        planned(from_text(tmp_path, SFT.format(more=""), text))
+    assert caught.value.findings[0].override == text
+
+
 @pytest.mark.parametrize("name", ["per_device_train_batch_size", "gradient_accumulation_steps"])
 def test_a_batch_said_twice_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(InvalidConfig) as caught:
@@ -128,6 +135,24 @@ def test_a_limit_of_no_steps_is_one(tmp_path: Path, limit: int) -> None:
     """Upstream asks whether it is None: no epoch is begun (finetune.py:723)."""
     assert sft(tmp_path, f"max_train_steps: {limit}").steps == 0
     assert trl_rows(tmp_path, f"max_steps: {limit}").steps == 39
+
+
+@pytest.mark.parametrize(
+    ("profile", "gpus", "severity", "why"),
+    [
+        (8, 1, "warning", "there is no step 8 in a run of 7"),
+        (7, 1, None, ""),
+        (7, 0, "note", "there is no GPU"),
+    ],
+)
+def test_a_record_of_kernels_that_there_will_not_be(
+    tmp_path: Path, profile: int, gpus: int, severity: str | None, why: str
+) -> None:
+    batch = f"batch: {{global: 16, per_device: 2}}\nprobe: {{profile: {profile}}}"
+    made = sft(tmp_path, "max_train_steps: 7", gpus, batch=batch)
+    said = [one for one in made.findings if one.code == "profile-and-steps"]
+    assert [one.severity for one in said] == ([severity] if severity else [])
+    assert all(why in one.message and one.line for one in said)
 
 
 def test_a_run_that_only_tokenises_has_no_steps(tmp_path: Path) -> None:

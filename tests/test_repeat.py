@@ -113,6 +113,9 @@ def test_what_cannot_be_repeated(folder: RunFolder) -> None:
         repeat.of_run(folder, "sft")
     with pytest.raises(UsageError, match="run of sft"):
         repeat.of_run(folder, "dpo")
+    folder.manifest.write_text("{")
+    with pytest.raises(UsageError, match="gone or damaged"):
+        repeat.of_run(folder, "sft")
     told = CliRunner().invoke(app, ["sft", "--repeat", "no such run"])
     assert isinstance(told.exception, UsageError)
     told = CliRunner().invoke(app, ["sft"])

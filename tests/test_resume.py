@@ -693,7 +693,9 @@ def test_a_bare_command_of_open_instruct_goes_on_by_itself(run: Make) -> None:
     for step in (2, 4, 6):
         saved.pinned(one.output, f"step_{step}")
     decision = one.decide()
-    (said,) = resume.of_a_bare_command(decision, one.made, one.output, one.folder)
+    (said,) = resume.of_a_bare_command(
+        str(resume.would(decision)), one.made, one.output, one.folder
+    )
     assert (decision.step, said.severity) == (4, "warning")
     assert "would go on from step_4; this line goes on from step_6" in said.message
 

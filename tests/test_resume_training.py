@@ -1,6 +1,6 @@
 """Real training, killed at random moments and said again: TRL and the pinned SFT, on the CPU.
 
-scripts/soak.py does the same for longer (`make soak`); here it makes three kills of each kind, both kinds
+scripts/soak.py does the same for longer (`make soak`); here it makes two kills of each kind, both kinds
 at the same time. Skipped, with the reason, where the training packages or the pinned checkout are missing.
 """
 
@@ -26,7 +26,7 @@ pytestmark = [
     ),
 ]
 
-KILLS = 3
+KILLS = 2
 Soaks = dict[str, tuple["subprocess.Popen[str]", Path]]
 
 

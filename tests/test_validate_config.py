@@ -44,6 +44,20 @@ def test_fix_writes_and_then_judges(write: Write, capsys: pytest.CaptureFixture[
     assert path.stat().st_mtime_ns == stamp
 
 
+def test_a_folder_is_the_files_in_it(
+    tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("all/b/c.yml", "all/a.yaml", "all/.git/x.yaml", "all/.hidden.yaml", "all/a.json"):
+        write(name, MENDED)
+    folder = tmp_path / "all"
+    assert main(["validate-config", str(folder), "--format", "json"]) == Exit.OK
+    told = json.loads(capsys.readouterr().out)["data"]["files"]
+    assert [entry["path"] for entry in told] == [f"{folder}/a.yaml", f"{folder}/b/c.yml"]
+    (tmp_path / "empty").mkdir()
+    assert main(["validate-config", str(tmp_path / "empty")]) == Exit.CONFIG
+    assert "not-a-file" in capsys.readouterr().err
+
+
 def test_diff_writes_nothing(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     path = write("a.yaml", WRONG)
     assert main(["validate-config", "--fix", "--diff", str(path)]) == Exit.CONFIG

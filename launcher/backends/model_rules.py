@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from launcher.backends import model_config
 from launcher.backends.context import Context, StageRule, caches_only, section
 from launcher.backends.rule import say
 from launcher.errors import Finding
+from launcher.paths import is_file
 
 # liger_kernel/transformers/monkey_patch.py:2879, release 0.7.0, the one that the pin locks
 LIGER_RELEASE = (0, 7)
@@ -247,6 +249,12 @@ def missing_model(context: Context) -> Iterator[Finding]:
     """finetune.py:541, dpo_tune_cache.py:279, trl/scripts/sft.py:104: neither a folder nor a hub name."""
     name = context.values["model_name_or_path"]
     if not context.running or not isinstance(name, str) or not name:
+        return
+    if is_file(Path(name)):
+        yield say(
+            "error", "run", "missing-model", "model_name_or_path", f"{name} is a file, no folder",
+            f"name the folder with its config.json, such as {Path(name).parent}",
+        )  # fmt: skip
         return
     if _own(context) or model_config.here(name):
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,7 +53,9 @@ def complete_key(incomplete: str) -> list[str]:
     "validate-config", epilog="Example: launch validate-config configs/tulu/*.yaml --strict"
 )
 def validate_config(
-    paths: Annotated[list[Path], typer.Argument(help="stage files", show_default=False)],
+    paths: Annotated[
+        list[Path], typer.Argument(help="stage files, or folders of them", show_default=False)
+    ],
     stage: StageOption = None,
     open_instruct: Checkout = None,
     allow_unpinned: Unpinned = False,
@@ -70,6 +73,7 @@ def validate_config(
 
     locator = upstream.Locator(checkout=open_instruct, allow_unpinned=allow_unpinned)
     stage = named_stage(stage)
+    paths = [file for path in paths for file in _below(path)]
     mended: dict[Path, Fix] = {}
     found: list[Finding] = []
     if fix or diff:
@@ -87,6 +91,21 @@ def validate_config(
     ok = all(entry["valid"] for entry in files)
     tell("validate-config", ok and not not_ready, found, files, format)
     raise typer.Exit(Exit.NOT_READY if not_ready else Exit.OK if ok else Exit.CONFIG)
+
+
+def _below(path: Path) -> list[Path]:
+    """The YAML files of a folder and of those in it, hidden ones left out; a file is itself."""
+    if not path.is_dir():
+        return [path]
+    found = sorted(
+        file
+        for file in path.rglob("*")
+        if file.suffix in {".yaml", ".yml"}
+        and file.is_file()
+        and not any(part.startswith(".") for part in file.relative_to(path).parts)
+    )
+    # an empty one is judged itself, and refused
+    return found or [path]
 
 
 def tell(
@@ -243,13 +262,15 @@ def schema(
     stages = [chosen] if (chosen := named_stage(stage)) else list(options.STAGES)
     named = [one] if (one := named_backend(backend)) else list(BACKENDS)
     locator = upstream.Locator(checkout=open_instruct, allow_unpinned=allow_unpinned)
-    schemas = [
-        locator.schema(name, key)
-        for name in named
-        for key, entry in BACKENDS[name].STAGES.items()
-        # a further script of a stage has the stage's own arguments: editors ask for both
-        if (entry.stage or key) in stages and (json_schema or not entry.stage)
-    ]
+    schemas = []
+    for name in named:
+        for key, entry in BACKENDS[name].STAGES.items():
+            # a further script of a stage has the stage's own arguments: editors ask for both
+            if (entry.stage or key) not in stages or (entry.stage and not json_schema):
+                continue
+            # and a commit before it lacks nothing
+            with suppress(*([InvalidConfig] if entry.stage else [])):
+                schemas.append(locator.schema(name, key))
     if json_schema:
         from launcher import json_schema as schemes
 

@@ -49,8 +49,12 @@ def logs(
     try:
         following.print_log(folder, number, last=lines, follow=follow)
     except FileNotFoundError:
-        known, name = folder.attempts(), folder.path.name
-        which = f"it has {known}: launch logs {name} --attempt {known}" if known else "launch runs"
+        name = folder.path.name
+        left = [one for one in range(1, folder.attempts() + 1) if folder.console(one).exists()]
+        which = f"launch check {name} says what is left of it"
+        if left:
+            known = ", ".join(map(str, left))
+            which = f"it has {known}: launch logs {name} --attempt {left[-1]}"
         raise usage("no-such-log", f"{name} has no log of attempt {number}", which) from None
 
 

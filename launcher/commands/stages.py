@@ -217,6 +217,7 @@ def _run(request: Request, format: Format, after: After) -> Exit:
     from launcher import claim, foresight, on_finish, preparation, report, rundir, runner, start
 
     told = on_finish.parsed(after.on_finish)
+    on_finish.require_here(told)
     # the keeper reads it too late to say so
     runner.grace(os.environ.get(runner.GRACE_VARIABLE))
     prepared = foresight.foreseen(preparation.prepare(request, running=True))

@@ -263,6 +263,9 @@ def _signal(evidence: Evidence, failures: tuple[Signal, ...]) -> Signals | None:
     numbers += [SHELL_SIGNALS[s.fields["how"]] for s in failures if s.name == "shell_killed"]
     numbers += [Signals.SIGTERM for s in failures if s.name == "cancelled"]
     numbers += [Signals.SIGABRT for s in failures if s.name == "terminated"]
+    if evidence.exit is not None:
+        # in the middle of imports an interrupt may end as any other exception
+        numbers.append(evidence.exit.stopped or 0)
     return next((Signals(n) for n in numbers if n in set(Signals)), None)
 
 

@@ -149,11 +149,15 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitRecord:
-    """How the training command ended; a negative `returncode` is a signal too."""
+    """How the training command ended; a negative `returncode` is a signal too.
+
+    `signal` is the one that ended it, `stopped` the one that launch sent, which it may have answered.
+    """
 
     path: Path
     returncode: int
     signal: int | None
+    stopped: int | None
     started: str | None
     ended: str | None
     attempt: int
@@ -302,11 +306,12 @@ def _read_exit(path: Path, attempt: int) -> ExitRecord | None:
         return None
     if not isinstance(values, dict) or not isinstance(values.get("returncode"), int):
         return None
-    signal = values.get("signal")
+    signal, stopped = values.get("signal"), values.get("stopped")
     return ExitRecord(
         path=path,
         returncode=values["returncode"],
         signal=signal if isinstance(signal, int) else None,
+        stopped=stopped if isinstance(stopped, int) else None,
         started=values.get("started"),
         ended=values.get("ended"),
         attempt=values.get("attempt") or attempt,

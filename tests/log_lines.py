@@ -360,12 +360,14 @@ LINES: dict[tuple[str, str], list[str]] = {
         "requests.exceptions.HTTPError: 403 Client Error: Forbidden for url: https://huggingface.co/x",
         "huggingface_hub.errors.HfHubHTTPError: 403 Forbidden: Please enable access to public gated "
         "repositories in your fine-grained token settings to view this repository..",
-        "403 Forbidden: None.",
         "huggingface_hub.errors.HfHubHTTPError: Client error '403 Forbidden' for url 'https://x'",
     ],
     ("hub_limit", "429 "): [
         "huggingface_hub.errors.HfHubHTTPError: 429 Client Error: Too Many Requests for url: https://x",
         "huggingface_hub.errors.HfHubHTTPError: Client error '429 Too Many Requests' for url 'https://x'",
+    ],
+    ("hub_access", "Make sure your token has the correct permissions"): [
+        "Make sure your token has the correct permissions.",
     ],
     ("hub_access", "Token is required "): [
         "huggingface_hub.errors.LocalTokenNotFoundError: Token is required to call the /whoami-v2 "

@@ -93,8 +93,8 @@ class Run:
         (self.folder / "probe" / f"rank-{number}.jsonl").write_text(text)
         return self
 
-    def exit(self, code: int, number: int | None = None) -> Run:
-        values = {"returncode": code, "signal": number, "attempt": 1}
+    def exit(self, code: int, number: int | None = None, stopped: int | None = None) -> Run:
+        values = {"returncode": code, "signal": number, "stopped": stopped, "attempt": 1}
         (self.folder / "exit.json").write_text(json.dumps(values))
         return self
 
@@ -626,7 +626,9 @@ def test_training_data_that_looks_like_an_error_is_none(tmp_path: Path) -> None:
          "https://huggingface.co/api/models/x\n", ("crashed", False), "hub_limit"),
         (RAISED + "requests.exceptions.HTTPError: 429 Client Error: Too Many Requests for url: "
          "https://api.wandb.ai/graphql\n", ("crashed", False), None),
-        (RAISED + "huggingface_hub.errors.HfHubHTTPError: (Request ID: 1)\n\n403 Forbidden: None.\n",
+        (RAISED + "huggingface_hub.errors.HfHubHTTPError: (Request ID: 1)\n\n403 Forbidden: None.\n"
+         "Cannot access content at: https://huggingface.co/x.\n"
+         "Make sure your token has the correct permissions.\n",
          ("crashed", False), "hub_access"),
         (RAISED + "huggingface_hub.errors.HfHubHTTPError: 504 Server Error: Gateway Time-out for url: "
          "https://huggingface.co/api/datasets/x\n", ("crashed", False), "hub_unreachable"),
@@ -662,6 +664,13 @@ def test_finish_by_the_exit(run: Run, code: int, number: int | None, state: str)
     assert brief(point) == (state, state == "completed")
     assert point.detail["returncode"] == code
     assert point.evidence[-1].source == "exit"
+
+
+def test_what_an_interrupt_became_in_the_middle_of_imports_is_no_crash(run: Run) -> None:
+    raised = RAISED + "RecursionError: maximum recursion depth exceeded\n"
+    assert run.log(raised).exit(1).judge().point("finish").state == "crashed"
+    point = run.exit(1, stopped=signal.SIGINT).judge().point("finish")
+    assert (point.state, point.detail["signal"]) == ("stopped", "SIGINT")
 
 
 @pytest.mark.parametrize(

@@ -506,3 +506,13 @@ def test_an_older_run_without_a_private_file_can_be_looked_at(place: Path) -> No
     folder.start.unlink()
     told = following.newest_attempt(folder)
     assert (told.number, told.stage, told.world) == (1, "sft", 1)
+
+
+def test_what_has_not_begun_is_not_judged(place: Path) -> None:
+    folder = prepared(place, "say=hello")
+    for word in ("check", "attach"):
+        told = launch(word, str(folder.path))
+        assert (told.returncode, "error[not-begun]" in told.stderr) == (2, True), told
+    assert not folder.verdict.exists()
+    assert launch("exec", str(folder.path)).returncode != 2
+    assert launch("check", str(folder.path)).returncode != 2 and folder.verdict.exists()

@@ -276,7 +276,7 @@ PATTERNS: tuple[Pattern, ...] = (
         "CANCELLED AT",
         _SLURMSTEPD + r"\*\*\*.* CANCELLED AT \S+(?: DUE TO (?P<why>[A-Z ]+?))?(?:,[^*]*)? *\*\*\*",
         "slurmstepd",
-        anchors=("slurmstepd: error: *** ",),
+        anchors=("slurmstepd: error: *** ", "DUE TO NODE FAILURE, SEE SLURMCTLD LOG"),
     ),
     pattern(
         "refused",
@@ -476,13 +476,19 @@ PATTERNS: tuple[Pattern, ...] = (
     pattern(
         "hub_access",
         "403 ",
-        _BY_HUB + r".*(?:403 Client Error|Client error '403 |\b403 Forbidden: )|^403 Forbidden: ",
+        _BY_HUB + r".*(?:403 Client Error|Client error '403 |\b403 Forbidden: )",
         "requests, httpx and huggingface_hub, of an HTTP answer",
         anchors=(
             "403 Client Error: Forbidden",
             "Client error '403 Forbidden'",
             "HfHubHTTPError: 403 Forbidden",
         ),
+    ),
+    pattern(
+        "hub_access",
+        "Make sure your token has the correct permissions",
+        r"^Make sure your token has the correct permissions",
+        "huggingface_hub/utils/_http.py, below `403 Forbidden: ` and the address",
     ),
     pattern(
         "hub_limit",
@@ -531,7 +537,11 @@ PATTERNS: tuple[Pattern, ...] = (
         r"|Server error '50[0234] [^']*' for url 'https://huggingface\.co/"
         r"|HTTPSConnectionPool\(host='huggingface\.co', port=443\): (?:Max retries|Read timed out))",
         "requests, httpx and urllib3, of an HTTP answer or none",
-        anchors=("HTTPSConnectionPool(host='huggingface.co', port=443): ",),
+        anchors=(
+            "HTTPSConnectionPool(host='huggingface.co', port=443): ",
+            " for url: https://huggingface.co/",
+            " for url 'https://huggingface.co/",
+        ),
     ),
     pattern(
         "wandb_login",

@@ -50,7 +50,7 @@ _OWN: tuple[Pattern, ...] = (
             anchors=anchors,
         )
         for needle, anchors in (
-            ("odel saved ", ("💾 Model saved to ",)),
+            ("odel saved ", ("Model saved to",)),
             ("odel successfully saved ", ("Model successfully saved to ",)),
         )
     ),

@@ -41,6 +41,12 @@ def check(
         folder = rundir.find(target)
         if folder is None:
             raise usage("no-such-run", f"there is no run or log `{target}`", "launch runs")
+        if not folder.attempts() and not exists(folder.probe):
+            name = folder.path.name
+            message = f"{name} has not begun: there is nothing to judge yet"
+            raise usage(
+                "not-begun", message, f"launch exec {name} starts it, where no Slurm job will"
+            )
         verdict = start.finish(folder)
         unpinned = start.unpinned_note(folder)
     code = judging.exit_code(verdict, allow_unproven=allow_unproven)

@@ -143,10 +143,13 @@ class Disk:
     formula: str
 
 
-def disk(setup: Setup, *, kept: int = 0, written: int | None = None) -> Disk:
+def disk(
+    setup: Setup, *, kept: int = 0, written: int | None = None, adapters_alone: bool = False
+) -> Disk:
     """`kept` checkpoints lie side by side, and one more while it is written (finetune.py:978).
 
-    `written` are the checkpoints of the whole run, where they are known.
+    `written` are the checkpoints of the whole run, where they are known. With `adapters_alone` the weights
+    below adapters are in no checkpoint, as HF Trainer saves a PeftModel (transformers/trainer.py:4012).
 
     DeepSpeed writes bf16 weights once and each rank's fp32 weights and states (2P + 12P); without it,
     weights and states in their own type. The final model is written in bf16.
@@ -171,10 +174,13 @@ def disk(setup: Setup, *, kept: int = 0, written: int | None = None) -> Disk:
         final = HALF * parameters if setup.zero else weights
         states = 12 * parameters if setup.zero else 2 * weights
     one = (HALF * parameters if setup.zero else weights) + states
+    formula = "2P + 12P a checkpoint" if setup.zero else "weights and two states"
+    if setup.adapters and adapters_alone:
+        one, formula = final + states, "the adapters, and two states of theirs a checkpoint"
     held = kept + 1 if kept else 0
     most = final + (held if written is None else min(held, written)) * one
     return Disk(model=final / GIB, checkpoint=one / GIB, most=most / GIB,
-                formula="2P + 12P a checkpoint" if setup.zero else "weights and two states")  # fmt: skip
+                formula=formula)  # fmt: skip
 
 
 # --- filling the card ------------------------------------------------------------------------------

@@ -482,7 +482,8 @@ def _bill(
 def _disk(planned: Plan, setup: Setup) -> Disk:
     if plan.caches_only(planned.stage, planned.values) is not None:
         return Disk(model=0.0, checkpoint=0.0, most=0.0, formula="neither checkpoints nor a model")
-    return budget.disk(setup, kept=_kept(planned), written=_written(planned))
+    alone = planned.stage.options.backend == "trl"
+    return budget.disk(setup, kept=_kept(planned), written=_written(planned), adapters_alone=alone)
 
 
 def _referred(planned: Plan, rows: Lengths) -> int:

@@ -374,7 +374,7 @@ def _moments(setup: Setup, engine: _Engine) -> Iterable[Moment]:
         if sent := engine.sent(wide):
             gradient = Amount(bytes=HALF * wide, formula="4EHI")
             yield Moment(
-                name="sending the experts' gradient",
+                name="sending of the experts' gradient",
                 parts=(
                     *resting, *engine.begun(), *engine.buckets(), *engine.gathered(whole=False),
                     *_kept(setup), _part("gradients", "gate and up weights' gradient", gradient),

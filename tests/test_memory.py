@@ -638,7 +638,7 @@ def test_experts_that_are_not_described_are_refused() -> None:
 
 def test_large_gradients_of_experts_are_sent_alone() -> None:
     setup = run(MIXTRAL, rows=1, tokens="290:1100", steps=1, gpus=8)
-    moment = named(memory.estimate(setup), "sending the experts' gradient")
+    moment = named(memory.estimate(setup), "sending of the experts' gradient")
     (sent,) = (p for p in moment.parts if "being sent" in p.name and "bucket" not in p.name)
     # in fp32, both of them in one
     assert sent.gib == 4 * 8 * 2 * 14336 * 4096 / memory.GIB
@@ -807,4 +807,9 @@ def test_disk() -> None:
     four = replace(setup, zero=None, adapters=memory.Adapters(rank=16, targets=ALL),
                    quantised=memory.Quantised(nested=True))  # fmt: skip
     assert 5.2 < budget.disk(four).checkpoint < 5.6
+    for one in (four, replace(setup, adapters=memory.Adapters(rank=16, targets=ALL))):
+        alone = budget.disk(one, kept=3, adapters_alone=True)
+        assert one.adapters is not None
+        assert alone.checkpoint == pytest.approx(3 * alone.model)
+        assert alone.model * memory.GIB == one.adapters.bytes * one.trained
     assert budget.disk(setup).most == taken.model

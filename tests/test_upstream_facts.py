@@ -98,6 +98,7 @@ FACTS = {
     "open_instruct/utils.py:791": "checkpoint_steps = [path for path in content if path.sta",
     "open_instruct/utils.py:807": "def get_last_checkpoint_path(args, incomplete: bool = Fa",
     "transformers/trainer.py:3215": 'def _save_checkpoint(self, model: nn.Module, trial: "opt',
+    "transformers/trainer.py:4012": "self.model.save_pretrained(output_dir, state_dict=state",
     "transformers/trainer.py:3269": "self.state.save_to_json(os.path.join(output_dir, TRAINER",
     "transformers/trainer_utils.py:270": "def get_last_checkpoint(folder):",
     "transformers/training_args.py:804": 'default_optim = "adamw_torch"',

@@ -17,7 +17,7 @@ import typer
 from launcher import __version__
 from launcher.commands import app
 from launcher.commands.vocabulary import Findings
-from launcher.errors import Exit, Finding, LaunchError, NotReady, UsageError
+from launcher.errors import DISK_FULL, Exit, Finding, LaunchError, NotReady, UsageError
 
 # what typer raises for a command line that it cannot parse: only its heir has a public name
 _Unparsed: type[Any] = typer.BadParameter.__mro__[1]
@@ -46,7 +46,7 @@ def _guarded(call: Callable[[], object], arguments: list[str]) -> int:
         if not _has_cwd():
             _refused(NotReady(_no_cwd()), arguments)
             return Exit.NOT_READY
-        full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+        full = error.errno in DISK_FULL
         if not full and error.errno not in {errno.EPIPE, errno.EIO}:
             return _bug(error, arguments)
         if full:

@@ -19,7 +19,7 @@ from typing import Any
 from launcher import parameters
 from launcher.backends import model_config, trl_resolved
 from launcher.caches import REFERENCE_VARIABLE
-from launcher.errors import Finding, Severity
+from launcher.errors import DISK_FULL, Finding, Severity
 from launcher.fingerprint import cache_home
 from launcher.parameters import Count
 from launcher.paths import exists
@@ -315,10 +315,9 @@ def not_writable(path: Path) -> str | None:
             return None
     except OSError as error:
         # a full disk is another matter, which has words of its own
-        return None if error.errno in _FULL else (error.strerror or str(error))
+        return None if error.errno in DISK_FULL else (error.strerror or str(error))
 
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 # what no folder can be called: made neither now nor later
 _NO_NAME = frozenset({errno.ENAMETOOLONG, errno.ELOOP})
 

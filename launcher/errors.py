@@ -8,10 +8,14 @@ LaunchError                  anything a user can cause and mend
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
+
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""The numbers of an OSError that a full disk, or a quota, is."""
 
 Severity = Literal["error", "warning", "note"]
 Layer = Literal["parser", "run", "launch"]

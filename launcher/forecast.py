@@ -26,6 +26,7 @@ from launcher import (
     plan,
     rundir,
 )
+from launcher.arguments import placed
 from launcher.backends import trl_lever_rules
 from launcher.budget import Bill, Disk, Fit, Speed, Tokens, Variance
 from launcher.errors import Finding, InvalidConfig, UsageError, brief, errors, usage
@@ -497,10 +498,9 @@ def _wasted(planned: Plan, rows: Lengths, row: Packed | None) -> Iterator[Findin
     if row is None:
         return
     pairs = planned.per_device * planned.accumulation
-    origin = planned.stage.config.origin("batch.per_device")
     better = fuller(rows, pairs=pairs, limit=row.positions // 2)
     for one in budget.half_wasted(row, better, pairs=pairs, key="batch.per_device"):
-        yield replace(one, **origin.place)
+        yield placed(planned.stage.config, one)
 
 
 def _reference_rows(footprint: Footprint, rows: int | None) -> int | None:

@@ -49,9 +49,9 @@ class Outlook:
         except InvalidConfig:
             return None
         pace = throughput.pace(found, self.card)
-        short = None if self.steps is None else self._peak(settings, self.steps)
+        short = None if self.steps is None else self._peak(found, self.steps)
         return Expected(
-            peak=self._peak(settings), short=short, seconds=pace.seconds, tokens=pace.tokens
+            peak=self._peak(found), short=short, seconds=pace.seconds, tokens=pace.tokens
         )
 
     def _footprint(self, settings: Settings) -> Footprint:
@@ -61,13 +61,14 @@ class Outlook:
             attention=footprint.attention_of(made, self.attention if "attention" not in settings else None),
         )  # fmt: skip
 
-    def _peak(self, settings: Settings, steps: int | None = None) -> float | None:
+    def _peak(self, found: Footprint, steps: int | None = None) -> float | None:
         """Of the whole run, or of its first so many steps."""
+        if self.shape is None:
+            return None
+        if steps is not None:
+            found = replace(found, plan=replace(found.plan, steps=steps))
         try:
-            found = self._footprint(settings)
-            if steps is not None:
-                found = replace(found, plan=replace(found.plan, steps=steps))
-            return None if self.shape is None else memory.estimate(found.setup()).peak
+            return memory.estimate(found.setup()).peak
         except InvalidConfig:
             return None
 

@@ -6,11 +6,12 @@ import functools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launcher import situation
+from launcher.arguments import placed
 from launcher.errors import Finding, InvalidConfig
 from launcher.paths import expanded
 from launcher.schema import Values
@@ -162,8 +163,7 @@ def _sharding(stage: Stage, processes: int) -> Iterator[Finding]:
     from launcher.backends.olmo_core_rules import degrees
 
     for finding in degrees(stage.values, processes):
-        origin = stage.config.origin(finding.key or "")
-        yield replace(finding, **origin.place)
+        yield placed(stage.config, finding)
 
 
 def _packed_and_few(
@@ -184,8 +184,7 @@ def _packed_and_few(
             stage.values, accumulation=accumulation, processes=devices
         )
     for finding in found:
-        origin = stage.config.origin(finding.key or "")
-        yield replace(finding, **origin.place)
+        yield placed(stage.config, finding)
 
 
 def _attention(

@@ -7,7 +7,6 @@ nothing is lost and nothing stops when it dies.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import signal
 import subprocess
@@ -19,7 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from launcher import process, rundir
-from launcher.errors import Finding, NotReady, UsageError, brief
+from launcher.errors import DISK_FULL, Finding, NotReady, UsageError, brief
 from launcher.rundir import RunFolder
 
 if TYPE_CHECKING:
@@ -34,7 +33,6 @@ KILLED_S = 10.0
 """Seconds that a killed process may take to be gone: it has memory to give back."""
 RESERVED = 256 * 2**10
 """Bytes kept free in the run folder, so that a full disk leaves room to record how the run ended."""
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 Grace = tuple[float, float, float]
 
 
@@ -151,7 +149,7 @@ class _Reserve:
             try:
                 return rundir.write_json(path, data)
             except OSError as error:
-                if error.errno not in _FULL:
+                if error.errno not in DISK_FULL:
                     return
                 self.release()
 
@@ -161,7 +159,7 @@ class _Reserve:
         try:
             probing.write_bytes(b"\0" * 8192)
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in DISK_FULL:
                 return
             self.release()
             line = f"\nlaunch: no room to write on: {os.strerror(error.errno)}: {console.name}\n"

@@ -174,28 +174,26 @@ def _looked_up(values: Values, table: str, name: Any) -> tuple[str, ...]:
     return () if name in known else tuple(sorted(known))
 
 
+def _no_such_template(values: Values, severity: Severity, what: str) -> Iterator[Finding]:
+    name = values["chat_template_name"]
+    known = _looked_up(values, "CHAT_TEMPLATES", name)
+    if name is not None and known:
+        yield say(
+            severity, "run", "unknown-template", "chat_template_name",
+            f"there is no chat template `{brief(name)}`: upstream {what}", f"one of {', '.join(known)}",
+        )  # fmt: skip
+
+
 def unknown_template(values: Values) -> Iterator[Finding]:
     """dataset_transformation.py:846; dataset_transformation.py:869 has the function that stops instead."""
-    name, function = values["chat_template_name"], values["get_tokenizer_fn"]
-    known = _looked_up(values, "CHAT_TEMPLATES", name)
-    if name is not None and known and function not in (_SIMPLE, _STRICT):
-        yield say(
-            "warning", "run", "unknown-template", "chat_template_name",
-            f"there is no chat template `{brief(name)}`: upstream silently uses the tokenizer's own",
-            f"one of {', '.join(known)}",
-        )  # fmt: skip
+    if values["get_tokenizer_fn"] not in (_SIMPLE, _STRICT):
+        yield from _no_such_template(values, "warning", "silently uses the tokenizer's own")
 
 
 def refused_template(values: Values) -> Iterator[Finding]:
     """dataset_transformation.py:775."""
-    name = values["chat_template_name"]
-    known = _looked_up(values, "CHAT_TEMPLATES", name)
-    if name is not None and known and values["get_tokenizer_fn"] == _STRICT:
-        yield say(
-            "error", "run", "unknown-template", "chat_template_name",
-            f"there is no chat template `{brief(name)}`: upstream refuses it",
-            f"one of {', '.join(known)}",
-        )  # fmt: skip
+    if values["get_tokenizer_fn"] == _STRICT:
+        yield from _no_such_template(values, "error", "refuses it")
 
 
 def unknown_tokenizer_function(values: Values) -> Iterator[Finding]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -268,9 +267,12 @@ def schema(
             # a further script of a stage has the stage's own arguments: editors ask for both
             if (entry.stage or key) not in stages or (entry.stage and not json_schema):
                 continue
-            # and a commit before it lacks nothing
-            with suppress(*([InvalidConfig] if entry.stage else [])):
+            try:
                 schemas.append(locator.schema(name, key))
+            except InvalidConfig:
+                # a commit before a further script lacks nothing
+                if not entry.stage:
+                    raise
     if json_schema:
         from launcher import json_schema as schemes
 

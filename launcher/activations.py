@@ -265,6 +265,21 @@ def passing(shape: Shape, kernels: Kernels, batch: Batch) -> Amount:
     return Amount(bytes=mlp, formula=f"T({times}I + {state}H)")
 
 
+def cached(shape: Shape, kernels: Kernels, batch: Batch) -> tuple[Amount, Amount]:
+    """The keys and values of all layers, as kept for generating, and what the last layer needs beside them.
+
+    That is what it passes through, the embedded tokens, the residual and its norm.
+    """
+    width = FULL if kernels.wide and kernels.quantised else HALF
+    keys = 2 * width * shape.layers * shape.key * batch.tokens
+    state, last = FULL if kernels.wide else HALF, passing(shape, kernels, batch)
+    states = 3 * state * shape.hidden * batch.tokens
+    return (
+        Amount(bytes=keys, formula=f"{2 * width} x {shape.layers}KT"),
+        Amount(bytes=last.bytes + states, formula=f"{last.formula} + {3 * state}HT"),
+    )
+
+
 def backward(shape: Shape, kernels: Kernels, batch: Batch) -> Amount:
     """The most that one layer's backward pass needs beside what was kept."""
     most = _mlp_backward(shape, kernels, batch)

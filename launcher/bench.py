@@ -80,6 +80,7 @@ FILE, PAGE = "bench.json", "bench.html"
 METRICS: Mapping[str, str] = {
     "tokens_per_second_per_gpu": "tokens/s per GPU over the steady steps, as counted, no padding",
     "seconds_per_step": "seconds, mean of the steady steps, of the slowest rank",
+    "seconds_before_steps": "seconds from the training process's start to its first step",
     "tokens_per_step": "tokens without padding, all ranks, mean of the steady steps",
     "mfu": "share of the peak that the model needs: weights that multiply, and attention (as in a verdict)",
     "mfu_6n": "share of the peak by 6 x parameters x tokens; None where weights are frozen",
@@ -227,6 +228,7 @@ def _metrics(
             (statistics.fmean(known) for steps in steady.values()
              if (known := [s.seconds for s in steps if s.seconds is not None])), default=None,
         ),
+        "seconds_before_steps": _before(ranks),
         "tokens_per_step": _tokens_per_step(list(steady.values())),
         "mfu": figures.get("mfu"),
         "mfu_6n": _mfu_6n(ranks, each),
@@ -257,6 +259,13 @@ def _sum(values: Iterator[float | None]) -> float | None:
 def _tokens_per_step(steady: Sequence[Sequence[evidence.ProbeStep]]) -> float | None:
     known = [[s.tokens for s in steps if s.tokens is not None] for steps in steady]
     return math.fsum(map(statistics.fmean, known)) if known and all(known) else None
+
+
+def _before(ranks: Sequence[RankRecord]) -> float | None:
+    """From when the probe was loaded to the first step: data, weights, and what is computed beforehand."""
+    start, begun = (ranks[0].last(name) if ranks else None for name in ("start", "device"))
+    moments = [None if event is None else event.number("t") for event in (start, begun)]
+    return moments[1] - moments[0] if moments[0] is not None and moments[1] is not None else None
 
 
 def _mfu_6n(ranks: Sequence[RankRecord], speed: float | None) -> float | None:
@@ -703,15 +712,17 @@ def refuse_gpus(request: Request) -> None:
 
 
 @contextlib.contextmanager
-def opened(bench: Bench, *, fresh: bool = False) -> Iterator[Bench]:
+def opened(bench: Bench, *, fresh: bool = False, resume: bool = False) -> Iterator[Bench]:
     """The bench in its folder, with what an earlier start of the same measured.
 
-    Raises NotReady where the folder cannot be made, or where another process is at it.
+    Raises NotReady where the folder cannot be made, or where another process is at it; UsageError where
+    it is to `resume` what never began.
     """
     root = bench.request.runs or rundir.runs_root()
-    bench.folder = (None if fresh else _earlier(bench, root)) or trial.new_folder(
-        "bench", bench.request.config.stem, root
-    )
+    earlier = None if fresh else _earlier(bench, root)
+    if resume:
+        trial.require_earlier(earlier, "bench")
+    bench.folder = earlier or trial.new_folder("bench", bench.request.config.stem, root)
     with trial.alone(bench.folder):
         end_left_over(bench.folder)
         told = rundir.read_json(bench.folder / FILE)

@@ -51,6 +51,12 @@ def _runs(row: Row) -> str:
     return f"{0 if counted is None else counted.n}{failed}"
 
 
+def _wasted(row: Row) -> str:
+    """The share of positions without a token, and how many of a whole trial."""
+    share, count = _spread("wasted_share", 100, " %", 3)(row), row.median("wasted_tokens")
+    return share if count is None else f"{share}, {count:,.0f}"
+
+
 def _utilisation(row: Row) -> str:
     values = [row.median(f"gpu_utilisation_{p}") for p in ("p50", "p95")]
     return "–" if None in values else " / ".join(f"{v:.0%}" for v in values if v is not None)
@@ -60,9 +66,10 @@ COLUMNS: tuple[Column, ...] = (
     Column("tokens/s per GPU", _spread(comparison.SPEED)),
     Column("to first", _ratio),
     Column("MFU", _spread("mfu", 100, " %", 3)),
-    Column("wasted", _spread("wasted_share", 100, " %", 3)),
+    Column("wasted, tokens", _wasted),
     Column("tokens a step", _spread("tokens_per_step")),
     Column("s a step", _spread("seconds_per_step")),
+    Column("s before", _spread("seconds_before_steps", digits=3)),
     Column("GPU p50 / p95", _utilisation),
     Column("peak GiB", _spread("peak_allocated_gib")),
     Column("loss per token", _spread("loss_per_token", digits=5)),
@@ -89,7 +96,7 @@ def facts(bench: Bench) -> list[str]:
         )
         if unit == "row":
             lines[0] = lines[0].replace("loss:", "loss of a pair:", 1)
-    if bench.samples:
+    if any(sample.measured for sample in bench.samples):
         lines.append(
             "speed: real tokens of steady steps (without the first fifth, at least one, and what "
             "follows a save); median (least – most) of the runs"

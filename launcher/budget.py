@@ -214,7 +214,7 @@ def fit(
     best: Fit | None = None
     for per_device in splits(total, processes):
         accumulation = total // per_device // processes
-        planned = memory_of(setup_of(per_device, accumulation))
+        planned = memory_of(setup_of(per_device, accumulation)).within(gib * (1 - margin))
         inside, spare = memory.fits(planned, gib, margin=margin)
         if not inside:
             # a larger batch never takes less, but accumulation's gradients fall away at the last split
@@ -248,6 +248,7 @@ def too_large(
     inside, spare = memory.fits(now, gib, margin=margin)
     if inside:
         return
+    now = now.within(gib * (1 - margin))
     kind = max(memory.KINDS, key=now.of)
     parts = [part for part in now.fullest.parts if part.kind == kind]
     largest = max(parts, key=lambda part: part.gib)

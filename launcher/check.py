@@ -17,6 +17,7 @@ from launcher.evidence import Evidence, read_log
 from launcher.logs import Log
 from launcher.measures import metrics, metrics_rows
 from launcher.points import POINTS, Cite, Seen
+from launcher.reasons import why
 from launcher.redaction import redact
 
 __all__ = [
@@ -42,7 +43,7 @@ NOT_SHOWN = "unknown"
 UNKNOWN: Mapping[str, str] = {"liger": NOT_SHOWN, "packing": NOT_SHOWN}
 """What is expected where it is not known what was asked for: nothing passes."""
 
-UNWANTED = ("stale", "leaking")
+UNWANTED = ("stale", "leaking", "still")
 """States that no run is asked for: not good either where nothing is expected of the point."""
 
 CITES = 8  # of one point: 64 ranks would say the same
@@ -137,7 +138,7 @@ def judge(stage: str | None, expected: Mapping[str, str | None], evidence: Evide
         want = expected.get(name, DEFAULTS.get(name))
         unwanted = () if want == "any" else UNWANTED
         want = None if want == "any" else want
-        points.append(_point(name, want, see(evidence, want), unwanted))
+        points.append(_point(name, want, see(evidence, want), unwanted, evidence))
     oks = [point.ok for point in points]
     return Verdict(
         status=_status(oks),
@@ -192,8 +193,12 @@ def lost(verdict: Verdict) -> Verdict:
             ok = point.expected in (None, "killed")
             point = replace(point, state="killed", ok=ok, detail=detail)
         points.append(point)
-    oks = [point.ok for point in points]
-    return replace(verdict, status=_status(oks), points=tuple(points))
+    return with_points(verdict, tuple(points))
+
+
+def with_points(verdict: Verdict, points: tuple[Point, ...]) -> Verdict:
+    """The same with other points, and the status that follows from them."""
+    return replace(verdict, points=points, status=_status([point.ok for point in points]))
 
 
 def _status(oks: Sequence[bool | None]) -> Status:
@@ -212,15 +217,25 @@ def expected_from_log(log: Log) -> dict[str, str | None]:
     return {"liger": liger, "packing": packing, **DEFAULTS}
 
 
-def _point(name: str, want: str | None, seen: Seen, unwanted: tuple[str, ...]) -> Point:
+def _point(
+    name: str, want: str | None, seen: Seen, unwanted: tuple[str, ...], evidence: Evidence
+) -> Point:
     met = seen.state in _MEETS.get((name, want or ""), (want,))
     wanted = want is not None or seen.state in unwanted
     proved = seen.proved and want != NOT_SHOWN
+    ok = True if not wanted else met if proved else None
+    detail = seen.detail
+    if ok is None and want == NOT_SHOWN:
+        detail = {**detail, "reason": "what was asked for is not known: its record is missing"}
+    elif ok is not True:
+        said = {key for key, value in detail.items() if value is not None}
+        more = why(name, want, seen, evidence)
+        detail = {**detail, **{key: text for key, text in more.items() if key not in said}}
     return Point(
         name=name,
         state=seen.state,
         expected=want,
-        ok=True if not wanted else met if proved else None,
+        ok=ok,
         evidence=seen.cites[:CITES],
-        detail=seen.detail,
+        detail=detail,
     )

@@ -129,7 +129,7 @@ def _sharded(setup: Setup, zero: Zero, links: Links) -> tuple[Traffic, ...]:
     """
     times, ranks = setup.accumulation, setup.processes
     size = times * HALF * setup.shape.parameters
-    calls = times * sum(1 for weight in _weights(setup) if weight >= zero.persistence)
+    calls = times * sum(1 for weight in setup.shape.sizes if weight >= zero.persistence)
     near = zero.secondary if 1 < zero.secondary <= ranks else ranks
     return (
         _sent("weights, gathered forward", size, ranks, links, calls=calls, formula=f"{times} x 2P"),
@@ -163,16 +163,10 @@ def buckets(sizes: Sequence[int], limit: int) -> int:
     return count + (1 if held else 0)
 
 
-def _weights(setup: Setup) -> list[int]:
-    shape = setup.shape
-    layer = [math.prod(size) for size in shape.layer.values()]
-    return [*(math.prod(size) for size in shape.outer.values()), *(layer * shape.layers)]
-
-
 def _trained(setup: Setup) -> list[int]:
     """Elements of every trained weight."""
     adapters = setup.adapters
     if adapters is None:
-        return _weights(setup)
+        return setup.shape.sizes
     pairs = [s for name, s in setup.shape.linears().items() if name in adapters.targets]
     return [adapters.rank * side for pair in pairs for side in pair] * setup.shape.layers

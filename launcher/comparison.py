@@ -20,10 +20,13 @@ if TYPE_CHECKING:
 
 TOLERANCE = 0.05
 """How far the loss may lie from that of the first variant, as a share of it, unless told otherwise."""
-ALONE = 0.03
-"""What one run of each has to differ by before it counts: there is no spread to tell."""
+ALONE, FEW = 0.03, 3
+"""What fewer runs of either than `FEW` have to differ by: of two each, ranges are apart by chance in one of
+three comparisons, and one alone has no spread to tell."""
 LEAST = 0.01
 """What counts as no difference, however little the runs scatter."""
+LATER = 0.1
+"""How much longer a start has to take, as a share of the first one's, before it is told."""
 
 Cause = Literal[
     "ok", "oom", "diverged", "hang", "timeout", "contract", "crash", "refused", "interrupted"
@@ -184,6 +187,7 @@ class Row:
 
 
 SPEED, LOSS = "tokens_per_second_per_gpu", "loss_per_token"
+STEP, BEFORE = "seconds_per_step", "seconds_before_steps"
 
 
 def loss_within(curve: Sequence[Step], tokens: float) -> float | None:
@@ -225,7 +229,7 @@ def compare(samples: Sequence[Sample], tolerance: float = TOLERANCE) -> list[Row
     """One row a variant, in the order of their first samples; the first is what the others are held to.
 
     A variant is faster (or slower) than the first where the ranges of their speeds do not overlap and
-    the medians differ by `LEAST`; with one run of either, where they differ by `ALONE`.
+    the medians differ by `LEAST`; with fewer than `FEW` runs of either, where they differ by `ALONE`.
     """
     names = list(dict.fromkeys(sample.variant for sample in samples))
     tokens = common_tokens(samples)
@@ -262,13 +266,15 @@ def _row(
     base = None if first is None else first.spreads.get(SPEED)
     ratio = speed.median / base.median if speed and base and base.median > 0 else None
     change = _change(loss, None if first is None else first.loss)
+    taken = None if steps is None else steps.median
     standing, why = _standing(
         measured, failures, flaws, first=first, speeds=(speed, base), ratio=ratio, change=change,
-        tolerance=tolerance,
+        tolerance=tolerance, early=_early(name, taken, first, tokens),
     )  # fmt: skip
-    taken = None if steps is None else steps.median
     if standing == "loss changed" and first is not None:
         why += _fewer(taken, first.steps_within)
+    if standing == "faster" and first is not None:
+        why = "; ".join(filter(None, (why, _later(spreads, first, ratio))))
     return Row(
         variant=name, standing=standing, why=why, spreads=spreads, loss=loss, speed_ratio=ratio,
         loss_change=change, failures=failures, flaws=flaws, steps_within=taken,
@@ -280,6 +286,32 @@ def _fewer(steps: float | None, base: float | None) -> str:
     if not steps or not base or abs(steps / base - 1) < 0.1:
         return ""
     return f" ({steps:.3g} steps against {base:.3g} within the same tokens)"
+
+
+def _later(
+    spreads: Mapping[str, Spread | None], first: Row, ratio: float | None
+) -> str:  # fmt: skip
+    """What a faster variant does before its first step, which no steady step tells of, and when it pays."""
+    before, base, step = spreads.get(BEFORE), first.spreads.get(BEFORE), spreads.get(STEP)
+    if not (before and base and step and ratio) or not before.apart(base):
+        return ""
+    extra = before.median - base.median
+    if extra <= max(1.0, LATER * base.median):
+        return ""
+    even = math.ceil(extra / (step.median * (ratio - 1)))
+    return f"begins {extra:.0f} s later, which {even:,} steps make up for"
+
+
+def _early(name: str, steps: float | None, first: Row | None, tokens: float | None) -> str:
+    """Where the tokens that are compared were all seen before an update: no loss tells of training."""
+    taken = {} if first is None else {first.variant: first.steps_within, name: steps}
+    found = [variant for variant, count in taken.items() if count and count <= 1]
+    if not found or tokens is None:
+        return ""
+    return (
+        f"the {tokens:,.0f} tokens that all have seen are the first step of {' and '.join(found)}: "
+        "no loss after an update is compared (more --steps)"
+    )
 
 
 def share(tolerance: float) -> str:
@@ -296,15 +328,18 @@ def _change(loss: Spread | None, base: Spread | None) -> float | None:
 def _standing(
     measured: Sequence[Sample], failures: Sequence[str], flaws: Sequence[str], *,
     first: Row | None, speeds: tuple[Spread | None, Spread | None], ratio: float | None,
-    change: float | None, tolerance: float,
+    change: float | None, tolerance: float, early: str,
 ) -> tuple[Standing, str]:  # fmt: skip
-    """What to say of a variant, gravest first."""
+    """What to say of a variant, gravest first; `early`: why its loss tells nothing."""
     if not measured:
         return "failed", failures[0] if failures else "not tried yet"
     if flaws:
         return "flawed", f"not what was asked for: {'; '.join(flaws)}"
+    unproved = dict.fromkeys(name for sample in measured for name in sample.unproved)
+    doubts = [f"not proved either way: {', '.join(unproved)}"] if unproved else []
+    doubts += [f"{len(failures)} of its runs failed: {failures[0]}"] if failures else []
     if first is None:
-        return "baseline", ""
+        return "baseline", "; ".join(doubts)
     speed, base = speeds
     if ratio is None or speed is None or base is None:
         return "unknown", "no speed of both to compare"
@@ -314,18 +349,18 @@ def _standing(
     if abs(change) > tolerance:
         but = "but" if word == "faster" else "and"
         return "loss changed", f"{word}, {but} the loss is {change:+.1%}: beyond {share(tolerance)}"
-    if unproved := dict.fromkeys(name for sample in measured for name in sample.unproved):
-        return "unproven", f"{word}, but not proved either way: {', '.join(unproved)}"
-    if failures:
-        return "flawed", f"{word}, but {len(failures)} of its runs failed: {failures[0]}"
+    doubts += [early] if early else []
+    if doubts:
+        standing: Standing = "unproven" if unproved or early else "flawed"
+        return standing, f"{word}, but {'; '.join(doubts)}"
     return word, "" if min(speed.n, base.n) > 1 else "one run: no spread"
 
 
 def _speed_word(
     speed: Spread, base: Spread, ratio: float
 ) -> Literal["faster", "slower", "no difference"]:
-    alone = min(speed.n, base.n) < 2
-    clear = abs(ratio - 1) >= (ALONE if alone else LEAST) and speed.apart(base)
+    least = ALONE if min(speed.n, base.n) < FEW else LEAST
+    clear = abs(ratio - 1) >= least and speed.apart(base)
     return "no difference" if not clear else "faster" if ratio > 1 else "slower"
 
 

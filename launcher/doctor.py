@@ -607,7 +607,7 @@ def situation(
 
 
 def local_files(plan: Plan) -> Iterator[Finding]:
-    """Data files that validation only warned about."""
+    """Data and config files that validation only warned about."""
     for finding in plan.stage.findings:
-        if finding.code == "missing-data":
+        if finding.code in {"missing-data", "missing-config"}:
             yield replace(finding, severity="error")

@@ -34,13 +34,14 @@ def keep_manifest(folder: RunFolder) -> None:
     """Copy the manifest of the last attempt to `run.N.json` before the next one writes its own."""
     told = rundir.read_manifest(folder)
     attempt = number(told.get("attempt"))
-    if attempt is not None and not exists(kept := _kept(folder, attempt)):
+    if attempt is not None and not exists(kept := kept_manifest(folder, attempt)):
         # a full disk costs a comparison later, not this start
         with contextlib.suppress(OSError):
             rundir.write_json(kept, told)
 
 
-def _kept(folder: RunFolder, attempt: int) -> Path:
+def kept_manifest(folder: RunFolder, attempt: int) -> Path:
+    """Where the manifest of an attempt is, once another has begun."""
     return folder.path / f"run.{attempt}.json"
 
 
@@ -57,7 +58,7 @@ class Attempts:
         told, count = self.last, number(self.last.get("attempt")) or 1
         while count > 1 and one.name in listed(mapping(told.get("resume")).get("kept")):
             count -= 1
-            before = rundir.read_json(_kept(self.folder, count)) if self.folder else {}
+            before = rundir.read_json(kept_manifest(self.folder, count)) if self.folder else {}
             if not before:
                 break
             told = before
@@ -183,7 +184,8 @@ def whole(attempts: Sequence[Evidence]) -> Evidence:
     losses, norms = (
         tuple(row[name] for row in kept if name in row) for name in ("loss", "grad_norm")
     )
-    return replace(found, before=losses, norms_before=norms)
+    bad = tuple(int(row["step"]) for row in kept if row.get("finite") is False)
+    return replace(found, before=losses, norms_before=norms, bad_before=bad)
 
 
 def _of_the_last(attempts: Sequence[Evidence]) -> Evidence:

@@ -21,6 +21,12 @@ HELP: Mapping[str, str] = {
     "oom_host": "host memory ran out: fewer dataset or dataloader workers, no offloading, or a "
     "machine with more memory",
     "refused": "the trainer's parser refused the arguments: `launch validate-config` names them",
+    "gpu_fault": "a GPU is at fault (ECC, or lost from the bus): run again without that GPU or node, and "
+    "have it looked at; `nvidia-smi -q -d ECC` and `dmesg` name it",
+    "device_assert": "an index was out of range on the GPU, most often a token that the embedding has no row "
+    "for, or a label: CUDA_LAUNCH_BLOCKING=1 shows where",
+    "illegal_access": "a GPU kernel read or wrote where it must not: CUDA_LAUNCH_BLOCKING=1 shows where; "
+    "another attention, or without Liger and compile, tells whose kernel it is",
     "nccl_timeout": "a collective timed out: one rank was busy or dead. If rank 0 was still "
     "tokenizing, run once with `cache_dataset_only: true` or raise `timeout`",
     "port_in_use": "another run holds the port: choose another main process port",
@@ -46,6 +52,12 @@ HELP: Mapping[str, str] = {
     "rendezvous": "not all processes came together in time: check that every node runs, and can reach "
     "the main address and port",
     "disk_full": "the disk is full, or a quota: free space, or point the output and cache folders elsewhere",
+    "corrupt_file": "a file of weights is cut off or damaged, most often by a full disk or a download that "
+    "was interrupted: remove it, and fetch or save it again",
+    "abi_mismatch": "a compiled package was built for another torch or CUDA than is installed: build it "
+    "again, `pip install --no-build-isolation --force-reinstall --no-deps PACKAGE`",
+    "loss_scale": "in fp16 the gradients overflow at every loss scale: train in bf16, or with a lower "
+    "learning rate",
     "file_limit": "a file would have been larger than is allowed: raise `ulimit -f`, or write to a file "
     "system without such a limit",
     "not_started": "Python did not find what it was to run: check the path, the folder in which it was "
@@ -53,6 +65,11 @@ HELP: Mapping[str, str] = {
     "not_found": "the shell did not find the command: check PATH and which environment is active",
     "time_limit": "the scheduler's time limit was reached: ask for more, and set "
     "`checkpointing_steps` so that the run can resume",
+    "preempted": "the scheduler took the machine for a job of higher priority: the same command goes on from "
+    "the last checkpoint (`sbatch --requeue`, and `launch --slurm`, do so by themselves)",
+    "node_failure": "a node of the job failed: the same command goes on from the last checkpoint, elsewhere",
+    "hangup": "the terminal or the connection that it was started from was closed: start it with --detach, "
+    "or under tmux, nohup or a scheduler",
     "violation": "the run was not what the stage file asks for, and stopped itself: the point that failed "
     "says why; `expect: {POINT: any}` switches a point off, `on_violation: warn` goes on",
     "hang": "nothing moved any more: `probe/rank-N.stacks.txt` of the run shows where each rank stood",
@@ -61,20 +78,32 @@ HELP: Mapping[str, str] = {
     "killed": "killed from outside, most often because host memory ran out: see `dmesg` or the scheduler",
     "ended_early": "training ended without an error, before the announced last step",
     "no_save": "training ended without an error, but no final save was seen",
+    "no_steps": "the command ended without an error, but no optimizer step was seen: neither the probe nor "
+    "the log tells of one",
+    "fewer_steps": "training ended without an error after fewer steps than were planned, and nothing says "
+    "how many there were to be: the console log is not whole, or its bar was switched off (`disable_tqdm`)",
 }
 
 _STOPS = {Signals.SIGINT, Signals.SIGTERM}
+# What Slurm, LSF and PBS say of why they ended a job, where that was nobody's wish.
+_TAKEN: Mapping[str, str] = {
+    **dict.fromkeys(("TIME LIMIT", "RUNLIMIT", "walltime"), "time_limit"),
+    **dict.fromkeys(("PREEMPTION", "PREEMPT"), "preempted"),
+    **dict.fromkeys(("MEMLIMIT", "mem", "vmem"), "oom_host"),
+    "NODE FAILURE": "node_failure",
+}
 # A process does these to itself; the others come from outside.
 _OWN_FAULTS = {s for s in Signals if s.name in ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")}
 _WORK = (
     *("total_steps", "liger_attempted", "liger_applied", "attention", "packing", "resumed"),
-    *("begun", "reference_hit", "progress", "training_completed", "saved"),
+    *("begun", "loading", "reference_hit", "progress", "training_completed", "saved"),
 )
 _FAILURES = (
     *("exception", "child_failed", "child_signal", "refused", "shell_killed", "cancelled"),
     *("violation", "not_started", "terminated", "syntax"),
 )
-_ANYBODYS = {known.name for known in any_log.PATTERNS} - {"begun"} | {"exception"}
+# Whatever uses a model loads it.
+_ANYBODYS = {known.name for known in any_log.PATTERNS} - {"begun"} | {"exception", "loading"}
 _END_LINES = 10  # what stands below the last word of an error: torchrun's frame, the shell, Slurm
 _LAST_LINES = 3  # of a log: what else comes after a command was not found is something else
 # What only points to the exception before (transformers/utils/import_utils.py:2648, trl/_lazy_module.py:73).
@@ -119,7 +148,7 @@ def _of_an_earlier(log: Log) -> int:
     """The last line of an earlier attempt in the same file: its launcher's word, behind which one begins.
 
     accelerate speaks of its only child, so that what is raised later is another's; torchrun of one
-    node may have spoken before the ranks of the others.
+    node may have spoken before the ranks of the others. Of several jobs of Slurm the last one counts.
     """
     raised, begun = log.all("exception"), log.all("begun", "bar_begun", "loading")
     ends = [s for s in raised if _carries(s)]
@@ -127,6 +156,13 @@ def _of_an_earlier(log: Log) -> int:
     others = [*(s for s in raised if s not in ends), *log.all("refused", "syntax")]
     past = [s.line for s in ends if any(one.line > s.line for one in begun)]
     past += [s.line for s in alone if any(one.line > s.line for one in others)]
+    jobs = [s for s in log.all("cancelled") if s.fields.get("job")]
+    again = [s for s in log.all("bar_begun") if s.fields["total"] == str(log.total_steps)]
+    past += [
+        s.line
+        for s in jobs
+        if s.fields["job"] != jobs[-1].fields["job"] or any(one.line > s.line for one in again)
+    ]
     return max(past, default=0)
 
 
@@ -135,13 +171,14 @@ def _trains(evidence: Evidence) -> bool:
     log = evidence.log
     if log is None or evidence.exit is not None or evidence.probe is not None:
         return True
-    own = (s for s in log.signals if s.name not in _ANYBODYS)
+    own = (s for s in log.signals if s.name not in _ANYBODYS and not s.text.startswith("nohup: "))
     return bool(log.steps or log.blocks or log.last_bar or next(own, None))
 
 
 def _ends_badly(log: Log) -> bool:
     """Whether a failure is among the last lines."""
-    return any(s.line > log.lines - _END_LINES for s in log.all(*_FAILURES, "not_found"))
+    ends = log.all(*_FAILURES, "not_found", "stop_asked")
+    return any(s.line > log.lines - _END_LINES for s in ends)
 
 
 def ending(evidence: Evidence) -> Ending:
@@ -156,9 +193,9 @@ def ending(evidence: Evidence) -> Ending:
         return told
     signal = _signal(evidence, failures)
     code = ended.returncode if ended else _probe_code(evidence)
-    failed = (
-        bool(code) or (code is None and bool(failures)) or (ended is None and _raised(evidence))
-    )
+    # what started the script may end well all the same
+    failed = bool(code or _probe_code(evidence))
+    failed = failed or (code is None and bool(failures)) or (ended is None and _raised(evidence))
     if signal is None and not failed:
         return _well(evidence, clean=code == 0)
     state = "crashed"
@@ -167,8 +204,11 @@ def ending(evidence: Evidence) -> Ending:
     reason = _reason(evidence, failures)
     if reason is None and signal is Signals.SIGKILL:
         reason = "killed"
-    if any("TIME LIMIT" in s.fields.get("why", "") for s in failures):
-        state, reason = "killed", "time_limit"
+    if reason is None and signal is Signals.SIGHUP:
+        reason = "hangup"
+    taken = (_TAKEN.get(s.fields.get("why", "")) for s in failures if s.name == "cancelled")
+    if (taken_for := next(filter(None, taken), None)) is not None:
+        state, reason = "killed", taken_for
     return Ending(
         state=state,
         proved=True,
@@ -229,7 +269,8 @@ def _well(evidence: Evidence, clean: bool) -> Ending:
     if done is not None and last is None:
         total = None  # the log begins after the last step
     all_steps = last is not None and last >= total if total is not None else clean
-    if all_steps and (evidence.final_save or evidence.left_out_save):
+    doubt = _doubt(evidence) if total is None else None
+    if all_steps and not doubt and (evidence.final_save or evidence.left_out_save):
         return Ending(state="completed", proved=True)
     if not clean:
         return Ending(state="running", proved=False)
@@ -237,7 +278,17 @@ def _well(evidence: Evidence, clean: bool) -> Ending:
         return Ending(state="completed", proved=True)
     if not all_steps:
         return Ending(state="stopped", proved=True, reason="ended_early")
-    return Ending(state="stopped", proved=False, reason="no_save")
+    return Ending(state="stopped", proved=False, reason=doubt or "no_save")
+
+
+def _doubt(evidence: Evidence) -> str | None:
+    """Why a good exit of ours is no proof that all steps were taken, where the log announces no number."""
+    last, planned = evidence.last_step, evidence.planned_steps
+    if last is None:
+        begun = evidence.probe.events("resumed") if evidence.probe else ()
+        ours = evidence.exit is not None or evidence.probe is not None
+        return "no_steps" if ours and not any(begun) else None
+    return "fewer_steps" if planned is not None and last < planned else None
 
 
 def _signal(evidence: Evidence, failures: tuple[Signal, ...]) -> Signals | None:
@@ -273,12 +324,11 @@ def _probe_code(evidence: Evidence) -> int | None:
     """0 if every rank's probe saw a clean end, another number if one saw a bad one."""
     if evidence.probe is None:
         return None
-    codes = [event.number("exit") for _, event in evidence.probe.events("end")]
-    if any(codes):
+    # a record of two attempts has two ends
+    ends = [record.last("end") for record in evidence.probe.ranks.values()]
+    if any(end.number("exit") for end in ends if end):
         return 1
-    ranks = evidence.probe.ranks.values()
-    whole = not evidence.probe.missing and all(r.last("end") for r in ranks)
-    return 0 if whole else None
+    return 0 if not evidence.probe.missing and all(ends) else None
 
 
 def _raised(evidence: Evidence) -> bool:
@@ -302,8 +352,9 @@ def _error(evidence: Evidence, failures: tuple[Signal, ...]) -> dict[str, str] |
     real = [s for s in raised if not _carries(s)]
     if not real and evidence.log:  # another rank was still at work when this one was going under
         begun = max((s.line for s in evidence.log.all("begun")), default=0)
+        past = _of_an_earlier(evidence.log)
         earlier = [s for s in evidence.log.all("exception") if s.fields["rank"] or s.line > begun]
-        real = [s for s in earlier if not _carries(s)][-1:]
+        real = [s for s in earlier if s.line > past and not _carries(s)][-1:]
     left = [s for s in real if not _BEREFT.search(s.fields["message"])]
     chosen: Signal | None = None
     for signal in left or real:

@@ -7,11 +7,12 @@ Each part may be missing. By default it is all of the last attempt: `console.3.l
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from launcher.backends import open_instruct_log, trl_log
 from launcher.logs import Log, Pattern, Signal, scan
@@ -27,10 +28,11 @@ MEASURED = (
 
 KEPT_EVENTS = 1_000  # of each name but `step`, a rank
 _NUMBERED = re.compile(r"\.(\d+)\.(?:log|json)$")
-_CHECKPOINT = re.compile(r"(?:^|/)(?:step_|epoch_|global_step|checkpoint-)\d+(?:/|$)")
+_CHECKPOINT = re.compile(r"(?:^|/)(?:step_|epoch_|global_step|(?:tmp-)?checkpoint-)\d+(?:/|$)")
 _SCRIPT = re.compile(r"\b(?:(?P<dpo>dpo\w*)|finetune)\.py:")
 # What HF Trainer's dicts hold of DPO, and of none of both: ORPO, KTO, online methods, a reward model.
 _DPO_METRICS = {"rewards/chosen", "rewards/margins"}
+_SFT_METRICS = {"mean_token_accuracy", "num_tokens"}  # anything may show but a loss
 _OTHER_METRICS = {"log_odds_ratio", "kl", "objective/kl", "reward", "reward_std", "margin"}
 _DPO_ARGUMENT = re.compile(r"^dpo_")  # of a time when both stages had a class of one name
 
@@ -115,7 +117,7 @@ class RankRecord:
         calls = event.fields.get("calls") if event else None
         if not isinstance(calls, dict):
             return {}
-        return {str(k): int(n) for k, v in calls.items() if (n := _finite(v)) is not None}
+        return {str(k): int(n) for k, v in calls.items() if (n := _finite(v)) is not None and n > 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +135,11 @@ class Probe:
     @property
     def missing(self) -> tuple[int, ...]:
         """Ranks that left no record."""
-        return tuple(rank for rank in range(self.world) if rank not in self.ranks)
+        return self.without(self.ranks)
+
+    def without(self, told: Container[int]) -> tuple[int, ...]:
+        """The ranks that should be there and are not among those given."""
+        return tuple(rank for rank in range(self.world) if rank not in told)
 
     @property
     def last_step(self) -> int | None:
@@ -170,7 +176,8 @@ class Evidence:
     `reworded` are the log lines (see `signatures.key`) that the source of this run does not print
     although the patterns look for them; None where it is not known which source it was. `before` are
     the losses of the attempts that this one goes on from, up to its first step, `norms_before` their
-    gradient norms.
+    gradient norms, `bad_before` those steps of theirs that were not finite. `planned_steps` is what was
+    foreseen, None where nothing was.
     """
 
     log: Log | None = None
@@ -179,6 +186,8 @@ class Evidence:
     reworded: frozenset[str] | None = None
     before: tuple[float, ...] = ()
     norms_before: tuple[float, ...] = ()
+    bad_before: tuple[int, ...] = ()
+    planned_steps: int | None = None
 
     def rewords(self, *names: str) -> bool:
         """Whether the source is known to say one of these signals in other words."""
@@ -267,18 +276,24 @@ def read_run(
         attempt = max(map(_attempt, files), default=None)
     infix = "" if attempt in (None, 1) else f".{attempt}"
     console = folder / f"console{infix}.log"
+    told = _read_object(folder / "run.json")
+    listed, plan = told.get("reworded"), told.get("plan")
+    steps = plan.get("steps") if isinstance(plan, dict) else None
     return Evidence(
         log=scan(console, patterns) if console.is_file() else None,
         probe=_read_probe(folder / "probe", attempt),
         exit=_read_exit(folder / f"exit{infix}.json", attempt or 1),
-        reworded=_read_reworded(folder / "run.json"),
+        reworded=frozenset(map(str, listed)) if isinstance(listed, list) else None,
+        planned_steps=steps if isinstance(steps, int) else None,
     )
 
 
 def _stage_of(metrics: Mapping[str, float]) -> str | None:
     if not _OTHER_METRICS.isdisjoint(metrics):
         return None
-    return "sft" if _DPO_METRICS.isdisjoint(metrics) else "dpo"
+    if not _DPO_METRICS.isdisjoint(metrics):
+        return "dpo"
+    return None if _SFT_METRICS.isdisjoint(metrics) else "sft"
 
 
 def _final(signal: Signal) -> bool:
@@ -296,7 +311,16 @@ def _attempt(path: Path) -> int:
 def _finite(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return value if math.isfinite(value) else None
+    # a whole number of JSON may be larger than any float
+    return value if abs(value) <= sys.float_info.max else None
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
 def _read_exit(path: Path, attempt: int) -> ExitRecord | None:
@@ -316,15 +340,6 @@ def _read_exit(path: Path, attempt: int) -> ExitRecord | None:
         ended=values.get("ended"),
         attempt=values.get("attempt") or attempt,
     )
-
-
-def _read_reworded(path: Path) -> frozenset[str] | None:
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    listed = manifest.get("reworded") if isinstance(manifest, dict) else None
-    return frozenset(map(str, listed)) if isinstance(listed, list) else None
 
 
 def _read_probe(folder: Path, attempt: int | None) -> Probe | None:

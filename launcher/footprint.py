@@ -353,8 +353,10 @@ def _model_arguments(values: Values) -> Mapping[str, Any]:
     return trl_mappings.inline(values.get("model_init_kwargs")) or {}
 
 
-def shape_of(plan: Plan, like: str | None = None) -> Shape:
-    """The model's shape, or that of another one that it is `like`.
+def shape_of(
+    plan: Plan, like: str | None = None, packages: Mapping[str, str] | None = None
+) -> Shape:
+    """The model's shape, or that of another one that it is `like`; `packages` are those that train.
 
     Raises InvalidConfig (`unknown-shape`) where no config of it is to be had.
     """
@@ -368,8 +370,9 @@ def shape_of(plan: Plan, like: str | None = None) -> Shape:
         own = values.get(plan.stage.entry.names.model)
         name = own if model_config.read(own, environ) else next(known, name)
     if plan.stage.entry.torchrun:
-        # neither of the two is read there; OLMo-core at the pin ties no embeddings
-        return shapes.untied(shapes.find(name, environ))
+        # neither of the two is read there
+        found = shapes.find(name, environ)
+        return found if olmo_core_rules.ties(values, packages or {}) else shapes.untied(found)
     trl = plan.stage.options.backend == "trl"
     given = _model_arguments(values) if trl else values.get("additional_model_arguments")
     replaced = given if isinstance(given, Mapping) else None

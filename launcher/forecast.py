@@ -264,7 +264,7 @@ def make(request: Request, gpus: Sequence[int], terms: Terms) -> Forecast:
             lost += stopping
             continue
         seen = seen or row_lengths(planned, asked.trainer.packages, terms)
-        rungs.append(_rung(planned, seen, terms, card))
+        rungs.append(_rung(planned, seen, terms, card, asked.trainer.packages))
     if seen is None:
         raise InvalidConfig(list(dict.fromkeys(lost)))
     schema = asked.stage.schema
@@ -373,7 +373,7 @@ def of_plan(
     """
     terms = Terms(attention=attention)
     card = _Card("", None) if gpu is None else _Card(gpu.name, gpu.memory_mib / 1024 or None)
-    return _rung(planned, row_lengths(planned, packages, terms), terms, card)
+    return _rung(planned, row_lengths(planned, packages, terms), terms, card, packages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,7 +402,9 @@ def _card(terms: Terms) -> _Card:
     return _Card(name, gib)
 
 
-def _rung(planned: Plan, rows: Lengths, terms: Terms, card: _Card) -> Rung:
+def _rung(
+    planned: Plan, rows: Lengths, terms: Terms, card: _Card, packages: Mapping[str, str]
+) -> Rung:
     counted = terms.rows if terms.rows is not None else planned.rows
     counted = rows.rows if counted is None else counted
     trained = trained_rows(planned, rows, counted)
@@ -413,12 +415,15 @@ def _rung(planned: Plan, rows: Lengths, terms: Terms, card: _Card) -> Rung:
     row = packed_row(planned, cut)
     footprint = Footprint(
         plan=planned,
-        shape=shape_of(planned, terms.shape),
+        shape=shape_of(planned, terms.shape, packages),
         rows=cut,
         attention=attention_of(planned, terms.attention),
     )
     setup = footprint.setup()
-    found = _reached(planned, setup)
+    reached = functools.partial(
+        _reached, room=None if card.gib is None else card.gib * (1 - MARGIN)
+    )
+    found = reached(planned, setup)
     tokens = budget.tokens_per_step(
         cut, per_device=planned.per_device, accumulation=planned.accumulation,
         processes=planned.processes, packed=footprint.packed, dpo=footprint.dpo,
@@ -431,7 +436,11 @@ def _rung(planned: Plan, rows: Lengths, terms: Terms, card: _Card) -> Rung:
             footprint.setup, total=planned.global_batch, processes=planned.processes, gib=card.gib,
             margin=MARGIN, memory_of=functools.partial(_reached, planned),
         )  # fmt: skip
-        smallest = _smallest(footprint) if best is None else None
+        if best is None:
+            # of one row a device, the global batch kept
+            smallest = reached(
+                planned, footprint.setup(1, planned.global_batch // planned.processes)
+            )
     said = (*_said(footprint, found, best, card), *_wasted(planned, cut, row))
     return Rung(
         plan=planned, rows=counted, steps=planned.steps, memory=found, gpu_memory=card.gib,
@@ -440,23 +449,18 @@ def _rung(planned: Plan, rows: Lengths, terms: Terms, card: _Card) -> Rung:
     )  # fmt: skip
 
 
-def _reached(planned: Plan, setup: Setup) -> Memory:
-    """The moments that the run comes to: without a step, what lies before the first one."""
+def _reached(planned: Plan, setup: Setup, room: float | None = None) -> Memory:
+    """The moments that the run comes to with `room` GiB: without a step, what lies before the first one."""
     whole = memory.estimate(setup)
+    whole = whole if room is None else whole.within(room)
     if plan.limited(planned.stage, planned.values) != 0:
         return whole
     if plan.caches_only(planned.stage, planned.values) == "data set":
         return Memory(moments=(Moment(name="tokenising", parts=()),))
-    return Memory(moments=tuple(m for m in whole.moments if m.name in _BEFORE))
+    return Memory(moments=tuple(m for m in whole.moments if m.name.startswith(_BEFORE)))
 
 
 _BEFORE = ("start", "reference pass")
-
-
-def _smallest(footprint: Footprint) -> Memory:
-    """The memory of one row a device, the global batch kept."""
-    planned = footprint.plan
-    return _reached(planned, footprint.setup(1, planned.global_batch // planned.processes))
 
 
 def _bill(
@@ -543,7 +547,7 @@ def _instead(footprint: Footprint, now: Memory, usable: float) -> str:
         if other is None:
             return None
         try:
-            return _reached(other.plan, other.setup()).peak
+            return _reached(other.plan, other.setup(), usable).peak
         except InvalidConfig:
             return None
 

@@ -194,10 +194,10 @@ def _packing(made: Plan, here: Here, rows: Lengths | None) -> Told:
         return "packed, a step of dpo.py holds the pairs that fit into a row a GPU: another global batch"
     if not _trl(made):
         return Lever(name="packing", now=bool(made.values[names.packing]), values=(_OFF, _ON))
-    return _packing_of_trl(made, rows)
+    return _packing_of_trl(made, here, rows)
 
 
-def _packing_of_trl(made: Plan, rows: Lengths | None) -> Told:
+def _packing_of_trl(made: Plan, here: Here, rows: Lengths | None) -> Told:
     values, names = made.values, made.stage.entry.names
     limit = values.get(names.max_length)
     if values.get("packing") and values.get("packing_strategy") == "wrapped":
@@ -209,9 +209,11 @@ def _packing_of_trl(made: Plan, rows: Lengths | None) -> Told:
     )
     known = ["off"]
     # without packing it cannot cut a row (`padding-free-length`): no row may be longer
-    if now == "padding_free" or limit is None or (
+    whole = limit is None or (
         rows is not None and rows.source.startswith("--row-tokens") and rows.longest <= limit
-    ):  # fmt: skip
+    )
+    flash = _flash({}, made) or isinstance(_attention(made, here, rows), Lever)
+    if now == "padding_free" or (whole and flash):
         known.append("padding_free")
     if rows is None:
         return "how long the rows are is not known: --row-tokens MEAN:MAX"
@@ -221,6 +223,8 @@ def _packing_of_trl(made: Plan, rows: Lengths | None) -> Told:
         if len(kept) < 2:
             return f"a step of as many tokens in rows of {limit} cannot be made: fewer `{names.max_length}`"
         known = kept
+    if len(known) < 2:
+        return "without a limit only flash attention takes rows apart"
     return Lever(name="packing", now=now, values=tuple(known))
 
 

@@ -318,7 +318,8 @@ class _Reading:
             max((s.line for s in self.steps + self.dicts), default=0),
         )
         ended = max(ended, self.busy_line if self.over else 0)
-        begun = [s.line for s in self.kept.get("begun", []) if s.line > ended > last]
+        starts = [*self.kept.get("begun", []), *self.kept.get("refused", [])]
+        begun = sorted(s.line for s in starts if s.line > ended > last)
         if begun:
             kept, bars = self.kept, self.bars
             self._begin_again(begun[0])

@@ -51,10 +51,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """What is in memory at one point of a run."""
+    """What is in memory at one point of a run; `spared` where there is no room: then the host takes it."""
 
     name: str
     parts: tuple[Part, ...]
+    spared: bool = False
 
     @property
     def gib(self) -> float:
@@ -77,6 +78,10 @@ class Memory:
     def peak(self) -> float:
         """GiB allocated at most."""
         return self.fullest.gib
+
+    def within(self, gib: float) -> Memory:
+        """The same where so many GiB can be used: without what is spared then."""
+        return Memory(moments=tuple(m for m in self.moments if not m.spared or m.gib <= gib))
 
     def of(self, kind: str) -> float:
         """GiB of one kind at the peak."""
@@ -256,18 +261,29 @@ class Setup:
     @property
     def kernels(self) -> Kernels:
         """What decides on the layers' operators."""
-        sdpa = "sdpa_packed" if self.attention == "sdpa" and self.packed else self.attention
+        sdpa = "sdpa_packed" if self.attention == "sdpa" and self.parted else self.attention
         adapters = self.adapters
         return Kernels(
-            attention=sdpa, liger=self.liger, checkpointing=self.checkpointing,
-            # dpo_utils.py:865 does not say `use_cache`
-            cached=self.loss == "logprobs" and not self.checkpointing,
+            attention=sdpa, liger=self.liger, checkpointing=self.checkpointing, cached=self.cached,
             wide=self.weight_bytes == FULL, autocast=self.autocast, quantised=self.quantised is not None,
             adapter_rank=adapters.rank if adapters else 0,
             adapter_bytes=adapters.bytes if adapters else HALF,
             adapter_dropout=adapters.dropout if adapters else True,
             adapter_targets=adapters.targets if adapters else (),
         )  # fmt: skip
+
+    @property
+    def cached(self) -> bool:
+        """Whether keys and values are kept as for generating: dpo_utils.py:865 does not say `use_cache`."""
+        return self.loss == "logprobs" and not self.checkpointing and self.sharding is None
+
+    @property
+    def parted(self) -> bool:
+        """Whether a mask parts packed rows, as transformers does where nothing is cached.
+
+        (transformers/masking_utils.py:860)
+        """
+        return self.packed and not self.cached
 
     @property
     def trained(self) -> int:
@@ -329,6 +345,8 @@ def _moments(setup: Setup, engine: _Engine) -> Iterable[Moment]:
     work = Part(kind="other", name="cuBLAS workspaces", gib=_WORKSPACE / GIB, formula="2 x 32 MiB")
     always = (work, *setup.extra)
     yield Moment(name="start", parts=engine.start())
+    if flat := engine.flattened():
+        yield Moment(name="start, weights made flat", parts=flat, spared=True)
     resting = (*engine.resting(), *always)
     if setup.reference == "cache":
         yield Moment(
@@ -352,8 +370,8 @@ def _moments(setup: Setup, engine: _Engine) -> Iterable[Moment]:
             name="output layer's gradient",
             parts=(*at_loss, *_kept(setup), *_output_gradient(setup)),
         )
-        if not setup.shape.tied:
-            # when the next gradient is there; a tied one waits for the embedding's
+        if not setup.shape.tied and setup.sharding is None:
+            # when the next gradient is there; a tied one, and FSDP's, wait for the embedding's
             held = (*before, *engine.buckets(), *engine.gathered(whole=True, output=False))
             parts = (*_output_gradient(setup, made=True), *engine.sent(setup.shape.embedding))
             yield Moment(
@@ -382,13 +400,7 @@ def _moments(setup: Setup, engine: _Engine) -> Iterable[Moment]:
                 ),
             )  # fmt: skip
     if not setup.adapters:
-        yield Moment(
-            name="embedding's gradient",
-            parts=(
-                *resting, *engine.ended(), *engine.buckets(), *engine.gathered_embedding(),
-                *_embedding_gradient(setup, engine.sent(setup.shape.embedding)),
-            ),
-        )  # fmt: skip
+        yield Moment(name="embedding's gradient", parts=(*resting, *engine.at_embedding()))
     yield Moment(name="gradient norm", parts=(*resting, *engine.norm()))
     yield Moment(name="optimizer's step", parts=(*resting, *engine.step()))
 
@@ -435,7 +447,7 @@ def _masks(setup: Setup) -> int:
     """How many masks are made for all layers together: of all tokens, and of a window of them."""
     if setup.attention not in {"sdpa", "eager"}:
         return 0
-    shape, needed = setup.shape, setup.batch.real < setup.batch.tokens or setup.packed
+    shape, needed = setup.shape, setup.batch.real < setup.batch.tokens or setup.parted
     windows = needed or activations.masked_windows(shape, setup.kernels, setup.batch)
     return int(needed and shape.windowed < shape.layers) + int(windows and shape.windowed > 0)
 
@@ -514,11 +526,11 @@ def _output_gradient(setup: Setup, *, made: bool = False) -> tuple[Part, ...]:
 
 
 def _held_output(setup: Setup) -> tuple[Part, ...]:
-    """A tied output layer's gradient waits for the embedding's."""
-    if not setup.shape.tied or setup.adapters:
+    """A tied output layer's gradient waits for the embedding's; under FSDP any: it is the root's."""
+    if setup.adapters or not (setup.shape.tied or setup.sharding is not None):
         return ()
-    size = setup.gradient_bytes * setup.shape.embedding
-    return (Part(kind="gradients", name="tied output layer's gradient", gib=size / GIB,
+    size, name = setup.gradient_bytes * setup.shape.embedding, "output layer's gradient"
+    return (Part(kind="gradients", name=f"tied {name}" if setup.shape.tied else name, gib=size / GIB,
                  formula=f"{setup.gradient_bytes}VH, until the embedding's is there"),)  # fmt: skip
 
 
@@ -548,7 +560,7 @@ def _embedding_gradient(setup: Setup, sent: Sequence[Part]) -> tuple[Part, ...]:
 
 
 def _reference(setup: Setup) -> tuple[Part, ...]:
-    """The reference pass keeps nothing but its logits (dpo_utils.py:462)."""
+    """The reference pass keeps nothing but its logits (dpo_utils.py:462), and before them a cache of keys."""
     shape, batch = setup.shape, setup.reference_batch or setup.batch
     if setup.loss == "tiled":
         amount = activations.tiled_loss(
@@ -556,11 +568,20 @@ def _reference(setup: Setup) -> tuple[Part, ...]:
         )
         return (_part("logits", "log-probabilities in tiles", amount),)
     full = activations.logits(shape, batch, element=FULL)
-    return (
-        _part("logits", "logits (bf16)", activations.logits(shape, batch, element=HALF)),
+    half = activations.logits(shape, batch, element=HALF)
+    at_loss = (
+        _part("logits", "logits (bf16)", half),
         _part("logits", "logits (fp32)", full, source="padding_free_collator.py:14"),
         _part("logits", "log-softmax (fp32)", full, source="padding_free_collator.py:16"),
     )
+    if setup.sharding is not None:
+        return at_loss
+    # until the logits are there
+    keys, last = activations.cached(shape, setup.kernels, batch)
+    held = _part("activations", "keys and values of all layers", keys, source="dpo_utils.py:865")
+    passing = max(_part("activations", "the last layer, passing", last), at_loss[0],
+                  key=lambda part: part.gib)  # fmt: skip
+    return max(at_loss, (held, passing), key=summed)
 
 
 # --- engines ---------------------------------------------------------------------------------------
@@ -581,6 +602,10 @@ class _Engine:
     def start(self) -> tuple[Part, ...]:
         """The engine's making."""
         raise NotImplementedError
+
+    def flattened(self) -> tuple[Part, ...]:
+        """While the weights are copied into one, before that, where the card has room for it."""
+        return ()
 
     def resting(self) -> tuple[Part, ...]:
         """Between two steps, from the second on."""
@@ -636,6 +661,14 @@ class _Engine:
     def ended(self) -> tuple[Part, ...]:
         """The same when the embedding's is made."""
         return (*self.accumulated(), *self.filled())
+
+    def at_embedding(self) -> tuple[Part, ...]:
+        """When the embedding's gradient is made, beside what rests."""
+        sent = self.sent(self.setup.shape.embedding)
+        return (
+            *self.ended(), *self.buckets(), *self.gathered_embedding(),
+            *_embedding_gradient(self.setup, sent),
+        )  # fmt: skip
 
     def norm(self) -> tuple[Part, ...]:
         """While the gradients' norm is taken, beside what rests."""
@@ -733,6 +766,9 @@ class _Partitioned(_Engine):
         super().__init__(setup)
         self.zero = zero
         self.own = self.trained / self.ranks
+        cut = [(self.own, self.own)] if setup.adapters else _cut(setup.shape.sizes, self.ranks)
+        self.fullest = max(kept for kept, _ in cut)
+        self.at_norm = max(cut, key=lambda one: HALF * one[0] + 8 * one[1])
 
     def weights(self) -> tuple[Part, ...]:
         parts = [self.part("weights", "weights (bf16)", HALF * self.parameters, "2P")]
@@ -749,10 +785,14 @@ class _Partitioned(_Engine):
                           "deepspeed/runtime/zero/stage_1_and_2.py:472"),)  # fmt: skip
 
     def start(self) -> tuple[Part, ...]:
-        flat = HALF * self.trained
         made = 0 if self.zero.offload_optimizer else (FULL + FULL) * self.own
-        size, why = max((flat, "2P, the flat copy"), (made, "8P/N, fp32 weights and zeros"))
-        return (*self.weights(), self.part("optimizer", "being made", size, why))
+        why = "8P/N, fp32 weights and zeros"
+        return (*self.weights(), self.part("optimizer", "being made", made, why))
+
+    def flattened(self) -> tuple[Part, ...]:
+        flat = self.part("weights", "the same, flat", HALF * self.trained, "2P",
+                         "deepspeed/runtime/zero/stage_1_and_2.py:383")  # fmt: skip
+        return (*self.weights(), flat)
 
     def untrained(self) -> tuple[Part, ...]:
         return (*self.weights(), *self.master())
@@ -766,18 +806,18 @@ class _Partitioned(_Engine):
                            "made in the first step")  # fmt: skip
         return (*self.weights(), *self.master(), states)
 
-    def partition(self, name: str) -> Part:
-        # a weight that crosses a boundary is kept whole
-        whole = self.own if self.setup.adapters else max(self.own, self.setup.shape.largest)
-        return self.part("gradients", name, HALF * whole, "2P/N, a weight at least",
+    def partition(self, name: str, elements: float | None = None) -> Part:
+        size = self.fullest if elements is None else elements
+        formula = f"2 x {size:,.0f}: P/N, and the rest of weights that the boundaries cut"
+        return self.part("gradients", name, HALF * size, formula,
                          "deepspeed/runtime/zero/stage_1_and_2.py:1527")  # fmt: skip
 
     def norm(self) -> tuple[Part, ...]:
         if self.zero.offload_optimizer:
             return ()
-        largest = min(self.own, self.trained if self.setup.adapters else self.setup.shape.largest)
+        kept, largest = self.at_norm
         return (
-            self.partition("gradients of this rank"),
+            self.partition("gradients of this rank", kept),
             self.part("gradients", "one of them in fp64", 8 * largest, "8 x the largest",
                       "deepspeed/runtime/zero/stage_1_and_2.py:1933"),
         )  # fmt: skip
@@ -825,6 +865,23 @@ class _Partitioned(_Engine):
         )
 
 
+def _cut(sizes: Sequence[int], ranks: int) -> list[tuple[float, float]]:
+    """Of each rank, all weights in a row cut evenly: elements of those it has a part of; the largest part.
+
+    (deepspeed/runtime/zero/stage_1_and_2.py:1829)
+    """
+    own, start = -(-sum(sizes) // ranks), 0
+    found = [(0.0, 0.0)] * ranks
+    for size in sizes:
+        end = start + size
+        for rank in range(start // own, (end - 1) // own + 1):
+            part = min(end, (rank + 1) * own) - max(start, rank * own)
+            kept, largest = found[rank]
+            found[rank] = (kept + size, max(largest, part))
+        start = end
+    return found
+
+
 class _Whole(_Partitioned):
     """ZeRO-1: gradients are whole until all micro-batches' have been reduced, once
     (deepspeed/runtime/engine.py:2428).
@@ -855,8 +912,9 @@ class _Whole(_Partitioned):
         shape, setup = self.setup.shape, self.setup
         large = 0 if setup.adapters else self.trained - shape.smaller_than(self.zero.bucket + 1)
         others = self.part(
-            "gradients", "gradients of other ranks, reduced", HALF * large * (1 - 1 / self.ranks),
-            "2P(N - 1)/N, weights larger than a bucket", "deepspeed/runtime/zero/stage_1_and_2.py:1601",
+            "gradients", "gradients of other ranks, reduced", HALF * max(0, large - self.fullest),
+            "2 x weights larger than a bucket, less this rank's",
+            "deepspeed/runtime/zero/stage_1_and_2.py:1601",
         )  # fmt: skip
         parts = [others, *self.filling()]
         if self.several and not setup.adapters:
@@ -976,7 +1034,9 @@ class _Fsdp(_Engine):
     """FSDP2 with a group a layer: fp32 weights, gradients and states in parts, bf16 where they are used.
 
     The embedding is a group of its own, the output layer belongs to the root (olmo_core's
-    `Transformer.apply_fsdp`, wrapping strategy `blocks`).
+    `Transformer.apply_fsdp`, wrapping strategy `blocks`). Neither is given anything that has a gradient: both
+    wait for the end of the backward pass (torch/distributed/fsdp/_fully_shard/_fsdp_state.py:
+    `_root_post_backward_final_callback`).
     """
 
     def __init__(self, setup: Setup, sharding: Sharding) -> None:
@@ -1001,7 +1061,7 @@ class _Fsdp(_Engine):
         return self.weights()
 
     def untrained(self) -> tuple[Part, ...]:
-        return (*self.weights(), *self.gathered(whole=True))
+        return (*self.weights(), self.whole(self.setup.shape.embedding))
 
     def resting(self) -> tuple[Part, ...]:
         states = self.part("optimizer", "Adam's two states (fp32)", 2 * FULL * self.own, "8P/N")
@@ -1014,28 +1074,33 @@ class _Fsdp(_Engine):
         return (self.gradients(),) if self.several else ()
 
     def gathered(self, *, whole: bool, output: bool = True) -> tuple[Part, ...]:
-        """The output layer at the loss; in a layer that one and the next, gathered ahead."""
+        """The output layer, for all of the backward pass, and the next layer ahead.
+
+        A layer itself is let go before its gradients are reduced, which is its fullest point.
+        """
         shape = self.setup.shape
-        elements = shape.embedding if output and whole else 0
-        if not whole:
-            # the root's group is let go after its own backward pass only
-            elements = 2 * shape.layer_parameters + shape.embedding
-        return (self.part("weights", "gathered weights (bf16)", HALF * elements,
-                          f"2 x {elements:,.0f}"),)  # fmt: skip
+        return (self.whole(shape.layer_parameters + shape.embedding),)
+
+    def whole(self, elements: int) -> Part:
+        return self.part("weights", "gathered weights (bf16)", HALF * elements, f"2 x {elements:,}")
 
     def buckets(self) -> tuple[Part, ...]:
         """A layer's gradients: bf16 as they are made, and fp32 for the reduction."""
         size = (HALF + FULL) * self.setup.shape.layer_parameters
         return (self.part("communication", "gradients being reduced", size, "6 x one layer"),)
 
-    def sent(self, elements: int) -> tuple[Part, ...]:
-        return (self.part("communication", "large gradient being reduced", FULL * elements, "4VH"),)
+    def at_embedding(self) -> tuple[Part, ...]:
+        """At the end: the output layer's gradient and the embedding's, whole (bf16), are reduced in turn."""
+        size = FULL * self.setup.shape.embedding
+        return (
+            self.gradients(),
+            self.part("communication", "large gradient being reduced", size, "4VH"),
+            self.part("gradients", "embedding's and output layer's gradients, whole",
+                      size * (1 - 1 / self.shards), "4VH - 4VH/N"),
+        )  # fmt: skip
 
     def filling(self) -> tuple[Part, ...]:
         return ()
-
-    def filled(self) -> tuple[Part, ...]:
-        return () if self.several else (self.gradients(),)
 
     def norm(self) -> tuple[Part, ...]:
         return (self.gradients(),)
@@ -1053,7 +1118,8 @@ def fits(memory: Memory, gib: float, *, margin: float = 0.08) -> tuple[bool, flo
     buffers, and what the allocator has reserved in pieces.
     """
     usable = gib * (1 - margin)
-    return memory.peak <= usable, usable - memory.peak
+    peak = memory.within(usable).peak
+    return peak <= usable, usable - peak
 
 
 def _unknown(message: str) -> Finding:

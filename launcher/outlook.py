@@ -68,9 +68,10 @@ class Outlook:
         if steps is not None:
             found = replace(found, plan=replace(found.plan, steps=steps))
         try:
-            return memory.estimate(found.setup()).peak
+            told = memory.estimate(found.setup())
         except InvalidConfig:
             return None
+        return (told if self.card.gib is None else told.within(self.card.gib)).peak
 
 
 def _some_shape() -> Shape:

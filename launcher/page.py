@@ -401,7 +401,7 @@ def _why(detail: Mapping[str, Any]) -> Html:
     if error:
         where = f"  ({error['at']})" if error.get("at") else ""
         said.append(f"{error.get('type')}: {error.get('message')}{where}")
-    said += [str(detail[key]) for key in ("reason", "help", "detail") if detail.get(key)]
+    said += [str(detail[key]) for key in ("reason", "help", "detail", "wasted") if detail.get(key)]
     return join(tag("p", line, class_="why") for line in said)
 
 

@@ -15,11 +15,12 @@ from typing import Literal
 
 from launcher.backends.open_instruct_log import ATTENTION
 from launcher.ending import HELP, ending, fatal
-from launcher.evidence import Event, Evidence, ProbeStep, RankRecord
+from launcher.evidence import Event, Evidence, Probe, ProbeStep, RankRecord
 from launcher.logs import Log, Signal, StepLine
 from launcher.measures import losses, memory_phases, peak_allocated_gib, whole_losses
 
 OPERATIONS = ("rms_norm", "rope", "swiglu", "fused_linear_cross_entropy", "preference_loss")
+FUSED = ("fused_linear_cross_entropy", "cross_entropy")
 FIRST_LOSS = 0.01  # more than rounding moves DPO's first loss by
 TREND_LOSSES = 8  # fewer say nothing
 TREND_BINS = 64
@@ -50,6 +51,7 @@ _MEAN_HELP = (
     "`train_loss` is the mean over all steps, so the loss of a step was not finite: `logging_steps: 1` "
     "shows which, `logging_nan_inf_filter: false` shows it as it was"
 )
+_BEFORE = "was not finite in an earlier attempt, and this one went on from weights that had been through it"
 _EVALUATED_HELP = (
     "a row of the evaluation without any label (all of it cut off or masked) makes its mean nan, and "
     "so do weights that are broken: evaluate the saved model on its own"
@@ -107,6 +109,9 @@ def _liger_counted(evidence: Evidence, want: str | None) -> Seen | None:
         detail["missing_ranks"] = unknown
     cites = tuple(_of_event(r, e) for r in probe.ranks.values() if (e := r.last("liger")))
     if all(any(counts.values()) for counts in calls.values()):
+        if want == "engaged" and (lacking := _uncalled(probe, calls)):
+            detail["uncalled"] = lacking
+            return Seen(state="not_engaged", cites=(*cites, *_patches(evidence)), detail=detail)
         proved = not unknown or want == "off"
         return Seen(state="engaged", proved=proved, cites=cites, detail=detail)
     idle = [rank for rank, counts in calls.items() if not any(counts.values())]
@@ -117,7 +122,21 @@ def _liger_counted(evidence: Evidence, want: str | None) -> Seen | None:
     cites += tuple(
         _of_step(r, r.steps[-1]) for r in probe.ranks.values() if r.rank in idle and r.steps
     )
-    return Seen(state=state, cites=cites, detail=detail)
+    # of a rank without steps it is not known, unless another one shows that it is not as wanted
+    proved = not unknown or state != "off"
+    return Seen(state=state, proved=proved, cites=cites, detail=detail)
+
+
+def _uncalled(probe: Probe, calls: Mapping[int, Mapping[str, int]]) -> dict[str, dict[str, int]]:
+    """The losses that Liger was told to put in and that some rank never called, with the calls of each.
+
+    It is they that save the logits' memory, and the other kernels run without them. Which of those a
+    model has is for Liger to know.
+    """
+    told = [event.fields.get("kwargs") for _, event in probe.events("liger_patch")]
+    asked = [op for op in FUSED if any(isinstance(k, dict) and k.get(op) is True for k in told)]
+    lacking = {op: {str(r): c.get(op, 0) for r, c in calls.items()} for op in asked}
+    return {op: counts for op, counts in lacking.items() if not all(counts.values())}
 
 
 def _liger_logged(evidence: Evidence, want: str | None, patches: tuple[Cite, ...]) -> Seen:
@@ -160,18 +179,9 @@ def _patches(evidence: Evidence) -> tuple[Cite, ...]:
 
 
 def _packing(evidence: Evidence, want: str | None) -> Seen:
-    for name, states in (
-        ("packing_isolation", ("leaking", "isolated")),
-        ("packing", ("on", "off")),
-    ):
-        seen = _probe_state(evidence, name, states)
-        if seen is not None:
-            help = {"help": _LEAKING_HELP} if seen.state == "leaking" else {}
-            reason = _untested(evidence) if seen.state == "on" else {}
-            # `on` is no proof of isolation, and none against it
-            proved = not (seen.state == "on" and want == "isolated")
-            detail = {**seen.detail, **help, **reason, **_half_wasted(evidence)}
-            return replace(seen, proved=proved, detail=detail)
+    seen = _packing_seen(evidence, want)
+    if seen is not None:
+        return seen
     log = evidence.log
     said = log.all("packing") if log else ()
     asked = log.asked.get("packing") if log else None
@@ -180,6 +190,39 @@ def _packing(evidence: Evidence, want: str | None) -> Seen:
         return Seen(state="on", proved=want != "isolated", cites=cites)
     cites = _of_asked(log, "packing")
     return Seen(state="off" if cites else "unknown", proved=bool(cites), cites=cites)
+
+
+def _packing_seen(evidence: Evidence, want: str | None) -> Seen | None:
+    """As the ranks saw it, the gravest of them; None where none looked at a batch."""
+    probe = evidence.probe
+    told: dict[int, tuple[RankRecord, Event]] = {}
+    for record in probe.ranks.values() if probe else ():
+        looks = record.all("packing_isolation", "packing")
+        states = {event.text("state") or "": event for event in looks}
+        for known in ("off", "on", "isolated", "leaking"):
+            if known in states:
+                told[record.rank] = record, states[known]
+    if probe is None or not told:
+        return None
+    by_rank = {rank: str(event.text("state")) for rank, (_, event) in sorted(told.items())}
+    packed = want in ("isolated", "on")
+    order = ("leaking", "off", "on", "isolated") if packed else ("leaking", "on", "isolated", "off")
+    state = next(s for s in order if s in by_rank.values())
+    shown = [one for one in told.values() if one[1].text("state") == state]
+    detail = {k: v for k, v in shown[0][1].fields.items() if k not in ("t", "state")}
+    if len({*by_rank.values()}) > 1:
+        detail["ranks"] = {str(rank): one for rank, one in by_rank.items()}
+    if state == "leaking":
+        detail["help"] = _LEAKING_HELP
+    if state == "on":
+        detail |= _untested(evidence)
+    if absent := probe.without(told):
+        detail["missing_ranks"] = list(absent)
+    # a single rank can disprove what was asked for; to prove it takes all. `on` is neither for isolation
+    disproved = state == "leaking" or (state == "off") == packed
+    proved = disproved or not (absent or (state == "on" and want == "isolated"))
+    cites = tuple(_of_event(*one) for one in shown)
+    return Seen(state=state, proved=proved, cites=cites, detail=detail | _half_wasted(evidence))
 
 
 def _half_wasted(evidence: Evidence) -> dict[str, object]:
@@ -200,9 +243,9 @@ def _untested(evidence: Evidence) -> dict[str, object]:
 
 
 def _attention(evidence: Evidence, want: str | None) -> Seen:
-    for record, event in evidence.probe.events("model") if evidence.probe else ():
-        if state := event.text("attention"):
-            return Seen(state=state, cites=(_of_event(record, event),))
+    seen = _attention_seen(evidence, want)
+    if seen is not None:
+        return seen
     log = evidence.log
     detected = log.last("attention") if log else None
     chosen = log.asked.get("attn_implementation") if log else None  # DPO's own argument wins
@@ -213,6 +256,25 @@ def _attention(evidence: Evidence, want: str | None) -> Seen:
     cites = _of_signals(log, (detected,) if detected else ())
     other = want is not None and ATTENTION.get(want, want) != state
     return Seen(state=state, proved=other, cites=cites, detail={"announced": word})
+
+
+def _attention_seen(evidence: Evidence, want: str | None) -> Seen | None:
+    """That of the models which the ranks hold, one that is not wanted first; None where none is known."""
+    probe = evidence.probe
+    told = [(r, e) for r, e in probe.events("model") if e.text("attention")] if probe else []
+    if probe is None or not told:
+        return None
+    meant = (want, ATTENTION.get(want or "", want))
+    other = [one for one in told if want is not None and one[1].text("attention") not in meant]
+    state = str((other or told)[0][1].text("attention"))
+    by_rank = {str(record.rank): event.text("attention") for record, event in told}
+    detail: dict[str, object] = {}
+    if len({event.text("attention") for _, event in told}) > 1:
+        detail["ranks"] = by_rank
+    if absent := probe.without({record.rank for record, _ in told}):
+        detail["missing_ranks"] = list(absent)
+    cites = tuple(_of_event(*one) for one in told if one[1].text("attention") == state)
+    return Seen(state=state, proved=bool(other) or not absent, cites=cites, detail=detail)
 
 
 def _dataset_cache(evidence: Evidence, _want: str | None) -> Seen:
@@ -278,13 +340,18 @@ def _probe_state(evidence: Evidence, name: str, order: Sequence[str]) -> Seen | 
         told = [(r, e) for r, e in events if e.text("state") == state]
         if told:
             detail = {k: v for k, v in told[0][1].fields.items() if k not in ("t", "state")}
-            return Seen(state=state, cites=tuple(_of_event(*t) for t in told), detail=detail)
+            # whoever left no record may be the one that filled the cache
+            absent = evidence.probe.missing if evidence.probe and state == "hit" else ()
+            detail |= {"missing_ranks": list(absent)} if absent else {}
+            cites = tuple(_of_event(*t) for t in told)
+            return Seen(state=state, proved=not absent, cites=cites, detail=detail)
     return None
 
 
 def _loss(evidence: Evidence, _want: str | None) -> Seen:
     log, ranks = evidence.log, evidence.probe.ranks.values() if evidence.probe else ()
     bad: list[tuple[int, int | None, Cite]] = []
+    detail: dict[str, object] = {}
     for line in log.steps if log else ():
         if _nonfinite(line):
             bad.append((line.step, None, _of_line(log, line)))
@@ -294,13 +361,23 @@ def _loss(evidence: Evidence, _want: str | None) -> Seen:
             for step in record.steps
             if not step.finite
         ]
+    if not bad and evidence.bad_before:
+        # in weights that this attempt went on from
+        before = evidence.bad_before
+        detail = {
+            "first_step": before[0],
+            "nonfinite": len(before),
+            "rank": None,
+            "reason": f"step {before[0]} {_BEFORE}",
+        }
+        return Seen(state="nonfinite", detail=detail)
     for said in _said(evidence) if log and not ranks else ():
         if found := _NOT_FINITE.match(said.fields["message"]):
             rank = int(found["rank"])
             bad.append((int(found["step"] or 0), rank, _of_signals(log, (said,))[0]))
     logged = len(log.steps) if log else 0
     counted = sum(len(record.steps) for record in ranks)
-    detail: dict[str, object] = {"logged": logged, "counted": counted}
+    detail |= {"logged": logged, "counted": counted}
     if bad:
         # a rank that is known tells more than a logged mean of the same step
         first = min(bad, key=lambda b: (b[0], b[1] is None, b[1] or 0))
@@ -325,10 +402,34 @@ def _loss(evidence: Evidence, _want: str | None) -> Seen:
     if means:
         # an evaluation proves nothing of the training, and is no good news of it
         return Seen(state="finite", proved=False, cites=cites, detail=detail)
-    if log and not ranks and (doubt := _doubt(log.steps)) is not None:
+    unseen = _unseen(evidence)
+    if log and log.steps and (unseen or not ranks) and (doubt := _doubt(log.steps)) is not None:
         detail["reason"] = doubt[1]
         return Seen(state="finite", proved=False, cites=(_of_line(log, doubt[0]),), detail=detail)
-    return Seen(state="finite", cites=_of_losses(evidence), detail=detail)
+    shown = log.steps[-1].step if log and log.steps else 0
+    if alone := [step for step in unseen if step > shown]:
+        named = ", ".join(map(str, alone[:3])) + (", …" if alone[3:] else "")
+        detail["reason"] = f"no loss of step {named} was seen on every rank, and none is logged"
+        return Seen(state="finite", proved=False, cites=_of_losses(evidence), detail=detail)
+    every = [step.loss for record in ranks for step in record.steps]
+    state = "zero" if every and not any(loss is None or loss for loss in every) else "finite"
+    return Seen(state=state, cites=_of_losses(evidence), detail=detail)
+
+
+def _unseen(evidence: Evidence) -> list[int]:
+    """Steps of a run that came to its end which some rank's record does not tell of.
+
+    Of any other run the last ones may still have been on their way.
+    """
+    probe, last = evidence.probe, evidence.last_step
+    if probe is None or last is None or ending(evidence).state != "completed":
+        return []
+    begun = max((e.number("step") or 0 for _, e in probe.events("resumed")), default=0)
+    first = min((r.steps[0].step for r in probe.ranks.values() if r.steps), default=last + 1)
+    seen = [{step.step for step in record.steps} for record in probe.ranks.values()]
+    seen += [set()] * len(probe.missing)
+    whole = set.intersection(*seen)
+    return [step for step in range(min(first, int(begun) + 1), last + 1) if step not in whole]
 
 
 def _nonfinite_means(log: Log | None) -> tuple[Signal, ...]:
@@ -377,6 +478,9 @@ def _doubt(steps: Sequence[StepLine]) -> tuple[StepLine, str] | None:
 
 
 def _trend(evidence: Evidence, _want: str | None) -> Seen:
+    if (still := _still(evidence)) is not None:
+        cites = _of_losses(replace(evidence, log=None))
+        return Seen(state="still", cites=cites, detail={"reason": still})
     # a run that was resumed is one run
     whole = whole_losses(evidence)
     finite = [loss for loss in whole if math.isfinite(loss)]
@@ -388,6 +492,17 @@ def _trend(evidence: Evidence, _want: str | None) -> Seen:
     sure = abs(z) >= TREND_Z and abs(change) >= TREND_CHANGE
     state = "flat" if not sure else "falling" if change < 0 else "rising"
     return Seen(state=state, cites=_of_losses(evidence), detail=detail)
+
+
+def _still(evidence: Evidence) -> str | None:
+    """Why no weight can have moved, as every rank saw it in every one of two steps or more."""
+    steps = [s for r in evidence.probe.ranks.values() for s in r.steps] if evidence.probe else []
+    if len({step.step for step in steps}) < 2:
+        return None
+    for name, words in (("grad_norm", "gradient norm"), ("learning_rate", "learning rate")):
+        if all(getattr(step, name) == 0 for step in steps):
+            return f"the {words} was 0 in every step: nothing was learned"
+    return None
 
 
 def trend(series: Sequence[float]) -> tuple[float, float]:

@@ -44,6 +44,7 @@ LIGER_OPS = (
     "rms_norm", "rope", "swiglu", "geglu", "layer_norm", "cross_entropy",
     "fused_linear_cross_entropy",
 )  # fmt: skip
+LIGER_LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
 PREFERENCE = "liger_kernel.chunked_loss.fused_linear_preference"
 
 ISOLATION_TOKENS = 256  # of each of the two samples: far less than a training step holds
@@ -191,7 +192,9 @@ class Contract:
         """What has to be proved within the first steps is proved now, or it is not."""
         if step > self.settings.within:
             return
-        if self.probe.liger:
+        # what was to be saved is the logits': without the loss that was asked for, the others are not it
+        whole = self.probe.liger_losses <= self.probe.liger.keys()
+        if self.probe.liger and (whole or self.wanted("liger") != "engaged"):
             self.seen("liger", "engaged")
         if step < self.settings.within:
             return
@@ -322,6 +325,7 @@ class Probe:
         self.begun = time.perf_counter()
         self.step_begun: float | None = None
         self.liger: dict[str, int] = {}
+        self.liger_losses: set[str] = set()
         self.reported_liger: dict[str, int] = {}
         self.step = 0
         self.base = 0
@@ -355,6 +359,7 @@ class Probe:
         self.leaving = False
         self.micro_batch: dict[str, Any] = {}
         self.pairs: list[int] = []
+        self.alike = 1
         self.contract = Contract(self)
         self.watchdog = Watchdog(self)
 
@@ -590,8 +595,9 @@ class Probe:
         positions = kwargs.get("position_ids")
         rows = int(ids.shape[0]) if ids.dim() == 2 else 1
         packed, detail = False, f"{rows} rows of {int(ids.shape[-1])} positions"
-        if boundaries is not None and int(boundaries.numel()) > 2:
-            packed, detail = True, f"{int(boundaries.numel()) - 1} samples in one row (cu_seq_lens)"
+        samples = kwargs.get("samples", 0 if boundaries is None else int(boundaries.numel()) - 1)
+        if samples > 1:
+            packed, detail = True, f"{samples} samples in one row (cu_seq_lens)"
         elif positions is not None and positions.dim() == 2:
             starts = int((positions == 0).sum())
             packed = mask is None and starts > int(positions.shape[0])
@@ -688,16 +694,20 @@ class Probe:
             real = ends[0][-1] + ends[1][-1]
             rows = int(ends[0].numel()) + int(ends[1].numel()) - 2
             # of the row that both become, the first half
-            told["cu_seq_lens_q"] = ends[0]
+            told |= {"cu_seq_lens_q": ends[0], "samples": rows}
+            self.batch.setdefault("longer", []).append(ends[0][-1].maximum(ends[1][-1]))
         elif masks[0] is not None and masks[1] is not None:
             real = masks[0].sum() + masks[1].sum()
             told["attention_mask"] = masks[0]
         self.micro_batch = told
         self.close_step()
+        self.pairs.append(rows // 2)
+        if self.rank % self.alike:
+            # the same batch as another rank's, which counts it
+            return
         self.positions += sum(int(one.numel()) for one in ids)
         self.batch["tokens"].append(real)
         self.batch["rows"].append(rows)
-        self.pairs.append(rows // 2)
 
     def step_begins(self) -> None:
         """The gradients of a step are there; its optimizer is about to use them."""
@@ -809,9 +819,11 @@ class Probe:
         self.kernels, self.rested = None, True
 
     def learning_rate(self) -> float | None:
-        group = self.optimizer.param_groups[0] if self.optimizer is not None else {}
-        rate = group.get("lr")
-        return None if rate is None or getattr(rate, "is_cuda", False) else float(rate)
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        rates = [rate for group in groups if (rate := group.get("lr")) is not None]
+        if not rates or any(getattr(rate, "is_cuda", False) for rate in rates):
+            return None
+        return max(map(float, rates))
 
     def settle(self, *, wait: bool = False) -> None:
         """Write the steps whose numbers have arrived; with `wait`, all of them."""
@@ -835,7 +847,8 @@ class Probe:
         whole = finite and (known["scaled"] or math.isfinite(gradient))
         tokens = int(sum(values["tokens"]))
         if known["step"] == self.base + self.settings.within:
-            self.tell_waste(tokens, known["positions"], int(sum(values["rows"])) // 2)
+            pairs = int(sum(values["rows"])) // 2
+            self.tell_waste(tokens, known["positions"], pairs, max(values.get("longer", [0])))
         self.record.write(
             "step", step=known["step"], loss=mean, finite=whole,
             micro_batches=known["micro_batches"], rows=int(sum(values["rows"])), tokens=tokens,
@@ -855,13 +868,17 @@ class Probe:
             if known["step"] == 1:
                 self.check_reference(mean)
 
-    def tell_waste(self, tokens: int, positions: int, pairs: int) -> None:
-        """Rows that are computed whole, and stay empty for more than half."""
+    def tell_waste(self, tokens: int, positions: int, pairs: int, longer: float) -> None:
+        """Rows that are computed whole, and stay empty for more than half.
+
+        Chosen and rejected fill a half each: the one with more tokens, `longer`, decides how many pairs fit.
+        """
         if not self.pairs or not self.packing or not positions or tokens * 2 >= positions:
             return
         filled = tokens / positions
-        # pairs that the shorter of both halves would hold, by this step's own lengths
-        fits = max(pairs, int(pairs / filled)) if tokens else pairs
+        # by this step's own lengths; a row with fewer pairs than another had no room for the next one
+        known = longer > 0 and pairs >= max(self.pairs)
+        fits = max(pairs, int(pairs * positions / 2 / longer)) if known else pairs
         better = 1 << max(0, fits.bit_length() - 1)
         message = f"batch {pairs} uses {filled:.0%} of each step"
         if better > pairs:
@@ -1499,6 +1516,7 @@ def watch_liger_patch(probe: Probe, module: types.ModuleType) -> None:
             @functools.wraps(original)
             def inner(*args: Any, **kwargs: Any) -> Any:
                 plain = {k: v for k, v in kwargs.items() if isinstance(v, (bool, int, str))}
+                probe.liger_losses |= {op for op in LIGER_LOSSES if plain.get(op) is True}
                 result = original(*args, **kwargs)
                 patched: dict[str, str] = {}
                 with probe.quietly("patched classes"):
@@ -1632,6 +1650,8 @@ def watch_olmo_module(probe: Probe, module: types.ModuleType) -> None:
             with probe.quietly("train module"):
                 probe.saw_model(self.model)
                 probe.saw_optimizer(self.optim, None)
+                # dpo.py:191
+                probe.alike = max(1, int(getattr(self.dpo_config, "tensor_parallel_degree", 1)))
                 probe.mark("prepare")
             return result
 

@@ -162,6 +162,9 @@ def verdict(judged: Verdict) -> None:
         if point.ok is not True:
             for line in _reasons(point.detail):
                 _echo(f"    {line}")
+        if wasted := point.detail.get("wasted"):
+            # nothing that was asked for failed, and half of it was for nothing
+            _echo(f"    {wasted}")
     figures = [
         f"{name} {_number(value)}" for name, value in judged.metrics.items() if value is not None
     ]
@@ -176,7 +179,7 @@ def _reasons(detail: Mapping[str, Any]) -> list[str]:
     if isinstance(error, Mapping):
         where = f"  ({error['at']})" if error.get("at") else ""
         lines.append(f"{error.get('type')}: {error.get('message')}{where}")
-    lines += [str(detail[key]) for key in ("signal", "reason", "help") if detail.get(key)]
+    lines += [str(detail[key]) for key in ("signal", "reason", "detail", "help") if detail.get(key)]
     return lines
 
 

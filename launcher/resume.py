@@ -322,7 +322,7 @@ class _Judge:
     def again(self) -> Decision:
         """The run has been here: finished, to be continued, or with nothing to continue from."""
         found = self._found()
-        if self.attempts.finished(self.output):
+        if self.attempts.finished(self._model()):
             return self._over(found)
         named = self.asked()
         if named is not None and named != earlier.mapping(self.attempts.last.get("resume")).get(
@@ -347,6 +347,12 @@ class _Judge:
             kept=tuple(one.name for one in found if one.path not in aside), aside=tuple(aside),
             derived=self._told(chosen), findings=tuple(said),
         )  # fmt: skip
+
+    def _model(self) -> Path | None:
+        """Where the finished model lies: dpo.py:111 puts it into a folder of its own."""
+        if self.output is None or not self.plan.stage.entry.torchrun:
+            return self.output
+        return self.output / "hf_model"
 
     def asked(self) -> str | None:
         """The checkpoint that the stage file names; open-instruct never gets to look at it."""
@@ -390,6 +396,9 @@ class _Judge:
 
     def _from_zero(self, found: Sequence[Checkpoint]) -> Decision:
         aside = self._in_the_way(found, None)
+        if self.plan.stage.entry.torchrun and self.output and any(self.output.glob("step[1-9]*")):
+            # OLMo-core goes on from there, which a rule says (`resume-unjudged`)
+            return Decision(findings=(*self._strange(), *self._beforehand()))
         why = f": {found[-1].name}: {found[-1].why_incomplete}" if found else ""
         note = self._say(
             "note", "nothing-to-resume",

@@ -179,7 +179,7 @@ class Search:
     @property
     def best(self) -> Trial | None:
         """The fastest that may be proposed; of those as fast, the one with the fewest changes."""
-        good = [one for one in self.trials if one.ok]
+        good = [one for one in self.trials if one.ok and self.lasts(one)]
         if not good:
             return None
         top = max(_speed(one) for one in good)
@@ -190,6 +190,23 @@ class Search:
     def first(self) -> Trial | None:
         """The file as written, where it was measured."""
         return next((one for one in self.trials if one.candidate.key == self.base.key), None)
+
+    def lasts(self, trial: Trial) -> bool:
+        """Whether the whole run should fit, which meets longer rows than the trial that did.
+
+        The file as written is the author's own: that it fits a trial is enough.
+        """
+        whole = self._whole(trial.candidate, trial.measured)
+        if whole is None or self.room is None or trial.candidate.key == self.base.key:
+            return True
+        return whole <= self.room * (1 - MARGIN)
+
+    def _whole(self, candidate: Candidate, measured: Measured) -> float | None:
+        """GiB of the whole run, by how far the trial's peak was from its estimate."""
+        expected = candidate.expected
+        if not expected.peak or not expected.measurable or measured.peak is None:
+            return None
+        return expected.peak * measured.peak / expected.measurable
 
     def differing(self, candidate: Candidate, other: Candidate | None = None) -> list[str]:
         """The levers that are not as in the file (or in another candidate)."""
@@ -268,8 +285,13 @@ class Search:
         return replace(self.base, purpose="baseline", why="the file as it is written")
 
     def _broken(self) -> bool:
-        """Whether even the file as written does not train: then there is nothing to compare with."""
+        """Whether even the file as written did not come to its end: then there is nothing to compare with."""
         first = self.first
+        if first is not None and first.measured.cut and self.best is None:
+            self.stopped = (
+                "the budget: the file as written did not end within it (a larger --budget goes on)"
+            )
+            return True
         if first is None or first.measured.status in ("ok", "oom", "timeout"):
             return False
         if first.measured.blamed:
@@ -426,7 +448,12 @@ class Search:
             told.append(f"{change:+.1%} against the best before")
         if measured.peak is not None and candidate.expected.measurable:
             told.append(f"{measured.peak:.1f} GiB, {candidate.expected.measurable:.1f} estimated")
-        if before is not None:
+        if not self.lasts(Trial(candidate=candidate, measured=measured)):
+            whole = self._whole(candidate, measured)
+            told.append(
+                f"not kept: with its longest rows the run needs {whole:.0f} of {self.room:.0f} GiB"
+            )
+        elif before is not None:
             told.append("kept" if measured.speed > _speed(before) else "not kept")
         return "; ".join(told) or "what the others are held to"
 
@@ -473,6 +500,8 @@ class Search:
                 other &= shared
         self._suspects.append((changed or candidate.items, left))
         self._settle()
+        if not changed:
+            return what
         if len(changed) == 1:
             name, value = next(iter(changed))
             return f"{what}; {described(name, value)}: not tried again"

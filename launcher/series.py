@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import attempt as attempts
-from launcher import check, evidence, measures, rundir
+from launcher import check, evidence, judgement, measures, rundir
 from launcher.check import Verdict
 from launcher.evidence import Evidence, Probe
 from launcher.measures import Row
@@ -123,8 +123,8 @@ def read_folder(path: Path) -> Run:
     if found.log is None and found.probe is None:
         kept = rundir.read_json(path / "verdict.json")
         return of_kept(path, manifest, kept, _kept_rows(path / "metrics.jsonl"), found)
-    judged = check.judge(manifest.get("stage"), mapping(manifest.get("expect")), found)
-    return of_folder(path, manifest, judged, found)
+    judged = judgement.judge(RunFolder(path))
+    return of_folder(path, manifest, judged.verdict, judged.found)
 
 
 def of_kept(

@@ -174,6 +174,13 @@ class Shape:
         return math.prod(wide), math.prod(narrow)
 
     @property
+    def sizes(self) -> list[int]:
+        """Elements of every weight in the model's order: the embedding, the layers, what comes after them."""
+        first, *after = (math.prod(size) for size in self.outer.values())
+        layer = [math.prod(size) for size in self.layer.values()]
+        return [first, *layer * self.layers, *after]
+
+    @property
     def largest(self) -> int:
         """Elements of the largest single weight."""
         sizes = (*self.layer.values(), *self.outer.values())

@@ -20,11 +20,10 @@ from launcher import (
     command,
     devices,
     earlier,
-    foresight,
+    judgement,
     keeper,
     manifest,
     page,
-    process,
     rendezvous,
     repeat,
     resume,
@@ -38,7 +37,6 @@ from launcher.devices import Devices
 from launcher.errors import Exit, Finding, NotReady, errors
 from launcher.plan import Plan
 from launcher.preparation import Prepared, Request, prepare
-from launcher.redaction import redact
 from launcher.rundir import RunFolder
 
 
@@ -277,31 +275,16 @@ def conclusion(folder: RunFolder, attempt: Attempt) -> tuple[check.Verdict, Exit
 
 def finish(folder: RunFolder) -> check.Verdict:
     """Judge a run folder; write verdict.json, metrics.jsonl and report.html where that is possible."""
-    told = rundir.read_manifest(folder)
-    each = earlier.read(folder)
-    found = earlier.whole(each)
-    # a token that training printed must not get from the log into what is shown and kept
-    asked = told.get("expect")
-    # where the record of what was asked for is lost, nothing can have been proved of it
-    expected = asked if isinstance(asked, Mapping) else check.UNKNOWN
-    seen = check.judge(told.get("stage"), expected, found)
-    seen = check.beside(seen, foresight.peak_of(told))
-    if seen.point("finish").state == "running" and _lost(folder):
-        seen = check.lost(seen)
-    judged = redact(seen, attempts.tokens(folder))
+    judged = judgement.judge(folder)
+    verdict = judged.verdict
     # a read-only or full disk costs these files, not the verdict
     with contextlib.suppress(OSError):
-        rundir.write_json(folder.verdict, judged.as_json())
-        rows = "".join(rundir.json_line(row) for row in earlier.rows_of(each))
+        rundir.write_json(folder.verdict, verdict.as_json())
+        rows = "".join(rundir.json_line(row) for row in earlier.rows_of(judged.attempts))
         rundir.write_text(folder.metrics, rows)
-        rundir.write_text(folder.report, page.render(told, judged, found, folder.path))
-    return judged
-
-
-def _lost(folder: RunFolder) -> bool:
-    """Whether all of a run that was started on this machine is gone; elsewhere nobody here can look."""
-    told = process.identity(rundir.read_json(folder.process))
-    return told is not None and told.host == process.host() and not runner.alive(folder.path)
+        page_of = page.render(judged.manifest, verdict, judged.found, folder.path)
+        rundir.write_text(folder.report, page_of)
+    return verdict
 
 
 def judged_now(folder: RunFolder, planned: Plan, verdict: check.Verdict) -> check.Verdict:
@@ -309,8 +292,7 @@ def judged_now(folder: RunFolder, planned: Plan, verdict: check.Verdict) -> chec
     asked = command.expectations(planned)
     if rundir.read_manifest(folder).get("expect") == asked:
         return verdict
-    found = earlier.whole(earlier.read(folder))
-    return redact(check.judge(planned.stage.options.stage, asked, found), attempts.tokens(folder))
+    return judgement.judge(folder, asked).verdict
 
 
 def exit_code(ended: runner.Exit | None, verdict: check.Verdict, *, allow_unproven: bool) -> Exit:

@@ -77,7 +77,7 @@ def pace(footprint: Footprint, card: Card) -> Pace:
     micro = _micro_batch(footprint, batch, card)
     zero, processes = footprint.zero, plan.processes
     trained = _trained(footprint)
-    sent = _sent(footprint.shape.parameters, trained, zero, processes, _passes(footprint))
+    sent = _sent(footprint.shape.parameters, trained, zero, processes)
     sent /= _LINK * card.link
     # the rest hides behind the backward pass
     shown = _SHOWN * sent if zero is not None else sent
@@ -149,11 +149,12 @@ def _moved(footprint: Footprint) -> float:
     return shape.layers * layer + head / 2
 
 
-def _sent(parameters: int, trained: int, zero: Zero | None, processes: int, passes: float) -> float:
+def _sent(parameters: int, trained: int, zero: Zero | None, processes: int) -> float:
     """Bytes that one device sends at a time: ZeRO-2 for each micro-batch, and ZeRO-3 gathers too.
 
     ZeRO-1 reduces once a step (deepspeed/runtime/engine.py:2428), as does no ZeRO at all. All but ZeRO-3
-    all-reduce, which sends everything twice (deepspeed/runtime/zero/stage_1_and_2.py:1705).
+    all-reduce, which sends everything twice (deepspeed/runtime/zero/stage_1_and_2.py:1705). What ZeRO-3
+    gathers to compute a checkpointed layer again it keeps for that layer's backward pass.
     """
     if processes < 2:
         return 0.0
@@ -162,7 +163,7 @@ def _sent(parameters: int, trained: int, zero: Zero | None, processes: int, pass
     reduced = trained * width * share * (2 if zero is None or zero.stage < 3 else 1)
     if zero is None or zero.stage < 3:
         return reduced
-    return reduced + (passes - 1) * HALF * parameters * share
+    return reduced + 2 * HALF * parameters * share
 
 
 def _step(trained: int, zero: Zero | None, processes: int, card: Card) -> float:

@@ -243,6 +243,13 @@ class Trace(Lookup, ABC):
                 return None if inner is None else ast.UnaryOp(op, inner)
             case ast.NamedExpr(value=value):
                 return self._expressed(value, frame)
+            case ast.Call(
+                func=ast.Name(id="getattr"),
+                args=[ast.Name() | ast.Attribute() as owner, ast.Constant(value=str(name)), *_],
+            ):
+                return self._attribute_expressed(
+                    ast.Attribute(owner, name, ast.Load()), owner, name, frame
+                )
             case ast.Call(func=function, args=[inner], keywords=[]):
                 # the member of that value
                 known = self.is_enum(frame.module, function)

@@ -30,13 +30,15 @@ from launcher import (
     stopping,
 )  # fmt: skip
 from launcher.check import Verdict
-from launcher.errors import Exit, Finding, LaunchError
+from launcher.errors import Exit, Finding, LaunchError, brief, usage
 from launcher.plan import Plan
 from launcher.preparation import Prepared, Request
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+# whoever waited for the training process tells all of its command line first
+_COMMAND = re.compile(r"Command '\[.*\]' (?=died|returned)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +72,12 @@ class Outcome:
             return f"stopped: its time was up after {self.seconds:.0f} s"
         if self.verdict.stopped is not None:
             return self.verdict.stopped
-        error = self.verdict.point("finish").detail.get("error")
+        finish = self.verdict.point("finish")
+        if finish.state == "killed" and finish.detail.get("signal"):
+            return f"{finish.detail['signal']}: {finish.detail.get('help') or 'killed'}"
+        error = finish.detail.get("error")
         if isinstance(error, dict) and error.get("message"):
-            return str(error["message"])
+            return brief(_COMMAND.sub("the training process ", str(error["message"])), 300)
         bad = [point for point in self.verdict.points if point.ok is not True]
         told = "; ".join(f"{p.name}: {p.state}, expected {p.expected}" for p in bad)
         return told or ("interrupted" if self.interrupted else f"exit code {int(self.exit)}")
@@ -202,6 +207,15 @@ def under_way(file: Path, help: str) -> Finding:
         severity="error", layer="launch", code="under-way", file=str(file), help=help,
         message="the same command is under way in another process",
     )  # fmt: skip
+
+
+def require_earlier(earlier: Path | None, kind: str) -> None:
+    """Raise UsageError for a `--resume` that would begin."""
+    if earlier is None:
+        raise usage(
+            "no-earlier-start", f"no earlier start of the same {kind} is among the runs",
+            "without --resume it begins; settings, data, packages, source and machine have to be the same",
+        )  # fmt: skip
 
 
 def new_folder(kind: str, name: str, root: Path | None = None) -> Path:

@@ -72,6 +72,7 @@ class Terms:
     tolerance: float = comparison.TOLERANCE
     output: Path | None = None
     fresh: bool = False
+    resume: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,10 +381,12 @@ def opened(tuning: Tuning) -> Iterator[Tuning]:
     """The search in its folder, with what an earlier start of the same has learned.
 
     Raises NotReady where the folder cannot be made, where another process is at it, or where the GPUs
-    are another's.
+    are another's; UsageError where it is to resume what never began.
     """
     root = tuning.request.runs or rundir.runs_root()
     earlier = None if tuning.terms.fresh else _earlier(tuning, root)
+    if tuning.terms.resume:
+        trial.require_earlier(earlier, "tune")
     if earlier is None:
         _require_free_gpus(tuning)
     tuning.folder = earlier or trial.new_folder("tune", tuning.request.config.stem, root)
@@ -586,7 +589,7 @@ def _tell_rows(tuning: Tuning, sample: Sample) -> None:
 def _concluded(tuning: Tuning, told: Callable[[str], None], began_with: int) -> Exit:
     told(f"end: {tuning.search.stopped}")
     if began_with == len(tuning.entries) and began_with:
-        told("nothing new was tried: --fresh starts over, a larger --budget goes on")
+        told("nothing new was tried: --fresh starts over")
     tuning.state = "finished"
     best = tuning.search.best
     if best is None:

@@ -953,6 +953,34 @@ def trl_reward(lab: Lab) -> None:
 
 
 @case
+def trl_sft_hangup(lab: Lab) -> None:
+    blow = Blow(seen=b" 5/40 [", number=signal.SIGHUP, to="launcher")
+    lab.trl_sft(How(processes=2, probed=False, blow=blow), max_steps=40)
+
+
+@case
+def trl_sft_damaged_model(lab: Lab) -> None:
+    damaged = lab.folder / "damaged"
+    shutil.copytree(lab.folder / "assets/model", damaged)
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: 1 << 14])
+    lab.trl_sft(STRANGER, model_name_or_path="damaged")
+
+
+@case
+def trl_sft_refused_after_end(lab: Lab) -> None:
+    how = How(probed=False, shell="{} >> {log} 2>&1")
+    lab.trl_sft(how)
+    lab.trl_sft(how, bf16="s")
+
+
+@case
+def hf_classifier(lab: Lab) -> None:
+    (lab.folder / "train.py").write_text(_CLASSIFIER)
+    lab.trl_sft(How(probed=False, shell=f"{sys.executable} train.py >> {{log}} 2>&1"))
+
+
+@case
 def sft_no_script(lab: Lab) -> None:
     shell = (
         f"{sys.executable} -m accelerate.commands.launch --cpu open_instruct/finetune.py --seed 1"
@@ -1134,6 +1162,22 @@ config = trl.SFTConfig(output_dir="out", {more}max_steps=12, logging_steps=5, le
                        per_device_train_batch_size=8, save_strategy="no", bf16=False, use_cpu=True)
 trainer = trl.SFTTrainer("assets/model", args=config, train_dataset=rows)
 trainer.train()
+"""
+
+
+_CLASSIFIER = """import datasets
+import transformers as t
+tokenizer = t.AutoTokenizer.from_pretrained("assets/model")
+rows = datasets.load_dataset("json", data_files="assets/data/sft/train.jsonl", split="train")
+said = [tokenizer(row["messages"][0]["content"]) for row in rows]
+rows = [{**told, "labels": n % 2} for n, told in enumerate(said)]
+model = t.AutoModelForSequenceClassification.from_pretrained("assets/model", num_labels=2)
+args = t.TrainingArguments(output_dir="out", max_steps=12, logging_steps=2, learning_rate=1e-3, use_cpu=True,
+                           per_device_train_batch_size=8, save_strategy="no", report_to="none")
+trainer = t.Trainer(model, args, train_dataset=rows, processing_class=tokenizer)
+trainer.train()
+trainer.save_model("out")
+print("Model saved to out")
 """
 
 

@@ -74,7 +74,7 @@ def point(model: str, engine: str, gpus: int) -> Point:
             loss="liger", liger=True, checkpointing=True, packed=True,
         )  # fmt: skip
 
-    least = memory.estimate(setup(1, rows // gpus)).peak
+    least = memory.estimate(setup(1, rows // gpus)).within(GIB * (1 - MARGIN)).peak
     found = budget.fit(setup, total=rows, processes=gpus, gib=GIB, margin=MARGIN)
     per_device, accumulation = (
         (found.per_device, found.accumulation) if found else (1, rows // gpus)

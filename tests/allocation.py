@@ -425,6 +425,71 @@ def measure_olmo_core(name: str, vocab: int, *, rows: int, length: int, no_grad:
             return Measured(forward, tracker.peak, forward_peak, tracker.where)
 
 
+def measure_fsdp(
+    name: str, vocab: int, *, rows: int, length: int, ranks: int, replicas: int
+) -> Any:
+    """Peak bytes of a step under FSDP2 as dpo.py lays it, on one of `ranks` that only seem to be there.
+
+    Beside this rank's weights and the optimizer. FSDP frees what it gathered by making storages empty,
+    which fake ones cannot: that is counted here.
+    """
+    import torch.distributed as dist
+    from olmo_core.nn.attention import AttentionBackendName
+    from olmo_core.nn.transformer import TransformerConfig
+    from olmo_core.train.train_module.transformer.config import (
+        TransformerDataParallelWrappingStrategy as Wrapping,
+    )
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    config = getattr(TransformerConfig, name)(
+        vocab_size=vocab, attn_backend=AttentionBackendName.torch
+    )
+    tracker, away = Tracker(), {}
+
+    def free(tensor: Any) -> None:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() and id(storage) not in away:
+            away[id(storage)] = storage
+            tracker.now -= storage.nbytes()
+
+    def back(tensor: Any) -> None:
+        if (storage := away.pop(id(tensor.untyped_storage()), None)) is not None:
+            tracker.now += storage.nbytes()
+            tracker.peak = max(tracker.peak, tracker.now)
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        names = ("dp_replicate", "dp_shard")
+        mesh = init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=names)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model = config.build(init_device="cpu")
+            model.apply_fsdp(
+                dp_mesh=mesh,
+                param_dtype=HALF,
+                reduce_dtype=FLOAT,
+                wrapping_strategy=Wrapping.blocks,
+            )
+            for block in model.blocks.values():
+                block.attention.backend = _OlmoFlash()
+            head = model.lm_head
+            head.forward = lambda x, *, labels, **_: _logps(head.w_out(head.norm(x)), labels)
+            ids = torch.zeros((rows, length), dtype=torch.int64)
+            changes = (
+                (_fsdp_param, "free_storage", free),
+                (_fsdp_param, "alloc_storage", back),
+                (_fsdp_param_group, "alloc_storage", back),
+            )
+            with _replaced(*changes), tracker:
+                for tensor in [*(p._local_tensor for p in model.parameters()), ids]:
+                    tracker.known[tensor.untyped_storage()] = 0
+                model(ids, labels=torch.zeros_like(ids)).sum().backward()
+        return tracker.peak
+    finally:
+        dist.destroy_process_group()
+
+
 def kept_by_compiled_layer(name: str, *, length: int, share: float) -> int:
     """Bytes that a compiled layer of OLMo-core keeps: torch's own partitioner decides, with that budget.
 

@@ -114,6 +114,8 @@ LINES: dict[tuple[str, str], list[str]] = {
         "RuntimeError: CUDA out of memory",
         "RuntimeError: CUDA error: out of memory",
         "torch.OutOfMemoryError: HIP out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total",
+        "RuntimeError: MPS backend out of memory (MPS allocated: 8.45 GiB, other allocations: 10.73 MiB",
+        "[rank3]: Cuda failure 2 'out of memory'",
     ],
     ("oom", "CUBLAS_STATUS_ALLOC_FAILED"): [
         "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
@@ -218,6 +220,68 @@ LINES: dict[tuple[str, str], list[str]] = {
         "slurmstepd-gpu020: error: *** JOB 12 ON gpu020 CANCELLED AT 2024-06-02T18:42:45 DUE TO "
         "NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***",
         "slurmstepd: error: *** STEP 1.0 ON n1 CANCELLED AT 2026-11-20T1 DUE TO TIME LIMIT ***",
+    ],
+    ("cancelled", ": job killed "): [
+        "TERM_RUNLIMIT: job killed after reaching LSF run time limit.",
+        "TERM_MEMLIMIT: job killed after reaching LSF memory usage limit.",
+        "TERM_PREEMPT: job killed after preemption.",
+        "TERM_OWNER: job killed by owner.",
+    ],
+    ("cancelled", "PBS: job killed: "): [
+        "=>> PBS: job killed: walltime 259217 exceeded limit 259200",
+        "=>> PBS: job killed: mem 67109444kb exceeded limit 67108864kb",
+    ],
+    ("oom_host", ": job killed"): [
+        "TERM_MEMLIMIT: job killed after reaching LSF memory usage limit.",
+        "=>> PBS: job killed: vmem 67109444kb exceeded limit 67108864kb",
+    ],
+    ("oom_host", "node running low on memory"): [
+        "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory."
+    ],
+    ("stop_asked", " death signal, shutting down workers"): [
+        "W1221 17:13:59.240000 46660 torch/distributed/elastic/agent/server/api.py:704] Received 1 death "
+        "signal, shutting down workers",
+        "WARNING:torch.distributed.elastic.agent.server.api:Received Signals.SIGTERM death signal, shutting "
+        "down workers",
+    ],
+    ("stop_asked", "Run canceled from "): [
+        "2026-11-20 15:41:37 host:0 olmo_core.train.trainer:1392 WARNING Run canceled from rank 0. Reason: "
+        "SIGTERM received",
+        "Run canceled from all ranks. Reason: SIGINT received",
+    ],
+    ("nccl_timeout", "ProcessGroupNCCL's watchdog got stuck for "): [
+        "[rank0]:[F ProcessGroupNCCL.cpp:1169] [PG 0 Rank 0] [PG 0 Rank 0] ProcessGroupNCCL's watchdog got "
+        "stuck for 600 seconds without making progress in monitoring enqueued collectives."
+    ],
+    ("gpu_fault", "uncorrectable ECC error encountered"): [
+        "[rank1]: RuntimeError: CUDA error: uncorrectable ECC error encountered",
+        "RuntimeError: cuda runtime error (39) : uncorrectable ECC error encountered at /pytorch/aten/src",
+    ],
+    ("gpu_fault", "GPU has fallen off the bus"): [
+        "[74889.644138] NVRM: Xid (PCI:0000:02:00): 79, GPU has fallen off the bus."
+    ],
+    ("device_assert", "device-side assert triggered"): [
+        "RuntimeError: CUDA error: device-side assert triggered"
+    ],
+    ("illegal_access", "an illegal memory access was encountered"): [
+        "[rank2]: RuntimeError: CUDA error: an illegal memory access was encountered ",
+        "[rank2]: Cuda failure 700 'an illegal memory access was encountered'",
+    ],
+    ("loss_scale", "Current loss scale already at minimum"): [
+        "Exception: Current loss scale already at minimum - cannot decrease scale anymore. Exiting run."
+    ],
+    ("abi_mismatch", ": undefined symbol: "): [
+        "ImportError: /venv/flash_attn_2_cuda.cpython-311-x86_64-linux-gnu.so: undefined symbol: _ZN3c104cud",
+        "python: symbol lookup error: /venv/lib/libcusparse.so.12: undefined symbol: __nvJitLinkComplete_12",
+        "OSError: /usr/lib/libcublas.so.11: undefined symbol: cublasLtGetStatusString, version libcublasLt",
+    ],
+    ("corrupt_file", "Error while deserializing header: "): [
+        "safetensors_rust.SafetensorError: Error while deserializing header: MetadataIncompleteBuffer"
+    ],
+    ("corrupt_file", "PytorchStreamReader failed "): [
+        "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory",
+        "RuntimeError: [enforce fail at inline_container.cc:144] . PytorchStreamReader failed reading zip "
+        "archive: failed finding central directory",
     ],
     ("refused", "error: "): [
         "finetune.py: error: argument --x: invalid int value: 'a'",

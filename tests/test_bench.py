@@ -189,6 +189,59 @@ def test_one_run_each_has_no_spread_to_tell_by() -> None:
     assert "no spread" in compare([sample("a", 100), sample("b", 104)])[1].why
 
 
+def test_two_runs_each_are_apart_by_chance_too_often() -> None:
+    def judged(ratio: float, runs: int) -> str:
+        speeds = [sample("a", 100 + n / 10) for n in range(runs)]
+        return compare(
+            [*speeds, *(sample("b", 100 * ratio + n / 10) for n in range(runs))]
+        )[1].standing  # fmt: skip
+
+    assert [judged(1.02, runs) for runs in (2, 3)] == ["no difference", "faster"]
+    assert [judged(1.04, runs) for runs in (2, 3)] == ["faster", "faster"]
+
+
+def test_a_loss_before_the_first_update_tells_nothing_of_training() -> None:
+    def sized(name: str, speed: float, tokens: float, steps: int = 10) -> Sample:
+        return sample(name, speed, tokens=tokens, steps=steps)
+
+    rows = compare([sized("a", 100, 50), sized("b", 300, 600), sized("c", 150, 50)])
+    assert [row.standing for row in rows] == ["baseline", "unproven", "faster"]
+    assert "first step of b" in rows[1].why and "--steps" in rows[1].why
+    assert [row.recommended for row in rows] == [False, False, True]
+    # what another variant has not seen is compared of none
+    rows = compare([sized("a", 100, 50), sized("b", 300, 50), sized("c", 10, 20, steps=2)])
+    assert [row.standing for row in rows] == ["baseline", "unproven", "unproven"]
+    # another loss is the graver thing
+    rows = compare([sized("a", 100, 50), sample("b", 300, loss=3, tokens=600)])
+    assert rows[1].standing == "loss changed"
+
+
+def test_what_is_wrong_with_the_first_is_said_too() -> None:
+    (row,) = compare(
+        [sample("a", unproved=("packing",)), sample("a", cause="crash", reason="bang")]
+    )
+    assert row.standing == "baseline"
+    assert "packing" in row.why and "1 of its runs failed: crash: bang" in row.why
+
+
+def test_what_a_faster_one_does_before_its_steps_is_told() -> None:
+    def begins(name: str, speed: float, *moments: float) -> list[Sample]:
+        figures = {comparison.SPEED: speed, "seconds_per_step": 100 / speed}
+        curve = (Step(50, 50, 2.0), Step(50, 50, 2.0))
+        return [
+            Sample(variant=name, curve=curve, metrics={**figures, "seconds_before_steps": moment})
+            for moment in moments
+        ]
+
+    first = begins("a", 100, 10, 11)
+    # a step of 0.8 s saves 0.2 s
+    rows = compare([*first, *begins("b", 125, 14.4, 14.6)])
+    assert rows[1].standing == "faster" and rows[1].recommended
+    assert rows[1].why == "begins 4 s later, which 20 steps make up for"
+    for unsure in ((10.5, 20), (11.1, 11.2)):
+        assert compare([*first, *begins("b", 125, *unsure)])[1].why == ""
+
+
 def test_what_failed_or_is_not_what_was_asked_is_never_recommended() -> None:
     rows = compare(
         [
@@ -409,6 +462,7 @@ def test_runs_take_turns_and_the_order_alternates(world: World) -> None:
     assert json.loads((folder / "bench.json").read_text())["rows"] == data["rows"]
     page = (folder / "bench.html").read_text()
     assert '<span class="word pass">recommended</span>' in page and "learning_rate=0.2" in page
+    assert "16.7 %, 1,000" in page
     # weights are not what a comparison leaves behind
     assert not list(folder.rglob("model.safetensors"))
     assert world.quiet()
@@ -527,6 +581,18 @@ def test_nothing_measured_is_a_failure(world: World) -> None:
     code, told = benched(world, *SHORT, "--gpus", "1", scenes={"0.1": {"says": "bang"}})
     assert code == 4 and not told["ok"]
     assert "bang" in told["data"]["rows"][0]["why"]
+
+
+@needs_trl
+def test_going_on_may_be_asked_for(world: World) -> None:
+    words = (*VARY, "--steps", "10", "--gpus", "1", "--repeats", "1", "--resume")
+    code, told = benched(world, *words)
+    assert (code, told["findings"][0]["code"]) == (2, "no-earlier-start") and not started(world)
+    assert not list(world.runs.glob("*"))
+    assert benched(world, *words[:-1])[0] == 0
+    code, told = benched(world, *words)
+    assert code == 0 and told["data"]["complete"] and len(started(world)) == 2
+    assert benched(world, *words, "--fresh")[0] == 2
 
 
 @needs_trl

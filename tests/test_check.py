@@ -42,6 +42,8 @@ ELASTIC = (
 )
 
 RAISED = 'Traceback (most recent call last):\n  File "a.py", line 1\n'
+PREEMPTED = "slurmstepd: error: *** JOB 2 ON n1 CANCELLED AT 2026-11-20T1 DUE TO PREEMPTION ***\n"
+DEATH = "torch/distributed/elastic/agent/server/api.py:704] Received {} death signal, shutting down workers\n"
 DEEPSPEED = "[2026-11-20 15:41:37,903] [{}] [launch.py:321:sigkill_handler] {}\n"
 
 
@@ -608,7 +610,35 @@ def test_training_data_that_looks_like_an_error_is_none(tmp_path: Path) -> None:
         (sft(9, until=4) + "slurmstepd-gpu020: error: *** JOB 2 ON gpu020 CANCELLED AT 2026-11-20T1 DUE "
          "TO TIME LIMIT ***\n", ("killed", False), "time_limit"),
         (sft(9, until=4) + "slurmstepd: error: *** JOB 2 ON n1 CANCELLED AT 2026-11-20T1 DUE TO NODE "
-         "FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***\n", ("stopped", False), None),
+         "FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***\n", ("killed", False), "node_failure"),
+        (sft(9, until=4) + PREEMPTED, ("killed", False), "preempted"),
+        (RAISED + "ValueError: x\n" + PREEMPTED.replace("JOB 2", "JOB 1") + "Traceback (most recent call "
+         "last):\n  File \"b.py\", line 1\nKeyError: 'y'\n" + PREEMPTED.replace(" DUE TO PREEMPTION", ""),
+         ("stopped", False), None),
+        (PREEMPTED + sft(9, until=4), ("running", None), None),
+        (sft(9, until=4) + "TERM_RUNLIMIT: job killed after reaching LSF run time limit.\nExited with exit "
+         "code 140.\n\nResource usage summary:\n", ("killed", False), "time_limit"),
+        (sft(9, until=4) + "TERM_OWNER: job killed by owner.\n", ("stopped", False), None),
+        (sft(9, until=4) + "TERM_MEMLIMIT: job killed after reaching LSF memory usage limit.\n",
+         ("killed", False), "oom_host"),
+        (sft(9, until=4) + "=>> PBS: job killed: walltime 7260 exceeded limit 7200\n",
+         ("killed", False), "time_limit"),
+        (sft(9, until=4) + DEATH.format(1), ("killed", False), "hangup"),
+        (sft(9, until=4) + DEATH.format("Signals.SIGTERM"), ("stopped", False), None),
+        (DEATH.format(15), ("stopped", False), None),
+        ("[step=3/40,epoch=1,eta=?]\nRun canceled from rank 0. Reason: SIGTERM received\n",
+         ("stopped", False), None),
+        (RAISED + "RuntimeError: CUDA error: uncorrectable ECC error encountered\n"
+         "[rank0]:[E1120] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1)\n",
+         ("crashed", False), "gpu_fault"),
+        (RAISED + "torch.distributed.DistBackendError: NCCL error in: /x.cpp:3356, unhandled cuda error\n"
+         "Last error:\nCuda failure 2 'out of memory'\n", ("crashed", False), "oom"),
+        (RAISED + "ImportError: /venv/flash_attn_2_cuda.so: undefined symbol: _ZN3c10\n",
+         ("crashed", False), "abi_mismatch"),
+        (PREEMPTED + "\r  0%|  | 0/9 [00:00<?, ?it/s]\r 22%|█ | 2/9 [00:00<00:01,  7.95it/s]\n{'loss': 1.0, "
+         "'grad_norm': 1.0, 'epoch': 0.1}\n", ("running", None), None),
+        (RAISED + "OSError: x\nLoading checkpoint shards:   0%|          | 0/2 [00:00<?, ?it/s]\n"
+         + 99 * "y\n", ("running", None), None),
         (sft(9, until=4) + "srun: error: n1: task 0: Out Of Memory\n", ("killed", False), "oom_host"),
         (sft(9, until=4) + "srun: error: n1: task 1: Exited with exit code 1\n", ("crashed", False), None),
         (sft(9, until=4) + "command terminated with exit code 137\n", ("killed", False), "killed"),
@@ -893,7 +923,10 @@ def test_the_stage_by_the_script_that_logs(tmp_path: Path, line: str, stage: str
 @pytest.mark.parametrize(
     ("metrics", "stage"),
     [
-        ({}, "sft"),
+        ({}, None),  # a classifier's, a reward model's, a pretraining's
+        ({"mean_token_accuracy": 0.5}, "sft"),
+        ({"num_tokens": 1263.0}, "sft"),
+        ({"rewards/chosen": 0.1, "rewards/margins": 0.2, "num_tokens": 1263.0}, "dpo"),
         ({"rewards/chosen": 0.1, "rewards/margins": 0.2}, "dpo"),
         ({"rewards/chosen": 0.1, "rewards/margins": 0.2, "log_odds_ratio": -0.6}, None),
         ({"rewards/chosen": 0.1, "rewards/margins": 0.2, "kl": 0.2}, None),
@@ -935,6 +968,10 @@ TOKENIZER = "[INFO|x.py:25] 2024-06-02 >> tokenizer config file saved in {}/toke
         (TOKENIZER.format("out"), "running"),
         (SAVING.format("out") + TOKENIZER.format("other"), "running"),
         (SAVING.format("out/checkpoint-9") + TOKENIZER.format("out/checkpoint-9"), "running"),
+        (
+            SAVING.format("out/tmp-checkpoint-9") + TOKENIZER.format("out/tmp-checkpoint-9"),
+            "running",
+        ),
     ],
 )
 def test_the_final_save_as_scripts_tell_it(tmp_path: Path, end: str, state: str) -> None:
@@ -946,6 +983,14 @@ def test_memory_that_runs_out_behind_a_good_end_is_not_the_trainings(tmp_path: P
     said = "demo: CUDA out of memory. Tried to allocate 2.00 GiB\n"
     assert verdict_of_log(tmp_path, hf(9, "Model saved to out\n" + said)).status == "pass"
     assert verdict_of_log(tmp_path, hf(9, said)).point("memory").state == "oom"
+
+
+def test_what_only_loads_a_model_is_no_training(tmp_path: Path) -> None:
+    said = (
+        "nohup: ignoring input\nLoading checkpoint shards:   0%|          | 0/2 [00:00<?, ?it/s]\n"
+    )
+    said += "call 1 of 3 failed: CUDA out of memory. Tried to allocate 62.00 MiB\n" + 99 * "x\n"
+    assert verdict_of_log(tmp_path, said).status == "unproven"
 
 
 def error_of(folder: Path, content: str) -> tuple[str, str, str | None]:

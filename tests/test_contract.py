@@ -100,6 +100,23 @@ def test_what_is_proved_goes_on(training: Training) -> None:
     assert violations(training) == []
 
 
+@pytest.mark.parametrize(("fused", "code"), [(True, VIOLATION), (False, 0)])
+def test_the_fused_loss_that_was_asked_for_is_waited_for(
+    training: Training, fused: bool, code: int
+) -> None:
+    patch = (
+        "from liger_kernel.transformers import monkey_patch\n"
+        f"monkey_patch.apply_liger_kernel_to_gemma(fused_linear_cross_entropy={fused})\n"
+    )
+    whole = patch + textwrap.dedent(script(liger=CALLED))
+    done = training.run(whole, expect={"liger": "engaged"}, on_violation="stop")
+    assert done.returncode == code
+    assert [told["seen"] for told in violations(training)] == ["not_engaged"] * bool(code)
+    # where Liger is to be off, any call is one too many
+    training.run(whole, expect={"liger": "off"}, on_violation="stop")
+    assert violations(training)[-1]["seen"] == "engaged"
+
+
 @pytest.mark.parametrize("expect", [{}, {"liger": "any", "packing": "any", "attention": "any"}])
 def test_what_nobody_asked_for_is_no_violation(training: Training, expect: dict[str, str]) -> None:
     assert training.run(script(), expect=expect, on_violation="stop").stdout == "trained\n"

@@ -275,6 +275,15 @@ def test_missing_data_is_an_error_of_the_run(tmp_path: Path) -> None:
     assert not list(doctor.local_files(planned(stage, 1)))
 
 
+def test_a_missing_config_file_is_an_error_of_the_run(tmp_path: Path) -> None:
+    text = (
+        "stage: sft\nbackend: trl\nargs:\n  model_name_or_path: m\n  dataset_name: d\n"
+        "  output_dir: out\n  accelerator_config: no/such.json\n"
+    )
+    (finding,) = doctor.local_files(planned(from_text(tmp_path, text), 1))
+    assert (finding.severity, finding.code, finding.line) == ("error", "missing-config", 7)
+
+
 # --- the whole examination --------------------------------------------------------------------------
 
 

@@ -366,6 +366,10 @@ def test_a_line_is_known_for_what_it_means(tmp_path: Path, name: str, lines: str
         "other.py:1110: UserWarning: Unable to fetch remote file due to the following error 401 Client "
         "Error: Unauthorized for url: https://huggingface.co/x/resolve/main/config.json",
         "wandb: 429 encountered ({'error': 'rate limit exceeded'}), retrying request",
+        "UserWarning: Failed to load image Python extension: '/venv/torchvision/image.so: undefined symbol: "
+        "_ZN3c1017RegisterOperators'If you don't plan on using image functionality",
+        "/venv/torchvision/image.so: undefined symbol: _ZN5torch3jit17parseSchemaOrNameERKSs",
+        "| GPU  Name                 Persistence-M | Bus-Id        Disp.A | Volatile Uncorr. ECC |",
         "requests.exceptions.HTTPError: 429 Client Error: Too Many Requests for url: https://api.wandb.ai",
     ],
 )
@@ -684,6 +688,13 @@ def test_what_came_after_the_end_of_a_run_of_trl_is_another_one(tmp_path: Path) 
     assert log.begins > first.count("\n", 0, first.index("train_runtime"))
 
 
+def test_a_command_that_is_refused_behind_the_end_of_a_run_is_another_one(tmp_path: Path) -> None:
+    refused = "sft.py: error: the following arguments are required: --output_dir\n"
+    log = log_of(tmp_path, trl_run(6.9, 6.8, 6.7, 6.6, 6.5, 6.4) + TRL_END + refused)
+    assert (log.steps, log.last_step, log.total_steps) == ((), None, None)
+    assert [s.name for s in log.signals] == ["refused"]
+
+
 def test_no_step_is_named_where_nothing_tells_which_it_is(tmp_path: Path) -> None:
     running = log_of(tmp_path, trl_run(6.9, 6.8, bars=False))
     assert ([s.step for s in running.steps], running.numbered) == ([1, 2], False)
@@ -722,6 +733,11 @@ def test_a_bar_with_a_description_is_not_that_of_the_training_where_it_is_cut(
         "trainer-1  | 2026-11-20T15:41:37.123456789Z ",
         "Nov 20 15:41:37 node-1 python3[4711]: ",
         "[2026-11-20 15:41:37] ",
+        "(sft, pid=4711) ",
+        "(worker1, rank=1, pid=4711, ip=10.0.0.2) ",
+        "(TaskRunner pid=625502) ",
+        "worker-1: ",
+        "10.0.0.2: ",
         "> ",
     ],
 )

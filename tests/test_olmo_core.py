@@ -13,6 +13,7 @@ from plans import PYTHON, built, from_text, planned, staged, trainer
 from typer.testing import CliRunner
 
 from launcher import (
+    check,
     checkpointing,
     config,
     disk,
@@ -20,7 +21,11 @@ from launcher import (
     footprint,
     lengths,
     memory,
+    page,
+    probe,
     rendezvous,
+    report,
+    shapes,
     upstream,
 )
 from launcher import stage as stages
@@ -132,6 +137,8 @@ SPEAKS = [
     ("model_revision: main", "unread-key", "model_revision", "warning"),
     ("max_train_samples: 5", "unread-key", "max_train_samples", "warning"),
     ("timeout: 60", "unread-key", "timeout", "warning"),
+    # utils.py:1344 asks by name whether anything is pushed
+    ("hf_repo_id: a", "conditional-key", "hf_repo_id", "warning"),
     ("fsdp_shard_degree: 0", "shard-degree", "fsdp_shard_degree", "error"),
     ("fsdp_num_replicas: -1", "shard-degree", "fsdp_num_replicas", "error"),
     ("tensor_parallel_degree: 0", "shard-degree", "tensor_parallel_degree", "error"),
@@ -166,6 +173,28 @@ def test_two_keys_together(tmp_path: Path) -> None:
     assert said["packing-separate-forward", "args.packing"].severity == "error"
     said = found(tmp_path, text("loss_type: wpo", "packing: true"))
     assert said["wpo-batch", "args.loss_type"].severity == "error"
+
+
+@pytest.mark.parametrize(
+    ("share", "compiled", "code", "severity", "words"),
+    [
+        ("-0.5", "true", "out-of-range", "error", "OLMo-core refuses it"),
+        # never handed over, and nan is not below 1
+        ("-0.5", "false", "out-of-range", "warning", "it does what 1.0 does"),
+        ("nan", "true", "out-of-range", "warning", "it does what 1.0 does"),
+        ("1.5", "true", "out-of-range", "warning", "it does what 1.0 does"),
+        ("0", "true", "out-of-range", "warning", "every activation is computed again"),
+        ("0", "false", "budget-without-compile", "warning", "every activation is kept"),
+        ("0.5", "false", "budget-without-compile", "warning", "every activation is kept"),
+    ],
+)
+def test_what_a_budget_comes_to_with_and_without_compile(
+    tmp_path: Path, share: str, compiled: str, code: str, severity: str, words: str
+) -> None:
+    said = found(tmp_path, text(f"activation_memory_budget: {share}", f"compile_model: {compiled}"))
+    (fault,) = said.values()
+    assert (fault.code, fault.severity, fault.line) == (code, severity, 11)
+    assert words in fault.message
 
 
 def test_simpo_is_told_what_its_reference_costs(tmp_path: Path) -> None:
@@ -700,6 +729,43 @@ def test_more_shards_hold_less(tmp_path: Path) -> None:
     assert peak("seed: 1") == peak("fsdp_shard_degree: 8") == peak("fsdp_num_replicas: 2")
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped")
+@pytest.mark.parametrize(
+    ("name", "model", "rows", "length", "ranks", "replicas"),
+    [
+        # the fullest is a layer's backward pass, the loss, and the end, where the outer gradients wait
+        ("olmo2_1B_v2", "allenai/OLMo-2-0425-1B", 2, 256, 8, 1),
+        ("olmo2_1B_v2", "allenai/OLMo-2-0425-1B", 1, 2048, 16, 2),
+        ("olmo2_1B_v2", "allenai/OLMo-2-0425-1B", 1, 128, 1, 1),
+        ("qwen3_0_6B", "Qwen/Qwen3-0.6B", 2, 512, 2, 1),
+    ],
+)
+def test_what_fsdp_holds_is_what_it_holds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, model: str, rows: int, length: int,
+    ranks: int, replicas: int,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    pytest.importorskip("torch")
+    pytest.importorskip("olmo_core")
+    import allocation
+
+    shape = shapes.find(model, {})
+    setup = memory.Setup(
+        shape=shape, batch=lengths.Batch(rows=rows, width=length, real=rows * length, formula=""),
+        processes=ranks, accumulation=1, stage="dpo", loss="logprobs", reference="cache", steps=10,
+        sharding=memory.Sharding(shards=ranks // replicas),
+    )  # fmt: skip
+    beside = ("weights (fp32), this rank's", "Adam's two states (fp32)", "cuBLAS workspaces")
+    told = max(
+        sum(part.gib for part in moment.parts if part.name not in beside)
+        for moment in memory.estimate(setup).moments
+    )
+    traced = allocation.measure_fsdp(
+        name, shape.vocab, rows=rows, length=length, ranks=ranks, replicas=replicas
+    )
+    assert told == pytest.approx(traced / memory.GIB, rel=0.01)
+
+
 def test_the_sweep_fills_rows_at_a_constant_time(tmp_path: Path) -> None:
     path = tmp_path / "stage.yaml"
     path.write_text(text(STORY.format(0.1, 2)), encoding="utf-8")
@@ -786,9 +852,40 @@ def test_attention_goes_over_the_whole_packed_row(tmp_path: Path) -> None:
 
 def test_an_output_layer_of_its_own(tmp_path: Path) -> None:
     written = text().replace("allenai/OLMo-2-1124-7B", "Qwen/Qwen3-0.6B")
-    shape = footprint.shape_of(planned(from_text(tmp_path, written), gpus=8))
+    made = planned(from_text(tmp_path, written), gpus=8)
+    shape = footprint.shape_of(made, None, {"ai2-olmo-core": "2.4.0"})
     assert not shape.tied
     assert shape.parameters == 596_049_920 + 151_936 * 1_024
+
+
+@pytest.mark.parametrize(
+    ("release", "model", "tied"),
+    [
+        ("2.6.0", "Qwen/Qwen3-0.6B", True),
+        ("2.10.1", "Qwen/Qwen3-4B", True),
+        ("", "Qwen/Qwen3-1.7B", True),
+        # the pin's commit calls itself so
+        ("2.4.0", "Qwen/Qwen3-0.6B", False),
+        ("2.6.0", "Qwen/Qwen3-8B", False),
+    ],
+)
+def test_embeddings_are_tied_as_the_installed_release_ties_them(
+    tmp_path: Path, release: str, model: str, tied: bool
+) -> None:
+    made = planned(from_text(tmp_path, text().replace("allenai/OLMo-2-1124-7B", model)), gpus=8)
+    packages = {"ai2-olmo-core": release} if release else {}
+    assert footprint.shape_of(made, None, packages).tied is tied
+
+
+def test_the_shapes_that_the_package_ties(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    made = pytest.importorskip("olmo_core.nn.transformer").TransformerConfig
+    common = {"vocab_size": 64, "attn_backend": "torch"}
+    tied = {
+        name for name in olmo_core_rules._SHAPES
+        if getattr(getattr(made, name)(**common), "tie_word_embeddings", False)
+    }  # fmt: skip
+    assert tied == set(olmo_core_rules._TIED)
 
 
 def test_muon_is_not_planned_as_adam(tmp_path: Path) -> None:
@@ -825,6 +922,103 @@ def test_packing_as_upstream_packs() -> None:
     assert fuller(same, pairs=1, limit=250)[0] == 2
     # a row that is too long by itself is cut, and stands alone
     assert pack(parse("900:900"), pairs=4, limit=500).pairs == 1.0
+
+
+class Heard:
+    """A record that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+
+    def write(self, event: str, **said: Any) -> None:
+        self.events.append({"event": event, **said})
+
+
+def watching(folder: Path) -> tuple[probe.Probe, Heard]:
+    settings = {
+        "target": "dpo.py", "out": str(folder), "cpu": True, "backend": "open_instruct",
+        "stage": "dpo", "packed": True, "expect": {"packing": "on"}, "on_violation": "warn",
+        "on_hang": "report", "within": 3, "isolation": False, "hang_factor": 20, "hang_seconds": 300,
+        "final_save": True, "profile": None,
+    }  # fmt: skip
+    made, heard = probe.Probe(settings), Heard()
+    made.record = heard
+    return made, heard
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "message"),
+    [
+        # 2 x 2,048 positions: 11 % of them, and the fuller half would hold 18 such pairs
+        ((100, 130), (120, 100), "batch 2 uses 11% of each step; 16 fills 88%"),
+        ((230,), (220,), "batch 1 uses 11% of each step; 8 fills 88%"),
+        # one half is nearly full, the other empty: no batch helps
+        ((900, 900), (10, 10), "batch 2 uses 44% of each step"),
+    ],
+)
+def test_what_a_packed_row_wastes(
+    tmp_path: Path, chosen: tuple[int, ...], rejected: tuple[int, ...], message: str
+) -> None:
+    torch = pytest.importorskip("torch")
+    made, heard = watching(tmp_path)
+    ids = torch.zeros((1, 2048), dtype=torch.int64)
+    batch = {"chosen_input_ids": ids, "rejected_input_ids": ids}
+    for branch, sizes in (("chosen", chosen), ("rejected", rejected)):
+        ends = [sum(sizes[:n]) for n in range(len(sizes) + 1)]
+        batch[f"{branch}_cu_seq_lens_k"] = torch.tensor(ends, dtype=torch.int32)
+    for _ in range(3):
+        made.micro_batch_begins(batch)
+        made.look_at_packing(None, ids, made.micro_batch)
+        made.batch["loss"].append(torch.tensor(0.5))
+        made.step_begins()
+        made.close_step()
+    steps = [one for one in heard.events if one["event"] == "step"]
+    real = sum(chosen) + sum(rejected)
+    assert [(one["tokens"], one["wasted"]) for one in steps] == [(real, 4096 - real)] * 3
+    told = [one for one in heard.events if one["event"] in {"packing", "half_wasted"}]
+    assert [(one["event"], one.get("state")) for one in told] == [
+        ("packing", "on"),
+        ("half_wasted", None),
+    ]
+    assert told[1]["message"] == message
+
+
+def test_the_waste_stands_in_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    message = "batch 2 uses 11% of each step; 16 fills 88%"
+    found = check.Point(
+        name="packing", state="on", expected="on", ok=True, detail={"wasted": message}
+    )
+    finish = check.Point(name="finish", state="completed", expected="completed", ok=True)
+    report.verdict(
+        check.Verdict(status="pass", stage="dpo", steps=3, points=(found, finish), metrics={})
+    )
+    assert f"    {message}\n" in capsys.readouterr().out
+    assert message in str(page._why(found.detail))
+
+
+@pytest.mark.parametrize(("rank", "tokens"), [(0, 32), (1, 0), (2, 32), (3, 0)])
+def test_ranks_of_one_model_count_their_batch_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: int, tokens: int
+) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setenv("RANK", str(rank))
+    made, heard = watching(tmp_path)
+    made.alike = 2
+    mask = torch.zeros((2, 20), dtype=torch.int64)
+    mask[:, :8] = 1
+    keys = ("input_ids", "attention_mask")
+    made.micro_batch_begins({f"{b}_{key}": mask for b in ("chosen", "rejected") for key in keys})
+    made.step_begins()
+    made.close_step()
+    (step,) = (one for one in heard.events if one["event"] == "step")
+    assert (step["tokens"], step["positions"]) == (tokens, 80 if tokens else 0)
+
+
+def test_a_row_that_had_no_room_for_the_next_pair_needs_no_larger_batch(tmp_path: Path) -> None:
+    made, heard = watching(tmp_path)
+    made.packing, made.pairs = True, [4, 3]
+    made.tell_waste(900, 4096, 3, 700)
+    assert [one["message"] for one in heard.events] == ["batch 3 uses 22% of each step"]
 
 
 # --- the source --------------------------------------------------------------------------------------

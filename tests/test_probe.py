@@ -100,6 +100,7 @@ FAKES = {
     "liger_kernel/transformers/__init__.py": "",
     "liger_kernel/transformers/monkey_patch.py": """
         def apply_liger_kernel_to_qwen2(rope=True, model=None): return "patched"
+        def apply_liger_kernel_to_gemma(fused_linear_cross_entropy=True, model=None): return "patched"
         MODEL_TYPE_TO_APPLY_LIGER_FN = {"qwen2": apply_liger_kernel_to_qwen2}
         """,
     "open_instruct/__init__.py": "",
@@ -130,7 +131,7 @@ FAKES = {
                     hook(self, args, kwargs)
 
         class AdamW:
-            param_groups, state = [{"params": [], "lr": 0.25}], {}
+            param_groups, state = [{"params": [], "lr": 0.0}, {"params": [], "lr": 0.25}], {}
             def zero_grad(self): pass
         """,
 }

@@ -54,6 +54,9 @@ args:
   push_to_hub: false
   try_launch_beaker_eval_jobs: false
 """
+OLMO_CORE = DPO.replace("deepspeed: zero2", "script: dpo_olmo_core").replace(
+    "  num_epochs: 2\n", "  num_epochs: 2\n  config_name: olmo2_7B\n  max_seq_length: 2048\n"
+)
 TRL = """
 stage: sft
 backend: trl
@@ -194,6 +197,22 @@ def test_without_a_complete_checkpoint_it_begins_anew(run: Make) -> None:
     # one that this run would not write next would be marked as complete instead of what it saves
     saved.pinned(one.output, "step_8", completed=False)
     assert [path.name for path in one.decide().aside] == ["step_8"]
+
+
+def test_the_second_dpo_script_goes_on_by_itself_or_is_finished(run: Make) -> None:
+    one = run(OLMO_CORE)
+    (one.place / "model" / "generation_config.json").write_text("{}")
+    one.start(gpus=1)
+    # of a run that saved nothing it is true
+    (one.output / "step0").mkdir(parents=True)
+    assert codes(one.decide(gpus=1))["nothing-to-resume"] == "note"
+    (one.output / "step4").mkdir()
+    decision = one.decide(gpus=1)
+    assert (decision.kind, "nothing-to-resume" in codes(decision)) == ("new", False)
+    one.ended()
+    saved.model(one.output / "hf_model")
+    decision = one.decide(gpus=1)
+    assert (decision.kind, codes(decision)) == ("finished", {"already-finished": "note"})
 
 
 @pytest.mark.parametrize("record", ["exit", "probe"])

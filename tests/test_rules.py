@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -161,7 +162,8 @@ SPEAKS: list[tuple[str, dict[str, Any], tuple[str, str, str, str]]] = [
     ("sft", {"learning_rate": -0.1}, ("out-of-range", "error", "run", "learning_rate")),
     ("sft", {"learning_rate": "nan"}, ("out-of-range", "error", "run", "learning_rate")),
     ("dpo", {"learning_rate": 0}, ("out-of-range", "warning", "run", "learning_rate")),
-    ("sft", {"weight_decay": -0.1}, ("out-of-range", "error", "run", "weight_decay")),
+    ("sft", {"weight_decay": -0.1}, ("out-of-range", "warning", "run", "weight_decay")),
+    ("sft", {"weight_decay": math.nan}, ("out-of-range", "error", "run", "weight_decay")),
     ("sft", {"warmup_ratio": 100}, ("out-of-range", "warning", "run", "warmup_ratio")),
     ("dpo", {"warmup_ratio": -0.1}, ("out-of-range", "warning", "run", "warmup_ratio")),
     ("dpo", {"warmup_ratio": "nan"}, ("out-of-range", "error", "run", "warmup_ratio")),
@@ -227,6 +229,16 @@ SPEAKS: list[tuple[str, dict[str, Any], tuple[str, str, str, str]]] = [
     ),
     (
         "dpo",
+        {"transform_fn": ["sft_tulu_tokenize_and_truncate_v1", "sft_tulu_filter_v1"]},
+        ("transform-fn", "error", "run", "transform_fn[0]"),
+    ),
+    (
+        "sft",
+        {"dataset_transform_fn": ["preference_tulu_tokenize_and_truncate_v1", "sft_tulu_filter_v1"]},
+        ("transform-fn", "error", "run", "dataset_transform_fn[0]"),
+    ),
+    (
+        "dpo",
         {"transform_fn": ["preference_tokenize_v1", "preference_filter_v1"]},
         ("transform-fn", "error", "run", "transform_fn[0]"),
     ),
@@ -234,6 +246,21 @@ SPEAKS: list[tuple[str, dict[str, Any], tuple[str, str, str, str]]] = [
         "sft",
         {"additional_model_arguments": "config.json"},
         ("model-arguments", "error", "run", "additional_model_arguments"),
+    ),
+    (
+        "dpo",
+        {"additional_model_arguments": {"revision": "v1"}},
+        ("model-arguments", "error", "run", "additional_model_arguments"),
+    ),
+    (
+        "sft",
+        {"additional_model_arguments": '{"dtype": "float32"}'},
+        ("model-arguments-unread", "warning", "run", "additional_model_arguments"),
+    ),
+    (
+        "dpo",
+        {"additional_model_arguments": {"attn_implementation": "eager"}},
+        ("model-arguments-unread", "warning", "run", "additional_model_arguments"),
     ),
     ("sft", {"dataset_cache_mode": "hf"}, ("cache-on-hub", "error", "run", "dataset_cache_mode")),
     ("dpo", {"cache_mode": "hf"}, ("cache-on-hub", "error", "run", "cache_mode")),
@@ -292,6 +319,7 @@ SILENT: list[tuple[str, dict[str, Any]]] = [
     ("sft", {"hf_repo_id": "me/model"}),
     ("sft", {"final_lr_ratio": 0.0}),
     ("sft", {"additional_model_arguments": {"a": "1.5"}}),
+    ("sft", {"use_liger_kernel": True, "additional_model_arguments": {"dtype": "float32"}}),
     ("sft", {"learning_rate": 0.0001, "weight_decay": 0, "warmup_ratio": 0, "seed": 0}),
     ("sft", {"warmup_ratio": 1}),
     ("sft", {"lora_rank": 0, "lora_dropout": 5}),

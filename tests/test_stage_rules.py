@@ -534,6 +534,17 @@ def test_packing_without_flash_attention() -> None:
     assert found("dpo", {**args, "attn_implementation": "flash_2"}, packages=TRAINER) == []
 
 
+def test_packed_dpo_on_the_cpu_is_not_kept_apart() -> None:
+    args = {"packing": True}
+    expected = ("packing-leaks", "warning", "args.packing")
+    assert one("dpo", args, gpus=0) == expected
+    # the reference has a cache whatever training does
+    assert one("dpo", {**args, "activation_memory_budget": 0.5}, gpus=0) == expected
+    alone = {**args, "loss_type": "simpo"}
+    assert one("dpo", alone, gpus=0) == expected
+    assert found("dpo", {**alone, "activation_memory_budget": 0.5}, gpus=0) == []
+
+
 def test_an_attention_that_is_not_installed() -> None:
     args = {"attn_implementation": "flash_3"}
     key = "args.attn_implementation"
@@ -603,6 +614,33 @@ def test_a_model_that_is_not_here(write: Write, script: str) -> None:
     assert found(script, {"model_name_or_path": "./model"}, running=True) == []
     # one of its files
     assert one(script, {"model_name_or_path": "model/config.json"}, running=True) == expected
+    for key in ("config_name", "tokenizer_name_or_path") if script != "trl-sft" else ():
+        args = {"model_name_or_path": "./model", key: "./model"}
+        assert found(script, args, running=True) == []
+        told = one(script, {**args, key: "./other"}, running=True)
+        assert told == ("missing-model", "error", f"args.{key}")
+
+
+@pytest.mark.parametrize("script", ["sft", "dpo", "trl-sft"])
+def test_a_folder_has_no_revisions(write: Write, script: str) -> None:
+    args = {"model_name_or_path": model(write, model_type="llama"), "model_revision": "v1"}
+    told = ("conditional-key", "warning", "args.model_revision")
+    assert one(script, args) == told
+    assert found(script, {**args, "model_revision": "main"}) == []
+    assert found(script, {**args, "model_name_or_path": "org/name"}) == []
+    if script != "trl-sft":
+        # from the hub it is read
+        assert found(script, {**args, "config_name": "org/name"}) == []
+        alone = {"model_name_or_path": "model", "tokenizer_revision": "v1"}
+        assert one(script, alone) == ("conditional-key", "warning", "args.tokenizer_revision")
+
+
+@pytest.mark.parametrize(("script", "key"), [("sft", "dataset_mixer_list"), ("dpo", "mixer_list")])
+def test_a_share_that_is_less_than_a_row(write: Write, script: str, key: str) -> None:
+    write("few.jsonl", '{"messages": []}\n' * 20)
+    told = ("mixer-amount", "error", f"args.{key}[3]")
+    assert one(script, {key: ["few.jsonl", "1.0", "few.jsonl", "0.04"]}) == told
+    assert found(script, {key: ["few.jsonl", "0.05", "few.jsonl", "20", "b", "0.001"]}) == []
 
 
 # --- services --------------------------------------------------------------------------------------

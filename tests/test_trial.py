@@ -73,6 +73,21 @@ def test_one_that_ends_in_time_is_not_stopped_later(
     assert told.reason is not None and "no such thing" in told.reason
 
 
+@pytest.mark.parametrize(
+    ("step", "reason"),
+    [
+        ("kill=KILL", "SIGKILL: killed from outside, most often because host memory ran out"),
+        (f"raise=Command '{['python', *200 * ['--x']]}' returned non-zero exit status 3.",
+         "the training process returned non-zero exit status 3."),
+    ],
+)  # fmt: skip
+def test_an_end_is_told_in_a_few_words(
+    world: World, monkeypatch: pytest.MonkeyPatch, step: str, reason: str
+) -> None:
+    told = trial.run(asked(world, monkeypatch, step), quiet=True)
+    assert told.reason is not None and told.reason.startswith(reason)
+
+
 def test_nothing_starts_from_a_file_that_is_wrong(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

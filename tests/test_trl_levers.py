@@ -309,6 +309,19 @@ def test_compiling_needs_a_compiler(tmp_path: Path) -> None:
             "precompute_ref_batch_size",
         ),
         ("trl-dpo", {"ref_model_sync_steps": 4}, "conditional-key", "ref_model_sync_steps"),
+        ("trl-sft", {"do_eval": True}, "conditional-key", "do_eval"),
+        (
+            "trl-sft",
+            {"save_strategy": "no", "load_best_model_at_end": True},
+            "conditional-key",
+            "load_best_model_at_end",
+        ),
+        (
+            "trl-dpo",
+            {"per_device_eval_batch_size": 2},
+            "conditional-key",
+            "per_device_eval_batch_size",
+        ),
     ],
 )
 def test_what_belongs_to_something_that_is_off(
@@ -322,6 +335,8 @@ def test_what_belongs_to_something_that_is_on() -> None:
     assert told("trl-sft", {**wrapped, "attn_implementation": "flash_attention_2"}, gpus=8) == []
     assert told("trl-dpo", {"sync_ref_model": True, "ref_model_sync_steps": 4}, gpus=8) == []
     assert told("trl-sft", {"packing_strategy": "bfd"}, gpus=8) == []
+    evaluated = {"eval_strategy": "steps", "do_eval": True, "per_device_eval_batch_size": 2}
+    assert told("trl-sft", evaluated, gpus=8) == []
 
 
 def test_workers() -> None:

@@ -192,7 +192,54 @@ SPEAKS: list[tuple[str, dict[str, Any], tuple[str, str, str, str]]] = [
         {"torch_compile_backend": "x"},
         ("unknown-compiler", "error", "run", "torch_compile_backend"),
     ),
+    (
+        "sft",
+        {"eval_strategy": "epoch", "metric_for_best_model": "rewards/margins"},
+        ("unknown-metric", "error", "run", "metric_for_best_model"),
+    ),
+    (
+        "sft",
+        {"use_peft": True, "lora_task_type": "causal_lm"},
+        ("lora-task", "error", "run", "lora_task_type"),
+    ),
+    ("dpo", {"pad_to_multiple_of": "0"}, ("out-of-range", "error", "run", "pad_to_multiple_of")),
+    (
+        "dpo",
+        {"dtype": "bfloat16", "model_init_kwargs": '{"dtype": "float32"}'},
+        ("conditional-key", "warning", "run", "dtype"),
+    ),
+    (
+        "sft",
+        {"model_init_kwargs": '{"torch_dtype": "bfloat16"}'},
+        ("conditional-key", "warning", "run", "model_init_kwargs"),
+    ),
+    (
+        "sft",
+        {"torch_compile_mode": "fast"},
+        ("unknown-compiler", "error", "run", "torch_compile_mode"),
+    ),
     ("sft", {"optim_args": "rank"}, ("optim-args", "error", "run", "optim_args")),
+    ("sft", {"optim_args": "rank=2"}, ("optim-args", "warning", "run", "optim_args")),
+    (
+        "dpo",
+        {"optim": "sgd", "optim_args": "momentum=0.9, lr=1"},
+        ("optim-args", "warning", "run", "optim_args"),
+    ),
+    (
+        "sft",
+        {"optim": "sgd", "optim_target_modules": "all-linear"},
+        ("optim-targets", "warning", "run", "optim_target_modules"),
+    ),
+    (
+        "sft",
+        {"gradient_checkpointing_kwargs": '{"use_reentrant": true, "reentrant": true}'},
+        ("checkpointing-kwargs", "error", "run", "gradient_checkpointing_kwargs"),
+    ),
+    (
+        "dpo",
+        {"gradient_checkpointing_kwargs": '{"use_reentrant": false, "selective": true}'},
+        ("checkpointing-kwargs", "warning", "run", "gradient_checkpointing_kwargs"),
+    ),
     ("sft", {"optim": "galore_adamw"}, ("optim-targets", "error", "run", "optim_target_modules")),
     (
         "sft",
@@ -440,6 +487,16 @@ SILENT: list[tuple[str, dict[str, Any]]] = [
     ("dpo", {"loss_type": ["robust"], "label_smoothing": 0.1}),
     ("dpo", {"beta": 0}),
     ("dpo", {"sync_ref_model": True}),
+    ("sft", {"torch_compile_mode": "max-autotune"}),
+    ("sft", {"dtype": "float32", "model_init_kwargs": '{"dtype": "float32"}'}),
+    ("sft", {"model_init_kwargs": '{"dtype": "bfloat16", "torch_dtype": "bfloat16"}'}),
+    ("sft", {"eval_strategy": "epoch", "metric_for_best_model": "eval_mean_token_accuracy"}),
+    ("dpo", {"eval_strategy": "epoch", "metric_for_best_model": "rewards/margins"}),
+    ("dpo", {"metric_for_best_model": "accuracy"}),
+    ("sft", {"optim": "sgd", "optim_args": "momentum=0.9,nesterov=true"}),
+    ("sft", {"optim": "rmsprop_bnb", "optim_args": "alpha=0.9"}),
+    ("sft", {"gradient_checkpointing_kwargs": '{"use_reentrant": false, "every_n_layers": 2}'}),
+    ("sft", {"gradient_checkpointing": False, "gradient_checkpointing_kwargs": '{"x": 1}'}),
     ("dpo", {"use_peft": True, "precompute_ref_log_probs": True}),
 ]  # fmt: skip
 

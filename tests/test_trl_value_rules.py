@@ -49,6 +49,7 @@ def test_every_schedule_is_known() -> None:
     [
         ("sft", {"learning_rate": 0.0}, "warning", "learning_rate"),
         ("sft", {"weight_decay": -1}, "warning", "weight_decay"),
+        ("sft", {"data_seed": 2**64}, "error", "data_seed"),
         ("sft", {"warmup_steps": "inf"}, "error", "warmup_steps"),
         ("sft", {"warmup_steps": "nan"}, "error", "warmup_steps"),
         ("sft", {"max_grad_norm": -1}, "warning", "max_grad_norm"),
@@ -169,10 +170,17 @@ def test_one_good_module_beside_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["q_proj", ["q_proj", "v_proj"], "all-linear", r".*layers\.\d{1,2}\..*q_proj", None]
+    "words", [".*q_proj", ["q_proj", "v_proj"], "all-linear", r".*layers\.\d{1,2}\..*q_proj", None]
 )
 def test_module_names_and_patterns(words: Any) -> None:
     assert told("dpo", **LORA, lora_target_modules=words) == []
+
+
+@pytest.mark.parametrize("words", ["q_proj", ["q_proj"]])
+def test_a_single_word_is_a_pattern_that_matches_nothing(words: Any) -> None:
+    wrong = [("lora-targets", "error", "lora_target_modules")]
+    assert told("sft", **LORA, lora_target_modules=words) == wrong
+    assert told("sft", lora_target_modules=words) == []
 
 
 KWARGS = "lr_scheduler_kwargs"
@@ -189,6 +197,8 @@ KWARGS = "lr_scheduler_kwargs"
         ("greedy", {"foo": 1}, "error"),
         ("constant", {"foo": 1}, "warning"),
         ("constant_with_warmup", {"foo": 1}, "warning"),
+        ("warmup_stable_decay", {"num_decay_steps": 1, "decay_type": "cos"}, "error"),
+        ("polynomial", {"lr_end": 1.0}, "error"),
     ],
 )
 def test_what_a_schedule_does_not_take(kind: str, kwargs: dict[str, Any], severity: str) -> None:

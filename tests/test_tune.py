@@ -173,6 +173,27 @@ def test_out_of_memory_leaves_what_fits_by_the_corrected_estimate() -> None:
     assert smaller and all(search.eligible(one) for one in smaller)
 
 
+def test_what_the_whole_run_has_no_room_for_is_not_proposed() -> None:
+    # a trial sees few rows: what it takes over the estimate the longest rows take too
+    world = hand()
+    search = tuned.search_of(world, room=140.0)
+    search.learn(search.base, H200.runs(world, search.base.settings))
+    large = tuned.one(search, packing=True, checkpointing=False, deepspeed="zero1", per_device=16)
+    whole, short = large.expected.peak, large.expected.measurable
+    assert whole and short and short < whole < 140 * 0.92
+    told = H200.runs(world, large.settings)
+    fitted = search.learn(large, replace(told, peak=short * 0.93 * 140 / whole))
+    assert fitted.ok and "not kept: with its longest rows" in fitted.learned
+    assert search.best is not None and search.best.candidate.key == search.base.key
+    # the file as written is the author's own
+    crowded = tuned.search_of(world, room=140.0)
+    estimate = crowded.base.expected
+    assert estimate.peak and estimate.measurable
+    peak = estimate.measurable * 0.97 * 140 / estimate.peak
+    crowded.learn(crowded.base, Measured(status="ok", speed=1000, step=5, peak=peak, seconds=60))
+    assert crowded.best is not None
+
+
 def test_a_measured_peak_corrects_those_of_its_kind() -> None:
     world = hand()
     search = tuned.search_of(world)
@@ -271,6 +292,14 @@ def test_of_a_first_trial_it_is_said_what_it_lacks(status: Any, said: str) -> No
     search.learn(search.base, Measured(status=status, reason="so it is"))
     assert search.propose() is None
     assert search.stopped == f"the file as written {said}"
+    assert search.trials[0].learned == f"{status}: so it is"
+
+
+def test_of_a_first_trial_that_the_budget_ended_no_more_is_said() -> None:
+    search = tuned.search_of(hand())
+    search.learn(search.base, Measured(status="timeout", seconds=585, cut=True))
+    assert search.propose(0.0) is None
+    assert search.stopped is not None and "did not end within it" in search.stopped
 
 
 def test_a_file_that_runs_out_of_memory_does_not() -> None:
@@ -731,6 +760,8 @@ def test_said_again_it_goes_on_where_it_was(world: World) -> None:
     done, again = tuning(world)
     assert done.returncode == 0 and len(started(world)) == count
     assert again["trials"] == told["trials"] and "--fresh" in done.stderr
+    done, again = tuning(world, "--resume")
+    assert done.returncode == 0 and again["trials"] == told["trials"]
     _, fresh = tuning(world, "--fresh", scene={"crash": "rows=2,"})
     assert fresh["folder"] != told["folder"] and len(started(world)) > count
 

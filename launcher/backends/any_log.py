@@ -64,13 +64,15 @@ PATTERNS: tuple[Pattern, ...] = (
     pattern(
         "oom",
         "ut of memory",
-        r"(?:CUDA|HIP|XPU|cuda|hip)[^\n]{0,60}[Oo]ut of memory"
+        r"(?:CUDA|HIP|XPU|MPS|cuda|hip|Cuda failure)[^\n]{0,60}[Oo]ut of memory"
         r"(?:.*Tried to allocate (?P<tried>[\d.]+ \w+))?(?:.*GPU (?P<gpu>\d+) has)?",
-        "torch CUDACachingAllocator.cpp; torch/cuda/__init__.py OutOfMemoryError",
+        "torch CUDACachingAllocator.cpp, MPSAllocator.mm; torch/cuda/__init__.py OutOfMemoryError; NCCL",
         anchors=(
             *(f"{device} out of memory. Tried to allocate " for device in ("CUDA", "HIP", "XPU")),
             *(f"{device} error: out of memory" for device in ("CUDA", "HIP")),
             "Error: CUDA out of memory",
+            "MPS backend out of memory",
+            *(f"Cuda failure {number}'out of memory'" for number in ("", "2 ")),
         ),
     ),
     pattern(
@@ -127,6 +129,22 @@ PATTERNS: tuple[Pattern, ...] = (
         "ut of memory: Killed process ",
         r"ut of memory: Killed process \d+",
         "the kernel's own log",
+    ),
+    pattern(
+        "oom_host",
+        ": job killed",
+        r"TERM_MEMLIMIT: job killed|=>> PBS: job killed: v?mem ",
+        "LSF and PBS, of a job that took more than it had asked for",
+        anchors=(
+            "TERM_MEMLIMIT: job killed ",
+            *(f"=>> PBS: job killed: {what} " for what in ("mem", "vmem")),
+        ),
+    ),
+    pattern(
+        "oom_host",
+        "node running low on memory",
+        r"OutOfMemoryError: Task was killed due to the node running low on memory",
+        "ray, as which SkyPilot runs a job",
     ),
     pattern(
         "worker_killed",
@@ -219,6 +237,12 @@ PATTERNS: tuple[Pattern, ...] = (
         r"launch\.py:\d+:sigkill_handler\] Main process received (?P<name>SIG(?:INT|TERM)), exiting",
         "deepspeed/launcher/launch.py sigkill_handler",
     ),
+    pattern(
+        "stop_asked",
+        " death signal, shutting down workers",
+        r"Received (?:Signals\.(?P<name>SIG\w+)|(?P<signal>\d{1,12})) death signal, shutting down workers",
+        "torch/distributed/elastic/agent/server/api.py",
+    ),
     *(
         pattern(
             "shell_killed",
@@ -274,9 +298,27 @@ PATTERNS: tuple[Pattern, ...] = (
     pattern(
         "cancelled",
         "CANCELLED AT",
-        _SLURMSTEPD + r"\*\*\*.* CANCELLED AT \S+(?: DUE TO (?P<why>[A-Z ]+?))?(?:,[^*]*)? *\*\*\*",
+        _SLURMSTEPD
+        + r"\*\*\* \w+ (?P<job>\d*).* CANCELLED AT \S+(?: DUE TO (?P<why>[A-Z ]+?))?(?:,[^*]*)?"
+        r" *\*\*\*",
         "slurmstepd",
         anchors=("slurmstepd: error: *** ", "DUE TO NODE FAILURE, SEE SLURMCTLD LOG"),
+    ),
+    pattern(
+        "cancelled",
+        ": job killed ",
+        r"(?:^|\s)TERM_(?P<why>[A-Z_]+): job killed ",
+        "LSF, in the report of a job",
+        anchors=tuple(
+            f"TERM_{why}: job killed " for why in ("RUNLIMIT", "MEMLIMIT", "PREEMPT", "OWNER")
+        ),
+    ),
+    pattern(
+        "cancelled",
+        "PBS: job killed: ",
+        r"=>> PBS: job killed: (?P<why>\w+)",
+        "PBS, at a limit of a job",
+        anchors=tuple(f"=>> PBS: job killed: {what} " for what in ("walltime", "mem", "vmem")),
     ),
     pattern(
         "refused",
@@ -296,6 +338,12 @@ PATTERNS: tuple[Pattern, ...] = (
         "nccl_timeout",
         "Watchdog caught collective operation timeout",
         r"Watchdog caught collective operation timeout: (?P<what>.*)",
+        "torch ProcessGroupNCCL.cpp",
+    ),
+    pattern(
+        "nccl_timeout",
+        "ProcessGroupNCCL's watchdog got stuck for ",
+        r"ProcessGroupNCCL's watchdog got stuck for (?P<what>\d+ seconds)",
         "torch ProcessGroupNCCL.cpp",
     ),
     pattern(
@@ -354,6 +402,58 @@ PATTERNS: tuple[Pattern, ...] = (
         "The client socket has timed out after ",
         r"The client socket has timed out after .* while trying to connect to \((?P<address>[^)]+)\)",
         "torch csrc/distributed/c10d/socket.cpp",
+    ),
+    pattern(
+        "gpu_fault",
+        "uncorrectable ECC error encountered",
+        r"uncorrectable ECC error encountered",
+        "cudaErrorECCUncorrectable of the CUDA runtime",
+    ),
+    pattern(
+        "gpu_fault",
+        "GPU has fallen off the bus",
+        r"GPU has fallen off the bus",
+        "the kernel's own log, Xid 79 of the NVIDIA driver",
+    ),
+    pattern(
+        "device_assert",
+        "device-side assert triggered",
+        r"(?:CUDA|HIP) error: device-side assert triggered",
+        "cudaErrorAssert of the CUDA runtime",
+    ),
+    pattern(
+        "illegal_access",
+        "an illegal memory access was encountered",
+        r"(?:(?:CUDA|HIP) error: |Cuda failure (?:\d+ )?')an illegal memory access was encountered",
+        "cudaErrorIllegalAddress of the CUDA runtime",
+    ),
+    pattern(
+        "loss_scale",
+        "Current loss scale already at minimum",
+        r"Current loss scale already at minimum",
+        "deepspeed/runtime/fp16/loss_scaler.py",
+    ),
+    pattern(
+        "abi_mismatch",
+        ": undefined symbol: ",
+        r"[Ee]rror: /\S+\.so[.\d]*: undefined symbol: (?P<symbol>\S+)",
+        "the dynamic linker, in CPython's import or by itself",
+        anchors=(
+            ".so: undefined symbol: ",
+            *(f".so.{n}: undefined symbol: " for n in (11, 12, 13)),
+        ),
+    ),
+    pattern(
+        "corrupt_file",
+        "Error while deserializing header: ",
+        r"SafetensorError: Error while deserializing header: (?P<what>.*)",
+        "safetensors_rust",
+    ),
+    pattern(
+        "corrupt_file",
+        "PytorchStreamReader failed ",
+        r"Error: (?:\[enforce fail at [^\]]*\] *\. *)?PytorchStreamReader failed (?P<what>.*)",
+        "torch caffe2/serialize/inline_container.cc",
     ),
     pattern(
         "no_gpu",

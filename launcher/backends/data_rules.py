@@ -102,6 +102,20 @@ def _lines(path: Path) -> int | None:
     return size * lines // len(head) if lines else None
 
 
+def nothing_left(context: Context) -> Iterator[Finding]:
+    """dataset_transformation.py:2074 rounds a share down; a set without rows is refused
+    (dataset_transformation.py:1754).
+    """
+    data = listed(context.values)
+    words = [str(word) for word in context.values[data] or []]
+    for index, (name, amount) in enumerate(zip(words[::2], words[1::2], strict=False)):
+        if _rows(name, amount) == 0 and float(amount) > 0:
+            yield say(
+                "error", "run", "mixer-amount", f"{data}[{2 * index + 1}]",
+                f"the share {amount} of {brief(name)} is less than one row", "write a number of rows",
+            )  # fmt: skip
+
+
 def foreign_cache_key(context: Context) -> Iterator[Finding]:
     """dataset_transformation.py:2120: with a key of one's own no data are named, so that a set which
     is not in the cache cannot be made (dataset_transformation.py:1977).
@@ -127,4 +141,4 @@ def foreign_cache_key(context: Context) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-RULES: tuple[StageRule, ...] = (tokenising_outlasts, foreign_cache_key)
+RULES: tuple[StageRule, ...] = (tokenising_outlasts, nothing_left, foreign_cache_key)

@@ -61,7 +61,9 @@ def _amount(key: str, name: str, amount: str) -> Iterator[Finding]:
         )  # fmt: skip
         return
     if not number > 0:
-        message = f"the amount {amount} leaves nothing of {name}"
+        # below 0 upstream counts from the end, and draws at random (dataset_transformation.py:1658)
+        what = f"is below 0, for {name}" if number < 0 else f"leaves nothing of {name}"
+        message = f"the amount {amount} {what}"
         yield say("error", "run", "mixer-amount", key, message)
     elif number == 1 and isinstance(number, int):
         message = f"the amount {amount} is ONE sample of {name}"

@@ -32,10 +32,11 @@ def built_from(values: Values, environ: Mapping[str, str]) -> Mapping[str, Any]:
     """The config that the model is built by: `config_name` wins, and single keys may be replaced."""
     name = values.get("config_name") or values["model_name_or_path"]
     config = read(name, environ, values.get("model_revision"))
-    return {**config, **_replaced(values.get("additional_model_arguments"))} if config else {}
+    return {**config, **replaced(values.get("additional_model_arguments"))} if config else {}
 
 
-def _replaced(given: Any) -> Mapping[str, Any]:
+def replaced(given: Any) -> Mapping[str, Any]:
+    """The keys of the config that a mapping, or its JSON text, replaces; none where it cannot be read."""
     try:
         data = json.loads(given) if isinstance(given, str) else given
     except (ValueError, RecursionError):

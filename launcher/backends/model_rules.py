@@ -11,8 +11,9 @@ from typing import Any
 from launcher.backends import model_config
 from launcher.backends.context import Context, StageRule, caches_only, section
 from launcher.backends.rule import say
-from launcher.errors import Finding
+from launcher.errors import Finding, brief
 from launcher.paths import is_file
+from launcher.schema import Values
 
 # liger_kernel/transformers/monkey_patch.py:2879, release 0.7.0, the one that the pin locks
 LIGER_RELEASE = (0, 7)
@@ -145,7 +146,10 @@ def packed_without_flash(context: Context) -> Iterator[Finding]:
     as DPO does where none is given (olmo_core_utils.py:57).
     """
     values = context.values
-    if not values["packing"] or context.gpus == 0 or caches_only(context):
+    if not values["packing"] or caches_only(context):
+        return
+    if context.gpus == 0:
+        yield from _packed_on_cpu(values)
         return
     given = values.get("attn_implementation")
     slow = f"`attn_implementation: {given}` has" if given in {"torch", "te"} else None
@@ -162,6 +166,23 @@ def packed_without_flash(context: Context) -> Iterator[Finding]:
         f"{slow} no flash-attention kernels: {worse}",
         "pip install flash-attn, or `packing: false`",
     )  # fmt: skip
+
+
+def _packed_on_cpu(values: Values) -> Iterator[Finding]:
+    """transformers/masking_utils.py:860 keeps packed samples apart where there is no cache, as in SFT
+    (finetune.py:830). In DPO checkpointing does without one (dpo_tune_cache.py:376); the reference, which
+    simpo alone does not need (dpo_utils.py:88), has it on.
+    """
+    if values.schema.stage != "dpo":
+        return
+    budget = values["activation_memory_budget"]
+    without = isinstance(budget, int | float) and budget < 1 and not values["use_lora"]
+    if values["loss_type"] != "simpo" or not without:
+        yield say(
+            "warning", "run", "packing-leaks", "packing",
+            "`packing`: samples in a row see each other: a CPU has no flash attention, and DPO leaves "
+            "the cache on", "`packing: false`",
+        )  # fmt: skip
 
 
 def attention_missing(context: Context) -> Iterator[Finding]:
@@ -246,34 +267,69 @@ def _olmo(key: str, message: str) -> Finding:
 
 
 def missing_model(context: Context) -> Iterator[Finding]:
-    """finetune.py:541, dpo_tune_cache.py:279, trl/scripts/sft.py:104: neither a folder nor a hub name."""
-    name = context.values["model_name_or_path"]
-    if not context.running or not isinstance(name, str) or not name:
+    """finetune.py:541, dpo_tune_cache.py:279, trl/scripts/sft.py:104: neither a folder nor a hub name; nor
+    what open-instruct takes the config or the tokenizer from (finetune.py:526, finetune.py:411).
+    """
+    if not context.running:
         return
-    if is_file(Path(name)):
+    seen = set()
+    for key in ("model_name_or_path", "config_name", "tokenizer_name_or_path"):
+        name = context.values.get(key)
+        if isinstance(name, str) and name and name not in seen:
+            seen.add(name)
+            yield from _missing(context, key, name)
+
+
+def _missing(context: Context, key: str, name: str) -> Iterator[Finding]:
+    # the config alone may be a file
+    if is_file(Path(name)) and key != "config_name":
         yield say(
-            "error", "run", "missing-model", "model_name_or_path", f"{name} is a file, no folder",
+            "error", "run", "missing-model", key, f"{name} is a file, no folder",
             f"name the folder with its config.json, such as {Path(name).parent}",
         )  # fmt: skip
         return
-    if _own(context) or model_config.here(name):
+    if model_config.here(name) or (key == "model_name_or_path" and _own(context)):
         return
     if model_config.is_path(name):
         yield say(
-            "error", "run", "missing-model", "model_name_or_path", f"there is no folder {name} here",
+            "error", "run", "missing-model", key, f"there is no folder {name} here",
             "relative paths start where launch is started; `~` is not expanded",
         )  # fmt: skip
     elif offline(context.environ) and not model_config.cached(name, context.environ):
         yield say(
-            "error", "run", "missing-model", "model_name_or_path",
+            "error", "run", "missing-model", key,
             f"{name} is neither here nor in the hub's cache, and HF_HUB_OFFLINE is set",
-            "unset HF_HUB_OFFLINE, or download the model first",
+            "unset HF_HUB_OFFLINE, or download it first",
         )  # fmt: skip
     elif _half_here(name) and not model_config.cached(name, context.environ):
         yield say(
-            "warning", "run", "missing-model", "model_name_or_path",
+            "warning", "run", "missing-model", key,
             f"there is no {name} here, although there is {name.partition('/')[0]}/: it is taken for a name "
             "on the hub", "correct the path, or write ./ before it to mean a folder",
+        )  # fmt: skip
+
+
+def revision_of_folder(context: Context) -> Iterator[Finding]:
+    """finetune.py:411, dpo_tune_cache.py:150, trl/scripts/sft.py:77: transformers/utils/hub.py:404 reads a
+    folder as it is.
+    """
+    values = context.values
+    model, tokenizer = values["model_name_or_path"], values.get("tokenizer_name_or_path")
+    own = values.get("tokenizer_revision")
+    read = {
+        "model_revision": {model, values.get("config_name")}
+        | ({tokenizer} if own is None else set()),
+        "tokenizer_revision": {tokenizer or model},
+    }
+    for key, names in read.items():
+        revision = values.get(key)
+        folders = [name for name in names if isinstance(name, str) and name]
+        if revision in (None, "main") or not folders or not all(map(model_config.here, folders)):
+            continue
+        yield say(
+            "warning", "run", "conditional-key", key,
+            f"`{key}: {brief(revision)}` does nothing here: {brief(folders[0])} is a folder, which has no "
+            "revisions", "delete the line",
         )  # fmt: skip
 
 
@@ -297,7 +353,9 @@ def offline_by(environ: Mapping[str, str]) -> str | None:
     return first if first and environ[first].upper() in _OFFLINE else None
 
 
-_LIGER: tuple[StageRule, ...] = (liger_unknown, liger_on_cpu, beyond_positions, missing_model)
+_LIGER: tuple[StageRule, ...] = (
+    liger_unknown, liger_on_cpu, beyond_positions, missing_model, revision_of_folder,
+)  # fmt: skip
 _SHARED: tuple[StageRule, ...] = (*_LIGER, packed_without_flash, dense_balancing, olmo_bos)
 
 RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {

@@ -10,6 +10,7 @@ import difflib
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping
@@ -85,6 +86,8 @@ _UNLOADED = frozenset({
     "smollm3",
 })  # fmt: skip
 _SCHEDULERS = ("cosine", "linear", "constant", "constant_with_warmup")
+# what OLMo-core 2.6.0 ties as the models do (olmo_core/nn/transformer/config.py); at the pin it ties none
+_TIED = ("qwen3_0_6B", "qwen3_1_7B", "qwen3_4B")
 # the families whose layers OLMo-core writes in transformers' form (olmo_core/nn/hf/config.py)
 _EXPORTED = ("olmo2", "olmo3", "olmoe")
 _COMPILERS = ("cc", "gcc", "clang")
@@ -227,23 +230,24 @@ def budget(values: Values) -> Iterator[Finding]:
     share = values[key]
     if not isinstance(share, int | float):
         return
+    acts = share < 1 and values["compile_model"]
     if math.isnan(share) or share < 0 or share > 1:
-        what = "OLMo-core refuses it" if share < 0 or math.isnan(share) else "it does what 1.0 does"
+        what = "OLMo-core refuses it" if acts else "it does what 1.0 does"
         yield say(
-            "error" if not share > 1 else "warning", "run", "out-of-range", key,
+            "error" if acts else "warning", "run", "out-of-range", key,
             f"`{key}: {share}`: a share above 0 and up to 1; {what}", "0.5 is upstream's own example",
+        )  # fmt: skip
+    elif share < 1 and not acts:
+        yield say(
+            "warning", "run", "budget-without-compile", key,
+            f"`{key}: {share}` does nothing with `compile_model: false`: every activation is kept",
+            "leave `compile_model` true",
         )  # fmt: skip
     elif share == 0:
         yield say(
             "warning", "run", "out-of-range", key,
             f"`{key}: 0`: every activation is computed again, matrix products too",
             "a share above 0 and up to 1; 0.1 is the lowest that was measured",
-        )  # fmt: skip
-    elif share < 1 and not values["compile_model"]:
-        yield say(
-            "warning", "run", "budget-without-compile", key,
-            f"`{key}: {share}` does nothing with `compile_model: false`: every activation is kept",
-            "leave `compile_model` true",
         )  # fmt: skip
 
 
@@ -739,6 +743,17 @@ def _uneven(key: str, degree: Any, world: int, what: str) -> Finding:
         f"one of {', '.join(map(str, fits))}, or leave it out: each machine then holds one whole model"
         if key.startswith("fsdp") else f"one of {', '.join(map(str, fits))}",
     )  # fmt: skip
+
+
+def ties(values: Values, packages: Mapping[str, str]) -> bool:
+    """Whether OLMo-core trains embedding and output layer of that shape as one weight.
+
+    Where none is installed yet, it is the release of constraints.txt.
+    """
+    name = str(values["config_name"] or values["model_name_or_path"])
+    release = re.findall(r"\d+", packages.get("ai2-olmo-core", "2.6"))
+    late = [int(part) for part in release[:2]] >= [2, 6]
+    return late and values.schema.models.get(name, name) in _TIED
 
 
 def mesh(values: Values, processes: int, nodes: int) -> tuple[int, int]:

@@ -166,6 +166,13 @@ _OWN: tuple[Pattern, ...] = (
         "olmo_core/train/callbacks/console_logger.py:84, by open_instruct/dpo.py:360",
     ),
     pattern(
+        "stop_asked",
+        "Run canceled from ",
+        r"Run canceled from (?:rank \d+|all ranks)\. Reason: (?P<name>SIG(?:TERM|INT)) received",
+        "olmo_core/train/trainer.py cancel_run, _check_if_canceled, by open_instruct/dpo.py",
+        anchors=("Run canceled from rank ", "Run canceled from all ranks. Reason: "),
+    ),
+    pattern(
         "saved",
         "Model weights saved in ",
         r"Model weights saved in (?P<path>.+)",

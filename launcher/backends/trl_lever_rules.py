@@ -34,6 +34,13 @@ _NEEDS = {
 }
 
 
+# trl/scripts/sft.py:107: without a strategy the scripts hand over no set to evaluate
+_WHILE_EVALUATING = (
+    "do_eval", "per_device_eval_batch_size", "load_best_model_at_end", "metric_for_best_model",
+    "greater_is_better",
+)  # fmt: skip
+
+
 def alone(context: Context) -> Iterator[Finding]:
     """Settings of something that is switched off (trl/trainer/sft_trainer.py:1480, and those named above)."""
     values = context.values
@@ -46,6 +53,13 @@ def alone(context: Context) -> Iterator[Finding]:
                 "warning", "run", "conditional-key", key,
                 f"`{key}` does nothing here: it is read only where `{switches[0]}` is set",
                 f"add `{switches[0]}: true`, or delete the line",
+            )  # fmt: skip
+    for key in _WHILE_EVALUATING if values["eval_strategy"] == "no" else ():
+        if values.given(key) and values[key] and values[key] != values.schema.fields[key].default:
+            yield say(
+                "warning", "run", "conditional-key", key,
+                f"`{key}` does nothing here: `eval_strategy` is no",
+                "add `eval_strategy: steps`, or delete the line",
             )  # fmt: skip
 
 

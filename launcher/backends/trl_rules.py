@@ -37,12 +37,18 @@ def loss_weights(values: Values) -> Iterator[Finding]:
 
 
 def padding_multiple(values: Values) -> Iterator[Finding]:
-    """trl/trainer/sft_config.py:307, dpo_config.py:382: other texts go through int()."""
+    """trl/trainer/sft_config.py:307, dpo_config.py:382: other texts go through int(), and rows are then
+    divided by it (trl/trainer/utils.py:171).
+    """
     given = values["pad_to_multiple_of"]
     if not isinstance(given, str) or given == "auto" or given.lower() in {"none", "null"}:
         return
     try:
-        int(given)
+        if int(given) == 0:
+            yield say(
+                "error", "run", "out-of-range", "pad_to_multiple_of",
+                "`pad_to_multiple_of: 0`: upstream divides by it", 'write `pad_to_multiple_of: "none"`',
+            )  # fmt: skip
     except ValueError:
         yield say(
             "error", "parser", "pad-multiple", "pad_to_multiple_of",

@@ -25,6 +25,41 @@ _COMPILERS = (
     "fx2trt", "onnxrt", "tensorrt", "aot_torchxla_trace_once", "torchxla_trace_once", "tvm",
     "hpu_backend", "neuron",
 )  # fmt: skip
+# torch/_inductor/__init__.py:353
+_COMPILE_MODES = (
+    "default", "lite", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune",
+)  # fmt: skip
+# transformers/trainer_optimizer.py:326,338,348: what these take of `optim_args`
+_OPTIM_ARGS: Mapping[str, tuple[str, ...]] = {
+    "sgd": ("momentum", "dampening", "weight_decay", "nesterov"),
+    "adagrad": ("lr_decay", "weight_decay", "eps"),
+    "rmsprop": ("momentum", "alpha", "eps", "weight_decay", "centered"),
+    **dict.fromkeys(
+        (
+            "adamw_torch", "adamw_torch_fused", "adafactor", "adamw_bnb_8bit", "adamw_8bit",
+            "paged_adamw_32bit", "paged_adamw_8bit", "lion_8bit", "lion_32bit", "paged_lion_32bit",
+            "paged_lion_8bit",
+        ),
+        (),
+    ),
+}  # fmt: skip
+# torch/utils/checkpoint.py:355, transformers/trainer.py:1466,1467
+_CHECKPOINTING = frozenset({
+    "use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop",
+    "every_n_layers", "offload",
+})  # fmt: skip
+# what an evaluation gives: trl/trainer/sft_trainer.py:1657, dpo_trainer.py:1586, transformers/trainer.py:2983
+_METRICS = (
+    "loss", "runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "entropy",
+    "mean_token_accuracy", "num_tokens", "aux_loss",
+)  # fmt: skip
+_METRICS_OF_PAIRS = (
+    "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logits/chosen",
+    "logits/rejected", "logps/chosen", "logps/rejected",
+)  # fmt: skip
+_TASKS = (
+    "SEQ_CLS", "SEQ_2_SEQ_LM", "CAUSAL_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION",
+)  # fmt: skip
 _SEEDS = 2**32
 _MIN_LR = ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
 # trl/trainer/dpo_trainer.py:1513
@@ -73,27 +108,58 @@ def unknown_compiler(values: Values) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def unknown_compile_mode(values: Values) -> Iterator[Finding]:
+    """torch/_inductor/__init__.py:353, in the first step; other backends take none of these."""
+    mode, backend = values["torch_compile_mode"], str(values["torch_compile_backend"] or "inductor")
+    known = mode is None or mode in _COMPILE_MODES or backend.lower() != "inductor"
+    if _tested(values) and not known:
+        yield say(
+            "error", "run", "unknown-compiler", "torch_compile_mode",
+            f"`torch_compile_mode: {brief(mode)}` is no mode of torch.compile",
+            f"one of {', '.join(_COMPILE_MODES)}",
+        )  # fmt: skip
+
+
 def optimizer_arguments(values: Values) -> Iterator[Finding]:
-    """transformers/trainer_optimizer.py:71."""
-    text = values["optim_args"]
-    if isinstance(text, str) and text:
-        for part in text.replace(" ", "").split(","):
-            if part.count("=") != 1:
-                yield say(
-                    "error", "run", "optim-args", "optim_args",
-                    f"`optim_args` is name=value, name=value: `{brief(part)}` is not",
-                )  # fmt: skip
-                return
+    """transformers/trainer_optimizer.py:71,326,338,348: each optimizer picks the names that it knows."""
+    key, text = "optim_args", values["optim_args"]
+    if not isinstance(text, str) or not text:
+        return
+    parts = text.replace(" ", "").split(",")
+    broken = next((part for part in parts if part.count("=") != 1), None)
+    if broken is not None:
+        yield say(
+            "error", "run", "optim-args", key,
+            f"`{key}` is name=value, name=value: `{brief(broken)}` is not",
+        )  # fmt: skip
+        return
+    # transformers/training_args.py:804: the default is one of torch's two
+    name = str(values["optim"] or "adamw_torch")
+    taken = _OPTIM_ARGS.get(name)
+    names = sorted({part.partition("=")[0] for part in parts})
+    unread = [] if taken is None else [one for one in names if one not in taken]
+    if _tested(values) and unread:
+        yield say(
+            "warning", "run", "optim-args", key,
+            f"`optim: {name}` reads no `{brief(unread[0])}` of `{key}`",
+            f"it reads {', '.join(taken)}" if taken else "delete the line: it has arguments of its own",
+        )  # fmt: skip
 
 
 def low_rank_optimizer(values: Values) -> Iterator[Finding]:
     """transformers/trainer_optimizer.py:122,166."""
-    name = str(values["optim"])
+    name, key = str(values["optim"] or "adamw_torch"), "optim_target_modules"
     if not name.startswith(("galore", "apollo")):
+        if values[key] is not None and _tested(values):
+            yield say(
+                "warning", "run", "optim-targets", key,
+                f"`{key}` is not read with `optim: {name}`, only by galore and apollo",
+                "delete the line, or name one of them",
+            )  # fmt: skip
         return
-    if values["optim_target_modules"] is None:
+    if values[key] is None:
         yield say(
-            "error", "run", "optim-targets", "optim_target_modules",
+            "error", "run", "optim-targets", key,
             f"`optim: {name}` needs `optim_target_modules`", "add `optim_target_modules: all-linear`",
         )  # fmt: skip
     if name.endswith("layerwise") and values["gradient_accumulation_steps"] != 1:
@@ -171,6 +237,21 @@ def best_without_eval(values: Values) -> Iterator[Finding]:
             "warning", "run", "best-without-eval", "save_strategy",
             "`save_strategy: best` saves no checkpoint: `eval_strategy` is no",
             "add `eval_strategy: steps`",
+        )  # fmt: skip
+
+
+def unknown_metric(values: Values) -> Iterator[Finding]:
+    """transformers/trainer.py:3300, at the first evaluation, whether a best model is asked for or not."""
+    key = "metric_for_best_model"
+    name = values[key]
+    known = _METRICS + (_METRICS_OF_PAIRS if values.schema.stage == "dpo" else ())
+    if name is None or values["eval_strategy"] == "no" or not _tested(values):
+        return
+    if str(name).removeprefix("eval_") not in known:
+        yield say(
+            "error", "run", "unknown-metric", key,
+            f"`{key}: {brief(name)}` is nothing that TRL measures in an evaluation",
+            f"one of {', '.join(known)}",
         )  # fmt: skip
 
 
@@ -269,12 +350,41 @@ def quantised_twice(values: Values) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def model_said_twice(values: Values) -> Iterator[Finding]:
+    """trl/scripts/sft.py:83: the mapping wins over what the other arguments say of the model's loading."""
+    key, kwargs = "model_init_kwargs", inline(values["model_init_kwargs"]) or {}
+    for name in ("model_revision", "dtype", "attn_implementation", "trust_remote_code"):
+        inner = name.removeprefix("model_")
+        if inner in kwargs and values.given(name) and kwargs[inner] != values[name]:
+            yield say(
+                "warning", "run", "conditional-key", name,
+                f"`{name}` does nothing here: `{key}` has a `{inner}` of its own", "keep one of them",
+            )  # fmt: skip
+    # transformers/modeling_utils.py:4069: the old name counts without the new one, which is always given
+    if "torch_dtype" in kwargs and "dtype" not in kwargs:
+        yield say(
+            "warning", "run", "conditional-key", key,
+            f"`{key}`: `torch_dtype` is not read beside `dtype`, which is {values['dtype']}",
+            "write `dtype` in its place",
+        )  # fmt: skip
+
+
 def lora_rank(values: Values) -> Iterator[Finding]:
     """trl/trainer/utils.py:297; PEFT takes no other."""
     rank = values["lora_r"]
     if values["use_peft"] and isinstance(rank, int) and rank <= 0:
         message = f"`lora_r` is 1 or more, not {rank}"
         yield say("error", "run", "lora-rank", "lora_r", message)
+
+
+def lora_task(values: Values) -> Iterator[Finding]:
+    """peft/config.py:99."""
+    task = values["lora_task_type"]
+    if values["use_peft"] and _tested(values) and task not in _TASKS:
+        yield say(
+            "error", "run", "lora-task", "lora_task_type",
+            f"`lora_task_type: {brief(task)}` is no task of PEFT's", f"one of {', '.join(_TASKS)}",
+        )  # fmt: skip
 
 
 def lora_on_head(values: Values) -> Iterator[Finding]:
@@ -285,6 +395,26 @@ def lora_on_head(values: Values) -> Iterator[Finding]:
             "an adapter on `lm_head` is refused: the losses read its own weights",
             "leave lm_head out of `lora_target_modules`",
         )  # fmt: skip
+
+
+def checkpointing_names(values: Values) -> Iterator[Finding]:
+    """torch/utils/checkpoint.py:500 refuses names that it does not know; without `use_reentrant` it takes
+    it for true (torch/utils/checkpoint.py:496), and else hands them to the model's layers.
+    """
+    key = "gradient_checkpointing_kwargs"
+    kwargs = inline(values[key]) or {}
+    # TRL's own, of its SFT alone (trl/trainer/sft_trainer.py:1088)
+    own = {"selective"} if values.schema.stage == "sft" else set()
+    unknown = sorted(kwargs.keys() - _CHECKPOINTING - own)
+    if not values["gradient_checkpointing"] or not unknown or not _tested(values):
+        return
+    passed = kwargs.get("use_reentrant") is False
+    yield say(
+        "warning" if passed else "error", "run", "checkpointing-kwargs", key,
+        f"`{key}` has no `{brief(unknown[0])}`: "
+        + ("it reaches the model's layers, which know none either" if passed else "torch refuses it"),
+        f"it has {', '.join(sorted(_CHECKPOINTING | own))}",
+    )  # fmt: skip
 
 
 def two_engines(values: Values) -> Iterator[Finding]:
@@ -441,10 +571,11 @@ def padding_free_off(values: Values) -> Iterator[Finding]:
 
 
 _SHARED: tuple[Rule, ...] = (
-    plain_texts, unknown_report, unknown_compiler, optimizer_arguments, low_rank_optimizer, seed_range,
-    no_workers, negative_workers, empty_output, eval_on_start, best_without_metric, best_without_eval,
-    scheduler_arguments, constant_without_warmup, resume_word, streamed, mixture_split, quantised_whole,
-    quantised_twice, lora_rank, lora_on_head, two_engines,
+    plain_texts, unknown_report, unknown_compiler, unknown_compile_mode, optimizer_arguments,
+    low_rank_optimizer, seed_range, no_workers, negative_workers, empty_output, eval_on_start,
+    best_without_metric, best_without_eval, unknown_metric, scheduler_arguments,
+    constant_without_warmup, resume_word, streamed, mixture_split, quantised_whole, quantised_twice,
+    model_said_twice, lora_rank, lora_task, lora_on_head, checkpointing_names, two_engines,
 )  # fmt: skip
 
 RULES: Mapping[str, tuple[Rule, ...]] = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from launcher.backends import trl_resolved
 from launcher.backends.context import Context, StageRule
@@ -23,6 +24,8 @@ _RANGES: Mapping[str, tuple[Range, ...]] = {
     "weight_decay": (
         Range(lambda n: n >= 0, "warning", "the weights grow with every step, which nothing refuses"),
     ),
+    # accelerate/data_loader.py:96
+    "data_seed": (Range(lambda n: -(2**63) <= n < 2**64, "error", "torch takes 64 bits"),),
     # transformers/training_args.py:2127
     "warmup_steps": (Range(math.isfinite, "error", "no number of steps can be made of it"),),
     # transformers/trainer.py:1863
@@ -86,6 +89,8 @@ _SCHEDULES: Mapping[str, frozenset[str]] = {
     "greedy": _PLATEAU | {"warmup", "max_lr", "verbose", "smooth", "window_size", "reset_start"},
 }  # fmt: skip
 _UNREAD = ("constant", "constant_with_warmup")
+# transformers/optimization.py:560,563
+_SHAPES = ("linear", "cosine", "1-sqrt")
 # names between commas or spaces: no module has either, and no pattern is made of such
 _SEVERAL = re.compile(r"[\w.-]+(?:\s*,\s*|\s+)[\w.,\s-]*")
 
@@ -231,7 +236,18 @@ def lora_targets(values: Values) -> Iterator[Finding]:
     given = values[key]
     words = [str(word) for word in (given if isinstance(given, list) else [given]) if word]
     joined = [word for word in words if _SEVERAL.fullmatch(word)]
-    if not joined or not values["use_peft"]:
+    if not values["use_peft"]:
+        return
+    # a word without dots or stars is the name of no module inside of another
+    if len(words) == 1 and re.fullmatch(r"\w+", words[0]) and words[0] != "lm_head":
+        others = values["lora_target_parameters"]
+        yield say(
+            "warning" if others else "error", "run", "lora-targets", key,
+            f"`{key}: {brief(words[0])}`: a single word is a pattern for whole names, which "
+            "begin with model.layers, and matches none",
+            f"write `{key}: .*{words[0]}`, or a list of several",
+        )  # fmt: skip
+    if not joined:
         return
     alone = joined == words and not values["lora_target_parameters"]
     names = [name for name in re.split(r"[,\s]+", joined[0]) if name]
@@ -262,6 +278,27 @@ def scheduler_names(context: Context) -> Iterator[Finding]:
             "error", "run", "scheduler-kwargs", key,
             f"`lr_scheduler_type: {kind}` takes no `{brief(unknown[0])}`",
             f"it takes {', '.join(told)}" if told else "delete the line",
+        )  # fmt: skip
+    else:
+        yield from _scheduler_values(values, str(kind), kwargs)
+
+
+def _scheduler_values(values: Values, kind: str, kwargs: Mapping[str, Any]) -> Iterator[Finding]:
+    """transformers/optimization.py:275,560,563: what a schedule refuses once the model is loaded."""
+    key = "lr_scheduler_kwargs"
+    shapes = ("warmup_type", "decay_type") if kind == "warmup_stable_decay" else ()
+    for name in shapes:
+        if kwargs.get(name, _SHAPES[0]) not in _SHAPES:
+            yield say(
+                "error", "run", "scheduler-kwargs", key,
+                f"`{key}`: there is no `{name}: {brief(kwargs[name])}`", f"one of {', '.join(_SHAPES)}",
+            )  # fmt: skip
+    end, rate = number(kwargs.get("lr_end")), number(values["learning_rate"])
+    if kind == "polynomial" and end is not None and rate is not None and not rate > end:
+        yield say(
+            "error", "run", "scheduler-kwargs", key,
+            f"`{key}`: `lr_end` ({end:g}) is not below `learning_rate` ({rate:g})",
+            "write a lower `lr_end`",
         )  # fmt: skip
 
 

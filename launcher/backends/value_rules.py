@@ -47,7 +47,11 @@ _RANGES: Mapping[str, tuple[Range, ...]] = {
         Range(lambda n: n >= 0, "error", "the optimizer refuses it"),
         Range(lambda n: n != 0, "warning", "nothing is learnt"),
     ),
-    "weight_decay": (Range(lambda n: n >= 0, "error", "the optimizer refuses it"),),
+    # finetune.py:674, dpo_tune_cache.py:421: as a group's own it is not looked at by torch
+    "weight_decay": (
+        Range(lambda n: not math.isnan(n), "error", "no number is left of the weights"),
+        Range(lambda n: not n < 0, "warning", "the weights grow with every step, which nothing refuses"),
+    ),
     # finetune.py:356, dpo_tune_cache.py:464
     "warmup_ratio": (
         Range(lambda n: not math.isnan(n), "error", "no number of steps can be made of it"),
@@ -254,7 +258,8 @@ def tokenizer_revision(values: Values) -> Iterator[Finding]:
 
 def transforms(values: Values) -> Iterator[Finding]:
     """finetune.py:501, dpo_tune_cache.py:248 bring arguments for two, the first of them a length;
-    dataset_transformation.py:1685 wants as many functions, dataset_transformation.py:1716 looks them up.
+    dataset_transformation.py:1685 wants as many functions, dataset_transformation.py:1716 looks them up. Each
+    reads columns of its own (dataset_transformation.py:1326).
     """
     key = "transform_fn" if "transform_fn" in values else "dataset_transform_fn"
     names = values[key] or []
@@ -278,17 +283,54 @@ def transforms(values: Values) -> Iterator[Finding]:
             f"`{names[0]}` takes no `max_seq_length`, which upstream hands to the first transform",
             f"one of {', '.join(sorted(takes))}",
         )  # fmt: skip
+    elif names[0] in table:
+        # what makes pairs says which columns are its two answers
+        fit = {
+            name for name, given in table.items() if {"max_seq_length", "chosen_key"} <= {*given}
+        }
+        pairs = values.schema.stage == "dpo"
+        if fit and (names[0] in fit) != pairs:
+            yield say(
+                "error", "run", "transform-fn", f"{key}[0]",
+                f"`{names[0]}` does not make {'pairs' if pairs else 'chats'}, which this stage trains on",
+                f"write {' or '.join(sorted(fit))}" if pairs
+                else f"leave out `{key}`",
+            )  # fmt: skip
 
 
 def model_arguments(values: Values) -> Iterator[Finding]:
-    """finetune.py:544, dpo_tune_cache.py:283: only a text that starts with a brace becomes a mapping."""
-    given = values["additional_model_arguments"]
+    """finetune.py:544, dpo_tune_cache.py:283: only a text that starts with a brace becomes a mapping. It goes
+    into a call that has two names of its own (finetune.py:542, dpo_tune_cache.py:281), and what the model is
+    then loaded with wins over the config (finetune.py:597,598, dpo_tune_cache.py:337,338).
+    """
+    key, given = "additional_model_arguments", values["additional_model_arguments"]
     if isinstance(given, str) and not given.startswith("{"):
         yield say(
-            "error", "run", "model-arguments", "additional_model_arguments",
-            f"`additional_model_arguments` is a mapping, upstream reads no file: `{brief(given)}`",
-            "write the mapping itself",
+            "error", "run", "model-arguments", key,
+            f"`{key}` is a mapping, upstream reads no file: `{brief(given)}`", "write the mapping itself",
         )  # fmt: skip
+        return
+    # Liger's loader is given no precision
+    own_precision = values["use_qlora"] or not values["use_liger_kernel"]
+    for name in sorted(model_config.replaced(given)):
+        if name in ("revision", "trust_remote_code"):
+            argument = "model_revision" if name == "revision" else name
+            yield say(
+                "error", "run", "model-arguments", key,
+                f"`{key}`: upstream gives `{name}` itself, and Python refuses it twice",
+                f"write `{argument}` beside it",
+            )  # fmt: skip
+        elif name in ("dtype", "torch_dtype") and own_precision:
+            yield say(
+                "warning", "run", "model-arguments-unread", key,
+                f"`{key}`: `{name}` is not read, the model is loaded in bfloat16", f"leave out `{name}`",
+            )  # fmt: skip
+        elif name == "attn_implementation":
+            yield say(
+                "warning", "run", "model-arguments-unread", key,
+                f"`{key}`: `{name}` is not read, upstream chooses the attention when it loads the model",
+                f"write `{name}` beside it" if name in values.schema.fields else f"leave out `{name}`",
+            )  # fmt: skip
 
 
 # --- paths -----------------------------------------------------------------------------------------

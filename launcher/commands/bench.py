@@ -16,13 +16,14 @@ from launcher.commands.vocabulary import (
     Gpus,
     Overrides,
     Python,
+    Resume,
     StageOption,
     Strict,
     Unpinned,
     app,
     named_stage,
 )
-from launcher.errors import Exit
+from launcher.errors import Exit, usage
 
 
 @app.command(
@@ -51,13 +52,16 @@ def bench(
     cpu: Annotated[bool, typer.Option("--cpu", help="only to try it: without a GPU")] = False,
     stage: StageOption = None, gpus: Gpus = None, devices: DevicesOption = None,
     python: Python = None, open_instruct: Checkout = None, allow_unpinned: Unpinned = False,
-    strict: Strict = False, fresh: Fresh = False, format: FormatOption = Format.text,
+    strict: Strict = False, fresh: Fresh = False, resume: Resume = False,
+    format: FormatOption = Format.text,
 ) -> None:  # fmt: skip
     """Measure settings side by side: speed, memory, waste, and the loss a token."""
     from launcher import bench as benches
     from launcher import comparison, variants
     from launcher.preparation import Request
 
+    if fresh and resume:
+        raise usage("useless-option", "--resume says nothing with --fresh")
     asked = variants.combinations(vary or (), variant or ())
     assertions = [comparison.assertion(text) for text in asserted or ()]
     limit = benches.seconds(timeout)
@@ -70,16 +74,16 @@ def bench(
     planned = benches.plan(
         request, asked, steps=steps, repeats=repeats, timeout_s=limit, assertions=assertions
     )
-    raise typer.Exit(_run(planned, format, fresh=fresh))
+    raise typer.Exit(_run(planned, format, fresh=fresh, resume=resume))
 
 
-def _run(planned: object, format: Format, *, fresh: bool) -> Exit:
+def _run(planned: object, format: Format, *, fresh: bool, resume: bool) -> Exit:
     from launcher import bench as benches
     from launcher import bench_report, report
 
     assert isinstance(planned, benches.Bench)
     report.findings(planned.findings if format is Format.text else ())
-    with benches.opened(planned, fresh=fresh) as going:
+    with benches.opened(planned, fresh=fresh, resume=resume) as going:
         told = _say if format is Format.text else _silent
         code = benches.run(going, told=told)
         bench_report.write(going)

@@ -17,12 +17,13 @@ from launcher.commands.vocabulary import (
     Gpus,
     Overrides,
     Python,
+    Resume,
     StageOption,
     Unpinned,
     app,
     named_stage,
 )
-from launcher.errors import Exit
+from launcher.errors import Exit, usage
 
 
 @app.command(epilog="Example: launch tune configs/bench/hand_recipe.yaml --gpus 2 -o tuned.yaml")
@@ -46,15 +47,17 @@ def tune(
     ] = None,
     stage: StageOption = None, gpus: Gpus = None, devices: DevicesOption = None,
     python: Python = None, open_instruct: Checkout = None, allow_unpinned: Unpinned = False,
-    fresh: Fresh = False, format: FormatOption = Format.text,
+    fresh: Fresh = False, resume: Resume = False, format: FormatOption = Format.text,
 ) -> None:  # fmt: skip
     """Search the fastest setting at the same global batch and loss; write it as a stage file."""
     from launcher import tune as tuning
     from launcher.preparation import Request
 
+    if fresh and resume:
+        raise usage("useless-option", "--resume says nothing with --fresh")
     terms = tuning.Terms(
         budget_s=tuning.seconds(budget), steps=steps, row_tokens=row_tokens, gpu_memory=gpu_memory,
-        output=output, fresh=fresh,
+        output=output, fresh=fresh, resume=resume,
     )  # fmt: skip
     request = Request(
         stage=named_stage(stage), config=config, overrides=overrides or (), gpus=gpus, devices=devices,

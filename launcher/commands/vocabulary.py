@@ -128,6 +128,12 @@ DevicesOption = Annotated[
 Fresh = Annotated[
     bool, typer.Option("--fresh", help="start over, into a folder beside what is there")
 ]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume", help="go on, as without it; refused where nothing is there to go on with"
+    ),
+]
 Changed = Annotated[
     list[str] | None,
     typer.Option(

@@ -1,0 +1,97 @@
+"""A run folder -> its `Verdict`, out of the evidence of all its attempts: one answer for whoever asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from launcher import attempt as attempts
+from launcher import check, earlier, foresight, process, rundir, runner
+from launcher.check import Point, Verdict
+from launcher.evidence import Evidence
+from launcher.redaction import redact
+from launcher.rundir import RunFolder
+
+_WHOLE_RUN = ("liger", "packing", "attention")
+"""What a run is asked for in each of its steps, whichever attempt made them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """The verdict without tokens, the manifest, and the evidence: `found` is what is known of the run."""
+
+    verdict: Verdict
+    manifest: Mapping[str, Any]
+    found: Evidence
+    attempts: tuple[Evidence, ...]
+
+
+def judge(folder: RunFolder, asked: Mapping[str, str] | None = None) -> Judged:
+    """Judge a run by what it was asked for, or by what is asked of it now.
+
+    Raises OSError if a file that is there cannot be opened.
+    """
+    told = rundir.read_manifest(folder)
+    each = earlier.read(folder)
+    found = earlier.whole(each)
+    expected = _expected(told) if asked is None else asked
+    stage = told.get("stage")
+    seen = check.judge(stage if isinstance(stage, str) else None, expected, found)
+    seen = _with_earlier(seen, folder, each, expected)
+    seen = check.beside(seen, foresight.peak_of(told))
+    if seen.point("finish").state == "running" and _lost(folder):
+        seen = check.lost(seen)
+    # a token that training printed must not get from the log into what is shown and kept
+    clean = redact(seen, attempts.tokens(folder))
+    return Judged(verdict=clean, manifest=told, found=found, attempts=each)
+
+
+def _expected(told: Mapping[str, Any]) -> Mapping[str, str | None]:
+    asked = told.get("expect")
+    # where the record of what was asked for is lost, nothing can have been proved of it
+    return asked if isinstance(asked, Mapping) else check.UNKNOWN
+
+
+def _with_earlier(
+    verdict: Verdict,
+    folder: RunFolder,
+    each: Sequence[Evidence],
+    expected: Mapping[str, str | None],
+) -> Verdict:
+    """A point is proved of a run only if it is of every attempt whose steps are in the weights.
+
+    Each is held to what was asked of it: that may have been changed since, and allowed.
+    """
+    points = {point.name: point for point in verdict.points}
+    for number, one, steps in _kept(each):
+        told = rundir.read_json(earlier.kept_manifest(folder, number))
+        before = check.judge(verdict.stage, _expected(told) if told else expected, one)
+        for name in _WHOLE_RUN:
+            point = before.point(name)
+            if points[name].ok is True and point.ok is not True:
+                points[name] = _of_attempt(point, number, steps)
+    return check.with_points(verdict, tuple(points.values()))
+
+
+def _of_attempt(point: Point, number: int, steps: tuple[int, int]) -> Point:
+    why = point.detail.get("reason") or f"it was {point.state}"
+    reason = f"in attempt {number}, which made steps {steps[0]} to {steps[1]}: {why}"
+    return replace(point, detail={**point.detail, "reason": reason})
+
+
+def _kept(each: Sequence[Evidence]) -> Iterator[tuple[int, Evidence, tuple[int, int]]]:
+    """The earlier attempts whose steps later ones went on from: number, evidence, first and last step."""
+    begun: float | None = None
+    for number in range(len(each), 0, -1):
+        steps = [row["step"] for row in earlier.rows_of(each[number - 1 : number])]
+        kept = [step for step in steps if begun is None or step < begun]
+        if kept and number < len(each):
+            yield number, each[number - 1], (int(kept[0]), int(kept[-1]))
+        begun = min([*steps, *([] if begun is None else [begun])], default=None)
+
+
+def _lost(folder: RunFolder) -> bool:
+    """Whether all of a run that was started on this machine is gone; elsewhere nobody here can look."""
+    told = process.identity(rundir.read_json(folder.process))
+    return told is not None and told.host == process.host() and not runner.alive(folder.path)

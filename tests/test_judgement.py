@@ -1,0 +1,286 @@
+"""What a run is said to be: by all its ranks, all its steps, all its attempts; the same for whoever asks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import made_runs
+import pytest
+from test_check import Run, brief, liger, sft, step
+from test_check import run as run  # a fixture
+
+from launcher import rundir, series, start
+from launcher.check import Point
+from launcher.evidence import read_run
+from launcher.rundir import RunFolder
+
+SAVED = {"event": "saved", "path": "out"}
+END = {"event": "end", "exit": 0}
+ON = {"event": "packing", "state": "on", "detail": "9 samples in one row"}
+OFF = {"event": "packing", "state": "off", "detail": "1 samples in 1 row(s)"}
+ISOLATED = {"event": "packing_isolation", "state": "isolated", "reason": None}
+LEAKING = {"event": "packing_isolation", "state": "leaking", "reason": None}
+UNTESTED = {"event": "packing_isolation", "state": "untested", "reason": "ValueError: x"}
+
+
+def model(attention: str) -> dict[str, Any]:
+    return {"event": "model", "class": "M", "attention": attention}
+
+
+def said(point: Point) -> str:
+    return f"{point.detail.get('reason')} {point.detail.get('help')}"
+
+
+# -- ranks that disagree, or are not there ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "want", "answer"),
+    [
+        ((ON, ISOLATED), (ON, ISOLATED), "isolated", ("isolated", True)),
+        ((ON, ISOLATED), (ON, UNTESTED), "isolated", ("on", None)),
+        ((ON, ISOLATED), (ON, LEAKING), "isolated", ("leaking", False)),
+        ((ON, ISOLATED), (OFF,), "isolated", ("off", False)),
+        ((OFF, ON, ISOLATED), (ON, ISOLATED), "isolated", ("isolated", True)),
+        ((ON,), (OFF,), "off", ("on", False)),
+        ((OFF,), (OFF,), "off", ("off", True)),
+        ((ON, ISOLATED), None, "isolated", ("isolated", None)),
+        ((OFF,), None, "isolated", ("off", False)),
+        ((OFF,), None, "off", ("off", None)),
+        ((OFF,), None, None, ("off", True)),
+    ],
+)
+def test_packing_is_what_every_rank_saw(
+    run: Run, first: tuple[Any, ...], second: tuple[Any, ...] | None, want: str | None,
+    answer: tuple[str, bool | None],
+) -> None:  # fmt: skip
+    run.rank(0, *first, world=2)
+    if second is not None:
+        run.rank(1, *second, world=2)
+    point = run.judge(packing=want).point("packing")
+    assert brief(point) == answer
+    assert answer[1] is True or "None None" not in said(point)
+
+
+@pytest.mark.parametrize(
+    ("second", "answer"),
+    [("sdpa", ("sdpa", True)), ("eager", ("eager", False)), (None, ("sdpa", None))],
+)
+def test_attention_is_that_of_every_rank(
+    run: Run, second: str | None, answer: tuple[str, bool | None]
+) -> None:
+    run.rank(0, model("sdpa"), world=2)
+    if second is not None:
+        run.rank(1, model(second), world=2)
+    point = run.judge(attention="sdpa").point("attention")
+    assert brief(point) == answer
+    assert answer[1] is True or "rank 1" in said(point)
+
+
+def test_without_the_record_of_a_rank_liger_is_not_known_to_be_off(run: Run) -> None:
+    point = run.rank(0, step(1), world=2).judge(liger="off").point("liger")
+    assert brief(point) == ("off", None)
+    assert "rank 1" in said(point)
+
+
+def test_who_left_no_record_may_have_filled_the_cache(run: Run) -> None:
+    hit = {"event": "dataset_cache", "state": "hit", "path": "p"}
+    run.rank(1, hit, world=2)
+    assert brief(run.judge(dataset_cache="hit").point("dataset_cache")) == ("hit", None)
+    run.rank(0, hit, world=2)
+    assert brief(run.judge(dataset_cache="hit").point("dataset_cache")) == ("hit", True)
+
+
+# -- Liger's loss ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "calls", "answer"),
+    [
+        ({"fused_linear_cross_entropy": True}, {"rope": 4}, ("not_engaged", False)),
+        (
+            {"fused_linear_cross_entropy": True},
+            {"fused_linear_cross_entropy": 4},
+            ("engaged", True),
+        ),
+        ({"fused_linear_cross_entropy": False}, {"rope": 4}, ("engaged", True)),
+        ({}, {"rope": 4}, ("engaged", True)),
+        ({}, {"rope": -4}, ("not_engaged", False)),
+    ],
+)
+def test_the_fused_loss_that_was_patched_in_has_to_run(
+    run: Run, kwargs: dict[str, bool], calls: dict[str, int], answer: tuple[str, bool]
+) -> None:
+    patch = {"event": "liger_patch", "function": "f", "kwargs": kwargs}
+    point = run.rank(0, patch, step(1), liger(**calls)).judge(liger="engaged").point("liger")
+    assert brief(point) == answer
+    assert answer[1] or "called" in said(point)
+
+
+# -- every step ------------------------------------------------------------------------------------
+
+
+def whole(run: Run, steps: range, lost: tuple[int, ...] = (), **more: Any) -> Run:
+    events = [{**step(n), **more} for n in steps if n not in lost]
+    return run.rank(0, *events, SAVED, END).exit(0)
+
+
+def test_a_step_that_nobody_saw_is_not_called_finite(run: Run) -> None:
+    assert brief(whole(run, range(1, 10)).judge().point("loss")) == ("finite", True)
+    point = whole(run, range(1, 10), (4, 5)).judge().point("loss")
+    assert brief(point) == ("finite", None)
+    assert "step 4, 5" in said(point)
+    # the log tells of them
+    run.log(sft(9))
+    assert brief(run.judge().point("loss")) == ("finite", True)
+
+
+def test_steps_before_a_resume_are_none_of_this_attempt(run: Run) -> None:
+    resumed = {"event": "resumed", "path": "checkpoint-5", "step": 5}
+    run.rank(0, resumed, *(step(n) for n in range(6, 10)), SAVED, END).exit(0)
+    assert brief(run.judge().point("loss")) == ("finite", True)
+
+
+def test_a_loss_of_exactly_nothing_is_no_good_loss(run: Run) -> None:
+    point = whole(run, range(1, 4), loss=0.0).judge().point("loss")
+    assert brief(point) == ("zero", False) and "label" in said(point)
+    assert run.judge(loss="any").point("loss").ok is True
+
+
+@pytest.mark.parametrize("name", ["grad_norm", "learning_rate"])
+def test_where_no_weight_moves_nothing_passes(run: Run, name: str) -> None:
+    verdict = whole(run, range(1, 4), **{name: 0.0}).judge()
+    assert brief(verdict.point("trend")) == ("still", False)
+    assert verdict.status == "fail"
+    assert run.judge(trend="any").point("trend").ok is True
+    # a warm-up begins at 0
+    assert brief(whole(run, range(1, 2), **{name: 0.0}).judge().point("trend")) == (
+        "too_short",
+        True,
+    )
+
+
+# -- the end ---------------------------------------------------------------------------------------
+
+
+def test_a_good_exit_without_a_step_is_no_finish(run: Run) -> None:
+    finish = run.rank(0, SAVED, END).exit(0).judge().point("finish")
+    assert (finish.state, finish.ok, finish.detail["reason"]) == ("stopped", None, "no_steps")
+
+
+def test_fewer_steps_than_planned_are_no_finish_where_no_log_says_how_many(run: Run) -> None:
+    (run.folder / "run.json").write_text('{"plan": {"steps": 9}}')
+    finish = whole(run, range(1, 5)).judge().point("finish")
+    assert (finish.state, finish.ok, finish.detail["reason"]) == ("stopped", None, "fewer_steps")
+    # rows may have been filtered since: what the log announces counts
+    finish = run.log(sft(4)).judge().point("finish")
+    assert brief(finish) == ("completed", True)
+    (run.folder / "console.log").unlink()
+    assert brief(whole(run, range(1, 10)).judge().point("finish")) == ("completed", True)
+
+
+def test_a_script_that_failed_did_not_end_well_whatever_its_starter_says(run: Run) -> None:
+    error = {"event": "error", "type": "ValueError", "message": "m"}
+    run.rank(0, step(1), SAVED, error, {"event": "end", "exit": 1}).exit(0).log(sft(1))
+    assert brief(run.judge().point("finish")) == ("crashed", False)
+
+
+def test_numbers_that_no_float_holds_are_none(run: Run) -> None:
+    path = run.folder / "probe" / "rank-0.jsonl"
+    run.rank(0, step(1), step(2))
+    big = "1" + "0" * 400
+    path.write_text(
+        path.read_text() + f'{{"event": "step", "step": 3, "loss": 1.0, "tokens": {big}}}\n'
+    )
+    probe = read_run(run.folder).probe
+    assert probe is not None and [s.tokens for s in probe.ranks[0].steps] == [None] * 3
+
+
+# -- reasons ---------------------------------------------------------------------------------------
+
+
+def test_what_is_not_as_expected_says_what_was_seen(run: Run) -> None:
+    miss = {"event": "dataset_cache", "state": "miss", "path": "p"}
+    run.rank(0, model("sdpa"), OFF, miss, step(1), step(2, None, False)).exit(3)
+    asked = {"liger": "engaged", "packing": "isolated", "attention": "flash_attention_2"}
+    verdict = run.judge(**asked, dataset_cache="hit", trend="falling")
+    wrong = [point for point in verdict.points if point.ok is not True]
+    assert len(wrong) == 7
+    for point in wrong:
+        assert point.detail.get("reason") or point.detail.get("help"), point
+    assert "step 2, rank 0; last finite: 2 at step 1" in said(verdict.point("loss"))
+    assert "sdpa" in said(verdict.point("attention"))
+
+
+# -- several attempts ------------------------------------------------------------------------------
+
+
+def attempts(folder: Path, first: dict[str, Any], second: dict[str, Any], bad: int = 0) -> Path:
+    """Steps 1 to 30, then 21 to 40 again in a second attempt; each with an event of its own."""
+    told = made_runs.manifest(expect={"packing": "isolated", "liger": "off"})
+    path = made_runs.made(folder, told=told, ended=False, bad=(bad,) * bool(bad), steps=30)
+    record = path / "probe" / "rank-0.jsonl"
+    lines = record.read_text().splitlines()
+    record.write_text("\n".join([lines[0], json.dumps(first), *lines[1:-1], ""]))
+    path = made_runs.made(path, told=told, attempt=2, first=21)
+    lines = record.read_text().splitlines()
+    begun = max(n for n, line in enumerate(lines) if '"start"' in line)
+    resumed = json.dumps({"event": "resumed", "path": "checkpoint-20", "step": 20})
+    record.write_text(
+        "\n".join([*lines[: begun + 1], json.dumps(second), resumed, *lines[begun + 1 :], ""])
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "answer"),
+    [
+        (ISOLATED, ISOLATED, ("isolated", True)),
+        (LEAKING, ISOLATED, ("leaking", False)),
+        (ON, ISOLATED, ("on", None)),
+        (ISOLATED, ON, ("on", None)),
+    ],
+)
+def test_a_resumed_run_is_proved_where_each_attempt_is(
+    tmp_path: Path, first: dict[str, Any], second: dict[str, Any], answer: tuple[str, bool | None]
+) -> None:
+    path = attempts(tmp_path / "run", first, second)
+    verdict = start.finish(RunFolder(path))
+    point = verdict.point("packing")
+    assert brief(point) == answer
+    if second is ISOLATED and answer[1] is not True:
+        assert "in attempt 1, which made steps 1 to 20" in said(point)
+        assert verdict.status != "pass"
+
+
+def test_an_attempt_is_held_to_what_was_asked_of_it(tmp_path: Path) -> None:
+    path = attempts(tmp_path / "run", OFF, ISOLATED)
+    assert brief(start.finish(RunFolder(path)).point("packing")) == ("off", False)
+    asked = made_runs.manifest(expect={"packing": "off", "liger": "off"})
+    (path / "run.1.json").write_text(json.dumps(asked))
+    assert brief(start.finish(RunFolder(path)).point("packing")) == ("isolated", True)
+
+
+@pytest.mark.parametrize(("bad", "answer"), [(5, ("nonfinite", False)), (25, ("finite", True))])
+def test_a_bad_step_counts_as_long_as_the_weights_have_been_through_it(
+    tmp_path: Path, bad: int, answer: tuple[str, bool]
+) -> None:
+    path = attempts(tmp_path / "run", ISOLATED, ISOLATED, bad)
+    point = start.finish(RunFolder(path)).point("loss")
+    assert brief(point) == answer
+    assert answer[1] or f"step {bad}" in said(point)
+
+
+@pytest.mark.parametrize("what", ["resumed", "no expectations", "no manifest", "one attempt"])
+def test_a_report_says_what_a_check_says(tmp_path: Path, what: str) -> None:
+    path = attempts(tmp_path / "run", LEAKING, ISOLATED, 5)
+    if what == "one attempt":
+        path = made_runs.made(tmp_path / "other")
+    told = {} if what == "no manifest" else rundir.read_json(path / "run.json")
+    if what == "no expectations":
+        told["expect"] = None
+    (path / "run.json").write_text(json.dumps(told))
+    reported = series.read(path).verdict
+    assert reported == json.loads(json.dumps(start.finish(RunFolder(path)).as_json()))

@@ -17,7 +17,8 @@ from launcher.rundir import RunFolder
 from launcher.view import Progress, clock
 
 COLUMNS = (
-    "run", "stage", "state", "step", "loss", "tokens/s", "age", "gpus", "checkpoint", "output", "wandb",
+    "run", "stage", "state", "verdict", "step", "loss", "tokens/s", "age", "gpus", "checkpoint", "output",
+    "wandb",
 )  # fmt: skip
 _ENDED = ("finished", "failed", "stopped", "lost")
 _TRACKED = re.compile(rb"View run\b.{0,200}?(https?://[^\s\x1b\"']+)", re.DOTALL)
@@ -31,9 +32,10 @@ def row(folder: RunFolder) -> dict[str, Any]:
     plan = plan if isinstance(plan, dict) else {}
     progress = Progress(total=plan.get("steps"), world=processes(manifest))
     last_steps(folder, progress)
-    now, judged = state(folder, progress), rundir.read_json(folder.verdict)
+    now = state(folder, progress)
     # the file of an attempt that goes on is that of the one before
-    rate = _steady(judged) if now in _ENDED else None
+    judged = rundir.read_json(folder.verdict) if now in _ENDED else {}
+    rate = _steady(judged)
     rate = progress.tokens_per_second if rate is None else rate
     return {
         "run": folder.path.name,

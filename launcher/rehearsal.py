@@ -45,6 +45,8 @@ _HARMLESS: Mapping[str, Mapping[str, Any]] = {
         "push_to_hub": False, "save_strategy": "no", "eval_strategy": "no", "do_eval": False,
         "eval_on_start": False, "load_best_model_at_end": False, "resume_from_checkpoint": None,
         "logging_strategy": "steps", "logging_first_step": False,
+        # what is read while evaluating alone, as if nothing was said of it
+        "metric_for_best_model": None, "greater_is_better": None, "per_device_eval_batch_size": 8,
     },
 }  # fmt: skip
 _UNTRACKED: Mapping[str, Mapping[str, Any]] = {

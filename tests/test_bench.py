@@ -766,7 +766,6 @@ def test_two_variants_that_are_the_same_are_said_to_be(world: World) -> None:
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ("num_train_epochs=1", "num_train_epochs=2"),
         ("batch.per_device=2", "name=another"),
         ("batch.global=4", "batch.global=4,batch.per_device=2"),
     ],
@@ -792,6 +791,7 @@ def test_two_variants_that_are_the_same_once_they_are_short_are_said_to_be(
         (("", "args.max_steps=6"), "-1, 6 come to 5"),
         (("output_dir=out", "output_dir=other"), "`output_dir`"),
         (("save_strategy='no'", "save_strategy=steps"), "no, steps come to no"),
+        (("num_train_epochs=1", "num_train_epochs=2"), "`num_train_epochs`"),
         (("save_steps=5", "save_steps=10"), "`save_steps`"),
         (("logging_steps=1", "logging_steps=10"), "`logging_steps`"),
         (("report_to=none", "report_to=tensorboard"), "come to none"),

@@ -127,7 +127,8 @@ def test_states_of_8_bits_are_smaller_but_the_embeddings(write: Write) -> None:
         ("dtype: float32", "allenai/OLMoE-1B-7B-0924", "experts in 32 bits"),
         ("use_peft: true\n  lora_target_modules: [q_proj, gate_proj]", "Qwen/Qwen1.5-MoE-A2.7B",
          "LoRA on experts"),
-        ("use_peft: true\n  lora_target_modules: [gate_proj]", "Qwen/Qwen3-30B-A3B", "LoRA on `gate_proj`"),
+        ("use_peft: true\n  lora_target_modules: [gate_proj, gate_up_proj]", "Qwen/Qwen3-30B-A3B",
+         "LoRA on `gate_proj`"),
     ],
 )  # fmt: skip
 def test_what_is_not_described_is_refused(write: Write, more: str, model: str, said: str) -> None:

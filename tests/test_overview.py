@@ -70,7 +70,7 @@ def test_a_run_that_is_over_has_the_speed_of_its_verdict(folder: RunFolder) -> N
     rundir.write_json(folder.verdict, judged)
     live(folder)
     row = overview.row(folder)
-    assert (row["state"], row["tokens/s"]) == ("running", 100)
+    assert (row["state"], row["verdict"], row["tokens/s"]) == ("running", None, 100)
 
 
 def test_the_last_checkpoint_and_the_tracker(folder: RunFolder, tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ def test_the_pinned_finetune_runs_and_hits_its_cache_the_second_time(
 def test_an_adapter_is_refused_before_anything_starts(place: Path) -> None:
     words = (
         "sft.use_peft=true",
-        "sft.lora_target_modules=[q_proj]",
+        "sft.lora_target_modules=[q_proj, v_proj]",
         "sft.output_dir=build/demo/lora",
     )
     config = str(CONFIGS / "pipeline.yaml")

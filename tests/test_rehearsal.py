@@ -155,7 +155,7 @@ def test_trl(tmp_path: Path) -> None:
         "push_to_hub": True, "hub_model_id": "me/x", "report_to": "wandb", "run_name": "x",
         "save_strategy": "steps", "save_steps": 5, "save_total_limit": 2, "logging_strategy": "epoch",
         "eval_strategy": "steps", "eval_steps": 5, "load_best_model_at_end": True, "max_steps": 900,
-        "metric_for_best_model": "loss",
+        "metric_for_best_model": "loss", "greater_is_better": False, "per_device_eval_batch_size": 2,
     }  # fmt: skip
     values = short(tmp_path, {**TRL, **loud}, backend="trl").values
     assert str(values["save_strategy"]) == "no" and str(values["eval_strategy"]) == "no"

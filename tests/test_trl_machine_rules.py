@@ -21,7 +21,7 @@ from conftest import NO_PACKAGES, PATIENCE_S, REPOSITORY, Write
 from test_rules import values_of
 
 from launcher import config, stage
-from launcher.backends import stage_rules, trl_deepspeed_rules, trl_packing_rules
+from launcher.backends import model_config, stage_rules, trl_deepspeed_rules, trl_packing_rules
 from launcher.backends.context import Context
 from launcher.errors import Finding
 from launcher.options import DEEPSPEED, deepspeed_file
@@ -776,6 +776,38 @@ def test_a_template_that_is_not_here(write: Write) -> None:
     assert told("trl-sft", {"chat_template_path": "org/name"}, running=True) == []
     write("templates/mine.jinja", "{{ messages }}")
     assert told("trl-sft", args, running=True) == []
+
+
+def test_a_token_that_the_tokenizer_does_not_have(write: Write) -> None:
+    args = {"model_name_or_path": "model", "eos_token": "<|im_end|>"}
+    expected = ("unknown-token", "error", "eos_token")
+    write("model/config.json", "{}")
+    # without its tokenizer nothing is known of it
+    assert told("trl-sft", args) == []
+    added = {
+        "added_tokens": [{"id": 1, "content": "</s>"}],
+        "model": {"vocab": {"é": 0, "im_end": 2}},
+    }
+    write("model/tokenizer.json", json.dumps(added))
+    assert told("trl-sft", args) == [expected]
+    padded = {"model_name_or_path": "model", "pad_token": "<pad>"}
+    assert told("trl-dpo", padded) == [("unknown-token", "error", "pad_token")]
+    for token in ("</s>", "é", "im_end"):
+        assert told("trl-sft", {**args, "eos_token": token}) == []
+    # another tokenizer's template brings its tokens, after the end's was looked for
+    brought = {**args, **padded, "chat_template_path": "org/name"}
+    assert told("trl-sft", brought) == [expected]
+    write("model/tokenizer_config.json", json.dumps({"extra_special_tokens": ["<|im_end|>"]}))
+    assert told("trl-sft", args) == []
+
+
+def test_the_demo_tokenizer_has_what_transformers_finds_in_it(demo_assets: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason=NO_PACKAGES)
+    model = demo_assets / "model"
+    vocabulary = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json")).get_vocab()
+    tokens = sorted(vocabulary)[:: max(1, len(vocabulary) // 100)]
+    assert all(model_config.has_token(str(model), {}, token) for token in tokens)
+    assert model_config.has_token(str(model), {}, "<|no_such_token|>") is False
 
 
 # --- checkpoints -----------------------------------------------------------------------------------

@@ -96,9 +96,9 @@ def test_a_number_out_of_its_range(
     [
         ("sft", {"lora_dropout": 1.5, "lora_alpha": 0}),
         ("sft", {**LORA, "lora_dropout": 0, "lora_alpha": -4}),
-        ("sft", {"num_train_epochs": 0, "max_steps": 5}),
         ("sft", {"num_train_epochs": 0.4}),
-        ("sft", {"max_steps": -1}),
+        ("sft", {"max_steps": 5}),
+        ("sft", {"num_train_epochs": 2, "max_steps": -1}),
         ("sft", {"warmup_steps": 0.9, "max_steps": 5}),
         ("sft", {"warmup_steps": 4, "max_steps": 5}),
         ("sft", {"max_grad_norm": 0, "weight_decay": 0}),
@@ -114,6 +114,12 @@ def test_a_number_out_of_its_range(
 )
 def test_a_number_that_works(stage_name: str, changes: dict[str, Any]) -> None:
     assert told(stage_name, **changes) == []
+
+
+def test_steps_come_before_epochs() -> None:
+    unread = [("conditional-key", "warning", "num_train_epochs")]
+    assert told("sft", num_train_epochs=0, max_steps=5) == unread
+    assert told("dpo", num_train_epochs=2, max_steps=5) == unread
 
 
 def test_what_stands_in_place_of_a_limit_is_said() -> None:

@@ -228,4 +228,26 @@ def template_here(context: Context) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-RULES: tuple[StageRule, ...] = (data_here, data_rows, data_columns, splits, template_here)
+def unknown_tokens(context: Context) -> Iterator[Finding]:
+    """trl/trainer/sft_trainer.py:729,970, trl/trainer/dpo_trainer.py:775: after the model was loaded."""
+    values = context.values
+    if values.schema.source != "snapshot":
+        return
+    for key in ("eos_token", "pad_token"):
+        token = values.get(key)
+        # a template that is taken from another tokenizer brings that one's tokens
+        brought = key == "pad_token" and values.get("chat_template_path") is not None
+        if not isinstance(token, str) or not token or brought:
+            continue
+        model, revision = values["model_name_or_path"], values["model_revision"]
+        if model_config.has_token(model, context.environ, token, revision) is False:
+            yield say(
+                "error", "run", "unknown-token", key,
+                f"`{key}: {brief(token)}` is not in the vocabulary of {brief(model)}",
+                "name one that is, or leave out the line: the tokenizer has its own",
+            )  # fmt: skip
+
+
+RULES: tuple[StageRule, ...] = (
+    data_here, data_rows, data_columns, splits, template_here, unknown_tokens,
+)  # fmt: skip

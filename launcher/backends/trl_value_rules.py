@@ -139,6 +139,12 @@ def no_steps(values: Values) -> Iterator[Finding]:
             "warning", "max_steps", steps, "one step is trained, and no more",
             "delete the line, and `num_train_epochs` decides",
         )  # fmt: skip
+    elif steps > 0 and values.given("num_train_epochs"):
+        yield say(
+            "warning", "run", "conditional-key", "num_train_epochs",
+            f"`num_train_epochs` does nothing here: `max_steps`, which is {steps:g}, comes before it",
+            "delete one of the two lines",
+        )  # fmt: skip
     elif steps < -1:
         yield _said(
             "warning", "max_steps", steps,

@@ -288,9 +288,7 @@ def _fewer(steps: float | None, base: float | None) -> str:
     return f" ({steps:.3g} steps against {base:.3g} within the same tokens)"
 
 
-def _later(
-    spreads: Mapping[str, Spread | None], first: Row, ratio: float | None
-) -> str:  # fmt: skip
+def _later(spreads: Mapping[str, Spread | None], first: Row, ratio: float | None) -> str:
     """What a faster variant does before its first step, which no steady step tells of, and when it pays."""
     before, base, step = spreads.get(BEFORE), first.spreads.get(BEFORE), spreads.get(STEP)
     if not (before and base and step and ratio) or not before.apart(base):

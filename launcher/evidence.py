@@ -12,8 +12,8 @@ import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from launcher import rundir
 from launcher.backends import open_instruct_log, trl_log
 from launcher.logs import Log, Pattern, Signal, scan
 
@@ -276,7 +276,7 @@ def read_run(
         attempt = max(map(_attempt, files), default=None)
     infix = "" if attempt in (None, 1) else f".{attempt}"
     console = folder / f"console{infix}.log"
-    told = _read_object(folder / "run.json")
+    told = rundir.read_json(folder / "run.json")
     listed, plan = told.get("reworded"), told.get("plan")
     steps = plan.get("steps") if isinstance(plan, dict) else None
     return Evidence(
@@ -313,14 +313,6 @@ def _finite(value: object) -> float | None:
         return None
     # a whole number of JSON may be larger than any float
     return value if abs(value) <= sys.float_info.max else None
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
 
 
 def _read_exit(path: Path, attempt: int) -> ExitRecord | None:

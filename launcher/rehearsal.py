@@ -30,7 +30,7 @@ FEWEST_ROWS = 64
 ASSUMED_DEVICES = 8
 """Taken where neither the caller nor `batch:` says how many rows a step takes."""
 
-# as a run without consequences has them, where upstream's fields are called so
+# as a run without consequences has them, where upstream's fields are called so; None: nothing is said of it
 _HARMLESS: Mapping[str, Mapping[str, Any]] = {
     "open_instruct": {
         "push_to_hub": False, "try_launch_beaker_eval_jobs": False, "try_auto_save_to_beaker": False,
@@ -45,8 +45,8 @@ _HARMLESS: Mapping[str, Mapping[str, Any]] = {
         "push_to_hub": False, "save_strategy": "no", "eval_strategy": "no", "do_eval": False,
         "eval_on_start": False, "load_best_model_at_end": False, "resume_from_checkpoint": None,
         "logging_strategy": "steps", "logging_first_step": False,
-        # what is read while evaluating alone, as if nothing was said of it
-        "metric_for_best_model": None, "greater_is_better": None, "per_device_eval_batch_size": 8,
+        # what is read while evaluating alone
+        "metric_for_best_model": None, "greater_is_better": None, "per_device_eval_batch_size": None,
     },
 }  # fmt: skip
 _UNTRACKED: Mapping[str, Mapping[str, Any]] = {
@@ -182,7 +182,8 @@ def _harmless(stage: Stage, *, tracking: bool) -> dict[str, Any]:
     return {
         name: value
         for name, value in told.items()
-        if name in stage.schema.fields and not _is(values[name], value)
+        if name in (stage.args if value is None else stage.schema.fields)
+        and not _is(values[name], value)
     }
 
 

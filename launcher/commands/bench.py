@@ -22,8 +22,9 @@ from launcher.commands.vocabulary import (
     Unpinned,
     app,
     named_stage,
+    refuse_both,
 )
-from launcher.errors import Exit, usage
+from launcher.errors import Exit
 
 
 @app.command(
@@ -60,8 +61,7 @@ def bench(
     from launcher import comparison, variants
     from launcher.preparation import Request
 
-    if fresh and resume:
-        raise usage("useless-option", "--resume says nothing with --fresh")
+    refuse_both(fresh, resume)
     asked = variants.combinations(vary or (), variant or ())
     assertions = [comparison.assertion(text) for text in asserted or ()]
     limit = benches.seconds(timeout)

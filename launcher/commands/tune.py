@@ -22,8 +22,9 @@ from launcher.commands.vocabulary import (
     Unpinned,
     app,
     named_stage,
+    refuse_both,
 )
-from launcher.errors import Exit, usage
+from launcher.errors import Exit
 
 
 @app.command(epilog="Example: launch tune configs/bench/hand_recipe.yaml --gpus 2 -o tuned.yaml")
@@ -53,8 +54,7 @@ def tune(
     from launcher import tune as tuning
     from launcher.preparation import Request
 
-    if fresh and resume:
-        raise usage("useless-option", "--resume says nothing with --fresh")
+    refuse_both(fresh, resume)
     terms = tuning.Terms(
         budget_s=tuning.seconds(budget), steps=steps, row_tokens=row_tokens, gpu_memory=gpu_memory,
         output=output, fresh=fresh, resume=resume,

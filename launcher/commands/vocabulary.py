@@ -193,6 +193,12 @@ def found_run(name: str) -> RunFolder:
     return folder
 
 
+def refuse_both(fresh: bool, resume: bool) -> None:
+    """Raise UsageError for `--resume` beside `--fresh`."""
+    if fresh and resume:
+        raise usage("useless-option", "--resume says nothing with --fresh")
+
+
 def named_stage(given: str | None) -> str | None:
     """`--stage` as given. Raises UsageError where it is none."""
     if given not in {None, "sft", "dpo"}:

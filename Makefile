@@ -6,8 +6,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 DEMO   := build/demo
-# one more than there are cores: much of what the tests start waits
-WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+# two more than there are cores: much of what the tests start waits
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
 
 # Where launch itself looks for the pinned checkout; its packages are installed only if one is there.
 CHECKOUT := $(firstword $(wildcard $(LAUNCH_OPEN_INSTRUCT)/open_instruct/finetune.py \

@@ -196,6 +196,22 @@ def lost(verdict: Verdict) -> Verdict:
     return with_points(verdict, tuple(points))
 
 
+def damaged(verdict: Verdict, folder: Path, fault: str) -> Verdict:
+    """The verdict of a run that came to its end, and whose saved model is not whole."""
+    told = {
+        "reason": f"the saved model is not whole: {fault}",
+        "help": f"{folder} cannot be loaded: save it again from a checkpoint (the same command goes on from "
+        "the last one that is whole), and look at the disk",
+    }
+    points = []
+    for point in verdict.points:
+        if point.name == "finish":
+            ok = None if point.ok else point.ok
+            point = replace(point, ok=ok, detail={**point.detail, **told})
+        points.append(point)
+    return with_points(verdict, tuple(points))
+
+
 def with_points(verdict: Verdict, points: tuple[Point, ...]) -> Verdict:
     """The same with other points, and the status that follows from them."""
     return replace(verdict, points=points, status=_status([point.ok for point in points]))

@@ -33,6 +33,7 @@ _WHOLE = (
     "model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin",
 )  # fmt: skip
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_NO_WEIGHTS = "it holds no weights"
 # a header of more is none (the safetensors library's own limit)
 _LARGEST_HEADER = 100_000_000
 _LARGEST_JSON = 2**28
@@ -122,6 +123,12 @@ def model_fault(folder: Path | None) -> str | None:
     if folder is None or not {"config.json", "adapter_config.json"} & names:
         return "it holds no config"
     return _weights_fault(folder, names)
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with the weights that lie in a folder; None where none do, or all are whole."""
+    fault = _weights_fault(folder, set(_names(folder)))
+    return None if fault == _NO_WEIGHTS else fault
 
 
 # --- one checkpoint ---------------------------------------------------------------------------------
@@ -281,7 +288,7 @@ def _weights_fault(folder: Path, names: set[str]) -> str | None:
         inside = set(_names(folder / name)) & {"adapter_model.safetensors", "adapter_model.bin"}
         if inside:
             return next((f for one in inside if (f := _file_fault(folder / name / one))), None)
-    return "it holds no weights"
+    return _NO_WEIGHTS
 
 
 def _file_fault(path: Path) -> str | None:
@@ -289,7 +296,11 @@ def _file_fault(path: Path) -> str | None:
 
 
 def _tensors_fault(path: Path) -> str | None:
-    """Whether a safetensors file ends where its header says that the last tensor ends."""
+    """Whether a safetensors file ends where its header says that the last tensor ends.
+
+    Weights without a value are what ZeRO-3 leaves in a parameter that was not gathered for the save
+    (deepspeed/runtime/zero/partition_parameters.py); whole numbers of a quantised model may have none.
+    """
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -297,14 +308,20 @@ def _tensors_fault(path: Path) -> str | None:
             if not 2 <= length <= min(_LARGEST_HEADER, size - 8):
                 return f"{path.name} is cut off"
             told = json.loads(file.read(length))
-        ends = [int(one["data_offsets"][1]) for name, one in told.items() if name != "__metadata__"]
+        told.pop("__metadata__", None)
+        ends = [int(one["data_offsets"][1]) for one in told.values()]
+        empty = [n for n, one in told.items() if 0 in one["shape"] and "F" in one["dtype"]]
     except FileNotFoundError:
         return f"{path.name} is missing"
     except OSError as error:
         return f"{path.name} cannot be read: {error.strerror}"
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return f"{path.name} cannot be read"
-    return None if 8 + length + max(ends, default=0) == size else f"{path.name} is cut off"
+    if 8 + length + max(ends, default=0) != size:
+        return f"{path.name} is cut off"
+    if empty:
+        return f"{len(empty)} of the {len(told)} tensors in {path.name} have no values, such as {empty[0]}"
+    return None
 
 
 def _archive_fault(path: Path) -> str | None:

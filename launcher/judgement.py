@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from launcher import attempt as attempts
-from launcher import check, earlier, foresight, process, rundir, runner
+from launcher import check, checkpoints, earlier, foresight, process, rundir, runner
 from launcher.check import Point, Verdict
 from launcher.evidence import Evidence
 from launcher.redaction import redact
@@ -42,6 +43,8 @@ def judge(folder: RunFolder, asked: Mapping[str, str] | None = None) -> Judged:
     seen = check.beside(seen, foresight.peak_of(told))
     if seen.point("finish").state == "running" and _lost(folder):
         seen = check.lost(seen)
+    if seen.point("finish").state == "completed":
+        seen = _with_model(seen, told)
     # a token that training printed must not get from the log into what is shown and kept
     clean = redact(seen, attempts.tokens(folder))
     return Judged(verdict=clean, manifest=told, found=found, attempts=each)
@@ -89,6 +92,20 @@ def _kept(each: Sequence[Evidence]) -> Iterator[tuple[int, Evidence, tuple[int, 
         if kept and number < len(each):
             yield number, each[number - 1], (int(kept[0]), int(kept[-1]))
         begun = min([*steps, *([] if begun is None else [begun])], default=None)
+
+
+def _with_model(verdict: Verdict, told: Mapping[str, Any]) -> Verdict:
+    """A model that was seen to be saved is none if its files are not whole.
+
+    Of a folder that was moved or removed since nothing is said: the run is none the worse for it.
+    """
+    output = told.get("output")
+    if isinstance(output, str):
+        # dpo.py saves its model one folder below (dpo.py:111)
+        for folder in (Path(output), Path(output) / "hf_model"):
+            if (fault := checkpoints.damage(folder)) is not None:
+                return check.damaged(verdict, folder, fault)
+    return verdict
 
 
 def _lost(folder: RunFolder) -> bool:

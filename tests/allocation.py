@@ -282,11 +282,13 @@ class Measured:
     where: str = ""
 
 
-def config_of(name: str) -> Any:
-    """The transformers config of a model of launcher/shapes.json."""
+def config_of(name: str, layers: int | None = None) -> Any:
+    """The transformers config of a model of launcher/shapes.json, of all its layers or so many."""
     from launcher import shapes
 
     given = dict(shapes.table()[name.lower()])
+    if layers is not None:
+        given["num_hidden_layers"] = layers
     config = transformers.AutoConfig.for_model(given.pop("model_type"), **given)
     config.pad_token_id = None
     return config
@@ -388,7 +390,9 @@ class _OlmoFlash(torch.nn.Module):
         return _Flash.apply(*qkv)
 
 
-def measure_olmo_core(name: str, vocab: int, *, rows: int, length: int, no_grad: bool) -> Measured:
+def measure_olmo_core(
+    name: str, vocab: int, *, layers: int, rows: int, length: int, no_grad: bool
+) -> Measured:
     """The same for dpo.py: a model of OLMo-core by its config's name, weights as FSDP gathers them."""
     from olmo_core.nn.attention import AttentionBackendName
     from olmo_core.nn.transformer import TransformerConfig
@@ -396,6 +400,7 @@ def measure_olmo_core(name: str, vocab: int, *, rows: int, length: int, no_grad:
     config = getattr(TransformerConfig, name)(
         vocab_size=vocab, attn_backend=AttentionBackendName.torch
     )
+    config.n_layers = layers
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = config.build(init_device="cpu")
         for module in model.modules():
@@ -426,7 +431,7 @@ def measure_olmo_core(name: str, vocab: int, *, rows: int, length: int, no_grad:
 
 
 def measure_fsdp(
-    name: str, vocab: int, *, rows: int, length: int, ranks: int, replicas: int
+    name: str, vocab: int, *, layers: int, rows: int, length: int, ranks: int, replicas: int
 ) -> Any:
     """Peak bytes of a step under FSDP2 as dpo.py lays it, on one of `ranks` that only seem to be there.
 
@@ -446,6 +451,7 @@ def measure_fsdp(
     config = getattr(TransformerConfig, name)(
         vocab_size=vocab, attn_backend=AttentionBackendName.torch
     )
+    config.n_layers = layers
     tracker, away = Tracker(), {}
 
     def free(tensor: Any) -> None:

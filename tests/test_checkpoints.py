@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -145,3 +146,26 @@ def test_what_makes_a_finished_model(tmp_path: Path) -> None:
     saved.cut(output / "model.safetensors", 0.9)
     assert checkpoints.model_fault(output) == "model.safetensors is cut off"
     assert checkpoints.model_fault(None) is not None
+
+
+def test_weights_without_values_are_none(tmp_path: Path) -> None:
+    """As ZeRO-3 saves what it has not gathered."""
+    header = {
+        "__metadata__": {"format": "pt"},
+        "norm": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]},
+        "g_idx": {"dtype": "I32", "shape": [0], "data_offsets": [4, 4]},
+    }
+    assert saved_with(tmp_path / "quantised", header) is None
+    header["proj"] = {"dtype": "BF16", "shape": [0], "data_offsets": [4, 4]}
+    assert saved_with(tmp_path / "in parts", header) == (
+        "1 of the 3 tensors in model.safetensors have no values, such as proj"
+    )
+
+
+def saved_with(folder: Path, header: dict[str, object]) -> str | None:
+    folder.mkdir()
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
+    (folder / "config.json").write_text("{}")
+    assert checkpoints.damage(folder) == checkpoints.model_fault(folder)
+    return checkpoints.damage(folder)

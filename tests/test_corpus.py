@@ -204,8 +204,9 @@ CARRIERS: Mapping[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_what_carries_a_log_makes_no_verdict_wrong(carrier: str, tmp_path: Path) -> None:
-    wrong = {}
-    for name, truth in LOGS.items():
+    """A third of the logs each: every log meets nine carriers, every carrier fifty logs."""
+    wrong, first = {}, list(CARRIERS).index(carrier)
+    for name, truth in list(LOGS.items())[first % 3 :: 3]:
         path = tmp_path / f"{name}.log"
         path.write_bytes(CARRIERS[carrier]((CORPUS / f"{name}.log").read_bytes()))
         if found := contradictions(judge_log(path), truth):

@@ -8,6 +8,7 @@ from typing import Any
 
 import made_runs
 import pytest
+import saved
 from test_check import Run, brief, liger, sft, step
 from test_check import run as run  # a fixture
 
@@ -284,3 +285,20 @@ def test_a_report_says_what_a_check_says(tmp_path: Path, what: str) -> None:
     (path / "run.json").write_text(json.dumps(told))
     reported = series.read(path).verdict
     assert reported == json.loads(json.dumps(start.finish(RunFolder(path)).as_json()))
+
+
+# -- the model that was saved ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("below", ["", "hf_model"])
+def test_a_saved_model_that_is_not_whole_is_none(tmp_path: Path, below: str) -> None:
+    output = tmp_path / "out"
+    path = made_runs.made(tmp_path / "run", told=made_runs.manifest(output=str(output)))
+    verdict = start.finish(RunFolder(path))
+    assert verdict.status == "pass", "a model that was moved since is nothing against its run"
+    saved.model(output / below)
+    assert start.finish(RunFolder(path)).status == "pass"
+    saved.cut(output / below / "model.safetensors")
+    verdict = start.finish(RunFolder(path))
+    assert (verdict.status, *brief(verdict.point("finish"))) == ("unproven", "completed", None)
+    assert f"model.safetensors is cut off {output / below} " in said(verdict.point("finish"))

@@ -749,7 +749,8 @@ def test_what_fsdp_holds_is_what_it_holds(
     pytest.importorskip("olmo_core")
     import allocation
 
-    shape = shapes.find(model, {})
+    layers = 8
+    shape = shapes.find(model, {}, replaced={"num_hidden_layers": layers})
     setup = memory.Setup(
         shape=shape, batch=lengths.Batch(rows=rows, width=length, real=rows * length, formula=""),
         processes=ranks, accumulation=1, stage="dpo", loss="logprobs", reference="cache", steps=10,
@@ -761,7 +762,7 @@ def test_what_fsdp_holds_is_what_it_holds(
         for moment in memory.estimate(setup).moments
     )
     traced = allocation.measure_fsdp(
-        name, shape.vocab, rows=rows, length=length, ranks=ranks, replicas=replicas
+        name, shape.vocab, layers=layers, rows=rows, length=length, ranks=ranks, replicas=replicas
     )
     assert told == pytest.approx(traced / memory.GIB, rel=0.01)
 

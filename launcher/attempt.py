@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher import rundir
-from launcher.errors import Finding, NotReady
+from launcher.errors import not_ready
 from launcher.rundir import RunFolder
 
 if TYPE_CHECKING:
@@ -105,12 +105,10 @@ def read(folder: RunFolder) -> Attempt:
             given[name] = tuple(given.get(name, ()))
         return Attempt(**given)
     except (TypeError, KeyError):
-        raise NotReady(
-            Finding(
-                severity="error", layer="launch", code="not-prepared", file=str(folder.path),
-                message=f"{folder.path.name} holds no attempt that could be started",
-                help="start the stage itself: launch sft CONFIG, or launch dpo CONFIG",
-            )
+        raise not_ready(
+            "not-prepared", f"{folder.path.name} holds no attempt that could be started",
+            "start the stage itself: launch sft CONFIG, or launch dpo CONFIG",
+            file=str(folder.path),
         ) from None  # fmt: skip
 
 

@@ -58,14 +58,14 @@ from launcher.errors import (
     Finding,
     InvalidConfig,
     LaunchError,
-    NotReady,
     UsageError,
     brief,
     errors,
+    not_ready,
     usage,
 )  # fmt: skip
 from launcher.evidence import Evidence, RankRecord
-from launcher.options import EXPECT
+from launcher.options import EXPECT, SWITCHED
 from launcher.overrides import OPTIONS, spelt
 from launcher.plan import Plan
 from launcher.preparation import Prepared, Request
@@ -100,9 +100,6 @@ METRICS: Mapping[str, str] = {
 AGAIN: tuple[Cause, ...] = ("refused", "interrupted")
 """What is tried again when the same comparison goes on: it says nothing of the setting."""
 _LONGEST_S = 366 * 24 * 3600.0
-_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
-# which point of a verdict says whether a switch did what it says, and what to expect where it is on, off
-_SWITCHES = {"liger": ("engaged", "off"), "packing": ("isolated", "off")}
 _NOT_OF_A_TRIAL = frozenset({"name", "batch", "slurm", "skypilot"})
 """Options that a trial does not see; `batch` comes to arguments."""
 
@@ -122,7 +119,7 @@ def measure(
     so. It ends before its model is saved. INT and TERM stop the run: then its cause is `interrupted`.
     """
     began, models = time.monotonic(), root / "models"
-    place = models / f"{_UNSAFE.sub('-', variant.name)[:60]}-{repeat + 1}"
+    place = models / f"{rundir.dashed(variant.name)[:60]}-{repeat + 1}"
     busy = utilisation.Sampler()
     try:
         asked = _short(_of_variant(request, variant), steps, place, batch, profile=profile)
@@ -327,7 +324,8 @@ class Bench:
     """One comparison: what is compared, and what is known so far.
 
     `key` names settings, contents and machine: what was measured under another key is another
-    comparison. `batch` is the rows of a step, of the largest variant.
+    comparison. `batch` is the rows of a step, of the largest variant. `proposed` is what a search has
+    chosen, which need not be the fastest.
     """
 
     request: Request
@@ -342,13 +340,20 @@ class Bench:
     findings: tuple[Finding, ...] = ()
     folder: Path = Path()
     samples: list[Sample] = field(default_factory=list)
+    proposed: str | None = None
 
     @property
     def rows(self) -> list[Row]:
         """One a variant, in the order in which they were named; those without a sample are left out."""
         order = {variant.name: nth for nth, variant in enumerate(self.variants)}
         known = sorted(self.samples, key=lambda one: (order.get(one.variant, 0), one.repeat))
-        return compare(known, self.tolerance)
+        rows = compare(known, self.tolerance)
+        if self.proposed is None:
+            return rows
+        return [
+            replace(row, recommended=row.standing == "faster" and row.variant == self.proposed)
+            for row in rows
+        ]
 
     @property
     def broken(self) -> list[Broken]:
@@ -402,8 +407,7 @@ class Bench:
 
 def plan(
     request: Request, asked: Sequence[variants.Asked], *, steps: int, repeats: int,
-    timeout_s: float | None = None, tolerance: float | None = None,
-    assertions: Sequence[Assertion] = (),
+    timeout_s: float | None = None, assertions: Sequence[Assertion] = (),
 ) -> Bench:  # fmt: skip
     """Judge every variant before the first one starts.
 
@@ -457,12 +461,11 @@ def plan(
     if refused := errors(unvaried):
         raise UsageError(refused)
     limits = [one.tolerance for one in assertions if one.tolerance is not None]
-    if tolerance is None:
-        tolerance = min(limits, default=comparison.TOLERANCE)
     return Bench(
         request=replace(request, stage=stage, gpus=prepared[0][1].plan.gpus),
         variants=tuple(variant for variant, _ in prepared), steps=steps, repeats=repeats,
-        timeout_s=timeout_s, tolerance=tolerance, assertions=tuple(assertions),
+        timeout_s=timeout_s, tolerance=min(limits, default=comparison.TOLERANCE),
+        assertions=tuple(assertions),
         key=_key(prepared, steps), batch=batch,
         findings=(*told, *_noted(prepared, steps), *unvaried, *_alike(short)),
     )  # fmt: skip
@@ -568,20 +571,26 @@ def _adapted(request: Request, variant: Variant, base: Plan | None) -> Variant:
 
 def _expected(asked: Request, stage: Stage, changed: set[str]) -> Iterator[str]:
     """A file that expects packing expects none of the variant without."""
-    told = stage.options.expect
+    told, entry, batch = stage.options.expect, stage.entry, stage.options.batch
+    split = entry.names.per_device
     names = {
-        "liger": (stage.entry.names.liger,),
-        "packing": (stage.entry.names.packing, "padding_free"),
+        "liger": (entry.names.liger,),
+        # with one row a micro-batch packing may be asked for, and there is none
+        "packing": (entry.names.packing, "padding_free", "batch", "batch.per_device", split),
+    }
+    rows = (batch and batch.per_device) or stage.values[split]
+    on = {
+        "liger": bool(stage.values.get(entry.names.liger)),
+        "packing": entry.packs(stage.values, rows),
     }
     if "expect" in changed:
         return
-    for point, (on, off) in _SWITCHES.items():
+    for point, states in SWITCHED.items():
         wanted = told.get(point)
         if not changed.intersection(names[point]) or f"expect.{point}" in changed:
             continue
-        is_on = any(name is not None and stage.values.get(name) for name in names[point])
-        if wanted not in (None, "any") and is_on != (wanted != "off"):
-            yield f"expect.{point}={on if is_on else off}"
+        if wanted not in (None, "any") and on[point] != (wanted != "off"):
+            yield f"expect.{point}={states[0 if on[point] else 1]}"
     turned = {"attn_implementation", "attention"} & changed
     if turned and told.get("attention") not in (None, "any") and "expect.attention" not in changed:
         yield f"expect.attention={_attention(asked, stage)}"
@@ -694,13 +703,10 @@ def require_gpu(request: Request, *, cpu: bool) -> Request:
         return replace(request, gpus=0)
     if request.gpus == 0 or devices.look(os.environ).visible:
         return request
-    raise NotReady(
-        Finding(
-            severity="error", layer="launch", code="no-gpu-here",
-            message="no GPU is to be seen here, and speed is measured on GPUs",
-            help="--cpu tries the mechanics: "
-            "launch bench configs/demo/sft.yaml --cpu --vary batch.per_device=8,16",
-        )
+    raise not_ready(
+        "no-gpu-here", "no GPU is to be seen here, and speed is measured on GPUs",
+        "--cpu tries the mechanics: "
+        "launch bench configs/demo/sft.yaml --cpu --vary batch.per_device=8,16",
     )  # fmt: skip
 
 

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from launcher import cards, lengths, memory
-from launcher.activations import HALF
 from launcher.errors import Finding, InvalidConfig
 from launcher.lengths import Lengths
-from launcher.memory import GIB, Memory, Setup
+from launcher.memory import Memory, Setup
 from launcher.packed_rows import Packed
 from launcher.plan import divisors
 from launcher.shapes import Shape
@@ -131,56 +130,6 @@ def bill(
     if not math.isfinite(hours) or not math.isfinite(cost or 0.0):
         return Bill(hours=None, cost=None, formula=f"{formula}: more than can be counted")
     return Bill(hours=hours, cost=cost, formula=formula)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Disk:
-    """GiB on disk: the final model, one checkpoint, and at most at once."""
-
-    model: float
-    checkpoint: float
-    most: float
-    formula: str
-
-
-def disk(
-    setup: Setup, *, kept: int = 0, written: int | None = None, adapters_alone: bool = False
-) -> Disk:
-    """`kept` checkpoints lie side by side, and one more while it is written (finetune.py:978).
-
-    `written` are the checkpoints of the whole run, where they are known. With `adapters_alone` the weights
-    below adapters are in no checkpoint, as HF Trainer saves a PeftModel (transformers/trainer.py:4012).
-
-    DeepSpeed writes bf16 weights once and each rank's fp32 weights and states (2P + 12P); without it,
-    weights and states in their own type. The final model is written in bf16.
-    """
-    parameters, trained = setup.shape.parameters, setup.trained
-    if setup.sharding is not None:
-        # 32 bits everywhere, one checkpoint before the first step, and none is ever deleted
-        each, many = 12 * parameters, (kept if written is None else written) + 1
-        return Disk(model=4 * parameters / GIB, checkpoint=each / GIB,
-                    most=(4 * parameters + many * each) / GIB,
-                    formula="4P, and 12P a checkpoint: all are kept")  # fmt: skip
-    weights: float = setup.weight_bytes * parameters
-    if setup.quantised:
-        few = setup.quantised.elements(setup.shape)
-        weights -= (setup.weight_bytes - setup.quantised.bytes) * few
-    final: float
-    states: float
-    one: float
-    if setup.adapters:
-        final, states = setup.adapters.bytes * trained, 2 * setup.adapters.bytes * trained
-    else:
-        final = HALF * parameters if setup.zero else weights
-        states = 12 * parameters if setup.zero else 2 * weights
-    one = (HALF * parameters if setup.zero else weights) + states
-    formula = "2P + 12P a checkpoint" if setup.zero else "weights and two states"
-    if setup.adapters and adapters_alone:
-        one, formula = final + states, "the adapters, and two states of theirs a checkpoint"
-    held = kept + 1 if kept else 0
-    most = final + (held if written is None else min(held, written)) * one
-    return Disk(model=final / GIB, checkpoint=one / GIB, most=most / GIB,
-                formula=formula)  # fmt: skip
 
 
 # --- filling the card ------------------------------------------------------------------------------

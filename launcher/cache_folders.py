@@ -22,12 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher import rundir, runner
+from launcher import rundir, runner, sizes
 from launcher.caches import KINDS, Cache
-from launcher.errors import Finding, NotReady, UsageError
+from launcher.errors import NotReady, not_ready, usage
 from launcher.fingerprint import cache_home
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
+from launcher.sizes import sized
 
 RECORD = "launch-cache.json"
 USES = ".launch-uses"
@@ -76,7 +77,7 @@ class CacheFolder:
 
     def size(self) -> int:
         """Bytes of all files in it."""
-        return sum(_sizes(self.path))
+        return sizes.below(self.path)
 
     def row(self, now: float | None = None) -> dict[str, Any]:
         """One folder for `launch cache list`; sizes in bytes, ages in seconds."""
@@ -115,16 +116,6 @@ def shown(row: Mapping[str, Any]) -> dict[str, str]:
         "of": ", ".join(row["of"]) or "-",
         "runs": f"{runs[-1]}{more}" if runs else "-",
     }
-
-
-def sized(count: int) -> str:
-    """1.2 GiB, or 12 KiB."""
-    size, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.0f} {unit}" if unit in {"B", "KiB"} else f"{size:.1f} {unit}"
 
 
 def aged(seconds: float) -> str:
@@ -218,7 +209,7 @@ def _record(cache: Cache, run: RunFolder, attempt: int, config: Path | None) -> 
         "config": None if config is None else str(config), "cache": told,
     }  # fmt: skip
     rundir.write_json(uses / f"{name}-{attempt}.json", use)
-    _enter_in_index(cache.path)
+    rundir.enter("caches", cache.path)
 
 
 @contextlib.contextmanager
@@ -375,23 +366,20 @@ def is_complete(path: Path) -> bool:
 
 
 def _not_writable(path: Path, error: OSError) -> NotReady:
-    return NotReady(
-        Finding(
-            severity="error", layer="launch", code="cache-not-writable", file=str(path),
-            message=f"the cache folder cannot be written: {error.strerror}",
-            help="set LAUNCH_CACHE to a writable folder",
-        )
+    return not_ready(
+        "cache-not-writable", f"the cache folder cannot be written: {error.strerror}",
+        "set LAUNCH_CACHE to a writable folder", file=str(path),
     )  # fmt: skip
 
 
 # --- all of them ----------------------------------------------------------------------------------
 
 
-def known(environ: Mapping[str, str] | None = None) -> list[CacheFolder]:
+def known() -> list[CacheFolder]:
     """Every cache folder of the index and of launch's own places, those used last at the end."""
     found: dict[Path, CacheFolder] = {}
-    bases = {cache_home(environ), rundir.runs_root(environ) / "cache"}
-    for place in [*_indexed(), *(path for base in bases for path in _entries(base))]:
+    bases = {cache_home(), rundir.runs_root() / "cache"}
+    for place in [*rundir.entered("caches"), *(path for base in bases for path in _entries(base))]:
         folder = opened(place)
         if folder is not None:
             found[folder.path] = folder
@@ -416,34 +404,11 @@ def _is_ours(path: Path, record: Mapping[str, Any]) -> bool:
     return len(digest) == 64 and path.name == f"{kind}-{digest[:16]}" and not path.is_symlink()
 
 
-def _enter_in_index(path: Path) -> None:
-    index = rundir.state_folder() / "caches"
-    place = os.fsencode(path.absolute())
-    with contextlib.suppress(OSError):
-        index.mkdir(parents=True, exist_ok=True)
-        rundir.write_bytes(index / hashlib.sha256(place).hexdigest()[:24], place)
-
-
-def _indexed() -> Iterator[Path]:
-    for entry in _entries(rundir.state_folder() / "caches"):
-        with contextlib.suppress(OSError, ValueError):
-            path = Path(os.fsdecode(entry.read_bytes()))
-            if path.is_absolute():
-                yield path
-
-
 def _entries(folder: Path) -> list[Path]:
     try:
         return [folder / name for name in sorted(os.listdir(folder))]
     except (OSError, ValueError):
         return []
-
-
-def _sizes(folder: Path) -> Iterator[int]:
-    for place, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                yield os.lstat(os.path.join(place, name)).st_size
 
 
 def seconds(told: object) -> float:
@@ -484,12 +449,7 @@ def age(text: str) -> float:
     """Seconds of `30d`, `12h`, `90m`, `2w`; raises UsageError for anything else."""
     match = _AGE.match(text.strip())
     if match is None:
-        raise UsageError(
-            Finding(
-                severity="error", layer="launch", code="bad-age", message=f"`{text}` is no age",
-                help="a number and a unit: 30d, 12h, 90m, 2w",
-            )
-        )  # fmt: skip
+        raise usage("bad-age", f"`{text}` is no age", "a number and a unit: 30d, 12h, 90m, 2w")
     return float(match[1]) * _SECONDS[match[2]]
 
 

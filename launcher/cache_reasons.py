@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from launcher import cache_folders, rundir
-from launcher.cache_folders import CacheFolder
 from launcher.errors import brief
 from launcher.rundir import RunFolder
 
@@ -67,13 +66,9 @@ class Reason:
         return [f"{self.kind} cache: {self.text}", *(f"  {one.text}" for one in self.differences)]
 
 
-def why(run: RunFolder, folders: Sequence[CacheFolder] | None = None) -> list[Reason]:
-    """The reasons for every cache of a run's newest attempt; empty where it had none of launch's.
-
-    `folders` are those to compare with, all known ones unless given.
-    """
-    folders = cache_folders.known() if folders is None else folders
-    uses = [use for folder in folders for use in folder.uses() if _cache(use)]
+def why(run: RunFolder) -> list[Reason]:
+    """The reasons for every cache of a run's newest attempt; empty where it had none of launch's."""
+    uses = [use for folder in cache_folders.known() for use in folder.uses() if _cache(use)]
     mine = _of_run(run, uses)
     seen = _seen(run)
     return [_reason(use, uses, seen.get(str(_cache(use)["kind"]), {})) for use in mine]

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from launcher import facts, rundir
+from launcher import plan as plans
 from launcher.arguments import placed
 from launcher.backends.output_rules import checkpoints, resumed_from
 from launcher.errors import Finding
@@ -216,16 +217,11 @@ def derive(
 
 def applied(plan: Plan, caches: Sequence[Cache]) -> Plan:
     """The plan with upstream's options for these folders among its derived arguments."""
-    added = {
+    return plans.applied(plan, {
         name: Derived(value=value, why=one.why)
         for one in caches
         for name, value in one.arguments.items()
-    }
-    if not added:
-        return plan
-    derived = {**plan.derived, **added}
-    given = {**plan.stage.args, **{name: one.value for name, one in derived.items()}}
-    return replace(plan, derived=derived, values=Values(plan.stage.schema, given))
+    })  # fmt: skip
 
 
 def environment(caches: Sequence[Cache]) -> dict[str, str]:

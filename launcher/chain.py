@@ -14,7 +14,7 @@ from typing import Any
 
 from launcher.builder import Origin, nearest
 from launcher.document import Document, read_yaml
-from launcher.errors import Finding, InvalidConfig, UsageError, brief
+from launcher.errors import Finding, InvalidConfig, UsageError, brief, usage
 from launcher.interpolation import interpolate
 from launcher.overrides import spelt
 from launcher.paths import exists, expanded
@@ -77,12 +77,9 @@ class Chain:
         begin = 0 if first is None else self.links.index(self.link(first))
         end = len(self.links) - 1 if last is None else self.links.index(self.link(last))
         if begin > end:
-            raise UsageError(
-                Finding(
-                    severity="error", layer="launch", code="no-such-stage",
-                    message=f"`{first}` comes after `{last}`: nothing is left to run",
-                    help=f"the stages are {', '.join(one.name for one in self.links)}",
-                )
+            raise usage(
+                "no-such-stage", f"`{first}` comes after `{last}`: nothing is left to run",
+                f"the stages are {', '.join(one.name for one in self.links)}",
             )  # fmt: skip
         return self.links[begin : end + 1]
 
@@ -124,12 +121,7 @@ def _overridden(chain: Chain, text: str) -> Chain:
     stage, dot, rest = text.partition(".")
     if not dot or "=" in stage:
         names = ", ".join(f"{one.name}.{brief(text, 40)}" for one in chain.links[:3])
-        raise UsageError(
-            Finding(
-                severity="error", layer="launch", code="no-such-stage",
-                message=f"`{brief(text)}`: of which stage?", help=f"one of {names}",
-            )
-        )  # fmt: skip
+        raise usage("no-such-stage", f"`{brief(text)}`: of which stage?", f"one of {names}")
     link = chain.link(stage)
     changed = replace(link, overrides=(*link.overrides, rest))
     return replace(chain, links=tuple(changed if one is link else one for one in chain.links))

@@ -224,7 +224,8 @@ def _status(oks: Sequence[bool | None]) -> Status:
 def expected_from_log(log: Log) -> dict[str, str | None]:
     """What a stranger's log was asked for, by the arguments dump near its top or by what follows it."""
     liger = {"True": "engaged", "False": "off"}.get(log.asked.get("use_liger_kernel", ""))
-    packing = {"True": "isolated", "False": "off"}.get(log.asked.get("packing", ""))
+    packs = "off" if Evidence(log=log).packs_nothing else "isolated"
+    packing = {"True": packs, "False": "off"}.get(log.asked.get("packing", ""))
     # TRL shows no arguments, and says these only where they were asked for
     liger = liger or ("engaged" if log.first("liger_asked") else None)
     packing = packing or ("isolated" if log.first("packing") else None)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from launcher import upstream
 from launcher.config import load
-from launcher.errors import Finding, InvalidConfig, NotReady, brief, usage
+from launcher.errors import Finding, InvalidConfig, NotReady, brief, not_ready, usage
 from launcher.fingerprint import cache_home
 from launcher.git import Repository
 from launcher.paths import expanded
@@ -102,10 +102,7 @@ def _git(words: Sequence[str]) -> None:
 
 
 def _failed(commit: str, reason: str) -> NotReady:
-    return NotReady(
-        Finding(
-            severity="error", layer="launch", code="no-checkout",
-            message=f"{commit[:12]} could not be checked out: {reason}",
-            help="check it out yourself and name the folder: open_instruct=PATH",
-        )
+    return not_ready(
+        "no-checkout", f"{commit[:12]} could not be checked out: {reason}",
+        "check it out yourself and name the folder: open_instruct=PATH",
     )  # fmt: skip

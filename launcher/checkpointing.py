@@ -32,7 +32,10 @@ def keeps_order(trainer: Trainer) -> bool:
 
 
 def interval(plan: Plan) -> int | str | None:
-    """Optimizer steps between two checkpoints, `epoch`, or None where none is saved."""
+    """Optimizer steps between two checkpoints, or None where none is saved; else what decides.
+
+    That is `epoch`, `best` (the score), or `share` of steps whose number is not known.
+    """
     values = plan.values
     if plan.stage.options.backend == "trl":
         strategy = str(values.get("save_strategy")).rpartition(".")[2].lower()
@@ -49,7 +52,7 @@ def interval(plan: Plan) -> int | str | None:
         return None
     if 0 < found < 1:
         # transformers takes a share of all steps
-        return math.ceil(found * plan.steps) if plan.steps else None
+        return "share" if plan.steps is None else math.ceil(found * plan.steps) or None
     return int(found) or None
 
 

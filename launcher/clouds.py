@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from launcher import rundir, skypilot
-from launcher.errors import Finding, NotReady
+from launcher.errors import Finding, not_ready
 from launcher.preparation import Request, prepare
 from launcher.skypilot import Places
 
@@ -33,11 +33,8 @@ def write(request: Request, path: Path, accelerator: str | None) -> tuple[Findin
     try:
         rundir.write_text(path, skypilot.text(task, path))
     except OSError as error:
-        raise NotReady(
-            Finding(
-                severity="error", layer="launch", code="unwritable-file", file=str(path),
-                message=f"cannot be written: {error.strerror}",
-            )
+        raise not_ready(
+            "unwritable-file", f"cannot be written: {error.strerror}", file=str(path),
         ) from None  # fmt: skip
     named = (str(value) for value in stage.args.values())
     left = skypilot.outside([*words, *named], places, settings)

@@ -178,7 +178,7 @@ def expectations(plan: Plan) -> dict[str, str]:
     names, values = plan.stage.entry.names, plan.values
     expected = {"loss": "finite", "memory": "ok", "finish": "completed"}
     expected["liger"] = "engaged" if values.get(names.liger) else "off"
-    expected["packing"] = "isolated" if names.packs(values) else "off"
+    expected["packing"] = "isolated" if plan.stage.entry.packs(values, plan.per_device) else "off"
     if chosen := plan.attention:
         # a kernel of the hub has a name of its own, which no point of a verdict knows
         expected |= {"attention": chosen} if chosen in EXPECT["attention"] else {}

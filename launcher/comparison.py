@@ -341,7 +341,7 @@ def _standing(
     speed, base = speeds
     if ratio is None or speed is None or base is None:
         return "unknown", "no speed of both to compare"
-    word = _speed_word(speed, base, ratio)
+    word = speed_word(speed, base)
     if change is None:
         return "unknown", f"{word}; no loss of both to compare"
     if abs(change) > tolerance:
@@ -354,9 +354,9 @@ def _standing(
     return word, "" if min(speed.n, base.n) > 1 else "one run: no spread"
 
 
-def _speed_word(
-    speed: Spread, base: Spread, ratio: float
-) -> Literal["faster", "slower", "no difference"]:
+def speed_word(speed: Spread, base: Spread) -> Literal["faster", "slower", "no difference"]:
+    """What speeds above 0 are to `base`: see `compare`."""
+    ratio = speed.median / base.median
     least = ALONE if min(speed.n, base.n) < FEW else LEAST
     clear = abs(ratio - 1) >= least and speed.apart(base)
     return "no difference" if not clear else "faster" if ratio > 1 else "slower"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,15 +20,14 @@ Contents = Sequence[Mapping[str, Any]]
 """Mappings of `role`, `name` and `digest`, which is None where nothing local knows it."""
 
 
-def of_plan(plan: Plan, environ: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+def of_plan(plan: Plan) -> list[dict[str, Any]]:
     """What a later attempt must find unchanged: for the manifest (`contents`).
 
     Raises MissingContent where something local cannot be read.
     """
-    environ = os.environ if environ is None else environ
-    memory = Memory.load(cache_home(environ) / "fingerprints.json")
+    memory = Memory.load(cache_home() / "fingerprints.json")
     try:
-        return list(_contents(plan, memory, environ))
+        return list(_contents(plan, memory))
     finally:
         memory.save()
 
@@ -47,7 +45,7 @@ def names(listed: Contents, role: str) -> str:
     return ", ".join(str(one.get("name")) for one in listed if one.get("role") == role)
 
 
-def _contents(plan: Plan, memory: Memory, environ: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+def _contents(plan: Plan, memory: Memory) -> Iterator[dict[str, Any]]:
     values, stage = plan.values, plan.stage
     data = values.get(stage.entry.names.data)
     listed = list(map(str, data[::2])) if isinstance(data, list) else [str(data)] if data else []
@@ -55,11 +53,11 @@ def _contents(plan: Plan, memory: Memory, environ: Mapping[str, str]) -> Iterato
         yield _one("data", name, of_data(name, memory).digest if exists(Path(name)) else None)
     model, revision = values.get(stage.entry.names.model), values.get("model_revision")
     if isinstance(model, str) and model:
-        yield _known("model", of_model(model, memory, revision=revision, environ=environ))
+        yield _known("model", of_model(model, memory, revision=revision))
     tokenizer = values.get("tokenizer_name_or_path") or model
     if isinstance(tokenizer, str) and tokenizer:
         of = values.get("tokenizer_revision") or revision
-        yield _known("tokenizer", of_tokenizer(tokenizer, memory, revision=of, environ=environ))
+        yield _known("tokenizer", of_tokenizer(tokenizer, memory, revision=of))
     if stage.options.deepspeed is not None:
         # a file that cannot be read is said elsewhere
         with contextlib.suppress(OSError):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import machine, process, rundir
-from launcher.errors import Finding, NotReady, Severity, UsageError
+from launcher.errors import Finding, NotReady, UsageError, said
 from launcher.machine import Gpu, GpuProcess
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -101,11 +101,6 @@ class Devices:
     def visible(self) -> str:
         """The value of CUDA_VISIBLE_DEVICES; empty for the CPU."""
         return ",".join(slot.name for slot in self.slots)
-
-    @property
-    def indices(self) -> tuple[int, ...]:
-        """Their numbers as nvidia-smi counts."""
-        return tuple(slot.gpu.index for slot in self.slots)
 
     @property
     def refused(self) -> bool:
@@ -228,7 +223,7 @@ def named(text: str | None) -> tuple[str, ...] | None:
         return parts
     what = f"`{odd[0]}` is no GPU" if odd else f"{', '.join(twice)} is named twice"
     raise UsageError(
-        _said("error", "bad-devices", f"--devices {text}: {what}", "numbers of nvidia-smi: 2,3")
+        said("error", "bad-devices", f"--devices {text}: {what}", "numbers of nvidia-smi: 2,3")
     )
 
 
@@ -261,15 +256,13 @@ def _as_asked(count: int | None, asked: Sequence[str], seen: Look) -> Devices:
         if slot is None:
             faults.append(_no_such(name, seen))
         elif slot in found:
-            faults.append(
-                _said("error", "bad-devices", f"{slot.label} is named twice", "once each")
-            )
+            faults.append(said("error", "bad-devices", f"{slot.label} is named twice", "once each"))
         else:
             found.append(slot)
     if count is not None and count != len(asked):
         message = f"--gpus {count}, but --devices names {len(asked)}"
         faults.append(
-            _said("error", "bad-devices", message, f"--gpus {len(asked)}, or leave it out")
+            said("error", "bad-devices", message, f"--gpus {len(asked)}, or leave it out")
         )
     for slot in found:
         use = seen.uses.get(slot.id)
@@ -277,7 +270,7 @@ def _as_asked(count: int | None, asked: Sequence[str], seen: Look) -> Devices:
             faults.append(_held_by(slot, use))
         elif use is not None:
             message = f"{slot.label} is named, and used by {use.text}: both may run out of memory"
-            faults.append(_said("warning", "busy-gpu", message, _ending(use)))
+            faults.append(said("warning", "busy-gpu", message, _ending(use)))
     if fault := _divided(found):
         faults.append(fault)
     refused = any(fault.severity == "error" for fault in faults)
@@ -290,7 +283,7 @@ def _too_few(count: int, seen: Look, free: Sequence[Slot]) -> Finding:
     here = len(seen.visible)
     if here < count:
         limit = "" if seen.hidden is None else f" ({VARIABLE}={seen.hidden})"
-        return _said(
+        return said(
             "error", "too-few-gpus", f"{count} GPU(s) asked for, {here} here{limit}",
             f"--gpus {here}" if here else "--gpus 0 trains on the CPU",
         )  # fmt: skip
@@ -302,7 +295,7 @@ def _too_few(count: int, seen: Look, free: Sequence[Slot]) -> Finding:
     if len(foreign) + len(free) >= count:
         wanted = [s.name for s in seen.visible if s in free or s.name in foreign][:count]
         ways.append(f"--devices {','.join(wanted)} takes them all the same")
-    return _said(
+    return said(
         "error", "gpus-taken",
         f"{count} GPU(s) asked for, {len(free)} of {here} free: {'; '.join(taken)}",
         ", or ".join(ways),
@@ -313,18 +306,18 @@ def _no_such(name: str, seen: Look) -> Finding:
     left = ", ".join(slot.name for slot in seen.visible) or "none"
     divided = [g for g in seen.present if g.mig is not None and str(g.index) == name]
     if divided:
-        return _said(
+        return said(
             "error", "no-such-gpu", f"--devices {name}: GPU {name} is divided (MIG)",
             f"name an instance: {', '.join(divided[0].mig or ()) or 'it has none'}",
         )  # fmt: skip
     hidden = any(name in {str(gpu.index), gpu.uuid} for gpu in seen.present)
     why = f"{VARIABLE}={seen.hidden} hides it" if hidden else "there is no such GPU here"
-    return _said("error", "no-such-gpu", f"--devices {name}: {why}", f"to be seen: {left}")
+    return said("error", "no-such-gpu", f"--devices {name}: {why}", f"to be seen: {left}")
 
 
 def _held_by(slot: Slot, use: Use) -> Finding:
     message = f"{slot.label} is taken by {use.text}"
-    return _said("error", "gpus-taken", message, f"another one, or {_ending(use)}")
+    return said("error", "gpus-taken", message, f"another one, or {_ending(use)}")
 
 
 def _ending(use: Use) -> str:
@@ -335,14 +328,10 @@ def _divided(slots: Sequence[Slot]) -> Finding | None:
     """CUDA shows a process one instance at most (NVIDIA's MIG user guide, CUDA_VISIBLE_DEVICES)."""
     if len(slots) < 2 or all(slot.mig is None for slot in slots):
         return None
-    return _said(
+    return said(
         "error", "mig-instances", "several GPUs asked for, and these are instances of divided ones "
         "(MIG): CUDA shows a process one of them at most", "--gpus 1, or GPUs that are not divided",
     )  # fmt: skip
-
-
-def _said(severity: Severity, code: str, message: str, help: str) -> Finding:
-    return Finding(severity=severity, layer="launch", code=code, message=message, help=help)
 
 
 # --- locks ----------------------------------------------------------------------------------------

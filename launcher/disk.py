@@ -12,19 +12,21 @@ import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launcher import parameters
+from launcher import checkpointing, parameters, sizes
 from launcher.backends import model_config, trl_resolved
 from launcher.caches import REFERENCE_VARIABLE
 from launcher.errors import DISK_FULL, Finding, Severity
 from launcher.fingerprint import cache_home
+from launcher.memory import Setup
 from launcher.parameters import Count
 from launcher.paths import exists
 from launcher.plan import Plan
-from launcher.schema import Values
+from launcher.plan import limited as limit_of_steps
+from launcher.sizes import sized
 
 LOW = 2**30
 """Bytes below which a file system is called nearly full, whatever the run will need."""
@@ -61,17 +63,30 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Saved:
-    """Bytes a parameter in a checkpoint and in the final model, and how many checkpoints there will be.
+class Saved:
+    """Bytes of a checkpoint and of the final model, and how many checkpoints there will be.
 
-    `times` and `limit` are None where that is not known, or unlimited.
+    `times` in the whole run and `limit` side by side are None where that is not known, or unlimited.
     """
 
-    checkpoint: float
-    final: float
+    checkpoint: int
+    final: int
     times: int | None
     limit: int | None
     formula: str
+
+    @property
+    def together(self) -> int:
+        """How many checkpoints there are at once: old ones go only after a new one is there."""
+        if self.times is None:
+            return 1 if self.limit is None else self.limit + 1
+        return self.times if self.limit is None else min(self.times, self.limit + 1)
+
+    @property
+    def most(self) -> int:
+        """Bytes at the fullest moment; the model is saved beside the checkpoints that are left."""
+        at_end = self.together if self.limit is None else min(self.together, self.limit)
+        return max(self.together * self.checkpoint, at_end * self.checkpoint + self.final)
 
 
 # --- what will be written -------------------------------------------------------------------------
@@ -85,109 +100,101 @@ def needs(plan: Plan, output: Path | None, environ: Mapping[str, str]) -> Needs:
     )
     if count is None or values.get("cache_dataset_only") is True:
         return Needs(count=count)
-    saved = _trl(plan) if plan.stage.options.backend == "trl" else _open_instruct(plan)
-    if saved is None:
+    likely = saved(plan, count.parameters)
+    if likely is None:
         return Needs(count=count)
-    each, final = int(saved.checkpoint * count.parameters), int(saved.final * count.parameters)
-    there = _held(output)
-    likely = _peak(each, final, saved.times, saved.limit)
     # shards of several machines may lie on a disk each, and unknown steps may save nothing
-    times = 0 if saved.times is None else saved.times
-    least = _peak(each // plan.nodes, final, times, saved.limit)
-    together = _most(saved.times, saved.limit)
+    least = replace(likely, checkpoint=likely.checkpoint // plan.nodes, times=likely.times or 0)
+    there = _held(output)
     return Needs(
-        least=max(0, least - there), likely=max(0, likely - there), each=each, final=final,
-        kept=together, there=min(there, likely), count=count, formula=saved.formula,
+        least=max(0, least.most - there), likely=max(0, likely.most - there), each=likely.checkpoint,
+        final=likely.final, kept=likely.together, there=min(there, likely.most), count=count,
+        formula=likely.formula,
     )  # fmt: skip
 
 
-def _peak(each: int, final: int, times: int | None, limit: int | None) -> int:
-    """Old checkpoints go only after a new one is there, and the model is saved beside them."""
-    at_once = _most(times, limit)
-    at_end = at_once if limit is None else min(at_once, limit)
-    return max(at_once * each, at_end * each + final)
+def saved(plan: Plan, count: int, setup: Setup | None = None) -> Saved | None:
+    """What a run saves of a model of `count` parameters; None where that is not known.
 
-
-def _most(times: int | None, limit: int | None) -> int:
-    """How many checkpoints there are at once, at most."""
-    if times is None:
-        return 1 if limit is None else limit + 1
-    return times if limit is None else min(times, limit + 1)
-
-
-def _open_instruct(plan: Plan) -> _Saved:
-    """finetune.py:978, dpo_tune_cache.py:700 save the whole state; finetune.py:982,
-    dpo_tune_cache.py:705 delete the oldest after that; model_utils.py:576 saves the model at the end.
+    Only its `setup` tells the size of an adapter and of weights in 4 bits.
     """
-    if plan.stage.entry.torchrun:
-        return _olmo_core(plan)
-    values = plan.values
-    steps, limit = values.get("checkpointing_steps"), values.get("keep_last_n_checkpoints")
-    limit = limit if isinstance(limit, int) and limit >= 0 else None
-    text = str(steps)
-    times: int | None = 0
-    if text == "epoch" and plan.steps != 0:
-        epochs = values.get(plan.stage.entry.names.epochs)
-        limited = values.get("max_train_steps") is not None
-        times = int(epochs) if isinstance(epochs, int | float) and not limited else None
-    elif text.isdecimal() and int(text):
-        times = None if plan.steps is None else plan.steps // int(text)
-    lora = bool(values.get("use_lora") or values.get("use_qlora"))
-    own = values.get("zero_stage")
-    sharded = bool(plan.gpus) and (plan.stage.options.deepspeed is not None or own is not None)
-    moments = 2 if values.get("dpo_use_paged_optimizer") else 8
-    if values.get("use_qlora"):
-        each, formula = 0.5, "weights in 4 bits, at least"
-    elif lora:
-        each, formula = 2.0, "2 bytes of weights a parameter, beside the adapter"
-    elif sharded:
-        each = 2.0 + 4 + moments
-        formula = f"2 + 4 + {moments} bytes a parameter: weights, their 32-bit copy, moments"
-    else:
-        each, formula = 2.0 + 4, "2 + 4 bytes a parameter: weights and moments"
-    return _Saved(
-        checkpoint=each, final=0.0 if lora else 2.0, times=times, limit=limit, formula=formula
+    if plan.stage.options.backend == "trl":
+        return _trl(plan, count, setup)
+    return (
+        _olmo_core(plan, count) if plan.stage.entry.torchrun else _open_instruct(plan, count, setup)
     )
 
 
-def _olmo_core(plan: Plan) -> _Saved:
+def _open_instruct(plan: Plan, count: int, setup: Setup | None) -> Saved:
+    """finetune.py:978, dpo_tune_cache.py:700 save the whole state; finetune.py:982,
+    dpo_tune_cache.py:705 delete the oldest after that; model_utils.py:576 saves the model at the end.
+    """
+    values = plan.values
+    limit = values.get("keep_last_n_checkpoints")
+    own = values.get("zero_stage")
+    sharded = bool(plan.gpus) and (plan.stage.options.deepspeed is not None or own is not None)
+    moments = 2 if values.get("dpo_use_paged_optimizer") else 8
+    final = 2 * count
+    if values.get("use_lora") or values.get("use_qlora"):
+        final = 0 if setup is None else setup.adapter_bytes
+        each = 2 * final + (2 * count if setup is None else setup.stored_bytes)
+        formula = "2 bytes of weights a parameter, beside the adapter"
+        if values.get("use_qlora"):
+            each = count // 2 if setup is None else each
+            formula = "weights in 4 bits, at least"
+    elif sharded:
+        each = (2 + 4 + moments) * count
+        formula = f"2 + 4 + {moments} bytes a parameter: weights, their 32-bit copy, moments"
+    else:
+        each, formula = (2 + 4) * count, "2 + 4 bytes a parameter: weights and moments"
+    return Saved(
+        checkpoint=each, final=final, times=_times(plan), formula=formula,
+        limit=limit if isinstance(limit, int) and limit >= 0 else None,
+    )  # fmt: skip
+
+
+def _olmo_core(plan: Plan, count: int) -> Saved:
     """dpo.py:83: every checkpoint stays, the first and the last step's too (OLMo-core at the pin)."""
-    values = plan.values
+    times = _times(plan)
     formula = "4 + 8 bytes a parameter: weights and moments, none of which is deleted"
-    if values.get("cache_logprobs_only"):
-        return _Saved(checkpoint=12.0, final=0.0, times=0, limit=None, formula=formula)
-    every = values.get("checkpointing_steps")
-    known = plan.steps is not None and isinstance(every, int) and every > 0
-    times = 1 - (-(plan.steps or 0) // every) if known and every else None
-    return _Saved(checkpoint=12.0, final=4.0, times=times, limit=None, formula=formula)
+    if plan.values.get("cache_logprobs_only"):
+        return Saved(checkpoint=12 * count, final=0, times=0, limit=None, formula=formula)
+    return Saved(
+        checkpoint=12 * count, final=4 * count, times=None if times is None else times + 1, limit=None,
+        formula=formula,
+    )  # fmt: skip
 
 
-def _trl(plan: Plan) -> _Saved | None:
-    """transformers/trainer.py:3215 saves model, optimizer and state; the oldest go after that."""
+def _trl(plan: Plan, count: int, setup: Setup | None) -> Saved | None:
+    """transformers/trainer.py:3215 saves model, optimizer and state; the oldest go after that.
+
+    Of a PeftModel it saves the adapter alone (transformers/trainer.py:4012).
+    """
     values = plan.values
-    if values.get("use_peft"):
-        # an adapter alone, of a size that its targets decide
-        return None
-    width = {"bfloat16": 2, "float16": 2, "float32": 4}.get(str(values.get("dtype")))
-    if width is None:
-        # `auto` is what the files hold
-        width = 2
+    # `auto` is what the files hold
+    width = {"bfloat16": 2, "float16": 2, "float32": 4}.get(str(values.get("dtype")), 2)
     file = plan.stage.options.deepspeed is not None
     sharded = bool(plan.gpus) and (file or trl_resolved.own_deepspeed(values) is not None)
-    if values.get("save_only_model"):
-        each, formula = float(width), f"{width} bytes a parameter: weights"
+    final, alone = width * count, values.get("save_only_model")
+    if values.get("use_peft"):
+        if setup is None:
+            return None
+        final = setup.adapter_bytes
+        each, formula = final if alone else 3 * final, "the adapter, and its moments"
+    elif alone:
+        each, formula = final, f"{width} bytes a parameter: weights"
     elif sharded:
-        each = width + 2.0 + 12
+        each = final + (2 + 12) * count
         formula = f"{width} + 2 + 12 bytes a parameter: weights, and DeepSpeed's own with moments"
     else:
         # the default is AdamW, under a name that is computed (transformers/training_args.py:804)
         chosen = str(values.get("optim")) if values.given("optim") else "adamw"
         moments = _moments(chosen, width)
-        each = float(width + moments)
+        each = final + moments * count
         formula = f"{width} + {moments} bytes a parameter: weights and moments"
     limit = values.get("save_total_limit")
-    return _Saved(
-        checkpoint=each, final=float(width), times=_trl_times(plan, values), formula=formula,
+    return Saved(
+        checkpoint=each, final=final, times=_times(plan), formula=formula,
         limit=limit if isinstance(limit, int) and limit > 0 else None,
     )  # fmt: skip
 
@@ -199,25 +206,20 @@ def _moments(optimizer: str, width: int) -> int:
     return 2 if "8bit" in optimizer else 0 if "4bit" in optimizer else 2 * width
 
 
-def _trl_times(plan: Plan, values: Values) -> int | None:
-    """transformers saves at the end of training too, whatever the step."""
-    strategy = str(values.get("save_strategy"))
-    if strategy == "no":
+def _times(plan: Plan) -> int | None:
+    """Checkpoints that are saved every so often in the whole run; None where that is not known."""
+    every, entry = checkpointing.interval(plan), plan.stage.entry
+    if every is None or plan.steps == 0:
         return 0
-    if strategy == "epoch":
-        epochs = values.get("num_train_epochs")
-        limit = values.get("max_steps")
-        limited = isinstance(limit, int) and limit > 0
+    if every == "epoch":
+        epochs = plan.values.get(entry.names.epochs)
+        limited = limit_of_steps(plan.stage, plan.values) is not None
         return math.ceil(epochs) if isinstance(epochs, int | float) and not limited else None
-    every = values.get("save_steps")
-    if (
-        strategy != "steps"
-        or plan.steps is None
-        or not isinstance(every, int | float)
-        or every <= 0
-    ):
+    if not isinstance(every, int) or plan.steps is None:
         return None
-    return math.ceil(plan.steps / (every * plan.steps if every < 1 else every))
+    # transformers and OLMo-core save at the end of training too, whatever the step
+    at_end = plan.stage.options.backend == "trl" or entry.torchrun
+    return -(-plan.steps // every) if at_end else plan.steps // every
 
 
 def _held(output: Path | None) -> int:
@@ -226,20 +228,8 @@ def _held(output: Path | None) -> int:
         names = os.listdir(output) if output is not None else []
     except (OSError, ValueError):
         return 0
-    return sum(
-        _size(os.path.join(str(output), name)) for name in names if name.startswith(_CHECKPOINTS)
-    )
-
-
-def _size(folder: str) -> int:
-    total = 0
-    for place, _, files in os.walk(folder):
-        for name in files:
-            try:
-                total += os.lstat(os.path.join(place, name)).st_size
-            except OSError:
-                continue
-    return total
+    kept = (Path(str(output)) / name for name in names if name.startswith(_CHECKPOINTS))
+    return sum(map(sizes.below, kept))
 
 
 # --- what there is --------------------------------------------------------------------------------
@@ -421,10 +411,3 @@ def counted(parameters: float) -> str:
     if parameters >= 1e6:
         return f"{parameters / 1e6:.0f} M" if parameters >= 1e7 else f"{parameters / 1e6:.1f} M"
     return f"{parameters / 1e3:.0f} K"
-
-
-def sized(count: float) -> str:
-    """12.3 GiB, 4 MiB."""
-    if count >= 2**30:
-        return f"{count / 2**30:.1f} GiB"
-    return f"{count / 2**20:.0f} MiB"

@@ -21,7 +21,7 @@ from launcher import situation as situations
 from launcher.backends import BACKENDS, Backend
 from launcher.backends.context import Context
 from launcher.devices import Devices, Look
-from launcher.errors import Exit, Finding, NotReady, Severity, errors
+from launcher.errors import Exit, Finding, NotReady, errors, said
 from launcher.hardware import Torch
 from launcher.imports import Import, Tried
 from launcher.install import Step
@@ -29,6 +29,7 @@ from launcher.machine import Trainer
 from launcher.plan import Plan
 from launcher.plan import output_folder as output_of
 from launcher.requirements import Declared, Deviation, Wanted
+from launcher.sizes import sized
 from launcher.sources import Tree
 from launcher.upstream import Upstream, unpinned
 
@@ -166,12 +167,12 @@ def require_ready(
     return tuple(found)
 
 
-def of_plan(plan: Plan, trainer: Trainer, runs: Path | None = None) -> Subject:
+def of_plan(plan: Plan, trainer: Trainer) -> Subject:
     """The question whether this machine is ready for a plan."""
     output = output_of(plan)
     return Subject(
         trainer=trainer, upstream=plan.stage.upstream, stages=(plan.stage.schema.key,),
-        gpus=plan.gpus, nodes=plan.nodes, plan=plan, runs=runs or rundir.runs_root(),
+        gpus=plan.gpus, nodes=plan.nodes, plan=plan, runs=rundir.runs_root(),
         output=None if output is None else output.absolute(),
     )  # fmt: skip
 
@@ -235,17 +236,13 @@ def _quick(
         yield from disk.too_little(disk.Needs(), None, found)
 
 
-def _said(severity: Severity, code: str, message: str, help: str | None) -> Finding:
-    return Finding(severity=severity, layer="launch", code=code, message=message, help=help)
-
-
 # --- source and interpreter -----------------------------------------------------------------------
 
 
 def checkout(subject: Subject) -> Iterator[Finding]:
     """open-instruct runs from a checkout; the snapshot only validates."""
     if subject.upstream.root is None and subject.upstream.backend == "open_instruct":
-        yield _said(
+        yield said(
             "error", "no-checkout",
             "there is no open-instruct checkout (external/open-instruct, /workspace/open-instruct, "
             "~/open-instruct)", f"{_filling()}, or --open-instruct PATH",
@@ -273,7 +270,7 @@ def _standing(subject: Subject) -> Iterator[Finding]:
 
     module = pin.status(subject.upstream.root, subject.environ).submodule
     if module.fill is not None and module.state in {"missing", "empty"}:
-        yield _said(
+        yield said(
             "note", "empty-submodule",
             f"the submodule {module.path} is {module.state}; {subject.upstream.root} is used", module.fill,
         )  # fmt: skip
@@ -283,7 +280,7 @@ def interpreter(trainer: Trainer) -> Iterator[Finding]:
     """The probe and upstream need Python 3.10."""
     if trainer.version < OLDEST:
         version = ".".join(map(str, trainer.version))
-        yield _said(
+        yield said(
             "error", "old-python", f"{trainer.python} ({trainer.source}) is Python {version}",
             f"name Python {'.'.join(map(str, OLDEST))} or later with --python",
         )  # fmt: skip
@@ -334,7 +331,7 @@ def _lacking(subject: Subject, names: Iterable[str]) -> Iterator[Finding]:
             continue
         steps = install.packages(trainer, [texts[name] for name in group])
         commands = "; then ".join(step.shell() for step in steps)
-        yield _said(
+        yield said(
             "error", "missing-packages",
             f"{trainer.python} ({trainer.source}) lacks {', '.join(group)}",
             f"{commands} ({_whole(subject)}); or name another interpreter with --python",
@@ -383,7 +380,7 @@ def versions(subject: Subject) -> Iterator[Finding]:
         if one.name in known and not requirements.satisfied(known[one.name], one.found or "")
     ]
     steps = install.packages(subject.trainer, untested) if untested else ()
-    yield _said(
+    yield said(
         "warning", "other-requirements",
         f"{subject.trainer.python} differs from what is asked for: {told}",
         "; then ".join(step.shell() for step in steps)
@@ -448,7 +445,7 @@ def _merged(found: list[Finding], subject: Subject, tried: Tried) -> list[Findin
     if tried.fault is not None:
         python = subject.trainer.python
         message = f"{python} could not be asked to import anything: {tried.fault}"
-        told.append(_said("error", "no-python", message, "name another interpreter with --python"))
+        told.append(said("error", "no-python", message, "name another interpreter with --python"))
     place = found.index(before[-1]) + 1 if before else 0
     return [*found[:place], *told, *found[place:]]
 
@@ -481,7 +478,7 @@ def _cuda(subject: Subject, tried: Tried) -> Iterator[Finding]:
     if fault is None and told.get("count", 0) >= subject.gpus:
         return
     what = fault or f"it sees {told.get('count')} GPU(s) of {subject.gpus}"
-    yield _said(
+    yield said(
         "error", "cuda-unusable", f"torch {told.get('version')} cannot use the GPUs: {what}",
         "compare the driver (nvidia-smi) with what this torch is built for; in a container: --gpus all",
     )  # fmt: skip
@@ -558,14 +555,14 @@ def _room(subject: Subject) -> Iterator[Fact]:
     if subject.plan is not None:
         needed = disk.needs(subject.plan, subject.output, subject.environ)
         known = needed.likely is not None
-        text = f"up to {disk.sized(needed.likely or 0)}: {disk.described(needed)}"
+        text = f"up to {sized(needed.likely or 0)}: {disk.described(needed)}"
         yield Fact(
             "will write", text if known else "unknown: the model's size is not known from here",
             needed.as_json(),
         )  # fmt: skip
     for place in disk.places(subject.plan, subject.output, subject.runs, subject.environ):
         told = disk.free(place.path)
-        room = "unknown" if told is None else f"{disk.sized(told[0])} free"
+        room = "unknown" if told is None else f"{sized(told[0])} free"
         value = {"path": str(place.path), "free": None if told is None else told[0]}
         yield Fact(place.what, f"{place.path}, {room}", value)
 
@@ -573,7 +570,7 @@ def _room(subject: Subject) -> Iterator[Fact]:
 def _limits(subject: Subject) -> Iterator[Fact]:
     size, here = hardware.shm_size(), hardware.names()
     if size is not None:
-        yield Fact("/dev/shm", disk.sized(size), size)
+        yield Fact("/dev/shm", sized(size), size)
     if here is not None:
         yield Fact("network", ", ".join(here) or "no interface", list(here))
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -600,9 +597,9 @@ def situation(
         cpus=os.cpu_count(), packages=trainer.packages, running=True, output=output,
         earlier=earlier,
     )  # fmt: skip
-    said = {(finding.code, finding.key) for finding in stage.findings}
+    known = {(finding.code, finding.key) for finding in stage.findings}
     for finding in situations.judged(stage.config, context):
-        if finding.severity == "error" or (finding.code, finding.key) not in said:
+        if finding.severity == "error" or (finding.code, finding.key) not in known:
             yield finding
 
 

@@ -100,7 +100,7 @@ _WORK = (
 )
 _FAILURES = (
     *("exception", "child_failed", "child_signal", "refused", "shell_killed", "cancelled"),
-    *("violation", "not_started", "terminated", "syntax"),
+    *("violation", "not_started", "terminated", "syntax", "watchdog"),
 )
 # Whatever uses a model loads it.
 _ANYBODYS = {known.name for known in any_log.PATTERNS} - {"begun"} | {"exception", "loading"}
@@ -313,7 +313,7 @@ def _signal(evidence: Evidence, failures: tuple[Signal, ...]) -> Signals | None:
         numbers.append(Signals.SIGINT)
     numbers += [SHELL_SIGNALS[s.fields["how"]] for s in failures if s.name == "shell_killed"]
     numbers += [Signals.SIGTERM for s in failures if s.name == "cancelled"]
-    numbers += [Signals.SIGABRT for s in failures if s.name == "terminated"]
+    numbers += [Signals.SIGABRT for s in failures if s.name in ("terminated", "watchdog")]
     if evidence.exit is not None:
         # in the middle of imports an interrupt may end as any other exception
         numbers.append(evidence.exit.stopped or 0)
@@ -370,6 +370,7 @@ def _error(evidence: Evidence, failures: tuple[Signal, ...]) -> dict[str, str] |
     if chosen is not None:
         return {key: chosen.fields[key] for key in ("type", "message", "at", "rank")}
     told = next((s for s in failures if s.name in ("syntax", "terminated")), None)
+    told = told or next((s for s in failures if s.name == "watchdog"), None)
     if told is not None:
         return {"type": told.fields["type"], "message": _message(evidence, told)}
     for record, event in evidence.probe.events("error") if evidence.probe else ():

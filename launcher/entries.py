@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from launcher import cache_folders, hub_files
+from launcher import cache_folders, hub_files, rundir
 from launcher.backends.model_config import is_path
 from launcher.hub_files import Part
 from launcher.paths import exists
@@ -41,7 +41,7 @@ def hit(folder: Path, plan: Plan, environ: Mapping[str, str]) -> Path | None:
 
 def differences(asked: Mapping[str, Any], entry: Path) -> Iterator[str]:
     """What a set was made with that a run would not ask for, in words."""
-    told = hub_files.json_of(entry / "config.json")
+    told = rundir.read_json(entry / "config.json")
     tokenizer, data = told.get("tokenizer_config"), told.get("dataset_configs")
     if not isinstance(tokenizer, dict) or not isinstance(data, list):
         yield f"{entry} does not say what it was made of"

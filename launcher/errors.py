@@ -9,10 +9,12 @@ LaunchError                  anything a user can cause and mend
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
+
+from launcher.redaction import redact
 
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """The numbers of an OSError that a full disk, or a quota, is."""
@@ -22,7 +24,7 @@ Layer = Literal["parser", "run", "launch"]
 
 
 class Exit(IntEnum):
-    """The exit codes of every command; the README's table is tested against this one."""
+    """The exit codes of every command; the README says what each means."""
 
     OK = 0
     VERDICT = 1
@@ -32,18 +34,6 @@ class Exit(IntEnum):
     NOT_READY = 5
     BUG = 70
     INTERRUPTED = 130
-
-
-EXIT_MEANING: dict[Exit, str] = {
-    Exit.OK: "fine",
-    Exit.VERDICT: "the verdict failed or is unproven (`--allow-unproven` makes the latter 0)",
-    Exit.USAGE: "the command line is wrong",
-    Exit.CONFIG: "the config is invalid",
-    Exit.TRAINING: "training failed",
-    Exit.NOT_READY: "the machine is not ready",
-    Exit.BUG: "a bug in launch (traceback in a file, one line on the screen)",
-    Exit.INTERRUPTED: "interrupted",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +71,10 @@ class Finding:
         return self.file if self.line is None else f"{self.file}:{self.line}"
 
 
+Complain = Callable[[str, str, str, str | None], Finding]
+"""Makes a finding of a code, the key or option as it was written, a message and a help."""
+
+
 class LaunchError(Exception):
     """Base of everything a user can cause and mend; shown without a traceback."""
 
@@ -111,6 +105,11 @@ class NotReady(LaunchError):
     exit_code = Exit.NOT_READY
 
 
+def said(severity: Severity, code: str, message: str, help: str | None) -> Finding:
+    """A finding of launch's own, about no place in a file."""
+    return Finding(severity=severity, layer="launch", code=code, message=message, help=help)
+
+
 def usage(code: str, message: str, help: str | None = None) -> UsageError:
     """What to raise where the command line makes no sense."""
     return UsageError(
@@ -118,14 +117,18 @@ def usage(code: str, message: str, help: str | None = None) -> UsageError:
     )
 
 
+def not_ready(
+    code: str, message: str, help: str | None = None, *, file: str | None = None
+) -> NotReady:
+    """What to raise where this machine lacks something."""
+    return NotReady(
+        Finding(severity="error", layer="launch", code=code, message=message, help=help, file=file)
+    )
+
+
 def unreadable(path: object, error: OSError) -> NotReady:
     """What to raise where a file that somebody named cannot be read."""
-    return NotReady(
-        Finding(
-            severity="error", layer="launch", code="unreadable-file", file=str(path),
-            message=f"cannot be read: {error.strerror}",
-        )
-    )  # fmt: skip
+    return not_ready("unreadable-file", f"cannot be read: {error.strerror}", file=str(path))
 
 
 def errors(findings: Iterable[Finding], *, strict: bool = False) -> tuple[Finding, ...]:
@@ -137,4 +140,7 @@ def errors(findings: Iterable[Finding], *, strict: bool = False) -> tuple[Findin
 def brief(value: object, limit: int = 80) -> str:
     """A value for a message: its text, cut where it is long."""
     text = str(value)
+    if len(text) > limit:
+        # half a token is not known for one when it is shown
+        text = redact(text)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -258,6 +258,12 @@ class Evidence:
             )
         return None
 
+    @property
+    def packs_nothing(self) -> bool:
+        """Whether the arguments dump leaves SFT one row a micro-batch: it is packed with no other."""
+        asked = self.log.asked if self.log is not None else {}
+        return asked.get("per_device_train_batch_size") == "1" and self.stage == "sft"
+
 
 def read_log(path: Path, patterns: Sequence[Pattern] = PATTERNS) -> Evidence:
     """The evidence of a console log alone. Raises OSError if it cannot be read."""
@@ -318,7 +324,7 @@ def _finite(value: object) -> float | None:
 def _read_exit(path: Path, attempt: int) -> ExitRecord | None:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, IsADirectoryError, ValueError):
         return None
     if not isinstance(values, dict) or not isinstance(values.get("returncode"), int):
         return None
@@ -335,7 +341,9 @@ def _read_exit(path: Path, attempt: int) -> ExitRecord | None:
 
 
 def _read_probe(folder: Path, attempt: int | None) -> Probe | None:
-    records = [_read_rank(path, attempt) for path in sorted(folder.glob("rank-*.jsonl"))]
+    records = [
+        _read_rank(path, attempt) for path in sorted(folder.glob("rank-*.jsonl")) if path.is_file()
+    ]
     found = [r for r in records if r is not None]
     # A rank of an earlier, larger attempt left its file behind: it is not of this one.
     latest = max((r.start("attempt") or 1 for r in found), default=1)

@@ -14,6 +14,7 @@ from launcher.backends import BACKENDS, Entry
 from launcher.config import Config
 from launcher.errors import Finding, InvalidConfig, brief
 from launcher.history import Event
+from launcher.redaction import redact
 from launcher.schema import Field, Read, Schema, Values
 from launcher.upstream import Locator, Upstream
 
@@ -268,9 +269,9 @@ def _here(key: str, config: Config, judged: stage.Judged) -> Here | None:
         parents = {str(path) for path in config.parents}
         via = "from a parent, by `extends`" if origin.file in parents else None
         words = tuple(schema.words(key, config.args[key])) if key in schema.fields else ()
-        return Here(
-            value=config.args[key], origin=str(origin), via=via, words=words, findings=found
-        )
+        # by its name too: a password has no shape
+        value = redact({key: config.args[key]})[key]
+        return Here(value=value, origin=str(origin), via=via, words=words, findings=found)
     if key not in schema.fields:
         return None
     return _by_default(key, schema, values, found)

@@ -24,6 +24,7 @@ from launcher import content
 from launcher.backends.model_config import is_path, repository
 from launcher.errors import Finding, NotReady
 from launcher.paths import is_file
+from launcher.rundir import read_json
 
 Kind = Literal["file", "folder", "hub", "name"]
 
@@ -242,15 +243,14 @@ def of_data(name: str, memory: Memory) -> Fingerprint:
 
 def of_model(
     name: str, memory: Memory, *, revision: str | None = None,
-    environ: Mapping[str, str] | None = None, whole_below: int = content.WHOLE_BELOW,
+    environ: Mapping[str, str] | None = None,
 ) -> Fingerprint:  # fmt: skip
     """A model folder by its weights, their index, its configs and its own code; or a name on the hub.
 
     An adapter's folder counts together with its base model. Raises MissingContent where a file of the
     folder cannot be read.
     """
-    found = _pretrained(name, memory, _is_weights, revision, environ, whole_below)
-    return _with_base(found, memory, environ, whole_below)
+    return _with_base(_pretrained(name, memory, _is_weights, revision, environ), memory, environ)
 
 
 def of_tokenizer(
@@ -258,35 +258,33 @@ def of_tokenizer(
     environ: Mapping[str, str] | None = None,
 ) -> Fingerprint:  # fmt: skip
     """The tokenizer of a model folder, its chat templates included; or a name on the hub."""
-    return _pretrained(name, memory, _is_tokenizer, revision, environ, content.WHOLE_BELOW)
+    return _pretrained(name, memory, _is_tokenizer, revision, environ)
 
 
 def _pretrained(
     name: str, memory: Memory, wanted: Callable[[str], bool], revision: str | None,
-    environ: Mapping[str, str] | None, whole_below: int,
+    environ: Mapping[str, str] | None,
 ) -> Fingerprint:  # fmt: skip
     path = Path(name)
     if _is_folder(path):
         found = ((below, file) for below, file in _top(path) if wanted(below))
-        return _folder(name, path, found, memory, whole_below)
+        return _folder(name, path, found, memory)
     if is_file(path):
-        one = of_file(path, memory, whole_below=whole_below)
+        one = of_file(path, memory)
         return Fingerprint(name=name, kind="file", digest=one.digest, files=(one,))
     return of_hub(name, revision=revision, environ=environ)
 
 
 def _with_base(
-    adapter: Fingerprint, memory: Memory, environ: Mapping[str, str] | None, whole_below: int
+    adapter: Fingerprint, memory: Memory, environ: Mapping[str, str] | None
 ) -> Fingerprint:
     """An adapter's folder together with the model that it was made for, as its config names it."""
-    config = _json(Path(adapter.name) / "adapter_config.json")
+    config = read_json(Path(adapter.name) / "adapter_config.json")
     base = config.get("base_model_name_or_path")
     if adapter.kind != "folder" or not isinstance(base, str) or base == adapter.name:
         return adapter
     revision = config.get("revision")
-    below = _pretrained(
-        base, memory, _is_weights, str(revision) if revision else None, environ, whole_below
-    )
+    below = _pretrained(base, memory, _is_weights, str(revision) if revision else None, environ)
     both = hashlib.sha256(f"adapter {adapter.digest} {below.digest}\n".encode()).hexdigest()
     files = (*adapter.files, *(replace(one, name=f"{base}/{one.name}") for one in below.files))
     return replace(adapter, digest=both, files=files)
@@ -306,16 +304,13 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _folder(
-    name: str, path: Path, found: Iterable[tuple[str, Path]], memory: Memory,
-    whole_below: int = content.WHOLE_BELOW,
-) -> Fingerprint:  # fmt: skip
+    name: str, path: Path, found: Iterable[tuple[str, Path]], memory: Memory
+) -> Fingerprint:
     try:
         listed = sorted(found)
     except OSError as error:
         raise _missing(path, error) from None
-    files = tuple(
-        of_file(file, memory, name=below, whole_below=whole_below) for below, file in listed
-    )
+    files = tuple(of_file(file, memory, name=below) for below, file in listed)
     tree = hashlib.sha256(b"folder\n")
     for one in files:
         tree.update(f"{one.name}\0{one.digest}\n".encode(errors="surrogateescape"))
@@ -353,14 +348,6 @@ def _below(folder: Path) -> Iterator[tuple[str, Path]]:
                     yield prefix + entry.name, Path(entry.path)
 
     yield from look(folder, "", frozenset())
-
-
-def _json(path: Path) -> Mapping[str, Any]:
-    try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return told if isinstance(told, dict) else {}
 
 
 def _is_folder(path: Path) -> bool:

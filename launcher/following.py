@@ -98,18 +98,15 @@ def _signals(folder: RunFolder, asked: list[int], *, forward: bool) -> Iterator[
     def hung_up(_number: int, _frame: FrameType | None) -> None:
         """The terminal has gone: there is nothing to show any more, and a verdict still to come."""
 
-    wanted: dict[int, Callable[[int, FrameType | None], None]] = {signal.SIGHUP: hung_up}
+    wanted: dict[int, process.Handler] = {signal.SIGHUP: hung_up}
     # Slurm signals every process of a job itself: handed on, it would count as asking twice
     if forward and "SLURM_JOB_ID" not in os.environ:
         wanted |= {signal.SIGINT: hand_on, signal.SIGTERM: hand_on}
-    previous = {number: signal.signal(number, handler) for number, handler in wanted.items()}
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise Detached from None
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    with process.handling(wanted):
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise Detached from None
 
 
 def print_log(folder: RunFolder, number: int, *, last: int | None, follow: bool) -> None:

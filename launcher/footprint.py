@@ -13,6 +13,7 @@ from launcher import situation as situations
 from launcher.activations import FULL, HALF
 from launcher.backends import model_config, olmo_core_rules, trl_mappings, trl_resolved
 from launcher.backends.model_rules import LIGER_MODELS
+from launcher.backends.trl_adapter_rules import DEFAULTS as PEFT_CHOOSES
 from launcher.errors import Finding, InvalidConfig
 from launcher.lengths import Batch, Lengths
 from launcher.memory import Adapters, Quantised, Setup, Sharding, Zero
@@ -29,11 +30,8 @@ UNKNOWN_STEPS = 1000
 _OPEN_INSTRUCT_TARGETS = (
     "q_proj", "o_proj", "v_proj", "k_proj", "gate_proj", "up_proj", "down_proj",
 )  # fmt: skip
-# peft/utils/constants.py: the families of shapes.py for which it chooses itself
+# peft/utils/constants.py: of the families of shapes.py for which it chooses itself
 _PEFT_TARGETS = ("q_proj", "v_proj")
-_PEFT_FAMILIES = frozenset({
-    "llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text",
-})  # fmt: skip
 # bitsandbytes/optim/optimizer.py: tensors of fewer elements are not paged
 _PAGED = 100_000
 # what keeps Adam's two states, and whether it is the fused one; transformers/training_args.py:809
@@ -61,11 +59,14 @@ class Footprint:
     @property
     def packed(self) -> bool:
         """Whether the rows of a micro-batch lie behind each other, without padding."""
-        names, values = self.plan.stage.entry.names, self.plan.values
-        if self.plan.stage.options.backend == "trl":
-            # its DPO pads whatever is asked for (trl/trainer/dpo_trainer.py:735)
-            return not self.dpo and bool(values.get("packing") or values.get("padding_free"))
-        return bool(names.packing and values.get(names.packing))
+        return self._packed(self.plan.per_device)
+
+    def _packed(self, per_device: int) -> bool:
+        stage = self.plan.stage
+        if stage.options.backend == "trl" and self.dpo:
+            # it pads whatever is asked for (trl/trainer/dpo_trainer.py:735)
+            return False
+        return stage.entry.packs(self.plan.values, per_device)
 
     @property
     def checkpointing(self) -> bool:
@@ -153,7 +154,7 @@ class Footprint:
         named, linears = values.get("lora_target_modules"), self.shape.linears()
         if not values.get("use_peft") or named in ("all-linear", ["all-linear"]):
             return
-        if not named and self.shape.family not in _PEFT_FAMILIES:
+        if not named and self.shape.family not in PEFT_CHOOSES:
             message = f"PEFT itself chooses no `lora_target_modules` for {self.shape.family} models"
             raise InvalidConfig(_undescribed(self.plan, message, "name them"))
         for one in _texts(named):
@@ -193,7 +194,8 @@ class Footprint:
         plan, values = self.plan, self.plan.values
         _require_described(plan)
         self._require_adapters()
-        rows = (per_device or plan.per_device) * (2 if self.dpo else 1)
+        each = per_device or plan.per_device
+        rows, packed = each * (2 if self.dpo else 1), self._packed(each)
         times = accumulation or plan.accumulation
         if plan.stage.entry.torchrun:
             return self._sharded(rows, times)
@@ -201,12 +203,12 @@ class Footprint:
         trl = plan.stage.options.backend == "trl"
         return Setup(
             shape=self.shape,
-            batch=lengths.largest(self.rows, rows=rows, batches=batches, packed=self.packed),
+            batch=lengths.largest(self.rows, rows=rows, batches=batches, packed=packed),
             processes=plan.processes, accumulation=times, stage=plan.stage.options.stage,
             loss=self._loss(), reference=self._reference(), zero=self.zero,
             attention="flash" if self.attention.startswith("flash") else self.attention,
             liger=self.liger, checkpointing=self.checkpointing, weight_bytes=self._weight_bytes(),
-            autocast=self.autocast, adapters=self.adapters, packed=self.packed, steps=plan.steps,
+            autocast=self.autocast, adapters=self.adapters, packed=packed, steps=plan.steps,
             quantised=self.quantised, state_bytes=self._state_bytes(),
             # bitsandbytes' kernel makes nothing beside its states
             fused_optimizer=_ADAM.get(_optimizer(values), True)
@@ -557,7 +559,18 @@ def _smaller_batches(planned: Plan) -> Iterator[Way]:
         words = f"`per_device: {one}`"
         if batch is None or batch.total is None:
             words = f"`{names.per_device}: {one}` and `{names.accumulation}: {each // one}`"
-        yield Way(words=words, per_device=one)
+        args, also = unpacked(planned, one)
+        yield Way(words=words + also, per_device=one, args=args)
+
+
+def unpacked(planned: Plan, per_device: int) -> tuple[Mapping[str, Any], str]:
+    """What goes with a micro-batch of so many rows that packs nothing where the file packs, and in words."""
+    entry, values, expect = planned.stage.entry, planned.values, planned.stage.options.expect
+    if not entry.packs(values, planned.per_device) or entry.packs(values, per_device):
+        return {}, ""
+    name = "packing" if values.get("packing") else "padding_free"
+    also = " and `expect: {packing: off}`" if expect.get("packing") in ("isolated", "on") else ""
+    return {name: False}, f" with `{name}: false`{also}"
 
 
 def _recomputing(found: Footprint) -> Iterator[Way]:

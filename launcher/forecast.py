@@ -7,7 +7,6 @@ comes from.
 from __future__ import annotations
 
 import functools
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +17,8 @@ from launcher import (
     budget,
     cache_folders,
     caches,
-    checkpointing,
     devices,
+    disk,
     entries,
     lengths,
     memory,
@@ -28,7 +27,8 @@ from launcher import (
 )
 from launcher.arguments import placed
 from launcher.backends import trl_lever_rules
-from launcher.budget import Bill, Disk, Fit, Speed, Tokens, Variance
+from launcher.budget import Bill, Fit, Speed, Tokens, Variance
+from launcher.disk import Saved
 from launcher.errors import Finding, InvalidConfig, UsageError, brief, errors, usage
 from launcher.footprint import (
     ATTENTIONS,
@@ -41,11 +41,12 @@ from launcher.footprint import (
     shape_of,
     trained_rows,
     turned,
+    unpacked,
     ways,
 )  # fmt: skip
 from launcher.lengths import Lengths
 from launcher.machine import Gpu
-from launcher.memory import Memory, Moment, Setup
+from launcher.memory import GIB, Memory, Moment, Setup
 from launcher.packed_rows import Packed, fuller
 from launcher.plan import Plan
 from launcher.preparation import Request, ask
@@ -88,7 +89,7 @@ class Rung:
     tokens: Tokens
     speed: Speed | None
     bill: Bill
-    disk: Disk
+    saved: Saved
     best: Fit | None
     smallest: Memory | None
     findings: tuple[Finding, ...]
@@ -117,8 +118,9 @@ class Rung:
             "hours": None if self.bill.hours is None else round(self.bill.hours, 2),
             "cost": None if self.bill.cost is None else round(self.bill.cost, 2),
             "disk_gib": {
-                "model": round(self.disk.model, 2), "checkpoint": round(self.disk.checkpoint, 2),
-                "most": round(self.disk.most, 2),
+                "model": round(self.saved.final / GIB, 2),
+                "checkpoint": round(self.saved.checkpoint / GIB, 2),
+                "most": round(self.saved.most / GIB, 2),
             },
             "fit": None if self.best is None else {
                 "per_device": self.best.per_device, "accumulation": self.best.accumulation,
@@ -185,7 +187,7 @@ def _row(rung: Rung) -> tuple[str, ...]:
         f"{rung.plan.global_batch}", "-" if rung.steps is None else f"{rung.steps:,}",
         f"{rung.tokens.real:,.0f}", f"{rung.memory.peak:.1f}", fits,
         "-" if hours is None else f"{hours:.2f}", "-" if cost is None else f"{cost:.2f}",
-        f"{rung.disk.most:.1f}",
+        f"{rung.saved.most / GIB:.1f}",
     )  # fmt: skip
 
 
@@ -197,8 +199,8 @@ def _parts(rung: Rung, *, why: bool) -> Iterator[str]:
     yield f"{count} GPU(s): {rung.memory.peak:.1f} GiB at the {fullest.name}: {told or 'nothing'}"
     if rung.best is not None and rung.best.per_device != rung.plan.per_device:
         yield (
-            f"  --fit: per device {rung.best.per_device}, accumulation {rung.best.accumulation}: "
-            f"{rung.best.memory.peak:.1f} GiB"
+            f"  --fit: per device {rung.best.per_device}, accumulation {rung.best.accumulation}"
+            f"{unpacked(rung.plan, rung.best.per_device)[1]}: {rung.best.memory.peak:.1f} GiB"
         )
     elif rung.best is not None:
         yield f"  --fit: per device {rung.best.per_device} is the largest that fits"
@@ -210,7 +212,7 @@ def _parts(rung: Rung, *, why: bool) -> Iterator[str]:
                 yield f"    {part.gib:8.2f}  {part.kind:13} {part.name}: {part.formula}{where}"
         yield f"  tokens a step: {rung.tokens.formula}"
         yield f"  time: {rung.bill.formula}"
-        yield f"  disk: {rung.disk.formula}"
+        yield f"  disk: {rung.saved.formula}"
 
 
 def counts(text: str) -> list[int]:
@@ -445,7 +447,7 @@ def _rung(
     return Rung(
         plan=planned, rows=counted, steps=planned.steps, memory=found, gpu_memory=card.gib,
         tokens=tokens, speed=speed, bill=bill, best=best if terms.fit else None, smallest=smallest,
-        findings=said, disk=_disk(planned, setup),
+        findings=said, saved=_saved(planned, setup),
     )  # fmt: skip
 
 
@@ -484,11 +486,12 @@ def _bill(
     )  # fmt: skip
 
 
-def _disk(planned: Plan, setup: Setup) -> Disk:
-    if plan.caches_only(planned.stage, planned.values) is not None:
-        return Disk(model=0.0, checkpoint=0.0, most=0.0, formula="neither checkpoints nor a model")
-    alone = planned.stage.options.backend == "trl"
-    return budget.disk(setup, kept=_kept(planned), written=_written(planned), adapters_alone=alone)
+def _saved(planned: Plan, setup: Setup) -> Saved:
+    found = None
+    if plan.caches_only(planned.stage, planned.values) is None:
+        found = disk.saved(planned, setup.shape.parameters, setup)
+    none = "neither checkpoints nor a model"
+    return found or Saved(checkpoint=0, final=0, times=0, limit=None, formula=none)
 
 
 def _referred(planned: Plan, rows: Lengths) -> int:
@@ -562,30 +565,6 @@ def _instead(footprint: Footprint, now: Memory, usable: float) -> str:
     if not found:
         return f"nothing that can be turned takes less: {rest}"
     return f"nothing that can be turned fits, the nearest is {told[0]}: {rest}"
-
-
-def _kept(planned: Plan) -> int:
-    """Checkpoints that lie side by side."""
-    if checkpointing.interval(planned) is None:
-        return 0
-    if planned.stage.entry.torchrun:
-        return _written(planned) or 1
-    limit = planned.values.get("keep_last_n_checkpoints", planned.values.get("save_total_limit"))
-    return limit if isinstance(limit, int) and limit >= 0 else _written(planned) or 1
-
-
-def _written(planned: Plan) -> int | None:
-    """Checkpoints of the whole run; None where that is not known."""
-    every = checkpointing.interval(planned)
-    if planned.steps == 0:
-        return 0
-    if every == "epoch":
-        epochs = planned.values.get(planned.stage.entry.names.epochs)
-        return math.ceil(epochs) if isinstance(epochs, int | float) else None
-    if not isinstance(every, int) or planned.steps is None:
-        return 0 if every is None else None
-    # dpo.py's trainer saves the last step too
-    return -(-planned.steps // every) if planned.stage.entry.torchrun else planned.steps // every
 
 
 def _speed(footprint: Footprint, tokens: Tokens, terms: Terms, card: _Card) -> Speed | None:

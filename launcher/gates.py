@@ -1,7 +1,8 @@
 """What a short run must show before more is spent: thresholds -> a flag for each, green, yellow or red.
 
 A red flag stops, a yellow one is said. What is noise counts for neither: a mean over a few steps is
-below a red threshold only where it is so by twice its standard error.
+below a red threshold only where it is so by twice its standard error. What the limits are, and how they
+were chosen: docs/gates.md.
 """
 
 from __future__ import annotations
@@ -10,14 +11,12 @@ import difflib
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from launcher.errors import Finding, brief
+from launcher.errors import Complain, Finding, brief
 
-Complain = Callable[[str, str, str, str | None], Finding]
-"""Makes a finding of a code, the gate as it was written, a message and a help."""
 Colour = Literal["green", "yellow", "red"]
 
 LN2 = math.log(2)
@@ -33,8 +32,8 @@ class Limit:
 
 GATES: Mapping[str, tuple[Limit, str]] = {
     "loss_fall": (
-        Limit(red=0.0), "share by which the loss falls, mean of the first fifth against the last: more "
-        "than",
+        Limit(red=0.01, yellow=0.10), "share by which the loss falls, mean of the first fifth against the "
+        "last: more than (these two for 100 steps of SFT)",
     ),
     "grad_norm": (
         Limit(red=1000.0, yellow=10.0), "gradient norm at most: of any step (red), the median (yellow)",
@@ -58,10 +57,15 @@ GATES: Mapping[str, tuple[Limit, str]] = {
     ),
     "rewards_margin": (Limit(red=0.0), "DPO: chosen less rejected reward, more than, over the last fifth"),
 }  # fmt: skip
-"""Every gate with its defaults and what it means; `loss_fall` has a yellow default by `fallen`."""
+"""Every gate with its defaults and what it means; those of `loss_fall` follow stage and steps."""
 
 _AT_MOST = frozenset({"grad_norm", "memory", "memory_over_plan", "first_loss"})
-_FALL_IN_100_STEPS = {"sft": 0.10, "dpo": 0.02}
+# of the fall that is asked of SFT, in as many steps
+_FALL_OF = {"sft": 1.0, "dpo": 0.2}
+# with fewer the standard error itself is a guess
+_FEWEST_LOSSES = 8
+# by which a loss falls at least that a verdict calls falling (points.TREND_CHANGE)
+_FALLING = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +73,8 @@ class Facts:
     """What one run showed. Losses, norms and rewards are one a step, memory is in GiB.
 
     `devices` is how many trained, `accelerated` whether they were GPUs. `failed` is why the verdict
-    did not pass, `unproven` why it could not tell.
+    did not pass, `unproven` why it could not tell. `trend` is the verdict's state of that point, where
+    the stage file expects a falling loss.
     """
 
     stage: str
@@ -89,6 +94,7 @@ class Facts:
     starts_at_ln2: bool = False
     failed: str | None = None
     unproven: str | None = None
+    trend: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; `from_json` reads them."""
@@ -270,13 +276,22 @@ def _beyond(value: float, red: float, gate: str) -> bool:
 def judge(facts: Facts, limits: Mapping[str, Limit], base: Facts | None = None) -> list[Flag]:
     """What every gate that can be asked says; `base` is the run that efficiency is measured against."""
     whole = {name: usual for name, (usual, _) in GATES.items()} | dict(limits)
-    fall = whole["loss_fall"]
-    if fall.red is not None and fall.yellow is None:
-        usual = _FALL_IN_100_STEPS.get(facts.stage, 0.0) * min(1.0, len(facts.losses) / 100)
-        whole["loss_fall"] = Limit(fall.red, usual)
+    whole["loss_fall"] = _asked_fall(facts, whole["loss_fall"])
     question = _Question(facts=facts, limits=whole, base=base)
     return [*_ended(facts), *_of_loss(question), *_of_norms(question), *_of_speed(question),
             *_of_memory(question), *_of_rewards(question)]  # fmt: skip
+
+
+def _asked_fall(facts: Facts, given: Limit) -> Limit:
+    """The limits of `loss_fall` for so many steps: what the file names stays as it is."""
+    usual, steps = GATES["loss_fall"][0], len(facts.losses)
+    share = _FALL_OF.get(facts.stage, 0.0) * min(1.0, steps / 100)
+    red, yellow = given.red, given.yellow
+    if red is not None and red == usual.red:
+        red = red * share if steps >= _FEWEST_LOSSES else None
+    if yellow is not None and yellow == usual.yellow:
+        yellow *= share
+    return Limit(red, yellow)
 
 
 def colour_of(flags: Sequence[Flag]) -> Colour:
@@ -306,6 +321,22 @@ def _of_loss(question: _Question) -> Iterator[Flag]:
         yield question.ask("loss_fall", text, fall)
     elif facts.failed is None:
         yield Flag(gate="loss_fall", colour="yellow", text="fewer than two losses were seen")
+    if facts.trend is not None:
+        yield _of_trend(facts.trend, fall)
+
+
+def _of_trend(state: str, fall: Mean | None) -> Flag:
+    """`expect: {trend: falling}`: red where the short run already shows that it does not."""
+    asked = "`expect: {trend: falling}` asks for a loss that falls"
+    if state == "falling":
+        return Flag(gate="trend", colour="green", text="the loss is falling")
+    if state == "too_short":
+        return Flag(gate="trend", colour="yellow", text=f"too few losses to tell: {asked}")
+    # the least of a verdict's `falling`, of the whole run
+    proved = fall is not None and fall.value + 2 * fall.error < _FALLING
+    if state == "flat" and not proved:
+        return Flag(gate="trend", colour="yellow", text=f"not seen to fall yet: {asked}")
+    return Flag(gate="trend", colour="red", text=f"the trend is `{state}`: {asked}")
 
 
 def _of_norms(question: _Question) -> Iterator[Flag]:

@@ -28,9 +28,10 @@ from launcher.errors import (
     Layer,
     NotReady,
     Severity,
-    UsageError,
     brief,
     errors,
+    not_ready,
+    usage,
 )
 from launcher.overrides import spelt
 from launcher.paths import canonical
@@ -147,7 +148,7 @@ class Step:
     @property
     def model(self) -> Path:
         """The folder that a later stage begins from."""
-        return model_in(self.plan, self.output)
+        return plans.model_in(self.plan, self.output)
 
     @property
     def live(self) -> bool:
@@ -404,9 +405,7 @@ class _Surveyor:
         wrong = [n for n in self.order.allowed if n not in known_changes(self.fields)]
         if wrong and not self.given_up:
             message = f"--allow-changed-resume: nothing is called {', '.join(map(repr, wrong))}"
-            raise UsageError(
-                Finding(severity="error", layer="launch", code="unknown-change", message=message)
-            )
+            raise usage("unknown-change", message)
 
     def overrides_heeded(self) -> None:
         """What is laid over a stage that is left out changes nothing."""
@@ -445,11 +444,6 @@ class _Surveyor:
         return replace(finding, message=f"{link.name}: {finding.message}")
 
 
-def model_in(plan: Plan, output: Path) -> Path:
-    """Where in an output folder the model lies that can be loaded: dpo.py:111 puts it into one below."""
-    return output / "hf_model" if plan.stage.entry.script == "open_instruct/dpo.py" else output
-
-
 def known_changes(fields: Iterable[str]) -> frozenset[str]:
     """What `--allow-changed-resume` may name for stages with these arguments."""
     from launcher import changes
@@ -486,10 +480,8 @@ def _require(source: Step, link: Link, order: Order) -> None:
         wrong = "it is being trained"
     if wrong is None:
         return
-    raise NotReady(
-        Finding(
-            severity="error", layer="launch", code="pipeline-needs", file=str(source.model),
-            message=f"{link.name} begins from {source.model}, the model of {source.link.name}: {wrong}",
-            help=order.again(first=source.link.name),
-        )
+    raise not_ready(
+        "pipeline-needs",
+        f"{link.name} begins from {source.model}, the model of {source.link.name}: {wrong}",
+        order.again(first=source.link.name), file=str(source.model),
     )  # fmt: skip

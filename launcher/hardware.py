@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher import machine
-from launcher.errors import Finding, Severity
+from launcher.errors import Finding, said
 from launcher.machine import Trainer
 
 NET = Path("/sys/class/net")
@@ -62,12 +62,12 @@ def driver_and_torch(
     install = f"{trainer.python} -m pip install --force-reinstall torch --index-url"
     index = "https://download.pytorch.org/whl/cu" + ("" if cuda is None else f"{cuda[0]}{cuda[1]}")
     if torch.cuda is None:
-        yield _said(
+        yield said(
             "error", "cpu-torch", f"torch {torch.version} of {trainer.python} is built for the CPU",
             f"install a CUDA build, such as {install} {index}, or --gpus 0",
         )  # fmt: skip
     elif cuda is not None and int(torch.cuda.partition(".")[0]) > cuda[0]:
-        yield _said(
+        yield said(
             "error", "old-driver",
             f"torch {torch.version} is built for CUDA {torch.cuda}, the driver serves CUDA "
             f"{cuda[0]}.{cuda[1]} at most",
@@ -80,7 +80,7 @@ def shared_memory(processes: int) -> Iterator[Finding]:
     """/dev/shm too small for several processes: Docker gives 64 MiB."""
     size = shm_size()
     if processes > 1 and size is not None and size < LEAST_SHM:
-        yield _said(
+        yield said(
             "warning", "small-shm", f"{SHM} holds {size / 2**20:.0f} MiB: NCCL and the data loaders of "
             f"{processes} processes may not fit",
             "docker run --shm-size=16g (or --ipc=host), or mount -o remount,size=16g /dev/shm",
@@ -101,7 +101,7 @@ def open_files() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
         most = "unlimited" if hard == resource.RLIM_INFINITY else hard
-        yield _said(
+        yield said(
             "warning", "few-open-files", f"a process may open {soft} files only (ulimit -n)",
             f"ulimit -n {most}",
         )  # fmt: skip
@@ -115,7 +115,7 @@ def interfaces(processes: int, environ: Mapping[str, str]) -> Iterator[Finding]:
     for variable in _INTERFACES:
         listed = environ.get(variable)
         if listed and not _matching(listed, here, prefixes=variable.startswith("NCCL")):
-            yield _said(
+            yield said(
                 "error", "no-interface", f"{variable}={listed} fits no network interface of this machine",
                 f"unset it, or name one of {', '.join(here)}",
             )  # fmt: skip
@@ -146,11 +146,7 @@ def driver_fault(asked: int) -> Iterator[Finding]:
     """What nvidia-smi complains of, where GPUs are asked for and none can be seen."""
     fault = machine.gpu_fault() if asked else None
     if fault is not None:
-        yield _said(
+        yield said(
             "error", "no-driver", f"nvidia-smi says: {fault}",
             "mend the driver (after an update: reboot), or start the container with --gpus all",
         )  # fmt: skip
-
-
-def _said(severity: Severity, code: str, message: str, help: str) -> Finding:
-    return Finding(severity=severity, layer="launch", code=code, message=message, help=help)

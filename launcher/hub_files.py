@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from launcher.backends import model_config
-from launcher.errors import Finding, NotReady
+from launcher.errors import Finding, not_ready
 from launcher.machine import Trainer
 from launcher.paths import exists, is_file
 from launcher.plan import Plan
 from launcher.redaction import redact
-from launcher.rundir import parse_line
+from launcher.rundir import parse_line, read_json
 
 FETCHING = Path(__file__).resolve().parent / "fetching.py"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
@@ -126,12 +126,9 @@ def _fetched(
         last = ended.stdout.decode(errors="replace").strip().rpartition("\n")[2]
         answer = parse_line(f'{{"of": {last}}}'.encode()).get("of")
         if not isinstance(answer, list) or not answer or not isinstance(answer[0], dict):
-            raise NotReady(
-                Finding(
-                    severity="error", layer="launch", code="not-fetched", file=str(trainer.python),
-                    message=f"{trainer.python} cannot download from the hub: it ended with "
-                    f"{ended.returncode}", help="launch doctor",
-                )
+            raise not_ready(
+                "not-fetched", f"{trainer.python} cannot download from the hub: it ended with "
+                f"{ended.returncode}", "launch doctor", file=str(trainer.python),
             )  # fmt: skip
         done.append((answer[0], time.monotonic() - began))
     return done
@@ -177,7 +174,7 @@ def lacking(folder: Path, role: Role) -> str | None:
     if not adapter and not is_file(folder / "config.json"):
         return f"{folder} holds no config.json"
     for index in sorted(folder.glob("*.index.json")):
-        shards = json_of(index).get("weight_map")
+        shards = read_json(index).get("weight_map")
         names = set(shards.values()) if isinstance(shards, dict) else set()
         gone = sorted(str(name) for name in names if not is_file(folder / str(name)))
         # another format's index may lie beside whole weights
@@ -242,15 +239,6 @@ def size_of(path: Path) -> int:
             file = Path(place) / name
             total += file.stat().st_size if is_file(file) else 0
     return total
-
-
-def json_of(path: Path) -> dict[str, Any]:
-    """A JSON file; empty where it is none."""
-    try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return told if isinstance(told, dict) else {}
 
 
 def findings(parts: Sequence[Part], plan: Plan, *, offline: bool) -> Iterator[Finding]:

@@ -168,7 +168,6 @@ def between(
     commits: Commits,
     paths: Sequence[Path] = (),
     *,
-    overrides: Sequence[str] = (),
     stage: str | None = None,
     gpus: int | None = None,
 ) -> Difference:
@@ -178,7 +177,7 @@ def between(
     (else the file's own number, else 1). Raises NotReady where git lacks the commits' files,
     InvalidConfig with all findings where a stage file cannot even be read.
     """
-    loaded = _load(paths, overrides)
+    loaded = _load(paths)
     old, new = revision.read_revisions(commits)
     compared = {
         name: difference.compare(old, new, name, commits.repository)
@@ -194,12 +193,12 @@ def between(
     )  # fmt: skip
 
 
-def _load(paths: Sequence[Path], overrides: Sequence[str]) -> list[Config]:
+def _load(paths: Sequence[Path]) -> list[Config]:
     loaded: list[Config] = []
     faults: list[Finding] = []
     for path in paths:
         try:
-            loaded.append(configs.load(path, overrides))
+            loaded.append(configs.load(path))
         except InvalidConfig as error:
             faults += error.findings
     if faults:

@@ -22,7 +22,7 @@ from typing import IO
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from launcher.errors import Finding, NotReady
+from launcher.errors import Finding, not_ready
 from launcher.machine import Trainer
 from launcher.upstream import REPOSITORY
 
@@ -229,9 +229,7 @@ def run(
             reason = str(error)
         if reason is not None:
             left = "; then ".join(one.shell() for one in todo[number:])
-            raise NotReady(
-                Finding(
-                    severity="error", layer="launch", code="install-failed",
-                    message=f"installing {step.why} failed: {reason}", help=f"what is left: {left}",
-                )
+            raise not_ready(
+                "install-failed", f"installing {step.why} failed: {reason}",
+                f"what is left: {left}",
             )  # fmt: skip

@@ -46,21 +46,14 @@ _WRITE = 'argparse knows no negative numbers with an exponent: in quotes, "-0.00
 _WRITTEN_OUT = {"allOf": [{"if": _SMALL, "then": {"type": "string", "errorMessage": _WRITE}}]}
 
 
-def build(schema: Schema, entry: Entry, *, notes: Notes | None = None) -> Json:
-    """The JSON Schema of the stage files of one stage on one backend.
-
-    `notes` are further lines for the hover text of a field, by its name (what reads it, its history).
-    """
-    return _document([(schema, entry)], [notes or {}])
-
-
 def combined(
     schemas: Iterable[Schema], *, notes: Mapping[tuple[str, str], Notes] | None = None
 ) -> Json:
-    """One JSON Schema for several stages and backends, chosen by a file's own `stage` and `backend`.
+    """One JSON Schema for stage files of these scripts, chosen by a file's own `stage` and `backend`.
 
-    `notes` as for `build`, by (backend, key of the script). Where a file leaves the choice to the file
-    that it extends, whatever one of the candidates takes is accepted.
+    `notes` are further lines for the hover text of a field (what reads it, its history), by (backend, key
+    of the script) and its name. Where a file leaves the choice to the file that it extends, whatever one
+    of the candidates takes is accepted.
     """
     parts = [(schema, BACKENDS[schema.backend].STAGES[schema.key]) for schema in schemas]
     given = notes or {}

@@ -43,7 +43,7 @@ def judge(folder: RunFolder, asked: Mapping[str, str] | None = None) -> Judged:
     seen = check.beside(seen, foresight.peak_of(told))
     if seen.point("finish").state == "running" and _lost(folder):
         seen = check.lost(seen)
-    if seen.point("finish").state == "completed":
+    if seen.point("finish").state == "completed" and found.final_save:
         seen = _with_model(seen, told)
     # a token that training printed must not get from the log into what is shown and kept
     clean = redact(seen, attempts.tokens(folder))

@@ -31,7 +31,7 @@ from launcher import (
     runner,
     trial,
 )  # fmt: skip
-from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, NotReady
+from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, not_ready
 from launcher.forecast import Terms
 from launcher.gates import Facts, Flag
 from launcher.preparation import Asked, Request
@@ -204,12 +204,9 @@ def _require_quiet(folder: Path) -> None:
     """Raise NotReady where a rung still trains, or is about to, whose command was killed."""
     for run in rundir.newest_first(folder):
         if runner.alive(run.path) or claim.held(run):
-            raise NotReady(
-                Finding(
-                    severity="error", layer="launch", code="run-is-live", file=str(run.path),
-                    message=f"a rung of this ladder still trains: {run.path.name}",
-                    help=f"wait for it, or launch stop {run.path.name}",
-                )
+            raise not_ready(
+                "run-is-live", f"a rung of this ladder still trains: {run.path.name}",
+                f"wait for it, or launch stop {run.path.name}", file=str(run.path),
             )  # fmt: skip
 
 
@@ -238,7 +235,7 @@ def _climb(planned: Climb, *, allow_unproven: bool, quiet: bool) -> Result:
             outcome = _run(rung, planned, quiet=quiet)
             if outcome is None or outcome.interrupted:
                 return _result(planned, standings, Exit.INTERRUPTED, f"{rung.name}: interrupted")
-            record.keep(rung, outcome, _facts(rung, outcome, planned.terms))
+            record.keep(rung, outcome, _facts(rung, outcome, planned))
             standing = record.standing(
                 rung.gpus, limits, standings, allow_unproven=allow_unproven, now=True
             )
@@ -339,7 +336,7 @@ class _Record:
 # --- what a run showed ----------------------------------------------------------------------------
 
 
-def _facts(rung: Rung, outcome: Outcome, terms: Terms) -> Facts:
+def _facts(rung: Rung, outcome: Outcome, asked: Climb) -> Facts:
     metrics, planned = outcome.verdict.metrics, outcome.plan
     try:
         lines = outcome.run.metrics.read_bytes().splitlines()
@@ -349,7 +346,7 @@ def _facts(rung: Rung, outcome: Outcome, terms: Terms) -> Facts:
     seconds = [row["seconds"] for row in rows if isinstance(row.get("seconds"), int | float)]
     steady = seconds[len(seconds) // 5 :]
     # by now the row lengths are known, where they were not before
-    known = rungs.predicted(rung.request, terms)
+    known = rungs.predicted(rung.request, asked.terms)
     proved = outcome.exit is Exit.OK
     unproven = outcome.reason if outcome.verdict.status == "unproven" else None
     unproven = unproven if outcome.exit is Exit.VERDICT else None
@@ -366,7 +363,15 @@ def _facts(rung: Rung, outcome: Outcome, terms: Terms) -> Facts:
         planned_gib=None if known is None else known.memory.peak, card_gib=_card_gib(rung),
         starts_at_ln2=_starts_at_ln2(planned.stage),
         failed=None if proved or unproven is not None else outcome.reason, unproven=unproven,
+        trend=_trend(asked.stage, outcome),
     )  # fmt: skip
+
+
+def _trend(stage: Stage, outcome: Outcome) -> str | None:
+    """How the loss went, where the stage file expects it to fall: the rung itself expects nothing."""
+    if stage.options.expect.get("trend") != "falling":
+        return None
+    return next((p.state for p in outcome.verdict.points if p.name == "trend"), None)
 
 
 def usual_step(seconds: Sequence[float]) -> float | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from launcher.errors import Finding, InvalidConfig, NotReady, UsageError, brief
+from launcher.errors import Finding, InvalidConfig, NotReady, brief, usage
 
 # With a mean and a maximum alone, rows are taken as log-normal, which lengths of documents commonly are,
 # with this many standard deviations (of the logarithm) from the median to the maximum.
@@ -194,11 +194,10 @@ def parse(text: str) -> Lengths:
     except (ValueError, OverflowError):
         values = (0.0, 0)
     if not (math.isfinite(values[0]) and 1 <= values[0] <= values[1]):
-        raise UsageError(Finding(
-            severity="error", layer="launch", code="row-tokens",
-            message=f"--row-tokens {brief(text, 40)} is not MEAN:MAX with 1 <= MEAN <= MAX",
-            help="for example --row-tokens 290:1100",
-        ))  # fmt: skip
+        raise usage(
+            "row-tokens", f"--row-tokens {brief(text, 40)} is not MEAN:MAX with 1 <= MEAN <= MAX",
+            "for example --row-tokens 290:1100",
+        )  # fmt: skip
     return Lengths(mean=values[0], longest=values[1], source=f"--row-tokens {text}")
 
 

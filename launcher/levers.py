@@ -14,7 +14,7 @@ from typing import Any
 from launcher import budget, options, plan
 from launcher.footprint import attention_of
 from launcher.lengths import Lengths
-from launcher.options import Batch
+from launcher.options import DEEPSPEED, SWITCHED, Batch
 from launcher.plan import Plan
 from launcher.schema import Values
 
@@ -43,7 +43,6 @@ FLASH = ("flash_attention_2", "flash_attention_3", "flash_2", "flash_3", "flash_
 _SPELT = {"flash_2": "flash_attention_2", "torch": "sdpa"}
 _ROUNDING = 0.1
 """How far the tokens of a step may be from the file's where other rows hold them."""
-ZERO = ("zero1", "zero1_fp32_comm", "zero2", "zero2_fp32_comm", "zero3", "zero3_offload")
 _ON, _OFF = True, False
 
 
@@ -95,7 +94,16 @@ class Space:
                 yield chosen
                 continue
             for per_device in budget.splits(total, devices(self.plan)):
-                yield {**chosen, "per_device": per_device}
+                one = {**chosen, "per_device": per_device}
+                if one == self.base or not self._packs_nothing(one):
+                    yield one
+
+    def _packs_nothing(self, chosen: Settings) -> bool:
+        """One row a micro-batch has none to be packed with: that is the setting without packing."""
+        entry, value = self.plan.stage.entry, chosen.get("packing", "off")
+        told = {"packing": value in (True, "bfd"), "padding_free": value == "padding_free"}
+        rows = int(chosen["per_device"])
+        return entry.packs(told, None) and not entry.packs(told, rows)
 
     def as_json(self) -> dict[str, Any]:
         """For the record."""
@@ -277,13 +285,13 @@ def _deepspeed(made: Plan, here: Here, _rows: Lengths | None) -> Told:
     now = made.stage.options.deepspeed_name
     if now == "none":
         return "the file trains without it, and with it weights would have another precision"
-    if now not in ZERO:
+    if now not in DEEPSPEED:
         return f"`{now}` is a file of your own: `deepspeed: zero2` would be tuned"
     if made.values.get("use_qlora") or made.values.get("load_in_4bit"):
         return "quantised weights are not sharded"
     # one process sends nothing, and its gradients are whole under every stage
     alone = ("zero2", "zero2_fp32_comm", "zero3_offload")
-    values = ZERO if made.processes > 1 else alone
+    values = DEEPSPEED if made.processes > 1 else alone
     return Lever(name="deepspeed", now=now, values=tuple(dict.fromkeys((*values, now))))
 
 
@@ -379,9 +387,6 @@ def by_lever(space: Space, settings: Settings) -> dict[str, dict[str, Any]]:
     return {**told, "per_device": split} if split else told
 
 
-_PROVED = {"liger": ("engaged", "off"), "packing": ("isolated", "off")}
-
-
 def _contract(made: Plan, name: str, value: Setting) -> dict[str, Any]:
     """What the file must expect instead of what it expects: what is turned on is to be proved."""
     expected = made.stage.options.expect.get(name)
@@ -390,11 +395,11 @@ def _contract(made: Plan, name: str, value: Setting) -> dict[str, Any]:
         # without a word in the file, only the probe of TRL's model knows what it came to
         held = _trl(made) if expected is None else expected != "any"
         return {"expect.attention": _SPELT.get(str(value), str(value))} if held else {}
-    if name not in _PROVED or expected is None or (expected == "any" and not on):
+    if name not in SWITCHED or expected is None or (expected == "any" and not on):
         return {}
     if expected == "any":
-        return {f"expect.{name}": _PROVED[name][0]}
-    return {} if (expected != "off") == on else {f"expect.{name}": _PROVED[name][0 if on else 1]}
+        return {f"expect.{name}": SWITCHED[name][0]}
+    return {} if (expected != "off") == on else {f"expect.{name}": SWITCHED[name][0 if on else 1]}
 
 
 def _batch(space: Space, settings: Settings) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from launcher.errors import Finding, NotReady
+from launcher.errors import not_ready
 from launcher.paths import expanded
 
 # Read once in the trainer's interpreter; stdlib only, so that any Python answers it. `markers` are
@@ -271,12 +271,9 @@ def ask_trainer(python: Path, source: str) -> Trainer:
         if isinstance(told, dict):
             _remember(python, told, began_ns)
     if not isinstance(told, dict):
-        raise NotReady(
-            Finding(
-                severity="error", layer="launch", code="no-python", file=str(python),
-                message=f"{source} names a Python that does not run: {python}",
-                help="give the trainer's interpreter with --python PATH",
-            )
+        raise not_ready(
+            "no-python", f"{source} names a Python that does not run: {python}",
+            "give the trainer's interpreter with --python PATH", file=str(python),
         )  # fmt: skip
     return Trainer(
         python=python,

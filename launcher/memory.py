@@ -291,6 +291,20 @@ class Setup:
         return self.adapters.parameters(self.shape) if self.adapters else self.shape.parameters
 
     @property
+    def adapter_bytes(self) -> int:
+        """Bytes of the adapters' weights; 0 where the model itself is trained."""
+        return self.adapters.bytes * self.trained if self.adapters else 0
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the model's own weights as they are loaded."""
+        whole = self.weight_bytes * self.shape.parameters
+        if self.quantised is None:
+            return whole
+        few = self.quantised.elements(self.shape)
+        return int(whole - (self.weight_bytes - self.quantised.bytes) * few)
+
+    @property
     def gradient_bytes(self) -> int:
         """Bytes an element of a gradient as the backward pass makes it."""
         return self.adapters.bytes if self.adapters else self.weight_bytes

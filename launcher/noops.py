@@ -49,7 +49,7 @@ def refused(values: Values, entry: Entry, told: Container[str | None]) -> Iterat
     known = effective(values, entry)
     for refusal in schema.path.refusals:
         # at the pin the rules say the same, and better
-        if refusal.parsing and schema.source == "snapshot":
+        if refusal.parsing and schema.tested:
             continue
         if not all(conditions.holds(c, known, _UNKNOWN) for c in refusal.when):
             continue

@@ -52,6 +52,8 @@ EXPECT: Mapping[str, tuple[str, ...]] = {
     "memory": ("ok", "any"),
     "finish": ("completed", "any"),
 }  # fmt: skip
+# what a verdict calls a switch that is on, and one that is off
+SWITCHED = {"liger": ("engaged", "off"), "packing": ("isolated", "off")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

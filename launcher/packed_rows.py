@@ -52,10 +52,10 @@ def pack(rows: Lengths, *, pairs: int, limit: int) -> Packed:
     return Packed(pairs=placed / made, real=whole / made, positions=2 * limit)
 
 
-def fuller(rows: Lengths, *, pairs: int, limit: int, wanted: float = 0.8) -> tuple[int, Packed]:
-    """The least doubling of a batch whose rows are filled to `wanted`, or that fills them no further."""
+def fuller(rows: Lengths, *, pairs: int, limit: int) -> tuple[int, Packed]:
+    """The least doubling of a batch whose rows are filled to 80 %, or that fills them no further."""
     found = pack(rows, pairs=pairs, limit=limit)
-    while found.filled < wanted and pairs < 4096:
+    while found.filled < 0.8 and pairs < 4096:
         more = pack(rows, pairs=2 * pairs, limit=limit)
         if more.filled < 1.02 * found.filled:
             break

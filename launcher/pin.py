@@ -14,7 +14,7 @@ from typing import Literal
 
 from launcher import upstream
 from launcher.backends import BACKENDS
-from launcher.errors import Exit, Finding, NotReady, UsageError
+from launcher.errors import Exit, Finding, NotReady, UsageError, usage
 from launcher.git import Repository
 from launcher.paths import canonical, exists, expanded, is_file
 
@@ -418,12 +418,7 @@ def _names(words: Sequence[str]) -> tuple[str, str]:
         return "pin", words[0]
     if len(words) == 2:
         return words[0], words[1]
-    raise UsageError(
-        Finding(
-            severity="error", layer="launch", code="unknown-commit",
-            message="two commits are compared", help="launch pin diff pin origin/main",
-        )
-    )  # fmt: skip
+    raise usage("unknown-commit", "two commits are compared", "launch pin diff pin origin/main")
 
 
 def _repositories(checkout: Path | None, environ: Mapping[str, str]) -> list[Repository]:

@@ -22,6 +22,7 @@ from launcher import (
     following,
     foresight,
     handover,
+    plan,
     preparation,
     report,
     resume,
@@ -295,7 +296,7 @@ class _Runner:
         prepared, why = self._prepared(request)
         prepared = foresight.foreseen(prepared)
         output = prepared.output or step.output
-        self.models[step.link.name] = handover.model_in(prepared.plan, output)
+        self.models[step.link.name] = plan.model_in(prepared.plan, output)
         row.output, row.run = str(output), str(prepared.folder.path)
         if why is not None:
             row.reason = f"trained again, beside the old one: {why}"
@@ -382,7 +383,7 @@ def _of_nobody(request: Request) -> Path | None:
     dry = preparation.prepare(request, running=False)
     if dry.attempt > 1 or dry.output is None:
         return None
-    whole = checkpoints.model_fault(handover.model_in(dry.plan, dry.output)) is None
+    whole = checkpoints.model_fault(plan.model_in(dry.plan, dry.output)) is None
     return dry.output if whole else None
 
 

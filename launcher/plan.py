@@ -6,7 +6,7 @@ import functools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -209,9 +209,23 @@ def _attention(
         yield "attn_implementation", Derived(value=choice.name, why=why)
 
 
+def applied(plan: Plan, derived: Mapping[str, Derived]) -> Plan:
+    """The plan with these among its derived arguments, whatever the stage file says."""
+    if not derived:
+        return plan
+    more = {**plan.derived, **derived}
+    given = {**plan.stage.args, **{name: one.value for name, one in more.items()}}
+    return replace(plan, derived=more, values=Values(plan.stage.schema, given))
+
+
 def output_folder(plan: Plan) -> Path | None:
     """Where upstream will put the final model."""
     return plan.stage.backend.output_folder(plan.values)
+
+
+def model_in(plan: Plan, output: Path) -> Path:
+    """Where in an output folder the model lies that can be loaded: dpo.py:111 puts it into one below."""
+    return output / "hf_model" if plan.stage.entry.torchrun else output
 
 
 def _note(stage: Stage, name: str, value: Any, why: str) -> Finding:
@@ -347,7 +361,7 @@ def _steps(stage: Stage, values: Values, rows: int | None, batch: int) -> int | 
     """Optimizer steps in all; an epoch's last batch is rounded up (finetune.py:692, trainer.py)."""
     if (limit := limited(stage, values)) is not None:
         return limit
-    if rows is None or _repacked(stage, values):
+    if rows is None or repacks(stage, values):
         return None
     return steps_of(stage, values, rows, batch)
 
@@ -391,12 +405,11 @@ def steps_of(stage: Stage, values: Values, rows: int, batch: int) -> int | None:
     return math.ceil(epochs * -(-rows // batch))
 
 
-def _repacked(stage: Stage, values: Values) -> bool:
+def repacks(stage: Stage, values: Values) -> bool:
     """Whether rows are put together before they are counted into batches: TRL's SFT and dpo.py do."""
-    packing = stage.entry.names.packing
-    if stage.entry.torchrun:
-        return bool(values.get("packing"))
-    return stage.options.backend == "trl" and packing == "packing" and bool(values.get("packing"))
+    entry = stage.entry
+    own = stage.options.backend == "trl" and entry.names.packing == "packing"
+    return bool(values.get("packing")) and (own or entry.torchrun)
 
 
 def count_rows(stage: Stage, values: Values) -> int | None:

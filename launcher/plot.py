@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import panels
-from launcher.errors import Finding, NotReady
+from launcher.errors import NotReady, not_ready
 from launcher.panels import Line, Panel
 from launcher.series import Run
 
@@ -55,12 +55,9 @@ def _matplotlib() -> tuple[Any, Any]:
 
 def missing(package: str, extra: str, what: str) -> NotReady:
     """What to raise where an optional package of launch's own Python is not there."""
-    return NotReady(
-        Finding(
-            severity="error", layer="launch", code="missing-packages",
-            message=f"{what} is made with {package}, which is not installed",
-            help=f"pip install {package}, or in launch's own folder `pip install -e '.[{extra}]'`",
-        )
+    return not_ready(
+        "missing-packages", f"{what} is made with {package}, which is not installed",
+        f"pip install {package}, or in launch's own folder `pip install -e '.[{extra}]'`",
     )  # fmt: skip
 
 

@@ -185,7 +185,7 @@ def _packing(evidence: Evidence, want: str | None) -> Seen:
     log = evidence.log
     said = log.all("packing") if log else ()
     asked = log.asked.get("packing") if log else None
-    if said or asked == "True":
+    if said or (asked == "True" and not evidence.packs_nothing):
         cites = (*_of_signals(log, said), *_of_asked(log, "packing"))
         return Seen(state="on", proved=want != "isolated", cites=cites)
     cites = _of_asked(log, "packing")
@@ -412,6 +412,8 @@ def _loss(evidence: Evidence, _want: str | None) -> Seen:
         detail["reason"] = f"no loss of step {named} was seen on every rank, and none is logged"
         return Seen(state="finite", proved=False, cites=_of_losses(evidence), detail=detail)
     every = [step.loss for record in ranks for step in record.steps]
+    if not every and log is not None:
+        every = [_exact(line) for line in log.steps]
     state = "zero" if every and not any(loss is None or loss for loss in every) else "finite"
     return Seen(state=state, cites=_of_losses(evidence), detail=detail)
 
@@ -465,6 +467,11 @@ def _nonfinite(line: StepLine) -> bool:
     return hidden or not math.isfinite(line.loss)
 
 
+def _exact(line: StepLine) -> float:
+    """HF Trainer rounds a loss, and prints no 0 for the gradient of a small one."""
+    return line.loss or (line.extra.get("grad_norm", 0.0) if "epoch" in line.extra else 0.0)
+
+
 def _doubt(steps: Sequence[StepLine]) -> tuple[StepLine, str] | None:
     """The line of HF Trainer's that leaves open whether the loss was finite, and why."""
     for line in steps:
@@ -479,8 +486,8 @@ def _doubt(steps: Sequence[StepLine]) -> tuple[StepLine, str] | None:
 
 def _trend(evidence: Evidence, _want: str | None) -> Seen:
     if (still := _still(evidence)) is not None:
-        cites = _of_losses(replace(evidence, log=None))
-        return Seen(state="still", cites=cites, detail={"reason": still})
+        seen = _of_losses(replace(evidence, log=None)) or _of_losses(evidence)
+        return Seen(state="still", cites=seen, detail={"reason": still})
     # a run that was resumed is one run
     whole = whole_losses(evidence)
     finite = [loss for loss in whole if math.isfinite(loss)]
@@ -495,14 +502,26 @@ def _trend(evidence: Evidence, _want: str | None) -> Seen:
 
 
 def _still(evidence: Evidence) -> str | None:
-    """Why no weight can have moved, as every rank saw it in every one of two steps or more."""
-    steps = [s for r in evidence.probe.ranks.values() for s in r.steps] if evidence.probe else []
-    if len({step.step for step in steps}) < 2:
+    """Why no weight can have moved, as every rank saw it in every one of two steps or more, or the log."""
+    log = evidence.log
+    steps: list[tuple[int, float | None, float | None]] = [
+        (one.step, one.grad_norm, one.learning_rate)
+        for record in (evidence.probe.ranks.values() if evidence.probe else ())
+        for one in record.steps
+    ]
+    if not steps and log is not None and _from_the_first(log.steps):
+        steps = [(one.step, one.extra.get("grad_norm"), one.learning_rate) for one in log.steps]
+    if len({step for step, *_ in steps}) < 2:
         return None
-    for name, words in (("grad_norm", "gradient norm"), ("learning_rate", "learning rate")):
-        if all(getattr(step, name) == 0 for step in steps):
+    for place, words in ((1, "gradient norm"), (2, "learning rate")):
+        if all(one[place] == 0 for one in steps):
             return f"the {words} was 0 in every step: nothing was learned"
     return None
+
+
+def _from_the_first(steps: Sequence[StepLine]) -> bool:
+    """Whether the first line is there: at the end of a schedule the learning rate may well be 0."""
+    return len(steps) > 1 and steps[0].step <= max(1, steps[1].step - steps[0].step)
 
 
 def trend(series: Sequence[float]) -> tuple[float, float]:

@@ -32,11 +32,6 @@ class Shape:
     limit: int | None = None
 
     @property
-    def rows_per_step(self) -> int:
-        """Rows of a full step."""
-        return self.per_device * self.devices * self.accumulation
-
-    @property
     def micro(self) -> int:
         """Micro-batches of an epoch on each device: the last ones are filled up, none is dropped."""
         return max(1, -(-self.rows // (self.per_device * self.devices)))

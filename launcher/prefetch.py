@@ -17,13 +17,13 @@ from typing import Any
 from launcher import doctor, entries, hub_files, plan, preparation, rundir
 from launcher.backends import model_config
 from launcher.backends.model_rules import offline
-from launcher.cache_folders import sized
 from launcher.errors import Exit, Finding, InvalidConfig, NotReady, errors
 from launcher.hub_files import Part
 from launcher.machine import Trainer
 from launcher.plan import Plan
 from launcher.preparation import Request
 from launcher.rundir import RunFolder
+from launcher.sizes import sized
 from launcher.tokenised import Filling, Say, Tokenised
 
 # what other machines' packages decide, which need not be the ones here

@@ -26,7 +26,7 @@ from launcher import (
 from launcher import stage as stages
 from launcher.command import Command
 from launcher.devices import Devices, Look
-from launcher.errors import Finding, InvalidConfig, NotReady, UsageError, errors
+from launcher.errors import Finding, InvalidConfig, NotReady, errors, usage
 from launcher.machine import Trainer
 from launcher.paths import exists
 from launcher.plan import Plan
@@ -155,6 +155,13 @@ class Asked:
 
 def ask(request: Request, *, running: bool) -> Asked:
     """Load and judge a stage file. Raises InvalidConfig, NotReady or UsageError."""
+    named, count = devices.named(request.devices), request.gpus
+    if named is not None and count is None:
+        count = len(named)
+    if named is not None and count != len(named):
+        # a dry run looks at no GPU, and would plan for what no start gets
+        message = f"--gpus {count}, but --devices names {len(named)}"
+        raise usage("bad-devices", message, f"--gpus {len(named)}, or leave it out")
     loaded = config.load(request.config, request.overrides)
     backend, checkout = stages.backend_of(loaded), None
     locator = Locator(checkout=request.checkout, allow_unpinned=request.allow_unpinned)
@@ -169,9 +176,6 @@ def ask(request: Request, *, running: bool) -> Asked:
     elif not request.final_save and (watch := stage.options.probe) is not None:
         watch = replace(watch, final_save=False)
         stage = replace(stage, options=replace(stage.options, probe=watch))
-    named, count = devices.named(request.devices), request.gpus
-    if named is not None and count is None:
-        count = len(named)
     count = count if count is not None else stage.options.gpus
     # eight cards can take ten seconds to answer: they are asked only where the answer counts
     # and not where other machines will train
@@ -221,7 +225,7 @@ def prepare(request: Request, *, running: bool) -> Prepared:
             # a dry run may be made anywhere: what is installed here says nothing
             packages=trainer.packages if running else None,
         )  # fmt: skip
-        made = resume.applied(made, placed.derived)
+        made = plan.applied(made, placed.derived)
         made = _in_situation(made, trainer, before, running=running)
         if running:
             # about the machine, not the stage file: --strict leaves them warnings
@@ -241,7 +245,7 @@ def prepare(request: Request, *, running: bool) -> Prepared:
             # what a rule says of the output folder, the run's own record says better
             known = (*made.findings, *said)
             known = tuple(f for f in known if before is None or f.code not in resume.SUPERSEDED)
-            made = resume.applied(made, decision.derived)
+            made = plan.applied(made, decision.derived)
             made = replace(made, findings=(*known, *decision.findings))
         if errors(made.findings, strict=request.strict):
             raise InvalidConfig(made.findings)
@@ -294,7 +298,7 @@ def decided_of_earlier_run(dry: Prepared) -> tuple[Plan, resume.Decision | None]
         packages=dry.trainer.packages,
     )  # fmt: skip
     name = made.stage.entry.names.output
-    made = resume.applied(made, {n: d for n, d in dry.plan.derived.items() if n == name})
+    made = plan.applied(made, {n: d for n, d in dry.plan.derived.items() if n == name})
     try:
         held = caches.derive(made, dry.trainer.packages)
         made = caches.applied(made, held)
@@ -323,10 +327,5 @@ def _gpus(gpus: int | None, stage: stages.Stage, seen: Look | None) -> int:
     if gpus is None and seen is not None and stage.options.backend == "trl":
         gpus = min(1, len(seen.visible))
     if gpus is None or gpus < 0:
-        raise UsageError(
-            Finding(
-                severity="error", layer="launch", code="no-gpus", message="how many GPUs?",
-                help="--gpus 8, or --gpus 0 for the CPU",
-            )
-        )  # fmt: skip
+        raise usage("no-gpus", "how many GPUs?", "--gpus 8, or --gpus 0 for the CPU")
     return gpus

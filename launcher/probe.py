@@ -1083,20 +1083,6 @@ def say(message: str) -> None:
         os.write(2, f"\nlaunch: {message}\n".encode(errors="replace"))
 
 
-def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """The hook, which torch.compile is to leave alone: traced, it costs recompiles of its own.
-
-    Nothing is imported where nothing is compiled: torch._dynamo alone takes seconds.
-    """
-    asked = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() not in ("", "no")
-    torch = sys.modules.get("torch")
-    if torch is None or not (asked or "torch._dynamo" in sys.modules):
-        return hook
-    with contextlib.suppress(Exception):
-        return torch.compiler.disable(hook)  # type: ignore[no-any-return]
-    return hook
-
-
 def _finite(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else value
 
@@ -1317,73 +1303,60 @@ def _all_agree(mine: bool, ids: Any, world: int) -> bool:
 # --- watching modules as they are imported ---------------------------------------------------------
 
 
-def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace `owner.name` by `make(original)`, keeping static and class methods what they are."""
+def wrap(owner: Any, name: str, instead: Callable[..., Any]) -> None:
+    """Have `instead` called in place of `owner.name`, with that and its arguments.
+
+    Static and class methods stay what they are.
+    """
     raw = vars(owner).get(name) if isinstance(owner, type) else getattr(owner, name)
     if raw is None:
         raise AttributeError(f"{owner!r} has no {name}")
-    if isinstance(raw, staticmethod):
-        setattr(owner, name, staticmethod(make(raw.__func__)))
-    elif isinstance(raw, classmethod):
-        setattr(owner, name, classmethod(make(raw.__func__)))
-    else:
-        setattr(owner, name, make(raw))
+    kind = type(raw) if isinstance(raw, (staticmethod, classmethod)) else None
+    original = raw if kind is None else raw.__func__
+
+    @functools.wraps(original)
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        return instead(original, *args, **kwargs)
+
+    setattr(owner, name, inner if kind is None else kind(inner))
 
 
-def wrap_known(owner: Any, names: tuple[str, ...], make: Callable[[Any], Any]) -> None:
+def wrap_known(owner: Any, names: tuple[str, ...], instead: Callable[..., Any]) -> None:
     """The same for those of the names that this version has."""
     for name in names:
         if vars(owner).get(name) is not None:
-            wrap(owner, name, make)
+            wrap(owner, name, instead)
 
 
 def watch_accelerate(probe: Probe, module: types.ModuleType) -> None:
-    def prepare(original: Any) -> Any:
-        @functools.wraps(original)
-        def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
-            model = False
-            for item in args:
-                with probe.quietly("prepare"):
-                    if hasattr(item, "named_parameters") and hasattr(item, "forward"):
-                        model = True
-                        probe.mark("load")
-                        probe.saw_model(item)
-                    elif hasattr(item, "param_groups") and hasattr(item, "zero_grad"):
-                        probe.saw_optimizer(item, self)
-            result = original(self, *args, **kwargs)
-            for item in result if isinstance(result, (tuple, list)) else (result,):
-                with probe.quietly("prepared"):
-                    if hasattr(item, "zero_optimization_stage"):
-                        probe.saw_engine(item)
-            if model:
-                probe.mark("prepare")
-            return result
+    def prepare(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        model = False
+        for item in args:
+            with probe.quietly("prepare"):
+                if hasattr(item, "named_parameters") and hasattr(item, "forward"):
+                    model = True
+                    probe.mark("load")
+                    probe.saw_model(item)
+                elif hasattr(item, "param_groups") and hasattr(item, "zero_grad"):
+                    probe.saw_optimizer(item, self)
+        result = original(self, *args, **kwargs)
+        for item in result if isinstance(result, (tuple, list)) else (result,):
+            with probe.quietly("prepared"):
+                if hasattr(item, "zero_optimization_stage"):
+                    probe.saw_engine(item)
+        if model:
+            probe.mark("prepare")
+        return result
 
-        return inner
-
-    def backward(original: Any) -> Any:
-        @functools.wraps(original)
-        def inner(self: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
-            probe.backward_begins(loss)
-            result = original(self, loss, *args, **kwargs)
-            probe.backward_ended(self)
-            return result
-
-        return inner
-
-    def clip(original: Any) -> Any:
-        @functools.wraps(original)
-        def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
-            norm = original(self, *args, **kwargs)
-            with probe.quietly("gradient norm"):
-                probe.clipped(norm)
-            return norm
-
-        return inner
+    def backward(original: Any, self: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
+        probe.backward_begins(loss)
+        result = original(self, loss, *args, **kwargs)
+        probe.backward_ended(self)
+        return result
 
     wrap(module.Accelerator, "prepare", prepare)
     wrap(module.Accelerator, "backward", backward)
-    wrap_known(module.Accelerator, ("clip_grad_norm_",), clip)
+    wrap_known(module.Accelerator, ("clip_grad_norm_",), clipping(probe))
     wrap_known(module.Accelerator, ("save_state", "get_state_dict"), resting(probe))
     wrap_known(module.Accelerator, ("load_state",), resuming(probe))
 
@@ -1391,69 +1364,65 @@ def watch_accelerate(probe: Probe, module: types.ModuleType) -> None:
 def watch_optimizer(probe: Probe, module: types.ModuleType) -> None:
     """accelerate's wrapper steps in every micro-batch and acts in the last one."""
 
-    def step(original: Any) -> Any:
-        @functools.wraps(original)
-        def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with probe.quietly("gradients"):
-                probe.before_optimizer(self)
-            result = original(self, *args, **kwargs)
-            with probe.quietly("step"):
-                probe.close_step()
-            return result
-
-        return inner
+    def step(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        with probe.quietly("gradients"):
+            probe.before_optimizer(self)
+        result = original(self, *args, **kwargs)
+        with probe.quietly("step"):
+            probe.close_step()
+        return result
 
     wrap(module.AcceleratedOptimizer, "step", step)
 
 
-def resting(probe: Probe) -> Callable[[Any], Any]:
+def resting(probe: Probe) -> Callable[..., Any]:
     """For what takes long and is no step."""
 
-    def make(original: Any) -> Any:
-        @functools.wraps(original)
-        def inner(*args: Any, **kwargs: Any) -> Any:
-            probe.rests()
-            return original(*args, **kwargs)
+    def rest(original: Any, *args: Any, **kwargs: Any) -> Any:
+        probe.rests()
+        return original(*args, **kwargs)
 
-        return inner
-
-    return make
+    return rest
 
 
-def saving(probe: Probe) -> Callable[[Any], Any]:
+def saving(probe: Probe) -> Callable[..., Any]:
     """For what writes the final model; Trainer's checkpoints call it too, and say so."""
 
-    def make(original: Any) -> Any:
-        @functools.wraps(original)
-        def inner(*args: Any, **kwargs: Any) -> Any:
-            probe.rests()
-            if not kwargs.get("_internal_call"):
-                probe.leaves_out_final_save()
-            return original(*args, **kwargs)
+    def save(original: Any, *args: Any, **kwargs: Any) -> Any:
+        probe.rests()
+        if not kwargs.get("_internal_call"):
+            probe.leaves_out_final_save()
+        return original(*args, **kwargs)
 
-        return inner
-
-    return make
+    return save
 
 
-def resuming(probe: Probe) -> Callable[[Any], Any]:
+def resuming(probe: Probe) -> Callable[..., Any]:
     """For what loads a checkpoint, given as the first argument; afterwards its steps are counted."""
 
-    def make(original: Any) -> Any:
-        @functools.wraps(original)
-        def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
-            given = args[0] if args else next(iter(kwargs.values()), None)
-            # Trainer calls it without a checkpoint too
-            probe.resumed = probe.resumed or given is not None or not (args or kwargs)
-            result = original(self, *args, **kwargs)
-            with probe.quietly("resume"):
-                if given is not None:
-                    probe.resumes(given)
-            return result
+    def resume(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = args[0] if args else next(iter(kwargs.values()), None)
+        # Trainer calls it without a checkpoint too
+        probe.resumed = probe.resumed or given is not None or not (args or kwargs)
+        result = original(self, *args, **kwargs)
+        with probe.quietly("resume"):
+            if given is not None:
+                probe.resumes(given)
+        return result
 
-        return inner
+    return resume
 
-    return make
+
+def clipping(probe: Probe) -> Callable[..., Any]:
+    """For what clips the gradients and returns their norm."""
+
+    def clip(original: Any, *args: Any, **kwargs: Any) -> Any:
+        norm = original(*args, **kwargs)
+        with probe.quietly("gradient norm"):
+            probe.clipped(norm)
+        return norm
+
+    return clip
 
 
 def _steps_done(checkpoint: str, optimizer: Any, engine: Any) -> int:
@@ -1495,38 +1464,30 @@ def watch_preference(probe: Probe, module: types.ModuleType) -> None:
     wrap(function, "forward", _counter(probe, "preference_loss"))
 
 
-def _counter(probe: Probe, op: str) -> Callable[[Any], Any]:
-    def make(original: Any) -> Any:
-        @functools.wraps(original)
-        def inner(*args: Any, **kwargs: Any) -> Any:
-            if not probe.testing:
-                probe.liger[op] = probe.liger.get(op, 0) + 1
-            return original(*args, **kwargs)
+def _counter(probe: Probe, op: str) -> Callable[..., Any]:
+    def count(original: Any, *args: Any, **kwargs: Any) -> Any:
+        if not probe.testing:
+            probe.liger[op] = probe.liger.get(op, 0) + 1
+        return original(*args, **kwargs)
 
-        return inner
-
-    return make
+    return count
 
 
 def watch_liger_patch(probe: Probe, module: types.ModuleType) -> None:
     """Every apply_liger_kernel_to_X is recorded with its kwargs, wherever it is looked up."""
 
-    def recorder(name: str) -> Callable[[Any], Any]:
-        def make(original: Any) -> Any:
-            @functools.wraps(original)
-            def inner(*args: Any, **kwargs: Any) -> Any:
-                plain = {k: v for k, v in kwargs.items() if isinstance(v, (bool, int, str))}
-                probe.liger_losses |= {op for op in LIGER_LOSSES if plain.get(op) is True}
-                result = original(*args, **kwargs)
-                patched: dict[str, str] = {}
-                with probe.quietly("patched classes"):
-                    patched = patched_by_liger(name.removeprefix("apply_liger_kernel_to_"), kwargs)
-                probe.record.write("liger_patch", function=name, kwargs=plain, patched=patched)
-                return result
+    def recorder(name: str) -> Callable[..., Any]:
+        def record(original: Any, *args: Any, **kwargs: Any) -> Any:
+            plain = {k: v for k, v in kwargs.items() if isinstance(v, (bool, int, str))}
+            probe.liger_losses |= {op for op in LIGER_LOSSES if plain.get(op) is True}
+            result = original(*args, **kwargs)
+            patched: dict[str, str] = {}
+            with probe.quietly("patched classes"):
+                patched = patched_by_liger(name.removeprefix("apply_liger_kernel_to_"), kwargs)
+            probe.record.write("liger_patch", function=name, kwargs=plain, patched=patched)
+            return result
 
-            return inner
-
-        return make
+        return record
 
     table = getattr(module, "MODEL_TYPE_TO_APPLY_LIGER_FN", {})
     for name in [n for n in vars(module) if n.startswith("apply_liger_kernel_to_")]:
@@ -1562,17 +1523,13 @@ def _of_liger(value: Any) -> bool:
 
 
 def watch_saving(probe: Probe, module: types.ModuleType) -> None:
-    def save(original: Any) -> Any:
-        @functools.wraps(original)
-        def inner(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-            probe.rests()
-            result = original(self, save_directory, *args, **kwargs)
-            if kwargs.get("is_main_process", True):
-                probe.record.write("saved", path=str(save_directory))
-            probe.mark("save", again=True)
-            return result
-
-        return inner
+    def save(original: Any, self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        probe.rests()
+        result = original(self, save_directory, *args, **kwargs)
+        if kwargs.get("is_main_process", True):
+            probe.record.write("saved", path=str(save_directory))
+        probe.mark("save", again=True)
+        return result
 
     wrap(module.PreTrainedModel, "save_pretrained", save)
 
@@ -1580,19 +1537,15 @@ def watch_saving(probe: Probe, module: types.ModuleType) -> None:
 def watch_dataset_cache(probe: Probe, module: types.ModuleType) -> None:
     """open-instruct's tokenised set: it prints the same line for a hit and a miss."""
 
-    def load(original: Any) -> Any:
-        @functools.wraps(original)
-        def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with probe.quietly("dataset cache"):
-                path = self.get_cache_path()
-                skip = kwargs.get("dataset_skip_cache", args[2] if len(args) > 2 else False)
-                hit = os.path.exists(path) and not skip
-                state = "hit" if hit else "miss"
-                probe.record.write("dataset_cache", state=state, path=str(path))
-                probe.contract.seen("dataset_cache", state)
-            return original(self, *args, **kwargs)
-
-        return inner
+    def load(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        with probe.quietly("dataset cache"):
+            path = self.get_cache_path()
+            skip = kwargs.get("dataset_skip_cache", args[2] if len(args) > 2 else False)
+            hit = os.path.exists(path) and not skip
+            state = "hit" if hit else "miss"
+            probe.record.write("dataset_cache", state=state, path=str(path))
+            probe.contract.seen("dataset_cache", state)
+        return original(self, *args, **kwargs)
 
     wrap(module.LocalDatasetTransformationCache, "load_or_transform_dataset", load)
 
@@ -1600,41 +1553,33 @@ def watch_dataset_cache(probe: Probe, module: types.ModuleType) -> None:
 def watch_tokenising(probe: Probe, module: types.ModuleType) -> None:
     """TRL tokenises with `Dataset.map`: a hit is a result whose files are older than the call."""
 
-    def mapped(original: Any) -> Any:
-        @functools.wraps(original)
-        def inner(*args: Any, **kwargs: Any) -> Any:
-            begun = time.time()
-            result = original(*args, **kwargs)
-            with probe.quietly("dataset cache"):
-                names = [file["filename"] for file in getattr(result, "cache_files", None) or ()]
-                if str(kwargs.get("desc", "")).startswith("Tokenizing") and names:
-                    hit = all(os.path.getmtime(name) < begun for name in names)
-                    state = "hit" if hit else "miss"
-                    probe.record.write("dataset_cache", state=state, path=os.path.dirname(names[0]))
-                    probe.contract.seen("dataset_cache", state)
-            return result
-
-        return inner
+    def mapped(original: Any, *args: Any, **kwargs: Any) -> Any:
+        begun = time.time()
+        result = original(*args, **kwargs)
+        with probe.quietly("dataset cache"):
+            names = [file["filename"] for file in getattr(result, "cache_files", None) or ()]
+            if str(kwargs.get("desc", "")).startswith("Tokenizing") and names:
+                hit = all(os.path.getmtime(name) < begun for name in names)
+                state = "hit" if hit else "miss"
+                probe.record.write("dataset_cache", state=state, path=os.path.dirname(names[0]))
+                probe.contract.seen("dataset_cache", state)
+        return result
 
     wrap(module.Dataset, "map", mapped)
 
 
 def watch_reference_cache(probe: Probe, module: types.ModuleType) -> None:
-    def build(original: Any) -> Any:
-        @functools.wraps(original)
-        def inner(*args: Any, **kwargs: Any) -> Any:
-            with probe.quietly("reference cache"):
-                path = kwargs["cache_path"]
-                state = "hit" if path.exists() else "miss"
-                probe.record.write("reference_cache", state=state, path=str(path))
-                probe.reference = str(path)
-                probe.contract.seen("reference_cache", state)
-            probe.watchdog.rest()
-            if probe.cpu:
-                supply_process_group(probe)
-            return original(*args, **kwargs)
-
-        return inner
+    def build(original: Any, *args: Any, **kwargs: Any) -> Any:
+        with probe.quietly("reference cache"):
+            path = kwargs["cache_path"]
+            state = "hit" if path.exists() else "miss"
+            probe.record.write("reference_cache", state=state, path=str(path))
+            probe.reference = str(path)
+            probe.contract.seen("reference_cache", state)
+        probe.watchdog.rest()
+        if probe.cpu:
+            supply_process_group(probe)
+        return original(*args, **kwargs)
 
     wrap(module, "build_reference_logprobs_cache", build)
 
@@ -1642,110 +1587,76 @@ def watch_reference_cache(probe: Probe, module: types.ModuleType) -> None:
 def watch_olmo_module(probe: Probe, module: types.ModuleType) -> None:
     """OLMo-core's trainer calls these itself, with no accelerate around them."""
 
-    def make(original: Any) -> Any:
-        @functools.wraps(original)
-        def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
-            probe.mark("load")
-            result = original(self, *args, **kwargs)
-            with probe.quietly("train module"):
-                probe.saw_model(self.model)
-                probe.saw_optimizer(self.optim, None)
-                # dpo.py:191
-                probe.alike = max(1, int(getattr(self.dpo_config, "tensor_parallel_degree", 1)))
-                probe.mark("prepare")
-            return result
+    def build(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        probe.mark("load")
+        result = original(self, *args, **kwargs)
+        with probe.quietly("train module"):
+            probe.saw_model(self.model)
+            probe.saw_optimizer(self.optim, None)
+            # dpo.py:191
+            probe.alike = max(1, int(getattr(self.dpo_config, "tensor_parallel_degree", 1)))
+            probe.mark("prepare")
+        return result
 
-        return inner
+    def micro(original: Any, self: Any, micro_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if not probe.testing:
+            with probe.quietly("micro-batch"):
+                probe.micro_batch_begins(micro_batch)
+        result = original(self, micro_batch, *args, **kwargs)
+        probe.micro_batch = {}
+        if not probe.testing:
+            probe.backward_begins(result[0])
+        return result
 
-    def micro(original: Any) -> Any:
-        @functools.wraps(original)
-        def inner(self: Any, micro_batch: Any, *args: Any, **kwargs: Any) -> Any:
-            if not probe.testing:
-                with probe.quietly("micro-batch"):
-                    probe.micro_batch_begins(micro_batch)
-            result = original(self, micro_batch, *args, **kwargs)
-            probe.micro_batch = {}
-            if not probe.testing:
-                probe.backward_begins(result[0])
-            return result
-
-        return inner
-
-    def train(original: Any) -> Any:
-        @functools.wraps(original)
-        def inner(self: Any, batch: Any, dry_run: bool = False) -> Any:
-            # a batch that only warms up is none of training
-            probe.testing = probe.testing or dry_run
-            try:
-                return original(self, batch, dry_run=dry_run)
-            finally:
-                probe.testing = False if dry_run else probe.testing
-
-        return inner
+    def train(original: Any, self: Any, batch: Any, dry_run: bool = False) -> Any:
+        # a batch that only warms up is none of training
+        probe.testing = probe.testing or dry_run
+        try:
+            return original(self, batch, dry_run=dry_run)
+        finally:
+            probe.testing = False if dry_run else probe.testing
 
     owner = module.DPOTrainModule
-    wrap(owner, "__init__", make)
+    wrap(owner, "__init__", build)
     wrap(owner, "_compute_microbatch_loss", micro)
     wrap(owner, "train_batch", train)
 
 
 def watch_olmo_step(probe: Probe, module: types.ModuleType) -> None:
-    def step(original: Any) -> Any:
-        @functools.wraps(original)
-        def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with probe.quietly("gradients"):
-                probe.step_begins()
-                if getattr(self, "max_grad_norm", None) is None:
-                    probe.before_optimizer(self.optim)
-            result = original(self, *args, **kwargs)
-            with probe.quietly("step"):
-                probe.close_step()
-            return result
-
-        return inner
-
-    def clip(original: Any) -> Any:
-        @functools.wraps(original)
-        def inner(*args: Any, **kwargs: Any) -> Any:
-            norm = original(*args, **kwargs)
-            with probe.quietly("gradient norm"):
-                probe.clipped(norm)
-            return norm
-
-        return inner
+    def step(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        with probe.quietly("gradients"):
+            probe.step_begins()
+            if getattr(self, "max_grad_norm", None) is None:
+                probe.before_optimizer(self.optim)
+        result = original(self, *args, **kwargs)
+        with probe.quietly("step"):
+            probe.close_step()
+        return result
 
     wrap(module.TransformerTrainModule, "optim_step", step)
-    wrap_known(module.TransformerTrainModule, ("_clip_grad_norm",), clip)
+    wrap_known(module.TransformerTrainModule, ("_clip_grad_norm",), clipping(probe))
 
 
 def watch_olmo_trainer(probe: Probe, module: types.ModuleType) -> None:
     """Checkpoints are loaded and saved by it; after `fit` the weights are gathered, which may take long."""
 
-    def load(original: Any) -> Any:
-        @functools.wraps(original)
-        def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(self, *args, **kwargs)
-            with probe.quietly("resume"):
-                done = int(getattr(self, "global_step", 0) or 0)
-                if done:
-                    probe.resumed, probe.base = True, done
-                    given = args[0] if args else kwargs.get("dir")
-                    probe.record.write("resumed", path=str(given), step=done)
-            return result
+    def load(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        with probe.quietly("resume"):
+            done = int(getattr(self, "global_step", 0) or 0)
+            if done:
+                probe.resumed, probe.base = True, done
+                given = args[0] if args else kwargs.get("dir")
+                probe.record.write("resumed", path=str(given), step=done)
+        return result
 
-        return inner
-
-    def fit(original: Any) -> Any:
-        @functools.wraps(original)
-        def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
-            # OLMo-core's memory monitor sets the counters back before its first step
-            probe.mark("reference")
-            result = original(self, *args, **kwargs)
-            probe.rests()
-            probe.leaves_out_final_save()
-            return result
-
-        return inner
+    def fit(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        # OLMo-core's memory monitor sets the counters back before its first step
+        probe.mark("reference")
+        result = original(self, *args, **kwargs)
+        probe.rests()
+        probe.leaves_out_final_save()
+        return result
 
     wrap_known(module.Trainer, ("load_checkpoint",), load)
     wrap_known(module.Trainer, ("save_checkpoint", "save_checkpoint_async"), resting(probe))
@@ -1755,15 +1666,11 @@ def watch_olmo_trainer(probe: Probe, module: types.ModuleType) -> None:
 def watch_hub(probe: Probe, module: types.ModuleType) -> None:
     """finetune.py:528 asks the hub for a snapshot of whatever the model is called, folders too."""
 
-    def download(original: Any) -> Any:
-        @functools.wraps(original)
-        def inner(repo_id: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(repo_id, str) and os.path.isdir(repo_id):
-                probe.supply("snapshot_download", f"{repo_id} is a local folder, not a hub name")
-                return repo_id
-            return original(repo_id, *args, **kwargs)
-
-        return inner
+    def download(original: Any, repo_id: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(repo_id, str) and os.path.isdir(repo_id):
+            probe.supply("snapshot_download", f"{repo_id} is a local folder, not a hub name")
+            return repo_id
+        return original(repo_id, *args, **kwargs)
 
     wrap(module, "snapshot_download", download)
 
@@ -1784,26 +1691,18 @@ def supply_process_group(probe: Probe) -> None:
 def supply_gloo(probe: Probe, module: types.ModuleType) -> None:
     """OLMo-core asks for NCCL beside gloo whatever the machine has; torch for the CPU has no NCCL."""
 
-    def make(original: Any) -> Any:
-        @functools.wraps(original)
-        def inner(backend: str = "gloo", *args: Any, **kwargs: Any) -> Any:
-            probe.supply("process_group", f"gloo in place of `{backend}`")
-            return original("gloo", *args, **kwargs)
+    def group(original: Any, backend: str = "gloo", *args: Any, **kwargs: Any) -> Any:
+        probe.supply("process_group", f"gloo in place of `{backend}`")
+        return original("gloo", *args, **kwargs)
 
-        return inner
-
-    wrap(module, "init_distributed", make)
+    wrap(module, "init_distributed", group)
 
 
 def supply_memory_monitor(probe: Probe, module: types.ModuleType) -> None:
     """dpo.py:70 watches the GPU's memory whether there is one or not."""
 
-    def nothing(original: Any) -> Any:
-        @functools.wraps(original)
-        def inner(*_: Any, **__: Any) -> None:
-            probe.supply("memory_monitor", "OLMo-core's memory monitor needs a GPU")
-
-        return inner
+    def nothing(original: Any, *_: Any, **__: Any) -> None:
+        probe.supply("memory_monitor", "OLMo-core's memory monitor needs a GPU")
 
     wrap_known(module.GPUMemoryMonitorCallback, ("pre_train", "pre_step", "post_step"), nothing)
 
@@ -1852,16 +1751,12 @@ def supply_mfu(probe: Probe, module: types.ModuleType) -> None:
     """utils.py:1872: MFU needs a known GPU name; on a CPU the figure means nothing and is 0."""
     dims = module.ModelDims
 
-    def none(value: Any) -> Callable[[Any], Any]:
-        def make(original: Any) -> Any:
-            @functools.wraps(original)
-            def inner(*_: Any, **__: Any) -> Any:
-                probe.supply("mfu", "MFU needs a known GPU; reported as 0")
-                return value
+    def none(value: Any) -> Callable[..., Any]:
+        def told(*_: Any, **__: Any) -> Any:
+            probe.supply("mfu", "MFU needs a known GPU; reported as 0")
+            return value
 
-            return inner
-
-        return make
+        return told
 
     wrap(dims, "calculate_mfu", none(0.0))
     wrap(dims, "approximate_learner_utilization", none({"mfu": 0.0}))

@@ -10,13 +10,29 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Mapping
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 
 PROC = Path("/proc")
 MARK = "LAUNCH_RUN"
 """The environment variable that holds the run folder in every process of a run."""
+
+Handler = Callable[[int, FrameType | None], object]
+"""What is called with the number of a signal."""
+
+
+@contextlib.contextmanager
+def handling(handlers: Mapping[int, Handler]) -> Iterator[None]:
+    """Other signal handlers inside; those from before are put back."""
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,9 @@ from typing import Any
 import yaml
 
 from launcher import config, rundir
+from launcher.comparison import Spread
 from launcher.config import Config
-from launcher.errors import Finding, NotReady, usage
+from launcher.errors import Finding, NotReady, not_ready, usage
 from launcher.levers import Setting, Settings, Space, by_lever, described
 from launcher.options import DEEPSPEED
 from launcher.redaction import redact
@@ -36,13 +37,14 @@ _ENDS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 class Gain:
     """What one lever of the proposed setting gains, as a `share`; None where not measured alone.
 
-    `beside` is the micro-batch that came with it, where leaving it out made room for a smaller one only.
+    It is by medians; its least and most are by any run with the lever and any without. `beside` is the
+    micro-batch that came with it, where leaving it out made room for a smaller one only.
     """
 
     lever: str
     before: Setting | None
     after: Setting
-    share: float | None
+    share: Spread | None
     beside: str | None = None
 
     def text(self) -> str:
@@ -50,14 +52,17 @@ class Gain:
         was = "" if self.before is None else f"was {_word(self.before)}; "
         if self.share is None:
             return f"{was}measured only together with the other changes"
-        more = f" (with {self.beside})" if self.beside else ""
-        return f"{was}gains {self.share:+.1%}{more}"
+        told = f"{was}gains {self.share.median:+.1%}"
+        if self.share.min != self.share.max:
+            told += f" ({self.share.min:+.1%} – {self.share.max:+.1%})"
+        return told + (f" (with {self.beside})" if self.beside else "")
 
     def as_json(self) -> dict[str, Any]:
         """For the record."""
         return {
             "lever": self.lever, "before": self.before, "after": self.after,
-            "gain": None if self.share is None else round(self.share, 4), "with": self.beside,
+            "gain": None if self.share is None else round(self.share.median, 4),
+            "spread": None if self.share is None else self.share.as_json(), "with": self.beside,
             "said": described(self.lever, self.after),
         }  # fmt: skip
 
@@ -174,11 +179,9 @@ def _require_writable(place: Path) -> None:
 
 
 def _unwritable(place: Path, reason: str | None) -> NotReady:
-    return NotReady(
-        Finding(
-            severity="error", layer="launch", code="unwritable-file", file=str(place),
-            message=f"the stage file cannot be written: {reason}", help="another name with -o",
-        )
+    return not_ready(
+        "unwritable-file", f"the stage file cannot be written: {reason}", "another name with -o",
+        file=str(place),
     )  # fmt: skip
 
 

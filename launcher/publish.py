@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from launcher import event_files, page, plot, rundir, series
-from launcher.errors import Finding, NotReady, UsageError
+from launcher.errors import NotReady, not_ready, usage
 from launcher.series import Run
 
 _LEFT = ("run.json", "verdict.json", "metrics.jsonl", "console.log", "probe")
@@ -38,12 +38,7 @@ def _place(target: str) -> Path:
         return path
     found = rundir.find(target)
     if found is None:
-        raise UsageError(
-            Finding(
-                severity="error", layer="launch", code="no-such-run",
-                message=f"there is no run or log `{target}`", help="launch runs",
-            )
-        )  # fmt: skip
+        raise usage("no-such-run", f"there is no run or log `{target}`", "launch runs")
     return found.path
 
 
@@ -95,6 +90,4 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def _not_ready(code: str, file: str, message: str) -> NotReady:
-    return NotReady(
-        Finding(severity="error", layer="launch", code=code, file=file, message=message)
-    )
+    return not_ready(code, message, file=file)

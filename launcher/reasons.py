@@ -12,8 +12,9 @@ from launcher.points import TREND_CHANGE, TREND_LOSSES, Seen
 
 _NO_RECORD = "a record that is cut off or missing is no proof: look at `probe/`, and at the disk"
 _NOT_PACKED = (
-    "a row that is as long as the limit leaves no room beside it: look at the row lengths against the "
-    "maximal length; `launch explain packing CONFIG` says who reads it"
+    "open-instruct's SFT packs the rows of one micro-batch, so that one row has none beside it; in rows made "
+    "beforehand one that is as long as the limit leaves no room: look at the batch, and at the row lengths; "
+    "`launch explain packing CONFIG` says who reads it"
 )
 _PACKED = "write `packing: false`, or `expect: {packing: isolated}`"
 _NOT_FINITE = (

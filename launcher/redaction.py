@@ -125,7 +125,9 @@ def _clean(value: Any, name: str, known: Sequence[str]) -> Any:
     if isinstance(value, Mapping):
         # {"hub_token": {"value": ..., "origin": ...}}: the name reaches the value
         return {
-            key: _clean(below, key if is_secret(str(key)) else name * (key == "value"), known)
+            _text(key, known) if isinstance(key, str) else key: _clean(
+                below, key if is_secret(str(key)) else name * (key == "value"), known
+            )
             for key, below in value.items()
         }
     if isinstance(value, list):
@@ -176,4 +178,6 @@ def _pair(found: re.Match[str]) -> str:
 
 
 def _harmless(value: str) -> bool:
+    # a shell has what was taken out in quotes: without them it would be a redirection
+    value = value.strip("'\"")
     return value.lower() in _PLAIN_WORDS or value == REDACTED or value.replace(".", "").isdigit()

@@ -82,9 +82,9 @@ def overrides(
     return (*changed, *(f"expect.{name}=any" for name in _NOT_EXPECTED if name in expected))
 
 
-def findings(stage: Stage, steps: int, batch: int | None = None) -> tuple[Finding, ...]:
+def findings(stage: Stage, steps: int) -> tuple[Finding, ...]:
     """What is not as small as it should be, and what such a run cannot show; notes and warnings."""
-    return (*_uncut(stage, steps, batch), *_schedule(stage, steps))
+    return (*_uncut(stage, steps), *_schedule(stage, steps))
 
 
 def rows_wanted(stage: Stage, steps: int, batch: int | None = None) -> int:
@@ -96,13 +96,6 @@ def rows_wanted(stage: Stage, steps: int, batch: int | None = None) -> int:
         step = (own or int(values[names.per_device])) * int(values[names.accumulation])
         step *= ASSUMED_DEVICES
     return max(FEWEST_ROWS, math.ceil(steps * step * RESERVE) + step)
-
-
-def repacks(stage: Stage) -> bool:
-    """Whether rows become other rows before they are counted into batches: TRL's SFT and dpo.py do."""
-    entry = stage.entry
-    own = stage.options.backend == "trl" and entry.names.packing == "packing"
-    return bool(stage.values.get("packing")) and (own or entry.torchrun)
 
 
 def cut(listed: Sequence[str], sizes: Sequence[int | None], wanted: int) -> tuple[str, ...] | None:
@@ -169,7 +162,7 @@ def _full_steps(stage: Stage, batch: int | None) -> int | None:
     if isinstance(limit, int) and limit > 0:
         return limit
     step = batch or (stage.options.batch and stage.options.batch.total)
-    rows = None if repacks(stage) else plan.count_rows(stage, values)
+    rows = None if plan.repacks(stage, values) else plan.count_rows(stage, values)
     if not step or rows is None or not isinstance(epochs, int | float):
         return None
     return math.ceil(epochs * -(-rows // step)) or None
@@ -209,11 +202,11 @@ def _unread(stage: Stage, values: Values) -> Iterator[Finding]:
     yield from (found for found in rules.apply(values) if found.code == "conditional-key")
 
 
-def _uncut(stage: Stage, steps: int, batch: int | None) -> Iterator[Finding]:
+def _uncut(stage: Stage, steps: int) -> Iterator[Finding]:
     names = stage.entry.names
     if stage.options.backend != "trl" or stage.values.get("dataset_streaming"):
         return
-    rows, wanted = plan.count_rows(stage, stage.values), rows_wanted(stage, steps, batch)
+    rows, wanted = plan.count_rows(stage, stage.values), rows_wanted(stage, steps)
     if rows is not None and rows <= 2 * wanted:
         return
     many = "all rows" if rows is None else f"all {rows:,} rows"

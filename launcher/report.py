@@ -28,6 +28,11 @@ _MARK = {True: "ok", False: "FAIL", None: "unproven"}
 
 
 def _echo(text: str, *, err: bool = False, nl: bool = True) -> None:
+    """Print, without the tokens in it: most of what is shown quotes what was given."""
+    _write(redact(text), err=err, nl=nl)
+
+
+def _write(text: str, *, err: bool = False, nl: bool = True) -> None:
     """Print; a reader that has gone takes neither a run nor its exit code with it."""
     try:
         try:
@@ -49,20 +54,25 @@ def envelope(command: str, ok: bool, findings: Iterable[Finding], data: Any) -> 
         "schema_version": SCHEMA_VERSION,
         "command": command,
         "ok": ok,
-        "findings": [finding.as_json() for finding in redact(tuple(findings))],
+        "findings": [finding.as_json() for finding in findings],
         "data": data,
     }
-    _echo(json.dumps(whole, indent=2, ensure_ascii=False, default=str))
+    # as data, not as text: there `"hub_token": {` would be a name and its value
+    _write(json.dumps(redact(whole), indent=2, ensure_ascii=False, default=_text_of))
+
+
+def _text_of(value: object) -> str:
+    return redact(str(value))
 
 
 def raw(text: str) -> None:
-    """Text to stdout exactly as it is: what another program reads."""
+    """Text to stdout without a line end of its own: what another program reads."""
     _echo(text, nl=False)
 
 
 def plain_json(data: Any) -> None:
     """JSON of somebody else's form to stdout."""
-    _echo(json.dumps(data, indent=1, ensure_ascii=False, default=str))
+    _write(json.dumps(data, indent=1, ensure_ascii=False, default=str))
 
 
 def arguments(schemas: Sequence[Schema], notes: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
@@ -92,8 +102,7 @@ def say(text: str) -> None:
 
 def findings(found: Sequence[Finding]) -> None:
     """Every finding, on stderr: what, where, what to do next."""
-    # a message may quote what was given
-    for finding in redact(tuple(found)):
+    for finding in found:
         head = typer.style(
             f"{finding.severity}[{finding.code}]", fg=_COLOUR[finding.severity], bold=True
         )
@@ -124,7 +133,7 @@ def plan_lines(plan: Plan) -> list[str]:
 
 def beginning(plan: Plan, console: Path) -> None:
     """The plan, and where to read along, before the first process starts."""
-    for line in redact(plan_lines(plan)):
+    for line in plan_lines(plan):
         _echo(line, err=True)
     _echo(f"log: {console}", err=True)
 
@@ -132,7 +141,7 @@ def beginning(plan: Plan, console: Path) -> None:
 def dry_run(plan: Plan, command: Command) -> None:
     """The plan and the environment as comments, then the command on one line, ready to paste."""
     shown = command.redacted()
-    for line in redact(plan_lines(plan)):
+    for line in plan_lines(plan):
         _echo(_comment(line))
     _echo("# environment:")
     for name, value in shown.env.items():

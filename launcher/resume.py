@@ -22,10 +22,10 @@ from launcher.changes import Change
 from launcher.checkpoints import Checkpoint
 from launcher.contents import Contents
 from launcher.earlier import Attempts, Manifest
-from launcher.errors import Finding, NotReady, Severity, UsageError, errors
+from launcher.errors import Finding, Severity, errors, not_ready, usage
 from launcher.machine import Trainer
 from launcher.paths import canonical, exists
-from launcher.plan import Derived, Plan
+from launcher.plan import Derived, Plan, model_in
 from launcher.position import Place, Wrong
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
@@ -150,15 +150,6 @@ def _beside(stage: Stage) -> Iterator[tuple[str, Path]]:
         yield f"{begin}-{number}", folder.absolute()
 
 
-def applied(plan: Plan, derived: Mapping[str, Derived]) -> Plan:
-    """The plan with these among its derived arguments, whatever the stage file says."""
-    if not derived:
-        return plan
-    more = {**plan.derived, **derived}
-    given = {**plan.stage.args, **{name: one.value for name, one in more.items()}}
-    return replace(plan, derived=more, values=Values(plan.stage.schema, given))
-
-
 def set_aside(decision: Decision, attempt: int) -> list[Path]:
     """Move beside the output folder what upstream would resume from, or mark as complete, wrongly.
 
@@ -173,12 +164,10 @@ def set_aside(decision: Decision, attempt: int) -> list[Path]:
         except FileNotFoundError:
             continue
         except OSError as error:
-            raise NotReady(
-                Finding(
-                    severity="error", layer="launch", code="not-set-aside", file=str(path),
-                    message=f"{path} is in the way of a resume and cannot be moved: {error.strerror}",
-                    help=f"move it to {target}",
-                )
+            raise not_ready(
+                "not-set-aside",
+                f"{path} is in the way of a resume and cannot be moved: {error.strerror}",
+                f"move it to {target}", file=str(path),
             ) from None  # fmt: skip
         moved.append(target)
     return moved
@@ -266,12 +255,10 @@ def judge(
     """
     wrong = [n for n in allowed if n not in changes.NAMES and n not in plan.stage.schema.fields]
     if wrong:
-        raise UsageError(
-            Finding(
-                severity="error", layer="launch", code="unknown-change",
-                message=f"--allow-changed-resume: nothing is called {', '.join(map(repr, wrong))}",
-                help=f"one of {', '.join(changes.NAMES)}, or the name of an argument",
-            )
+        raise usage(
+            "unknown-change",
+            f"--allow-changed-resume: nothing is called {', '.join(map(repr, wrong))}",
+            f"one of {', '.join(changes.NAMES)}, or the name of an argument",
         )  # fmt: skip
     attempts = Attempts(plan, folder, manifest or {})
     judged = _Judge(plan, output, attempts, trainer, tuple(caches), tuple(now), frozenset(allowed))
@@ -322,7 +309,8 @@ class _Judge:
     def again(self) -> Decision:
         """The run has been here: finished, to be continued, or with nothing to continue from."""
         found = self._found()
-        if self.attempts.finished(self._model()):
+        model = None if self.output is None else model_in(self.plan, self.output)
+        if self.attempts.finished(model):
             return self._over(found)
         named = self.asked()
         if named is not None and named != earlier.mapping(self.attempts.last.get("resume")).get(
@@ -347,12 +335,6 @@ class _Judge:
             kept=tuple(one.name for one in found if one.path not in aside), aside=tuple(aside),
             derived=self._told(chosen), findings=tuple(said),
         )  # fmt: skip
-
-    def _model(self) -> Path | None:
-        """Where the finished model lies: dpo.py:111 puts it into a folder of its own."""
-        if self.output is None or not self.plan.stage.entry.torchrun:
-            return self.output
-        return self.output / "hf_model"
 
     def asked(self) -> str | None:
         """The checkpoint that the stage file names; open-instruct never gets to look at it."""

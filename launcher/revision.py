@@ -8,7 +8,7 @@ from typing import Any
 
 from launcher import facts, upstream
 from launcher.backends import BACKENDS, Entry
-from launcher.errors import Finding, NotReady
+from launcher.errors import not_ready
 from launcher.git import Repository
 from launcher.lineage import Lineage
 from launcher.pin import PACKAGE, Commits, describe
@@ -128,13 +128,11 @@ def _listing(repository: Repository, commit: str) -> frozenset[str]:
     if whole and repository.ask("config", "--get-regexp", r"partialclone|promisor") is not None:
         whole = None not in list(repository.blobs(files.values()))
     if not whole:
-        raise NotReady(
-            Finding(
-                severity="error", layer="launch", code="missing-objects", file=str(repository.root),
-                message=f"the files of {commit[:12]} were never fetched into {repository.root}, a "
-                "partial clone",
-                help=f"git -C {repository.root} fetch --refetch --no-filter origin",
-            )
+        raise not_ready(
+            "missing-objects",
+            f"the files of {commit[:12]} were never fetched into {repository.root}, a "
+            "partial clone", f"git -C {repository.root} fetch --refetch --no-filter origin",
+            file=str(repository.root),
         )  # fmt: skip
     return frozenset(files)
 

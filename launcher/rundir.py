@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.errors import Finding, NotReady, UsageError
+from launcher.errors import Finding, NotReady, not_ready, usage
 from launcher.paths import canonical
 from launcher.redaction import redact
 
@@ -141,10 +141,9 @@ def runs_root(environ: Mapping[str, str] | None = None) -> Path:
     return Path(environ.get("LAUNCH_RUNS") or "runs").expanduser().absolute()
 
 
-def state_folder(environ: Mapping[str, str] | None = None) -> Path:
+def state_folder() -> Path:
     """The user's state folder, where the index of runs is kept (XDG)."""
-    environ = os.environ if environ is None else environ
-    base = environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     return Path(base) / "launch"
 
 
@@ -168,13 +167,26 @@ def choose(
         # one folder, however it is written
         if named == wanted or canonical(Path(named)) == real:
             return folder, folder.node(rank).attempts() + 1
+    return RunFolder(new_folder(root, stage, name, reserve=reserve)), 1
+
+
+def new_folder(root: Path, kind: str, name: str, *, reserve: bool = True) -> Path:
+    """A place for a new run, or for several that belong together: `<UTC time>-<kind>-<name>`.
+
+    It is made unless only looked for. Raises NotReady where it cannot be.
+    """
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
-    stem = f"{now}-{stage}-{_UNSAFE.sub('-', redact(name)).strip('-')[:100] or 'run'}"
+    stem = f"{now}-{kind}-{dashed(redact(name)).strip('-')[:100] or 'run'}"
     path, count = root / stem, 1
     while not _free(path, reserve):
         count += 1
         path = root / f"{stem}-{count}"
-    return RunFolder(path), 1
+    return path
+
+
+def dashed(text: str) -> str:
+    """A text as (part of) a file's name."""
+    return _UNSAFE.sub("-", text)
 
 
 def _free(path: Path, reserve: bool) -> bool:
@@ -200,12 +212,9 @@ def release(folder: RunFolder) -> None:
 
 def not_writable(path: Path, reason: str | None) -> NotReady:
     """What to raise where a run folder cannot be made or written."""
-    return NotReady(
-        Finding(
-            severity="error", layer="launch", code="runs-not-writable", file=str(path),
-            message=f"the run folder cannot be written: {reason}",
-            help="set LAUNCH_RUNS to a writable folder",
-        )
+    return not_ready(
+        "runs-not-writable", f"the run folder cannot be written: {reason}",
+        "set LAUNCH_RUNS to a writable folder", file=str(path),
     )  # fmt: skip
 
 
@@ -241,7 +250,7 @@ def create(
         write_json(folder.manifest, {**told, **redact(dict(more or {}))})
     except OSError as error:
         raise not_writable(folder.path, error.strerror) from None
-    _enter_in_index(folder)
+    enter("runs", folder.path)
 
 
 def read_manifest(folder: RunFolder) -> dict[str, Any]:
@@ -264,7 +273,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; empty where there is none to be had."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return data if isinstance(data, dict) else {}
 
@@ -301,29 +310,38 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def _enter_in_index(folder: RunFolder) -> None:
-    """One small file a run, named by its folder: no lock, no file that two starts could tear."""
-    index = state_folder() / "runs"
-    place = os.fsencode(folder.path.absolute())
-    name = f"{_UNSAFE.sub('-', folder.path.name)[-100:]}-{hashlib.sha256(place).hexdigest()[:16]}"
+def enter(index: str, path: Path) -> None:
+    """Note a folder in an index of the user's: `runs`, or `caches`.
+
+    One small file each, named by its folder: no lock, no file that two starts could tear.
+    """
+    folder, place = state_folder() / index, os.fsencode(path.absolute())
+    name = f"{dashed(path.name)[-100:]}-{hashlib.sha256(place).hexdigest()[:16]}"
     # a read-only home costs the overview from elsewhere, not the run
     with contextlib.suppress(OSError):
-        index.mkdir(parents=True, exist_ok=True)
-        write_bytes(index / name, place)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_bytes(folder / name, place)
+
+
+def entered(index: str) -> Iterator[Path]:
+    """The folders of an index, be they there or not."""
+    try:
+        entries = list((state_folder() / index).iterdir())
+    except OSError:
+        return
+    for entry in entries:
+        with contextlib.suppress(OSError, ValueError):
+            path = Path(os.fsdecode(entry.read_bytes()))
+            if path.is_absolute():
+                yield path
 
 
 def known_runs() -> list[RunFolder]:
     """Every run of the index and of the runs folder here, oldest first."""
     paths = {folder.path for folder in newest_first(runs_root())}
-    index = state_folder() / "runs"
-    try:
-        entries = list(index.iterdir())
-    except OSError:
-        entries = []
-    for entry in entries:
+    for path in entered("runs"):
         with contextlib.suppress(OSError):
-            path = Path(os.fsdecode(entry.read_bytes()))
-            if path not in paths and path.is_absolute() and (path / "run.json").is_file():
+            if path not in paths and (path / "run.json").is_file():
                 paths.add(path)
     return sorted(map(RunFolder, paths), key=lambda folder: (folder.path.name, folder.path))
 
@@ -345,11 +363,8 @@ def find(name: str) -> RunFolder | None:
     found = exact or matching
     if len(found) > 1:
         listed = ", ".join(str(f.path) if exact else f.path.name for f in found[-5:])
-        raise UsageError(
-            Finding(
-                severity="error", layer="launch", code="ambiguous-run",
-                message=f"{len(found)} runs are meant by `{name}`", help=f"such as {listed}",
-            )
+        raise usage(
+            "ambiguous-run", f"{len(found)} runs are meant by `{name}`", f"such as {listed}",
         )  # fmt: skip
     return found[0] if found else None
 

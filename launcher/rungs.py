@@ -13,7 +13,7 @@ from pathlib import Path
 
 from launcher import footprint, forecast, lengths, plan, preparation, rehearsal, rundir
 from launcher.devices import Look
-from launcher.errors import Finding, InvalidConfig, LaunchError, NotReady, usage
+from launcher.errors import Finding, InvalidConfig, LaunchError, NotReady, not_ready, usage
 from launcher.forecast import Terms
 from launcher.plan import Plan
 from launcher.preparation import Prepared, Request
@@ -71,13 +71,9 @@ def require_here(gpus: Sequence[int], seen: Look | None) -> None:
     if most <= here:
         return
     possible = [str(count) for count in gpus if count <= here]
-    raise NotReady(
-        Finding(
-            severity="error", layer="launch", code="too-few-gpus",
-            message=f"the rung of {label(most)} needs more than the {here} here",
-            help=f"--gpus {','.join(possible)} can be run here" if possible
-            else "--gpus 0 trains on the CPU",
-        )
+    raise not_ready(
+        "too-few-gpus", f"the rung of {label(most)} needs more than the {here} here",
+        f"--gpus {','.join(possible)} can be run here" if possible else "--gpus 0 trains on the CPU",
     )  # fmt: skip
 
 
@@ -168,7 +164,7 @@ def full_steps(stage: Stage, request: Request, gpus: int, terms: Terms) -> tuple
     known = predicted(replace(request, gpus=gpus), terms)
     if known is not None and known.steps is not None:
         return whole, known.steps
-    if not rehearsal.repacks(stage):
+    if not plan.repacks(stage, stage.values):
         return whole, footprint.optimizer_steps(whole, terms.rows, told=True)
     if terms.row_tokens is None:
         # of rows whose lengths are not known nobody can say how many packed ones they come to
@@ -182,7 +178,7 @@ def missing_for_steps(stage: Stage, whole: Plan, terms: Terms) -> Iterator[str]:
     """The options that would tell how many steps the whole run has."""
     if whole.rows is None and terms.rows is None:
         yield "--rows N"
-    if rehearsal.repacks(stage) and terms.row_tokens is None:
+    if plan.repacks(stage, stage.values) and terms.row_tokens is None:
         yield "--row-tokens MEAN:MAX"
 
 

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from launcher import process, rundir
-from launcher.errors import DISK_FULL, Finding, NotReady, UsageError, brief
+from launcher.errors import DISK_FULL, Finding, NotReady, brief, usage
 from launcher.rundir import RunFolder
 
 if TYPE_CHECKING:
@@ -56,12 +56,9 @@ def grace(told: str | None) -> Grace:
     except ValueError:
         numbers = [-1.0]
     if len(numbers) > len(GRACE_S) or not all(0 <= number < 1e6 for number in numbers):
-        raise UsageError(
-            Finding(
-                severity="error", layer="launch", code="bad-grace",
-                message=f"`{brief(told)}` is no time to wait",
-                help="seconds after INT, after TERM, and for what is left: --grace 20,10,5",
-            )
+        raise usage(
+            "bad-grace", f"`{brief(told)}` is no time to wait",
+            "seconds after INT, after TERM, and for what is left: --grace 20,10,5",
         )  # fmt: skip
     first, second, third = (*numbers, *GRACE_S[len(numbers) :])
     return first, second, third
@@ -71,8 +68,6 @@ def run(
     command: Command,
     folder: RunFolder,
     attempt: int,
-    tick: Callable[[], None] | None = None,
-    lock: int | None = None,
     held: Sequence[int] = (),
     *,
     due: Callable[[Request], bool] = lambda _: True,
@@ -81,11 +76,10 @@ def run(
 ) -> Exit:
     """Run to the end; INT and TERM to this process stop every process of the run, HUP none.
 
-    So does a `Request` in the run folder, as soon as it is `due`. `tick` is called about five times a
-    second; what it raises ends it alone. `began` is called once the process is there. `lock` is a file
-    descriptor that the started process holds open as long as it lives. `inherited` is the environment
-    that the command's own adds to, this process's unless given. Raises NotReady where the trainer's
-    Python cannot be started at all, or the run folder cannot be written.
+    So does a `Request` in the run folder, as soon as it is `due`. `began` is called once the process is
+    there. `held` are file descriptors that the started process holds open as long as it lives.
+    `inherited` is the environment that the command's own adds to, this process's unless given. Raises
+    NotReady where the trainer's Python cannot be started at all, or the run folder cannot be written.
     """
     started = rundir.now()
     inherited = os.environ if inherited is None else inherited
@@ -93,10 +87,7 @@ def run(
     with stop.listening(), _Reserve.made(folder) as reserve:
         with _console(folder, attempt) as console:
             try:
-                child = _start(
-                    command, folder, attempt, console,
-                    (*held, *(() if lock is None else (lock,))), inherited,
-                )  # fmt: skip
+                child = _start(command, folder, attempt, console, held, inherited)
             except (OSError, ValueError) as error:
                 reserve.write(folder.exit(attempt), asdict(_ended(127, None, started, attempt)))
                 raise NotReady(_not_started(command, error)) from None
@@ -105,7 +96,7 @@ def run(
         reserve.write(folder.process, {**process.identify(child.pid).as_json(), **told})
         if began is not None:
             began()
-        stopped = _watch(child, str(folder.path), stop, tick)
+        stopped = _watch(child, str(folder.path), stop)
         ended = _ended(child.wait(), stopped, started, attempt)
         if ended.returncode and stopped is None:
             reserve.explain(folder.console(attempt))
@@ -309,35 +300,20 @@ class _Stop:
     def _hung_up(self, _number: int, _frame: FrameType | None) -> None:
         """The terminal has gone: training goes on, and so does the watch over it."""
 
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
+    def listening(self) -> contextlib.AbstractContextManager[None]:
         # functions, not SIG_IGN: that would be inherited by the training processes
-        wanted: Mapping[int, Callable[[int, FrameType | None], None]] = {
+        return process.handling({
             signal.SIGINT: self._note, signal.SIGTERM: self._note, signal.SIGHUP: self._hung_up,
-        }  # fmt: skip
-        previous = {number: signal.signal(number, handler) for number, handler in wanted.items()}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+        })  # fmt: skip
 
 
-def _watch(
-    child: subprocess.Popen[bytes], mark: str, stop: _Stop, tick: Callable[[], None] | None
-) -> int | None:
+def _watch(child: subprocess.Popen[bytes], mark: str, stop: _Stop) -> int | None:
     """Wait for the end; returns the signal by which we were asked to stop, if we were."""
     while not _over(child):
         stop.look()
         if stop.asked is not None:
             _end(child, mark, stop)
             return stop.asked
-        if tick is not None:
-            try:
-                tick()
-            except Exception:
-                # a terminal that has gone, a full disk: nothing that training should suffer from
-                tick = None
         time.sleep(POLL_S)
     _end_rest(child.pid, mark, stop, stop.times)
     return None

@@ -10,11 +10,11 @@ from __future__ import annotations
 import difflib
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher.errors import Finding, brief
+from launcher.errors import Complain, Finding, brief
 
 WARNING_S = 60
 """How long before its time is up a job is queued again; Slurm may say so up to a minute earlier."""
@@ -62,8 +62,6 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
 Options = Mapping[str, str | None]
 """An option of sbatch -> its value; None for one that stands alone."""
-Complain = Callable[[str, str, str, str | None], Finding]
-"""Makes a finding of a code, the option as it was written, a message and a help."""
 
 
 def read(

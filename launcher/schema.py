@@ -247,6 +247,11 @@ class Schema:
         return self.entry or self.stage
 
     @property
+    def tested(self) -> bool:
+        """Whether it is the committed one: of the release, or the pin, that the rules were tested with."""
+        return self.source == "snapshot"
+
+    @property
     def named(self) -> str:
         """The version for people: a package with its version, or the start of a commit."""
         return self.version if " " in self.version else self.version[:12]

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import Any, Literal
 
+from launcher.comparison import Spread, speed_word
 from launcher.levers import FLASH, ORDER, Setting, Settings, described
 
 Status = Literal[
@@ -30,6 +31,8 @@ SAME = 0.01
 """Speeds that differ by less are taken for the same: then fewer changes are better."""
 MARGIN = 0.08
 """The share of a card that is never planned for."""
+RUNS = 3
+"""How often a setting is run that the proposal is about, where the budget allows."""
 
 # how far a lever's effect may lie from what is expected of it: standard deviations of the logarithm
 _DOUBT: Mapping[str, float] = {
@@ -47,6 +50,8 @@ _CHANCE: Mapping[str, float] = {
 _SURE, _UNSURE = 0.03, 0.05
 _FULL = 0.6
 _START_S, _PATIENCE, _SLOWEST = 60.0, 1.5, 2.5
+_WORTH = 0.02
+"""What a trial is to gain to be begun in place of second runs, where not all of that fits the budget."""
 _FIRST: Mapping[Status, str] = {
     "refused": "cannot be started", "unproven": "proves nothing to hold others to",
     "no speed": "tells no speed",
@@ -126,6 +131,11 @@ class Trial:
         """Whether it may be proposed."""
         return self.measured.status == "ok" and bool(self.measured.speed)
 
+    @property
+    def counts(self) -> bool:
+        """Whether how it ended says something of the setting: the budget's end and no start do not."""
+        return not self.measured.cut and self.measured.status != "refused"
+
 
 def features(settings: Settings) -> dict[str, float]:
     """The levers as numbers, for the regression."""
@@ -150,22 +160,28 @@ class Search:
     """Proposes candidates of a grid and learns from what was measured.
 
     `base` is the file as written, `room` the card's memory in GiB where it is known. `masked` says that
-    a space without an attention lever has no flash attention. `attribute`: once nothing better is to be
-    expected, what is left of the budget goes into measuring what each change gains.
+    a space without an attention lever has no flash attention. Once nothing better is to be expected (or
+    affordable), what is left of the budget goes into up to `repeats` runs of the settings that the
+    proposal is about and, with `attribute`, into measuring what each change gains.
+
+    `trials` has one for each setting, which stands for all its runs; `runs` are those as they came.
     """
 
     def __init__(
         self, grid: Iterable[Candidate], base: Candidate, *, steps: int, room: float | None = None,
-        masked: bool = False, attribute: bool = True, threshold: float = THRESHOLD, start_s: float = _START_S,
+        masked: bool = False, attribute: bool = True, repeats: int = RUNS, threshold: float = THRESHOLD,
+        start_s: float = _START_S,
     ) -> None:  # fmt: skip
         self.base = base
         self.steps = steps
         self.room = room
         self.masked = masked
         self.attribute = attribute
+        self.repeats = repeats
         self.threshold = threshold
         self.grid = {one.key: one for one in (base, *grid)}
         self.trials: list[Trial] = []
+        self.runs: list[Trial] = []
         self.stopped: str | None = None
         self._start_s = start_s
         self._zero = self._numbers(base.settings)
@@ -177,19 +193,28 @@ class Search:
     # --- what is known ---
 
     @property
+    def good(self) -> list[Trial]:
+        """All that may be proposed, fastest first; of those as fast, the one with the fewest changes."""
+        left = [one for one in self.trials if one.ok and self.lasts(one)]
+        told: list[Trial] = []
+        while left:
+            top = max(map(_speed, left))
+            near = [one for one in left if _speed(one) >= top * (1 - SAME)]
+            told.append(
+                min(near, key=lambda one: (len(self.differing(one.candidate)), -_speed(one)))
+            )
+            left.remove(told[-1])
+        return told
+
+    @property
     def best(self) -> Trial | None:
-        """The fastest that may be proposed; of those as fast, the one with the fewest changes."""
-        good = [one for one in self.trials if one.ok and self.lasts(one)]
-        if not good:
-            return None
-        top = max(_speed(one) for one in good)
-        near = [one for one in good if _speed(one) >= top * (1 - SAME)]
-        return min(near, key=lambda one: (len(self.differing(one.candidate)), -_speed(one)))
+        """The first of `good`."""
+        return next(iter(self.good), None)
 
     @property
     def first(self) -> Trial | None:
         """The file as written, where it was measured."""
-        return next((one for one in self.trials if one.candidate.key == self.base.key), None)
+        return next((one for one in self.trials if _same(one, self.base)), None)
 
     def lasts(self, trial: Trial) -> bool:
         """Whether the whole run should fit, which meets longer rows than the trial that did.
@@ -222,9 +247,12 @@ class Search:
 
     def expected_seconds(self, candidate: Candidate) -> float:
         """Wall time of a trial, learned from those before."""
+        own = [one.measured.seconds for one in self.runs[1:] if one.ok and _same(one, candidate)]
+        if own:
+            return max(own)
         starts = [
             one.measured.seconds - self.steps * one.measured.step
-            for one in self.trials
+            for one in self.runs
             if one.measured.step and one.ok
         ]
         # the first one fills caches that the others find
@@ -255,21 +283,32 @@ class Search:
         ranked = self._ranked()
         if ranked and ranked[0][0] >= self.threshold:
             for gain, one in ranked:
-                if gain >= self.threshold and self.expected_seconds(one) <= left:
-                    return replace(one, why=self._why(one))
+                seconds = self.expected_seconds(one)
+                if gain < self.threshold or seconds > left:
+                    continue
+                sure = None
+                if gain < _WORTH and seconds + self._second_runs() > left:
+                    sure = self._again(left, min(2, self.repeats))
+                return sure or replace(one, why=self._why(one))
             first = ranked[0][1]
-            self.stopped = (
+            told = (
                 f"the budget: {self._why(first)} and not tried, because a trial of it takes about "
                 f"{self.expected_seconds(first):.0f} s and {max(0.0, left):.0f} s are left: a larger "
                 "--budget goes on here"
             )
-            return None
-        told = f"what is left is expected to gain {ranked[0][0]:.1%} at most" if ranked else (
-            "nothing is left that fits and was not tried"
-        )  # fmt: skip
-        extra = self._attribution(left) if self.attribute else None
+            extra = self._again(left, self.repeats)
+        else:
+            told = f"what is left is expected to gain {ranked[0][0]:.1%} at most" if ranked else (
+                "nothing is left that fits and was not tried"
+            )  # fmt: skip
+            # a second run tells whether there is anything to attribute
+            extra = (
+                self._again(left, min(2, self.repeats))
+                or (self._attribution(left) if self.attribute else None)
+                or self._again(left, self.repeats)
+            )
         if extra is None:
-            self.stopped = told
+            self.stopped = told + self._undone(left)
         return extra
 
     def _affordable(self, candidate: Candidate, left: float) -> Candidate | None:
@@ -294,7 +333,7 @@ class Search:
             return True
         if first is None or first.measured.status in ("ok", "oom", "timeout"):
             return False
-        if first.measured.blamed:
+        if first.measured.blamed or any(one.ok for one in self._runs_of(first.candidate)):
             return False
         said = _FIRST.get(first.measured.status, "does not train")
         self.stopped = f"the file as written {said}: {first.measured.reason}"
@@ -329,6 +368,68 @@ class Search:
         if self._above_ceiling(candidate):
             return False
         return self.room is None or peak <= self.room * (1 - MARGIN)
+
+    # --- once more ---
+
+    def contenders(self) -> list[Trial]:
+        """What the proposal is about: the best, the next where speeds do not tell them apart, and the file.
+
+        In the order of their first runs. Where the file as written is the best, the next is that in any case:
+        one lucky run of the file would hide what is faster.
+        """
+        good, first = self.good, self.first
+        others = [one for one in good if one is not first]
+        if not others:
+            return []
+        close = [
+            one for one in others[:2]
+            if one is not good[0] and (good[0] is first or self._word(one, good[0]) == "no difference")
+        ][:1]  # fmt: skip
+        about = [good[0], *close, *([first] if first is not None and first.ok else [])]
+        return [one for one in self.trials if one in about]
+
+    def _again(self, left: float, runs: int) -> Candidate | None:
+        """The contender whose turn it is, until each was run so often: A B, B A, A B."""
+        counted = [(len(self._runs_of(one.candidate)), one) for one in self.contenders()]
+        fewest = min((count for count, _ in counted), default=runs)
+        turns = [one for count, one in counted if count == fewest < runs]
+        for one in turns[::-1] if fewest % 2 else turns:
+            if self.expected_seconds(one.candidate) <= left:
+                changed = self.differing(one.candidate)
+                what = ", ".join(described(n, one.candidate.settings[n]) for n in changed)
+                why = f"{what or 'the file as it is written'} once more: run {fewest + 1}"
+                return replace(one.candidate, purpose="repeat", why=why)
+        return None
+
+    def _undone(self, left: float) -> str:
+        """Runs that the proposal would have had, with more time."""
+        due = self._again(math.inf, self.repeats)
+        if due is None or math.isinf(left):
+            return ""
+        takes = self.expected_seconds(due)
+        return f"; {due.why} takes about {takes:.0f} s, {max(0.0, left):.0f} s are left"
+
+    def surpasses(self, trial: Trial) -> bool:
+        """Whether it is told to be faster than the file as written, where that was measured."""
+        first = self.first
+        return first is None or not first.ok or self._word(trial, first) == "faster"
+
+    def _second_runs(self) -> float:
+        """Seconds of those of all contenders that are still to be made."""
+        about = [one.candidate for one in self.contenders()]
+        return math.fsum(self.expected_seconds(one) for one in about if len(self._runs_of(one)) < 2)
+
+    def _word(self, one: Trial, other: Trial) -> str:
+        return speed_word(self.speeds(one), self.speeds(other))
+
+    def speeds(self, trial: Trial) -> Spread:
+        """Tokens a second and GPU of all runs of a setting that passed; there has to be one."""
+        found = Spread.of(one.measured.speed for one in self._runs_of(trial.candidate) if one.ok)
+        assert found is not None
+        return found
+
+    def _runs_of(self, candidate: Candidate) -> list[Trial]:
+        return [one for one in self.runs if _same(one, candidate)]
 
     # --- memory ---
 
@@ -419,26 +520,52 @@ class Search:
     # --- learning ---
 
     def learn(self, candidate: Candidate, measured: Measured) -> Trial:
-        """Take in what came of a trial; returns it with what was learned, in one line."""
-        before = self.best
+        """Take in what came of a trial; returns it with what was learned, in one line.
+
+        Of a setting that was tried before it is one more run, which has to pass as the others.
+        """
+        before, earlier = self.best, self._runs_of(candidate)
         if measured.status == "oom":
             told = self._learn_oom(candidate)
-        elif measured.status == "ok" and measured.speed:
-            told = self._learn_speed(candidate, measured, before)
         elif measured.cut:
             told = "the budget was used up before it ended"
+        elif earlier:
+            told = self._learn_repeat(candidate, measured, earlier)
+        elif measured.status == "ok" and measured.speed:
+            told = self._learn_speed(candidate, measured, before)
         elif measured.status == "timeout":
             told = self._learn_slow(candidate, before)
         else:
             told = self._learn_failure(candidate, measured)
         trial = Trial(candidate=candidate, measured=measured, learned=told)
-        self.trials.append(trial)
+        self.runs.append(trial)
+        if earlier:
+            together = _together([*earlier, trial])
+            self.trials = [together if _same(one, candidate) else one for one in self.trials]
+        else:
+            self.trials.append(trial)
         return trial
+
+    def _observe(self, candidate: Candidate, speed: float, noise: float = _NOISE) -> None:
+        expected = math.log(candidate.expected.tokens / candidate.expected.seconds)
+        self._regression.add(self._vector(candidate), math.log(speed) - expected, noise)
+
+    def _learn_repeat(
+        self, candidate: Candidate, measured: Measured, earlier: Sequence[Trial]
+    ) -> str:
+        if measured.status == "refused":
+            return f"refused: {measured.reason}"
+        if measured.status != "ok" or not measured.speed:
+            reason = measured.reason or "no reason seen"
+            return f"{measured.status}: {reason}; no longer kept: every run has to pass"
+        self._observe(candidate, measured.speed)
+        speeds = Spread.of([measured.speed, *(_speed(one) for one in earlier if one.ok)])
+        assert speeds is not None
+        return f"median of {speeds.n} runs {speeds.median:,.0f} ({speeds.min:,.0f} – {speeds.max:,.0f})"
 
     def _learn_speed(self, candidate: Candidate, measured: Measured, before: Trial | None) -> str:
         assert measured.speed is not None
-        expected = math.log(candidate.expected.tokens / candidate.expected.seconds)
-        self._regression.add(self._vector(candidate), math.log(measured.speed) - expected)
+        self._observe(candidate, measured.speed)
         for _, left in self._suspects:
             left -= candidate.items
         self._settle()
@@ -472,9 +599,7 @@ class Search:
     def _learn_slow(self, candidate: Candidate, before: Trial | None) -> str:
         if before is None:
             return "it did not end in time"
-        bound = math.log(_speed(before) / _SLOWEST)
-        expected = math.log(candidate.expected.tokens / candidate.expected.seconds)
-        self._regression.add(self._vector(candidate), bound - expected, noise=0.2)
+        self._observe(candidate, _speed(before) / _SLOWEST, noise=0.2)
         return f"ended: less than 1/{_SLOWEST:g} of the best speed"
 
     def _learn_failure(self, candidate: Candidate, measured: Measured) -> str:
@@ -530,7 +655,8 @@ class Search:
     def _attribution(self, left: float) -> Candidate | None:
         """The best setting with one lever as the file has it: the most doubtful one first."""
         best = self.best
-        if best is None:
+        if best is None or len(self.differing(best.candidate)) < 2 or not self.surpasses(best):
+            # what the only change gains, the file as written tells
             return None
         open_ones = []
         for name in self.differing(best.candidate):
@@ -541,8 +667,6 @@ class Search:
                 continue
             mean, deviation = self._predicted(without)
             open_ones.append((abs(mean - math.log(_speed(best))) + deviation, name, without))
-        if len(open_ones) < 2 and len(self.differing(best.candidate)) < 2:
-            return None
         if not open_ones:
             return None
         _, name, one = max(open_ones, key=lambda t: t[0])
@@ -576,24 +700,26 @@ class Search:
         return None
 
     def _tried(self, candidate: Candidate) -> bool:
-        return any(one.candidate.key == candidate.key for one in self.trials)
+        return any(_same(one, candidate) for one in self.trials)
 
     def _direct(self, best: Trial, name: str) -> Trial | None:
         """The trial that has this lever as the file does, and is the best otherwise: see `without`."""
         wanted = self.without(best.candidate, name)
         if wanted is None:
             return None
-        return next(
-            (one for one in self.trials if one.ok and one.candidate.key == wanted.key), None
-        )
+        return next((one for one in self.trials if one.ok and _same(one, wanted)), None)
 
-    def gain(self, name: str) -> tuple[float, Trial] | None:
-        """What a lever of the best setting gains, as a share, and the trial without it."""
-        best = self.best
-        found = None if best is None else self._direct(best, name)
-        if best is None or found is None:
+    def gain(self, best: Trial, name: str) -> tuple[Spread, Trial] | None:
+        """What a lever of a setting gains, as a share of the speed without it, and the trial without."""
+        found = self._direct(best, name)
+        if found is None:
             return None
-        return _speed(best) / _speed(found) - 1, found
+        with_it, without = self.speeds(best), self.speeds(found)
+        told = Spread(
+            with_it.median / without.median - 1, with_it.min / without.max - 1,
+            with_it.max / without.min - 1, min(with_it.n, without.n),
+        )  # fmt: skip
+        return told, found
 
     # --- words ---
 
@@ -624,6 +750,26 @@ class Search:
 
 def _speed(trial: Trial) -> float:
     return trial.measured.speed or 0.0
+
+
+def _same(trial: Trial, candidate: Candidate) -> bool:
+    return trial.candidate.key == candidate.key
+
+
+def _together(runs: Sequence[Trial]) -> Trial:
+    """The runs of a setting as one trial: medians, and the largest peak; one that failed stands for all."""
+    counted = [one for one in runs if one.counts]
+    failed = [one for one in counted if not one.ok]
+    if failed or not counted:
+        return replace(runs[0], measured=(failed or runs)[-1].measured)
+    told = [one.measured for one in counted]
+    steps = [one.step for one in told if one.step]
+    measured = replace(
+        told[-1], speed=statistics.median(map(_speed, counted)),
+        step=statistics.median(steps) if steps else None,
+        peak=max((one.peak for one in told if one.peak is not None), default=None),
+    )  # fmt: skip
+    return replace(runs[0], measured=measured)
 
 
 def _kind(candidate: Candidate) -> tuple[Setting | None, ...]:

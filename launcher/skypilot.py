@@ -10,14 +10,14 @@ import difflib
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
 
-from launcher.errors import Finding, brief, usage
+from launcher.errors import Complain, Finding, brief, usage
 from launcher.redaction import is_secret, redact
 
 # Fields of a task that a stage file may set, and what must be in them (SkyPilot's own check is finer).
@@ -48,9 +48,6 @@ LAUNCH, CHECKOUT = "~/launch", "~/open-instruct"
 _ENV = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _ACCELERATOR = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 _UNSAFE = re.compile(r"[^a-z0-9]+")
-
-Complain = Callable[[str, str, str, str | None], Finding]
-"""Makes a finding of a code, the key below `skypilot`, a message and a help."""
 
 
 def read(given: Any, complain: Complain) -> tuple[dict[str, Any], list[Finding]]:

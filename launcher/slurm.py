@@ -128,9 +128,9 @@ def word(state: str | None) -> str | None:
     return "running" if state in ACTIVE else None
 
 
-def active(made: Job, environ: Mapping[str, str] | None = None) -> bool:
+def active(made: Job) -> bool:
     """Whether a job waits or runs, as far as Slurm can be asked."""
-    told = states([made.id], environ)
+    told = states([made.id])
     return told is not None and word(told.get(made.id)) is not None
 
 

@@ -138,7 +138,7 @@ def validate(judged: Judged, *, strict: bool = False) -> Stage:
 def entry_of(schema: Schema) -> Entry:
     """The description of a schema's entry script, in the names of its commit."""
     entry = BACKENDS[schema.backend].STAGES[schema.key]
-    return entry if schema.source == "snapshot" else entry.at(schema.fields)
+    return entry if schema.tested else entry.at(schema.fields)
 
 
 def _reworded(schema: Schema) -> list[Finding]:
@@ -197,10 +197,16 @@ def _expect_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Find
     """What `expect:` asks of a run that these arguments do not ask for."""
     names = entry.names
     liger = bool(names.liger and values.get(names.liger)) and not entry.torchrun
+    per_device = (opts.batch or Batch()).per_device or values[names.per_device]
+    packs = entry.packs(values, per_device)
+    alone = entry.packs(values, None) and not packs
     wanted = (
         ("liger", {"engaged"}, liger, names.liger, "dpo.py has no Liger" if entry.torchrun else ""),
-        ("packing", {"isolated", "on"}, names.packs(values), names.packing, ""),
-    )
+        (
+            "packing", {"isolated", "on"}, packs, names.packing,
+            "a micro-batch of one row has nothing to pack" if alone else "",
+        ),
+    )  # fmt: skip
     for point, states, asked, name, none in wanted:
         state = opts.expect.get(point)
         if state not in states or asked:

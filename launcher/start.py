@@ -34,7 +34,7 @@ from launcher import (
 )  # fmt: skip
 from launcher.attempt import Attempt
 from launcher.devices import Devices
-from launcher.errors import Exit, Finding, NotReady, errors
+from launcher.errors import Exit, Finding, NotReady, errors, not_ready
 from launcher.plan import Plan
 from launcher.preparation import Prepared, Request, prepare
 from launcher.rundir import RunFolder
@@ -76,12 +76,9 @@ def _require_not_queued(folder: RunFolder) -> None:
     """A job that waits, or runs elsewhere, has the attempt already."""
     waiting = slurm.job(folder)
     if waiting is not None and slurm.active(waiting):
-        raise NotReady(
-            Finding(
-                severity="error", layer="launch", code="run-is-live", file=str(folder.path),
-                message=f"the run {folder.path.name} is Slurm's job {waiting.id}",
-                help=f"wait for it, or launch stop {folder.path.name}",
-            )
+        raise not_ready(
+            "run-is-live", f"the run {folder.path.name} is Slurm's job {waiting.id}",
+            f"wait for it, or launch stop {folder.path.name}", file=str(folder.path),
         )  # fmt: skip
 
 

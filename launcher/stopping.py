@@ -6,14 +6,13 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launcher import attempt as attempts
 from launcher import checkpoints, claim, following, keeper, overview, process, rundir, runner, slurm
-from launcher.errors import Finding, NotReady, UsageError
+from launcher.errors import Finding, NotReady, UsageError, not_ready
 from launcher.rundir import RunFolder
 from launcher.view import Progress
 
@@ -82,9 +81,8 @@ def due(folder: RunFolder) -> str:
 
 
 def stop(
-    folder: RunFolder, *, after_checkpoint: bool = False, waits: runner.Grace | None = None,
-    tick: Callable[[], None] = lambda: None,
-) -> runner.Exit | None:  # fmt: skip
+    folder: RunFolder, *, after_checkpoint: bool = False, waits: runner.Grace | None = None
+) -> runner.Exit | None:
     """Have a run stopped, and wait until every process of it has gone; returns how it ended.
 
     One that is about to begin is stopped as soon as it has; asked for twice at once, it is done once.
@@ -93,7 +91,7 @@ def stop(
     """
     job = slurm.job(folder)
     if job is not None and slurm.active(job):
-        return _stop_job(folder, job, waits, tick, after_checkpoint=after_checkpoint)
+        return _stop_job(folder, job, waits, after_checkpoint=after_checkpoint)
     _require_here(folder)
     number = max(1, folder.attempts()) if runner.alive(folder.path) else _starting(folder)
     if number is None:
@@ -104,7 +102,6 @@ def stop(
     if earlier is None or earlier.attempt != number or waits or not after_checkpoint:
         _ask(folder, request)
     while runner.keeper_lives(folder) or _begins(folder, number):
-        tick()
         time.sleep(POLL_S)
     if runner.alive(folder.path):
         _end_orphan(folder, number, waits, after_checkpoint)
@@ -116,9 +113,8 @@ def stop(
 
 
 def _stop_job(
-    folder: RunFolder, job: slurm.Job, waits: runner.Grace | None, tick: Callable[[], None],
-    *, after_checkpoint: bool,
-) -> runner.Exit | None:  # fmt: skip
+    folder: RunFolder, job: slurm.Job, waits: runner.Grace | None, *, after_checkpoint: bool
+) -> runner.Exit | None:
     """Slurm ends a job on all its machines; for a checkpoint, their keepers wait themselves."""
     number = max(1, folder.attempts())
     state = (slurm.states([job.id]) or {}).get(job.id)
@@ -129,7 +125,6 @@ def _stop_job(
     else:
         slurm.cancel(job)
     while slurm.active(job):
-        tick()
         time.sleep(POLL_S * 5)
     return runner.recorded(folder, number)
 
@@ -190,12 +185,9 @@ def _end_orphan(
 def _require_here(folder: RunFolder) -> None:
     told = process.identity(rundir.read_json(folder.process))
     if told is not None and not told.here() and told.host != process.host():
-        raise NotReady(
-            Finding(
-                severity="error", layer="launch", code="run-is-elsewhere", file=str(folder.path),
-                message=f"{folder.path.name} was started on {told.host}",
-                help=f"stop it there: ssh {told.host} launch stop {folder.path.name}",
-            )
+        raise not_ready(
+            "run-is-elsewhere", f"{folder.path.name} was started on {told.host}",
+            f"stop it there: ssh {told.host} launch stop {folder.path.name}", file=str(folder.path),
         )  # fmt: skip
 
 

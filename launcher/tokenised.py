@@ -279,7 +279,7 @@ class Filling:
         except LaunchError:
             # no pyarrow in launch's own Python, or other columns: nothing hangs on it
             known = None
-        told = hub_files.json_of(entry / "dataset_statistics.json").get("per_dataset_stats")
+        told = rundir.read_json(entry / "dataset_statistics.json").get("per_dataset_stats")
         stats = [one for one in told if isinstance(one, dict)] if isinstance(told, list) else []
         rows = None if known is None else known.rows
         rows = _sum(stats, "final_instances") if rows is None else rows

@@ -10,7 +10,6 @@ Every `Dataset.map` on the way is recorded, and whether its result was there alr
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import json
 import os
@@ -73,80 +72,62 @@ def _column(dataset: Any, name: str) -> Any:
 
 
 def watch_maps(probe: Any, module: types.ModuleType) -> None:
-    def mapped(original: Any) -> Any:
-        @functools.wraps(original)
-        def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
-            begun = time.time()
-            result = original(self, *args, **kwargs)
-            with probe.quietly("map"):
-                files = [one["filename"] for one in getattr(result, "cache_files", None) or ()]
-                old = bool(files) and all(os.path.getmtime(name) < begun for name in files)
-                step = str(kwargs.get("desc") or "")
-                told = lengths_of(result) if step.startswith("Tokenizing") else None
-                # nothing is kept of no rows
-                kept = "hit" if old or not len(self) else "miss" if files else "uncached"
-                probe.record.write(
-                    "mapped", step=step, state=kept, files=files, rows=len(result), of=len(self),
-                    seconds=round(time.time() - begun, 3), lengths=told,
-                )  # fmt: skip
-            return result
+    def mapped(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        begun = time.time()
+        result = original(self, *args, **kwargs)
+        with probe.quietly("map"):
+            files = [one["filename"] for one in getattr(result, "cache_files", None) or ()]
+            old = bool(files) and all(os.path.getmtime(name) < begun for name in files)
+            step = str(kwargs.get("desc") or "")
+            told = lengths_of(result) if step.startswith("Tokenizing") else None
+            # nothing is kept of no rows
+            kept = "hit" if old or not len(self) else "miss" if files else "uncached"
+            probe.record.write(
+                "mapped", step=step, state=kept, files=files, rows=len(result), of=len(self),
+                seconds=round(time.time() - begun, 3), lengths=told,
+            )  # fmt: skip
+        return result
 
-        return inner
-
-    def filtered(original: Any) -> Any:
-        @functools.wraps(original)
-        def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(self, *args, **kwargs)
-            with probe.quietly("filter"):
-                step = str(kwargs.get("desc") or "")
-                probe.record.write("filtered", step=step, rows=len(result), of=len(self))
-            return result
-
-        return inner
+    def filtered(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        with probe.quietly("filter"):
+            step = str(kwargs.get("desc") or "")
+            probe.record.write("filtered", step=step, rows=len(result), of=len(self))
+        return result
 
     watching.wrap(module.Dataset, "map", mapped)
     watching.wrap(module.Dataset, "filter", filtered)
 
 
 def end_at_the_trainer(probe: Any, module: types.ModuleType) -> None:
-    def made(original: Any) -> Any:
-        @functools.wraps(original)
-        def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
-            data: Any = kwargs.get("train_dataset")
-            files = [one["filename"] for one in getattr(data, "cache_files", None) or ()]
-            told: dict[int, int] = {}
-            with probe.quietly("lengths"):
-                told = lengths_of(data)
-            rows = len(data) if hasattr(data, "__len__") else None
-            probe.record.write("ready", rows=rows, files=files, lengths=told)
-            raise SystemExit(0)
-
-        return inner
+    def made(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        data: Any = kwargs.get("train_dataset")
+        files = [one["filename"] for one in getattr(data, "cache_files", None) or ()]
+        told: dict[int, int] = {}
+        with probe.quietly("lengths"):
+            told = lengths_of(data)
+        rows = len(data) if hasattr(data, "__len__") else None
+        probe.record.write("ready", rows=rows, files=files, lengths=told)
+        raise SystemExit(0)
 
     watching.wrap(module.Trainer, "__init__", made)
 
 
 def leave_weights_out(probe: Any, module: types.ModuleType) -> None:
-    def load(original: Any) -> Any:
-        @functools.wraps(original)
-        def inner(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                config = kwargs.get("config") or sys.modules[
-                    "transformers"
-                ].AutoConfig.from_pretrained(
-                    name,
-                    revision=kwargs.get("revision") or "main",
-                    trust_remote_code=kwargs.get("trust_remote_code") or False,
-                )
-                with sys.modules["torch"].device("meta"):
-                    model = cls(config)
-            except Exception as error:
-                probe.trouble("model without weights", error)
-                return original(cls, name, *args, **kwargs)
-            Weightless.given = True
-            return model
-
-        return inner
+    def load(original: Any, cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            config = kwargs.get("config") or sys.modules["transformers"].AutoConfig.from_pretrained(
+                name,
+                revision=kwargs.get("revision") or "main",
+                trust_remote_code=kwargs.get("trust_remote_code") or False,
+            )
+            with sys.modules["torch"].device("meta"):
+                model = cls(config)
+        except Exception as error:
+            probe.trouble("model without weights", error)
+            return original(cls, name, *args, **kwargs)
+        Weightless.given = True
+        return model
 
     watching.wrap(module.PreTrainedModel, "from_pretrained", load)
 

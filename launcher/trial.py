@@ -7,7 +7,6 @@ what came of each. Every run goes the usual way: a keeper, a run folder, a verdi
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 import re
 import signal
@@ -23,6 +22,7 @@ from launcher import (
     following,
     foresight,
     preparation,
+    process,
     publish,
     report,
     rundir,
@@ -33,10 +33,8 @@ from launcher.check import Verdict
 from launcher.errors import Exit, Finding, LaunchError, brief, usage
 from launcher.plan import Plan
 from launcher.preparation import Prepared, Request
-from launcher.redaction import redact
 from launcher.rundir import RunFolder
 
-_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 # whoever waited for the training process tells all of its command line first
 _COMMAND = re.compile(r"Command '\[.*\]' (?=died|returned)", re.DOTALL)
 
@@ -177,19 +175,14 @@ def _leave_nothing(folder: RunFolder) -> None:
         stopping.stop(folder, waits=(5, 5, 5))
 
 
-@contextlib.contextmanager
-def unwatched() -> Iterator[None]:
+def unwatched() -> contextlib.AbstractContextManager[None]:
     """The terminal may go: what it showed is in the run folders, and more runs are still to come.
 
     TERM is what INT is, between two runs and while one is being started too: nothing is left behind.
     """
-    handlers = {signal.SIGHUP: lambda *_: None, signal.SIGTERM: signal.default_int_handler}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return process.handling(
+        {signal.SIGHUP: lambda *_: None, signal.SIGTERM: signal.default_int_handler}
+    )
 
 
 def alone(folder: Path) -> contextlib.AbstractContextManager[None]:
@@ -223,21 +216,7 @@ def new_folder(kind: str, name: str, root: Path | None = None) -> Path:
 
     Raises NotReady where it cannot be made.
     """
-    base = root or rundir.runs_root()
-    now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
-    stem = f"{now}-{kind}-{_UNSAFE.sub('-', redact(name)).strip('-')[:100] or 'run'}"
-    path, count = base / stem, 1
-    while True:
-        try:
-            path.mkdir(parents=True)
-            return path
-        except FileExistsError:
-            count += 1
-            path = base / f"{stem}-{count}"
-            if not base.is_dir():
-                raise rundir.not_writable(base, "it is a file") from None
-        except OSError as error:
-            raise rundir.not_writable(path, error.strerror) from None
+    return rundir.new_folder(root or rundir.runs_root(), kind, name)
 
 
 def page(runs: Iterable[Path], path: Path) -> Path | None:

@@ -13,7 +13,7 @@ import math
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from launcher import (
     trial,
 )  # fmt: skip
 from launcher.bench import Bench
-from launcher.comparison import SPEED, Sample, Variant
+from launcher.comparison import SPEED, Row, Sample, Spread, Variant
 from launcher.devices import Devices
 from launcher.errors import Exit, Finding, InvalidConfig, NotReady, errors, usage
 from launcher.footprint import ATTENTIONS
@@ -195,19 +195,48 @@ class Tuning:
             again.append(replace(entry, trial=self.search.learn(candidate, entry.trial.measured)))
         self.entries = again
 
+    def runs_of(self, candidate: Candidate) -> list[Entry]:
+        """All of one setting, but for later ones that did not end for a reason that is not the setting's."""
+        runs = [one for one in self.entries if one.trial.candidate.key == candidate.key]
+        return runs[:1] + [one for one in runs[1:] if one.trial.counts]
+
+    @property
+    def chosen(self) -> Trial | None:
+        """The best that the judge of `launch bench` calls faster than the file as written; else that file.
+
+        Where that file does not pass every time, the best.
+        """
+        good = self.search.good
+        for one in good:
+            row = self.row(one)
+            if row is None or row.standing in ("baseline", "faster"):
+                return one
+        return next(iter(good), None)
+
+    def row(self, trial: Trial) -> Row | None:
+        """A setting beside the file as written, by all runs of both; None where that was not measured."""
+        first = self.runs_of(self.search.base)
+        if not any(one.trial.ok for one in first):
+            return None
+        runs = [*first, *self.runs_of(trial.candidate)]
+        return comparison.compare([one.sample for one in runs], self.terms.tolerance)[-1]
+
     def bench(self) -> Bench:
         """The trials as a comparison, for its table and its page."""
         request = replace(self.request, stage=self.plan.stage.options.stage, gpus=self.plan.gpus)
-        variants = tuple(Variant(entry.sample.variant) for entry in self.entries)
+        runs = [self.runs_of(one.candidate) for one in self.search.trials]
+        chosen = self.chosen
         return Bench(
-            request=request, variants=variants, steps=self.terms.steps, repeats=1,
-            tolerance=self.terms.tolerance, key=self.key, batch=self.plan.global_batch,
-            folder=self.folder, samples=[entry.sample for entry in self.entries],
+            request=request, variants=tuple(Variant(own[0].sample.variant) for own in runs),
+            steps=self.terms.steps, repeats=self.search.repeats, tolerance=self.terms.tolerance,
+            key=self.key, batch=self.plan.global_batch, folder=self.folder,
+            samples=[one.sample for own in runs for one in own],
+            proposed=None if chosen is None else self.runs_of(chosen.candidate)[0].sample.variant,
         )  # fmt: skip
 
     def as_json(self) -> dict[str, Any]:
         """The record, and the data of `--format json`."""
-        best = self.search.best
+        best = self.chosen
         return {
             "tune_version": TUNE_VERSION, "key": self.key, "config": str(self.request.config),
             "overrides": list(self.request.overrides), "gpus": self.plan.gpus,
@@ -227,15 +256,17 @@ class Tuning:
         }  # fmt: skip
 
     def _best_json(self, best: Trial) -> dict[str, Any]:
-        first = self.search.first
-        ratio = None
-        if first is not None and first.ok and first.measured.speed and best.measured.speed:
-            ratio = round(best.measured.speed / first.measured.speed, 4)
+        first, row = self.search.first, self.row(best)
+        # the file as written is itself what others are held to
+        ratio = None if row is None else row.speed_ratio or 1.0
+        base = None if row is None or first is None else self.search.speeds(first).as_json()
         return {
             "settings": dict(best.candidate.settings),
             "changes": levers.changes(self.space, best.candidate.settings),
-            "tokens_per_second_per_gpu": best.measured.speed, "speed_ratio": ratio,
-            "loss_change": best.measured.loss_change, "peak_allocated_gib": best.measured.peak,
+            "tokens_per_second_per_gpu": best.measured.speed,
+            "spread": self.search.speeds(best).as_json(), "spread_as_written": base,
+            "speed_ratio": _rounded(ratio, 4), "loss_change": _loss_change(best, row),
+            "peak_allocated_gib": best.measured.peak, "withheld": withheld(self),
             "gains": [gain.as_json() for gain in gains(self)],
         }  # fmt: skip
 
@@ -476,13 +507,14 @@ def _go_on(tuning: Tuning, told: Callable[[str], None]) -> None:
 
 def _tried(tuning: Tuning, candidate: Candidate, left: float) -> Entry:
     """One trial, measured and learned from. Raises KeyboardInterrupt where the user stops it."""
-    began = time.monotonic()
-    variant = Variant(_name(tuning, candidate), levers.overrides(tuning.space, candidate.settings))
+    began, earlier = time.monotonic(), tuning.runs_of(candidate)
+    name = earlier[0].sample.variant if earlier else _name(tuning, candidate)
+    variant = Variant(name, levers.overrides(tuning.space, candidate.settings))
     limit = tuning.search.timeout(candidate, left)
     try:
         sample = bench.measure(
             tuning.request, variant, steps=tuning.terms.steps, root=tuning.folder,
-            timeout_s=limit, batch=tuning.plan.global_batch, profile=False,
+            repeat=len(earlier), timeout_s=limit, batch=tuning.plan.global_batch, profile=False,
         )  # fmt: skip
         if sample.cause == "interrupted":
             raise KeyboardInterrupt
@@ -494,7 +526,13 @@ def _tried(tuning: Tuning, candidate: Candidate, left: float) -> Entry:
         # that another took the GPUs is no setting's fault
         _require_free_gpus(tuning)
     seconds = time.monotonic() - began
-    measured = replace(judged(sample, _reference(tuning), tuning.terms.tolerance), seconds=seconds)
+    unproved = tuple(point for point in sample.unproved if point in _POINTS)
+    sample, reference = replace(sample, unproved=unproved), _reference(tuning)
+    if name in (one.variant for one in reference):
+        # how far its own losses scatter, the table says
+        reference = []
+    runs = [*(one.sample for one in earlier if one.trial.ok), sample]
+    measured = replace(judged(runs, reference, tuning.terms.tolerance), seconds=seconds)
     blamed = tuple(name for name in measured.blamed if name in candidate.settings)
     cut = measured.status == "timeout" and limit < tuning.search.timeout(candidate, math.inf)
     learned = tuning.search.learn(candidate, replace(measured, blamed=blamed, cut=cut))
@@ -508,16 +546,19 @@ def _name(tuning: Tuning, candidate: Candidate) -> str:
     return f"{len(tuning.entries) + 1}: {', '.join(words) or AS_WRITTEN}"
 
 
-def _reference(tuning: Tuning) -> Sample | None:
-    """What losses are held to: the file as written, or the first that could be measured."""
-    return next((entry.sample for entry in tuning.entries if entry.trial.ok), None)
+def _reference(tuning: Tuning) -> list[Sample]:
+    """What losses are held to: runs of the file as written, or of the first that could be measured."""
+    good = [entry.sample for entry in tuning.entries if entry.trial.ok]
+    return [one for one in good if one.variant == good[0].variant]
 
 
-def judged(sample: Sample, reference: Sample | None, tolerance: float) -> Measured:
-    """What a trial means: a setting counts only if everything that it asks for was proved.
+def judged(runs: Sequence[Sample], reference: Sequence[Sample], tolerance: float) -> Measured:
+    """What the last of a setting's runs means: it counts only if everything that it asks for was proved.
 
-    `reference` None: this one is what later ones are held to.
+    Losses are compared as `launch bench` does, by the medians of all. No `reference`: this setting is what
+    others are held to.
     """
+    sample = runs[-1]
     figures = sample.metrics
     told = Measured(
         status="ok", speed=figures.get(SPEED), step=figures.get("seconds_per_step"),
@@ -535,12 +576,11 @@ def judged(sample: Sample, reference: Sample | None, tolerance: float) -> Measur
         return replace(told, status="unproven", blamed=open_ones, reason=reason)
     if not told.speed:
         return replace(told, status="no speed", reason="the speed of its steps was not measured")
-    if reference is None:
+    if not reference:
         if not sample.curve:
             return replace(told, status="unproven", reason="no loss was seen")
         return replace(told, loss_change=0.0)
-    pair = [replace(reference, variant="reference"), replace(sample, variant="this one")]
-    change = comparison.compare(pair, tolerance)[-1].loss_change
+    change = comparison.compare([*reference, *runs], tolerance)[-1].loss_change
     if change is None:
         return replace(told, status="unproven", reason="no loss of both to compare")
     if abs(change) > tolerance:
@@ -591,7 +631,7 @@ def _concluded(tuning: Tuning, told: Callable[[str], None], began_with: int) -> 
     if began_with == len(tuning.entries) and began_with:
         told("nothing new was tried: --fresh starts over")
     tuning.state = "finished"
-    best = tuning.search.best
+    best = tuning.chosen
     if best is None:
         tuning.write()
         statuses = {entry.trial.measured.status for entry in tuning.entries}
@@ -621,11 +661,11 @@ def _concluded(tuning: Tuning, told: Callable[[str], None], began_with: int) -> 
 
 def gains(tuning: Tuning) -> list[Gain]:
     """What each change of the best setting gains, in the order of the levers."""
-    best, told = tuning.search.best, []
+    best, told = tuning.chosen, []
     if best is None:
         return []
     for name in tuning.search.differing(best.candidate):
-        found = tuning.search.gain(name)
+        found = tuning.search.gain(best, name)
         beside = None
         if found is not None and name != "per_device":
             other = found[1].candidate.settings.get("per_device")
@@ -651,20 +691,49 @@ def _head(tuning: Tuning, best: Trial, place: Path) -> list[str]:
         f"{stage.config.path.name} on {on}, {len(tuning.entries)} trials of {tuning.terms.steps} steps.",
         f"  launch {stage.options.stage} {shlex.quote(str(place))} {ways}",
     ]
-    first, speed = tuning.search.first, best.measured.speed or 0.0
-    told = f"{speed:,.0f} tokens/s per GPU"
-    if first is not None and first.ok and first.measured.speed:
-        told = f"{first.measured.speed:,.0f} -> {told} ({speed / first.measured.speed:.2f}x)"
-    if best.measured.loss_change is not None:
-        change = round(best.measured.loss_change, 4) + 0.0  # no minus before a zero
+    first, row = tuning.search.first, tuning.row(best)
+    told = f"{_spread(tuning.search.speeds(best))} tokens/s per GPU"
+    if row is not None and first is not None and row.standing != "baseline":
+        told = f"{_spread(tuning.search.speeds(first))} -> {told}, {row.speed_ratio:.2f}x"
+    if (loss := _loss_change(best, row)) is not None:
+        change = round(loss, 4) + 0.0  # no minus before a zero
         told += f", loss per token {change:+.2%} after the same tokens"
     if best.measured.peak is not None and tuning.card.gib:
         told += f", peak {best.measured.peak:.0f} of {tuning.card.gib:.0f} GiB"
     lines.append(told + ".")
     if not tuning.search.differing(best.candidate):
         lines.append("Nothing that was tried is faster: what follows changes nothing.")
+    if (not_this := withheld(tuning)) is not None:
+        lines.append(f"{not_this}.")
     lines.append(f"Every trial: {tuning.folder / FILE}")
     return lines
+
+
+def withheld(tuning: Tuning) -> str | None:
+    """Why the fastest setting is not what is proposed; None where it is."""
+    best, first = tuning.search.best, tuning.search.first
+    row = None if best is None else tuning.row(best)
+    if best is None or best is tuning.chosen or row is None or first is None:
+        return None
+    changed = tuning.search.differing(best.candidate)
+    words = ", ".join(levers.described(name, best.candidate.settings[name]) for name in changed)
+    speeds = [_spread(tuning.search.speeds(one)) for one in (best, first)]
+    told = f"not proposed: {words}: {speeds[0]} tokens/s per GPU against {speeds[1]} as written"
+    # medians may differ by much where one run of the other lies among these
+    word = "not told apart" if row.standing == "no difference" else row.standing
+    return f"{told}: {word}" + (f" ({row.why})" if row.why else "")
+
+
+def _loss_change(best: Trial, row: Row | None) -> float | None:
+    """By all runs of both, where the file as written was measured."""
+    return best.measured.loss_change if row is None else row.loss_change or 0.0
+
+
+def _spread(speeds: Spread) -> str:
+    """`median (least – most, n runs)`."""
+    if speeds.n == 1:
+        return f"{speeds.median:,.0f} (one run)"
+    return f"{speeds.median:,.0f} ({speeds.min:,.0f} – {speeds.max:,.0f}, {speeds.n} runs)"
 
 
 def beginning(tuning: Tuning) -> list[str]:
@@ -688,7 +757,7 @@ def beginning(tuning: Tuning) -> list[str]:
 
 def ending(tuning: Tuning) -> list[str]:
     """What came of it: the changes with what each gains, and what to run."""
-    best = tuning.search.best
+    best = tuning.chosen
     if tuning.state == "interrupted":
         return ["interrupted: the same command goes on here", f"trials: {tuning.folder / FILE}"]
     if best is None:
@@ -697,7 +766,8 @@ def ending(tuning: Tuning) -> list[str]:
     ways = "--gpus 0" if not tuning.plan.gpus else f"--gpus {tuning.plan.gpus}"
     others = len(tuning.entries) > 1
     none = "nothing that was tried is faster than" if others else "nothing was tried but"
-    lines = [*(lines or [f"{none} the file as it is written"]), f"trials: {tuning.folder / FILE}"]
+    lines = lines or [f"{none} the file as it is written"]
+    lines += [*filter(None, [withheld(tuning)]), f"trials: {tuning.folder / FILE}"]
     if tuning.place is None:
         return [*lines, "tuned: not written; the same command with another -o does no trial twice"]
     told = f"launch {tuning.plan.stage.options.stage} {shlex.quote(str(tuning.place))} {ways}"

@@ -378,7 +378,7 @@ def of_trials(
     """A row for each variant of a comparison, or trial of a search, that did as it says and has a speed."""
     trials = {trial["name"]: trial for trial in data.get("trials", ())}
     searched = "trials" in data
-    samples = [trial["sample"] for trial in trials.values()] if searched else data["samples"]
+    samples = [trial["sample"] for trial in data["trials"]] if searched else data["samples"]
     best = (data.get("best") or {}).get("settings")
     for nth, one in enumerate(data["bench" if searched else "rows"]):
         trial, standing = trials.get(one["variant"]), f"{one['standing']}: {one['why']}"
@@ -392,7 +392,7 @@ def of_trials(
             note = standing
         if trial:
             named = "tuned" if trial["settings"] == best else of_settings(trial["settings"])
-            setting, note = (named if nth else case.first), f"trial {nth + 1}"
+            setting, note = (named if nth else case.first), f"trial {one['variant'].split(':')[0]}"
         loss, peak = one["loss_per_token"], one["peak_allocated_gib"]
         yield row(
             case, here, setting, Spread(**one[SPEED]), run=Path(runs[0]), command=command, note=note,

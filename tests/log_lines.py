@@ -214,6 +214,11 @@ LINES: dict[tuple[str, str], list[str]] = {
     ("terminated", "terminate called after throwing an instance of "): [
         "terminate called after throwing an instance of 'c10::DistBackendError'"
     ],
+    ("watchdog", "watchdog thread terminated with exception: "): [
+        "[rank1]:[E1120 16:00:00.000000000 ProcessGroupNCCL.cpp:1896] [PG ID 0 PG GUID 0(default_pg) Rank "
+        "1] Process group watchdog thread terminated with exception: [Rank 1] Watchdog caught collective "
+        "operation timeout: WorkNCCL(SeqNum=12)",
+    ],
     ("what", "what():  "): ["  what():  CUDA error: an illegal memory access was encountered"],
     ("syntax", "Error: "): ["IndentationError: unexpected indent", "SyntaxError: invalid syntax"],
     ("cancelled", "CANCELLED AT"): [

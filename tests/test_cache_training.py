@@ -108,7 +108,7 @@ def dpo(name: str, *overrides: str) -> tuple[dict[str, str], dict[str, Cache], R
     built = command.build(caches.applied(made, found), trainer, run.path, environ=os.environ)
     built = replace(built, env={**built.env, **caches.environment(found)})
     with cache_folders.held(found, run, 1, config=STAGE_FILE) as locks:
-        ended = runner.run(built, run, 1, lock=locks[0])
+        ended = runner.run(built, run, 1, held=locks)
     assert ended.returncode == 0, run.console(1).read_text(errors="replace")[-3000:]
     return states(run), {one.kind: one for one in found}, run
 

@@ -23,6 +23,7 @@ from launcher.errors import NotReady, UsageError
 from launcher.fingerprint import Memory
 from launcher.plan import Plan
 from launcher.rundir import RunFolder
+from launcher.sizes import sized
 
 PACKAGES = {"transformers": "5.17.0", "tokenizers": "0.22.2", "trl": "1.16.0", "datasets": "5.2.0"}
 SFT = """
@@ -398,7 +399,7 @@ def test_a_held_folder_says_what_it_was_derived_from(place: Path) -> None:
 
 def test_sizes_and_ages_for_people() -> None:
     sizes = (0, 1023, 1024, 1.5 * 2**20, 3 * 2**40)
-    assert [cache_folders.sized(int(n)) for n in sizes] == [
+    assert [sized(int(n)) for n in sizes] == [
         "0 B", "1023 B", "1 KiB", "1.5 MiB", "3.0 TiB",
     ]  # fmt: skip
     assert [cache_folders.aged(n) for n in (0, 61, 3600, 90000)] == ["0s", "1m", "1h", "1d"]

@@ -605,6 +605,11 @@ def test_training_data_that_looks_like_an_error_is_none(tmp_path: Path) -> None:
          "No space left on device\n", ("crashed", False), "disk_full"),
         (sft(9, until=4) + "[rank3]:[E1120] Watchdog caught collective operation timeout: Work"
          "NCCL(SeqNum=1)\n" + ELASTIC.format(code=-6), ("crashed", False), "nccl_timeout"),
+        (sft(9, until=4) + "[rank1]:[E1120 16:00 ProcessGroupNCCL.cpp:632] [Rank 1] Watchdog caught "
+         "collective operation timeout: WorkNCCL(SeqNum=12) ran for 1800058 milliseconds before timing out.\n"
+         "[rank1]:[E1120 16:00 ProcessGroupNCCL.cpp:1896] [PG ID 0] Process group watchdog thread terminated "
+         "with exception: [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12)\n",
+         ("crashed", False), "nccl_timeout"),
         (sft(9, until=4) + "slurmstepd: error: *** STEP 1.0 ON n1 CANCELLED AT 2026-11-20T1 DUE TO "
          "TIME LIMIT ***\n", ("killed", False), "time_limit"),
         (sft(9, until=4) + "slurmstepd-gpu020: error: *** JOB 2 ON gpu020 CANCELLED AT 2026-11-20T1 DUE "

@@ -49,7 +49,7 @@ def refusal(made: Devices) -> tuple[str, str]:
 
 def test_free_ones_in_order(smi: Smi) -> None:
     made = chosen(2)
-    assert (made.visible, made.indices, made.findings) == ("0,1", (0, 1), ())
+    assert (made.visible, made.findings) == ("0,1", ())
     assert made.env() == {"CUDA_VISIBLE_DEVICES": "0,1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     told = made.as_json()
     assert told["gpus"][1] == {
@@ -128,7 +128,7 @@ def test_a_choice_stays_within_what_is_visible(smi: Smi) -> None:
     # ids stay ids: what started launch may count in another order
     made = chosen(1, environ={"CUDA_VISIBLE_DEVICES": f"{uuid(3)},{uuid(1)}"})
     assert made.env() == {"CUDA_VISIBLE_DEVICES": uuid(3)}
-    assert made.indices == (3,)
+    assert [slot.gpu.index for slot in made.slots] == [3]
 
 
 # --- named ----------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def test_names_that_name_nothing(text: str) -> None:
 
 def test_the_ones_that_were_named(smi: Smi) -> None:
     assert chosen(None, ["3", "2"]).visible == "3,2"
-    assert chosen(2, [uuid(1), "0"]).indices == (1, 0)
+    assert chosen(2, [uuid(1), "0"]).visible == "1,0"
 
 
 @pytest.mark.parametrize(

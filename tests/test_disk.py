@@ -282,7 +282,7 @@ def test_room(tmp_path: Path) -> None:
     assert list(disk.too_little(needs(0, 0), output, ())) == []
     (finding,) = disk.too_little(needs(room * 2, room * 2), output, ())
     assert (finding.severity, finding.code) == ("error", "too-little-space")
-    assert "3 checkpoint(s) of 0 MiB (a + b)" in finding.message and finding.file == str(output)
+    assert "3 checkpoint(s) of 14 B (a + b)" in finding.message and finding.file == str(output)
     (finding,) = disk.too_little(needs(0, room * 2), output, ())
     assert (finding.severity, finding.code) == ("warning", "little-space")
 
@@ -303,7 +303,7 @@ def test_a_file_system_that_is_nearly_full(small: Path, tmp_path: Path) -> None:
         found = [Place(path=small / "a" / "b", what="run folders", vital=True)]
         (finding,) = disk.too_little(Needs(), None, [*found, Place(path=small, what="kernels")])
         assert (finding.severity, finding.code) == ("warning", "little-space")
-        assert "8 MiB free" in finding.message and "(run folders, kernels)" in finding.message
+        assert "8.0 MiB free" in finding.message and "(run folders, kernels)" in finding.message
         told = needs(9 * 2**20, 9 * 2**20)
         (finding,) = disk.too_little(told, small / "out", found)
         assert finding.code == "too-little-space"

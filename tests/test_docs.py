@@ -12,7 +12,7 @@ import pytest
 from launcher import config, options
 from launcher.cli import main
 from launcher.commands import app
-from launcher.errors import EXIT_MEANING, Exit
+from launcher.errors import Exit
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -113,8 +113,8 @@ def test_only_logs_has_no_json() -> None:
 
 
 def test_the_exit_codes_of_the_readme_are_those_of_the_program() -> None:
-    rows = dict(re.findall(r"^\| (\d+) \| (.+) \|$", README, re.M))
-    assert rows == {str(int(code)): EXIT_MEANING[code] for code in Exit}
+    rows = re.findall(r"^\| (\d+) \| .+ \|$", README, re.M)
+    assert rows == [str(int(code)) for code in Exit]
 
 
 def test_every_command_has_help_an_example_and_a_place_in_the_readme() -> None:

@@ -279,7 +279,7 @@ def test_liger_loads_weights_in_the_type_that_the_config_says(place: Path) -> No
         ("use_peft: true\n  use_dora: true", "more than LoRA"),
         ("use_peft: true\n  lora_modules_to_save: [embed_tokens]", "more than LoRA"),
         ("use_peft: true\n  lora_target_modules: [q_proj, c_attn]", "LoRA on `c_attn`"),
-        ("use_peft: true\n  lora_target_modules: [q_proj, input_layernorm]", "LoRA on `input_layernorm`"),
+        ("use_peft: true\n  lora_target_modules: [q_proj, embed_tokens]", "LoRA on `embed_tokens`"),
         ("use_peft: true\n  model_name_or_path: HuggingFaceTB/SmolLM3-3B", "no `lora_target_modules`"),
         ("model_init_kwargs: {quantization_config: {load_in_4bit: true}}", "quantised"),
     ],
@@ -391,6 +391,33 @@ def test_no_more_checkpoints_than_there_are_steps_for() -> None:
     assert held("checkpointing_steps=100") == 4
     assert held("checkpointing_steps=1500") == 1
     assert held("checkpointing_steps=5000") == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "deepspeed", "checkpoint", "kept"),
+    [
+        # the adapter with two moments
+        ("use_peft: true\n  lora_r: 1024", "none", 3, 2),
+        ("use_peft: true\n  lora_r: 1024\n  save_only_model: true", "none", 1, 2),
+        # weights, and DeepSpeed's own: 16 bytes a parameter beside a model of 2
+        ("dtype: bfloat16", "zero2", 8, 2),
+        ("dtype: bfloat16\n  save_only_model: true", "zero2", 1, 2),
+        ("dtype: bfloat16\n  optim: adamw_bnb_8bit", "none", 2, 2),
+        # one is left when the model is saved, which is smaller than the one that has gone
+        ("dtype: bfloat16\n  save_total_limit: 1", "zero2", 8, 1.875),
+    ],
+)
+def test_what_trl_saves(
+    write: Write, more: str, deepspeed: str, checkpoint: float, kept: float
+) -> None:
+    text = TRL_ON_TWO.format(
+        stage="sft", deepspeed=deepspeed, model="Qwen/Qwen2.5-1.5B",
+        more=f"max_steps: 100\n  save_steps: 50\n  {more}",
+    )  # fmt: skip
+    path = str(write("stage.yaml", text))
+    disk = planned(path, "--gpus", "2", "--rows", "6400", *ROWS)["gpus"][0]["disk_gib"]
+    assert disk["checkpoint"] == pytest.approx(checkpoint * disk["model"], rel=0.1)
+    assert disk["most"] == pytest.approx(kept * disk["checkpoint"] + disk["model"], rel=0.01)
 
 
 def test_a_shape_of_ones_own(place: Path) -> None:

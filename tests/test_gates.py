@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from conftest import REPOSITORY
 
-from launcher import gates
+from launcher import evidence, gates, measures
 from launcher.errors import Finding
 from launcher.gates import Facts, Limit
 
@@ -44,7 +45,7 @@ def flags(facts: Facts, base: Facts | None = None, **limits: Limit) -> dict[str,
         (None, {}),
         ({}, {}),
         ({"loss_fall": None}, {}),
-        ({"loss_fall": 0.05}, {"loss_fall": Limit(0.05, None)}),
+        ({"loss_fall": 0.05}, {"loss_fall": Limit(0.05, 0.1)}),
         ({"efficiency": {"red": 0.3}}, {"efficiency": Limit(0.3, 0.8)}),
         ({"efficiency": {"yellow": 0.9}}, {"efficiency": Limit(0.5, 0.9)}),
         ({"efficiency": {"red": None, "yellow": 1}}, {"efficiency": Limit(None, 1.0)}),
@@ -94,7 +95,13 @@ def test_a_good_run_is_green() -> None:
         ({"losses": ()}, "loss_fall", "yellow"),
         ({"losses": (2.0,) * 50}, "loss_fall", "red"),  # flat
         ({"losses": tuple(2 + 0.01 * s for s in range(50))}, "loss_fall", "red"),
-        ({"losses": tuple(2 - 0.0002 * s for s in range(50))}, "loss_fall", "yellow"),
+        ({"losses": tuple(2 - 1e-4 * s for s in range(50))}, "loss_fall", "red"),  # hardly falls
+        ({"losses": tuple(2 - 0.0004 * s for s in range(50))}, "loss_fall", "yellow"),
+        ({"losses": (2.0,) * 7}, "loss_fall", "yellow"),  # too few to tell
+        ({"trend": "falling"}, None, "green"),
+        ({"trend": "too_short"}, "trend", "yellow"),
+        ({"trend": "rising"}, "trend", "red"),
+        ({"trend": "still"}, "trend", "red"),
         ({"norms": (1.0,) * 49 + (1001.0,)}, "grad_norm", "red"),
         ({"norms": (1.0,) * 49 + (20.0,)}, None, "green"),  # a spike of no harm
         ({"norms": (20.0,) * 50}, "grad_norm", "yellow"),
@@ -146,7 +153,52 @@ def test_noise_is_no_red_flag(steps: int) -> None:
     assert all(one.get("loss_fall") == "red" for one in rising)
 
 
+@pytest.mark.parametrize(("fall", "least"), [(0.0, 240), (-0.02, 300)])
+def test_a_flat_or_rising_loss_is_red_under_noise(fall: float, least: int) -> None:
+    stopped = sum(
+        flags(replace(GOOD, losses=tuple(noisy(fall, 0.03, 200, seed)))).get("loss_fall") == "red"
+        for seed in range(300)
+    )
+    assert stopped >= least
+
+
+@pytest.mark.parametrize(("steps", "fall"), [(14, 0.004), (50, 0.015), (100, 0.03)])
+def test_a_loss_that_falls_slowly_is_not_stopped(steps: int, fall: float) -> None:
+    """Finetuning what is trained already moves the loss by a percent or two in fifty steps."""
+    stopped = sum(
+        flags(replace(GOOD, losses=tuple(noisy(fall, 0.03, steps, seed)))).get("loss_fall") == "red"
+        for seed in range(300)
+    )
+    assert stopped <= 12
+
+
+def test_a_flat_trend_is_red_where_noise_does_not_hide_it() -> None:
+    def of(fall: float, noise: float) -> str | None:
+        facts = replace(GOOD, losses=tuple(noisy(fall, noise, 50, 1)), trend="flat")
+        return flags(facts, loss_fall=Limit()).get("trend")
+
+    assert of(0.001, 0.001) == "red"
+    assert of(0.001, 0.1) == "yellow"
+    assert of(0.02, 0.001) == "yellow"
+
+
+@pytest.mark.parametrize(
+    ("log", "colour"),
+    [("dpo_two_ranks.log", "yellow"), ("h200_sft_liger_packing.log", "yellow"),
+     ("h200_sft_7b_two_ranks.log", "yellow"), ("h200_dpo_flash_two_ranks.log", "yellow"),
+     ("h200_trl_sft_liger.log", None), ("trl_dpo.log", None)],
+)  # fmt: skip
+def test_losses_of_sound_runs(log: str, colour: str | None) -> None:
+    losses = tuple(measures.losses(evidence.read_log(REPOSITORY / "tests" / "corpus" / log)))
+    stage = "dpo" if "dpo" in log else "sft"
+    facts = Facts(stage=stage, losses=losses, tokens_per_second=1.0)
+    assert flags(facts).get("loss_fall") == colour
+
+
 def test_limits_of_the_file_win() -> None:
+    flat = replace(GOOD, losses=tuple(noisy(0.001, 0.001, 200, 1)))
+    assert flags(flat) == {"loss_fall": "red"}
+    assert flags(flat, loss_fall=Limit(0.0, 0.1)) == {"loss_fall": "yellow"}
     assert flags(GOOD, loss_fall=Limit(0.5)) == {"loss_fall": "red"}
     assert flags(replace(GOOD, losses=(2.0,) * 50), loss_fall=Limit()) == {}
     assert flags(GOOD, loss_fall=Limit(0.0, 0.5)) == {"loss_fall": "yellow"}

@@ -21,7 +21,6 @@ HEAVY = (
     "peft",
     "matplotlib",
 )
-TRAINER_SIDE = {"probe"}
 
 
 def module_name(path: Path) -> str:
@@ -55,7 +54,8 @@ def imported(path: Path, *, lazily: bool = True) -> set[str]:
 # What each layer of the README's drawing may import. A module not named here may be imported by
 # anything later, and is checked for circles only.
 ARROWS = {
-    "errors": set[str](),
+    "errors": {"redaction"},
+    "redaction": set[str](),
     "paths": set[str](),
     "builder": {"errors"},
     "document": {"builder", "errors"},
@@ -97,6 +97,22 @@ ARROWS = {
         "errors",
         "schema",
     },
+    "backends.trl_loss_rules": {
+        "backends.context",
+        "backends.rule",
+        "backends.trl_training_rules",
+        "errors",
+        "schema",
+    },
+    "backends.trl_adapter_rules": {
+        "backends.context",
+        "backends.model_config",
+        "backends.rule",
+        "backends.trl_mappings",
+        "errors",
+        "schema",
+        "shapes",
+    },
     "backends.trl_resolved": {"backends.context", "backends.trl_mappings", "schema"},
     "backends.trl_value_rules": {
         "backends.context",
@@ -109,7 +125,9 @@ ARROWS = {
     },
     "backends.trl_rules": {
         "backends.rule",
+        "backends.trl_adapter_rules",
         "backends.trl_fsdp_rules",
+        "backends.trl_loss_rules",
         "backends.trl_mappings",
         "backends.trl_trainer_rules",
         "backends.trl_training_rules",
@@ -295,3 +313,13 @@ def test_validate_config_never_loads_the_trainers_packages(write: Write, backend
 def test_help_loads_no_more() -> None:
     modules = loaded("from launcher.cli import main\nmain(['--help'])")
     assert not modules & {*HEAVY, "omegaconf", "yaml"}
+
+
+def test_an_interrupt_while_commands_are_imported_ends_quietly() -> None:
+    code = (
+        "import sys\nclass Ctrl_C:\n  def find_spec(self, name, *_):\n"
+        "    if name == 'launcher.commands': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Ctrl_C())\nfrom launcher.__main__ import main\nmain()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

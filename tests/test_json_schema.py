@@ -50,7 +50,7 @@ def schema_of(backend: str, name: str) -> Schema:
 
 @cache
 def made(backend: str, name: str) -> dict[str, Any]:
-    return json_schema.build(schema_of(backend, name), BACKENDS[backend].STAGES[name])
+    return json_schema.combined([schema_of(backend, name)])
 
 
 @cache
@@ -335,14 +335,13 @@ def test_a_field_tells_its_type_default_and_place(backend: str, name: str) -> No
 
 
 def test_what_is_told_besides() -> None:
-    schema, entry = schema_of("open_instruct", "sft"), BACKENDS["open_instruct"].STAGES["sft"]
     notes = {"seed": ["read in 3 places", "since `abc`"]}
-    built = json_schema.build(schema, entry, notes=notes)
+    built = json_schema.combined(
+        [schema_of("open_instruct", "sft")], notes={("open_instruct", "sft"): notes}
+    )
     told = built["definitions"]["open_instruct-sft"]["properties"]
     assert told["seed"]["markdownDescription"].endswith("\n\nread in 3 places\n\nsince `abc`")
     assert told["seed"]["description"].endswith("\nread in 3 places\nsince abc")
-    both = json_schema.combined([schema], notes={("open_instruct", "sft"): notes})
-    assert both["definitions"] == built["definitions"]
     # launch's own default, with its reason
     assert "launch sets" in told["logging_steps"]["description"]
 
@@ -352,8 +351,7 @@ def test_a_default_that_is_no_json_is_told_and_not_offered() -> None:
     odd = {"seed": {1}, "exp_name": float("nan"), "learning_rate": None, "timeout": ()}
     fields = {k: replace(f, default=odd.get(k, f.default)) for k, f in schema.fields.items()}
     fields["learning_rate"] = replace(fields["learning_rate"], default_text="computed()")
-    entry = BACKENDS["open_instruct"].STAGES["sft"]
-    built = json_schema.build(replace(schema, fields=fields), entry)
+    built = json_schema.combined([replace(schema, fields=fields)])
     told = built["definitions"]["open_instruct-sft"]["properties"]
     assert not any("default" in told[key] for key in odd)
     assert "computed()" in told["learning_rate"]["description"]

@@ -9,7 +9,7 @@ from typing import Any
 import made_runs
 import pytest
 import saved
-from test_check import Run, brief, liger, sft, step
+from test_check import Run, brief, liger, sft, step, verdict_of_log
 from test_check import run as run  # a fixture
 
 from launcher import rundir, series, start
@@ -161,6 +161,43 @@ def test_where_no_weight_moves_nothing_passes(run: Run, name: str) -> None:
         "too_short",
         True,
     )
+
+
+def trl(loss: str, norm: str, rate: str, steps: int = 9) -> str:
+    return "".join(
+        f"{{'loss': '{loss}', 'grad_norm': '{norm}', 'learning_rate': '{rate}', 'epoch': '{n}'}}\n"
+        for n in range(1, steps + 1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("log", "loss", "trend"),
+    [
+        (sft(9, losses=["0.0"] * 9), ("zero", False), None),
+        (sft(9, losses=["0.0"] * 8 + ["0.1"]), ("finite", True), None),
+        (trl("0", "0", "1e-05"), ("zero", False), "still"),
+        # rounded
+        (trl("0", "0.02", "1e-05"), ("finite", True), None),
+        (sft(9).replace("LR: 1e-05", "LR: 0.0"), ("finite", True), "still"),
+        (sft(9).replace("LR: 1e-05", "LR: 0.0", 8), ("finite", True), None),
+        # the end of a schedule
+        (
+            sft(9).replace("LR: 1e-05", "LR: 0.0").replace("Step: ", "Step: 10"),
+            ("finite", True),
+            None,
+        ),
+        (trl("2", "1", "0"), ("finite", True), "still"),
+        (trl("2", "0", "1e-05"), ("finite", True), "still"),
+        (trl("2", "0", "1e-05", steps=1), ("finite", True), None),
+    ],
+)
+def test_a_log_alone_shows_that_nothing_was_learned(
+    tmp_path: Path, log: str, loss: tuple[str, bool], trend: str | None
+) -> None:
+    verdict = verdict_of_log(tmp_path, log)
+    assert brief(verdict.point("loss")) == loss
+    assert (verdict.point("trend").state == "still") is (trend == "still")
+    assert (verdict.status == "fail") is (not loss[1] or trend == "still")
 
 
 # -- the end ---------------------------------------------------------------------------------------

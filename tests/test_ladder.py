@@ -136,6 +136,18 @@ def test_a_red_flag_stops_and_gates_are_in_the_file(world: World) -> None:
     assert started(world) == ["1", "2", "1"]
 
 
+@pytest.mark.parametrize(("fall", "colour"), [(-0.1, "red"), (0.3, None)])
+def test_the_trend_that_the_file_expects(world: World, fall: float, colour: str | None) -> None:
+    done = climb(
+        world, "--gpus", "1", "--format", "json", "gates={loss_fall: off}",
+        "expect.trend=falling", scenes={"1": {"fall": fall}},
+    )  # fmt: skip
+    (rung,) = json.loads(done.stdout)["data"]["rungs"]
+    told = {flag["gate"]: flag["colour"] for flag in rung["flags"]}
+    assert told["trend"] == (colour or "green")
+    assert done.returncode == (1 if colour else 0)
+
+
 def test_memory_against_the_plan_and_the_card(world: World) -> None:
     shape = {
         "model_type": "qwen2", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,

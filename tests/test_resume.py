@@ -15,7 +15,18 @@ import pytest
 import saved
 from plans import built, from_text, planned, trainer
 
-from launcher import check, contents, earlier, manifest, measures, process, resume, rundir, start
+from launcher import (
+    check,
+    contents,
+    earlier,
+    manifest,
+    measures,
+    plan,
+    process,
+    resume,
+    rundir,
+    start,
+)
 from launcher.cli import main
 from launcher.commands import stages
 from launcher.commands.vocabulary import Format
@@ -106,7 +117,7 @@ class Run:
         attempt = self.folder.attempts() + 1
         resume.set_aside(decision, attempt)
         earlier.keep_manifest(self.folder)
-        made = resume.applied(self.made, decision.derived)
+        made = plan.applied(self.made, decision.derived)
         told = manifest.manifest(
             attempt, rundir.now(), made, built(made), self.trainer, self.output, []
         )
@@ -183,7 +194,7 @@ def test_trl_is_told_where_to_go_on(run: Make) -> None:
     assert {name: d.value for name, d in decision.derived.items()} == {
         "resume_from_checkpoint": str(one.output / "checkpoint-2")
     }
-    made = resume.applied(one.made, decision.derived)
+    made = plan.applied(one.made, decision.derived)
     assert made.arguments()["resume_from_checkpoint"] == [str(one.output / "checkpoint-2")]
 
 
@@ -628,7 +639,7 @@ def test_fresh_takes_a_folder_beside_and_the_same_command_then_goes_on_there(run
     placed = resume.place(stage, one.output, [], fresh=True)
     assert placed.output == one.place / "out-3"
     assert placed.derived["output_dir"].value == str(one.place / "out-3")
-    made = resume.applied(one.plan(), placed.derived)
+    made = plan.applied(one.plan(), placed.derived)
     assert made.arguments()["output_dir"] == [str(one.place / "out-3")]
     assert (one.output / "step_2").is_dir()
 
@@ -776,6 +787,8 @@ def test_a_checkpoint_that_the_stage_file_names_counts_once(run: Make) -> None:
         (TRL, (), {}),
         (TRL, ("save_strategy='no'",), {"no-checkpoints": "note"}),
         (TRL, ("save_steps=0.25",), {}),
+        # so many steps as nobody knows yet
+        (TRL, ("save_steps=0.25", "dataset_name=some/set"), {}),
         (TRL, ("save_steps=500",), {"no-checkpoints": "note"}),
         (TRL, ("save_only_model=true",), {"no-checkpoints": "note"}),
     ],
@@ -889,7 +902,8 @@ def test_a_finished_run_said_again_shows_its_verdict_also_where_it_passed(
 ) -> None:
     folder = RunFolder(made_runs.made(tmp_path / "run"))
     monkeypatch.setattr(start, "judged_now", lambda folder, plan, verdict: verdict)
-    prepared: Any = SimpleNamespace(folder=folder, plan=None)
+    asked = SimpleNamespace(stage="sft")
+    prepared: Any = SimpleNamespace(folder=folder, plan=None, request=asked)
     assert stages._finished(prepared, (), Format.text, stages.After()) == 0
     said = capsys.readouterr().out
     assert "verdict: pass" in said and f"report: {folder.report}" in said

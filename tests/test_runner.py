@@ -136,20 +136,6 @@ def test_a_file_that_cannot_be_executed(folder: RunFolder, tmp_path: Path) -> No
         runner.run(Command(argv=(str(text),), env={}, cwd=Path.cwd()), folder, 1)
 
 
-def test_a_display_that_fails_ends_alone(folder: RunFolder, tmp_path: Path) -> None:
-    calls, go = [], tmp_path / "go"
-
-    def tick() -> None:
-        calls.append(1)
-        go.touch()
-        raise OSError(5, "the terminal has gone")
-
-    # and it trains on for as long as several looks take
-    command = fake(f"wait={go}", f"sleep={10 * runner.POLL_S}", "exit=0")
-    assert runner.run(command, folder, 1, tick).returncode == 0
-    assert calls == [1]
-
-
 def test_a_full_disk_costs_the_records_not_the_run(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,7 +173,7 @@ runner.POLL_S, runner.GRACE_S = 0.02, {grace}
 command = Command(argv=tuple(sys.argv[2:]), env={{}}, cwd=Path.cwd())
 folder = RunFolder(Path(sys.argv[1]))
 with claim.claimed(folder, 1, None) as lock:
-    ended = runner.run(command, folder, 1, lock=lock)
+    ended = runner.run(command, folder, 1, held=(lock,))
 print(ended.returncode, ended.signal, ended.stopped)
 """
 

@@ -412,6 +412,43 @@ SPEAKS: list[tuple[str, dict[str, Any], tuple[str, str, str, str]]] = [
         {"use_peft": True, "lora_target_modules": "q_proj,v_proj"},
         ("lora-targets", "error", "run", "lora_target_modules"),
     ),
+    (
+        "dpo",
+        {"use_peft": True, "lora_target_parameters": ["a", "b"]},
+        ("lora-targets", "error", "run", "lora_dropout"),
+    ),
+    (
+        "sft",
+        {"dataset_kwargs": '{"add_special_tokens": false}'},
+        ("conditional-key", "warning", "run", "dataset_kwargs"),
+    ),
+    (
+        "sft",
+        {"eval_strategy": "steps", "eval_delay": 9, "max_steps": 8},
+        ("out-of-range", "warning", "run", "eval_delay"),
+    ),
+    (
+        "dpo",
+        {"train_sampling_strategy": "group_by_length"},
+        ("sampling-of-pairs", "error", "run", "train_sampling_strategy"),
+    ),
+    (
+        "dpo",
+        {"label_smoothing_factor": 0.1},
+        ("conditional-key", "warning", "run", "label_smoothing_factor"),
+    ),
+    (
+        "sft",
+        {"batch_eval_metrics": True},
+        ("conditional-key", "warning", "run", "batch_eval_metrics"),
+    ),
+    ("dpo", {"loss_weights": [0.0]}, ("out-of-range", "warning", "run", "loss_weights")),
+    (
+        "dpo",
+        {"f_alpha_divergence_coef": 0.2},
+        ("conditional-key", "warning", "run", "f_alpha_divergence_coef"),
+    ),
+    ("dpo", {"label_smoothing": 0.1}, ("conditional-key", "warning", "run", "label_smoothing")),
 ]  # fmt: skip
 
 
@@ -485,7 +522,6 @@ SILENT: list[tuple[str, dict[str, Any]]] = [
     ("dpo", {"f_divergence_type": "js_divergence", "loss_type": ["hinge"]}),
     ("dpo", {"loss_type": ["exo_pair"], "label_smoothing": 1e-3}),
     ("dpo", {"loss_type": ["robust"], "label_smoothing": 0.1}),
-    ("dpo", {"beta": 0}),
     ("dpo", {"sync_ref_model": True}),
     ("sft", {"torch_compile_mode": "max-autotune"}),
     ("sft", {"dtype": "float32", "model_init_kwargs": '{"dtype": "float32"}'}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ def test_every_schedule_is_known() -> None:
         ("sft", {**LORA, "lora_dropout": 1.0}, "warning", "lora_dropout"),
         ("sft", {**LORA, "lora_dropout": -0.5}, "warning", "lora_dropout"),
         ("sft", {**LORA, "lora_alpha": 0}, "warning", "lora_alpha"),
+        ("sft", {"dataset_num_proc": -1}, "error", "dataset_num_proc"),
         ("sft", {"neftune_noise_alpha": -1}, "error", "neftune_noise_alpha"),
         ("sft", {"num_train_epochs": 0}, "warning", "num_train_epochs"),
         ("sft", {"num_train_epochs": -1}, "warning", "num_train_epochs"),
@@ -231,6 +233,100 @@ def test_what_a_schedule_takes(kind: str, kwargs: dict[str, Any]) -> None:
     assert told_of_stage("trl-sft", {"lr_scheduler_type": kind, KWARGS: kwargs}) == []
 
 
+# --- losses ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "severity", "key"),
+    [
+        ({"beta": "nan"}, "out-of-range", "error", "beta"),
+        ({"beta": "inf"}, "out-of-range", "error", "beta"),
+        ({"beta": -0.5}, "out-of-range", "warning", "beta"),
+        ({"beta": 0}, "zero-beta", "warning", "beta"),
+        ({"beta": 0, "loss_type": ["sft", "ipo"]}, "zero-beta", "error", "beta"),
+        ({"beta": 0.5, "loss_type": ["sft"]}, "conditional-key", "warning", "beta"),
+        ({"ld_alpha": 2}, "out-of-range", "warning", "ld_alpha"),
+        ({"ld_alpha": "nan"}, "out-of-range", "error", "ld_alpha"),
+        ({"ld_alpha": 0.5, "loss_type": ["sft"]}, "conditional-key", "warning", "ld_alpha"),
+        ({"discopop_tau": 0, "loss_type": ["discopop"]}, "out-of-range", "error", "discopop_tau"),
+        ({"discopop_tau": -1, "loss_type": ["discopop"]}, "out-of-range", "warning", "discopop_tau"),
+        ({"discopop_tau": 0}, "conditional-key", "warning", "discopop_tau"),
+        ({"label_smoothing": 0.1}, "conditional-key", "warning", "label_smoothing"),
+        (
+            {"label_smoothing": "nan", "loss_type": ["exo_pair"]},
+            "out-of-range", "warning", "label_smoothing",
+        ),
+        (
+            {"f_divergence_type": "js_divergence", "loss_type": ["sft"]},
+            "conditional-key", "warning", "f_divergence_type",
+        ),
+        ({"f_alpha_divergence_coef": 0.2}, "conditional-key", "warning", "f_alpha_divergence_coef"),
+        ({"loss_weights": [0.0]}, "out-of-range", "warning", "loss_weights"),
+        ({"loss_weights": ["nan"]}, "out-of-range", "error", "loss_weights"),
+        (
+            {"loss_type": ["sigmoid", "sft"], "loss_weights": [1, -1]},
+            "out-of-range", "warning", "loss_weights",
+        ),
+    ],
+)  # fmt: skip
+def test_numbers_of_the_losses(changes: dict[str, Any], code: str, severity: str, key: str) -> None:
+    given = {name: _number(value) for name, value in changes.items()}
+    assert told("dpo", **given) == [(code, severity, key)]
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_number(one) for one in value]
+    return float(value) if value in ("nan", "inf") else value
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"label_smoothing": 0.1, "loss_type": ["sigmoid", "robust"]},
+        {"ld_alpha": 0.5, "loss_type": ["sft", "sigmoid"]},
+        {"discopop_tau": 0.1, "loss_type": ["discopop"]},
+        {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.2},
+        {"beta": 0.5},
+        {"loss_type": ["sigmoid", "sft"], "loss_weights": [1, 0]},
+    ],
+)
+def test_what_the_losses_read(changes: dict[str, Any]) -> None:
+    assert told("dpo", **changes) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"eval_strategy": "steps", "eval_delay": 9, "max_steps": 8}, "eval_delay"),
+        ({"eval_strategy": "epoch", "eval_delay": 1.5, "num_train_epochs": 1}, "eval_delay"),
+        ({"sync_ref_model": True, "max_steps": 8}, "sync_ref_model"),
+    ],
+)
+def test_what_begins_after_the_last_step(changes: dict[str, Any], key: str) -> None:
+    assert [(severity, named) for _, severity, named in told("dpo", **changes)] == [
+        ("warning", key)
+    ]
+    sooner = {"eval_delay": 1} if key == "eval_delay" else {"ref_model_sync_steps": 8}
+    assert told("dpo", **{**changes, **sooner}) == []
+
+
+def test_the_loss_sft_has_one_number_for_all_rows() -> None:
+    args = {"use_weighting": True, "loss_type": ["sigmoid", "sft"]}
+    wrong = [("weighting-of-loss", "error", "use_weighting")]
+    assert told_of_stage("trl-dpo", args, per_device=4) == wrong
+    for known in ({"per_device": 1}, {}):
+        assert told_of_stage("trl-dpo", args, **known) == []
+    assert told_of_stage("trl-dpo", {"use_weighting": True}, per_device=4) == []
+
+
+@pytest.mark.parametrize("share", [-1, 0, 1.5, math.nan])
+def test_the_share_of_a_moving_reference(share: float) -> None:
+    moving = {"sync_ref_model": True, "ref_model_mixup_alpha": share}
+    severity = "error" if math.isnan(share) else "warning"
+    assert told("dpo", **moving) == [("out-of-range", severity, "ref_model_mixup_alpha")]
+
+
 # --- columns ---------------------------------------------------------------------------------------
 
 ASKED = [{"role": "user", "content": "hi"}]
@@ -283,10 +379,71 @@ def test_the_columns_that_sft_reads(write: Write, row: dict[str, Any], read: boo
         ({"chosen": CHAT}, False),
         ({"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]}, False),
         ({"prompt": "q", "chosen": CHAT, "rejected": OTHER}, False),
+        ({"prompt": ASKED, "chosen": "a", "rejected": "b"}, False),
+        ({"prompt": ASKED, "chosen": CHAT[1:], "rejected": "b"}, False),
+        ({"chosen": CHAT, "rejected": "b"}, False),
+        ({"prompt": ASKED, "chosen": [], "rejected": OTHER[1:]}, False),
+        ({"prompt": None, "chosen": "a", "rejected": "b"}, False),
+        ({"prompt": "q", "chosen": None, "rejected": None}, False),
+        ({"prompt": 1, "chosen": 2, "rejected": 3}, False),
+        ({"prompt": "q", "chosen": CHAT[1], "rejected": OTHER[1]}, False),
+        (
+            {
+                "chosen": [{"from": "gpt", "value": "a"}],
+                "rejected": [{"from": "gpt", "value": "b"}],
+            },
+            False,
+        ),
+        # nothing that both begin with is left as the prompt
+        ({"chosen": CHAT[1:], "rejected": OTHER[1:]}, False),
+        ({"prompt": "", "chosen": "a", "rejected": "b"}, True),
+        ({"prompt": ASKED, "chosen": CHAT[1:], "rejected": CHAT[1:]}, True),
     ],
 )
 def test_the_columns_that_dpo_reads(write: Write, row: dict[str, Any], read: bool) -> None:
     assert columns(write, "trl-dpo", row, row) == ([] if read else TOLD)
+
+
+def test_the_rows_that_are_evaluated_are_looked_at(write: Write) -> None:
+    good, bad = {"prompt": "q", "chosen": "a", "rejected": "b"}, {"prompt": "q", "chosen": "a"}
+    write("data/test.jsonl", json.dumps(bad))
+    assert columns(write, "trl-dpo", good) == []
+    assert columns(write, "trl-dpo", good, **EVALUATED) == TOLD
+    write("data/test.jsonl", json.dumps(good))
+    assert columns(write, "trl-dpo", good, **EVALUATED) == []
+
+
+@pytest.mark.parametrize("script", ["trl-sft", "trl-dpo"])
+def test_pictures_are_for_models_that_take_them(write: Write, script: str) -> None:
+    row = {"prompt": "q", "completion": "c", "chosen": "a", "rejected": "b", "images": []}
+    assert columns(write, script, row) == []
+    write("model/config.json", '{"model_type": "qwen2"}')
+    assert columns(write, script, row, model_name_or_path="model") == TOLD
+    write("model/config.json", '{"model_type": "qwen2_vl"}')
+    assert columns(write, script, row, model_name_or_path="model") == []
+
+
+def test_conversations_need_a_template(write: Write) -> None:
+    model = {"model_name_or_path": "model"}
+    missing = [("missing-template", "error", "model_name_or_path")]
+    pairs = {"chosen": CHAT, "rejected": OTHER}
+    # nothing is known of its tokenizer
+    assert columns(write, "trl-dpo", pairs, model_name_or_path="elsewhere") == []
+    write("model/config.json", "{}")
+    write("model/tokenizer_config.json", "{}")
+    assert columns(write, "trl-dpo", pairs, **model) == missing
+    assert columns(write, "trl-sft", {"messages": CHAT}, **model) == missing
+    write("other/chat_template.jinja", "{{ messages }}")
+    path = {"chat_template_path": "other/chat_template.jinja"}
+    assert columns(write, "trl-sft", {"messages": CHAT}, **model, **path) == []
+    assert columns(write, "trl-sft", {"text": "a"}, **model) == []
+    texts = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    assert columns(write, "trl-dpo", texts, **model) == []
+    write("model/tokenizer_config.json", '{"chat_template": "{{ messages }}"}')
+    assert columns(write, "trl-dpo", pairs, **model) == []
+    write("model/tokenizer_config.json", "{}")
+    write("model/chat_template.jinja", "{{ messages }}")
+    assert columns(write, "trl-dpo", pairs, **model) == []
 
 
 def test_columns_that_arguments_speak_of(write: Write) -> None:

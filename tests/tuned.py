@@ -150,7 +150,7 @@ def searched(
     while len(search.trials) < trials and (one := search.propose()) is not None:
         told = machine.runs(world, one.settings)
         if noise and told.speed:
-            off = noise[len(search.trials) % len(noise)]
+            off = noise[len(search.runs) % len(noise)]
             told = replace(told, speed=told.speed * (1 + off))
         search.learn(one, told)
     return search

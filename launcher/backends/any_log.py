@@ -267,6 +267,12 @@ PATTERNS: tuple[Pattern, ...] = (
         "libstdc++: an exception that nothing caught, then SIGABRT",
     ),
     pattern(
+        "watchdog",
+        "watchdog thread terminated with exception: ",
+        r"(?P<type>watchdog) thread terminated with exception: (?P<message>.*)",
+        "torch ProcessGroupNCCL.cpp: the process goes down with it",
+    ),
+    pattern(
         "what",
         "what():  ",
         r"^ *what\(\):  (?P<message>.*)",

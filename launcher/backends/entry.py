@@ -48,10 +48,6 @@ class Names:
             | {self.max_steps, self.max_length, self.logging_steps}
         )
 
-    def packs(self, values: Mapping[str, Any]) -> bool:
-        """Whether these arguments ask for rows of several samples."""
-        return bool(self.packing and values.get(self.packing)) or bool(values.get("padding_free"))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
@@ -70,7 +66,8 @@ class Entry:
     stands under the stage's own name. `torchrun` scripts are started by torchrun alone: no accelerate,
     no DeepSpeed. `models` says where its source lists the models that it can build, as (module, name of
     the mapping) and (module, class whose methods are the configs). `tables` are the mappings of a module in
-    which it looks up what arguments name.
+    which it looks up what arguments name. `flattens`: `packing` lays the rows of a micro-batch behind each
+    other, and joins none beforehand.
     """
 
     script: str
@@ -91,6 +88,19 @@ class Entry:
     torchrun: bool = False
     models: tuple[tuple[str, str], tuple[str, str]] | None = None
     tables: tuple[str, tuple[str, ...]] | None = None
+    flattens: bool = False
+
+    def packs(self, values: Mapping[str, Any], per_device: int | None) -> bool:
+        """Whether these arguments come to rows of several samples, of `per_device` rows a micro-batch.
+
+        One row alone is packed with nothing, unless rows are joined before they are batched, as by TRL's
+        `packing` (trl/trainer/sft_trainer.py:926), or are pairs, as of DPO.
+        """
+        name = self.names.packing
+        joined = bool(name and values.get(name))
+        if per_device == 1 and (self.flattens or name == "packing"):
+            return joined and not self.flattens
+        return joined or bool(values.get("padding_free"))
 
     def at(self, fields: Mapping[str, Field]) -> Entry:
         """This script at a commit that has these fields: each idea under the name it has there.

@@ -10,6 +10,7 @@ from typing import Any
 
 from launcher.backends import model_config
 from launcher.backends.context import Context, StageRule, caches_only, section
+from launcher.backends.loading_rules import CONFIGS
 from launcher.backends.rule import say
 from launcher.errors import Finding, brief
 from launcher.paths import is_file
@@ -185,6 +186,16 @@ def _packed_on_cpu(values: Values) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def packed_alone(context: Context) -> Iterator[Finding]:
+    """finetune.py:642 packs the rows of one micro-batch (padding_free_collator.py:102), and no others."""
+    if context.values["packing"] and context.per_device == 1 and not caches_only(context):
+        yield say(
+            "warning", "run", "packing-of-one", "packing",
+            "`packing` does nothing here: it joins the rows of a micro-batch, which is one row",
+            "`batch: {per_device: 2}` or more, or `packing: false`",
+        )  # fmt: skip
+
+
 def attention_missing(context: Context) -> Iterator[Finding]:
     """dpo_tune_cache.py:338: transformers refuses an implementation whose package is missing."""
     given = context.values["attn_implementation"]
@@ -228,6 +239,29 @@ def dense_balancing(context: Context) -> Iterator[Finding]:
             "error", "run", "balancing-dense", "load_balancing_loss",
             f"`load_balancing_loss` crashes: a {config.get('model_type')} model has no experts to balance",
             "write `load_balancing_loss: false`",
+        )  # fmt: skip
+
+
+def dense_router(context: Context) -> Iterator[Finding]:
+    """trl/trainer/sft_trainer.py:1202, trl/trainer/dpo_trainer.py:902, transformers/trainer.py:3300: without
+    experts there is no such loss.
+    """
+    values, kind = context.values, _own(context).get("model_type")
+    names = CONFIGS.get(kind) if isinstance(kind, str) else None
+    if names is None or "output_router_logits" in names:
+        return
+    if values["router_aux_loss_coef"]:
+        yield say(
+            "error", "run", "balancing-dense", "router_aux_loss_coef",
+            f"`router_aux_loss_coef` is refused: a {kind} model has no experts to balance",
+            "delete the line",
+        )  # fmt: skip
+    metric, evaluated = values["metric_for_best_model"], values["eval_strategy"] != "no"
+    if evaluated and str(metric).removeprefix("eval_") == "aux_loss":
+        yield say(
+            "error", "run", "unknown-metric", "metric_for_best_model",
+            f"`metric_for_best_model: {metric}`: a {kind} model has no experts to balance",
+            "write `metric_for_best_model: loss`",
         )  # fmt: skip
 
 
@@ -360,8 +394,8 @@ _SHARED: tuple[StageRule, ...] = (*_LIGER, packed_without_flash, dense_balancing
 
 RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {
     "open_instruct": {
-        "sft": (*_SHARED, liger_without_fused_loss),
+        "sft": (*_SHARED, packed_alone, liger_without_fused_loss),
         "dpo": (*_SHARED, attention_missing, attention_replaced, wpo_batch),
     },
-    "trl": {"sft": _LIGER, "dpo": _LIGER},
+    "trl": dict.fromkeys(("sft", "dpo"), (*_LIGER, dense_router)),
 }

@@ -125,6 +125,7 @@ STAGES: Mapping[str, Entry] = {
         splits=frozenset({"dataset_mixer_list"}),
         hints=_data_hints("dataset_mixer_list"),
         tables=_TABLES,
+        flattens=True,
         moved={
             **_REMOVED,
             **{theirs: Moved(ours, f"DPO's name; SFT has `{ours}`") for ours, theirs in _PAIRS},

@@ -27,6 +27,7 @@ def _open_instruct(stage: str) -> tuple[StageRule, ...]:
     from launcher.backends import (
         data_rules,
         deepspeed_rules,
+        loading_rules,
         model_rules,
         output_rules,
         sequence_rules,
@@ -37,6 +38,7 @@ def _open_instruct(stage: str) -> tuple[StageRule, ...]:
         *deepspeed_rules.RULES[stage],
         *(sequence_rules.RULES if stage == "sft" else ()),
         *model_rules.RULES["open_instruct"][stage],
+        *loading_rules.RULES,
         *service_rules.RULES,
         *data_rules.RULES,
         *output_rules.RULES[stage],
@@ -45,10 +47,13 @@ def _open_instruct(stage: str) -> tuple[StageRule, ...]:
 
 def _trl(stage: str) -> tuple[StageRule, ...]:
     from launcher.backends import (
+        loading_rules,
         model_rules,
+        trl_adapter_rules,
         trl_data_rules,
         trl_deepspeed_rules,
         trl_lever_rules,
+        trl_loss_rules,
         trl_machine_rules,
         trl_output_rules,
         trl_packing_rules,
@@ -57,6 +62,7 @@ def _trl(stage: str) -> tuple[StageRule, ...]:
 
     return (
         *model_rules.RULES["trl"][stage],
+        *loading_rules.RULES,
         *trl_machine_rules.RULES,
         *trl_deepspeed_rules.RULES,
         *trl_lever_rules.RULES,
@@ -64,6 +70,8 @@ def _trl(stage: str) -> tuple[StageRule, ...]:
         *trl_data_rules.RULES,
         *trl_output_rules.RULES,
         *trl_value_rules.STAGE_RULES,
+        *trl_adapter_rules.STAGE_RULES,
+        *(trl_loss_rules.STAGE_RULES if stage == "dpo" else ()),
     )
 
 

@@ -16,6 +16,7 @@ from launcher.backends.trl_mappings import inline
 from launcher.errors import Finding, brief
 from launcher.paths import exists, is_file
 from launcher.schema import Values
+from launcher.shapes import FAMILIES
 
 _MOST = 2000  # entries of a folder to look at; a larger one is not judged
 # datasets/data_files.py:43
@@ -31,6 +32,7 @@ _DESCRIBED = frozenset({
 })  # fmt: skip
 # files such as data/NAME-00000-of-00002.parquet bring splits of any name
 _SHARD = re.compile(r"-\d{5}-of-\d{5}")
+_PICTURES = frozenset({"image", "images"})
 _WORDS = re.compile(r"[-._ 0-9/\\]+")
 
 
@@ -62,7 +64,7 @@ def data_here(context: Context) -> Iterator[Finding]:
 def data_rows(context: Context) -> Iterator[Finding]:
     """datasets/packaged_modules/json/json.py:101: a file without rows ends the run in a StopIteration."""
     name = _named(context)
-    for file in _for_training(name):
+    for file in _of_split(name, "train"):
         if (what := rows.fault(Path(name or "", file))) is not None:
             yield say(
                 "error", "run", "bad-data", "dataset_name", f"{brief(f'{name}/{file}')}: {what}",
@@ -74,15 +76,21 @@ def data_columns(context: Context) -> Iterator[Finding]:
     """trl/trainer/sft_trainer.py:1333,1375,1383, dpo_trainer.py:1063: columns are read by their names."""
     values, name = context.values, _named(context)
     ready = (inline(values.get("dataset_kwargs")) or {}).get("skip_prepare_dataset")
-    files = _for_training(name)
-    if ready or values["dataset_config"] or values["dataset_train_split"] != "train" or not files:
+    if ready or values["dataset_config"]:
         return
+    if values["dataset_train_split"] == "train":
+        yield from _columns(values, str(name), _of_split(name, "train"))
+    if values["eval_strategy"] != "no" and values["dataset_test_split"] == "test":
+        yield from _columns(values, str(name), _of_split(name, "test"))
+
+
+def _columns(values: Values, name: str, files: list[str]) -> Iterator[Finding]:
     # a good first row is enough; for a bad one, all rows bring columns
-    told = rows.columns(Path(name or "", files[0]), most=1)
+    told = rows.columns(Path(name, files[0]), most=1) if files else None
     judge = _pairs if values.schema.stage == "dpo" else _examples
     if told is None or not told[0] or judge(*told, values) is None:
         return
-    heads = [rows.columns(Path(name or "", file)) for file in files]
+    heads = [rows.columns(Path(name, file)) for file in files]
     named = told[1].union(*(head[1] for head in heads if head is not None))
     if None not in heads and (wrong := judge(told[0], named, values)) is not None:
         yield say(
@@ -92,13 +100,30 @@ def data_columns(context: Context) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def pictures(context: Context) -> Iterator[Finding]:
+    """trl/trainer/sft_trainer.py:763, trl/trainer/dpo_trainer.py:742: by the name of a column."""
+    values, name = context.values, _named(context)
+    files = _of_split(name, "train")
+    if values["dataset_config"] or values["dataset_train_split"] != "train" or not files:
+        return
+    told = rows.columns(Path(name or "", files[0]), most=1)
+    model, revision = values["model_name_or_path"], values["model_revision"]
+    kind = model_config.read(model, context.environ, revision).get("model_type")
+    if told is not None and kind in FAMILIES and (there := sorted(told[1] & _PICTURES)):
+        yield say(
+            "error", "run", "data-columns", "dataset_name",
+            f"{brief(f'{name}/{files[0]}')} has a column `{there[0]}`, and {kind} models take text alone",
+            "leave the column out, or name a model that takes pictures",
+        )  # fmt: skip
+
+
 def _examples(
     row: Mapping[str, Any], names: frozenset[str], values: Values
 ) -> tuple[str, str] | None:
     """What SFT misses in these rows, and what to do; None where nothing is known to be missing."""
     text = str(values["dataset_text_field"])
     # pictures are read in another way, tokens not at all
-    if names & {"image", "images", "input_ids"}:
+    if names & {*_PICTURES, "input_ids"}:
         return None
     chat = row.get("conversations")
     turn = chat[0] if isinstance(chat, list) and chat else None
@@ -127,13 +152,51 @@ def _pairs(row: Mapping[str, Any], names: frozenset[str], values: Values) -> tup
             f"DPO reads `chosen` and `rejected`, with or without `prompt`: there is no `{missing[0]}`",
             "rename the columns, or train on them with `stage: sft`",
         )  # fmt: skip
-    chats = [name for name in ("chosen", "rejected") if isinstance(row.get(name), list)]
-    if isinstance(row.get("prompt"), str) and chats and not names & {"image", "images"}:
+    if names & _PICTURES:
+        return None
+    kinds = {
+        name: _kind(row.get(name)) for name in ("prompt", "chosen", "rejected") if name in names
+    }
+    odd = next((name for name, kind in kinds.items() if kind not in ("text", "conversation")), None)
+    if odd is not None:
         return (
-            f"`prompt` is text and `{chats[0]}` a conversation, which upstream cannot join",
-            "leave `prompt` out: it is then what both conversations begin with",
+            f"the first row's `{odd}` is {kinds[odd]}, neither text nor a conversation",
+            "write texts, or lists of `{role: ..., content: ...}`",
+        )  # fmt: skip
+    first = kinds.get("prompt", kinds["chosen"])
+    other = next((name for name, kind in kinds.items() if kind != first), None)
+    if other is not None:
+        named = "prompt" if "prompt" in kinds else "chosen"
+        return (
+            f"`{named}` is {_ONE[first]} and `{other}` {_ONE[kinds[other]]}, which upstream cannot join",
+            "leave `prompt` out: it is then what both conversations begin with"
+            if named == "prompt" and "conversation" in (kinds["chosen"], kinds["rejected"])
+            else "write both as texts, or both as conversations",
+        )  # fmt: skip
+    if "prompt" not in kinds and first == "conversation" and row["chosen"][0] != row["rejected"][0]:
+        return (
+            "without `prompt` it is what both conversations begin with, and in the first row that is "
+            "nothing", "begin both with the same turns, or name them `prompt`",
         )  # fmt: skip
     return None
+
+
+_ONE = {"text": "text", "conversation": "a conversation"}
+
+
+def _kind(value: Any) -> str:
+    """What a column of pairs holds: text, a conversation, or something that cannot be trained on."""
+    if isinstance(value, str):
+        return "text"
+    if not isinstance(value, list):
+        return "null" if value is None else type(value).__name__
+    if not value:
+        return "an empty list"
+    turn = value[0]
+    # trl/data_utils.py:161: turns are known by their role
+    return (
+        "conversation" if isinstance(turn, dict) and "role" in turn else "a list of something else"
+    )
 
 
 def splits(context: Context) -> Iterator[Finding]:
@@ -177,12 +240,14 @@ def _splits(folder: Path) -> frozenset[str] | None:
     return frozenset(found or {"train"})
 
 
-def _for_training(name: str | None) -> list[str]:
-    """The files of a local folder that the split train is read from, in their order."""
+def _of_split(name: str | None, split: str) -> list[str]:
+    """The files of a local folder that a split is read from, in their order."""
     files = _plain(Path(name)) if name is not None else []
     said = [file for file in files if _keywords(file)]
-    # where no name says anything, all of it is for training
-    return sorted(file for file in said or files if not said or "train" in _keywords(file))
+    if not said:
+        # where no name says anything, all of it is for training
+        return sorted(files) if split == "train" else []
+    return sorted(file for file in said if split in _keywords(file))
 
 
 def _plain(folder: Path) -> list[str]:
@@ -228,10 +293,46 @@ def template_here(context: Context) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def no_template(context: Context) -> Iterator[Finding]:
+    """transformers/tokenization_utils_base.py:3271: conversations, and a tokenizer that cannot write them."""
+    values, name = context.values, _named(context)
+    model = values["model_name_or_path"]
+    files = _of_split(name, "train")
+    ready = (inline(values.get("dataset_kwargs")) or {}).get("skip_prepare_dataset")
+    own = ready or values["dataset_config"] or values.get("chat_template_path")
+    if own or values["dataset_train_split"] != "train" or not files or not _plain_tokenizer(model):
+        return
+    told = rows.columns(Path(name or "", files[0]), most=1)
+    read = ("prompt", "chosen") if values.schema.stage == "dpo" else ("messages", "prompt")
+    held = next((one for one in read if told and _kind(told[0].get(one)) == "conversation"), None)
+    if held is not None:
+        path = "chat_template_path" in values.schema.fields
+        yield say(
+            "error", "run", "missing-template", "model_name_or_path",
+            f"{brief(f'{name}/{files[0]}')} holds conversations in `{held}`, and the tokenizer in "
+            f"{brief(model)} has no chat template to write them with",
+            "add `chat_template_path: <a template, or a model that has one>`" if path
+            else "put a chat_template.jinja into the model's folder",
+        )  # fmt: skip
+
+
+def _plain_tokenizer(name: Any) -> bool:
+    """Whether a folder has a tokenizer without a chat template; of the hub's cache parts may be missing."""
+    folder = Path(str(name))
+    config = folder / "tokenizer_config.json"
+    named = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+    try:
+        if not is_file(config) or any(exists(folder / one) for one in named):
+            return False
+        return b'"chat_template"' not in config.read_bytes()
+    except OSError:
+        return False
+
+
 def unknown_tokens(context: Context) -> Iterator[Finding]:
     """trl/trainer/sft_trainer.py:729,970, trl/trainer/dpo_trainer.py:775: after the model was loaded."""
     values = context.values
-    if values.schema.source != "snapshot":
+    if not values.schema.tested:
         return
     for key in ("eos_token", "pad_token"):
         token = values.get(key)
@@ -249,5 +350,6 @@ def unknown_tokens(context: Context) -> Iterator[Finding]:
 
 
 RULES: tuple[StageRule, ...] = (
-    data_here, data_rows, data_columns, splits, template_here, unknown_tokens,
+    data_here, data_rows, data_columns, pictures, splits, template_here, no_template,
+    unknown_tokens,
 )  # fmt: skip

@@ -295,7 +295,7 @@ def precision_option(context: Context) -> Iterator[Finding]:
 def unknown_attention(context: Context) -> Iterator[Finding]:
     """transformers/modeling_utils.py:1848."""
     name, key = trl_resolved.attention(context.values)
-    tested = context.values.schema.source == "snapshot"
+    tested = context.values.schema.tested
     if tested and name is not None and name not in trl_attention.NAMES and not _KERNEL.match(name):
         yield say(
             "error", "run", "unknown-attention", key,

@@ -47,7 +47,15 @@ def packing(context: Context) -> Iterator[Finding]:
     key = "packing" if values["packing"] else "padding_free"
     if not values[key] or (inline(values["dataset_kwargs"]) or {}).get("skip_prepare_dataset"):
         return
-    why = _leak(context) if values.schema.source == "snapshot" else None
+    if key == "padding_free" and context.per_device == 1:
+        # TRL says so too (trl/trainer/sft_trainer.py:926)
+        yield say(
+            "warning", "run", "packing-of-one", key,
+            "`padding_free` does nothing here: it joins the rows of a device, which is one row",
+            "`batch: {per_device: 2}` or more, or `padding_free: false`",
+        )  # fmt: skip
+        return
+    why = _leak(context) if values.schema.tested else None
     if why is not None:
         yield say(
             "warning", "run", "packing-leaks", key,

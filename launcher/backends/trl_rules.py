@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from launcher.backends import (
+    trl_adapter_rules,
     trl_fsdp_rules,
+    trl_loss_rules,
     trl_trainer_rules,
     trl_training_rules,
     trl_value_rules,
@@ -94,13 +96,12 @@ def liger_lora(values: Values) -> Iterator[Finding]:
 
 
 _SHARED: tuple[Rule, ...] = (
-    *trl_training_rules.RULES, *trl_fsdp_rules.RULES, two_quantisations, padding_multiple, no_model,
-    no_data, mixture_by_flag, liger_lora,
+    *trl_training_rules.RULES, *trl_fsdp_rules.RULES, *trl_value_rules.RULES,
+    *trl_adapter_rules.RULES, two_quantisations, padding_multiple, no_model, no_data,
+    mixture_by_flag, liger_lora,
 )  # fmt: skip
 
 RULES: Mapping[str, tuple[Rule, ...]] = {
-    "sft": (*_SHARED, *trl_trainer_rules.RULES["sft"], *trl_value_rules.RULES["sft"]),
-    "dpo": (
-        *_SHARED, loss_weights, *trl_trainer_rules.RULES["dpo"], *trl_value_rules.RULES["dpo"],
-    ),
+    "sft": (*_SHARED, *trl_trainer_rules.RULES["sft"]),
+    "dpo": (*_SHARED, loss_weights, *trl_trainer_rules.RULES["dpo"], *trl_loss_rules.RULES),
 }  # fmt: skip

@@ -62,21 +62,6 @@ _TASKS = (
 )  # fmt: skip
 _SEEDS = 2**32
 _MIN_LR = ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
-# trl/trainer/dpo_trainer.py:1513
-_LOSSES = (
-    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",
-    "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
-)  # fmt: skip
-_DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
-# trl/trainer/dpo_trainer.py:810
-_ANY_DIVERGENCE = frozenset(
-    {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
-)
-
-
-def _tested(values: Values) -> bool:
-    """Whether the names that these rules know are those of the release that will run."""
-    return values.schema.source == "snapshot"
 
 
 def _words(value: Any) -> list[str]:
@@ -89,7 +74,7 @@ def _words(value: Any) -> list[str]:
 def unknown_report(values: Values) -> Iterator[Finding]:
     """transformers/integrations/integration_utils.py:2674."""
     for word in _words(values["report_to"]) if values.given("report_to") else ():
-        if _tested(values) and word not in _REPORTS:
+        if values.schema.tested and word not in _REPORTS:
             yield say(
                 "error", "run", "unknown-report", "report_to",
                 f"`report_to: {brief(word)}` is no integration of transformers",
@@ -100,7 +85,7 @@ def unknown_report(values: Values) -> Iterator[Finding]:
 def unknown_compiler(values: Values) -> Iterator[Finding]:
     """transformers/trainer.py:768 hands it to accelerate, which knows these."""
     backend = values["torch_compile_backend"]
-    if _tested(values) and backend is not None and str(backend).lower() not in _COMPILERS:
+    if values.schema.tested and backend is not None and str(backend).lower() not in _COMPILERS:
         yield say(
             "error", "run", "unknown-compiler", "torch_compile_backend",
             f"`torch_compile_backend: {brief(backend)}` is not known to accelerate",
@@ -112,7 +97,7 @@ def unknown_compile_mode(values: Values) -> Iterator[Finding]:
     """torch/_inductor/__init__.py:353, in the first step; other backends take none of these."""
     mode, backend = values["torch_compile_mode"], str(values["torch_compile_backend"] or "inductor")
     known = mode is None or mode in _COMPILE_MODES or backend.lower() != "inductor"
-    if _tested(values) and not known:
+    if values.schema.tested and not known:
         yield say(
             "error", "run", "unknown-compiler", "torch_compile_mode",
             f"`torch_compile_mode: {brief(mode)}` is no mode of torch.compile",
@@ -138,7 +123,7 @@ def optimizer_arguments(values: Values) -> Iterator[Finding]:
     taken = _OPTIM_ARGS.get(name)
     names = sorted({part.partition("=")[0] for part in parts})
     unread = [] if taken is None else [one for one in names if one not in taken]
-    if _tested(values) and unread:
+    if values.schema.tested and unread:
         yield say(
             "warning", "run", "optim-args", key,
             f"`optim: {name}` reads no `{brief(unread[0])}` of `{key}`",
@@ -150,7 +135,7 @@ def low_rank_optimizer(values: Values) -> Iterator[Finding]:
     """transformers/trainer_optimizer.py:122,166."""
     name, key = str(values["optim"] or "adamw_torch"), "optim_target_modules"
     if not name.startswith(("galore", "apollo")):
-        if values[key] is not None and _tested(values):
+        if values[key] is not None and values.schema.tested:
             yield say(
                 "warning", "run", "optim-targets", key,
                 f"`{key}` is not read with `optim: {name}`, only by galore and apollo",
@@ -245,7 +230,7 @@ def unknown_metric(values: Values) -> Iterator[Finding]:
     key = "metric_for_best_model"
     name = values[key]
     known = _METRICS + (_METRICS_OF_PAIRS if values.schema.stage == "dpo" else ())
-    if name is None or values["eval_strategy"] == "no" or not _tested(values):
+    if name is None or values["eval_strategy"] == "no" or not values.schema.tested:
         return
     if str(name).removeprefix("eval_") not in known:
         yield say(
@@ -253,6 +238,17 @@ def unknown_metric(values: Values) -> Iterator[Finding]:
             f"`{key}: {brief(name)}` is nothing that TRL measures in an evaluation",
             f"one of {', '.join(known)}",
         )  # fmt: skip
+
+
+def own_metrics(values: Values) -> Iterator[Finding]:
+    """transformers/trainer.py:2964: TRL's scripts give no function that computes metrics."""
+    for key in ("include_for_metrics", "batch_eval_metrics"):
+        if values[key] and values.schema.tested:
+            yield say(
+                "warning", "run", "conditional-key", key,
+                f"`{key}` does nothing here: TRL's scripts compute no metrics of their own",
+                "delete the line",
+            )  # fmt: skip
 
 
 def scheduler_arguments(values: Values) -> Iterator[Finding]:
@@ -380,7 +376,7 @@ def lora_rank(values: Values) -> Iterator[Finding]:
 def lora_task(values: Values) -> Iterator[Finding]:
     """peft/config.py:99."""
     task = values["lora_task_type"]
-    if values["use_peft"] and _tested(values) and task not in _TASKS:
+    if values["use_peft"] and values.schema.tested and task not in _TASKS:
         yield say(
             "error", "run", "lora-task", "lora_task_type",
             f"`lora_task_type: {brief(task)}` is no task of PEFT's", f"one of {', '.join(_TASKS)}",
@@ -406,7 +402,7 @@ def checkpointing_names(values: Values) -> Iterator[Finding]:
     # TRL's own, of its SFT alone (trl/trainer/sft_trainer.py:1088)
     own = {"selective"} if values.schema.stage == "sft" else set()
     unknown = sorted(kwargs.keys() - _CHECKPOINTING - own)
-    if not values["gradient_checkpointing"] or not unknown or not _tested(values):
+    if not values["gradient_checkpointing"] or not unknown or not values.schema.tested:
         return
     passed = kwargs.get("use_reentrant") is False
     yield say(
@@ -425,6 +421,17 @@ def two_engines(values: Values) -> Iterator[Finding]:
 
 
 # --- SFT -------------------------------------------------------------------------------------------
+
+
+def dataset_names(values: Values) -> Iterator[Finding]:
+    """trl/trainer/sft_trainer.py:1009 reads a single one."""
+    key = "dataset_kwargs"
+    unread = sorted((inline(values[key]) or {}).keys() - {"skip_prepare_dataset"})
+    if values.schema.tested and unread:
+        yield say(
+            "warning", "run", "conditional-key", key,
+            f"`{key}`: `{brief(unread[0])}` is not read, only `skip_prepare_dataset`", "leave it out",
+        )  # fmt: skip
 
 
 def packing_without_length(values: Values) -> Iterator[Finding]:
@@ -470,77 +477,6 @@ def selective_checkpointing(values: Values) -> Iterator[Finding]:
 # --- DPO -------------------------------------------------------------------------------------------
 
 
-def unknown_loss(values: Values) -> Iterator[Finding]:
-    """trl/trainer/dpo_trainer.py:1513, in the first step."""
-    for word in _words(values["loss_type"]):
-        if _tested(values) and word not in _LOSSES:
-            yield say(
-                "error", "run", "unknown-loss", "loss_type",
-                f"`loss_type: {brief(word)}` is no loss of TRL's DPO", f"one of {', '.join(_LOSSES)}",
-            )  # fmt: skip
-
-
-def unknown_divergence(values: Values) -> Iterator[Finding]:
-    """trl/trainer/dpo_trainer.py:1381, in the first step."""
-    kind = values["f_divergence_type"]
-    if _tested(values) and kind not in _DIVERGENCES:
-        yield say(
-            "error", "run", "unknown-divergence", "f_divergence_type",
-            f"`f_divergence_type: {brief(kind)}` is not known to TRL",
-            f"one of {', '.join(_DIVERGENCES)}",
-        )  # fmt: skip
-
-
-def divergence_of_loss(values: Values) -> Iterator[Finding]:
-    """trl/trainer/dpo_trainer.py:811."""
-    kind, losses = values["f_divergence_type"], _words(values["loss_type"])
-    others = [loss for loss in losses if loss in _LOSSES and loss not in _ANY_DIVERGENCE]
-    if kind in _DIVERGENCES[1:] and others:
-        yield say(
-            "error", "run", "divergence-of-loss", "f_divergence_type",
-            f"`f_divergence_type: {kind}` is not defined for the loss {others[0]}",
-            "write `f_divergence_type: reverse_kl`",
-        )  # fmt: skip
-
-
-def smoothing_of_exo(values: Values) -> Iterator[Finding]:
-    """trl/trainer/dpo_trainer.py:829."""
-    if "exo_pair" in _words(values["loss_type"]) and values["label_smoothing"] == 0:
-        yield say(
-            "error", "run", "exo-smoothing", "label_smoothing",
-            "the loss exo_pair needs `label_smoothing` above 0", "add `label_smoothing: 1.0e-3`",
-        )  # fmt: skip
-
-
-def smoothing_of_robust(values: Values) -> Iterator[Finding]:
-    """trl/trainer/dpo_trainer.py:824; dpo_trainer.py:1431 divides by 1 - 2 * label_smoothing."""
-    share = number(values["label_smoothing"])
-    if "robust" in _words(values["loss_type"]) and share is not None and not 0 <= share < 0.5:
-        yield say(
-            "warning", "run", "robust-smoothing", "label_smoothing",
-            f"the loss robust divides by 1 - 2 * label_smoothing: with {share:g} it is no loss",
-            "write `label_smoothing` from 0 to below 0.5",
-        )  # fmt: skip
-
-
-def zero_beta(values: Values) -> Iterator[Finding]:
-    """trl/trainer/dpo_trainer.py:1404,1443 divide by it."""
-    divided = [loss for loss in _words(values["loss_type"]) if loss in ("ipo", "sppo_hard")]
-    if values["beta"] == 0 and divided:
-        message = f"`beta: 0` divides by zero in the loss {divided[0]}"
-        yield say("error", "run", "zero-beta", "beta", message)
-
-
-def weighted_transport(values: Values) -> Iterator[Finding]:
-    """trl/trainer/dpo_trainer.py:819."""
-    losses = [loss for loss in _words(values["loss_type"]) if loss in ("aot", "aot_unpaired")]
-    if values["use_weighting"] and losses:
-        yield say(
-            "error", "run", "weighting-of-loss", "use_weighting",
-            f"`use_weighting` is not implemented for the loss {losses[0]}",
-        )  # fmt: skip
-
-
 def moving_reference(values: Values) -> Iterator[Finding]:
     """trl/trainer/dpo_trainer.py:995,1004."""
     for key in ("use_peft", "precompute_ref_log_probs"):
@@ -562,7 +498,7 @@ def streamed_reference(values: Values) -> Iterator[Finding]:
 
 def padding_free_off(values: Values) -> Iterator[Finding]:
     """trl/trainer/dpo_trainer.py:735."""
-    if values["padding_free"] and _tested(values):
+    if values["padding_free"] and values.schema.tested:
         yield say(
             "warning", "run", "padding-free-off", "padding_free",
             "`padding_free` does nothing for DPO in this release: the batches are padded",
@@ -570,19 +506,39 @@ def padding_free_off(values: Values) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def lengths_of_pairs(values: Values) -> Iterator[Finding]:
+    """transformers/trainer.py:1061: pairs have no `input_ids` to measure, nor a column of lengths."""
+    key, streamed = "train_sampling_strategy", values["dataset_streaming"] or values["streaming"]
+    grouped = values[key] in ("group_by_length", "batch_rebalance")
+    if grouped and not streamed and values["remove_unused_columns"]:
+        yield say(
+            "error", "run", "sampling-of-pairs", key,
+            f"`{key}: {values[key]}` is refused in DPO: pairs have no single length", "delete the line",
+        )  # fmt: skip
+
+
+def unread_by_pairs(values: Values) -> Iterator[Finding]:
+    """trl/trainer/dpo_trainer.py:1386: its losses are its own, and read `label_smoothing`."""
+    key = "label_smoothing_factor"
+    if values[key] and values.schema.tested:
+        yield say(
+            "warning", "run", "conditional-key", key,
+            f"`{key}` does nothing in DPO", "delete the line: some losses read `label_smoothing`",
+        )  # fmt: skip
+
+
 _SHARED: tuple[Rule, ...] = (
     plain_texts, unknown_report, unknown_compiler, unknown_compile_mode, optimizer_arguments,
     low_rank_optimizer, seed_range, no_workers, negative_workers, empty_output, eval_on_start,
-    best_without_metric, best_without_eval, unknown_metric, scheduler_arguments,
+    best_without_metric, best_without_eval, unknown_metric, own_metrics, scheduler_arguments,
     constant_without_warmup, resume_word, streamed, mixture_split, quantised_whole, quantised_twice,
     model_said_twice, lora_rank, lora_task, lora_on_head, checkpointing_names, two_engines,
 )  # fmt: skip
 
 RULES: Mapping[str, tuple[Rule, ...]] = {
-    "sft": (*_SHARED, packing_without_length, padding_free_length, selective_checkpointing),
+    "sft": (*_SHARED, dataset_names, packing_without_length, padding_free_length, selective_checkpointing),
     "dpo": (
-        *_SHARED, unknown_loss, unknown_divergence, divergence_of_loss, smoothing_of_exo,
-        smoothing_of_robust, zero_beta, weighted_transport, moving_reference, streamed_reference,
-        padding_free_off,
+        *_SHARED, moving_reference, streamed_reference, padding_free_off, lengths_of_pairs,
+        unread_by_pairs,
     ),
 }  # fmt: skip

@@ -208,7 +208,7 @@ def accelerator(values: Values) -> Iterator[Finding]:
         yield say("error", "parser", "accelerator-config", key, f"`{key}`: {fault}")
         return
     # another version may know others
-    if values.schema.source == "snapshot" and (unknown := sorted(config.keys() - _ACCELERATOR)):
+    if values.schema.tested and (unknown := sorted(config.keys() - _ACCELERATOR)):
         yield say(
             "error", "parser", "accelerator-config", key,
             f"`{key}` has no `{brief(unknown[0])}`", f"it has {', '.join(sorted(_ACCELERATOR))}",

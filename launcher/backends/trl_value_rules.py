@@ -6,7 +6,6 @@ What happens with each was seen on the demo's model: TRL 1.16, transformers 5.17
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -53,9 +52,19 @@ _RANGES: Mapping[str, tuple[Range, ...]] = {
             lambda n: n >= 0, "error", "torch's loader refuses it", needs="precompute_ref_log_probs"
         ),
     ),
+    # datasets/arrow_dataset.py:3364
+    "dataset_num_proc": (Range(lambda n: n >= 0, "error", "datasets refuses it"),),
     # trl/trainer/callbacks.py:151
     "ref_model_sync_steps": (
         Range(lambda n: n != 0, "error", "upstream divides by it", needs="sync_ref_model"),
+    ),
+    # trl/trainer/callbacks.py:132
+    "ref_model_mixup_alpha": (
+        Range(math.isfinite, "error", "no number is left of the reference", needs="sync_ref_model"),
+        Range(
+            lambda n: not math.isfinite(n) or 0 < n <= 1, "warning",
+            "it is the model's share in the reference, above 0 and up to 1", needs="sync_ref_model",
+        ),
     ),
 }  # fmt: skip
 
@@ -91,8 +100,6 @@ _SCHEDULES: Mapping[str, frozenset[str]] = {
 _UNREAD = ("constant", "constant_with_warmup")
 # transformers/optimization.py:560,563
 _SHAPES = ("linear", "cosine", "1-sqrt")
-# names between commas or spaces: no module has either, and no pattern is made of such
-_SEVERAL = re.compile(r"[\w.-]+(?:\s*,\s*|\s+)[\w.,\s-]*")
 
 
 def _said(
@@ -196,6 +203,30 @@ def evaluation(values: Values) -> Iterator[Finding]:
         yield _said("error", "eval_accumulation_steps", passes, "upstream divides by it")
 
 
+def never_reached(values: Values) -> Iterator[Finding]:
+    """transformers/trainer_callback.py:579,599,614, trl/trainer/callbacks.py:151: a step, or an epoch, beyond
+    the last one.
+    """
+    steps, epochs = number(values["max_steps"]), number(values["num_train_epochs"])
+    strategy, delay = values["eval_strategy"], number(values["eval_delay"])
+    counted = steps if strategy == "steps" else epochs if steps is None or steps <= 0 else None
+    if strategy != "no" and delay is not None and counted is not None and 0 < counted < delay:
+        unit = "max_steps" if strategy == "steps" else "num_train_epochs"
+        yield _said(
+            "warning", "eval_delay", delay, f"nothing is evaluated: `{unit}` is {counted:g}",
+            "delete the line",
+        )  # fmt: skip
+    every = number(values.get("ref_model_sync_steps"))
+    if not values.get("sync_ref_model") or steps is None or every is None:
+        return
+    if 0 < steps < abs(every):
+        yield say(
+            "warning", "run", "conditional-key", "sync_ref_model",
+            f"`sync_ref_model` does nothing here: `ref_model_sync_steps` is {every:g}, and `max_steps` "
+            f"{steps:g}", "write fewer `ref_model_sync_steps`",
+        )  # fmt: skip
+
+
 def no_length(values: Values) -> Iterator[Finding]:
     """trl/trainer/sft_trainer.py:1441,1443,1480, dpo_trainer.py:155,157,1140."""
     length = number(values["max_length"])
@@ -215,54 +246,7 @@ def no_length(values: Values) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def smoothing_share(values: Values) -> Iterator[Finding]:
-    """trl/trainer/dpo_trainer.py:1410,1454."""
-    share, given = number(values["label_smoothing"]), values["loss_type"]
-    losses = given if isinstance(given, list) else [given]
-    if share is None:
-        return
-    # upstream itself refuses 0
-    if "exo_pair" in losses and (share < 0 or share >= 1):
-        yield _said(
-            "warning", "label_smoothing", share,
-            "the loss exo_pair takes logarithms of it and of what is left to 1: its gradients are NaN",
-        )  # fmt: skip
-    elif {"aot", "aot_unpaired"} & {*losses} and not 0 <= share <= 1:
-        yield _said(
-            "warning", "label_smoothing", share, "the loss aot takes it for a share, from 0 to 1"
-        )
-
-
 # --- names -----------------------------------------------------------------------------------------
-
-
-def lora_targets(values: Values) -> Iterator[Finding]:
-    """trl/trainer/model_config.py:177: a single word is a pattern, and peft wants it to match a module."""
-    key = "lora_target_modules"
-    given = values[key]
-    words = [str(word) for word in (given if isinstance(given, list) else [given]) if word]
-    joined = [word for word in words if _SEVERAL.fullmatch(word)]
-    if not values["use_peft"]:
-        return
-    # a word without dots or stars is the name of no module inside of another
-    if len(words) == 1 and re.fullmatch(r"\w+", words[0]) and words[0] != "lm_head":
-        others = values["lora_target_parameters"]
-        yield say(
-            "warning" if others else "error", "run", "lora-targets", key,
-            f"`{key}: {brief(words[0])}`: a single word is a pattern for whole names, which "
-            "begin with model.layers, and matches none",
-            f"write `{key}: .*{words[0]}`, or a list of several",
-        )  # fmt: skip
-    if not joined:
-        return
-    alone = joined == words and not values["lora_target_parameters"]
-    names = [name for name in re.split(r"[,\s]+", joined[0]) if name]
-    yield say(
-        "error" if alone else "warning", "run", "lora-targets", key,
-        f"`{key}: {brief(joined[0])}` is one name, which no module has: "
-        + ("peft refuses it" if alone else "nothing is trained for it"),
-        f"write a list: `{key}: [{', '.join(names)}]`",
-    )  # fmt: skip
 
 
 def scheduler_names(context: Context) -> Iterator[Finding]:
@@ -270,7 +254,7 @@ def scheduler_names(context: Context) -> Iterator[Finding]:
     values, key = context.values, "lr_scheduler_kwargs"
     kind, kwargs = values["lr_scheduler_type"], inline(values[key])
     own = "scheduler" in (trl_resolved.engine(context) or {})
-    if not kwargs or own or values.schema.source != "snapshot":
+    if not kwargs or own or not values.schema.tested:
         return
     taken = _SCHEDULES.get(str(kind))
     if kind in _UNREAD:
@@ -308,9 +292,7 @@ def _scheduler_values(values: Values, kind: str, kwargs: Mapping[str, Any]) -> I
         )  # fmt: skip
 
 
-_SHARED: tuple[Rule, ...] = (
-    out_of_range, no_steps, endless_warmup, intervals, evaluation, no_length, lora_targets,
+RULES: tuple[Rule, ...] = (
+    out_of_range, no_steps, endless_warmup, intervals, evaluation, never_reached, no_length,
 )  # fmt: skip
-
-RULES: Mapping[str, tuple[Rule, ...]] = {"sft": _SHARED, "dpo": (*_SHARED, smoothing_share)}
 STAGE_RULES: tuple[StageRule, ...] = (optimizer_numbers, scheduler_names)

@@ -22,6 +22,7 @@ from launcher.commands.vocabulary import (
     Unpinned,
     app,
     named_stage,
+    progress,
     refuse_both,
 )
 from launcher.errors import Exit
@@ -84,8 +85,7 @@ def _run(planned: object, format: Format, *, fresh: bool, resume: bool) -> Exit:
     assert isinstance(planned, benches.Bench)
     report.findings(planned.findings if format is Format.text else ())
     with benches.opened(planned, fresh=fresh, resume=resume) as going:
-        told = _say if format is Format.text else _silent
-        code = benches.run(going, told=told)
+        code = benches.run(going, told=progress(format))
         bench_report.write(going)
         if format is Format.json:
             report.envelope("bench", code is Exit.OK, planned.findings, going.as_json())
@@ -94,11 +94,3 @@ def _run(planned: object, format: Format, *, fresh: bool, resume: bool) -> Exit:
             if code is Exit.INTERRUPTED:
                 report.say("\n".join(benches.interrupted(going)))
     return code
-
-
-def _say(text: str) -> None:
-    typer.echo(text, err=True)
-
-
-def _silent(_text: str) -> None:
-    """JSON is for machines: progress would be noise."""

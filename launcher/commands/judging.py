@@ -12,6 +12,7 @@ from launcher.commands.vocabulary import (
     FormatOption,
     Unproven,
     app,
+    not_begun,
 )
 from launcher.errors import Exit, Finding, usage
 from launcher.paths import exists
@@ -42,11 +43,7 @@ def check(
         if folder is None:
             raise usage("no-such-run", f"there is no run or log `{target}`", "launch runs")
         if not folder.attempts() and not exists(folder.probe):
-            name = folder.path.name
-            message = f"{name} has not begun: there is nothing to judge yet"
-            raise usage(
-                "not-begun", message, f"launch exec {name} starts it, where no Slurm job will"
-            )
+            raise not_begun(folder)
         verdict = start.finish(folder)
         unpinned = start.unpinned_note(folder)
     code = judging.exit_code(verdict, allow_unproven=allow_unproven)

@@ -14,7 +14,10 @@ from launcher.commands.vocabulary import (
     FormatOption,
     Fresh,
     Overrides,
+    Price,
     Python,
+    Rows,
+    RowTokens,
     StageOption,
     Strict,
     Unpinned,
@@ -35,13 +38,9 @@ def ladder(
         str, typer.Option("--gpus", metavar="1,2,8", help="the rungs, in turn; 0 is the CPU")
     ] = "1,2,8",
     steps: Annotated[int, typer.Option("--steps", min=5, help="optimizer steps of each rung")] = 50,
-    price: Annotated[float | None, typer.Option("--price", help="of one GPU and hour")] = None,
-    rows: Annotated[
-        int | None, typer.Option("--rows", min=1, help="rows of the whole data set")
-    ] = None,
-    row_tokens: Annotated[
-        str | None, typer.Option("--row-tokens", metavar="MEAN:MAX", help="tokens a row")
-    ] = None,
+    price: Price = None,
+    rows: Rows = None,
+    row_tokens: RowTokens = None,
     stage: StageOption = None,
     dry_run: DryRun = False,
     python: Python = None,

@@ -15,11 +15,11 @@ from launcher.commands.vocabulary import (
     FormatOption,
     Gpus,
     StageOption,
+    answer,
     app,
     named_backend,
     named_stage,
 )
-from launcher.errors import Exit
 
 pins = typer.Typer(
     no_args_is_help=True,
@@ -32,15 +32,12 @@ app.add_typer(pins, name="pin")
 @pins.command("status", epilog="Example: launch pin status")
 def pin_status(open_instruct: Checkout = None, format: FormatOption = Format.text) -> None:
     """Say which checkout would be used, and whether it is the pinned commit, unedited."""
-    from launcher import pin, report
+    from launcher import pin
 
     told = pin.status(open_instruct, os.environ)
-    if format is Format.json:
-        report.envelope("pin status", told.exit_code is Exit.OK, told.findings, told.as_json())
-    else:
-        report.findings(told.findings)
-        report.say("\n".join(told.lines()))
-    raise typer.Exit(told.exit_code)
+    raise typer.Exit(
+        answer("pin status", told.exit_code, told.findings, told.as_json(), told.lines(), format)
+    )
 
 
 @pins.command("diff", epilog="Example: launch pin diff pin HEAD -c configs/tulu/sft_qwen7b.yaml")

@@ -16,10 +16,14 @@ from launcher.commands.vocabulary import (
     Gpus,
     Nodes,
     Overrides,
+    Price,
     Python,
+    Rows,
+    RowTokens,
     StageFile,
     StageOption,
     Unpinned,
+    answer,
     app,
     named_backend,
     named_stage,
@@ -37,15 +41,13 @@ def plan(
         str, typer.Option("--gpus", metavar="1,2,8", help="counts on each machine")
     ] = "8",
     nodes: Nodes = 1,
-    row_tokens: Annotated[
-        str | None, typer.Option("--row-tokens", metavar="MEAN:MAX", help="tokens a row")
-    ] = None,
-    rows: Annotated[int | None, typer.Option("--rows", min=1, help="rows of the data set")] = None,
+    row_tokens: RowTokens = None,
+    rows: Rows = None,
     gpu: Annotated[str | None, typer.Option("--gpu", help="which one: H100, A100")] = None,
     gpu_memory: Annotated[
         float | None, typer.Option("--gpu-memory", metavar="GIB", help="default: of the GPUs here")
     ] = None,
-    price: Annotated[float | None, typer.Option("--price", help="of one GPU and hour")] = None,
+    price: Price = None,
     tokens_per_second: Annotated[
         float | None, typer.Option("--tokens-per-second", help="on all GPUs together, as measured")
     ] = None,
@@ -67,7 +69,7 @@ def plan(
     format: FormatOption = Format.text,
 ) -> None:
     """Say what a stage needs on so many GPUs: batch, steps, memory by part, time, cost, disk."""
-    from launcher import forecast, report
+    from launcher import forecast
     from launcher.preparation import Request
 
     request = Request(
@@ -81,12 +83,8 @@ def plan(
     told = forecast.make(request, forecast.counts(gpus), terms)
     # a count that cannot be must not cost the table of the others
     code = Exit.CONFIG if errors(told.findings) else Exit.OK
-    if format is Format.json:
-        report.envelope("plan", code is Exit.OK, told.findings, told.as_json(why=why))
-    else:
-        report.findings(told.findings)
-        report.say("\n".join(told.lines(why=why)))
-    raise typer.Exit(code)
+    data, lines = told.as_json(why=why), told.lines(why=why)
+    raise typer.Exit(answer("plan", code, told.findings, data, lines, format))
 
 
 @app.command(epilog="Example: launch doctor configs/tulu/sft_qwen7b_25pct.yaml --gpus 8")
@@ -119,12 +117,9 @@ def doctor(
     if install and yes:
         installing.run(told.install)
         told = readiness.examine(asked)
-    if format is Format.json:
-        report.envelope("doctor", told.exit_code is Exit.OK, told.findings, told.as_json())
-    elif install and not yes:
+    if install and not yes and format is Format.text:
         report.say("\n".join(step.shell() for step in told.install))
         raise typer.Exit(Exit.OK)
-    else:
-        report.findings(told.findings)
-        report.say("\n".join(told.lines()))
-    raise typer.Exit(told.exit_code)
+    raise typer.Exit(
+        answer("doctor", told.exit_code, told.findings, told.as_json(), told.lines(), format)
+    )

@@ -16,10 +16,10 @@ from launcher.commands.vocabulary import (
     StageOption,
     Strict,
     Unpinned,
+    answer,
     app,
     named_stage,
 )
-from launcher.errors import Exit
 
 
 @app.command(epilog="Example: launch prepare configs/tulu/sft_qwen7b_25pct.yaml --gpus 8")
@@ -36,7 +36,7 @@ def prepare(
     format: FormatOption = Format.text,
 ) -> None:
     """Download, tokenise and check what a run on --gpus GPUs needs; no GPU is used."""
-    from launcher import prefetch, report
+    from launcher import prefetch
     from launcher.preparation import Request
 
     request = Request(
@@ -44,9 +44,6 @@ def prepare(
         python=python, checkout=open_instruct, allow_unpinned=allow_unpinned, strict=strict,
     )  # fmt: skip
     told = prefetch.prepare(request, lambda line: typer.echo(line, err=True))
-    if format is Format.json:
-        report.envelope("prepare", told.exit is Exit.OK, told.findings, told.as_json())
-    else:
-        report.findings(told.findings)
-        report.say("\n".join(told.lines()))
-    raise typer.Exit(told.exit)
+    raise typer.Exit(
+        answer("prepare", told.exit, told.findings, told.as_json(), told.lines(), format)
+    )

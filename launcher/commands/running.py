@@ -13,6 +13,7 @@ from launcher.commands.vocabulary import (
     RunName,
     app,
     found_run,
+    not_begun,
 )
 from launcher.errors import usage
 
@@ -25,8 +26,7 @@ def attach(run: RunName = "last", format: FormatOption = Format.text) -> None:
     folder = found_run(run)
     attempt = following.newest_attempt(folder)
     if not following.has_begun(folder, attempt):
-        message = f"{folder.path.name} has not begun: there is nothing to show yet"
-        raise usage("not-begun", message, "launch runs")
+        raise not_begun(folder)
     raise typer.Exit(until_over("attach", folder, attempt, (), format, forward=False))
 
 

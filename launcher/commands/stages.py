@@ -37,6 +37,7 @@ from launcher.commands.vocabulary import (
     Strict,
     Unpinned,
     Unproven,
+    answer,
     app,
     found_run,
 )
@@ -44,6 +45,7 @@ from launcher.errors import Exit, Finding, NotReady, UsageError, usage
 
 if TYPE_CHECKING:
     from launcher.attempt import Attempt
+    from launcher.check import Verdict
     from launcher.preparation import Prepared, Request
     from launcher.rundir import RunFolder
 
@@ -248,18 +250,12 @@ def _run(request: Request, format: Format, after: After) -> Exit:
 
 def _finished(prepared: Prepared, found: tuple[Finding, ...], format: Format, after: After) -> Exit:
     """Nothing is left to train; the verdict and the numbers are there, whoever died before."""
-    from launcher import check, report, start
+    from launcher import check, start
 
     folder = prepared.folder
     verdict = start.judged_now(folder, prepared.plan, start.finish(folder))
     code = check.exit_code(verdict, allow_unproven=after.allow_unproven)
-    if format is Format.json:
-        data = {**verdict.as_json(), "run": str(folder.path)}
-        report.envelope(str(prepared.request.stage), code is Exit.OK, found, data)
-    else:
-        report.verdict(verdict)
-        report.say(f"run: {folder.path}\nreport: {folder.report}")
-    return code
+    return _told(str(prepared.request.stage), folder, verdict, code, found, format)
 
 
 def _queued(request: Request, format: Format, after: After, words: list[str]) -> Exit:
@@ -288,27 +284,23 @@ def _queued(request: Request, format: Format, after: After, words: list[str]) ->
         return _finished(prepared, found, format, after)
     job = start.queue(prepared, options, on_finish=told, allow_unproven=after.allow_unproven)
     folder = prepared.folder
-    if format is Format.json:
-        data = {"run": str(folder.path), "job": job.id}
-        report.envelope(str(request.stage), True, found, data)
-    else:
-        report.findings(found)
-        name = folder.path.name
-        report.say(f"run: {folder.path}\njob: {job.id}\nlaunch runs\nlaunch stop {name}")
-    return Exit.OK
+    data = {"run": str(folder.path), "job": job.id}
+    lines = (
+        f"run: {folder.path}",
+        f"job: {job.id}",
+        "launch runs",
+        f"launch stop {folder.path.name}",
+    )
+    return answer(str(request.stage), Exit.OK, found, data, lines, format)
 
 
 def _task(request: Request, path: Path, accelerator: str | None, format: Format) -> Exit:
     """Write the run as a SkyPilot task."""
-    from launcher import clouds, report
+    from launcher import clouds
 
     found = clouds.write(request, path, accelerator)
-    if format is Format.json:
-        report.envelope(str(request.stage), True, found, {"task": str(path)})
-    else:
-        report.findings(found)
-        report.say(f"sky launch {path}")
-    return Exit.OK
+    data = {"task": str(path)}
+    return answer(str(request.stage), Exit.OK, found, data, (f"sky launch {path}",), format)
 
 
 def _detached(
@@ -355,6 +347,16 @@ def until_over(
             report.envelope(command, code is Exit.OK, found, data)
         return code
     verdict, code = start.conclusion(folder, attempt)
+    return _told(command, folder, verdict, code, found, format)
+
+
+def _told(
+    command: str, folder: RunFolder, verdict: Verdict, code: Exit, found: tuple[Finding, ...],
+    format: Format,
+) -> Exit:  # fmt: skip
+    """What came of a run that is over."""
+    from launcher import report
+
     if format is Format.json:
         data = {**verdict.as_json(), "run": str(folder.path)}
         report.envelope(command, code is Exit.OK, found, data)

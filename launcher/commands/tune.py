@@ -18,10 +18,12 @@ from launcher.commands.vocabulary import (
     Overrides,
     Python,
     Resume,
+    RowTokens,
     StageOption,
     Unpinned,
     app,
     named_stage,
+    progress,
     refuse_both,
 )
 from launcher.errors import Exit
@@ -39,9 +41,7 @@ def tune(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="the stage file; default: beside the trials")
     ] = None,
-    row_tokens: Annotated[
-        str | None, typer.Option("--row-tokens", metavar="MEAN:MAX", help="tokens a row")
-    ] = None,
+    row_tokens: RowTokens = None,
     gpu_memory: Annotated[
         float | None,
         typer.Option("--gpu-memory", metavar="GIB", help="what may be used; default: the card's"),
@@ -72,7 +72,7 @@ def _run(planned: object, format: Format) -> Exit:
 
     assert isinstance(planned, tuning.Tuning)
     with tuning.opened(planned) as going:
-        code = tuning.run(going, told=_say if format is Format.text else _silent)
+        code = tuning.run(going, told=progress(format))
         if going.entries:
             bench_report.write(going.bench())
         if format is Format.json:
@@ -83,11 +83,3 @@ def _run(planned: object, format: Format) -> Exit:
         report.findings(going.findings)
         report.say("\n".join(tuning.ending(going)))
     return code
-
-
-def _say(text: str) -> None:
-    typer.echo(text, err=True)
-
-
-def _silent(_text: str) -> None:
-    """JSON is for machines: progress would be noise."""

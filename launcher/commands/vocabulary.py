@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from launcher import __version__
-from launcher.errors import usage
+from launcher.errors import Exit, Finding, UsageError, usage
 
 if TYPE_CHECKING:
     # only for annotations: validation must not pay for importing what starts a run
@@ -140,6 +142,11 @@ Changed = Annotated[
         "--allow-changed-resume", metavar="NAME", help="go on although NAME is not as it was"
     ),
 ]
+RowTokens = Annotated[
+    str | None, typer.Option("--row-tokens", metavar="MEAN:MAX", help="tokens a row")
+]
+Rows = Annotated[int | None, typer.Option("--rows", min=1, help="rows of the whole data set")]
+Price = Annotated[float | None, typer.Option("--price", help="of one GPU and hour")]
 NodeRank = Annotated[
     int | None, typer.Option("--node-rank", min=0, help="which of several machines this is, from 0")
 ]
@@ -191,6 +198,35 @@ def found_run(name: str) -> RunFolder:
     if folder is None:
         raise usage("no-such-run", f"there is no run `{name}`", "launch runs")
     return folder
+
+
+def not_begun(folder: RunFolder) -> UsageError:
+    """What to raise where a run still waits to be started: it has nothing to show or to judge."""
+    name = folder.path.name
+    return usage(
+        "not-begun", f"{name} has not begun: there is nothing of it yet",
+        f"launch exec {name} starts it, where no Slurm job will",
+    )  # fmt: skip
+
+
+def answer(
+    command: str, code: Exit, findings: Sequence[Finding], data: object, lines: Iterable[str],
+    format: Format,
+) -> Exit:  # fmt: skip
+    """Print one envelope for machines, or the findings and these lines; returns the code."""
+    from launcher import report
+
+    if format is Format.json:
+        report.envelope(command, code is Exit.OK, findings, data)
+    else:
+        report.findings(findings)
+        report.say("\n".join(lines))
+    return code
+
+
+def progress(format: Format) -> Callable[[str], None]:
+    """What tells on stderr how far it is; nothing does for machines."""
+    return functools.partial(typer.echo, err=True) if format is Format.text else lambda _: None
 
 
 def refuse_both(fresh: bool, resume: bool) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from launcher import cited, history, machine, rules, upstream
 from launcher.backends import BACKENDS, stage_rules
-from launcher.errors import Finding, InvalidConfig, NotReady, UsageError
+from launcher.errors import Finding, InvalidConfig, NotReady, not_ready, usage
 from launcher.git import Repository
 from launcher.paths import expanded
 from launcher.pin import gitlink
@@ -119,12 +119,10 @@ def _committed(backend: str) -> Path:
         upstream.REPOSITORY
     ):
         return folder / f"{backend}.json"
-    raise UsageError(
-        Finding(
-            severity="error", layer="launch", code="no-output-file",
-            message="launch does not run from its source tree: there is no committed snapshot here",
-            help="name a file with -o FILE",
-        )
+    raise usage(
+        "no-output-file",
+        "launch does not run from its source tree: there is no committed snapshot here",
+        "name a file with -o FILE",
     )  # fmt: skip
 
 
@@ -138,12 +136,9 @@ def _search(backend: str, root: Path, environ: Mapping[str, str]) -> Iterator[Pa
 def _foreign(name: str, search: tuple[Path, ...]) -> Folder:
     path = find_package(name) or find_package(name, search)
     if path is None:
-        raise NotReady(
-            Finding(
-                severity="error", layer="launch", code="missing-packages",
-                message=f"{name} is not installed, and the dataclasses use types of it",
-                help="make install-open-instruct",
-            )
+        raise not_ready(
+            "missing-packages", f"{name} is not installed, and the dataclasses use types of it",
+            "make install-open-instruct",
         )  # fmt: skip
     return Folder(path)
 

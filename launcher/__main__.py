@@ -1,0 +1,20 @@
+"""`launch`, and `python -m launcher`: who interrupts it while its commands are imported sees no traceback."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """The console entry; see `cli.main`."""
+    try:
+        from launcher import cli
+    except KeyboardInterrupt:
+        from launcher.errors import Exit
+
+        sys.exit(Exit.INTERRUPTED)
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""Rules about what a model is loaded with beside its name: keys that its config has not, or cannot take.
+
+TRL hands `model_init_kwargs` to the model's loader, which refuses what it does not know; open-instruct's
+`additional_model_arguments` go to the config's, which drops it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from launcher import shapes
+from launcher.backends import model_config
+from launcher.backends.context import Context, StageRule
+from launcher.backends.rule import say
+from launcher.backends.trl_mappings import inline
+from launcher.errors import Finding, InvalidConfig, brief
+from launcher.shapes import Shape
+
+# transformers/modeling_utils.py:3819 and what it takes from the others below; TRL's own are among them
+_LOADER = frozenset({
+    "config", "cache_dir", "ignore_mismatched_sizes", "force_download", "local_files_only", "token",
+    "revision", "use_safetensors", "weights_only", "fusion_config", "disable_mmap", "state_dict",
+    "proxies", "tqdm_class", "output_loading_info", "device_map", "max_memory", "offload_folder",
+    "offload_buffers", "quantization_config", "subfolder", "variant", "adapter_kwargs",
+    "adapter_name", "generation_config", "gguf_file", "distributed_config", "device_mesh", "tp_plan",
+    "tp_size", "trust_remote_code", "allow_all_kernels", "use_kernels", "kernel_config",
+    "key_mapping", "mirror", "low_cpu_mem_usage", "from_tf", "from_flax", "offload_state_dict",
+    "attn_implementation", "experts_implementation", "dtype", "torch_dtype",
+})  # fmt: skip
+# transformers/models/auto/configuration_auto.py: what the config's loader reads of it
+_CONFIG_LOADER = frozenset({
+    "cache_dir", "force_download", "local_files_only", "token", "subfolder", "proxies", "revision",
+    "trust_remote_code", "code_revision", "attn_implementation", "experts_implementation", "dtype",
+    "torch_dtype",
+})  # fmt: skip
+# transformers/configuration_utils.py:148, and what all of the classes below have
+_EVERY_CONFIG = frozenset({
+    "architectures", "chunk_size_feed_forward", "id2label", "is_encoder_decoder", "label2id",
+    "model_type", "name_or_path", "num_labels", "output_attentions", "output_hidden_states",
+    "per_layer_config", "problem_type", "return_dict", "transformers_version", "use_return_dict",
+    "attention_dropout", "bos_token_id", "eos_token_id", "hidden_size", "initializer_range",
+    "intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers",
+    "num_key_value_heads", "pad_token_id", "rope_parameters", "rope_scaling", "tie_word_embeddings",
+    "use_cache", "vocab_size", "base_model_ep_plan", "base_model_fsdp_plan", "base_model_pp_plan",
+    "base_model_tp_plan", "keys_to_ignore_at_inference",
+})  # fmt: skip
+_ROUTED = "num_experts num_experts_per_tok output_router_logits router_aux_loss_coef rms_norm_eps hidden_act"
+_GEMMA2 = (
+    "attention_bias attn_logit_softcapping final_logit_softcapping head_dim hidden_activation "
+    "layer_types query_pre_attn_scalar rms_norm_eps sliding_window use_bidirectional_attention"
+)
+_QWEN2 = "hidden_act layer_types max_window_layers rms_norm_eps sliding_window use_sliding_window"
+# transformers/models/: what the config class of a type of model has beside those
+CONFIGS: Mapping[str, frozenset[str]] = {
+    kind: frozenset(names.split())
+    for kind, names in {
+        "llama": "attention_bias head_dim hidden_act mlp_bias pretraining_tp rms_norm_eps",
+        "mistral": "head_dim hidden_act rms_norm_eps sliding_window",
+        "smollm3": "attention_bias hidden_act layer_types mlp_bias no_rope_layer_interval no_rope_layers "
+        "rms_norm_eps sliding_window use_sliding_window",
+        "granite": "attention_bias attention_multiplier embedding_multiplier hidden_act logits_scaling "
+        "mlp_bias residual_multiplier rms_norm_eps",
+        "qwen2": _QWEN2,
+        "qwen3": f"attention_bias head_dim {_QWEN2}",
+        "olmo": "attention_bias clip_qkv hidden_act",
+        "olmo2": "attention_bias hidden_act rms_norm_eps",
+        "olmo3": "attention_bias hidden_act layer_types rms_norm_eps sliding_window",
+        "phi3": "embd_pdrop hidden_act original_max_position_embeddings resid_pdrop rms_norm_eps "
+        "sliding_window",
+        "gemma": "attention_bias head_dim hidden_act rms_norm_eps use_bidirectional_attention",
+        "gemma2": _GEMMA2,
+        "gemma3_text": _GEMMA2,
+        "mixtral": f"head_dim num_local_experts router_jitter_noise sliding_window {_ROUTED}",
+        "qwen2_moe": "decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob qkv_bias "
+        f"shared_expert_intermediate_size {_QWEN2} {_ROUTED}",
+        "qwen3_moe": "attention_bias decoder_sparse_step mlp_only_layers moe_intermediate_size "
+        f"norm_topk_prob num_local_experts sliding_window use_sliding_window {_ROUTED}",
+        "olmoe": f"attention_bias clip_qkv norm_topk_prob num_local_experts {_ROUTED}",
+    }.items()
+}
+# trl/trainer/utils.py:1335
+_TYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+def _given(context: Context) -> tuple[str, Mapping[str, Any]]:
+    """The argument that holds them, and what it holds."""
+    values = context.values
+    if values.schema.backend == "trl":
+        return "model_init_kwargs", inline(values["model_init_kwargs"]) or {}
+    key = "additional_model_arguments"
+    return key, model_config.replaced(values[key])
+
+
+def _config(context: Context) -> Mapping[str, Any]:
+    values = context.values
+    name = values.get("config_name") or values["model_name_or_path"]
+    return model_config.read(name, context.environ, values.get("model_revision"))
+
+
+def unknown_names(context: Context) -> Iterator[Finding]:
+    """transformers/configuration_utils.py:915 keeps what the config has a place for. The model's own class
+    refuses the rest (transformers/modeling_utils.py:4267), which open-instruct does not hand on
+    (finetune.py:544, dpo_tune_cache.py:283).
+    """
+    key, given = _given(context)
+    config = _config(context) if given else {}
+    own = CONFIGS.get(str(config.get("model_type")))
+    # another release may have more of them
+    if own is None or not context.values.schema.tested:
+        return
+    refused = context.values.schema.backend == "trl"
+    # `rope_theta` goes into `rope_parameters` when the config is read
+    known = _EVERY_CONFIG | own | (config.keys() - {"rope_theta"})
+    known |= _LOADER if refused else _CONFIG_LOADER
+    for name in sorted(given.keys() - known):
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+        inside = "`rope_parameters: {rope_theta: ...}` holds it" if name == "rope_theta" else None
+        yield say(
+            "error" if refused else "warning", "run",
+            "model-arguments" if refused else "model-arguments-unread", key,
+            f"`{key}`: the config of {config['model_type']} models has no `{brief(name)}`: "
+            + ("the model cannot be made with it" if refused else "it is dropped without a word"),
+            f"did you mean `{near[0]}`?" if near else inside,
+        )  # fmt: skip
+
+
+def architecture(context: Context) -> Iterator[Finding]:
+    """trl/trainer/utils.py:1355 makes the class that the config names, whatever it is for."""
+    values = context.values
+    config = _config(context) if values.schema.backend == "trl" else {}
+    named = config.get("architectures")
+    first = str(named[0]) if isinstance(named, list) and named else None
+    name = brief(values["model_name_or_path"])
+    if config.get("model_type") not in CONFIGS or "architectures" not in config:
+        return
+    if first is None:
+        said = f"the config of {name} names no `architectures`, of which TRL takes the first"
+    elif not first.endswith("ForCausalLM"):
+        said = f"{name} is a {brief(first)}, which TRL loads as it is, and cannot train"
+    else:
+        return
+    yield say(
+        "error", "run", "model-arguments", "model_name_or_path", said,
+        "name a causal language model, or correct `architectures` in its config.json",
+    )  # fmt: skip
+
+
+def precision(context: Context) -> Iterator[Finding]:
+    """trl/trainer/utils.py:1339."""
+    key, given = _given(context)
+    name = given.get("dtype")
+    if context.values.schema.backend == "trl" and name is not None and name not in _TYPES:
+        yield say(
+            "error", "run", "model-arguments", key,
+            f"`{key}`: TRL refuses `dtype: {brief(name)}`", f"one of {', '.join(_TYPES)}",
+        )  # fmt: skip
+
+
+def rope(context: Context) -> Iterator[Finding]:
+    """transformers/configuration_utils.py:915: it replaces the whole mapping, and nothing is filled in."""
+    key, given = _given(context)
+    for name in ("rope_scaling", "rope_parameters"):
+        value = given.get(name)
+        if not isinstance(value, dict) or context.values.schema.backend != "trl":
+            continue
+        # some families have a mapping for each kind of layer
+        if "rope_theta" not in value and not any(isinstance(one, dict) for one in value.values()):
+            yield say(
+                "error", "run", "model-arguments", key,
+                f"`{key}`: `{name}` replaces all that the model's config says of it, and has no `rope_theta`",
+                "add `rope_theta`, as it is in the model's config.json",
+            )  # fmt: skip
+
+
+def unsaved(context: Context) -> Iterator[Finding]:
+    """transformers/configuration_utils.py:556: a config is checked when it is saved, after training."""
+    key, given = _given(context)
+    if context.values.schema.backend != "trl":
+        return
+    config = _config(context) if given else {}
+    wanted = [name for name in ("output_attentions", "output_hidden_states") if given.get(name)]
+    layers = given.get("num_hidden_layers", config.get("num_hidden_layers"))
+    kinds = given.get("layer_types", config.get("layer_types"))
+    if {"num_hidden_layers", "layer_types"} & given.keys() and isinstance(kinds, list):
+        wanted += ["num_hidden_layers"] if len(kinds) != layers else []
+    for name in wanted:
+        why = f": `layer_types` has {len(kinds)} entries" if name == "num_hidden_layers" else ""
+        yield say(
+            "error", "run", "model-arguments", key,
+            f"`{key}`: a model with `{name}: {brief(given.get(name, layers))}` cannot be saved when it is "
+            f"trained{why}", f"leave out `{name}`",
+        )  # fmt: skip
+
+
+def other_sizes(context: Context) -> Iterator[Finding]:
+    """transformers/modeling_utils.py:4267 makes the model by the changed config: its weights must fit."""
+    key, given = _given(context)
+    values = context.values
+    name, revision = values["model_name_or_path"], values.get("model_revision")
+    was = _shape(model_config.read(name, context.environ, revision)) if given else None
+    now = None if was is None else _shape({**_config(context), **given})
+    if was is None or now is None or given.get("ignore_mismatched_sizes"):
+        return
+    before, after = {**was.outer, **was.layer}, {**now.outer, **now.layer}
+    other = [name for name in before.keys() & after.keys() if before[name] != after[name]]
+    if other:
+        yield say(
+            "error", "run", "model-arguments", key,
+            f"`{key}`: the weights of {brief(name)} do not fit: "
+            f"{min(other)} is {_size(before[min(other)])} in its files, and would be "
+            f"{_size(after[min(other)])}",
+            "leave out what changes the model's sizes",
+        )  # fmt: skip
+
+
+def _size(size: tuple[int, ...]) -> str:
+    return " x ".join(map(str, size))
+
+
+def _shape(config: Mapping[str, Any]) -> Shape | None:
+    try:
+        return shapes.shape_of(config)
+    except InvalidConfig:
+        return None
+
+
+RULES: tuple[StageRule, ...] = (unknown_names, architecture, precision, rope, unsaved, other_sizes)

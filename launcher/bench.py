@@ -58,6 +58,7 @@ from launcher.errors import (
     Finding,
     InvalidConfig,
     LaunchError,
+    NotReady,
     UsageError,
     brief,
     errors,
@@ -69,6 +70,7 @@ from launcher.options import EXPECT, SWITCHED
 from launcher.overrides import OPTIONS, spelt
 from launcher.plan import Plan
 from launcher.preparation import Prepared, Request
+from launcher.redaction import redact
 from launcher.rundir import RunFolder
 from launcher.stage import Stage
 from launcher.trial import Outcome
@@ -400,7 +402,7 @@ class Bench:
     def write(self) -> None:
         """The record, whole or not at all. Raises NotReady where it cannot be written."""
         try:
-            rundir.write_json(self.folder / FILE, self.as_json())
+            rundir.write_json(self.folder / FILE, redact(self.as_json()))
         except OSError as error:
             raise rundir.not_writable(self.folder, error.strerror) from None
 
@@ -722,9 +724,10 @@ def opened(bench: Bench, *, fresh: bool = False, resume: bool = False) -> Iterat
     """The bench in its folder, with what an earlier start of the same measured.
 
     Raises NotReady where the folder cannot be made, or where another process is at it; UsageError where
-    it is to `resume` what never began.
+    it is to `resume` what never began; as `require_startable` does.
     """
     root = bench.request.runs or rundir.runs_root()
+    require_startable(bench, root)
     earlier = None if fresh else _earlier(bench, root)
     if resume:
         trial.require_earlier(earlier, "bench")
@@ -738,6 +741,36 @@ def opened(bench: Bench, *, fresh: bool = False, resume: bool = False) -> Iterat
                 if not _again(sample := Sample.from_json(one), bench.timeout_s)
             ]  # fmt: skip
         yield bench
+
+
+def require_startable(bench: Bench, root: Path) -> None:
+    """Judge every variant's trial for a start on this machine, whatever its GPUs do now.
+
+    Raises InvalidConfig with what is wrong with any of them, each with its name, and what nothing here is
+    ready for; a single variant that this machine is not ready for is left to its trial, which says so.
+    """
+    wrong: dict[Finding, list[str]] = {}
+    unready: dict[Finding, list[str]] = {}
+    refused = 0
+    for variant in bench.variants:
+        place = root / "models"
+        try:
+            asked = _short(
+                _of_variant(bench.request, variant), bench.steps, place, bench.batch, profile=True
+            )
+            # a trial that a killed command left may have the GPUs: it is ended later
+            asked = replace(asked, runs=root, elsewhere=True)
+            rundir.release(preparation.prepare(asked, running=True).folder)
+        except LaunchError as error:
+            refused += 1
+            found = wrong if isinstance(error, InvalidConfig) else unready
+            for finding in errors(error.findings) or error.findings:
+                found.setdefault(finding, []).append(variant.name)
+    of = len(bench.variants)
+    if wrong:
+        raise InvalidConfig(_attributed(one, names, of) for one, names in wrong.items())
+    if unready and refused == of:
+        raise NotReady(_attributed(one, names, of) for one, names in unready.items())
 
 
 def end_left_over(folder: Path) -> None:

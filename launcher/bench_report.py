@@ -11,6 +11,7 @@ from launcher import comparison, page, rundir, series
 from launcher.bench import PAGE, Bench
 from launcher.comparison import Row, Spread
 from launcher.markup import Html, figure, join, table, tag
+from launcher.redaction import redact
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ def show(bench: Bench) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    rows = bench.rows
+    rows = redact(bench.rows)
     columns = _filled(rows)
     shown = Table(box=SIMPLE, pad_edge=False)
     shown.add_column("variant", overflow="fold")
@@ -130,7 +131,7 @@ def show(bench: Bench) -> None:
         console.print(shown)
     for row in rows:
         console.print(Text(f"{row.variant}: {standing(row)}"), soft_wrap=True)
-    for line in facts(bench):
+    for line in redact(facts(bench)):
         console.print(Text(line), soft_wrap=True)
     console.print(Text(f"{bench.folder / PAGE}"), soft_wrap=True)
 
@@ -146,12 +147,12 @@ def html(bench: Bench) -> str:
     for row in bench.rows:
         run = next((s.run for s in bench.samples if s.variant == row.variant and s.run), None)
         if run is not None and Path(run).is_dir():
-            runs.append(replace(series.read_folder(Path(run)), name=row.variant))
+            runs.append(replace(series.read_folder(Path(run)), name=redact(row.variant)))
     return page.overlay(runs, _section(bench))
 
 
 def _section(bench: Bench) -> Html:
-    rows = bench.rows
+    rows = redact(bench.rows)
     columns = _filled(rows)
     head = ["variant", "", *(tag("th", c.head, scope="col", class_="number") for c in columns)]
     body = [
@@ -163,7 +164,7 @@ def _section(bench: Bench) -> Html:
     ]  # fmt: skip
     why = join(tag("p", f"{row.variant}: {standing(row)}") for row in rows if row.why)
     title = tag("h2", f"Comparison: {bench.request.config}", id="comparison")
-    notes = join(tag("p", line, class_="soft") for line in facts(bench))
+    notes = join(tag("p", line, class_="soft") for line in redact(facts(bench)))
     return tag("section", join([title, table(head, body, "figures"), why, notes]))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
+import itertools
 import os
 import platform
 import sys
@@ -108,13 +109,20 @@ def _refused(error: LaunchError, arguments: list[str]) -> None:
     from launcher import report
 
     form = _form(arguments)
-    command = arguments[0] if arguments and not arguments[0].startswith("-") else "launch"
+    command = _named(arguments)
     if form is Findings.json:
         report.envelope(command, False, error.findings, None)
     else:
         from launcher.commands.configs import tell
 
         tell(command, False, list(error.findings), [], form)
+
+
+def _named(arguments: list[str]) -> str:
+    """The command of a command line as its answers name it: `pin diff`, not `pin`."""
+    words = list(itertools.takewhile(lambda word: not word.startswith("-"), arguments))
+    grouped = words[:1] in [[group.name] for group in app.registered_groups]
+    return " ".join(words[: 2 if grouped else 1]) or "launch"
 
 
 def _form(arguments: list[str]) -> Findings:

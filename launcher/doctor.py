@@ -1,6 +1,7 @@
 """Is this machine ready for a plan: what is missing, each with what mends it.
 
-Before every run only what is cheap is looked at: metadata of packages, files, the driver's answers.
+Before every run only what is cheap is looked at: metadata of packages, their source (a name that a script
+imports and the installed version never binds), files, the driver's answers.
 `launch doctor` also imports what training imports, which costs seconds, and says what it found good.
 """
 
@@ -154,14 +155,14 @@ def require_ready(
 
     `chosen` are the GPUs that the run gets; without it they are chosen here, for the answer only. Where
     other machines will train (`elsewhere`), nothing is asked of the GPUs of this one.
-    What needs an import is left to training, which imports the same within its first seconds.
+    What only an import shows is left to training, which imports the same within its first seconds.
     """
     subject = of_plan(plan, trainer)
     if elsewhere:
         subject, chosen = replace(subject, gpus=0), Devices()
     if chosen is None:
         chosen = gpus.choose(plan.gpus, None, gpus.look(subject.environ))
-    found = [*_quick(subject, chosen), *local_files(plan)]
+    found = [*_quick(subject, chosen), *_unbound(subject), *local_files(plan)]
     if errors(found):
         raise NotReady(errors(found))
     return tuple(found)
@@ -194,6 +195,8 @@ def examine(
     if importing and subject.trainer.version >= OLDEST:
         tried = _try(subject, chosen, timeout_s)
         found = _merged(found, subject, tried)
+    else:
+        found += _unbound(subject)
     facts = [
         *_environment(subject, torch, tried), *_cards(chosen, seen, cuda),
         *_room(subject), *_limits(subject),
@@ -468,6 +471,20 @@ def _import_error(failure: imports.Failure, subject: Subject) -> Finding:
         if own
         else f"it is installed and does not work here; {pip} installs it anew",
     )  # fmt: skip
+
+
+def _unbound(subject: Subject) -> Iterator[Finding]:
+    """What importing would fail on, as far as the source of the installed packages shows it."""
+    for failure in imports.unbound(subject.imports, subject.trainer):
+        name, file = imports.distribution(failure.wanted.top), failure.wanted.file
+        declared = () if subject.declared is None else subject.declared.packages
+        asked = next((one.text for one in declared if one.name == name), name)
+        yield replace(
+            _import_error(failure, subject),
+            help=f"{file} is written for another {name} than this: its checkout asks for {asked}"
+            if declared
+            else f"{file} is written for another {name} than this",
+        )
 
 
 def _cuda(subject: Subject, tried: Tried) -> Iterator[Finding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,7 +197,8 @@ def explain(
     `asked` is a stage; `backend` counts where no config is given. Raises what judging the config
     raises, and InvalidConfig where the source cannot be read.
     """
-    key = key.removeprefix("args.")
+    # of what stands inside a mapping or a list, the whole is explained
+    key = re.split(r"[.\[]", key.removeprefix("args."), maxsplit=1)[0]
     if config is not None:
         judged = stage.judge(config, stage=asked, locator=locator)
         if judged.schema is None or judged.upstream is None or judged.values is None:
@@ -270,7 +272,7 @@ def _here(key: str, config: Config, judged: stage.Judged) -> Here | None:
         via = "from a parent, by `extends`" if origin.file in parents else None
         words = tuple(schema.words(key, config.args[key])) if key in schema.fields else ()
         # by its name too: a password has no shape
-        value = redact({key: config.args[key]})[key]
+        value, words = redact({key: (config.args[key], words)})[key]
         return Here(value=value, origin=str(origin), via=via, words=words, findings=found)
     if key not in schema.fields:
         return None

@@ -210,10 +210,12 @@ class Footprint:
             liger=self.liger, checkpointing=self.checkpointing, weight_bytes=self._weight_bytes(),
             autocast=self.autocast, adapters=self.adapters, packed=packed, steps=plan.steps,
             quantised=self.quantised, state_bytes=self._state_bytes(),
-            # bitsandbytes' kernel makes nothing beside its states
-            fused_optimizer=_ADAM.get(_optimizer(values), True)
-            if trl
-            else bool(values["fused_optimizer"] or values.get("use_qlora")),
+            # bitsandbytes' kernel makes nothing beside its states; on the CPU torch takes tensor by tensor
+            fused_optimizer=not plan.gpus or (
+                _ADAM.get(_optimizer(values), True)
+                if trl
+                else bool(values["fused_optimizer"] or values.get("use_qlora"))
+            ),
         )  # fmt: skip
 
     def _sharded(self, rows: int, times: int) -> Setup:
@@ -276,7 +278,7 @@ class Footprint:
                 "`torch_dtype`"
             ))  # fmt: skip
         width = HALF if told in {"bfloat16", "float16", "bf16", "fp16"} else FULL
-        if width == FULL and not self.autocast:
+        if width == FULL and not self.autocast and self.plan.gpus:
             raise InvalidConfig(
                 _undescribed(
                     self.plan, "the memory of training in 32 bits throughout is not described"
@@ -314,14 +316,14 @@ _SPELT = {"flash_attention_2": "flash_2", "flash_attention_3": "flash_3", "torch
 def attention_of(plan: Plan, asked: str | None = None) -> str:
     """The attention that is asked for, else what the file says, else the backend's own choice.
 
-    That is sdpa for TRL, and for open-instruct the best that is installed: taken to be flash_2.
+    That is sdpa for TRL and on the CPU; open-instruct takes the best that is installed: said to be flash_2.
     """
     said = asked or plan.values.get("attn_implementation")
     if asked is None and plan.stage.options.backend == "trl":
         said = trl_resolved.attention(plan.values)[0]
     if isinstance(said, str) and (named := _SPELT.get(said, said)) in ATTENTIONS:
         return named
-    return "sdpa" if plan.stage.options.backend == "trl" else "flash_2"
+    return "sdpa" if plan.stage.options.backend == "trl" or not plan.gpus else "flash_2"
 
 
 def zero_of(plan: Plan, hidden: int) -> Zero | None:
@@ -407,7 +409,6 @@ def _require_described(plan: Plan) -> None:
         ),
         "offloaded activations": trl and bool(values.get("activation_offloading")),
         "the Muon optimizer": values.get("optimizer_type") == "muon",
-        "training on the CPU": not plan.gpus,
     }  # fmt: skip
     lacking = [what for what, asked in told.items() if asked]
     if lacking:
@@ -426,8 +427,9 @@ _MEASURE = "measure it: `launch check` tells the peak of a short run"
 
 def _undescribed(plan: Plan, message: str, help: str = _MEASURE) -> Finding:
     origin = plan.stage.config.origin("args")
+    told = None if help == _MEASURE and not plan.gpus else help
     return Finding(
-        severity="error", layer="launch", code="unknown-memory", message=message, help=help,
+        severity="error", layer="launch", code="unknown-memory", message=message, help=told,
         **origin.place,
     )  # fmt: skip
 

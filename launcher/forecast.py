@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ from launcher.memory import GIB, Memory, Moment, Setup
 from launcher.packed_rows import Packed, fuller
 from launcher.plan import Plan
 from launcher.preparation import Request, ask
+from launcher.sizes import sized
 
 MARGIN = 0.08
 """The share of a card that is left to the allocator's gaps, NCCL and the driver."""
@@ -78,7 +80,8 @@ class Terms:
 class Rung:
     """The forecast for one count of GPUs; None is what cannot be known.
 
-    `smallest` is the memory of one row a device where no split of the batch fits.
+    `gpu_memory` is a card's in GiB, on the CPU the host's; `memory` is there what is held for sure, and no
+    peak. `smallest` is the memory of one row a device where no split of the batch fits.
     """
 
     plan: Plan
@@ -99,6 +102,9 @@ class Rung:
         """GiB that are left, below 0 what is missing."""
         if self.gpu_memory is None:
             return None
+        if not self.plan.gpus:
+            missing = self.gpu_memory - self.memory.peak
+            return missing if missing < 0 else None
         return memory.fits(self.memory, self.gpu_memory, margin=MARGIN)[1]
 
     def as_json(self, *, why: bool) -> dict[str, Any]:
@@ -110,7 +116,7 @@ class Rung:
             "steps": self.steps,
             "tokens_per_step": round(self.tokens.real),
             "padding_share": round(self.tokens.waste, 3),
-            "memory_gib": self.memory.as_json(),
+            "memory_gib": self.memory.as_json() if self.plan.gpus else _at_least(self.memory),
             "fits": None if spare is None else spare >= 0,
             "spare_gib": None if spare is None else round(spare, 2),
             "tokens_per_second": None if speed is None else round(speed.tokens),
@@ -172,6 +178,12 @@ _HEAD = (
 )  # fmt: skip
 
 
+def _at_least(held: Memory) -> dict[str, Any]:
+    told = held.as_json()
+    kinds = {kind: told[kind] if kind in _HELD else None for kind in memory.KINDS}
+    return {"peak": None, "at_least": told["peak"], **kinds, "moment": told["moment"]}
+
+
 def _row(rung: Rung) -> tuple[str, ...]:
     spare = rung.spare
     fits = (
@@ -182,10 +194,11 @@ def _row(rung: Rung) -> tuple[str, ...]:
         else f"no, {-spare:.1f} over"
     )
     hours, cost = rung.bill.hours, rung.bill.cost
+    count, peak = rung.plan.gpus * rung.plan.nodes, f"{rung.memory.peak:.1f}"
     return (
-        f"{rung.plan.gpus * rung.plan.nodes}", f"{rung.plan.per_device}", f"{rung.plan.accumulation}",
+        f"{count or 'CPU'}", f"{rung.plan.per_device}", f"{rung.plan.accumulation}",
         f"{rung.plan.global_batch}", "-" if rung.steps is None else f"{rung.steps:,}",
-        f"{rung.tokens.real:,.0f}", f"{rung.memory.peak:.1f}", fits,
+        f"{rung.tokens.real:,.0f}", peak if count else f">= {peak}", fits,
         "-" if hours is None else f"{hours:.2f}", "-" if cost is None else f"{cost:.2f}",
         f"{rung.saved.most / GIB:.1f}",
     )  # fmt: skip
@@ -195,8 +208,8 @@ def _parts(rung: Rung, *, why: bool) -> Iterator[str]:
     fullest = rung.memory.fullest
     kinds = ((kind, rung.memory.of(kind)) for kind in memory.KINDS)
     told = ", ".join(f"{kind} {gib:.1f}" for kind, gib in kinds if gib >= 0.05)
-    count = rung.plan.gpus * rung.plan.nodes
-    yield f"{count} GPU(s): {rung.memory.peak:.1f} GiB at the {fullest.name}: {told or 'nothing'}"
+    least = "" if rung.plan.gpus else "at least "
+    yield f"{_which(rung.plan)}{least}{rung.memory.peak:.1f} GiB at the {fullest.name}: {told or 'nothing'}"
     if rung.best is not None and rung.best.per_device != rung.plan.per_device:
         yield (
             f"  --fit: per device {rung.best.per_device}, accumulation {rung.best.accumulation}"
@@ -247,6 +260,8 @@ def make(request: Request, gpus: Sequence[int], terms: Terms) -> Forecast:
     if terms.price is not None and not all(gpus):
         raise usage("price-without-gpus", "a price is for GPUs, and there are none")
     card = _card(terms)
+    if terms.fit and not any(gpus):
+        raise usage("fit-without-memory", f"how much fits is not known: {_UNFORESEEN}")
     if terms.fit and card.gib is None:
         raise _unfitted(terms)
     asked = ask(replace(request, gpus=max(gpus)), running=False)
@@ -265,15 +280,19 @@ def make(request: Request, gpus: Sequence[int], terms: Terms) -> Forecast:
         if stopping:
             lost += stopping
             continue
-        seen = seen or row_lengths(planned, asked.trainer.packages, terms)
-        rungs.append(_rung(planned, seen, terms, card, asked.trainer.packages))
-    if seen is None:
+        try:
+            seen = seen or row_lengths(planned, asked.trainer.packages, terms)
+            here = card if count else _Card("", _host_gib())
+            rungs.append(_rung(planned, seen, terms, here, asked.trainer.packages))
+        except InvalidConfig as error:
+            lost += error.findings
+    if seen is None or not rungs:
         raise InvalidConfig(list(dict.fromkeys(lost)))
     schema = asked.stage.schema
     several = len(gpus) > 1
     return Forecast(
         rungs=tuple(rungs), shape=shape_of(rungs[0].plan, terms.shape).source, lengths=seen.source,
-        attention=attention_of(rungs[0].plan, terms.attention),
+        attention=attention_of(max(rungs, key=lambda one: one.plan.gpus).plan, terms.attention),
         findings=(
             *dict.fromkeys(lost), *_split(rungs), *(f for rung in rungs for f in rung.findings),
             *_unfit(rungs, terms), *_untrained(rungs), *_unpriced(rungs, terms),
@@ -296,11 +315,11 @@ def _split(rungs: Sequence[Rung]) -> Iterator[Finding]:
                 if rung is rungs[0]:
                     yield one
             else:
-                yield replace(one, message=f"{_which(rung)}{one.message}")
+                yield replace(one, message=f"{_which(rung.plan)}{one.message}")
 
 
-def _which(rung: Rung) -> str:
-    return f"{rung.plan.gpus * rung.plan.nodes} GPU(s): "
+def _which(planned: Plan) -> str:
+    return f"{planned.gpus * planned.nodes} GPU(s): " if planned.gpus else "CPU: "
 
 
 def _unfit(rungs: Sequence[Rung], terms: Terms) -> Iterator[Finding]:
@@ -310,8 +329,8 @@ def _unfit(rungs: Sequence[Rung], terms: Terms) -> Iterator[Finding]:
             continue
         yield Finding(
             severity="note", layer="launch", code="nothing-fits", key="batch.per_device",
-            message=f"{_which(rung)}--fit: no split of the batch fits; {rung.smallest.peak:.1f} GiB with "
-            "one row a device",
+            message=f"{_which(rung.plan)}--fit: no split of the batch fits; {rung.smallest.peak:.1f} GiB "
+            "with one row a device",
         )  # fmt: skip
 
 
@@ -337,7 +356,7 @@ def _untrained(rungs: Sequence[Rung]) -> Iterator[Finding]:
             if rung.steps == 0:
                 yield Finding(
                     severity="warning", layer="run", code="no-steps", key="batch.global",
-                    message=f"{_which(rung)}by these lengths {rung.rows or 0:,} rows are less than one "
+                    message=f"{_which(rung.plan)}by these lengths {rung.rows or 0:,} rows are less than one "
                     "step, and what is not full is left out",
                     help="fewer GPUs, a smaller batch, or more rows",
                 )  # fmt: skip
@@ -404,6 +423,20 @@ def _card(terms: Terms) -> _Card:
     return _Card(name, gib)
 
 
+def _host_gib() -> float | None:
+    """This machine's memory in GiB, or what of it its container (cgroup v2) may take; None if unknown."""
+    with suppress(OSError, ValueError):
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+        with suppress(OSError, ValueError):
+            # `max` where there is no limit
+            whole = min(whole, int(_LIMIT.read_text(encoding="ascii")) / GIB)
+        return whole
+    return None
+
+
+_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
 def _rung(
     planned: Plan, rows: Lengths, terms: Terms, card: _Card, packages: Mapping[str, str]
 ) -> Rung:
@@ -433,7 +466,8 @@ def _rung(
     speed = _speed(footprint, tokens, terms, card)
     bill = _bill(footprint, tokens, speed, counted, terms.price)
     best = smallest = None
-    if card.gib is not None and plan.caches_only(planned.stage, planned.values) != "data set":
+    only = plan.caches_only(planned.stage, planned.values)
+    if planned.gpus and card.gib is not None and only != "data set":
         best = budget.fit(
             footprint.setup, total=planned.global_batch, processes=planned.processes, gib=card.gib,
             margin=MARGIN, memory_of=functools.partial(_reached, planned),
@@ -452,8 +486,16 @@ def _rung(
 
 
 def _reached(planned: Plan, setup: Setup, room: float | None = None) -> Memory:
-    """The moments that the run comes to with `room` GiB: without a step, what lies before the first one."""
+    """The moments that the run comes to with `room` GiB: without a step, what lies before the first one.
+
+    On the CPU only what is held for sure of each: not what its operators and allocator take.
+    """
     whole = memory.estimate(setup)
+    if not planned.gpus:
+        kept = (m for m in whole.moments if m.name.startswith((*_BEFORE, "optimizer's step")))
+        whole = Memory(moments=tuple(
+            replace(m, parts=tuple(p for p in m.parts if p.kind in _HELD)) for m in kept
+        ))  # fmt: skip
     whole = whole if room is None else whole.within(room)
     if plan.limited(planned.stage, planned.values) != 0:
         return whole
@@ -463,6 +505,8 @@ def _reached(planned: Plan, setup: Setup, room: float | None = None) -> Memory:
 
 
 _BEFORE = ("start", "reference pass")
+_HELD = ("weights", "gradients", "optimizer")
+_UNFORESEEN = "what activations, operators and Python itself take on the CPU is not described"
 
 
 def _bill(
@@ -475,7 +519,8 @@ def _bill(
     if only == "data set":
         unknown = "the data set is only tokenised: how long that takes is not known"
     elif speed is None:
-        unknown = "the speed is not known: --gpu H100, or --tokens-per-second"
+        named = "--gpu H100, or " if planned.gpus else ""
+        unknown = f"the speed is not known: {named}--tokens-per-second"
     elif only is not None and referred is None:
         unknown = "the rows are not known: --rows"
     if speed is None or unknown is not None:
@@ -523,9 +568,11 @@ def _reference_rows(footprint: Footprint, rows: int | None) -> int | None:
 def _said(
     footprint: Footprint, found: Memory, best: Fit | None, card: _Card
 ) -> tuple[Finding, ...]:
+    planned = footprint.plan
+    if not planned.gpus:
+        return _said_of_the_host(planned, found, card.gib)
     if card.gib is None:
         return ()
-    planned = footprint.plan
     origin = planned.stage.config.origin("batch.per_device")
     inside = memory.fits(found, card.gib, margin=MARGIN)[0]
     told = (
@@ -538,8 +585,26 @@ def _said(
             gib=card.gib, key="batch.per_device",
         )),
     )  # fmt: skip
-    which = f"{planned.gpus * planned.nodes} GPU(s): "
+    which = _which(planned)
     return tuple(replace(one, message=which + one.message, **origin.place) for one in told)
+
+
+def _said_of_the_host(planned: Plan, held: Memory, gib: float | None) -> tuple[Finding, ...]:
+    """How far the memory of the CPU is foreseen, and whether already that is more than the host has."""
+    if not held.peak:
+        return ()
+    which, of = _which(planned), "" if gib is None else f" of the host's {gib:.1f} GiB"
+    size = sized(held.peak * GIB)
+    if gib is not None and held.peak > gib:
+        return (Finding(
+            severity="warning", layer="launch", code="out-of-memory",
+            message=f"{which}weights, gradients and optimizer alone take {size}{of}",
+            help="a smaller model, or GPUs", **planned.stage.config.origin("args").place,
+        ),)  # fmt: skip
+    return (Finding(
+        severity="note", layer="launch", code="unknown-memory",
+        message=f"{which}weights, gradients and optimizer take {size}{of}; {_UNFORESEEN}",
+    ),)  # fmt: skip
 
 
 def _instead(footprint: Footprint, now: Memory, usable: float) -> str:

@@ -64,6 +64,8 @@ _AT_MOST = frozenset({"grad_norm", "memory", "memory_over_plan", "first_loss"})
 _FALL_OF = {"sft": 1.0, "dpo": 0.2}
 # with fewer the standard error itself is a guess
 _FEWEST_LOSSES = 8
+# with fewer a sound loss may not have moved yet: red is only one that rises
+_TELLS_FLAT = 20
 # by which a loss falls at least that a verdict calls falling (points.TREND_CHANGE)
 _FALLING = 0.01
 
@@ -288,7 +290,7 @@ def _asked_fall(facts: Facts, given: Limit) -> Limit:
     share = _FALL_OF.get(facts.stage, 0.0) * min(1.0, steps / 100)
     red, yellow = given.red, given.yellow
     if red is not None and red == usual.red:
-        red = red * share if steps >= _FEWEST_LOSSES else None
+        red = red * share if steps >= _TELLS_FLAT else 0.0 if steps >= _FEWEST_LOSSES else None
     if yellow is not None and yellow == usual.yellow:
         yellow *= share
     return Limit(red, yellow)
@@ -322,19 +324,18 @@ def _of_loss(question: _Question) -> Iterator[Flag]:
     elif facts.failed is None:
         yield Flag(gate="loss_fall", colour="yellow", text="fewer than two losses were seen")
     if facts.trend is not None:
-        yield _of_trend(facts.trend, fall)
+        yield _of_trend(facts.trend, fall, len(facts.losses))
 
 
-def _of_trend(state: str, fall: Mean | None) -> Flag:
+def _of_trend(state: str, fall: Mean | None, steps: int) -> Flag:
     """`expect: {trend: falling}`: red where the short run already shows that it does not."""
     asked = "`expect: {trend: falling}` asks for a loss that falls"
     if state == "falling":
         return Flag(gate="trend", colour="green", text="the loss is falling")
     if state == "too_short":
         return Flag(gate="trend", colour="yellow", text=f"too few losses to tell: {asked}")
-    # the least of a verdict's `falling`, of the whole run
-    proved = fall is not None and fall.value + 2 * fall.error < _FALLING
-    if state == "flat" and not proved:
+    least = _FALLING * min(1.0, steps / 100) if steps >= _TELLS_FLAT else 0.0
+    if state == "flat" and (fall is None or fall.value + 2 * fall.error >= least):
         return Flag(gate="trend", colour="yellow", text=f"not seen to fall yet: {asked}")
     return Flag(gate="trend", colour="red", text=f"the trend is `{state}`: {asked}")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from launcher import command, conditions, difference, pin, plan, revision
+from launcher import chain, command, conditions, difference, pin, plan, revision
 from launcher import config as configs
 from launcher import stage as stages
 from launcher.backends import Entry
@@ -200,7 +200,11 @@ def _load(paths: Sequence[Path]) -> list[Config]:
         try:
             loaded.append(configs.load(path))
         except InvalidConfig as error:
-            faults += error.findings
+            if {finding.code for finding in error.findings} == {configs.PIPELINE}:
+                links = chain.load(path).links
+                loaded += [configs.load(link.config, link.texts()) for link in links]
+            else:
+                faults += error.findings
     if faults:
         raise InvalidConfig(faults)
     return loaded

@@ -1,8 +1,8 @@
 """What an entry script imports, read from its source, and whether the trainer's Python really can.
 
-Reading finds every name; importing, in a process of its own, tells a package that is missing from
-one that is broken. Only the second costs seconds, so that only `launch doctor` does it: training
-imports the same within its first seconds.
+Reading finds every name, and those that an installed module never binds; importing, in a process of its
+own, tells a package that is missing from one that is broken. Only the second costs seconds (15 to 60 for
+open-instruct), so that only `launch doctor` does it: training imports the same within its first seconds.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ast
 import importlib.machinery
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -194,12 +195,103 @@ def lacking(modules: Sequence[str], trainer: Trainer) -> tuple[str, ...]:
 
 
 def _findable(name: str, path: list[str]) -> bool:
-    try:
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-    except (ImportError, OSError, ValueError):
-        return False
+    spec = _spec(name, path)
     # any folder of that name (`wandb` makes one) would do for a namespace
     return spec is not None and spec.origin is not None
+
+
+# what may bind names that its source does not show
+_DYNAMIC = re.compile(
+    r"\b(?:__getattr__|__dict__|__path__|globals|locals|vars|exec|eval|setattr|meta_path)\b"
+    r"|\bsys\s*\.\s*modules\b|\bimport\s*\(?\s*\*"
+)
+
+
+def unbound(wanted: Sequence[Import], trainer: Trainer) -> tuple[Failure, ...]:
+    """Statements that cannot but fail, by the source of what is installed: names that it never binds.
+
+    Nothing is imported. What a module may bind by other means than statements of its own (a star, its
+    `__getattr__`, lazy modules, a compiled one) counts as there, and so does a package that is missing.
+    """
+    path = [str(folder) for folder in trainer.path]
+    failures = []
+    for one in _merged(wanted):
+        lacks = _never_bound(one, path)
+        if lacks is not None:
+            failures.append(lacks)
+    return tuple(failures)
+
+
+def _never_bound(wanted: Import, path: list[str]) -> Failure | None:
+    parts, places = wanted.module.split("."), path
+    origin, text = "", ""
+    for count in range(1, len(parts) + 1):
+        name = ".".join(parts[:count])
+        spec = _spec(name, places)
+        if spec is None:
+            # of the top-level one `lacking` tells
+            if count == 1 or _DYNAMIC.search(text):
+                return None
+            return Failure(
+                wanted=wanted, error="ModuleNotFoundError", message=f"there is no module `{name}`",
+                file=origin,
+            )  # fmt: skip
+        places = list(spec.submodule_search_locations or ())
+        origin, text = _source(spec)
+        if not origin:
+            return None
+    # most are seen without parsing, and every module has some that begin with two underscores
+    hidden = [n for n in wanted.names if not n.startswith("__") and not _defined(n, text)]
+    if not hidden or _DYNAMIC.search(text) or (bound := _bound(text)) is None:
+        return None
+    for name in hidden:
+        if name not in bound and _spec(f"{wanted.module}.{name}", places) is None:
+            return Failure(
+                wanted=wanted, error="ImportError", message=f"it has no `{name}`", file=origin
+            )
+    return None
+
+
+def _defined(name: str, text: str) -> bool:
+    return re.search(rf"^(?:(?:async +)?def +|class +)?{name}\b *[(:=]", text, re.M) is not None
+
+
+def _spec(name: str, places: list[str]) -> importlib.machinery.ModuleSpec | None:
+    try:
+        return importlib.machinery.PathFinder.find_spec(name, places)
+    except (ImportError, OSError, ValueError):
+        return None
+
+
+def _source(spec: importlib.machinery.ModuleSpec) -> tuple[str, str]:
+    """The file of a module in Python and its text; empty where it is none, or cannot be read."""
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return "", ""
+    try:
+        return spec.origin, Path(spec.origin).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return "", ""
+
+
+def _bound(text: str) -> set[str] | None:
+    """Every name that a statement binds, wherever it stands; None where the source does not parse."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return None
+    found = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Global):
+            found |= set(node.names)
+        elif isinstance(node, ast.MatchAs | ast.MatchStar) and node.name is not None:
+            found.add(node.name)
+    return found
 
 
 # --- really imported ------------------------------------------------------------------------------

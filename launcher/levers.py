@@ -91,18 +91,17 @@ class Space:
                 continue
             total = total_rows(self.plan, self.rows, chosen)
             if total == self.plan.global_batch and len(around) == len(self.levers):
-                yield chosen
-                continue
-            for per_device in budget.splits(total, devices(self.plan)):
-                one = {**chosen, "per_device": per_device}
-                if one == self.base or not self._packs_nothing(one):
-                    yield one
+                split = [chosen]
+            else:
+                sizes = budget.splits(total, devices(self.plan))
+                split = [{**chosen, "per_device": per_device} for per_device in sizes]
+            yield from (one for one in split if one == self.base or not self._packs_nothing(one))
 
     def _packs_nothing(self, chosen: Settings) -> bool:
         """One row a micro-batch has none to be packed with: that is the setting without packing."""
         entry, value = self.plan.stage.entry, chosen.get("packing", "off")
         told = {"packing": value in (True, "bfd"), "padding_free": value == "padding_free"}
-        rows = int(chosen["per_device"])
+        rows = int(chosen.get("per_device", self.plan.per_device))
         return entry.packs(told, None) and not entry.packs(told, rows)
 
     def as_json(self) -> dict[str, Any]:

@@ -52,6 +52,8 @@ EXPECT: Mapping[str, tuple[str, ...]] = {
     "memory": ("ok", "any"),
     "finish": ("completed", "any"),
 }  # fmt: skip
+TREND_LOSSES = 8
+"""Losses, one a step, of which a trend can be told; fewer say nothing."""
 # what a verdict calls a switch that is on, and one that is off
 SWITCHED = {"liger": ("engaged", "off"), "packing": ("isolated", "off")}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,10 @@ OPTIONS = frozenset(
 _WRAPPED_OPTIONS = {"deepspeed": "open_instruct.deepspeed_config", "num_gpus": "num_gpus"} | {
     name: f"open_instruct.{name}" for name in ("script", "deepspeed_config")
 }
+# what holds all the arguments of a shape: its place is that of each argument that is not given
+_HOLDERS: Mapping[Shape, Set[str]] = {
+    "stage": {"args"}, "wrapped": {"open_instruct", "open_instruct.args"}, "flat": set(),
+}  # fmt: skip
 _OVERRIDE = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]{1,200}|\[[0-9]{1,6}\])*\Z")
 _STEPS = re.compile(r"\[([0-9]+)\]|([\w-]+)")
 
@@ -78,8 +82,10 @@ class Tree:
             if number == len(steps) - 1:
                 node[step] = value
             elif isinstance(node, dict) and node.get(step) is None:
-                # what is empty, or not there, can become a mapping
+                # what is empty, or not there, can become a mapping: its place is this override
                 node[step] = {}
+                if path not in _HOLDERS[self.shape]:
+                    self.origins[path] = Origin(str(self.path), None, text)
             node = node[step]
         forget(self.origins, path)
         self.origins[path] = Origin(str(self.path), None, text)

@@ -15,7 +15,7 @@ from launcher.arguments import placed
 from launcher.errors import Finding, InvalidConfig
 from launcher.paths import expanded
 from launcher.schema import Values
-from launcher.stage import Stage
+from launcher.stage import Stage, trend_fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +150,9 @@ def make(
     notes += _packed_and_few(stage, rows, per_device, accumulation, devices)
     steps = _steps(stage, values, rows, world)
     notes += _unrecorded(stage, gpus, steps)
+    late = trend_fault(stage.options, steps)
+    if late is not None and late.key not in {finding.key for finding in stage.findings}:
+        notes.append(placed(stage.config, late))
     return Plan(
         stage=stage, gpus=gpus, nodes=nodes, per_device=per_device, accumulation=accumulation,
         global_batch=world, rows=rows, derived=derived, values=values, steps=steps, findings=tuple(notes),

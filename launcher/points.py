@@ -18,11 +18,11 @@ from launcher.ending import HELP, ending, fatal
 from launcher.evidence import Event, Evidence, Probe, ProbeStep, RankRecord
 from launcher.logs import Log, Signal, StepLine
 from launcher.measures import losses, memory_phases, peak_allocated_gib, whole_losses
+from launcher.options import TREND_LOSSES
 
 OPERATIONS = ("rms_norm", "rope", "swiglu", "fused_linear_cross_entropy", "preference_loss")
 FUSED = ("fused_linear_cross_entropy", "cross_entropy")
 FIRST_LOSS = 0.01  # more than rounding moves DPO's first loss by
-TREND_LOSSES = 8  # fewer say nothing
 TREND_BINS = 64
 TREND_CHANGE = 0.01  # of the loss, from the first step to the last
 TREND_Z = 2.33  # one-sided 1 %

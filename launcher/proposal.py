@@ -87,7 +87,7 @@ class Proposal:
         told = self.space.plan.stage
         source = told.config.path
         # a path may hold what ends a comment
-        told_first, *more = (_ENDS.sub(" ", line) for line in self.head)
+        told_first, *more = (_ENDS.sub(" ", line) for line in redact(self.head))
         lines = [MARK + told_first, *(f"# {line}" for line in more)]
         written = config.load(source)
         wanted = config.load(source, (*self.overrides, *_texts(self.space, self.settings)))

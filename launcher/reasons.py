@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from launcher.evidence import Evidence
-from launcher.points import TREND_CHANGE, TREND_LOSSES, Seen
+from launcher.options import TREND_LOSSES
+from launcher.points import TREND_CHANGE, Seen
 
 _NO_RECORD = "a record that is cut off or missing is no proof: look at `probe/`, and at the disk"
 _NOT_PACKED = (

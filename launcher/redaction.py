@@ -73,13 +73,12 @@ _SHAPE = re.compile(
 )
 _BEARER = re.compile(r"(?i)\b((?:bearer|basic)\s+)[\w.~+/=-]{12,}")
 _URL = re.compile(r"(?<=://)([^\s/@:]*):[^\s/@]+(?=@)")
-# name=value, name: value, 'name': 'value', --name=value; names of one word only before `=`
-_PAIR = re.compile(
-    r"(?P<head>(?P<name>[A-Za-z][\w.-]*)[\"']?(?P<sign>\s*=\s*|:\s+|\":))"
-    r"(?:(?P<quote>[\"'])(?P<quoted>[^\"']+)(?P=quote)|(?P<plain>[^\s\"',;&)}\]`]+))"
-)
+# name=value, name: value, 'name': 'value', --name=value; names of one word only before `=`. A name is
+# tried from its begin alone: a word may be a megabyte of base64
+_NAME = re.compile(r"(?<![\w.-])(?P<name>[\w.-]++)[\"']?(?P<sign>\s*=\s*|:\s+|\":)")
+_VALUE = re.compile(r"(?P<quote>[\"'])(?P<quoted>[^\"']+)(?P=quote)|(?P<plain>[^\s\"',;&)}\]`]+)")
 # --hub_token VALUE inside a text
-_FLAG = re.compile(r"(?P<head>(?P<name>--[A-Za-z][\w.-]*)\s+)(?P<value>(?!--)\S+)")
+_FLAG = re.compile(r"(?<![\w.-])(?P<head>(?P<name>--[A-Za-z][\w.-]*+)\s+)(?P<value>(?!--)\S+)")
 _PLAIN_WORDS = frozenset({"none", "null", "true", "false"})
 _SHORTEST = 8
 
@@ -160,7 +159,7 @@ def _text(text: str, known: Sequence[str]) -> str:
     text = _SHAPE.sub(REDACTED, text)
     text = _URL.sub(rf"\1:{REDACTED}", text)
     text = _BEARER.sub(rf"\1{REDACTED}", text)
-    return _FLAG.sub(_flag, _PAIR.sub(_pair, text))
+    return _FLAG.sub(_flag, _pairs(text))
 
 
 def _flag(found: re.Match[str]) -> str:
@@ -168,13 +167,19 @@ def _flag(found: re.Match[str]) -> str:
     return f"{found['head']}{REDACTED}" if hidden else found[0]
 
 
-def _pair(found: re.Match[str]) -> str:
-    value = found["quoted"] or found["plain"]
-    spoken = "=" not in found["sign"] and len(_WORD.findall(found["name"])) < 2
-    if spoken or not is_secret(found["name"]) or _harmless(value):
-        return found[0]
-    quote = found["quote"] or ""
-    return f"{found['head']}{quote}{REDACTED}{quote}"
+def _pairs(text: str) -> str:
+    """The values behind secret names; what a harmless name stands before may be a pair itself."""
+    parts, done = [], 0
+    for named in _NAME.finditer(text):
+        spoken = "=" not in named["sign"] and len(_WORD.findall(named["name"])) < 2
+        if named.start() < done or spoken or not is_secret(named["name"]):
+            continue
+        found = _VALUE.match(text, named.end())
+        if found is not None and not _harmless(found["quoted"] or found["plain"]):
+            quote = found["quote"] or ""
+            parts += [text[done : found.start()], f"{quote}{REDACTED}{quote}"]
+            done = found.end()
+    return "".join([*parts, text[done:]])
 
 
 def _harmless(value: str) -> bool:

@@ -100,6 +100,11 @@ def say(text: str) -> None:
     _echo(text)
 
 
+def aside(text: str) -> None:
+    """How far a command is, to stderr: its answer goes to stdout."""
+    _echo(text, err=True)
+
+
 def findings(found: Sequence[Finding]) -> None:
     """Every finding, on stderr: what, where, what to do next."""
     for finding in found:

@@ -11,7 +11,7 @@ from launcher import arguments, noops, options, rules, situation, upstream
 from launcher.backends import BACKENDS, Backend, Entry
 from launcher.config import Config
 from launcher.errors import Finding, InvalidConfig, errors
-from launcher.options import Batch, Options
+from launcher.options import TREND_LOSSES, Batch, Options
 from launcher.schema import Schema, Values
 from launcher.upstream import Locator, Upstream
 
@@ -211,6 +211,8 @@ def _expect_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Find
         state = opts.expect.get(point)
         if state not in states or asked:
             continue
+        if name and name not in values.schema.fields:
+            none = f"{values.schema.script} at {values.schema.named} has no `{name}`"
         why = none or f"`{name}` is not true"
         stops = opts.on_violation == "stop"
         yield Finding(
@@ -220,6 +222,22 @@ def _expect_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Find
             + (", and the probe would stop the run" if stops else ""),
             help=f"expect.{point}=off" if none else f"set `{name}: true`, or expect.{point}=off",
         )  # fmt: skip
+    limit = values.get(names.max_steps)
+    # TRL's 0 and -1 are no limit
+    if isinstance(limit, int) and limit > 0 and (fault := trend_fault(opts, limit)) is not None:
+        yield fault
+
+
+def trend_fault(opts: Options, steps: int | None) -> Finding | None:
+    """Where `expect:` asks a run of at most so many steps for a trend that fewer losses cannot show."""
+    if opts.expect.get("trend") in {None, "any"} or steps is None or steps >= TREND_LOSSES:
+        return None
+    return Finding(
+        severity="warning", layer="launch", code="impossible-expectation", key="expect.trend",
+        message=f"`expect.trend: {opts.expect['trend']}` cannot be proved: a run of {max(steps, 0)} steps "
+        f"has as many losses at most, {TREND_LOSSES} are needed",
+        help="a longer run, or expect.trend=any",
+    )  # fmt: skip
 
 
 def _batch_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Finding]:

@@ -43,6 +43,7 @@ from launcher.outlook import Outlook
 from launcher.plan import Plan
 from launcher.preparation import Asked, Request
 from launcher.proposal import Gain, Proposal
+from launcher.redaction import redact
 from launcher.search import Candidate, Expected, Measured, Search, Status, Trial
 from launcher.shapes import Shape
 from launcher.throughput import Card
@@ -273,7 +274,7 @@ class Tuning:
     def write(self) -> None:
         """The record, whole or not at all. Raises NotReady where it cannot be written."""
         try:
-            rundir.write_json(self.folder / FILE, self.as_json())
+            rundir.write_json(self.folder / FILE, redact(self.as_json()))
         except OSError as error:
             raise rundir.not_writable(self.folder, error.strerror) from None
 

@@ -229,6 +229,11 @@ def unpinned(upstream: Upstream, *, running: bool, allowed: bool) -> Finding | N
         )  # fmt: skip
     stops = (running or upstream.asked) and not allowed
     files_changed = ", ".join(upstream.changed[:4])
+    git, commit = f"git -C {upstream.root}", upstream.version.removesuffix("+edited")
+    # checking out the commit that is checked out undoes no edit
+    steps = [f"{git} stash"] if commit != upstream.version else []
+    if commit != upstream.pin or not steps:
+        steps.append(f"{git} checkout {upstream.pin[:12]}")
     return Finding(
         severity="error" if stops else "warning",
         layer="launch",
@@ -236,8 +241,7 @@ def unpinned(upstream: Upstream, *, running: bool, allowed: bool) -> Finding | N
         file=str(upstream.root),
         message=f"the checkout is at {upstream.version}, the pin is {upstream.pin} "
         f"(different: {files_changed})",
-        help=f"git -C {upstream.root} checkout {upstream.pin[:12]}"
-        + ("" if allowed else ", or go on with --allow-unpinned"),
+        help=" && ".join(steps) + ("" if allowed else ", or go on with --allow-unpinned"),
     )
 
 

@@ -469,6 +469,24 @@ def test_runs_take_turns_and_the_order_alternates(world: World) -> None:
 
 
 @needs_trl
+def test_a_token_is_neither_shown_nor_kept(world: World) -> None:
+    token = "hf_" + "aB3" * 11
+    words = words_for(
+        world, "hub_token=a-plain-password", f"dataset_text_field={token}", "--variant", "plain:",
+        "--variant", f"{token}:learning_rate=0.2", *SHORT[:2], "--repeats", "1", "--gpus", "1",
+    )  # fmt: skip
+    shown = ""
+    for form in ("text", "json"):
+        done = world.launch(*words, "--format", form, env={"BENCH_SCENES": "{}"})
+        assert done.returncode == 0, done.stderr
+        shown += done.stdout + done.stderr
+    (kept,) = world.root.rglob("bench.json")
+    shown += kept.read_text() + kept.with_name("bench.html").read_text()
+    assert "<redacted>" in shown
+    assert token not in shown and "a-plain-password" not in shown
+
+
+@needs_trl
 def test_the_same_command_again_measures_nothing_twice(world: World) -> None:
     words = (*VARY, "--steps", "10", "--gpus", "1")
     assert benched(world, *words, "--repeats", "1")[0] == 0
@@ -698,6 +716,39 @@ def test_every_variant_is_judged_before_the_first_starts(world: World) -> None:
 
 
 @needs_trl
+def test_what_is_not_here_is_said_of_all_variants_before_the_first_starts(world: World) -> None:
+    code, told = benched(
+        world,
+        "--vary",
+        "model_name_or_path=/nowhere/a,nobody/tiny,/nowhere/b",
+        *SHORT,
+        "--gpus",
+        "1",
+    )
+    assert code == 3 and not started(world) and not list(world.runs.glob("*"))
+    assert {one["code"] for one in told["findings"]} == {"missing-model"}
+    messages = " ".join(one["message"] for one in told["findings"])
+    assert "=/nowhere/a]" in messages and "=/nowhere/b]" in messages and "tiny]" not in messages
+
+
+@needs_trl
+def test_a_machine_that_no_variant_can_start_on_makes_no_folder(world: World) -> None:
+    needs = ("use_peft=true", "load_in_4bit=true")
+    code, told = benched(world, *VARY, *SHORT, "--gpus", "1", *needs)
+    assert code == 5 and not started(world) and not list(world.runs.glob("*"))
+    assert "missing-packages" in {one["code"] for one in told["findings"]}
+    # beside one that it is ready for, the other is a row
+    code, told = benched(
+        world, "--variant", "plain:", "--variant", f"four:{','.join(needs)}", *SHORT, "--gpus", "1"
+    )
+    assert code == 0 and started(world) == ["0.1", "0.1"]
+    assert {s["variant"]: s["cause"] for s in told["data"]["samples"]} == {
+        "plain": "ok",
+        "four": "refused",
+    }
+
+
+@needs_trl
 def test_the_global_batch_stays_as_the_file_has_it(world: World) -> None:
     path = world.config(
         learning_rate=0.1, per_device_train_batch_size=2, gradient_accumulation_steps=4
@@ -725,6 +776,16 @@ def test_what_the_file_expects_follows_the_switch(world: World) -> None:
         request, variants.combinations(["packing=true,false"], []), steps=5, repeats=1
     )
     assert [one.overrides[1:] for one in planned.variants] == [(), ("expect.packing=off",)]
+
+
+@needs_trl
+def test_what_the_file_expects_of_packing_follows_the_split(world: World) -> None:
+    path = world.config(learning_rate=0.1, padding_free=True, max_length="none")
+    path.write_text(path.read_text() + "expect: {packing: isolated}\n")
+    request = Request(stage=None, config=path, gpus=0, python=Path(sys.executable))
+    axes = variants.combinations(["batch.per_device=1,2"], [])
+    one, two = bench.plan(request, axes, steps=5, repeats=1).variants
+    assert (one.overrides[1:], two.overrides[1:]) == (("expect.packing=off",), ())
 
 
 @needs_trl

@@ -67,9 +67,10 @@ def place(demo_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def edit(path: Path) -> None:
-    """Another word in the first row's first chosen text: same rows, same size, same time of last write."""
+    """Another word in the first row's chosen answer: same rows, same size, same time of last write."""
     raw, was = bytearray(path.read_bytes()), path.stat()
-    at = raw.index(b'"content": "', raw.index(b'"chosen"')) + 12
+    answer = raw.index(b'"assistant"', raw.index(b'"chosen"'))
+    at = raw.index(b'"content": "', answer) + 12
     raw[at : at + 6] = b"zzzzzz"
     path.write_bytes(raw)
     os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
@@ -186,7 +187,7 @@ def python(code: str, *words: str, env: Mapping[str, str] | None = None) -> str:
 LOAD = """
 import sys
 from datasets import load_dataset
-print(load_dataset("build/demo/data/dpo")["train"][0]["chosen"][0]["content"][:6])
+print(load_dataset("build/demo/data/dpo")["train"][0]["chosen"][-1]["content"][:6])
 """
 REFERENCES = """
 import json, sys

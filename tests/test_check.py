@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -192,6 +193,22 @@ def test_the_json_is_the_contract() -> None:
         for cite in point["evidence"]:
             assert list(cite) == ["source", "file", "line", "text"]
     json.dumps(found, allow_nan=False)
+
+
+def test_a_log_of_one_row_a_micro_batch_has_nothing_packed(tmp_path: Path) -> None:
+    sft, dpo = "sft_liger_pack_miss", "dpo_liger_pack"
+    for name, each, state in ((sft, 8, "isolated"), (sft, 1, "off"), (dpo, 1, "isolated")):
+        text = (LOGS / f"{name}.log").read_text(encoding="utf-8")
+        path = tmp_path / f"{name}-{each}.log"
+        text, found = re.subn(r"(per_device_train_batch_size=)\d+", rf"\g<1>{each}", text)
+        assert found
+        path.write_text(text, encoding="utf-8")
+        evidence = read_log(path)
+        assert evidence.log is not None
+        expected = expected_from_log(evidence.log)
+        assert expected["packing"] == state
+        point = judge(None, expected, evidence).point("packing")
+        assert (point.state, point.ok) == (("off", True) if state == "off" else ("on", None))
 
 
 @pytest.mark.parametrize("name", ["sft_cpu_hit.log", "trl_sft.log", "trl_dpo.log"])

@@ -15,9 +15,10 @@ import pytest
 from conftest import REPOSITORY
 from fake_smi import Smi, instance, uuid
 
-from launcher import devices, process
+from launcher import devices, preparation, process
 from launcher.devices import Devices
 from launcher.errors import NotReady, UsageError
+from launcher.preparation import Request
 
 BUSY = 70000
 
@@ -312,3 +313,13 @@ def test_a_lock_file_that_is_something_else(smi: Smi, tmp_path: Path) -> None:
     with devices.taken(1, None, tmp_path / "run", {}) as (made, locks):
         assert (made.visible, locks) == ("0", ())
     assert victim.read_text() == "kept"
+
+
+@pytest.mark.parametrize(("gpus", "named"), [(8, "0"), (0, "0"), (1, "2,3")])
+def test_a_count_that_contradicts_the_names_is_refused_without_a_look(
+    gpus: int, named: str
+) -> None:
+    """Also of a dry run, which looks at no GPU."""
+    request = Request(stage="sft", config=Path("stage.yaml"), gpus=gpus, devices=named)
+    with pytest.raises(UsageError, match="but --devices names"):
+        preparation.ask(request, running=False)

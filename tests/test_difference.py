@@ -13,6 +13,7 @@ from repositories import UTILS, commit, declared, git, script, transformation
 
 from launcher import diff_report, impact, pin, upstream
 from launcher.backends import BACKENDS, open_instruct_log
+from launcher.cli import main
 from launcher.difference import POINTS, ConstraintChange, FieldChange, StageDifference
 from launcher.errors import Exit, InvalidConfig, NotReady, UsageError
 from launcher.impact import ConfigDifference, Difference
@@ -571,3 +572,30 @@ def test_the_pin_from_git_is_the_pin_from_the_snapshot(history: Path) -> None:
     told = impact.between(alone)
     assert told.old.source.source == "snapshot" and told.new.source.source == "git"
     assert all(stage.empty for stage in told.stages.values())
+
+
+def test_a_folder_and_the_stages_of_a_pipeline(
+    repo: Repo, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "stage: sft\nargs: {model_name_or_path: m, dataset_mixer_list: [a, 1.0]}\n"
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "sft.yaml").write_text(text)
+    (tmp_path / "files" / "b.yml").write_text(text)
+    pipeline = tmp_path / "pipeline.yaml"
+    pipeline.write_text("stages:\n  - {config: files/sft.yaml, with: {clip_norm: 2.0}}\n")
+    told = repo.diff(pipeline)
+    assert [one.path.name for one in told.configs] == ["sft.yaml"]
+    assert "renamed-key" in {finding.code for finding in only(told).appeared}
+    words = [
+        "pin",
+        "diff",
+        repo.old,
+        repo.new,
+        "--open-instruct",
+        str(repo.path),
+        "--format",
+        "json",
+    ]
+    main([*words, "-c", str(tmp_path / "files")])
+    found = json.loads(capsys.readouterr().out)["data"]["configs"]
+    assert sorted(Path(one["path"]).name for one in found) == ["b.yml", "sft.yaml"]

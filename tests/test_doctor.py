@@ -25,6 +25,7 @@ from launcher.doctor import Report, Subject
 from launcher.errors import Exit, NotReady
 from launcher.machine import Trainer
 from launcher.plan import Plan
+from launcher.sources import Folder
 from launcher.stage import Stage
 
 TULU = CONFIGS / "tulu" / "sft_qwen7b.yaml"
@@ -126,6 +127,38 @@ def test_a_package_without_metadata_is_there(tmp_path: Path) -> None:
     asked = replace(subject(made), trainer=replace(trainer(*names), path=(tmp_path,)))
     (finding,) = doctor.packages(asked)
     assert finding.message.endswith(" lacks wandb")
+
+
+def test_a_name_that_the_installed_version_lost_stops_a_start(tmp_path: Path) -> None:
+    checkout, site = tmp_path / "upstream", tmp_path / "site"
+    for path, text in {
+        checkout / "open_instruct" / "__init__.py": "",
+        checkout / "open_instruct" / "finetune.py": "from tool.hub import KEPT, LOST\n",
+        checkout / "pyproject.toml": '[project]\nname = "x"\ndependencies = ["tool<2"]\n',
+        site / "tool" / "__init__.py": "", site / "tool" / "hub.py": "KEPT = 1\n",
+    }.items():  # fmt: skip
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    made = planned(staged(CONFIGS / "demo" / "sft_open_instruct.yaml"), 0)
+    source = replace(
+        made.stage.upstream, root=checkout,
+        packages={"open_instruct": Folder(checkout / "open_instruct")},
+    )  # fmt: skip
+    made = replace(made, stage=replace(made.stage, upstream=source))
+    python = trainer(*ALL)
+    python = replace(python, path=(site,), packages={**python.packages, "tool": "3.1"})
+    with pytest.raises(NotReady) as caught:
+        doctor.require_ready(made, python)
+    (finding,) = (one for one in caught.value.findings if one.code == "import-error")
+    assert finding.message == (
+        "importing `tool.hub` (tool 3.1) fails (open_instruct/finetune.py:1 imports it): "
+        "ImportError: it has no `LOST`"
+    )
+    assert finding.file == str(site / "tool" / "hub.py")
+    assert finding.help is not None and finding.help.endswith("its checkout asks for tool<2")
+    (site / "tool" / "hub.py").write_text("KEPT = LOST = 1\n")
+    found = subject(made)
+    assert not list(doctor._unbound(replace(found, trainer=python)))
 
 
 # --- GPUs -----------------------------------------------------------------------------------------

@@ -254,3 +254,47 @@ def test_a_commit_before_a_further_script_has_a_schema(
     # what a stage itself is started by has to be there
     (root / "open_instruct" / "dpo_tune_cache.py").unlink()
     assert main(["schema", "--json-schema", *words]) == Exit.CONFIG
+
+
+TOKEN = "hf_" + "aB3" * 11
+SECRETS = f"""\
+stage: sft
+args:
+  model_name_or_path: m
+  dataset_mixer_list: [a, 1.0]
+  exp_name: {TOKEN}
+  use_flash_attn: {TOKEN}
+  additional_model_arguments:
+    hub_token: a-plain-password
+    other: {TOKEN}
+"""
+TRL = f"""\
+stage: sft
+backend: trl
+args: {{model_name_or_path: m, dataset_name: a, hub_token: a-plain-password, run_name: {TOKEN}}}
+"""
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+@pytest.mark.parametrize(
+    ("key", "content"),
+    [("exp_name", SECRETS), ("use_flash_attn", SECRETS), ("additional_model_arguments", SECRETS),
+     ("hub_token", TRL), ("run_name", TRL)],
+)  # fmt: skip
+def test_a_token_is_not_told(
+    write: Write, key: str, content: str, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", key, str(write("a.yaml", content)), "--format", form]) == Exit.OK
+    said = capsys.readouterr().out
+    assert "<redacted>" in said
+    assert TOKEN not in said and "a-plain-password" not in said
+
+
+@pytest.mark.parametrize("key", ["batch.global", "batch", "args.batch.per_device"])
+def test_a_part_of_an_option_is_explained_with_the_whole(key: str) -> None:
+    assert one(key).key == "batch"
+    assert "global: rows an optimizer step" in text(one(key))
+
+
+def test_an_entry_of_a_list_is_explained_with_the_list() -> None:
+    assert one("dataset_mixer_list[1]").field is not None

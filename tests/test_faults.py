@@ -565,6 +565,8 @@ def test_patience_that_cannot_be_read_is_said(world: World) -> None:
         (("sft", "x.yaml", "--gpus=many"), "sft", "many"),
         (("nope",), "nope", "nope"),
         ((), "launch", "--format"),
+        (("pin", "diff", "--nope"), "pin diff", "--nope"),
+        (("cache", "why"), "cache why", "RUN"),
     ],
 )  # fmt: skip
 def test_a_machine_is_answered_whatever_it_asks(

@@ -11,7 +11,7 @@ from conftest import Write
 from made_runs import made, manifest
 from typer.testing import CliRunner
 
-from launcher import rundir
+from launcher import forecast, rundir
 from launcher.cli import main
 from launcher.commands import app
 from launcher.errors import InvalidConfig, LaunchError, UsageError
@@ -130,7 +130,7 @@ def test_rows_that_are_said_count_before_those_that_lie_here(write: Write) -> No
 
 def test_a_half_empty_card_is_a_finding() -> None:
     llama = str(CONFIGS / "llama" / "llama31_8b_sft_10pct.yaml")
-    told = planned(llama, "batch.per_device=1", "--gpus", "8", "--row-tokens", "264:2048",
+    told = planned(llama, *LAX, "batch.per_device=1", "--gpus", "8", "--row-tokens", "264:2048",
                    "--gpu-memory", "80", "--fit")  # fmt: skip
     (eight,) = told["gpus"]
     assert eight["memory_gib"]["peak"] < 48
@@ -474,7 +474,6 @@ def test_nothing_is_made_up() -> None:
             InvalidConfig,
             "unknown-shape",
         ),
-        (("--gpus", "0", *ROWS), InvalidConfig, "unknown-memory"),
         (("--gpus", "3", *ROWS), InvalidConfig, "impossible-batch"),
         (("--gpus", "0", "--price", "2", *ROWS), UsageError, "price-without-gpus"),
         (("--gpus", "two", *ROWS), UsageError, "bad-gpus"),
@@ -484,6 +483,7 @@ def test_nothing_is_made_up() -> None:
         (("--gpus", "2", *ROWS, "--gpu-memory", "-1"), UsageError, "bad-gpu-memory"),
         (("--gpus", "2", *ROWS, "--price", "0"), UsageError, "bad-price"),
         (("--gpus", "2", *ROWS, "--fit"), UsageError, "fit-without-memory"),
+        (("--gpus", "0", *ROWS, "--gpu-memory", "80", "--fit"), UsageError, "fit-without-memory"),
         (("batch.per_device=0", "--gpus", "2", *ROWS), InvalidConfig, "bad-batch"),
         (
             ("use_qlora=true", "--gpus", "1", "deepspeed=none", *ROWS),
@@ -511,6 +511,21 @@ def test_a_count_that_cannot_be_costs_the_others_nothing(
     assert [one["code"] for one in told["findings"] if one["severity"] == "error"] == [
         "impossible-batch"
     ]
+
+
+def test_a_set_up_that_is_not_described_costs_the_other_counts_nothing(
+    write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """bitsandbytes' Adam is described without DeepSpeed, so for the CPU, which has none."""
+    text = TRL_ON_TWO.format(
+        stage="sft", deepspeed="zero2", model="Qwen/Qwen2.5-0.5B", more="optim: adamw_bnb_8bit"
+    )
+    path = str(write("stage.yaml", text))
+    for counts in ("0,2", "2,0"):
+        assert main(["plan", path, "--gpus", counts, *ROWS]) == 3
+        out, err = capsys.readouterr()
+        assert [line.split()[0] for line in out.splitlines()[:2]] == ["GPUs", "CPU"]
+        assert "error[unknown-memory]" in err and "under DeepSpeed" in err
 
 
 def test_a_card_that_is_named_tells_no_memory() -> None:
@@ -678,7 +693,7 @@ def test_what_is_done_already_is_not_asked_for() -> None:
     words = ("--row-tokens", "4096", "max_seq_length=32768", "--gpu-memory", "8", "--gpus", "8")
     help = mended(TULU, *LAX, *large, "use_liger_kernel=false", *words)
     assert "checkpointing" not in help and "per_device" not in help and "zero" not in help
-    plain = mended(TULU, *large, "gradient_checkpointing=false", *words[:-4], "--gpu-memory", "40",
+    plain = mended(TULU, *LAX, *large, "gradient_checkpointing=false", *words[:-4], "--gpu-memory", "40",
                    "--gpus", "1", "--row-tokens", "20000")  # fmt: skip
     assert "`gradient_checkpointing: true`" in plain
 
@@ -712,6 +727,95 @@ def test_fit_says_so_where_nothing_fits_and_where_nothing_is_larger() -> None:
         app, ["plan", TULU, "--gpus", "8", *ROWS, "--gpu-memory", "80", "--fit"]
     )
     assert "\n  --fit: per device 16 is the largest that fits\n" in largest.stdout
+
+
+# --- the CPU ----------------------------------------------------------------------------------------
+
+
+def test_the_cpu_is_planned_as_far_as_its_memory_is_foreseen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Qwen2.5-7B has 7.6 B parameters: finetune.py trains them in bfloat16, with states of that type."""
+    words = (TULU, "--gpus", "0", *ROWS, "--rows", "1000", "--gpu-memory", "80")
+    monkeypatch.setattr(forecast, "_host_gib", lambda: 500.0)
+    told = planned(*words)
+    (cpu,) = told["gpus"]
+    assert (cpu["gpus"], cpu["per_device"], cpu["accumulation"], cpu["steps"]) == (0, 16, 8, 16)
+    held, size = cpu["memory_gib"], 7.616e9 / 2**30
+    assert held["peak"] is None and held["activations"] is None
+    kinds = (held["weights"], held["gradients"], held["optimizer"])
+    assert kinds == pytest.approx((2 * size, 2 * size, 4 * size), rel=0.01)
+    assert held["at_least"] == pytest.approx(8 * size, rel=0.01)
+    # weights and moments, no copy of DeepSpeed's
+    assert cpu["disk_gib"]["checkpoint"] == pytest.approx(6 * size, rel=0.01)
+    assert (cpu["fits"], cpu["spare_gib"], cpu["fit"], cpu["hours"]) == (None, None, None, None)
+    assert {"unknown-memory", "deepspeed-left-out"} == set(told["codes"])
+    assert told["sources"]["attention"] == "sdpa"
+    monkeypatch.setattr(forecast, "_host_gib", lambda: 32.0)
+    told = planned(*words, "--tokens-per-second", "100")
+    (cpu,) = told["gpus"]
+    assert cpu["fits"] is False and cpu["spare_gib"] == pytest.approx(32 - 8 * size, abs=0.5)
+    assert cpu["hours"] == pytest.approx(16 * 128 * 302 / 100 / 3600, rel=0.01)
+    assert "out-of-memory" in told["codes"] and "unknown-memory" not in told["codes"]
+
+
+def test_the_cpu_stands_beside_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forecast, "_host_gib", lambda: None)
+    lines = CliRunner().invoke(
+        app, ["plan", TULU, "--gpus", "0,8", *ROWS, "--gpu-memory", "80", "--fit"]
+    )
+    assert lines.exit_code == 0
+    row = next(line.split() for line in lines.stdout.splitlines() if "CPU" in line)
+    assert row[:5] == ["CPU", "16", "8", "128", "-"] and row[6:11] == [">=", "56.7", "-", "-", "-"]
+    assert "\nCPU: at least 56.7 GiB at the optimizer's step: weights 14.2" in lines.stdout
+    assert "\nattention: flash_2\n" in lines.stdout
+    cpu, eight = planned(TULU, "--gpus", "0,8", *ROWS, "--gpu-memory", "80", "--fit")["gpus"]
+    assert cpu["fit"] is None and eight["fit"]["per_device"] == 16
+
+
+def test_the_host_has_what_its_container_may_take(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forecast, "_LIMIT", write("memory.max", "max\n"))
+    whole = forecast._host_gib()
+    assert whole is not None and whole > 0.1
+    write("memory.max", f"{2**26}\n")
+    assert forecast._host_gib() == 1 / 16
+
+
+# --- packing of one row -----------------------------------------------------------------------------
+
+
+def test_one_packed_row_a_micro_batch_is_planned_as_an_unpacked_one() -> None:
+    words = (TULU, *LAX, "--gpus", "8", *ROWS, "--rows", "10000", "max_seq_length=1000")
+    alone, unpacked = (
+        planned(*words, "batch.per_device=1", f"packing={packing}")["gpus"]
+        for packing in ("true", "false")
+    )
+    assert alone == unpacked
+    two, padded = (
+        planned(*words, "batch.per_device=2", f"packing={packing}")["gpus"]
+        for packing in ("true", "false")
+    )
+    assert two[0]["tokens_per_step"] and two != padded
+
+
+def test_where_a_single_row_fits_packing_goes() -> None:
+    llama = str(CONFIGS / "llama" / "llama31_8b_sft_10pct.yaml")
+    words = ("--gpus", "2", "--row-tokens", "9000:16384", "max_seq_length=16384")
+    help = mended(llama, *words, "--gpu-memory", "80")
+    gone = "`packing: false` and `expect: {packing: off}`"
+    assert help.startswith(f"this fits: `per_device: 1` with {gone} (")
+    assert "`per_device: 1` with `packing: false` (" in mended(
+        llama, "expect.packing=any", *words, "--gpu-memory", "80"
+    )
+    args = ["plan", llama, *words, "--gpu-memory", "80", "--fit"]
+    fit = CliRunner().invoke(app, args).stdout
+    assert f"--fit: per device 1, accumulation 64 with {gone}: " in fit
+    # and so it does
+    (one,) = planned(llama, *words, "--gpu-memory", "80", "batch.per_device=1", "packing=false",
+                     "expect.packing=off")["gpus"]  # fmt: skip
+    assert one["fits"] is True and f"({one['memory_gib']['peak']:.1f} GiB)" in help
 
 
 def test_one_measured_speed_is_not_that_of_several_counts() -> None:

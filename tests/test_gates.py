@@ -98,6 +98,8 @@ def test_a_good_run_is_green() -> None:
         ({"losses": tuple(2 - 1e-4 * s for s in range(50))}, "loss_fall", "red"),  # hardly falls
         ({"losses": tuple(2 - 0.0004 * s for s in range(50))}, "loss_fall", "yellow"),
         ({"losses": (2.0,) * 7}, "loss_fall", "yellow"),  # too few to tell
+        ({"losses": (2.0, 2.001) * 9}, "loss_fall", "yellow"),
+        ({"losses": tuple(2 + 0.1 * s for s in range(10))}, "loss_fall", "red"),
         ({"trend": "falling"}, None, "green"),
         ({"trend": "too_short"}, "trend", "yellow"),
         ({"trend": "rising"}, "trend", "red"),
@@ -173,13 +175,13 @@ def test_a_loss_that_falls_slowly_is_not_stopped(steps: int, fall: float) -> Non
 
 
 def test_a_flat_trend_is_red_where_noise_does_not_hide_it() -> None:
-    def of(fall: float, noise: float) -> str | None:
-        facts = replace(GOOD, losses=tuple(noisy(fall, noise, 50, 1)), trend="flat")
+    def of(fall: float, noise: float, steps: int = 50) -> str | None:
+        facts = replace(GOOD, losses=tuple(noisy(fall, noise, steps, 1)), trend="flat")
         return flags(facts, loss_fall=Limit()).get("trend")
 
     assert of(0.001, 0.001) == "red"
     assert of(0.001, 0.1) == "yellow"
-    assert of(0.02, 0.001) == "yellow"
+    assert of(0.02, 0.001) == of(0.001, 0.001, 14) == "yellow"
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,62 @@ def test_what_is_lacking(bare: Trainer, tmp_path: Path) -> None:
     assert imports.distribution("liger_kernel") == "liger-kernel"
 
 
+_MODULE = """
+from os import path as kept
+from m import (
+    listed,
+)
+if True:
+    guarded, (unpacked, *rest) = 1, (2, 3)
+class Kind: ...
+async def later():
+    global set_later
+    set_later = 1
+try:
+    import deep.down
+except ImportError as fault:
+    pass
+text = "mentioned"
+def caller(): return mentioned_too
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "names", "found"),
+    [
+        ("plain", ("kept", "listed", "guarded", "unpacked", "rest", "Kind", "later"), None),
+        ("plain", ("set_later", "deep", "text", "caller", "__file__"), None),
+        ("plain", ("text", "mentioned"), "ImportError: it has no `mentioned`"),
+        ("plain", ("mentioned_too",), "ImportError: it has no `mentioned_too`"),
+        ("package", ("part", "inner", "built"), None),
+        ("package", ("gone",), "ImportError: it has no `gone`"),
+        ("package.inner.deep", (), "ModuleNotFoundError: there is no module `package.inner.deep`"),
+        ("package.part", ("anything",), "ImportError: it has no `anything`"),
+        # what cannot be told without importing is not wrong
+        *((name, ("anything",), None) for name in ("star", "lazy", "swapped", "broken", "built")),
+        ("swapped.gone", (), None),
+        ("nowhere", ("x",), None),
+        ("nowhere.part", (), None),
+        ("spaced.part", ("x",), None),
+    ],
+)
+def test_names_that_a_module_never_binds(
+    tmp_path: Path, write: Write, module: str, names: tuple[str, ...], found: str | None
+) -> None:
+    for path, text in {
+        "plain.py": _MODULE, "package/__init__.py": "", "package/part.py": "",
+        "package/inner/__init__.py": "", "package/built.cpython-311-x86_64-linux-gnu.so": "",
+        "star.py": "from os import *", "lazy.py": "def __getattr__(name): ...",
+        "swapped/__init__.py": "import sys\nsys.modules[__name__] = Lazy()", "broken.py": "def",
+        "built.so": "", "spaced/other.py": "",
+    }.items():  # fmt: skip
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    trainer = Trainer(python=Path("none"), source="a test", path=(tmp_path,))
+    told = imports.unbound([Import(module, names, "up/run.py", 3)], trainer)
+    assert [f"{one.error}: {one.message}" for one in told] == ([] if found is None else [found])
+
+
 # --- tried ------------------------------------------------------------------------------------------
 
 

@@ -233,6 +233,22 @@ def test_what_cannot_be_split_otherwise_is_no_second_setting() -> None:
     assert len(set(changed)) == len(changed) > 1
 
 
+@pytest.mark.parametrize(
+    ("path", "overrides", "packed"),
+    [
+        ("tulu/sft_qwen7b.yaml", (), True),
+        pytest.param(LORA, (*FULL, "max_length=1024"), "padding_free", marks=needs_trl),
+    ],
+)
+def test_one_row_is_packed_with_none(
+    path: str, overrides: tuple[str, ...], packed: str | bool
+) -> None:
+    grid = list(tuned.outlook(path, *overrides, rows="64:900").space.settings())
+    sizes = {one["per_device"] for one in grid if one["packing"] == packed}
+    assert 1 not in sizes and 2 in sizes
+    assert 1 in {one["per_device"] for one in grid if one["packing"] in (False, "off")}
+
+
 def test_where_the_batch_cannot_be_split_the_search_comes_to_its_end() -> None:
     world = tuned.outlook(HAND, "batch.global=2", "batch.per_device=1", rows="64:900")
     assert "per_device" in world.space.fixed
@@ -250,7 +266,8 @@ def test_a_split_that_only_other_rows_have_is_no_change_by_itself() -> None:
     free = tuned.one(search, packing="padding_free", attention="flash_attention_2", per_device=16)
     for candidate, speed in ((search.base, 1000), (free, 3000)):
         search.learn(candidate, Measured(status="ok", speed=speed, step=1, seconds=60))
-    assert "per_device" in search.differing(free) and search.gain("per_device") is None
+    assert "per_device" in search.differing(free)
+    assert search.best is not None and search.gain(search.best, "per_device") is None
     search.threshold = 10
     assert search.propose() is not None or search.stopped
 

@@ -157,6 +157,17 @@ def test_a_fault_of_an_override_is_where_it_was_said(
     assert raised.value.findings[0].place == f"override `x=${{a//b}}` of {stage_file}"
 
 
+@pytest.mark.parametrize("shape", [STAGE, FLAT, WRAPPED, "stage: sft\n"])
+@pytest.mark.parametrize("key", ["a.b.c", "args.args.seed", "empty.a.b"])
+def test_the_origin_of_what_an_override_goes_through(write: Write, shape: str, key: str) -> None:
+    path = write("a.yaml", shape)
+    loaded = config.load(path, [f"{key}=1"])
+    (made,) = [name for name in loaded.args if name in {"a", "args", "seed", "empty"}][-1:]
+    assert str(loaded.origin(f"args.{made}")) == f"override `{key}=1`"
+    # what nobody gave is missing in the file
+    assert loaded.origin("args.model_name_or_path").override is None
+
+
 @pytest.mark.parametrize(
     "key", ["dataset_mixer_list[1]", "args.dataset_mixer_list[1]", "dataset_mixer_list.1"]
 )

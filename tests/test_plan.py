@@ -155,6 +155,16 @@ def test_a_record_of_kernels_that_there_will_not_be(
     assert all(why in one.message and one.line for one in said)
 
 
+@pytest.mark.parametrize(("rows", "said"), [(16, True), (1, False)])
+def test_a_trend_of_too_few_steps(tmp_path: Path, rows: int, said: bool) -> None:
+    """64 rows are 4 steps of 16, or 64 of one."""
+    asked = f"batch: {{global: {rows}, per_device: 1}}\nexpect: {{trend: falling}}"
+    made = sft(tmp_path, "num_train_epochs: 1", 1, batch=asked)
+    found = [one for one in made.findings if one.code == "impossible-expectation"]
+    assert [(one.key, bool(one.line)) for one in found] == [("expect.trend", True)] * said
+    assert "a run of 4 steps" in found[0].message if said else made.steps == 64
+
+
 def test_a_run_that_only_tokenises_has_no_steps(tmp_path: Path) -> None:
     made = sft(tmp_path, "cache_dataset_only: true")
     assert (made.rows, made.steps) == (64, 0)

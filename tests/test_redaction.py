@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from launcher.errors import brief
 from launcher.redaction import REDACTED, is_secret, known_values, redact
 
 SHAPED = [
@@ -65,6 +67,9 @@ def test_what_is_no_token_stays(text: str) -> None:
         ("WANDB_API_KEY=0123abc launch", "WANDB_API_KEY=# launch"),
         ("Authorization: Bearer abcdefghijklmnop", "Authorization: Bearer #"),
         ("https://me:pass@host/x", "https://me:#@host/x"),
+        ("extra:\n  hub_token: abc\n", "extra:\n  hub_token: #\n"),
+        ("error: hub_token: abc", "error: hub_token: #"),
+        ("--hub_token '<redacted>' --seed 8", "--hub_token '#' --seed 8"),
     ],
 )
 def test_by_name_in_a_text(text: str, clean: str) -> None:
@@ -128,3 +133,25 @@ def test_types_stay_what_they_are() -> None:
     )  # fmt: skip
     assert thing.hub_token == "abc"
     assert redact(3.5, {}) == 3.5
+
+
+def test_a_name_may_be_one() -> None:
+    token = SHAPED[0]
+    assert redact({token: {"value": 1}, 3: token}, {}) == {REDACTED: {"value": 1}, 3: REDACTED}
+
+
+@pytest.mark.parametrize("limit", [20, 40, 80])
+def test_half_a_token_is_not_shown_either(limit: int) -> None:
+    token = SHAPED[0]
+    for before in range(limit):
+        shown = redact(brief(f"{'x ' * (before // 2)}{token}{' y' * 80}", limit), {})
+        assert token[:6] not in shown
+
+
+@pytest.mark.parametrize("word", ["a", "eyJ", "x=", "--a", "a1", "x: "])
+def test_a_long_text_takes_no_square_of_its_time(word: str) -> None:
+    """Everything that is shown is looked through; a square would be minutes."""
+    text = word * (200_000 // len(word))
+    begun = time.process_time()
+    assert redact(text, {}) == text
+    assert time.process_time() - begun < 5

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from plans import CONFIGS, SFT, built, from_text, planned, staged, trainer
+from plans import CONFIGS, SFT, TRL, built, from_text, planned, staged, trainer
 
 from launcher import check, evidence, page, rundir
 from launcher.errors import NotReady, UsageError
@@ -232,6 +232,24 @@ def test_expectations_follow_from_the_arguments() -> None:
         "loss": "finite", "memory": "ok", "finish": "completed", "liger": "engaged",
         "packing": "isolated", "dataset_cache": "any",
     }  # fmt: skip
+
+
+def test_one_row_a_micro_batch_is_not_expected_to_be_packed(tmp_path: Path) -> None:
+    from launcher.command import expectations
+
+    def packing(text: str, *overrides: str) -> str:
+        return expectations(planned(from_text(tmp_path, text, *overrides)))["packing"]
+
+    for each, state in ((1, "off"), (2, "isolated")):
+        sft, split = SFT.format(more="packing: true"), f"batch.per_device={each}"
+        assert packing(sft, split) == state
+        free = TRL.format(data="d", more="padding_free: true\n  max_length: none")
+        size = f"per_device_train_batch_size={each}"
+        assert packing(free, size) == state
+        # TRL packs rows of the data set, and a row of DPO is a pair
+        assert packing(TRL.format(data="d", more="packing: true"), size) == "isolated"
+        dpo = sft.replace("stage: sft", "stage: dpo").replace("dataset_mixer_list", "mixer_list")
+        assert packing(dpo, split) == "isolated"
 
 
 @pytest.mark.parametrize(

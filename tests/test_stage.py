@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Write
+from verdicts import Snapshot
 
-from launcher import config, stage, upstream
+from launcher import config, options, stage, upstream
 from launcher.backends import BACKENDS
 from launcher.cli import main
 from launcher.errors import Finding, InvalidConfig
+from launcher.schema import Schema
 from launcher.stage import Judged
 from launcher.upstream import Locator
 
@@ -453,6 +456,72 @@ def test_what_is_not_asked_for_cannot_be_expected(
     ]
     assert [one.severity for one in found] == ([] if severity is None else [severity])
     assert all(one.line in {2, 3} and "cannot hold" in one.message for one in found)
+
+
+@pytest.mark.parametrize(
+    ("lines", "more", "codes"),
+    [
+        (
+            "expect: {packing: isolated}\nbatch: {global: 8, per_device: 1}",
+            "",
+            {"impossible-expectation"},
+        ),
+        ("expect: {packing: on}", ", per_device_train_batch_size: 1", {"impossible-expectation"}),
+        ("expect: {packing: isolated}\nbatch: {global: 8, per_device: 2}", "", set()),
+        ("batch: {global: 8, per_device: 1}", "", set()),
+    ],
+)
+def test_one_row_a_micro_batch_cannot_be_expected_to_be_packed(
+    write: Write, lines: str, more: str, codes: set[str]
+) -> None:
+    data = f"model_name_or_path: o/m, dataset_mixer_list: [a/b, 1.0], packing: true{more}"
+    judged = stage.judge(config.load(write("a.yaml", f"stage: sft\n{lines}\nargs: {{{data}}}\n")))
+    found = {f.code: f for f in judged.findings if f.severity == "error"}
+    assert found.keys() == codes
+    assert all("has nothing to pack" in one.message for one in found.values())
+    alone = "per_device: 2" not in lines
+    assert ("packing-of-one" in {f.code for f in judged.findings}) == alone
+
+
+class _Older(Snapshot):
+    """The pin's facts without some arguments."""
+
+    def schema(self, backend: str, stage: str) -> Schema:
+        known = super().schema(backend, stage)
+        fields = {n: f for n, f in known.fields.items() if n not in {"packing", "use_liger_kernel"}}
+        return replace(known, fields=fields, version="f" * 40)
+
+
+def test_what_another_commit_has_not_cannot_be_set_there(write: Write) -> None:
+    data = f"model_name_or_path: m, dataset_mixer_list: [a/b, 1.0], {BOTH}"
+    lines = "stage: sft\nexpect: {packing: isolated, liger: engaged}\n"
+    judged = stage.judge(
+        config.load(write("a.yaml", f"{lines}args: {{{data}}}\n")), locator=_Older()
+    )
+    found = {f.key: f for f in judged.findings if f.code == "impossible-expectation"}
+    told = found["expect.packing"]
+    assert "open_instruct/finetune.py at ffffffffffff has no `packing`" in told.message
+    assert told.help == "expect.packing=off"
+    assert "has no `use_liger_kernel`" in found["expect.liger"].message
+
+
+@pytest.mark.parametrize(
+    ("head", "more", "said"),
+    [
+        ("", "max_train_steps: 6", True),
+        ("", "max_train_steps: 8", False),
+        ("", "num_train_epochs: 1", False),
+        ("backend: trl\n", "max_steps: 7", True),
+        ("backend: trl\n", "max_steps: -1", False),
+    ],
+)
+def test_a_trend_needs_steps(write: Write, head: str, more: str, said: bool) -> None:
+    data = "dataset_name: a" if head else "dataset_mixer_list: [a/b, 1.0]"
+    text = f"stage: sft\n{head}expect: {{trend: falling}}\nargs: {{model_name_or_path: m, {data}, {more}}}\n"
+    judged = stage.judge(config.load(write("a.yaml", text)), locator=Snapshot())
+    found = [f for f in judged.findings if f.code == "impossible-expectation"]
+    assert [(f.severity, f.key) for f in found] == [("warning", "expect.trend")] * said
+    assert stage.trend_fault(options.Options(stage="sft", expect={"trend": "any"}), 1) is None
 
 
 def test_the_script_may_be_an_override(write: Write) -> None:

@@ -534,6 +534,18 @@ def test_packing_without_flash_attention() -> None:
     assert found("dpo", {**args, "attn_implementation": "flash_2"}, packages=TRAINER) == []
 
 
+def test_packing_of_one_row() -> None:
+    args = {"packing": True}
+    expected = ("packing-of-one", "warning", "args.packing")
+    assert one("sft", args, per_device=1) == expected
+    assert one("sft", args, per_device=1, gpus=0) == expected
+    assert found("sft", {"packing": False}, per_device=1) == []
+    assert found("sft", args, per_device=2) == []
+    assert found("sft", args) == []
+    # of DPO one row is a pair
+    assert found("dpo", args, per_device=1) == []
+
+
 def test_packed_dpo_on_the_cpu_is_not_kept_apart() -> None:
     args = {"packing": True}
     expected = ("packing-leaks", "warning", "args.packing")

@@ -568,6 +568,9 @@ def test_packing_without_flash_attention() -> None:
     assert told("trl-sft", {**packed, "bf16": False}, **ON_CPU) == []
     free = {"padding_free": True, "max_length": "none"}
     assert told("trl-sft", free) == [("packing-without-flash", "warning", "padding_free")]
+    # a row alone is joined with none
+    alone = ("packing-of-one", "warning", "padding_free")
+    assert told("trl-sft", free, per_device=1) == [alone]
     (finding,) = found("trl-sft", {**packed, "max_length": 4096}, per_device=8)
     assert "32768 tokens" in finding.message
     assert "1,024 MiB" in finding.message

@@ -162,6 +162,27 @@ def test_what_is_said_of_another_commit(
     assert "a" * 40 in found.message and "b" * 40 in found.message
 
 
+@pytest.mark.parametrize(
+    ("version", "stash", "checkout"),
+    [
+        ("a" * 40 + "+edited", True, False),
+        ("b" * 40 + "+edited", True, True),
+        ("b" * 40, False, True),
+    ],
+)
+def test_an_edit_is_not_undone_by_a_checkout(version: str, stash: bool, checkout: bool) -> None:
+    source = Upstream(
+        backend="open_instruct", root=Path("/x"), source="found", asked=True, pin="a" * 40,
+        version=version, changed=("open_instruct/finetune.py",),
+    )  # fmt: skip
+    found = upstream.unpinned(source, running=True, allowed=True)
+    assert found is not None and found.help is not None
+    assert ("git -C /x stash" in found.help, "checkout aaaaaaaaaaaa" in found.help) == (
+        stash,
+        checkout,
+    )
+
+
 def test_other_releases_of_trl_are_read_and_noted() -> None:
     source = Upstream(
         backend="trl", root=Path("/x"), source="installed", asked=True, pin="trl 1", version="trl 2",

@@ -154,3 +154,17 @@ def test_a_pipeline_is_no_stage_file(write: Write) -> None:
     with pytest.raises(InvalidConfig) as refused:
         load(path)
     assert [(one.code, one.line) for one in refused.value.findings] == [("is-pipeline", 1)]
+
+
+@pytest.mark.parametrize("form", ["text", "json", "github", "sarif"])
+@pytest.mark.parametrize("option", ["--fix", "--diff"])
+def test_what_is_mended_may_hold_a_token(
+    write: Write, option: str, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    token = "hf_" + "aB3" * 11
+    text = WRONG.replace("use_flash_attn: true", f"use_flash_attn: {token}")
+    path = write("a.yaml", text + "  additional_model_arguments:\n    hub_token: a-password\n")
+    main(["validate-config", option, str(path), "--format", form])
+    said = capsys.readouterr()
+    for secret in (token, token[:20], "a-password"):
+        assert secret not in said.out + said.err

@@ -19,6 +19,7 @@ from launcher.commands.vocabulary import (
     Strict,
     Unpinned,
     app,
+    files_of,
     named_backend,
     named_stage,
 )
@@ -72,7 +73,7 @@ def validate_config(
 
     locator = upstream.Locator(checkout=open_instruct, allow_unpinned=allow_unpinned)
     stage = named_stage(stage)
-    paths = [file for path in paths for file in _below(path)]
+    paths = [file for path in paths for file in files_of(path)]
     mended: dict[Path, Fix] = {}
     found: list[Finding] = []
     if fix or diff:
@@ -90,21 +91,6 @@ def validate_config(
     ok = all(entry["valid"] for entry in files)
     tell("validate-config", ok and not not_ready, found, files, format)
     raise typer.Exit(Exit.NOT_READY if not_ready else Exit.OK if ok else Exit.CONFIG)
-
-
-def _below(path: Path) -> list[Path]:
-    """The YAML files of a folder and of those in it, hidden ones left out; a file is itself."""
-    if not path.is_dir():
-        return [path]
-    found = sorted(
-        file
-        for file in path.rglob("*")
-        if file.suffix in {".yaml", ".yml"}
-        and file.is_file()
-        and not any(part.startswith(".") for part in file.relative_to(path).parts)
-    )
-    # an empty one is judged itself, and refused
-    return found or [path]
 
 
 def tell(

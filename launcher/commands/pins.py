@@ -17,6 +17,7 @@ from launcher.commands.vocabulary import (
     StageOption,
     answer,
     app,
+    files_of,
     named_backend,
     named_stage,
 )
@@ -52,7 +53,11 @@ def pin_diff(
     ],
     configs: Annotated[
         list[Path] | None,
-        typer.Option("--config", "-c", help="a stage file (several times); none: all fields"),
+        typer.Option(
+            "--config",
+            "-c",
+            help="a stage file, a pipeline or a folder (several times); none: all fields",
+        ),
     ] = None,
     stage: StageOption = None,
     gpus: Gpus = None,
@@ -66,7 +71,8 @@ def pin_diff(
     from launcher import diff_report, impact, pin, report
 
     found = pin.find_commits(commits, open_instruct, os.environ)
-    told = impact.between(found, configs or (), stage=named_stage(stage), gpus=gpus)
+    paths = [file for path in configs or () for file in files_of(path)]
+    told = impact.between(found, paths, stage=named_stage(stage), gpus=gpus)
     if format is Format.json:
         new = [finding for one in told.configs for finding in one.appeared]
         report.envelope("pin diff", not told.worse, new, told.as_json())

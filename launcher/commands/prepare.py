@@ -36,14 +36,14 @@ def prepare(
     format: FormatOption = Format.text,
 ) -> None:
     """Download, tokenise and check what a run on --gpus GPUs needs; no GPU is used."""
-    from launcher import prefetch
+    from launcher import prefetch, report
     from launcher.preparation import Request
 
     request = Request(
         stage=named_stage(stage), config=config, overrides=overrides or (), gpus=gpus, nodes=nodes,
         python=python, checkout=open_instruct, allow_unpinned=allow_unpinned, strict=strict,
     )  # fmt: skip
-    told = prefetch.prepare(request, lambda line: typer.echo(line, err=True))
+    told = prefetch.prepare(request, report.aside)
     raise typer.Exit(
         answer("prepare", told.exit, told.findings, told.as_json(), told.lines(), format)
     )

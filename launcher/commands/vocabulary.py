@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from pathlib import Path
@@ -200,6 +199,21 @@ def found_run(name: str) -> RunFolder:
     return folder
 
 
+def files_of(path: Path) -> list[Path]:
+    """The YAML files of a folder and of those in it, hidden ones left out; a file is itself."""
+    if not path.is_dir():
+        return [path]
+    found = sorted(
+        file
+        for file in path.rglob("*")
+        if file.suffix in {".yaml", ".yml"}
+        and file.is_file()
+        and not any(part.startswith(".") for part in file.relative_to(path).parts)
+    )
+    # an empty one is judged itself, and refused
+    return found or [path]
+
+
 def not_begun(folder: RunFolder) -> UsageError:
     """What to raise where a run still waits to be started: it has nothing to show or to judge."""
     name = folder.path.name
@@ -226,7 +240,9 @@ def answer(
 
 def progress(format: Format) -> Callable[[str], None]:
     """What tells on stderr how far it is; nothing does for machines."""
-    return functools.partial(typer.echo, err=True) if format is Format.text else lambda _: None
+    from launcher import report
+
+    return report.aside if format is Format.text else lambda _: None
 
 
 def refuse_both(fresh: bool, resume: bool) -> None:

@@ -107,15 +107,16 @@ def aside(text: str) -> None:
 
 def findings(found: Sequence[Finding]) -> None:
     """Every finding, on stderr: what, where, what to do next."""
-    for finding in found:
+    # all at once: for each the environment would be looked through again
+    for finding in redact(tuple(found)):
         head = typer.style(
             f"{finding.severity}[{finding.code}]", fg=_COLOUR[finding.severity], bold=True
         )
-        _echo(f"{head}: {finding.message}", err=True)
+        _write(f"{head}: {finding.message}", err=True)
         if finding.place is not None:
-            _echo(f"  --> {finding.place}", err=True)
+            _write(f"  --> {finding.place}", err=True)
         if finding.help is not None:
-            _echo(f"  help: {finding.help}", err=True)
+            _write(f"  help: {finding.help}", err=True)
 
 
 def plan_lines(plan: Plan) -> list[str]:
@@ -206,7 +207,9 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
     columns = [c for c in columns if any(row.get(c) is not None for row in rows)]
     shown = [[str(row.get(c) if row.get(c) is not None else "-") for c in columns] for row in rows]
     widths = [max(len(c), *(len(r[i]) for r in shown)) for i, c in enumerate(columns)]
-    for cells in [list(columns), *shown]:
-        _echo(
-            "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
-        )
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+        for cells in [list(columns), *shown]
+    ]
+    for line in redact(lines):
+        _write(line)

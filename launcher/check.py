@@ -170,30 +170,22 @@ def beside(verdict: Verdict, planned: Mapping[str, float]) -> Verdict:
     """The verdict with the peak that was planned, in GiB by part, beside what memory came to."""
     if "peak" not in planned:
         return verdict
-    points = []
-    for point in verdict.points:
-        if point.name == "memory":
-            detail = {**point.detail, "planned_gib": dict(planned)}
-            if point.state == "oom":
-                parts = sorted(planned.items(), key=lambda one: -one[1])
-                told = ", ".join(f"{k} {v:.1f}" for k, v in parts if k != "peak" and v >= 0.05)
-                detail["reason"] = f"the plan said {planned['peak']:.1f} GiB a GPU: {told}"
-            point = replace(point, detail=detail)
-        points.append(point)
-    return replace(verdict, points=tuple(points))
+    point = verdict.point("memory")
+    detail = {**point.detail, "planned_gib": dict(planned)}
+    if point.state == "oom":
+        parts = sorted(planned.items(), key=lambda one: -one[1])
+        told = ", ".join(f"{k} {v:.1f}" for k, v in parts if k != "peak" and v >= 0.05)
+        detail["reason"] = f"the plan said {planned['peak']:.1f} GiB a GPU: {told}"
+    return _with_point(verdict, replace(point, detail=detail))
 
 
 def lost(verdict: Verdict) -> Verdict:
     """The verdict of a run of which no process is left and nothing tells how it ended."""
     help = "no process of it is left, and none recorded an end: the machine went down, or all were killed"
-    points = []
-    for point in verdict.points:
-        if point.name == "finish":
-            detail = {**point.detail, "reason": "lost", "help": help}
-            ok = point.expected in (None, "killed")
-            point = replace(point, state="killed", ok=ok, detail=detail)
-        points.append(point)
-    return with_points(verdict, tuple(points))
+    point = verdict.point("finish")
+    detail = {**point.detail, "reason": "lost", "help": help}
+    ok = point.expected in (None, "killed")
+    return _with_point(verdict, replace(point, state="killed", ok=ok, detail=detail))
 
 
 def damaged(verdict: Verdict, folder: Path, fault: str) -> Verdict:
@@ -203,13 +195,14 @@ def damaged(verdict: Verdict, folder: Path, fault: str) -> Verdict:
         "help": f"{folder} cannot be loaded: save it again from a checkpoint (the same command goes on from "
         "the last one that is whole), and look at the disk",
     }
-    points = []
-    for point in verdict.points:
-        if point.name == "finish":
-            ok = None if point.ok else point.ok
-            point = replace(point, ok=ok, detail={**point.detail, **told})
-        points.append(point)
-    return with_points(verdict, tuple(points))
+    point = verdict.point("finish")
+    ok = None if point.ok else point.ok
+    return _with_point(verdict, replace(point, ok=ok, detail={**point.detail, **told}))
+
+
+def _with_point(verdict: Verdict, new: Point) -> Verdict:
+    """The same with this in place of its point of that name."""
+    return with_points(verdict, tuple(new if p.name == new.name else p for p in verdict.points))
 
 
 def with_points(verdict: Verdict, points: tuple[Point, ...]) -> Verdict:

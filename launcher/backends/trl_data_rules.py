@@ -102,17 +102,15 @@ def _columns(values: Values, name: str, files: list[str]) -> Iterator[Finding]:
 
 def pictures(context: Context) -> Iterator[Finding]:
     """trl/trainer/sft_trainer.py:763, trl/trainer/dpo_trainer.py:742: by the name of a column."""
-    values, name = context.values, _named(context)
-    files = _of_split(name, "train")
-    if values["dataset_config"] or values["dataset_train_split"] != "train" or not files:
+    values, first = context.values, _first(context)
+    if first is None or not (there := sorted(first[2] & _PICTURES)):
         return
-    told = rows.columns(Path(name or "", files[0]), most=1)
     model, revision = values["model_name_or_path"], values["model_revision"]
     kind = model_config.read(model, context.environ, revision).get("model_type")
-    if told is not None and kind in FAMILIES and (there := sorted(told[1] & _PICTURES)):
+    if kind in FAMILIES:
         yield say(
             "error", "run", "data-columns", "dataset_name",
-            f"{brief(f'{name}/{files[0]}')} has a column `{there[0]}`, and {kind} models take text alone",
+            f"{brief(first[0])} has a column `{there[0]}`, and {kind} models take text alone",
             "leave the column out, or name a model that takes pictures",
         )  # fmt: skip
 
@@ -250,6 +248,16 @@ def _of_split(name: str | None, split: str) -> list[str]:
     return sorted(file for file in said if split in _keywords(file))
 
 
+def _first(context: Context) -> tuple[str, Mapping[str, Any], frozenset[str]] | None:
+    """The first local file that is trained on, its first row, and the names of its columns."""
+    values, name = context.values, _named(context)
+    files = _of_split(name, "train")
+    if values["dataset_config"] or values["dataset_train_split"] != "train" or not files:
+        return None
+    told = rows.columns(Path(name or "", files[0]), most=1)
+    return None if told is None else (f"{name}/{files[0]}", *told)
+
+
 def _plain(folder: Path) -> list[str]:
     """The files of a local folder that is read by their names; empty where it describes itself."""
     names = _files(folder)
@@ -295,21 +303,19 @@ def template_here(context: Context) -> Iterator[Finding]:
 
 def no_template(context: Context) -> Iterator[Finding]:
     """transformers/tokenization_utils_base.py:3271: conversations, and a tokenizer that cannot write them."""
-    values, name = context.values, _named(context)
+    values = context.values
     model = values["model_name_or_path"]
-    files = _of_split(name, "train")
     ready = (inline(values.get("dataset_kwargs")) or {}).get("skip_prepare_dataset")
-    own = ready or values["dataset_config"] or values.get("chat_template_path")
-    if own or values["dataset_train_split"] != "train" or not files or not _plain_tokenizer(model):
+    if ready or values.get("chat_template_path") or not _plain_tokenizer(model):
         return
-    told = rows.columns(Path(name or "", files[0]), most=1)
+    first = _first(context)
     read = ("prompt", "chosen") if values.schema.stage == "dpo" else ("messages", "prompt")
-    held = next((one for one in read if told and _kind(told[0].get(one)) == "conversation"), None)
-    if held is not None:
+    held = next((one for one in read if first and _kind(first[1].get(one)) == "conversation"), None)
+    if first is not None and held is not None:
         path = "chat_template_path" in values.schema.fields
         yield say(
             "error", "run", "missing-template", "model_name_or_path",
-            f"{brief(f'{name}/{files[0]}')} holds conversations in `{held}`, and the tokenizer in "
+            f"{brief(first[0])} holds conversations in `{held}`, and the tokenizer in "
             f"{brief(model)} has no chat template to write them with",
             "add `chat_template_path: <a template, or a model that has one>`" if path
             else "put a chat_template.jinja into the model's folder",

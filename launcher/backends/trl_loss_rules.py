@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from launcher.backends.context import Context, StageRule
 from launcher.backends.rule import Range, Rule, outside, say
-from launcher.backends.trl_training_rules import number
+from launcher.backends.trl_training_rules import number, words
 from launcher.errors import Finding, brief
 from launcher.schema import Values
 
@@ -52,10 +52,6 @@ _RANGES: Mapping[str, tuple[Range, ...]] = {
 }  # fmt: skip
 
 
-def _words(value: object) -> list[str]:
-    return [str(word) for word in value] if isinstance(value, list) else [str(value)]
-
-
 def divergence_coefficient(values: Values) -> Iterator[Finding]:
     """trl/trainer/dpo_trainer.py:1366."""
     key, kind = "f_alpha_divergence_coef", values["f_divergence_type"]
@@ -74,7 +70,7 @@ def divergence_coefficient(values: Values) -> Iterator[Finding]:
 
 def out_of_range(values: Values) -> Iterator[Finding]:
     """trl/trainer/dpo_trainer.py:1388 and the places that the table above names."""
-    losses = {*_words(values["loss_type"])}
+    losses = {*words(values["loss_type"])}
     for key, value, one in outside(values, _RANGES, number):
         if not losses.isdisjoint(_READ_BY[key]):
             yield say(one.severity, "run", one.code, key, f"`{key}: {value:g}`: {one.otherwise}")
@@ -82,7 +78,7 @@ def out_of_range(values: Values) -> Iterator[Finding]:
 
 def unread(values: Values) -> Iterator[Finding]:
     """trl/trainer/dpo_trainer.py:1386: each loss reads its own numbers, and the others do nothing."""
-    losses = {*_words(values["loss_type"])}
+    losses = {*words(values["loss_type"])}
     if not values.schema.tested or not losses <= {*_LOSSES}:
         return
     for key, readers in _READ_BY.items():
@@ -98,7 +94,7 @@ def unread(values: Values) -> Iterator[Finding]:
 
 def unknown_loss(values: Values) -> Iterator[Finding]:
     """trl/trainer/dpo_trainer.py:1513, in the first step."""
-    for word in _words(values["loss_type"]):
+    for word in words(values["loss_type"]):
         if values.schema.tested and word not in _LOSSES:
             yield say(
                 "error", "run", "unknown-loss", "loss_type",
@@ -119,7 +115,7 @@ def unknown_divergence(values: Values) -> Iterator[Finding]:
 
 def divergence_of_loss(values: Values) -> Iterator[Finding]:
     """trl/trainer/dpo_trainer.py:811."""
-    kind, losses = values["f_divergence_type"], _words(values["loss_type"])
+    kind, losses = values["f_divergence_type"], words(values["loss_type"])
     others = [loss for loss in losses if loss in _LOSSES and loss not in _ANY_DIVERGENCE]
     if kind in _DIVERGENCES[1:] and others:
         yield say(
@@ -131,7 +127,7 @@ def divergence_of_loss(values: Values) -> Iterator[Finding]:
 
 def smoothing_of_exo(values: Values) -> Iterator[Finding]:
     """trl/trainer/dpo_trainer.py:829."""
-    if "exo_pair" in _words(values["loss_type"]) and values["label_smoothing"] == 0:
+    if "exo_pair" in words(values["loss_type"]) and values["label_smoothing"] == 0:
         yield say(
             "error", "run", "exo-smoothing", "label_smoothing",
             "the loss exo_pair needs `label_smoothing` above 0", "add `label_smoothing: 1.0e-3`",
@@ -141,7 +137,7 @@ def smoothing_of_exo(values: Values) -> Iterator[Finding]:
 def smoothing_of_robust(values: Values) -> Iterator[Finding]:
     """trl/trainer/dpo_trainer.py:824; dpo_trainer.py:1431 divides by 1 - 2 * label_smoothing."""
     share = number(values["label_smoothing"])
-    if "robust" in _words(values["loss_type"]) and share is not None and not 0 <= share < 0.5:
+    if "robust" in words(values["loss_type"]) and share is not None and not 0 <= share < 0.5:
         yield say(
             "warning", "run", "robust-smoothing", "label_smoothing",
             f"the loss robust divides by 1 - 2 * label_smoothing: with {share:g} it is no loss",
@@ -151,7 +147,7 @@ def smoothing_of_robust(values: Values) -> Iterator[Finding]:
 
 def zero_beta(values: Values) -> Iterator[Finding]:
     """trl/trainer/dpo_trainer.py:1404,1443 divide by it; the others multiply what they compare with it."""
-    losses = _words(values["loss_type"])
+    losses = words(values["loss_type"])
     divided = [loss for loss in losses if loss in ("ipo", "sppo_hard")]
     if values["beta"] != 0 or _OF_PAIRS.isdisjoint(losses):
         return
@@ -167,7 +163,7 @@ def zero_beta(values: Values) -> Iterator[Finding]:
 
 def weighted_transport(values: Values) -> Iterator[Finding]:
     """trl/trainer/dpo_trainer.py:819."""
-    losses = [loss for loss in _words(values["loss_type"]) if loss in ("aot", "aot_unpaired")]
+    losses = [loss for loss in words(values["loss_type"]) if loss in ("aot", "aot_unpaired")]
     if values["use_weighting"] and losses:
         yield say(
             "error", "run", "weighting-of-loss", "use_weighting",
@@ -178,7 +174,7 @@ def weighted_transport(values: Values) -> Iterator[Finding]:
 def weighted_imitation(context: Context) -> Iterator[Finding]:
     """trl/trainer/dpo_trainer.py:1526 writes into what is one number for all rows."""
     values, rows = context.values, context.per_device
-    if values["use_weighting"] and "sft" in _words(values["loss_type"]) and (rows or 0) > 1:
+    if values["use_weighting"] and "sft" in words(values["loss_type"]) and (rows or 0) > 1:
         yield say(
             "error", "run", "weighting-of-loss", "use_weighting",
             f"`use_weighting` crashes with {rows} rows a device in the loss sft",
@@ -188,8 +184,7 @@ def weighted_imitation(context: Context) -> Iterator[Finding]:
 
 def smoothing_share(values: Values) -> Iterator[Finding]:
     """trl/trainer/dpo_trainer.py:1410,1454."""
-    share, given = number(values["label_smoothing"]), values["loss_type"]
-    losses = given if isinstance(given, list) else [given]
+    share, losses = number(values["label_smoothing"]), words(values["loss_type"])
     if share is None:
         return
     # upstream itself refuses 0

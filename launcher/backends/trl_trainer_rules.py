@@ -6,11 +6,10 @@ Names that other releases may have more of are only judged where the pinned pair
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from launcher.backends.rule import Rule, say
 from launcher.backends.trl_mappings import inline, plain_texts
-from launcher.backends.trl_training_rules import number
+from launcher.backends.trl_training_rules import number, words
 from launcher.errors import Finding, brief
 from launcher.schema import Values
 
@@ -64,16 +63,12 @@ _SEEDS = 2**32
 _MIN_LR = ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
 
 
-def _words(value: Any) -> list[str]:
-    return [str(word) for word in value] if isinstance(value, list) else [str(value)]
-
-
 # --- both stages -----------------------------------------------------------------------------------
 
 
 def unknown_report(values: Values) -> Iterator[Finding]:
     """transformers/integrations/integration_utils.py:2674."""
-    for word in _words(values["report_to"]) if values.given("report_to") else ():
+    for word in words(values["report_to"]) if values.given("report_to") else ():
         if values.schema.tested and word not in _REPORTS:
             yield say(
                 "error", "run", "unknown-report", "report_to",

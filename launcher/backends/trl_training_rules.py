@@ -47,6 +47,11 @@ def number(value: Any) -> float | None:
     return value if isinstance(value, int | float) else None
 
 
+def words(value: object) -> list[str]:
+    """One word, or a list of them."""
+    return [str(word) for word in value] if isinstance(value, list) else [str(value)]
+
+
 def json_mappings(values: Values) -> Iterator[Finding]:
     """transformers/training_args.py:1510: a text that starts with a brace is read as JSON."""
     for key in _JSON:

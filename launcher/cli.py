@@ -65,16 +65,21 @@ def _guarded(call: Callable[[], object], arguments: list[str]) -> int:
 
 def _answered(arguments: list[str]) -> None:
     """Run one command. A machine that asks wrongly gets its envelope too, people typer's usage lines."""
-    if _form(arguments) is not Findings.json:
-        app(args=arguments, prog_name="launch")
-        return
     try:
         code = app(args=arguments, prog_name="launch", standalone_mode=False)
     except _Unparsed as error:
+        from launcher.redaction import redact
+
+        # typer repeats the word that it does not understand, and that may be a token
+        message = redact(error.format_message())
+        if _form(arguments) is not Findings.json:
+            error.format_message = lambda: message
+            error.show()
+            sys.exit(error.exit_code)
         where = error.ctx.command_path if error.ctx else "launch"
         told = Finding(
-            severity="error", layer="launch", code="bad-command-line",
-            message=error.format_message(), help=f"{where} -h",
+            severity="error", layer="launch", code="bad-command-line", message=message,
+            help=f"{where} -h",
         )  # fmt: skip
         raise UsageError(told) from None
     sys.exit(code)

@@ -282,3 +282,13 @@ def test_redaction_knows_each_of_them() -> None:
     text = redact(" ".join((HF, SK, GHP, AKIA, XOX, JWT, URL)), {})
     assert clean(text)
     assert clean(redact(f"{WANDB} {ODD}", {"WANDB_API_KEY": WANDB, "COMPANY_TOKEN": ODD}))
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+@pytest.mark.parametrize("words", [(HF,), ("sft", "x.yaml", "--gpus", SK), ("runs", GHP)])
+def test_a_command_line_that_cannot_be_parsed_repeats_none(
+    capfd: pytest.CaptureFixture[str], words: tuple[str, ...], form: str
+) -> None:
+    assert cli.main([*words, "--format", form]) == 2
+    shown = "".join(capfd.readouterr())
+    assert clean(shown) and "<redacted>" in shown

@@ -11,7 +11,6 @@ neighbour on the machine blurs. Goal: less than 0.5 % of a step that is worth tr
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import statistics
 import sys
@@ -22,18 +21,9 @@ from typing import Any
 
 from benchmarks import ratio
 from benchmarks.ratio import Pair
+from launcher.watching import Probe, trainers
 
-PROBE = Path(__file__).resolve().parent.parent / "launcher" / "probe.py"
 WATCHED = ("backward", "clip_grad_norm_")
-
-
-def load() -> Any:
-    """The probe as a module; it is made to be a script."""
-    spec = importlib.util.spec_from_file_location("probe", PROBE)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["probe"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Training:
@@ -107,17 +97,16 @@ def switch(training: Training, folder: str) -> tuple[Callable[[bool], None], Any
     import accelerate.accelerator
     import accelerate.optimizer
 
-    module = load()
     cpu = training.options.device == "cpu"
-    probe = module.Probe({"target": "", "out": folder, "cpu": cpu, "backend": "open_instruct"})
+    probe = Probe({"target": "", "out": folder, "cpu": cpu, "backend": "open_instruct"})
     places = [(accelerate.accelerator.Accelerator, name) for name in WATCHED]
     places.append((accelerate.optimizer.AcceleratedOptimizer, "step"))
     bare = [vars(owner)[name] for owner, name in places]
-    module.watch_accelerate(probe, accelerate.accelerator)
-    module.watch_optimizer(probe, accelerate.optimizer)
+    trainers.watch_accelerate(probe, accelerate.accelerator)
+    trainers.watch_optimizer(probe, accelerate.optimizer)
     watched = [vars(owner)[name] for owner, name in places]
     probe.saw_model(training.bare)
-    probe.saw_optimizer(training.optimizer.optimizer, training.accelerator)
+    probe.optimizer.saw(training.optimizer.optimizer, training.accelerator)
     probe.watchdog.start()
     hooks = dict(training.bare._forward_pre_hooks)
 

@@ -32,6 +32,8 @@ class Kernels:
     are LoRA's weights: None, or their rank and bytes an element. `quantised` linears give back what they
     were given: fp32 states make fp32 products. `cached`: keys and values are copied
     into a cache, as transformers does unless it is told not to, or layers are checkpointed.
+    `linears_keep`: linears keep their input even where their weight is frozen, as those do that ZeRO-3
+    puts in place of torch's (deepspeed/runtime/zero/linear.py:67).
     """
 
     attention: str = "flash"
@@ -45,6 +47,12 @@ class Kernels:
     adapter_bytes: int = HALF
     adapter_dropout: bool = True
     adapter_targets: tuple[str, ...] = ()
+    linears_keep: bool = False
+
+    @property
+    def forgets(self) -> bool:
+        """Whether linears that adapters are put on keep nothing of their input."""
+        return self.adapter_rank > 0 and not self.linears_keep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +138,7 @@ def budgeted(shape: Shape, kernels: Kernels, batch: Batch, share: float) -> Amou
 
 def _norms(shape: Shape, kernels: Kernels) -> tuple[float, str]:
     """Bytes a token in norms and what the linear layers after them keep of their input."""
-    layout, hidden, frozen = shape.layout, shape.hidden, kernels.adapter_rank > 0
+    layout, hidden, frozen = shape.layout, shape.hidden, kernels.forgets
     state = FULL if kernels.wide else HALF
     # an autocast linear casts its fp32 input for itself: q, k, v and gate, up; a frozen one keeps none
     outputs = 0 if frozen else HALF * (5 if kernels.wide and not layout.fused else 2)
@@ -163,7 +171,7 @@ def _norm_kept(shape: Shape, kernels: Kernels, state: int) -> int:
 def _mlp(shape: Shape, kernels: Kernels) -> tuple[float, str]:
     if shape.experts:
         return _experts(shape, kernels)
-    times = (6 if kernels.liger else 8) - (HALF if kernels.adapter_rank else 0)
+    times = (6 if kernels.liger else 8) - (HALF if kernels.forgets else 0)
     times *= 2 if kernels.quantised and kernels.wide else 1
     return times * shape.intermediate, f"{times}I"
 
@@ -174,7 +182,7 @@ def _experts(shape: Shape, kernels: Kernels) -> tuple[float, str]:
     total = shape.experts_used * (routed + 36) + FULL * shape.experts
     why = f"k({routed:,} + 36) + 4E (copies, gate, up and results of the experts)"
     if shape.shared:
-        times = 8 - HALF * (kernels.adapter_rank > 0)
+        times = 8 - HALF * kernels.forgets
         total += times * shape.shared + HALF * shape.hidden
         why += f" + {times} x {shape.shared} + 2H (the shared expert)"
     return total, why
@@ -235,6 +243,8 @@ def _adapters(shape: Shape, kernels: Kernels) -> tuple[float, str]:
     if kernels.autocast and (kernels.adapter_bytes == FULL or kernels.wide):
         width = sum(size[1] for size in linears.values())
         return HALF * width + narrow, f"2 x {width} (inputs of the adapters, cast)"
+    if not kernels.forgets:
+        return narrow, f"2r x {len(linears)} (adapters)"
     # the same tensor serves q, k and v; the attention keeps o's input anyway
     shared = shape.hidden * bool({"q_proj", "k_proj", "v_proj"} & set(linears))
     shared += shape.hidden * bool({"gate_proj", "up_proj"} & set(linears))

@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 from launcher import cards, lengths, memory
 from launcher.errors import Finding, InvalidConfig
 from launcher.lengths import Lengths
-from launcher.memory import Memory, Setup
+from launcher.moments import KINDS, Memory
 from launcher.packed_rows import Packed
 from launcher.plan import divisors
+from launcher.setups import Setup
 from launcher.shapes import Shape
 
 STATED_MFU = 0.35
@@ -198,7 +199,7 @@ def too_large(
     if inside:
         return
     now = now.within(gib * (1 - margin))
-    kind = max(memory.KINDS, key=now.of)
+    kind = max(KINDS, key=now.of)
     parts = [part for part in now.fullest.parts if part.kind == kind]
     largest = max(parts, key=lambda part: part.gib)
     yield Finding(

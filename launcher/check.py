@@ -43,7 +43,7 @@ NOT_SHOWN = "unknown"
 UNKNOWN: Mapping[str, str] = {"liger": NOT_SHOWN, "packing": NOT_SHOWN}
 """What is expected where it is not known what was asked for: nothing passes."""
 
-UNWANTED = ("stale", "leaking", "still")
+UNWANTED = ("stale", "leaking", "still", "different")
 """States that no run is asked for: not good either where nothing is expected of the point."""
 
 CITES = 8  # of one point: 64 ranks would say the same
@@ -136,6 +136,8 @@ def judge(stage: str | None, expected: Mapping[str, str | None], evidence: Evide
         if name == "reference_cache" and named != "dpo":
             continue
         want = expected.get(name, DEFAULTS.get(name))
+        if name == "batch" and want is None and evidence.planned.world is None:
+            continue  # a stranger's run: nobody knows what was planned
         unwanted = () if want == "any" else UNWANTED
         want = None if want == "any" else want
         points.append(_point(name, want, see(evidence, want), unwanted, evidence))

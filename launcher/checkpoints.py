@@ -18,7 +18,9 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from launcher.paths import is_pointer
 
 Kind = Literal["step", "epoch"]
 
@@ -277,22 +279,36 @@ def _weights_fault(folder: Path, names: set[str]) -> str | None:
             if not isinstance(placed, dict) or not placed:
                 return f"{index} cannot be read"
             shards = sorted({str(name) for name in placed.values()})
-            return next((f for name in shards if (f := _file_fault(folder / name))), None)
+            return next((f for name in shards if (f := file_fault(folder / name))), None)
     whole = [name for name in _WHOLE if name in names]
     if whole:
-        return next((f for name in whole if (f := _file_fault(folder / name))), None)
+        return next((f for name in whole if (f := file_fault(folder / name))), None)
     if any(_SHARD.search(name) for name in names):
         return "its weights are in parts without an index"
     # PEFT writes each adapter that is not called `default` into a folder of its own
     for name in sorted(names):
         inside = set(_names(folder / name)) & {"adapter_model.safetensors", "adapter_model.bin"}
         if inside:
-            return next((f for one in inside if (f := _file_fault(folder / name / one))), None)
+            return next((f for one in inside if (f := file_fault(folder / name / one))), None)
     return _NO_WEIGHTS
 
 
-def _file_fault(path: Path) -> str | None:
+def file_fault(path: Path) -> str | None:
+    """What is wrong with one file of weights; None where it ends where it says that it does."""
+    if is_pointer(path):
+        return f"{path.name} is a git-lfs pointer, not the file"
     return _tensors_fault(path) if path.suffix == ".safetensors" else _archive_fault(path)
+
+
+def sizes(path: Path) -> dict[str, tuple[int, ...]] | None:
+    """The size of each tensor in a safetensors file; None where its header cannot be read."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            told: Any = json.loads(file.read(length)) if length <= _LARGEST_HEADER else None
+        return {n: tuple(map(int, one["shape"])) for n, one in told.items() if n != "__metadata__"}
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return None
 
 
 def _tensors_fault(path: Path) -> str | None:

@@ -62,7 +62,7 @@ class Standing:
     """Whether a line that the pin has at `package/file.py:line` is in the same place of these sources.
 
     Files are read when they are asked about. A line that the table does not know counts as standing, and
-    one of `others`, which are scripts that do not run.
+    one of `others`, which are scripts that do not run and files that define arguments of theirs.
     """
 
     known: Table
@@ -109,8 +109,11 @@ class _File:
         return min(inside)[1] if inside else ""
 
     def digests(self, name: str) -> set[str]:
-        """Of every line below that name."""
+        """Of every line below that name; where a class has another name here, of methods called so."""
         spans = [(a, b) for known, a, b in self.spans if known == name] if name else [(1, None)]
+        _, dot, method = name.rpartition(".")
+        if dot and not spans:
+            spans = [(a, b) for known, a, b in self.spans if known.endswith(f".{method}")]
         return {_digest(line) for a, b in spans for line in self.lines[a - 1 : b]}
 
 

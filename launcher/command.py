@@ -179,6 +179,8 @@ def expectations(plan: Plan) -> dict[str, str]:
     expected = {"loss": "finite", "memory": "ok", "finish": "completed"}
     expected["liger"] = "engaged" if values.get(names.liger) else "off"
     expected["packing"] = "isolated" if plan.stage.entry.packs(values, plan.per_device) else "off"
+    if plan.stage.options.probe is not None:
+        expected["batch"] = "planned"
     if chosen := plan.attention:
         # a kernel of the hub has a name of its own, which no point of a verdict knows
         expected |= {"attention": chosen} if chosen in EXPECT["attention"] else {}

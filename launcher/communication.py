@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from launcher.activations import HALF
-from launcher.memory import Setup, Zero
+from launcher.setups import Setup, Zero
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,25 +6,25 @@ Nothing here starts or reads anything: samples in, rows out.
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from launcher.errors import brief, usage
+from launcher.significance import ERROR, LEAST_RUNS, Pace, chance, steadily
 
 if TYPE_CHECKING:
     from launcher.trial import Outcome
 
 TOLERANCE = 0.05
 """How far the loss may lie from that of the first variant, as a share of it, unless told otherwise."""
-ALONE, FEW = 0.03, 3
-"""What fewer runs of either than `FEW` have to differ by: of two each, ranges are apart by chance in one of
-three comparisons, and one alone has no spread to tell."""
+ALONE = 0.03
+"""What fewer runs of either than `LEAST_RUNS` have to differ by: of two each, ranges are apart by chance in
+one of three comparisons, and one alone has no spread to tell."""
 LEAST = 0.01
 """What counts as no difference, however little the runs scatter."""
+_ONE = "one run: no spread"
 LATER = 0.1
 """How much longer a start has to take, as a share of the first one's, before it is told."""
 
@@ -43,6 +43,9 @@ Standing = Literal[
     "failed",
     "unknown",
 ]
+
+
+Word = Literal["faster", "slower", "no difference"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +79,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One trial. `metrics` are numbers or None where unknown: see `bench.METRICS`.
+    """One trial. `metrics` are numbers or None where unknown: see `measurement.METRICS`.
 
+    `pace` are seconds a token of the steady steps, of all ranks together; empty where that is not known.
     `reason` says why it is no measurement, `flaws` are points of the verdict that failed although it
     ran to its end, `unproved` those that could not be settled either way. `seconds` is wall time,
     start-up included. `outcome` is there only in the process that ran it.
@@ -91,6 +95,7 @@ class Sample:
     unproved: tuple[str, ...] = ()
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     curve: tuple[Step, ...] = ()
+    pace: tuple[float, ...] = ()
     run: str | None = None
     seconds: float = 0.0
     outcome: Outcome | None = field(default=None, compare=False)
@@ -106,7 +111,7 @@ class Sample:
             "variant": self.variant, "repeat": self.repeat, "cause": self.cause,
             "reason": self.reason, "flaws": list(self.flaws), "unproved": list(self.unproved),
             "metrics": dict(self.metrics),
-            "curve": [[s.tokens, s.weight, s.loss] for s in self.curve],
+            "curve": [[s.tokens, s.weight, s.loss] for s in self.curve], "pace": list(self.pace),
             "run": self.run, "seconds": round(self.seconds, 1),
         }  # fmt: skip
 
@@ -118,6 +123,7 @@ class Sample:
         return cls(
             **known, flaws=tuple(data["flaws"]), unproved=tuple(data.get("unproved") or ()),
             metrics=dict(data["metrics"]), curve=curve,
+            pace=tuple(map(float, data.get("pace") or ())),
         )  # fmt: skip
 
 
@@ -147,13 +153,38 @@ class Spread:
         return {"median": self.median, "min": self.min, "max": self.max, "n": self.n}
 
 
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One run's speed in tokens a second, and the seconds a token of its steps, or of all of them."""
+
+    speed: float
+    pace: Pace
+
+    @classmethod
+    def of(cls, speed: float, pace: Pace = ()) -> Timed:
+        """A run; `pace` empty where nothing is known of its steps."""
+        return cls(speed, pace or (1 / speed,))
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Faster, slower or neither, and what there is to say of it.
+
+    `chance`: how often what is no faster (no slower, where the medians say so) looks so all the same.
+    """
+
+    word: Word
+    chance: float
+    why: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """What is known of one variant. Ratios and changes are against the first one, None without.
 
     `loss` is over the tokens that every measured trial has seen, and `steps_within` how many optimizer
     steps (parts of one included) it took to see them. `recommended` is the fastest of
-    those that train the same, if it is faster than the first.
+    those that train the same, if it is faster than the first. `chance`: see `Judged`.
     """
 
     variant: str
@@ -164,6 +195,7 @@ class Row:
     loss: Spread | None = None
     steps_within: float | None = None
     speed_ratio: float | None = None
+    chance: float | None = None
     loss_change: float | None = None
     failures: tuple[str, ...] = ()
     flaws: tuple[str, ...] = ()
@@ -181,8 +213,8 @@ class Row:
             "recommended": self.recommended,
             LOSS: None if self.loss is None else self.loss.as_json(),
             "steps_within": self.steps_within,
-            **spreads, "speed_ratio": self.speed_ratio, "loss_change": self.loss_change,
-            "failures": list(self.failures), "flaws": list(self.flaws),
+            **spreads, "speed_ratio": self.speed_ratio, "chance": self.chance,
+            "loss_change": self.loss_change, "failures": list(self.failures), "flaws": list(self.flaws),
         }  # fmt: skip
 
 
@@ -228,8 +260,9 @@ def common_tokens(samples: Iterable[Sample]) -> float | None:
 def compare(samples: Sequence[Sample], tolerance: float = TOLERANCE) -> list[Row]:
     """One row a variant, in the order of their first samples; the first is what the others are held to.
 
-    A variant is faster (or slower) than the first where the ranges of their speeds do not overlap and
-    the medians differ by `LEAST`; with fewer than `FEW` runs of either, where they differ by `ALONE`.
+    A variant is faster (or slower) than the first where `significance` says so and the medians of their
+    speeds differ by `LEAST`. With fewer than `LEAST_RUNS` runs of either: where their ranges do not overlap,
+    the medians differ by `ALONE`, and it is so at nearly all steps.
     """
     names = list(dict.fromkeys(sample.variant for sample in samples))
     tokens = common_tokens(samples)
@@ -237,7 +270,9 @@ def compare(samples: Sequence[Sample], tolerance: float = TOLERANCE) -> list[Row
     first: Row | None = None
     rows = []
     for name in names:
-        row = _row(name, by_name[name], tokens, first, tolerance)
+        timed = [_timed(by_name[one]) for one in (name, names[0])]
+        speed = judged(*timed) if first is not None and all(timed) else None
+        row = _row(name, by_name[name], tokens, first, tolerance, speed)
         first = first or row
         rows.append(row)
     best = max(
@@ -248,8 +283,9 @@ def compare(samples: Sequence[Sample], tolerance: float = TOLERANCE) -> list[Row
 
 
 def _row(
-    name: str, samples: Sequence[Sample], tokens: float | None, first: Row | None, tolerance: float
-) -> Row:
+    name: str, samples: Sequence[Sample], tokens: float | None, first: Row | None, tolerance: float,
+    judgement: Judged | None,
+) -> Row:  # fmt: skip
     measured = [sample for sample in samples if sample.measured]
     # a loss over everything that a trial saw compares with no other's
     keys = dict.fromkeys(key for sample in measured for key in sample.metrics if key != LOSS)
@@ -268,8 +304,8 @@ def _row(
     change = _change(loss, None if first is None else first.loss)
     taken = None if steps is None else steps.median
     standing, why = _standing(
-        measured, failures, flaws, first=first, speeds=(speed, base), ratio=ratio, change=change,
-        tolerance=tolerance, early=_early(name, taken, first, tokens),
+        measured, failures, flaws, first=first, judgement=judgement, change=change, tolerance=tolerance,
+        early=_early(name, taken, first, tokens),
     )  # fmt: skip
     if standing == "loss changed" and first is not None:
         why += _fewer(taken, first.steps_within)
@@ -277,7 +313,8 @@ def _row(
         why = "; ".join(filter(None, (why, _later(spreads, first, ratio))))
     return Row(
         variant=name, standing=standing, why=why, spreads=spreads, loss=loss, speed_ratio=ratio,
-        loss_change=change, failures=failures, flaws=flaws, steps_within=taken,
+        chance=None if judgement is None else round(judgement.chance, 4), loss_change=change,
+        failures=failures, flaws=flaws, steps_within=taken,
     )  # fmt: skip
 
 
@@ -325,8 +362,7 @@ def _change(loss: Spread | None, base: Spread | None) -> float | None:
 
 def _standing(
     measured: Sequence[Sample], failures: Sequence[str], flaws: Sequence[str], *,
-    first: Row | None, speeds: tuple[Spread | None, Spread | None], ratio: float | None,
-    change: float | None, tolerance: float, early: str,
+    first: Row | None, judgement: Judged | None, change: float | None, tolerance: float, early: str,
 ) -> tuple[Standing, str]:  # fmt: skip
     """What to say of a variant, gravest first; `early`: why its loss tells nothing."""
     if not measured:
@@ -338,10 +374,9 @@ def _standing(
     doubts += [f"{len(failures)} of its runs failed: {failures[0]}"] if failures else []
     if first is None:
         return "baseline", "; ".join(doubts)
-    speed, base = speeds
-    if ratio is None or speed is None or base is None:
+    if judgement is None:
         return "unknown", "no speed of both to compare"
-    word = speed_word(speed, base)
+    word = judgement.word
     if change is None:
         return "unknown", f"{word}; no loss of both to compare"
     if abs(change) > tolerance:
@@ -351,111 +386,31 @@ def _standing(
     if doubts:
         standing: Standing = "unproven" if unproved or early else "flawed"
         return standing, f"{word}, but {'; '.join(doubts)}"
-    return word, "" if min(speed.n, base.n) > 1 else "one run: no spread"
+    return word, judgement.why
 
 
-def speed_word(speed: Spread, base: Spread) -> Literal["faster", "slower", "no difference"]:
-    """What speeds above 0 are to `base`: see `compare`."""
-    ratio = speed.median / base.median
-    least = ALONE if min(speed.n, base.n) < FEW else LEAST
-    clear = abs(ratio - 1) >= least and speed.apart(base)
-    return "no difference" if not clear else "faster" if ratio > 1 else "slower"
+def judged(runs: Sequence[Timed], base: Sequence[Timed]) -> Judged:
+    """What runs are to those of `base`: see `compare`. There has to be one of either."""
+    ours, others = (Spread.of(one.speed for one in some) for some in (runs, base))
+    assert ours is not None and others is not None
+    ratio = ours.median / others.median
+    few = min(len(runs), len(base)) < LEAST_RUNS
+    ahead, behind = (runs, base) if ratio > 1 else (base, runs)
+    paces = [[one.pace for one in some] for some in (ahead, behind)]
+    by_chance = chance(*paces)
+    clear = ours.apart(others) and steadily(*paces) if few else by_chance <= ERROR
+    far = abs(ratio - 1) >= (ALONE if few else LEAST)
+    word: Word = "no difference" if not (clear and far) else "faster" if ratio > 1 else "slower"
+    why = _ONE if min(len(runs), len(base)) == 1 else ""
+    if far and not clear and not few:
+        why = (
+            f"{ratio - 1:+.1%} by the medians, which chance alone does in {by_chance:.0%} of cases: "
+            "more runs may tell"
+        )
+    return Judged(word, by_chance, why)
 
 
-# --- what must hold -------------------------------------------------------------------------------
-
-RELATIVE = {
-    "loss": LOSS, "tokens_per_second": SPEED, "seconds_per_step": "seconds_per_step",
-    "peak_memory": "peak_allocated_gib",
-}  # fmt: skip
-"""Held to the first variant: `1.2` is a ratio, `20%` a change; of the loss either way."""
-ABSOLUTE = {
-    "mfu": "mfu", "mfu_6n": "mfu_6n", "wasted": "wasted_share",
-    "gpu_utilisation": "gpu_utilisation_p50",
-}  # fmt: skip
-"""Shares by themselves, of every variant: `48%` is 0.48."""
-
-_EXPRESSION = re.compile(
-    r"\s*(?P<name>[a-z0-9_]+)\s*(?P<op><=|>=|<|>)\s*(?P<number>[+-]?(?:\d+(?:\.\d*)?|\.\d+))\s*(?P<percent>%?)\s*"
-)
-_HOLDS = {
-    "<=": lambda a, b: a <= b,
-    ">=": lambda a, b: a >= b,
-    "<": lambda a, b: a < b,
-    ">": lambda a, b: a > b,
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assertion:
-    """`loss<=1%`, `tokens_per_second>=1.2`, `mfu>=48%`: one figure, one limit."""
-
-    text: str
-    name: str
-    operator: str
-    number: float
-    percent: bool
-
-    @property
-    def relative(self) -> bool:
-        """Whether the figure is held to the first variant's, which then is not judged itself."""
-        return self.name in RELATIVE
-
-    @property
-    def tolerance(self) -> float | None:
-        """How far the loss may go by this; None where it speaks of something else."""
-        if self.name != "loss" or self.operator not in ("<", "<="):
-            return None
-        return self.number / 100 if self.percent else max(0.0, self.number - 1)
-
-    def holds(self, row: Row, first: Row) -> bool | None:
-        """Whether it is so; None where a figure that it needs is not known."""
-        value = row.median((RELATIVE | ABSOLUTE)[self.name])
-        if self.relative:
-            base = first.median(RELATIVE[self.name])
-            value = value / base if value is not None and base else None
-        if value is None:
-            return None
-        if not self.percent:
-            return bool(_HOLDS[self.operator](value, self.number))
-        value = 100 * (value - 1) if self.relative else 100 * value
-        value = abs(value) if self.name == "loss" else value
-        # 1.01 / 1 is a little more than 1 %
-        return bool(_HOLDS[self.operator](round(value, 9), self.number))
-
-
-def assertion(text: str) -> Assertion:
-    """Read one. Raises UsageError for what is none."""
-    found = _EXPRESSION.fullmatch(text)
-    if found is None or found["name"] not in RELATIVE | ABSOLUTE:
-        raise usage(
-            "bad-assert", f"`{brief(text)}` cannot be asserted",
-            f"such as loss<=1%, tokens_per_second>=1.2; of {', '.join(RELATIVE | ABSOLUTE)}",
-        )  # fmt: skip
-    return Assertion(
-        text=text.strip(), name=found["name"], operator=found["op"], number=float(found["number"]),
-        percent=bool(found["percent"]),
-    )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """An assertion that does not hold of a variant, or (`unknown`) whose figure nobody measured."""
-
-    text: str
-    variant: str
-    unknown: bool
-
-    def as_json(self) -> dict[str, Any]:
-        """For the envelope."""
-        return {"assert": self.text, "variant": self.variant, "unknown": self.unknown}
-
-
-def broken(assertions: Sequence[Assertion], rows: Sequence[Row]) -> list[Broken]:
-    """Every assertion with every variant that it does not hold of."""
-    return [
-        Broken(one.text, row.variant, held is None)
-        for one in assertions
-        for row in (rows[1:] if one.relative else rows)
-        if (held := one.holds(row, rows[0])) is not True
-    ]
+def _timed(samples: Iterable[Sample]) -> list[Timed]:
+    """Those that told their speed."""
+    speeds = ((one, one.metrics.get(SPEED)) for one in samples if one.measured)
+    return [Timed.of(speed, one.pace) for one, speed in speeds if speed]

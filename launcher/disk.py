@@ -21,11 +21,11 @@ from launcher.backends import model_config, trl_resolved
 from launcher.caches import REFERENCE_VARIABLE
 from launcher.errors import DISK_FULL, Finding, Severity
 from launcher.fingerprint import cache_home
-from launcher.memory import Setup
 from launcher.parameters import Count
 from launcher.paths import exists
 from launcher.plan import Plan
 from launcher.plan import limited as limit_of_steps
+from launcher.setups import Setup
 from launcher.sizes import sized
 
 LOW = 2**30
@@ -103,6 +103,9 @@ def needs(plan: Plan, output: Path | None, environ: Mapping[str, str]) -> Needs:
     likely = saved(plan, count.parameters)
     if likely is None:
         return Needs(count=count)
+    watch = plan.stage.options.probe
+    if watch is not None and not watch.final_save:
+        likely = replace(likely, final=0)
     # shards of several machines may lie on a disk each, and unknown steps may save nothing
     least = replace(likely, checkpoint=likely.checkpoint // plan.nodes, times=likely.times or 0)
     there = _held(output)

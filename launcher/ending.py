@@ -263,6 +263,7 @@ def _well(evidence: Evidence, clean: bool) -> Ending:
     """The ending of a run of which nothing bad is known; `clean` if it is known to be over."""
     last, total, log = evidence.last_step, evidence.total_steps, evidence.log
     done = log.last("training_completed") if log else None
+    alone = evidence.exit is None and evidence.probe is None
     clean = clean or (
         done is not None and not (log and log.steps and log.steps[-1].line > done.line)
     )
@@ -276,6 +277,9 @@ def _well(evidence: Evidence, clean: bool) -> Ending:
         return Ending(state="running", proved=False)
     if log and log.asked.get("cache_dataset_only") == "True" and last is None:
         return Ending(state="completed", proved=True)
+    if not all_steps and alone and log and not log.summed:
+        # of what is filtered, or on another stream, the last steps may be: a run that has ended sums up
+        return Ending(state="running", proved=False)
     if not all_steps:
         return Ending(state="stopped", proved=True, reason="ended_early")
     return Ending(state="stopped", proved=False, reason=doubt or "no_save")
@@ -283,7 +287,7 @@ def _well(evidence: Evidence, clean: bool) -> Ending:
 
 def _doubt(evidence: Evidence) -> str | None:
     """Why a good exit of ours is no proof that all steps were taken, where the log announces no number."""
-    last, planned = evidence.last_step, evidence.planned_steps
+    last, planned = evidence.last_step, evidence.planned.steps
     if last is None:
         begun = evidence.probe.events("resumed") if evidence.probe else ()
         ours = evidence.exit is not None or evidence.probe is not None

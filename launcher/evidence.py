@@ -63,7 +63,8 @@ class Event:
 class ProbeStep:
     """One optimizer step as one rank lived it; memory in GiB, time in seconds.
 
-    `wasted` positions hold no token; `interrupted` steps followed a save or an evaluation.
+    `wasted` positions hold no token; `interrupted` steps followed a save or an evaluation. Of a pair of
+    DPO's, `rows` counts both.
     """
 
     line: int
@@ -80,6 +81,7 @@ class ProbeStep:
     grad_norm: float | None
     learning_rate: float | None
     interrupted: bool = False
+    micro_batches: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,14 +172,30 @@ class ExitRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """What the manifest says that an attempt was to be; None where it does not, or cannot know.
+
+    `world` is the number of processes. `micro_batches` and `per_device` (rows of each) are those of one
+    rank and optimizer step, as its probe counts them; `data` are the rows of an epoch before filtering,
+    `batch` those of a step over all ranks.
+    """
+
+    steps: int | None = None
+    world: int | None = None
+    micro_batches: int | None = None
+    per_device: int | None = None
+    batch: int | None = None
+    data: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """All that is known of one attempt of a run.
 
     `reworded` are the log lines (see `signatures.key`) that the source of this run does not print
     although the patterns look for them; None where it is not known which source it was. `before` are
     the losses of the attempts that this one goes on from, up to its first step, `norms_before` their
-    gradient norms, `bad_before` those steps of theirs that were not finite. `planned_steps` is what was
-    foreseen, None where nothing was.
+    gradient norms, `bad_before` those steps of theirs that were not finite.
     """
 
     log: Log | None = None
@@ -187,7 +205,7 @@ class Evidence:
     before: tuple[float, ...] = ()
     norms_before: tuple[float, ...] = ()
     bad_before: tuple[int, ...] = ()
-    planned_steps: int | None = None
+    planned: Planned = Planned()
 
     def rewords(self, *names: str) -> bool:
         """Whether the source is known to say one of these signals in other words."""
@@ -248,9 +266,11 @@ class Evidence:
         if log is not None and log.steps:
             last = log.steps[-1]
             if "epoch" in last.extra:  # a dict of HF Trainer
-                return _stage_of(last.extra)
+                return _stage_of(last.extra, log)
             if told := _SCRIPT.search(last.text):
                 return "dpo" if told["dpo"] else "sft"
+        if log is not None and not log.blocks and (trainer := _named(log)) is not None:
+            return trainer
         for _, start in self.probe.events("start") if self.probe else ():
             script = Path(start.text("target") or "").name
             return (
@@ -282,24 +302,69 @@ def read_run(
         attempt = max(map(_attempt, files), default=None)
     infix = "" if attempt in (None, 1) else f".{attempt}"
     console = folder / f"console{infix}.log"
-    told = rundir.read_json(folder / "run.json")
-    listed, plan = told.get("reworded"), told.get("plan")
-    steps = plan.get("steps") if isinstance(plan, dict) else None
+    # that of an attempt which another one followed is kept beside it
+    kept = rundir.read_json(folder / f"run.{attempt}.json")
+    told = kept or rundir.read_json(folder / "run.json")
+    listed = told.get("reworded")
     return Evidence(
         log=scan(console, patterns) if console.is_file() else None,
         probe=_read_probe(folder / "probe", attempt),
         exit=_read_exit(folder / f"exit{infix}.json", attempt or 1),
         reworded=frozenset(map(str, listed)) if isinstance(listed, list) else None,
-        planned_steps=steps if isinstance(steps, int) else None,
+        planned=_planned(told),
     )
 
 
-def _stage_of(metrics: Mapping[str, float]) -> str | None:
+def _planned(told: Mapping[str, object]) -> Planned:
+    """The plan in a manifest, as the ranks would show it."""
+    plan, args = told.get("plan"), told.get("args")
+    plan = plan if isinstance(plan, dict) else {}
+    packing = args.get("packing") if isinstance(args, dict) else None
+    packed = isinstance(packing, dict) and bool(packing.get("value"))
+    keys = ("steps", "gpus", "nodes", "accumulation", "per_device", "global", "rows")
+    steps, gpus, nodes, accumulation, per_device, batch, data = (
+        value if isinstance(value := plan.get(key), int) else None for key in keys
+    )
+    dpo, own = told.get("stage") == "dpo", told.get("backend") == "trl"
+    if packed and dpo and not own:
+        # dpo.py fills its micro-batches anew (data_loader.py:283)
+        accumulation = per_device = None
+    elif packed and own:
+        per_device = None  # of a row that is packed nobody knows how many it holds
+    return Planned(
+        steps=steps,
+        world=None if gpus is None else max(1, gpus) * (nodes or 1),
+        micro_batches=accumulation,
+        per_device=None if per_device is None else per_device * (2 if dpo else 1),
+        batch=batch,
+        data=data,
+    )
+
+
+def _stage_of(metrics: Mapping[str, float], log: Log) -> str | None:
     if not _OTHER_METRICS.isdisjoint(metrics):
         return None
     if not _DPO_METRICS.isdisjoint(metrics):
         return "dpo"
-    return None if _SFT_METRICS.isdisjoint(metrics) else "sft"
+    if not _SFT_METRICS.isdisjoint(metrics):
+        return "sft"
+    # LLaMA-Factory shows the labels of its first row: for SFT, and for what logs other metrics
+    labelled = log.first("factory") and log.first("labelled")
+    return "sft" if labelled and not _trainers(log) else _named(log)
+
+
+def _named(log: Log) -> str | None:
+    """The stage of the one trainer that warnings and frames name; None where they name several, or none."""
+    told = _trainers(log)
+    return next(iter(told)) if len(told) == 1 and told < {"sft", "dpo"} else None
+
+
+def _trainers(log: Log) -> set[str]:
+    """The trainers whose files or scripts the log names."""
+    signals = log.all("trainer", "trainer_of")
+    told = {of for s in signals if (of := s.fields.get("of") or s.fields.get("kind"))}
+    # what all of them inherit from
+    return {one.lower() for one in told} - {"base"}
 
 
 def _final(signal: Signal) -> bool:
@@ -400,7 +465,7 @@ def _step(event: Event) -> list[ProbeStep]:
         return []
     loss, raw = event.number("loss"), event.fields.get("loss")
     finite = event.fields.get("finite") is not False and (raw is None or loss is not None)
-    measured = {key: event.number(key) for key in MEASURED}
+    measured = {key: event.number(key) for key in (*MEASURED, "micro_batches")}
     interrupted = event.fields.get("interrupted") is True
     return [
         ProbeStep(

@@ -49,7 +49,8 @@ def read(
     """Everything about these stages of a backend, parsed now.
 
     `externals` are the choices of types that live in packages which are not among the trees. A stage
-    whose script or dataclasses cannot be read stands under `unreadable` with the reason.
+    whose script or dataclasses cannot be read stands under `unreadable` with the reason. `absent` are
+    files that were looked for and are not there.
     """
     from launcher import signatures
     from launcher.sources import Sources
@@ -59,7 +60,7 @@ def read(
         "beside": {},
         **({"tables": {}} if any(entry.tables for entry in backend.STAGES.values()) else {}),
         **({"models": {}} if any(entry.models for entry in backend.STAGES.values()) else {}),
-        "unreadable": {}, "files": {},
+        "unreadable": {}, "files": {}, "absent": [],
     }  # fmt: skip
     # what a script does is read in upstream's own packages only: the same whatever else is here
     own = {name: tree for name, tree in trees.items() if name in backend.PACKAGES}
@@ -78,6 +79,8 @@ def read(
             told["unreadable"][stage] = str(error) or type(error).__name__
         told["said"][stage] = signatures.said(backend.NAME, walked.parsed())
         told["files"] |= sources.digests | walked.digests | beside.digests
+        told["absent"] += sources.absent | walked.absent | beside.absent
+    told["absent"] = sorted(set(told["absent"]))
     told["files"] = dict(sorted(told["files"].items()))
     told["fields"] = dict(sorted(told["fields"].items()))
     return told
@@ -301,8 +304,9 @@ def cached(
 ) -> dict[str, Any]:
     """`read` of one stage, remembered by the content of every file that was read.
 
-    An entry is used only while all those files still have the same sha256; a folder that cannot be
-    written costs time, nothing else. Several processes may write at once: the last one stays.
+    An entry is used only while all those files still have the same sha256, and none is there now that
+    was looked for in vain; a folder that cannot be written costs time, nothing else. Several processes
+    may write at once: the last one stays.
     """
     script = digest(trees, backend.STAGES[stage].script) or ""
     name = hashlib.sha256(f"{FORM} {_reader()} {backend.NAME} {stage} {script}".encode())
@@ -310,7 +314,8 @@ def cached(
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         known: dict[str, Any] = json.loads(place.read_text(encoding="utf-8"))
         answers = (stage in known["stages"] and known["files"]) or stage in known["unreadable"]
-        if answers and all(digest(trees, label) == sha for label, sha in known["files"].items()):
+        held = {**known["files"], **dict.fromkeys(known["absent"])}
+        if answers and all(digest(trees, label) == sha for label, sha in held.items()):
             return known
     # only where there is something to write
     import tempfile

@@ -10,7 +10,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
@@ -19,10 +20,13 @@ from launcher import attempt as attempts
 from launcher import keeper, overview, process, rundir, runner
 from launcher.attempt import Attempt
 from launcher.errors import NotReady, unreadable
+from launcher.redaction import known_values, redact_bytes
 from launcher.rundir import RunFolder
 from launcher.view import View
 
 POLL_S = 0.2
+LINE_BYTES = 2**20
+"""Bytes of a line that are looked at together."""
 
 
 class Detached(Exception):
@@ -110,7 +114,7 @@ def _signals(folder: RunFolder, asked: list[int], *, forward: bool) -> Iterator[
 
 
 def print_log(folder: RunFolder, number: int, *, last: int | None, follow: bool) -> None:
-    """Write an attempt's console log to stdout as it is: its last lines, all of it, and what comes.
+    """Write an attempt's console log to stdout without tokens: its last lines, all of it, and what comes.
 
     `last` None is all. Following ends with the run; a log that is moved or removed is read on, as it is
     written on, and one that was truncated is read from its new beginning. Raises FileNotFoundError
@@ -118,7 +122,7 @@ def print_log(folder: RunFolder, number: int, *, last: int | None, follow: bool)
     """
     if sys.stdout is None:
         return
-    out = sys.stdout.buffer
+    out, shown = sys.stdout.buffer, Shown(known_values(attempts.tokens(folder)))
     with _opened(folder.console(number)) as log:
         log.seek(0 if last is None else _tail(log, last))
         while True:
@@ -126,12 +130,57 @@ def print_log(folder: RunFolder, number: int, *, last: int | None, follow: bool)
             over = not follow or not _goes_on(folder)
             if os.fstat(log.fileno()).st_size < log.tell():
                 log.seek(0)
+                out.write(shown.rest())
+                shown.begin_anew()
             while block := log.read(2**20):
-                out.write(block)
+                out.write(shown.of(block))
+            out.write(shown.rest())
             out.flush()
             if over:
                 return
             time.sleep(POLL_S)
+
+
+@dataclass(slots=True)
+class Shown:
+    """A console log as it is shown: in blocks, without tokens, the begun last line too.
+
+    A token may be cut in two wherever a block ends: a line is looked at again when more of it is there.
+    """
+
+    known: Sequence[str]
+    line: bytes = b""
+    so_far: bytes = b""
+
+    def of(self, block: bytes) -> bytes:
+        """What to write of all lines that end in the block."""
+        whole = self.line + block
+        end = max(whole.rfind(b"\n"), whole.rfind(b"\r")) + 1
+        if len(whole) - end > LINE_BYTES:
+            # it has no end; a word has
+            end = max(whole.rfind(b" "), end - 1, len(whole) - LINE_BYTES) + 1
+        if not end:
+            self.line = whole
+            return b""
+        more = self._more(redact_bytes(whole[:end], self.known))
+        self.line, self.so_far = whole[end:], b""
+        return more
+
+    def rest(self) -> bytes:
+        """What to write of the begun line, now that no more of it is there."""
+        now = redact_bytes(self.line, self.known)
+        more, self.so_far = self._more(now), now
+        return more
+
+    def begin_anew(self) -> None:
+        """Another log follows."""
+        self.line = self.so_far = b""
+
+    def _more(self, now: bytes) -> bytes:
+        # of a token that is known as one only now, the beginning has been shown
+        pairs = enumerate(zip(self.so_far, now, strict=False))
+        same = min(len(self.so_far), len(now))
+        return now[next((at for at, (a, b) in pairs if a != b), same) :]
 
 
 def _opened(path: Path) -> BinaryIO:

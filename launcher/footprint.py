@@ -1,4 +1,4 @@
-"""`Plan` -> `memory.Setup`: what of a stage file memory depends on, under either backend's names."""
+"""`Plan` -> `Setup`: what of a stage file memory depends on, under either backend's names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from launcher import lengths, memory, shapes
+from launcher import lengths, setups, shapes
 from launcher import situation as situations
 from launcher.activations import FULL, HALF
 from launcher.backends import model_config, olmo_core_rules, trl_mappings, trl_resolved
@@ -16,11 +16,11 @@ from launcher.backends.model_rules import LIGER_MODELS
 from launcher.backends.trl_adapter_rules import DEFAULTS as PEFT_CHOOSES
 from launcher.errors import Finding, InvalidConfig
 from launcher.lengths import Batch, Lengths
-from launcher.memory import Adapters, Quantised, Setup, Sharding, Zero
 from launcher.options import deepspeed_file
 from launcher.packed_rows import Packed, pack
 from launcher.plan import Plan, divisors, limited, steps_of
 from launcher.schema import Values
+from launcher.setups import Adapters, Quantised, Setup, Sharding, Zero
 from launcher.shapes import Shape
 
 ATTENTIONS = ("flash_2", "flash_3", "flash_4", "sdpa", "eager")
@@ -214,7 +214,7 @@ class Footprint:
             fused_optimizer=not plan.gpus or (
                 _ADAM.get(_optimizer(values), True)
                 if trl
-                else bool(values["fused_optimizer"] or values.get("use_qlora"))
+                else bool(values.get("fused_optimizer") or values.get("use_qlora"))
             ),
         )  # fmt: skip
 
@@ -248,7 +248,7 @@ class Footprint:
             sharding=Sharding(
                 shards=shards, share=min(1.0, float(share or 0)) if compiled else None
             ),
-            steps=plan.steps, fused_optimizer=bool(values["fused_optimizer"]),
+            steps=plan.steps, fused_optimizer=bool(values.get("fused_optimizer")),
         )  # fmt: skip
 
     def _weight_bytes(self) -> int:
@@ -343,13 +343,13 @@ def zero_of(plan: Plan, hidden: int) -> Zero | None:
                 section[f"offload_{name}"] = {"device": "cpu"}
         if own == 3:
             section["zero_hpz_partition_size"] = plan.values.get("zero_hpz_partition_size")
-        return memory.zero_of({"zero_optimization": section}, hidden)
+        return setups.zero_of({"zero_optimization": section}, hidden)
     told, _ = situations.deepspeed_of(plan.stage.options)
     if plan.stage.options.backend == "trl":
         # TRL's own replaces launch's
         replaced = trl_resolved.own_deepspeed(plan.values)
         told = told if replaced is None else replaced
-    return memory.zero_of(told, hidden)
+    return setups.zero_of(told, hidden)
 
 
 def _model_arguments(values: Values) -> Mapping[str, Any]:
@@ -523,7 +523,7 @@ def ways(found: Footprint) -> tuple[tuple[Way, ...], ...]:
 
 
 def turned(found: Footprint, chosen: Sequence[Way]) -> Footprint | None:
-    """The same set-up changed in these ways; None where the batch cannot be split so."""
+    """The same set-up changed in these ways; None where the batch cannot be split so, or it would crash."""
     planned, stage = found.plan, found.plan.stage
     args = {**stage.args, **{name: one.value for name, one in planned.derived.items()}}
     options, per_device, gpus, nodes = (
@@ -546,7 +546,18 @@ def turned(found: Footprint, chosen: Sequence[Way]) -> Footprint | None:
         planned, stage=replace(stage, options=options), values=Values(stage.schema, args), gpus=gpus,
         nodes=nodes, per_device=per_device, accumulation=accumulation,
     )  # fmt: skip
-    return replace(found, plan=made)
+    changed = replace(found, plan=made)
+    return None if _released_too_soon(changed) else changed
+
+
+def _released_too_soon(found: Footprint) -> bool:
+    """LoRA's frozen weights under ZeRO-3 are gone when finetune.py computes a layer again: CheckpointError.
+
+    It takes transformers' own way of checkpointing, which is not the reentrant one
+    (finetune.py:624, transformers/modeling_utils.py:3132); TRL asks for that one.
+    """
+    own = found.plan.stage.options.backend == "open_instruct" and found.adapters is not None
+    return own and found.checkpointing and found.zero is not None and found.zero.stage == 3
 
 
 def _smaller_batches(planned: Plan) -> Iterator[Way]:

@@ -47,10 +47,11 @@ from launcher.footprint import (
 )  # fmt: skip
 from launcher.lengths import Lengths
 from launcher.machine import Gpu
-from launcher.memory import GIB, Memory, Moment, Setup
+from launcher.moments import GIB, KINDS, Memory, Moment
 from launcher.packed_rows import Packed, fuller
 from launcher.plan import Plan
 from launcher.preparation import Request, ask
+from launcher.setups import Setup
 from launcher.sizes import sized
 
 MARGIN = 0.08
@@ -180,7 +181,7 @@ _HEAD = (
 
 def _at_least(held: Memory) -> dict[str, Any]:
     told = held.as_json()
-    kinds = {kind: told[kind] if kind in _HELD else None for kind in memory.KINDS}
+    kinds = {kind: told[kind] if kind in _HELD else None for kind in KINDS}
     return {"peak": None, "at_least": told["peak"], **kinds, "moment": told["moment"]}
 
 
@@ -206,7 +207,7 @@ def _row(rung: Rung) -> tuple[str, ...]:
 
 def _parts(rung: Rung, *, why: bool) -> Iterator[str]:
     fullest = rung.memory.fullest
-    kinds = ((kind, rung.memory.of(kind)) for kind in memory.KINDS)
+    kinds = ((kind, rung.memory.of(kind)) for kind in KINDS)
     told = ", ".join(f"{kind} {gib:.1f}" for kind, gib in kinds if gib >= 0.05)
     least = "" if rung.plan.gpus else "at least "
     yield f"{_which(rung.plan)}{least}{rung.memory.peak:.1f} GiB at the {fullest.name}: {told or 'nothing'}"
@@ -625,7 +626,7 @@ def _instead(footprint: Footprint, now: Memory, usable: float) -> str:
     ]
     if found and found[0][1] <= usable:
         return f"this fits: {'; or '.join(told[:3])}"
-    shorter = ", shorter rows" if max(memory.KINDS, key=now.of) in ("logits", "activations") else ""
+    shorter = ", shorter rows" if max(KINDS, key=now.of) in ("logits", "activations") else ""
     rest = f"a card with more memory{shorter}, or a smaller model"
     if not found:
         return f"nothing that can be turned takes less: {rest}"

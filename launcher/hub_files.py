@@ -16,18 +16,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from launcher.backends import model_config
+from launcher.backends import model_config, model_files
 from launcher.errors import Finding, not_ready
 from launcher.machine import Trainer
 from launcher.paths import exists, is_file
 from launcher.plan import Plan
 from launcher.redaction import redact
-from launcher.rundir import parse_line, read_json
+from launcher.rundir import parse_line
 
 FETCHING = Path(__file__).resolve().parent / "fetching.py"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
-                   "sentencepiece.bpe.model", "tekken.json")  # fmt: skip
-
 Role = Literal["whole", "model", "tokenizer", "data"]
 
 
@@ -167,28 +164,11 @@ def lacking(folder: Path, role: Role) -> str | None:
     """What a model's or a tokenizer's folder lacks to be loaded; None where nothing is missed."""
     if not folder.is_dir():
         return f"there is no folder {folder}"
-    adapter = is_file(folder / "adapter_config.json")
     if role == "tokenizer":
-        found = any(is_file(folder / name) for name in TOKENIZER_FILES)
-        return None if found else f"{folder} holds no tokenizer"
-    if not adapter and not is_file(folder / "config.json"):
-        return f"{folder} holds no config.json"
-    for index in sorted(folder.glob("*.index.json")):
-        shards = read_json(index).get("weight_map")
-        names = set(shards.values()) if isinstance(shards, dict) else set()
-        gone = sorted(str(name) for name in names if not is_file(folder / str(name)))
-        # another format's index may lie beside whole weights
-        if not gone:
-            return None
-        if not _weights(folder, {str(name) for name in names}):
-            return f"{folder} lacks {len(gone)} of {len(names)} weight files: {', '.join(gone[:3])}"
-    return None if _weights(folder, set()) else f"{folder} holds no weights"
-
-
-def _weights(folder: Path, shards: set[str]) -> bool:
-    """Whether there are weights beside those of a broken index."""
-    found = (*folder.glob("*.safetensors"), *folder.glob("*model*.bin"))
-    return any(is_file(path) and path.name not in shards for path in found)
+        fault = model_files.tokenizer_fault(folder)
+    else:
+        fault = model_files.config_fault(folder) or model_files.weights_fault(folder)
+    return None if fault is None else f"{folder}: {fault}"
 
 
 def commit(part: Part, environ: Mapping[str, str]) -> str | None:

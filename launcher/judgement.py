@@ -14,7 +14,7 @@ from launcher.evidence import Evidence
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
 
-_WHOLE_RUN = ("liger", "packing", "attention")
+_WHOLE_RUN = ("liger", "packing", "attention", "batch")
 """What a run is asked for in each of its steps, whichever attempt made them."""
 
 
@@ -70,10 +70,10 @@ def _with_earlier(
     for number, one, steps in _kept(each):
         told = rundir.read_json(earlier.kept_manifest(folder, number))
         before = check.judge(verdict.stage, _expected(told) if told else expected, one)
-        for name in _WHOLE_RUN:
-            point = before.point(name)
-            if points[name].ok is True and point.ok is not True:
-                points[name] = _of_attempt(point, number, steps)
+        for point in before.points:
+            known = points.get(point.name) if point.name in _WHOLE_RUN else None
+            if known is not None and known.ok is True and point.ok is not True:
+                points[point.name] = _of_attempt(point, number, steps)
     return check.with_points(verdict, tuple(points.values()))
 
 

@@ -7,7 +7,6 @@ die. Training would go on without it too (it writes its own log and holds the lo
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import signal
@@ -148,18 +147,14 @@ def conclude(folder: RunFolder, attempt: Attempt, ended: runner.Exit | None) -> 
 def judged(folder: RunFolder, number: int) -> bool:
     """Whether verdict.json is what was found at the end of this attempt: by content, not by any clock."""
     try:
-        return folder.concluded(number).read_text() == _digest(folder.verdict)
+        return folder.concluded(number).read_text() == rundir.digest(folder.verdict)
     except (OSError, ValueError):
         return False
 
 
 def _seal(folder: RunFolder, number: int) -> None:
     with contextlib.suppress(OSError):
-        folder.concluded(number).write_text(_digest(folder.verdict))
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+        folder.concluded(number).write_text(rundir.digest(folder.verdict))
 
 
 def _of_a_further_machine(folder: RunFolder, attempt: Attempt, ended: runner.Exit | None) -> int:

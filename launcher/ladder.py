@@ -17,9 +17,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from launcher import campaign as campaigns
 from launcher import (
-    claim,
     contents,
+    earlier,
+    following,
     gates,
     machine,
     measures,
@@ -28,9 +30,10 @@ from launcher import (
     report,
     rundir,
     rungs,
-    runner,
+    start,
     trial,
 )  # fmt: skip
+from launcher.campaign import Campaign
 from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, not_ready
 from launcher.forecast import Terms
 from launcher.gates import Facts, Flag
@@ -153,11 +156,9 @@ def prepared(
         if running:
             rungs.require_here(gpus, asked.seen)
             key = _key(asked, gpus, steps)
-            # of the key, not of a folder: two starts at once have no folder in common yet
-            place = claim.place("ladders", f"{rundir.runs_root()}\0{key}")
-            busy = trial.under_way(stage.config.path, "wait for it")
-            held.enter_context(claim.alone(place, busy))
-            folder = (None if fresh else _known(key)) or trial.new_folder(KIND, stage.name)
+            campaign = Campaign(kind=KIND, key=key, name=stage.name, root=rundir.runs_root())
+            held.enter_context(campaign.alone("wait for it"))
+            folder = (None if fresh else campaign.earlier()) or campaign.new()
             # one that nothing was written into
             held.callback(rundir.release, RunFolder(folder))
             _require_quiet(folder)
@@ -194,20 +195,13 @@ def _contents(stage: Stage, gpus: Sequence[int]) -> list[dict[str, Any]] | None:
     return None
 
 
-def _known(key: str) -> Path | None:
-    """The newest ladder of this key."""
-    found = (path for path, told in trial.records(KIND, RECORD) if told.get("key") == key)
-    return next(found, None)
-
-
 def _require_quiet(folder: Path) -> None:
     """Raise NotReady where a rung still trains, or is about to, whose command was killed."""
-    for run in rundir.newest_first(folder):
-        if runner.alive(run.path) or claim.held(run):
-            raise not_ready(
-                "run-is-live", f"a rung of this ladder still trains: {run.path.name}",
-                f"wait for it, or launch stop {run.path.name}", file=str(run.path),
-            )  # fmt: skip
+    for run in campaigns.left_over(folder):
+        raise not_ready(
+            "run-is-live", f"a rung of this ladder still trains: {run.path.name}",
+            f"wait for it, or launch stop {run.path.name}", file=str(run.path),
+        )  # fmt: skip
 
 
 # --- the climb ------------------------------------------------------------------------------------
@@ -232,7 +226,9 @@ def _climb(planned: Climb, *, allow_unproven: bool, quiet: bool) -> Result:
         if standing is None or not standing.passed:
             if not quiet:
                 report.say(f"rung {len(standings) + 1} of {len(planned.rungs)}: {rung.name}")
-            outcome = _run(rung, planned, quiet=quiet)
+            outcome = _ended_alone(rung, planned, standing) or _run(rung, planned, quiet=quiet)
+            # the weights after so few steps are of no use, and large; a rung run again has them elsewhere
+            shutil.rmtree(planned.folder / rungs.MODELS, ignore_errors=True)
             if outcome is None or outcome.interrupted:
                 return _result(planned, standings, Exit.INTERRUPTED, f"{rung.name}: interrupted")
             record.keep(rung, outcome, _facts(rung, outcome, planned))
@@ -256,12 +252,22 @@ def _run(rung: Rung, planned: Climb, *, quiet: bool) -> Outcome | None:
         if not quiet:
             # what is to be said was said of all rungs
             report.beginning(prepared.plan, prepared.folder.console(prepared.attempt))
-        outcome = trial.of_prepared(prepared, quiet=True)
+        return trial.of_prepared(prepared, quiet=True)
     except KeyboardInterrupt:
         return None
-    # the weights after so few steps are of no use, and large; a rung run again has them elsewhere
-    shutil.rmtree(planned.folder / rungs.MODELS, ignore_errors=True)
-    return outcome
+
+
+def _ended_alone(rung: Rung, planned: Climb, known: Standing | None) -> Outcome | None:
+    """What came of a rung whose command was killed, and which went on to its end; None where none did."""
+    for run in rundir.newest_first(planned.folder):
+        if earlier.mapping(rundir.read_manifest(run).get("plan")).get("gpus") != rung.gpus:
+            continue
+        if known is None or known.told.get("run") != str(run.path):
+            verdict, code = start.conclusion(run, following.newest_attempt(run))
+            if code in (Exit.OK, Exit.VERDICT):
+                return Outcome(run=run, plan=rung.prepared.plan, verdict=verdict, exit=code)
+        return None
+    return None
 
 
 def _result(
@@ -278,7 +284,7 @@ def _result(
 def _page(folder: Path, standings: Sequence[Standing]) -> Path | None:
     runs = [Path(str(one.told.get("run"))) for one in standings]
     with contextlib.suppress(LaunchError):
-        return trial.page(runs, folder / "report.html")
+        return campaigns.page(runs, folder / "report.html")
     return None
 
 
@@ -299,10 +305,7 @@ class _Record:
         self.write()
 
     def write(self) -> None:
-        try:
-            rundir.write_json(self.path, self.told)
-        except OSError as error:
-            raise rundir.not_writable(self.path, error.strerror) from None
+        campaigns.write(self.path, self.told)
 
     def _rungs(self) -> dict[str, Any]:
         known = self.told.get("rungs")

@@ -44,6 +44,8 @@ _SPELT = {"flash_2": "flash_attention_2", "torch": "sdpa"}
 _ROUNDING = 0.1
 """How far the tokens of a step may be from the file's where other rows hold them."""
 _ON, _OFF = True, False
+# open-instruct's DPO asks for checkpointing by it; its commits before #1444 have the flag that SFT has
+_BUDGET = "activation_memory_budget"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,13 +262,13 @@ def _per_device(made: Plan, _here: Here, _rows: Lengths | None) -> Told:
 
 
 def _checkpointing(made: Plan, here: Here, _rows: Lengths | None) -> Told:
-    if not _trl(made) and _dpo(made):
+    if _BUDGET in made.values:
         if _adapters(made):
             return "open-instruct's DPO reads it for the full model alone"
         if made.stage.entry.torchrun and not made.values.get("compile_model"):
             return "dpo.py computes again only what is compiled"
         return Lever(
-            name="checkpointing", now=float(made.values["activation_memory_budget"]) < 1,
+            name="checkpointing", now=float(made.values[_BUDGET]) < 1,
             values=(_OFF, _ON),
         )  # fmt: skip
     if here.cpu and not _trl(made):
@@ -428,8 +430,8 @@ def _keys(made: Plan, name: str, value: Setting) -> dict[str, Any]:
     if name == "deepspeed":
         wrapped = made.stage.config.shape == "wrapped"
         return {"deepspeed_config" if wrapped else "deepspeed": value}
-    if name == "checkpointing" and not _trl(made) and _dpo(made):
-        return {"args.activation_memory_budget": 0.5 if value else 1.0}
+    if name == "checkpointing" and _BUDGET in made.values:
+        return {f"args.{_BUDGET}": 0.5 if value else 1.0}
     if name == "packing" and _trl(made):
         told: dict[str, Any] = {"args.packing": value == "bfd"}
         if value == "padding_free" or made.values.get("padding_free"):

@@ -73,9 +73,10 @@ class Log:
     (step, line) of the training bar's end; `begins` the line where the last of several runs begins;
     `counts` how often each signal came, and `step_lines` how many lines of steps there are (every
     rank's, in the whole file); both are guesses where they are many. `numbered` is False where
-    nothing tells which step a loss is of: `step` then counts the losses. Of each signal some of the first
-    and last are kept. Of up to 50,000 step lines all are read; of more, some 10,000 at even
-    distances, with the first, the last, and those whose loss or gradient norm is not finite (of
+    nothing tells which step a loss is of: `step` then counts the losses. `summed` is whether HF Trainer
+    has summed the run up, as it does behind the last step of whatever it trained. Of each signal some
+    of the first and last are kept. Of up to 50,000 step lines all are read; of more, some 10,000 at
+    even distances, with the first, the last, and those whose loss or gradient norm is not finite (of
     every 4 MiB the first 64 for sure).
     """
 
@@ -92,6 +93,7 @@ class Log:
     blocks: tuple[str, ...]
     total_steps: int | None
     last_bar: tuple[int, int] | None
+    summed: bool
 
     def all(self, *names: str) -> tuple[Signal, ...]:
         """The signals of these names, in the order of their lines."""
@@ -110,11 +112,17 @@ class Log:
         """Whether the beginning, where a log shows what was asked for, is not there.
 
         Of open-instruct that is its arguments; of HF Trainer its first steps, or the bar before them.
+        Where only its stdout is there, or what W&B kept of it, nothing of what came before training is.
         """
         if not any("epoch" in s.extra for s in self.steps[:1]):
             return not self.blocks and bool(self.steps or self.first("total_steps"))
         started = [int(s.fields["total"]) for s in self.all("bar_begun")]
-        if self.total_steps in started or not self.numbered:
+        if self.total_steps in started:
+            return False
+        prepared = any("%|" in s.text for s in self.all(*_STARTS))
+        if not prepared and self.first("trainer", "trainer_of") is None:
+            return True
+        if not self.numbered:
             return False
         steps = [s.step for s in self.steps[:2]]
         return len(steps) == 1 or steps[0] > steps[1] - steps[0]
@@ -425,6 +433,7 @@ class _Reading:
             blocks=tuple(self.blocks),
             total_steps=total,
             last_bar=self.bars.get(total) if total is not None else None,
+            summed=self.over,
         )
 
     def _beside(self, totals: Sequence[int]) -> int | None:
@@ -441,6 +450,7 @@ class _Reading:
         """The steps where no dict stands beside a bar. A bar alone may be of anything."""
         names = ("planned", "trainer", "saving", *_ENDS)
         trains = self.dicts or self.over or self.blocks or any(self.kept.get(n) for n in names)
+        trains = trains or any(" train dataset" in s.text for s in self.kept.get("begun", []))
         bars = self.bars if trains else {}
         planned = self.kept.get("planned", [])
         told = int(planned[-1].fields["total"].replace(",", "")) if planned else None

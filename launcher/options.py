@@ -45,6 +45,7 @@ EXPECT: Mapping[str, tuple[str, ...]] = {
         "any", "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3",
         "flash_attention_4",
     ),
+    "batch": ("planned", "any"),
     "dataset_cache": ("hit", "miss", "any"),
     "reference_cache": ("hit", "miss", "any"),
     "loss": ("finite", "any"),

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from launcher import footprint, levers, memory, shapes, throughput
+from launcher.candidates import Candidate, Expected
 from launcher.errors import InvalidConfig
 from launcher.footprint import Footprint
 from launcher.lengths import Lengths
 from launcher.levers import Settings, Space
-from launcher.search import Candidate, Expected
 from launcher.shapes import Shape
 from launcher.throughput import Card
 

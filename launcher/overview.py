@@ -34,7 +34,8 @@ def row(folder: RunFolder) -> dict[str, Any]:
     last_steps(folder, progress)
     now = state(folder, progress)
     # the file of an attempt that goes on is that of the one before
-    judged = rundir.read_json(folder.verdict) if now in _ENDED else {}
+    over = now in _ENDED and not _judged_before(folder)
+    judged = rundir.read_json(folder.verdict) if over else {}
     rate = _steady(judged)
     rate = progress.tokens_per_second if rate is None else rate
     return {
@@ -53,6 +54,16 @@ def row(folder: RunFolder) -> dict[str, Any]:
         "output": manifest.get("output"),
         "wandb": _tracked(folder, manifest),
     }
+
+
+def _judged_before(folder: RunFolder) -> bool:
+    """Whether verdict.json is still that of the attempt before: nobody lived to judge the last one."""
+    number = folder.attempts()
+    try:
+        known = folder.concluded(number - 1).read_text()
+        return not folder.concluded(number).exists() and known == rundir.digest(folder.verdict)
+    except (OSError, ValueError):
+        return False
 
 
 def _steady(judged: Mapping[str, Any]) -> float | None:
@@ -113,11 +124,24 @@ def ended_state(folder: RunFolder, progress: Progress | None = None) -> str:
     if ended.get("stopped") is not None:
         return "stopped"
     code = ended.get("returncode")
-    if not ended and progress is not None:
+    if not ended and progress is not None and progress.exit is not None and _last_told(folder):
         code = progress.exit
     if code is None:
         return "lost"
     return "finished" if code == 0 else "failed"
+
+
+def _last_told(folder: RunFolder) -> bool:
+    """Whether what rank 0's record ends with is of the last attempt, and not of one before."""
+    if folder.attempts() < 2:
+        return True
+    try:
+        with (folder.probe / "rank-0.jsonl").open("rb") as record:
+            begun = [rundir.parse_line(line) for line in record if b'"start"' in line]
+    except OSError:
+        return False
+    told = [one.get("attempt") for one in begun if one.get("event") == "start"]
+    return not told or told[-1] in (None, folder.attempts())
 
 
 @lru_cache(maxsize=1)

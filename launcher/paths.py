@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+POINTER = b"version https://git-lfs"
+"""What the note begins with that git-lfs leaves of a file that was not fetched."""
+
 
 def expanded(text: str | Path) -> Path:
     """The path with `~` expanded, or as it is where there is no such user or no home."""
@@ -18,6 +21,15 @@ def is_file(path: Path) -> bool:
     """Whether a file is there; False for names that no file can have (too long, a NUL inside)."""
     try:
         return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def is_pointer(path: Path) -> bool:
+    """Whether git-lfs has left its note of a file where the file should be."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(POINTER)) == POINTER
     except (OSError, ValueError):
         return False
 

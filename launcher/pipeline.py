@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from launcher import (
+    campaign,
     check,
     checkpoints,
     claim,
@@ -370,7 +371,7 @@ class _Runner:
         """The stages so far on one page."""
         runs = [Path(row.run) for row in self.result.rows if row.run]
         try:
-            trial.page(runs, self.result.folder / PAGE)
+            campaign.page(runs, self.result.folder / PAGE)
         except LaunchError as error:
             report.findings(error.findings if not self.quiet else ())
 
@@ -440,13 +441,14 @@ def _opened(order: Order, seen: Survey) -> Result:
                 model=str(values.get(step.plan.stage.entry.names.model)), output=str(step.output),
             )
         )  # fmt: skip
+    root = order.runs or rundir.runs_root()
     file, cwd = str(order.chain.path.absolute()), os.getcwd()
-    for folder, told in trial.records(KIND, RECORD, order.runs):
+    for folder, told in campaign.records(KIND, RECORD, root):
         if (told.get("file"), told.get("cwd")) == (file, cwd):
             if told.get("state") != "finished":
                 return Result(folder=folder, order=order, rows=rows, began=rundir.now())
             break
-    folder = trial.new_folder(KIND, order.chain.name, order.runs)
+    folder = rundir.new_folder(root, KIND, order.chain.name)
     return Result(folder=folder, order=order, rows=rows, began=rundir.now())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 from launcher import situation
 from launcher.arguments import placed
+from launcher.backends.rows import lines_of
 from launcher.errors import Finding, InvalidConfig
 from launcher.paths import expanded
 from launcher.schema import Values
@@ -447,20 +447,3 @@ def _rows_of(name: str, amount: str) -> int | None:
         return None
     rows = lines_of([expanded(name)]) if name.endswith(".jsonl") else None
     return None if rows is None or not math.isfinite(share) else int(rows * share)
-
-
-def lines_of(paths: Sequence[Path]) -> int | None:
-    """Lines of local .jsonl files in all; None where there are none or they are too large to count."""
-    try:
-        seen = [(path, path.stat()) for path in paths]
-        if not seen or sum(told.st_size for _, told in seen) > 64 * 2**20:
-            return None
-        return sum(_lines(path, told.st_mtime_ns, told.st_size) for path, told in seen)
-    except (OSError, ValueError):
-        return None
-
-
-@functools.lru_cache(maxsize=64)
-def _lines(path: Path, _changed: int, _size: int) -> int:
-    # a search plans the same file hundreds of times
-    return len(path.read_bytes().splitlines())

@@ -15,7 +15,7 @@ from typing import Literal
 
 from launcher.backends.open_instruct_log import ATTENTION
 from launcher.ending import HELP, ending, fatal
-from launcher.evidence import Event, Evidence, Probe, ProbeStep, RankRecord
+from launcher.evidence import Event, Evidence, Planned, Probe, ProbeStep, RankRecord
 from launcher.logs import Log, Signal, StepLine
 from launcher.measures import losses, memory_phases, peak_allocated_gib, whole_losses
 from launcher.options import TREND_LOSSES
@@ -275,6 +275,57 @@ def _attention_seen(evidence: Evidence, want: str | None) -> Seen | None:
         detail["missing_ranks"] = list(absent)
     cites = tuple(_of_event(*one) for one in told if one[1].text("attention") == state)
     return Seen(state=state, proved=bool(other) or not absent, cites=cites, detail=detail)
+
+
+def _batch(evidence: Evidence, _want: str | None) -> Seen:
+    """Whether as many processes trained as were planned, and a step of each took as many rows."""
+    probe, planned = evidence.probe, evidence.planned
+    if probe is None or planned.world is None:
+        return Seen(state="unknown", proved=False)
+    started = [(r, e) for _, r in sorted(probe.ranks.items()) if (e := r.last("start"))]
+    other = [one for one in started if one[1].number("world") not in (None, planned.world)]
+    detail: dict[str, object] = {"world": probe.world, "planned_world": planned.world}
+    if other:
+        detail["reason"] = f"the world size was {probe.world}, {planned.world} was planned"
+        return Seen(state="different", cites=tuple(_of_event(*one) for one in other), detail=detail)
+    told = []
+    for record, start in started:
+        odd = [_other_size(step, planned) for step in record.steps]
+        # an epoch's last step may be smaller, and then none beside it
+        twice = [i for i in range(1, len(odd)) if odd[i - 1] and odd[i]]
+        if twice:
+            step = record.steps[twice[0]]
+            detail["reason"] = _size(step, planned, record.rank)
+            return Seen(state="different", cites=(_of_step(record, step),), detail=detail)
+        if start.number("world") and (planned.steps == 0 or not all(odd)):
+            told.append(record.rank)
+    if absent := [rank for rank in range(planned.world) if rank not in told]:
+        detail["missing_ranks"] = absent
+    cites = tuple(_of_event(*one) for one in started)
+    state = "planned" if told else "unknown"
+    return Seen(state=state, proved=not absent, cites=cites, detail=detail)
+
+
+def _other_size(step: ProbeStep, planned: Planned) -> bool:
+    """Whether a rank's step was not as large as planned; what its record does not tell is no difference."""
+    each, rows = planned.micro_batches, planned.per_device
+    taken = [(step.micro_batches, each), (step.rows, each and rows and each * rows)]
+    over = [seen - want for seen, want in taken if seen and want]
+    # of data that have not the rows of one step, every step is an epoch's last
+    few = planned.data is not None and planned.batch is not None and planned.data < planned.batch
+    return any(more > 0 or (more < 0 and not few) for more in over)
+
+
+def _size(step: ProbeStep, planned: Planned, rank: int) -> str:
+    """What a rank's step took, and what it was to take."""
+    each, rows = planned.micro_batches or 0, planned.per_device
+    took = (("micro-batches", step.micro_batches), ("rows", step.rows))
+    plan = (("micro-batches", each), ("rows", each * rows if rows else None))
+    seen, wanted = (
+        ", ".join(f"{name} {number:.0f}" for name, number in told if number)
+        for told in (took, plan)
+    )
+    return f"step {step.step} of rank {rank}: {seen}; planned: {wanted}"
 
 
 def _dataset_cache(evidence: Evidence, _want: str | None) -> Seen:
@@ -635,6 +686,7 @@ POINTS: Mapping[str, Callable[[Evidence, str | None], Seen]] = {
     "liger": _liger,
     "packing": _packing,
     "attention": _attention,
+    "batch": _batch,
     "dataset_cache": _dataset_cache,
     "reference_cache": _reference_cache,
     "loss": _loss,

@@ -18,6 +18,11 @@ _NOT_PACKED = (
     "`launch explain packing CONFIG` says who reads it"
 )
 _PACKED = "write `packing: false`, or `expect: {packing: isolated}`"
+_OTHER_BATCH = (
+    "see what started the processes (an accelerate config, a scheduler's task count, the GPUs that could be "
+    "seen) and what set the batch anew (a DeepSpeed file, `auto_find_batch_size`); `expect: {batch: any}` "
+    "takes it so"
+)
 _NOT_FINITE = (
     "a lower learning rate or a longer warm-up; look at the rows of that step, and where a checkpoint from "
     "before it lies"
@@ -106,6 +111,10 @@ def _attention(want: str | None, seen: Seen, _evidence: Evidence) -> Mapping[str
     }
 
 
+def _batch(_want: str | None, seen: Seen, _evidence: Evidence) -> Mapping[str, str]:
+    return {"help": _OTHER_BATCH} if seen.state == "different" else {}
+
+
 def _cache(want: str | None, seen: Seen, _evidence: Evidence) -> Mapping[str, str]:
     path = f": {seen.detail['path']}" if seen.detail.get("path") else ""
     if want == "hit" and seen.state == "miss":
@@ -167,6 +176,6 @@ def _finish(_want: str | None, seen: Seen, _evidence: Evidence) -> Mapping[str, 
 
 
 _WHY: Mapping[str, Callable[[str | None, Seen, Evidence], Mapping[str, str]]] = {
-    "liger": _liger, "packing": _packing, "attention": _attention, "dataset_cache": _cache,
+    "liger": _liger, "packing": _packing, "attention": _attention, "batch": _batch, "dataset_cache": _cache,
     "reference_cache": _cache, "loss": _loss, "trend": _trend, "finish": _finish,
 }  # fmt: skip

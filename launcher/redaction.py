@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
+from functools import lru_cache
 from typing import Any, TypeVar
 
 REDACTED = "<redacted>"
@@ -65,12 +66,21 @@ _KEY_OF = frozenset(
 # `HF_TOKEN_PATH` says where a token is, not what it is
 _ABOUT = frozenset({"dir", "file", "folder", "fn", "id", "name", "path", "type"})
 
-_SHAPE = re.compile(
-    r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|"
-    r"gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|A(?:KIA|SIA)[0-9A-Z]{16}|"
-    r"xox[abpr]-[A-Za-z0-9-]{10,}|wandb_v\d_\w{20,}|AIza[\w-]{30,}|"
-    r"eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,})"
-)
+_SHAPES: Mapping[str, str] = {
+    "hf_": "[A-Za-z0-9]{16,}",
+    "api_org_": "[A-Za-z0-9]{16,}",
+    "sk-": "[A-Za-z0-9_-]{16,}",
+    "gh[pousr]_": "[A-Za-z0-9]{20,}",
+    "github_pat_": r"\w{20,}",
+    "glpat-": r"[\w-]{16,}",
+    "A(?:KIA|SIA)": "[0-9A-Z]{16}",
+    "xox[abpr]-": "[A-Za-z0-9-]{10,}",
+    "wandb_v": r"\d_\w{20,}",
+    "AIza": r"[\w-]{30,}",
+    "eyJ": r"[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}",
+}
+"""How tokens begin, and how they go on."""
+_SHAPE = re.compile(rf"(?<![A-Za-z0-9])(?:{'|'.join(map(''.join, _SHAPES.items()))})")
 _BEARER = re.compile(r"(?i)\b((?:bearer|basic)\s+)[\w.~+/=-]{12,}")
 _URL = re.compile(r"(?<=://)([^\s/@:]*):[^\s/@]+(?=@)")
 # name=value, name: value, 'name': 'value', --name=value; names of one word only before `=`. A name is
@@ -79,6 +89,18 @@ _NAME = re.compile(r"(?<![\w.-])(?P<name>[\w.-]++)[\"']?(?P<sign>\s*=\s*|:\s+|\"
 _VALUE = re.compile(r"(?P<quote>[\"'])(?P<quoted>[^\"']+)(?P=quote)|(?P<plain>[^\s\"',;&)}\]`]+)")
 # --hub_token VALUE inside a text
 _FLAG = re.compile(r"(?<![\w.-])(?P<head>(?P<name>--[A-Za-z][\w.-]*+)\s+)(?P<value>(?!--)\S+)")
+# The same in bytes, as patterns that begin with a text: of megabytes little else is looked at
+_BEGIN_OF_BYTES = re.compile("|".join(_SHAPES).encode())
+_SHAPE_OF_BYTES = re.compile(_SHAPE.pattern.encode())
+_URL_OF_BYTES = re.compile(rb"://[^\s/@:]*:[^\s/@]+@")
+_BEARER_OF_BYTES = tuple(re.compile(word + rb"\s+[\w.~+/=-]{12}") for word in (b"bearer", b"basic"))
+_LONGEST_NAME = 200
+_SECRETS_OF_BYTES = tuple(
+    re.compile(word + rb"[\w.-]{0,%d}+[\"']?(?:\s*=|:)" % _LONGEST_NAME)
+    for word in (b"token", b"key", b"secret", b"credential", b"pass(?:phrase|wd|word)")
+)
+_FLAG_OF_BYTES = re.compile(rb"(?<![\w.-])--[A-Za-z][\w.-]*+\s")
+_NAME_OF_BYTES = re.compile(rb"[\w.-]*")
 _PLAIN_WORDS = frozenset({"none", "null", "true", "false"})
 _SHORTEST = 8
 
@@ -91,6 +113,57 @@ def redact(value: _T, environ: Mapping[str, str] | None = None) -> _T:
     """
     cleaned: _T = _clean(value, "", known_values(os.environ if environ is None else environ))
     return cleaned
+
+
+def redact_bytes(raw: bytes, known: Sequence[str]) -> bytes:
+    """What a process printed, without tokens; lines without any stay as they are, byte for byte.
+
+    `known` are values to take out, as `known_values` gives them. A line ends with a line feed or a
+    carriage return.
+    """
+    parts, done = [], 0
+    for at in sorted(_suspects(raw, known)):
+        if at < done:
+            continue
+        begin = max(raw.rfind(b"\n", done, at), raw.rfind(b"\r", done, at), done - 1) + 1
+        feed = raw.find(b"\n", at)
+        end = feed if feed >= 0 else len(raw)
+        carriage = raw.find(b"\r", at, end)
+        end = carriage if carriage >= 0 else end
+        line = raw[begin:end].decode("utf-8", "surrogateescape")
+        parts += [raw[done:begin], _text(line, known).encode("utf-8", "surrogateescape")]
+        done = end
+    return b"".join([*parts, raw[done:]]) if parts else raw
+
+
+def _suspects(raw: bytes, known: Sequence[str]) -> Iterator[int]:
+    """Where a token may be."""
+    for value in known:
+        text = value.encode("utf-8", "surrogateescape")
+        at = raw.find(text)
+        while at >= 0:
+            yield at
+            at = raw.find(text, at + 1)
+    for begun in _BEGIN_OF_BYTES.finditer(raw):
+        if _SHAPE_OF_BYTES.match(raw, begun.start()):
+            yield begun.start()
+    yield from (found.start() for found in _URL_OF_BYTES.finditer(raw))
+    small = raw.lower()
+    for pattern in _BEARER_OF_BYTES:
+        yield from (found.start() for found in pattern.finditer(small))
+    for pattern in _SECRETS_OF_BYTES:
+        for found in pattern.finditer(small):
+            at = found.start()
+            before = _NAME_OF_BYTES.match(raw[max(0, at - _LONGEST_NAME) : at][::-1])
+            name = (before[0][::-1] if before else b"") + raw[at : found.end() - 1]
+            if _is_secret(name):
+                yield at
+    yield from (found.start() for found in _FLAG_OF_BYTES.finditer(raw) if _is_secret(found[0]))
+
+
+@lru_cache(maxsize=4096)
+def _is_secret(name: bytes) -> bool:
+    return is_secret(name.decode("utf-8", "replace"))
 
 
 def known_values(environ: Mapping[str, str]) -> tuple[str, ...]:

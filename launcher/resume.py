@@ -15,21 +15,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from launcher import changes, checkpointing, checkpoints, earlier, position, rundir
+from launcher import changes, checkpoints, earlier, rundir
 from launcher.arguments import placed
 from launcher.caches import Cache
 from launcher.changes import Change
 from launcher.checkpoints import Checkpoint
 from launcher.contents import Contents
 from launcher.earlier import Attempts, Manifest
-from launcher.errors import Finding, Severity, errors, not_ready, usage
+from launcher.errors import Finding, errors, not_ready, usage
 from launcher.machine import Trainer
 from launcher.paths import canonical, exists
 from launcher.plan import Derived, Plan, model_in
 from launcher.position import Place, Wrong
 from launcher.redaction import redact
+from launcher.remarks import Remarks, aside_folder
 from launcher.rundir import RunFolder
 from launcher.schema import Values
+from launcher.selection import Selection
 from launcher.stage import Stage
 
 Kind = Literal["new", "resume", "finished"]
@@ -173,11 +175,6 @@ def set_aside(decision: Decision, attempt: int) -> list[Path]:
     return moved
 
 
-def aside_folder(output: Path) -> Path:
-    """Where checkpoints go that must not be seen: not inside, where upstream would upload them."""
-    return output.with_name(f"{output.name}.set-aside")
-
-
 # --- without the decision ---------------------------------------------------------------------------
 
 
@@ -261,251 +258,132 @@ def judge(
             f"one of {', '.join(changes.NAMES)}, or the name of an argument",
         )  # fmt: skip
     attempts = Attempts(plan, folder, manifest or {})
-    judged = _Judge(plan, output, attempts, trainer, tuple(caches), tuple(now), frozenset(allowed))
+    selection = Selection(plan, output, attempts, trainer, frozenset(allowed))
+    judged = _Judge(selection, Remarks(selection, tuple(caches)), tuple(caches), tuple(now))
     if plan.values.get("cache_dataset_only") is True:
         return Decision()
     decision = judged.first() if folder is None or manifest is None else judged.again()
     found = tuple(placed(plan.stage.config, finding) for finding in decision.findings)
-    return replace(decision, findings=found, allowed=tuple(allowed), asked=judged.asked())
+    return replace(decision, findings=found, allowed=tuple(allowed), asked=selection.asked())
 
 
 @dataclass(frozen=True, slots=True)
 class _Judge:
-    plan: Plan
-    output: Path | None
-    attempts: Attempts
-    trainer: Trainer
+    """The ways out; `now` is what data and models of this start hold."""
+
+    at: Selection
+    say: Remarks
     caches: tuple[Cache, ...]
     now: tuple[Mapping[str, Any], ...]
-    allowed: frozenset[str]
-
-    @property
-    def backend(self) -> str:
-        return self.plan.stage.options.backend
 
     def first(self) -> Decision:
         """No run of ours has been here: what to know of checkpoints before there are any."""
-        found = checkpoints.find(self.backend, self.output)
+        found = checkpoints.find(self.at.backend, self.at.output)
         kept = tuple(one.name for one in found)
-        said = [*self._strange(), *self._beforehand()]
-        taken = None if said and errors(said) else _taken_by_upstream(self.backend, self.output)
+        said = [*self.say.strange(), *self.say.beforehand()]
+        taken = (
+            None if said and errors(said) else _taken_by_upstream(self.at.backend, self.at.output)
+        )
         chosen = next((one for one in found if one.path == taken), None)
         if chosen is None:
             return Decision(kept=kept, findings=tuple(said))
         # open-instruct resumes by itself; that it is somebody else's is a rule of its own
         if not chosen.complete:
             said.append(
-                self._say(
+                self.say.finding(
                     "error", "broken-checkpoint",
                     f"upstream would resume from {chosen.path}, and {chosen.why_incomplete}",
                     "move it out of the output folder",
                 )
             )  # fmt: skip
         return Decision(
-            kind="resume", checkpoint=chosen, step=self.attempts.steps(chosen),
-            place=self._taken(chosen), kept=kept, findings=tuple(said),
+            kind="resume", checkpoint=chosen, step=self.at.attempts.steps(chosen),
+            place=self.at.taken(chosen), kept=kept, findings=tuple(said),
         )  # fmt: skip
 
     def again(self) -> Decision:
         """The run has been here: finished, to be continued, or with nothing to continue from."""
-        found = self._found()
-        model = None if self.output is None else model_in(self.plan, self.output)
-        if self.attempts.finished(model):
+        found = self.at.found()
+        model = None if self.at.output is None else model_in(self.at.plan, self.at.output)
+        if self.at.attempts.finished(model):
             return self._over(found)
-        named = self.asked()
-        if named is not None and named != earlier.mapping(self.attempts.last.get("resume")).get(
+        named = self.at.asked()
+        if named is not None and named != earlier.mapping(self.at.attempts.last.get("resume")).get(
             "asked"
         ):
             return self._as_named(Path(named), found)
         whole = [one for one in found if one.complete]
         if not whole:
             return self._from_zero(found)
-        chosen, wrong, passed = self._chosen(whole)
-        told = self.attempts.maker(chosen)
+        chosen, wrong, passed = self.at.chosen(whole)
+        told = self.at.attempts.maker(chosen)
         changed = self._changed(list(self._since(told)), chosen, wrong)
-        aside = self._in_the_way(found, chosen)
+        aside = self.at.in_the_way(found, chosen)
         said = [
-            self._goes_on(chosen), *self._strange(), *self._said(changed, chosen),
-            *self._begins_again(chosen), *self._went_back(chosen, passed),
-            *self._reference_gone(changed), *self._moved(aside),
+            self.say.goes_on(chosen), *self.say.strange(), *self.say.changed(changed, chosen),
+            *self.say.begins_again(chosen), *self.say.went_back(chosen, passed),
+            *self.say.reference_gone(changed), *self.say.moved(aside),
         ]  # fmt: skip
         return Decision(
-            kind="resume", checkpoint=chosen, step=self.attempts.steps(chosen),
-            place=self._taken(chosen), changes=tuple(changed),
+            kind="resume", checkpoint=chosen, step=self.at.attempts.steps(chosen),
+            place=self.at.taken(chosen), changes=tuple(changed),
             kept=tuple(one.name for one in found if one.path not in aside), aside=tuple(aside),
-            derived=self._told(chosen), findings=tuple(said),
+            derived=self.at.told(chosen), findings=tuple(said),
         )  # fmt: skip
-
-    def asked(self) -> str | None:
-        """The checkpoint that the stage file names; open-instruct never gets to look at it."""
-        named = self.plan.stage.args.get("resume_from_checkpoint")
-        plain = isinstance(named, str) and named.lower() not in ("", "true", "false")
-        return str(named) if plain and self.backend == "trl" else None
-
-    # -- ways out
 
     def _as_named(self, named: Path, found: Sequence[Checkpoint]) -> Decision:
         """The stage file names a checkpoint for the first time: that one, whatever else is there."""
         same = [one for one in found if canonical(one.path) == canonical(named)]
-        aside = self._in_the_way(found, same[0]) if same else []
+        aside = self.at.in_the_way(found, same[0]) if same else []
         return Decision(
             kind="resume", checkpoint=same[0] if same else None, step=same[0].number if same else 0,
             kept=tuple(one.name for one in found if one.path not in aside), aside=tuple(aside),
-            findings=tuple(self._moved(aside)),
+            findings=tuple(self.say.moved(aside)),
         )  # fmt: skip
 
     def _over(self, found: Sequence[Checkpoint]) -> Decision:
         """The run is finished; unless something that matters has changed, that is the answer."""
         kept = tuple(one.name for one in found)
-        changed = [one for one in self._since(self.attempts.last) if one.severity != "note"]
+        changed = [one for one in self._since(self.at.attempts.last) if one.severity != "note"]
         # what training would be done with now is no reason to do it again
         changed = [one for one in changed if one.what not in ("packages", "gpus", "reference")]
-        said = self._say(
-            "note", "already-finished", f"this run is finished: {self.output}",
+        said = self.say.finding(
+            "note", "already-finished", f"this run is finished: {self.at.output}",
             "--fresh trains again, beside it",
         )  # fmt: skip
-        if changed and not all(one.what in self.allowed for one in changed):
+        if changed and not all(one.what in self.at.allowed for one in changed):
             told = "; ".join(one.differs for one in changed[:6])
-            said = self._say(
+            said = self.say.finding(
                 "error", "finished-changed",
-                f"{self.output} holds the finished model of this run, and since then {told}",
+                f"{self.at.output} holds the finished model of this run, and since then {told}",
                 "--fresh trains with what is asked for now, beside it", key=changed[0].key,
             )  # fmt: skip
         return Decision(
-            kind="finished", kept=kept, changes=tuple(changed), step=self.attempts.total() or 0,
+            kind="finished", kept=kept, changes=tuple(changed), step=self.at.attempts.total() or 0,
             findings=(said,),
         )  # fmt: skip
 
     def _from_zero(self, found: Sequence[Checkpoint]) -> Decision:
-        aside = self._in_the_way(found, None)
-        if self.plan.stage.entry.torchrun and self.output and any(self.output.glob("step[1-9]*")):
+        aside = self.at.in_the_way(found, None)
+        if (
+            self.at.plan.stage.entry.torchrun
+            and self.at.output
+            and any(self.at.output.glob("step[1-9]*"))
+        ):
             # OLMo-core goes on from there, which a rule says (`resume-unjudged`)
-            return Decision(findings=(*self._strange(), *self._beforehand()))
+            return Decision(findings=(*self.say.strange(), *self.say.beforehand()))
         why = f": {found[-1].name}: {found[-1].why_incomplete}" if found else ""
-        note = self._say(
+        note = self.say.finding(
             "note", "nothing-to-resume",
-            f"the attempt before left no complete checkpoint in {self.output}{why}; it begins anew", None,
+            f"the attempt before left no complete checkpoint in {self.at.output}{why}; it begins anew", None,
         )  # fmt: skip
         return Decision(
             kept=tuple(one.name for one in found if one.path not in aside), aside=tuple(aside),
-            findings=(*self._strange(), note, *self._moved(aside), *self._beforehand()),
+            findings=(*self.say.strange(), note, *self.say.moved(aside), *self.say.beforehand()),
         )  # fmt: skip
-
-    # -- which checkpoint
-
-    def _found(self) -> list[Checkpoint]:
-        """All of them, in the order of training, with what the ranks of their own attempt left out."""
-        whole = []
-        for one in checkpoints.find(self.backend, self.output):
-            ranks = earlier.processes(self.attempts.maker(one))
-            if one.complete and ranks is not None and (one.ranks or 0) < ranks:
-                why = f"{ranks} processes were training, {one.ranks or 0} left their random states"
-                one = replace(one, why_incomplete=why)
-            whole.append(one)
-        return sorted(whole, key=lambda one: (self.attempts.steps(one), one.kind))
-
-    def _chosen(
-        self, whole: Sequence[Checkpoint]
-    ) -> tuple[Checkpoint, Wrong | None, tuple[Checkpoint, Wrong] | None]:
-        """The newest that can be resumed exactly; where none can, the newest, and what is wrong there.
-
-        The last part is the newest one where an older one was taken instead.
-        """
-        newest = whole[-1]
-        first = self._wrong(newest)
-        allowed = (
-            {"position", changes.SKIPPING} if first and first.reason == "again" else {"position"}
-        )
-        if first is None or allowed & self.allowed:
-            return newest, first, None
-        for one in reversed(whole[:-1]):
-            if self._wrong(one) is None:
-                return one, None, (newest, first)
-        return newest, first, None
-
-    def _wrong(self, one: Checkpoint) -> Wrong | None:
-        """Why upstream would not go on where this checkpoint was saved."""
-        told = self.attempts.maker(one)
-        if self.backend == "trl":
-            return self._wrong_of_trl(one, told)
-        was, now = self.attempts.shape(told), self.attempts.shape()
-        if was is None or now is None:
-            return None
-        if one.kind == "epoch":
-            return position.of_epoch(one.number, was, now)
-        return position.of_step(
-            self.plan.stage.options.stage, one.number, self.attempts.saved_at(one, told, was), was, now,
-            keeps_order=checkpointing.keeps_order(self.trainer),
-        )  # fmt: skip
-
-    def _wrong_of_trl(self, one: Checkpoint, told: Manifest) -> Wrong | None:
-        before = earlier.number(earlier.mapping(told.get("plan")).get("global"))
-        ignored, ignores = self._skipping(told)
-        # what it ignored from the start is what was asked for, and said (see `_begins_again`)
-        wrong = position.of_trl(
-            one.number, one.epochs, before, self.plan.global_batch, self.attempts.total(),
-            skips=ignored or not ignores,
-        )  # fmt: skip
-        if wrong is None and ignored and not ignores and _begun(told):
-            return Wrong(
-                "again",
-                "the attempt that saved it had begun an epoch again, and rows that it never reached would be "
-                "skipped",
-            )
-        return wrong
-
-    def _skipping(self, told: Manifest) -> tuple[bool, bool]:
-        """Whether an attempt ignored the place in the data, and whether this one does."""
-        name = changes.SKIPPING
-        return bool(earlier.value_of(told, name)), bool(self.plan.values.get(name))
-
-    def _taken(self, one: Checkpoint) -> Place:
-        """Where upstream goes on in the data."""
-        if one.kind == "epoch":
-            return Place(one.number + 1, 0)
-        shape = self.attempts.shape() if self.backend == "open_instruct" else None
-        return Place(0, 0) if shape is None else position.counted(shape, one.number)
-
-    def _told(self, chosen: Checkpoint) -> dict[str, Derived]:
-        if self.backend != "trl":
-            return {}
-        # told nothing it begins anew, told `true` it takes the highest number, whole or not
-        why = "the same command goes on from the last complete checkpoint"
-        return {"resume_from_checkpoint": Derived(value=str(chosen.path), why=why)}
-
-    def _in_the_way(self, found: Sequence[Checkpoint], chosen: Checkpoint | None) -> list[Path]:
-        """What upstream must not see: all that is newer, and steps where an epoch is resumed.
-
-        A half-written one that this attempt writes next stays: it is written over.
-        """
-        begun = -1 if chosen is None else self.attempts.steps(chosen)
-        newer = [
-            one
-            for one in found
-            if one is not chosen
-            and (
-                self.attempts.steps(one) > begun
-                or (chosen is not None and chosen.kind == "epoch" and one.kind == "step")
-            )
-        ]
-        following = self._next_saved(chosen)
-        return [one.path for one in newer if one.marked or one.name != following]
-
-    def _next_saved(self, chosen: Checkpoint | None) -> str | None:
-        """What this attempt will save first."""
-        every = checkpointing.interval(self.plan)
-        begun = 0 if chosen is None else self.attempts.steps(chosen)
-        if isinstance(every, int):
-            stem = "checkpoint-" if self.backend == "trl" else "step_"
-            return f"{stem}{(begun // every + 1) * every}"
-        if every == "epoch" and self.backend == "open_instruct":
-            return f"epoch_{chosen.number + 1 if chosen and chosen.kind == 'epoch' else 0}"
-        return None
-
-    # -- what has changed
 
     def _since(self, told: Manifest) -> Iterator[Change]:
-        return changes.since(told, self.attempts, self.trainer, self.caches, self.now)
+        return changes.since(told, self.at.attempts, self.at.trainer, self.caches, self.now)
 
     def _changed(
         self, found: list[Change], chosen: Checkpoint, wrong: Wrong | None
@@ -514,7 +392,7 @@ class _Judge:
         if wrong is None:
             return found
         if wrong.reason == "again":
-            ignored, ignores = self._skipping(self.attempts.maker(chosen))
+            ignored, ignores = self.at.skipping(self.at.attempts.maker(chosen))
             more = Change(
                 what=changes.SKIPPING, key=changes.SKIPPING, before=ignored, after=ignores,
                 effect=wrong.text, severity="error",
@@ -530,105 +408,3 @@ class _Judge:
             replace(one, effect=wrong.text, severity="error") if one in batch else one
             for one in found
         ]
-
-    def _said(self, changed: Sequence[Change], chosen: Checkpoint) -> Iterator[Finding]:
-        """One finding a change: an error where it is one and was not allowed."""
-        for one in changed:
-            allowed = one.what in self.allowed
-            allowed = allowed or (one.what in changes.PLACE and "position" in self.allowed)
-            severity: Severity = "warning" if allowed and one.severity == "error" else one.severity
-            yield self._say(
-                severity, "resume-inexact" if one.what == "position" else "resume-changed",
-                f"going on from {chosen.name}: {one.text}",
-                f"bring it back, start over with --fresh, or --allow-changed-resume {one.what}"
-                if severity == "error"
-                else None,
-                key=one.key,
-            )  # fmt: skip
-
-    def _reference_gone(self, changed: Sequence[Change]) -> Iterator[Finding]:
-        """The reference log-probabilities that the attempts before used must still be there."""
-        cache = next((one for one in self.caches if one.kind == "reference"), None)
-        other = any(one.what == "reference" for one in changed)
-        if cache is None or other or self.backend != "open_instruct":
-            return
-        used = self.attempts.reference()
-        if exists(used) if used is not None else any(cache.path.glob("*.pt")):
-            return
-        yield self._say(
-            "warning" if "reference" in self.allowed else "error", "reference-gone",
-            f"{used or cache.path} is gone: the checkpoint is loaded before the reference is computed "
-            "(dpo_tune_cache.py:503, dpo_tune_cache.py:528), and the half-trained model would be its own "
-            "reference", "bring it back, or start over with --fresh", key="model_name_or_path",
-        )  # fmt: skip
-
-    # -- what is said
-
-    def _goes_on(self, chosen: Checkpoint) -> Finding:
-        total, begun = self.attempts.total(), self.attempts.steps(chosen)
-        left = "" if total is None else f", {max(0, total - begun)} of {total} steps are left"
-        message = f"goes on from {chosen.path}{left}"
-        return self._say("note", "resumes", message, "--fresh starts over, beside it")
-
-    def _begins_again(self, chosen: Checkpoint) -> Iterator[Finding]:
-        """What was asked for from the start is no change, and still another place."""
-        told = self.attempts.maker(chosen)
-        if self.backend != "trl" or self._skipping(told) != (True, True):
-            return
-        now = self.plan.global_batch
-        wrong = position.of_trl(
-            chosen.number, chosen.epochs, now, now, self.attempts.total(), skips=False
-        )
-        if wrong is not None and wrong.reason == "again":
-            yield self._say(
-                "warning", "resume-inexact", f"going on from {chosen.name}: {wrong.text}",
-                None if _begun(told) else "delete the line to go on where it was saved",
-                key=changes.SKIPPING,
-            )  # fmt: skip
-
-    def _went_back(
-        self, chosen: Checkpoint, passed: tuple[Checkpoint, Wrong] | None
-    ) -> Iterator[Finding]:
-        if passed is None:
-            return
-        newest, wrong = passed
-        again = self.attempts.steps(newest) - self.attempts.steps(chosen)
-        yield self._say(
-            "warning", "resume-earlier",
-            f"goes back to {chosen.name}, {again} steps are trained again; from {newest.name} upstream would "
-            f"go on wrongly: {wrong.text}",
-            f"--allow-changed-resume position goes on from {newest.name} all the same",
-        )  # fmt: skip
-
-    def _moved(self, aside: Sequence[Path]) -> Iterator[Finding]:
-        if aside and self.output is not None:
-            yield self._say(
-                "note", "set-aside",
-                f"{', '.join(path.name for path in aside[:4])} would be resumed from or marked wrongly by "
-                f"upstream, and moves to {aside_folder(self.output)}", "delete it there if nobody needs it",
-            )  # fmt: skip
-
-    def _strange(self) -> Iterator[Finding]:
-        names = checkpoints.strange_names(self.backend, self.output)
-        if names:
-            yield self._say(
-                "error", "checkpoint-name",
-                f"{self.output} holds {', '.join(names[:3])}, which upstream takes for a checkpoint "
-                "(utils.py:791)", "move or rename it",
-            )  # fmt: skip
-
-    def _beforehand(self) -> Iterator[Finding]:
-        return checkpointing.findings(self.plan, self.attempts.shape(), self.trainer)
-
-    def _say(
-        self, severity: Severity, code: str, message: str, help: str | None, key: str | None = None
-    ) -> Finding:
-        return Finding(
-            severity=severity, layer="run" if severity == "error" else "launch", code=code,
-            key=f"args.{key or self.plan.stage.entry.names.output}", message=message, help=help,
-        )  # fmt: skip
-
-
-def _begun(told: Manifest) -> int:
-    """The step that an attempt went on from."""
-    return earlier.number(earlier.mapping(told.get("resume")).get("step")) or 0

@@ -305,6 +305,11 @@ def write_bytes(path: Path, raw: bytes) -> None:
         raise
 
 
+def digest(path: Path) -> str:
+    """What a file is known by, whatever its clock says. Raises OSError where it cannot be read."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def now() -> str:
     """UTC, ISO 8601, to the second."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -120,11 +120,13 @@ class Module:
 class Sources:
     """The packages that may be read, by top-level name, and what has been read of them so far.
 
-    `digests` are the sha256 of every file that was read, by label.
+    `digests` are the sha256 of every file that was read, by label; `absent` the labels of files that would
+    have been read, had they been there.
     """
 
     roots: Mapping[str, Tree]
     digests: dict[str, str] = field(default_factory=dict)
+    absent: set[str] = field(default_factory=set)
     _modules: dict[str, Module | None] = field(default_factory=dict)
 
     def module(self, name: str) -> Module | None:
@@ -242,10 +244,15 @@ class Sources:
         if root is None:
             return None
         path = below.replace(".", "/")
-        for candidate in (f"{path}/__init__.py".lstrip("/"), f"{path}.py"):
+        candidates = (f"{path}/__init__.py".lstrip("/"), f"{path}.py")
+        for candidate in candidates:
             raw = root.read(candidate)
             if raw is not None:
                 return self._parse(name, f"{root.name}/{candidate}", raw)
+        folder = path.rpartition("/")[0]
+        # below a file there are names, no modules
+        if not folder or root.read(f"{folder}.py") is None:
+            self.absent |= {f"{root.name}/{candidate}" for candidate in candidates}
         return None
 
     def _parse(self, name: str, label: str, raw: bytes) -> Module:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from launcher import budget, cards, lengths
 from launcher.activations import HALF
 from launcher.footprint import Footprint
-from launcher.memory import Zero
+from launcher.setups import Zero
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

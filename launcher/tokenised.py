@@ -42,7 +42,6 @@ from launcher.plan import Plan
 from launcher.preparation import Request
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
-from launcher.trial import new_folder
 
 TOKENISING = Path(__file__).resolve().parent / "tokenising.py"
 RECORD = "prepare.json"
@@ -175,7 +174,8 @@ class Filling:
             if there is not None:
                 return there, (), None
             try:
-                self.work = new_folder("prepare", self.plan.stage.name, self.request.runs)
+                root = self.request.runs or rundir.runs_root()
+                self.work = rundir.new_folder(root, "prepare", self.plan.stage.name)
                 told, said = self._fill_trl() if self.trl else self._fill_open_instruct()
             except BaseException:
                 self._keep(None)

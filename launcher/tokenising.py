@@ -1,6 +1,6 @@
 """The script that `launch prepare` starts: upstream's own, until its data are ready and no further.
 
-Standard library only and probe.py beside it, Python 3.10 and later: it runs under the trainer's
+Standard library only and the probe's pieces beside it, Python 3.10 and later: it runs under the trainer's
 interpreter. `LAUNCH_TOKENISING` holds its settings as JSON: `target` upstream's script, `out` folder of
 the record, `backend`, and `weights`, which has the model loaded for real. open-instruct leaves by itself
 (`cache_dataset_only`). TRL tokenises while its trainer is made, between loading the model and
@@ -10,10 +10,10 @@ Every `Dataset.map` on the way is recorded, and whether its result was there alr
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
-import runpy
 import sys
 import time
 import types
@@ -24,8 +24,8 @@ SETTINGS = "LAUNCH_TOKENISING"
 
 
 def _watching() -> Any:
-    """probe.py, by its place: the folder that both are in must not become an import path."""
-    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "probe.py")
+    """`watching/`, by its place, as probe.py loads it: the folder of both must not become an import path."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "watching", "__init__.py")
     spec = importlib.util.spec_from_file_location("launch_probe", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -71,18 +71,18 @@ def _column(dataset: Any, name: str) -> Any:
     return column if order is None else column.take(order.column(0))
 
 
-def watch_maps(probe: Any, module: types.ModuleType) -> None:
+def watch_maps(record: Any, module: types.ModuleType) -> None:
     def mapped(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         begun = time.time()
         result = original(self, *args, **kwargs)
-        with probe.quietly("map"):
+        with record.quietly("map"):
             files = [one["filename"] for one in getattr(result, "cache_files", None) or ()]
             old = bool(files) and all(os.path.getmtime(name) < begun for name in files)
             step = str(kwargs.get("desc") or "")
             told = lengths_of(result) if step.startswith("Tokenizing") else None
             # nothing is kept of no rows
             kept = "hit" if old or not len(self) else "miss" if files else "uncached"
-            probe.record.write(
+            record.write(
                 "mapped", step=step, state=kept, files=files, rows=len(result), of=len(self),
                 seconds=round(time.time() - begun, 3), lengths=told,
             )  # fmt: skip
@@ -90,30 +90,30 @@ def watch_maps(probe: Any, module: types.ModuleType) -> None:
 
     def filtered(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        with probe.quietly("filter"):
+        with record.quietly("filter"):
             step = str(kwargs.get("desc") or "")
-            probe.record.write("filtered", step=step, rows=len(result), of=len(self))
+            record.write("filtered", step=step, rows=len(result), of=len(self))
         return result
 
     watching.wrap(module.Dataset, "map", mapped)
     watching.wrap(module.Dataset, "filter", filtered)
 
 
-def end_at_the_trainer(probe: Any, module: types.ModuleType) -> None:
+def end_at_the_trainer(record: Any, module: types.ModuleType) -> None:
     def made(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         data: Any = kwargs.get("train_dataset")
         files = [one["filename"] for one in getattr(data, "cache_files", None) or ()]
         told: dict[int, int] = {}
-        with probe.quietly("lengths"):
+        with record.quietly("lengths"):
             told = lengths_of(data)
         rows = len(data) if hasattr(data, "__len__") else None
-        probe.record.write("ready", rows=rows, files=files, lengths=told)
+        record.write("ready", rows=rows, files=files, lengths=told)
         raise SystemExit(0)
 
     watching.wrap(module.Trainer, "__init__", made)
 
 
-def leave_weights_out(probe: Any, module: types.ModuleType) -> None:
+def leave_weights_out(record: Any, module: types.ModuleType) -> None:
     def load(original: Any, cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             config = kwargs.get("config") or sys.modules["transformers"].AutoConfig.from_pretrained(
@@ -124,7 +124,7 @@ def leave_weights_out(probe: Any, module: types.ModuleType) -> None:
             with sys.modules["torch"].device("meta"):
                 model = cls(config)
         except Exception as error:
-            probe.trouble("model without weights", error)
+            record.trouble("model without weights", error)
             return original(cls, name, *args, **kwargs)
         Weightless.given = True
         return model
@@ -132,17 +132,19 @@ def leave_weights_out(probe: Any, module: types.ModuleType) -> None:
     watching.wrap(module.PreTrainedModel, "from_pretrained", load)
 
 
-def watched(backend: str, *, weights: bool) -> dict[str, Callable[[Any, types.ModuleType], None]]:
+def watched(
+    probe: Any, backend: str, *, weights: bool
+) -> dict[str, Callable[[types.ModuleType], None]]:
     """Module name -> what to do once it is there."""
     if backend == "open_instruct":
-        return {"open_instruct.dataset_transformation": watching.watch_dataset_cache}
+        return {"open_instruct.dataset_transformation": probe.caches.watch_dataset}
     after: dict[str, Callable[[Any, types.ModuleType], None]] = {
         "datasets.arrow_dataset": watch_maps,
         "transformers.trainer": end_at_the_trainer,
     }
     if not weights:
         after["transformers.modeling_utils"] = leave_weights_out
-    return after
+    return {name: functools.partial(watch, probe.record) for name, watch in after.items()}
 
 
 def main() -> None:
@@ -150,24 +152,22 @@ def main() -> None:
     given = json.loads(os.environ[SETTINGS])
     target, backend = str(given["target"]), str(given["backend"])
     probe = watching.Probe({"target": target, "out": given["out"], "backend": backend, "cpu": True})
-    probe.record.write("start", pid=os.getpid(), target=target)
-    weights = bool(given.get("weights"))
-    sys.meta_path.insert(0, watching.Watcher(probe, watched(backend, weights=weights)))
+    record = probe.record
+    record.write("start", pid=os.getpid(), target=target)
+    after = watched(probe, backend, weights=bool(given.get("weights")))
+    sys.meta_path.insert(0, watching.Watcher(record, after))
     words = sys.argv[1:]
-    sys.argv[0] = target
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = os.path.dirname(os.path.abspath(target))
     try:
-        runpy.run_path(target, run_name="__main__")
+        watching.run(target)
     except Exception as error:
-        probe.record.write("error", type=type(error).__name__, message=str(error)[:2000])
+        record.write("error", type=type(error).__name__, message=str(error)[:2000])
         if not Weightless.given:
             raise
         # a chat template with tokens of its own, say, makes new rows of weights
         print(f"again, with the model's weights: {type(error).__name__}: {error}", flush=True)
         environ = {**os.environ, SETTINGS: json.dumps({**given, "weights": True})}
         os.execve(sys.executable, [sys.executable, os.path.abspath(__file__), *words], environ)
-    probe.record.write("end", exit=0)
+    record.write("end", exit=0)
 
 
 if __name__ == "__main__":

@@ -1,36 +1,24 @@
 """One real run of a stage file from start to verdict, for whatever starts several in turn.
 
-Ladders, pipelines, comparisons and searches keep their runs below one folder of their own and decide by
-what came of each. Every run goes the usual way: a keeper, a run folder, a verdict.
+Ladders, pipelines, comparisons and searches (see `campaign`) decide by what came of each. Every run goes
+the usual way: a keeper, a run folder, a verdict.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launcher import (
-    claim,
-    following,
-    foresight,
-    preparation,
-    process,
-    publish,
-    report,
-    rundir,
-    start,
-    stopping,
-)  # fmt: skip
+from launcher import following, foresight, preparation, process, report, start, stopping
 from launcher.check import Verdict
-from launcher.errors import Exit, Finding, LaunchError, brief, usage
+from launcher.errors import Exit, Finding, LaunchError, brief
 from launcher.plan import Plan
 from launcher.preparation import Prepared, Request
 from launcher.rundir import RunFolder
@@ -183,63 +171,3 @@ def unwatched() -> contextlib.AbstractContextManager[None]:
     return process.handling(
         {signal.SIGHUP: lambda *_: None, signal.SIGTERM: signal.default_int_handler}
     )
-
-
-def alone(folder: Path) -> contextlib.AbstractContextManager[None]:
-    """One command at a time works in a folder that several runs share; a killed one holds nothing.
-
-    Raises NotReady where another is at it.
-    """
-    help = "wait for it, or --fresh for a folder of its own"
-    return claim.alone(folder / ".lock", under_way(folder, help))
-
-
-def under_way(file: Path, help: str) -> Finding:
-    """That the same command is at it already."""
-    return Finding(
-        severity="error", layer="launch", code="under-way", file=str(file), help=help,
-        message="the same command is under way in another process",
-    )  # fmt: skip
-
-
-def require_earlier(earlier: Path | None, kind: str) -> None:
-    """Raise UsageError for a `--resume` that would begin."""
-    if earlier is None:
-        raise usage(
-            "no-earlier-start", f"no earlier start of the same {kind} is among the runs",
-            "without --resume it begins; settings, data, packages, source and machine have to be the same",
-        )  # fmt: skip
-
-
-def new_folder(kind: str, name: str, root: Path | None = None) -> Path:
-    """Make the folder that several runs share: `<UTC time>-<kind>-<name>`, among the runs.
-
-    Raises NotReady where it cannot be made.
-    """
-    return rundir.new_folder(root or rundir.runs_root(), kind, name)
-
-
-def page(runs: Iterable[Path], path: Path) -> Path | None:
-    """One page of those runs that began and are still there; None where none is.
-
-    Raises NotReady where a run cannot be read or the page cannot be written.
-    """
-    begun = [str(run) for run in runs if RunFolder(run).attempts()]
-    if not begun:
-        return None
-    publish.write_page(publish.gather(begun), path)
-    return path
-
-
-def records(
-    kind: str, file: str, root: Path | None = None
-) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Folders of that kind, newest first, with what their record `file` says."""
-    base = root or rundir.runs_root()
-    try:
-        names = sorted(os.listdir(base), reverse=True)
-    except OSError:
-        return
-    for name in names:
-        if f"-{kind}-" in name and (base / name / file).is_file():
-            yield base / name, rundir.read_json(base / name / file)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import facts, history
-from launcher.backends import BACKENDS
+from launcher.backends import BACKENDS, Entry
 from launcher.errors import Finding, InvalidConfig, NotReady
 from launcher.git import CommitTree, Repository
 from launcher.history import Event
@@ -281,10 +281,16 @@ def load_schema(upstream: Upstream, stage: str, *, allow_unpinned: bool = False)
 def _standing(upstream: Upstream, script: str) -> Callable[[str], bool]:
     from launcher.cited import Standing
 
-    scripts = {entry.script for entry in BACKENDS[upstream.backend].STAGES.values()}
+    entries = BACKENDS[upstream.backend].STAGES.values()
+    own = {entry.script: {entry.script, *_defining(entry)} for entry in entries}
     raw = files("launcher.snapshots").joinpath("cited.json").read_text(encoding="utf-8")
     known = json.loads(raw)[upstream.backend]
-    return Standing(known, upstream.packages, frozenset(scripts - {script}))
+    others = set().union(*own.values()) - own[script]
+    return Standing(known, upstream.packages, frozenset(others))
+
+
+def _defining(entry: Entry) -> Iterator[str]:
+    return (f"{module.replace('.', '/')}.py" for module, _ in entry.classes)
 
 
 def at_pin(schema: Schema, key: str) -> str | None:
@@ -355,6 +361,7 @@ def take_snapshot(
         if not entry.stage or facts.digest(packages, entry.script) is not None
     ]  # fmt: skip
     told = facts.read(module, {**packages, **foreign}, {}, stages)
+    del told["absent"]
     digests = {k: v for k, v in told["files"].items() if k.partition("/")[0] in module.PACKAGES}
     for entry in (module.STAGES[name] for name in stages):
         digests[entry.script] = facts.digest(packages, entry.script) or ""

@@ -959,6 +959,28 @@ def trl_sft_hangup(lab: Lab) -> None:
 
 
 @case
+def trl_sft_packing_stdout(lab: Lab) -> None:
+    lab.trl_sft(How(probed=False, shell="{} >> {log} 2> errors"), packing=True, max_length=256)
+
+
+@case
+def trl_sft_stderr(lab: Lab) -> None:
+    lab.trl_sft(How(probed=False, shell="{} 2>> {log} > steps"))
+
+
+@case
+def trl_sft_without_bars(lab: Lab) -> None:
+    lab.trl_sft(How(probed=False, shell="{} 2>&1 | grep -v it/s >> {log}"))
+
+
+@case
+def trl_sft_then_dpo(lab: Lab) -> None:
+    how = How(probed=False, shell="{} >> {log} 2>&1")
+    lab.trl_sft(how)
+    lab.trl_dpo(how, model_name_or_path="out", output_dir="preferred")
+
+
+@case
 def trl_sft_damaged_model(lab: Lab) -> None:
     damaged = lab.folder / "damaged"
     shutil.copytree(lab.folder / "assets/model", damaged)

@@ -12,10 +12,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from launcher import budget, communication, lengths, memory, shapes
+from launcher import budget, communication, lengths, memory, setups, shapes
 from launcher.communication import H100, Step
 from launcher.forecast import MARGIN
-from launcher.memory import Setup, Zero
+from launcher.setups import Setup, Zero
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "scaling.md"
 MODELS = {"7B": "Qwen/Qwen2.5-7B", "70B": "meta-llama/Llama-3.1-70B"}
@@ -56,7 +56,7 @@ def zero(engine: str, hidden: int) -> Zero:
     """An engine from the DeepSpeed files that ship."""
     name = "zero2.json" if engine == "ZeRO-2" else "zero3.json"
     text = resources.files("launcher").joinpath("deepspeed", name).read_text(encoding="utf-8")
-    made = memory.zero_of(json.loads(text), hidden)
+    made = setups.zero_of(json.loads(text), hidden)
     assert made is not None
     return replace(made, secondary=8) if "hpZ" in engine else made
 

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 import transformers
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import masking_utils, modeling_utils
 
 FLOAT, HALF = torch.float32, torch.bfloat16
+DEVICE = torch.ops.prim.device.default
 
 
 class Tracker(TorchDispatchMode):
@@ -36,6 +37,9 @@ class Tracker(TorchDispatchMode):
         self.where: str = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE and isinstance(args[0], FakeTensor):
+            # asked several times for every operator of a backward pass
+            return func(*args) if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
@@ -43,7 +47,7 @@ class Tracker(TorchDispatchMode):
         return out
 
     def see(self, tensor: torch.Tensor, what: str = "") -> None:
-        if tensor.device.type == "meta":
+        if (getattr(tensor, "fake_device", None) or tensor.device).type == "meta":
             return
         storage = tensor.untyped_storage()
         if storage in self.known:

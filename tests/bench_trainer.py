@@ -74,11 +74,13 @@ def events(scene: dict, rank: int, world: int, steps: int):
     yield {"event": "device", "name": "NVIDIA H200", "total_gib": 140.0}
     yield {"event": "packing", "state": "off", "detail": "4 rows"}
     seconds = scene["tokens"] / scene["speed"]
+    times = int(given("--gradient_accumulation_steps", "1"))
+    rows = times * int(given("--per_device_train_batch_size", "1"))
     for step in range(1, steps + 1):
         bad = step == scene["nan"]
         yield {
             "event": "step", "step": step, "loss": None if bad else scene["loss"],
-            "finite": not bad, "micro_batches": 1, "rows": 2, "tokens": scene["tokens"],
+            "finite": not bad, "micro_batches": times, "rows": rows, "tokens": scene["tokens"],
             "positions": scene["tokens"] + scene["waste"], "wasted": scene["waste"],
             "grad_norm": 1.0, "learning_rate": 1e-5, "elapsed": step * seconds,
             # the first one compiles: it must not count

@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch.distributed as dist
 import transformers
 from allocation import HALF, Tracker
 from torch.multiprocessing import start_processes
+from torch.utils._python_dispatch import _disable_current_modes
 
 HIDDEN = 256
 
@@ -49,7 +51,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     accumulation = case.get("accumulation", 1)
     zero: dict[str, Any] = {
         "stage": case["stage"], "overlap_comm": True, "contiguous_gradients": True,
-        "reduce_bucket_size": HIDDEN * HIDDEN,
+        "reduce_bucket_size": case.get("bucket", HIDDEN * HIDDEN),
     }  # fmt: skip
     if case["stage"] == 3:
         zero |= {
@@ -64,12 +66,15 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     with Tracker() as tracker:
         with deepspeed.zero.Init(config_dict_or_path=engine_config, enabled=case["stage"] == 3):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=HALF)
+        if case.get("lora"):
+            model = adapted(model, case["lora"])
         if case.get("checkpointing"):
             model.gradient_checkpointing_enable()
         # the model's own making is not the engine's
         tracker.mark()
         kind = {"foreach": True} if case.get("foreach") else {"fused": True}
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **kind)
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-3, **kind)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=engine_config)
         engine.train()
         ids = torch.randint(0, config.vocab_size, (case.get("rows", 2), 64))
@@ -87,6 +92,24 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def adapted(model: Any, rank: int) -> Any:
+    """The same with LoRA on queries and values, in 16 bits."""
+    import peft
+
+    settings = peft.LoraConfig(r=rank, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, settings).to(HALF)
+
+
+def unseen(called: Callable[..., Any]) -> Callable[..., Any]:
+    """The same without its allocations being counted."""
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return called(*args, **kwargs)
+
+    return wrapper
+
+
 def rank(number: int, world: int, place: Path, cases: list[dict[str, Any]]) -> None:
     """One of so many; the first writes what was found."""
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(world)}
@@ -102,6 +125,9 @@ def main(output: Path, cases: list[dict[str, Any]]) -> None:
     """Those of as many ranks one after the other in the same processes; what was found, in order."""
     # between processes on one CPU it would compile a transport of its own: gloo does
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+    # gloo copies what it is to scatter, NCCL does not
+    collectives: Any = importlib.import_module("deepspeed.runtime.comm.coalesced_collectives")
+    collectives._torch_reduce_scatter_fn = unseen(collectives._torch_reduce_scatter_fn)
     # taken from the file where they meet
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     found: dict[int, list[dict[str, Any]]] = {}

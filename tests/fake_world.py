@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import saved
 import yaml
 from conftest import NO_PACKAGES, PATIENCE_S
 
@@ -150,7 +151,8 @@ class World:
         path.parent.mkdir(parents=True, exist_ok=True)
         (self.root / "model").mkdir(exist_ok=True)
         (self.root / "data").mkdir(exist_ok=True)
-        (self.root / "model" / "config.json").write_text("{}")
+        (self.root / "model" / "config.json").write_text(saved.UNKNOWN)
+        saved.loadable(self.root / "model")
         given = {"model_name_or_path": "model", "dataset_name": "data", "output_dir": "out"}
         whole = {
             "stage": "sft", "backend": "trl", "deepspeed": "none",

@@ -67,12 +67,16 @@ def loss(scene: dict, step: int, steps: int) -> float:
 def events(scene: dict, rank: int, world: int, steps: int) -> list[dict]:
     told = [{"event": "start", "rank": rank, "world": world, "pid": os.getpid(), "attempt": 1}]
     told.append({"event": "packing", "state": "off", "detail": "2 rows"})
+    times = int(given("--gradient_accumulation_steps", "1"))
+    rows = times * int(given("--per_device_train_batch_size", "1"))
+    # a pair is two
+    rows *= 1 if scene["accuracy"] is None else 2
     for step in range(1, steps + 1):
         value = loss(scene, step, steps)
         told.append(
             {
-                "event": "step", "step": step, "finite": math.isfinite(value), "micro_batches": 1,
-                "loss": value if math.isfinite(value) else None, "rows": 2, "tokens": TOKENS,
+                "event": "step", "step": step, "finite": math.isfinite(value), "micro_batches": times,
+                "loss": value if math.isfinite(value) else None, "rows": rows, "tokens": TOKENS,
                 "positions": TOKENS, "wasted": 0, "grad_norm": scene["norm"],
                 "seconds": 0.5 / scene["speed"], "allocated_gib": scene["gib"],
                 "reserved_gib": scene["gib"],

@@ -103,6 +103,22 @@ LINES: dict[tuple[str, str], list[str]] = {
         '  File "/x/lib/python3.11/site-packages/transformers/trainer.py", line 1938, in train',
         "/x/site-packages/trl/trainer/dpo_trainer.py:412: UserWarning: max_length is not set",
     ],
+    ("trainer_of", "/trl/scripts/"): [
+        "subprocess.CalledProcessError: Command '['python', '/x/site-packages/trl/scripts/sft.py']' "
+        "returned non-zero exit status 1."
+    ],
+    ("trainer_of", "Trainer"): [
+        "/x/train.py:41: FutureWarning: `tokenizer` is deprecated and will be removed in version 0.16.0 "
+        "for `SFTTrainer.__init__`. Use `processing_class` instead.",
+        "/x/sft_trainer.py:202: UserWarning: You passed a model_id to the SFTTrainer. This will",
+    ],
+    ("trainer_of", "llamafactory.train."): [
+        "[WARNING|2025-12-24 00:20:09] llamafactory.train.sft.workflow:154 >> Batch generation can be slow."
+    ],
+    ("labelled", "label_ids:"): ["label_ids:"],
+    ("factory", ".hparams.parser"): [
+        "[INFO|2024-12-04 06:01:59] llamafactory.hparams.parser:355 >> Process rank: 0, device: cuda:0"
+    ],
     ("remaining", "Remaining files:"): [
         STAMP + "utils.py:835 - Remaining files:['tokenizer.json', 'tokenizer_config.json', "
         "'model.safetensors', 'config.json']"

@@ -22,7 +22,7 @@ def manifest(name: str = "tulu", stage: str = "dpo", **changes: Any) -> dict[str
         "hub_model_id": {"value": None, "origin": "default: trl/trainer/dpo_config.py:10"},
     }
     plan = {
-        "gpus": 8, "nodes": 1, "per_device": 4, "accumulation": 4, "global": 128, "rows": 5120,
+        "gpus": 1, "nodes": 1, "per_device": 4, "accumulation": 32, "global": 128, "rows": 5120,
         "steps": 40,
     }  # fmt: skip
     finding = {
@@ -91,7 +91,7 @@ def events(
             {
                 "event": "step", "step": step, "loss": None if step in bad else loss(step, steps),
                 "finite": step not in bad, "tokens": 3000, "positions": 4000, "wasted": 1000,
-                "rows": 256, "seconds": 0.5 * scale,
+                "rows": 256, "micro_batches": 32, "seconds": 0.5 * scale,
                 "allocated_gib": 61.25 * scale, "reserved_gib": 70.5 * scale,
             }
         )  # fmt: skip

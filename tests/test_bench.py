@@ -25,10 +25,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher import (
+    assertions,
     bench,
+    bench_plan,
     checkouts,
     comparison,
     evidence,
+    measurement,
     measures,
     rundir,
     upstream,
@@ -36,7 +39,7 @@ from launcher import (
     variants,
 )  # fmt: skip
 from launcher.comparison import Sample, Spread, Step, compare, loss_within
-from launcher.errors import UsageError, usage
+from launcher.errors import NotReady, UsageError, usage
 from launcher.git import Repository
 from launcher.preparation import Request
 
@@ -176,6 +179,26 @@ def test_a_better_loss_is_another_loss() -> None:
 def test_ranges_that_overlap_show_no_difference() -> None:
     rows = compare([sample("a", 100), sample("a", 120), sample("b", 118), sample("b", 130)])
     assert rows[1].standing == "no difference" and not rows[1].recommended
+    rows = compare(
+        [sample("a", 100 + n) for n in range(3)] + [sample("b", n) for n in (101.5, 120, 121)]
+    )
+    assert rows[1].standing == "no difference" and rows[1].chance == 0.1
+    assert "+18.8% by the medians, which chance alone does in 10% of cases" in rows[1].why
+
+
+def test_what_each_step_took_is_kept_and_judged_by(tmp_path: Path) -> None:
+    """A burst in one trial of three hides nothing, where steps are known."""
+    quiet, burst = [0.01] * 8, [0.01] * 5 + [0.03] * 3
+    runs = [
+        sample(name, 8 / sum(pace) / share, pace=tuple(share * one for one in pace))
+        for name, share in (("a", 1.0), ("b", 0.9))
+        for pace in (quiet, burst if name == "b" else quiet, [1.01 * one for one in quiet])
+    ]
+    assert Spread.of(run.metrics[comparison.SPEED] for run in runs[3:]).min < 100  # type: ignore[union-attr]
+    kept = [Sample.from_json(json.loads(json.dumps(run.as_json()))) for run in runs]
+    assert kept == runs
+    row = compare(kept)[1]
+    assert (row.standing, row.chance) == ("faster", 0.05)
 
 
 def test_slower() -> None:
@@ -339,19 +362,19 @@ def test_a_sample_survives_its_record() -> None:
 )  # fmt: skip
 def test_assertions(text: str, holds: bool | None) -> None:
     rows = compare([sample("a"), sample("b", 150, loss=1.99)])
-    assert comparison.assertion(text).holds(rows[1], rows[0]) is holds
+    assert assertions.assertion(text).holds(rows[1], rows[0]) is holds
 
 
 @pytest.mark.parametrize("text", ["loss", "loss=1", "los<1", "loss<=1%%", "loss<=x", "<1", ""])
 def test_what_cannot_be_asserted_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="cannot be asserted"):
-        comparison.assertion(text)
+        assertions.assertion(text)
 
 
 def test_an_assertion_speaks_of_the_others_or_of_all() -> None:
     rows = compare([sample("a"), sample("b", 90), sample("c", cause="oom")])
-    asserted = [comparison.assertion(text) for text in ("tokens_per_second>=1", "mfu>=50%")]
-    told = [(one.text, one.variant, one.unknown) for one in comparison.broken(asserted, rows)]
+    asserted = [assertions.assertion(text) for text in ("tokens_per_second>=1", "mfu>=50%")]
+    told = [(one.text, one.variant, one.unknown) for one in assertions.broken(asserted, rows)]
     assert told == [
         ("tokens_per_second>=1", "b", False), ("tokens_per_second>=1", "c", True),
         ("mfu>=50%", "a", False), ("mfu>=50%", "b", False), ("mfu>=50%", "c", True),
@@ -584,14 +607,29 @@ def test_the_time_of_a_trial_counts_from_its_beginning(
         raise usage("x", "enough")
 
     clock = iter([100.0, 130.0])
-    monkeypatch.setattr(bench, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    monkeypatch.setattr(bench, "_short", lambda request, *_words, **_more: request)
-    monkeypatch.setattr(bench.preparation, "prepare", lambda *_words, **_more: None)
-    monkeypatch.setattr(bench.trial, "of_prepared", refuse)
+    monkeypatch.setattr(measurement, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(measurement, "short", lambda request, *_words, **_more: request)
+    monkeypatch.setattr(measurement.preparation, "prepare", lambda *_words, **_more: None)
+    monkeypatch.setattr(measurement.trial, "of_prepared", refuse)
     request = Request(stage=None, config=Path("x.yaml"), gpus=0)
     variant = comparison.Variant("one")
-    found = bench.measure(request, variant, steps=5, root=tmp_path, timeout_s=90)
+    found = measurement.measure(request, variant, steps=5, root=tmp_path, timeout_s=90)
     assert seen == [60.0] and found.cause == "refused"
+
+
+def test_a_full_disk_is_no_fault_of_a_setting(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(*_words: Any, **_more: Any) -> Any:
+        raise rundir.not_writable(tmp_path, "No space left on device")
+
+    monkeypatch.setattr(measurement, "short", lambda request, *_words, **_more: request)
+    monkeypatch.setattr(measurement.preparation, "prepare", full)
+    request = Request(stage=None, config=Path("x.yaml"), gpus=0)
+    with pytest.raises(NotReady):
+        measurement.measure(
+            request, comparison.Variant("one"), steps=5, root=tmp_path, timeout_s=None
+        )
 
 
 @needs_trl
@@ -699,6 +737,8 @@ def test_two_processes_count_together_and_speed_is_that_of_one(world: World) -> 
     (row,) = told["data"]["rows"]
     assert row["tokens_per_second_per_gpu"]["median"] == 1000
     assert row["tokens_per_step"]["median"] == 1000
+    (one,) = told["data"]["samples"]
+    assert one["pace"] == pytest.approx([1 / 2000] * 8)
 
 
 # --- before anything starts -----------------------------------------------------------------------
@@ -756,14 +796,14 @@ def test_the_global_batch_stays_as_the_file_has_it(world: World) -> None:
     path.write_text(path.read_text().replace("batch:\n  global: 2\n  per_device: 2\n", ""))
     request = Request(stage=None, config=path, gpus=0, python=Path(sys.executable))
     asked = variants.combinations(["per_device_train_batch_size=1,2,8"], [])
-    planned = bench.plan(request, asked, steps=5, repeats=1)
+    planned = bench_plan.plan(request, asked, steps=5, repeats=1)
     assert [one.overrides[1:] for one in planned.variants] == [
         ("gradient_accumulation_steps=8",), ("gradient_accumulation_steps=4",),
         ("gradient_accumulation_steps=1",),
     ]  # fmt: skip
     assert planned.batch == 8
     asked = variants.combinations([], ["one:", "two:gradient_accumulation_steps=2"])
-    warned = bench.plan(request, asked, steps=5, repeats=1).findings
+    warned = bench_plan.plan(request, asked, steps=5, repeats=1).findings
     assert "other-global-batch" in {finding.code for finding in warned}
 
 
@@ -772,7 +812,7 @@ def test_what_the_file_expects_follows_the_switch(world: World) -> None:
     path = world.config(learning_rate=0.1, packing=True)
     path.write_text(path.read_text() + "expect: {packing: isolated}\n")
     request = Request(stage=None, config=path, gpus=0, python=Path(sys.executable))
-    planned = bench.plan(
+    planned = bench_plan.plan(
         request, variants.combinations(["packing=true,false"], []), steps=5, repeats=1
     )
     assert [one.overrides[1:] for one in planned.variants] == [(), ("expect.packing=off",)]
@@ -784,7 +824,7 @@ def test_what_the_file_expects_of_packing_follows_the_split(world: World) -> Non
     path.write_text(path.read_text() + "expect: {packing: isolated}\n")
     request = Request(stage=None, config=path, gpus=0, python=Path(sys.executable))
     axes = variants.combinations(["batch.per_device=1,2"], [])
-    one, two = bench.plan(request, axes, steps=5, repeats=1).variants
+    one, two = bench_plan.plan(request, axes, steps=5, repeats=1).variants
     assert (one.overrides[1:], two.overrides[1:]) == (("expect.packing=off",), ())
 
 
@@ -810,7 +850,7 @@ def test_what_is_expected_follows_whichever_key_turns_it(
     path.write_text(path.read_text() + more)
     request = Request(stage=None, config=path, gpus=0, python=Path(sys.executable))
     asked = variants.combinations([], [f"one:{override}"])
-    planned = bench.plan(request, asked, steps=5, repeats=1)
+    planned = bench_plan.plan(request, asked, steps=5, repeats=1)
     assert planned.variants[1].overrides == (*override.split(","), *told)
 
 
@@ -819,7 +859,7 @@ def test_two_variants_that_are_the_same_are_said_to_be(world: World) -> None:
     request = Request(
         stage=None, config=world.config(learning_rate=0.1), gpus=0, python=Path(sys.executable)
     )
-    planned = bench.plan(request, variants.combinations([], ["a:", "b:"]), steps=5, repeats=1)
+    planned = bench_plan.plan(request, variants.combinations([], ["a:", "b:"]), steps=5, repeats=1)
     assert [finding.code for finding in planned.findings] == ["same-variant"]
 
 
@@ -838,7 +878,7 @@ def test_two_variants_that_are_the_same_once_they_are_short_are_said_to_be(
         stage=None, config=world.config(learning_rate=0.1), gpus=0, python=Path(sys.executable)
     )
     asked = variants.combinations([], [f"a:{one}", f"b:{other}"])
-    planned = bench.plan(request, asked, steps=5, repeats=1)
+    planned = bench_plan.plan(request, asked, steps=5, repeats=1)
     assert [f.message for f in planned.findings if f.code == "same-variant"] == [
         "[b] its trial is the same as that of a: what differs is noise"
     ]
@@ -869,7 +909,7 @@ def test_what_a_trial_has_whatever_is_asked_is_nothing_to_compare(
     )
     asked = variants.combinations([], [f"v{nth}:{text}" for nth, text in enumerate(values)])
     with pytest.raises(UsageError) as refused:
-        bench.plan(request, asked, steps=5, repeats=1)
+        bench_plan.plan(request, asked, steps=5, repeats=1)
     assert {finding.code for finding in refused.value.findings} == {"set-by-bench"}
     assert said in str(refused.value)
 
@@ -880,11 +920,11 @@ def test_warm_up_that_comes_to_the_same_in_so_few_steps_is_said(world: World) ->
     path = world.config(learning_rate=0.1, warmup_steps=10, max_steps=1000)
     request = Request(stage=None, config=path, gpus=0, python=Path(sys.executable))
     asked = variants.combinations([], ["a:", "b:warmup_steps=20,learning_rate=0.2"])
-    planned = bench.plan(request, asked, steps=5, repeats=1)
+    planned = bench_plan.plan(request, asked, steps=5, repeats=1)
     (finding,) = planned.findings
     assert (finding.code, finding.severity) == ("set-by-bench", "warning")
     assert "10, 20 come to 0" in finding.message.replace(".0", "")
-    assert not bench.plan(request, asked, steps=200, repeats=1).findings
+    assert not bench_plan.plan(request, asked, steps=200, repeats=1).findings
 
 
 @needs_trl
@@ -901,7 +941,7 @@ def test_what_every_variant_has_alike_is_not_compared_by_it(world: World) -> Non
         stage=None, config=world.config(learning_rate=0.1), gpus=0, python=Path(sys.executable)
     )
     both = ["a:max_steps=9,learning_rate=0.1", "b:max_steps=9,learning_rate=0.2"]
-    planned = bench.plan(request, variants.combinations([], both), steps=5, repeats=1)
+    planned = bench_plan.plan(request, variants.combinations([], both), steps=5, repeats=1)
     assert not {finding.code for finding in planned.findings} & {"set-by-bench", "same-variant"}
 
 
@@ -912,7 +952,7 @@ def test_open_instructs_steps_are_nothing_to_compare(checkout: Path) -> None:
     )
     asked = variants.combinations(["max_train_steps=3,6", "checkpointing_steps=10,20"], [])
     with pytest.raises(UsageError) as refused:
-        bench.plan(request, asked, steps=3, repeats=1)
+        bench_plan.plan(request, asked, steps=3, repeats=1)
     assert [finding.message for finding in refused.value.findings] == [
         "`checkpointing_steps` is nothing to compare, bench sets it itself: 10, 20 come to 4",
         "`max_train_steps` is nothing to compare, bench sets it itself: 3, 6 come to 3",
@@ -936,7 +976,7 @@ def test_a_record_of_kernels_that_leaves_no_speed_is_said(
     path = world.config(learning_rate=0.1)
     path.write_text(path.read_text() + f"probe: {{profile: {profile}}}\n")
     request = Request(stage=None, config=path, gpus=gpus, python=Path(sys.executable))
-    planned = bench.plan(request, variants.combinations([], []), steps=steps, repeats=1)
+    planned = bench_plan.plan(request, variants.combinations([], []), steps=steps, repeats=1)
     found = [one for one in planned.findings if one.code == "profile-and-steps"]
     assert [one.severity for one in found] == (["warning"] if said else [])
     if said:
@@ -991,7 +1031,7 @@ def test_the_commands_of_the_page_are_valid(
         assert (one, other) == ("HEAD~1", "HEAD")
         return
     asked = variants.combinations(vary, told.get("--variant", []))
-    planned = bench.plan(request, asked, steps=20, repeats=3)
+    planned = bench_plan.plan(request, asked, steps=20, repeats=3)
     assert len(planned.variants) == len(asked) > 1
     assert len({variant.name for variant in planned.variants}) == len(asked)
 
@@ -1047,12 +1087,12 @@ def test_commits_of_the_pinned_checkout_are_compared(
         checkout=checkout, python=Path(sys.executable),
     )  # fmt: skip
     asked = variants.combinations([f"open_instruct={checkout},{pin}"], [])
-    planned = bench.plan(request, asked, steps=5, repeats=1)
+    planned = bench_plan.plan(request, asked, steps=5, repeats=1)
     first, second = (variant.checkout for variant in planned.variants)
     assert first == checkout and second is not None and second != checkout
     assert not any(variant.overrides for variant in planned.variants)
     with pytest.raises(Exception, match="neither a folder nor a commit"):
-        bench.plan(
+        bench_plan.plan(
             request, variants.combinations(["open_instruct=nowhere,HEAD"], []), steps=5, repeats=1
         )
 

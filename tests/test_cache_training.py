@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import NO_CHECKOUT, NO_PACKAGES, REPOSITORY, find_checkout
+from conftest import NO_CHECKOUT, NO_PACKAGES, REPOSITORY, STAND_INS, find_checkout
 
 from launcher import (
     cache_folders,
@@ -63,6 +63,7 @@ def place(demo_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     data.write_text("".join(data.read_text().splitlines(keepends=True)[:8]))
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("PYTHONPATH", STAND_INS)
     return folder
 
 

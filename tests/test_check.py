@@ -457,9 +457,12 @@ def test_trl_hides_a_nan_loss_behind_zero(tmp_path: Path) -> None:
     assert verdict_of_log(tmp_path, content).point("loss").state == "nonfinite"
 
 
+LOADING = "Loading weights:   0%|          | 0/38 [00:00<?, ?it/s]\r"
+
+
 def trained(train: str = "1.9", evaluated: str = "2.1") -> str:
     return (
-        "{'loss': '2.0', 'grad_norm': '1', 'epoch': '0.5'}\n"
+        LOADING + "{'loss': '2.0', 'grad_norm': '1', 'epoch': '0.5'}\n"
         f"{{'eval_loss': {evaluated}, 'eval_samples_per_second': '2', 'epoch': '0.5'}}\n"
         "{'loss': '1.9', 'grad_norm': '1', 'epoch': '1'}\n"
         "{'train_runtime': '1.6', 'train_samples_per_second': '2', 'train_steps_per_second': '1.25', "
@@ -886,9 +889,13 @@ def test_what_trl_says_that_it_was_asked_for(tmp_path: Path) -> None:
     liger = "sft.py:103: FutureWarning: `use_liger_kernel=True` is deprecated and will be removed\n"
     packed = "Packing train dataset:   0%|          | 0/64 [00:00<?, ? examples/s]\n"
     loss = "{'loss': '6.814', 'grad_norm': '1.212', 'epoch': '0.06667'}\n"
-    plain = verdict_of_log(tmp_path, loss)
+    plain = verdict_of_log(tmp_path, LOADING + loss)
     assert brief(plain.point("liger")) == ("unknown", True)
     assert brief(plain.point("packing")) == ("unknown", True)
+    # it says so on stderr, of which nothing is there
+    alone = verdict_of_log(tmp_path, loss)
+    assert brief(alone.point("liger")) == ("unknown", None)
+    assert brief(alone.point("packing")) == ("unknown", None)
     verdict = verdict_of_log(tmp_path, liger + packed + loss)
     assert brief(verdict.point("liger")) == ("unknown", None)
     assert brief(verdict.point("packing")) == ("on", None)
@@ -1050,3 +1057,17 @@ def test_of_several_starts_that_were_refused_the_last_counts(tmp_path: Path) -> 
     refused = "x.py: error: argument --{}: invalid int value: 'a'\n"
     told = error_of(tmp_path, refused.format("first") + "usage: x\n" * 20 + refused.format("last"))
     assert told == ("arguments", "argument --last: invalid int value: 'a'", None)
+
+
+def test_a_log_with_steps_left_out_did_not_end_early(tmp_path: Path) -> None:
+    """`grep -v it/s` takes the last bars; of a run that really ended early HF Trainer sums it up."""
+    bar = "\r 33%|###  | 4/12 [00:04<00:08,  1.0s/it]\n"
+    loss = "{'loss': '2.0', 'grad_norm': '1', 'epoch': '0.5'}" + bar
+    end = "✅ Training completed.\n💾 Model saved to out.\n"
+    assert brief(verdict_of_log(tmp_path, LOADING + loss + end).point("finish")) == (
+        "running",
+        None,
+    )
+    summed = "{'train_runtime': '1.6', 'train_loss': 2.0, 'epoch': '0.5'}" + bar
+    finish = verdict_of_log(tmp_path, LOADING + loss + summed + end).point("finish")
+    assert (*brief(finish), finish.detail["reason"]) == ("stopped", False, "ended_early")

@@ -51,8 +51,9 @@ def test_what_a_text_cites() -> None:
         (("LIMIT = 5", "import os\n\nLIMIT  =  5"), set()),
         (("self.limit > LIMIT", "self.limit >= LIMIT"), {7}),
         (("LIMIT = 5", "LIMIT = 6"), {1}),
-        # the same words elsewhere are not the same place
-        (("class Data", "class Other"), {4, 7}),
+        # a class of another name has its methods still; the same words elsewhere are not the same place
+        (("class Data", "class Other"), {4}),
+        (("    def load(self)", "    def read(self)"), {7}),
         (("    return one.load()", "    if one.limit > LIMIT:\n        one.load()"), {11}),
         ((OLD, "def broken("), {1, 4, 7, 11}),
     ],
@@ -106,10 +107,13 @@ def test_a_rule_weighs_less_where_what_it_cites_is_gone(
     # rules about other lines, and of launch's own, count as before
     odd = judged(copy.parent, write, "", data="[a/b, x]")
     assert odd["mixer-amount"].severity == "error"
-    # what only another script's file has is no matter here
+    # what only another script's file has is no matter here, nor what defines its arguments
     (copy / "dpo_tune_cache.py").write_text("args = None\n")
+    (copy / "dpo_utils.py").write_text("args = None\n")
     lora = "  use_lora: true\n  use_qlora: false\n  lora_rank: 0\n"
-    assert judged(copy.parent, write, lora)["out-of-range"].severity == "error"
+    found = judged(copy.parent, write, lora)
+    assert found["out-of-range"].severity == "error"
+    assert found["push-by-default"].severity == "warning"
 
 
 def test_the_weights() -> None:

@@ -17,7 +17,7 @@ from conftest import REPOSITORY
 from launcher import communication, shapes, throughput
 from launcher.communication import H100, Links, Step
 from launcher.lengths import Batch
-from launcher.memory import Adapters, Setup, Zero
+from launcher.setups import Adapters, Setup, Zero
 
 QWEN = shapes.find("Qwen/Qwen2.5-7B", {})
 ONE = Batch(rows=1, width=1024, real=1024, formula="")

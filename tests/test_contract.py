@@ -298,29 +298,27 @@ def real(training: Training, text: str, **settings: Any) -> subprocess.Completed
     )  # fmt: skip
 
 
-MATRIX = f"""
-    import importlib.util, json, sys
-    spec = importlib.util.spec_from_file_location("probe", {str(PROBE)!r})
-    probe = sys.modules["probe"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(probe)
-    found = {{}}
+MATRIX = """
+    import json
+    from launch_probe import isolation
+    found = {}
     for attention in ("sdpa", "eager"):
         for name, batch, more in (
-            ("positions", packed(10, 8, 6), {{"use_cache": False}}),
-            ("boundaries", packed(10, 8, 6, boundaries=True), {{"use_cache": False}}),
-            ("no labels", packed(300, 290, labels=False), {{"use_cache": False}}),
-            ("a mask", packed(10, 8, 6, mask=True), {{"use_cache": False}}),
-            ("a cache", packed(10, 8, 6), {{}}),
+            ("positions", packed(10, 8, 6), {"use_cache": False}),
+            ("boundaries", packed(10, 8, 6, boundaries=True), {"use_cache": False}),
+            ("no labels", packed(300, 290, labels=False), {"use_cache": False}),
+            ("a mask", packed(10, 8, 6, mask=True), {"use_cache": False}),
+            ("a cache", packed(10, 8, 6), {}),
         ):
             model = tiny(attn_implementation=attention)
-            pair = probe.two_samples(model, (), batch["input_ids"], {{**batch, **more}})
-            before, after = probe.leak(model, *pair)
-            found[f"{{attention}}, {{name}}"] = before == after
+            pair = isolation.two_samples(model, (), batch["input_ids"], {**batch, **more})
+            before, after = isolation.leak(model, *pair)
+            found[f"{attention}, {name}"] = before == after
             assert model.training and all(p.grad is None for p in model.parameters())
         model.gradient_checkpointing_enable()
-        pair = probe.two_samples(model, (), batch["input_ids"], batch)
-        before, after = probe.leak(model, *pair)
-        found[f"{{attention}}, a cache and checkpointing"] = before == after
+        pair = isolation.two_samples(model, (), batch["input_ids"], batch)
+        before, after = isolation.leak(model, *pair)
+        found[f"{attention}, a cache and checkpointing"] = before == after
     print(json.dumps(found))
 """
 

@@ -6,6 +6,7 @@ import gzip
 import itertools
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,7 @@ def steps_of(truth: Mapping[str, Any]) -> tuple[int, int]:
     return (steps[0], steps[1]) if isinstance(steps, list) else (steps, steps)
 
 
+@cache
 def judged(name: str) -> Verdict:
     return judge_log(CORPUS / f"{name}.log")
 

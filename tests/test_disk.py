@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import plans
@@ -16,6 +17,7 @@ from plans import from_text
 
 from launcher import disk, parameters
 from launcher.disk import Needs, Place
+from launcher.options import Watch
 from launcher.plan import Plan
 
 GIB = 2**30
@@ -249,6 +251,14 @@ def test_what_is_not_known_is_not_made_up(tmp_path: Path, model: Path) -> None:
     assert (away.least, away.likely, away.count) == (None, None, None)
     assert list(disk.too_little(away, tmp_path / "output", ())) == []
     json.dumps(away.as_json())
+
+
+def test_a_trial_that_leaves_no_model_needs_no_room_for_it(tmp_path: Path, model: Path) -> None:
+    stage = from_text(tmp_path, SFT.format(model=model, more="seed: 1", deepspeed=""))
+    for final_save, least in ((True, 2 * 10**9), (False, 0)):
+        options = replace(stage.options, probe=Watch(final_save=final_save))
+        made = plans.planned(replace(stage, options=options), 2)
+        assert disk.needs(made, tmp_path / "output", {}).least == least
 
 
 def test_checkpoints_that_go_are_room(tmp_path: Path, model: Path) -> None:

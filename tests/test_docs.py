@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ MAKERS = {
 }  # fmt: skip
 
 
+@cache
 def finding_codes() -> set[str]:
     """Every code that the source gives to a finding."""
     codes = {f"bad-{key.replace('_', '-')}" for key in (*options.KEYS, *options.WRAPPED_KEYS)}

@@ -121,6 +121,27 @@ def test_a_file_that_goes_is_noticed(ask: Asked, root: Path, reads: list[Sequenc
     assert len(reads) == 2
 
 
+def test_a_file_that_comes_is_noticed(ask: Asked, root: Path, reads: list[Sequence[str]]) -> None:
+    whole = ask()
+    # as in a checkout that is not complete yet
+    (root / "helper.py").unlink()
+    assert ask() != whole
+    (root / "helper.py").write_text(HELPER, encoding="utf-8")
+    assert ask() == whole
+    assert len(reads) == 3
+
+
+def test_a_type_of_another_package_that_the_pin_does_not_use(ask: Asked, root: Path) -> None:
+    text = FINETUNE.replace(
+        "    spare: int = 0\n", "    spare: LMLossImplementation = LMLossImplementation.default\n"
+    )
+    imported = "from olmo_core.nn.lm_head import LMLossImplementation\n"
+    (root / "finetune.py").write_text(imported + text, encoding="utf-8")
+    known = facts.schema_of(ask(), BACKEND, "sft", "source", "x")
+    assert known.refusal("spare", ["fused_linear"]) is None
+    assert "not one of default, fused_linear" in (known.refusal("spare", ["fused"]) or "")
+
+
 def test_another_version_of_launch_reads_for_itself(
     ask: Asked, reads: list[Sequence[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

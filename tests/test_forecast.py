@@ -698,6 +698,15 @@ def test_what_is_done_already_is_not_asked_for() -> None:
     assert "`gradient_checkpointing: true`" in plain
 
 
+def test_no_way_is_named_that_crashes() -> None:
+    """LoRA under ZeRO-3 without reentrant checkpointing: finetune.py fails in its first backward pass."""
+    large = (TULU, *LAX, "model_name_or_path=Qwen/Qwen2.5-32B", "use_lora=true", "deepspeed=none")
+    words = ("--gpus", "4", "--row-tokens", "2000", "--gpu-memory", "40")
+    assert "zero3" not in mended(*large, "gradient_checkpointing=true", *words)
+    plain = mended(*large, "gradient_checkpointing=false", *words)
+    assert "`deepspeed: zero3" in plain and "checkpointing" not in plain
+
+
 def test_where_nothing_fits_the_nearest_is_named() -> None:
     help = mended(TULU, "--gpus", "1", *ROWS, "--gpu-memory", "2")
     assert help.startswith("nothing that can be turned fits, the nearest is `")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -19,7 +19,7 @@ from conftest import REPOSITORY
 from launcher import document, json_schema, options, stage, upstream
 from launcher.backends import BACKENDS
 from launcher.config import Config
-from launcher.errors import errors
+from launcher.errors import Finding, errors
 from launcher.schema import Field, Schema
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -79,9 +79,12 @@ def config_of(backend: str, name: str, **args: Any) -> Config:
     return Config(path=Path("made.yaml"), shape="stage", options=given, args=args)
 
 
-def refused(backend: str, name: str, args: dict[str, Any]) -> set[str]:
+def wrong_with(backend: str, name: str, args: dict[str, Any]) -> list[Finding]:
+    return list(errors(stage.judge(config_of(backend, name, **args)).findings))
+
+
+def refused(found: Iterable[Finding]) -> set[str]:
     """The arguments that launch refuses by themselves: their name, or their value."""
-    found = errors(stage.judge(config_of(backend, name, **args)).findings)
     return {
         str(f.key).removeprefix("args.")
         for f in found
@@ -267,7 +270,7 @@ def test_every_kind_of_field_takes_what_launch_takes(backend: str, name: str) ->
     wrong = []
     for value in (*ODD, *MORE):
         args = {field.name: value for field in kinds.values()}
-        ours, theirs = underlined(backend, name, args), refused(backend, name, args)
+        ours, theirs = underlined(backend, name, args), refused(wrong_with(backend, name, args))
         wrong += [(key, value, "underlined, and taken") for key in ours - theirs]
         wrong += [
             (key, value, "refused, and not underlined")
@@ -282,8 +285,8 @@ def test_generated_arguments_are_judged_as_launch_does(backend: str, name: str) 
     schema, checked = schema_of(backend, name), args_validator(backend, name)
     accepted = rejected = 0
     for args in generate(schema, SETS, seed=9):
-        faults = refused(backend, name, args)
-        found = errors(stage.judge(config_of(backend, name, **args)).findings)
+        found = wrong_with(backend, name, args)
+        faults = refused(found)
         seen = [
             k for k in faults if k not in schema.fields or not invisible(schema.fields[k], args[k])
         ]
@@ -304,7 +307,7 @@ def test_defaults_are_valid_values(backend: str, name: str) -> None:
     told = {key: properties[key]["default"] for key in fields if "default" in properties[key]}
     assert told == {key: fields[key].default for key in told}
     assert len(told) > len(fields) / 3
-    assert underlined(backend, name, told) == refused(backend, name, told) == set()
+    assert underlined(backend, name, told) == refused(wrong_with(backend, name, told)) == set()
 
 
 def test_what_is_no_field_is_refused() -> None:

@@ -252,6 +252,115 @@ def test_what_is_not_as_expected_says_what_was_seen(run: Run) -> None:
     assert "sdpa" in said(verdict.point("attention"))
 
 
+# -- the batch -------------------------------------------------------------------------------------
+
+FOUR = {
+    "gpus": 2,
+    "nodes": 1,
+    "per_device": 2,
+    "accumulation": 2,
+    "global": 8,
+    "rows": 96,
+    "steps": 12,
+}
+
+
+def planned(run: Run, **changes: Any) -> Run:
+    told = made_runs.manifest(stage="sft", plan={**FOUR, **changes})
+    told["args"]["packing"] = {"value": changes.get("packing", False), "origin": ""}
+    (run.folder / "run.json").write_text(json.dumps({**told, **changes.get("more", {})}))
+    return run
+
+
+def sized(*rows: int, each: int = 2) -> list[dict[str, Any]]:
+    """Steps of so many rows, in micro-batches of `each` at most."""
+    sizes = enumerate(rows, start=1)
+    return [{**step(n), "rows": size, "micro_batches": -(-size // each)} for n, size in sizes]
+
+
+@pytest.mark.parametrize(
+    ("world", "ranks", "answer"),
+    [(2, 2, ("planned", True)), (2, 1, ("planned", None)), (1, 1, ("different", False))],
+)
+def test_as_many_processes_as_were_planned_have_to_train(
+    run: Run, world: int, ranks: int, answer: tuple[str, bool | None]
+) -> None:
+    for rank in range(ranks):
+        planned(run, steps=3).rank(rank, *sized(4, 4, 4), SAVED, END, world=world)
+    verdict = run.exit(0).judge(batch="planned")
+    assert brief(verdict.point("batch")) == answer
+    assert (verdict.status == "pass") is (answer[1] is True)
+    assert answer[1] is True or "1" in said(verdict.point("batch"))
+    # what an older launch started was asked for nothing of the kind
+    old = run.judge()
+    assert (old.status == "fail") is (answer[1] is False)
+    assert brief(run.judge(batch="any").point("batch")) == (answer[0], True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "answer"),
+    [
+        ((4, 4, 4, 4), {}, ("planned", True)),
+        ((2, 2, 2, 2), {}, ("different", False)),  # accumulated once
+        ((8, 8, 8, 8), {}, ("different", False)),
+        ((4, 4, 2, 2), {}, ("different", False)),  # less from somewhere on
+        ((4, 3, 4, 1), {}, ("planned", True)),  # ends of epochs
+        ((3,), {}, ("unknown", None)),
+        ((), {}, ("unknown", None)),
+        ((), {"steps": 0}, ("planned", True)),
+        ((3, 3, 3), {"rows": 6}, ("planned", True)),  # data of less than one step
+        ((5, 5, 5), {"rows": 6}, ("different", False)),
+        ((8, 8, 8), {"more": {"stage": "dpo"}}, ("planned", True)),  # a pair is two
+        ((4, 4, 4), {"more": {"stage": "dpo"}}, ("different", False)),
+        ((4, 4, 4), {"packing": True}, ("planned", True)),
+        ((2, 2, 2), {"packing": True}, ("different", False)),
+        ((2, 2, 2), {"packing": True, "more": {"backend": "open_instruct"}}, ("different", False)),
+        (
+            (2, 2, 2),
+            {"packing": True, "more": {"backend": "open_instruct", "stage": "dpo"}},
+            ("planned", True),
+        ),
+        ((2, 2, 2), {"gpus": None}, ("unknown", None)),
+    ],
+)
+def test_a_step_has_to_be_as_large_as_planned(
+    run: Run, rows: tuple[int, ...], changes: dict[str, Any], answer: tuple[str, bool | None]
+) -> None:
+    each = 4 if "stage" in changes.get("more", {}) and not changes.get("packing") else 2
+    for rank in range(2):
+        planned(run, **changes).rank(rank, *sized(*rows, each=each), world=2)
+    point = run.judge(batch="planned").point("batch")
+    assert brief(point) == answer
+    if answer[1] is False:
+        late = 4 if rows[0] == 4 and len(rows) == 4 else 2
+        assert f"step {late} of rank 0: micro-batches {-(-rows[late - 1] // each)}, rows" in said(
+            point
+        )
+
+
+def test_rows_of_packed_ones_are_not_counted(run: Run) -> None:
+    packed = [{**one, "micro_batches": 2} for one in sized(51, 45, 49)]
+    point = (
+        planned(run, packing=True, gpus=1).rank(0, *packed).judge(batch="planned").point("batch")
+    )
+    assert brief(point) == ("planned", True)
+
+
+def test_a_log_alone_has_no_batch_to_be_held_to(run: Run) -> None:
+    assert "batch" not in {point.name for point in verdict_of_log(run.folder, sft(4)).points}
+
+
+def test_each_attempt_is_held_to_its_own_plan(tmp_path: Path) -> None:
+    path = attempts(tmp_path / "run", ISOLATED, ISOLATED)
+    told = made_runs.manifest(plan={**made_runs.manifest()["plan"], "gpus": 8, "accumulation": 4})
+    (path / "run.1.json").write_text(json.dumps(told))
+    point = start.finish(RunFolder(path)).point("batch")
+    assert brief(point) == ("different", False)
+    assert "in attempt 1, which made steps 1 to 20: the world size was 1, 8 was planned" in said(
+        point
+    )
+
+
 # -- several attempts ------------------------------------------------------------------------------
 
 

@@ -34,6 +34,7 @@ from launcher import (
 )
 from launcher.attempt import Attempt
 from launcher.errors import NotReady, UsageError
+from launcher.redaction import redact_bytes
 from launcher.rundir import RunFolder
 
 
@@ -516,3 +517,36 @@ def test_what_has_not_begun_is_not_judged(place: Path) -> None:
     assert not folder.verdict.exists()
     assert launch("exec", str(folder.path)).returncode != 2
     assert launch("check", str(folder.path)).returncode != 2 and folder.verdict.exists()
+
+
+# --- a log that is shown --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 3, 17, 10_000])
+@pytest.mark.parametrize("idle", [False, True])
+def test_a_log_is_shown_without_tokens_however_it_comes(size: int, idle: bool) -> None:
+    token = "hf_" + "aB3" * 11
+    raw = f"one\r 5%|#| 1/9\rlogin HF_TOKEN=abc\nsee {token} there\n\xff {token}".encode("latin-1")
+    shown, parts = following.Shown(("a known value",)), []
+    for at in range(0, len(raw), size):
+        parts.append(shown.of(raw[at : at + size]))
+        parts += [shown.rest()] if idle else []
+    parts += [shown.rest(), shown.rest()]
+    told = b"".join(parts)
+    assert token.encode() not in told and b"there\n\xff " in told
+    if not idle or size > 100:
+        assert told == redact_bytes(raw, ())
+
+
+def test_the_begun_line_is_shown_while_it_grows() -> None:
+    shown = following.Shown(())
+    assert (shown.of(b" 10%|#"), shown.rest(), shown.rest()) == (b"", b" 10%|#", b"")
+    assert shown.of(b"###| 1/9\rnext") == b"###| 1/9\r"
+    assert (shown.rest(), shown.of(b"\n")) == (b"next", b"\n")
+
+
+def test_a_line_without_end_is_shown_all_the_same() -> None:
+    shown, block = following.Shown(()), b"word " * 2**18
+    told = b"".join([*(shown.of(block) for _ in range(4)), shown.rest()])
+    assert told == block * 4
+    assert len(shown.line) <= 2 * following.LINE_BYTES

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from test_probe import Training
 
-from benchmarks.probe import load
+from launcher.watching import kernels
 
 NAMES = {
     "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "communication",
@@ -62,22 +62,17 @@ def training(tmp_path: Path) -> Training:
     return Training(tmp_path)
 
 
-@pytest.fixture(scope="module")
-def probe() -> Any:
-    return load()
-
-
 @pytest.mark.parametrize(("kernel", "name"), NAMES.items())
-def test_a_kernel_is_known_by_its_name(probe: Any, kernel: str, name: str) -> None:
-    assert probe.class_of(kernel) == name
+def test_a_kernel_is_known_by_its_name(kernel: str, name: str) -> None:
+    assert kernels.class_of(kernel) == name
 
 
-def test_what_runs_at_once_is_counted_once(probe: Any) -> None:
+def test_what_runs_at_once_is_counted_once() -> None:
     spans = [
         ("nvjet_a", 0.0, 4.0), ("nvjet_a", 4.0, 5.0), ("ncclAllReduce", 3.0, 7.0),
         ("_rope_kernel", 8.0, 9.0),
     ]  # fmt: skip
-    told = probe.of_kernels(spans, 10.0)
+    told = kernels.of_kernels(spans, 10.0)
     assert told["shares"] == {"communication": 0.4, "matmul": 0.5, "other": 0.1}
     assert told["exposed_communication"] == 0.2
     assert told["idle"] == 0.2
@@ -85,8 +80,8 @@ def test_what_runs_at_once_is_counted_once(probe: Any) -> None:
     assert told["top"][0] == {"kernel": "nvjet_a", "class": "matmul", "calls": 2, "share": 0.5}
 
 
-def test_nothing_ran(probe: Any) -> None:
-    told = probe.of_kernels([], 2.0)
+def test_nothing_ran() -> None:
+    told = kernels.of_kernels([], 2.0)
     assert (told["idle"], told["shares"], told["top"]) == (1.0, {}, [])
 
 

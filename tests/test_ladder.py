@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import saved
 from conftest import NO_PACKAGES, PATIENCE_S, REPOSITORY
 from fake_smi import Smi
 from fake_world import World, made, needs_trl, until
@@ -157,6 +158,7 @@ def test_memory_against_the_plan_and_the_card(world: World) -> None:
     }  # fmt: skip
     (world.root / "shaped").mkdir()
     (world.root / "shaped" / "config.json").write_text(json.dumps(shape))
+    saved.loadable(world.root / "shaped")
     words = ("--gpus", "1,2", "--row-tokens", "100:200", "--format", "json")
     scenes = {"1": {"gib": 0.001}, "2": {"gib": 145.0}}
     done = climb(world, *words, scenes=scenes, model_name_or_path="shaped")
@@ -258,6 +260,21 @@ def test_a_killed_command_leaves_its_rung_to_itself(world: World) -> None:
     assert world.launch(*words).returncode == 0
     assert started(world) == ["1", "1"] and len(ladders(world)) == 1
     assert not (ladders(world)[0] / "models").exists()
+
+
+def test_a_rung_that_went_on_to_its_end_without_its_command_is_not_repeated(world: World) -> None:
+    path, python = world.config(), str(world.root / "python")
+    words = ("ladder", str(path), "--python", python, *SHORT, "--gpus", "1,2")
+    running = world.started(*words, env={"LADDER_SCENES": json.dumps({"1": {"sleep": 2}})})
+    world.pid("trainer-1")
+    running.kill()
+    running.communicate()
+    until(lambda: not world.left())
+    told = world.launch(*words, "--format", "json")
+    assert told.returncode == 0, told.stderr
+    assert started(world) == ["1", "2"] and len(ladders(world)) == 1
+    assert not (ladders(world)[0] / "models").exists()
+    assert all(one["first_loss"] for one in json.loads(told.stdout)["data"]["rungs"])
 
 
 def test_rungs_of_other_packages_are_repeated(world: World) -> None:

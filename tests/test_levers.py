@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tuned
-from conftest import Write
+from conftest import REPOSITORY, Write
 from fake_world import needs_trl
 
-from launcher import config, levers, stage
+from launcher import config, footprint, levers, stage
+from launcher.candidates import Measured
 from launcher.errors import errors
 from launcher.outlook import Outlook
-from launcher.search import Measured
+from launcher.schema import Schema
+from launcher.upstream import Locator
 
 HAND = "bench/hand_recipe.yaml"
 TULU = "tulu/dpo_qwen7b.yaml"
@@ -61,6 +64,29 @@ def test_dpo_of_open_instruct_asks_for_checkpointing_by_its_memory_budget() -> N
     world = tuned.outlook(TULU, "model_name_or_path=Qwen/Qwen2.5-7B")
     assert turned(world, checkpointing=False) == {"args.activation_memory_budget": 1.0}
     assert turned(world, attention="torch") == {"args.attn_implementation": "torch"}
+
+
+def test_dpo_of_older_commits_has_sfts_flag(monkeypatch: pytest.MonkeyPatch, write: Write) -> None:
+    really = Locator.schema
+
+    def older(self: Locator, backend: str, stage: str) -> Schema:
+        """As before the memory budget came, and a fused optimizer."""
+        known = really(self, backend, stage)
+        gone = {"activation_memory_budget", "fused_optimizer"}
+        fields = {name: one for name, one in known.fields.items() if name not in gone}
+        flag = replace(fields["use_lora"], name="gradient_checkpointing")
+        return replace(known, fields={**fields, flag.name: flag})
+
+    monkeypatch.setattr(Locator, "schema", older)
+    lines = (REPOSITORY / "configs" / TULU).read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if "activation_memory_budget" not in line]
+    world = tuned.outlook(write("a.yaml", "".join(kept)), "model_name_or_path=Qwen/Qwen2.5-7B")
+    assert turned(world, checkpointing=True) == {"args.gradient_checkpointing": True}
+    assert world.shape is not None
+    found = footprint.Footprint(
+        plan=world.space.plan, shape=world.shape, rows=world.rows, attention="flash_2"
+    )
+    assert not found.setup().fused_optimizer
 
 
 @pytest.mark.parametrize(
@@ -253,8 +279,8 @@ def test_where_the_batch_cannot_be_split_the_search_comes_to_its_end() -> None:
     world = tuned.outlook(HAND, "batch.global=2", "batch.per_device=1", rows="64:900")
     assert "per_device" in world.space.fixed
     search = tuned.searched(world, tuned.H200, trials=40)
-    assert search.stopped and search.best is not None
-    assert "per_device" not in search.differing(search.best.candidate)
+    assert search.stopped and search.results.best is not None
+    assert "per_device" not in search.results.differing(search.results.best.candidate)
 
 
 @needs_trl
@@ -266,8 +292,11 @@ def test_a_split_that_only_other_rows_have_is_no_change_by_itself() -> None:
     free = tuned.one(search, packing="padding_free", attention="flash_attention_2", per_device=16)
     for candidate, speed in ((search.base, 1000), (free, 3000)):
         search.learn(candidate, Measured(status="ok", speed=speed, step=1, seconds=60))
-    assert "per_device" in search.differing(free)
-    assert search.best is not None and search.gain(search.best, "per_device") is None
+    assert "per_device" in search.results.differing(free)
+    assert (
+        search.results.best is not None
+        and search.attribution.gain(search.results.best, "per_device") is None
+    )
     search.threshold = 10
     assert search.propose() is not None or search.stopped
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import saved
 from conftest import Write
 from test_trl_adapters import QWEN2
 from test_trl_machine_rules import found
@@ -53,6 +54,15 @@ REFUSED = [("model-arguments", "error")]
         {"dtype": "float64"},
         {"dtype": "bf16"},
         {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        # what only a program can give, places without values, values of another type
+        {"output_loading_info": True},
+        {"state_dict": {}},
+        {"generation_config": "model"},
+        {"device_map": "foo"},
+        {"device_map": "meta"},
+        {"tie_word_embeddings": "no"},
+        {"quantization_config": {}},
+        {"quantization_config": "bnb"},
         # weights that do not fit
         {"hidden_size": 32},
         {"vocab_size": 50},
@@ -71,7 +81,6 @@ def test_what_trl_cannot_load_or_save_is_refused(given: dict[str, Any]) -> None:
     [
         {"use_cache": False},
         {"attention_dropout": 0.1},
-        {"low_cpu_mem_usage": True},
         {"num_labels": 3},
         {"use_kernels": False},
         {"device_map": "cpu"},
@@ -84,6 +93,184 @@ def test_what_trl_cannot_load_or_save_is_refused(given: dict[str, Any]) -> None:
 )  # fmt: skip
 def test_what_trl_loads_is_left_alone(given: dict[str, Any]) -> None:
     assert told(TRL, given) == []
+
+
+def test_what_the_loader_drops_is_told() -> None:
+    unread = [("model-arguments-unread", "warning")]
+    assert told(TRL, {"low_cpu_mem_usage": True}) == unread
+    assert told(TRL, {"from_tf": False}) == unread
+
+
+def test_each_of_several_processes_has_the_model_on_its_gpu() -> None:
+    args = {"model_name_or_path": "org/name", "model_init_kwargs": '{"device_map": "auto"}'}
+    assert [one.code for one in found("trl-sft", args, gpus=2)] == ["conditional-key"]
+    assert found("trl-sft", args, gpus=1) == []
+
+
+def test_quantised_weights_need_their_package(write: Write) -> None:
+    config = {**QWEN2, "quantization_config": {"quant_method": "gptq"}}
+    write("other/config.json", json.dumps(config))
+    args = {"model_name_or_path": "other"}
+    for script in ("trl-sft", "sft", "dpo"):
+        (one,) = found(script, args, packages={"optimum": "2.0", "flash-attn": "2.8.3"})
+        assert (one.code, one.severity) == ("missing-packages", "error")
+        assert one.help == "pip install gptqmodel"
+        assert found(script, args) == []
+    asked = {"load_in_4bit": True}
+    args = {"model_name_or_path": "model"}
+    args["model_init_kwargs"] = json.dumps({"quantization_config": asked})
+    (one,) = found("trl-dpo", args, packages={})
+    assert "bitsandbytes" in one.message
+
+
+# --- what lies in the folder ------------------------------------------------------------------------
+
+INDEX = "model.safetensors.index.json"
+SHARD = "model-0000{}-of-00002.safetensors"
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
+
+
+def lacking(script: str = "trl-sft", *, running: bool = True, **known: Any) -> list[str]:
+    """What is said of the folder `model`, which is the same for every script."""
+    args = {"model_name_or_path": "model", **known.pop("args", {})}
+    findings = found(script, args, running=running, **known)
+    assert all(finding.layer == "run" for finding in findings)
+    assert {finding.severity for finding in findings} <= {"error" if running else "warning"}
+    return [f"{finding.code}: {finding.message}" for finding in findings]
+
+
+def sharded() -> None:
+    """Two parts and their index."""
+    names = {"a": SHARD.format(1), "b": SHARD.format(2)}
+    for name in names.values():
+        saved.tensors(Path("model", name))
+    Path("model", INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))
+
+
+@pytest.mark.parametrize("script", ["sft", "dpo", "trl-sft", "trl-dpo"])
+def test_a_model_that_cannot_be_loaded_does_not_reach_a_gpu(write: Write, script: str) -> None:
+    write("model/config.json", '{"model_type": "made"}')
+    # a folder to plan with
+    assert lacking(script, running=False) == []
+    said = lacking(script)
+    assert [one.partition(":")[0] for one in said] == ["incomplete-model", "incomplete-tokenizer"]
+    assert "holds no weights" in said[0] and "knows no word" in said[1]
+    saved.loadable(Path("model"))
+    assert lacking(script) == []
+    for running in (True, False):
+        (one,) = with_file(script, "model.safetensors", POINTER, running=running)
+        assert one.startswith("incomplete-model") and "git-lfs" in one
+        (one,) = with_file(script, "tokenizer.json", POINTER, running=running)
+        assert one.startswith("incomplete-tokenizer") and "git-lfs" in one
+        (one,) = with_file(script, "tokenizer.json", '{"a": [', running=running)
+        assert "cut off" in one
+        (one,) = with_file(script, "tokenizer_config.json", '{"a": [', running=running)
+        assert "cannot be read" in one
+        (one,) = with_file(script, "config.json", "{}", running=running)
+        assert "model_type" in one
+        (one,) = with_file(script, "config.json", "", running=running)
+        assert "cannot be read" in one
+    assert lacking(script) == []
+
+
+def with_file(script: str, name: str, text: str, *, running: bool) -> list[str]:
+    """What is said while a file holds another text."""
+    path = Path("model", name)
+    before = path.read_bytes() if path.exists() else None
+    path.write_text(text)
+    said = lacking(script, running=running)
+    if before is None:
+        path.unlink()
+    else:
+        path.write_bytes(before)
+    return said
+
+
+def test_weights_are_looked_for_as_transformers_does(write: Write) -> None:
+    write("model/config.json", '{"model_type": "made"}')
+    saved.loadable(Path("model"))
+    whole = Path("model", "model.safetensors")
+    saved.cut(whole)
+    (one,) = lacking()
+    assert "cut off" in one
+    whole.unlink()
+    sharded()
+    assert lacking() == []
+    saved.cut(Path("model", SHARD.format(2)))
+    assert "cut off" in lacking()[0]
+    Path("model", SHARD.format(2)).unlink()
+    assert "is missing" in lacking()[0]
+    # whole weights win over an index
+    saved.tensors(whole)
+    assert lacking() == []
+    whole.unlink()
+    Path("model", INDEX).write_text("{")
+    assert "cannot be read" in lacking()[0]
+    Path("model", INDEX).unlink()
+    (one,) = lacking()
+    assert "under a name that is looked for" in one and SHARD.format(1) in one
+    saved.archive(Path("model", "pytorch_model.bin"))
+    assert lacking() == []
+    only_safe = {"model_init_kwargs": '{"use_safetensors": true}'}
+    assert "holds no weights" in lacking(args=only_safe)[0]
+    old = {"torch": "2.5.1", "flash-attn": "2.8.3"}
+    assert "torch 2.5.1" in lacking(packages=old)[0]
+    assert lacking(packages={**old, "torch": "2.6.0+cu124"}) == []
+    saved.tensors(Path("model", "model.fp16.safetensors"))
+    Path("model", "pytorch_model.bin").unlink()
+    assert "holds no weights" in lacking()[0]
+    assert lacking(args={"model_init_kwargs": '{"variant": "fp16"}'}) == []
+
+
+def test_an_adapter_is_no_model(write: Write) -> None:
+    Path("model", "config.json").unlink()
+    write("model/adapter_config.json", "{}")
+    saved.tensors(Path("model", "adapter_model.safetensors"))
+    write("model/tokenizer.json", "{}")
+    (one,) = lacking()
+    assert "an adapter alone" in one
+    write("model/config.json", '{"model_type": "made"}')
+    saved.loadable(Path("model"))
+    (one,) = lacking()
+    assert "adapter beside" in one
+    # without the package it is not looked at
+    assert lacking(packages={"torch": "2.13.0"}) == []
+
+
+def test_of_the_hub_what_is_missing_is_fetched(write: Write) -> None:
+    home = Path.cwd() / "home"
+    kept = home / ".cache/huggingface/hub/models--org--name"
+    write(str(kept / "refs/main"), "abc")
+    write(str(kept / "snapshots/abc/config.json"), '{"model_type": "made"}')
+    args = {"model_name_or_path": "org/name"}
+    assert found("sft", args, running=True, environ={"HOME": str(home)}) == []
+    offline = {"HOME": str(home), "HF_HUB_OFFLINE": "1"}
+    told = [one.code for one in found("sft", args, running=True, environ=offline)]
+    assert told == ["incomplete-model", "incomplete-tokenizer"]
+
+
+def test_only_the_tokenizer_is_read_for_the_data_alone(write: Write) -> None:
+    write("model/config.json", '{"model_type": "made"}')
+    write("model/tokenizer.json", "{}")
+    assert lacking("sft", args={"cache_dataset_only": True}) == []
+    assert lacking("sft")[0].startswith("incomplete-model")
+
+
+def test_weights_are_those_of_the_config(write: Write) -> None:
+    saved.loadable(Path("model"))
+    assert lacking() == []
+    (one,) = with_file("sft", "config.json", json.dumps({**QWEN2, "vocab_size": 7}), running=True)
+    assert "model.embed_tokens.weight" in one
+    # layers that no file has begin at random
+    more = {**QWEN2, "num_hidden_layers": QWEN2["num_hidden_layers"] + 1}
+    Path("model", "config.json").write_text(json.dumps(more))
+    (warned,) = found("dpo", {"model_name_or_path": "model"}, running=True)
+    assert warned.severity == "warning" and "begin at random" in warned.message
+    # and nothing at all is another model
+    Path("model", "config.json").write_text(json.dumps(QWEN2))
+    saved.tensors(Path("model", "model.safetensors"))
+    (none,) = found("dpo", {"model_name_or_path": "model"}, running=True)
+    assert none.severity == "error" and "begin at random" in none.message
 
 
 def test_a_list_of_layers_is_as_long_as_the_model(write: Write) -> None:
@@ -171,3 +358,155 @@ def _model_type(node: ast.ClassDef) -> str | None:
         if isinstance(item, ast.Assign) and ast.unparse(item.targets[0]) == "model_type":
             return str(ast.literal_eval(item.value))
     return None
+
+
+# --- rows that do not come to training --------------------------------------------------------------
+
+WORDS = {
+    "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+    "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None,
+    "model": {"type": "WordLevel", "vocab": {"[UNK]": 0}, "unk_token": "[UNK]"},
+}  # fmt: skip
+
+
+def turns(words: int) -> list[dict[str, str]]:
+    """A question of so many words, and its answer."""
+    asked = {"role": "user", "content": "word " * words}
+    return [asked, {"role": "assistant", "content": "an answer"}]
+
+
+def dropped(script: str, rows: list[dict[str, Any]], **args: Any) -> list[tuple[str, str]]:
+    """Severity and message of what is said of rows that leave no room for an answer."""
+    text = "".join(f"{json.dumps(row)}\n" for row in rows)
+    Path("data").mkdir(exist_ok=True)
+    Path("data/train.jsonl").write_text(text)
+    Path("model/tokenizer.json").write_text(json.dumps(WORDS))
+    name = "mixer_list" if script == "dpo" else "dataset_mixer_list"
+    data = (
+        {"dataset_name": "data"}
+        if script.startswith("trl")
+        else {name: ["data/train.jsonl", "1.0"]}
+    )
+    findings = found(script, {"model_name_or_path": "model", **data, **args})
+    return [(f.severity, f.message) for f in findings if f.code == "prompts-too-long"]
+
+
+@pytest.mark.parametrize(
+    ("script", "rows", "key"),
+    [
+        ("trl-sft", lambda n: {"prompt": turns(n)[:1], "completion": turns(n)[1:]}, "max_length"),
+        ("trl-sft", lambda n: {"prompt": "word " * n, "completion": "x"}, "max_length"),
+        ("trl-dpo", lambda n: {"chosen": turns(n), "rejected": turns(n)}, "max_length"),
+        ("sft", lambda n: {"messages": turns(n)}, "max_seq_length"),
+        ("dpo", lambda n: {"chosen": turns(n), "rejected": turns(n)}, "max_seq_length"),
+    ],
+)
+def test_prompts_that_leave_no_room_for_an_answer(script: str, rows: Any, key: str) -> None:
+    pytest.importorskip("tokenizers")
+    ((severity, message),) = dropped(script, [rows(20), rows(30)], **{key: 20})
+    assert severity == "error"
+    assert "all 2 rows" in message and "20 to 30 tokens" in message and "none is left" in message
+    ((severity, message),) = dropped(script, [rows(20), rows(30), rows(3)], **{key: 20})
+    assert severity == "warning" and "of all 3 rows" in message and "none is left" not in message
+    # a few such rows are in most sets
+    assert dropped(script, [rows(30), rows(3)], **{key: 20}) == []
+    assert dropped(script, [rows(20)], **{key: 21}) == []
+    # more bytes, and not more tokens
+    assert dropped(script, [rows(10)], **{key: 20}) == []
+    ((severity, _),) = dropped(script, [rows(30)] * 200, **{key: 20})
+    assert severity == "warning"
+    Path("model/tokenizer.json").write_text("{}")
+
+
+def test_what_has_a_loss_without_an_answer() -> None:
+    pytest.importorskip("tokenizers")
+    chats = [{"messages": turns(30)}]
+    assert dropped("trl-sft", chats, max_length=20) == []
+    assert len(dropped("trl-sft", chats, max_length=20, assistant_only_loss=True)) == 1
+    pairs = [{"prompt": "word " * 30, "completion": "x"}]
+    assert dropped("trl-sft", pairs, max_length=20, completion_only_loss=False) == []
+    assert dropped("trl-sft", pairs, max_length=20, truncation_mode="keep_end") == []
+    assert dropped("trl-sft", pairs, max_length=20, packing=True) == []
+
+
+def test_a_batch_that_is_not_full_may_be_the_only_one(write: Write) -> None:
+    write("data/train.jsonl", '{"text": "x"}\n' * 7)
+    write("data/test.jsonl", '{"text": "x"}\n' * 3)
+    args = {"dataset_name": "data", "dataloader_drop_last": True}
+
+    def few(gpus: int, **more: Any) -> list[tuple[str, str]]:
+        findings = found("trl-sft", {**args, **more}, gpus=gpus, per_device=4)
+        return [(f.severity, f.message) for f in findings if f.code == "too-few-rows"]
+
+    ((severity, message),) = few(2)
+    assert severity == "error" and "7 row(s)" in message and "take 8 at a time" in message
+    assert few(1) == []
+    assert few(2, dataloader_drop_last=False) == []
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+    ((severity, message),) = few(1, **evaluated)
+    assert severity == "warning" and "nothing is evaluated" in message
+
+
+def test_data_that_git_lfs_has_not_fetched(write: Write) -> None:
+    for name, script in (("train.parquet", "trl-sft"), ("train.jsonl", "trl-dpo")):
+        write(f"{name}d/{name}", POINTER)
+        findings = found(script, {"dataset_name": f"{name}d"})
+        (one,) = [f for f in findings if f.code == "bad-data"]
+        assert "git-lfs" in one.message
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        ({"text": None}, "`text` is null"),
+        ({"text": 5}, "`text` is int"),
+        ({"messages": "hello"}, "`messages` is text"),
+        ({"messages": []}, "`messages` is an empty list"),
+        ({"messages": None}, "`messages` is null"),
+        ({"messages": [{"content": "x"}]}, "a list of something else"),
+        ({"prompt": "q", "completion": None}, "`completion` is null"),
+        ({"prompt": 1, "completion": 2}, "`prompt` is int"),
+        ({"prompt": turns(1)[:1], "completion": []}, "`completion` is an empty list"),
+        ({"prompt": "q", "completion": turns(1)[1:]}, "is text and `completion` a conversation"),
+    ],
+)
+def test_rows_that_sft_cannot_tokenise(write: Write, row: dict[str, Any], fault: str) -> None:
+    """Each was seen to end the real trainer, after the model was loaded."""
+    good = {name: "x" for name in row}
+    if "messages" in row:
+        good["messages"] = turns(1)  # type: ignore[assignment]
+    write("data/train.jsonl", f"{json.dumps(good)}\n" * 2 + json.dumps(row))
+    (one,) = found("trl-sft", {"dataset_name": "data"})
+    assert (one.code, one.severity) == ("data-columns", "error")
+    assert "row 3: " in one.message and fault in one.message
+
+
+def test_rows_that_were_tokenised_for_another_model(write: Write) -> None:
+    assert QWEN2["vocab_size"] == 100
+    faults = {
+        '"1 2"': "no list", "[]": "no list", "[1.5]": "no list", "[3, 100]": "holds 100",
+        "[-1]": "holds -1", '[1, 2], "labels": [1]': "2 `input_ids` and 1 `labels`",
+    }  # fmt: skip
+    args = {"dataset_name": "data", "model_name_or_path": "model"}
+    for ids, fault in faults.items():
+        write("data/train.jsonl", f'{{"input_ids": {ids}}}')
+        (one,) = found("trl-sft", args)
+        assert one.code == "data-columns" and fault in one.message
+    write("data/train.jsonl", '{"input_ids": [0, 99], "labels": [-100, 99]}')
+    assert found("trl-sft", args) == []
+
+
+def test_rows_without_an_answer(write: Write) -> None:
+    asked = {"dataset_name": "data", "assistant_only_loss": True}
+    for row in ({"messages": turns(1)[:1]}, {"prompt": turns(1), "completion": turns(1)[:1]}):
+        write("data/train.jsonl", json.dumps(row))
+        (one,) = found("trl-sft", asked)
+        assert "row 1: no turn in" in one.message and "assistant_only_loss" in one.message
+        assert found("trl-sft", {"dataset_name": "data"}) == []
+    write("data/train.jsonl", json.dumps({"messages": turns(1)}))
+    assert found("trl-sft", asked) == []
+    # what is evaluated is tokenised too
+    write("data/test.jsonl", json.dumps({"messages": turns(1)[:1]}))
+    assert found("trl-sft", asked) == []
+    (one,) = found("trl-sft", {**asked, "eval_strategy": "steps", "eval_steps": 1})
+    assert "test.jsonl" in one.message

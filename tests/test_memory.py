@@ -20,8 +20,10 @@ from conftest import PATIENCE_S
 from launcher import activations, budget, lengths, memory, shapes
 from launcher.errors import InvalidConfig
 from launcher.lengths import Batch
-from launcher.memory import Memory, Setup
+from launcher.moments import GIB, KINDS, Memory, Moment, Part
 from launcher.options import deepspeed_file
+from launcher.setups import Adapters, Quantised, Setup, Sharding, Zero, zero_of
+from launcher.zero_engines import cut
 
 HERE = Path(__file__).parent
 QWEN_7B, QWEN_SMALL = "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-0.5B"
@@ -29,6 +31,7 @@ MIXTRAL, QWEN_MOE, OLMOE = (
     "mistralai/Mixtral-8x7B-v0.1", "Qwen/Qwen3-30B-A3B", "allenai/OLMoE-1B-7B-0924"
 )  # fmt: skip
 LLAMA_8B, LLAMA_1B = "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.2-1B"
+LLAMA_70B = "meta-llama/Llama-2-70b-hf"
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -48,7 +51,7 @@ def run(
     dpo = stage == "dpo"
     zero = None
     if deepspeed:
-        zero = memory.zero_of(json.loads(deepspeed_file(deepspeed).read_text()), shape.hidden)
+        zero = zero_of(json.loads(deepspeed_file(deepspeed).read_text()), shape.hidden)
     batch = lengths.largest(
         lengths.parse(tokens), rows=rows * (2 if dpo else 1), batches=steps * gpus * accumulation,
         packed=packed,
@@ -138,7 +141,7 @@ def test_measured_reference_pass(rows: int, tokens: int, gigabytes: float) -> No
     total = rows * tokens
     setup = replace(setup, batch=Batch(rows=1, width=total, real=total, formula=""))
     moment = named(memory.estimate(setup), "reference pass")
-    assert moment.gib * memory.GIB / 1e9 == pytest.approx(gigabytes, rel=0.01)
+    assert moment.gib * GIB / 1e9 == pytest.approx(gigabytes, rel=0.01)
 
 
 # torch's allocated bytes at most, one A100, rows of 4,096 tokens, checkpointing, flash-attn 2:
@@ -149,7 +152,7 @@ POWER_CONFIG: dict[str, Any] = {
     "model_type": "granite", "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 40,
     "num_attention_heads": 36, "num_key_value_heads": 36, "vocab_size": 49152, "tie_word_embeddings": True,
 }  # fmt: skip
-FOUR_BITS: dict[str, Any] = {"autocast": True, "quantised": memory.Quantised(nested=True)}
+FOUR_BITS: dict[str, Any] = {"autocast": True, "quantised": Quantised(nested=True)}
 STOCK = {**FOUR_BITS, "weight_bytes": 4}
 PUBLISHED: list[tuple[str, str, int, dict[str, Any], int]] = [
     ("full", MISTRAL, 8, {}, 72_435_230_720),
@@ -168,7 +171,29 @@ PUBLISHED: list[tuple[str, str, int, dict[str, Any], int]] = [
     ("QLoRA fused", LLAMA_8B, 4, {"loss": "liger", **FOUR_BITS}, 14_411_297_792),
     ("QLoRA as PEFT prepares it", MISTRAL, 4, STOCK, 20_669_338_112),
     ("QLoRA as PEFT prepares it", MISTRAL, 8, STOCK, 37_002_646_016),
+    ("QLoRA", LLAMA_70B, 4, FOUR_BITS, 68_126_381_056),
 ]  # fmt: skip
+# of the same tables: ran out of the card's 80 GB
+OUT_OF_MEMORY: list[tuple[str, str, int, dict[str, Any]]] = [
+    ("full fused", MISTRAL, 32, {"loss": "liger"}),
+    ("full fused", LLAMA_8B, 16, {"loss": "liger"}),
+    ("LoRA", LLAMA_70B, 4, {}),
+    ("LoRA fused", MISTRAL, 32, {"loss": "liger", "autocast": True}),
+    ("LoRA fused", LLAMA_8B, 32, {"loss": "liger", "autocast": True}),
+    ("QLoRA", LLAMA_70B, 8, FOUR_BITS),
+    ("QLoRA as PEFT prepares it", LLAMA_70B, 4, STOCK),
+]
+
+
+def published(kind: str, model: str, rows: int, given: dict[str, Any]) -> Setup:
+    """A run of those tables."""
+    adapters = Adapters(rank=16, targets=ALL[:4], bytes=4)
+    return Setup(
+        shape=shapes.shape_of(POWER_CONFIG) if model == POWER else shapes.find(model, {}),
+        batch=Batch(rows=rows, width=4096, real=rows * 4096, formula=""), processes=1, accumulation=1,
+        checkpointing=True, fused_optimizer=False, adapters=None if kind.startswith("full") else adapters,
+        **given,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -179,16 +204,20 @@ PUBLISHED: list[tuple[str, str, int, dict[str, Any], int]] = [
 def test_published_peaks(
     kind: str, model: str, rows: int, given: dict[str, Any], found: int
 ) -> None:
-    batch = Batch(rows=rows, width=4096, real=rows * 4096, formula="")
-    adapters = memory.Adapters(rank=16, targets=ALL[:4], bytes=4)
-    shape = shapes.shape_of(POWER_CONFIG) if model == POWER else shapes.find(model, {})
-    setup = Setup(
-        shape=shape, batch=batch, processes=1, accumulation=1, checkpointing=True,
-        fused_optimizer=False, adapters=None if kind.startswith("full") else adapters, **given,
-    )  # fmt: skip
+    setup = published(kind, model, rows, given)
     # their logits are those of an older transformers, one fp32 copy more
     within = 0.08 if "loss" not in given and "LoRA" in kind else 0.045
-    assert memory.estimate(setup).peak == pytest.approx(found / memory.GIB, rel=within)
+    assert memory.estimate(setup).peak == pytest.approx(found / GIB, rel=within)
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "rows", "given"), OUT_OF_MEMORY, ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_what_ran_out_of_memory_does_not_fit(
+    kind: str, model: str, rows: int, given: dict[str, Any]
+) -> None:
+    # nvidia-smi says 79.15 GiB of such a card
+    assert not memory.fits(memory.estimate(published(kind, model, rows, given)), 79.15)[0]
 
 
 # MiB of torch's allocated memory at most, one T4, QLoRA as PEFT prepares it, rank 32 without dropout, SDPA,
@@ -210,18 +239,18 @@ ON_T4: list[tuple[str, int, int, int]] = [
 def test_published_peaks_of_a_small_card(model: str, rows: int, width: int, mib: int) -> None:
     """Their loop holds the outputs, and with them the logits in fp32, through the backward pass."""
     shape = shapes.find(model, {}) if model else shapes.shape_of(TINY_CONFIG)
-    held = 4 * shape.vocab * rows * width / memory.GIB
+    held = 4 * shape.vocab * rows * width / GIB
     setup = Setup(
         shape=shape, batch=Batch(rows=rows, width=width, real=rows * width, formula=""), processes=1,
         accumulation=1, attention="sdpa", checkpointing=True, weight_bytes=4, autocast=True,
-        quantised=memory.Quantised(), fused_optimizer=False,
-        adapters=memory.Adapters(rank=32, targets=ALL[:4], bytes=4, dropout=False),
-        extra=(memory.Part(kind="logits", name="outputs that are held", gib=held, formula="4VT"),),
+        quantised=Quantised(), fused_optimizer=False,
+        adapters=Adapters(rank=32, targets=ALL[:4], bytes=4, dropout=False),
+        extra=(Part(kind="logits", name="outputs that are held", gib=held, formula="4VT"),),
     )  # fmt: skip
     assert memory.estimate(setup).peak * 1024 == pytest.approx(mib, rel=0.02)
 
 
-def named(planned: Memory, name: str) -> memory.Moment:
+def named(planned: Memory, name: str) -> Moment:
     return next(moment for moment in planned.moments if moment.name == name)
 
 
@@ -237,7 +266,7 @@ def test_the_logits_of_a_concatenated_forward_are_found() -> None:
     setup = Setup(
         shape=shape, batch=Batch(rows=1, width=65536, real=65536, formula=""), processes=16,
         accumulation=1, stage="dpo", loss="logprobs", reference="cache", packed=True, checkpointing=True,
-        zero=memory.Zero(stage=3),
+        zero=Zero(stage=3),
     )  # fmt: skip
     planned = memory.estimate(setup)
     parts = {p.name: p for p in named(planned, "reference pass").parts}
@@ -347,9 +376,7 @@ def test_activations_are_those_of_transformers(case: dict[str, Any]) -> None:
     loss = "logprobs" if stage == "dpo" else ("liger" if given.get("liger") else "full")
     setup = Setup(shape=shape_of(model, layers), batch=batch, processes=1, accumulation=1, loss=loss,
                   packed=packed, **given)  # fmt: skip
-    assert beside_the_engine(memory.estimate(setup)) == pytest.approx(
-        traced.peak / memory.GIB, rel=0.035
-    )
+    assert beside_the_engine(memory.estimate(setup)) == pytest.approx(traced.peak / GIB, rel=0.035)
 
 
 @pytest.mark.parametrize(
@@ -377,7 +404,7 @@ def test_the_reference_pass_caches_keys(model: str) -> None:
     )  # fmt: skip
     moment = named(memory.estimate(setup), "reference pass")
     told = sum(p.gib for p in moment.parts if p.kind in {"activations", "logits"})
-    assert told == pytest.approx(traced.peak / memory.GIB, rel=0.01)
+    assert told == pytest.approx(traced.peak / GIB, rel=0.01)
 
 
 EXPERTS: list[dict[str, Any]] = [
@@ -423,12 +450,12 @@ def test_activations_of_experts(case: dict[str, Any]) -> None:
     setup = Setup(
         shape=shape, batch=Batch(rows=1, width=width, real=width, formula=""), processes=1, packed=True,
         accumulation=1, loss="tiled" if rank else loss, autocast=bool(rank), **given,
-        adapters=memory.Adapters(rank=rank, targets=targets, bytes=4, dropout=False) if rank else None,
+        adapters=Adapters(rank=rank, targets=targets, bytes=4, dropout=False) if rank else None,
     )  # fmt: skip
     # tensors without data are added up in a third place, those with data in that of the sum
     third = 2 * shape.expert_weights[0] if given.get("liger") and not rank else 0
     assert beside_the_engine(memory.estimate(setup)) == pytest.approx(
-        (traced.peak - third) / memory.GIB, rel=0.05
+        (traced.peak - third) / GIB, rel=0.05
     )
 
 
@@ -450,7 +477,7 @@ def test_activations_are_those_of_olmo_core(config: str, model: str, rows: int, 
     batch = Batch(rows=rows, width=width, real=rows * width, formula="")
     setup = Setup(
         shape=shape, batch=batch, processes=1, accumulation=1, stage="dpo", loss="logprobs",
-        reference="cache", sharding=memory.Sharding(shards=1), steps=10,
+        reference="cache", sharding=Sharding(shards=1), steps=10,
     )  # fmt: skip
     planned = memory.estimate(setup)
     (reference,) = (m for m in planned.moments if m.name == "reference pass")
@@ -465,7 +492,7 @@ def test_activations_are_those_of_olmo_core(config: str, model: str, rows: int, 
             else beside_the_engine(planned)
         )
         # the sines stay with the weights
-        assert told + sum(ropes) == pytest.approx(traced.peak / memory.GIB, rel=0.012)
+        assert told + sum(ropes) == pytest.approx(traced.peak / GIB, rel=0.012)
 
 
 @pytest.mark.parametrize(("share", "rel"), [(1.0, 0.01), (0.5, 0.07), (0.1, 0.12)])
@@ -529,18 +556,14 @@ def test_activations_of_trl_and_lora(case: dict[str, Any]) -> None:
         loss=None if full else allocation.tiled_loss, **same,
     )  # fmt: skip
     adapters = (
-        memory.Adapters(rank=rank, targets=targets, bytes=own, dropout=dropout > 0)
-        if rank
-        else None
+        Adapters(rank=rank, targets=targets, bytes=own, dropout=dropout > 0) if rank else None
     )
     setup = Setup(
         shape=shape_of(model, layers), batch=Batch(rows=1, width=8192, real=8192, formula=""),
         processes=1, accumulation=1, loss="full" if full else "tiled", packed=True,
         weight_bytes=4 if wide else 2, autocast=autocast, adapters=adapters, **same,
     )  # fmt: skip
-    assert beside_the_engine(memory.estimate(setup)) == pytest.approx(
-        traced.peak / memory.GIB, rel=0.05
-    )
+    assert beside_the_engine(memory.estimate(setup)) == pytest.approx(traced.peak / GIB, rel=0.05)
 
 
 WHOLE, AROUND = {"wide": False, "bytes": 2}, {"wide": True, "bytes": 4}
@@ -573,27 +596,25 @@ def test_activations_around_quantised_weights(case: dict[str, Any]) -> None:
         shape=shape_of(LLAMA_1B, layers), batch=Batch(rows=1, width=4096, real=4096, formula=""),
         processes=1, accumulation=1, loss="tiled", packed=True, autocast=True,
         weight_bytes=4 if case["wide"] else 2, checkpointing=case["checkpointing"],
-        adapters=memory.Adapters(
+        adapters=Adapters(
             rank=16, targets=targets, bytes=case["bytes"], dropout=dropout > 0
         ),
-        quantised=memory.Quantised(),
+        quantised=Quantised(),
     )  # fmt: skip
-    assert beside_the_engine(memory.estimate(setup)) == pytest.approx(
-        traced.peak / memory.GIB, rel=0.04
-    )
+    assert beside_the_engine(memory.estimate(setup)) == pytest.approx(traced.peak / GIB, rel=0.04)
 
 
 def test_weights_of_4_bits() -> None:
     """The count of a published run after loading: 4 bits, a scale for 64 values, 8 bits wide themselves."""
     shape = shapes.find(MISTRAL, {})
-    elements = memory.Quantised.elements(shape)
+    elements = Quantised.elements(shape)
     assert elements == shape.parameters - 2 * shape.embedding - 65 * shape.hidden
-    assert memory.Quantised().bytes == 0.5 + 4 / 64
-    assert memory.Quantised(nested=True).bytes == pytest.approx(0.5 + 1 / 64, abs=0.001)
-    zero = memory.Zero(stage=2)
+    assert Quantised().bytes == 0.5 + 4 / 64
+    assert Quantised(nested=True).bytes == pytest.approx(0.5 + 1 / 64, abs=0.001)
+    zero = Zero(stage=2)
     with pytest.raises(InvalidConfig) as caught:
         memory.estimate(replace(run(MISTRAL, rows=1, tokens="9:9", steps=1, gpus=1), zero=zero,
-                                quantised=memory.Quantised()))  # fmt: skip
+                                quantised=Quantised()))  # fmt: skip
     assert "quantised" in caught.value.findings[0].message
 
 
@@ -643,6 +664,26 @@ ENGINES = [
         "checkpointing": True,
         "rows": 64,
     },
+    # a bucket of several layers, one of more than the model: ZeRO-3 makes it once, ZeRO-2 for each pass
+    {
+        "stage": 3,
+        "ranks": 2,
+        "communication": "bf16",
+        "vocab": 512,
+        "bucket": 4_000_000,
+        "foreach": True,
+    },
+    {"stage": 3, "ranks": 2, "communication": "bf16", "vocab": 512, "bucket": 20_000_000},
+    {
+        "stage": 2,
+        "ranks": 2,
+        "communication": "bf16",
+        "vocab": 512,
+        "bucket": 20_000_000,
+        "rows": 16,
+    },
+    # nothing is gathered on a single rank; ZeRO-3's linears keep the input of frozen weights
+    {"stage": 3, "ranks": 1, "communication": "bf16", "vocab": 512, "rows": 32, "lora": 16},
 ]
 
 
@@ -670,14 +711,17 @@ def test_peaks_are_those_of_deepspeed(case: dict[str, Any], engines: list[dict[s
     shape, rows = shapes.shape_of(found["config"]), case.get("rows", 2)
     setup = Setup(
         shape=shape, batch=Batch(rows=rows, width=64, real=64 * rows, formula=""), processes=case["ranks"],
-        accumulation=case.get("accumulation", 1), zero=memory.zero_of(found["deepspeed"], shape.hidden),
+        accumulation=case.get("accumulation", 1), zero=zero_of(found["deepspeed"], shape.hidden),
         attention="sdpa", checkpointing=case.get("checkpointing", False),
         fused_optimizer=not case.get("foreach"),
+        adapters=Adapters(rank=case["lora"], targets=("q_proj", "v_proj"), dropout=False)
+        if case.get("lora")
+        else None,
     )  # fmt: skip
     planned = memory.estimate(setup)
     # there is no cuBLAS here
     fullest = planned.peak - sum(p.gib for p in planned.fullest.parts if "cuBLAS" in p.name)
-    assert fullest == pytest.approx(found["peak"] / memory.GIB, rel=0.02)
+    assert fullest == pytest.approx(found["peak"] / GIB, rel=0.02)
 
 
 def test_weights_are_made_flat_on_the_host_where_the_card_is_too_small() -> None:
@@ -685,7 +729,7 @@ def test_weights_are_made_flat_on_the_host_where_the_card_is_too_small() -> None
     setup = run(QWEN_7B, rows=1, tokens="302:1104", steps=14, gpus=32, deepspeed="zero2", liger=True,
                 checkpointing=True)  # fmt: skip
     planned = memory.estimate(setup)
-    weights = 2 * setup.shape.parameters / memory.GIB
+    weights = 2 * setup.shape.parameters / GIB
     assert planned.fullest.name == "start, weights made flat"
     assert planned.peak == pytest.approx(2 * weights)
     assert planned.within(80).peak == planned.peak
@@ -698,8 +742,8 @@ def test_weights_are_made_flat_on_the_host_where_the_card_is_too_small() -> None
 
 def test_the_fullest_rank_keeps_what_boundaries_cut() -> None:
     """Of 60, 30 and 30 over three ranks the second has a part of the first two, the third of the others."""
-    assert memory._cut([60, 30, 30], 3) == [(60, 40), (90, 20), (60, 30)]
-    assert memory._cut([5], 4) == [(5, 2), (5, 2), (5, 1), (0, 0)]
+    assert cut([60, 30, 30], 3) == [(60, 40), (90, 20), (60, 30)]
+    assert cut([5], 4) == [(5, 2), (5, 2), (5, 1), (0, 0)]
 
 
 # --- what a plan says ------------------------------------------------------------------------------
@@ -714,23 +758,23 @@ def test_every_part_has_its_formula() -> None:
         for moment in memory.estimate(setup).moments:
             assert moment.parts and math.isfinite(moment.gib)
             for part in moment.parts:
-                assert part.formula and part.gib >= 0 and part.kind in memory.KINDS
+                assert part.formula and part.gib >= 0 and part.kind in KINDS
 
 
 def test_json_adds_up() -> None:
     planned = memory.estimate(run(**{**SEVEN, "rows": 4}))
     data = planned.as_json()
-    assert sum(data[kind] for kind in memory.KINDS) == pytest.approx(data["peak"], abs=0.05)
+    assert sum(data[kind] for kind in KINDS) == pytest.approx(data["peak"], abs=0.05)
     assert planned.why()[0]["moment"] == data["moment"]
 
 
 def test_experts_that_are_not_described_are_refused() -> None:
     setup = run(MIXTRAL, rows=1, tokens="290:1100", steps=1, gpus=8)
-    everywhere = memory.Adapters(rank=16, targets=ALL)
+    everywhere = Adapters(rank=16, targets=ALL)
     for other, said in (
         (replace(setup, adapters=everywhere), "LoRA on experts"),
         (replace(setup, zero=None, weight_bytes=4, autocast=True), "experts in 32 bits"),
-        (replace(setup, sharding=memory.Sharding(shards=8)), "OLMo-core"),
+        (replace(setup, sharding=Sharding(shards=8)), "OLMo-core"),
     ):
         with pytest.raises(InvalidConfig) as caught:
             memory.estimate(other)
@@ -743,18 +787,18 @@ def test_large_gradients_of_experts_are_sent_alone() -> None:
     moment = named(memory.estimate(setup), "sending of the experts' gradient")
     (sent,) = (p for p in moment.parts if "being sent" in p.name and "bucket" not in p.name)
     # in fp32, both of them in one
-    assert sent.gib == 4 * 8 * 2 * 14336 * 4096 / memory.GIB
+    assert sent.gib == 4 * 8 * 2 * 14336 * 4096 / GIB
 
 
 def test_auto_is_what_accelerate_fills_in() -> None:
-    zero = memory.zero_of(json.loads(deepspeed_file("zero3").read_text()), 100)
+    zero = zero_of(json.loads(deepspeed_file("zero3").read_text()), 100)
     assert zero is not None
     assert (zero.bucket, zero.prefetch, zero.persistence, zero.stage) == (10_000, 9_000, 1_000, 3)
-    offload = memory.zero_of(json.loads(deepspeed_file("zero3_offload").read_text()), 100)
+    offload = zero_of(json.loads(deepspeed_file("zero3_offload").read_text()), 100)
     assert offload is not None and offload.offload_optimizer and offload.offload_params
-    fp32 = memory.zero_of(json.loads(deepspeed_file("zero2_fp32_comm").read_text()), 100)
+    fp32 = zero_of(json.loads(deepspeed_file("zero2_fp32_comm").read_text()), 100)
     assert fp32 is not None and fp32.communication == 4
-    assert memory.zero_of(None, 100) is None
+    assert zero_of(None, 100) is None
 
 
 def test_more_never_takes_less() -> None:
@@ -788,7 +832,7 @@ def sweep() -> list[Setup]:
             accumulation=drawn.choice((1, 4)), packed=packed, liger=liger,
             loss="tiled" if trl else "logprobs" if stage == "dpo" else loss,
             reference="" if stage == "sft" else "model" if trl else "cache",
-            zero=None if zero is None else memory.zero_of(
+            zero=None if zero is None else zero_of(
                 json.loads(deepspeed_file(f"zero{zero}").read_text()), shape.hidden
             ),
             attention=drawn.choice(("flash", "sdpa", "eager")), checkpointing=drawn.random() < 0.5,
@@ -820,7 +864,7 @@ def test_deepspeed_without_zero_is_refused() -> None:
     for section in ({"stage": 0}, {}, {"stage": "three"}, {"stage": True}):
         with pytest.raises(InvalidConfig) as caught:
             memory.estimate(replace(
-                run(**{**SEVEN, "rows": 1}), zero=memory.zero_of({"zero_optimization": section}, 100)
+                run(**{**SEVEN, "rows": 1}), zero=zero_of({"zero_optimization": section}, 100)
             ))  # fmt: skip
         assert caught.value.findings[0].code == "unknown-memory"
 
@@ -833,8 +877,8 @@ def test_whole_gradients_are_the_price_of_zero1() -> None:
         return named(memory.estimate(run(**given)), "loss").gib
 
     shape = run(**{**SEVEN, "rows": 4}).shape
-    kept = max(elements for elements, _ in memory._cut(shape.sizes, 2))
-    more = 2 * (shape.parameters - kept + 2 * shape.hidden**2) / memory.GIB
+    kept = max(elements for elements, _ in cut(shape.sizes, 2))
+    more = 2 * (shape.parameters - kept + 2 * shape.hidden**2) / GIB
     assert at_loss("zero1", 4) - at_loss("zero2", 4) == pytest.approx(more)
     assert at_loss("zero1", 1) == pytest.approx(at_loss("zero2", 1))
 
@@ -905,8 +949,8 @@ def test_weights_as_they_are_stored() -> None:
     setup = run(LLAMA_8B, rows=1, tokens="264:2048", steps=10, gpus=8)
     assert setup.adapter_bytes == 0
     assert setup.stored_bytes == pytest.approx(2 * 8.03e9, rel=0.001)
-    four = replace(setup, zero=None, adapters=memory.Adapters(rank=16, targets=ALL),
-                   quantised=memory.Quantised(nested=True))  # fmt: skip
+    four = replace(setup, zero=None, adapters=Adapters(rank=16, targets=ALL),
+                   quantised=Quantised(nested=True))  # fmt: skip
     assert four.adapters is not None
     assert four.adapter_bytes == four.adapters.bytes * four.trained
-    assert 5.2 < four.stored_bytes / memory.GIB < 5.6
+    assert 5.2 < four.stored_bytes / GIB < 5.6

@@ -22,7 +22,6 @@ from launcher import (
     lengths,
     memory,
     page,
-    probe,
     rendezvous,
     report,
     shapes,
@@ -33,10 +32,13 @@ from launcher.backends import BACKENDS, olmo_core_rules
 from launcher.commands import app
 from launcher.errors import Finding, InvalidConfig
 from launcher.lengths import parse
+from launcher.moments import GIB, Memory
 from launcher.packed_rows import fuller, pack
 from launcher.position import Shape
 from launcher.schema import Values
+from launcher.setups import Setup, Sharding
 from launcher.upstream import Locator
+from launcher.watching import Probe
 
 BASE = """
 stage: dpo
@@ -629,6 +631,22 @@ def test_degrees_that_fit_are_left_alone(tmp_path: Path, line: str) -> None:
     assert not [f for f in made.findings if f.code == "shard-degree"]
 
 
+def test_degrees_as_older_commits_have_them(tmp_path: Path) -> None:
+    schema = judged(tmp_path, text()).schema
+    assert schema is not None
+    own = {"fsdp_shard_degree": "shard_degree", "fsdp_num_replicas": "num_replicas"}
+    spelt = {own.get(name, name): known for name, known in schema.fields.items()}
+    older = Values(replace(schema, fields=spelt), {"shard_degree": 4, "num_replicas": 4})
+    (fault,) = olmo_core_rules.degrees(older, 8)
+    assert fault.key == "args.num_replicas" and "`shard_degree`" in (fault.help or "")
+    assert olmo_core_rules.mesh(older, 16, 2) == (4, 4)
+    # the first dpo.py could not be told
+    none = {name: known for name, known in spelt.items() if name not in own.values()}
+    first = Values(replace(schema, fields=none), {})
+    assert not list(olmo_core_rules.degrees(first, 8))
+    assert olmo_core_rules.mesh(first, 16, 2) == (2, 8)
+
+
 def test_wandb_is_not_asked_where_nothing_is_tracked(tmp_path: Path) -> None:
     made = planned(from_text(tmp_path, text()), gpus=1)
     assert made.derived["wandb_entity"].value == "none"
@@ -690,7 +708,7 @@ def test_a_global_batch_that_packed_steps_do_not_reach(tmp_path: Path) -> None:
 # --- the plan ----------------------------------------------------------------------------------------
 
 
-def story(tmp_path: Path, budget: float, batch: int = 2) -> memory.Memory:
+def story(tmp_path: Path, budget: float, batch: int = 2) -> Memory:
     stage = from_text(tmp_path, text(STORY.format(budget, batch)))
     made = planned(stage, gpus=8, nodes=2)
     setup = footprint.Footprint(
@@ -751,10 +769,10 @@ def test_what_fsdp_holds_is_what_it_holds(
 
     layers = 8
     shape = shapes.find(model, {}, replaced={"num_hidden_layers": layers})
-    setup = memory.Setup(
+    setup = Setup(
         shape=shape, batch=lengths.Batch(rows=rows, width=length, real=rows * length, formula=""),
         processes=ranks, accumulation=1, stage="dpo", loss="logprobs", reference="cache", steps=10,
-        sharding=memory.Sharding(shards=ranks // replicas),
+        sharding=Sharding(shards=ranks // replicas),
     )  # fmt: skip
     beside = ("weights (fp32), this rank's", "Adam's two states (fp32)", "cuBLAS workspaces")
     told = max(
@@ -764,7 +782,7 @@ def test_what_fsdp_holds_is_what_it_holds(
     traced = allocation.measure_fsdp(
         name, shape.vocab, layers=layers, rows=rows, length=length, ranks=ranks, replicas=replicas
     )
-    assert told == pytest.approx(traced / memory.GIB, rel=0.01)
+    assert told == pytest.approx(traced / GIB, rel=0.01)
 
 
 def test_the_sweep_fills_rows_at_a_constant_time(tmp_path: Path) -> None:
@@ -925,26 +943,20 @@ def test_packing_as_upstream_packs() -> None:
     assert pack(parse("900:900"), pairs=4, limit=500).pairs == 1.0
 
 
-class Heard:
-    """A record that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.events: list[dict[str, Any]] = []
-
-    def write(self, event: str, **said: Any) -> None:
-        self.events.append({"event": event, **said})
-
-
-def watching(folder: Path) -> tuple[probe.Probe, Heard]:
+def watching(folder: Path) -> Probe:
     settings = {
         "target": "dpo.py", "out": str(folder), "cpu": True, "backend": "open_instruct",
         "stage": "dpo", "packed": True, "expect": {"packing": "on"}, "on_violation": "warn",
         "on_hang": "report", "within": 3, "isolation": False, "hang_factor": 20, "hang_seconds": 300,
         "final_save": True, "profile": None,
     }  # fmt: skip
-    made, heard = probe.Probe(settings), Heard()
-    made.record = heard
-    return made, heard
+    return Probe(settings)
+
+
+def heard(made: Probe, *names: str) -> list[dict[str, Any]]:
+    """What it has written of these events."""
+    lines = Path(made.settings.out, f"rank-{made.process.rank}.jsonl").read_text().splitlines()
+    return [one for one in map(json.loads, lines) if one["event"] in names]
 
 
 @pytest.mark.parametrize(
@@ -961,7 +973,7 @@ def test_what_a_packed_row_wastes(
     tmp_path: Path, chosen: tuple[int, ...], rejected: tuple[int, ...], message: str
 ) -> None:
     torch = pytest.importorskip("torch")
-    made, heard = watching(tmp_path)
+    made = watching(tmp_path)
     ids = torch.zeros((1, 2048), dtype=torch.int64)
     batch = {"chosen_input_ids": ids, "rejected_input_ids": ids}
     for branch, sizes in (("chosen", chosen), ("rejected", rejected)):
@@ -969,14 +981,14 @@ def test_what_a_packed_row_wastes(
         batch[f"{branch}_cu_seq_lens_k"] = torch.tensor(ends, dtype=torch.int32)
     for _ in range(3):
         made.micro_batch_begins(batch)
-        made.look_at_packing(None, ids, made.micro_batch)
-        made.batch["loss"].append(torch.tensor(0.5))
+        made.packing.look(None, ids, made.pairs.told or {})
+        made.backward_begins(torch.tensor(0.5))
         made.step_begins()
         made.close_step()
-    steps = [one for one in heard.events if one["event"] == "step"]
+    steps = heard(made, "step")
     real = sum(chosen) + sum(rejected)
     assert [(one["tokens"], one["wasted"]) for one in steps] == [(real, 4096 - real)] * 3
-    told = [one for one in heard.events if one["event"] in {"packing", "half_wasted"}]
+    told = heard(made, "packing", "half_wasted")
     assert [(one["event"], one.get("state")) for one in told] == [
         ("packing", "on"),
         ("half_wasted", None),
@@ -1003,23 +1015,24 @@ def test_ranks_of_one_model_count_their_batch_once(
 ) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setenv("RANK", str(rank))
-    made, heard = watching(tmp_path)
-    made.alike = 2
+    made = watching(tmp_path)
+    made.pairs.alike = 2
     mask = torch.zeros((2, 20), dtype=torch.int64)
     mask[:, :8] = 1
     keys = ("input_ids", "attention_mask")
     made.micro_batch_begins({f"{b}_{key}": mask for b in ("chosen", "rejected") for key in keys})
     made.step_begins()
     made.close_step()
-    (step,) = (one for one in heard.events if one["event"] == "step")
+    (step,) = heard(made, "step")
     assert (step["tokens"], step["positions"]) == (tokens, 80 if tokens else 0)
 
 
 def test_a_row_that_had_no_room_for_the_next_pair_needs_no_larger_batch(tmp_path: Path) -> None:
-    made, heard = watching(tmp_path)
-    made.packing, made.pairs = True, [4, 3]
-    made.tell_waste(900, 4096, 3, 700)
-    assert [one["message"] for one in heard.events] == ["batch 3 uses 22% of each step"]
+    made = watching(tmp_path)
+    made.packing.on, made.pairs.counts = True, [4, 3]
+    made.pairs.tell_waste(900, 4096, 3, 700)
+    (told,) = heard(made, "half_wasted")
+    assert told["message"] == "batch 3 uses 22% of each step"
 
 
 # --- the source --------------------------------------------------------------------------------------

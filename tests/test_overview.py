@@ -132,6 +132,25 @@ def test_the_probe_knows_the_end_when_the_launcher_was_killed(
     assert overview.row(folder)["state"] == "lost"
 
 
+def test_the_end_of_an_attempt_before_is_none_of_the_last(folder: RunFolder) -> None:
+    """It was killed before its probe wrote anything, and whoever had to judge it with it."""
+    manifest(folder)
+    ended = ({"event": "start", "attempt": 1}, step(1), {"event": "end", "exit": 1})
+    for attempt in (1, 2):
+        folder.console(attempt).touch()
+    record(folder, *ended)
+    rundir.write_json(folder.exit(1), {"returncode": 1, "stopped": None})
+    rundir.write_json(folder.verdict, {"status": "fail", "metrics": {"tokens_per_second": 7.0}})
+    folder.concluded(1).write_text(rundir.digest(folder.verdict))
+    row = overview.row(folder)
+    assert (row["state"], row["verdict"], row["step"], row["tokens/s"]) == ("lost", None, 1, None)
+    # somebody looked since
+    rundir.write_json(folder.verdict, {"status": "unproven"})
+    assert overview.row(folder)["verdict"] == "unproven"
+    record(folder, *ended, {"event": "start", "attempt": 2}, step(2), {"event": "end", "exit": 0})
+    assert overview.row(folder)["state"] == "finished"
+
+
 def test_a_torn_first_line_is_passed_over(folder: RunFolder) -> None:
     record(folder, *[step(n) for n in range(1, 2000)])
     for window in range(90, 190):

@@ -218,10 +218,10 @@ def test_the_plan_stands_beside_what_was_measured(tree: Element) -> None:
     assert row_of(found, "steps")[1:] == ["40", "40", "100%"]
     assert row_of(found, "tokens/s, steady")[1:] == ["–", "6,000", ""]
     assert row_of(found, "peak memory allocated, GiB")[1:] == ["–", "61.25", ""]
-    assert row_of(found, "processes")[1:] == ["8", "1", "12%"]
+    assert row_of(found, "processes")[1:] == ["1", "1", "100%"]
     assert row_of(found, "wasted positions")[2] == "25 %"
     assert row_of(found, "time")[2] == "1:30:00"
-    assert "4 rows x 4 accumulated on 8 GPU(s) = 128 rows a step" in found.text
+    assert "4 rows x 32 accumulated on 1 GPU(s) = 128 rows a step" in found.text
 
 
 def test_a_plan_with_figures_is_compared_figure_by_figure(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_trl_step_losses_agree_with_the_log(chain: dict[str, Any]) -> None:
     assert first["loss"] == pytest.approx(0.6931, abs=1e-3)
 
 
-def test_trl_sft_then_dpo_and_again_with_another_first_stage(
+def test_trl_sft_then_dpo_and_sft_again_to_the_same_weights(
     place: Path, chain: dict[str, Any]
 ) -> None:
     words = ("pipeline", str(CONFIGS / "pipeline.yaml"), *SHORT)
@@ -99,11 +99,6 @@ def test_trl_sft_then_dpo_and_again_with_another_first_stage(
     shutil.rmtree(place / "build" / "demo" / "sft")
     code, told = launch(place, *words)
     assert [one["status"] for one in told["data"]["stages"]] == ["passed", "skipped"], told
-    code, told = launch(place, *words, "sft.seed=3")
-    sft, dpo = told["data"]["stages"]
-    assert (code, sft["status"], dpo["status"]) == (0, "passed", "passed")
-    assert Path(dpo["model"]) == place / "build" / "demo" / "sft-2"
-    assert Path(dpo["output"]) == place / "build" / "demo" / "dpo-2"
 
 
 # --- the pinned scripts ---------------------------------------------------------------------------

@@ -9,8 +9,9 @@ import pytest
 from plans import CONFIGS, SFT, TRL, from_text, planned, staged
 
 from launcher import disk
+from launcher.backends.rows import lines_of
 from launcher.errors import Finding, InvalidConfig
-from launcher.plan import Plan, lines_of
+from launcher.plan import Plan
 
 
 def sft(folder: Path, more: str = "", gpus: int = 1, **changes: str) -> Plan:

@@ -16,17 +16,16 @@ from launcher import panels, plot, publish, series
 from launcher.errors import Exit, NotReady
 from launcher.series import Run
 
-try:
-    # here: it sets a variable of the environment when it is first imported
-    import tensorboardX  # noqa: F401
-except ImportError:
-    HAVE_TENSORBOARDX = False
-else:
-    HAVE_TENSORBOARDX = True
-
-needs_tensorboardx = pytest.mark.skipif(not HAVE_TENSORBOARDX, reason="no tensorboardX")
-
 STARTED = 1767323045.0  # of the made manifest
+
+
+@pytest.fixture(scope="module")
+def tensorboardx() -> None:
+    """Imported before a test begins: with torch comes a variable of the environment, and two seconds."""
+    pytest.importorskip("tensorboardX")
+
+
+needs_tensorboardx = pytest.mark.usefixtures("tensorboardx")
 
 
 @pytest.fixture

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import NO_PACKAGES, PATIENCE_S, REPOSITORY, Write
+from conftest import NO_PACKAGES, PATIENCE_S, REPOSITORY, STAND_INS, Write
 from fake_world import until
+from saved import UNKNOWN, tensors
 
 from launcher import cache_folders, entries, hub_files, lengths, plan, preparation, tokenised
 from launcher.cli import main
@@ -51,6 +52,7 @@ def place(demo_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setenv("LAUNCH_CACHE", str(tmp_path / "launch-cache"))
+    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}{os.pathsep}{STAND_INS}")
     return folder
 
 
@@ -79,7 +81,7 @@ def run(*words: str) -> dict[str, Any]:
     """A real start; the verdict's points by name."""
     done = subprocess.run(
         [sys.executable, "-m", "launcher.cli", *words, "--format", "json"],
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True, text=True,
     )  # fmt: skip
     told = json.loads(done.stdout)
     assert told["data"] is not None, done.stderr
@@ -154,8 +156,7 @@ def test_dpo_leaves_the_reference_to_the_run_and_stops_clean(
         "--gpus",
         "0",
     ]
-    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    started = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    started = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     cache = place / "build/demo/cache"
     logs = Path(os.environ["LAUNCH_RUNS"])
     until(lambda: list(cache.glob("*/.launch-filling-*")) and list(logs.glob("*/console.log")))
@@ -168,7 +169,7 @@ def test_dpo_leaves_the_reference_to_the_run_and_stops_clean(
     # two at once: one tokenises, the other waits and finds it
     codes: list[int] = []
     both = [
-        threading.Thread(target=lambda: codes.append(subprocess.run(words, env=env).returncode))
+        threading.Thread(target=lambda: codes.append(subprocess.run(words).returncode))
         for _ in range(2)
     ]
     for one in both:
@@ -318,28 +319,27 @@ def test_data_that_are_not_here_are_named(
 def test_a_folder_lacks_what_its_index_names(tmp_path: Path) -> None:
     assert hub_files.lacking(tmp_path / "gone", "model") is not None
     assert "config.json" in str(hub_files.lacking(tmp_path, "model"))
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text(UNKNOWN)
     assert "no weights" in str(hub_files.lacking(tmp_path, "model"))
-    index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
+    names = {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}
+    index = {"metadata": {}, "weight_map": names}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    (tmp_path / "model-1-of-2.safetensors").write_bytes(b"x")
-    told = hub_files.lacking(tmp_path, "model")
-    assert told is not None and "lacks 1 of 2" in told and "model-2-of-2" in told
+    tensors(tmp_path / "model-1-of-2.safetensors")
+    assert "model-2-of-2.safetensors is missing" in str(hub_files.lacking(tmp_path, "model"))
     # a link whose blob was removed is no file
     (tmp_path / "model-2-of-2.safetensors").symlink_to(tmp_path / "blob")
     assert hub_files.lacking(tmp_path, "model") is not None
-    (tmp_path / "blob").write_bytes(b"x")
+    tensors(tmp_path / "blob")
     assert hub_files.lacking(tmp_path, "model") is None
     assert "no tokenizer" in str(hub_files.lacking(tmp_path, "tokenizer"))
     (tmp_path / "tokenizer.json").write_text("{}")
     assert hub_files.lacking(tmp_path, "tokenizer") is None
 
 
-def test_an_adapter_needs_no_config_of_a_model(tmp_path: Path) -> None:
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert hub_files.lacking(tmp_path, "model") is not None
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"x")
-    assert hub_files.lacking(tmp_path, "model") is None
+    tensors(tmp_path / "adapter_model.safetensors")
+    assert "an adapter alone" in str(hub_files.lacking(tmp_path, "model"))
 
 
 def planned(config: str, *words: str) -> Plan:

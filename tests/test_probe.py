@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import os
 import shutil
@@ -18,7 +17,10 @@ from typing import Any
 import pytest
 from conftest import PATIENCE_S
 
+from launcher.watching import Probe
+
 PROBE = Path(__file__).parent.parent / "launcher" / "probe.py"
+PIECES = {path.stem: path for path in (PROBE.parent / "watching").glob("*.py")}
 
 FAKES = {
     "torch/__init__.py": """
@@ -165,7 +167,8 @@ class Training:
 
     def run(
         self, script: str, *argv: str, python: str = OLDEST, cpu: bool = False,
-        backend: str = "open_instruct", options: tuple[str, ...] = ("-S",), **settings: Any,
+        backend: str = "open_instruct", options: tuple[str, ...] = ("-S",), probe: Path = PROBE,
+        **settings: Any,
     ) -> subprocess.CompletedProcess[str]:  # fmt: skip
         target = self.folder / "a script" / "train.py"
         target.parent.mkdir(exist_ok=True)
@@ -176,7 +179,7 @@ class Training:
             "LAUNCH_PROBE": json.dumps(settings), **self.environ,
         }  # fmt: skip
         return subprocess.run(
-            [python, *options, str(PROBE), *argv], env=environ, capture_output=True, text=True,
+            [python, *options, str(probe), *argv], env=environ, capture_output=True, text=True,
             timeout=PATIENCE_S, cwd=self.folder,
         )  # fmt: skip
 
@@ -197,18 +200,52 @@ def training(tmp_path: Path) -> Training:
 # --- it is the script, and it is not noticed ------------------------------------------------------
 
 
-def test_it_needs_the_standard_library_only_and_nothing_of_ours() -> None:
-    tree = ast.parse(PROBE.read_text(encoding="utf-8"))
+@pytest.mark.parametrize("path", [PROBE, *PIECES.values()], ids=lambda path: path.stem)
+def test_it_needs_the_standard_library_only_and_nothing_of_ours(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     names = {alias.name for node in top if isinstance(node, ast.Import) for alias in node.names} | {
-        str(node.module) for node in top if isinstance(node, ast.ImportFrom)
+        str(node.module) for node in top if isinstance(node, ast.ImportFrom) and not node.level
     }
     assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names
     everywhere = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
     assert not [n for n in everywhere if "launcher" in ast.unparse(n)]
+    # one dot reaches no further than their folder
+    assert all(n.level <= 1 for n in everywhere if isinstance(n, ast.ImportFrom))
     # `match` and the like are too new for 3.10 only by their syntax
-    compile(PROBE.read_text(encoding="utf-8"), str(PROBE), "exec")
-    ast.parse(PROBE.read_text(encoding="utf-8"), feature_version=(3, 10))
+    compile(path.read_text(encoding="utf-8"), str(path), "exec")
+    ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 10))
+
+
+def test_all_of_it_is_there_before_the_script_begins_and_under_no_other_name(
+    training: Training,
+) -> None:
+    """The code of a run may be replaced while it trains, and a trainer may have a `record` of its own."""
+    folder = training.folder / "a script"
+    folder.mkdir()
+    (folder / "record.py").write_text("")
+    done = training.run(
+        """
+        import sys, record
+        ours = [n for n, m in sys.modules.items() if "watching" in (getattr(m, "__file__", 0) or "")]
+        print(*sorted(ours), sep=chr(10))
+        assert record.__file__.startswith(sys.path[0])
+        assert not [path for path in sys.path if "launcher" in path], sys.path
+        """
+    )
+    names = {f"launch_probe.{name}" for name in PIECES if name != "__init__"}
+    assert set(done.stdout.split()) == names | {"launch_probe"}, done.stderr
+
+
+def test_it_runs_from_a_folder_that_cannot_be_written(training: Training, tmp_path: Path) -> None:
+    place = tmp_path / "installed"
+    shutil.copytree(PIECES["__init__"].parent, place / "watching")
+    shutil.copy(PROBE, place)
+    shutil.rmtree(place / "watching" / "__pycache__", ignore_errors=True)
+    # what stands in the way of a folder stops root, too
+    (place / "watching" / "__pycache__").write_text("")
+    done = training.run("print('ran')", probe=place / "probe.py")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ran\n", "")
 
 
 def test_the_script_is_main(training: Training) -> None:
@@ -636,14 +673,10 @@ class Arrival:
 def test_nobody_waits_for_the_numbers_of_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = importlib.util.spec_from_file_location("probe_as_module", PROBE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     cuda = types.SimpleNamespace(is_initialized=lambda: False, Event=Arrival)
     fake = types.SimpleNamespace(cuda=cuda, empty=Host, stack=list, float64=None)
     monkeypatch.setitem(sys.modules, "torch", fake)
-    probe = module.Probe({"target": "", "out": str(tmp_path)})
+    probe = Probe({"target": "", "out": str(tmp_path)})
 
     def step(loss: float) -> list[dict[str, Any]]:
         probe.backward_begins(OnDevice(loss))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import brief
-from launcher.redaction import REDACTED, is_secret, known_values, redact
+from launcher.redaction import REDACTED, is_secret, known_values, redact, redact_bytes
 
 SHAPED = [
     "hf_" + "aB3" * 11, "sk-" + "a1b2" * 8, "sk-proj-" + "a_-1" * 8, "ghp_" + "a1" * 18,
@@ -55,23 +55,23 @@ def test_what_is_no_token_stays(text: str) -> None:
     assert redact(text, {}) == text
 
 
-@pytest.mark.parametrize(
-    ("text", "clean"),
-    [
-        ("│   hub_token='a b c',", "│   hub_token='#',"),
-        ("--hub_token=abc --seed 8", "--hub_token=# --seed 8"),
-        ("launch sft x.yaml --hub_token abc --seed 8", "launch sft x.yaml --hub_token # --seed 8"),
-        ("override `hub_token=abc`", "override `hub_token=#`"),
-        ("hub_token: abc", "hub_token: #"),
-        ('{"hub_token": "a b"}', '{"hub_token": "#"}'),
-        ("WANDB_API_KEY=0123abc launch", "WANDB_API_KEY=# launch"),
-        ("Authorization: Bearer abcdefghijklmnop", "Authorization: Bearer #"),
-        ("https://me:pass@host/x", "https://me:#@host/x"),
-        ("extra:\n  hub_token: abc\n", "extra:\n  hub_token: #\n"),
-        ("error: hub_token: abc", "error: hub_token: #"),
-        ("--hub_token '<redacted>' --seed 8", "--hub_token '#' --seed 8"),
-    ],
-)
+TEXTS = [
+    ("│   hub_token='a b c',", "│   hub_token='#',"),
+    ("--hub_token=abc --seed 8", "--hub_token=# --seed 8"),
+    ("launch sft x.yaml --hub_token abc --seed 8", "launch sft x.yaml --hub_token # --seed 8"),
+    ("override `hub_token=abc`", "override `hub_token=#`"),
+    ("hub_token: abc", "hub_token: #"),
+    ('{"hub_token": "a b"}', '{"hub_token": "#"}'),
+    ("WANDB_API_KEY=0123abc launch", "WANDB_API_KEY=# launch"),
+    ("Authorization: Bearer abcdefghijklmnop", "Authorization: Bearer #"),
+    ("https://me:pass@host/x", "https://me:#@host/x"),
+    ("extra:\n  hub_token: abc\n", "extra:\n  hub_token: #\n"),
+    ("error: hub_token: abc", "error: hub_token: #"),
+    ("--hub_token '<redacted>' --seed 8", "--hub_token '#' --seed 8"),
+]
+
+
+@pytest.mark.parametrize(("text", "clean"), TEXTS)
 def test_by_name_in_a_text(text: str, clean: str) -> None:
     assert redact(text, {}) == clean.replace("#", REDACTED)
 
@@ -155,3 +155,35 @@ def test_a_long_text_takes_no_square_of_its_time(word: str) -> None:
     begun = time.process_time()
     assert redact(text, {}) == text
     assert time.process_time() - begun < 5
+
+
+# --- what a process prints ------------------------------------------------------------------------
+
+
+LINES = [
+    *SHAPED, *(text for text, _ in TEXTS), "eos_token='<|im_end|>'", "num_tokens: 5, a b", "clé_token=abc",
+    "x" * 500 + "_token=abc", "keys: a b", "the token --quiet x", "--hf-token\tabc", "HUB_TOKEN = abc",
+    "login unusual-value done", "tokenizer.pad_token_id=3", "", "https://a:b@c",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("end", ["\n", "\r", "\r\n"])
+def test_a_console_is_looked_through_line_by_line(end: str) -> None:
+    known = ("unusual-value",)
+    lines = [line for text in LINES for line in text.split("\n")]
+    clean = [redact(line, {"A_TOKEN": known[0]}) for line in lines]
+    assert sum(one != line for one, line in zip(clean, lines, strict=True)) > len(SHAPED) + 10
+    raw = b"\xff\xfe \x00" + end.join(["", *lines, ""]).encode() + b"\xc3"
+    wanted = b"\xff\xfe \x00" + end.join(["", *clean, ""]).encode() + b"\xc3"
+    assert redact_bytes(raw, known) == wanted
+    assert redact_bytes(wanted, known) == wanted
+
+
+@pytest.mark.parametrize(
+    "word", ["a", "eyJ", "x=", "--a", "token", "keytoken", "x: ", "://:", "basic "]
+)
+def test_a_long_console_takes_no_square_of_its_time(word: str) -> None:
+    raw = (word * (1_000_000 // len(word))).encode()
+    begun = time.process_time()
+    assert redact_bytes(raw, ()) == raw
+    assert time.process_time() - begun < 10

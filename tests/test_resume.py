@@ -23,6 +23,7 @@ from launcher import (
     measures,
     plan,
     process,
+    remarks,
     resume,
     rundir,
     start,
@@ -81,6 +82,8 @@ args:
 """
 GALORE = ("optim=galore_adamw", "optim_target_modules=all-linear")
 
+ROW = '{{"messages": [{{"role": "user", "content": "{}"}}]}}\n'
+
 
 class Run:
     """A run as it is said again and again: its stage file, its output, its attempts."""
@@ -91,7 +94,7 @@ class Run:
         self.folder.path.mkdir(parents=True)
         self.data = place / "data" / "train.jsonl"
         self.data.parent.mkdir()
-        self.data.write_text('{"messages": []}\n' * rows)
+        self.data.write_text(ROW.format("a") * rows)
         saved.model(place / "model")
         self.allowed: tuple[str, ...] = ()
         self.trainer = trainer("torch", "accelerate")
@@ -516,7 +519,7 @@ def test_edited_data_and_another_model_under_the_same_name(run: Make) -> None:
     one = run()
     one.start()
     saved.pinned(one.output, "step_4")
-    one.data.write_text('{"messages": [1]}\n' * 48)
+    one.data.write_text(ROW.format("b") * 48)
     saved.tensors(one.place / "model" / "model.safetensors", 128)
     told = {change.what: change.severity for change in one.decide().changes}
     # the weights come out of the checkpoint, unless they are an adapter's
@@ -754,7 +757,7 @@ def test_moving_aside_needs_to_be_able_to(run: Make, tmp_path: Path) -> None:
     for step in (4, 8):
         saved.pinned(one.output, f"step_{step}")
     decision = one.decide()
-    resume.aside_folder(one.output).write_text("a file")
+    remarks.aside_folder(one.output).write_text("a file")
     with pytest.raises(NotReady, match="cannot be moved"):
         resume.set_aside(decision, 2)
     assert (one.output / "step_8").is_dir()

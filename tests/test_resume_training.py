@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PATIENCE_S
+from conftest import PATIENCE_S, STAND_INS
 from test_training import ROOT, TRAINING, missing, open_instruct_reason
 
 pytestmark = [
@@ -40,7 +40,8 @@ def soaks(tmp_path_factory: pytest.TempPathFactory, demo_assets: Path) -> Iterat
         shutil.copytree(demo_assets, work / "assets")
         argv = [sys.executable, str(ROOT / "scripts" / "soak.py"), kind, "--kills", str(KILLS)]
         argv += ["--work", str(work), "--out", str(work / "soak.json")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        path = os.pathsep.join(filter(None, (STAND_INS, *sys.path)))
+        environment = {**os.environ, "PYTHONPATH": path}
         started[kind] = (
             subprocess.Popen(
                 argv, cwd=work, env=environment, text=True, stdout=subprocess.PIPE,

@@ -230,7 +230,7 @@ def test_expectations_follow_from_the_arguments() -> None:
 
     assert expectations(made) == {
         "loss": "finite", "memory": "ok", "finish": "completed", "liger": "engaged",
-        "packing": "isolated", "dataset_cache": "any",
+        "packing": "isolated", "batch": "planned", "dataset_cache": "any",
     }  # fmt: skip
 
 

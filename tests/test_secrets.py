@@ -113,6 +113,7 @@ def test_tokens_stay_where_they_are(world: World) -> None:
             done = world.launch(*words, "--format", form, only=without_tokens(world))
             assert done.returncode in {0, 1, 4}
             shown += done.stdout + done.stderr
+    shown += world.launch("logs", "last", only=without_tokens(world)).stdout
     clean(shown)
     clean_folder(world.root / "runs")
     clean_folder(world.root / "state")

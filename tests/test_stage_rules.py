@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from conftest import NO_PACKAGES, Write
+from saved import loadable
 from test_rules import values_of
 
 from launcher import rules, upstream
@@ -300,6 +301,18 @@ def test_lora_and_frozen_biases(
     assert found(script, args, deepspeed=ZERO3) == []
     assert found(script, args) == []
     assert found(script, {**args, "use_lora": False}, deepspeed=ZERO2) == []
+
+
+def test_lora_is_not_checkpointed_under_zero_3() -> None:
+    # seen with DeepSpeed 0.18.9 and PEFT 0.21 on two processes: CheckpointError; full training is fine
+    args = {"use_lora": True, "gradient_checkpointing": True}
+    told = ("lora-zero3-checkpointing", "error", "args.gradient_checkpointing")
+    assert one("sft", args, deepspeed=ZERO3) == told
+    assert found("sft", {**args, "gradient_checkpointing": False}, deepspeed=ZERO3) == []
+    assert found("sft", {**args, "use_lora": False}, deepspeed=ZERO3) == []
+    assert found("sft", args, deepspeed=ZERO2) == []
+    # dpo_tune_cache.py:371 checkpoints no LoRA
+    assert found("dpo", {"use_lora": True, "activation_memory_budget": 0.5}, deepspeed=ZERO3) == []
 
 
 # --- sequence parallelism ---------------------------------------------------------------------------
@@ -623,6 +636,7 @@ def test_a_model_that_is_not_here(write: Write, script: str) -> None:
     told = one(script, {"model_name_or_path": "org/name"}, running=True)
     assert told == ("missing-model", "warning", "args.model_name_or_path")
     model(write, model_type="llama")
+    loadable(Path("model"))
     assert found(script, {"model_name_or_path": "./model"}, running=True) == []
     # one of its files
     assert one(script, {"model_name_or_path": "model/config.json"}, running=True) == expected

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PATIENCE_S
+from conftest import PATIENCE_S, STAND_INS
 
 from launcher.upstream import locate
 
@@ -72,6 +72,7 @@ def launch(place: Path, *words: str) -> tuple[int, dict[str, Any]]:
         "XDG_CACHE_HOME": str(place / "cache"),
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_CACHE": str(place / "hf"),
+        "PYTHONPATH": STAND_INS,
     }
     done = subprocess.run(
         [sys.executable, "-m", "launcher.cli", *words, "--format", "json"],
@@ -99,11 +100,11 @@ def test_packing_is_seen_in_the_batches(place: Path) -> None:
 
 def test_a_crash_is_exit_4_with_the_reason(place: Path) -> None:
     broken = place / "build" / "demo" / "broken"
-    broken.mkdir(parents=True)
-    (broken / "train.jsonl").write_text('{"messages": 1}\n' * 20)
-    (broken / "test.jsonl").write_text('{"messages": 1}\n')
+    shutil.copytree(place / "build" / "demo" / "model", broken)
+    # what launch does not look into
+    (broken / "tokenizer.json").write_text("{}")
     code, answer = launch(
-        place, "sft", str(CONFIGS / "sft.yaml"), "max_steps=2", "dataset_name=build/demo/broken",
+        place, "sft", str(CONFIGS / "sft.yaml"), "max_steps=2", "model_name_or_path=build/demo/broken",
         "output_dir=build/demo/crash", "--gpus", "0",
     )  # fmt: skip
     assert code == 4

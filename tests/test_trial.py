@@ -15,7 +15,7 @@ from conftest import PATIENCE_S
 from fake_world import World, looks_on, made, needs_trl
 
 from launcher import following, rundir, stopping, trial
-from launcher.errors import Exit, InvalidConfig, NotReady
+from launcher.errors import Exit, InvalidConfig
 from launcher.preparation import Request
 from launcher.rundir import RunFolder
 from launcher.view import View
@@ -40,7 +40,7 @@ def asked(world: World, monkeypatch: pytest.MonkeyPatch, *steps: str, **args: ob
 def test_a_run_lies_below_the_folder_that_several_share(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shared = trial.new_folder("ladder", "a b/c")
+    shared = rundir.new_folder(world.runs, "ladder", "a b/c")
     told = trial.run(asked(world, monkeypatch, "print=2"), root=shared, quiet=True)
     assert told.run.path.parent == shared
     assert shared.name.endswith("-ladder-a-b-c")
@@ -91,7 +91,7 @@ def test_an_end_is_told_in_a_few_words(
 def test_nothing_starts_from_a_file_that_is_wrong(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shared = trial.new_folder("bench", "x")
+    shared = rundir.new_folder(world.runs, "bench", "x")
     with pytest.raises(InvalidConfig):
         trial.run(asked(world, monkeypatch, "print=1", learning_rat=1), root=shared)
     assert list(shared.iterdir()) == []
@@ -156,17 +156,3 @@ def test_an_end_that_is_asked_for_while_it_is_judged_counts(
     assert told.interrupted and not told.timed_out
     told = trial.run(asked(world, monkeypatch, "print=1", output_dir="b"), quiet=True)
     assert told.interrupted and rundir.read_json(told.run.exit(1))["stopped"] is None
-
-
-def test_folders_of_several_runs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = trial.new_folder("ladder", "a"), trial.new_folder("ladder", "a")
-    assert first != second
-    rundir.write_json(first / "ladder.json", {"of": 1})
-    rundir.write_json(second / "ladder.json", {"of": 2})
-    trial.new_folder("bench", "a")
-    assert [told for _, told in trial.records("ladder", "ladder.json")] == [{"of": 2}, {"of": 1}]
-    assert list(trial.records("tune", "tune.json")) == []
-    (world.root / "file").write_text("")
-    monkeypatch.setenv("LAUNCH_RUNS", str(world.root / "file"))
-    with pytest.raises(NotReady):
-        trial.new_folder("ladder", "a")

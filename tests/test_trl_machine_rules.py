@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import saved
 from argument_sets import generate
 from conftest import NO_PACKAGES, PATIENCE_S, REPOSITORY, Write
 from test_rules import values_of
@@ -582,6 +583,7 @@ def test_packing_without_flash_attention() -> None:
 
 def test_documents_that_attend_to_each_other(write: Write) -> None:
     packed = {"packing": True, "model_name_or_path": model(write, model_type="gpt_oss")}
+    saved.loadable(Path("model"))
     assert told("trl-sft", packed, gpus=8) == [LEAKS]
     assert told("trl-sft", {**packed, "bf16": False}, **ON_CPU) == [LEAKS]
     assert told("trl-sft", {**packed, "attn_implementation": "flash_attention_2"}, gpus=8) == []
@@ -724,7 +726,7 @@ def test_rows_of_a_folder_that_are_none(write: Write) -> None:
     # what no split asks for is not read
     write("data/test.jsonl", "no")
     assert told("trl-sft", {"dataset_name": "data"}) == [("bad-data", "error", "dataset_name")]
-    write("data/train.jsonl", '{"messages": []}')
+    write("data/train.jsonl", '{"messages": [{"role": "user"}]}')
     assert told("trl-sft", {"dataset_name": "data"}) == []
 
 
@@ -791,6 +793,8 @@ def test_a_token_that_the_tokenizer_does_not_have(write: Write) -> None:
         "added_tokens": [{"id": 1, "content": "</s>"}],
         "model": {"vocab": {"é": 0, "im_end": 2}},
     }
+    write("model/config.json", '{"model_type": "llama"}')
+    saved.loadable(Path("model"))
     write("model/tokenizer.json", json.dumps(added))
     assert told("trl-sft", args) == [expected]
     padded = {"model_name_or_path": "model", "pad_token": "<pad>"}
@@ -899,6 +903,7 @@ def test_checkpoints_of_another_model(write: Write) -> None:
     checkpoint(write)
     expected = [("foreign-checkpoints", "error", RESUME)]
     args = {"model_name_or_path": model(write, model_type="llama", hidden_size=64)}
+    saved.loadable(Path("model"))
     assert resumed("trl-sft", args) == expected
     model(write, model_type="qwen2", hidden_size=128)
     assert resumed("trl-sft", args) == expected

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import saved
 from conftest import Write
 from test_trl_machine_rules import told as told_of_stage
 from test_trl_rules import found, schema_of
@@ -418,6 +419,7 @@ def test_pictures_are_for_models_that_take_them(write: Write, script: str) -> No
     row = {"prompt": "q", "completion": "c", "chosen": "a", "rejected": "b", "images": []}
     assert columns(write, script, row) == []
     write("model/config.json", '{"model_type": "qwen2"}')
+    saved.loadable(Path("model"))
     assert columns(write, script, row, model_name_or_path="model") == TOLD
     write("model/config.json", '{"model_type": "qwen2_vl"}')
     assert columns(write, script, row, model_name_or_path="model") == []
@@ -429,8 +431,9 @@ def test_conversations_need_a_template(write: Write) -> None:
     pairs = {"chosen": CHAT, "rejected": OTHER}
     # nothing is known of its tokenizer
     assert columns(write, "trl-dpo", pairs, model_name_or_path="elsewhere") == []
-    write("model/config.json", "{}")
+    write("model/config.json", saved.UNKNOWN)
     write("model/tokenizer_config.json", "{}")
+    saved.loadable(Path("model"))
     assert columns(write, "trl-dpo", pairs, **model) == missing
     assert columns(write, "trl-sft", {"messages": CHAT}, **model) == missing
     write("other/chat_template.jinja", "{{ messages }}")

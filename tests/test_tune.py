@@ -20,7 +20,8 @@ from fake_smi import Smi
 from fake_world import World, made, needs_trl, until
 from tuned import A100, H200, RTX4090, Machine
 
-from launcher import check, config, levers, proposal, stage, trial, tune
+from launcher import campaign, check, config, levers, proposal, stage, trial, tune, tuning
+from launcher.candidates import Candidate, Measured
 from launcher.comparison import SPEED, Sample, Spread, Step
 from launcher.errors import Exit, NotReady, UsageError, errors
 from launcher.levers import Here
@@ -28,7 +29,7 @@ from launcher.outlook import Outlook
 from launcher.preparation import Request
 from launcher.proposal import Gain, Proposal
 from launcher.rundir import RunFolder
-from launcher.search import Candidate, Measured, Search
+from launcher.search import Search
 
 HAND = "bench/hand_recipe.yaml"
 SMALL = ("model_name_or_path=Qwen/Qwen2.5-0.5B", "use_liger_kernel=false", "batch.per_device=8",
@@ -78,14 +79,14 @@ def test_ten_trials_find_a_setting_near_the_best_of_all(name: str) -> None:
     build, machine = MACHINES[name]
     world = build()
     search = tuned.searched(world, machine, noise=(0.008, -0.01, 0.004), attribute=False)
-    assert len(search.trials) <= 10
-    assert search.first is not None or not search.base.expected.peak
+    assert len(search.results.trials) <= 10
+    assert search.results.first is not None or not search.base.expected.peak
     assert tuned.reached(world, machine, search) >= 0.95
 
 
 def test_where_links_are_slow_gradients_are_sent_once_a_step() -> None:
     world, machine = hand(), tuned.changed(H200, link=30e9, hidden=0.1)
-    best = tuned.searched(world, machine, attribute=False).best
+    best = tuned.searched(world, machine, attribute=False).results.best
     assert best is not None and best.candidate.settings["deepspeed"] == "zero1"
     other = machine.runs(world, {**best.candidate.settings, "deepspeed": "zero2"}).speed
     assert other and (best.measured.speed or 0) > 1.05 * other
@@ -108,11 +109,11 @@ def test_without_flash_attention_it_is_measured_whether_packing_pays(sdpa: float
 
 def test_the_file_as_written_comes_first_and_every_trial_says_why() -> None:
     search = tuned.searched(hand(), H200)
-    first, *others = search.trials
+    first, *others = search.results.trials
     assert first.candidate.key == search.base.key and first.candidate.purpose == "baseline"
-    assert all(one.candidate.why and one.learned for one in search.trials)
+    assert all(one.candidate.why and one.learned for one in search.results.trials)
     assert "expected" in others[0].candidate.why
-    assert len({one.candidate.key for one in search.trials}) == len(search.trials)
+    assert len({one.candidate.key for one in search.results.trials}) == len(search.results.trials)
 
 
 def test_nothing_that_the_plan_says_does_not_fit_is_tried() -> None:
@@ -120,15 +121,15 @@ def test_nothing_that_the_plan_says_does_not_fit_is_tried() -> None:
     search = tuned.searched(world, H200)
     room = 139.8 * 0.92
     assert any((one.expected.peak or 0) > room for one in search.grid.values())
-    assert all((one.candidate.expected.peak or 0) <= room for one in search.trials)
+    assert all((one.candidate.expected.peak or 0) <= room for one in search.results.trials)
     assert search.summary()["too_large"] > 0
 
 
 def test_a_file_that_cannot_fit_is_not_tried_and_something_else_is() -> None:
     world = tuned.outlook(HAND, "batch.per_device=64", "gradient_checkpointing=false")
     search = tuned.searched(world, H200)
-    assert search.first is None
-    assert search.best is not None and search.best.measured.speed
+    assert search.results.first is None
+    assert search.results.best is not None and search.results.best.measured.speed
 
 
 # --- what goes wrong ------------------------------------------------------------------------------
@@ -136,7 +137,7 @@ def test_a_file_that_cannot_fit_is_not_tried_and_something_else_is() -> None:
 
 def failing(search: Search, world: Outlook, machine: Machine, trials: int, wrong: Any) -> None:
     """Go on; what `wrong` says of a candidate happens in place of what the machine does."""
-    while len(search.trials) < trials and (one := search.propose()) is not None:
+    while len(search.results.trials) < trials and (one := search.propose()) is not None:
         search.learn(one, wrong(one) or machine.runs(world, one.settings))
 
 
@@ -154,8 +155,8 @@ def test_out_of_memory_rules_out_all_that_needs_as_much() -> None:
 
     failing(search, world, H200, 12, wrong)
     assert seen and seen == sorted(seen, reverse=True) and len(set(seen)) == len(seen)
-    assert search.best is not None
-    told = next(one.learned for one in search.trials if one.measured.status == "oom")
+    assert search.results.best is not None
+    told = next(one.learned for one in search.results.trials if one.measured.status == "oom")
     assert "left out" in told
 
 
@@ -164,13 +165,13 @@ def test_out_of_memory_leaves_what_fits_by_the_corrected_estimate() -> None:
     failed = tuned.one(search, packing=True, checkpointing=False, per_device=16)
     assert failed.expected.peak and failed.expected.short
     search.learn(failed, Measured(status="oom", seconds=40))
-    wrong = search.peak(failed)
+    wrong = search.peaks.of(failed)
     assert wrong and wrong > 140
     smaller = [
         one for one in search.grid.values()
         if one.expected.peak and one.expected.peak < failed.expected.peak
         and one.items - failed.items <= {("per_device", one.settings["per_device"])}
-        and (search.peak(one) or 999) <= 140 * 0.92
+        and (search.peaks.of(one) or 999) <= 140 * 0.92
     ]  # fmt: skip
     assert smaller and all(search.eligible(one) for one in smaller)
 
@@ -186,25 +187,25 @@ def test_what_the_whole_run_has_no_room_for_is_not_proposed() -> None:
     told = H200.runs(world, large.settings)
     fitted = search.learn(large, replace(told, peak=short * 0.93 * 140 / whole))
     assert fitted.ok and "not kept: with its longest rows" in fitted.learned
-    assert search.best is not None and search.best.candidate.key == search.base.key
+    assert search.results.best is not None and search.results.best.candidate.key == search.base.key
     # the file as written is the author's own
     crowded = tuned.search_of(world, room=140.0)
     estimate = crowded.base.expected
     assert estimate.peak and estimate.measurable
     peak = estimate.measurable * 0.97 * 140 / estimate.peak
     crowded.learn(crowded.base, Measured(status="ok", speed=1000, step=5, peak=peak, seconds=60))
-    assert crowded.best is not None
+    assert crowded.results.best is not None
 
 
 def test_a_measured_peak_corrects_those_of_its_kind() -> None:
     world = hand()
     search = tuned.search_of(world)
     base = search.base
-    before = search.peak(tuned.one(search, per_device=32))
+    before = search.peaks.of(tuned.one(search, per_device=32))
     assert base.expected.measurable and before
     peak = base.expected.measurable * 1.2
     search.learn(base, Measured(status="ok", speed=1000, step=5, peak=peak, seconds=60))
-    after = search.peak(tuned.one(search, per_device=32))
+    after = search.peaks.of(tuned.one(search, per_device=32))
     assert after == pytest.approx(1.2 * before)
 
 
@@ -216,7 +217,7 @@ def test_one_change_that_crashes_is_not_tried_again() -> None:
     search.learn(tuned.one(search, packing=True), Measured(status="crash", reason="KeyError"))
     assert not any(one.settings["packing"] for one in search.grid.values() if search.eligible(one))
     failing(search, world, H200, 12, lambda one: None)
-    assert search.best is not None and not search.best.candidate.settings["packing"]
+    assert search.results.best is not None and not search.results.best.candidate.settings["packing"]
 
 
 def test_of_several_changes_the_one_that_crashes_is_found() -> None:
@@ -232,10 +233,10 @@ def test_of_several_changes_the_one_that_crashes_is_found() -> None:
 
     failing(search, world, H200, 14, wrong)
     assert 1 <= len(crashed) <= 3
-    assert search.best is not None and not search.best.candidate.settings["packing"]
+    assert search.results.best is not None and not search.results.best.candidate.settings["packing"]
     assert not any(one.settings["packing"] for one in search.grid.values() if search.eligible(one))
     fair = {**world.space.base, "checkpointing": False, "per_device": 8}
-    assert (search.best.measured.speed or 0) >= (H200.runs(world, fair).speed or 0) * 0.95
+    assert (search.results.best.measured.speed or 0) >= (H200.runs(world, fair).speed or 0) * 0.95
 
 
 def test_a_verdict_that_names_the_lever_ends_it_at_once() -> None:
@@ -248,11 +249,11 @@ def test_a_verdict_that_names_the_lever_ends_it_at_once() -> None:
         return None
 
     failing(search, world, A100, 12, wrong)
-    leaking = [one for one in search.trials if one.measured.status == "contract"]
+    leaking = [one for one in search.results.trials if one.measured.status == "contract"]
     assert len(leaking) == 1 and "not tried again" in leaking[0].learned
-    assert search.best is not None and not (
-        search.best.candidate.settings["packing"]
-        and search.best.candidate.settings["attention"] == "flash_2"
+    assert search.results.best is not None and not (
+        search.results.best.candidate.settings["packing"]
+        and search.results.best.candidate.settings["attention"] == "flash_2"
     )
     # what leaks under one attention may not under the other
     other = tuned.one(search, packing=True, attention="torch")
@@ -271,7 +272,10 @@ def test_what_is_not_proved_is_never_the_best(status: Any) -> None:
         return None
 
     failing(search, world, H200, 12, wrong)
-    assert search.best is not None and search.best.candidate.settings["deepspeed"] != "zero2"
+    assert (
+        search.results.best is not None
+        and search.results.best.candidate.settings["deepspeed"] != "zero2"
+    )
 
 
 def test_a_file_that_does_not_train_ends_the_search() -> None:
@@ -294,7 +298,7 @@ def test_of_a_first_trial_it_is_said_what_it_lacks(status: Any, said: str) -> No
     search.learn(search.base, Measured(status=status, reason="so it is"))
     assert search.propose() is None
     assert search.stopped == f"the file as written {said}"
-    assert search.trials[0].learned == f"{status}: so it is"
+    assert search.results.trials[0].learned == f"{status}: so it is"
 
 
 def test_of_a_first_trial_that_the_budget_ended_no_more_is_said() -> None:
@@ -364,10 +368,10 @@ def test_no_trial_is_begun_that_would_not_end_within_the_budget() -> None:
     search = tuned.search_of(world)
     left = 400.0
     while (one := search.propose(left)) is not None:
-        expected, limit = search.expected_seconds(one), search.timeout(one, left)
+        expected, limit = search.paces.trial_seconds(one), search.paces.timeout(one, left)
         assert limit <= left
         told = H200.runs(world, one.settings)
-        if search.trials:
+        if search.results.trials:
             assert expected <= left
             assert told.seconds == pytest.approx(expected, rel=0.25)
         left -= told.seconds
@@ -386,18 +390,18 @@ def test_what_is_far_too_slow_is_ended_and_learned_from() -> None:
     search = tuned.search_of(world)
     search.learn(search.base, H200.runs(world, search.base.settings))
     one = tuned.one(search, deepspeed="zero3_offload")
-    assert search.timeout(one, 1e9) < 1e4
-    before = search.speed_ratio(tuned.one(search, deepspeed="zero3_offload", per_device=8))
+    assert search.paces.timeout(one, 1e9) < 1e4
+    before, _ = search.paces.predicted(tuned.one(search, deepspeed="zero3_offload", per_device=8))
     told = search.learn(one, Measured(status="timeout", seconds=300))
-    after = search.speed_ratio(tuned.one(search, deepspeed="zero3_offload", per_device=8))
-    assert "ended" in told.learned and before and after and after < before
+    after, _ = search.paces.predicted(tuned.one(search, deepspeed="zero3_offload", per_device=8))
+    assert "ended" in told.learned and after < before
 
 
 def test_the_same_trials_lead_to_the_same_next_one() -> None:
     world = hand()
     search = tuned.searched(world, H200, trials=4)
     again = tuned.search_of(world)
-    for one in search.trials:
+    for one in search.results.trials:
         again.learn(one.candidate, one.measured)
     following = search.propose()
     assert following is not None and following == again.propose()
@@ -409,17 +413,17 @@ def test_the_same_trials_lead_to_the_same_next_one() -> None:
 def test_what_is_left_of_the_budget_measures_what_each_change_gains() -> None:
     world = hand()
     search = tuned.searched(world, H200, trials=16)
-    best = search.best
+    best = search.results.best
     assert best is not None
-    names = search.differing(best.candidate)
+    names = search.results.differing(best.candidate)
     assert {"packing"} <= set(names)
-    found = search.gain(best, "packing")
+    found = search.attribution.gain(best, "packing")
     assert found is not None
     share, without = found
     assert without.candidate.settings["packing"] is False
     ratio = (best.measured.speed or 0) / (without.measured.speed or 1)
     assert share.median == pytest.approx(ratio - 1)
-    assert any(one.candidate.purpose == "gain" for one in search.trials)
+    assert any(one.candidate.purpose == "gain" for one in search.results.trials)
 
 
 def test_a_change_that_gains_nothing_is_not_proposed() -> None:
@@ -430,7 +434,7 @@ def test_a_change_that_gains_nothing_is_not_proposed() -> None:
     packed = tuned.one(search, packing=True)
     search.learn(both, Measured(status="ok", speed=2010, step=2, seconds=60, peak=85))
     search.learn(packed, Measured(status="ok", speed=2000, step=2, seconds=60, peak=85))
-    assert search.best is not None and search.best.candidate.key == packed.key
+    assert search.results.best is not None and search.results.best.candidate.key == packed.key
 
 
 # --- once more ------------------------------------------------------------------------------------
@@ -464,8 +468,8 @@ def repeated(search: Search, speeds: Mapping[int, float], tried: list[Candidate]
 def test_what_is_left_of_the_budget_repeats_the_file_and_the_best_in_turns() -> None:
     search, tried = compared(1000, 1800, 2000)
     assert repeated(search, {0: 1010, 2: 1980}, tried) == [2, 0, 0, 2]
-    assert search.best is not None and search.best.measured.speed == 1980
-    assert search.speeds(search.best).n == 3 and len(search.trials) == 3
+    assert search.results.best is not None and search.results.best.measured.speed == 1980
+    assert search.results.speeds(search.results.best).n == 3 and len(search.results.trials) == 3
     assert "expected to gain" in (search.stopped or "")
 
 
@@ -473,13 +477,13 @@ def test_the_next_best_is_repeated_where_noise_may_have_put_it_second() -> None:
     search, tried = compared(1000, 1970, 2000, 1500)
     assert repeated(search, {0: 1000, 1: 1990, 2: 1900}, tried) == [2, 1, 0, 0, 1, 2]
     # three runs tell what one did not
-    assert search.best is not None and search.best.candidate.key == tried[1].key
+    assert search.results.best is not None and search.results.best.candidate.key == tried[1].key
 
 
 def test_a_lucky_run_of_the_file_hides_nothing_that_is_faster() -> None:
     search, tried = compared(1000, 800, 900)
     assert repeated(search, {0: 850, 2: 905}, tried) == [2, 0, 0, 2]
-    assert search.best is not None and search.best.candidate.key == tried[2].key
+    assert search.results.best is not None and search.results.best.candidate.key == tried[2].key
     # what is there to compare?
     search, tried = compared(1000)
     assert not repeated(search, {}, tried)
@@ -491,7 +495,7 @@ def test_a_repeat_that_fails_counts_against_its_setting(status: Any) -> None:
     again = search.propose()
     assert again is not None and again.key == tried[2].key
     search.learn(again, told(2000, status=status, reason="not this time"))
-    assert search.best is not None and search.best.candidate.key == tried[1].key
+    assert search.results.best is not None and search.results.best.candidate.key == tried[1].key
     assert repeated(search, {0: 1000, 1: 1800}, tried) == [1, 0, 0, 1]
     # and of the file as written itself: it did train
     search, tried = compared(1000, 1800, 2000)
@@ -503,7 +507,7 @@ def test_a_repeat_that_fails_counts_against_its_setting(status: Any) -> None:
 def test_a_repeat_that_nothing_of_the_setting_ended_says_nothing(ended: Any) -> None:
     search, tried = compared(1000, 2000)
     search.learn(tried[1], Measured(**ended))
-    assert search.best is not None and search.best.candidate.key == tried[1].key
+    assert search.results.best is not None and search.results.best.candidate.key == tried[1].key
     # it had its turn
     assert repeated(search, {0: 1000, 1: 2000}, tried) == [0, 0, 1]
 
@@ -513,7 +517,7 @@ def test_only_what_ends_within_the_budget_is_repeated() -> None:
     fast = tuned.one(search, packing=True, per_device=32)
     search.learn(search.base, told(1000, step=10.0, seconds=150))
     search.learn(fast, told(2000, step=5.0, seconds=90))
-    base, other = (search.expected_seconds(one) for one in (search.base, fast))
+    base, other = (search.paces.trial_seconds(one) for one in (search.base, fast))
     assert other == 90 and base > 100
     assert search.propose(89) is None
     assert "once more: run 2 takes about 90 s, 89 s are left" in (search.stopped or "")
@@ -521,7 +525,7 @@ def test_only_what_ends_within_the_budget_is_repeated() -> None:
     assert again is not None and again.key == fast.key
     search.learn(again, told(2000, step=5.0, seconds=92))
     # the file's turn, for which there is no time
-    assert search.expected_seconds(fast) == 92 and search.propose(95) is None
+    assert search.paces.trial_seconds(fast) == 92 and search.propose(95) is None
     again = search.propose(200)
     assert again is not None and again.key == search.base.key
 
@@ -536,8 +540,8 @@ def test_what_hardly_gains_gives_way_to_second_runs_where_not_all_fit(
     search, _ = compared(1000, 2000)
     other = tuned.one(search, packing=True, per_device=64)
     monkeypatch.setattr(search, "threshold", 0.005)
-    monkeypatch.setattr(search, "_ranked", lambda: [(gain, other)])
-    assert search.expected_seconds(other) < 150
+    monkeypatch.setattr(search, "ranked", lambda: [(gain, other)])
+    assert search.paces.trial_seconds(other) < 150
     following = search.propose(left)
     assert following is not None and following.purpose == purpose
 
@@ -549,7 +553,7 @@ def test_one_lucky_run_is_no_reason_to_measure_what_each_change_gains() -> None:
     assert again is not None and again.purpose == "repeat" and again.key == tried[2].key
     search.learn(again, told(980))
     assert repeated(search, {0: 1005, 2: 985}, tried)[:1] == [0]
-    assert search.best is not None and search.best.candidate.key == search.base.key
+    assert search.results.best is not None and search.results.best.candidate.key == search.base.key
 
 
 # --- what a sample means --------------------------------------------------------------------------
@@ -625,11 +629,11 @@ def test_losses_are_compared_by_the_medians_of_all_runs() -> None:
 # --- what is proposed -----------------------------------------------------------------------------
 
 
-def tuning_of(*runs: tuple[str, float, Mapping[str, Any]]) -> tune.Tuning:
+def tuning_of(*runs: tuple[str, float, Mapping[str, Any]]) -> tuning.Tuning:
     """After these runs of settings: `base`, or the rows a device; with speeds, and what else was seen."""
     world = hand()
-    found = tune.Tuning(
-        request=Request(stage="sft", config=Path("x")), terms=tune.Terms(), plan=world.space.plan,
+    found = tuning.Tuning(
+        request=Request(stage="sft", config=Path("x")), terms=tuning.Terms(), plan=world.space.plan,
         here=Here(packages=tuned.PACKAGES, cpu=False), card=world.card, shape=world.shape,
         rows=world.rows, attention=world.attention, assumed=False, key="",
     )  # fmt: skip
@@ -641,7 +645,7 @@ def tuning_of(*runs: tuple[str, float, Mapping[str, Any]]) -> tune.Tuning:
         told = tune.judged([run], [], 0.05)
         cut = run.cause == "timeout"
         learned = found.search.learn(candidate, replace(told, cut=cut, seconds=60.0))
-        found.entries.append(tune.Entry(trial=learned, sample=run, seconds=60.0))
+        found.entries.append(tuning.Entry(trial=learned, sample=run, seconds=60.0))
     return found
 
 
@@ -670,7 +674,7 @@ def test_what_is_proposed_is_told_to_be_faster_by_all_runs(
     found = tuning_of(*runs)
     best = found.chosen
     assert best is not None and found.runs_of(best.candidate)[0].sample.variant == chosen
-    assert (why or "None") in str(tune.withheld(found))
+    assert (why or "None") in str(found.withheld())
     assert [row.variant for row in found.bench().rows if row.recommended] == (
         [] if chosen == "base" or OOM in (more for name, _, more in runs if name == "base")
         else [chosen]
@@ -874,7 +878,7 @@ def words_for(world: World, *words: str, rows: str | None = "100:900") -> list[s
     return ["tune", str(stage_of(world)), *given, *words]
 
 
-def tuning(
+def launched(
     world: World, *words: str, scene: Mapping[str, Any] | None = None, rows: str | None = "100:900"
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     env = {"TUNE_SCENE": json.dumps(scene or {})}
@@ -882,7 +886,7 @@ def tuning(
 
 
 def record(world: World) -> dict[str, Any]:
-    found = [told for _, told in trial.records("tune", tune.FILE, world.runs)]
+    found = [told for _, told in campaign.records("tune", tuning.FILE, world.runs)]
     return found[0] if found else {}
 
 
@@ -893,7 +897,7 @@ def started(world: World) -> list[str]:
 
 @needs_trl
 def test_the_whole_way(world: World) -> None:
-    done, told = tuning(world, scene={"crash": "compile=True"})
+    done, told = launched(world, scene={"crash": "compile=True"})
     assert done.returncode == 0, done.stderr
     statuses = [one["status"] for one in told["trials"]]
     assert statuses[0] == "ok" and told["state"] == "finished"
@@ -920,9 +924,9 @@ def test_the_whole_way(world: World) -> None:
     # a run that was not made yet is made when it goes on
     last, count = told["trials"][-1], len(started(world))
     assert last["purpose"] == "repeat"
-    record_of = Path(told["folder"]) / tune.FILE
+    record_of = Path(told["folder"]) / tuning.FILE
     record_of.write_text(json.dumps({**told, "trials": told["trials"][:-1]}))
-    done, again = tuning(world, "--resume", scene={"crash": "compile=True"})
+    done, again = launched(world, "--resume", scene={"crash": "compile=True"})
     assert done.returncode == 0 and len(started(world)) == count + 1
     assert again["trials"][:-1] == told["trials"][:-1]
     made_up = [(one["name"], one["sample"]["repeat"]) for one in (last, again["trials"][-1])]
@@ -937,7 +941,7 @@ def test_the_whole_way(world: World) -> None:
 
 @needs_trl
 def test_what_runs_out_of_memory_ends_its_trial_alone(world: World) -> None:
-    done, told = tuning(world, scene={"room": 20.0, "moves": "workers=True"})
+    done, told = launched(world, scene={"room": 20.0, "moves": "workers=True"})
     assert done.returncode == 0, done.stderr
     trials = told["trials"]
     assert "oom" in {one["status"] for one in trials}
@@ -968,19 +972,19 @@ def test_said_again_it_goes_on_where_it_was(world: World) -> None:
     # a step whose kernels are recorded would tell no speed: trials record none
     stage_file = Path(first["trials"][0]["sample"]["run"]) / "stage.yaml"
     assert "profile" not in stage_file.read_text()
-    done, told = tuning(world)
+    done, told = launched(world)
     assert done.returncode == 0, done.stderr
     assert told["folder"] == first["folder"]
     assert told["trials"][: len(first["trials"])] == first["trials"]
     names = [one["name"] for one in told["trials"]]
     assert max(map(names.count, names)) <= 3
     count = len(started(world))
-    done, again = tuning(world)
+    done, again = launched(world)
     assert done.returncode == 0 and len(started(world)) == count
     assert again["trials"] == told["trials"] and "--fresh" in done.stderr
-    done, again = tuning(world, "--resume")
+    done, again = launched(world, "--resume")
     assert done.returncode == 0 and again["trials"] == told["trials"]
-    _, fresh = tuning(world, "--fresh", scene={"crash": "rows=2,"})
+    _, fresh = launched(world, "--fresh", scene={"crash": "rows=2,"})
     assert fresh["folder"] != told["folder"] and len(started(world)) > count
 
 
@@ -990,7 +994,7 @@ BEST = "rows=4,checkpointing=False,compile=False,workers=False"
 @needs_trl
 def test_one_lucky_run_proposes_nothing(world: World) -> None:
     scene = {"flat": True, "crash": "compile=True", "speeds": {BEST: [1.1, 1.03, 0.95]}}
-    done, told = tuning(world, scene=scene)
+    done, told = launched(world, scene=scene)
     assert done.returncode == 0, done.stderr
     best = told["best"]
     assert not best["changes"] and best["speed_ratio"] == 1 and not best["gains"]
@@ -1008,10 +1012,32 @@ def test_a_trial_whose_command_was_killed_is_ended_before_the_next(world: World)
     until(lambda: started(world))
     running.kill()
     running.communicate()
-    done, told = tuning(world, "--budget", "60s")
+    assert record(world)["under_way"]["limit_s"] <= 60
+    done, told = launched(world, "--budget", "60s")
     assert done.returncode == 0, done.stderr
     assert told["trials"][0]["purpose"] == "baseline" and told["trials"][0]["status"] == "ok"
+    # it has had its part of the budget
+    assert told["cut_s"] > 0 and told["under_way"] is None
+    seconds = [told["cut_s"], *(one["seconds"] for one in told["trials"])]
+    assert told["used_s"] == pytest.approx(sum(seconds), abs=0.1 * len(seconds))
     assert world.quiet()
+
+
+def test_a_killed_trial_costs_what_it_took_and_no_more_than_it_had(tmp_path: Path) -> None:
+    begun = tuning.Begun(began=1000.0, limit_s=60.0)
+    assert begun.lost(tmp_path) == 0
+    for name, began in (("1-early", 900), ("2-killed", 1002)):
+        run = RunFolder(tmp_path / name)
+        run.path.mkdir()
+        run.manifest.write_text("{}")
+        os.utime(run.manifest, (began, began))
+        # how it ended is not known: it may have been the machine
+        assert begun.lost(tmp_path) == 0
+        run.exit(1).write_text("{}")
+        os.utime(run.exit(1), (began + 40, began + 40))
+    assert begun.lost(tmp_path) == 42
+    os.utime(run.exit(1), (9000, 9000))
+    assert begun.lost(tmp_path) == 60
 
 
 @needs_trl
@@ -1019,12 +1045,12 @@ def test_what_could_not_be_started_is_tried_again(world: World) -> None:
     version = world.root / "site" / "torch" / "version.py"
     right = version.read_text()
     version.write_text(right.replace("'13.0'", "None"))
-    done, told = tuning(world, "--budget", "28s")
+    done, told = launched(world, "--budget", "28s")
     assert done.returncode == 5 and not started(world)
     assert [one["status"] for one in told["trials"]] == ["refused"]
     assert "the file as written cannot be started" in done.stdout
     version.write_text(right)
-    done, again = tuning(world, "--budget", "28s")
+    done, again = launched(world, "--budget", "28s")
     assert done.returncode == 0, done.stderr
     assert again["folder"] == told["folder"]
     assert [one["status"] for one in again["trials"][:1]] == ["ok"]
@@ -1050,7 +1076,7 @@ def test_how_long_rows_are_is_learned_by_the_first_trial(world: World) -> None:
     # packing is a lever as soon as rows are known; and a card may not tell its memory
     Smi(world.root / "smi").cards(0, 0, memory="[N/A]")
     words = ("--budget", "45s", "batch.global=256", "batch.per_device=64")
-    done, told = tuning(world, *words, rows=None, scene={"room": 1e9})
+    done, told = launched(world, *words, rows=None, scene={"room": 1e9})
     assert done.returncode == 0, done.stderr
     assert told["rows"]["mean"] == 100 and not told["rows"]["assumed"]
     assert told["card"]["gib"] is None and told["grid"]["too_large"] == 0
@@ -1059,7 +1085,7 @@ def test_how_long_rows_are_is_learned_by_the_first_trial(world: World) -> None:
     assert first["settings"]["packing"] == "off" and first["overrides"] == []
     assert told["best"]["speed_ratio"] is not None
     count = len(started(world))
-    _, again = tuning(world, *words, rows=None, scene={"room": 1e9})
+    _, again = launched(world, *words, rows=None, scene={"room": 1e9})
     assert again["trials"][: len(told["trials"])] == told["trials"]
     assert started(world)[:count].count(started(world)[0]) == started(world).count(
         started(world)[0]
@@ -1070,16 +1096,16 @@ def test_how_long_rows_are_is_learned_by_the_first_trial(world: World) -> None:
 def test_a_trial_that_hangs_is_ended_in_time_and_tried_again_with_a_larger_budget(
     world: World,
 ) -> None:
-    done, told = tuning(world, "--budget", "24s", scene={"hang": "rows=2,"})
+    done, told = launched(world, "--budget", "24s", scene={"hang": "rows=2,"})
     assert done.returncode == 4
     assert [(one["status"], one["cut"]) for one in told["trials"]] == [("timeout", True)]
     assert told["used_s"] <= 24
     assert "nothing to propose" in done.stdout
     assert world.quiet()
     used, count = told["used_s"], len(started(world))
-    _, told = tuning(world, "--budget", "24s")
+    _, told = launched(world, "--budget", "24s")
     assert len(started(world)) == count and told["used_s"] == used
-    done, told = tuning(world, "--budget", "3m")
+    done, told = launched(world, "--budget", "3m")
     assert done.returncode == 0, done.stderr
     assert told["trials"][0]["purpose"] == "baseline" and told["trials"][0]["status"] == "ok"
     assert told["used_s"] >= used + sum(one["seconds"] for one in told["trials"]) - 1
@@ -1088,7 +1114,7 @@ def test_a_trial_that_hangs_is_ended_in_time_and_tried_again_with_a_larger_budge
 
 @needs_trl
 def test_a_file_that_crashes_is_said_to(world: World) -> None:
-    done, told = tuning(world, scene={"crash": "rows=2,"})
+    done, told = launched(world, scene={"crash": "rows=2,"})
     assert done.returncode == 4
     assert len(told["trials"]) == 1 and told["proposal"] is None
     assert "does not train" in done.stdout
@@ -1108,14 +1134,14 @@ def test_what_can_no_longer_be_written_loses_nothing_that_was_measured(world: Wo
     assert record(world)["state"] == "finished" and record(world)["proposal"] is None
     # the same with another name needs no trial
     count = len(started(world))
-    done, told = tuning(world, "--budget", "30s", "-o", str(world.root / "tuned.yaml"))
+    done, told = launched(world, "--budget", "30s", "-o", str(world.root / "tuned.yaml"))
     assert done.returncode == 0 and len(started(world)) == count
     assert Path(told["proposal"]).is_file()
 
 
 @needs_trl
 def test_json_is_the_record(world: World) -> None:
-    done, told = tuning(world, "--format", "json", "--budget", "30s")
+    done, told = launched(world, "--format", "json", "--budget", "30s")
     shown = json.loads(done.stdout)
     assert shown["command"] == "tune" and shown["data"]["trials"] == told["trials"]
     assert shown["data"]["budget_s"] == 30

@@ -63,7 +63,9 @@ def main() -> None:
     run = Path(os.environ["LAUNCH_RUN"])
     (run / "probe").mkdir(exist_ok=True)
     for rank in range(world):
-        told = events(rank, world, steps, tokens, micro * times, peak, 3.0 if moved else 2.0, nan)
+        told = events(
+            rank, world, steps, tokens, micro * times, peak, 3.0 if moved else 2.0, nan, rows, times
+        )
         with (run / "probe" / f"rank-{rank}.jsonl").open("w") as stream:
             for event in told:
                 stream.write(json.dumps({"t": time.time(), **event}) + "\n")
@@ -77,7 +79,7 @@ def main() -> None:
     print(f"Model saved to {output}.", flush=True)
 
 
-def events(rank, world, steps, tokens, seconds, peak, loss, nan):
+def events(rank, world, steps, tokens, seconds, peak, loss, nan, rows, times):
     yield {"event": "start", "rank": rank, "world": world, "attempt": 1}
     yield {
         "event": "model", "class": "M", "parameters": 1_000_000, "trainable": 1_000_000,
@@ -88,7 +90,7 @@ def events(rank, world, steps, tokens, seconds, peak, loss, nan):
     for step in range(1, steps + 1):
         yield {
             "event": "step", "step": step, "loss": None if nan else loss, "finite": not nan,
-            "micro_batches": 1, "rows": 2, "tokens": tokens, "positions": tokens * 1.5,
+            "micro_batches": times, "rows": rows * times, "tokens": tokens, "positions": tokens * 1.5,
             "wasted": tokens * 0.5, "grad_norm": 1.0, "learning_rate": 1e-5,
             "elapsed": step * seconds, "seconds": 60.0 if step == 1 else seconds,
             "interrupted": False, "allocated_gib": peak, "reserved_gib": peak + 1,

@@ -9,11 +9,12 @@ from pathlib import Path
 from conftest import REPOSITORY
 
 from launcher import footprint, lengths, levers, plan, preparation, throughput
+from launcher.candidates import Candidate, Measured
 from launcher.errors import InvalidConfig
 from launcher.levers import Here, Settings
 from launcher.outlook import Outlook
 from launcher.preparation import Request
-from launcher.search import Candidate, Measured, Search
+from launcher.search import Search
 
 STEPS = 8
 PACKAGES = {"flash-attn": "2.8.3", "liger-kernel": "0.7.0", "bitsandbytes": "0.49"}
@@ -147,10 +148,10 @@ def searched(
 ) -> Search:
     """Through to its end, or so many trials; `noise` are shares by which measurements are off."""
     search = search_of(world, **terms)
-    while len(search.trials) < trials and (one := search.propose()) is not None:
+    while len(search.results.trials) < trials and (one := search.propose()) is not None:
         told = machine.runs(world, one.settings)
         if noise and told.speed:
-            off = noise[len(search.runs) % len(noise)]
+            off = noise[len(search.results.runs) % len(noise)]
             told = replace(told, speed=told.speed * (1 + off))
         search.learn(one, told)
     return search
@@ -158,7 +159,7 @@ def searched(
 
 def reached(world: Outlook, machine: Machine, search: Search) -> float:
     """The speed of what was found, as a share of the best that there is in the whole grid."""
-    best = search.best
+    best = search.results.best
     assert best is not None
     top = max(machine.lasts(world, one.settings) for one in search.grid.values())
     return (machine.runs(world, best.candidate.settings).speed or 0.0) / top

@@ -25,7 +25,8 @@ class Backend(Protocol):
     PIN: str
     """The commit, or the version, that the committed snapshot was read from."""
     COMPUTED: Mapping[str, tuple[str, ...]]
-    """Choices that its source computes: the expression, as it stands there, and its value."""
+    """Choices that its source computes: the expression as it stands there, or the dotted name of a type
+    of another package that no snapshot holds, and its values."""
     TAKES_NONE: bool
     """Whether its parser reads the word `none`."""
     STAGES: Mapping[str, Entry]

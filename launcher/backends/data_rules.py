@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from launcher.backends import prompts
 from launcher.backends.context import Context, StageRule
 from launcher.backends.mixer_rules import listed
 from launcher.backends.rule import say
@@ -141,4 +142,21 @@ def foreign_cache_key(context: Context) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-RULES: tuple[StageRule, ...] = (tokenising_outlasts, nothing_left, foreign_cache_key)
+def prompts_too_long(context: Context) -> Iterator[Finding]:
+    """dataset_transformation.py:1236, dataset_transformation.py:1351: a row without an answer is dropped."""
+    values = context.values
+    transforms = "dataset_transform_fn" if "dataset_transform_fn" in values else "transform_fn"
+    words = values[listed(values)] or []
+    if values.given(transforms):
+        return
+    files = [(str(name), Path(str(name))) for name in words[::2]]
+    column = "chosen" if listed(values) == "mixer_list" else "messages"
+    yield from prompts.that_fill(
+        context, "max_seq_length", values["max_seq_length"], files,
+        lambda row: prompts.before_answer(row.get(column)),
+    )  # fmt: skip
+
+
+RULES: tuple[StageRule, ...] = (
+    tokenising_outlasts, nothing_left, foreign_cache_key, prompts_too_long,
+)  # fmt: skip

@@ -269,7 +269,28 @@ def frozen_biases(context: Context) -> Iterator[Finding]:
             "error", "run", "lora-biases", "use_lora",
             f"LoRA on a {kind} model crashes with ZeRO-{context.zero_stage}: the frozen biases are an "
             "optimizer group with nothing to train",
-            "write `deepspeed: none` or `deepspeed: zero3`",
+            "write `deepspeed: none`, or `deepspeed: zero3` without gradient checkpointing",
+        )  # fmt: skip
+
+
+def frozen_released(context: Context) -> Iterator[Finding]:
+    """finetune.py:624 checkpoints as transformers does by itself, not reentrant
+    (transformers/modeling_utils.py:3132): when a layer is computed again, ZeRO-3 has released its
+    frozen weights, and torch compares their shapes with those of the forward pass (CheckpointError).
+    """
+    values = context.values
+    lora = values["use_lora"] and not values["use_qlora"]
+    if (
+        lora
+        and values["gradient_checkpointing"]
+        and context.zero_stage == 3
+        and context.distributed
+    ):
+        yield say(
+            "error", "run", "lora-zero3-checkpointing", "gradient_checkpointing",
+            "`gradient_checkpointing` with LoRA and ZeRO-3 crashes in the first backward pass: the frozen "
+            "weights have been released when a layer is computed again",
+            "leave out one of the three: `deepspeed: none` has LoRA's small optimizer state on each GPU",
         )  # fmt: skip
 
 
@@ -280,6 +301,6 @@ _SHARED: tuple[StageRule, ...] = (
 )  # fmt: skip
 
 RULES: Mapping[str, tuple[StageRule, ...]] = {
-    "sft": _SHARED,
+    "sft": (*_SHARED, frozen_released),
     "dpo": (*_SHARED, two_zero_stages, partition_size),
 }

@@ -7,15 +7,17 @@ TRL hands `model_init_kwargs` to the model's loader, which refuses what it does 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from launcher import shapes
-from launcher.backends import model_config
-from launcher.backends.context import Context, StageRule
+from launcher.backends import model_config, model_files
+from launcher.backends.context import Context, StageRule, caches_only
 from launcher.backends.rule import say
 from launcher.backends.trl_mappings import inline
-from launcher.errors import Finding, InvalidConfig, brief
+from launcher.errors import Finding, InvalidConfig, Severity, brief
 from launcher.shapes import Shape
 
 # transformers/modeling_utils.py:3819 and what it takes from the others below; TRL's own are among them
@@ -27,7 +29,7 @@ _LOADER = frozenset({
     "adapter_name", "generation_config", "gguf_file", "distributed_config", "device_mesh", "tp_plan",
     "tp_size", "trust_remote_code", "allow_all_kernels", "use_kernels", "kernel_config",
     "key_mapping", "mirror", "low_cpu_mem_usage", "from_tf", "from_flax", "offload_state_dict",
-    "attn_implementation", "experts_implementation", "dtype", "torch_dtype",
+    "attn_implementation", "_attn_implementation", "experts_implementation", "dtype", "torch_dtype",
 })  # fmt: skip
 # transformers/models/auto/configuration_auto.py: what the config's loader reads of it
 _CONFIG_LOADER = frozenset({
@@ -80,11 +82,21 @@ CONFIGS: Mapping[str, frozenset[str]] = {
         "olmoe": f"attention_bias clip_qkv norm_topk_prob num_local_experts {_ROUTED}",
     }.items()
 }
+_DROPPED = frozenset({"mirror", "low_cpu_mem_usage", "from_tf", "from_flax", "offload_state_dict"})
+# what only a program can give
+_NO_TEXT = ("output_loading_info", "state_dict", "generation_config", "distributed_config")
+_DEVICE = re.compile(r"auto|balanced|balanced_low_0|sequential|(cpu|cuda|xpu|npu|mps|hpu)(:\d+)?")
+_BITS = frozenset({"load_in_4bit", "load_in_8bit"})
+_QUANTISERS = {
+    "bitsandbytes": ("bitsandbytes",), "gptq": ("optimum", "gptqmodel"), "awq": ("gptqmodel",),
+    "hqq": ("hqq",), "torchao": ("torchao",), "quanto": ("optimum-quanto",), "aqlm": ("aqlm",),
+    "compressed-tensors": ("compressed-tensors",), "auto-round": ("auto-round",),
+}  # fmt: skip
 # trl/trainer/utils.py:1335
 _TYPES = ("auto", "bfloat16", "float16", "float32")
 
 
-def _given(context: Context) -> tuple[str, Mapping[str, Any]]:
+def given_to_loader(context: Context) -> tuple[str, Mapping[str, Any]]:
     """The argument that holds them, and what it holds."""
     values = context.values
     if values.schema.backend == "trl":
@@ -104,7 +116,7 @@ def unknown_names(context: Context) -> Iterator[Finding]:
     refuses the rest (transformers/modeling_utils.py:4267), which open-instruct does not hand on
     (finetune.py:544, dpo_tune_cache.py:283).
     """
-    key, given = _given(context)
+    key, given = given_to_loader(context)
     config = _config(context) if given else {}
     own = CONFIGS.get(str(config.get("model_type")))
     # another release may have more of them
@@ -149,7 +161,7 @@ def architecture(context: Context) -> Iterator[Finding]:
 
 def precision(context: Context) -> Iterator[Finding]:
     """trl/trainer/utils.py:1339."""
-    key, given = _given(context)
+    key, given = given_to_loader(context)
     name = given.get("dtype")
     if context.values.schema.backend == "trl" and name is not None and name not in _TYPES:
         yield say(
@@ -158,9 +170,72 @@ def precision(context: Context) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def unusable(context: Context) -> Iterator[Finding]:
+    """transformers/modeling_utils.py:4093 drops some, transformers/integrations/accelerate.py:122 knows
+    devices by name; each of the others was seen to end the real trainer.
+    """
+    values, (key, given) = context.values, given_to_loader(context)
+    if values.schema.backend != "trl":
+        return
+    for name in sorted(given.keys() & _DROPPED):
+        yield say(
+            "warning", "run", "model-arguments-unread", key,
+            f"`{key}`: `{name}` is not read any more", "delete it",
+        )  # fmt: skip
+    crashes = [name for name in sorted(_NO_TEXT) if given.get(name) not in (None, False)]
+    place = given.get("device_map")
+    placed = place if isinstance(place, str) else None
+    if placed is not None and not _DEVICE.fullmatch(placed):
+        crashes.append("device_map")
+    own = _config(context) if given else {}
+    # transformers checks the types of a config
+    crashes += [
+        n for n, v in given.items() if isinstance(v, str) and isinstance(own.get(n), int | float)
+    ]
+    for name in crashes:
+        yield say(
+            "error", "run", "model-arguments", key,
+            f"`{key}`: `{name}: {brief(given[name])}` ends in a crash when the model is loaded",
+            f"leave out `{name}`",
+        )  # fmt: skip
+    # trl/trainer/sft_trainer.py:692, trl/trainer/dpo_trainer.py:570
+    if place is not None and not crashes and context.gpus is not None and context.gpus > 1:
+        yield say(
+            "warning", "run", "conditional-key", key,
+            f"`{key}`: `device_map` is not read by {context.gpus} processes: each has the model on its GPU",
+            "leave out `device_map`",
+        )  # fmt: skip
+
+
+def quantised(context: Context) -> Iterator[Finding]:
+    """transformers/quantizers/auto.py:110: each kind of quantised weights needs its own package."""
+    key, given = given_to_loader(context)
+    asked = given.get("quantization_config") if context.values.schema.backend == "trl" else None
+    told = asked if asked is not None else _config(context).get("quantization_config")
+    key = "model_name_or_path" if asked is None else key
+    if told is None or caches_only(context):
+        return
+    method = told.get("quant_method") if isinstance(told, dict) else None
+    if method is None and isinstance(told, dict) and (told.keys() & _BITS):
+        method = "bitsandbytes"
+    if method is None:
+        yield say(
+            "error", "run", "model-arguments", key,
+            f"`quantization_config: {brief(told)}` names no `quant_method`: the model cannot be loaded",
+        )  # fmt: skip
+        return
+    missing = [name for name in _QUANTISERS.get(str(method), ()) if context.lacks(name)]
+    if missing:
+        yield say(
+            "error", "run", "missing-packages", key,
+            f"weights quantised by {method} need {' and '.join(missing)}, which the trainer's Python lacks",
+            f"pip install {' '.join(missing)}",
+        )  # fmt: skip
+
+
 def rope(context: Context) -> Iterator[Finding]:
     """transformers/configuration_utils.py:915: it replaces the whole mapping, and nothing is filled in."""
-    key, given = _given(context)
+    key, given = given_to_loader(context)
     for name in ("rope_scaling", "rope_parameters"):
         value = given.get(name)
         if not isinstance(value, dict) or context.values.schema.backend != "trl":
@@ -176,7 +251,7 @@ def rope(context: Context) -> Iterator[Finding]:
 
 def unsaved(context: Context) -> Iterator[Finding]:
     """transformers/configuration_utils.py:556: a config is checked when it is saved, after training."""
-    key, given = _given(context)
+    key, given = given_to_loader(context)
     if context.values.schema.backend != "trl":
         return
     config = _config(context) if given else {}
@@ -196,7 +271,7 @@ def unsaved(context: Context) -> Iterator[Finding]:
 
 def other_sizes(context: Context) -> Iterator[Finding]:
     """transformers/modeling_utils.py:4267 makes the model by the changed config: its weights must fit."""
-    key, given = _given(context)
+    key, given = given_to_loader(context)
     values = context.values
     name, revision = values["model_name_or_path"], values.get("model_revision")
     was = _shape(model_config.read(name, context.environ, revision)) if given else None
@@ -215,6 +290,49 @@ def other_sizes(context: Context) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def other_weights(context: Context) -> Iterator[Finding]:
+    """transformers/modeling_utils.py:4267: what has another size in the files is refused, and what is not
+    in them begins at random, which a table in the log says.
+    """
+    values, (_, given) = context.values, given_to_loader(context)
+    name, trl = str(values["model_name_or_path"] or ""), values.schema.backend == "trl"
+    own = _shape(model_config.read(name, context.environ)) if Path(name).is_dir() else None
+    there = None if own is None else model_files.sizes(Path(name), given if trl else None)
+    if own is None or there is None:
+        return
+    if not any(one.startswith("model.") for one in there):
+        # a model without its head, whose names transformers completes
+        there = {one if one in own.outer else f"model.{one}": size for one, size in there.items()}
+    severity: Severity = "error" if context.running else "warning"
+    needed = by_name(own)
+    other = [one for one in needed.keys() & there.keys() if needed[one] != there[one]]
+    if other and not given.get("ignore_mismatched_sizes"):
+        yield say(
+            severity, "run", "incomplete-model", "model_name_or_path",
+            f"{brief(name)} cannot be trained from: {min(other)} is {_size(there[min(other)])} in its files, "
+            f"and {_size(needed[min(other)])} by its config.json", "config.json is another model's",
+        )  # fmt: skip
+    asked = _shape({**_config(context), **given})
+    gone = sorted(by_name(asked or own).keys() - there.keys())
+    if gone:
+        some = next(iter(there), None)
+        yield say(
+            # single ones may be meant to
+            severity if not needed.keys() & there.keys() else "warning", "run", "incomplete-model",
+            "model_name_or_path",
+            f"{len(gone)} of the {len(by_name(asked or own))} weights of {brief(name)} are in none of its "
+            f"files, and begin at random, such as {gone[0]}",
+            f"its files hold {some} and others" if some else None,
+        )  # fmt: skip
+
+
+def by_name(shape: Shape) -> Mapping[str, tuple[int, ...]]:
+    """The size of each weight of a model; experts have other names in files than in memory."""
+    layer = {n: s for n, s in shape.layer.items() if not (shape.experts and n.startswith("mlp."))}
+    inner = {f"model.layers.{i}.{n}": s for i in range(shape.layers) for n, s in layer.items()}
+    return {**shape.outer, **inner}
+
+
 def _size(size: tuple[int, ...]) -> str:
     return " x ".join(map(str, size))
 
@@ -226,4 +344,6 @@ def _shape(config: Mapping[str, Any]) -> Shape | None:
         return None
 
 
-RULES: tuple[StageRule, ...] = (unknown_names, architecture, precision, rope, unsaved, other_sizes)
+RULES: tuple[StageRule, ...] = (
+    unknown_names, architecture, precision, unusable, quantised, rope, unsaved, other_sizes, other_weights,
+)  # fmt: skip

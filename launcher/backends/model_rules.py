@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from launcher.backends import model_config
+from launcher.backends import model_config, model_files
 from launcher.backends.context import Context, StageRule, caches_only, section
-from launcher.backends.loading_rules import CONFIGS
+from launcher.backends.loading_rules import CONFIGS, given_to_loader
 from launcher.backends.rule import say
 from launcher.errors import Finding, brief
 from launcher.paths import is_file
@@ -29,6 +30,9 @@ LIGER_MODELS = frozenset({
 
 # what each of olmo-core's names needs installed (model_utils.py:51)
 _FLASH = {"flash_2": "flash-attn", "flash_3": "flash-attn-3", "flash_4": "flash-attn-4"}
+# what transformers wants to read files of torch.save with
+_UNPICKLES = (2, 6)
+_WHOLE = "finish the run that makes it, or copy it again"
 _OFFLINE = {"1", "ON", "YES", "TRUE"}
 
 
@@ -343,6 +347,76 @@ def _missing(context: Context, key: str, name: str) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def incomplete_model(context: Context) -> Iterator[Finding]:
+    """transformers/modeling_utils.py:631, transformers/models/auto/configuration_auto.py:433: seen when
+    it is loaded, on every GPU. A folder with a config alone is one to plan with.
+    """
+    values = context.values
+    model, revision = values["model_name_or_path"], values.get("model_revision")
+    config = values.get("config_name")
+    loader = given_to_loader(context)[1] if values.schema.backend == "trl" else {}
+    if caches_only(context) or loader.get("gguf_file"):
+        return
+    faults: dict[str, str | None] = {}
+    if (folder := _read_from(context, config or model, revision)) is not None:
+        faults["config_name" if config else "model_name_or_path"] = model_files.config_fault(folder)
+    if (folder := _read_from(context, model, revision)) is not None:
+        fault = model_files.weights_fault(folder, loader) or _unloaded(context, folder, loader)
+        faults["model_name_or_path"] = faults.get("model_name_or_path") or fault
+    for key, said in faults.items():
+        if said is not None:
+            yield _incomplete(context, "incomplete-model", key, said)
+
+
+def _unloaded(context: Context, folder: Path, loader: Mapping[str, Any]) -> str | None:
+    """What the trainer's packages make of weights that are whole.
+
+    transformers/integrations/peft.py:340 puts an adapter beside them on, and freezes all;
+    transformers/modeling_utils.py:360 unpickles nothing with an older torch.
+    """
+    if is_file(folder / model_files.ADAPTER) and not context.lacks("peft"):
+        return f"the adapter beside its weights ({model_files.ADAPTER}) is put on, and nothing is trained"
+    pickled, torch = model_files.pickled(folder, loader), (context.packages or {}).get("torch")
+    if pickled is not None and torch is not None and _release(torch) < _UNPICKLES:
+        return f"torch {torch} is too old for {pickled}: transformers wants 2.6, or safetensors"
+    return None
+
+
+def incomplete_tokenizer(context: Context) -> Iterator[Finding]:
+    """transformers/models/qwen2/tokenization_qwen2.py:53: without its files one without words is made."""
+    values = context.values
+    named = [key for key in ("tokenizer_name_or_path", "model_name_or_path") if values.get(key)]
+    revision = values.get("tokenizer_revision") or values.get("model_revision")
+    for key in (*named[:1], "chat_template_path"):
+        folder = _read_from(context, values.get(key), revision)
+        if folder is not None and (fault := model_files.tokenizer_fault(folder)) is not None:
+            yield _incomplete(context, "incomplete-tokenizer", key, fault)
+
+
+def _incomplete(context: Context, code: str, key: str, fault: str) -> Finding:
+    name = str(context.values[key])
+    return say(
+        "error" if context.running else "warning", "run", code, key,
+        f"{brief(name)} cannot be trained from: {fault}",
+        f"git -C {shlex.quote(name)} lfs pull" if "git-lfs" in fault else _WHOLE,
+    )  # fmt: skip
+
+
+def _read_from(context: Context, name: object, revision: str | None) -> Path | None:
+    """The folder that is read and nothing else: of the hub's cache what is missing is fetched.
+
+    One that only describes a model says nothing before something is to be started.
+    """
+    folder = None
+    if isinstance(name, str) and name and Path(name).is_dir():
+        folder = Path(name)
+    elif offline(context.environ):
+        config = model_config.where(name, context.environ, revision)
+        folder = None if config is None else config.parent
+    described = folder is not None and not context.running and model_files.is_bare(folder)
+    return None if described else folder
+
+
 def revision_of_folder(context: Context) -> Iterator[Finding]:
     """finetune.py:411, dpo_tune_cache.py:150, trl/scripts/sft.py:77: transformers/utils/hub.py:404 reads a
     folder as it is.
@@ -388,7 +462,8 @@ def offline_by(environ: Mapping[str, str]) -> str | None:
 
 
 _LIGER: tuple[StageRule, ...] = (
-    liger_unknown, liger_on_cpu, beyond_positions, missing_model, revision_of_folder,
+    liger_unknown, liger_on_cpu, beyond_positions, missing_model, incomplete_model,
+    incomplete_tokenizer, revision_of_folder,
 )  # fmt: skip
 _SHARED: tuple[StageRule, ...] = (*_LIGER, packed_without_flash, dense_balancing, olmo_bos)
 

@@ -371,8 +371,8 @@ def ranges(values: Values) -> Iterator[Finding]:
 
 def least_degrees(values: Values) -> Iterator[Finding]:
     """What no number of processes can be divided by (dpo.py:189)."""
-    for key in ("tensor_parallel_degree", "fsdp_shard_degree", "fsdp_num_replicas"):
-        if isinstance(degree := values[key], int) and degree < 1:
+    for key in ("tensor_parallel_degree", *_SHARDS, *_REPLICAS):
+        if isinstance(degree := values.get(key), int) and degree < 1:
             yield say(
                 "error", "run", "shard-degree", key, f"`{key}: {degree}` divides nothing",
                 "1 and more, or leave it out",
@@ -668,6 +668,11 @@ STAGE_RULES: tuple[StageRule, ...] = (
 # --- what needs the number of processes ------------------------------------------------------------
 
 
+# FSDP's two degrees, also as older commits spell them; the first dpo.py has neither
+_SHARDS = ("fsdp_shard_degree", "shard_degree")
+_REPLICAS = ("fsdp_num_replicas", "num_replicas")
+
+
 def degrees(values: Values, processes: int) -> Iterator[Finding]:
     """Whether FSDP's mesh can be laid over so many processes.
 
@@ -680,8 +685,8 @@ def degrees(values: Values, processes: int) -> Iterator[Finding]:
         return
     world = processes // tensor
     given: dict[str, int] = {}
-    for key in ("fsdp_shard_degree", "fsdp_num_replicas"):
-        degree = values[key]
+    for key in (*_SHARDS, *_REPLICAS):
+        degree = values.get(key)
         if degree is None:
             continue
         given[key] = degree
@@ -689,11 +694,11 @@ def degrees(values: Values, processes: int) -> Iterator[Finding]:
             yield _uneven(key, degree, world, "data-parallel processes")
             return
     if len(given) == 2 and math.prod(given.values()) != world:
-        shards, replicas = given.values()
+        (first, shards), (second, replicas) = given.items()
         yield say(
-            "error", "run", "shard-degree", "fsdp_num_replicas",
+            "error", "run", "shard-degree", second,
             f"{replicas} replicas of {shards} shards are {shards * replicas} processes, not {world}",
-            "give one of `fsdp_shard_degree` and `fsdp_num_replicas`: the other follows",
+            f"give one of `{first}` and `{second}`: the other follows",
         )  # fmt: skip
 
 
@@ -741,7 +746,7 @@ def _uneven(key: str, degree: Any, world: int, what: str) -> Finding:
         "error", "run", "shard-degree", key,
         f"`{key}: {degree}` does not divide {world} {what}",
         f"one of {', '.join(map(str, fits))}, or leave it out: each machine then holds one whole model"
-        if key.startswith("fsdp") else f"one of {', '.join(map(str, fits))}",
+        if key != "tensor_parallel_degree" else f"one of {', '.join(map(str, fits))}",
     )  # fmt: skip
 
 
@@ -762,7 +767,10 @@ def mesh(values: Values, processes: int, nodes: int) -> tuple[int, int]:
     The degrees have to fit (`degrees`).
     """
     world = processes // max(1, values["tensor_parallel_degree"])
-    shards, replicas = values["fsdp_shard_degree"], values["fsdp_num_replicas"]
+    shards, replicas = (
+        next((degree for name in names if (degree := values.get(name)) is not None), None)
+        for names in (_SHARDS, _REPLICAS)
+    )
     if shards is not None:
         return world // shards, shards
     if replicas is not None:

@@ -21,7 +21,10 @@ NAME = "open_instruct"
 PACKAGES: tuple[str, ...] = ("open_instruct",)
 PIN = "45901fd00593422a366dc303012b55b4fe5f4241"
 TAKES_NONE = False
-COMPUTED: Mapping[str, tuple[str, ...]] = {}
+# an enum of OLMo-core's that arguments of commits after the pin have as their type
+COMPUTED: Mapping[str, tuple[str, ...]] = {
+    "olmo_core.nn.lm_head.LMLossImplementation": ("default", "fused_linear"),
+}
 # finetune.py:22-60 and what those modules import in turn
 NEEDS: tuple[str, ...] = (
     "torch", "transformers", "accelerate", "datasets", "deepspeed", "peft", "ai2-olmo-core",

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from launcher.paths import is_file, is_pointer
 
 # bytes read for the first row; one that is longer is not judged
 _HEAD = 2**20
@@ -34,8 +38,48 @@ def columns(path: Path, most: int | None = None) -> tuple[dict[str, Any], frozen
     return rows[0], frozenset().union(*rows)
 
 
+def head(path: Path, most: int = 64) -> tuple[list[dict[str, Any]], bool] | None:
+    """The first rows of a .jsonl, and whether those are all; None where it cannot be told."""
+    if path.suffix != ".jsonl" or fault(path) is not None:
+        return None
+    try:
+        with open(path, "rb") as file:
+            read = file.read(_HEAD)
+    except OSError:
+        return None
+    lines = [line for line in read.split(b"\n") if line.strip()]
+    # the last one may be cut off
+    kept = (lines if len(read) < _HEAD else lines[:-1])[:most]
+    try:
+        found = [json.loads(line) for line in kept]
+    except (RecursionError, ValueError):
+        return None
+    if not found or not all(isinstance(row, dict) for row in found):
+        return None
+    return found, len(kept) == len(lines) and len(read) < _HEAD
+
+
+def lines_of(paths: Sequence[Path]) -> int | None:
+    """Lines of local .jsonl files in all; None where there are none or they are too large to count."""
+    try:
+        seen = [(path, path.stat()) for path in paths]
+        if not seen or sum(told.st_size for _, told in seen) > 64 * 2**20:
+            return None
+        return sum(_lines(path, told.st_mtime_ns, told.st_size) for path, told in seen)
+    except (OSError, ValueError):
+        return None
+
+
+@functools.lru_cache(maxsize=64)
+def _lines(path: Path, _changed: int, _size: int) -> int:
+    # a search plans the same file hundreds of times
+    return len(path.read_bytes().splitlines())
+
+
 def fault(path: Path) -> str | None:
-    """What is wrong with a .jsonl; None where nothing is, or where it cannot be told."""
+    """What is wrong with a data file; None where nothing is, or where it cannot be told."""
+    if is_file(path) and is_pointer(path):
+        return "is a git-lfs pointer, not the file: `git lfs pull`"
     if path.suffix != ".jsonl":
         return None
     try:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from launcher.backends import model_config, rows
+from launcher.backends import model_config, prompts, rows
 from launcher.backends.context import Context, StageRule
 from launcher.backends.rule import say
 from launcher.backends.trl_mappings import inline
+from launcher.backends.trl_training_rules import number
 from launcher.errors import Finding, brief
 from launcher.paths import exists, is_file
 from launcher.schema import Values
@@ -98,6 +99,77 @@ def _columns(values: Values, name: str, files: list[str]) -> Iterator[Finding]:
             f"{brief(f'{name}/{files[0]}')} has the columns {brief(', '.join(sorted(named)))}: {wrong[0]}",
             wrong[1],
         )  # fmt: skip
+
+
+def sft_rows(context: Context) -> Iterator[Finding]:
+    """trl/trainer/sft_trainer.py:1333,1375: every row is tokenised, and one that cannot be ends the run."""
+    values, name = context.values, _named(context)
+    ready = (inline(values.get("dataset_kwargs")) or {}).get("skip_prepare_dataset")
+    if values.schema.stage != "sft" or ready or values["dataset_config"]:
+        return
+    model = model_config.read(
+        values["model_name_or_path"], context.environ, values["model_revision"]
+    )
+    vocabulary = model_config.text_part(model).get("vocab_size")
+    splits = [("dataset_train_split", "train")]
+    splits += [("dataset_test_split", "test")] if values["eval_strategy"] != "no" else []
+    for file in (f for key, one in splits if values[key] == one for f in _of_split(name, one)):
+        told = rows.head(Path(name or "", file), most=_MOST)
+        for index, row in enumerate(told[0] if told is not None else [], 1):
+            if (fault := _untrainable(row, values, vocabulary)) is not None:
+                yield say(
+                    "error", "run", "data-columns", "dataset_name",
+                    f"{brief(f'{name}/{file}')}, row {index}: {fault}", "correct the row, or take it out",
+                )  # fmt: skip
+                break
+
+
+def _untrainable(row: Mapping[str, Any], values: Values, vocabulary: Any) -> str | None:
+    """Why SFT cannot tokenise a row whose columns are those that it reads; None where nothing is known."""
+    known = row.keys() & {*_PICTURES, "conversations"}
+    if "input_ids" in row and not known:
+        return _untrainable_tokens(row, vocabulary)
+    if known or _examples(row, frozenset(row), values) is not None:
+        return None
+    answers = "messages"
+    if "prompt" in row or "completion" in row:
+        kinds = {name: _kind(row.get(name)) for name in ("prompt", "completion")}
+        odd = next((n for n, kind in kinds.items() if kind not in _ONE), None)
+        if odd is not None:
+            return f"`{odd}` is {kinds[odd]}, neither text nor a conversation"
+        if kinds["prompt"] != kinds["completion"]:
+            return (
+                f"`prompt` is {_ONE[kinds['prompt']]} and `completion` {_ONE[kinds['completion']]}"
+            )
+        answers = "completion"
+    elif "messages" in row:
+        if (kind := _kind(row["messages"])) != "conversation":
+            return f"`messages` is {kind}, and no conversation"
+    else:
+        text = str(values["dataset_text_field"])
+        kind = _kind(row.get(text))
+        return f"`{brief(text)}` is {kind}, and no text" if kind != "text" and text in row else None
+    turns = row[answers]
+    speaks = not isinstance(turns, list) or any(
+        isinstance(turn, dict) and turn.get("role") == "assistant" for turn in turns
+    )
+    # trl/trainer/sft_trainer.py:1389
+    if values["assistant_only_loss"] and not speaks:
+        return f"no turn in `{answers}` is the assistant's, which `assistant_only_loss` refuses"
+    return None
+
+
+def _untrainable_tokens(row: Mapping[str, Any], vocabulary: Any) -> str | None:
+    """The same of a row that was tokenised before; `vocabulary` is how many tokens the model knows."""
+    ids, labels = row["input_ids"], row.get("labels")
+    if not isinstance(ids, list) or not ids or not all(type(one) is int for one in ids):
+        return "`input_ids` is no list of whole numbers"
+    beyond = [one for one in ids if one < 0 or (isinstance(vocabulary, int) and one >= vocabulary)]
+    if beyond:
+        return f"`input_ids` holds {beyond[0]}, and the model's vocabulary ends before {vocabulary}"
+    if isinstance(labels, list) and len(labels) != len(ids):
+        return f"it has {len(ids)} `input_ids` and {len(labels)} `labels`"
+    return None
 
 
 def pictures(context: Context) -> Iterator[Finding]:
@@ -355,7 +427,68 @@ def unknown_tokens(context: Context) -> Iterator[Finding]:
             )  # fmt: skip
 
 
+def prompts_too_long(context: Context) -> Iterator[Finding]:
+    """trl/trainer/sft_trainer.py:1461, trl/trainer/dpo_trainer.py:1140: such rows are dropped."""
+    values, name = context.values, _named(context)
+    dpo = values.schema.stage == "dpo"
+    ready = (inline(values.get("dataset_kwargs")) or {}).get("skip_prepare_dataset")
+    other = values["dataset_config"] or values["dataset_train_split"] != "train"
+    if ready or other or not values["max_length"]:
+        return
+    if not dpo and (values["packing"] or values["truncation_mode"] != "keep_start"):
+        return
+
+    def prompt(row: Mapping[str, Any]) -> Sequence[str] | None:
+        given = row.get("prompt")
+        if given is not None and not dpo and values["completion_only_loss"] is False:
+            return None
+        if isinstance(given, str):
+            return (given,)
+        if given is not None:
+            return _contents(given)
+        if not dpo and not values["assistant_only_loss"]:
+            return None
+        return prompts.before_answer(row.get("chosen" if dpo else "messages"))
+
+    files = [(f"{name}/{file}", Path(name or "", file)) for file in _of_split(name, "train")]
+    yield from prompts.that_fill(context, "max_length", values["max_length"], files, prompt)
+
+
+def _contents(chat: Any) -> list[str] | None:
+    turns = chat if isinstance(chat, list) else []
+    texts = [turn.get("content") for turn in turns if isinstance(turn, dict)]
+    return [text for text in texts if isinstance(text, str)] or None
+
+
+def too_few_rows(context: Context) -> Iterator[Finding]:
+    """transformers/trainer.py:1015, trainer.py:2428: a batch that is not full is left out, and it may be the
+    only one: it ends in a crash, or with `max_steps` in a model as it was.
+    """
+    values, name = context.values, _named(context)
+    if not values["dataloader_drop_last"] or context.gpus is None or values["dataset_config"]:
+        return
+    asked = {"dataset_train_split": ("train", number(context.per_device))}
+    if values["eval_strategy"] != "no":
+        asked["dataset_test_split"] = "test", number(values["per_device_eval_batch_size"])
+    for key, (split, size) in asked.items():
+        # of rows that are packed there may be more or fewer
+        if values[key] != split or size is None or values.get("packing"):
+            continue
+        there = rows.lines_of([Path(name or "", file) for file in _of_split(name, split)])
+        batch = int(size) * max(1, context.gpus)
+        if there is not None and 0 < there < batch:
+            trained = key == "dataset_train_split"
+            refused = trained or values["load_best_model_at_end"]
+            yield say(
+                "error" if refused else "warning", "run", "too-few-rows", "dataloader_drop_last",
+                f"`dataloader_drop_last` leaves out a batch that is not full: {brief(name)} has {there:,} "
+                f"row(s) for {split}, and {max(1, context.gpus)} process(es) take {batch:,} at a time: "
+                + ("nothing is trained" if trained else "nothing is evaluated"),
+                "leave it out, or a smaller batch",
+            )  # fmt: skip
+
+
 RULES: tuple[StageRule, ...] = (
-    data_here, data_rows, data_columns, pictures, splits, template_here, no_template,
-    unknown_tokens,
+    data_here, data_rows, data_columns, sft_rows, pictures, splits, template_here, no_template,
+    unknown_tokens, prompts_too_long, too_few_rows,
 )  # fmt: skip

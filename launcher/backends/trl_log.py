@@ -75,9 +75,45 @@ _OWN: tuple[Pattern, ...] = (
     pattern(
         "trainer",
         "/trainer",
-        r"/transformers/trainer\w*\.py\b|/trl/trainer/",
-        "HF Trainer as a frame or a warning names it",
+        r"/transformers/trainer\w*\.py\b|/trl/trainer/(?:(?P<of>\w+)_trainer\.py\b)?"
+        r"|/llamafactory/train/(?P<kind>\w+)/trainer\.py\b",
+        "HF Trainer, TRL's and LLaMA-Factory's, as a frame or a warning names it",
         anchors=("/site-packages/transformers/trainer", "/site-packages/trl/trainer/"),
+    ),
+    pattern(
+        "trainer_of",
+        "/trl/scripts/",
+        r"/trl/scripts/(?P<of>sft|dpo|kto|grpo|rloo|reward)\.py\b",
+        "TRL's scripts, as a frame or accelerate's last word names them",
+        anchors=("/site-packages/trl/scripts/",),
+    ),
+    pattern(
+        "trainer_of",
+        "Trainer",
+        r"\b(?:for|to the|in the) `?(?P<of>[A-Z][A-Za-z]+)Trainer\b",
+        "what TRL before 1.0 says of an argument that was passed to its trainer",
+        anchors=(),
+    ),
+    pattern(
+        "trainer_of",
+        "llamafactory.train.",
+        r"\bllamafactory\.train\.(?P<of>\w+)\.(?:workflow|trainer)\b",
+        "LLaMA-Factory's own logger",
+        anchors=(),
+    ),
+    pattern(
+        "labelled",
+        "label_ids:",
+        r"^label_ids:$",
+        "llamafactory/data/processor/supervised.py, feedback.py, unsupervised.py: its first example",
+        anchors=(),
+    ),
+    pattern(
+        "factory",
+        ".hparams.parser",
+        r"\b(?:llamafactory|llmtuner)\.hparams\.parser\b",
+        "LLaMA-Factory's own logger, of each process",
+        anchors=(),
     ),
     pattern(
         "begun",

@@ -58,32 +58,33 @@ def bench(
     format: FormatOption = Format.text,
 ) -> None:  # fmt: skip
     """Measure settings side by side: speed, memory, waste, and the loss a token."""
+    from launcher import assertions, bench_plan, variants
     from launcher import bench as benches
-    from launcher import comparison, variants
     from launcher.preparation import Request
 
     refuse_both(fresh, resume)
     asked = variants.combinations(vary or (), variant or ())
-    assertions = [comparison.assertion(text) for text in asserted or ()]
+    held = [assertions.assertion(text) for text in asserted or ()]
     limit = benches.seconds(timeout)
     request = Request(
         stage=named_stage(stage), config=config, overrides=overrides or (), gpus=gpus,
         devices=devices, python=python, checkout=open_instruct, allow_unpinned=allow_unpinned,
         strict=strict,
     )  # fmt: skip
-    request = benches.require_gpu(request, cpu=cpu)
-    planned = benches.plan(
-        request, asked, steps=steps, repeats=repeats, timeout_s=limit, assertions=assertions
+    request = bench_plan.require_gpu(request, cpu=cpu)
+    planned = bench_plan.plan(
+        request, asked, steps=steps, repeats=repeats, timeout_s=limit, assertions=held
     )
     raise typer.Exit(_run(planned, format, fresh=fresh, resume=resume))
 
 
 def _run(planned: object, format: Format, *, fresh: bool, resume: bool) -> Exit:
     from launcher import bench as benches
-    from launcher import bench_report, report
+    from launcher import bench_plan, bench_report, report
 
     assert isinstance(planned, benches.Bench)
     report.findings(planned.findings if format is Format.text else ())
+    bench_plan.require_startable(planned)
     with benches.opened(planned, fresh=fresh, resume=resume) as going:
         code = benches.run(going, told=progress(format))
         bench_report.write(going)

@@ -41,7 +41,7 @@ def logs(
         int | None, typer.Option("--attempt", min=1, help="which one; default: the last")
     ] = None,
 ) -> None:
-    """Print what training wrote, as it is."""
+    """Print what training wrote, without tokens."""
     from launcher import following
 
     folder = found_run(run)

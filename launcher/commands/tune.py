@@ -53,9 +53,10 @@ def tune(
     """Search the fastest setting at the same global batch and loss; write it as a stage file."""
     from launcher import tune as tuning
     from launcher.preparation import Request
+    from launcher.tuning import Terms
 
     refuse_both(fresh, resume)
-    terms = tuning.Terms(
+    terms = Terms(
         budget_s=tuning.seconds(budget), steps=steps, row_tokens=row_tokens, gpu_memory=gpu_memory,
         output=output, fresh=fresh, resume=resume,
     )  # fmt: skip
@@ -67,10 +68,11 @@ def tune(
 
 
 def _run(planned: object, format: Format) -> Exit:
-    from launcher import bench_report, report
+    from launcher import bench_report, report, tune_report
     from launcher import tune as tuning
+    from launcher.tuning import Tuning
 
-    assert isinstance(planned, tuning.Tuning)
+    assert isinstance(planned, Tuning)
     with tuning.opened(planned) as going:
         code = tuning.run(going, told=progress(format))
         if going.entries:
@@ -81,5 +83,5 @@ def _run(planned: object, format: Format) -> Exit:
         if going.entries:
             bench_report.show(going.bench())
         report.findings(going.findings)
-        report.say("\n".join(tuning.ending(going)))
+        report.say("\n".join(tune_report.ending(going)))
     return code

@@ -1,0 +1,132 @@
+"""Several runs that belong together: the folder that they share, found again, and the record in it.
+
+Ladders, pipelines, comparisons and searches each keep one; one command at a time works in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher import claim, publish, rundir, runner, stopping
+from launcher.errors import Finding, LaunchError, usage
+from launcher.redaction import redact
+from launcher.rundir import RunFolder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Campaign:
+    """Which one: its `kind`, the `key` of what it is about, a name for people, and the runs folder.
+
+    Another key is another campaign. Its record is `<kind>.json`.
+    """
+
+    kind: str
+    key: str
+    name: str
+    root: Path
+
+    @property
+    def file(self) -> str:
+        """The name of the record."""
+        return f"{self.kind}.json"
+
+    def earlier(self) -> Path | None:
+        """The newest folder of it; None where it has never begun."""
+        told = records(self.kind, self.file, self.root)
+        return next((folder for folder, one in told if one.get("key") == self.key), None)
+
+    def new(self) -> Path:
+        """Make another folder of it: `<UTC time>-<kind>-<name>`. Raises NotReady where it cannot be made."""
+        return rundir.new_folder(self.root, self.kind, self.name)
+
+    def alone(self, help: str) -> contextlib.AbstractContextManager[None]:
+        """Hold it, whatever its folder is: two that begin at once have none in common yet.
+
+        Raises NotReady where another process does; `help` says what to do then.
+        """
+        place = claim.place(f"{self.kind}s", f"{self.root}\0{self.key}")
+        return claim.alone(place, _under_way(self.root, help))
+
+    @contextlib.contextmanager
+    def opened(self, *, fresh: bool = False, resume: bool = False) -> Iterator[Path]:
+        """Its folder, for this command alone; what an earlier one left running there is ended.
+
+        `fresh` makes another one. Raises NotReady where it cannot be made, or where another process is at
+        it, UsageError where it is to `resume` what never began.
+        """
+        help = "wait for it, or --fresh for a folder of its own"
+        with contextlib.ExitStack() as held:
+            with self.alone(help):
+                earlier = None if fresh else self.earlier()
+                if resume and earlier is None:
+                    raise usage(
+                        "no-earlier-start",
+                        f"no earlier start of the same {self.kind} is among the runs",
+                        "without --resume it begins; settings, data, packages, source and machine have to "
+                        "be the same",
+                    )  # fmt: skip
+                folder = earlier or self.new()
+                lock = folder / ".lock"
+                held.enter_context(claim.alone(lock, _under_way(lock, help)))
+                if earlier is None:
+                    # from now on the same command finds it, and its lock
+                    write(folder / self.file, {"key": self.key})
+            end_left_over(folder)
+            yield folder
+
+
+def _under_way(file: Path, help: str) -> Finding:
+    return Finding(
+        severity="error", layer="launch", code="under-way", file=str(file), help=help,
+        message="the same command is under way in another process",
+    )  # fmt: skip
+
+
+def records(kind: str, file: str, root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Folders of that kind, newest first, with what their record `file` says."""
+    try:
+        names = sorted(os.listdir(root), reverse=True)
+    except OSError:
+        return
+    for name in names:
+        if f"-{kind}-" in name and (root / name / file).is_file():
+            yield root / name, rundir.read_json(root / name / file)
+
+
+def write(record: Path, told: Mapping[str, Any]) -> None:
+    """A record, whole or not at all. Raises NotReady where it cannot be written."""
+    try:
+        rundir.write_json(record, redact(dict(told)))
+    except OSError as error:
+        raise rundir.not_writable(record.parent, error.strerror) from None
+
+
+def left_over(folder: Path) -> Iterator[RunFolder]:
+    """Runs of it that still train, or are about to, although their command has gone; newest first."""
+    for run in rundir.newest_first(folder):
+        if runner.alive(run.path) or claim.held(run):
+            yield run
+
+
+def end_left_over(folder: Path) -> None:
+    """Stop them: nobody waits for them, and they have the GPUs of the next."""
+    for run in left_over(folder):
+        with contextlib.suppress(LaunchError, OSError):
+            stopping.stop(run, waits=(5, 5, 5))
+
+
+def page(runs: Iterable[Path], path: Path) -> Path | None:
+    """One page of those runs that began and are still there; None where none is.
+
+    Raises NotReady where a run cannot be read or the page cannot be written.
+    """
+    begun = [str(run) for run in runs if RunFolder(run).attempts()]
+    if not begun:
+        return None
+    publish.write_page(publish.gather(begun), path)
+    return path

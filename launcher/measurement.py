@@ -1,0 +1,303 @@
+"""One trial of a setting -> `Sample`: a short real run of the stage, judged and measured.
+
+It is the stage as `rehearsal` makes it, and goes through keeper, probe and verdict as any other run. What
+fails ends that trial alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import shutil
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from launcher import (
+    cards,
+    checkouts,
+    comparison,
+    contents,
+    evidence,
+    machine,
+    measures,
+    preparation,
+    rehearsal,
+    rundir,
+    trial,
+    utilisation,
+)  # fmt: skip
+from launcher.comparison import Cause, Sample, Step, Variant
+from launcher.errors import Exit, LaunchError, errors
+from launcher.evidence import Evidence, RankRecord
+from launcher.preparation import Prepared, Request
+from launcher.rundir import RunFolder
+from launcher.trial import Outcome
+
+METRICS: Mapping[str, str] = {
+    "tokens_per_second_per_gpu": "tokens/s per GPU over the steady steps, as counted, no padding",
+    "seconds_per_step": "seconds, mean of the steady steps, of the slowest rank",
+    "seconds_before_steps": "seconds from the training process's start to its first step",
+    "tokens_per_step": "tokens without padding, all ranks, mean of the steady steps",
+    "mfu": "share of the peak that the model needs: weights that multiply, and attention (as in a verdict)",
+    "mfu_6n": "share of the peak by 6 x parameters x tokens; None where weights are frozen",
+    "wasted_share": "share of all positions that hold no token",
+    "wasted_tokens": "positions without a token, all ranks, all steps",
+    "gpu_utilisation_p50": "share of the time in which a kernel ran, median over steady steps",
+    "gpu_utilisation_p95": "the same, 95th percentile",
+    "peak_allocated_gib": "peak of torch's allocated memory, GiB, on the fullest rank",
+    "peak_reserved_gib": "peak of torch's reserved memory, GiB, on the fullest rank",
+    "loss_per_token": "mean loss of all tokens that the trial has seen (DPO: of all rows)",
+    "steps": "optimizer steps done",
+    "steady_steps": "those that the speed was taken from",
+    "tokens": "tokens without padding, all ranks, all steps",
+}
+"""What a sample's metrics are; every one is always there, None where nobody can know it."""
+
+
+def measure(
+    request: Request, variant: Variant, *, steps: int, root: Path, timeout_s: float | None,
+    repeat: int = 0, batch: int | None = None, profile: bool = True,
+) -> Sample:  # fmt: skip
+    """One short real run of a variant, judged and measured; its folder is made below `root`.
+
+    `batch` is the rows of a step that data are cut for: the largest of all variants, so that all see
+    the same rows. `timeout_s` counts from this call. Without `profile` no kernels are recorded, whatever
+    the file says. Never raises for a training that fails, or that cannot be started: the sample says
+    so. It ends before its model is saved. INT and TERM stop the run: then its cause is `interrupted`.
+    Raises NotReady where its folder cannot be written: then nothing else can be started either.
+    """
+    began, models = time.monotonic(), root / "models"
+    place = models / f"{rundir.dashed(variant.name)[:60]}-{repeat + 1}"
+    busy = utilisation.Sampler()
+    try:
+        asked = short(of_variant(request, variant), steps, place, batch, profile=profile)
+        prepared = preparation.prepare(replace(asked, runs=root), running=True)
+        left = None if timeout_s is None else timeout_s - (time.monotonic() - began)
+        with busy:
+            outcome = trial.of_prepared(prepared, timeout_s=left, allow_unproven=True, quiet=True)
+    except LaunchError as error:
+        stops = errors(error.findings) or error.findings
+        if any(finding.code == "runs-not-writable" for finding in stops):
+            raise
+        reason = "; ".join(finding.message for finding in stops)
+        return Sample(variant=variant.name, repeat=repeat, cause="refused", reason=reason)
+    finally:
+        # all of it: one that was killed before may have left its own
+        shutil.rmtree(models, ignore_errors=True)
+    return sample_of(outcome, variant.name, repeat, busy.readings)
+
+
+def of_variant(request: Request, variant: Variant) -> Request:
+    """The request with what the variant says on top."""
+    overrides = (*request.overrides, *variant.overrides)
+    if variant.checkout is None:
+        return replace(request, overrides=overrides)
+    # whoever names commits to compare knows that they are not all the pin
+    return replace(request, overrides=overrides, checkout=variant.checkout, allow_unpinned=True)
+
+
+def short(asked: Request, steps: int, place: Path, batch: int | None, *, profile: bool) -> Request:
+    """The same, short and harmless, watched by the probe, stopped where it hangs, without its model.
+
+    For the others see `measure`; the model would go to `place`. Raises what `preparation.ask` raises.
+    """
+    stage = preparation.ask(asked, running=False).stage
+    watch = stage.options.probe
+    watched = ["on_hang=stop"]
+    if watch is None:
+        watched.append("probe=on")
+    elif watch.profile is not None and not profile:
+        watched.append("probe.profile=null")
+    if stage.options.expect.get("loss") == "any":
+        # what diverges would be compared by the steps before
+        watched.append("expect.loss=finite")
+    shorter = rehearsal.overrides(stage, steps=steps, output=place, batch=batch)
+    return replace(
+        asked,
+        overrides=(*asked.overrides, *shorter, *watched),
+        fresh=True,
+        probe=True,
+        # to gather and write a model of 7B takes 10 to 20 s of a trial
+        final_save=False,
+        # what a short run is warned of says nothing of the stage file
+        strict=False,
+    )
+
+
+def sample_of(
+    outcome: Outcome, variant: str, repeat: int = 0,
+    readings: Sequence[utilisation.Reading] = (),
+) -> Sample:  # fmt: skip
+    """What one run says: its figures, or why it has none."""
+    found = evidence.read_run(outcome.run.path)
+    cause = _cause(outcome)
+    points = outcome.verdict.points if cause == "ok" else ()
+    figures = dict(outcome.verdict.metrics)
+    return Sample(
+        variant=variant, repeat=repeat, cause=cause,
+        flaws=tuple(f"{p.name} is {p.state}" for p in points if p.ok is False),
+        unproved=tuple(p.name for p in points if p.ok is None),
+        reason=None if cause == "ok" else outcome.reason or "it did not come to its end",
+        metrics=_metrics(found, figures, outcome.run, readings),
+        curve=_curve(found, outcome.verdict.stage), pace=_pace(found), run=str(outcome.run.path),
+        seconds=outcome.seconds, outcome=outcome,
+    )  # fmt: skip
+
+
+def _cause(outcome: Outcome) -> Cause:
+    """What a trial ended of, by its verdict; a flaw that let it run to its end is none."""
+    if outcome.timed_out:
+        return "timeout"
+    if outcome.interrupted:
+        return "interrupted"
+    points = {point.name: point for point in outcome.verdict.points}
+    if outcome.exit in (Exit.OK, Exit.VERDICT) and points["finish"].state == "completed":
+        return "diverged" if points["loss"].ok is False else "ok"
+    if points["memory"].state == "oom":
+        return "oom"
+    if points["loss"].state == "nonfinite":
+        return "diverged"
+    if outcome.verdict.stopped is None:
+        return "crash"
+    return "hang" if points["finish"].detail.get("reason") == "hang" else "contract"
+
+
+def _metrics(
+    found: Evidence, figures: Mapping[str, float | None], folder: RunFolder,
+    readings: Sequence[utilisation.Reading],
+) -> dict[str, float | None]:  # fmt: skip
+    ranks = list(found.probe.ranks.values()) if found.probe else []
+    steady = {record.rank: measures.steady(record) for record in ranks}
+    speed, processes = figures.get("tokens_per_second"), max(1, len(ranks))
+    each = None if speed is None else speed / processes
+    busy = _busy(folder, ranks, readings)
+    curve = _curve(found, None)
+    tokens = math.fsum(step.tokens for step in curve) or None
+    return {
+        "tokens_per_second_per_gpu": each,
+        "seconds_per_step": max(
+            (statistics.fmean(known) for steps in steady.values()
+             if (known := [s.seconds for s in steps if s.seconds is not None])), default=None,
+        ),
+        "seconds_before_steps": _before(ranks),
+        "tokens_per_step": _tokens_per_step(list(steady.values())),
+        "mfu": figures.get("mfu"),
+        "mfu_6n": _mfu_6n(ranks, each),
+        "wasted_share": figures.get("wasted_share"),
+        "wasted_tokens": _sum(step.wasted for record in ranks for step in record.steps),
+        "gpu_utilisation_p50": utilisation.percentile(busy, 0.5),
+        "gpu_utilisation_p95": utilisation.percentile(busy, 0.95),
+        "peak_allocated_gib": figures.get("peak_allocated_gib"),
+        "peak_reserved_gib": figures.get("peak_reserved_gib"),
+        "loss_per_token": comparison.loss_within(_curve(found, _stage(folder)), tokens or 0.0),
+        "steps": found.last_step,
+        "steady_steps": min(map(len, steady.values()), default=None),
+        "tokens": tokens,
+    }  # fmt: skip
+
+
+def _stage(folder: RunFolder) -> str | None:
+    """`sft` or `dpo`, as the run was started."""
+    told = rundir.read_head(folder).get("stage")
+    return None if told is None else str(told)
+
+
+def _sum(values: Iterator[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return math.fsum(known) if known else None
+
+
+def _tokens_per_step(steady: Sequence[Sequence[evidence.ProbeStep]]) -> float | None:
+    known = [[s.tokens for s in steps if s.tokens is not None] for steps in steady]
+    return math.fsum(map(statistics.fmean, known)) if known and all(known) else None
+
+
+def _pace(found: Evidence) -> tuple[float, ...]:
+    """Seconds a token of each steady step: of the slowest rank, over the tokens of all."""
+    ranks = found.probe.ranks.values() if found.probe else ()
+    by_step: dict[int, list[evidence.ProbeStep]] = {}
+    for step in itertools.chain.from_iterable(map(measures.steady, ranks)):
+        by_step.setdefault(step.step, []).append(step)
+    told = []
+    for _, parts in sorted(by_step.items()):
+        seconds = max((part.seconds or 0.0 for part in parts), default=0.0)
+        tokens = math.fsum(part.tokens or 0.0 for part in parts)
+        told.append(seconds / tokens if tokens else 0.0)
+    return tuple(told) if all(told) else ()
+
+
+def _before(ranks: Sequence[RankRecord]) -> float | None:
+    """From when the probe was loaded to the first step: data, weights, and what is computed beforehand."""
+    start, begun = (ranks[0].last(name) if ranks else None for name in ("start", "device"))
+    moments = [None if event is None else event.number("t") for event in (start, begun)]
+    return moments[1] - moments[0] if moments[0] is not None and moments[1] is not None else None
+
+
+def _mfu_6n(ranks: Sequence[RankRecord], speed: float | None) -> float | None:
+    model = ranks[0].first("model") if ranks else None
+    device = ranks[0].last("device") if ranks else None
+    peak = cards.peak_flops(device.text("name") if device else None)
+    if model is None or peak is None or speed is None or model.number("experts"):
+        return None
+    size = model.number("parameters")
+    return 6 * size * speed / peak if size and size == model.number("trainable") else None
+
+
+def _busy(
+    folder: RunFolder, ranks: Sequence[RankRecord], readings: Sequence[utilisation.Reading]
+) -> list[float]:
+    """The readings of this run's GPUs during its steady steps."""
+    told = rundir.read_manifest(folder).get("devices")
+    listed = told.get("gpus") if isinstance(told, dict) else None
+    gpus = {str(one.get("id")) for one in listed or () if isinstance(one, dict)}
+    begun = ranks[0].last("device") if ranks else None
+    start = begun.number("t") if begun else None
+    if not gpus or start is None:
+        return []
+    busy, steady = list[float](), {step.step for step in measures.steady(ranks[0])}
+    # each step lasts from the end of the one before; the first begins when the device is noted
+    for step in ranks[0].steps:
+        end = start + (step.seconds or 0.0)
+        if step.step in steady:
+            busy += utilisation.within(readings, gpus, start, end)
+        start = end
+    return sorted(busy)
+
+
+def _curve(found: Evidence, stage: str | None) -> tuple[Step, ...]:
+    """The steps that every rank finished: tokens of all ranks, the mean of their losses."""
+    by_step: dict[int, list[evidence.ProbeStep]] = {}
+    ranks = found.probe.ranks if found.probe else {}
+    for record in ranks.values():
+        for step in record.steps:
+            by_step.setdefault(step.step, []).append(step)
+    curve = []
+    for number in sorted(by_step):
+        parts = by_step[number]
+        losses = [part.loss for part in parts if part.finite and part.loss is not None]
+        tokens = math.fsum(part.tokens or 0.0 for part in parts)
+        rows = math.fsum(part.rows or 0.0 for part in parts)
+        if len(losses) < len(ranks):
+            break
+        weight = rows if stage == "dpo" else tokens
+        curve.append(Step(tokens, weight, math.fsum(losses) / len(losses)))
+    return tuple(curve)
+
+
+def identity(made: Prepared) -> dict[str, Any]:
+    """What a measurement is one of: settings, source, contents, packages, machine."""
+    planned, source = made.plan, made.plan.stage.upstream
+    # the place of the model is another in every trial
+    given = {k: w for k, w in planned.arguments().items() if k != planned.stage.entry.names.output}
+    return {
+        "stage": planned.stage.options.stage, "backend": planned.stage.options.backend,
+        "options": {k: v for k, v in planned.stage.config.options.items() if k != "name"},
+        "arguments": given, "gpus": planned.gpus, "source": source.version,
+        "changed": checkouts.edits(source.root) if not source.pinned else None,
+        "contents": contents.of_plan(planned), "python": str(made.trainer.python),
+        "packages": dict(made.trainer.packages), "machine": machine.describe(),
+    }  # fmt: skip

@@ -1,0 +1,190 @@
+"""What a forward pass, the loss and a backward pass have in memory at a moment, as parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from launcher import activations
+from launcher.activations import FULL, HALF, Amount
+from launcher.moments import GIB, Part, summed
+from launcher.setups import Setup
+
+
+def part(kind: str, name: str, amount: Amount, times: int = 1, source: str = "") -> Part:
+    """So many times an amount, in GiB."""
+    formula = amount.formula if times == 1 else f"{times} x ({amount.formula})"
+    return Part(
+        kind=kind, name=name, gib=times * amount.bytes / GIB, formula=formula, source=source
+    )
+
+
+def kept(setup: Setup, *, passed: int = 0) -> tuple[Part, ...]:
+    """What all layers keep when the loss is there, or all but the last ones that are `passed` again."""
+    shape, kernels, batch = setup.shape, setup.kernels, setup.batch
+    rope = Amount(
+        bytes=2 * (FULL if kernels.wide else HALF) * shape.head_dim * batch.width,
+        formula="cosines and sines",
+    )
+    share = None if setup.sharding is None else setup.sharding.share
+    if setup.checkpointing:
+        amount = activations.checkpoint(shape, kernels, batch)
+        name = "inputs of checkpointed layers"
+    elif share is not None:
+        amount = activations.budgeted(shape, kernels, batch, share)
+        name = f"kept by the layers, activation budget {share:g}"
+    else:
+        amount, name = activations.layers(shape, kernels, batch), "kept by the layers"
+    masks = _masks(setup)
+    mask = Amount(
+        bytes=masks * batch.rows * batch.width**2,
+        formula="BS^2, the mask" if masks == 1 else f"{masks} x BS^2, all tokens' and the window's",
+    )
+    times = shape.layers if name != "kept by the layers" else 1
+    if passed:
+        left = (shape.layers - passed) / shape.layers
+        amount = Amount(bytes=left * amount.bytes, formula=f"{left:.3g} x ({amount.formula})")
+    parts = [part("activations", name, amount, times)]
+    if setup.sharding is None:
+        parts.append(part("activations", "rope", rope))
+    return (*parts, part("activations", "attention mask", mask)) if mask.bytes else tuple(parts)
+
+
+def _masks(setup: Setup) -> int:
+    """How many masks are made for all layers together: of all tokens, and of a window of them."""
+    if setup.attention not in {"sdpa", "eager"}:
+        return 0
+    shape, needed = setup.shape, setup.batch.real < setup.batch.tokens or setup.parted
+    windows = needed or activations.masked_windows(shape, setup.kernels, setup.batch)
+    return int(needed and shape.windowed < shape.layers) + int(windows and shape.windowed > 0)
+
+
+def recomputed(setup: Setup) -> tuple[Part, ...]:
+    """What the layer keeps that is computed again for its backward pass."""
+    share = None if setup.sharding is None else setup.sharding.share
+    if share is not None and share < 1:
+        whole = activations.compiled_layer(setup.shape, setup.kernels, setup.batch)
+        least = activations.budgeted(setup.shape, setup.kernels, setup.batch, share)
+        again = Amount(bytes=whole.bytes - least.bytes, formula=f"{1 - share:g} x a layer")
+        return (part("activations", "one layer, computed again", again),)
+    if not setup.checkpointing:
+        return ()
+    windowed = activations.masked_windows(setup.shape, setup.kernels, setup.batch)
+    amount = activations.layer(setup.shape, setup.kernels, setup.batch, windowed=windowed)
+    if setup.liger:
+        # its first norm keeps the layer's input itself, which is counted already
+        shared = HALF * setup.shape.hidden * setup.batch.tokens
+        amount = Amount(bytes=amount.bytes - shared, formula=f"{amount.formula} - 2HT")
+    return (part("activations", "one layer, computed again", amount),)
+
+
+def head(setup: Setup) -> tuple[Part, ...]:
+    """The final norm and the loss at its fullest point, forward or backward."""
+    shape, batch = setup.shape, setup.batch
+    norm = activations.final_norm(shape, setup.kernels, batch)
+    parts = [Part(kind="activations", name="final norm", gib=norm / GIB, formula="kept and output")]
+    trained = setup.adapters is None
+    if setup.loss == "liger":
+        amount = activations.fused_loss(
+            shape, batch, weight_bytes=setup.weight_bytes, trained=trained
+        )
+        return (*parts, part("logits", "fused linear cross entropy", amount))
+    if setup.loss == "tiled":
+        amount = activations.tiled_loss(
+            shape, batch, weight_bytes=setup.weight_bytes, trained=trained
+        )
+        return (*parts, part("logits", "log-probabilities in tiles", amount))
+    one = activations.logits(shape, batch, element=FULL)
+    if shape.capped:
+        capped = activations.logits(shape, batch, element=HALF)
+        parts.append(part("logits", "tanh of the capped logits (bf16)", capped))
+    return (
+        *parts,
+        part("logits", "log-softmax, kept (fp32)", one),
+        part("logits", "gradient of the log-softmax (fp32)", one),
+        part("logits", "gradient of the logits (fp32)", one),
+    )
+
+
+def passing(setup: Setup) -> tuple[Part, ...]:
+    """At the end of a checkpointed forward pass: the last layer's own, or a tile of logits after it."""
+    amount = activations.passing(setup.shape, setup.kernels, setup.batch)
+    layer = part("activations", "the last layer, passing", amount)
+    if setup.loss != "tiled":
+        return (layer,)
+    tiles = activations.tiles(setup.shape, setup.batch, weight_bytes=setup.weight_bytes)
+    tile = part("logits", "a tile of logits", tiles)
+    return (max(layer, tile, key=lambda one: one.gib),)
+
+
+def output_gradient(setup: Setup, *, made: bool = False) -> tuple[Part, ...]:
+    """The output layer's weight gradient; that of the logits lives until it is made."""
+    shape, batch = setup.shape, setup.batch
+    weight = setup.gradient_bytes * shape.embedding
+    parts = [Part(kind="gradients", name="output layer's gradient", gib=weight / GIB,
+                  formula=f"{setup.gradient_bytes}VH")]  # fmt: skip
+    norm = activations.final_norm(shape, setup.kernels, batch)
+    parts.append(
+        Part(kind="activations", name="final norm", gib=norm / GIB, formula="kept and output")
+    )
+    if setup.loss in {"full", "logprobs"} and not made:
+        amount = activations.logits(shape, batch, element=HALF)
+        parts.append(part("logits", "gradient of the logits (bf16)", amount))
+    return tuple(parts)
+
+
+def held_output(setup: Setup) -> tuple[Part, ...]:
+    """A tied output layer's gradient waits for the embedding's; under FSDP any: it is the root's."""
+    if setup.adapters or not (setup.shape.tied or setup.sharding is not None):
+        return ()
+    size, name = setup.gradient_bytes * setup.shape.embedding, "output layer's gradient"
+    return (Part(kind="gradients", name=f"tied {name}" if setup.shape.tied else name, gib=size / GIB,
+                 formula=f"{setup.gradient_bytes}VH, until the embedding's is there"),)  # fmt: skip
+
+
+def dequantised(setup: Setup) -> tuple[Part, ...]:
+    """A linear weight while it is multiplied with, before or behind the MLP's gradients: what it has more."""
+    if setup.quantised is None:
+        return ()
+    shape, state = setup.shape, setup.weight_bytes
+    widest = max(out * into for out, into in shape.linears().values())
+    # in its former type, and cast
+    width = HALF if state == HALF else HALF + FULL
+    gradients = 2 * state * shape.intermediate * setup.batch.tokens
+    return (Part(kind="weights", name="one weight, dequantised", gib=max(0, width * widest - gradients) / GIB,
+                 formula=f"{width} x {widest:,} - {2 * state}IT",
+                 source="bitsandbytes/autograd/_functions.py"),)  # fmt: skip
+
+
+def embedding_gradient(setup: Setup, sent: Sequence[Part]) -> tuple[Part, ...]:
+    """A dense gradient; a tied output layer's is added to it, out of place, before it is sent."""
+    one = setup.gradient_bytes * setup.shape.embedding
+    added = 2 * one if setup.shape.tied else 0
+    name, width = "embedding's gradient", setup.gradient_bytes
+    if added / GIB > summed(sent):
+        return (Part(kind="gradients", name=name, gib=(one + added) / GIB,
+                     formula=f"3 x {width}VH: its own, the output layer's, their sum"),)  # fmt: skip
+    return (Part(kind="gradients", name=name, gib=one / GIB, formula=f"{width}VH"), *sent)
+
+
+def reference(setup: Setup) -> tuple[Part, ...]:
+    """The reference pass keeps nothing but its logits (dpo_utils.py:462), and before them a cache of keys."""
+    shape, batch = setup.shape, setup.reference_batch or setup.batch
+    if setup.loss == "tiled":
+        amount = activations.tiled_loss(
+            shape, batch, weight_bytes=setup.weight_bytes, trained=False
+        )
+        return (part("logits", "log-probabilities in tiles", amount),)
+    full = activations.logits(shape, batch, element=FULL)
+    half = activations.logits(shape, batch, element=HALF)
+    at_loss = (
+        part("logits", "logits (bf16)", half),
+        part("logits", "logits (fp32)", full, source="padding_free_collator.py:14"),
+        part("logits", "log-softmax (fp32)", full, source="padding_free_collator.py:16"),
+    )
+    if setup.sharding is not None:
+        return at_loss
+    # until the logits are there
+    keys, last = activations.cached(shape, setup.kernels, batch)
+    held = part("activations", "keys and values of all layers", keys, source="dpo_utils.py:865")
+    layer = part("activations", "the last layer, passing", last)
+    return max(at_loss, (held, max(layer, at_loss[0], key=lambda one: one.gib)), key=summed)

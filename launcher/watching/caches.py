@@ -1,0 +1,87 @@
+"""The tokenised set and the reference log-probabilities: whether they were there, and whose they are."""
+
+from __future__ import annotations
+
+import os
+import time
+import types
+from typing import Any
+
+from .contract import Contract
+from .hooks import wrap
+from .process import Process
+from .supplies import supply_process_group
+from .watchdog import Watchdog
+
+FIRST_LOSS = 0.01  # more than rounding moves the first loss by
+
+
+class Caches:
+    """Each cache as it is asked for, before the work that it is to save."""
+
+    def __init__(self, process: Process, contract: Contract, watchdog: Watchdog) -> None:
+        self.process = process
+        self.record = process.record
+        self.contract = contract
+        self.watchdog = watchdog
+        self.reference: str | None = None
+
+    def tell(self, point: str, hit: bool, path: str) -> None:
+        state = "hit" if hit else "miss"
+        self.record.write(point, state=state, path=path)
+        self.contract.seen(point, state)
+
+    def watch_dataset(self, module: types.ModuleType) -> None:
+        """open-instruct's tokenised set: it prints the same line for a hit and a miss."""
+
+        def load(original: Any, cache: Any, *args: Any, **kwargs: Any) -> Any:
+            with self.record.quietly("dataset cache"):
+                path = cache.get_cache_path()
+                skip = kwargs.get("dataset_skip_cache", args[2] if len(args) > 2 else False)
+                self.tell("dataset_cache", os.path.exists(path) and not skip, str(path))
+            return original(cache, *args, **kwargs)
+
+        wrap(module.LocalDatasetTransformationCache, "load_or_transform_dataset", load)
+
+    def watch_maps(self, module: types.ModuleType) -> None:
+        """TRL tokenises with `Dataset.map`: a hit is a result whose files are older than the call."""
+
+        def mapped(original: Any, *args: Any, **kwargs: Any) -> Any:
+            begun = time.time()
+            result = original(*args, **kwargs)
+            with self.record.quietly("dataset cache"):
+                names = [file["filename"] for file in getattr(result, "cache_files", None) or ()]
+                if str(kwargs.get("desc", "")).startswith("Tokenizing") and names:
+                    hit = all(os.path.getmtime(name) < begun for name in names)
+                    self.tell("dataset_cache", hit, os.path.dirname(names[0]))
+            return result
+
+        wrap(module.Dataset, "map", mapped)
+
+    def watch_reference(self, module: types.ModuleType) -> None:
+        def build(original: Any, *args: Any, **kwargs: Any) -> Any:
+            with self.record.quietly("reference cache"):
+                path = kwargs["cache_path"]
+                self.reference = str(path)
+                self.tell("reference_cache", path.exists(), self.reference)
+            self.watchdog.rest()
+            if self.process.settings.cpu:
+                supply_process_group(self.record)
+            return original(*args, **kwargs)
+
+        wrap(module, "build_reference_logprobs_cache", build)
+
+    def check_first_loss(self, loss: float) -> None:
+        """A policy that has not moved is its own reference: another loss shows another reference."""
+        expected = self.process.settings.first_loss
+        if expected is None or self.reference is None or self.process.resumed:
+            return
+        if abs(loss - expected) > FIRST_LOSS:
+            self.record.write(
+                "reference_cache", state="stale", path=self.reference, first_loss=loss,
+                expected_loss=expected,
+            )  # fmt: skip
+            self.contract.broken(
+                "reference_cache", "that of this model",
+                f"stale: the first loss is {loss:.4f}, not {expected:.4f}", step=1,
+            )  # fmt: skip

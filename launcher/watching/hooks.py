@@ -1,0 +1,68 @@
+"""Watching modules as they are imported: so nothing is imported any earlier than upstream would."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import types
+from collections.abc import Callable
+from typing import Any
+
+from .record import Record
+
+
+def wrap(owner: Any, name: str, instead: Callable[..., Any]) -> None:
+    """Have `instead` called in place of `owner.name`, with that and its arguments.
+
+    Static and class methods stay what they are.
+    """
+    raw = vars(owner).get(name) if isinstance(owner, type) else getattr(owner, name)
+    if raw is None:
+        raise AttributeError(f"{owner!r} has no {name}")
+    kind = type(raw) if isinstance(raw, (staticmethod, classmethod)) else None
+    original = raw if kind is None else raw.__func__
+
+    @functools.wraps(original)
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        return instead(original, *args, **kwargs)
+
+    setattr(owner, name, inner if kind is None else kind(inner))
+
+
+def wrap_known(owner: Any, names: tuple[str, ...], instead: Callable[..., Any]) -> None:
+    """The same for those of the names that this version has."""
+    for name in names:
+        if vars(owner).get(name) is not None:
+            wrap(owner, name, instead)
+
+
+class Watcher:
+    """Calls a function once, right after the module that it is registered for has been executed."""
+
+    def __init__(self, record: Record, after: dict[str, Callable[[types.ModuleType], None]]):
+        self.record = record
+        self.after = after
+        self.looking: set[str] = set()
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if fullname not in self.after or fullname in self.looking:
+            return None
+        self.looking.add(fullname)
+        try:
+            spec = importlib.util.find_spec(fullname)
+        except (ImportError, ValueError):
+            return None
+        finally:
+            self.looking.discard(fullname)
+        if spec is None or spec.loader is None or not hasattr(spec.loader, "exec_module"):
+            return None
+        action = self.after.pop(fullname)
+        execute = spec.loader.exec_module
+
+        def exec_module(module: types.ModuleType) -> None:
+            execute(module)
+            with self.record.quietly(f"watching {fullname}"):
+                action(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

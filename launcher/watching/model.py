@@ -1,0 +1,120 @@
+"""What was loaded: the model's class, attention and shape; the device and the packages."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+
+from .memory import torch_in_use
+from .record import Record
+
+PACKAGES = (
+    "torch", "transformers", "accelerate", "deepspeed", "trl", "liger_kernel", "flash_attn",
+    "bitsandbytes", "peft",
+)  # fmt: skip
+
+
+def base_of(model: Any) -> Any:
+    """The model inside PEFT's."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def described(model: Any, record: Record) -> dict[str, Any]:
+    """The fields of the event `model`."""
+    inner = model
+    with record.quietly("unwrap"):
+        inner = base_of(model)
+    config = getattr(inner, "config", None)
+    sizes = [(_count(p), p.requires_grad) for p in model.parameters()]
+    attention = getattr(config, "_attn_implementation", None) or _olmo_attention(inner)
+    shape: dict[str, Any] = {}
+    with record.quietly("shape"):
+        olmo = config is None and hasattr(inner, "blocks")
+        shape = _olmo_shape(inner) if olmo else shape_of(inner, config)
+    return {
+        "class": type(inner).__name__,
+        "model_type": getattr(config, "model_type", None),
+        "attention": attention,
+        "dtype": str(next(iter(model.parameters())).dtype).removeprefix("torch."),
+        "parameters": sum(n for n, _ in sizes),
+        "trainable": sum(n for n, trainable in sizes if trainable),
+        **shape,
+    }
+
+
+def _count(parameter: Any) -> int:
+    # DeepSpeed ZeRO-3 leaves a placeholder of size 0 and keeps the real count beside it
+    return int(getattr(parameter, "ds_numel", None) or parameter.numel())
+
+
+def shape_of(model: Any, config: Any) -> dict[str, Any]:
+    """What the cost of a token follows from; the text part of a model that also sees."""
+    text = getattr(config, "text_config", None) or config
+    table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    weight = getattr(table, "weight", None)
+    experts = next(
+        (n for name in ("num_experts", "num_local_experts", "n_routed_experts")
+         if isinstance(n := getattr(text, name, None), int)), None,
+    )  # fmt: skip
+    return {
+        "layers": getattr(text, "num_hidden_layers", None),
+        "hidden": getattr(text, "hidden_size", None),
+        "heads": getattr(text, "num_attention_heads", None),
+        "head_dim": getattr(text, "head_dim", None),
+        "embedding": None if weight is None else _count(weight),
+        "tied": bool(getattr(config, "tie_word_embeddings", False)),
+        "experts": experts,
+        "checkpointing": bool(getattr(model, "is_gradient_checkpointing", False)),
+    }
+
+
+def _olmo_attention(model: Any) -> str | None:
+    """The attention of an OLMo-core model, under transformers' names; None for any other."""
+    blocks: Any = getattr(model, "blocks", None)
+    block = next(iter(blocks.values()), None) if hasattr(blocks, "values") else None
+    backend = getattr(getattr(block, "attention", None), "backend", None)
+    name = type(backend).__name__.lower() if backend is not None else ""
+    known = {"flash4": "flash_attention_4", "flash3": "flash_attention_3",
+             "flash2": "flash_attention_2", "torch": "sdpa"}  # fmt: skip
+    plain = name.replace("attention", "").replace("_", "")
+    return next((theirs for ours, theirs in known.items() if ours in plain), None)
+
+
+def _olmo_shape(model: Any) -> dict[str, Any]:
+    """The same of a model of OLMo-core, which has no config of transformers'."""
+    block = next(iter(model.blocks.values()))
+    attention = getattr(block, "attention", None)
+    weight = getattr(model.embeddings, "weight", None)
+    return {
+        "layers": len(model.blocks),
+        "hidden": getattr(model, "d_model", None),
+        "heads": getattr(attention, "n_heads", None),
+        "head_dim": getattr(attention, "head_dim", None),
+        "embedding": None if weight is None else _count(weight),
+        "tied": bool(getattr(model, "tie_word_embeddings", False)),
+        "experts": getattr(getattr(block, "feed_forward_moe", None), "num_experts", None),
+        "checkpointing": False,
+    }
+
+
+def device(cpu: bool) -> dict[str, Any]:
+    """The accelerator by name; what its peak is worth is looked up when the run is judged."""
+    torch = torch_in_use(cpu)
+    told: dict[str, Any] = {"name": "cpu", "total_gib": None}
+    if torch is not None:
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        told = {"name": properties.name, "total_gib": round(properties.total_memory / 2**30, 2)}
+    versions = {name: _version(name) for name in PACKAGES if name in sys.modules}
+    return {**told, "versions": versions}
+
+
+def _version(name: str) -> str | None:
+    """Of an imported package; liger_kernel does not say its own."""
+    told = getattr(sys.modules[name], "__version__", None)
+    if told is None:
+        with contextlib.suppress(Exception):
+            import importlib.metadata
+
+            told = importlib.metadata.version(name)
+    return None if told is None else str(told)

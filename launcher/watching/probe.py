@@ -1,0 +1,230 @@
+"""The probe of this process: what a watched module tells goes to the piece that it concerns."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from typing import Any
+
+from .caches import Caches
+from .contract import Contract
+from .kernels import Profile
+from .liger import Liger
+from .memory import Memory
+from .model import described, device
+from .optimizer import Optimizer
+from .packing import Packing
+from .pairs import Pairs
+from .process import Process
+from .record import say
+from .settings import Settings
+from .steps import Steps
+from .tally import Tally
+from .watchdog import Watchdog
+
+VIOLATION = 79
+"""The exit code of a process that stopped itself; no signal and no shell uses it."""
+
+
+class Probe:
+    """What happens in training, in its order: a model is loaded, batches go forward, steps are taken."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.process = Process(Settings(settings))
+        self.settings = self.process.settings
+        self.record = self.process.record
+        self.memory = Memory(self.process)
+        self.liger = Liger(self.process)
+        self.contract = Contract(self.process, self.liger, self.leave)
+        self.watchdog = Watchdog(self.process, self.leave)
+        self.optimizer = Optimizer(self.process, self.memory)
+        self.packing = Packing(self.process, self.contract)
+        self.pairs = Pairs(self.process, self.packing)
+        self.caches = Caches(self.process, self.contract, self.watchdog)
+        self.steps = Steps(self.process, self.contract, self.caches, self.pairs)
+        self.profile = Profile(self.process)
+        self.tally = Tally()
+        self.open = False
+        self.models: set[int] = set()
+        self.marked = 0
+        self.leaving = False
+
+    def saw_model(self, model: Any) -> None:
+        if id(model) in self.models:
+            return
+        self.models.add(id(model))
+        told = described(model, self.record)
+        self.record.write("model", **told)
+        model.register_forward_pre_hook(self.forward_begins, with_kwargs=True)
+        self.contract.seen("attention", told["attention"])
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def forward_begins(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if self.process.testing:
+            return
+        self.watchdog.beat()
+        with self.record.quietly("forward"):
+            ids = kwargs.get("input_ids", args[0] if args else None)
+            # a reference pass or an evaluation is no training, whatever mode the model is in
+            if ids is None or not getattr(module, "training", True) or not _grad_enabled():
+                return
+            self.close_step()
+            self.steps.settle()
+            if self.process.step_begun is None:
+                self.training_begins()
+            if self.profile.begins():
+                self.tally.interrupted = True
+            # what was being saved or evaluated is over
+            self.watchdog.armed = self.process.step > 0
+            if self.pairs.told is None:
+                self.tally.count(ids, kwargs)
+            # what the model is not told (dpo_utils.py:992), the batch says
+            seen = {**kwargs, **(self.pairs.told or {})}
+            self.packing.look(module, ids, seen)
+            self.packing.test(module, args, ids, kwargs, seen)
+
+    def training_begins(self) -> None:
+        self.process.step_begun = time.perf_counter()
+        self.memory.mark("load")
+        with self.record.quietly("device"):
+            self.record.write("device", **device(self.settings.cpu))
+        self.steps.start_clock()
+
+    def micro_batch_begins(self, batch: dict[str, Any]) -> None:
+        self.close_step()
+        self.pairs.begins(batch, self.tally)
+
+    def backward_begins(self, loss: Any) -> None:
+        with self.record.quietly("loss"):
+            self.close_step()
+            self.tally.loss(loss)
+
+    def backward_ended(self, accelerator: Any) -> None:
+        self.watchdog.beat()
+        if not getattr(accelerator, "sync_gradients", True):
+            return
+        with self.record.quietly("step"):
+            self.process.step += 1
+            self.open = True
+            if getattr(accelerator, "deepspeed_engine_wrapped", None) is not None:
+                # the engine has stepped inside its backward, and has a norm of all gradients
+                norm = self.optimizer.norm()
+                self.tally.norm = [] if norm is None else [norm]
+                self.close_step()
+            else:
+                self.optimizer.scaled = getattr(accelerator, "scaler", None) is not None
+                self.memory.mark("gradients")
+
+    def step_begins(self) -> None:
+        """The gradients of a step are there; its optimizer is about to use them."""
+        self.process.step += 1
+        self.open = True
+        self.memory.mark("gradients")
+
+    def clipped(self, norm: Any) -> None:
+        """A norm that upstream computed anyway."""
+        if norm is not None and self.open:
+            self.tally.norm = [norm]
+
+    def before_optimizer(self, optimizer: Any) -> None:
+        """Where nobody computes a norm, a few small gradients tell: what is not finite spreads down."""
+        if not self.open or self.tally.norm or self.optimizer.scaled:
+            return
+        norm = self.optimizer.sample(optimizer)
+        if norm is not None:
+            self.tally.scalars["sampled"] = [norm]
+
+    def close_step(self) -> None:
+        """The optimizer step that is open, if one is, has been taken."""
+        if not self.open:
+            return
+        self.open = False
+        process, tally = self.process, self.tally
+        if process.step == 1:
+            self.memory.mark("optimizer")
+            with self.record.quietly("optimizer state"):
+                self.optimizer.tell_state()
+        now = time.perf_counter()
+        allocated, reserved = None, None
+        with self.record.quietly("memory"):
+            allocated, reserved = self.memory.peaks()
+        rate = None
+        with self.record.quietly("learning rate"):
+            rate = self.optimizer.learning_rate()
+        # transformers' Trainer has already divided each micro-batch's loss, open-instruct has not
+        parts = 1 if self.settings.backend == "trl" else max(1, len(tally.scalars["loss"]))
+        known: dict[str, Any] = {
+            "step": process.at, "micro_batches": tally.micro_batches, "positions": tally.positions,
+            "seconds": now - (process.step_begun or process.begun), "elapsed": now - process.begun,
+            "allocated_gib": allocated, "reserved_gib": reserved, "learning_rate": rate,
+            "parts": parts, "scaled": self.optimizer.scaled, "interrupted": tally.interrupted,
+        }  # fmt: skip
+        self.watchdog.step(known["seconds"], first=process.step == 1)
+        self.steps.add({**tally.scalars, "norm": tally.norm}, known)
+        # a step lasts from the end of the one before: its data loading and logging are part of it
+        process.step_begun = now
+        self.tally = Tally()
+        self.steps.settle()
+        if self.profile.kernels is not None:
+            self.watchdog.rest()
+            self.profile.ends()
+            self.tally.interrupted = True
+        if process.step & (process.step - 1) == 0:
+            self.liger.report()
+        self.contract.after_step(process.step)
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def rests(self) -> None:
+        """Something is saved, evaluated or uploaded: first see that what is saved is any good."""
+        with self.record.quietly("last step"):
+            self.watchdog.rest()
+            self.close_step()
+            self.tally.interrupted = True
+            self.steps.settle(wait=True)
+            step = self.process.step
+            if step:
+                self.memory.mark("steps", again=step > self.marked)
+                self.marked = step
+
+    def leaves_out_final_save(self) -> None:
+        """The script ends here, well, where nobody wants its model. Raises SystemExit then."""
+        if self.settings.final_save:
+            return
+        with self.record.quietly("final save"):
+            if self.process.world > 1:
+                # another rank may still be reading from this one's memory
+                sys.modules["torch"].distributed.barrier()
+            self.record.write("not_saved", step=self.process.at)
+        raise SystemExit(0)
+
+    def ends(self) -> None:
+        self.rests()
+        self.profile.tell_missing()
+        if self.process.step:
+            self.memory.mark("end")
+        self.liger.report()
+
+    def leave(self, message: str, *, settle: bool = True) -> None:
+        """End this process now; whoever started the ranks then ends the others."""
+        if self.leaving or not self.record.ours():
+            return
+        self.leaving = True
+        if settle:
+            with self.record.quietly("last steps"):
+                self.steps.settle(wait=True)
+        self.liger.report()
+        self.record.write("end", exit=VIOLATION)
+        say(message)
+        with contextlib.suppress(Exception):
+            for name in ("multiprocessing", "multiprocess"):
+                for child in getattr(sys.modules.get(name), "active_children", list)():
+                    child.kill()
+        os._exit(VIOLATION)
+
+
+def _grad_enabled() -> bool:
+    return bool(getattr(sys.modules.get("torch"), "is_grad_enabled", lambda: True)())

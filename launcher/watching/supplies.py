@@ -1,0 +1,110 @@
+"""What a CPU lacks and upstream takes for granted on a GPU machine; each supply is recorded.
+
+On a CPU only, but for one: a model in a local folder, which is no name of the hub's.
+"""
+
+from __future__ import annotations
+
+import os
+import types
+from collections.abc import Callable
+from typing import Any
+
+from .hooks import wrap, wrap_known
+from .record import Record
+
+
+def supply_snapshot(record: Record, module: types.ModuleType) -> None:
+    """finetune.py:528 asks the hub for a snapshot of whatever the model is called, folders too."""
+
+    def download(original: Any, repo_id: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(repo_id, str) and os.path.isdir(repo_id):
+            record.supply("snapshot_download", f"{repo_id} is a local folder, not a hub name")
+            return repo_id
+        return original(repo_id, *args, **kwargs)
+
+    wrap(module, "snapshot_download", download)
+
+
+def supply_process_group(record: Record) -> None:
+    """One process needs no group on a GPU with DeepSpeed, which makes one; on a CPU nothing does."""
+    with record.quietly("process group"):
+        import torch.distributed as dist
+
+        if dist.is_available() and not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            record.supply("process_group", "the reference pass calls barrier (dpo_utils.py:453)")
+
+
+def supply_gloo(record: Record, module: types.ModuleType) -> None:
+    """OLMo-core asks for NCCL beside gloo whatever the machine has; torch for the CPU has no NCCL."""
+
+    def group(original: Any, backend: str = "gloo", *args: Any, **kwargs: Any) -> Any:
+        record.supply("process_group", f"gloo in place of `{backend}`")
+        return original("gloo", *args, **kwargs)
+
+    wrap(module, "init_distributed", group)
+
+
+def supply_memory_monitor(record: Record, module: types.ModuleType) -> None:
+    """dpo.py:70 watches the GPU's memory whether there is one or not."""
+
+    def nothing(original: Any, *_: Any, **__: Any) -> None:
+        record.supply("memory_monitor", "OLMo-core's memory monitor needs a GPU")
+
+    wrap_known(module.GPUMemoryMonitorCallback, ("pre_train", "pre_step", "post_step"), nothing)
+
+
+def supply_cuda_counters(record: Record, module: types.ModuleType) -> None:
+    """finetune.py:911 and dpo_utils.py:488 read them without asking whether there is a GPU."""
+    why = "upstream reads CUDA memory counters at every log line"
+
+    def zero() -> Callable[..., int]:
+        # one function a name: torch.compile's own table refuses one object under two of its names
+        def counter(*_: Any, **__: Any) -> int:
+            record.supply("cuda_counters", why)
+            return 0
+
+        return counter
+
+    class Properties:
+        name = "cpu"
+        # upstream divides by it
+        total_memory = 1
+
+    def properties(*_: Any, **__: Any) -> Properties:
+        record.supply("cuda_counters", why)
+        return Properties()
+
+    # OLMo-core chooses its device without asking, too (olmo_core/distributed/utils.py: set_device)
+    zeros = ("max_memory_allocated", "max_memory_reserved", "current_device", "set_device")
+    supplies = {**{name: zero() for name in zeros}, "get_device_properties": properties}
+    for name, supplied in supplies.items():
+        setattr(module, name, supplied)
+
+
+def supply_locations(record: Record, module: types.ModuleType) -> None:
+    """accelerate numbers the CPU of each of several processes, and torch cannot load a checkpoint onto it."""
+
+    def load(storage: Any, location: str) -> Any:
+        if not location.startswith("cpu:"):
+            return None
+        record.supply("cpu_location", f"torch does not load onto `{location}`")
+        return storage
+
+    module.register_package(11, lambda _: None, load)
+
+
+def supply_mfu(record: Record, module: types.ModuleType) -> None:
+    """utils.py:1872: MFU needs a known GPU name; on a CPU the figure means nothing and is 0."""
+    dims = module.ModelDims
+
+    def none(value: Any) -> Callable[..., Any]:
+        def told(*_: Any, **__: Any) -> Any:
+            record.supply("mfu", "MFU needs a known GPU; reported as 0")
+            return value
+
+        return told
+
+    wrap(dims, "calculate_mfu", none(0.0))
+    wrap(dims, "approximate_learner_utilization", none({"mfu": 0.0}))

@@ -15,7 +15,7 @@ CHECKOUT := $(firstword $(wildcard $(LAUNCH_OPEN_INSTRUCT)/open_instruct/finetun
   /workspace/open-instruct/open_instruct/finetune.py \
   $(HOME)/open-instruct/open_instruct/finetune.py))
 
-.PHONY: demo test check format golden scaling bench bench-check gpu-benchmarks soak snapshot history install install-trl install-open-instruct install-dev install-test clean
+.PHONY: demo test check format golden scaling bench bench-check gpu-benchmarks soak snapshot history install install-trl install-open-instruct install-dev clean
 
 $(VENV)/created:
 	@$(PYTHON) -c 'import sys; sys.exit("launch needs Python 3.11 or later: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
@@ -43,7 +43,6 @@ install: $(VENV)/created
 install-trl: $(VENV)/trl
 install-open-instruct: $(VENV)/open-instruct
 install-dev: $(VENV)/dev
-install-test: $(VENV)/trl $(VENV)/dev $(if $(CHECKOUT),$(VENV)/open-instruct)
 
 demo: $(VENV)/trl
 	rm -rf $(DEMO)
@@ -51,10 +50,10 @@ demo: $(VENV)/trl
 	$(BIN)/launch pipeline configs/demo/pipeline.yaml
 
 # a module is compiled when it is first imported, not all 25,000 of them while they are installed
-test install-test: export PIP_COMPILE = 0
+test: export PIP_COMPILE = 0
 
 # thousands of short processes: what each of them would compile anew is kept, whatever the shell says
-test: install-test
+test: $(VENV)/trl $(VENV)/dev $(if $(CHECKOUT),$(VENV)/open-instruct)
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 \
 	  --dist loadfile --no-loadscope-reorder
 

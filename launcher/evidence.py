@@ -318,18 +318,20 @@ def read_run(
 def _planned(told: Mapping[str, object]) -> Planned:
     """The plan in a manifest, as the ranks would show it."""
     plan, args = told.get("plan"), told.get("args")
-    plan = plan if isinstance(plan, dict) else {}
-    packing = args.get("packing") if isinstance(args, dict) else None
-    packed = isinstance(packing, dict) and bool(packing.get("value"))
+    plan, args = (one if isinstance(one, dict) else {} for one in (plan, args))
+    packing, split = (
+        one.get("value") if isinstance(one := args.get(key), dict) else None
+        for key in ("packing", "sequence_parallel_size")
+    )
     keys = ("steps", "gpus", "nodes", "accumulation", "per_device", "global", "rows")
     steps, gpus, nodes, accumulation, per_device, batch, data = (
         value if isinstance(value := plan.get(key), int) else None for key in keys
     )
     dpo, own = told.get("stage") == "dpo", told.get("backend") == "trl"
-    if packed and dpo and not own:
-        # dpo.py fills its micro-batches anew (data_loader.py:283)
+    if (packing and dpo and not own) or (isinstance(split, int) and split > 1):
+        # dpo.py fills its micro-batches anew (data_loader.py:283); ranks that share rows take turns with them
         accumulation = per_device = None
-    elif packed and own:
+    elif packing and own:
         per_device = None  # of a row that is packed nobody knows how many it holds
     return Planned(
         steps=steps,

@@ -50,7 +50,7 @@ from launcher.tuning import FILE, STOPPING_S, TUNE_VERSION, Begun, Entry, Terms,
 
 TUNED = "tuned.yaml"
 AS_WRITTEN = "as written"
-_POINTS = ("liger", "packing", "attention", "loss", "memory")
+_POINTS = ("liger", "packing", "attention", "batch", "loss", "memory")
 """Points of the verdict that a setting has to prove; the others are not about settings."""
 _CAUSES: Mapping[str, Status] = {
     "oom": "oom", "diverged": "diverged", "hang": "hang", "timeout": "timeout", "crash": "crash",

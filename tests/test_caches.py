@@ -55,7 +55,10 @@ def weights(raw: bytes) -> bytes:
 
 def rows(text: str) -> bytes:
     """Rows that SFT and DPO can read."""
-    return b'{"messages": "%s", "chosen": "yes", "rejected": "no"}\n' % text.encode() * 9
+    return (
+        b'{"messages": [{"role": "user", "content": "%s"}, {"role": "assistant", "content": "a"}], '
+        b'"chosen": "yes", "rejected": "no"}\n' % text.encode() * 9
+    )
 
 
 @pytest.fixture
@@ -381,7 +384,7 @@ def test_a_held_folder_says_what_it_was_derived_from(place: Path) -> None:
     assert {f["name"] for f in by_role["model"]["shown"]["files"]} == {
         "config.json", "model.safetensors",
     }  # fmt: skip
-    assert by_role["data"]["shown"]["files"][0]["size"] == 495
+    assert by_role["data"]["shown"]["files"][0]["size"] == 1125
     assert record["key"]["loss_type"] == "dpo_norm"
     listed = cache_folders.known()
     assert {one.kind for one in listed} == {"dataset", "reference"}
@@ -603,7 +606,7 @@ def test_an_edited_row_is_the_reason(place: Path) -> None:
     assert (told.state, Path(str(told.compared)).name) == ("miss", "r1")
     (difference,) = told.differences
     assert difference.what == "data/a.jsonl"
-    assert "495 bytes" in difference.text and "the same time" in difference.text
+    assert "1,125 bytes" in difference.text and "the same time" in difference.text
     assert difference.before["digest"][:12] in difference.text
     assert difference.now["digest"][:12] in difference.text
     assert "r1" in told.lines()[0]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import saved
 from conftest import PATIENCE_S, REPOSITORY
 from fake_smi import Smi
 from fake_world import World, made, needs_trl, until
@@ -28,6 +29,9 @@ SCRIPT = REPOSITORY / "scripts" / "gpu_benchmarks.py"
 PAGE = REPOSITORY / "docs" / "benchmarks.md"
 ROWS: list[dict[str, Any]] = json.loads(PAGE.with_suffix(".json").read_text(encoding="utf-8"))
 SPEED = "tokens_per_second_per_gpu"
+ROW = json.dumps(
+    {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+)
 
 
 def _script() -> Any:
@@ -189,7 +193,7 @@ for rank in range(2):
         {"event": "packing", "state": "off", "detail": "padded"},
     ]
     told += [
-        {"event": "step", "step": n, "loss": 2.0, "finite": True, "micro_batches": 1, "rows": 64,
+        {"event": "step", "step": n, "loss": 2.0, "finite": True, "micro_batches": 4, "rows": 64,
          "tokens": 19_000, "positions": 20_000, "wasted": 1_000, "elapsed": n, "seconds": 1.0,
          "interrupted": False, "allocated_gib": 90.0}
         for n in range(1, int(given["--max_steps"]) + 1)
@@ -223,8 +227,9 @@ def world(tmp_path: Path) -> Iterator[World]:
         (model / "refs" / "main").write_text("1")
         shape = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 512}
         (model / "snapshots" / "1" / "config.json").write_text(json.dumps(shape))
+        saved.loadable(model / "snapshots" / "1")
         (one.root / "assets" / "sft").mkdir()
-        (one.root / "assets" / "sft" / "train.jsonl").write_text('{"messages": []}\n' * 2_000)
+        (one.root / "assets" / "sft" / "train.jsonl").write_text(f"{ROW}\n" * 2_000)
         (one.root / "assets" / "assets.json").write_text("{}")
         one.environ["PATH"] = f"{smi.path.parent}:{os.environ['PATH']}"
         one.environ["LAUNCH_PYTHON"] = str(one.root / "python")

@@ -267,7 +267,8 @@ FOUR = {
 
 def planned(run: Run, **changes: Any) -> Run:
     told = made_runs.manifest(stage="sft", plan={**FOUR, **changes})
-    told["args"]["packing"] = {"value": changes.get("packing", False), "origin": ""}
+    for name in ("packing", "sequence_parallel_size"):
+        told["args"][name] = {"value": changes.get(name, False), "origin": ""}
     (run.folder / "run.json").write_text(json.dumps({**told, **changes.get("more", {})}))
     return run
 
@@ -320,6 +321,7 @@ def test_as_many_processes_as_were_planned_have_to_train(
             {"packing": True, "more": {"backend": "open_instruct", "stage": "dpo"}},
             ("planned", True),
         ),
+        ((2, 2, 2), {"sequence_parallel_size": 2}, ("planned", True)),  # ranks take turns with rows
         ((2, 2, 2), {"gpus": None}, ("unknown", None)),
     ],
 )

@@ -164,7 +164,8 @@ def test_the_pinned_finetune_runs_and_hits_its_cache_the_second_time(
     first = pinned[1]["data"]["stages"][0]
     run = Path(first["run"])
     assert seen(str(run)) | {"trend": ""} == {
-        "liger": "off", "packing": "off", "attention": "sdpa", "dataset_cache": "miss",
+        "liger": "off", "packing": "off", "attention": "sdpa", "batch": "planned",
+        "dataset_cache": "miss",
         "loss": "finite", "trend": "", "memory": "ok", "finish": "completed",
     }  # fmt: skip
     manifest = json.loads((run / "run.json").read_text())

@@ -176,6 +176,7 @@ def known_values(environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(sorted(found, key=lambda value: (-len(value), value)))
 
 
+@lru_cache(maxsize=4096)
 def is_secret(name: str) -> bool:
     """Whether a key, flag or variable of this name holds a token or a password."""
     words = [word.lower() for word in _WORD.findall(name)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -89,32 +90,38 @@ def cached(name: str, environ: Mapping[str, str]) -> bool:
 
 def _places(name: str, environ: Mapping[str, str], revision: str | None) -> Iterator[Path]:
     """A folder of that name wins over the hub, as in transformers; `~` is not expanded there."""
-    yield Path(name) / "config.json"
+    yield _joined(name, "config.json")
     if is_path(name):
         return
-    kept = repository(name, environ)
+    kept = str(repository(name, environ))
     wanted = revision or "main"
-    commit = _line(kept / "refs" / wanted) or wanted
-    yield kept / "snapshots" / commit / "config.json"
+    commit = _line(_joined(kept, "refs", wanted)) or wanted
+    yield _joined(kept, "snapshots", commit, "config.json")
+
+
+@functools.lru_cache(maxsize=1024)
+def _joined(*parts: str) -> Path:
+    """A dozen rules ask for the same few places, of each of a thousand files."""
+    return Path(*parts)
 
 
 def repository(name: str, environ: Mapping[str, str], kind: str = "models") -> Path:
     """Where the hub's cache keeps a model (or `datasets`): `refs/` name commits, `snapshots/` hold them."""
-    return hub_cache(environ) / f"{kind}--{name.replace('/', '--')}"
+    return _joined(str(hub_cache(environ)), f"{kind}--{name.replace('/', '--')}")
 
 
 def hub_cache(environ: Mapping[str, str]) -> Path:
     """Where huggingface_hub keeps what it has downloaded."""
     own = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE")
-    return Path(own) if own else hub_home(environ) / "hub"
+    return _joined(own) if own else _joined(str(hub_home(environ)), "hub")
 
 
 def hub_home(environ: Mapping[str, str]) -> Path:
     """huggingface_hub's own folder: its cache, and the token of who is logged in."""
-    if environ.get("HF_HOME"):
-        return Path(environ["HF_HOME"])
+    if own := environ.get("HF_HOME"):
+        return _joined(own)
     base = environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else home(environ) / ".cache") / "huggingface"
+    return _joined(base or str(home(environ) / ".cache"), "huggingface")
 
 
 def home(environ: Mapping[str, str]) -> Path:

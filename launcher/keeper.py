@@ -135,26 +135,13 @@ def conclude(folder: RunFolder, attempt: Attempt, ended: runner.Exit | None) -> 
     try:
         start.discard_spoiled(attempt)
         verdict = start.finish(folder)
-        _seal(folder, attempt.number)
+        rundir.seal(folder, attempt.number)
         code = start.exit_code(ended, verdict, allow_unproven=attempt.allow_unproven)
     except Exception:
         # a verdict can be asked for again; being told that it is over cannot
         traceback.print_exc()
     on_finish.call(folder, attempt, code)
     return code
-
-
-def judged(folder: RunFolder, number: int) -> bool:
-    """Whether verdict.json is what was found at the end of this attempt: by content, not by any clock."""
-    try:
-        return folder.concluded(number).read_text() == rundir.digest(folder.verdict)
-    except (OSError, ValueError):
-        return False
-
-
-def _seal(folder: RunFolder, number: int) -> None:
-    with contextlib.suppress(OSError):
-        folder.concluded(number).write_text(rundir.digest(folder.verdict))
 
 
 def _of_a_further_machine(folder: RunFolder, attempt: Attempt, ended: runner.Exit | None) -> int:

@@ -59,11 +59,7 @@ def row(folder: RunFolder) -> dict[str, Any]:
 def _judged_before(folder: RunFolder) -> bool:
     """Whether verdict.json is still that of the attempt before: nobody lived to judge the last one."""
     number = folder.attempts()
-    try:
-        known = folder.concluded(number - 1).read_text()
-        return not folder.concluded(number).exists() and known == rundir.digest(folder.verdict)
-    except (OSError, ValueError):
-        return False
+    return not folder.concluded(number).exists() and rundir.judged(folder, number - 1)
 
 
 def _steady(judged: Mapping[str, Any]) -> float | None:

@@ -305,8 +305,21 @@ def write_bytes(path: Path, raw: bytes) -> None:
         raise
 
 
-def digest(path: Path) -> str:
-    """What a file is known by, whatever its clock says. Raises OSError where it cannot be read."""
+def judged(folder: RunFolder, number: int) -> bool:
+    """Whether verdict.json is what was found at the end of this attempt: by content, not by any clock."""
+    try:
+        return folder.concluded(number).read_text() == _digest(folder.verdict)
+    except (OSError, ValueError):
+        return False
+
+
+def seal(folder: RunFolder, number: int) -> None:
+    """Say that verdict.json is what was found at the end of this attempt."""
+    with contextlib.suppress(OSError):
+        folder.concluded(number).write_text(_digest(folder.verdict))
+
+
+def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 

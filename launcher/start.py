@@ -264,7 +264,7 @@ def of_a_further_machine(folder: RunFolder, attempt: Attempt) -> Exit:
 def conclusion(folder: RunFolder, attempt: Attempt) -> tuple[check.Verdict, Exit]:
     """The verdict and the exit code of an attempt that is over; judged now where nobody has yet."""
     ended = runner.recorded(folder, attempt.number)
-    known = keeper.judged(folder, attempt.number)
+    known = rundir.judged(folder, attempt.number)
     told = check.from_json(rundir.read_json(folder.verdict)) if known else None
     verdict = told or finish(folder)
     return verdict, exit_code(ended, verdict, allow_unproven=attempt.allow_unproven)

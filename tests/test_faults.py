@@ -20,7 +20,7 @@ import pytest
 from conftest import PATIENCE_S
 from fake_world import FAKE, LAUNCH, World, cmdline, looks_on, made, needs_trl, until
 
-from launcher import claim, keeper, process, rundir, runner, tmux
+from launcher import claim, process, rundir, runner, tmux
 from launcher.errors import NotReady
 from launcher.rundir import RunFolder
 
@@ -242,9 +242,9 @@ AHEAD = time.time() + 10 * 365 * 86400
 def test_a_verdict_is_known_by_what_it_is_and_not_by_its_time(world: World) -> None:
     folder = world.prepared("exit=0")
     assert world.launch("exec", "a run").returncode == 1
-    assert keeper.judged(folder, 1)
+    assert rundir.judged(folder, 1)
     os.utime(folder.verdict, (1, 1))
-    assert keeper.judged(folder, 1), "the clock was set back between the end and the verdict"
+    assert rundir.judged(folder, 1), "the clock was set back between the end and the verdict"
     # a further attempt fails, its keeper is killed before it judges: the old verdict is not its own
     os.utime(folder.verdict, (AHEAD, AHEAD))
     world.prepared("raise=no", number=2)
@@ -462,7 +462,7 @@ def test_a_reader_that_leaves_before_it_begins(world: World) -> None:
     assert (done.stdout, done.stderr) == ("0\n", "")
     (folder,) = (RunFolder(path) for path in world.runs.iterdir())
     assert folder.console(1).read_text() == "line 0\nline 1\nline 2\n"
-    assert keeper.judged(folder, 1)
+    assert rundir.judged(folder, 1)
 
 
 def test_a_reader_that_leaves(world: World) -> None:
@@ -502,7 +502,7 @@ def test_streams_that_are_closed(world: World, closed: str) -> None:
     assert claim.held(folder)
     (world.root / "go").touch()
     running.wait(PATIENCE_S)
-    until(lambda: keeper.judged(folder, 1))
+    until(lambda: rundir.judged(folder, 1))
     assert rundir.read_json(folder.exit(1))["returncode"] == 0
     assert folder.console(1).read_text() == "stdin: ''\n"
     done = shell(world, f"launch attach 'a run' {closed}")

@@ -141,7 +141,7 @@ def test_the_end_of_an_attempt_before_is_none_of_the_last(folder: RunFolder) -> 
     record(folder, *ended)
     rundir.write_json(folder.exit(1), {"returncode": 1, "stopped": None})
     rundir.write_json(folder.verdict, {"status": "fail", "metrics": {"tokens_per_second": 7.0}})
-    folder.concluded(1).write_text(rundir.digest(folder.verdict))
+    rundir.seal(folder, 1)
     row = overview.row(folder)
     assert (row["state"], row["verdict"], row["step"], row["tokens/s"]) == ("lost", None, 1, None)
     # somebody looked since

@@ -19,26 +19,11 @@ def columns(path: Path, most: int | None = None) -> tuple[dict[str, Any], frozen
 
     None where it cannot be told.
     """
-    if path.suffix != ".jsonl" or fault(path) is not None:
-        return None
-    try:
-        with open(path, "rb") as file:
-            head = file.read(_HEAD)
-    except OSError:
-        return None
-    lines = head.strip().split(b"\n")
-    # the last one may be cut off
-    kept = (lines if len(head) < _HEAD else lines[:-1])[:most]
-    try:
-        rows = [json.loads(line) for line in kept if line.strip()]
-    except (RecursionError, ValueError):
-        return None
-    if not rows or not all(isinstance(row, dict) for row in rows):
-        return None
-    return rows[0], frozenset().union(*rows)
+    told = head(path, most)
+    return None if told is None else (told[0][0], frozenset().union(*told[0]))
 
 
-def head(path: Path, most: int = 64) -> tuple[list[dict[str, Any]], bool] | None:
+def head(path: Path, most: int | None = 64) -> tuple[list[dict[str, Any]], bool] | None:
     """The first rows of a .jsonl, and whether those are all; None where it cannot be told."""
     if path.suffix != ".jsonl" or fault(path) is not None:
         return None

@@ -1,5 +1,5 @@
 # make demo    install, make small assets, train SFT then DPO on the CPU
-# make test    install, run the whole test suite
+# make test    install, run the tests that take seconds; make test-all runs the others
 # make check   lint, format, types
 PYTHON ?= python3
 VENV   ?= .venv
@@ -15,7 +15,7 @@ CHECKOUT := $(firstword $(wildcard $(LAUNCH_OPEN_INSTRUCT)/open_instruct/finetun
   /workspace/open-instruct/open_instruct/finetune.py \
   $(HOME)/open-instruct/open_instruct/finetune.py))
 
-.PHONY: demo test check format golden scaling bench bench-check gpu-benchmarks soak snapshot history install install-trl install-open-instruct install-dev clean
+.PHONY: demo test test-all check format golden scaling bench bench-check gpu-benchmarks soak snapshot history install install-trl install-open-instruct install-dev clean
 
 $(VENV)/created:
 	@$(PYTHON) -c 'import sys; sys.exit("launch needs Python 3.11 or later: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
@@ -50,12 +50,16 @@ demo: $(VENV)/trl
 	$(BIN)/launch pipeline configs/demo/pipeline.yaml
 
 # a module is compiled when it is first imported, not all 25,000 of them while they are installed
-test: export PIP_COMPILE = 0
+test test-all: export PIP_COMPILE = 0
+
+# `test-all` is what `test` leaves out: real trainings, kills, whole searches
+test: SELECTION = not slow
+test-all: SELECTION = slow
 
 # thousands of short processes: what each of them would compile anew is kept, whatever the shell says
-test: $(VENV)/trl $(VENV)/dev $(if $(CHECKOUT),$(VENV)/open-instruct)
+test test-all: $(VENV)/trl $(VENV)/dev $(if $(CHECKOUT),$(VENV)/open-instruct)
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 \
-	  --dist loadfile --no-loadscope-reorder
+	  --dist loadfile --no-loadscope-reorder -m "$(SELECTION)"
 
 check: $(VENV)/dev
 	$(BIN)/ruff check .

@@ -33,7 +33,7 @@ class Kernels:
     were given: fp32 states make fp32 products. `cached`: keys and values are copied
     into a cache, as transformers does unless it is told not to, or layers are checkpointed.
     `linears_keep`: linears keep their input even where their weight is frozen, as those do that ZeRO-3
-    puts in place of torch's (deepspeed/runtime/zero/linear.py:67).
+    puts in place of torch's (deepspeed/runtime/zero/linear.py:105).
     """
 
     attention: str = "flash"

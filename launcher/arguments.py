@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
-from launcher import history, options, upstream
+from launcher import history, keys, upstream
 from launcher.backends import BACKENDS, Entry
 from launcher.config import Config
 from launcher.errors import Finding, Layer, brief
@@ -90,6 +92,8 @@ def _check_value(schema: Schema, entry: Entry, known: Field, value: Any) -> Find
         layer, help = "parser", entry.hints.get(known.name) or _advice(value, words) or help
     elif not words:
         reason = "an empty list, which upstream would read as true"
+    elif known.kind in {"int", "float"} and any(map(_too_large, words)):
+        reason = "a number that is too large to be one"
     elif isinstance(value, list) and any(v is None or isinstance(v, list | dict) for v in value):
         reason = "an entry is a list, a mapping or empty, which no flag can carry"
     elif isinstance(value, dict) and "dict" not in known.type:
@@ -106,6 +110,14 @@ def _check_value(schema: Schema, entry: Entry, known: Field, value: Any) -> Find
         severity="error", layer=layer, code="bad-value", key=key,
         message=f"`{known.name}`: {reason}", help=help,
     )  # fmt: skip
+
+
+def _too_large(word: str) -> bool:
+    """Whether Python reads infinity out of digits, as it does of `1e999`."""
+    try:
+        return math.isinf(float(word)) and any(map(str.isdigit, word))
+    except (OverflowError, ValueError):
+        return False
 
 
 def _advice(value: Any, words: Sequence[str]) -> str | None:
@@ -159,7 +171,7 @@ def _explain_unknown(schema: Schema, entry: Entry, past: Past, key: str) -> tupl
         help = f"it is one at the pin ({there}), not at {schema.named}: delete the line"
     elif near:
         help = f"did you mean `{near[0]}`?  ({schema.fields[near[0]].where})"
-    elif key in options.KEYS:
+    elif key in keys.KEYS:
         help = f"`{key}` is launch's own: it stands beside `args:`, not in it"
     elif others := list(_homes(schema, key)):
         help = f"it exists for {' and '.join(others)} only"
@@ -182,7 +194,12 @@ def _explain_gone(
 
 
 def _near(schema: Schema, key: str) -> list[str]:
-    return difflib.get_close_matches(key, schema.fields, n=1, cutoff=0.7)
+    return _nearest(key, tuple(schema.fields))
+
+
+@functools.lru_cache
+def _nearest(key: str, names: tuple[str, ...]) -> list[str]:
+    return difflib.get_close_matches(key, names, n=1, cutoff=0.7)
 
 
 def _homes(schema: Schema, key: str) -> Iterator[str]:

@@ -16,7 +16,7 @@ RELATIVE = {
 }  # fmt: skip
 """Held to the first variant: `1.2` is a ratio, `20%` a change; of the loss either way."""
 ABSOLUTE = {
-    "mfu": "mfu", "mfu_6n": "mfu_6n", "wasted": "wasted_share",
+    "mfu": "mfu", "wasted": "wasted_share",
     "gpu_utilisation": "gpu_utilisation_p50",
 }  # fmt: skip
 """Shares by themselves, of every variant: `48%` is 0.48."""

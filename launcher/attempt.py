@@ -7,9 +7,14 @@ another shell) must not start it in another one. Hence mode 0600, and no other f
 from __future__ import annotations
 
 import contextlib
+import grp
+import hashlib
 import json
 import os
+import pwd
 import secrets
+import shlex
+import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,6 +30,9 @@ if TYPE_CHECKING:
 _SCHEDULER = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
 # what a scheduler hands to a job counts for more than what the shell had that submitted it
 _OF_THE_JOB = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "TMPDIR", "HOSTNAME")
+ON_FINISH_S = 600.0
+"""Seconds that `--on-finish` may take unless `--on-finish-limit` says otherwise."""
+_NOBODY = 65534  # what a user namespace shows of every owner that it does not map
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +41,9 @@ class Attempt:
 
     `environ` is the environment of whoever gave the command, `env` what the command adds to it.
     `rank` is the number of this machine among `nodes`, `devices` are ids of its GPUs. `caches` are
-    records of `caches.Cache`, `on_finish` is an argv, `total` the number of optimizer steps, where
-    known. `request` is what was asked for (`preparation.Request`), to be asked again.
+    records of `caches.Cache`, `on_finish` is an argv that may take `on_finish_s` seconds, `total` the
+    number of optimizer steps, where known. `borrowed` are variables that the config took a secret from.
+    `request` is what was asked for (`preparation.Request`), to be asked again.
     """
 
     number: int
@@ -54,8 +63,10 @@ class Attempt:
     caches: tuple[Mapping[str, Any], ...] = ()
     config: str | None = None
     on_finish: tuple[str, ...] = ()
+    on_finish_s: float = ON_FINISH_S
     allow_unproven: bool = False
     request: Mapping[str, Any] = field(default_factory=dict)
+    borrowed: tuple[str, ...] = ()
     token: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def command(self, environ: Mapping[str, str]) -> Command:
@@ -80,15 +91,21 @@ class Attempt:
         """What the shell had and this process lacks."""
         return {name: value for name, value in self.environ.items() if name not in environ}
 
+    def _raw(self) -> bytes:
+        # not ASCII would have to be UTF-8, which an environment need not be
+        return json.dumps(asdict(self), indent=1).encode("ascii")
+
+    def digest(self) -> str:
+        """What tells it from any other attempt, however much of it is the same."""
+        return hashlib.sha256(self._raw()).hexdigest()
+
     def write(self, folder: RunFolder) -> None:
         """Write `start.json`, for the owner's eyes alone. Raises NotReady where that fails."""
-        # not ASCII would have to be UTF-8, which an environment need not be
-        raw = json.dumps(asdict(self), indent=1).encode("ascii")
         temporary = folder.start.with_name(f".start.json.{self.token}")
         try:
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "wb") as stream:
-                stream.write(raw)
+                stream.write(self._raw())
             os.replace(temporary, folder.start)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -112,15 +129,74 @@ def read(folder: RunFolder) -> Attempt:
         ) from None  # fmt: skip
 
 
+def writable_by_others(folder: RunFolder, *, parents: bool = True) -> str | None:
+    """Why somebody else may have written what a run's `start.json` says; None where nobody can have.
+
+    A command out of it may run only then, as with ssh's keys: folder and file are this user's own, no
+    links, and writable by nobody else. Nor can anybody put another folder in its place, which `parents`
+    asks for: folders above it that others may write are sticky, as /tmp is.
+    """
+    own, path = os.geteuid(), folder.path.absolute()
+    try:
+        for one in (path, folder.start):
+            status = one.lstat()
+            if stat.S_ISLNK(status.st_mode):
+                return f"{one} is a symbolic link"
+            if status.st_uid != own:
+                return f"{one} belongs to {_name(status.st_uid)}, not to {_name(own)}"
+            if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                return f"{one} can be written by others: chmod go-w {shlex.quote(str(one))}"
+        # the folders above as they are named, and those that links among them lead to
+        above = dict.fromkeys((*path.parents, *path.resolve().parents)) if parents else ()
+        for one in above:
+            status = one.stat()
+            if status.st_uid not in (own, 0, _NOBODY):
+                return f"{one} belongs to {_name(status.st_uid)}, who can replace the run's folder"
+            private = stat.S_IWGRP if _private(status.st_gid) else 0
+            others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) & ~private
+            if others and not status.st_mode & stat.S_ISVTX:
+                return f"others can write {one}, and so replace the run's folder"
+    except OSError as error:
+        return f"{error.filename} cannot be looked at: {error.strerror}"
+    return None
+
+
+def _name(uid: int) -> str:
+    with contextlib.suppress(KeyError):
+        return pwd.getpwuid(uid).pw_name
+    return f"user {uid}"
+
+
+def _private(gid: int) -> bool:
+    """Whether it is this user's own group without further members, as many systems make one for each."""
+    with contextlib.suppress(KeyError):
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
+        named = {*group.gr_mem, group.gr_name}
+        return user.pw_gid == gid and named == {user.pw_name}
+    return False
+
+
+def require_own(folder: RunFolder) -> None:
+    """Raises NotReady where what a run folder would start may be another user's word."""
+    # by its name alone nobody else's command can be slipped in, only another run of this user's
+    if (why := writable_by_others(folder, parents=False)) is not None:
+        raise not_ready(
+            "not-your-run", f"{folder.path.name} is not started: {why}",
+            "start a stage file of your own: launch sft CONFIG", file=str(folder.path),
+        )  # fmt: skip
+
+
 def tokens(folder: RunFolder) -> dict[str, str]:
     """The environments whose tokens may stand in what a run left: this one, and that of who started it.
 
     For `redact`: whoever looks at a run later need not have its tokens to know them.
     """
-    told = rundir.read_json(folder.start).get("environ")
+    start = rundir.read_json(folder.start)
+    told, borrowed = start.get("environ"), start.get("borrowed") or ()
     then = told.items() if isinstance(told, dict) else ()
     # names of their own: both may have the same variable with another value
-    return {**os.environ, **{f"THEN_{name}": str(value) for name, value in then}}
+    held = {f"THEN_{'SECRET_' * (name in borrowed)}{name}": str(value) for name, value in then}
+    return {**os.environ, **held}
 
 
 def _given_by_scheduler(name: str) -> bool:

@@ -194,10 +194,8 @@ def _said(sample: Sample) -> str:
     return f"{shown}, loss {'unknown' if loss is None else format(loss, '.4f')}, {sample.seconds:.0f} s"
 
 
-def seconds(text: str | None) -> float | None:
+def seconds(text: str) -> float:
     """`90`, `90s`, `10m`, `1h30m` in seconds. Raises UsageError for what is no time."""
-    if text is None:
-        return None
     found = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text.strip())
     total = 0.0
     if found is not None:

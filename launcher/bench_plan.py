@@ -36,8 +36,9 @@ from launcher.errors import (
     not_ready,
     usage,
 )  # fmt: skip
+from launcher.keys import EXPECT
 from launcher.measurement import identity, of_variant, short
-from launcher.options import EXPECT, SWITCHED
+from launcher.options import SWITCHED
 from launcher.overrides import OPTIONS, spelt
 from launcher.plan import Plan
 from launcher.preparation import Prepared, Request

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launcher import comparison, page, rundir, series
+from launcher import comparison, page, report, rundir, series
 from launcher.bench import PAGE, Bench
 from launcher.comparison import Row, Spread
 from launcher.markup import Html, figure, join, table, tag
+from launcher.printable import printable
 from launcher.redaction import redact
 
 
@@ -90,6 +91,7 @@ def facts(bench: Bench) -> list[str]:
     tokens = comparison.common_tokens(bench.samples)
     unit = "row" if bench.weights() == "rows" else "token"
     lines = []
+    lines += [f"error: {one.message}" for one in comparison.baseline_fault(bench.samples)]
     if tokens is not None:
         lines.append(
             f"loss: mean of the probe's losses a step, weighted by {bench.weights()}, over the first "
@@ -115,6 +117,7 @@ def show(bench: Bench) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    report.findings(comparison.baseline_fault(bench.samples))
     rows = redact(bench.rows)
     columns = _filled(rows)
     shown = Table(box=SIMPLE, pad_edge=False)
@@ -123,17 +126,17 @@ def show(bench: Bench) -> None:
         shown.add_column(column.head, justify="right")
     for row in rows:
         style = "bold" if row.recommended else None
-        cells = [Text(row.variant), *(Text(column.cell(row)) for column in columns)]
+        cells = [Text(printable(row.variant)), *(Text(column.cell(row)) for column in columns)]
         shown.add_row(*cells, style=style)
     wide = {} if sys.stdout.isatty() else {"width": 200}
     console = Console(**wide)  # type: ignore[arg-type]
     if rows:
         console.print(shown)
     for row in rows:
-        console.print(Text(f"{row.variant}: {standing(row)}"), soft_wrap=True)
+        console.print(Text(printable(f"{row.variant}: {standing(row)}")), soft_wrap=True)
     for line in redact(facts(bench)):
-        console.print(Text(line), soft_wrap=True)
-    console.print(Text(f"{bench.folder / PAGE}"), soft_wrap=True)
+        console.print(Text(printable(line)), soft_wrap=True)
+    console.print(Text(printable(f"{bench.folder / PAGE}")), soft_wrap=True)
 
 
 def _filled(rows: Sequence[Row]) -> list[Column]:

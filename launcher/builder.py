@@ -19,6 +19,8 @@ from launcher.errors import Finding, InvalidConfig
 
 MAX_DEPTH = 64
 MAX_NODES = 100_000
+MAX_KEYS = 1_000
+"""Keys of a mapping whose names mean something: those below an argument may be more."""
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*)\Z")
@@ -189,6 +191,11 @@ class Builder:
             message = f"`{name}` stands here and in line {first}"
             self._add("duplicate-key", message, line, join(top.path, name), "delete one of them")
         top.seen.setdefault(name, line)
+        if len(top.seen) > MAX_KEYS and not top.path.removeprefix("open_instruct.").startswith(
+            "args."
+        ):
+            where = f"`{top.path}`" if top.path else "the file"
+            self._stop("too-large", f"{where} holds more than {MAX_KEYS:,} keys", line)
         top.key = name
         self._note(join(top.path, name), line)
 

@@ -33,7 +33,6 @@ from launcher.sizes import sized
 RECORD = "launch-cache.json"
 USES = ".launch-uses"
 LOCK = ".launch-lock"
-STAGING = ".launch-filling-"
 RECORD_VERSION = 1
 COLUMNS = ("kind", "size", "age", "last used", "state", "of", "runs", "folder")
 
@@ -234,53 +233,6 @@ def alone(path: Path, waiting: Callable[[], None]) -> Iterator[int | None]:
         os.close(lock)
 
 
-@contextlib.contextmanager
-def staging(folder: Path) -> Iterator[tuple[Path, int]]:
-    """A place inside a cache folder where a set can be made that nobody sees before it is complete.
-
-    Yields it and a descriptor that holds it; it is gone afterwards, with whatever was left in it, and
-    so are those of earlier processes that were killed. Raises NotReady where it cannot be made.
-    """
-    for left in _entries(folder):
-        if left.name.startswith(STAGING):
-            with contextlib.suppress(OSError):
-                _discard_left(left)
-    path = folder / f"{STAGING}{secrets.token_hex(6)}"
-    try:
-        path.mkdir()
-        held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise _not_writable(folder, error) from None
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(held, fcntl.LOCK_SH)
-        yield path, held
-    finally:
-        os.close(held)
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _discard_left(path: Path) -> None:
-    held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        if _try(held, fcntl.LOCK_EX | fcntl.LOCK_NB):
-            shutil.rmtree(path, ignore_errors=True)
-    finally:
-        os.close(held)
-
-
-def take_in(entry: Path, folder: Path) -> Path | None:
-    """Move a complete set into its cache folder, in one step; None where an unfinished one is in its way."""
-    place = folder / entry.name
-    if not is_complete(place):
-        try:
-            os.rename(entry, place)
-        except OSError:
-            # somebody else is at it, or has just been
-            return place if is_complete(place) else None
-    return place
-
-
 def discard_unfinished(folder: Path, kind: str) -> list[Path]:
     """Take away what was begun and never finished in a folder of ours; returns what went.
 
@@ -319,6 +271,23 @@ def discard_spoiled(before: Sequence[Cache], now: Sequence[Cache]) -> list[Path]
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
                     gone.append(path)
     return gone
+
+
+def discard_made(made: Sequence[Cache]) -> None:
+    """Take away what a run put into its folders: it read other data than those they are named by."""
+    for one in made:
+        for path in _entries(one.path):
+            ours = path.name == RECORD or path.name.startswith(".")
+            if not ours and max(map(_mtime, (path, *path.rglob("*")))) > one.read:
+                with contextlib.suppress(OSError):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _mtime(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _written(before: Cache, now: Cache | None) -> float | None:
@@ -487,7 +456,7 @@ def _in_the_way(folder: CacheFolder, dry_run: bool) -> str | None:
     lock = None
     try:
         with contextlib.suppress(FileNotFoundError):
-            lock = os.open(folder.path / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+            lock = os.open(folder.path / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         # on a disk without locks the runs themselves have to do
         if lock is not None and not _alone(lock):
             return "a run uses it"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher import cache_folders, rundir
+from launcher import cache_folders, files, rundir
 from launcher.errors import brief
 from launcher.rundir import RunFolder
 
@@ -98,12 +98,7 @@ def _seen(run: RunFolder) -> dict[str, Mapping[str, Any]]:
     """What rank 0's probe recorded of each kind in the newest attempt."""
     found: dict[str, Mapping[str, Any]] = {}
     kinds = {event: kind for kind, event in _EVENTS.items()}
-    try:
-        raw = (run.probe / "rank-0.jsonl").read_bytes()
-    except OSError:
-        return {}
-    for line in raw.splitlines():
-        event = rundir.parse_line(line)
+    for event in files.read_lines(run.probe / "rank-0.jsonl"):
         if event.get("event") == "start":
             found = {}
         kind = kinds.get(str(event.get("event")))

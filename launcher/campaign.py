@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher import claim, publish, rundir, runner, stopping
+from launcher import claim, lease, publish, rundir, runner, stopping
 from launcher.errors import Finding, LaunchError, usage
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
@@ -109,7 +109,7 @@ def write(record: Path, told: Mapping[str, Any]) -> None:
 def left_over(folder: Path) -> Iterator[RunFolder]:
     """Runs of it that still train, or are about to, although their command has gone; newest first."""
     for run in rundir.newest_first(folder):
-        if runner.alive(run.path) or claim.held(run):
+        if runner.alive(run.path) or lease.held(run.lock):
             yield run
 
 

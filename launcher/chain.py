@@ -93,7 +93,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Chain:
     path = Path(path)
     document = read_yaml(path)
     _require_stages(path, document)
-    value = interpolate(path, document.value, document.origins)
+    value, _ = interpolate(path, document.value, document.origins)
     reader = _Reader(path, replace(document, value=value))
     links = tuple(reader.links())
     name = reader.name()

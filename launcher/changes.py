@@ -88,7 +88,8 @@ class Change:
     """One thing that differs; `what` is the name to allow it by, `key` the argument it belongs to.
 
     `severity` is error where a resume would go on at the wrong place or with other weights, warning where
-    the run becomes another one, note where nothing comes of it.
+    the run becomes another one, note where nothing comes of it. `restored` says that upstream takes the
+    value of before out of the checkpoint.
     """
 
     what: str
@@ -97,6 +98,7 @@ class Change:
     effect: str
     severity: Severity
     key: str | None = None
+    restored: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """For the manifest."""
@@ -135,7 +137,7 @@ def since(
 
 
 def _devices(told: Manifest, plan: Plan) -> Iterator[Change]:
-    """deepspeed/runtime/engine.py:3642: ZeRO's states belong to one number of processes."""
+    """deepspeed/runtime/engine.py:4749: ZeRO's states belong to one number of processes."""
     was, now = processes(told), plan.processes
     gpus = number(mapping(told.get("plan")).get("gpus"))
     if was is None or (was == now and gpus == plan.gpus):
@@ -196,6 +198,7 @@ def _arguments(told: Manifest, plan: Plan, same: Collection[str]) -> Iterator[Ch
 def _argument(plan: Plan, name: str, was: Any, now: Any, same: Collection[str]) -> Change:
     names = plan.stage.entry.names
     severity: Severity = "warning"
+    restored = False
     if _MODEL.fullmatch(name):
         effect, severity = "the checkpoint holds the weights of another model", "error"
     elif _DATA.fullmatch(name):
@@ -207,14 +210,16 @@ def _argument(plan: Plan, name: str, was: Any, now: Any, same: Collection[str]) 
     elif _ENGINE.fullmatch(name):
         effect, severity = "the saved states may not fit another engine", "error"
     elif _KEPT.fullmatch(name) or _OPTIMIZER.fullmatch(name):
-        effect = "it comes out of the checkpoint: the new value does nothing"
+        effect, restored = "it comes out of the checkpoint: the new value does nothing", True
     elif _SCHEDULE.fullmatch(name):
         effect = "the learning rate goes on with another schedule"
     else:
         effect = "it acts from there on only"
     if (name == names.model and "model" in same) or (name == names.data and "data" in same):
         effect, severity = "another name for the same content", "note"
-    return Change(what=name, key=name, before=was, after=now, effect=effect, severity=severity)
+    return Change(
+        what=name, key=name, before=was, after=now, effect=effect, severity=severity, restored=restored
+    )  # fmt: skip
 
 
 def _unread(plan: Plan, name: str) -> bool:

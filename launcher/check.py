@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from launcher import outcome, points
 from launcher.backends.open_instruct_log import ATTENTION
-from launcher.errors import Exit, unreadable
+from launcher.errors import Exit, Finding, unreadable
 from launcher.evidence import Evidence, read_log
 from launcher.logs import Log
 from launcher.measures import metrics, metrics_rows
-from launcher.points import POINTS, Cite, Seen
+from launcher.points import Cite, Seen
 from launcher.reasons import why
 from launcher.redaction import redact
 
@@ -43,7 +44,7 @@ NOT_SHOWN = "unknown"
 UNKNOWN: Mapping[str, str] = {"liger": NOT_SHOWN, "packing": NOT_SHOWN}
 """What is expected where it is not known what was asked for: nothing passes."""
 
-UNWANTED = ("stale", "leaking", "still", "different")
+UNWANTED = ("stale", "leaking", "still", "different", "corrupt", "missing", "changed")
 """States that no run is asked for: not good either where nothing is expected of the point."""
 
 CITES = 8  # of one point: 64 ranks would say the same
@@ -131,8 +132,8 @@ def judge(stage: str | None, expected: Mapping[str, str | None], evidence: Evide
     A state of None or `any` expects nothing. Without a stage it is taken from the evidence.
     """
     named = stage or evidence.stage
-    points = []
-    for name, see in POINTS.items():
+    found = []
+    for name, see in {**points.POINTS, **outcome.POINTS}.items():
         if name == "reference_cache" and named != "dpo":
             continue
         want = expected.get(name, DEFAULTS.get(name))
@@ -140,13 +141,16 @@ def judge(stage: str | None, expected: Mapping[str, str | None], evidence: Evide
             continue  # a stranger's run: nobody knows what was planned
         unwanted = () if want == "any" else UNWANTED
         want = None if want == "any" else want
-        points.append(_point(name, want, see(evidence, want), unwanted, evidence))
-    oks = [point.ok for point in points]
+        seen = see(evidence, want)
+        if name in outcome.POINTS and want is None and seen.state == "unknown":
+            continue  # a record of an older version, or a stranger's
+        found.append(_point(name, want, seen, unwanted, evidence))
+    oks = [point.ok for point in found]
     return Verdict(
         status=_status(oks),
         stage=named,
         steps=evidence.last_step,
-        points=tuple(points),
+        points=tuple(found),
         metrics=metrics(evidence),
     )
 
@@ -188,6 +192,13 @@ def lost(verdict: Verdict) -> Verdict:
     detail = {**point.detail, "reason": "lost", "help": help}
     ok = point.expected in (None, "killed")
     return _with_point(verdict, replace(point, state="killed", ok=ok, detail=detail))
+
+
+def unknown(verdict: Verdict, why: Finding) -> Verdict:
+    """The verdict of a run that may or may not go on where nobody here can look."""
+    point = verdict.point("finish")
+    detail = {**point.detail, "reason": why.message, "help": why.help}
+    return _with_point(verdict, replace(point, state="unknown", ok=None, detail=detail))
 
 
 def damaged(verdict: Verdict, folder: Path, fault: str) -> Verdict:
@@ -233,7 +244,7 @@ def _point(
     name: str, want: str | None, seen: Seen, unwanted: tuple[str, ...], evidence: Evidence
 ) -> Point:
     met = seen.state in _MEETS.get((name, want or ""), (want,))
-    wanted = want is not None or seen.state in unwanted
+    wanted = want is not None or bool(unwanted and (seen.doubt or seen.state in unwanted))
     proved = seen.proved and want != NOT_SHOWN
     ok = True if not wanted else met if proved else None
     detail = seen.detail

@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher import upstream
+from launcher import git, upstream
 from launcher.config import load
 from launcher.errors import Finding, InvalidConfig, NotReady, brief, not_ready, usage
 from launcher.fingerprint import cache_home
@@ -92,12 +92,9 @@ def edits(root: Path | None) -> str | None:
 
 
 def _git(words: Sequence[str]) -> None:
-    # inside a git hook these name another repository
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
-    environ |= {"GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
     subprocess.run(
-        ["git", *words], check=True, capture_output=True, text=True, errors="replace", env=environ,
-        stdin=subprocess.DEVNULL,
+        [*git.COMMAND, *words], check=True, capture_output=True, text=True, errors="replace",
+        env=git.environment("file"), stdin=subprocess.DEVNULL,
     )  # fmt: skip
 
 

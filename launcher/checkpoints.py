@@ -11,15 +11,15 @@ No weights are loaded.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
+from launcher import content, files
 from launcher.paths import is_pointer
 
 Kind = Literal["step", "epoch"]
@@ -74,12 +74,16 @@ class Checkpoint:
         return self.number if self.kind == "step" else None
 
 
-def find(backend: str, output: Path | None, *, ranks: int | None = None) -> list[Checkpoint]:
+def find(
+    backend: str, output: Path | None, *, ranks: int | None = None, known: Container[str] = ()
+) -> list[Checkpoint]:
     """The checkpoints of an output folder in upstream's order, what it would take at the end.
 
-    `ranks` is how many processes must have left their part, where it is known.
+    `ranks` is how many processes must have left their part, where it is known; those whose names are
+    `known` are left out.
     """
-    found = [_judged(backend, path, ranks) for path in _folders(backend, output)]
+    folders = (path for path in _folders(backend, output) if path.name not in known)
+    found = [_judged(backend, path, ranks) for path in folders]
     return sorted((one for one in found if one is not None), key=lambda c: (c.kind, c.number))
 
 
@@ -231,7 +235,7 @@ def _engine_folder(path: Path, names: set[str]) -> Path | None:
     folders = [path / name for name in inside if (path / name).is_dir()]
     if "latest" in names:
         try:
-            named = path / (path / "latest").read_text(encoding="utf-8").strip()
+            named = path / files.read_bytes(path / "latest", 4096).decode().strip()
         except (OSError, ValueError):
             return folders[-1] if folders else None
         return named
@@ -303,12 +307,36 @@ def file_fault(path: Path) -> str | None:
 def sizes(path: Path) -> dict[str, tuple[int, ...]] | None:
     """The size of each tensor in a safetensors file; None where its header cannot be read."""
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            told: Any = json.loads(file.read(length)) if length <= _LARGEST_HEADER else None
-        return {n: tuple(map(int, one["shape"])) for n, one in told.items() if n != "__metadata__"}
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        with files.open_regular(path) as file:
+            told = _header(file)
+        return {name: tuple(map(int, one["shape"])) for name, one in told.items()}
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError):
         return None
+
+
+def _header(file: BinaryIO) -> Any:
+    """What a safetensors file says of each of its tensors. Raises ValueError where it cannot be read."""
+    length = int.from_bytes(file.read(8), "little")
+    if length > _LARGEST_HEADER:
+        raise ValueError("the header is too large")
+    told: Any = files.parse_json(file.read(length))
+    told.pop("__metadata__", None)
+    return told
+
+
+def blank(path: Path) -> bool:
+    """Whether all floating-point tensors of a safetensors file are 0, as far as samples of each tell."""
+    try:
+        with files.open_regular(path) as file:
+            regions = content.sampled_regions(file.fileno(), os.fstat(file.fileno()).st_size) or []
+            told = _header(file) if regions else {}
+            if not told or not all("F" in one["dtype"] for one in told.values()):
+                return False
+            return not any(
+                os.pread(file.fileno(), size, begin).strip(b"\0") for begin, size in regions[1:]
+            )
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        return False
 
 
 def _tensors_fault(path: Path) -> str | None:
@@ -318,12 +346,12 @@ def _tensors_fault(path: Path) -> str | None:
     (deepspeed/runtime/zero/partition_parameters.py); whole numbers of a quantised model may have none.
     """
     try:
-        with path.open("rb") as file:
+        with files.open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(_LARGEST_HEADER, size - 8):
                 return f"{path.name} is cut off"
-            told = json.loads(file.read(length))
+            told = files.parse_json(file.read(length))
         told.pop("__metadata__", None)
         ends = [int(one["data_offsets"][1]) for one in told.values()]
         empty = [n for n, one in told.items() if 0 in one["shape"] and "F" in one["dtype"]]
@@ -331,7 +359,7 @@ def _tensors_fault(path: Path) -> str | None:
         return f"{path.name} is missing"
     except OSError as error:
         return f"{path.name} cannot be read: {error.strerror}"
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError):
         return f"{path.name} cannot be read"
     if 8 + length + max(ends, default=0) != size:
         return f"{path.name} is cut off"
@@ -346,7 +374,7 @@ def _archive_fault(path: Path) -> str | None:
     The form before torch 1.6 has no end that could be looked for: not being empty has to do.
     """
     try:
-        with path.open("rb") as file:
+        with files.open_regular(path) as file:
             begin = file.read(4)
             if not begin:
                 return f"{path.name} is empty"
@@ -365,10 +393,8 @@ def _archive_fault(path: Path) -> str | None:
 
 def _json(path: Path) -> dict[str, object] | None:
     try:
-        if path.stat().st_size > _LARGEST_JSON:
-            return None
-        told = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        told = files.parse_json(files.read_bytes(path, _LARGEST_JSON))
+    except (OSError, ValueError):
         return None
     return told if isinstance(told, dict) else None
 

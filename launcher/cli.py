@@ -18,10 +18,12 @@ import typer
 from launcher import __version__
 from launcher.commands import app
 from launcher.commands.vocabulary import Findings
-from launcher.errors import DISK_FULL, Exit, Finding, LaunchError, NotReady, UsageError
+from launcher.errors import DISK_FULL, Exit, Finding, LaunchError, NotReady, UsageError, unreadable
 
 # what typer raises for a command line that it cannot parse: only its heir has a public name
 _Unparsed: type[Any] = typer.BadParameter.__mro__[1]
+# another user's run, and what stands in a file's place and is none
+_UNREADABLE = {errno.EACCES, errno.EPERM, errno.EINVAL, errno.EFBIG, errno.ELOOP, errno.ESTALE}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,6 +49,9 @@ def _guarded(call: Callable[[], object], arguments: list[str]) -> int:
         if not _has_cwd():
             _refused(NotReady(_no_cwd()), arguments)
             return Exit.NOT_READY
+        if error.errno in _UNREADABLE and error.filename is not None:
+            _refused(unreadable(error.filename, error), arguments)
+            return Exit.NOT_READY
         full = error.errno in DISK_FULL
         if not full and error.errno not in {errno.EPIPE, errno.EIO}:
             return _bug(error, arguments)
@@ -68,10 +73,11 @@ def _answered(arguments: list[str]) -> None:
     try:
         code = app(args=arguments, prog_name="launch", standalone_mode=False)
     except _Unparsed as error:
+        from launcher.printable import folded
         from launcher.redaction import redact
 
         # typer repeats the word that it does not understand, and that may be a token
-        message = redact(error.format_message())
+        message = redact(folded(error.format_message()))
         if _form(arguments) is not Findings.json:
             error.format_message = lambda: message
             error.show()
@@ -139,6 +145,7 @@ def _form(arguments: list[str]) -> Findings:
 def _bug(error: Exception, arguments: list[str]) -> int:
     """Traceback and versions to a file, ready for an issue; one line on the screen."""
     from launcher import rundir
+    from launcher.printable import folded, printable
     from launcher.redaction import redact
 
     folder = rundir.state_folder()
@@ -149,12 +156,17 @@ def _bug(error: Exception, arguments: list[str]) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         on = f"launch {__version__}, Python {platform.python_version()}, {platform.platform()}"
         head = f"launch {' '.join(arguments)}\n{on}\n\n"
-        path.write_text(redact(head + text), encoding="utf-8")
+        # the name of a file need not be UTF-8
+        path.write_text(redact(head + text), encoding="utf-8", errors="backslashreplace")
     except OSError:
-        typer.echo(redact(text), err=True)
-    told = redact(f"{type(error).__name__}: {error}")
-    typer.echo(f"bug in launch: {told}  (traceback in {path})", err=True)
+        typer.echo(_encodable(redact(printable(text))), err=True)
+    told = redact(folded(f"{type(error).__name__}: {error}"))
+    typer.echo(_encodable(f"bug in launch: {told}  (traceback in {path})"), err=True)
     return Exit.BUG
+
+
+def _encodable(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ def _words(request: Request, gpus: int) -> list[str]:
     if request.nodes > 1:
         words += ["--nodes", str(request.nodes)]
     switches = {"--strict": request.strict, "--allow-unpinned": request.allow_unpinned}
+    switches["--allow-corrupting-overlap"] = request.allow_corrupting_overlap
     switches["--no-probe"] = not request.probe
     return [*words, *(name for name, on in switches.items() if on)]
 

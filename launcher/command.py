@@ -5,41 +5,132 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shlex
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from launcher import rendezvous
+from launcher.keys import EXPECT
 from launcher.machine import Trainer
-from launcher.options import EXPECT, Watch
+from launcher.options import Watch
 from launcher.plan import Plan
+from launcher.printable import printable
 from launcher.redaction import redact
 from launcher.upstream import SUBMODULE
 
+HUB = "HF_TOKEN"
+ARGUMENT = "LAUNCH_ARG_"
+"""How variables begin that hold words of the command line; watching/script.py puts them back."""
 PROBE = Path(__file__).resolve().parent / "probe.py"
 
-CONTRACT = ("liger", "packing", "attention", "dataset_cache", "reference_cache", "loss")
+CONTRACT = (
+    "liger", "packing", "attention", "dataset_cache", "reference_cache", "loss", "gradients",
+)  # fmt: skip
 """The points that the probe enforces while training runs; the others need the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """The whole intention to start one stage. `env` holds only what is added to the environment."""
+    """The whole intention to start one stage. `env` holds only what is added to the environment.
+
+    `variables` are those of `env` that hold secrets, and the shell's variables that hold the same.
+    """
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
     cwd: Path
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def shell(self) -> str:
-        """The command as it can be pasted into a POSIX shell."""
-        words = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
-        return " ".join([*words, shlex.join(self.argv)])
+        """The command as it can be pasted into a POSIX shell; redacted, that fills in the secrets."""
+        words = [
+            f'{name}="{value}"'
+            if value == f"${self.variables.get(name)}"
+            else f"{name}={_quoted(value)}"
+            for name, value in self.env.items()
+        ]
+        return " ".join([*words, *map(_quoted, self.argv)])
 
     def redacted(self) -> Command:
-        """The same without tokens, for whatever is shown or kept."""
-        return redact(self)
+        """The same without secrets, for whatever is shown or kept."""
+        named = {name: f"${variable}" for name, variable in self.variables.items()}
+        shown = redact(replace(self, env={**self.env, **named}))
+        return replace(shown, variables=self.variables)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """The trainer's arguments, secrets taken out: every user of a machine may read a command line.
+
+    `env` holds them instead, `variables` is as in `Command`. `exposed` are the arguments that could not
+    be handed over so.
+    """
+
+    words: Mapping[str, Sequence[str]]
+    env: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
+    exposed: tuple[str, ...] = ()
+
+
+def concealed(
+    given: Mapping[str, Sequence[str]], plan: Plan, environ: Mapping[str, str], *, watched: bool
+) -> Arguments:
+    """The arguments as they may be seen; what starts upstream's script (`watched`) puts the words back."""
+    shown: dict[str, Any] = redact({name: list(words) for name, words in given.items()}, environ)
+    words, env, variables, exposed = dict(given), dict[str, str](), dict[str, str](), list[str]()
+    for name, own in given.items():
+        taken = _secret_words(name, plan)
+        secret = [
+            at for at, word in enumerate(own) if word != shown[name][at] or taken & {-1, at}
+        ]  # fmt: skip
+        if not secret:
+            continue
+        if name == "hub_token" and environ.get(HUB, own[0]) == own[0]:
+            # where no token is given, huggingface_hub takes this one
+            del words[name]
+            if HUB not in environ:
+                env[HUB], variables[HUB] = own[0], _variable(own[0], environ, HUB)
+            continue
+        if not watched:
+            exposed.append(name)
+            continue
+        words[name] = replaced = list(own)
+        for at in secret:
+            variable = f"{ARGUMENT}{name.upper()}" + (f"_{at}" if len(own) > 1 else "")
+            env[variable], replaced[at] = own[at], f"${variable}"
+            variables[variable] = _variable(own[at], environ, variable)
+    return Arguments(words=words, env=env, variables=variables, exposed=tuple(exposed))
+
+
+def _variable(word: str, environ: Mapping[str, str], default: str) -> str:
+    """The variable of the shell that holds this word."""
+    return min((name for name, value in environ.items() if value == word), default=default)
+
+
+def _secret_words(name: str, plan: Plan) -> set[int]:
+    """Which words of an argument took a secret from the environment; -1 stands for all."""
+    found = set()
+    for key in plan.stage.config.secrets:
+        if (match := re.match(rf"args\.{re.escape(name)}(?:\[(\d+)\])?(?![\w-])", key)) is not None:
+            found.add(int(match[1] or -1))
+    return found if name in plan.stage.config.args and name not in plan.derived else set()
+
+
+def _quoted(word: str) -> str:
+    """A word for a shell; where it is not fit for a terminal as it is, in the `$'...'` of bash and zsh."""
+    if printable(word) == word:
+        return shlex.quote(word)
+    shown = "".join(
+        one
+        if one.isprintable() and one not in "\\'#"
+        else "".join(f"\\x{byte:02x}" for byte in os.fsencode(one))
+        for one in word
+    )
+    return f"$'{shown}'"
 
 
 def build(
@@ -58,7 +149,8 @@ def build(
     started = str(PROBE if watched else script)
     starter = _torchrun(plan) if plan.stage.entry.torchrun else _accelerate(plan)
     argv = [str(trainer.python), "-m", *starter, started]
-    for name, words in plan.arguments().items():
+    arguments = concealed(plan.arguments(), plan, environ, watched=watched)
+    for name, words in arguments.words.items():
         argv += [f"--{name}", *words]
     return Command(
         argv=tuple(argv),
@@ -67,7 +159,9 @@ def build(
             **_environment(plan, root, script, folder, environ),
             **(caches or {}),
             **(devices or {}),
+            **arguments.env,
         },
+        variables=arguments.variables,
     )
 
 
@@ -181,6 +275,9 @@ def expectations(plan: Plan) -> dict[str, str]:
     expected["packing"] = "isolated" if plan.stage.entry.packs(values, plan.per_device) else "off"
     if plan.stage.options.probe is not None:
         expected["batch"] = "planned"
+        # where one process trains alone, nothing stands between backward and optimizer
+        if plan.processes > 1 or (plan.gpus and plan.stage.options.deepspeed is not None):
+            expected["gradients"] = "true"
     if chosen := plan.attention:
         # a kernel of the hub has a name of its own, which no point of a verdict knows
         expected |= {"attention": chosen} if chosen in EXPECT["attention"] else {}

@@ -116,9 +116,9 @@ def _partitioned(setup: Setup, zero: Zero, links: Links) -> tuple[Traffic, ...]:
     return (
         _sent("gradients, all-reduced", times * width * size, setup.processes, links, rings=2,
               calls=times * buckets(_trained(setup), zero.bucket), formula=f"{times} x {width}P, twice",
-              source="deepspeed/runtime/zero/stage_1_and_2.py:1705"),
+              source="deepspeed/runtime/zero/stage_1_and_2.py:2384"),
         _sent("new weights, gathered", HALF * size, setup.processes, links, calls=1, formula="2P",
-              source="deepspeed/runtime/zero/stage_1_and_2.py:2205"),
+              source="deepspeed/runtime/zero/stage_1_and_2.py:3155"),
     )  # fmt: skip
 
 
@@ -138,7 +138,7 @@ def _sharded(setup: Setup, zero: Zero, links: Links) -> tuple[Traffic, ...]:
         _sent("gradients, reduced and scattered", times * zero.communication * setup.trained, ranks, links,
               calls=times * buckets(_trained(setup), zero.bucket),
               formula=f"{times} x {zero.communication}P",
-              source="deepspeed/runtime/zero/stage3.py:1659"),
+              source="deepspeed/runtime/zero/stage3.py:1931"),
     )  # fmt: skip
 
 

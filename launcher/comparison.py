@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from launcher.errors import Finding
 from launcher.significance import ERROR, LEAST_RUNS, Pace, chance, steadily
 
 if TYPE_CHECKING:
@@ -25,6 +26,15 @@ one of three comparisons, and one alone has no spread to tell."""
 LEAST = 0.01
 """What counts as no difference, however little the runs scatter."""
 _ONE = "one run: no spread"
+SAME_NORM = 0.03
+"""How far the gradient norm of the first step may lie from the first variant's where the same rows are
+split alike over micro-batches: other kernels round otherwise."""
+SPLIT_NORM = 0.15
+"""The same where they are split otherwise: a mean of means weighs rows by their micro-batch's tokens.
+Measured: up to 9.6 % over 20 batches of 32 chats split into 1 to 32 parts, 5.7 % at 7B between 16 and 32
+rows."""
+LESS_FALL = 0.1
+"""What a loss may fall less than the first variant's, as a share of that fall."""
 LATER = 0.1
 """How much longer a start has to take, as a share of the first one's, before it is told."""
 
@@ -69,12 +79,15 @@ class Variant:
 class Step:
     """One optimizer step over all ranks: its tokens, what its loss is a mean over, and that mean.
 
-    `weight` is tokens for SFT, rows for DPO, whose loss is one of pairs.
+    `weight` is tokens for SFT, rows for DPO, whose loss is one of pairs. `norm` is that of the gradient,
+    `micro_batches` those of one rank; None where nobody recorded it.
     """
 
     tokens: float
     weight: float
     loss: float
+    norm: float | None = None
+    micro_batches: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +96,8 @@ class Sample:
 
     `pace` are seconds a token of the steady steps, of all ranks together; empty where that is not known.
     `reason` says why it is no measurement, `flaws` are points of the verdict that failed although it
-    ran to its end, `unproved` those that could not be settled either way. `seconds` is wall time,
+    ran to its end, `unproved` those that could not be settled either way. `gradients` is the state of
+    that point, None in records of before there was one. `seconds` is wall time,
     start-up included. `outcome` is there only in the process that ran it.
     """
 
@@ -93,6 +107,7 @@ class Sample:
     reason: str | None = None
     flaws: tuple[str, ...] = ()
     unproved: tuple[str, ...] = ()
+    gradients: str | None = None
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     curve: tuple[Step, ...] = ()
     pace: tuple[float, ...] = ()
@@ -110,18 +125,20 @@ class Sample:
         return {
             "variant": self.variant, "repeat": self.repeat, "cause": self.cause,
             "reason": self.reason, "flaws": list(self.flaws), "unproved": list(self.unproved),
-            "metrics": dict(self.metrics),
-            "curve": [[s.tokens, s.weight, s.loss] for s in self.curve], "pace": list(self.pace),
+            "gradients": self.gradients, "metrics": dict(self.metrics),
+            "curve": [[s.tokens, s.weight, s.loss, s.norm, s.micro_batches] for s in self.curve],
+            "pace": list(self.pace),
             "run": self.run, "seconds": round(self.seconds, 1),
         }  # fmt: skip
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Sample:
         """What `as_json` wrote. Raises KeyError, TypeError or ValueError where it did not."""
-        curve = tuple(Step(float(t), float(w), float(x)) for t, w, x in data["curve"])
+        curve = tuple(Step(*map(float, one[:3]), *one[3:]) for one in data["curve"])
         known = {k: data[k] for k in ("variant", "repeat", "cause", "reason", "run", "seconds")}
         return cls(
             **known, flaws=tuple(data["flaws"]), unproved=tuple(data.get("unproved") or ()),
+            gradients=data.get("gradients"),
             metrics=dict(data["metrics"]), curve=curve,
             pace=tuple(map(float, data.get("pace") or ())),
         )  # fmt: skip
@@ -269,10 +286,17 @@ def compare(samples: Sequence[Sample], tolerance: float = TOLERANCE) -> list[Row
     by_name = {name: [s for s in samples if s.variant == name] for name in names}
     first: Row | None = None
     rows = []
+    base = by_name[names[0]] if names else []
     for name in names:
         timed = [_timed(by_name[one]) for one in (name, names[0])]
         speed = judged(*timed) if first is not None and all(timed) else None
         row = _row(name, by_name[name], tokens, first, tolerance, speed)
+        if corrupt(base):
+            row = _beside_corrupt(row, base, first=first is None)
+        elif first is not None and row.standing in ("faster", "slower", "no difference"):
+            why = unlike(by_name[name], base)
+            if why is not None:
+                row = replace(row, standing="loss changed", why=f"{row.standing}, but {why}")
         first = first or row
         rows.append(row)
     best = max(
@@ -280,6 +304,79 @@ def compare(samples: Sequence[Sample], tolerance: float = TOLERANCE) -> list[Row
         key=lambda row: row.median(SPEED) or 0.0, default=None,
     )  # fmt: skip
     return [replace(row, recommended=True) if row is best else row for row in rows]
+
+
+def corrupt(samples: Iterable[Sample]) -> str | None:
+    """Why a run's gradients were not its batch's; None where none was seen to be so."""
+    for one in samples:
+        if one.gradients == "corrupt":
+            return one.reason or "gradients are corrupt"
+    return None
+
+
+def baseline_fault(samples: Sequence[Sample]) -> tuple[Finding, ...]:
+    """An error where the first variant cannot be what others are held to."""
+    first = [one for one in samples if one.variant == samples[0].variant]
+    why = corrupt(first)
+    if why is None:
+        return ()
+    return (
+        Finding(
+            severity="error", layer="run", code="corrupt-baseline",
+            message=f"{first[0].variant} trained on corrupt gradients, nothing is compared with it: {why}",
+            help="docs/gradients.md: another DeepSpeed, or `overlap_comm: false`",
+        ),
+    )  # fmt: skip
+
+
+def _beside_corrupt(row: Row, base: Sequence[Sample], *, first: bool) -> Row:
+    """What is left to say where the first variant trained on noise: nothing is compared with it."""
+    if first:
+        return replace(row, standing="flawed", why=str(corrupt(base)))
+    why = f"{base[0].variant} trained on corrupt gradients: nothing is compared with it"
+    return replace(row, standing="unknown", why=why, recommended=False)
+
+
+def unlike(samples: Sequence[Sample], base: Sequence[Sample]) -> str | None:
+    """Why runs did not train as those of `base` did, although no loss lies beyond the tolerance.
+
+    By the gradient norm of the first step, taken from the same weights, where it is of the same rows; and
+    by how far the loss fell, step by step where steps hold the same tokens.
+    """
+    ours = [one for one in samples if one.measured and one.curve]
+    others = [one for one in base if one.measured and one.curve]
+    if not ours or not others:
+        return None
+    step, theirs = ours[0].curve[0], others[0].curve[0]
+    if step.norm is not None and theirs.norm and step.tokens == theirs.tokens:
+        alike = step.micro_batches == theirs.micro_batches
+        allowed = SAME_NORM if alike else SPLIT_NORM
+        change = step.norm / theirs.norm - 1
+        if not abs(change) <= allowed:
+            return (
+                f"the first step's gradient norm is {step.norm:.4g}, {theirs.norm:.4g} in "
+                f"{others[0].variant}: beyond {share(allowed)} for the same rows"
+            )
+    return _falls_less(ours, others)
+
+
+def _falls_less(ours: Sequence[Sample], others: Sequence[Sample]) -> str | None:
+    length = min(len(one.curve) for one in (*ours, *others))
+    pairs = zip(ours[0].curve[:length], others[0].curve[:length], strict=True)
+    if length < 2 or any(a.tokens != b.tokens for a, b in pairs):
+        return None
+    # the last half, against the first step, which was taken before any update
+    late = range(max(1, length // 2), length)
+    levels = [
+        [math.fsum(one.curve[i].loss for i in late) / len(late) for one in some]
+        for some in (ours, others)
+    ]
+    start = statistics.fmean(one.curve[0].loss for one in others)
+    fell, base = (start - statistics.median(some) for some in levels)
+    spread = max(max(some) - min(some) for some in levels)
+    if base <= 0 or base - fell <= max(LESS_FALL * base, spread):
+        return None
+    return f"the loss falls by {fell:.4g}, {base:.4g} in {others[0].variant} over the same steps"
 
 
 def _row(
@@ -370,6 +467,8 @@ def _standing(
     if flaws:
         return "flawed", f"not what was asked for: {'; '.join(flaws)}"
     unproved = dict.fromkeys(name for sample in measured for name in sample.unproved)
+    if any(sample.gradients == "unknown" for sample in measured):
+        unproved["gradients"] = None
     doubts = [f"not proved either way: {', '.join(unproved)}"] if unproved else []
     doubts += [f"{len(failures)} of its runs failed: {failures[0]}"] if failures else []
     if first is None:

@@ -12,6 +12,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from launcher.files import read_bytes
+
 Facts = Mapping[str, Any]
 
 _BACKEND = re.compile(r"^backend:\s*(\w+)", re.M)
@@ -48,22 +50,11 @@ def complete_override(
 
 def _known(stage: str, config: Path | None) -> dict[str, tuple[str, ...]]:
     """Everything that an override can name, with the values that are worth offering."""
-    from launcher import options
+    from launcher import keys
 
-    known: dict[str, tuple[str, ...]] = {
-        "batch.global": (),
-        "batch.per_device": (),
-        "deepspeed": (*options.DEEPSPEED, "none"),
-        "mixed_precision": options.PRECISIONS,
-        "name": (),
-        "on_violation": options.ON_VIOLATION,
-        "on_hang": options.ON_HANG,
-        "probe": ("on", "off"),
-        **{
-            f"probe.{part}": ("on", "off") if part in options.SWITCHES else ()
-            for part in options.WATCHED
-        },
-        **{f"expect.{point}": states for point, states in options.EXPECT.items()},
+    known = {
+        name: ("on", "off") if key.kind == "switch" or key.switch else key.words
+        for name, key in keys.leaves()
     }
     for name, field in _fields(stage, _backend(config)):
         known.setdefault(name, _offered(field))
@@ -91,7 +82,7 @@ def _is_itself(word: str) -> bool:
 def _backend(config: Path | None) -> str | None:
     """The backend that a stage file names; None where it cannot be told from the file alone."""
     try:
-        text = "" if config is None else Path(config).read_text(encoding="utf-8")
+        text = "" if config is None else read_bytes(Path(config)).decode()
     except (OSError, ValueError):
         text = ""
     if (named := _BACKEND.search(text)) is not None:

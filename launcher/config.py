@@ -6,19 +6,21 @@ upstream's flat files. Interpolation (`${...}`) is omegaconf's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from launcher.builder import Origin, bad, join, nearest
-from launcher.document import Document, parse, read_yaml
+from launcher.document import SUFFIXES, Document, parse, read_yaml
 from launcher.errors import Finding, InvalidConfig, brief
 from launcher.interpolation import interpolate
 from launcher.overrides import OPTIONS, Shape, Tree, forget
 from launcher.paths import canonical, exists, expanded
 
 MAX_EXTENDS = 16
+LARGEST = 10**64
+"""Numbers from here on are a mistake."""
 PIPELINE = "is-pipeline"
 """The code of what a file is refused with that holds several stages."""
 
@@ -29,7 +31,8 @@ class Config:
 
     `args` go to upstream under exactly these names. `options` are launch's own top-level keys.
     `origins` maps dotted keys (`args.learning_rate`, `args.mixer_list[1]`) to places. `faults` are
-    keys that stand twice or cannot be keys; the last value of a key that stands twice is held.
+    keys that stand twice or cannot be keys; the last value of a key that stands twice is held. `secrets`
+    are the texts, by dotted key, of values that took a secret from the environment.
     """
 
     path: Path
@@ -39,6 +42,7 @@ class Config:
     origins: Mapping[str, Origin] = field(default_factory=dict)
     parents: tuple[Path, ...] = ()
     faults: tuple[Finding, ...] = ()
+    secrets: Mapping[str, str] = field(default_factory=dict)
 
     def origin(self, key: str) -> Origin:
         """The place of `key`, or of the nearest enclosing key, or the start of the file."""
@@ -60,9 +64,31 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, text: str | None = 
     faults = [fault for text in overrides for fault in tree.override(text)]
     if faults:
         raise InvalidConfig(faults)
-    value = interpolate(path, tree.value, tree.origins)
-    document = replace(document, value=value, origins=tree.origins)
-    return _SHAPED[shape](path, document, parents)
+    value, secrets = interpolate(path, tree.value, tree.origins)
+    faults = [*document.faults, *_too_large(path, value, tree.origins)]
+    document = replace(document, value=value, origins=tree.origins, faults=tuple(faults))
+    loaded = _SHAPED[shape](path, document, parents)
+    named = {
+        f"args.{key}" if shape == "flat" else key.removeprefix("open_instruct."): text
+        for key, text in secrets.items()
+    }
+    return replace(loaded, secrets=named)
+
+
+def _too_large(
+    path: Path, value: Any, origins: Mapping[str, Origin], key: str = ""
+) -> Iterator[Finding]:
+    """A finding for each number that no float can hold: YAML's `1e999`, or an integer of many digits."""
+    if isinstance(value, dict):
+        for name, below in value.items():
+            yield from _too_large(path, below, origins, join(key, name))
+    elif isinstance(value, list):
+        for index, below in enumerate(value):
+            yield from _too_large(path, below, origins, f"{key}[{index}]")
+    elif isinstance(value, int | float) and not abs(value) < LARGEST:
+        found = bad(path, "bad-value", f"the number of `{key}` is too large", None)
+        origin = nearest(origins, key) or Origin(str(path), 1)
+        yield replace(found, key=key, **origin.place)
 
 
 # --- several layers -------------------------------------------------------------------------------
@@ -80,6 +106,10 @@ def _with_parents(
         message = "`extends` names one file, relative to this one"
         raise InvalidConfig(bad(path, "bad-extends", message, line))
     target = path.parent / expanded(parent)
+    if not {target.suffix, Path(canonical(target)).suffix} <= SUFFIXES:
+        # whoever wrote the file may not be who may read what it names
+        message = f"`extends: {brief(parent)}` names no `.yaml` or `.yml` file"
+        raise InvalidConfig(bad(path, "bad-extends", message, line))
     chain = (*children, path)
     if canonical(target) in {canonical(known) for known in chain}:
         loop = " -> ".join(str(known) for known in (*chain, target))

@@ -12,12 +12,26 @@ from pathlib import Path
 from typing import Any
 
 from launcher import facts
-from launcher.fingerprint import Fingerprint, Memory, cache_home, of_data, of_model, of_tokenizer
+from launcher.fingerprint import (
+    Fingerprint,
+    Memory,
+    MissingContent,
+    cache_home,
+    of_data,
+    of_model,
+    of_tokenizer,
+)
 from launcher.paths import exists
 from launcher.plan import Plan
 
 Contents = Sequence[Mapping[str, Any]]
-"""Mappings of `role`, `name` and `digest`, which is None where nothing local knows it."""
+"""Mappings of `role`, `name` and `digest`, which is None where nothing local knows it; `files` are the
+digests of what lies here, by name."""
+
+FILES_KEPT = 1000
+"""Of one data set or model; of more, only their common digest tells."""
+
+_READ = {"data": of_data, "model": of_model, "tokenizer": of_tokenizer}
 
 
 def of_plan(plan: Plan) -> list[dict[str, Any]]:
@@ -50,7 +64,8 @@ def _contents(plan: Plan, memory: Memory) -> Iterator[dict[str, Any]]:
     data = values.get(stage.entry.names.data)
     listed = list(map(str, data[::2])) if isinstance(data, list) else [str(data)] if data else []
     for name in listed:
-        yield _one("data", name, of_data(name, memory).digest if exists(Path(name)) else None)
+        local = exists(Path(name))
+        yield _known("data", of_data(name, memory)) if local else _one("data", name, None)
     model, revision = values.get(stage.entry.names.model), values.get("model_revision")
     if isinstance(model, str) and model:
         yield _known("model", of_model(model, memory, revision=revision))
@@ -67,9 +82,47 @@ def _contents(plan: Plan, memory: Memory) -> Iterator[dict[str, Any]]:
     yield _one("code", stage.entry.script, script or stage.schema.digests.get(stage.entry.script))
 
 
+def changed(listed: object, cwd: Path) -> list[dict[str, Any]]:
+    """What is not as `of_plan` found it: `role`, `name` and, a file each, `file`, `before` and `after`.
+
+    `after` is None for what is gone or cannot be read. Relative names start at `cwd`.
+    """
+    memory = Memory.load(cache_home() / "fingerprints.json")
+    found = listed if isinstance(listed, list | tuple) else ()
+    known = [
+        one for one in found if isinstance(one, Mapping) and isinstance(one.get("files"), dict)
+    ]
+    try:
+        return [change for one in known for change in _changed(one, cwd, memory)]
+    finally:
+        memory.save()
+
+
+def _changed(one: Mapping[str, Any], cwd: Path, memory: Memory) -> Iterator[dict[str, Any]]:
+    role, name, before = str(one.get("role")), str(one.get("name")), dict(one["files"])
+    told = {"role": role, "name": name}
+    try:
+        found = _READ[role](str(cwd / name), memory)
+    except (KeyError, MissingContent):
+        yield {**told, "file": name, "before": one.get("digest"), "after": None}
+        return
+    if found.digest == one.get("digest"):
+        return
+    after = {file.name: file.digest for file in found.files}
+    if not before:
+        before, after = {name: one.get("digest")}, {name: found.digest}
+    for file in sorted(before.keys() | after.keys()):
+        if before.get(file) != after.get(file):
+            yield {**told, "file": file, "before": before.get(file), "after": after.get(file)}
+
+
 def _known(role: str, found: Fingerprint) -> dict[str, Any]:
     # a name on the hub whose commit is not known here says nothing of its content
-    return _one(role, found.name, None if found.kind == "name" else found.digest)
+    told = _one(role, found.name, None if found.kind == "name" else found.digest)
+    if found.kind in ("file", "folder"):
+        kept = found.files if len(found.files) <= FILES_KEPT else ()
+        told["files"] = {file.name: file.digest for file in kept}
+    return told
 
 
 def _one(role: str, name: str, digest: str | None) -> dict[str, Any]:

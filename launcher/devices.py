@@ -1,9 +1,10 @@
 """Which GPUs a run gets: those that were named, or free ones, and none that another run has.
 
-Every GPU, and every instance of a divided one, has a lock file under its own id. The lock is the
-kernel's and is inherited by the training process: a GPU is another run's for as long as anything of
-that run lives, and never longer. What is not launch's is known from the driver alone: from who
-computes there, and, in a container that does not see them, from the memory that is used.
+Every GPU, and every instance of a divided one, has a lock file under its own id, in a place that all users
+of the machine share. The lock is the kernel's and is inherited by the training process: a GPU is another
+run's for as long as anything of that run lives, and never longer. What is not launch's is known from the
+driver alone: from who computes there, and, in a container that does not see them, from the memory that is
+used.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import fcntl
 import json
 import os
 import re
-import tempfile
+import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher import machine, process, rundir
+from launcher import files, machine, process
 from launcher.errors import Finding, NotReady, UsageError, said
 from launcher.machine import Gpu, GpuProcess
 
@@ -30,6 +31,9 @@ ORDER = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 FREE_MIB = 1024
 """What may be in use on a GPU that counts as free: a driver's own, a display's."""
 
+LOCKS = "LAUNCH_GPU_LOCKS"
+"""The environment variable that names another folder for the locks than the machine's own."""
+_SHARED = ("/dev/shm", "/tmp")
 _NUMBER = re.compile(r"\d+")
 _NO_FILE_NAME = re.compile(r"[^\w.-]+")
 # another start that only looks holds a lock for microseconds
@@ -427,7 +431,7 @@ def _write(lock: int, run: Path) -> None:
 
 def _written(lock: int) -> str:
     try:
-        told = json.loads(os.pread(lock, 65536, 0))
+        told = files.parse_json(os.pread(lock, 65536, 0))
     except (OSError, ValueError):
         return ""
     run = told.get("run") if isinstance(told, dict) else None
@@ -440,27 +444,42 @@ def _open(slot: Slot, *, make: bool = True) -> int | None:
 
 
 def _opened(name: str, *, make: bool) -> int | None:
-    folder = _folder()
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if make else 0)
-    try:
-        return None if folder is None else os.open(folder / name, flags, 0o600)
-    except OSError:
-        return None
-
-
-def _folder() -> Path | None:
-    """Where the locks are: the state folder (a card's id is unique, so many machines may share it),
-    or a folder of this user's among the temporary ones where there is no writable home.
-    """
-    spare = Path(tempfile.gettempdir()) / f"launch-{os.getuid()}" / "gpus"
-    for folder in (rundir.state_folder() / "gpus", spare):
+    """A lock file that every user of the machine can lock, and nobody else's file instead of it."""
+    for folder in _folders():
         with contextlib.suppress(OSError):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # anybody may have made a folder of that name
-            owners = {place.stat().st_uid for place in (folder, folder.parent)}
-            if os.access(folder, os.W_OK) and owners == {os.getuid()}:
-                return folder
+            return _shared(folder / f"launch-{name}", make=make)
     return None
+
+
+def _shared(path: Path, *, make: bool) -> int:
+    """Raises OSError where there is none, or something else lies in its place."""
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        # not O_CREAT at once: in a sticky folder Linux refuses that for the file of another user
+        lock = os.open(path, flags)
+    except FileNotFoundError:
+        if not make:
+            raise
+        with contextlib.suppress(FileExistsError):
+            lock = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
+            # whatever the umask of who comes first
+            os.fchmod(lock, 0o666)
+            return lock
+        lock = os.open(path, flags)
+    status = os.fstat(lock)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+        os.close(lock)
+        raise FileNotFoundError(path)
+    return lock
+
+
+def _folders() -> Iterator[Path]:
+    """Where the locks may be: folders of the whole machine in which nobody can remove another's file."""
+    given = os.environ.get(LOCKS)
+    for folder in [given] if given else _SHARED:
+        with contextlib.suppress(OSError):
+            if os.stat(folder).st_mode & stat.S_ISVTX or given:
+                yield Path(folder)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import difflib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,10 @@ import yaml
 
 from launcher.builder import LOADER, Builder, Origin, bad
 from launcher.errors import Finding, InvalidConfig
+from launcher.files import open_regular
+from launcher.paths import canonical
 
+SUFFIXES = frozenset({".yaml", ".yml"})
 MAX_BYTES = 4 * 2**20
 _FORM = "a stage file is `stage: sft` or `stage: dpo` and `args:` with names below; a pipeline is `stages:`"
 _MISSPELT = "what is wrong may stand a line earlier: a `: `, quote or bracket that is missing"
@@ -33,7 +36,23 @@ def read_yaml(path: Path) -> Document:
 
     Raises InvalidConfig: missing, a directory, empty, binary, not UTF-8, broken, not a mapping.
     """
-    return parse(path, _read_text(path))
+    text = _read_text(path)
+    named = canonical(path).suffix in SUFFIXES
+    try:
+        document = parse(path, text)
+        if named or not document.faults:
+            return document
+        found = document.faults
+    except InvalidConfig as error:
+        if named:
+            raise
+        found = error.findings
+    # a link, or a word on a command line, may name any file: what it holds is not shown
+    message = "not a stage file, and its name does not end in .yaml or .yml"
+    hidden = {"not-a-mapping", "empty-file"}
+    raise InvalidConfig(
+        f if f.code in hidden else replace(f, message=message, help=None, key=None) for f in found
+    )
 
 
 def parse(path: Path, text: str) -> Document:
@@ -99,7 +118,7 @@ def _read_text(path: Path) -> str:
             raise InvalidConfig(
                 bad(path, "not-a-file", "this is a directory", None, "name a file in it")
             )
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             raw = stream.read(MAX_BYTES + 1)
     except FileNotFoundError:
         told = bad(path, "missing-file", "there is no such file", None, _instead(path))

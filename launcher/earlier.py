@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launcher import checkpoints, evidence, measures, position, rundir
+from launcher import checkpoints, evidence, files, lease, measures, position, rundir
 from launcher.checkpoints import Checkpoint
 from launcher.evidence import Evidence, Probe, RankRecord
 from launcher.paths import exists
@@ -45,24 +45,43 @@ def kept_manifest(folder: RunFolder, attempt: int) -> Path:
     return folder.path / f"run.{attempt}.json"
 
 
+def manifests(stage: str, folder: RunFolder | None, output: Path | None) -> list[Manifest]:
+    """The manifests of the attempts of a stage so far, the oldest first, without those that cannot be read.
+
+    They are in the run folder, and in the output folder too: there those of all starts into it, whichever
+    run folder these had, and whatever has become of that.
+    """
+    kept: list[Manifest] = [one for one in lease.manifests(output) if one.get("stage") == stage]
+    own: list[Manifest] = []
+    if folder is not None:
+        last = rundir.read_manifest(folder)
+        before = range(1, number(last.get("attempt")) or 1)
+        own = [*(rundir.read_json(kept_manifest(folder, n)) for n in before), last]
+    return max([one for one in own if one], kept, key=len)
+
+
 @dataclass(frozen=True, slots=True)
 class Attempts:
-    """The earlier attempts of a run: `last` is the manifest of the last one, empty without any."""
+    """The earlier attempts of a run: `manifests` are theirs, the oldest first; `folder` is None where it is
+    gone, and `code` then the exit code of the last one, as far as the output folder tells."""
 
     plan: Plan
     folder: RunFolder | None
-    last: Manifest
+    manifests: Sequence[Manifest]
+    code: int | None = None
+
+    @property
+    def last(self) -> Manifest:
+        """The manifest of the last one, empty without any."""
+        return self.manifests[-1] if self.manifests else {}
 
     def maker(self, one: Checkpoint) -> Manifest:
         """The manifest of the attempt that saved it: the last that did not find it there."""
-        told, count = self.last, number(self.last.get("attempt")) or 1
-        while count > 1 and one.name in listed(mapping(told.get("resume")).get("kept")):
-            count -= 1
-            before = rundir.read_json(kept_manifest(self.folder, count)) if self.folder else {}
-            if not before:
-                break
-            told = before
-        return told
+        found = (
+            told for told in reversed(self.manifests)
+            if one.name not in listed(mapping(told.get("resume")).get("kept"))
+        )  # fmt: skip
+        return next(found, self.manifests[0] if self.manifests else {})
 
     def shape(self, told: Manifest | None = None) -> Shape | None:
         """How epochs are cut into steps, now or under an earlier manifest; None where rows are unknown.
@@ -111,7 +130,7 @@ class Attempts:
         for attempt in range(self.folder.attempts() if self.folder else 0, 0, -1):
             assert self.folder is not None
             try:
-                with self.folder.console(attempt).open("rb") as file:
+                with files.open_regular(self.folder.console(attempt)) as file:
                     found = pattern.findall(file.read(_LOOKED_AT))
             except OSError:
                 continue
@@ -143,10 +162,12 @@ class Attempts:
 
     def finished(self, output: Path | None) -> bool:
         """Whether the last attempt ended well and its model lies in the output folder."""
-        if self.folder is None or value_of(self.last, "cache_dataset_only") is True:
+        if value_of(self.last, "cache_dataset_only") is True:
             return False
         if checkpoints.model_fault(output) is not None:
             return False
+        if self.folder is None:
+            return self.code == 0
         ended = rundir.read_json(self.folder.exit(max(1, self.folder.attempts())))
         if number(ended.get("returncode")) is not None:
             return bool(ended["returncode"] == 0)
@@ -185,7 +206,8 @@ def whole(attempts: Sequence[Evidence]) -> Evidence:
         tuple(row[name] for row in kept if name in row) for name in ("loss", "grad_norm")
     )
     bad = tuple(int(row["step"]) for row in kept if row.get("finite") is False)
-    return replace(found, before=losses, norms_before=norms, bad_before=bad)
+    moved = max((measures.moved_share(one) or 0.0 for one in attempts[:-1]), default=0.0)
+    return replace(found, before=losses, norms_before=norms, bad_before=bad, moved_before=moved)
 
 
 def _of_the_last(attempts: Sequence[Evidence]) -> Evidence:

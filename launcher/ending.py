@@ -280,6 +280,9 @@ def _well(evidence: Evidence, clean: bool) -> Ending:
     if not all_steps and alone and log and not log.summed:
         # of what is filtered, or on another stream, the last steps may be: a run that has ended sums up
         return Ending(state="running", proved=False)
+    if not all_steps and not alone and fatal(evidence, "disk_full"):
+        # training may go on without a log; whether it did is not known
+        return Ending(state="stopped", proved=False, reason="disk_full")
     if not all_steps:
         return Ending(state="stopped", proved=True, reason="ended_early")
     return Ending(state="stopped", proved=False, reason=doubt or "no_save")

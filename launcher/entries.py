@@ -126,16 +126,16 @@ def _commit(name: str, environ: Mapping[str, str]) -> str | None:
     """The commit of a data set on the hub, as upstream reads it: where its README.md is in the cache."""
     if exists(Path(name)) or is_path(name):
         return None
-    part = Part(role="data", name=name, key="", revision=_REVISION)
-    return hub_files.commit(part, environ) if _cached(part, "README.md", environ) else None
-
-
-def _cached(part: Part, name: str, environ: Mapping[str, str]) -> Path | None:
-    return hub_files.cached_file(part, name, environ)
+    part = Part(role="card", name=name, key="", revision=_REVISION)
+    return (
+        hub_files.commit(part, environ)
+        if hub_files.cached_file(part, "README.md", environ)
+        else None
+    )
 
 
 def _hash(part: Part, name: str, environ: Mapping[str, str]) -> str:
-    path = _cached(part, name, environ)
+    path = hub_files.cached_file(part, name, environ)
     if path is None:
         return f"{name} not found"
     return hashlib.sha256(path.read_bytes()).hexdigest()

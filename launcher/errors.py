@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
 
-from launcher.redaction import redact
+from launcher.redaction import redact, unechoed
 
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """The numbers of an OSError that a full disk, or a quota, is."""
@@ -55,6 +55,12 @@ class Finding:
     file: str | None = None
     line: int | None = None
     override: str | None = None
+
+    def __post_init__(self) -> None:
+        # whoever wrote the file may not be who reads the message, nor whose environment it is
+        object.__setattr__(self, "message", unechoed(self.message))
+        if self.help is not None:
+            object.__setattr__(self, "help", unechoed(self.help))
 
     def as_json(self) -> dict[str, object]:
         """The finding as the JSON contract spells it; every key is always there."""
@@ -142,5 +148,5 @@ def brief(value: object, limit: int = 80) -> str:
     text = str(value)
     if len(text) > limit:
         # half a token is not known for one when it is shown
-        text = redact(text)
+        text = redact(unechoed(text))
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -13,7 +13,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher import rundir
+from launcher import files, rundir
 from launcher.backends import open_instruct_log, trl_log
 from launcher.logs import Log, Pattern, Signal, scan
 
@@ -26,8 +26,9 @@ MEASURED = (
 )  # fmt: skip
 """The numbers of a `ProbeStep`."""
 
+LARGEST_WORLD = 100_000
+"""Processes of a run; whatever names more is no record of one."""
 KEPT_EVENTS = 1_000  # of each name but `step`, a rank
-_NUMBERED = re.compile(r"\.(\d+)\.(?:log|json)$")
 _CHECKPOINT = re.compile(r"(?:^|/)(?:step_|epoch_|global_step|(?:tmp-)?checkpoint-)\d+(?:/|$)")
 _SCRIPT = re.compile(r"\b(?:(?P<dpo>dpo\w*)|finetune)\.py:")
 # What HF Trainer's dicts hold of DPO, and of none of both: ORPO, KTO, online methods, a reward model.
@@ -110,7 +111,7 @@ class RankRecord:
         """A whole number out of the attempt's `start` event."""
         event = self.last("start")
         value = event.number(key) if event else None
-        return None if value is None else int(value)
+        return int(value) if value is not None and 0 <= value <= LARGEST_WORLD else None
 
     @property
     def liger_calls(self) -> Mapping[str, int]:
@@ -195,7 +196,10 @@ class Evidence:
     `reworded` are the log lines (see `signatures.key`) that the source of this run does not print
     although the patterns look for them; None where it is not known which source it was. `before` are
     the losses of the attempts that this one goes on from, up to its first step, `norms_before` their
-    gradient norms, `bad_before` those steps of theirs that were not finite.
+    gradient norms, `bad_before` those steps of theirs that were not finite, `moved_before` the largest
+    share of the weights that one of them moved. `inputs` is what of data and model had changed at the
+    end (see `contents.changed`), `model` how the files of the saved model are now (see
+    `saved_model.compare`); both None where it is not known.
     """
 
     log: Log | None = None
@@ -206,6 +210,9 @@ class Evidence:
     norms_before: tuple[float, ...] = ()
     bad_before: tuple[int, ...] = ()
     planned: Planned = Planned()
+    moved_before: float = 0.0
+    inputs: Sequence[Mapping[str, object]] | None = None
+    model: Mapping[str, object] | None = None
 
     def rewords(self, *names: str) -> bool:
         """Whether the source is known to say one of these signals in other words."""
@@ -298,8 +305,7 @@ def read_run(
     What is missing or unreadable is None. Raises OSError if a file that is there cannot be opened.
     """
     if attempt is None:
-        files = [*folder.glob("console*.log"), *folder.glob("exit*.json")]
-        attempt = max(map(_attempt, files), default=None)
+        attempt = rundir.RunFolder(folder).attempts() or None
     infix = "" if attempt in (None, 1) else f".{attempt}"
     console = folder / f"console{infix}.log"
     # that of an attempt which another one followed is kept beside it
@@ -312,7 +318,13 @@ def read_run(
         exit=_read_exit(folder / f"exit{infix}.json", attempt or 1),
         reworded=frozenset(map(str, listed)) if isinstance(listed, list) else None,
         planned=_planned(told),
+        inputs=_changed_inputs(folder / f"inputs{infix}.json"),
     )
+
+
+def _changed_inputs(path: Path) -> list[Mapping[str, object]] | None:
+    listed = rundir.read_json(path).get("changed")
+    return [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else None
 
 
 def _planned(told: Mapping[str, object]) -> Planned:
@@ -376,11 +388,6 @@ def _final(signal: Signal) -> bool:
     return not _CHECKPOINT.search(signal.fields["path"])
 
 
-def _attempt(path: Path) -> int:
-    found = _NUMBERED.search(path.name)
-    return int(found[1]) if found else 1
-
-
 def _finite(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
@@ -389,11 +396,8 @@ def _finite(value: object) -> float | None:
 
 
 def _read_exit(path: Path, attempt: int) -> ExitRecord | None:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, IsADirectoryError, ValueError):
-        return None
-    if not isinstance(values, dict) or not isinstance(values.get("returncode"), int):
+    values = files.read_json(path)
+    if not isinstance(values.get("returncode"), int):
         return None
     signal, stopped = values.get("signal"), values.get("stopped")
     return ExitRecord(
@@ -425,8 +429,8 @@ def _read_rank(path: Path, attempt: int | None) -> RankRecord | None:
     events: dict[str, list[Event]] = {}
     steps: list[ProbeStep] = []
     garbage, ours = 0, True
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
+    with files.open_regular(path) as file:
+        for number, raw in enumerate(files.lines(file), start=1):
             event = _event(number, raw)
             if event is None:
                 garbage += bool(raw.strip())
@@ -453,11 +457,8 @@ def _read_rank(path: Path, attempt: int | None) -> RankRecord | None:
 
 
 def _event(line: int, raw: bytes) -> Event | None:
-    try:
-        values = json.loads(raw)
-    except ValueError:
-        return None
-    name = values.pop("event", None) if isinstance(values, dict) else None
+    values = files.parse_line(raw)
+    name = values.pop("event", None)
     return Event(line=line, name=name, fields=values) if isinstance(name, str) else None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import re
 from collections.abc import Iterator, Mapping
@@ -10,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher import gates, history, noops, options, skypilot, stage, upstream
+from launcher import gates, history, noops, skypilot, stage, upstream
 from launcher.backends import BACKENDS, Entry
 from launcher.config import Config
 from launcher.errors import Finding, InvalidConfig, brief
 from launcher.history import Event
+from launcher.keys import KEYS, STAGES, Key
 from launcher.redaction import redact
 from launcher.schema import Field, Read, Schema, Values
 from launcher.upstream import Locator, Upstream
@@ -206,7 +206,7 @@ def explain(
             raise InvalidConfig(judged.findings)
         return [_explained(key, judged.schema, judged.upstream, _here(key, config, judged))]
     told = []
-    for name in [asked] if asked else options.STAGES:
+    for name in [asked] if asked else STAGES:
         chosen = backend or "open_instruct"
         told.append(_explained(key, locator.schema(chosen, name), locator.find(chosen), None))
     return told
@@ -235,14 +235,14 @@ def near(key: str) -> list[str]:
         for listed in upstream.snapshot(backend)["stages"].values()
         for name in listed
     }
-    return difflib.get_close_matches(key, sorted(names | set(options.KEYS)), n=3, cutoff=0.6)
+    return difflib.get_close_matches(key, sorted(names | set(KEYS)), n=3, cutoff=0.6)
 
 
 def _explained(key: str, schema: Schema, source: Upstream, here: Here | None) -> Explained:
     entry = stage.entry_of(schema)
     moved = entry.moved.get(key)
     there = upstream.at_pin(schema, key) if key not in schema.fields else None
-    option = _option(key, schema) if key in options.KEYS else None
+    option = _option(key, schema) if key in KEYS else None
     advice = None
     if key not in schema.fields and moved is not None and moved.to is None:
         advice = moved.why
@@ -263,7 +263,7 @@ def _explained(key: str, schema: Schema, source: Upstream, here: Here | None) ->
 def _here(key: str, config: Config, judged: stage.Judged) -> Here | None:
     schema, values = judged.schema, judged.values
     assert schema is not None and values is not None
-    if key in options.KEYS and key not in schema.fields and key not in config.args:
+    if key in KEYS and key not in schema.fields and key not in config.args:
         return _here_beside(key, config, judged)
     found = tuple(f for f in judged.findings if (f.key or "").partition("[")[0] == f"args.{key}")
     if key in config.args and config.args[key] is not None:
@@ -302,63 +302,29 @@ _STANDS: Mapping[str, str] = {
 
 
 def _option(key: str, schema: Schema) -> Option:
-    """One of launch's own options, by the tables that it is read with."""
-    backend = next(p.default for p in dataclasses.fields(options.Options) if p.name == "backend")
-    watch = {name: getattr(options.Watch(), name) for name in options.WATCHED}
-    attentions = [name for name in options.EXPECT["attention"] if name != "any"]
-    scripts = [
-        f"{name} ({Path(entry.script).name})" for name, entry in BACKENDS[schema.backend].STAGES.items()
-        if schema.stage in {name, entry.stage}
-    ]  # fmt: skip
-    one = "one of these words"
-    told: Mapping[str, Option] = {
-        "stage": Option(one, "none, it must be given", options.STAGES),
-        "backend": Option(one, str(backend), tuple(BACKENDS)),
-        "script": Option("one of these, or upstream's file name", "the stage's own", tuple(scripts)),
-        "deepspeed": Option(
-            "one of these words, or the path of a DeepSpeed file", "none", (*options.DEEPSPEED, "none"),
-        ),
-        "attention": Option(
-            "one implementation or a list in the order of preference, a kernel's repository too; TRL only",
-            "what the trainer chooses", tuple(attentions),
-        ),
-        "mixed_precision": Option(one, "bf16 on GPUs, no on the CPU", options.PRECISIONS),
-        "batch": Option(
-            "a mapping of whole numbers above 0", "the batch numbers below `args:`",
-            (
-                "global: rows an optimizer step, over all devices",
-                "per_device: rows a device and forward pass; accumulation follows",
-            ),
-        ),
-        "expect": Option(
-            "a mapping of points of the verdict to states",
-            "loss finite, memory ok, finish completed, and what the arguments ask for (Liger, packing)",
-            tuple(f"{point}: {', '.join(states)}" for point, states in options.EXPECT.items()),
-        ),
-        "on_violation": Option(one, options.ON_VIOLATION[0], options.ON_VIOLATION),
-        "on_hang": Option(one, options.ON_HANG[0], options.ON_HANG),
-        "probe": Option(
-            "off, or a mapping", "on, with the numbers above",
-            tuple(
-                f"{name}: {'on or off' if name in options.SWITCHES else 'a whole number above 0'}, "
-                f"{'on' if value is True else 'none' if value is None else value} unless set"
-                for name, value in watch.items()
-            ),
-        ),
-        "name": Option("a word for the run", "the file's name"),
-        "slurm": Option("a mapping of sbatch's options, for --slurm", "none"),
-        "skypilot": Option(
-            "a mapping, what goes into the task of --skypilot", "none", tuple(skypilot.FIELDS)
-        ),
-        "gates": Option(
-            "a mapping of limits of `launch ladder`: a number, `{red: N, yellow: N}` or off",
-            "the limits above",
-            tuple(f"{gate}: {what}; {_colours(usual)}" for gate, (usual, what) in gates.GATES.items()),
-        ),
-        "args": Option("a mapping of upstream's arguments", "none: `launch schema` lists them"),
-        "extends": Option("a path, relative to the file that holds it", "none"),
-    }  # fmt: skip
-    return told[key]
+    """One of launch's own options, by the table that it is read with."""
+    known = KEYS[key]
+    words: tuple[str, ...] = known.words or tuple(_part(part) for part in known.parts)
+    if key == "script":
+        words = tuple(
+            f"{name} ({Path(entry.script).name})"
+            for name, entry in BACKENDS[schema.backend].STAGES.items()
+            if schema.stage in {name, entry.stage}
+        )
+    elif key == "skypilot":
+        words = tuple(skypilot.FIELDS)
+    elif key == "gates":
+        words = tuple(
+            f"{gate}: {what}; {_colours(usual)}" for gate, (usual, what) in gates.GATES.items()
+        )
+    return Option(known.shape, known.default, words)
+
+
+def _part(part: Key) -> str:
+    if part.words:
+        return f"{part.name}: {', '.join(part.words)}"
+    usual = "" if part.default == "none" else f", {part.default} unless set"
+    return f"{part.name}: {part.shape}{usual}; {part.meaning}"
 
 
 def _colours(limit: gates.Limit) -> str:

@@ -23,8 +23,8 @@ from typing import Any, Literal
 from launcher import content
 from launcher.backends.model_config import is_path, repository
 from launcher.errors import Finding, NotReady
+from launcher.files import parse_json, read_bytes, read_json
 from launcher.paths import is_file
-from launcher.rundir import read_json
 
 Kind = Literal["file", "folder", "hub", "name"]
 
@@ -169,7 +169,7 @@ class Memory:
     @classmethod
     def _stored(cls, path: Path) -> dict[str, list[Any]]:
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))
+            told = parse_json(read_bytes(path))
             files = told["files"] if told["form"] == cls.FORM else {}
             return {key: entry for key, entry in files.items() if _sound(entry)}
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):

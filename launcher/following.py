@@ -17,10 +17,11 @@ from types import FrameType
 from typing import BinaryIO
 
 from launcher import attempt as attempts
-from launcher import keeper, overview, process, rundir, runner
+from launcher import files, keeper, overview, process, rundir, runner
 from launcher.attempt import Attempt
 from launcher.errors import NotReady, unreadable
-from launcher.redaction import known_values, redact_bytes
+from launcher.printable import printable_bytes
+from launcher.redaction import KEY_BLOCK, known_values, redact_bytes
 from launcher.rundir import RunFolder
 from launcher.view import View
 
@@ -37,9 +38,11 @@ def until_over(folder: RunFolder, attempt: Attempt, *, forward: bool) -> bool:
     """Show an attempt until it and its keeper are gone; returns whether a stop was asked for here.
 
     With `forward`, INT and TERM stop the run (twice: without waiting); else INT raises Detached. If
-    the keeper was killed, this looks after the orphan: it judges it and calls `--on-finish`.
+    the keeper was killed, this looks after the orphan: it judges it and calls `--on-finish`. Raises NotReady
+    where the run's state is unknown here.
     """
     asked: list[int] = []
+    _require_sight(folder)
     if not _goes_on(folder):
         _see_to_the_end(folder, attempt)
         return False
@@ -51,6 +54,7 @@ def until_over(folder: RunFolder, attempt: Attempt, *, forward: bool) -> bool:
         view.catch_up(attempt.number)
         with view.showing():
             _look_on(folder, view)
+    _require_sight(folder)
     _see_to_the_end(folder, attempt)
     return bool(asked)
 
@@ -68,23 +72,25 @@ def _look_on(folder: RunFolder, view: View) -> None:
 
 
 def _goes_on(folder: RunFolder) -> bool:
-    return runner.keeper_lives(folder) or runner.alive(folder.path) or _goes_on_elsewhere(folder)
+    return runner.keeper_lives(folder) or runner.alive(folder.path)
+
+
+def _require_sight(folder: RunFolder) -> None:
+    """Raise NotReady where nothing can be concluded of the run: it may go on where nobody here can look."""
+    if (leader := runner.unknown(folder)) is not None:
+        raise NotReady(runner.unknown_here(folder, leader))
 
 
 def _elsewhere(folder: RunFolder) -> bool:
-    """Whether another machine keeps the run: what its folder tells is all that is known here."""
+    """Whether the run's keeper, which sees to its end, lived or lives out of sight."""
     told = process.identity(rundir.read_json(folder.process))
-    return told is not None and told.host != process.host()
-
-
-def _goes_on_elsewhere(folder: RunFolder) -> bool:
-    return _elsewhere(folder) and runner.recorded(folder, max(1, folder.attempts())) is None
+    return told is not None and told.elsewhere()
 
 
 def _see_to_the_end(folder: RunFolder, attempt: Attempt) -> None:
     """Where the keeper did not live to do that."""
     began = folder.attempts() >= attempt.number
-    if began and not _elsewhere(folder) and not folder.concluded(attempt.number).exists():
+    if began and not _elsewhere(folder) and not rundir.concluded(folder, attempt.number):
         keeper.conclude(folder, attempt, runner.recorded(folder, attempt.number))
 
 
@@ -96,16 +102,20 @@ def _signals(folder: RunFolder, asked: list[int], *, forward: bool) -> Iterator[
         if told is not None and told.lives():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(told.pid, number)
+                # one that was made to stand still
+                os.kill(told.pid, signal.SIGCONT)
         elif runner.alive(folder.path):
             runner.end_orphans(folder, (0, 0, 0), max(1, folder.attempts()))
 
     def hung_up(_number: int, _frame: FrameType | None) -> None:
         """The terminal has gone: there is nothing to show any more, and a verdict still to come."""
 
-    wanted: dict[int, process.Handler] = {signal.SIGHUP: hung_up}
+    wanted: dict[int, process.Handler | signal.Handlers] = {signal.SIGHUP: hung_up}
     # Slurm signals every process of a job itself: handed on, it would count as asking twice
     if forward and "SLURM_JOB_ID" not in os.environ:
         wanted |= {signal.SIGINT: hand_on, signal.SIGTERM: hand_on}
+    else:
+        wanted[signal.SIGTERM] = signal.SIG_DFL
     with process.handling(wanted):
         try:
             yield
@@ -159,16 +169,20 @@ class Shown:
         if len(whole) - end > LINE_BYTES:
             # it has no end; a word has
             end = max(whole.rfind(b" "), end - 1, len(whole) - LINE_BYTES) + 1
+        block_at = whole.rfind(KEY_BLOCK, 0, end)
+        if max(0, end - LINE_BYTES) <= block_at and b"-----END" not in whole[block_at:end]:
+            # a private key goes over many lines
+            end = whole.rfind(b"\n", 0, block_at) + 1
         if not end:
             self.line = whole
             return b""
-        more = self._more(redact_bytes(whole[:end], self.known))
+        more = self._more(redact_bytes(printable_bytes(whole[:end]), self.known))
         self.line, self.so_far = whole[end:], b""
         return more
 
     def rest(self) -> bytes:
         """What to write of the begun line, now that no more of it is there."""
-        now = redact_bytes(self.line, self.known)
+        now = redact_bytes(printable_bytes(self.line), self.known)
         more, self.so_far = self._more(now), now
         return more
 
@@ -185,7 +199,7 @@ class Shown:
 
 def _opened(path: Path) -> BinaryIO:
     try:
-        return path.open("rb", buffering=0)
+        return files.open_regular(path, buffering=0)
     except FileNotFoundError:
         raise
     except OSError as error:

@@ -12,6 +12,7 @@ from launcher import lengths, setups, shapes
 from launcher import situation as situations
 from launcher.activations import FULL, HALF
 from launcher.backends import model_config, olmo_core_rules, trl_mappings, trl_resolved
+from launcher.backends.deepspeed_rules import engine_config
 from launcher.backends.model_rules import LIGER_MODELS
 from launcher.backends.trl_adapter_rules import DEFAULTS as PEFT_CHOOSES
 from launcher.errors import Finding, InvalidConfig
@@ -257,7 +258,7 @@ class Footprint:
         Raises InvalidConfig where the config would have to say their type, or everything is of 32 bits.
         """
         if self.zero is not None:
-            # deepspeed/runtime/engine.py:1463
+            # deepspeed/runtime/engine.py:2088
             return HALF
         values, told = self.plan.values, "bfloat16"
         if values.get("use_qlora"):
@@ -330,26 +331,9 @@ def zero_of(plan: Plan, hidden: int) -> Zero | None:
     """DeepSpeed as memory depends on it; None without, and on the CPU."""
     if not plan.gpus:
         return None
-    own = plan.values.get("zero_stage")
-    if isinstance(own, int) and not isinstance(own, bool):
-        # DPO's own option replaces the stage file's (dpo_tune_cache.py:129)
-        # what upstream then builds (dpo_tune_cache.py:78)
-        section: dict[str, Any] = {
-            "stage": own, "overlap_comm": True, "reduce_bucket_size": "auto",
-            "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto",
-        }  # fmt: skip
-        for name in ("optimizer", "param"):
-            if plan.values.get(f"offload_{name}"):
-                section[f"offload_{name}"] = {"device": "cpu"}
-        if own == 3:
-            section["zero_hpz_partition_size"] = plan.values.get("zero_hpz_partition_size")
-        return setups.zero_of({"zero_optimization": section}, hidden)
-    told, _ = situations.deepspeed_of(plan.stage.options)
-    if plan.stage.options.backend == "trl":
-        # TRL's own replaces launch's
-        replaced = trl_resolved.own_deepspeed(plan.values)
-        told = told if replaced is None else replaced
-    return setups.zero_of(told, hidden)
+    file, _ = situations.deepspeed_of(plan.stage.options)
+    trl = plan.stage.options.backend == "trl"
+    return setups.zero_of(engine_config(plan.values, file, trl=trl), hidden)
 
 
 def _model_arguments(values: Values) -> Mapping[str, Any]:

@@ -8,6 +8,24 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+# A checkout's own config may name commands, and whoever only looks at it must not run them.
+COMMAND = (
+    "git", "--no-optional-locks", "--no-pager", "-c", "core.fsmonitor=false",
+    "-c", "core.hooksPath=/dev/null", "-c", "core.sshCommand=false", "-c", "core.gitProxy=",
+    "-c", "core.askPass=", "-c", "credential.helper=", "-c", "core.alternateRefsCommand=true",
+    "-c", "log.showSignature=false",
+)  # fmt: skip
+"""How git is called wherever launch calls it: no command that a checkout's own config names is run."""
+
+
+def environment(protocols: str = "none") -> dict[str, str]:
+    """The environment of a git process, with the transport protocols that it may use."""
+    # inside a git hook these name another repository; a missing object must not ask the network
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
+    return environ | {
+        "GIT_NO_LAZY_FETCH": "1", "GIT_TERMINAL_PROMPT": "0", "GIT_ALLOW_PROTOCOL": protocols, "LC_ALL": "C",
+    }  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Repository:
@@ -68,25 +86,37 @@ class Repository:
         # most commands never ask git anything
         import subprocess
 
-        # inside a git hook these name another repository; a missing object must not ask the network
-        environ = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
-        environ |= {"GIT_NO_LAZY_FETCH": "1", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
-        command = [
-            "git",
-            "--no-optional-locks",
-            "--no-replace-objects",
-            "-c",
-            "protocol.allow=never",
-        ]
-        command += ["-C", str(self.root)]
+        verb, *words = arguments
+        if verb in {"diff", "log", "show"}:
+            words = ["--no-ext-diff", "--no-textconv", *words]
+        if verb in {"diff", "status"}:
+            # what is inside a submodule is its own affair, and so are the commands that its config names
+            words = ["--ignore-submodules=dirty", *words]
+        options = _filters(self) if verb in {"diff", "status"} else ()
+        command = [*COMMAND, "--no-replace-objects", *options, "-C", str(self.root), verb, *words]
         try:
             done = subprocess.run(
-                [*command, *arguments], input=given, capture_output=True, timeout=timeout_s,
-                check=True, env=environ, stdin=None if given is not None else subprocess.DEVNULL,
+                command, input=given, capture_output=True, timeout=timeout_s, check=True,
+                env=environment(), stdin=None if given is not None else subprocess.DEVNULL,
             )  # fmt: skip
         except (OSError, ValueError, subprocess.SubprocessError):
             return None
         return done.stdout
+
+
+# a question may follow another at once, and none changes what the checkout's config names
+@lru_cache(maxsize=64)
+def _filters(repository: Repository) -> tuple[str, ...]:
+    """Options that switch off the filters of a checkout's own config: comparing files would run them."""
+    names = repository.ask(
+        "config", "--local", "--includes", "--name-only", "--get-regexp",
+        r"^filter\..*\.(clean|smudge|process|required)$",
+    )  # fmt: skip
+    off = {"required": "false"}
+    options = [
+        f"{name}={off.get(name.rpartition('.')[2], '')}" for name in (names or "").splitlines()
+    ]
+    return tuple(word for option in options for word in ("-c", option))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a stage reads of models and tokenizers, local or on the hub: brought here, and looked through.
+"""What a stage reads of models, tokenizers and data, local or on the hub: brought here, and looked through.
 
 Before anything is tokenised: upstream's key of tokenised data holds what is in the hub's cache at that
 moment (dataset_transformation.py:84), so that a set made before the download has another key than the
@@ -18,23 +18,44 @@ from typing import Any, Literal
 
 from launcher.backends import model_config, model_files
 from launcher.errors import Finding, not_ready
+from launcher.files import parse_line, read_bytes
 from launcher.machine import Trainer
 from launcher.paths import exists, is_file
 from launcher.plan import Plan
 from launcher.redaction import redact
-from launcher.rundir import parse_line
 
-FETCHING = Path(__file__).resolve().parent / "fetching.py"
-Role = Literal["whole", "model", "tokenizer", "data"]
+Role = Literal["whole", "model", "tokenizer", "card", "data"]
+
+# under the trainer's Python, whose packages training uses
+_CALL = """
+import importlib, json, sys
+module, name, words = json.loads(sys.argv[1])
+try:
+    found = getattr(importlib.import_module(module), name)(**words)
+    answer = {"path": found if isinstance(found, str) else None}
+except Exception as error:
+    answer = {"error": (" ".join(str(error).split()) or type(error).__name__)[:500]}
+print(json.dumps(answer))
+"""
+# what no PyTorch model is loaded from
+_OTHERS = (
+    "*.h5", "*.msgpack", "*.onnx", "*.ot", "*.tflite", "*.gguf", "*.pth", "original/*", "onnx/*",
+)  # fmt: skip
+_TOKENIZER = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model",
+    "*.tiktoken", "tekken.json", "chat_template*", "additional_chat_templates/*", "config.json", "*.py",
+    "preprocessor_config.json", "processor_config.json",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """A model, a tokenizer or a data set by its name, and what became of it.
 
-    `role` says how much of it is read: `whole` is every file, which SFT's `snapshot_download` takes.
-    `state` is `there`, `fetched`, `missing`, or `unknown` for data that the hub's cache cannot answer
-    for. `asked` is whether the hub was there to say what is newest; None where nobody had to.
+    `role` says how much of it is read: `whole` is every file, which SFT's `snapshot_download` takes;
+    `card` the one file that open-instruct's key of tokenised data knows; `data` what TRL trains on, in its
+    configuration `config`. `state` is `there`, `fetched`, `missing`, or `unknown` for a card: a data set
+    may have none.
     """
 
     role: Role
@@ -46,8 +67,8 @@ class Part:
     size: int = 0
     seconds: float = 0.0
     commit: str | None = None
-    asked: bool | None = None
     error: str | None = None
+    config: str | None = None
 
     @property
     def local(self) -> bool:
@@ -57,14 +78,14 @@ class Part:
     @property
     def kind(self) -> str:
         """For people."""
-        return {"whole": "model", "data": "data"}.get(self.role, self.role)
+        return {"whole": "model", "card": "data"}.get(self.role, self.role)
 
     def as_json(self) -> dict[str, Any]:
         """For the envelope: `bytes`, `seconds`."""
         return {
             "kind": self.kind, "name": self.name, "state": self.state,
             "place": None if self.place is None else str(self.place), "bytes": self.size,
-            "seconds": round(self.seconds, 2), "commit": self.commit, "hub_asked": self.asked,
+            "seconds": round(self.seconds, 2), "commit": self.commit,
         }  # fmt: skip
 
 
@@ -89,70 +110,68 @@ def _wanted(plan: Plan) -> Iterator[Part]:
         if isinstance(name, str) and name != values.get(names.model) and not is_file(Path(name)):
             yield Part(role="tokenizer", name=name, key=key, revision=at)
     listed = values.get(names.data)
-    for name in listed[::2] if isinstance(listed, list) else [listed]:
+    if trl and isinstance(listed, str) and values.get("dataset_streaming") is not True:
+        yield Part(role="data", name=listed, key=names.data, config=values.get("dataset_config"))
+    for name in listed[::2] if isinstance(listed, list) else []:
         if isinstance(name, str):
-            yield Part(role="data", name=name, key=names.data, revision="main")
+            yield Part(role="card", name=name, key=names.data, revision="main")
 
 
 def fetch(parts: Sequence[Part], trainer: Trainer, environ: Mapping[str, str]) -> tuple[Part, ...]:
-    """Bring what is on the hub, by the trainer's own huggingface_hub; say of each what came of it.
+    """Bring what is on the hub, by the trainer's own packages; say of each what came of it.
 
     HF_HUB_OFFLINE is honoured, and without a network what is here has to do. Progress goes to stderr.
     Raises NotReady where the trainer's Python cannot do it at all.
     """
-    before = {one: _snapshot(one, environ) for one in parts}
-    far = [one for one in parts if not one.local]
-    told = iter(_fetched(far, trainer, environ) if far else [])
-    return tuple(
-        _looked(one) if one.local else _brought(one, before[one], next(told), environ)
-        for one in parts
+    return tuple(_looked(one) if one.local else _brought(one, trainer, environ) for one in parts)
+
+
+def _brought(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> Part:
+    before, began = _snapshot(part, environ), time.monotonic()
+    answer = _call(part, trainer, environ)
+    path, error = answer.get("path"), answer.get("error")
+    part = replace(
+        part, place=Path(path) if path else None, seconds=time.monotonic() - began,
+        commit=commit(part, environ), error=error,
+    )  # fmt: skip
+    if part.role in ("card", "data"):
+        failed = "unknown" if part.role == "card" else "missing"
+        return replace(part, state=failed if error else "there")
+    if part.place is None:
+        return replace(part, state="missing")
+    return _looked(
+        replace(part, state="there" if _snapshot(part, environ) == before else "fetched")
     )
 
 
-def _fetched(
-    parts: Sequence[Part], trainer: Trainer, environ: Mapping[str, str]
-) -> list[tuple[dict[str, Any], float]]:
-    done = []
-    for one in parts:
-        asked = [{"name": one.name, "role": one.role, "revision": one.revision}]
-        began = time.monotonic()
-        ended = subprocess.run(
-            [str(trainer.python), str(FETCHING), json.dumps(asked)],
-            stdout=subprocess.PIPE, env=dict(environ), check=False,
-        )  # fmt: skip
-        last = ended.stdout.decode(errors="replace").strip().rpartition("\n")[2]
-        answer = parse_line(f'{{"of": {last}}}'.encode()).get("of")
-        if not isinstance(answer, list) or not answer or not isinstance(answer[0], dict):
-            raise not_ready(
-                "not-fetched", f"{trainer.python} cannot download from the hub: it ended with "
-                f"{ended.returncode}", "launch doctor", file=str(trainer.python),
-            )  # fmt: skip
-        done.append((answer[0], time.monotonic() - began))
-    return done
-
-
-def _brought(
-    part: Part, before: set[Path], told: tuple[dict[str, Any], float], environ: Mapping[str, str]
-) -> Part:
-    answer, seconds = told
-    place = Path(answer["path"]) if answer.get("path") else None
-    part = replace(
-        part, place=place, seconds=seconds, asked=answer.get("asked"),
-        commit=commit(part, environ), error=answer.get("error"),
-    )  # fmt: skip
+def _call(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> dict[str, Any]:
     if part.role == "data":
-        # `datasets` keeps data in a cache of its own, which can do without the hub's
-        return replace(part, state="unknown" if part.error else "there")
-    if place is None:
-        return replace(part, state="missing")
-    state = "there" if _snapshot(part, environ) == before else "fetched"
-    return _looked(replace(part, state=state))
+        call: list[Any] = ["datasets", "load_dataset", {"path": part.name, "name": part.config}]
+    else:
+        of_role: dict[str, dict[str, Any]] = {
+            "card": {"repo_type": "dataset", "allow_patterns": ["README.md"]},
+            "tokenizer": {"allow_patterns": list(_TOKENIZER)},
+            "model": {"ignore_patterns": list(_OTHERS)},
+        }
+        words = {"repo_id": part.name, "revision": part.revision, **of_role.get(part.role, {})}
+        call = ["huggingface_hub", "snapshot_download", words]
+    ended = subprocess.run(
+        [str(trainer.python), "-c", _CALL, json.dumps(call)],
+        stdout=subprocess.PIPE, env=dict(environ), check=False,
+    )  # fmt: skip
+    answer = parse_line(ended.stdout.strip().rpartition(b"\n")[2])
+    if not answer:
+        raise not_ready(
+            "not-fetched", f"{trainer.python} cannot download from the hub: it ended with "
+            f"{ended.returncode}", "launch doctor", file=str(trainer.python),
+        )  # fmt: skip
+    return answer
 
 
 def _looked(part: Part) -> Part:
     """With the size of a folder, and what it lacks."""
     place = part.place or Path(part.name)
-    if part.role == "data":
+    if part.role in ("card", "data"):
         state = "there" if exists(place) else "missing"
         return replace(part, place=place, state=state, size=size_of(place))
     error = None if part.error else lacking(place, part.role)
@@ -175,7 +194,7 @@ def commit(part: Part, environ: Mapping[str, str]) -> str | None:
     """The commit that the hub's cache here holds for a name and revision."""
     repository, asked = _repository(part, environ), part.revision or "main"
     try:
-        told = (repository / "refs" / asked).read_text(encoding="utf-8").strip()
+        told = read_bytes(repository / "refs" / asked).decode().strip()
     except (OSError, ValueError):
         told = ""
     if told:
@@ -196,7 +215,7 @@ def cached_file(part: Part, name: str, environ: Mapping[str, str]) -> Path | Non
 
 
 def _repository(part: Part, environ: Mapping[str, str]) -> Path:
-    kind = "datasets" if part.role == "data" else "models"
+    kind = "datasets" if part.role in ("card", "data") else "models"
     return model_config.repository(part.name, environ, kind)
 
 
@@ -224,7 +243,7 @@ def size_of(path: Path) -> int:
 def findings(parts: Sequence[Part], plan: Plan, *, offline: bool) -> Iterator[Finding]:
     """What is missing, each with how to get it."""
     for one in parts:
-        if one.state != "missing" or one.role == "data":
+        if one.state != "missing" or one.role == "card":
             continue
         origin = plan.stage.config.origin(f"args.{one.key}")
         if one.local or one.place is not None:

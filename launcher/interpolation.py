@@ -2,56 +2,170 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from launcher import redaction
 from launcher.builder import Origin, bad, nearest
 from launcher.errors import Finding, InvalidConfig
 
+MAX_CHARS = 2**15
+"""Characters of all texts of a file that hold a `${`: omegaconf's parser takes 100 us for each."""
+MAX_DEPTH = 16
+"""`${` inside each other."""
+MAX_COST = 2**18
+"""What all of a file may expand to, in characters; a value costs as much as 16, a reference as 256."""
+_TOO_MUCH = "it expands to too much"
 
-def interpolate(path: Path, tree: dict[str, Any], origins: Mapping[str, Origin]) -> dict[str, Any]:
-    """The tree with every `${...}` resolved; raises InvalidConfig naming each that cannot be."""
-    keys = [steps for steps, text in _leaves(tree) if isinstance(text, str) and "${" in text]
-    if not keys:
-        return tree
+
+def interpolate(
+    path: Path, tree: dict[str, Any], origins: Mapping[str, Origin]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The tree with every `${...}` resolved, and the texts, by key, that took a secret from the environment.
+
+    Raises InvalidConfig naming each that cannot be resolved.
+    """
+    texts = {k: text for k, text in _leaves(tree) if isinstance(text, str) and "${" in text}
+    if not texts:
+        return tree, {}
+    left, faults = MAX_CHARS, []
+    for steps, text in texts.items():
+        left -= len(text)
+        if left < 0 or _depth(text) > MAX_DEPTH:
+            long = f"the texts with `${{` are longer than {MAX_CHARS} characters in all"
+            reason = long if left < 0 else f"`${{` is nested more than {MAX_DEPTH} deep"
+            raise InvalidConfig(_unresolved(path, origins, steps, reason))
     # omegaconf costs 70 ms to import: paid only by files that interpolate
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+    from omegaconf.resolvers import oc
 
-    faults = []
-    for steps in keys:
+    read: set[str] = set()
+
+    def env(variable: str, *default: Any) -> Any:
+        value = oc.env(variable, *default)
+        if variable in os.environ:
+            read.add(variable)
+            redaction.borrow(variable)
+        return value
+
+    # the older name warns where the newer is there
+    register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver
+    register("oc.env", env, replace=True)
+    for steps, text in texts.items():
         try:
             # each by itself: omegaconf stops at the first text that it cannot read
-            OmegaConf.create([_at(tree, steps)])
-        except OmegaConfBaseException as error:
+            OmegaConf.create([text])
+        except Exception as error:
             faults.append(_unresolved(path, origins, steps, error))
     if faults:
         raise InvalidConfig(faults)
-    container = OmegaConf.create(tree)
-    for steps in keys:
-        try:
-            _at(container, steps)
-        except (OmegaConfBaseException, RecursionError) as error:
-            faults.append(_unresolved(path, origins, steps, error))
+    secrets: dict[str, str] = {}
+    container, resolved = OmegaConf.create(tree), deepcopy(tree)
+    with _metered(read) as spend:
+        for steps, text in texts.items():
+            read.clear()
+            try:
+                _at(resolved, steps[:-1])[steps[-1]] = _plain(_at(container, steps), spend)
+            except Exception as error:
+                # of one that goes in a circle omegaconf raises whatever comes first
+                faults.append(_unresolved(path, origins, steps, error, read))
+                if _TOO_MUCH in str(error):
+                    break
+            if any(redaction.holds_secret(name, os.environ[name]) for name in read):
+                secrets[_dotted(steps)] = text
     if faults:
         raise InvalidConfig(faults)
-    resolved: dict[str, Any] = OmegaConf.to_container(container, resolve=True)  # type: ignore[assignment]
-    return resolved
+    return resolved, secrets
+
+
+@contextmanager
+def _metered(read: set[str]) -> Iterator[Callable[[int], None]]:
+    """Bound what omegaconf does: it resolves a value anew for each reference, which doubles with every
+    step of `a: ${b}${b}`, `b: ${c}${c}`. Yields what spends of the budget, and raises where that is over.
+
+    `read` gets the environment variables that a value was made of, also where it was resolved before.
+    """
+    from omegaconf import Container
+    from omegaconf.errors import InterpolationResolutionError
+
+    resolve, left = Container.resolve_parse_tree, MAX_COST
+    # the node too: the number of one that is gone is given to another
+    known: dict[int, tuple[Any, Any, frozenset[str]]] = {}
+
+    def spend(cost: int) -> None:
+        nonlocal left
+        left -= cost
+        if left < 0:
+            raise InterpolationResolutionError(_TOO_MUCH)
+
+    def metered(self: Container, parse_tree: Any, node: Any, **more: Any) -> Any:
+        spend(256)
+        if id(node) not in known:
+            before = frozenset(read)
+            read.clear()
+            found = resolve(self, parse_tree, node, **more)
+            known[id(node)] = node, found, frozenset(read)
+            read.update(before)
+        _, found, variables = known[id(node)]
+        read.update(variables)
+        spend(len(found) if isinstance(found, str) else 0)
+        return found
+
+    Container.resolve_parse_tree = metered  # type: ignore[method-assign, assignment]
+    try:
+        yield spend
+    finally:
+        Container.resolve_parse_tree = resolve  # type: ignore[method-assign]
+
+
+def _plain(value: Any, spend: Callable[[int], None]) -> Any:
+    """What an interpolation came to, without omegaconf's types."""
+    spend(16 + (len(value) if isinstance(value, str) else 0))
+    if isinstance(value, Mapping):
+        return {key: _plain(value[key], spend) for key in value}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(value[index], spend) for index in range(len(value))]
+    return value
+
+
+def _depth(text: str) -> int:
+    """How many `${` stand inside each other at most."""
+    depth = most = 0
+    for mark in re.findall(r"\$\{|\}", text):
+        depth = max(0, depth + (1 if mark == "${" else -1))
+        most = max(most, depth)
+    return most
 
 
 def _unresolved(
-    path: Path, origins: Mapping[str, Origin], steps: tuple[str | int, ...], error: Exception
+    path: Path,
+    origins: Mapping[str, Origin],
+    steps: tuple[str | int, ...],
+    error: Exception | str,
+    read: Collection[str] = (),
 ) -> Finding:
-    key = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)[1:]
+    key = _dotted(steps)
     origin = nearest(origins, key) or Origin(str(path), 1)
-    reason = (str(error).splitlines() or ["it goes in a circle"])[0]
+    circle = isinstance(error, RecursionError) or not str(error)
+    reason = "it goes in a circle" if circle else str(error).splitlines()[0]
+    if read and _TOO_MUCH not in reason:
+        # the error would quote what the variables hold
+        reason = f"not with the value of {', '.join(sorted(read))}"
     help = "write \\${ for a literal ${"
     found = bad(
         path, "interpolation", f"`{key}` cannot be interpolated: {reason}", None, help
     )  # fmt: skip
     return replace(found, key=key, **origin.place)
+
+
+def _dotted(steps: tuple[str | int, ...]) -> str:
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)[1:]
 
 
 def _at(node: Any, steps: tuple[str | int, ...]) -> Any:

@@ -8,7 +8,6 @@ taken as text too, because YAML 1.1 and 1.2 read them differently. `errorMessage
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -17,15 +16,14 @@ from typing import Any
 from launcher import gates, options, rules, sbatch, skypilot
 from launcher.backends import BACKENDS, Entry, Moved
 from launcher.builder import plain
+from launcher.keys import DEEPSPEED, KEYS, LARGEST, OFF, ON, STAGES, Key
 from launcher.schema import Field, Schema, Values
 
 Json = dict[str, Any]
 Notes = Mapping[str, Sequence[str]]
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
-DEFAULT_BACKEND = next(
-    f.default for f in dataclasses.fields(options.Options) if f.name == "backend"
-)
+DEFAULT_BACKEND = KEYS["backend"].default
 
 # Both Python's and ECMA's regular expressions. The end: `$` would let Python pass a line end.
 _END = r"(?![\s\S])"
@@ -64,7 +62,7 @@ def combined(
 
 
 def _document(parts: Sequence[tuple[Schema, Entry]], notes: Sequence[Notes]) -> Json:
-    stages = [name for name in options.STAGES if any(s.stage == name for s, _ in parts)]
+    stages = [name for name in STAGES if any(s.stage == name for s, _ in parts)]
     backends = [name for name in BACKENDS if any(s.backend == name for s, _ in parts)]
     keys = list(dict.fromkeys(schema.key for schema, _ in parts))
     name = f"{'+'.join(keys if not set(keys) & set(stages) else stages)}-{'+'.join(backends)}"
@@ -165,48 +163,55 @@ def _says(key: str, value: str) -> Json:
 def _options(
     stages: Sequence[str], backends: Sequence[str], parts: Sequence[tuple[Schema, Entry]]
 ) -> Json:
-    known: dict[str, Json] = {
-        "stage": _one_of("stage", stages, "the training stage", []),
+    own: dict[str, Json] = {
+        "stage": _one_of("stage", stages, KEYS["stage"].meaning, []),
         "backend": _backend(backends),
         "script": _script(parts),
         "deepspeed": _deepspeed(),
         "attention": _attention(),
-        "mixed_precision": _one_of(
-            "mixed_precision",
-            options.PRECISIONS,
-            "accelerate's mixed precision; bf16 on GPUs and no on the CPU where it is not set",
-            [False, None],
-            _FALSE,
-        ),
-        "batch": _batch(),
-        "expect": _expect(),
-        "on_violation": _one_of(
-            "on_violation",
-            options.ON_VIOLATION,
-            "what the run does when it is not what `expect` says: stop within the first steps, or warn",
-        ),
-        "on_hang": _one_of(
-            "on_hang", options.ON_HANG, "what the run does when nothing moves any more"
-        ),
-        "probe": _probe(),
-        "name": {
-            "type": ["string", "number", "boolean", "null"],
-            "description": "the run's name; the file's where it is not set",
-        },
         "slurm": _sbatch(),
         "skypilot": _skypilot(),
         "gates": _gates(),
-        "args": {
-            "type": ["object", "null"],
-            "description": "handed to upstream under exactly these names",
-        },
-        "extends": {
-            "type": ["string", "null"],
-            "pattern": r"\S",
-            "description": "another stage file, relative to this one, whose keys this one inherits",
-        },
+        "args": {"type": ["object", "null"]},
+        "extends": {"type": ["string", "null"], "pattern": r"\S"},
     }
-    return {key: {"title": key, **known[key]} for key in options.KEYS}
+    return {
+        name: {"title": name, "description": key.meaning, **(own.get(name) or _of(key))}
+        for name, key in KEYS.items()
+    }
+
+
+def _of(key: Key) -> Json:
+    """What a key of launch's own takes, by its kind."""
+    if key.kind == "word":
+        on, off = (not set(words).isdisjoint(key.words) for words in (ON, OFF))
+        texts = (*(_TRUE if on else ()), *(_FALSE if off else ()))
+        others = [*([True] if on else []), *([False] if off else []), None]
+        meaning = key.meaning or f"{key.name}: {', '.join(key.words)}"
+        return _one_of(key.name, key.words, meaning, others, texts)
+    if key.kind == "switch":
+        texts = (*_TRUE, *_FALSE)
+        return _one_of(key.name, ("on", "off"), key.meaning, [True, False, None], texts)
+    if key.kind == "number":
+        return {
+            "type": ["integer", "string", "null"],
+            "minimum": 1,
+            "maximum": LARGEST,
+            "pattern": rf"{_INTERPOLATED}|^(?=[0-9]{{1,9}}{_END})0*[1-9]",
+            "errorMessage": key.shape,
+            "description": key.meaning,
+        }
+    if key.kind == "text":
+        return {"type": ["string", "number", "boolean", "null"]}
+    mapping = {
+        "type": ["object", "null"],
+        "properties": {part.name: _of(part) for part in key.parts},
+        "additionalProperties": False,
+    }
+    if not key.switch:
+        return mapping
+    switch = _enum(f"{key.name} (switch)", ("on", "off"), [True, False, None], (*_TRUE, *_FALSE))
+    return {"anyOf": [{"title": key.name, **mapping, "type": "object"}, *switch["anyOf"]]}
 
 
 def _script(parts: Sequence[tuple[Schema, Entry]]) -> Json:
@@ -215,7 +220,6 @@ def _script(parts: Sequence[tuple[Schema, Entry]]) -> Json:
     told = [", ".join(e.script for s, e in parts if s.key == key) for key in keys]
     files = sorted({entry.script.rpartition("/")[2].removesuffix(".py") for _, entry in parts})
     return {
-        "description": "which of upstream's scripts of this stage runs; its own where it is not set",
         "anyOf": [
             {"title": "script", "enum": keys, "type": "string", "enumDescriptions": told},
             {
@@ -234,7 +238,6 @@ def _sbatch() -> Json:
     names = sorted({*sbatch.KEYS, *(name.replace("-", "_") for name in sbatch.KEYS)})
     return {
         "type": ["object", "null"],
-        "description": "options of sbatch, for --slurm",
         "properties": dict.fromkeys(names, scalar),
         "additionalProperties": False,
     }
@@ -244,7 +247,6 @@ def _skypilot() -> Json:
     kinds: dict[type, str] = {str: "string", dict: "object", list: "array"}
     return {
         "type": ["object", "null"],
-        "description": "what goes into the task that --skypilot writes",
         "properties": {
             name: {"type": [*(kinds[kind] for kind in allowed), "null"]}
             for name, allowed in skypilot.FIELDS.items()
@@ -267,7 +269,6 @@ def _gates() -> Json:
     later = {"type": "string", "pattern": _INTERPOLATED}
     return {
         "type": ["object", "null"],
-        "description": "what every rung of `launch ladder` must show",
         "properties": {
             name: {"description": told, "anyOf": [number, pair, switch, later]}
             for name, (_, told) in gates.GATES.items()
@@ -283,8 +284,8 @@ def _backend(backends: Sequence[str]) -> Json:
 
 
 def _deepspeed() -> Json:
-    names = (*options.DEEPSPEED, "none")
-    told = [*(_zero(name) for name in options.DEEPSPEED), "no DeepSpeed"]
+    names = (*DEEPSPEED, "none")
+    told = [*(_zero(name) for name in DEEPSPEED), "no DeepSpeed"]
     return {
         "description": f"a DeepSpeed config: {', '.join(names)}, or a path",
         "anyOf": [
@@ -309,7 +310,7 @@ def _zero(name: str) -> str:
 
 
 def _attention() -> Json:
-    names = [name for name in options.EXPECT["attention"] if name != "any"]
+    names = list(KEYS["attention"].words)
     one = {
         "anyOf": [
             {"title": "attention", "enum": names, "type": "string"},
@@ -318,77 +319,12 @@ def _attention() -> Json:
     }
     several = {"type": "array", "minItems": 1, "uniqueItems": True, "items": one}
     return {
-        "description": "TRL: attention implementations in the order of preference; the first that can be "
-        "had is used, and proved",
         "anyOf": [
             {"title": "attention (in order)", **several},
             *one["anyOf"],
             _silently("attention", [None]),
         ],
     }
-
-
-def _batch() -> Json:
-    number = {
-        "type": ["integer", "string", "null"],
-        "minimum": 1,
-        "maximum": 10**9 - 1,
-        "pattern": rf"{_INTERPOLATED}|^(?=[0-9]{{1,9}}{_END})0*[1-9]",
-        "errorMessage": "a whole number above 0",
-    }
-    return {
-        "type": ["object", "null"],
-        "description": "rows of an optimizer step; accumulation follows from the number of GPUs",
-        "properties": {
-            "global": {**number, "description": "rows per optimizer step, over all devices"},
-            "per_device": {**number, "description": "rows per device and forward pass"},
-        },
-        "additionalProperties": False,
-    }
-
-
-def _expect() -> Json:
-    return {
-        "type": ["object", "null"],
-        "description": "what the verdict holds the run to; `any` switches a point off",
-        "properties": {point: _state(point, states) for point, states in options.EXPECT.items()},
-        "additionalProperties": False,
-    }
-
-
-def _probe() -> Json:
-    number = {**_batch()["properties"]["global"]}
-    told = {
-        "within": "optimizer steps until what is expected must be proved",
-        "hang_factor": "times the median step without anything moving that make a hang",
-        "hang_seconds": "seconds without anything moving that a hang takes at least",
-        "profile": "the optimizer step whose kernels are recorded: what the GPU spends its time on",
-    }
-    switches = {"isolation": "test whether packed samples see each other"}
-    parts = {
-        "title": "probe",
-        "type": "object",
-        "properties": {
-            **{
-                key: _one_of(key, ("on", "off"), text, [True, False, None], (*_TRUE, *_FALSE))
-                for key, text in switches.items()
-            },
-            **{key: {**number, "description": text} for key, text in told.items()},
-        },
-        "additionalProperties": False,
-    }
-    off = _enum("probe (switch)", ("on", "off"), [True, False, None], (*_TRUE, *_FALSE))
-    return {
-        "description": "how the probe watches the run; off starts upstream's script alone",
-        "anyOf": [parts, *off["anyOf"]],
-    }
-
-
-def _state(point: str, states: Sequence[str]) -> Json:
-    """The states of one point; a plain `off` or `on` is a bool to some YAML parsers."""
-    words = (*(_TRUE if "on" in states else ()), *(_FALSE if "off" in states else ()))
-    bools = [flag for flag, name in ((True, "on"), (False, "off")) if name in states]
-    return _one_of(point, states, f"{point}: {', '.join(states)}", [*bools, None], words)
 
 
 def _one_of(

@@ -8,13 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from launcher import attempt as attempts
-from launcher import check, checkpoints, earlier, foresight, process, rundir, runner
+from launcher import (
+    check,
+    checkpoints,
+    earlier,
+    foresight,
+    gradient_doubt,
+    process,
+    rundir,
+    runner,
+    saved_model,
+)
 from launcher.check import Point, Verdict
 from launcher.evidence import Evidence
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
 
-_WHOLE_RUN = ("liger", "packing", "attention", "batch")
+_WHOLE_RUN = ("liger", "packing", "attention", "batch", "gradients", "inputs")
 """What a run is asked for in each of its steps, whichever attempt made them."""
 
 
@@ -38,11 +48,19 @@ def judge(folder: RunFolder, asked: Mapping[str, str] | None = None) -> Judged:
     found = earlier.whole(each)
     expected = _expected(told) if asked is None else asked
     stage = told.get("stage")
+    if found.final_save:
+        found = replace(
+            found, model=saved_model.compare(found, told.get("output"), here=_here(folder))
+        )
     seen = check.judge(stage if isinstance(stage, str) else None, expected, found)
     seen = _with_earlier(seen, folder, each, expected)
     seen = check.beside(seen, foresight.peak_of(told))
-    if seen.point("finish").state == "running" and _lost(folder):
-        seen = check.lost(seen)
+    seen = gradient_doubt.doubted(seen, told)
+    if seen.point("finish").state == "running":
+        if (leader := runner.unknown(folder)) is not None:
+            seen = check.unknown(seen, runner.unknown_here(folder, leader))
+        elif _lost(folder):
+            seen = check.lost(seen)
     if seen.point("finish").state == "completed" and found.final_save:
         seen = _with_model(seen, told)
     # a token that training printed must not get from the log into what is shown and kept
@@ -109,6 +127,11 @@ def _with_model(verdict: Verdict, told: Mapping[str, Any]) -> Verdict:
 
 
 def _lost(folder: RunFolder) -> bool:
-    """Whether all of a run that was started on this machine is gone; elsewhere nobody here can look."""
+    """Whether all of a run that was started here is gone; elsewhere nobody here can look."""
+    return _here(folder) and not runner.alive(folder.path)
+
+
+def _here(folder: RunFolder) -> bool:
+    """Whether the attempt that began last did so where its processes could be seen from here."""
     told = process.identity(rundir.read_json(folder.process))
-    return told is not None and told.host == process.host() and not runner.alive(folder.path)
+    return told is not None and not told.elsewhere()

@@ -14,54 +14,94 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import FrameType
 
 from launcher import attempt as attempts
-from launcher import on_finish, process, rundir, runner
+from launcher import checksums, lease, on_finish, overview, process, rundir, runner
 from launcher.attempt import Attempt
-from launcher.errors import Exit, Finding, LaunchError, NotReady
+from launcher.errors import Exit, Finding, LaunchError, NotReady, brief, not_ready
+from launcher.lease import Lease
 from launcher.rundir import RunFolder
+from launcher.watching.watchdog import LEASE
 
 OTHERS_S = 60.0
 """Seconds that a machine whose training failed waits for the first one to have recorded its end."""
 _STARTED = b"started\n"
+_DIGEST = "LAUNCH_START_DIGEST"
+_STARTED_HERE: list[subprocess.Popen[bytes]] = []
 
 
-def spawn(folder: RunFolder, number: int, locks: Sequence[int] = ()) -> process.Identity:
+def spawn(
+    folder: RunFolder, number: int, locks: Sequence[int] = (), digest: str | None = None,
+    granted: Lease | None = None,
+) -> process.Identity:  # fmt: skip
     """Start the keeper of an attempt; returns as soon as training is there.
 
-    `locks` are file descriptors that keeper and training hold open from now on. Raises NotReady with
-    what stopped it where training could not be started.
+    `locks` are file descriptors that keeper and training hold open from now on, `granted` is the lease that
+    the keeper takes over. With `digest`, it starts nothing but that attempt, whoever may write in the folder.
+    Raises NotReady with what stopped it where training could not be started.
     """
     process.hold_standard_streams()
     listening, telling = os.pipe()
     words = [str(folder.path), str(number), str(telling), ",".join(map(str, locks))]
+    words += [] if granted is None else [str(granted.path)]
+    more = {} if digest is None else {_DIGEST: digest}
+    early: list[int] = []
+
+    def note(signalled: int, _frame: FrameType | None) -> None:
+        early.append(signalled)
+
     try:
-        with runner.private(folder.diary) as diary:
+        # no exception may come between the start of a child and its name
+        noted = process.handling({signal.SIGINT: note, signal.SIGTERM: note})
+        with noted, runner.private(folder.diary) as diary:
             child = subprocess.Popen(
                 [sys.executable, "-m", "launcher.keeper", *words], stdin=subprocess.DEVNULL,
                 stdout=diary, stderr=diary, start_new_session=True, pass_fds=(telling, *locks),
-                env={**os.environ, "PYTHONPATH": _with_ours(os.environ.get("PYTHONPATH"))},
+                env={**os.environ, "PYTHONPATH": _with_ours(os.environ.get("PYTHONPATH")), **more},
             )  # fmt: skip
+            _STARTED_HERE.append(child)
     except OSError as error:
         os.close(listening)
         raise rundir.not_writable(folder.path, error.strerror) from None
     finally:
         os.close(telling)
-    keeper = process.identify(child.pid)
-    try:
-        with os.fdopen(listening, "rb") as told:
-            answer = told.read()
-    except KeyboardInterrupt:
-        # whoever asked for the run does not want it any more
-        process.signal_all([child.pid], signal.SIGINT)
-        child.wait()
-        raise
+    with interruptible(), os.fdopen(listening, "rb") as told:
+        if early:
+            raise KeyboardInterrupt
+        answer = told.read()
     if answer == _STARTED:
-        return keeper
+        return process.identify(child.pid)
     child.wait()
     raise NotReady(_refused(folder, answer))
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """INT and TERM inside raise KeyboardInterrupt once what this process has started is stopped.
+
+    A terminal that goes stops nothing.
+    """
+    try:
+        with process.handling(
+            {signal.SIGHUP: lambda *_: None, signal.SIGTERM: signal.default_int_handler}
+        ):
+            yield
+    except KeyboardInterrupt:
+        # whoever asked for the run does not want it any more; asked twice, a keeper does not wait
+        def hand_on(*_: object) -> None:
+            process.signal_all([one.pid for one in left], signal.SIGINT)
+
+        left = [one for one in _STARTED_HERE if one.poll() is None]
+        with process.handling({signal.SIGINT: hand_on, signal.SIGTERM: hand_on}):
+            hand_on()
+            for one in left:
+                one.wait()
+        raise
 
 
 def _with_ours(path: str | None) -> str:
@@ -74,19 +114,28 @@ def _refused(folder: RunFolder, answer: bytes) -> list[Finding]:
     try:
         return [Finding(**told) for told in json.loads(answer)]
     except (ValueError, TypeError):
+        last: list[str] = []
+        with contextlib.suppress(OSError):
+            last = folder.diary.read_text(errors="replace").splitlines()[-1:]
         return [
             Finding(
-                severity="error", layer="launch", code="no-keeper", file=str(folder.diary),
+                severity="error", layer="launch", code="no-keeper", file=str(folder.path),
                 message="the process that keeps the run ended before training began",
-                help=f"its last words are in {folder.diary.name}",
+                help=f"its last words: {brief(last[0], 300)}" if last else None,
             )
         ]  # fmt: skip
 
 
 def main(words: Sequence[str]) -> int:
-    """Keep one attempt to its end. `words`: run folder, number, descriptor to tell, descriptors to hold."""
+    """Keep one attempt to its end.
+
+    `words`: run folder, number, descriptor to tell, descriptors to hold, the lease to take over.
+    """
     folder, number = RunFolder(Path(words[0])), int(words[1])
     telling, locks = int(words[2]), [int(one) for one in words[3].split(",") if one]
+    digest = os.environ.pop(_DIGEST, None)
+    granted = lease.read(Path(words[4])) if words[4:] else None
+    process.adopt_orphans()
     for descriptor in (telling, *locks):
         os.set_inheritable(descriptor, False)
     with os.fdopen(telling, "wb", buffering=0) as pipe:
@@ -98,19 +147,49 @@ def main(words: Sequence[str]) -> int:
 
         try:
             attempt = attempts.read(folder)
+            if digest not in (None, attempt.digest()):
+                raise not_ready(
+                    "start-changed", f"{folder.start.name} is not what was written at the start",
+                    "have runs in a folder that nobody else can write", file=str(folder.start),
+                )  # fmt: skip
             # a tmux session, a job or another shell may have started us anywhere
             os.chdir(attempt.cwd)
-            ended = runner.run(
-                attempt.command(os.environ), folder, number, held=locks,
-                due=Due(folder, attempt).now, began=lambda: tell(_STARTED), inherited={},
-            )  # fmt: skip
+            output = None if attempt.output is None or attempt.rank else Path(attempt.output)
+            sums = checksums.Watch(folder, attempt.backend, output, attempt.world)
+            with lease.kept(granted, partial(_overtaken, folder.console(number))) as end:
+                command = attempt.command(os.environ)
+                if granted is not None:
+                    env = {**command.env, LEASE: str(granted.path)}
+                    command = replace(command, env=env)
+                sums.start()
+                ended = runner.run(
+                    command, folder, number, held=locks, due=Due(folder, attempt).now,
+                    began=lambda: tell(_STARTED), inherited={}, adopting=True,
+                )  # fmt: skip
+                sums.end(resumable=ended.returncode != 0)
+                end(overview.ended_state(folder), ended.returncode)
         except OSError as error:
             tell(json.dumps([_gone(attempt.cwd, error).as_json()]).encode())
             return Exit.NOT_READY
         except LaunchError as error:
             tell(json.dumps([one.as_json() for one in error.findings]).encode())
             return error.exit_code
-    return conclude(folder, attempt, ended)
+    # what is asked for now is for the command at the end, and a verdict takes seconds
+    ignored = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    with process.handling({number: lambda *_: None for number in ignored}):
+        return conclude(folder, attempt, ended, locks=locks, own=True)
+
+
+def _overtaken(console: Path, by: Lease) -> None:
+    """Stop the training: it must not write where another one does."""
+    told = (
+        f"launch: stopped: the output folder was taken over by the run {by.run} ({by.described}), fencing "
+        f"number {by.fence}"
+    )
+    print(told, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError), console.open("a") as log:
+        log.write(f"\n{told}\n")
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _gone(cwd: str, error: OSError) -> Finding:
@@ -120,28 +199,48 @@ def _gone(cwd: str, error: OSError) -> Finding:
     )  # fmt: skip
 
 
-def conclude(folder: RunFolder, attempt: Attempt, ended: runner.Exit | None) -> int:
+def conclude(
+    folder: RunFolder, attempt: Attempt, ended: runner.Exit | None, *, locks: Sequence[int] = (),
+    own: bool = False,
+) -> int:  # fmt: skip
     """Judge a run that is over and tell whoever asked for it; returns the run's exit code.
 
-    Where the keeper was killed, whoever looks on does it: once, however many they are.
+    Where the keeper was killed, before or after it had judged, whoever looks on does what is left: once,
+    however many they are, but for one that is killed in the moment of the call. `locks` are let go before
+    the call. The attempt is the user's `own` where it was not read from a file that others may write.
     """
     from launcher import start
 
     if attempt.rank:
+        _let_go(locks)
         return _of_a_further_machine(folder, attempt, ended)
-    if not _first(folder.concluded(attempt.number)):
-        return Exit.OK
-    code: int = Exit.BUG
-    try:
-        start.discard_spoiled(attempt)
-        verdict = start.finish(folder)
-        rundir.seal(folder, attempt.number)
-        code = start.exit_code(ended, verdict, allow_unproven=attempt.allow_unproven)
-    except Exception:
-        # a verdict can be asked for again; being told that it is over cannot
-        traceback.print_exc()
-    on_finish.call(folder, attempt, code)
+    number = attempt.number
+    with rundir.concluding(folder, number) as due:
+        if not due:
+            return Exit.OK
+        code: int = Exit.BUG
+        try:
+            if not rundir.judged(folder, number):
+                # a record that cannot be written costs a point, not the verdict
+                with contextlib.suppress(OSError):
+                    start.record_inputs(folder, attempt)
+                start.discard_spoiled(folder, attempt)
+            code = start.conclusion(folder, attempt, ended)[1]
+            rundir.seal(folder, number, untold=bool(attempt.on_finish))
+        except Exception:
+            # a verdict can be asked for again; being told that it is over cannot
+            traceback.print_exc()
+        # the command may start the next run on the same cards
+        _let_go(locks)
+        on_finish.call(
+            folder, attempt, code, own=own, began=lambda: rundir.note_told(folder, number)
+        )
     return code
+
+
+def _let_go(locks: Sequence[int]) -> None:
+    for lock in locks:
+        os.close(lock)
 
 
 def _of_a_further_machine(folder: RunFolder, attempt: Attempt, ended: runner.Exit | None) -> int:
@@ -155,17 +254,6 @@ def _of_a_further_machine(folder: RunFolder, attempt: Attempt, ended: runner.Exi
             break
         time.sleep(1)
     return Exit.TRAINING
-
-
-def _first(mark: Path) -> bool:
-    try:
-        os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-    except FileExistsError:
-        return False
-    except OSError:
-        # a full disk: rather twice than never
-        return True
-    return True
 
 
 class Due:

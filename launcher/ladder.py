@@ -21,6 +21,7 @@ from launcher import campaign as campaigns
 from launcher import (
     contents,
     earlier,
+    files,
     following,
     gates,
     machine,
@@ -341,11 +342,7 @@ class _Record:
 
 def _facts(rung: Rung, outcome: Outcome, asked: Climb) -> Facts:
     metrics, planned = outcome.verdict.metrics, outcome.plan
-    try:
-        lines = outcome.run.metrics.read_bytes().splitlines()
-    except OSError:
-        lines = []
-    rows = [row for line in lines if (row := rundir.parse_line(line))]
+    rows = files.read_lines(outcome.run.metrics)
     seconds = [row["seconds"] for row in rows if isinstance(row.get("seconds"), int | float)]
     steady = seconds[len(seconds) // 5 :]
     # by now the row lengths are known, where they were not before

@@ -16,6 +16,7 @@ from statistics import NormalDist
 from typing import Any
 
 from launcher.errors import Finding, InvalidConfig, NotReady, brief, usage
+from launcher.files import open_regular, read_bytes
 
 # With a mean and a maximum alone, rows are taken as log-normal, which lengths of documents commonly are,
 # with this many standard deviations (of the logarithm) from the median to the maximum.
@@ -237,12 +238,6 @@ def of_dataset(folder: Path, columns: Sequence[str] = ("input_ids",)) -> Lengths
     return _counted(counts, f"{rows:,} rows of {folder}", rows)
 
 
-def of_counts(counts: Mapping[Any, Any], source: str, rows: int | None = None) -> Lengths | None:
-    """Lengths of rows that somebody else has counted, by their number of tokens; None of no rows."""
-    whole = {int(length): int(count) for length, count in counts.items()}
-    return _counted(whole, source, rows) if sum(whole.values()) else None
-
-
 def of_texts(path: Path, tokenizer: Path, *, extra: int = 5) -> Lengths:
     """Lengths of a sample of a local .jsonl with chats, by the model's own tokenizer.json.
 
@@ -276,10 +271,10 @@ def _sampled(path: Path) -> Iterable[Sequence[Any]]:
     """Chats of every n-th line: `messages`, or DPO's `chosen` and `rejected`."""
     try:
         if path.stat().st_size > _SAMPLED_BYTES:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 lines = file.read(_SAMPLED_BYTES).splitlines()[:-1]
         else:
-            lines = path.read_bytes().splitlines()
+            lines = read_bytes(path, _SAMPLED_BYTES).splitlines()
     except OSError as error:
         raise InvalidConfig(_unread(f"{path}: {error.strerror}", "give --row-tokens")) from None
     for line in lines[:: max(1, len(lines) // _SAMPLE)]:

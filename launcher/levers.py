@@ -13,8 +13,9 @@ from typing import Any
 
 from launcher import budget, options, plan
 from launcher.footprint import attention_of
+from launcher.keys import DEEPSPEED
 from launcher.lengths import Lengths
-from launcher.options import DEEPSPEED, SWITCHED, Batch
+from launcher.options import SWITCHED, Batch
 from launcher.plan import Plan
 from launcher.schema import Values
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import not_ready
+from launcher.git import Repository
 from launcher.paths import expanded
 
 # Read once in the trainer's interpreter; stdlib only, so that any Python answers it. `markers` are
@@ -218,15 +219,13 @@ def gpu_fault() -> str | None:
 
 def git_version(root: Path, below: str = ".") -> str | None:
     """The commit checked out in `root`, `+edited` where tracked files under `below` differ from it."""
-    # inside a git hook these name another repository
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
-    git = ["git", "--no-optional-locks", "-C", str(root)]
-    told = run([*git, "rev-parse", "HEAD", "--show-toplevel"], environ=environ)
+    repository = Repository(root)
+    told = repository.ask("rev-parse", "HEAD", "--show-toplevel")
     commit, _, top = (told or "").partition("\n")
     # a folder without its own history would answer for the repository around it
     if not top or Path(top).resolve() != root.resolve():
         return None
-    status = run([*git, "status", "--porcelain", "-uno", "--", below], 60, environ)
+    status = repository.ask("status", "--porcelain", "-uno", "--", below)
     if status is None:
         return f"{commit}+unknown"
     return f"{commit}+edited" if status else commit

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher import machine
+from launcher import machine, situation
+from launcher.backends.deepspeed_rules import engine_config
 from launcher.command import Command, expectations
 from launcher.errors import Finding
 from launcher.machine import Trainer
@@ -44,6 +45,7 @@ def manifest(
         "config": str(stage.config.path),
         "output": None if output is None else str(output),
         "expect": expectations(plan),
+        "deepspeed": _deepspeed(plan, trainer),
         "plan": plan.as_json(),
         "tracked": _tracked(plan),
         "args": _resolved(plan),
@@ -67,6 +69,16 @@ def manifest(
     return redact(whole)
 
 
+def _deepspeed(plan: Plan, trainer: Trainer) -> dict[str, Any] | None:
+    """Release and settings that decide whether gradients can be trusted; None without DeepSpeed."""
+    file, _ = situation.deepspeed_of(plan.stage.options)
+    config = engine_config(plan.values, file, trl=plan.stage.options.backend == "trl")
+    if config is None or not plan.gpus:
+        return None
+    kept = {k: config[k] for k in ("zero_optimization", "communication_data_type") if k in config}
+    return {"version": trainer.packages.get("deepspeed"), "config": kept}
+
+
 def _tracked(plan: Plan) -> bool:
     """Whether the run reports to W&B: open-instruct does with either, whatever else is named."""
     told = plan.values.get("report_to")
@@ -83,5 +95,8 @@ def _resolved(plan: Plan) -> dict[str, dict[str, Any]]:
             origin = str(plan.stage.config.origin(f"args.{name}"))
         else:
             origin = f"default: {known.where}"
-        fields[name] = {"value": plan.values[name], "origin": origin}
+        value = plan.values[name]
+        if f"args.{name}" in plan.stage.config.secrets and name not in plan.derived:
+            value = plan.stage.config.secrets[f"args.{name}"]
+        fields[name] = {"value": value, "origin": origin}
     return fields

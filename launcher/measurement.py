@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from launcher import (
-    cards,
     checkouts,
     comparison,
     contents,
@@ -43,7 +42,6 @@ METRICS: Mapping[str, str] = {
     "seconds_before_steps": "seconds from the training process's start to its first step",
     "tokens_per_step": "tokens without padding, all ranks, mean of the steady steps",
     "mfu": "share of the peak that the model needs: weights that multiply, and attention (as in a verdict)",
-    "mfu_6n": "share of the peak by 6 x parameters x tokens; None where weights are frozen",
     "wasted_share": "share of all positions that hold no token",
     "wasted_tokens": "positions without a token, all ranks, all steps",
     "gpu_utilisation_p50": "share of the time in which a kernel ran, median over steady steps",
@@ -141,11 +139,16 @@ def sample_of(
         variant=variant, repeat=repeat, cause=cause,
         flaws=tuple(f"{p.name} is {p.state}" for p in points if p.ok is False),
         unproved=tuple(p.name for p in points if p.ok is None),
+        gradients=_gradients(outcome),
         reason=None if cause == "ok" else outcome.reason or "it did not come to its end",
         metrics=_metrics(found, figures, outcome.run, readings),
         curve=_curve(found, outcome.verdict.stage), pace=_pace(found), run=str(outcome.run.path),
         seconds=outcome.seconds, outcome=outcome,
     )  # fmt: skip
+
+
+def _gradients(outcome: Outcome) -> str | None:
+    return next((p.state for p in outcome.verdict.points if p.name == "gradients"), None)
 
 
 def _cause(outcome: Outcome) -> Cause:
@@ -186,7 +189,6 @@ def _metrics(
         "seconds_before_steps": _before(ranks),
         "tokens_per_step": _tokens_per_step(list(steady.values())),
         "mfu": figures.get("mfu"),
-        "mfu_6n": _mfu_6n(ranks, each),
         "wasted_share": figures.get("wasted_share"),
         "wasted_tokens": _sum(step.wasted for record in ranks for step in record.steps),
         "gpu_utilisation_p50": utilisation.percentile(busy, 0.5),
@@ -237,16 +239,6 @@ def _before(ranks: Sequence[RankRecord]) -> float | None:
     return moments[1] - moments[0] if moments[0] is not None and moments[1] is not None else None
 
 
-def _mfu_6n(ranks: Sequence[RankRecord], speed: float | None) -> float | None:
-    model = ranks[0].first("model") if ranks else None
-    device = ranks[0].last("device") if ranks else None
-    peak = cards.peak_flops(device.text("name") if device else None)
-    if model is None or peak is None or speed is None or model.number("experts"):
-        return None
-    size = model.number("parameters")
-    return 6 * size * speed / peak if size and size == model.number("trainable") else None
-
-
 def _busy(
     folder: RunFolder, ranks: Sequence[RankRecord], readings: Sequence[utilisation.Reading]
 ) -> list[float]:
@@ -284,7 +276,10 @@ def _curve(found: Evidence, stage: str | None) -> tuple[Step, ...]:
         if len(losses) < len(ranks):
             break
         weight = rows if stage == "dpo" else tokens
-        curve.append(Step(tokens, weight, math.fsum(losses) / len(losses)))
+        # an engine's norm is of all ranks' gradients, and the same on each
+        norm, micro_batches = parts[0].grad_norm, parts[0].micro_batches
+        loss = math.fsum(losses) / len(losses)
+        curve.append(Step(tokens, weight, loss, norm, micro_batches))
     return tuple(curve)
 
 

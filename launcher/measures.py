@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from launcher.cards import peak_flops
 from launcher.evidence import MEASURED, Event, Evidence, ProbeStep, RankRecord
@@ -20,18 +20,25 @@ REWARDS = {
 
 
 def losses(evidence: Evidence) -> tuple[float, ...]:
-    """The losses as logged, NaN included, or where none is logged as the probe saw them."""
-    if evidence.log is not None and evidence.log.steps:
-        return tuple(line.loss for line in evidence.log.steps)
-    return tuple(row["loss"] for row in _probe_rows(evidence) if "loss" in row)
+    """One loss a step as the probe saw them, else as logged; NaN where it was not finite."""
+    log, probe = evidence.log, evidence.probe
+    if log is not None and log.steps and (probe is None or probe.last_step is None):
+        return tuple(line.loss for line in log.steps)
+    rows = (row for row in metrics_rows(evidence) if "loss" in row or row.get("finite") is False)
+    return tuple(row.get("loss", math.nan) for row in rows)
 
 
 def whole_losses(evidence: Evidence) -> tuple[float, ...]:
-    """The same with those of the attempts that it goes on from: then one a step, where they are known."""
-    if not evidence.before:
-        return losses(evidence)
-    own = (row["loss"] for row in metrics_rows(evidence) if "loss" in row)
-    return (*evidence.before, *own)
+    """The same with those of the attempts that it goes on from."""
+    return (*evidence.before, *losses(evidence))
+
+
+def moved_share(evidence: Evidence) -> float | None:
+    """The share of a sample of the trained weights, over all ranks, that differs from the start."""
+    probe = evidence.probe
+    last = [e for r in probe.ranks.values() if (e := r.last("weights"))] if probe else []
+    sampled, moved = (math.fsum(e.number(key) or 0 for e in last) for key in ("sampled", "moved"))
+    return _share(moved, sampled)
 
 
 def peak_allocated_gib(evidence: Evidence) -> float | None:
@@ -199,48 +206,35 @@ def merged_rows(attempts: Iterable[Sequence[Row]]) -> list[Row]:
 
 
 def metrics_rows(evidence: Evidence) -> list[Row]:
-    """One row a step of one attempt, sorted: what the log says, and of the probe what it does not.
+    """One row a step of one attempt, sorted: what the probe says, and of the log what it does not.
 
-    Where a resume lies inside a stretch of steps that the log sums up, open-instruct divides what is
-    left by the whole stretch: there the probe's losses count. Tokens, positions, wasted positions and
+    A logged loss is a mean over the steps since the line before: where the probe has the loss of every
+    step and the log tells of fewer, the mean is `logged_loss`. Tokens, positions, wasted positions and
     rows are sums over the ranks, seconds and memory (GiB) the largest of them. A number that is not
     finite is left out, and `finite` is then false.
     """
     rows = {row["step"]: row for row in _probe_rows(evidence)}
-    partial = _cut_off(evidence, rows)
+    lines = evidence.log.steps if evidence.log else ()
+    measured = sum("loss" in row for row in rows.values())
     # Trainer's lines bear no step: after a resume the first may be counted from the bar's begin
     first = min(rows, default=0)
-    for line in evidence.log.steps if evidence.log else ():
+    for line in lines:
         if line.step < first:
             continue
+        row = rows.setdefault(line.step, {"step": line.step})
+        own = row.get("loss")
         logged = {
-            "loss": partial.get(line.step, line.loss),
+            "loss": own if own is not None and math.isfinite(line.loss) else line.loss,
+            "logged_loss": line.loss if len(lines) < measured else None,
             "learning_rate": line.learning_rate,
             "logged_tokens_per_second": line.tokens_per_second,
             **line.extra,
         }
-        finite = {k: v for k, v in logged.items() if v is not None and math.isfinite(v)}
-        row = rows.setdefault(line.step, {"step": line.step})
         row["finite"] = row.get("finite", True) and math.isfinite(line.loss)
-        if "loss" not in finite:
+        if not math.isfinite(line.loss):
             row.pop("loss", None)
-        row.update(finite)
+        row.update({k: v for k, v in logged.items() if v is not None and math.isfinite(v)})
     return [rows[step] for step in sorted(rows)]
-
-
-def _cut_off(evidence: Evidence, rows: Mapping[float, Row]) -> dict[int, float]:
-    """The loss of a first line that tells of fewer steps than the others, from the probe's."""
-    record = _first_rank(evidence)
-    begun = event.number("step") if record and (event := record.last("resumed")) else None
-    lines = evidence.log.steps if evidence.log else ()
-    if begun is None or len(lines) < 2:
-        return {}
-    first, every = lines[0].step, lines[1].step - lines[0].step
-    own = range(int(begun) + 1, first + 1)
-    seen = [rows[step]["loss"] for step in own if step in rows and "loss" in rows[step]]
-    if not 0 < len(own) < every or len(seen) != len(own) or not math.isfinite(lines[0].loss):
-        return {}
-    return {first: math.fsum(seen) / len(seen)}
 
 
 def _probe_rows(evidence: Evidence) -> list[Row]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from dataclasses import fields as parts_of
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -13,19 +12,13 @@ from typing import Any
 from launcher.backends import BACKENDS
 from launcher.config import Config
 from launcher.errors import Finding, brief
+from launcher.keys import DEEPSPEED, KEYS, STAGES, nearest, whole_number
 from launcher.paths import expanded, is_file
 
-STAGES = ("sft", "dpo")
-PRECISIONS = ("no", "fp16", "bf16")
-DEEPSPEED = ("zero1", "zero1_fp32_comm", "zero2", "zero2_fp32_comm", "zero3", "zero3_offload")
-ON_VIOLATION = ("stop", "warn")
-ON_HANG = ("report", "stop")
-_ON, _OFF = ("on", "yes", "true"), ("off", "no", "false")
 _SHARED = (
     "mixed_precision", "batch", "expect", "on_violation", "on_hang", "probe", "name", "slurm",
     "skypilot", "gates",
 )  # fmt: skip
-KEYS = ("stage", "backend", "script", "deepspeed", "attention", *_SHARED, "args", "extends")
 WRAPPED_KEYS = ("script", "deepspeed_config", "num_gpus", *_SHARED)
 # as an override on a stage file it would say what --gpus says
 _ELSEWHERE = {
@@ -37,22 +30,6 @@ SCRIPTS = {
 }
 """open-instruct's scripts by file name: the wrapped shape names its stage by one."""
 
-# What may be expected of each point of a verdict; `any` switches the point off.
-EXPECT: Mapping[str, tuple[str, ...]] = {
-    "liger": ("engaged", "off", "any"),
-    "packing": ("isolated", "on", "off", "any"),
-    "attention": (
-        "any", "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3",
-        "flash_attention_4",
-    ),
-    "batch": ("planned", "any"),
-    "dataset_cache": ("hit", "miss", "any"),
-    "reference_cache": ("hit", "miss", "any"),
-    "loss": ("finite", "any"),
-    "trend": ("falling", "any"),
-    "memory": ("ok", "any"),
-    "finish": ("completed", "any"),
-}  # fmt: skip
 TREND_LOSSES = 8
 """Losses, one a step, of which a trend can be told; fewer say nothing."""
 # what a verdict calls a switch that is on, and one that is off
@@ -83,10 +60,6 @@ class Watch:
     hang_seconds: int = 300
     final_save: bool = True
     profile: int | None = None
-
-
-WATCHED = tuple(part.name for part in parts_of(Watch) if part.name != "final_save")
-SWITCHES = ("isolation",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,24 +105,26 @@ def read(
     unlike = backend_fault(config)
     findings += [unlike] if unlike is not None else []
     backend = str(raw.get("backend") or "open_instruct") if unlike is None else "open_instruct"
-    precision = raw.get("mixed_precision")
-    # a plain `no` is a boolean in YAML
-    precision = "no" if precision is False else precision
-    if precision is not None and precision not in PRECISIONS:
-        message = f"`{brief(precision)}` is no precision"
-        findings.append(_bad(config, "mixed_precision", message, _one_of(PRECISIONS)))
-        precision = None
+    values: dict[str, Any] = {}
+    for key in ("mixed_precision", "batch", "expect", "on_violation", "on_hang", "probe", "name"):
+        values[key], faults = KEYS[key].read(raw.get(key))
+        findings += [_bad(config, *fault) for fault in faults]
     deepspeed, name = _deepspeed(config, folders, findings)
-    key, fault = entry_of(config, stage, backend)
+    script, fault = entry_of(config, stage, backend)
     findings += [fault] if fault is not None else []
+    batch, probe = values["batch"], values["probe"]
+    watched = {name: value for name, value in (probe or {}).items() if value is not None}
     return Options(
-        stage=stage, backend=backend, script=None if key == stage else key, deepspeed=deepspeed,
+        stage=stage, backend=backend, script=None if script == stage else script, deepspeed=deepspeed,
         deepspeed_name=name,
         attention=_attention(config, backend, findings),
-        mixed_precision=precision, batch=_batch(config, findings), expect=_expect(config, findings),
-        on_violation=_choice(config, "on_violation", ON_VIOLATION, findings),
-        on_hang=_choice(config, "on_hang", ON_HANG, findings), probe=_probe(config, findings),
-        name=_name(config, findings), gpus=_gpus(config, findings),
+        mixed_precision=values["mixed_precision"],
+        batch=None if batch is None
+        else Batch(total=batch.get("global"), per_device=batch.get("per_device")),
+        expect={point: state or "any" for point, state in (values["expect"] or {}).items()},
+        on_violation=values["on_violation"] or "stop", on_hang=values["on_hang"] or "report",
+        probe=None if probe is False else Watch(**watched), name=values["name"],
+        gpus=_gpus(config, findings),
         slurm=_elsewhere(config, "slurm", findings),
         skypilot=_elsewhere(config, "skypilot", findings), gates=_elsewhere(config, "gates", findings),
     ), findings  # fmt: skip
@@ -157,7 +132,7 @@ def read(
 
 def unknown(config: Config, fields: Collection[str] = ()) -> list[Finding]:
     """A finding for every top-level key that is none of ours."""
-    keys = WRAPPED_KEYS if config.shape == "wrapped" else KEYS
+    keys = WRAPPED_KEYS if config.shape == "wrapped" else tuple(KEYS)
     return [_unknown(config, key, keys, fields) for key in config.options if key not in keys]
 
 
@@ -227,8 +202,7 @@ def backend_fault(config: Config) -> Finding | None:
     given = config.options.get("backend")
     if given is None or (isinstance(given, str) and given in BACKENDS):
         return None
-    near = difflib.get_close_matches(str(given).lower().replace("-", "_"), BACKENDS, n=1)
-    help = f"did you mean `{near[0]}`?" if near else _one_of(BACKENDS)
+    help = nearest(str(given).lower().replace("-", "_"), tuple(BACKENDS))
     return _bad(config, "backend", f"`{brief(given)}` is no backend", help)
 
 
@@ -301,14 +275,12 @@ def _attention(config: Config, backend: str, findings: list[Finding]) -> tuple[s
         )
         findings.append(_bad(config, key, message, "delete the line"))
         return ()
-    known = [name for name in EXPECT[key] if name != "any"]
+    known = KEYS[key].words
     names = given if isinstance(given, list) else [given]
     for name in names:
         if not isinstance(name, str) or (name not in known and "/" not in name):
-            near = difflib.get_close_matches(str(name), known, n=1)
-            help = f"did you mean `{near[0]}`?" if near else _one_of(known)
             message = f"`{brief(name)}` is no attention implementation"
-            findings.append(_bad(config, key, message, help))
+            findings.append(_bad(config, key, message, nearest(str(name), known)))
             return ()
     if not names or len({*names}) < len(names):
         help = "write for example `attention: [flash_attention_2, sdpa]`"
@@ -317,122 +289,16 @@ def _attention(config: Config, backend: str, findings: list[Finding]) -> tuple[s
     return tuple(names)
 
 
-def _name(config: Config, findings: list[Finding]) -> str | None:
-    given = config.options.get("name")
-    if given is None:
-        return None
-    if isinstance(given, dict | list):
-        findings.append(_bad(config, "name", "`name` is one word for the run"))
-        return None
-    return str(given)
-
-
-def _batch(config: Config, findings: list[Finding]) -> Batch | None:
-    given = config.options.get("batch")
-    if given is None:
-        return None
-    if not isinstance(given, dict):
-        help = "write `batch: {global: 128, per_device: 16}`"
-        findings.append(_bad(config, "batch", f"`batch` is a mapping, not `{brief(given)}`", help))
-        return None
-    numbers: dict[str, int | None] = {"global": None, "per_device": None}
-    for key, value in given.items():
-        if key not in numbers:
-            message = f"`{key}` is no part of `batch`"
-            findings.append(_bad(config, f"batch.{key}", message, _one_of(numbers)))
-            continue
-        numbers[key] = _whole(value) or None
-        if value is not None and numbers[key] is None:
-            message = f"`batch.{key}` is a whole number above 0, at most 999,999,999, not `{brief(value)}`"
-            findings.append(_bad(config, f"batch.{key}", message))
-    return Batch(total=numbers["global"], per_device=numbers["per_device"])
-
-
-def _whole(value: Any) -> int | None:
-    """A whole number from 0 on, also as text; None for anything else."""
-    if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 10:
-        return int(value)
-    valid = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**9
-    return value if valid else None
-
-
 def _gpus(config: Config, findings: list[Finding]) -> int | None:
     given = config.options.get("num_gpus")
     if given is None:
         return None
-    number = _whole(given)
+    number = whole_number(given)
     if number is None:
         findings.append(
             _bad(config, "num_gpus", f"`num_gpus` is a whole number, not `{brief(given)}`")
         )
     return number
-
-
-def _expect(config: Config, findings: list[Finding]) -> dict[str, str]:
-    given = config.options.get("expect")
-    if given is None:
-        return {}
-    if not isinstance(given, dict):
-        help = "write for example `expect: {liger: engaged, loss: finite}`"
-        message = "`expect` is a mapping of points of the verdict to their states"
-        findings.append(_bad(config, "expect", message, help))
-        return {}
-    expected = {}
-    for point, value in given.items():
-        state = _state(value)
-        if point not in EXPECT:
-            near = difflib.get_close_matches(point, EXPECT, n=1)
-            help = f"did you mean `{near[0]}`?" if near else _one_of(EXPECT)
-            message = f"`{point}` is no point of a verdict"
-            findings.append(_bad(config, f"expect.{point}", message, help))
-        elif state not in EXPECT[point]:
-            message = f"`{brief(state)}` cannot be expected of `{point}`"
-            findings.append(_bad(config, f"expect.{point}", message, _one_of(EXPECT[point])))
-        else:
-            expected[point] = state
-    return expected
-
-
-def _choice(config: Config, key: str, names: tuple[str, ...], findings: list[Finding]) -> str:
-    """One of some words, the first where the file is silent."""
-    given = config.options.get(key)
-    if given is None:
-        return names[0]
-    if given not in names:
-        findings.append(_bad(config, key, f"`{key}` cannot be `{brief(given)}`", _one_of(names)))
-        return names[0]
-    return str(given)
-
-
-def _probe(config: Config, findings: list[Finding]) -> Watch | None:
-    """`probe: off`, or a mapping of what is to be changed of it; None for off."""
-    given = config.options.get("probe")
-    switch = _switch(given)
-    if given is None or switch is not None:
-        return None if switch is False else Watch()
-    if not isinstance(given, dict):
-        help = "`probe: off`, or for example `probe: {within: 5, isolation: off}`"
-        message = f"`probe` is `off` or a mapping, not `{brief(given)}`"
-        findings.append(_bad(config, "probe", message, help))
-        return Watch()
-    changed: dict[str, Any] = {}
-    for key, value in given.items():
-        name = f"probe.{key}"
-        if key in SWITCHES:
-            changed[key] = _switch(value)
-            wrong = f"`{name}` is on or off, not `{brief(value)}`"
-        elif key in WATCHED:
-            changed[key] = _whole(value) or None
-            wrong = f"`{name}` is a whole number above 0, at most 999,999,999, not `{brief(value)}`"
-        else:
-            near = difflib.get_close_matches(str(key), WATCHED, n=1)
-            help = f"did you mean `{near[0]}`?" if near else _one_of(WATCHED)
-            findings.append(_bad(config, name, f"`{key}` is no part of `probe`", help))
-            continue
-        if value is not None and changed[key] is None:
-            usual = {"isolation": "on", "profile": 4}.get(key, getattr(Watch(), key))
-            findings.append(_bad(config, name, wrong, f"for example `probe: {{{key}: {usual}}}`"))
-    return Watch(**{key: value for key, value in changed.items() if value is not None})
 
 
 def _elsewhere(config: Config, key: str, findings: list[Finding]) -> dict[str, Any]:
@@ -455,18 +321,3 @@ def _elsewhere(config: Config, key: str, findings: list[Finding]) -> dict[str, A
     told, wrong = readers[key](given, complain)
     findings += wrong
     return dict(told)
-
-
-def _switch(value: Any) -> bool | None:
-    """On or off, as YAML's own bool or in quotes; None for anything else."""
-    if isinstance(value, bool):
-        return value
-    words = {**dict.fromkeys(_ON, True), **dict.fromkeys(_OFF, False)}
-    return words.get(value.lower()) if isinstance(value, str) else None
-
-
-def _state(value: Any) -> str:
-    """A state as its author meant it: a plain `off` or `on` is a boolean in YAML."""
-    if value is None:
-        return "any"
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)

@@ -13,14 +13,12 @@ import yaml
 
 from launcher.builder import LOADER, UNUSABLE, Builder, Origin, bad, join, plain
 from launcher.errors import Finding, InvalidConfig, brief
+from launcher.keys import KEYS
 
 Shape = Literal["stage", "wrapped", "flat"]
 
 # Ours: everything else that an override names without `args.` is an argument of upstream's.
-OPTIONS = frozenset(
-    {"stage", "backend", "deepspeed", "mixed_precision", "batch", "expect", "on_violation", "on_hang",
-     "probe", "name", "slurm", "skypilot", "gates", "attention", "script"}
-)  # fmt: skip
+OPTIONS = frozenset(KEYS) - {"args", "extends"}
 _WRAPPED_OPTIONS = {"deepspeed": "open_instruct.deepspeed_config", "num_gpus": "num_gpus"} | {
     name: f"open_instruct.{name}" for name in ("script", "deepspeed_config")
 }

@@ -22,11 +22,13 @@ from launcher.evidence import Evidence
 from launcher.markup import Html, details, figure, join, number_cell, table, tag, text
 from launcher.panels import Panel
 from launcher.plan import titled
-from launcher.series import Run, listed, mapping, number
+from launcher.series import Run, Series, listed, mapping, number
 
 _ASSETS = Path(__file__).resolve().parent / "assets"
 _COLOURS = 8
 _CITES = 4
+_FIGURES, _STEPS = 200_000, 20_000
+"""How many figures and steps the curves of a page hold at most: 2 MB, and more than a screen can show."""
 _MAIN_PACKAGES = (
     "torch", "transformers", "trl", "accelerate", "deepspeed", "peft", "datasets", "liger-kernel",
     "flash-attn", "olmo-core", "ai2-olmo-core",
@@ -108,11 +110,11 @@ def _source(text: str) -> str:
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
-def _data(runs: Sequence[Run], names: Sequence[str]) -> str:
+def _data(runs: Sequence[Run], names: Sequence[str], drawn: Sequence[Series]) -> str:
     """The curves as JSON that no text in it can end early."""
     told = ",".join(
-        f'{{"name":{json.dumps(name)},{series.compact(run.series)[1:]}'
-        for run, name in zip(runs, names, strict=True)
+        f'{{"name":{json.dumps(name)},{series.compact(one)[1:]}'
+        for one, name in zip(drawn, names, strict=True)
     )
     charts = [
         _chart(panel, folded=folded)
@@ -121,6 +123,14 @@ def _data(runs: Sequence[Run], names: Sequence[str]) -> str:
     ]
     whole = f'{{"version":1,"panels":{json.dumps(charts)},"runs":[{told}]}}'
     return whole.replace("<", "\\u003c")
+
+
+def _drawn(runs: Sequence[Run]) -> list[Series]:
+    share = _FIGURES // len(runs)
+    return [
+        series.thinned(run.series, min(_STEPS, share // (len(run.series.columns) + 1)))
+        for run in runs
+    ]
 
 
 def _chart(panel: Panel, *, folded: bool) -> dict[str, object]:
@@ -250,15 +260,32 @@ def _curves(runs: Sequence[Run], names: Sequence[str]) -> Html:
     shown = join(_figure_of(panel, runs, names) for panel in panels.first(runs))
     more = panels.further(runs)
     folded = tag("div", join(_figure_of(panel, runs, names) for panel in more), class_="grid")
+    drawn = _drawn(runs)
     parts = [
         _controls(runs, names),
+        _thinning(runs, names, drawn),
         Html("<noscript><p>The curves need scripts; everything else does not.</p></noscript>"),
         tag("div", shown, class_="grid"),
         details(f"{len(more)} more", folded, id="more-curves") if more else "",
         Html('<div id="spoken" class="visually-hidden" aria-live="polite"></div>'),
-        Html(f'<script type="application/json" id="curves-data">{_data(runs, names)}</script>'),
+        Html(
+            f'<script type="application/json" id="curves-data">{_data(runs, names, drawn)}</script>'
+        ),
     ]
     return _section("curves", "Curves", join(parts))
+
+
+def _thinning(runs: Sequence[Run], names: Sequence[str], drawn: Sequence[Series]) -> Html:
+    """That not every step is drawn, where that is so."""
+    told = [
+        f"{name}: {len(one.steps):,} of {len(run.series.steps):,} steps are drawn. "
+        for run, name, one in zip(runs, names, drawn, strict=True)
+        if len(one.steps) < len(run.series.steps)
+    ]
+    if not told:
+        return Html("")
+    why = "The least and the greatest value of every stretch are among them; metrics.jsonl has all steps."
+    return tag("p", "".join(told) + why, class_="soft")
 
 
 def _controls(runs: Sequence[Run], names: Sequence[str]) -> Html:

@@ -7,7 +7,6 @@ nothing at all, the answer is None: no number is better than a made-up one.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,8 +16,8 @@ from typing import Any
 from launcher import shapes
 from launcher.backends import model_config
 from launcher.errors import InvalidConfig
+from launcher.files import open_regular, parse_json, read_bytes, read_json
 from launcher.paths import exists, is_file
-from launcher.rundir import read_json
 
 _LARGEST_HEADER = 2**27
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
@@ -51,7 +50,7 @@ def _folder(name: object, environ: Mapping[str, str], revision: str | None) -> P
     repository = model_config.repository(name, environ)
     wanted = revision or "main"
     with contextlib.suppress(OSError, ValueError):
-        wanted = (repository / "refs" / wanted).read_text(encoding="utf-8").strip() or wanted
+        wanted = read_bytes(repository / "refs" / wanted).decode().strip() or wanted
     snapshot = repository / "snapshots" / wanted
     return snapshot if exists(snapshot) else None
 
@@ -73,10 +72,10 @@ def _of_safetensors(folder: Path) -> Count | None:
 
 def _header(path: Path) -> Mapping[str, Any]:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = int.from_bytes(file.read(8), "little")
-            told = json.loads(file.read(size)) if 0 < size <= _LARGEST_HEADER else {}
-    except (OSError, ValueError, RecursionError):
+            told = parse_json(file.read(size)) if 0 < size <= _LARGEST_HEADER else {}
+    except (OSError, ValueError):
         return {}
     return told if isinstance(told, dict) else {}
 
@@ -90,7 +89,7 @@ def _elements(header: Mapping[str, Any]) -> Iterator[int]:
 
 def _of_index(folder: Path) -> Count | None:
     """From an index whose files are not all here: their size in all, in the config's type."""
-    size = _BYTES.get(str(read_json(folder / "config.json").get("torch_dtype")))
+    size = _BYTES.get(model_config.weights_type(read_json(folder / "config.json")))
     for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         told = read_json(folder / name).get("metadata")
         if not isinstance(told, Mapping):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from launcher.files import open_regular
+
 POINTER = b"version https://git-lfs"
 """What the note begins with that git-lfs leaves of a file that was not fetched."""
 
@@ -28,7 +30,7 @@ def is_file(path: Path) -> bool:
 def is_pointer(path: Path) -> bool:
     """Whether git-lfs has left its note of a file where the file should be."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return file.read(len(POINTER)) == POINTER
     except (OSError, ValueError):
         return False

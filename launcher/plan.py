@@ -11,7 +11,7 @@ from typing import Any
 
 from launcher import situation
 from launcher.arguments import placed
-from launcher.backends.rows import lines_of
+from launcher.backends.rows import entry_rows, lines_of
 from launcher.errors import Finding, InvalidConfig
 from launcher.paths import expanded
 from launcher.schema import Values
@@ -416,11 +416,14 @@ def repacks(stage: Stage, values: Values) -> bool:
 
 
 def count_rows(stage: Stage, values: Values) -> int | None:
-    """Rows before filtering, from counts in the mixer list and from local files; None if unknown."""
+    """Rows before filtering: counts in the mixer list, local files, known sets; None if unknown."""
     listed = values.get(stage.entry.names.data)
     if isinstance(listed, list) and listed and len(listed) % 2 == 0:
+        splits = values.get(f"{stage.entry.names.data}_splits") or ["train"]
+        if set(splits) != {"train"} and not all(str(n).endswith(".jsonl") for n in listed[::2]):
+            return None
         pairs = zip(listed[::2], listed[1::2], strict=True)
-        counted = [_rows_of(str(name), str(amount)) for name, amount in pairs]
+        counted = [entry_rows(str(name), str(amount)) for name, amount in pairs]
         return sum(n for n in counted if n is not None) if None not in counted else None
     if isinstance(listed, str):
         split = str(values.get("dataset_train_split") or "train")
@@ -435,15 +438,3 @@ def _files_of(folder: Path, split: str) -> list[Path]:
     except (OSError, ValueError):
         return []
     return [folder / n for n in names if n.startswith(split) and n.endswith(".jsonl")]
-
-
-def _rows_of(name: str, amount: str) -> int | None:
-    """Rows that one entry of a mixer list gives: a count stands for itself, samples are repeated."""
-    try:
-        if "." not in amount:
-            return int(amount)
-        share = float(amount)
-    except ValueError:
-        return None
-    rows = lines_of([expanded(name)]) if name.endswith(".jsonl") else None
-    return None if rows is None or not math.isfinite(share) else int(rows * share)

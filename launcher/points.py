@@ -6,6 +6,7 @@ depends on it: an announcement can disprove `off`, and never prove `engaged`.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import statistics
@@ -26,6 +27,21 @@ FIRST_LOSS = 0.01  # more than rounding moves DPO's first loss by
 TREND_BINS = 64
 TREND_CHANGE = 0.01  # of the loss, from the first step to the last
 TREND_Z = 2.33  # one-sided 1 %
+
+NORMS = 4  # gradient norms at least, to tell what is usual
+WILD_NORM = 1e4  # beside a loss that does not fall
+JUMP = 10.0
+_COMPARED = ("engine", "checks", "last_step", "parameters", "elements", "largest_error", "allowed")
+_DIFFERENCE = ("parameter", "true_norm", "used_norm", "error", "broken", "corrupt_checks")
+CORRUPT_HELP = (
+    "the optimizer did not get the gradients of the batch: what was trained since is worthless. "
+    "DeepSpeed 0.18.5 to 0.18.9 does this under ZeRO 1 and 2 with `overlap_comm: true`: install a later "
+    "release or set `overlap_comm: false`; docs/gradients.md has other causes"
+)
+_NOISE_HELP = (
+    "train a few steps with the probe, which compares the optimizer's gradients with those of autograd; "
+    "`expect: {gradients: any}` accepts them as they are"
+)
 
 _OOM_HELP = (
     "lower the micro-batch and keep the global batch (`batch: {per_device: N}`), switch activation "
@@ -81,10 +97,14 @@ class Cite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """A point's state; `proved` is False where the evidence settles nothing for what is wanted."""
+    """A point's state; `proved` is False where the evidence settles nothing for what is wanted.
+
+    `doubt` says that the state must not pass even where nothing is expected.
+    """
 
     state: str
     proved: bool = True
+    doubt: bool = False
     cites: tuple[Cite, ...] = ()
     detail: Mapping[str, object] = field(default_factory=dict)
 
@@ -107,7 +127,7 @@ def _liger_counted(evidence: Evidence, want: str | None) -> Seen | None:
     }
     if unknown:
         detail["missing_ranks"] = unknown
-    cites = tuple(_of_event(r, e) for r in probe.ranks.values() if (e := r.last("liger")))
+    cites = tuple(of_event(r, e) for r in probe.ranks.values() if (e := r.last("liger")))
     if all(any(counts.values()) for counts in calls.values()):
         if want == "engaged" and (lacking := _uncalled(probe, calls)):
             detail["uncalled"] = lacking
@@ -142,14 +162,17 @@ def _uncalled(probe: Probe, calls: Mapping[int, Mapping[str, int]]) -> dict[str,
 def _liger_logged(evidence: Evidence, want: str | None, patches: tuple[Cite, ...]) -> Seen:
     """From announcements, which can rule Liger out but never prove that it runs."""
     log = evidence.log
-    applied = log.all("liger_applied") if log else ()
+    asked_off = log is not None and log.asked.get("use_liger_kernel") == "False"
+    # upstream asks Liger for nothing then: whatever speaks of it is a row of the data
+    spoken = None if asked_off else log
+    applied = spoken.all("liger_applied") if spoken else ()
     if applied or patches:
         kwargs = applied[0].fields.get("kwargs") if applied else None
         detail = {} if kwargs is None else {"kwargs": kwargs}
         cites = (*patches, *_of_signals(log, applied))
         return Seen(state="applied", proved=want != "engaged", cites=cites, detail=detail)
-    refused = log.all("liger_unsupported") if log else ()
-    attempted = log.all("liger_attempted") if log else ()
+    refused = spoken.all("liger_unsupported") if spoken else ()
+    attempted = spoken.all("liger_attempted") if spoken else ()
     cites = _of_signals(log, (*attempted, *refused))
     if refused:
         return Seen(state="not_engaged", cites=cites, detail={"reason": refused[0].text})
@@ -159,7 +182,6 @@ def _liger_logged(evidence: Evidence, want: str | None, patches: tuple[Cite, ...
     # proved where the arguments or the script rule it out (use_qlora wins over use_liger_kernel, and
     # dpo.py does not read it), or where the source is known to announce it in these words.
     began = log is not None and bool(log.asked) and bool(log.first("total_steps", "progress"))
-    asked_off = log is not None and log.asked.get("use_liger_kernel") == "False"
     ruled_out = log is not None and (
         log.asked.get("use_qlora") == "True" or bool(log.first("progress"))
     )
@@ -175,7 +197,7 @@ def _liger_logged(evidence: Evidence, want: str | None, patches: tuple[Cite, ...
 
 def _patches(evidence: Evidence) -> tuple[Cite, ...]:
     events = evidence.probe.events("liger_patch") if evidence.probe else ()
-    return tuple(_of_event(record, event) for record, event in events)
+    return tuple(of_event(record, event) for record, event in events)
 
 
 def _packing(evidence: Evidence, want: str | None) -> Seen:
@@ -221,7 +243,7 @@ def _packing_seen(evidence: Evidence, want: str | None) -> Seen | None:
     # a single rank can disprove what was asked for; to prove it takes all. `on` is neither for isolation
     disproved = state == "leaking" or (state == "off") == packed
     proved = disproved or not (absent or (state == "on" and want == "isolated"))
-    cites = tuple(_of_event(*one) for one in shown)
+    cites = tuple(of_event(*one) for one in shown)
     return Seen(state=state, proved=proved, cites=cites, detail=detail | _half_wasted(evidence))
 
 
@@ -273,7 +295,7 @@ def _attention_seen(evidence: Evidence, want: str | None) -> Seen | None:
         detail["ranks"] = by_rank
     if absent := probe.without({record.rank for record, _ in told}):
         detail["missing_ranks"] = list(absent)
-    cites = tuple(_of_event(*one) for one in told if one[1].text("attention") == state)
+    cites = tuple(of_event(*one) for one in told if one[1].text("attention") == state)
     return Seen(state=state, proved=bool(other) or not absent, cites=cites, detail=detail)
 
 
@@ -287,7 +309,7 @@ def _batch(evidence: Evidence, _want: str | None) -> Seen:
     detail: dict[str, object] = {"world": probe.world, "planned_world": planned.world}
     if other:
         detail["reason"] = f"the world size was {probe.world}, {planned.world} was planned"
-        return Seen(state="different", cites=tuple(_of_event(*one) for one in other), detail=detail)
+        return Seen(state="different", cites=tuple(of_event(*one) for one in other), detail=detail)
     told = []
     for record, start in started:
         odd = [_other_size(step, planned) for step in record.steps]
@@ -301,7 +323,7 @@ def _batch(evidence: Evidence, _want: str | None) -> Seen:
             told.append(record.rank)
     if absent := [rank for rank in range(planned.world) if rank not in told]:
         detail["missing_ranks"] = absent
-    cites = tuple(_of_event(*one) for one in started)
+    cites = tuple(of_event(*one) for one in started)
     state = "planned" if told else "unknown"
     return Seen(state=state, proved=not absent, cites=cites, detail=detail)
 
@@ -394,7 +416,7 @@ def _probe_state(evidence: Evidence, name: str, order: Sequence[str]) -> Seen | 
             # whoever left no record may be the one that filled the cache
             absent = evidence.probe.missing if evidence.probe and state == "hit" else ()
             detail |= {"missing_ranks": list(absent)} if absent else {}
-            cites = tuple(_of_event(*t) for t in told)
+            cites = tuple(of_event(*t) for t in told)
             return Seen(state=state, proved=not absent, cites=cites, detail=detail)
     return None
 
@@ -458,7 +480,7 @@ def _loss(evidence: Evidence, _want: str | None) -> Seen:
         detail["reason"] = doubt[1]
         return Seen(state="finite", proved=False, cites=(_of_line(log, doubt[0]),), detail=detail)
     shown = log.steps[-1].step if log and log.steps else 0
-    if alone := [step for step in unseen if step > shown]:
+    if alone := _unseen(evidence, shown):
         named = ", ".join(map(str, alone[:3])) + (", …" if alone[3:] else "")
         detail["reason"] = f"no loss of step {named} was seen on every rank, and none is logged"
         return Seen(state="finite", proved=False, cites=_of_losses(evidence), detail=detail)
@@ -469,8 +491,8 @@ def _loss(evidence: Evidence, _want: str | None) -> Seen:
     return Seen(state=state, cites=_of_losses(evidence), detail=detail)
 
 
-def _unseen(evidence: Evidence) -> list[int]:
-    """Steps of a run that came to its end which some rank's record does not tell of.
+def _unseen(evidence: Evidence, after: int = 0) -> list[int]:
+    """The first steps of a run that came to its end which some rank's record does not tell of.
 
     Of any other run the last ones may still have been on their way.
     """
@@ -482,7 +504,8 @@ def _unseen(evidence: Evidence) -> list[int]:
     seen = [{step.step for step in record.steps} for record in probe.ranks.values()]
     seen += [set()] * len(probe.missing)
     whole = set.intersection(*seen)
-    return [step for step in range(min(first, int(begun) + 1), last + 1) if step not in whole]
+    steps = range(max(min(first, int(begun) + 1), after + 1), last + 1)
+    return list(itertools.islice((step for step in steps if step not in whole), 4))
 
 
 def _nonfinite_means(log: Log | None) -> tuple[Signal, ...]:
@@ -533,6 +556,90 @@ def _doubt(steps: Sequence[StepLine]) -> tuple[StepLine, str] | None:
         # what such a step left shows in the loss after it, and there is none
         return steps[-1], f"the last gradient norm is {norm}"
     return None
+
+
+def _gradients(evidence: Evidence, _want: str | None) -> Seen:
+    """What each rank's comparison came to; without one, whether the norms look like noise."""
+    probe = evidence.probe
+    reports = [(r, e) for r in probe.ranks.values() if (e := r.last("gradients"))] if probe else []
+    corrupt = [one for one in reports if one[1].text("state") == "corrupt"]
+    if corrupt:
+        first = min(corrupt, key=lambda one: one[1].number("first_corrupt") or 0)
+        record, event = first
+        detail: dict[str, object] = {
+            "first_step": event.fields.get("first_corrupt"), "rank": record.rank,
+            **{key: event.fields.get(key) for key in (*_COMPARED, *_DIFFERENCE)},
+            "help": CORRUPT_HELP,
+        }  # fmt: skip
+        return Seen(state="corrupt", cites=tuple(of_event(*one) for one in corrupt), detail=detail)
+    said = [s for s in _said(evidence) if s.fields["message"].startswith("gradients are corrupt")]
+    if said:
+        cites = _of_signals(evidence.log, said)
+        return Seen(state="corrupt", cites=cites, detail={"help": CORRUPT_HELP})
+    true = [one for one in reports if one[1].text("state") == "true"]
+    absent = probe.without({record.rank for record, _ in true}) if probe else ()
+    noise = _noise(evidence)
+    detail = {} if noise is None else {"norms": noise[0]}
+    if true:
+        # the comparison that is off most
+        event = max(true, key=lambda one: one[1].number("largest_error") or 0.0)[1]
+        detail |= {key: event.fields.get(key) for key in _COMPARED}
+        detail |= {"missing_ranks": list(absent)} if absent else {}
+        cites = tuple(of_event(*one) for one in true)
+        return Seen(state="true", proved=not absent, cites=cites, detail=detail)
+    told = next((e.text("reason") for _, e in reports if e.text("reason")), None)
+    if told is not None:
+        detail["reason"] = told
+    if noise is not None:
+        detail |= {"reason": noise[0], "help": _NOISE_HELP}
+    cites = (*(of_event(*one) for one in reports), *((noise[1],) if noise else ()))
+    return Seen(state="unknown", proved=False, doubt=noise is not None, cites=cites, detail=detail)
+
+
+def _noise(evidence: Evidence) -> tuple[str, Cite] | None:
+    """Gradient norms that no batch gives, in words, with the place of the largest."""
+    norms: list[tuple[float, int, Cite]] = []
+    log = evidence.log
+    for record in evidence.probe.ranks.values() if evidence.probe else ():
+        norms = norms or [
+            (s.grad_norm, s.step, _of_step(record, s))
+            for s in record.steps
+            if s.grad_norm is not None
+        ]
+    if not norms and log is not None:
+        norms = [
+            (norm, line.step, _of_line(log, line))
+            for line in log.steps
+            if math.isfinite(norm := line.extra.get("grad_norm", math.nan))
+        ]
+    if len(norms) < NORMS:
+        return None
+    largest, step, cite = max(norms, key=lambda one: one[0])
+    usual = statistics.median(norm for norm, *_ in norms)
+    if largest >= WILD_NORM and not _falls([x for x in whole_losses(evidence) if math.isfinite(x)]):
+        return f"gradient norms up to {largest:.3g} (step {step}), and the loss does not fall", cite
+    # the first steps of a run may well be far from the others
+    jumps = [
+        one
+        for before, one, after in zip(norms[1:], norms[2:], norms[3:], strict=False)
+        if one[0] > JUMP * max(before[0], after[0], usual) > 0
+    ]
+    if jumps:
+        largest, step, cite = max(jumps, key=lambda one: one[0])
+        return (
+            f"the gradient norm jumps to {largest:.3g} at step {step}; {usual:.3g} is usual",
+            cite,
+        )
+    return None
+
+
+def _falls(series: Sequence[float]) -> bool:
+    if len(series) < 2:
+        return False
+    if len(series) < TREND_LOSSES:
+        return series[-1] < series[0] * (1 - TREND_CHANGE)
+    change, z = trend(series)
+    return change <= -TREND_CHANGE and z <= -TREND_Z
 
 
 def _trend(evidence: Evidence, _want: str | None) -> Seen:
@@ -629,13 +736,13 @@ def _finish(evidence: Evidence, _want: str | None) -> Seen:
     detail |= {k: v for k, v in told.items() if v is not None}
     if end.reason is not None:
         detail["help"] = HELP[end.reason]
-    cites = [_of_event(*evidence.stopped)] if evidence.stopped else []
+    cites = [of_event(*evidence.stopped)] if evidence.stopped else []
     cites += _of_signals(log, end.lines)
     if log and log.steps:
         cites.append(_of_line(log, log.steps[-1]))
     if saved is not None:
         cites.append(
-            _of_event(*saved) if isinstance(saved, tuple) else _of_signals(log, (saved,))[0]
+            of_event(*saved) if isinstance(saved, tuple) else _of_signals(log, (saved,))[0]
         )
     if evidence.exit is not None:
         detail["returncode"] = evidence.exit.returncode
@@ -673,7 +780,8 @@ def _of_losses(evidence: Evidence) -> tuple[Cite, ...]:
     return ()
 
 
-def _of_event(record: RankRecord, event: Event) -> Cite:
+def of_event(record: RankRecord, event: Event) -> Cite:
+    """Where an event stands."""
     return Cite(source="probe", file=str(record.path), line=event.line, text=event.shown())
 
 
@@ -690,6 +798,7 @@ POINTS: Mapping[str, Callable[[Evidence, str | None], Seen]] = {
     "dataset_cache": _dataset_cache,
     "reference_cache": _reference_cache,
     "loss": _loss,
+    "gradients": _gradients,
     "trend": _trend,
     "memory": _memory,
     "finish": _finish,

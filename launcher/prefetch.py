@@ -1,35 +1,138 @@
 """`launch prepare`: whatever a run will need and no GPU has to do, done beforehand and proved to be found.
 
 Downloads come first: upstream's key of tokenised data holds what is in the hub's cache
-(dataset_transformation.py:84). Then upstream's own script tokenises. What cannot be had so is said:
-reference log-probabilities need the model, and belong to the run.
+(dataset_transformation.py:84). Then upstream's own script tokenises, in one process on the CPU: it leaves
+before the model is loaded (finetune.py:520, dpo_tune_cache.py:267, dpo.py:182). What cannot be had so is
+listed: TRL tokenises while its trainer is made, and reference log-probabilities need the model.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launcher import doctor, entries, hub_files, plan, preparation, rundir
+from launcher import (
+    cache_folders,
+    caches,
+    command,
+    doctor,
+    entries,
+    evidence,
+    hub_files,
+    lengths,
+    plan,
+    preparation,
+    rundir,
+    runner,
+)  # fmt: skip
 from launcher.backends import model_config
 from launcher.backends.model_rules import offline
-from launcher.errors import Exit, Finding, InvalidConfig, NotReady, errors
+from launcher.caches import Cache
+from launcher.command import Command
+from launcher.ending import ending
+from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, NotReady, errors
+from launcher.fingerprint import cache_home
 from launcher.hub_files import Part
+from launcher.lengths import Lengths
 from launcher.machine import Trainer
 from launcher.plan import Plan
 from launcher.preparation import Request
+from launcher.redaction import redact
 from launcher.rundir import RunFolder
 from launcher.sizes import sized
-from launcher.tokenised import Filling, Say, Tokenised
 
 # what other machines' packages decide, which need not be the ones here
 _OF_THESE_PACKAGES = frozenset(
     {"attention-missing", "attention-replaced", "optim-missing", "report-missing"}
 )
+# a launcher around this one would have several processes wait for each other
+_DISTRIBUTED = frozenset(
+    {
+        "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK",
+        "MASTER_ADDR", "MASTER_PORT",
+    }
+)  # fmt: skip
+# no key of tokenised data holds any of these: services, engines, devices. None: not handed over
+_REPLACED: Mapping[str, Any] = {
+    "cache_dataset_only": True, "push_to_hub": False, "try_launch_beaker_eval_jobs": False,
+    "with_tracking": False, "send_slack_alerts": False, "zero_stage": None, "use_liger_kernel": None,
+    "use_qlora": None, "use_lora": None, "use_8bit_optimizer": None, "dpo_use_paged_optimizer": None,
+    "attn_implementation": None, "offload_param": None, "offload_optimizer": None,
+}  # fmt: skip
+
+Say = Callable[[str], None]
+
+
+class TokenisingFailed(LaunchError):
+    """Upstream's script ended with an error before the data were ready (exit 4)."""
+
+    exit_code = Exit.TRAINING
+
+
+class Interrupted(LaunchError):
+    """The user stopped it (exit 130)."""
+
+    exit_code = Exit.INTERRUPTED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokenised:
+    """The tokenised data of a run: where, how large, and what is known of their rows.
+
+    `state` is `there`, `filled`, `missed` (the run would not find them), or `left` (the run makes them).
+    `of` are the rows before filters, `limit` is the longest a row may be, in tokens.
+    """
+
+    state: str
+    place: Path | None = None
+    seconds: float = 0.0
+    rows: int | None = None
+    of: int | None = None
+    lengths: Lengths | None = None
+    limit: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of the set that the run reads."""
+        return 0 if self.place is None else hub_files.size_of(self.place)
+
+    @property
+    def cut(self) -> int | None:
+        """The rows that are as long as a row may be."""
+        if self.lengths is None or self.limit is None:
+            return None
+        return self.lengths.reaching(self.limit)
+
+    def as_json(self) -> dict[str, Any]:
+        """For the envelope: tokens a row, `bytes`, `seconds`."""
+        known = self.lengths
+        return {
+            "state": self.state, "places": [] if self.place is None else [str(self.place)],
+            "bytes": self.size, "seconds": round(self.seconds, 2), "rows": self.rows,
+            "rows_before_filters": self.of,
+            "tokens": None if known is None else known.tokens,
+            "mean": None if known is None else round(known.mean, 2),
+            "longest": None if known is None else known.longest,
+            "limit": self.limit, "at_limit": self.cut,
+        }  # fmt: skip
+
+    def line(self) -> str:
+        """Rows and tokens in one line; empty where nothing is known of them."""
+        if self.rows is None:
+            return ""
+        line, known = f"{self.rows:,} rows", self.lengths
+        if self.of is not None and self.of != self.rows:
+            line += f" of {self.of:,} ({self.of - self.rows:,} dropped)"
+        if known is not None:
+            line += f"; {known.mean:,.1f} tokens a row, {known.longest:,} at most, {known.tokens:,} in all"
+        if self.cut is not None:
+            line += f"; {self.cut:,} cut at {self.limit:,}, or exactly so long"
+        return line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +143,10 @@ class Prefetch:
     parts: tuple[Part, ...]
     tokenised: Tokenised
     left: tuple[str, ...]
-    needs: Mapping[str, Any]
+    needs: Mapping[str, str]
     findings: tuple[Finding, ...]
-    seconds: float = 0.0
-    work: Path | None = None
+    seconds: float
+    work: Path | None
 
     @property
     def exit(self) -> Exit:
@@ -55,7 +158,7 @@ class Prefetch:
     def did_nothing(self) -> bool:
         """Whether all of it was there already."""
         states = {self.tokenised.state, *(one.state for one in self.parts)}
-        return states <= {"there", "unknown"}
+        return states <= {"there", "unknown", "left"}
 
     @property
     def size(self) -> int:
@@ -74,24 +177,15 @@ class Prefetch:
 
     def lines(self) -> list[str]:
         """For people: a line for each thing, then what is left to the run."""
-        told = self.tokenised
+        made = self.tokenised
         rows = [(one.kind, one.name, one.state, one.size, one.seconds) for one in self.parts]
-        place = str(told.places[0]) if told.places else "-"
-        rows.append(("tokenised", place, told.state, told.size, told.seconds))
+        rows.append(("tokenised", str(made.place or "-"), made.state, made.size, made.seconds))
         wide = max(len(row[1]) for row in rows)
         lines = []
         for kind, name, state, size, seconds in rows:
             took = f"  in {seconds:.0f} s" if state in ("fetched", "filled") else ""
-            more = (
-                f"  ({sized(told.whole)} with what led to it)"
-                if kind == "tokenised" and told.places
-                else ""
-            )
-            lines.append(
-                f"{kind:<10} {name:<{wide}}  {state:<8} {sized(size):>9}{more}{took}".rstrip()
-            )
-        shown = told.line()
-        lines += [f"rows       {shown}"] if shown else []
+            lines.append(f"{kind:<10} {name:<{wide}}  {state:<8} {sized(size):>9}{took}")
+        lines += [f"rows       {line}"] if (line := made.line()) else []
         lines += [f"left       {one}" for one in self.left]
         if self.exit is Exit.OK:
             lines += [f"needs      {one}, where it trains" for one in self.needs.values() if one]
@@ -106,27 +200,28 @@ class Prefetch:
 
 
 def prepare(request: Request, say: Say = lambda _: None) -> Prefetch:
-    """Do for a run whatever needs no GPU; `say` is told what takes long.
+    """Do for a run whatever needs no GPU; `say` gets a line before what takes long.
 
     Raises InvalidConfig and NotReady as a start would, NotReady too where a model cannot be fetched,
     TokenisingFailed where upstream's script fails, and Interrupted.
     """
-    began = time.monotonic()
+    began, environ = time.monotonic(), dict(os.environ)
     asked = preparation.ask(replace(request, elsewhere=True), running=False)
-    planned = _planned(request, asked)
-    _require_ready(planned, asked.trainer)
-    environ = dict(os.environ)
-    parts = hub_files.fetch(hub_files.wanted(planned), asked.trainer, environ)
-    missing = tuple(hub_files.findings(parts, planned, offline=offline(environ)))
-    if missing:
-        raise NotReady(missing)
-    filling = Filling(planned, asked.trainer, request, environ, say, parts)
-    tokenised, said, work = filling.done()
-    found = tuple(dict.fromkeys((*planned.stage.findings, *planned.findings, *said)))
+    planned, trainer = _planned(request, asked), asked.trainer
+    _require_ready(planned, trainer)
+    wanted = hub_files.wanted(planned)
+    parts = _fetched([one for one in wanted if one.role != "data"], planned, trainer, environ)
+    # of what lies here now: the names of the cache folders hold the tokenizer's content
+    held = caches.derive(planned, trainer.packages, environ=environ)
+    there = {**environ, **caches.environment(held)}
+    parts += _fetched([one for one in wanted if one.role == "data"], planned, trainer, there)
+    filling = _Filling(planned, trainer, request, environ, say, held)
+    tokenised, found = filling.done()
     return Prefetch(
-        plan=planned, parts=parts, tokenised=tokenised, left=tuple(_left(planned, parts, filling)),
-        needs=_needs(planned, asked.trainer, filling, environ), findings=found,
-        seconds=time.monotonic() - began, work=work,
+        plan=planned, parts=parts, tokenised=tokenised, left=tuple(_left(planned, parts, held, tokenised)),
+        needs=_needs(planned, trainer, held, environ), work=filling.work,
+        findings=tuple(dict.fromkeys((*planned.stage.findings, *planned.findings, *found))),
+        seconds=time.monotonic() - began,
     )  # fmt: skip
 
 
@@ -158,46 +253,239 @@ def _require_ready(planned: Plan, trainer: Trainer) -> None:
         raise NotReady(errors(found))
 
 
-# --- what the run will still have to do, and where ------------------------------------------------
+def _fetched(
+    wanted: Sequence[Part], planned: Plan, trainer: Trainer, environ: Mapping[str, str]
+) -> tuple[Part, ...]:
+    parts = hub_files.fetch(wanted, trainer, environ)
+    missing = tuple(hub_files.findings(parts, planned, offline=offline(environ)))
+    if missing:
+        raise NotReady(missing)
+    return parts
 
 
-def _left(planned: Plan, parts: Sequence[Part], filling: Filling) -> Iterator[str]:
+def _left(
+    planned: Plan, parts: Sequence[Part], held: Sequence[Cache], tokenised: Tokenised
+) -> Iterator[str]:
+    """What the run will still have to do."""
+    if tokenised.state == "left":
+        yield "tokenising: TRL does it while its trainer is made, before the first step"
     model = next((one for one in parts if one.role in ("whole", "model")), None)
     if model is not None:
         yield f"loading {model.name} ({sized(model.size)}) on every process"
-    reference = next((one for one in filling.caches if one.kind == "reference"), None)
-    if reference is not None and filling.entry is not None:
-        file = reference.path / f"{entries.reference(planned, filling.entry)}.pt"
-        if file.is_file():
+    reference = next((one for one in held if one.kind == "reference"), None)
+    if planned.values.get("precompute_ref_log_probs") is True:
+        yield "the reference log-probabilities (`precompute_ref_log_probs`): one pass of the model"
+    elif reference is not None:
+        entry = tokenised.place
+        file = entry and reference.path / f"{entries.reference(planned, entry)}.pt"
+        if file is not None and file.is_file():
             yield f"nothing for the reference log-probabilities: they are there ({file})"
         else:
             yield (
                 "the reference log-probabilities: one pass of the model over every pair, before the first "
                 f"step, kept in {reference.path}"
             )
-    elif reference is not None:
-        yield "the reference log-probabilities: one pass of the model over every pair"
-    if planned.values.get("precompute_ref_log_probs") is True:
-        yield "the reference log-probabilities (`precompute_ref_log_probs`): one pass of the model"
 
 
 def _needs(
-    planned: Plan, trainer: Trainer, filling: Filling, environ: Mapping[str, str]
-) -> dict[str, Any]:
+    planned: Plan, trainer: Trainer, held: Sequence[Cache], environ: Mapping[str, str]
+) -> dict[str, str]:
     """Where the run has to find all this, and with which packages: under the same names."""
-    folders = [str(filling.cache.path)] if filling.cache is not None else []
+    folders = [str(one.path) for one in held if one.kind == "dataset"]
     far = [one for one in hub_files.wanted(planned) if not one.local]
     if far:
         folders.append(str(model_config.hub_cache(environ)))
-    if any(one.role == "data" for one in far):
+    if any(one.role in ("card", "data") for one in far):
         home = Path(environ.get("HF_HOME") or model_config.hub_home(environ))
         folders.append(environ.get("HF_DATASETS_CACHE") or str(home / "datasets"))
-    names = ("datasets", "tokenizers", "transformers", "trl") if filling.trl else (
-        "tokenizers", "transformers",
-    )  # fmt: skip
+    trl = planned.stage.options.backend == "trl"
+    names = ("tokenizers", "transformers", *(("datasets", "trl") if trl else ()))
     versions = [f"{name} {trainer.packages[name]}" for name in names if name in trainer.packages]
-    version = ".".join(map(str, trainer.version[:2]))
-    return {
-        "folders": ", ".join(folders),
-        "packages": ", ".join([*versions, f"Python {version}"] if filling.trl else versions),
-    }
+    return {"folders": ", ".join(folders), "packages": ", ".join(versions)}
+
+
+# --- tokenising -----------------------------------------------------------------------------------
+
+
+class _Filling:
+    """The tokenised data of one plan, made where the run will look."""
+
+    def __init__(
+        self, planned: Plan, trainer: Trainer, request: Request, environ: Mapping[str, str], say: Say,
+        held: Sequence[Cache],
+    ) -> None:  # fmt: skip
+        self.plan, self.trainer, self.request = planned, trainer, request
+        self.environ, self.say = environ, say
+        self.cache = next((one for one in held if one.kind == "dataset"), None)
+        self.work: Path | None = None
+
+    def done(self) -> tuple[Tokenised, tuple[Finding, ...]]:
+        """Fill what is not there; returns the data and what the run would miss."""
+        if self.plan.stage.options.backend == "trl":
+            return Tokenised(state="left"), ()
+        missed = tuple(self._impossible())
+        if missed:
+            return Tokenised(state="missed"), missed
+        entry = self._entry()
+        if entry is not None or self.cache is None:
+            return self._of(entry, "there", 0.0), ()
+        lock = cache_home(self.environ) / "prepared" / f"{self.cache.path.name}.lock"
+        with cache_folders.alone(lock, self._wait):
+            # whoever was at it may have filled it in the meantime
+            entry = self._entry()
+            return (
+                (self._of(entry, "there", 0.0), ()) if entry is not None else self._fill(self.cache)
+            )
+
+    def _wait(self) -> None:
+        self.say("another `launch prepare` is filling this: waiting for it")
+
+    def _impossible(self) -> Iterator[Finding]:
+        """What no preparation helps with."""
+        values = self.plan.values
+        prefix = "dataset_" if "dataset_skip_cache" in values else ""
+        skip, mode, name = (f"{prefix}{key}" for key in ("skip_cache", "cache_mode", "config_hash"))
+        if values.get(skip) is True:
+            yield self._missed(
+                skip, f"`{skip}: true`: the run tokenises all over, and looks for no set "
+                "(dataset_transformation.py:1912)", f"leave {skip} out",
+            )  # fmt: skip
+        if values.get(mode) != "local":
+            yield self._missed(
+                mode, f"`{mode}: {values.get(mode)}`: the run looks for its set on the hub, not here",
+                f"{mode}: local",
+            )  # fmt: skip
+        if "BEAKER_JOB_ID" in self.environ:
+            yield self._missed(
+                None, "BEAKER_JOB_ID is set: upstream puts tokenised data into a folder of its own",
+                "unset BEAKER_JOB_ID for this, and for the run",
+            )  # fmt: skip
+        if values.get(name) is not None and self._entry() is None:
+            yield self._missed(
+                name, f"a set is asked for by its name, and there is no complete set {values[name]}",
+                f"leave {name} out",
+            )  # fmt: skip
+
+    def _missed(self, key: str | None, message: str, help: str) -> Finding:
+        """That the run would not find what was, or could be, made."""
+        origin = self.plan.stage.config.origin(f"args.{key}")
+        return Finding(
+            severity="error", layer="launch", code="would-miss", key=f"args.{key}" if key else None,
+            message=message, help=help, **origin.place,
+        )  # fmt: skip
+
+    def _entry(self) -> Path | None:
+        """The complete set that the run would take; None where it would tokenise."""
+        if self.cache is not None:
+            return entries.hit(self.cache.path, self.plan, self.environ)
+        values = self.plan.values
+        prefix = "dataset_" if "dataset_config_hash" in values else ""
+        base = Path(str(values.get(f"{prefix}local_cache_dir")))
+        named = base / str(values.get(f"{prefix}config_hash"))
+        return named if cache_folders.is_complete(named) else None
+
+    def _of(self, entry: Path | None, state: str, seconds: float) -> Tokenised:
+        if entry is None:
+            return Tokenised(state=state)
+        dpo = self.plan.stage.options.stage == "dpo"
+        columns = ("chosen_input_ids", "rejected_input_ids") if dpo else ("input_ids",)
+        try:
+            known: Lengths | None = lengths.of_dataset(entry, columns)
+        except LaunchError:
+            # no pyarrow in launch's own Python, or other columns: nothing hangs on it
+            known = None
+        stats = rundir.read_json(entry / "dataset_statistics.json").get("per_dataset_stats")
+        rows = None if known is None else known.rows
+        limit = self.plan.values.get("max_seq_length")
+        return Tokenised(
+            state=state, place=entry, seconds=seconds, lengths=known,
+            rows=_sum(stats, "final_instances") if rows is None else rows,
+            of=_sum(stats, "initial_instances"), limit=limit if isinstance(limit, int) else None,
+        )  # fmt: skip
+
+    def _fill(self, cache: Cache) -> tuple[Tokenised, tuple[Finding, ...]]:
+        began = time.monotonic()
+        root = self.request.runs or rundir.runs_root()
+        self.work = rundir.new_folder(root, "prepare", self.plan.stage.name)
+        folder = RunFolder(self.work)
+        with cache_folders.held((cache,), folder, 1, config=self.request.config) as locks:
+            self._run(cache, folder, locks)
+        again = caches.read_again(cache)
+        entry = self._entry()
+        if again.digest != cache.digest:
+            cache_folders.discard_spoiled((cache,), (again,))
+            why = "the data, the tokenizer or the model were written to while they were read"
+        elif entry is None:
+            made = [
+                cache.path / name
+                for name in cache_folders.CacheFolder(cache.path, {"kind": "dataset"}).entries()
+            ]
+            newest = max(made, key=lambda path: path.stat().st_mtime, default=None)
+            if newest is None:
+                raise TokenisingFailed(
+                    self._failed(folder, "upstream saved no set of tokenised data")
+                )
+            unlike = entries.differences(entries.key(self.plan, self.environ), newest)
+            why = f"the run would not find what was tokenised: {'; '.join(unlike)}"
+        else:
+            return self._of(entry, "filled", time.monotonic() - began), ()
+        return Tokenised(state="missed"), (self._missed(None, why, "run this again"),)
+
+    def _command(self, cache: Cache, folder: RunFolder) -> Command:
+        """Upstream's script in one process on the CPU, as far as its data are ready."""
+        made = replace(caches.applied(self.plan, (cache,)), gpus=0, nodes=1)
+        stage, arguments = made.stage, dict(made.arguments())
+        for name, value in _REPLACED.items():
+            arguments.pop(name, None)
+            if value is not None and name in stage.schema.fields:
+                arguments[name] = stage.schema.words(name, value)
+        arguments[stage.entry.names.output] = [str(folder.path / "model")]
+        built = command.build(
+            made,
+            self.trainer,
+            folder.path,
+            environ=self.environ,
+            caches=caches.environment((cache,)),
+        )
+        root = stage.upstream.root
+        assert root is not None
+        words = [word for name, given in arguments.items() for word in (f"--{name}", *given)]
+        env = {name: value for name, value in built.env.items() if name != "LAUNCH_PROBE"}
+        argv = (str(self.trainer.python), str(root / stage.entry.script), *words)
+        return Command(argv=argv, env=env, cwd=built.cwd)
+
+    def _run(self, cache: Cache, folder: RunFolder, held: Sequence[int]) -> None:
+        self.say(f"tokenising with {self.plan.stage.entry.script}; log: {folder.console(1)}")
+        inherited = {
+            name: value
+            for name, value in self.environ.items()
+            if name not in _DISTRIBUTED and not name.startswith(("ACCELERATE_", "FSDP_"))
+        }
+        made = self._command(cache, folder)
+        ended = runner.run(made, folder, 1, held=held, inherited=inherited)
+        if ended.stopped is not None:
+            raise Interrupted(())
+        if ended.returncode:
+            raise TokenisingFailed(self._failed(folder, None))
+
+    def _failed(self, folder: RunFolder, why: str | None) -> Finding:
+        """What upstream's script said in the end."""
+        seen = evidence.read_run(folder.path, attempt=1)
+        if why is None and seen.log is not None:
+            over = ending(seen)
+            error = over.error or {}
+            why = ": ".join(str(error[k]) for k in ("type", "message") if error.get(k))
+            if not why and seen.exit is not None and seen.exit.signal:
+                why = f"killed by {signal.Signals(seen.exit.signal).name}"
+            why = why or over.reason
+        return Finding(
+            severity="error", layer="run", code="tokenising-failed", file=str(folder.console(1)),
+            message=f"upstream's script failed before the data were ready: {redact(why or 'no reason')}",
+            help="read the log",
+        )  # fmt: skip
+
+
+def _sum(stats: Any, name: str) -> int | None:
+    """Over all data sets; None where one of them does not say."""
+    rows = [one.get(name) for one in stats] if isinstance(stats, list) else []
+    return sum(rows) if rows and all(isinstance(one, int) for one in rows) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,13 @@ from typing import Any
 from launcher import (
     caches,
     checkpointing,
-    claim,
     command,
     config,
     contents,
     devices,
     doctor,
+    earlier,
+    lease,
     machine,
     plan,
     rendezvous,
@@ -24,12 +25,14 @@ from launcher import (
     rundir,
 )  # fmt: skip
 from launcher import stage as stages
+from launcher.backends import gradient_rules
 from launcher.command import Command
 from launcher.devices import Devices, Look
 from launcher.errors import Finding, InvalidConfig, NotReady, errors, usage
 from launcher.machine import Trainer
 from launcher.paths import exists
 from launcher.plan import Plan
+from launcher.redaction import redact
 from launcher.rendezvous import Rendezvous
 from launcher.rundir import RunFolder
 from launcher.upstream import Locator
@@ -51,6 +54,7 @@ class Request:
     python: Path | None = None
     checkout: Path | None = None
     allow_unpinned: bool = False
+    allow_corrupting_overlap: bool = False
     strict: bool = False
     probe: bool = True
     final_save: bool = True
@@ -170,6 +174,7 @@ def ask(request: Request, *, running: bool) -> Asked:
     trainer = machine.find_trainer(request.python, checkout)
     locator.search = trainer.path
     judged = stages.judge(loaded, stage=request.stage, locator=locator, running=running)
+    judged = replace(judged, findings=_allowed(request, judged.findings))
     stage = stages.validate(judged, strict=request.strict)
     if not request.probe:
         stage = replace(stage, options=replace(stage.options, probe=None))
@@ -218,6 +223,9 @@ def prepare(request: Request, *, running: bool) -> Prepared:
         # what is pasted is no attempt of that run, and must not write into its record
         apart, _ = rundir.choose(stage.options.stage, stage.name, None, root)
     before = folder if attempt > 1 else None
+    history = _history(stage, before, placed.output, here)
+    if before is None and history:
+        before = _elsewhere(placed.output)
     decision, holds = resume.Decision(), list[dict[str, Any]]()
     try:
         made = plan.make(
@@ -226,7 +234,8 @@ def prepare(request: Request, *, running: bool) -> Prepared:
             packages=trainer.packages if running else None,
         )  # fmt: skip
         made = plan.applied(made, placed.derived)
-        made = _in_situation(made, trainer, before, running=running)
+        made = _in_situation(made, trainer, history, running=running)
+        made = replace(made, findings=_allowed(request, made.findings))
         if running:
             # about the machine, not the stage file: --strict leaves them warnings
             warnings = doctor.require_ready(made, trainer, chosen, elsewhere=request.elsewhere)
@@ -238,13 +247,16 @@ def prepare(request: Request, *, running: bool) -> Prepared:
             said = caches.findings(made, held, output=where)
             holds = contents.of_plan(made)
             decision = resume.judge(
-                made, output=where, folder=before, trainer=trainer, caches=held, now=holds,
-                manifest=None if before is None else rundir.read_manifest(before),
+                made, output=where, history=history, folder=before, trainer=trainer, caches=held, now=holds,
                 allowed=request.allowed,
             )  # fmt: skip
+            if decision.kind == "finished" and before is not None and before != folder:
+                rundir.release(folder)
+                folder = before
             # what a rule says of the output folder, the run's own record says better
             known = (*made.findings, *said)
-            known = tuple(f for f in known if before is None or f.code not in resume.SUPERSEDED)
+            better = {f.code for f in decision.findings} | (resume.SUPERSEDED if history else set())
+            known = tuple(f for f in known if f.code not in better)
             made = plan.applied(made, decision.derived)
             made = replace(made, findings=(*known, *decision.findings))
         if errors(made.findings, strict=request.strict):
@@ -252,6 +264,11 @@ def prepare(request: Request, *, running: bool) -> Prepared:
     except BaseException:
         rundir.release(folder)
         raise
+    watched = made.stage.options.probe is not None
+    told = command.concealed(made.arguments(), made, os.environ, watched=watched)
+    if told.exposed:
+        rundir.release(folder)
+        raise InvalidConfig([_exposed(made, name) for name in told.exposed])
     built = command.build(
         made,
         trainer,
@@ -261,6 +278,7 @@ def prepare(request: Request, *, running: bool) -> Prepared:
         devices=None if chosen is None or not gpus else chosen.env(),
     )
     final = plan.output_folder(made)
+    warnings += tuple(_on_our_command_line(made))
     return Prepared(
         request=request, here=here, plan=made, command=built, trainer=trainer, folder=folder, attempt=attempt,
         output=None if final is None else final.absolute(), caches=held, devices=chosen,
@@ -288,9 +306,11 @@ def decided_of_earlier_run(dry: Prepared) -> tuple[Plan, resume.Decision | None]
     like `resume.judge`.
     """
     folder = dry.folder
-    if dry.attempt == 1 or (told := rundir.read_manifest(folder)) == {}:
+    if dry.attempt == 1 or not rundir.read_manifest(folder):
         return None
-    if claim.live_run_into(dry.output) is not None:
+    try:
+        lease.require_free(dry.output)
+    except NotReady:
         return dry.plan, None
     # as for a run: of what is installed here
     made = plan.make(
@@ -303,7 +323,8 @@ def decided_of_earlier_run(dry: Prepared) -> tuple[Plan, resume.Decision | None]
         held = caches.derive(made, dry.trainer.packages)
         made = caches.applied(made, held)
         return made, resume.judge(
-            made, output=dry.output, folder=folder, manifest=told, trainer=dry.trainer, caches=held,
+            made, output=dry.output, folder=folder, trainer=dry.trainer, caches=held,
+            history=earlier.manifests(made.stage.options.stage, folder, dry.output),
             now=contents.of_plan(made), allowed=dry.request.allowed,
         )  # fmt: skip
     except NotReady:
@@ -311,15 +332,65 @@ def decided_of_earlier_run(dry: Prepared) -> tuple[Plan, resume.Decision | None]
         return None
 
 
-def _in_situation(made: Plan, trainer: Trainer, before: RunFolder | None, *, running: bool) -> Plan:
+def _history(
+    stage: stages.Stage, before: RunFolder | None, output: Path | None, here: Rendezvous | None
+) -> list[Mapping[str, Any]]:
+    """The manifests of the attempts so far."""
+    found = earlier.manifests(stage.options.stage, before, output)
+    last = lease.newest(output) if here is not None and here.rank else None
+    # the first of several machines has begun already: that is this very start
+    return found[:-1] if last is not None and last.beats() else found
+
+
+def _elsewhere(output: Path | None) -> RunFolder | None:
+    """The run folder of the last start into an output folder, where it still is: it may be any."""
+    last = lease.newest(output)
+    return RunFolder(Path(last.run)) if last is not None and os.path.isdir(last.run) else None
+
+
+def _in_situation(
+    made: Plan, trainer: Trainer, history: Sequence[Mapping[str, Any]], *, running: bool
+) -> Plan:
     """The plan with what this machine, its packages and the output folder have to say of it."""
     if not running:
         # a dry run may be made anywhere: what lies here and is installed here says nothing
         return made
     output = plan.output_folder(made)
-    told = None if before is None else rundir.read_manifest(before)
+    told = history[-1] if history else None
     found = doctor.situation(made, trainer, None if output is None else output.absolute(), told)
     return replace(made, findings=(*made.findings, *found))
+
+
+def _allowed(request: Request, findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """The findings, with an error that the command line allows as a warning."""
+    if not request.allow_corrupting_overlap:
+        return tuple(findings)
+    return tuple(
+        replace(one, severity="warning") if one.code == gradient_rules.OVERLAP else one
+        for one in findings
+    )
+
+
+def _exposed(made: Plan, name: str) -> Finding:
+    return Finding(
+        severity="error", layer="launch", code="exposed-secret", key=f"args.{name}",
+        message=f"without the probe `{name}`, a secret, would stand in the training's command line, "
+        "which every user of the machine can read",
+        help="leave the probe on: it takes it from the environment",
+        **made.stage.config.origin(f"args.{name}").place,
+    )  # fmt: skip
+
+
+def _on_our_command_line(made: Plan) -> Iterator[Finding]:
+    for key, origin in made.stage.config.origins.items():
+        name, _, value = (origin.override or "").partition("=")
+        if value and "${" not in value and redact({name: value}) != {name: value}:
+            yield Finding(
+                severity="warning", layer="launch", code="exposed-secret", key=key,
+                message=f"`{name}` holds a secret, and every user of the machine can read the command "
+                "line of launch itself",
+                help=f"set a variable, and write {name}='${{oc.env:VARIABLE}}'", **origin.place,
+            )  # fmt: skip
 
 
 def _gpus(gpus: int | None, stage: stages.Stage, seen: Look | None) -> int:

@@ -12,7 +12,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 
@@ -25,7 +25,7 @@ Handler = Callable[[int, FrameType | None], object]
 
 
 @contextlib.contextmanager
-def handling(handlers: Mapping[int, Handler]) -> Iterator[None]:
+def handling(handlers: Mapping[int, Handler | signal.Handlers]) -> Iterator[None]:
     """Other signal handlers inside; those from before are put back."""
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
@@ -39,13 +39,15 @@ def handling(handlers: Mapping[int, Handler]) -> Iterator[None]:
 class Identity:
     """One process, not to be taken for another that got its number later.
 
-    `began` is in clock ticks since `boot`; both are None where there is no /proc.
+    `began` is in clock ticks since `boot`, `namespace` is the inode of the PID namespace in which it has
+    its number; all are None where there is no /proc, the last also in older records.
     """
 
     pid: int
     host: str
     boot: str | None
     began: int | None
+    namespace: int | None = None
 
     def as_json(self) -> dict[str, object]:
         """What `process.json` keeps."""
@@ -60,9 +62,26 @@ class Identity:
         entry = _entry(self.pid)
         return entry is not None and entry.began == self.began and not entry.dead
 
+    def stopped(self) -> bool:
+        """Whether it lives and stands still: by SIGSTOP, or under a debugger."""
+        entry = _entry(self.pid) if self.lives() else None
+        return entry is not None and entry.state in b"Tt"
+
     def here(self) -> bool:
-        """Whether it was started on this machine, since it booted."""
-        return self.host == host() and self.boot == boot()
+        """Whether it was started where this process sees all: on this machine, since it booted, and in
+        this PID namespace."""
+        same = self.namespace is None or self.namespace == namespace()
+        return self.host == host() and self.boot == boot() and same
+
+    def elsewhere(self) -> bool:
+        """Whether it may live where this process cannot look: on another host, or in another container."""
+        return not self.here() and (self.host != host() or self.boot == boot())
+
+    @property
+    def place(self) -> str:
+        """Where it is, for messages."""
+        inside = "" if self.namespace is None else f" in PID namespace {self.namespace}"
+        return f"{self.host}, pid {self.pid}{inside if self.elsewhere() else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +89,22 @@ class _Entry:
     """A line of /proc/PID/stat."""
 
     pid: int
-    dead: bool
+    state: bytes
     parent: int
     group: int
     session: int
     began: int
+
+    @property
+    def dead(self) -> bool:
+        return self.state in b"ZX"
 
 
 def identify(pid: int) -> Identity:
     """The identity of a process that is known to be the one meant now."""
     entry = _entry(pid)
     began = None if entry is None else entry.began
-    return Identity(pid=pid, host=host(), boot=boot(), began=began)
+    return Identity(pid=pid, host=host(), boot=boot(), began=began, namespace=namespace())
 
 
 def identity(data: Mapping[str, object]) -> Identity | None:
@@ -90,8 +113,10 @@ def identity(data: Mapping[str, object]) -> Identity | None:
     if not isinstance(pid, int) or pid <= 0:
         return None
     read = str(data["boot"]) if isinstance(data.get("boot"), str) else None
+    inode = data.get("namespace")
     return Identity(
-        pid=pid, host=str(data.get("host")), boot=read, began=began if isinstance(began, int) else None
+        pid=pid, host=str(data.get("host")), boot=read, began=began if isinstance(began, int) else None,
+        namespace=inode if isinstance(inode, int) else None,
     )  # fmt: skip
 
 
@@ -115,23 +140,82 @@ def boot() -> str | None:
     return None
 
 
+def namespace() -> int | None:
+    """The inode of this process's PID namespace: a container has its own."""
+    with contextlib.suppress(OSError):
+        return (PROC / "self/ns/pid").stat().st_ino
+    return None
+
+
 def family(leader: int | None, mark: str) -> frozenset[int]:
     """The living processes of a run: the leader, its session, its descendants, whoever bears the mark.
 
     `leader` may be given only while its number cannot have been reused. Never this process or one
     above it.
     """
-    table = _table()
-    members = {
-        entry.pid
-        for entry in table.values()
-        if (leader is not None and leader in (entry.pid, entry.session, entry.group))
-        or _mark(entry.pid) == mark
-    }
-    while grown := {e.pid for e in table.values() if e.parent in members} - members:
-        members |= grown
-    ours = set(_upwards(table, os.getpid()))
-    return frozenset(pid for pid in members - ours if not table[pid].dead)
+    return Family(None if leader is None else identify(leader), mark).living()
+
+
+@dataclass(slots=True)
+class Family:
+    """The processes of a run, as one who ends them knows them.
+
+    They are the leader, its session, whoever bears the mark, and the descendants of all these: of a
+    `keeper` that adopts orphans too, but not itself. One that was seen once is known from then on, though
+    it has no environment, a session of its own, and no parent any more.
+    """
+
+    leader: Identity | None
+    mark: str
+    keeper: Identity | None = None
+    known: dict[int, int] = field(default_factory=dict)
+
+    def living(self) -> frozenset[int]:
+        """Those that live now; never this process or one above it."""
+        table = _table()
+        leader, keeper = (
+            one.pid if one is not None and _is(table, one.pid, one.began) else None
+            for one in (self.leader, self.keeper)
+        )
+        members = {pid for pid, began in self.known.items() if _is(table, pid, began)}
+        members |= {
+            entry.pid
+            for entry in table.values()
+            if (leader is not None and leader in (entry.pid, entry.session, entry.group))
+            or (keeper is not None and entry.parent == keeper)
+            or _mark(entry.pid) == self.mark
+        }
+        while grown := {e.pid for e in table.values() if e.parent in members} - members:
+            members |= grown
+        members -= {*_upwards(table, os.getpid()), keeper}
+        found = frozenset(pid for pid in members if not table[pid].dead)
+        self.known = {pid: table[pid].began for pid in found}
+        return found
+
+
+def _is(table: Mapping[int, _Entry], pid: int, began: int | None) -> bool:
+    return pid in table and table[pid].began == began
+
+
+def adopt_orphans() -> None:
+    """Have what descends from this process stay so, when its parent ends (PR_SET_CHILD_SUBREAPER)."""
+    import ctypes
+
+    # whoever loses its parent and its environment is else not to be told from a stranger's process
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+
+
+def over(pid: int) -> bool:
+    """Whether a child has ended; it is left as a zombie, so that nobody else gets its number meanwhile."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def bury(but: int) -> None:
+    """Take the exit codes of children that were adopted, up to that of one's own child `but`."""
+    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    while (gone := os.waitid(os.P_ALL, 0, options)) is not None and gone.si_pid != but:
+        os.waitpid(gone.si_pid, 0)
 
 
 def marks() -> frozenset[str]:
@@ -161,7 +245,7 @@ def _entry(pid: int) -> _Entry | None:
     # the command, in brackets, may hold blanks and brackets itself
     fields = raw[raw.rindex(b")") + 2 :].split()
     return _Entry(
-        pid=pid, dead=fields[0] in (b"Z", b"X"), parent=int(fields[1]), group=int(fields[2]),
+        pid=pid, state=fields[0], parent=int(fields[1]), group=int(fields[2]),
         session=int(fields[3]), began=int(fields[19]),
     )  # fmt: skip
 

@@ -23,8 +23,8 @@ from launcher import config, rundir
 from launcher.comparison import Spread
 from launcher.config import Config
 from launcher.errors import Finding, NotReady, not_ready, usage
+from launcher.keys import DEEPSPEED
 from launcher.levers import Setting, Settings, Space, by_lever, described
-from launcher.options import DEEPSPEED
 from launcher.redaction import redact
 from launcher.repeat import escaped
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher import devices, doctor, machine, options, plan, preparation
+from launcher import devices, doctor, keys, machine, plan, preparation
 from launcher.devices import Devices
 from launcher.doctor import Report, Subject
 from launcher.upstream import Locator
@@ -50,7 +50,7 @@ def examine(question: Question, *, importing: bool = True) -> Report:
     every = Devices(slots=seen.visible, why="all that are visible")
     chosen = every if question.gpus is None and not asked else devices.choose(count, asked, seen)
     subject = Subject(
-        trainer=trainer, upstream=locator.find(backend), stages=options.STAGES,
+        trainer=trainer, upstream=locator.find(backend), stages=keys.STAGES,
         gpus=len(chosen.slots) or count or 0,
     )  # fmt: skip
     return doctor.examine(subject, chosen, seen=seen, importing=importing)

@@ -36,7 +36,7 @@ _STILL = "look at the learning rate, its schedule, and what is frozen; `expect: 
 
 def why(name: str, want: str | None, seen: Seen, evidence: Evidence) -> Mapping[str, str]:
     """`reason` and, where there is something to do, `help` of a point that is not as expected."""
-    if seen.state == "unknown":
+    if seen.state == "unknown" and "reason" not in seen.detail:
         return {"reason": "neither the probe's records nor the log show it"}
     told = dict(_WHY[name](want, seen, evidence)) if name in _WHY else {}
     absent = seen.detail.get("missing_ranks")
@@ -166,6 +166,18 @@ def _trend(want: str | None, seen: Seen, _evidence: Evidence) -> Mapping[str, st
     return {"reason": told, **({"help": help} if want == "falling" else {})}
 
 
+def _gradients(_want: str | None, seen: Seen, _evidence: Evidence) -> Mapping[str, str]:
+    detail = seen.detail
+    if seen.state != "corrupt" or "parameter" not in detail:
+        return {}
+    used, true = detail["used_norm"], detail["true_norm"]
+    return {
+        "reason": f"step {detail['first_step']}, rank {detail['rank']}: for {detail['parameter']} the "
+        f"optimizer used a gradient of norm {used}, that of the batch is {true}; {detail['broken']} of "
+        f"{detail['parameters']} parameters compared there were wrong"
+    }
+
+
 def _finish(_want: str | None, seen: Seen, _evidence: Evidence) -> Mapping[str, str]:
     code = seen.detail.get("returncode")
     if not code or seen.detail.keys() & {"reason", "error", "signal"}:
@@ -177,5 +189,5 @@ def _finish(_want: str | None, seen: Seen, _evidence: Evidence) -> Mapping[str, 
 
 _WHY: Mapping[str, Callable[[str | None, Seen, Evidence], Mapping[str, str]]] = {
     "liger": _liger, "packing": _packing, "attention": _attention, "batch": _batch, "dataset_cache": _cache,
-    "reference_cache": _cache, "loss": _loss, "trend": _trend, "finish": _finish,
+    "reference_cache": _cache, "loss": _loss, "gradients": _gradients, "trend": _trend, "finish": _finish,
 }  # fmt: skip

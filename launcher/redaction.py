@@ -1,7 +1,8 @@
-"""Tokens out of whatever is written down: by the name of their key, by their shape, by their value."""
+"""Secrets out of whatever is written down: by the name of their key, by their shape, by their value."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,95 +15,121 @@ REDACTED = "<redacted>"
 _T = TypeVar("_T")
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-# `eos_token`, `max_new_token` and the like are words of the trade
-_TRADE = frozenset(
-    {
-        "additional",
-        "audio",
-        "bos",
-        "boundary",
-        "cls",
-        "each",
-        "end",
-        "eos",
-        "first",
-        "image",
-        "last",
-        "mask",
-        "max",
-        "min",
-        "new",
-        "next",
-        "num",
-        "pad",
-        "per",
-        "prefix",
-        "sep",
-        "special",
-        "start",
-        "stop",
-        "suffix",
-        "unk",
-        "video",
-    }
+
+
+def _named(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+# `eos_token`, `max_new_token`, `forward_pass`, `CACHE_KEY` and the like are words of the trade
+_TRADE: Mapping[str, frozenset[str]] = {
+    "token": _named(
+        "additional audio bos boundary cls each end eos first image last mask max min new next num pad per "
+        "prefix sep special start stop suffix unk video"
+    ),
+    "pass": _named(
+        "all backward by did eval first forward last max min multi new next num one per second should single "
+        "test tests then train two will"
+    ),
+    "key": _named(
+        "cache column config data dict foreign hash index input label map message messages metric output "
+        "partition primary public row sort split state then truths"
+    ),
+}
+_ALWAYS = _named(
+    "apikey cred credential credentials creds passphrase passwd password passwords secret secrets "
+    "webhook webhooks"
 )
-_ALWAYS = frozenset(
-    {"apikey", "credential", "credentials", "passphrase", "passwd", "password", "secret"}
-)
-_KEY_OF = frozenset(
-    {
-        "access",
-        "account",
-        "api",
-        "auth",
-        "license",
-        "private",
-        "secret",
-        "service",
-        "signing",
-        "ssh",
-    }
+# `PGPASSWORD`, `OPENAIAPIKEY`: words that are written as one
+_ENDINGS = ("password", "passwd", "passphrase", "apikey", "accesskey", "secretkey", "privatekey")
+_KEY_OF = _named(
+    "access account admin anthropic api app auth aws azure bot client cohere comet decryption deepseek "
+    "deploy encryption fireworks gemini github gitlab google groq hf hmac huggingface jwt license master "
+    "mistral neptune openai openrouter private replicate secret server service session signing slack ssh "
+    "ssl storage stripe swanlab tls together wandb webhook"
 )
 # `HF_TOKEN_PATH` says where a token is, not what it is
 _ABOUT = frozenset({"dir", "file", "folder", "fn", "id", "name", "path", "type"})
+# what `launch` itself says is never a secret, whatever somebody chose as a password
+_OURS = frozenset({"backend", "code", "expected", "layer", "severity", "stage", "state", "status"})
 
 _SHAPES: Mapping[str, str] = {
-    "hf_": "[A-Za-z0-9]{16,}",
-    "api_org_": "[A-Za-z0-9]{16,}",
+    "hf_ api_org_": "[A-Za-z0-9]{16,}",
     "sk-": "[A-Za-z0-9_-]{16,}",
-    "gh[pousr]_": "[A-Za-z0-9]{20,}",
-    "github_pat_": r"\w{20,}",
-    "glpat-": r"[\w-]{16,}",
-    "A(?:KIA|SIA)": "[0-9A-Z]{16}",
-    "xox[abpr]-": "[A-Za-z0-9-]{10,}",
+    "ghp_ gho_ ghu_ ghs_ ghr_": "[A-Za-z0-9]{20,}",
+    "github_pat_ hvs. dckr_pat_ dop_v1_ tgp_v1_ lsv2_pt_ lsv2_sk_ shpat_ ya29.": r"[\w-]{20,}",
+    "glpat- glrt-": r"[\w-]{16,}",
+    "AKIA ASIA": "[0-9A-Z]{16}",
+    "xoxa- xoxb- xoxe- xoxp- xoxr- xoxs- xapp-": "[A-Za-z0-9-]{10,}",
     "wandb_v": r"\d_\w{20,}",
-    "AIza": r"[\w-]{30,}",
+    "AIza nvapi-": r"[\w-]{30,}",
     "eyJ": r"[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}",
+    "sk_live_ sk_test_ rk_live_ rk_test_": "[A-Za-z0-9]{16,}",
+    "whsec_": "[A-Za-z0-9+/=]{20,}",
+    "npm_ gsk_ r8_ xai-": "[A-Za-z0-9]{30,}",
+    "pypi-": r"[\w-]{40,}",
+    "SG.": r"[\w-]{16,}\.[\w-]{16,}",
+    "dapi": "[0-9a-f]{32}",
 }
 """How tokens begin, and how they go on."""
-_SHAPE = re.compile(rf"(?<![A-Za-z0-9])(?:{'|'.join(map(''.join, _SHAPES.items()))})")
+_SHAPE = re.compile(
+    "(?<![A-Za-z0-9])(?:{})".format(
+        "|".join(
+            f"(?:{'|'.join(map(re.escape, begins.split()))}){rest}"
+            for begins, rest in _SHAPES.items()
+        )
+    )
+)
 _BEARER = re.compile(r"(?i)\b((?:bearer|basic)\s+)[\w.~+/=-]{12,}")
-_URL = re.compile(r"(?<=://)([^\s/@:]*):[^\s/@]+(?=@)")
+KEY_BLOCK = b"-----BEGIN "
+"""How a block of a private key in PEM begins, and of a certificate too."""
+_BASE64 = "[A-Za-z0-9+/=]"
+_BREAK = r"(?:\\[nrt]|[\s\\\"',])"
+_KEY_BLOCK = re.compile(
+    r"(-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----)"
+    rf"(?:{_BREAK}|{_BASE64}{{16,}}+|(?:Proc-Type|DEK-Info|Version|Comment): ?[^\n\\]*+"
+    rf"|{_BASE64}{{1,16}}+(?={_BREAK}*+(?:-----END|\Z)))+"
+)
+_KEY_BLOCK_OF_BYTES = re.compile(_KEY_BLOCK.pattern.encode())
+_USER = re.compile(r"(?<=://)([^\s/@:]*):[^\s/]+(?=@)|(?<=://)[^\s/@:]{16,}(?=@)")
+_WEBHOOK = re.compile(
+    r"(?i)(://(?:hooks[.][\w.-]+/|api[.]telegram[.]org/bot"
+    r"|[\w.-]+(?::\d+)?/(?:[\w.@-]+/)*?(?:webhook\w*|hooks?)/))(?=\S{0,500}\d)[^\s\"'<>`)\]]{8,2000}"
+)
+_QUERY = re.compile(
+    r"(?i)([?&](?:code|key|sig|signature|x-amz-(?:credential|security-token|signature))=)[^\s&\"'<>]{6,}"
+)
 # name=value, name: value, 'name': 'value', --name=value; names of one word only before `=`. A name is
 # tried from its begin alone: a word may be a megabyte of base64
-_NAME = re.compile(r"(?<![\w.-])(?P<name>[\w.-]++)[\"']?(?P<sign>\s*=\s*|:\s+|\":)")
+_NAME = re.compile(r"(?<![\w.-])(?P<name>[\w.-]++)[\"']?(?P<sign>\s*:?=>?\s*|:\s+|[\"']:)")
 _VALUE = re.compile(r"(?P<quote>[\"'])(?P<quoted>[^\"']+)(?P=quote)|(?P<plain>[^\s\"',;&)}\]`]+)")
+# of a shell's variable all up to the next blank
+_VARIABLE = re.compile(r"(?P<plain>[^\s\"'`]*[^\s\"',;)}\]`])")
 # --hub_token VALUE inside a text
 _FLAG = re.compile(r"(?<![\w.-])(?P<head>(?P<name>--[A-Za-z][\w.-]*+)\s+)(?P<value>(?!--)\S+)")
 # The same in bytes, as patterns that begin with a text: of megabytes little else is looked at
-_BEGIN_OF_BYTES = re.compile("|".join(_SHAPES).encode())
+_BEGINS = tuple(begin.encode() for begins in _SHAPES for begin in begins.split())
 _SHAPE_OF_BYTES = re.compile(_SHAPE.pattern.encode())
-_URL_OF_BYTES = re.compile(rb"://[^\s/@:]*:[^\s/@]+@")
 _BEARER_OF_BYTES = tuple(re.compile(word + rb"\s+[\w.~+/=-]{12}") for word in (b"bearer", b"basic"))
 _LONGEST_NAME = 200
 _SECRETS_OF_BYTES = tuple(
-    re.compile(word + rb"[\w.-]{0,%d}+[\"']?(?:\s*=|:)" % _LONGEST_NAME)
-    for word in (b"token", b"key", b"secret", b"credential", b"pass(?:phrase|wd|word)")
+    re.compile(word + rb"[\w.-]{0,%d}+[\"']?(?:\s*:?=|:)" % _LONGEST_NAME)
+    for word in (b"token", b"key", b"secret", b"cred", b"pass", b"pwd", b"auth", b"dsn", b"webhook")
 )
 _FLAG_OF_BYTES = re.compile(rb"(?<![\w.-])--[A-Za-z][\w.-]*+\s")
 _NAME_OF_BYTES = re.compile(rb"[\w.-]*")
 _PLAIN_WORDS = frozenset({"none", "null", "true", "false"})
 _SHORTEST = 8
+# `"$HF_TOKEN"`, `${oc.env:HF_TOKEN}`: where a secret is, not what it is
+_REFERENCE = re.compile(r"\$(?:\w+|\{[\w.:,]+\})")
+# a path, or the name of a model or a data set: what a variable holds that is no secret
+_PLACE = re.compile(r"~.*|[.]{0,2}/.*|[A-Za-z][\w.-]*/[\w./-]+|", re.DOTALL)
+_borrowed: set[str] = set()
+# `completed`, `flash_attention_2`, `Qwen`, `1234.5`: words and numbers that anything may say
+_WORDLIKE = re.compile(
+    r"(?:[A-Z]?[a-z]+|[A-Z]+)(?<!.{20})|[A-Za-z]+\d{0,2}(?:_(?:[a-z]+\d{0,2}|\d{1,4}))+|[\d.,:e+-]{1,15}"
+    r"|[a-z]+-\d{1,6}|[a-z_]+[.](?:html|json|jsonl|log|py|txt|yaml|yml)"
+)
 
 
 def redact(value: _T, environ: Mapping[str, str] | None = None) -> _T:
@@ -115,12 +142,59 @@ def redact(value: _T, environ: Mapping[str, str] | None = None) -> _T:
     return cleaned
 
 
+def borrow(variable: str) -> None:
+    """Note that a config took a value from this variable of the environment.
+
+    From then on, in this process, messages name the variable in the place of the value, and a value that
+    looks like a secret is treated as one, whatever the variable is called.
+    """
+    _borrowed.add(variable)
+
+
+def borrowed(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The variables that a config took a secret from."""
+    return tuple(sorted(n for n in _borrowed & environ.keys() if holds_secret(n, environ[n])))
+
+
+def holds_secret(variable: str, value: str) -> bool:
+    """Whether the value that a config takes from a variable is one: by its name, or by its look."""
+    if not value or value.lower() in _PLAIN_WORDS:
+        return False
+    return is_secret(variable) or not (_PLACE.fullmatch(value) or _WORDLIKE.fullmatch(value))
+
+
+def unechoed(text: str) -> str:
+    """The text, with variables named where a value stands that a config took from the environment."""
+    for variable in _borrowed & os.environ.keys():
+        value = os.environ[variable]
+        # as messages spell it: quoted, escaped, or its words one by one
+        spelt = {value, repr(value)[1:-1], json.dumps(value)[1:-1], value.strip()}
+        forms = [re.escape(form) for form in spelt if len(form) > 3]
+        forms += [
+            rf"(?<![\w./]){re.escape(word)}(?![\w/])" for word in value.split() if len(word) > 5
+        ]
+        forms += [rf"(?<=[`'\"]){re.escape(form)}(?=[`'\"])" for form in spelt if form]
+        forms.sort(key=len, reverse=True)
+        # a value may be `oc` or `env`
+        parts = re.split(r"(\$\{oc\.env:\w+\})", text)
+        pattern, name = (
+            re.compile("|".join(forms) or r"(?!)", re.IGNORECASE),
+            f"${{oc.env:{variable}}}",
+        )
+        text = "".join(
+            p if at % 2 else pattern.sub(lambda _, n=name: n, p) for at, p in enumerate(parts)
+        )
+    return text
+
+
 def redact_bytes(raw: bytes, known: Sequence[str]) -> bytes:
     """What a process printed, without tokens; lines without any stay as they are, byte for byte.
 
     `known` are values to take out, as `known_values` gives them. A line ends with a line feed or a
     carriage return.
     """
+    if b"PRIVATE KEY" in raw:
+        raw = _KEY_BLOCK_OF_BYTES.sub(rb"\1" + REDACTED.encode(), raw)
     parts, done = [], 0
     for at in sorted(_suspects(raw, known)):
         if at < done:
@@ -138,16 +212,10 @@ def redact_bytes(raw: bytes, known: Sequence[str]) -> bytes:
 
 def _suspects(raw: bytes, known: Sequence[str]) -> Iterator[int]:
     """Where a token may be."""
-    for value in known:
-        text = value.encode("utf-8", "surrogateescape")
-        at = raw.find(text)
-        while at >= 0:
-            yield at
-            at = raw.find(text, at + 1)
-    for begun in _BEGIN_OF_BYTES.finditer(raw):
-        if _SHAPE_OF_BYTES.match(raw, begun.start()):
-            yield begun.start()
-    yield from (found.start() for found in _URL_OF_BYTES.finditer(raw))
+    for text in (b"://", *(value.encode("utf-8", "surrogateescape") for value in known)):
+        yield from _places(raw, text)
+    for text in _BEGINS:
+        yield from (at for at in _places(raw, text) if _SHAPE_OF_BYTES.match(raw, at))
     small = raw.lower()
     for pattern in _BEARER_OF_BYTES:
         yield from (found.start() for found in pattern.finditer(small))
@@ -161,17 +229,31 @@ def _suspects(raw: bytes, known: Sequence[str]) -> Iterator[int]:
     yield from (found.start() for found in _FLAG_OF_BYTES.finditer(raw) if _is_secret(found[0]))
 
 
+def _places(raw: bytes, text: bytes) -> Iterator[int]:
+    at = raw.find(text)
+    while at >= 0:
+        yield at
+        at = raw.find(text, at + 1)
+
+
 @lru_cache(maxsize=4096)
 def _is_secret(name: bytes) -> bool:
     return is_secret(name.decode("utf-8", "replace"))
 
 
 def known_values(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The values of variables whose name says that they are secret, longest first."""
+    """The values to search for of variables whose name says that they are secret, longest first.
+
+    Not those that are short, a path, a number or a word: they would be found where nobody said them.
+    """
     found = {
         value
         for name, value in environ.items()
-        if len(value) >= _SHORTEST and not value.startswith(("/", "~")) and is_secret(name)
+        if len(value) >= _SHORTEST
+        and not value.startswith(("/", "~"))
+        and (is_secret(name) or (name in _borrowed and holds_secret(name, value)))
+        and not _WORDLIKE.fullmatch(value)
+        and (len(value) > 2 * _SHORTEST or len(set(value)) > _SHORTEST // 2)
     }
     return tuple(sorted(found, key=lambda value: (-len(value), value)))
 
@@ -182,18 +264,25 @@ def is_secret(name: str) -> bool:
     words = [word.lower() for word in _WORD.findall(name)]
     if not words or words[-1] in _ABOUT:
         return False
-    pairs = list(zip(["", *words], words, strict=False))
-    if any(word in _ALWAYS for word in words):
+    if any(word in _ALWAYS or word.endswith(_ENDINGS) for word in words):
         return True
+    pairs = list(zip(["", *words], words, strict=False))
     if any(word == "key" and before in _KEY_OF for before, word in pairs):
         return True
     before, last = pairs[-1]
-    return last == "token" and before not in _TRADE
+    if last == "token":
+        return before not in _TRADE["token"]
+    if last in ("pass", "pwd"):
+        return bool(before) and before not in _TRADE["pass"]
+    # in lower case these are keys of mappings, methods and the like
+    upper = bool(before) and name.isupper()
+    return upper and (last in ("auth", "dsn") or (last == "key" and before not in _TRADE["key"]))
 
 
 def _clean(value: Any, name: str, known: Sequence[str]) -> Any:
     if isinstance(value, str):
-        hidden = name and value and value.lower() not in _PLAIN_WORDS
+        shown = value.lower() in _PLAIN_WORDS or _REFERENCE.fullmatch(value)
+        hidden = name and value and not shown
         return REDACTED if hidden else _text(value, known)
     if isinstance(value, Mapping):
         # {"hub_token": {"value": ..., "origin": ...}}: the name reaches the value
@@ -201,6 +290,8 @@ def _clean(value: Any, name: str, known: Sequence[str]) -> Any:
             _text(key, known) if isinstance(key, str) else key: _clean(
                 below, key if is_secret(str(key)) else name * (key == "value"), known
             )
+            if not _ours(key, below)
+            else below
             for key, below in value.items()
         }
     if isinstance(value, list):
@@ -209,9 +300,17 @@ def _clean(value: Any, name: str, known: Sequence[str]) -> Any:
         return tuple(_words(value, name, known))
     if is_dataclass(value) and not isinstance(value, type):
         own = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
-        cleaned = {key: _clean(v, key if is_secret(key) else "", known) for key, v in own.items()}
+        cleaned = {
+            key: _clean(v, key if is_secret(key) else "", known)
+            for key, v in own.items()
+            if not _ours(key, v)
+        }
         return replace(value, **{k: v for k, v in cleaned.items() if v is not own[k]})
     return value
+
+
+def _ours(key: object, value: object) -> bool:
+    return key in _OURS and isinstance(value, str) and value.replace("-", "_").isidentifier()
 
 
 def _words(values: Sequence[Any], name: str, known: Sequence[str]) -> list[Any]:
@@ -230,14 +329,20 @@ def _text(text: str, known: Sequence[str]) -> str:
     for value in known:
         if value in text:
             text = text.replace(value, REDACTED)
+    if "PRIVATE KEY" in text:
+        text = _KEY_BLOCK.sub(rf"\1{REDACTED}", text)
     text = _SHAPE.sub(REDACTED, text)
-    text = _URL.sub(rf"\1:{REDACTED}", text)
+    if "://" in text:
+        text = _USER.sub(
+            lambda found: f"{found[1]}:{REDACTED}" if found[1] is not None else REDACTED, text
+        )
+        text = _QUERY.sub(rf"\1{REDACTED}", _WEBHOOK.sub(rf"\1{REDACTED}", text))
     text = _BEARER.sub(rf"\1{REDACTED}", text)
     return _FLAG.sub(_flag, _pairs(text))
 
 
 def _flag(found: re.Match[str]) -> str:
-    hidden = is_secret(found["name"]) and not _harmless(found["value"])
+    hidden = is_secret(found["name"]) and not _harmless(found["name"], found["value"])
     return f"{found['head']}{REDACTED}" if hidden else found[0]
 
 
@@ -245,18 +350,38 @@ def _pairs(text: str) -> str:
     """The values behind secret names; what a harmless name stands before may be a pair itself."""
     parts, done = [], 0
     for named in _NAME.finditer(text):
-        spoken = "=" not in named["sign"] and len(_WORD.findall(named["name"])) < 2
-        if named.start() < done or spoken or not is_secret(named["name"]):
+        name, sign = named["name"], named["sign"]
+        if named.start() < done or not is_secret(name):
+            continue
+        # `unexpected token: foo` is a sentence
+        if "=" not in sign and not _spoken(name):
             continue
         found = _VALUE.match(text, named.end())
-        if found is not None and not _harmless(found["quoted"] or found["plain"]):
+        if found is None or _harmless(name, found["quoted"] or found["plain"]):
+            continue
+        if name.isupper() and sign == "=" and not found["quote"]:
+            found = _VARIABLE.match(text, named.end()) or found
+            quote = ""
+        else:
             quote = found["quote"] or ""
-            parts += [text[done : found.start()], f"{quote}{REDACTED}{quote}"]
-            done = found.end()
+        parts += [text[done : found.start()], f"{quote}{REDACTED}{quote}"]
+        done = found.end()
     return "".join([*parts, text[done:]])
 
 
-def _harmless(value: str) -> bool:
+def _spoken(name: str) -> bool:
+    """Whether this before a colon is a name: of several words, in capitals, or nothing but a password."""
+    return len(_WORD.findall(name)) > 1 or name.isupper() or name.lower().endswith(_ENDINGS)
+
+
+def _harmless(name: str, value: str) -> bool:
     # a shell has what was taken out in quotes: without them it would be a redirection
     value = value.strip("'\"")
-    return value.lower() in _PLAIN_WORDS or value == REDACTED or value.replace(".", "").isdigit()
+    # a count of tokens, an index of a key
+    counted = not name.isupper() and name.lower().endswith(("token", "key"))
+    return (
+        value.lower() in _PLAIN_WORDS
+        or value == REDACTED
+        or _REFERENCE.fullmatch(value) is not None
+        or (counted and value.replace(".", "").isdigit())
+    )

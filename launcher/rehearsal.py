@@ -157,15 +157,14 @@ def _sizes(stage: Stage, listed: Sequence[str]) -> list[int | None]:
 
 
 def _full_steps(stage: Stage, batch: int | None) -> int | None:
-    names, values = stage.entry.names, stage.values
-    limit, epochs = values[names.max_steps], values[names.epochs]
-    if isinstance(limit, int) and limit > 0:
-        return limit
+    values = stage.values
+    if (limit := plan.limited(stage, values)) is not None:
+        return limit or None
     step = batch or (stage.options.batch and stage.options.batch.total)
     rows = None if plan.repacks(stage, values) else plan.count_rows(stage, values)
-    if not step or rows is None or not isinstance(epochs, int | float):
+    if not step or rows is None:
         return None
-    return math.ceil(epochs * -(-rows // step)) or None
+    return plan.steps_of(stage, values, rows, step) or None
 
 
 def _harmless(stage: Stage, *, tracking: bool) -> dict[str, Any]:

@@ -97,6 +97,13 @@ class Remarks:
             f"--allow-changed-resume position goes on from {newest.name} all the same",
         )  # fmt: skip
 
+    def damaged(self, one: Checkpoint) -> Finding:
+        """A checkpoint whose bytes are not those that were saved."""
+        return self.finding(
+            "warning", "damaged-checkpoint", f"{one.name} is not used: {one.why_incomplete}",
+            "look at the disk; an older checkpoint is taken where one is whole",
+        )  # fmt: skip
+
     def moved(self, aside: Sequence[Path]) -> Iterator[Finding]:
         """What is set aside."""
         if aside and self.of.output is not None:
@@ -115,6 +122,19 @@ class Remarks:
                 "error", "checkpoint-name",
                 f"{self.of.output} holds {', '.join(names[:3])}, which upstream takes for a checkpoint "
                 "(utils.py:791)", "move or rename it",
+            )  # fmt: skip
+
+    def no_record(self, found: Sequence[Checkpoint]) -> Iterator[Finding]:
+        """Checkpoints of which no record tells, and which upstream would not go on from."""
+        whole = [one for one in found if one.complete]
+        if whole and not self.of.plan.stage.entry.torchrun:
+            key = "resume_from_checkpoint" if self.of.backend == "trl" else None
+            yield self.finding(
+                "error", "not-resumed",
+                f"{self.of.output} holds {whole[-1].name}, and no record of the run that saved it: training "
+                "would begin at step 0, and rotation would delete what is there",
+                f"`{key}: {whole[-1].path}` goes on from it; --fresh begins anew, beside it" if key
+                else "--fresh begins anew, beside it",
             )  # fmt: skip
 
     def beforehand(self) -> Iterator[Finding]:

@@ -15,8 +15,10 @@ from typing import Any
 import yaml
 
 from launcher import rundir
+from launcher.command import HUB
 from launcher.errors import Finding, UsageError, brief
-from launcher.options import DEEPSPEED, WATCHED, Watch
+from launcher.keys import DEEPSPEED, KEYS
+from launcher.options import Watch
 from launcher.plan import Plan
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
@@ -24,8 +26,13 @@ from launcher.rundir import RunFolder
 _HEAD = "# What `{stage}` was resolved to: inheritance, overrides and interpolation done.\n"
 
 
-def write_stage_file(plan: Plan, folder: RunFolder) -> None:
-    """Write the resolved stage file of a plan, tokens taken out. Raises OSError."""
+def write_stage_file(
+    plan: Plan, folder: RunFolder, restored: Mapping[str, Any] | None = None
+) -> None:
+    """Write the resolved stage file of a plan, with the values that are `restored` from a checkpoint.
+
+    Tokens are taken out. Raises OSError.
+    """
     options = plan.stage.options
     given: dict[str, Any] = {
         "stage": options.stage,
@@ -49,15 +56,23 @@ def write_stage_file(plan: Plan, folder: RunFolder) -> None:
         rundir.write_bytes(folder.deepspeed, options.deepspeed.read_bytes())
         given["deepspeed"] = folder.deepspeed.name
     shown = {key: value for key, value in given.items() if value is not None}
-    told = redact({**shown, "args": dict(plan.stage.args)})
-    text = yaml.safe_dump(escaped(told), sort_keys=False, allow_unicode=True, width=100)
+    told = escaped(redact({**shown, "args": {**plan.stage.args, **(restored or {})}}))
+    for name, value in told["args"].items():
+        # what is started again takes it from where it was taken, or from where huggingface_hub looks
+        whole = plan.stage.config.secrets.get(f"args.{name}")
+        if whole is None and name == "hub_token" and value is not None:
+            whole = f"${{oc.env:{HUB},null}}"
+        told["args"][name] = value if whole is None else whole
+    text = yaml.safe_dump(told, sort_keys=False, allow_unicode=True, width=100)
     rundir.write_text(folder.stage_file, _HEAD.format(stage=plan.stage.config.path) + text)
 
 
 def _told(watch: Watch) -> dict[str, Any]:
     """What a stage file can say of the probe."""
     told = asdict(watch)
-    return {part: told[part] for part in WATCHED if told[part] is not None}
+    return {
+        part.name: told[part.name] for part in KEYS["probe"].parts if told[part.name] is not None
+    }
 
 
 def escaped(value: Any) -> Any:

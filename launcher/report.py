@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from launcher.errors import Finding
+from launcher.printable import escaped, folded, printable
 from launcher.redaction import redact
 
 if TYPE_CHECKING:
@@ -27,13 +28,23 @@ _STATUS = {"pass": "green", "fail": "red", "unproven": "yellow"}
 _MARK = {True: "ok", False: "FAIL", None: "unproven"}
 
 
-def _echo(text: str, *, err: bool = False, nl: bool = True) -> None:
+class _Styled(str):
+    """A word of launch's own in colour: nothing else reaches a terminal with an escape sequence."""
+
+
+def _style(word: str, colour: str, *, bold: bool = True) -> _Styled:
+    return _Styled(typer.style(word, fg=colour, bold=bold))
+
+
+def _echo(*parts: str, err: bool = False, nl: bool = True) -> None:
     """Print, without the tokens in it: most of what is shown quotes what was given."""
-    _write(redact(text), err=err, nl=nl)
+    # first what is invisible: it may part a token
+    clean = [one if isinstance(one, _Styled) else redact(printable(one)) for one in parts]
+    _write("".join(clean), err=err, nl=nl)
 
 
 def _write(text: str, *, err: bool = False, nl: bool = True) -> None:
-    """Print; a reader that has gone takes neither a run nor its exit code with it."""
+    """Print what is printable; a reader that has gone takes neither a run nor its exit code with it."""
     try:
         try:
             typer.echo(text, err=err, nl=nl)
@@ -58,7 +69,7 @@ def envelope(command: str, ok: bool, findings: Iterable[Finding], data: Any) -> 
         "data": data,
     }
     # as data, not as text: there `"hub_token": {` would be a name and its value
-    _write(json.dumps(redact(whole), indent=2, ensure_ascii=False, default=_text_of))
+    _write(escaped(json.dumps(redact(whole), indent=2, ensure_ascii=False, default=_text_of)))
 
 
 def _text_of(value: object) -> str:
@@ -72,7 +83,12 @@ def raw(text: str) -> None:
 
 def plain_json(data: Any) -> None:
     """JSON of somebody else's form to stdout."""
-    _write(json.dumps(data, indent=1, ensure_ascii=False, default=str))
+    _write(escaped(json.dumps(data, indent=1, ensure_ascii=False, default=str)))
+
+
+def workflow_commands(text: str) -> None:
+    """Lines that GitHub is to take for its workflow commands, to stdout."""
+    _write(redact(printable(text, commands=True)))
 
 
 def arguments(schemas: Sequence[Schema], notes: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
@@ -109,14 +125,12 @@ def findings(found: Sequence[Finding]) -> None:
     """Every finding, on stderr: what, where, what to do next."""
     # all at once: for each the environment would be looked through again
     for finding in redact(tuple(found)):
-        head = typer.style(
-            f"{finding.severity}[{finding.code}]", fg=_COLOUR[finding.severity], bold=True
-        )
-        _write(f"{head}: {finding.message}", err=True)
+        head = _style(f"{finding.severity}[{finding.code}]", _COLOUR[finding.severity])
+        _write(head + folded(f": {finding.message}"), err=True)
         if finding.place is not None:
-            _write(f"  --> {finding.place}", err=True)
+            _write(folded(f"  --> {finding.place}"), err=True)
         if finding.help is not None:
-            _write(f"  help: {finding.help}", err=True)
+            _write(folded(f"  help: {finding.help}"), err=True)
 
 
 def plan_lines(plan: Plan) -> list[str]:
@@ -152,6 +166,8 @@ def dry_run(plan: Plan, command: Command) -> None:
     _echo("# environment:")
     for name, value in shown.env.items():
         _echo(_comment(f"  {name}={value}"))
+    for variable in sorted(set(command.variables.values()) - os.environ.keys()):
+        _echo(f"# {variable} is a secret: export it before you paste this")
     _echo(shown.shell())
 
 
@@ -163,23 +179,21 @@ def _comment(text: str) -> str:
 def verdict(judged: Verdict) -> None:
     """Why the run stopped itself, if it did; then the verdict as a table of points, and the figures."""
     if judged.stopped is not None:
-        head = typer.style("stopped", fg="red", bold=True)
-        _echo(f"{head}: {judged.stopped}")
-    status = typer.style(judged.status, fg=_STATUS[judged.status], bold=True)
-    _echo(f"verdict: {status}  ({judged.stage or 'unknown stage'}, {judged.steps or 0} steps)")
+        _echo(_style("stopped", "red"), folded(f": {judged.stopped}"))
+    what = f"  ({judged.stage or 'unknown stage'}, {judged.steps or 0} steps)"
+    _echo("verdict: ", _style(judged.status, _STATUS[judged.status]), folded(what))
     for point in judged.points:
         expected = "" if point.expected in {None, "any"} else f"expected {point.expected}"
         mark = _MARK[point.ok]
         colour = {True: "green", False: "red", None: "yellow"}[point.ok]
-        _echo(
-            f"  {point.name:<16}{point.state!s:<18}{typer.style(f'{mark:<10}', fg=colour)}{expected}".rstrip()
-        )
+        state = folded(f"  {point.name:<16}{point.state!s:<18}")
+        _echo(state, _style(f"{mark:<10}", colour, bold=False), folded(expected))
         if point.ok is not True:
             for line in _reasons(point.detail):
-                _echo(f"    {line}")
+                _echo(folded(f"    {line}"))
         if wasted := point.detail.get("wasted"):
             # nothing that was asked for failed, and half of it was for nothing
-            _echo(f"    {wasted}")
+            _echo(folded(f"    {wasted}"))
     figures = [
         f"{name} {_number(value)}" for name, value in judged.metrics.items() if value is not None
     ]
@@ -205,7 +219,13 @@ def _number(value: Any) -> str:
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
     """Plain columns, as wide as their widest entry; one that is empty all the way is left out."""
     columns = [c for c in columns if any(row.get(c) is not None for row in rows)]
-    shown = [[str(row.get(c) if row.get(c) is not None else "-") for c in columns] for row in rows]
+    shown = [
+        [
+            " ".join(printable(str(row.get(c) if row.get(c) is not None else "-")).split("\n"))
+            for c in columns
+        ]
+        for row in rows
+    ]
     widths = [max(len(c), *(len(r[i]) for r in shown)) for i, c in enumerate(columns)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()

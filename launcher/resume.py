@@ -9,13 +9,14 @@ checkpoint cannot be resumed exactly and an older one can, that one is taken.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from launcher import changes, checkpoints, earlier, rundir
+from launcher import changes, checkpoints, checksums, earlier, lease, rundir
 from launcher.arguments import placed
 from launcher.caches import Cache
 from launcher.changes import Change
@@ -109,10 +110,10 @@ def place(stage: Stage, asked: Path | None, runs: Iterable[RunFolder], *, fresh:
     """
     if asked is None:
         return Placed(output=None)
-    told = [rundir.read_manifest(folder) for folder in runs]
+    told: list[tuple[RunFolder | None, Manifest]] = [*rundir.outlines(runs)]
     name = stage.entry.names.output
     if fresh:
-        used = {str(one.get("output")) for one in told}
+        used = {str(one.get("output")) for _, one in told}
         if not exists(asked) and _text(asked) not in used:
             return Placed(output=asked)
         value, folder = next(
@@ -122,8 +123,14 @@ def place(stage: Stage, asked: Path | None, runs: Iterable[RunFolder], *, fresh:
         )
         why = f"--fresh: {asked} is left as it is"
         return Placed(output=folder, derived={name: Derived(value=value, why=why)})
-    ours = (one for one in told if one.get("stage") == stage.options.stage)
-    newest = next((one for one in ours if _asked(one) == _text(asked)), {})
+    # of runs whose folders are gone, their output folders tell
+    beside = itertools.takewhile(lambda one: exists(one[1]), _beside(stage))
+    for folder in reversed([asked, *(folder for _, folder in beside)]):
+        told += [(None, one) for one in lease.manifests(folder)[-1:]]
+    ours = ((f, one) for f, one in told if one.get("stage") == stage.options.stage)
+    begun, newest = next((pair for pair in ours if _asked(pair[1]) == _text(asked)), (None, {}))
+    if begun is not None:
+        newest = rundir.read_manifest(begun)
     output, value = newest.get("output"), earlier.value_of(newest, name)
     if output == _text(asked) or not isinstance(output, str) or not isinstance(value, str):
         return Placed(output=asked)
@@ -237,7 +244,7 @@ def judge(
     plan: Plan,
     *,
     output: Path | None,
-    manifest: Manifest | None,
+    history: Sequence[Manifest],
     folder: RunFolder | None,
     trainer: Trainer,
     caches: Sequence[Cache] = (),
@@ -246,9 +253,9 @@ def judge(
 ) -> Decision:
     """What this start is, given what its output folder and its run folder hold.
 
-    `manifest` is that of the last attempt and `folder` the run folder, both None for a new run. `caches`
-    are the cache folders of this start, `now` its contents. Raises UsageError for a name in `allowed`
-    that nothing is called.
+    `history` are the manifests of the attempts so far, `folder` is the run folder, None where it is gone or
+    there is none. `caches` are the cache folders of this start, `now` its contents. Raises UsageError for a
+    name in `allowed` that nothing is called.
     """
     wrong = [n for n in allowed if n not in changes.NAMES and n not in plan.stage.schema.fields]
     if wrong:
@@ -257,12 +264,13 @@ def judge(
             f"--allow-changed-resume: nothing is called {', '.join(map(repr, wrong))}",
             f"one of {', '.join(changes.NAMES)}, or the name of an argument",
         )  # fmt: skip
-    attempts = Attempts(plan, folder, manifest or {})
+    last = lease.newest(output)
+    attempts = Attempts(plan, folder, history, None if last is None else last.code)
     selection = Selection(plan, output, attempts, trainer, frozenset(allowed))
     judged = _Judge(selection, Remarks(selection, tuple(caches)), tuple(caches), tuple(now))
     if plan.values.get("cache_dataset_only") is True:
         return Decision()
-    decision = judged.first() if folder is None or manifest is None else judged.again()
+    decision = judged.again() if history else judged.first()
     found = tuple(placed(plan.stage.config, finding) for finding in decision.findings)
     return replace(decision, findings=found, allowed=tuple(allowed), asked=selection.asked())
 
@@ -281,18 +289,22 @@ class _Judge:
         found = checkpoints.find(self.at.backend, self.at.output)
         kept = tuple(one.name for one in found)
         said = [*self.say.strange(), *self.say.beforehand()]
+        if (named := self.at.asked()) is not None:
+            decision = self._as_named(Path(named), found)
+            return replace(decision, findings=(*said, *decision.findings))
         taken = (
             None if said and errors(said) else _taken_by_upstream(self.at.backend, self.at.output)
         )
         chosen = next((one for one in found if one.path == taken), None)
         if chosen is None:
-            return Decision(kept=kept, findings=tuple(said))
+            return Decision(kept=kept, findings=(*said, *self.say.no_record(found)))
         # open-instruct resumes by itself; that it is somebody else's is a rule of its own
-        if not chosen.complete:
+        fault = chosen.why_incomplete or checksums.fault(None, chosen)
+        if fault is not None:
             said.append(
                 self.say.finding(
                     "error", "broken-checkpoint",
-                    f"upstream would resume from {chosen.path}, and {chosen.why_incomplete}",
+                    f"upstream would resume from {chosen.path}, and {fault}",
                     "move it out of the output folder",
                 )
             )  # fmt: skip
@@ -312,15 +324,23 @@ class _Judge:
             "asked"
         ):
             return self._as_named(Path(named), found)
-        whole = [one for one in found if one.complete]
-        if not whole:
-            return self._from_zero(found)
-        chosen, wrong, passed = self.at.chosen(whole)
+        damaged = []
+        while whole := [one for one in found if one.complete]:
+            chosen, wrong, passed = self.at.chosen(whole)
+            fault = checksums.fault(self.at.attempts.folder, chosen)
+            if fault is None:
+                break
+            broken = replace(chosen, why_incomplete=fault)
+            damaged.append(self.say.damaged(broken))
+            found = [broken if one is chosen else one for one in found]
+        else:
+            begins = self._from_zero(found)
+            return replace(begins, findings=(*damaged, *begins.findings))
         told = self.at.attempts.maker(chosen)
         changed = self._changed(list(self._since(told)), chosen, wrong)
         aside = self.at.in_the_way(found, chosen)
         said = [
-            self.say.goes_on(chosen), *self.say.strange(), *self.say.changed(changed, chosen),
+            *damaged, self.say.goes_on(chosen), *self.say.strange(), *self.say.changed(changed, chosen),
             *self.say.begins_again(chosen), *self.say.went_back(chosen, passed),
             *self.say.reference_gone(changed), *self.say.moved(aside),
         ]  # fmt: skip
@@ -328,17 +348,25 @@ class _Judge:
             kind="resume", checkpoint=chosen, step=self.at.attempts.steps(chosen),
             place=self.at.taken(chosen), changes=tuple(changed),
             kept=tuple(one.name for one in found if one.path not in aside), aside=tuple(aside),
-            derived=self.at.told(chosen), findings=tuple(said),
+            derived={**self.at.told(chosen), **_restored(changed, chosen)}, findings=tuple(said),
         )  # fmt: skip
 
     def _as_named(self, named: Path, found: Sequence[Checkpoint]) -> Decision:
         """The stage file names a checkpoint for the first time: that one, whatever else is there."""
         same = [one for one in found if canonical(one.path) == canonical(named)]
-        aside = self.at.in_the_way(found, same[0]) if same else []
+        # what a run did not go on from, it must not rotate away
+        aside = self.at.in_the_way(found, same[0] if same else None)
+        fault = checksums.fault(self.at.attempts.folder, same[0]) if same else None
+        said = [] if fault is None else [
+            self.say.finding(
+                "error", "broken-checkpoint", f"{named}: {fault}", "name an older one",
+                key="resume_from_checkpoint",
+            )
+        ]  # fmt: skip
         return Decision(
             kind="resume", checkpoint=same[0] if same else None, step=same[0].number if same else 0,
             kept=tuple(one.name for one in found if one.path not in aside), aside=tuple(aside),
-            findings=tuple(self.say.moved(aside)),
+            findings=(*said, *self.say.moved(aside)),
         )  # fmt: skip
 
     def _over(self, found: Sequence[Checkpoint]) -> Decision:
@@ -347,10 +375,20 @@ class _Judge:
         changed = [one for one in self._since(self.at.attempts.last) if one.severity != "note"]
         # what training would be done with now is no reason to do it again
         changed = [one for one in changed if one.what not in ("packages", "gpus", "reference")]
+        # nor what the last attempt was asked for already, and told that the checkpoint's value is used
+        said_before = earlier.listed(
+            earlier.mapping(self.at.attempts.last.get("resume")).get("changes")
+        )
+        changed = [one for one in changed if not (one.restored and _repeats(one, said_before))]
         said = self.say.finding(
             "note", "already-finished", f"this run is finished: {self.at.output}",
             "--fresh trains again, beside it",
         )  # fmt: skip
+        if self.at.attempts.folder is None:
+            said = replace(
+                said, severity="error",
+                message=f"{self.at.output} holds the model of a run that finished; its run folder is gone",
+            )  # fmt: skip
         if changed and not all(one.what in self.at.allowed for one in changed):
             told = "; ".join(one.differs for one in changed[:6])
             said = self.say.finding(
@@ -408,3 +446,17 @@ class _Judge:
             replace(one, effect=wrong.text, severity="error") if one in batch else one
             for one in found
         ]
+
+
+def _restored(changed: Iterable[Change], chosen: Checkpoint) -> dict[str, Derived]:
+    """The values that upstream takes out of the checkpoint: the record is to say what trains."""
+    return {
+        one.what: Derived(value=one.before, why=f"it comes out of {chosen.name}, not {one.after}")
+        for one in changed
+        if one.restored
+    }
+
+
+def _repeats(change: Change, before: Iterable[Any]) -> bool:
+    was = map(earlier.mapping, before)
+    return any(one.get("what") == change.what and one.get("after") == change.after for one in was)

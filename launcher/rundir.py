@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import fcntl
 import hashlib
 import json
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launcher import files
 from launcher.errors import Finding, NotReady, not_ready, usage
+from launcher.files import parse_line as parse_line
+from launcher.files import read_json as read_json
 from launcher.paths import canonical
 from launcher.redaction import redact
 
@@ -29,9 +33,15 @@ if TYPE_CHECKING:
     from launcher.plan import Plan
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+JOB = "slurm.json"
+"""Which job of Slurm's a run was submitted as."""
+_NONE = "none"
 _HEAD = 16384
+OWN = 0o755
+"""The mode of run folders, whatever the umask: what others could write is not run."""
+_OUTLINE = ("stage", "backend", "output", "asked_output")
 _ARGS = b'\n  "args": {'
-_NUMBERED = re.compile(r"(?:console|exit)(?:\.(\d+))?\.(?:log|json)\Z")
+_NUMBERED = re.compile(r"(?:console|exit)(?:\.(\d{1,4}))?\.(?:log|json)\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +127,17 @@ class RunFolder:
         """How the attempt ended."""
         return self.path / _numbered("exit", attempt, "json")
 
+    def inputs(self, attempt: int) -> Path:
+        """What of data and model was not at the attempt's end what it was at its start."""
+        return self.path / _numbered("inputs", attempt, "json")
+
+    @property
+    def checksums(self) -> Path:
+        """The digests of the files of every checkpoint that was complete."""
+        return self.path / "checksums.json"
+
     def concluded(self, attempt: int) -> Path:
-        """There once somebody has seen to the end of the attempt."""
+        """There once somebody sees to the end of the attempt, and locked until that is done."""
         return self.path / _numbered(".concluded", attempt, "mark")
 
     def attempts(self) -> int:
@@ -158,16 +177,22 @@ def choose(
     second get two. Raises NotReady where that cannot be made.
     """
     wanted = None if output is None else redact(str(output))
-    real = None if wanted is None else canonical(Path(wanted))
-    for folder in newest_first(root) if wanted is not None else ():
-        told = read_manifest(folder)
+    for folder, told in [] if wanted is None else outlines(newest_first(root)):
         named = told.get("output")
         if told.get("stage") != stage or not isinstance(named, str):
             continue
-        # one folder, however it is written
-        if named == wanted or canonical(Path(named)) == real:
+        if named == wanted or _one_folder(named, str(wanted)):
             return folder, folder.node(rank).attempts() + 1
     return RunFolder(new_folder(root, stage, name, reserve=reserve)), 1
+
+
+def _one_folder(one: str, other: str) -> bool:
+    """Whether both are the same folder, however it is written."""
+    try:
+        return os.path.samefile(one, other)
+    except (OSError, ValueError):
+        named = os.path.basename(one) == os.path.basename(other)
+        return named and canonical(Path(one)) == canonical(Path(other))
 
 
 def new_folder(root: Path, kind: str, name: str, *, reserve: bool = True) -> Path:
@@ -193,8 +218,8 @@ def _free(path: Path, reserve: bool) -> bool:
     if not reserve:
         return not path.exists()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir()
+        path.parent.mkdir(OWN, parents=True, exist_ok=True)
+        path.mkdir(OWN)
     except FileExistsError:
         if not path.parent.is_dir():
             raise not_writable(path.parent, "it is a file") from None
@@ -225,7 +250,7 @@ def newest_first(root: Path) -> Iterator[RunFolder]:
     except OSError:
         return
     for name in names:
-        if os.path.isfile(root / name / "run.json"):
+        if os.path.isfile(f"{root}/{name}/run.json"):
             yield RunFolder(root / name)
 
 
@@ -242,7 +267,7 @@ def create(
     from launcher.manifest import manifest
 
     try:
-        folder.path.mkdir(parents=True, exist_ok=True)
+        folder.path.mkdir(OWN, parents=True, exist_ok=True)
         told = manifest(
             attempt, now(), plan, command, trainer, output, caches, devices=devices,
             warnings=warnings,
@@ -261,21 +286,44 @@ def read_manifest(folder: RunFolder) -> dict[str, Any]:
 def read_head(folder: RunFolder) -> dict[str, Any]:
     """What the manifest says before it lists every argument: all that a list of runs needs."""
     try:
-        with folder.manifest.open("rb") as stream:
+        with files.open_regular(folder.manifest) as stream:
             head, found, _ = stream.read(_HEAD).partition(_ARGS)
-        told = json.loads(head.rstrip().rstrip(b",") + b"}") if found else None
+        told = files.parse_json(head.rstrip().rstrip(b",") + b"}") if found else None
     except (OSError, ValueError):
         told = None
     return told if isinstance(told, dict) else read_manifest(folder)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; empty where there is none to be had."""
+def outlines(folders: Iterable[RunFolder]) -> list[tuple[RunFolder, dict[str, Any]]]:
+    """Of each manifest what tells whose run it is; remembered, as long as the manifests are as they were."""
+    memory = state_folder() / "outlines.json"
+    known, found, changed = files.read_json(memory), list[tuple[RunFolder, dict[str, Any]]](), False
+    for folder in folders:
+        key = str(folder.path)
+        stamp, was = stamp_of(f"{key}/run.json"), known.get(key)
+        if not (isinstance(was, dict) and was.get("stamp") == stamp):
+            told, changed = read_manifest(folder), True
+            known[key] = was = {"stamp": stamp, **{k: told[k] for k in _OUTLINE if k in told}}
+        found.append((folder, was))
+    if changed:
+        remember(memory, known)
+    return found
+
+
+def stamp_of(path: str) -> list[int] | None:
+    """What changes whenever a file or a folder is written; None where there is none."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return data if isinstance(data, dict) else {}
+        told = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return [told.st_ino, told.st_mtime_ns, told.st_size]
+
+
+def remember(memory: Path, known: Mapping[str, Any]) -> None:
+    """Write what is only kept to be quick: a state folder that is read-only or full costs the speed alone."""
+    with contextlib.suppress(OSError, ValueError):
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(memory, json.dumps(known).encode())
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -293,11 +341,15 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode(errors="backslashreplace"))
 
 
-def write_bytes(path: Path, raw: bytes) -> None:
-    """Write atomically, by renaming a finished file over the old one."""
+def write_bytes(path: Path, raw: bytes, *, durable: bool = False) -> None:
+    """Write atomically, by renaming a finished file over the old one; `durable` also after a power cut."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
     try:
-        temporary.write_bytes(raw)
+        with temporary.open("wb") as stream:
+            stream.write(raw)
+            if durable:
+                stream.flush()
+                os.fsync(stream.fileno())
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -307,20 +359,66 @@ def write_bytes(path: Path, raw: bytes) -> None:
 
 def judged(folder: RunFolder, number: int) -> bool:
     """Whether verdict.json is what was found at the end of this attempt: by content, not by any clock."""
-    try:
-        return folder.concluded(number).read_text() == _digest(folder.verdict)
-    except (OSError, ValueError):
-        return False
+    return _mark(folder, number)[:1] == [_digest(folder.verdict)] != [_NONE]
 
 
-def seal(folder: RunFolder, number: int) -> None:
-    """Say that verdict.json is what was found at the end of this attempt."""
+def concluded(folder: RunFolder, number: int) -> bool:
+    """Whether an attempt was judged and whoever asked for it was told."""
+    return len(_mark(folder, number)) == 1
+
+
+def seal(folder: RunFolder, number: int, *, untold: bool = False) -> None:
+    """Say that verdict.json is what was found at the end of this attempt, and who has still to be told."""
     with contextlib.suppress(OSError):
-        folder.concluded(number).write_text(_digest(folder.verdict))
+        # in place: the file is locked
+        words = [_digest(folder.verdict), *(["untold"] if untold else [])]
+        folder.concluded(number).write_text(" ".join(words))
+
+
+def note_told(folder: RunFolder, number: int) -> None:
+    """Say that whoever asked for this attempt was told of its end, judged or not."""
+    with contextlib.suppress(OSError):
+        folder.concluded(number).write_text((_mark(folder, number) or [_NONE])[0])
+
+
+@contextlib.contextmanager
+def concluding(folder: RunFolder, number: int) -> Iterator[bool]:
+    """Hold the right to conclude an attempt; yields whether that is still to be done, and by nobody else.
+
+    The kernel takes it back from one that is killed: then the next one does what is left.
+    """
+    try:
+        mark = os.open(folder.concluded(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        # a full disk: rather twice than never
+        yield True
+        return
+    try:
+        try:
+            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError:
+            # a file system without locks
+            pass
+        yield not concluded(folder, number)
+    finally:
+        os.close(mark)
+
+
+def _mark(folder: RunFolder, number: int) -> list[str]:
+    try:
+        return files.read_bytes(folder.concluded(number)).decode().split()
+    except (OSError, ValueError):
+        return []
 
 
 def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    try:
+        return hashlib.sha256(files.read_bytes(path)).hexdigest()
+    except OSError:
+        return _NONE
 
 
 def now() -> str:
@@ -334,22 +432,27 @@ def enter(index: str, path: Path) -> None:
     One small file each, named by its folder: no lock, no file that two starts could tear.
     """
     folder, place = state_folder() / index, os.fsencode(path.absolute())
-    name = f"{dashed(path.name)[-100:]}-{hashlib.sha256(place).hexdigest()[:16]}"
     # a read-only home costs the overview from elsewhere, not the run
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        write_bytes(folder / name, place)
+        write_bytes(folder / _entry(path), place)
 
 
-def entered(index: str) -> Iterator[Path]:
-    """The folders of an index, be they there or not."""
+def _entry(path: Path) -> str:
+    digest = hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:16]
+    return f"{dashed(path.name)[-100:]}-{digest}"
+
+
+def entered(index: str, known: Iterable[Path] = ()) -> Iterator[Path]:
+    """The folders of an index, be they there or not, but for those that are `known`."""
+    there = {_entry(path) for path in known}
     try:
-        entries = list((state_folder() / index).iterdir())
+        entries = [one for one in (state_folder() / index).iterdir() if one.name not in there]
     except OSError:
         return
     for entry in entries:
         with contextlib.suppress(OSError, ValueError):
-            path = Path(os.fsdecode(entry.read_bytes()))
+            path = Path(os.fsdecode(files.read_bytes(entry)))
             if path.is_absolute():
                 yield path
 
@@ -357,10 +460,9 @@ def entered(index: str) -> Iterator[Path]:
 def known_runs() -> list[RunFolder]:
     """Every run of the index and of the runs folder here, oldest first."""
     paths = {folder.path for folder in newest_first(runs_root())}
-    for path in entered("runs"):
-        with contextlib.suppress(OSError):
-            if path not in paths and (path / "run.json").is_file():
-                paths.add(path)
+    for path in list(entered("runs", paths)):
+        if path not in paths and os.path.isfile(f"{path}/run.json"):
+            paths.add(path)
     return sorted(map(RunFolder, paths), key=lambda folder: (folder.path.name, folder.path))
 
 
@@ -375,7 +477,8 @@ def find(name: str) -> RunFolder | None:
         return RunFolder(path.absolute())
     runs = known_runs()
     if name == "last":
-        return max(runs, key=_started, default=None)
+        newest = sorted(runs, key=_started, reverse=True)
+        return next(filter(begun, newest), next(iter(newest), None))
     matching = [folder for folder in runs if name and folder.path.name.startswith(name)]
     exact = [folder for folder in matching if folder.path.name == name]
     found = exact or matching
@@ -385,6 +488,11 @@ def find(name: str) -> RunFolder | None:
             "ambiguous-run", f"{len(found)} runs are meant by `{name}`", f"such as {listed}",
         )  # fmt: skip
     return found[0] if found else None
+
+
+def begun(folder: RunFolder) -> bool:
+    """Whether a process of the run was ever started, or a job submitted: else its start was cut short."""
+    return folder.attempts() > 0 or folder.process.exists() or (folder.path / JOB).exists()
 
 
 def _started(folder: RunFolder) -> tuple[float, str]:
@@ -398,12 +506,3 @@ def _started(folder: RunFolder) -> tuple[float, str]:
 def json_line(value: Mapping[str, Any]) -> str:
     """One line of a JSONL file."""
     return json.dumps(value, ensure_ascii=False, default=str) + "\n"
-
-
-def parse_line(raw: bytes) -> dict[str, Any]:
-    """One line of a JSONL file as a mapping; empty where it is torn or none."""
-    try:
-        data = json.loads(raw)
-    except ValueError:
-        return {}
-    return data if isinstance(data, dict) else {}

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from launcher import process, rundir
+from launcher import lease, process, rundir
 from launcher.errors import DISK_FULL, Finding, NotReady, brief, usage
 from launcher.rundir import RunFolder
 
@@ -73,12 +73,14 @@ def run(
     due: Callable[[Request], bool] = lambda _: True,
     began: Callable[[], None] | None = None,
     inherited: Mapping[str, str] | None = None,
+    adopting: bool = False,
 ) -> Exit:
     """Run to the end; INT and TERM to this process stop every process of the run, HUP none.
 
     So does a `Request` in the run folder, as soon as it is `due`. `began` is called once the process is
     there. `held` are file descriptors that the started process holds open as long as it lives.
-    `inherited` is the environment that the command's own adds to, this process's unless given. Raises
+    `inherited` is the environment that the command's own adds to, this process's unless given. With
+    `adopting`, all children of this process are the run's, orphans that it has adopted too. Raises
     NotReady where the trainer's Python cannot be started at all, or the run folder cannot be written.
     """
     started = rundir.now()
@@ -96,9 +98,12 @@ def run(
         reserve.write(folder.process, {**process.identify(child.pid).as_json(), **told})
         if began is not None:
             began()
-        stopped = _watch(child, str(folder.path), stop)
+        family = process.Family(process.identify(child.pid), str(folder.path))
+        if adopting:
+            family.keeper = process.identify(os.getpid())
+        stopped = _watch(child, family, stop)
         ended = _ended(child.wait(), stopped, started, attempt)
-        if ended.returncode and stopped is None:
+        if stopped is None:
             reserve.explain(folder.console(attempt))
         reserve.write(folder.exit(attempt), asdict(ended))
     return ended
@@ -145,7 +150,7 @@ class _Reserve:
                 self.release()
 
     def explain(self, console: Path) -> None:
-        """Say in the log that it ends where the disk was full: the training could not."""
+        """Say in the log that the disk is full at its end: the training could not."""
         probing = self.path.with_name(".room")
         try:
             probing.write_bytes(b"\0" * 8192)
@@ -171,7 +176,7 @@ def _console(folder: RunFolder, attempt: int) -> BinaryIO:
 def private(path: Path) -> BinaryIO:
     """A file to append to, made for its owner alone: a trainer prints what it likes, its environment
     too. Raises OSError."""
-    return open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
+    return open(path, "ab", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK, 0o600))
 
 
 def _start(
@@ -307,55 +312,64 @@ class _Stop:
         })  # fmt: skip
 
 
-def _watch(child: subprocess.Popen[bytes], mark: str, stop: _Stop) -> int | None:
+def _watch(child: subprocess.Popen[bytes], family: process.Family, stop: _Stop) -> int | None:
     """Wait for the end; returns the signal by which we were asked to stop, if we were."""
-    while not _over(child):
+    while not process.over(child.pid):
         stop.look()
         if stop.asked is not None:
-            _end(child, mark, stop)
+            _end(child, family, stop)
             return stop.asked
+        if family.keeper is not None:
+            process.bury(but=child.pid)
         time.sleep(POLL_S)
-    _end_rest(child.pid, mark, stop, stop.times)
+    _end_rest(child, family, stop, stop.times)
     return None
 
 
-def _over(child: subprocess.Popen[bytes]) -> bool:
-    """Whether it has ended; it is left as a zombie, so that nobody else gets its number meanwhile."""
-    return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def _end(child: subprocess.Popen[bytes], mark: str, stop: _Stop) -> None:
+def _end(child: subprocess.Popen[bytes], family: process.Family, stop: _Stop) -> None:
     """INT or TERM to the group, TERM to everything, then KILL; asked again, it does not wait."""
+    # known from now on, whatever becomes of their parents
+    family.living()
     _signal_group(child.pid, stop.asked or signal.SIGTERM)
     _wait(child, 0, stop, 1)
-    if not _over(child):
-        _signal_everything(child.pid, mark, signal.SIGTERM)
+    if not process.over(child.pid):
+        _signal_everything(child, family, signal.SIGTERM)
         _wait(child, 1, stop, 2)
-    if not _over(child):
-        _signal_everything(child.pid, mark, signal.SIGKILL)
+    if not process.over(child.pid):
+        _signal_everything(child, family, signal.SIGKILL)
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    _end_rest(child.pid, mark, stop, stop.times)
+    _end_rest(child, family, stop, stop.times)
 
 
-def _end_rest(leader: int, mark: str, stop: _Stop, times: int) -> None:
+def _end_rest(
+    child: subprocess.Popen[bytes], family: process.Family, stop: _Stop, times: int
+) -> None:
     """End what outlived the process that was started: no part of any result comes from it."""
-    _signal_everything(leader, mark, signal.SIGTERM)
+    # torchrun's workers are in sessions of their own: the group alone would leave them behind
+    _signal_group(child.pid, signal.SIGTERM)
     # asked to stop once more than `times`, it does not wait
-    _vanished(leader, mark, stop.waits[2], lambda: stop.times > times)
-    _signal_everything(leader, mark, signal.SIGKILL)
-    _vanished(leader, mark, KILLED_S, lambda: False)
+    _vanish(family, signal.SIGTERM, stop.waits[2], lambda: stop.times > times)
+    _signal_group(child.pid, signal.SIGKILL)
+    _vanish(family, signal.SIGKILL, KILLED_S)
 
 
-def _vanished(leader: int, mark: str, seconds: float, hurry: Callable[[], bool]) -> None:
-    until = time.monotonic() + seconds
-    while process.family(leader, mark) and time.monotonic() < until and not hurry():
+def _vanish(
+    family: process.Family, number: int, seconds: float, hurry: Callable[[], bool] = lambda: False
+) -> None:
+    """Signal each of them, also those that come meanwhile, until none is left or the time is up."""
+    until, told = time.monotonic() + seconds, set[int]()
+    while left := family.living():
+        process.signal_all(left - told, number)
+        told |= left
+        if time.monotonic() >= until or hurry():
+            return
         time.sleep(POLL_S / 4)
 
 
 def _wait(child: subprocess.Popen[bytes], which: int, stop: _Stop, times: int) -> None:
     """Wait as long as the stop allows after its signal `which`, or until asked `times` + 1 times."""
     begun = time.monotonic()
-    while not _over(child) and stop.times <= times:
+    while not process.over(child.pid) and stop.times <= times:
         # a further request may be in more of a hurry
         stop.look()
         if time.monotonic() - begun >= stop.waits[which]:
@@ -363,14 +377,13 @@ def _wait(child: subprocess.Popen[bytes], which: int, stop: _Stop, times: int) -
         time.sleep(POLL_S / 4)
 
 
-def _signal_everything(leader: int, mark: str, number: int) -> None:
-    # torchrun's workers are in sessions of their own: the group alone would leave them behind
-    process.signal_all(process.family(leader, mark), number)
-    _signal_group(leader, number)
+def _signal_everything(child: subprocess.Popen[bytes], family: process.Family, number: int) -> None:
+    process.signal_all(family.living(), number)
+    _signal_group(child.pid, number)
 
 
 def end_orphans(folder: RunFolder, waits: Grace, attempt: int) -> None:
-    """End the processes of a run that has no keeper: INT, TERM, KILL, as a keeper would; record it."""
+    """End the processes of a run whose keeper has gone, or stands still: INT, TERM, KILL; record it."""
     started = str(rundir.read_json(folder.process).get("started"))
     last = _end_orphans(folder, waits)
     if last is not None:
@@ -380,26 +393,21 @@ def end_orphans(folder: RunFolder, waits: Grace, attempt: int) -> None:
 def _end_orphans(folder: RunFolder, waits: Grace) -> int | None:
     """Returns the signal that was sent last, None where nobody was left to be sent one."""
     last = None
-    mark = str(rundir.read_json(folder.process).get("mark", folder.path))
+    told = rundir.read_json(folder.process)
+    leader, keeper = process.identity(told), keeper_of(folder)
+    family = process.Family(
+        leader if leader is not None and leader.lives() else None,
+        str(told.get("mark", folder.path)),
+        keeper if keeper is not None and keeper.lives() else None,
+    )
     for number, seconds in zip(
         (signal.SIGINT, signal.SIGTERM, signal.SIGKILL), (*waits[:2], KILLED_S), strict=True
     ):
-        leader = _leader(folder)
-        left = process.family(leader, mark)
-        if not left:
+        if not family.living():
             break
         last = number
-        process.signal_all(left, number)
-        until = time.monotonic() + seconds
-        while time.monotonic() < until and process.family(_leader(folder), mark):
-            time.sleep(POLL_S / 4)
+        _vanish(family, number, seconds)
     return last
-
-
-def _leader(folder: RunFolder) -> int | None:
-    """The number of the process that was started, as long as it is that process."""
-    told = process.identity(rundir.read_json(folder.process))
-    return told.pid if told is not None and told.lives() else None
 
 
 def _signal_group(group: int, number: int) -> None:
@@ -413,10 +421,28 @@ def keeper_lives(folder: RunFolder) -> bool:
     return told is not None and told.lives()
 
 
+def wake(folder: RunFolder) -> bool:
+    """Whether the keeper stands still; it is told to go on (SIGCONT)."""
+    told = keeper_of(folder)
+    if told is None or not told.stopped():
+        return False
+    process.signal_all([told.pid], signal.SIGCONT)
+    return True
+
+
+def kill_keeper(folder: RunFolder) -> None:
+    """End a keeper that does not do what it is for."""
+    told, until = keeper_of(folder), time.monotonic() + KILLED_S
+    if told is not None and told.lives():
+        process.signal_all([told.pid], signal.SIGKILL)
+        while told.lives() and time.monotonic() < until:
+            time.sleep(POLL_S / 4)
+
+
 def orphaned(folder: RunFolder) -> bool:
     """Whether the keeper that a run had has gone; one of an older launch never had any."""
     told = keeper_of(folder)
-    return told is not None and not told.lives()
+    return told is not None and not told.lives() and not told.elsewhere()
 
 
 def keeper_of(folder: RunFolder) -> process.Identity | None:
@@ -426,17 +452,51 @@ def keeper_of(folder: RunFolder) -> process.Identity | None:
 
 
 def alive(folder: Path, marks: Callable[[], frozenset[str]] = process.marks) -> bool:
-    """Whether the attempt of a run folder that began last still runs on this machine.
+    """Whether the attempt of a run folder that began last still runs.
 
-    It does as long as the process that was started lives, or any other that bears the run's mark.
+    It does as long as the process that was started lives, or any other that bears the run's mark. Where
+    those cannot be seen from here, the heartbeat counts, and the run's lock.
     """
     run = RunFolder(folder)
     data = rundir.read_json(run.process)
     leader = process.identity(data)
-    if leader is None or not leader.here():
+    if leader is None:
         return False
     if leader.lives():
         return True
-    attempt = data.get("attempt")
-    ended = run.exit(attempt if isinstance(attempt, int) else 1).exists()
-    return not ended and str(data.get("mark", folder)) in marks()
+    if _end_recorded(run, data):
+        return False
+    if str(data.get("mark", folder)) in marks():
+        return True
+    return leader.elsewhere() and (lease.held(run.lock) or _beats(run))
+
+
+def unknown(folder: RunFolder) -> process.Identity | None:
+    """The process of a run where nothing can be said of it here: out of sight, and without a heartbeat."""
+    data = rundir.read_json(folder.process)
+    leader = process.identity(data)
+    if leader is None or not leader.elsewhere() or _end_recorded(folder, data):
+        return None
+    return None if alive(folder.path) else leader
+
+
+def unknown_here(folder: RunFolder, leader: process.Identity) -> Finding:
+    """That nothing can be said of it here."""
+    name = folder.path.name
+    return Finding(
+        severity="error", layer="launch", code="run-is-elsewhere", file=str(folder.path),
+        message=f"the state of {name} is unknown here: it was started on {leader.place}, whose processes "
+        f"cannot be seen from here, and it had no heartbeat for {lease.SILENT_S:.0f} s or more",
+        help=f"ask there: launch runs, launch stop {name}; the same launch command resumes it here",
+    )  # fmt: skip
+
+
+def _end_recorded(folder: RunFolder, told: Mapping[str, Any]) -> bool:
+    attempt = told.get("attempt")
+    return folder.exit(attempt if isinstance(attempt, int) else 1).exists()
+
+
+def _beats(folder: RunFolder) -> bool:
+    output = rundir.read_manifest(folder).get("output")
+    last = lease.newest(Path(output)) if isinstance(output, str) else None
+    return last is not None and Path(last.run).name == folder.path.name and last.beats()

@@ -1,84 +1,406 @@
-"""Which setting to measure next, and when to stop: a state machine that is fed with measurements.
+"""Which setting to try next, and when to stop: the plan's estimates, corrected by what trials measured.
 
-Every setting has an expectation of its speed and memory before anything runs. What short runs measure
-corrects both, and the next trial is the one with the largest expected improvement (Jones, Schonlau and
-Welch, "Efficient Global Optimization", 1998), weighed by the chance that it fits and that it runs at all.
-Nothing here starts, reads or waits.
+One greedy pass: the file as written, the fastest setting that fits by the plan, then one lever of the best
+at a time, the most promising first; each value of a lever is tried once. What is left of the budget goes into
+more runs of the best and of the file. Nothing here starts, reads or waits.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from statistics import NormalDist
-from typing import Any
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from launcher.attribution import Attribution
-from launcher.candidates import Candidate, Measured, Status, Trial
-from launcher.comparison import Spread
-from launcher.levers import described
-from launcher.paces import SLOWEST, START_S, Paces
-from launcher.peaks import Peaks
-from launcher.results import Results
-from launcher.suspects import Suspects
+from launcher import footprint, levers, memory, shapes, throughput
+from launcher.comparison import Spread, Timed, judged
+from launcher.errors import InvalidConfig
+from launcher.footprint import Footprint
+from launcher.lengths import Lengths
+from launcher.levers import ORDER, Setting, Settings, Space, described
+from launcher.shapes import Shape
+from launcher.throughput import Card
 
 THRESHOLD = 0.005
-"""The search ends where the best of what is left is expected to improve by less than this share."""
+"""The search ends where nothing that is left could gain more than this share."""
 RUNS = 3
-"""How often a setting is run that the proposal is about, where the budget allows."""
+"""How often the best and the file are run, where the budget allows."""
+SAME = 0.01
+"""Speeds that differ by less are taken for the same: then fewer changes are better."""
+MARGIN = 0.08
+"""The share of a card that is never planned for."""
+SLOWEST = 2.5
+"""How many times as long as the best a trial may take before it is ended."""
+START_S = 60.0
+"""Seconds that a start takes, before one was measured."""
 
 _WORTH = 0.02
-"""What a trial is to gain to be begun in place of second runs, where not all of that fits the budget."""
-_FIRST: Mapping[Status, str] = {
-    "refused": "cannot be started", "unproven": "proves nothing to hold others to",
-    "no speed": "tells no speed",
+"""What a trial has to gain to be begun in place of second runs, where the budget is too short for both."""
+_DOUBT: Mapping[str, float] = {
+    "attention": 0.15, "packing": 0.2, "liger": 0.15, "per_device": 0.08, "checkpointing": 0.08,
+    "deepspeed": 0.1, "optimizer": 0.03, "workers": 0.02, "compile": 0.1,
 }  # fmt: skip
-_NORMAL = NormalDist()
+"""By what share a change of a lever may gain more than the plan says."""
+_RISKY = ("optimizer", "workers", "compile")
+"""Levers that are only turned alone: the plan knows least of them, or they may fail."""
+_FULL = 0.6
+_PATIENCE = 1.5
+
+Status = Literal[
+    "ok", "oom", "crash", "hang", "diverged", "contract", "unproven", "loss changed", "timeout",
+    "refused", "no speed",
+]  # fmt: skip
+"""The outcome of a trial; only `ok` counts. `contract` was disproved, `unproven` neither way."""
+_FIRST: Mapping[Status, str] = {
+    "refused": "cannot be started", "unproven": "proves nothing to compare others with",
+    "no speed": "has no measured speed",
+}  # fmt: skip
+
+Item = tuple[str, Setting]
+"""A lever with its value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """The plan's estimate for one setting: peak in GiB (None: unknown), and a step's seconds and real tokens.
+
+    `peak` is that of the whole run, which meets longer rows than a trial of a few steps; `short` is the
+    trial's, with which the measured peak is compared.
+    """
+
+    peak: float | None
+    seconds: float
+    tokens: float
+    short: float | None = None
+
+    @property
+    def measurable(self) -> float | None:
+        """The peak that a trial should show."""
+        return self.peak if self.short is None else self.short
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One setting with its estimate; `purpose` says what a trial of it is for, `why` in words."""
+
+    settings: Settings
+    expected: Expected
+    purpose: str = "search"
+    why: str = ""
+
+    @property
+    def key(self) -> tuple[Item, ...]:
+        """The setting as a value that compares."""
+        return tuple((name, self.settings[name]) for name in ORDER if name in self.settings)
+
+    def differing(self, other: Candidate) -> list[str]:
+        """The levers that have another value there."""
+        return [name for name in ORDER if self.settings.get(name) != other.settings.get(name)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The outcome of a trial. `speed` is in tokens a second and GPU, `step` in seconds, `peak` in GiB.
+
+    `seconds` is wall time with the start. `blamed` are the levers that a verdict names. `loss_change` is
+    against the file as written, as a share. `cut`: the budget ended it, which says nothing of the setting.
+    """
+
+    status: Status
+    speed: float | None = None
+    step: float | None = None
+    peak: float | None = None
+    seconds: float = 0.0
+    loss_change: float | None = None
+    blamed: tuple[str, ...] = ()
+    reason: str | None = None
+    cut: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A candidate that was tried, and what was learned from it, in one line."""
+
+    candidate: Candidate
+    measured: Measured
+    learned: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it may be proposed."""
+        return self.measured.status == "ok" and bool(self.measured.speed)
+
+    @property
+    def counts(self) -> bool:
+        """Whether its end says something about the setting: the budget's end and a refusal do not."""
+        return not self.measured.cut and self.measured.status != "refused"
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second and GPU; 0 where none was measured."""
+        return self.measured.speed or 0.0
+
+
+def together(runs: Sequence[Trial]) -> Trial:
+    """The runs of a setting as one trial: medians, and the largest peak; a failed one decides for all."""
+    counted = [one for one in runs if one.counts]
+    failed = [one for one in counted if not one.ok]
+    if failed or not counted:
+        return replace(runs[0], measured=(failed or runs)[-1].measured)
+    steps = [one.measured.step for one in counted if one.measured.step]
+    peaks = [one.measured.peak for one in counted if one.measured.peak is not None]
+    measured = replace(
+        counted[-1].measured, speed=statistics.median(one.speed for one in counted),
+        step=statistics.median(steps) if steps else None, peak=max(peaks, default=None),
+    )  # fmt: skip
+    return replace(runs[0], measured=measured)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """The basis of estimates: the levers, the model's shape, the rows, the card; a trial's `steps`."""
+
+    space: Space
+    shape: Shape | None
+    rows: Lengths
+    card: Card
+    attention: str | None = None
+    steps: int | None = None
+
+    def grid(self) -> Iterator[Candidate]:
+        """Every setting that can be planned, the file's own among them."""
+        for settings in self.space.settings():
+            if (known := self.expected(settings)) is not None:
+                yield Candidate(settings=settings, expected=known)
+
+    def base(self) -> Candidate:
+        """The file as it is written."""
+        known = self.expected(self.space.base) or Expected(peak=None, seconds=1.0, tokens=1.0)
+        return Candidate(settings=self.space.base, expected=known)
+
+    def expected(self, settings: Settings) -> Expected | None:
+        """The peak and the pace; None where these settings cannot be planned.
+
+        Without a shape the peak is unknown, and the pace is that of some other model.
+        """
+        try:
+            found = self.footprint(settings)
+        except InvalidConfig:
+            return None
+        pace = throughput.pace(found, self.card)
+        short = None if self.steps is None else self._peak(found, self.steps)
+        return Expected(
+            peak=self._peak(found), short=short, seconds=pace.seconds, tokens=pace.tokens
+        )
+
+    def footprint(self, settings: Settings) -> Footprint:
+        """What speed and memory follow from. Raises InvalidConfig where it cannot be planned."""
+        made = levers.planned(self.space, settings)
+        return Footprint(
+            plan=made, shape=self.shape or shapes.find("Qwen/Qwen2.5-1.5B", {}),
+            rows=footprint.rows_of(made, self.rows),
+            attention=footprint.attention_of(made, self.attention if "attention" not in settings else None),
+        )  # fmt: skip
+
+    def _peak(self, found: Footprint, steps: int | None = None) -> float | None:
+        if self.shape is None:
+            return None
+        if steps is not None:
+            found = replace(found, plan=replace(found.plan, steps=steps))
+        try:
+            known = memory.estimate(found.setup())
+        except InvalidConfig:
+            return None
+        return (known if self.card.gib is None else known.within(self.card.gib)).peak
 
 
 class Search:
-    """Proposes candidates of a grid and learns from what was measured.
+    """Proposes candidates of a grid and learns from their trials.
 
-    `base` is the file as written, `room` the card's memory in GiB where it is known. `masked` says that
-    a space without an attention lever has no flash attention. Once nothing better is to be expected (or
-    affordable), what is left of the budget goes into up to `repeats` runs of the settings that the
-    proposal is about and, with `attribute`, into measuring what each change gains.
-
-    `results`, `peaks`, `paces` and `suspects` are what was learned; `stopped` says why nothing follows.
+    `base` is the file as written, `room` the card's memory in GiB where it is known. With `attribute`, what
+    is left of the budget also measures what each change of the best gains. `runs` are all trials as they
+    came; `stopped` says why nothing follows.
     """
 
     def __init__(
         self, grid: Iterable[Candidate], base: Candidate, *, steps: int, room: float | None = None,
-        masked: bool = False, attribute: bool = True, repeats: int = RUNS, threshold: float = THRESHOLD,
+        attribute: bool = True, repeats: int = RUNS, threshold: float = THRESHOLD,
         start_s: float = START_S,
     ) -> None:  # fmt: skip
-        self.base = base
-        self.attribute = attribute
-        self.repeats = repeats
-        self.threshold = threshold
+        self.base, self.steps, self.room = base, steps, room
+        self.attribute, self.repeats, self.threshold = attribute, repeats, threshold
+        self.start_s = start_s
         self.grid = {one.key: one for one in (base, *grid)}
-        self.results = Results(base=base, room=room)
-        self.peaks = Peaks(self.results)
-        self.paces = Paces(self.results, steps, masked, start_s)
-        self.suspects = Suspects()
-        self.attribution = Attribution(self.grid, self.results, self.paces, self.eligible)
+        self.runs: list[Trial] = []
+        self.trials: list[Trial] = []
+        """One for each setting that was tried, over all its runs."""
+        self.guilty: list[frozenset[Item]] = []
+        """Values that fail wherever all of a set are together."""
+        self.passed: set[Item] = set()
+        """Values that had their trial in the greedy pass."""
         self.stopped: str | None = None
+
+    # --- what was measured ---
+
+    def runs_of(self, candidate: Candidate) -> list[Trial]:
+        """The trials of one setting, as they came."""
+        return [one for one in self.runs if one.candidate.key == candidate.key]
+
+    def differing(self, candidate: Candidate) -> list[str]:
+        """The levers that are not as in the file."""
+        return candidate.differing(self.base)
+
+    @property
+    def good(self) -> list[Trial]:
+        """All that may be proposed, fastest first; of those as fast, the one with the fewest changes."""
+        left = [one for one in self.trials if one.ok and self.lasts(one.candidate, one.measured)]
+        ranked: list[Trial] = []
+        while left:
+            top = max(one.speed for one in left)
+            near = [one for one in left if one.speed >= top * (1 - SAME)]
+            ranked.append(
+                min(near, key=lambda one: (len(self.differing(one.candidate)), -one.speed))
+            )
+            left.remove(ranked[-1])
+        return ranked
+
+    @property
+    def best(self) -> Trial | None:
+        """The first of `good`."""
+        return next(iter(self.good), None)
+
+    @property
+    def first(self) -> Trial | None:
+        """The file as written, where it was tried."""
+        runs = self.runs_of(self.base)
+        return together(runs) if runs else None
+
+    def speeds(self, candidate: Candidate) -> Spread:
+        """Tokens a second and GPU of all runs of a setting that passed; there has to be one."""
+        found = Spread.of(one.measured.speed for one in self.runs_of(candidate) if one.ok)
+        assert found is not None
+        return found
+
+    # --- memory ---
+
+    @property
+    def planned(self) -> float:
+        """GiB that may be planned for."""
+        return math.inf if self.room is None else self.room * (1 - MARGIN)
+
+    def lasts(self, candidate: Candidate, measured: Measured) -> bool:
+        """Whether the whole run should fit, which meets longer rows than the trial that did.
+
+        The file as written is the author's own: that it fits a trial is enough.
+        """
+        return (
+            candidate.key == self.base.key
+            or (self._whole(candidate, measured) or 0) <= self.planned
+        )
+
+    def _whole(self, candidate: Candidate, measured: Measured) -> float | None:
+        expected = candidate.expected
+        if not expected.peak or not expected.measurable or measured.peak is None:
+            return None
+        return expected.peak * measured.peak / expected.measurable
+
+    def peak(self, candidate: Candidate) -> float | None:
+        """The estimate in GiB, corrected by measured peaks: of its kind, else of any."""
+        if candidate.expected.peak is None:
+            return None
+        alike, others = list[float](), [1.0]
+        for one in self.trials:
+            estimate, peak = one.candidate.expected.measurable, one.measured.peak
+            if one.measured.status == "oom":
+                # it wanted more than there is, whatever was counted when it failed
+                peak = self.room
+            elif not one.ok:
+                continue
+            if not estimate or not peak:
+                continue
+            ratio = peak / estimate
+            others.append(ratio)
+            if _kind(one.candidate) == _kind(candidate):
+                # a run that left most of the card empty says little of one that fills it
+                full = self.room is not None and estimate >= _FULL * self.room
+                alike.append(ratio if ratio >= 1 or full else (1 + ratio) / 2)
+        return candidate.expected.peak * max(alike or others)
+
+    def eligible(self, candidate: Candidate) -> bool:
+        """Whether nothing that was learned speaks against it."""
+        items = set(candidate.key)
+        if any(bad <= items for bad in self.guilty):
+            return False
+        full = [one.candidate for one in self.runs if one.measured.status == "oom"]
+        peak, rows = self.peak(candidate), int(candidate.settings.get("per_device", 1))
+        if peak is not None:
+            least = min((one.expected.peak for one in full if one.expected.peak), default=math.inf)
+            return candidate.expected.peak < least and peak <= self.planned  # type: ignore[operator]
+        # without an estimate: not as heavy as what failed, at most twice the rows that fitted
+        if any(_heavier(candidate.settings, one.settings) for one in full):
+            return False
+        fitted = [int(one.candidate.settings.get("per_device", 1)) for one in self.runs if one.ok]
+        return rows <= 2 * max(fitted, default=rows)
+
+    # --- time ---
+
+    def predicted(self, candidate: Candidate) -> float:
+        """Tokens a second and GPU: as much faster than the best as the plan says."""
+        best = self.best
+        return candidate.expected.speed * (
+            best.speed / best.candidate.expected.speed if best else 1.0
+        )
+
+    def _step_seconds(self, candidate: Candidate) -> float:
+        best = self.best
+        if best is None or best.measured.step is None:
+            return candidate.expected.seconds
+        return best.measured.step * candidate.expected.seconds / best.candidate.expected.seconds
+
+    def _start(self) -> float:
+        done = [one.measured for one in self.runs if one.ok]
+        starts = [one.seconds - self.steps * one.step for one in done if one.step]
+        # the first one fills caches that the others find
+        return max(0.0, statistics.median(starts[1:] or starts)) if starts else self.start_s
+
+    def trial_seconds(self, candidate: Candidate) -> float:
+        """Wall time of a trial, learned from those before."""
+        own = [
+            one.measured.seconds for one in self.runs_of(candidate) if one.ok and one is not self.runs[0]
+        ]  # fmt: skip
+        return max(own) if own else self._start() + self.steps * self._step_seconds(candidate)
+
+    def timeout(self, candidate: Candidate, left: float) -> float:
+        """Seconds after which a trial is ended: it hangs, or is too slow to be the best."""
+        best = self.best
+        if best is None or best.measured.step is None:
+            return left
+        same = best.measured.step * candidate.expected.tokens / best.candidate.expected.tokens
+        step = max(SLOWEST * same, _PATIENCE * self._step_seconds(candidate))
+        return min(left, _PATIENCE * self._start() + self.steps * step + 30)
 
     # --- the next one ---
 
     def propose(self, left: float = math.inf) -> Candidate | None:
         """The next candidate, None at the end: `stopped` says why. `left` are seconds of the budget."""
-        if not self.results.trials:
-            opening = self._opening()
-            if opening is not None:
-                return self._affordable(opening, left)
-        if self._broken():
+        if not self.runs and (self.base.expected.peak or 0) <= (self.room or math.inf):
+            if left > 0:
+                return replace(self.base, purpose="baseline", why="the file as it is written")
+            self.stopped = "the budget: not even one trial fits into it"
+            return None
+        if (fault := self._fault()) is not None:
+            self.stopped = fault
             return None
         ranked = self.ranked()
         if ranked and ranked[0][0] >= self.threshold:
             for gain, one in ranked:
-                seconds = self.paces.trial_seconds(one)
+                seconds = self.trial_seconds(one)
                 if gain < self.threshold or seconds > left:
                     continue
                 sure = None
@@ -86,227 +408,292 @@ class Search:
                     sure = self._again(left, min(2, self.repeats))
                 return sure or replace(one, why=self._why(one))
             first = ranked[0][1]
-            told = (
+            end = (
                 f"the budget: {self._why(first)} and not tried, because a trial of it takes about "
-                f"{self.paces.trial_seconds(first):.0f} s and {max(0.0, left):.0f} s are left: a larger "
+                f"{self.trial_seconds(first):.0f} s and {max(0.0, left):.0f} s are left: a larger "
                 "--budget goes on here"
             )
             extra = self._again(left, self.repeats)
         else:
-            told = f"what is left is expected to gain {ranked[0][0]:.1%} at most" if ranked else (
-                "nothing is left that fits and was not tried"
+            end = (
+                f"what is left could gain {max(0.0, ranked[0][0]):.1%} at most" if ranked
+                else "nothing is left that fits and was not tried"
             )  # fmt: skip
             # a second run tells whether there is anything to attribute
             extra = (
                 self._again(left, min(2, self.repeats))
-                or (self.attribution.due(left) if self.attribute else None)
+                or (self._ablation(left) if self.attribute else None)
                 or self._again(left, self.repeats)
             )
         if extra is None:
-            self.stopped = told + self._undone(left)
+            due = self._again(math.inf, self.repeats)
+            if due is not None and not math.isinf(left):
+                takes = self.trial_seconds(due)
+                end += f"; {due.why} takes about {takes:.0f} s, {max(0.0, left):.0f} s are left"
+            self.stopped = end
         return extra
 
-    def _affordable(self, candidate: Candidate, left: float) -> Candidate | None:
-        if left <= 0:
-            self.stopped = "the budget: not even one trial fits into it"
+    def _fault(self) -> str | None:
+        """Why there is nothing to compare with: even the file as written did not come to its end."""
+        first = self.first
+        if first is None or first.measured.status in ("ok", "oom") or self.best is not None:
             return None
-        return candidate
-
-    def _opening(self) -> Candidate | None:
-        peak, room = self.base.expected.peak, self.results.room
-        if peak is not None and room is not None and peak > room:
-            return None
-        return replace(self.base, purpose="baseline", why="the file as it is written")
-
-    def _broken(self) -> bool:
-        """Whether even the file as written did not come to its end: then there is nothing to compare with."""
-        first = self.results.first
-        if first is not None and first.measured.cut and self.results.best is None:
-            self.stopped = (
+        if first.measured.cut:
+            return (
                 "the budget: the file as written did not end within it (a larger --budget goes on)"
             )
-            return True
-        if first is None or first.measured.status in ("ok", "oom", "timeout"):
-            return False
-        if first.measured.blamed or any(one.ok for one in self.results.runs_of(self.base)):
-            return False
+        if first.measured.blamed or first.measured.status == "timeout":
+            return None
         said = _FIRST.get(first.measured.status, "does not train")
-        self.stopped = f"the file as written {said}: {first.measured.reason}"
-        return True
+        return f"the file as written {said}: {first.measured.reason}"
 
     def ranked(self) -> list[tuple[float, Candidate]]:
-        """What was not tried and may be, with the share that it is expected to gain; the most first."""
-        best = self.results.best
-        goal = None if best is None else math.log(best.speed)
-        told = []
-        for one in self.grid.values():
-            if self.results.tried(one) or not self.eligible(one):
-                continue
-            mean, deviation = self.paces.predicted(one)
-            # before anything ran: what surely fits, and is fast
-            gain = 1.0 + mean / 100 if goal is None else _improvement(mean - goal, deviation)
-            told.append((gain * self.paces.chance(one) * self.peaks.chance(one), one))
-        return sorted(told, key=lambda t: (-round(t[0], 4), len(self.results.differing(t[1]))))
+        """What may be tried next, with the share that it could gain at most; the most first."""
+        best = self.best
+        fresh = [one for one in self.grid.values() if self.eligible(one) and not self.runs_of(one)]
+        leaps = (one for one in self.trials if one.candidate.key != self.base.key)
+        if best is None or all(one.measured.status in ("oom", "refused") for one in leaps):
+            # the fastest by the plan, until one runs
+            sure = [one for one in fresh if not set(self.differing(one)) & set(_RISKY)]
+            goal = best.speed if best else 0.0
+            told = [(self.predicted(one) / goal - 1 if goal else 1.0, one) for one in sure]
+            told.sort(key=lambda t: (-t[1].expected.speed, len(self.differing(t[1]))))
+            if told and told[0][0] >= self.threshold:
+                return told
+        if best is None:
+            return []
+        near = [
+            (self.predicted(one) / best.speed - 1 + _DOUBT[name], one)
+            for name, one in self._neighbours(best.candidate, fresh)
+        ]
+        return sorted(near, key=lambda t: (-round(t[0], 4), len(self.differing(t[1]))))
 
-    def eligible(self, candidate: Candidate) -> bool:
-        """Whether nothing that was learned speaks against it."""
-        return not self.suspects.speak_against(candidate) and self.peaks.admit(candidate)
+    def _neighbours(
+        self, best: Candidate, fresh: Iterable[Candidate]
+    ) -> Iterator[tuple[str, Candidate]]:
+        """For each value of a lever that had no trial, the fastest in micro-batches that fit."""
+        fresh = list(fresh)
+        for name in ORDER:
+            around = [one for one in fresh if _only(one, best, name)]
+            if name == "per_device":
+                # the next larger and the next smaller size
+                own = int(best.settings.get(name, 1))
+                around.sort(key=lambda one: int(one.settings[name]))
+                sizes = [int(one.settings[name]) for one in around]
+                below = sum(size < own for size in sizes)
+                yield from ((name, one) for one in around[max(0, below - 1) : below + 1])
+                continue
+            for value in dict.fromkeys(one.settings.get(name) for one in around):
+                if (name, value) not in self.passed:
+                    alike = [one for one in around if one.settings.get(name) == value]
+                    if best.expected.peak is None:
+                        # nobody knows whether more rows fit: they are tried by themselves
+                        alike = [one for one in alike if len(one.differing(best)) == 1] or alike
+                    yield name, max(alike, key=lambda one: one.expected.speed)
 
     # --- once more ---
 
+    def contenders(self) -> list[Trial]:
+        """What the proposal is about: the fastest beside the file, and the file itself, as they came."""
+        others = [one for one in self.good if one.candidate.key != self.base.key][:1]
+        keys = [one.candidate.key for one in others]
+        if others and self.first is not None and self.first.ok:
+            keys.append(self.base.key)
+        return [one for one in self.trials if one.candidate.key in keys]
+
     def _again(self, left: float, runs: int) -> Candidate | None:
         """The contender whose turn it is, until each was run so often: A B, B A, A B."""
-        contenders = self.results.contenders()
-        counted = [(len(self.results.runs_of(one.candidate)), one) for one in contenders]
+        counted = [(len(self.runs_of(one.candidate)), one) for one in self.contenders()]
         fewest = min((count for count, _ in counted), default=runs)
         turns = [one for count, one in counted if count == fewest < runs]
         for one in turns[::-1] if fewest % 2 else turns:
-            if self.paces.trial_seconds(one.candidate) <= left:
-                changed = self.results.differing(one.candidate)
-                what = ", ".join(described(n, one.candidate.settings[n]) for n in changed)
-                why = f"{what or 'the file as it is written'} once more: run {fewest + 1}"
+            if self.trial_seconds(one.candidate) <= left:
+                words = self._words(one.candidate, self.base) or "the file as it is written"
+                why = f"{words} once more: run {fewest + 1}"
                 return replace(one.candidate, purpose="repeat", why=why)
         return None
 
-    def _undone(self, left: float) -> str:
-        """Runs that the proposal would have had, with more time."""
-        due = self._again(math.inf, self.repeats)
-        if due is None or math.isinf(left):
-            return ""
-        takes = self.paces.trial_seconds(due)
-        return f"; {due.why} takes about {takes:.0f} s, {max(0.0, left):.0f} s are left"
-
     def _second_runs(self) -> float:
         """Seconds of those of all contenders that are still to be made."""
-        about = [one.candidate for one in self.results.contenders()]
-        return math.fsum(
-            self.paces.trial_seconds(one) for one in about if len(self.results.runs_of(one)) < 2
+        about = [one.candidate for one in self.contenders()]
+        return math.fsum(self.trial_seconds(one) for one in about if len(self.runs_of(one)) < 2)
+
+    # --- what each change gains ---
+
+    def gain(self, best: Trial, name: str) -> tuple[Spread, Trial] | None:
+        """What a lever gains, as a share of the speed without it, and the fastest trial without it."""
+        without = [one for one in self.trials if one.ok and self._undoes(one.candidate, best, name)]
+        if not without:
+            return None
+        found = max(without, key=lambda one: one.speed)
+        ours, other = self.speeds(best.candidate), self.speeds(found.candidate)
+        share = Spread(
+            ours.median / other.median - 1, ours.min / other.max - 1, ours.max / other.min - 1,
+            min(ours.n, other.n),
+        )  # fmt: skip
+        return share, found
+
+    def _undoes(self, one: Candidate, best: Trial, name: str) -> bool:
+        """Whether it is the best with one lever as the file has it, in micro-batches of any size."""
+        base = self.base.settings
+        return (
+            name in base
+            and one.settings.get(name) == base[name]
+            and _only(one, best.candidate, name)
         )
+
+    def _ablation(self, left: float) -> Candidate | None:
+        """The best with one lever as the file has it; None where nothing is open that fits the budget."""
+        best, first = self.best, self.first
+        if best is None or len(self.differing(best.candidate)) < 2:
+            # what the only change gains, the file as written tells
+            return None
+        if first is not None and first.ok and not self._faster(best, first):
+            return None
+        for name in self.differing(best.candidate):
+            some = [
+                one for one in self.grid.values()
+                if self._undoes(one, best, name) and self.trial_seconds(one) <= left
+                and not self.runs_of(one) and self.eligible(one)
+            ]  # fmt: skip
+            if some and self.gain(best, name) is None:
+                why = f"what `{described(name, best.candidate.settings[name])}` gains: the best without it"
+                fastest = max(some, key=lambda one: one.expected.speed)
+                return replace(fastest, purpose="gain", why=why)
+        return None
+
+    def _faster(self, one: Trial, other: Trial) -> bool:
+        both = ([run for run in self.runs_of(some.candidate) if run.ok] for some in (one, other))
+        return judged(*([Timed.of(run.speed) for run in runs] for runs in both)).word == "faster"
 
     # --- learning ---
 
     def learn(self, candidate: Candidate, measured: Measured) -> Trial:
-        """Take in what came of a trial; returns it with what was learned, in one line.
+        """Take in the outcome of a trial; returns it with what was learned, in one line.
 
         Of a setting that was tried before it is one more run, which has to pass as the others.
         """
-        before, earlier = self.results.best, self.results.runs_of(candidate)
-        if measured.status == "oom":
-            told = self._learn_oom(candidate)
-        elif measured.cut:
-            told = "the budget was used up before it ended"
-        elif earlier:
-            told = self._learn_repeat(candidate, measured, earlier)
-        elif measured.status == "ok" and measured.speed:
-            told = self._learn_speed(candidate, measured, before)
-        elif measured.status == "timeout":
-            told = self._learn_slow(candidate, before)
-        else:
-            told = self._learn_failure(candidate, measured)
-        trial = Trial(candidate=candidate, measured=measured, learned=told)
-        self.results.add(trial)
+        before, earlier = self.best, self.runs_of(candidate)
+        if before is not None and candidate.purpose == "search":
+            changed = [
+                name for name in candidate.differing(before.candidate) if name != "per_device"
+            ]
+            if len(changed) == 1 and measured.status not in ("refused", "oom") and not measured.cut:
+                self.passed.add((changed[0], candidate.settings[changed[0]]))
+        learned = self._learned(candidate, measured, before, earlier)
+        trial = Trial(candidate=candidate, measured=measured, learned=learned)
+        self.runs.append(trial)
+        keys = dict.fromkeys(one.candidate.key for one in self.runs)
+        self.trials = [together([r for r in self.runs if r.candidate.key == key]) for key in keys]
         return trial
 
-    def _learn_repeat(
-        self, candidate: Candidate, measured: Measured, earlier: Sequence[Trial]
-    ) -> str:
-        if measured.status == "refused":
-            return f"refused: {measured.reason}"
-        if measured.status != "ok" or not measured.speed:
-            reason = measured.reason or "no reason seen"
-            return f"{measured.status}: {reason}; no longer kept: every run has to pass"
-        self.paces.observe(candidate, measured.speed)
-        speeds = Spread.of([measured.speed, *(one.speed for one in earlier if one.ok)])
-        assert speeds is not None
-        return f"median of {speeds.n} runs {speeds.median:,.0f} ({speeds.min:,.0f} – {speeds.max:,.0f})"
-
-    def _learn_speed(self, candidate: Candidate, measured: Measured, before: Trial | None) -> str:
-        assert measured.speed is not None
-        self.paces.observe(candidate, measured.speed)
-        self.suspects.clear(candidate)
-        told = []
-        if before is not None:
-            change = measured.speed / before.speed - 1
-            told.append(f"{change:+.1%} against the best before")
+    def _learned(
+        self, candidate: Candidate, measured: Measured, before: Trial | None, earlier: Sequence[Trial]
+    ) -> str:  # fmt: skip
+        status, speed = measured.status, measured.speed
+        failure = f"{status}: {measured.reason or 'no reason given'}"
+        if measured.cut:
+            return "the budget was used up before it ended"
+        if status == "oom":
+            return "out of memory: nothing that needs at least as much is tried"
+        if earlier and (status != "ok" or not speed):
+            refused = status == "refused"
+            return failure if refused else f"{failure}; no longer kept: every run has to pass"
+        if earlier:
+            speeds = Spread.of([speed, *(one.speed for one in earlier if one.ok)])
+            assert speeds is not None
+            return f"median of {speeds.n} runs {speeds.median:,.0f} ({speeds.min:,.0f} – {speeds.max:,.0f})"
+        if status == "timeout":
+            return (
+                f"ended: less than 1/{SLOWEST:g} of the best speed" if before
+                else "it did not end in time"
+            )  # fmt: skip
+        if status != "ok" or not speed:
+            return failure + self._blame(candidate, measured)
+        told = (
+            [] if before is None else [f"{speed / before.speed - 1:+.1%} against the best before"]
+        )
         if measured.peak is not None and candidate.expected.measurable:
             told.append(f"{measured.peak:.1f} GiB, {candidate.expected.measurable:.1f} estimated")
-        if not self.results.lasts(Trial(candidate=candidate, measured=measured)):
-            whole = self.results.whole(candidate, measured)
+        if not self.lasts(candidate, measured):
+            whole = self._whole(candidate, measured)
             told.append(
-                f"not kept: with its longest rows the run needs {whole:.0f} of {self.results.room:.0f} GiB"
+                f"not kept: with its longest rows the run needs {whole:.0f} of {self.room:.0f} GiB"
             )
         elif before is not None:
-            told.append("kept" if measured.speed > before.speed else "not kept")
-        return "; ".join(told) or "what the others are held to"
+            told.append("kept" if speed > before.speed else "not kept")
+        return "; ".join(told) or "the others are compared with it"
 
-    def _learn_oom(self, candidate: Candidate) -> str:
-        self.peaks.failed(candidate)
-        peak = candidate.expected.peak
-        if peak is None:
-            return "out of memory: nothing that needs at least as much is tried"
-        gone = sum(1 for one in self.grid.values() if self.peaks.above_ceiling(one))
-        return f"out of memory: {gone} settings that need {peak:.1f} GiB or more by estimate are left out"
-
-    def _learn_slow(self, candidate: Candidate, before: Trial | None) -> str:
-        if before is None:
-            return "it did not end in time"
-        self.paces.observe_slow(candidate, before.speed)
-        return f"ended: less than 1/{SLOWEST:g} of the best speed"
-
-    def _learn_failure(self, candidate: Candidate, measured: Measured) -> str:
-        what = f"{measured.status}: {measured.reason or 'no reason seen'}"
-        if measured.blamed:
-            for name in measured.blamed:
-                self.suspects.accuse(candidate, name)
-            named = ", ".join(described(n, candidate.settings[n]) for n in measured.blamed)
-            return f"{what}; {named}: not tried again"
-        proved = [one.candidate for one in self.results.trials if one.ok]
-        nearest = min(proved or [self.base], key=lambda one: len(candidate.differing(one)))
-        changed = frozenset(
-            (name, candidate.settings[name])
-            for name in candidate.differing(nearest)
-            if name in candidate.settings
-        )
-        self.suspects.suspect(candidate, changed, proved)
-        if not changed:
-            return what
-        if len(changed) == 1:
-            name, value = next(iter(changed))
-            return f"{what}; {described(name, value)}: not tried again"
-        return f"{what}; one of {len(changed)} changes does that: fewer of them at a time"
+    def _blame(self, candidate: Candidate, measured: Measured) -> str:
+        """Which values must not come together again: those that a verdict names, else all that is new."""
+        for name in measured.blamed:
+            found = {(name, candidate.settings[name])}
+            if name == "packing" and "attention" in candidate.settings:
+                # packing leaks under one attention, not under another
+                found.add(("attention", candidate.settings["attention"]))
+            self.guilty.append(frozenset(found))
+        names = list(measured.blamed)
+        if not names:
+            proved = [one.candidate for one in self.trials if one.ok] or [self.base]
+            nearest = min(proved, key=lambda one: len(candidate.differing(one)))
+            names = [n for n in candidate.differing(nearest) if n in candidate.settings]
+            if len(names) > 1 and len(set(names) - {"per_device"}) == 1:
+                # a micro-batch that fits comes with a lever
+                names.remove("per_device")
+            if names:
+                self.guilty.append(frozenset((n, candidate.settings[n]) for n in names))
+        words = ", ".join(described(n, candidate.settings[n]) for n in names)
+        return f"; {words}: not tried again{' together' * (len(names) > 1)}" if names else ""
 
     # --- words ---
 
+    def _words(self, one: Candidate, other: Candidate) -> str:
+        changed = [name for name in one.differing(other) if name in one.settings]
+        return ", ".join(described(name, one.settings[name]) for name in changed)
+
     def _why(self, candidate: Candidate) -> str:
-        best = self.results.best
+        best = self.best
         if best is None:
-            return "the fastest that surely fits, by arithmetic"
-        changed = candidate.differing(best.candidate)
-        words = ", ".join(
-            described(n, candidate.settings[n]) for n in changed if n in candidate.settings
+            return "the fastest that fits, by the plan"
+        words = self._words(candidate, best.candidate)
+        told = f"{words}: {self.predicted(candidate) / best.speed - 1:+.0%} expected"
+        peak = self.peak(candidate)
+        return (
+            told if peak is None or not self.room else f"{told}, {peak:.0f} of {self.room:.0f} GiB"
         )
-        ratio = math.exp(self.paces.predicted(candidate)[0]) / best.speed
-        told = f"{words}: {ratio - 1:+.0%} expected"
-        peak, room = self.peaks.of(candidate), self.results.room
-        if peak is not None and room is not None:
-            told += f", {peak:.0f} of {room:.0f} GiB"
-        return told
 
     def summary(self) -> dict[str, Any]:
         """How large the grid is, and how much of it the plan and the trials have ruled out."""
-        planned = math.inf if self.results.planned is None else self.results.planned
-        grid, tried = self.grid.values(), self.results.tried
+        grid = self.grid.values()
         return {
             "settings": len(self.grid),
-            "too_large": sum(1 for one in grid if (one.expected.peak or 0.0) > planned),
-            "tried": len(self.results.trials),
-            "left": sum(1 for one in grid if self.eligible(one) and not tried(one)),
+            "too_large": sum(1 for one in grid if (one.expected.peak or 0.0) > self.planned),
+            "tried": len(self.trials),
+            "left": sum(1 for one in grid if self.eligible(one) and not self.runs_of(one)),
         }  # fmt: skip
 
 
-def _improvement(ahead: float, deviation: float) -> float:
-    """Expected improvement over what is `ahead` logarithms below the mean."""
-    if deviation <= 0:
-        return max(0.0, ahead)
-    z = ahead / deviation
-    return ahead * _NORMAL.cdf(z) + deviation * _NORMAL.pdf(z)
+def _only(one: Candidate, other: Candidate, name: str) -> bool:
+    """Whether one differs from the other in this lever, and at most in the micro-batch beside."""
+    changed = one.differing(other)
+    return name in changed and set(changed) <= {name, "per_device"}
+
+
+def _kind(candidate: Candidate) -> tuple[Setting | None, ...]:
+    """The levers that decide which of memory's moments is the peak."""
+    return tuple(candidate.settings.get(name) for name in ("checkpointing", "packing", "liger"))
+
+
+def _heavier(one: Settings, other: Settings) -> bool:
+    """Whether `one` surely needs the memory of `other`: as many rows, and nothing that makes room."""
+    if any(
+        one.get(n) != other.get(n)
+        for n in ORDER
+        if n not in ("per_device", "checkpointing", "liger")
+    ):
+        return False
+    return (
+        int(one.get("per_device", 1)) >= int(other.get("per_device", 1))
+        and bool(one.get("checkpointing")) <= bool(other.get("checkpointing"))
+        and bool(one.get("liger")) <= bool(other.get("liger"))
+    )

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from launcher import attempt as attempts
-from launcher import check, evidence, judgement, measures, rundir
+from launcher import check, evidence, files, judgement, measures, rundir
 from launcher.check import Verdict
-from launcher.evidence import Evidence, Probe
+from launcher.evidence import Evidence
 from launcher.measures import Row
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
@@ -165,7 +165,7 @@ def _run(
 
 def of_evidence(found: Evidence) -> Series:
     """The curves of one attempt."""
-    return of_rows(_rows(found))
+    return of_rows(measures.metrics_rows(found))
 
 
 def of_rows(rows: Iterable[Row]) -> Series:
@@ -189,61 +189,15 @@ def any_number(values: Iterable[float | None]) -> bool:
     return any(value is not None for value in values)
 
 
-def _rows(found: Evidence) -> list[Row]:
-    """The rows of one attempt; the probe's loss where it saw more steps than the log tells of.
-
-    A log of every tenth step holds means over ten: one curve must not mix the two.
-    """
-    rows = measures.metrics_rows(found)
-    if found.probe is None or found.log is None:
-        return rows
-    seen = _probe_losses(found.probe)
-    logged = {line.step: line.loss for line in found.log.steps}
-    if len(seen) <= len(logged):
-        return rows
-    for row in rows:
-        row.pop("loss", None)
-        if row["step"] in seen:
-            row["loss"] = seen[row["step"]]
-        if math.isfinite(loss := logged.get(int(row["step"]), math.nan)):
-            row["logged_loss"] = loss
-    return rows
-
-
-def _probe_losses(probe: Probe) -> dict[float, float]:
-    """The mean over the ranks, as `metrics_rows` has it, of steps that were finite on all."""
-    parts: dict[int, list[float]] = {}
-    bad = set()
-    for record in probe.ranks.values():
-        for step in record.steps:
-            if not step.finite:
-                bad.add(step.step)
-            elif step.loss is not None:
-                parts.setdefault(step.step, []).append(step.loss)
-    return {step: math.fsum(p) / len(p) for step, p in parts.items() if step not in bad}
-
-
 def _all_attempts(path: Path, last: Evidence) -> list[Row]:
     """The rows of every attempt: a later one replaces what it went through again."""
-    rows: list[Row] = []
-    attempts = rundir.RunFolder(path).attempts()
-    for number in range(1, attempts):
-        rows = _continued(rows, _rows(evidence.read_run(path, attempt=number)))
-    return _continued(rows, _rows(last))
-
-
-def _continued(before: list[Row], after: list[Row]) -> list[Row]:
-    if not after:
-        return before
-    return [row for row in before if row["step"] < after[0]["step"]] + after
+    attempts = range(1, rundir.RunFolder(path).attempts())
+    before = (evidence.read_run(path, attempt=number) for number in attempts)
+    return measures.merged_rows(measures.metrics_rows(one) for one in (*before, last))
 
 
 def _kept_rows(path: Path) -> list[Row]:
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError:
-        return []
-    rows = [rundir.parse_line(line) for line in lines]
+    rows = files.read_lines(path)
     return sorted((r for r in rows if number(r.get("step")) is not None), key=lambda r: r["step"])
 
 
@@ -364,6 +318,35 @@ def named_apart(runs: Sequence[Run]) -> list[Run]:
         taken = {other.name for other in apart}
         apart.append(replace(run, name=f"{name} ({number})" if name in taken else name))
     return apart
+
+
+def thinned(series: Series, rows: int) -> Series:
+    """The series in about so many rows at most: of each stretch of steps the rows that hold the least and
+    the greatest value of any column, its first row that is not finite, and both ends of the whole.
+    """
+    count = len(series.steps)
+    if count <= rows:
+        return series
+    bad = set(series.nonfinite)
+    width = math.ceil(count / max(1, rows // (2 * len(series.columns) + 1)))
+    kept = {0, count - 1}
+    for begin in range(0, count, width):
+        stretch = range(begin, min(begin + width, count))
+        for values in series.columns.values():
+            there = [(v, at) for at in stretch if (v := values[at]) is not None]
+            if there:
+                kept |= {min(there)[1], max(there)[1]}
+        if bad:
+            kept |= set([at for at in stretch if series.steps[at] in bad][:1])
+    order = sorted(kept)
+    steps = tuple(series.steps[at] for at in order)
+    return Series(
+        steps=steps,
+        columns={
+            name: tuple(values[at] for at in order) for name, values in series.columns.items()
+        },
+        nonfinite=tuple(sorted(bad.intersection(steps))),
+    )
 
 
 def compact(series: Series) -> str:

@@ -128,11 +128,18 @@ class Quantised:
 class Sharding:
     """FSDP as OLMo-core lays it: 32-bit weights cut over `shards` ranks, 16 bits where they compute.
 
-    `share` is the activation memory budget of torch.compile, None without compile.
+    `share` is the activation memory budget of torch.compile, None without compile. The loss is compiled
+    with the output layer (olmo_core_train_modules.py:32), but not before upstream's PR 1467.
     """
 
     shards: int
     share: float | None = None
+    loss: bool = True
+
+    @property
+    def compiles_loss(self) -> bool:
+        """Whether the loss is compiled with the output layer."""
+        return self.share is not None and self.loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

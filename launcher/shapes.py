@@ -295,7 +295,7 @@ def shape_of(config: Mapping[str, Any], *, name: str = "", source: str = "config
         name=name, family=str(family), source=source, layout=layout, hidden=hidden,
         intermediate=inner, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
         vocab=vocab, tied=tied,
-        dtype=str(config.get("dtype") or config.get("torch_dtype") or ""),
+        dtype=model_config.weights_type(config),
         positions=config.get("max_position_embeddings"), experts=experts,
         experts_used=reader.whole("num_experts_per_tok") if experts else 0, shared=shared,
         layer=sizes.layer(

@@ -18,7 +18,7 @@ from launcher.sbatch import LIMIT, VALUED, Options
 TIMEOUT_S = 20.0
 ASK_TIMEOUT_S = 5.0
 """For a list of runs: it is shown without Slurm's word rather than late."""
-SCRIPT, RECORD = "slurm.sh", "slurm.json"
+SCRIPT, RECORD = "slurm.sh", rundir.JOB
 """Files of a run folder: the batch script, and which job it became."""
 
 _JOB = re.compile(r"(\d+)(?:;.*)?\Z")

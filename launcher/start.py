@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,16 @@ from launcher import (
     check,
     claim,
     command,
+    contents,
     devices,
     earlier,
+    evidence,
     judgement,
     keeper,
+    lease,
     manifest,
     page,
+    process,
     rendezvous,
     repeat,
     resume,
@@ -32,24 +37,26 @@ from launcher import (
     sbatch,
     slurm,
 )  # fmt: skip
-from launcher.attempt import Attempt
+from launcher.attempt import ON_FINISH_S, Attempt
 from launcher.devices import Devices
 from launcher.errors import Exit, Finding, NotReady, errors, not_ready
 from launcher.plan import Plan
 from launcher.preparation import Prepared, Request, prepare
+from launcher.redaction import borrowed, redact
 from launcher.rundir import RunFolder
 
 
 def begin(
-    prepared: Prepared, *, on_finish: Sequence[str] = (), allow_unproven: bool = False
-) -> tuple[RunFolder, Attempt]:
+    prepared: Prepared, *, on_finish: Sequence[str] = (), on_finish_s: float = ON_FINISH_S,
+    allow_unproven: bool = False,
+) -> tuple[RunFolder, Attempt]:  # fmt: skip
     """Make the run folder and start the keeper in it; training runs when this returns.
 
     The folder is that of this machine: where others train too, only the first one's is the run's own.
     Raises NotReady where another run holds the place, or where training cannot be started.
     """
     here = prepared.here
-    attempt = _attempt(prepared, on_finish, allow_unproven)
+    attempt = _attempt(prepared, on_finish, on_finish_s, allow_unproven)
     if here is not None:
         filled = rendezvous.filled(attempt.argv, here)
         attempt = replace(attempt, argv=filled, rank=here.rank)
@@ -58,13 +65,15 @@ def begin(
         rendezvous.check_port(here)
         if not attempt.rank:
             _require_not_queued(folder)
-        with claim.claimed(
-            folder, attempt.number, None if attempt.rank else prepared.output
-        ) as lock:
+        output = None if attempt.rank else prepared.output
+        with (
+            claim.claimed(folder, attempt.number, output) as (granted, locks),
+            _taken_back(folder),
+        ):
             if not attempt.rank or not prepared.folder.manifest.exists():
                 _make(prepared, attempt)
             attempt.write(folder)
-            _keep(folder, attempt, lock, prepared.devices or Devices())
+            _keep(folder, attempt, granted, locks, prepared.devices or Devices())
     finally:
         # the folder that was reserved, if nothing came of it
         rundir.release(folder)
@@ -84,16 +93,16 @@ def _require_not_queued(folder: RunFolder) -> None:
 
 def queue(
     prepared: Prepared, options: sbatch.Options, *, on_finish: Sequence[str] = (),
-    allow_unproven: bool = False,
+    on_finish_s: float = ON_FINISH_S, allow_unproven: bool = False,
 ) -> slurm.Job:  # fmt: skip
     """Make the run folder and hand it to Slurm, which runs `launch exec` on every node.
 
     Raises NotReady where another run holds the place, or with what sbatch said.
     """
     folder, planned = prepared.folder, prepared.plan
-    attempt = _attempt(prepared, on_finish, allow_unproven)
+    attempt = _attempt(prepared, on_finish, on_finish_s, allow_unproven)
     try:
-        with claim.claimed(folder, attempt.number, prepared.output):
+        with claim.claimed(folder, attempt.number, prepared.output), _taken_back(folder):
             _require_not_queued(folder)
             _make(prepared, attempt)
             attempt.write(folder)
@@ -117,7 +126,8 @@ def ours() -> list[str]:
 def _make(prepared: Prepared, attempt: Attempt) -> None:
     folder = prepared.folder
     resume.set_aside(prepared.decision, attempt.number)
-    earlier.keep_manifest(folder)
+    if rundir.read_manifest(folder).get("attempt") != attempt.number:
+        earlier.keep_manifest(folder)
     rundir.create(
         folder, attempt.number, prepared.plan, prepared.command, prepared.trainer, prepared.output,
         [one.as_json() for one in prepared.caches],
@@ -125,10 +135,45 @@ def _make(prepared: Prepared, attempt: Attempt) -> None:
         warnings=prepared.warnings, more=prepared.for_record(),
     )  # fmt: skip
     with contextlib.suppress(OSError):
-        repeat.write_stage_file(prepared.plan, folder)
+        restored = {one.what: one.before for one in prepared.decision.changes if one.restored}
+        repeat.write_stage_file(prepared.plan, folder, restored)
 
 
-def _attempt(prepared: Prepared, on_finish: Sequence[str], allow_unproven: bool) -> Attempt:
+@contextlib.contextmanager
+def _taken_back(folder: RunFolder) -> Iterator[None]:
+    """Have a run folder be as it was before, where what was prepared inside does not come to begin."""
+    begun, there = folder.attempts(), set(os.listdir(folder.path))
+    if there == {folder.lock.name}:
+        # that of this start: the run is a new one
+        there = set()
+    written = (folder.manifest, folder.start, folder.stage_file, folder.deepspeed)
+    kept = {path: path.with_name(f".before.{path.name}") for path in written if path.name in there}
+    for path, before in kept.items():
+        # all of them are replaced, never written into: a second name keeps one as it is
+        with contextlib.suppress(OSError):
+            before.unlink(missing_ok=True)
+            os.link(path, before)
+    try:
+        yield
+    except BaseException:
+        ignored = (signal.SIGINT, signal.SIGTERM)
+        with process.handling({number: lambda *_: None for number in ignored}):
+            for path in folder.path.iterdir() if folder.attempts() == begun else ():
+                with contextlib.suppress(OSError):
+                    if path in kept.values():
+                        os.replace(path, path.with_name(path.name.removeprefix(".before.")))
+                    elif path.name not in there and not path.is_dir():
+                        path.unlink()
+        raise
+    finally:
+        for before in kept.values():
+            with contextlib.suppress(OSError):
+                before.unlink(missing_ok=True)
+
+
+def _attempt(
+    prepared: Prepared, on_finish: Sequence[str], on_finish_s: float, allow_unproven: bool
+) -> Attempt:
     planned, options = prepared.plan, prepared.plan.stage.options
     return Attempt(
         number=prepared.attempt, argv=prepared.command.argv, env=prepared.command.env,
@@ -137,7 +182,7 @@ def _attempt(prepared: Prepared, on_finish: Sequence[str], allow_unproven: bool)
         nodes=planned.nodes, output=None if prepared.output is None else str(prepared.output),
         caches=tuple(one.as_json() for one in prepared.caches), devices=_ids(prepared.devices),
         config=str(planned.stage.config.path), on_finish=tuple(on_finish),
-        allow_unproven=allow_unproven,
+        on_finish_s=on_finish_s, allow_unproven=allow_unproven, borrowed=borrowed(os.environ),
         request={**prepared.request.as_json(), "gpus": planned.gpus},
     )  # fmt: skip
 
@@ -155,13 +200,16 @@ def differences(prepared: Prepared, old: Mapping[str, Any]) -> tuple[Finding, ..
 def prepare_again(folder: RunFolder) -> Attempt:
     """Have an attempt wait in a run folder that goes on where the last one ended: a job came back.
 
-    Does nothing while the one that waits has begun on no machine, or when the run is finished. Raises
-    what `prepare` raises, and NotReady where the job's time was up without a further checkpoint.
+    Does nothing while the one that waits has begun on no machine, unless its data or models were written
+    to meanwhile, or when the run is finished. Raises what `prepare` raises, and NotReady where the job's
+    time was up without a further checkpoint.
     """
     waiting = attempts.read(folder)
     begun = max(one.attempts() for one in folder.nodes())
-    if begun < waiting.number:
+    holds = rundir.read_manifest(folder).get("contents")
+    if begun < waiting.number and not contents.changed(holds, Path(waiting.cwd)):
         return waiting
+    attempts.require_own(folder)
     os.chdir(waiting.cwd)
     os.environ.update(waiting.environ_of_the_shell(os.environ))
     again = Request.from_json(waiting.request, config=folder.stage_file)
@@ -171,8 +219,10 @@ def prepare_again(folder: RunFolder) -> Attempt:
         return waiting
     if cut_short and prepared.decision.step <= reached:
         raise NotReady(_no_progress(folder, reached))
+    if prepared.output is not None:
+        lease.outlast(prepared.output, folder.path)
     with claim.claimed(folder, prepared.attempt, prepared.output):
-        attempt = _attempt(prepared, waiting.on_finish, waiting.allow_unproven)
+        attempt = _attempt(prepared, waiting.on_finish, waiting.on_finish_s, waiting.allow_unproven)
         attempt = replace(attempt, environ=waiting.environ, request=waiting.request)
         _make(prepared, attempt)
         attempt.write(folder)
@@ -203,22 +253,24 @@ def execute(
     the place; UsageError where it is not known which of several machines this is.
     """
     attempt = attempts.read(folder)
+    if folder.attempts() < attempt.number:
+        attempts.require_own(folder)
     here = rendezvous.find(attempt.nodes, rank, address, os.environ)
     if here is not None:
         filled = rendezvous.filled(attempt.argv, here)
         attempt = replace(attempt, argv=filled, rank=here.rank, token=secrets.token_hex(8))
         folder = folder.node(here.rank)
-        folder.path.mkdir(exist_ok=True)
+        folder.path.mkdir(rundir.OWN, exist_ok=True)
         attempt.write(folder)
     if folder.attempts() < attempt.number:
         rendezvous.check_port(here)
         # the first machine asks whether the output folder is free: it is the same for all
         output = None if attempt.output is None or attempt.rank else Path(attempt.output)
-        with claim.claimed(folder, attempt.number, output) as lock:
+        with claim.claimed(folder, attempt.number, output) as (granted, locks):
             chosen = _again(attempt)
             if chosen.refused:
                 raise NotReady(errors(chosen.findings))
-            _keep(folder, attempt, lock, chosen)
+            _keep(folder, attempt, granted, locks, chosen)
     return folder, attempt
 
 
@@ -233,24 +285,43 @@ def _again(attempt: Attempt) -> Devices:
     return devices.choose(None, attempt.devices, devices.look(attempt.environ))
 
 
-def _keep(folder: RunFolder, attempt: Attempt, lock: int | None, chosen: Devices) -> None:
+def _keep(
+    folder: RunFolder, attempt: Attempt, granted: lease.Lease | None, locks: Sequence[int],
+    chosen: Devices,
+) -> None:  # fmt: skip
     held = tuple(caches.from_json(one) for one in attempt.caches)
     config_path = None if attempt.config is None else Path(attempt.config)
+    if granted is not None:
+        lease.keep_manifest(granted, rundir.read_manifest(folder))
     with (
-        cache_folders.held(held, folder, attempt.number, config=config_path) as locks,
+        cache_folders.held(held, folder, attempt.number, config=config_path) as cache_locks,
         devices.held(chosen, folder.path) as gpu_locks,
     ):
-        held_open = (*locks, *gpu_locks, *(() if lock is None else (lock,)))
-        keeper.spawn(folder, attempt.number, held_open)
+        keeper.spawn(
+            folder, attempt.number, (*cache_locks, *gpu_locks, *locks), attempt.digest(), granted
+        )
 
 
-def discard_spoiled(attempt: Attempt) -> None:
+def record_inputs(folder: RunFolder, attempt: Attempt) -> None:
+    """Hash data and models once more at the end, and leave what is not as it was at the start."""
+    holds = rundir.read_manifest(folder).get("contents")
+    if isinstance(holds, list):
+        changed = contents.changed(holds, Path(attempt.cwd))
+        rundir.write_json(folder.inputs(attempt.number), {"changed": redact(changed)})
+
+
+def discard_spoiled(folder: RunFolder, attempt: Attempt) -> None:
     """Take away what the run cached of data that were edited between our look and upstream's.
 
-    It belongs neither to what they were nor to what they are.
+    It belongs neither to what they were nor to what they are, and its keys may know only path and time.
     """
     before = tuple(caches.from_json(one) for one in attempt.caches)
     cache_folders.discard_spoiled(before, [caches.read_again(one) for one in before])
+    found = evidence.read_run(folder.path, attempt=attempt.number)
+    read = [e.text("state") for _, e in (found.probe.events("data") if found.probe else ())]
+    edited = any(one.get("role") == "data" and one.get("after") for one in found.inputs or ())
+    if "changed" in read or (edited and not read):
+        cache_folders.discard_made(before)
 
 
 def of_a_further_machine(folder: RunFolder, attempt: Attempt) -> Exit:
@@ -261,9 +332,11 @@ def of_a_further_machine(folder: RunFolder, attempt: Attempt) -> Exit:
     return Exit.TRAINING if ended is None or ended.returncode else Exit.OK
 
 
-def conclusion(folder: RunFolder, attempt: Attempt) -> tuple[check.Verdict, Exit]:
+def conclusion(
+    folder: RunFolder, attempt: Attempt, ended: runner.Exit | None = None
+) -> tuple[check.Verdict, Exit]:
     """The verdict and the exit code of an attempt that is over; judged now where nobody has yet."""
-    ended = runner.recorded(folder, attempt.number)
+    ended = ended or runner.recorded(folder, attempt.number)
     known = rundir.judged(folder, attempt.number)
     told = check.from_json(rundir.read_json(folder.verdict)) if known else None
     verdict = told or finish(folder)

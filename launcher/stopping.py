@@ -11,12 +11,24 @@ from pathlib import Path
 from typing import Any
 
 from launcher import attempt as attempts
-from launcher import checkpoints, claim, following, keeper, overview, process, rundir, runner, slurm
+from launcher import (
+    checkpoints,
+    following,
+    keeper,
+    lease,
+    overview,
+    process,
+    rundir,
+    runner,
+    slurm,
+)  # fmt: skip
 from launcher.errors import Finding, NotReady, UsageError, not_ready
 from launcher.rundir import RunFolder
 from launcher.view import Progress
 
 POLL_S = 0.1
+STILL_S = 1.0
+"""Seconds that a keeper may stand still although it was told to go on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,14 +97,15 @@ def stop(
 ) -> runner.Exit | None:
     """Have a run stopped, and wait until every process of it has gone; returns how it ended.
 
-    One that is about to begin is stopped as soon as it has; asked for twice at once, it is done once.
-    Raises UsageError where it does not run here, NotReady where it runs on another machine or cannot be
-    asked.
+    One that is about to begin is stopped as soon as it has; asked for twice at once, it is done once. Where
+    its keeper stands still, and does not go on when told to, its processes are ended from here. Raises
+    UsageError where it does not run here, NotReady where it runs on another machine or cannot be asked.
     """
     job = slurm.job(folder)
     if job is not None and slurm.active(job):
         return _stop_job(folder, job, waits, after_checkpoint=after_checkpoint)
-    _require_here(folder)
+    if (leader := runner.unknown(folder)) is not None:
+        raise NotReady(runner.unknown_here(folder, leader))
     number = max(1, folder.attempts()) if runner.alive(folder.path) else _starting(folder)
     if number is None:
         raise UsageError(_not_running(folder))
@@ -101,15 +114,36 @@ def stop(
     # one that is in no hurry does not slow down another that is
     if earlier is None or earlier.attempt != number or waits or not after_checkpoint:
         _ask(folder, request)
+    _wait_elsewhere(folder, request)
+    still = 0.0
+    patience = None if after_checkpoint else sum(_waits(folder, waits)) + 2 * runner.KILLED_S
+    until = None if patience is None else time.monotonic() + patience
     while runner.keeper_lives(folder) or _begins(folder, number):
+        if rundir.concluded(folder, number):
+            # what it waits for is the command at the end, which is no part of the run
+            break
+        still = still + POLL_S if runner.wake(folder) else 0.0
+        late = until is not None and time.monotonic() > until and runner.alive(folder.path)
+        if still > STILL_S or late:
+            break
         time.sleep(POLL_S)
-    if runner.alive(folder.path):
+    if still > STILL_S or runner.alive(folder.path):
         _end_orphan(folder, number, waits, after_checkpoint)
     if folder.attempts() < number:
         # it never began; the next one gets its number, and was not meant
         with contextlib.suppress(OSError):
             folder.stop.unlink(missing_ok=True)
     return runner.recorded(folder, number)
+
+
+def _waits(folder: RunFolder, waits: runner.Grace | None) -> runner.Grace:
+    """How long the keeper of a run waits after each signal."""
+    told = rundir.read_json(folder.start).get("environ")
+    text = told.get(runner.GRACE_VARIABLE) if isinstance(told, dict) else None
+    try:
+        return waits or runner.grace(text if isinstance(text, str) else None)
+    except UsageError:
+        return runner.GRACE_S
 
 
 def _stop_job(
@@ -149,7 +183,7 @@ def _ask(folder: RunFolder, request: runner.Request) -> None:
 
 def _starting(folder: RunFolder) -> int | None:
     """The number of the attempt that is about to begin; None where none is."""
-    while claim.held(folder):
+    while lease.held(folder.lock):
         if runner.alive(folder.path):
             return max(1, folder.attempts())
         if runner.keeper_lives(folder):
@@ -166,29 +200,43 @@ def _starting(folder: RunFolder) -> int | None:
 def _begins(folder: RunFolder, number: int) -> bool:
     """Whether the attempt of this number was prepared, and no process of it is known as yet."""
     known = rundir.read_json(folder.process).get("attempt")
-    return known != number and runner.recorded(folder, number) is None and claim.held(folder)
+    return known != number and runner.recorded(folder, number) is None and lease.held(folder.lock)
 
 
 def _end_orphan(
     folder: RunFolder, number: int, waits: runner.Grace | None, after_checkpoint: bool
 ) -> None:
-    """Its keeper was killed: do what that would have done."""
+    """Its keeper was killed, or stands still: do what that would have done."""
     attempt = following.newest_attempt(folder)
     due = keeper.Due(folder, attempt)
     request = runner.Request(attempt=number, grace=waits, after_checkpoint=after_checkpoint)
     while not due.now(request) and runner.alive(folder.path):
         time.sleep(POLL_S)
     runner.end_orphans(folder, waits or runner.GRACE_S, number)
+    # not before: until then, it is what keeps orphans together
+    runner.kill_keeper(folder)
     keeper.conclude(folder, attempt, runner.recorded(folder, number))
 
 
-def _require_here(folder: RunFolder) -> None:
+def _wait_elsewhere(folder: RunFolder, request: runner.Request) -> None:
+    """Wait for a keeper that cannot be seen from here, and that reads requests from the run folder.
+
+    Raises NotReady where it does not stop the run, as where it does not see this folder.
+    """
     told = process.identity(rundir.read_json(folder.process))
-    if told is not None and not told.here() and told.host != process.host():
-        raise not_ready(
-            "run-is-elsewhere", f"{folder.path.name} was started on {told.host}",
-            f"stop it there: ssh {told.host} launch stop {folder.path.name}", file=str(folder.path),
-        )  # fmt: skip
+    if told is None or not told.elsewhere():
+        return
+    until = time.monotonic() + sum(request.grace or runner.GRACE_S) + lease.SILENT_S
+    while runner.alive(folder.path):
+        if time.monotonic() > until and not request.after_checkpoint:
+            raise not_ready(
+                "run-is-elsewhere",
+                f"{folder.path.name} was asked to stop, and its supervisor on {told.place} does not",
+                f"stop it there: launch stop {folder.path.name}", file=str(folder.path),
+            )  # fmt: skip
+        time.sleep(POLL_S * 5)
+    if runner.recorded(folder, request.attempt) is None:
+        raise NotReady(runner.unknown_here(folder, told))
 
 
 def _not_running(folder: RunFolder) -> Finding:

@@ -36,7 +36,6 @@ class Node:
     kind: type
     start: int
     end: int
-    line: int
     value: str = ""
     style: str | None = None
     flow: bool = False
@@ -102,7 +101,7 @@ def _node(text: str, event: Any) -> Node:
         start = min(start, end)
     tagged = getattr(event, "tag", None) is not None
     return Node(
-        kind=type(event), start=start, end=end, line=event.start_mark.line + 1, value=value,
+        kind=type(event), start=start, end=end, value=value,
         style=style, flow=bool(getattr(event, "flow_style", False)),
         properties=tagged or bool(event.anchor),
     )  # fmt: skip
@@ -218,18 +217,6 @@ class Text:
         """Where the next token of a flow collection stands."""
         match = _SPACE.match(self.text, index)
         return match.end() if match else index
-
-    def added(self, place: Place, line: str) -> Edit:
-        """One more `key: value` right after an entry."""
-        end = place.value.end
-        if place.mapping.flow:
-            return Edit(end, end, f", {line}")
-        begin = self.line_start(place.key.start)
-        indent = self.text[begin : place.key.start]
-        rest = _REST.match(self.text, end)
-        if not _is_blank(indent) or rest is None:
-            raise Leave("it shares its line with something else")
-        return Edit(rest.end(), rest.end(), f"{self.newline(end)}{indent}{line}")
 
     def listed(self, mapping: Node, amounts: Sequence[str | None]) -> Iterator[Edit]:
         """A mapping of names to amounts as a list of both in turn; None keeps an amount's text."""

@@ -152,8 +152,8 @@ def _moved(footprint: Footprint) -> float:
 def _sent(parameters: int, trained: int, zero: Zero | None, processes: int) -> float:
     """Bytes that one device sends at a time: ZeRO-2 for each micro-batch, and ZeRO-3 gathers too.
 
-    ZeRO-1 reduces once a step (deepspeed/runtime/engine.py:2428), as does no ZeRO at all. All but ZeRO-3
-    all-reduce, which sends everything twice (deepspeed/runtime/zero/stage_1_and_2.py:1705). What ZeRO-3
+    ZeRO-1 reduces once a step (deepspeed/runtime/engine.py:3089), as does no ZeRO at all. All but ZeRO-3
+    all-reduce, which sends everything twice (deepspeed/runtime/zero/stage_1_and_2.py:2384). What ZeRO-3
     gathers to compute a checkpointed layer again it keeps for that layer's backward pass.
     """
     if processes < 2:

@@ -13,13 +13,18 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import typer
 
-from launcher import rundir
+from launcher import files, rundir
+from launcher.backends import open_instruct_log
+from launcher.printable import printable
 from launcher.redaction import redact
+from launcher.segments import BAR
 
 if TYPE_CHECKING:
     from rich.live import Live
 
-_TOTAL = re.compile(rb"Total optimization steps = (\d+)|\b\d+/(\d+) \[")
+_ANNOUNCED = next(p.regex for p in open_instruct_log.PATTERNS if p.name == "total_steps")
+# a row of the data, which upstream shows before it trains, may say anything
+_OF_DATA = re.compile(rb"['\"{}]")
 _END = re.compile(rb"[\r\n]")
 PLAIN_EVERY_S = 5.0
 WINDOW = 20
@@ -59,7 +64,7 @@ class Tail:
     def _block(self, limit: int) -> bytes:
         try:
             if self.stream is None:
-                self.stream = self.path.open("rb", buffering=0)
+                self.stream = files.open_regular(self.path, buffering=0)
             if os.fstat(self.stream.fileno()).st_size < self.offset:
                 self.offset, self.rest = 0, b""
             self.stream.seek(self.offset)
@@ -196,7 +201,7 @@ def clock(seconds: float) -> str:
 def _begin_of(record: Path, attempt: int) -> int:
     """The offset in rank 0's record from which on it tells of this attempt, or of the end of it."""
     try:
-        with record.open("rb") as stream:
+        with files.open_regular(record) as stream:
             size = os.fstat(stream.fileno()).st_size
             offset = max(0, size - CAUGHT_UP)
             stream.seek(offset)
@@ -279,18 +284,19 @@ class View:
             self._total(raw)
 
     def _total(self, raw: bytes) -> None:
-        if self.announced or not (found := _TOTAL.search(raw)):
-            return
-        if found[1]:
-            # what upstream says counts for more than what the plan could know
-            self.progress.total, self.announced = int(found[1]), True
-        elif self.progress.total is None and 0 < self.progress.step <= int(found[2]):
-            # a progress bar of the tokeniser counts rows, not steps
-            self.progress.total = int(found[2]) if b"examples" not in raw else None
+        told, bar = _ANNOUNCED.search(raw), BAR.match(raw)
+        if told and not _OF_DATA.search(raw, 0, told.start()):
+            # what upstream says counts for more than what the plan could know, and its last word for most
+            self.progress.total, self.announced = int(told["total"]), True
+        elif bar and self.progress.total is None and not self.announced:
+            # a bar that is further than the training is of something else
+            done, total = int(bar["done"]), int(bar["total"])
+            here = self.progress.step
+            self.progress.total = total if 0 < here <= total and done <= here + 1 else None
 
     def show(self, *, last: bool = False) -> None:
         """Draw the line, or print it where it is due: it changed, and not so often."""
-        line = f"{self.title}   {self.progress.line()}"
+        line = printable(f"{self.title}   {self.progress.line()}").replace("\n", " ")
         if self.live is not None:
             from rich.text import Text
 

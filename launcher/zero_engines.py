@@ -39,7 +39,7 @@ class Partitioned(Engine):
         if self.zero.offload_optimizer:
             return ()
         return (self.part("optimizer", "weights (fp32)", FULL * self.own, "4P/N",
-                          "deepspeed/runtime/zero/stage_1_and_2.py:472"),)  # fmt: skip
+                          "deepspeed/runtime/zero/stage_1_and_2.py:560"),)  # fmt: skip
 
     def start(self) -> tuple[Part, ...]:
         made = 0 if self.zero.offload_optimizer else (FULL + FULL) * self.own
@@ -48,7 +48,7 @@ class Partitioned(Engine):
 
     def flattened(self) -> tuple[Part, ...]:
         flat = self.part("weights", "the same, flat", HALF * self.trained, "2P",
-                         "deepspeed/runtime/zero/stage_1_and_2.py:383")  # fmt: skip
+                         "deepspeed/runtime/zero/stage_1_and_2.py:453")  # fmt: skip
         return (*self.weights(), flat)
 
     def untrained(self) -> tuple[Part, ...]:
@@ -67,7 +67,7 @@ class Partitioned(Engine):
         size = self.fullest if elements is None else elements
         formula = f"2 x {size:,.0f}: P/N, and the rest of weights that the boundaries cut"
         return self.part("gradients", name, HALF * size, formula,
-                         "deepspeed/runtime/zero/stage_1_and_2.py:1527")  # fmt: skip
+                         "deepspeed/runtime/zero/stage_1_and_2.py:2192")  # fmt: skip
 
     def norm(self) -> tuple[Part, ...]:
         if self.zero.offload_optimizer:
@@ -76,7 +76,7 @@ class Partitioned(Engine):
         return (
             self.partition("gradients of this rank", kept),
             self.part("gradients", "one of them in fp64", 8 * largest, "8 x the largest",
-                      "deepspeed/runtime/zero/stage_1_and_2.py:1933"),
+                      "deepspeed/runtime/zero/stage_1_and_2.py:2684"),
         )  # fmt: skip
 
     def accumulated(self) -> tuple[Part, ...]:
@@ -131,7 +131,7 @@ class Partitioned(Engine):
     def step(self) -> tuple[Part, ...]:
         if self.zero.offload_optimizer:
             return ()
-        where = "deepspeed/runtime/zero/stage_1_and_2.py:2171"
+        where = "deepspeed/runtime/zero/stage_1_and_2.py:3117"
         return (
             self.partition("gradients of this rank"),
             self.part("gradients", "the same, flat", HALF * self.own, "2P/N", where),
@@ -154,7 +154,7 @@ def _passed(setup: Setup, zero: Zero) -> int:
 def cut(sizes: Sequence[int], ranks: int) -> list[tuple[float, float]]:
     """Of each rank, all weights in a row cut evenly: elements of those it has a part of; the largest part.
 
-    (deepspeed/runtime/zero/stage_1_and_2.py:1829)
+    (deepspeed/runtime/zero/stage_1_and_2.py:2579)
     """
     own, start = -(-sum(sizes) // ranks), 0
     found = [(0.0, 0.0)] * ranks
@@ -170,7 +170,7 @@ def cut(sizes: Sequence[int], ranks: int) -> list[tuple[float, float]]:
 
 class Whole(Partitioned):
     """ZeRO-1: gradients are whole until all micro-batches' have been reduced, once
-    (deepspeed/runtime/engine.py:2428).
+    (deepspeed/runtime/engine.py:3089).
 
     The last rank owns what the backward pass begins with and the first what it ends with: each moment
     is that of the rank that has most then.
@@ -182,7 +182,7 @@ class Whole(Partitioned):
         return (self.part("gradients", "gradients so far", HALF * self.trained, "2P, not cut"),)
 
     def waiting(self) -> tuple[Part, ...]:
-        # nothing lets them go before the reduction (deepspeed/runtime/zero/stage_1_and_2.py:788)
+        # nothing lets them go before the reduction (deepspeed/runtime/zero/stage_1_and_2.py:924)
         return (*self.accumulated(), self._bucket()) if self.several else ()
 
     def begun(self) -> tuple[Part, ...]:
@@ -201,7 +201,7 @@ class Whole(Partitioned):
         others = self.part(
             "gradients", "gradients of other ranks, reduced", HALF * max(0, large - self.fullest),
             "2 x weights larger than a bucket, less this rank's",
-            "deepspeed/runtime/zero/stage_1_and_2.py:1601",
+            "deepspeed/runtime/zero/stage_1_and_2.py:2272",
         )  # fmt: skip
         parts = [others, *self.filling()]
         if self.several and not setup.adapters:
@@ -270,7 +270,7 @@ class Sharded(Engine):
         width = self.zero.communication
         return self.part("communication", "gradient bucket", width * self.zero.bucket,
                          f"{width} x {self.zero.bucket:,}",
-                         "deepspeed/runtime/zero/stage3.py:624")  # fmt: skip
+                         "deepspeed/runtime/zero/stage3.py:782")  # fmt: skip
 
     def gathered_embedding(self) -> tuple[Part, ...]:
         size = 0 if self.alone else HALF * self.setup.shape.embedding
@@ -279,7 +279,7 @@ class Sharded(Engine):
     def gathered(self, *, whole: bool, output: bool = True) -> tuple[Part, ...]:
         """A weight stays while it is used again within the reuse distance.
 
-        A single rank takes its own as they are (deepspeed/runtime/zero/partition_parameters.py:1904).
+        A single rank takes its own as they are (deepspeed/runtime/zero/partition_parameters.py:2030).
         """
         if self.alone:
             return ()
@@ -323,7 +323,7 @@ class Sharded(Engine):
     def sent(self, elements: int) -> tuple[Part, ...]:
         """In the communication type; once more where it has to be filled up to be cut evenly.
 
-        (deepspeed/runtime/comm/coalesced_collectives.py:179)
+        (deepspeed/runtime/comm/coalesced_collectives.py:102)
         """
         width = self.zero.communication
         copies = int(width != HALF) + int(elements % self.ranks > 0)

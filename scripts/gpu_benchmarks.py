@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher import attempt, cards, devices, evidence, machine, rundir, upstream, variants
+from launcher import attempt, devices, evidence, machine, measures, rundir, upstream, variants
 from launcher.comparison import SPEED, Spread
 from launcher.rundir import RunFolder
 
@@ -412,21 +412,27 @@ def row(
     case: Case, here: Here, setting: str, speed: Spread, *, run: Path | None, command: str, note: str = "",
     loss: float | None, peak: float | None = None, parameters: int | None = None,
 ) -> Row:  # fmt: skip
-    """A row of the results. MFU is 6 x parameters x tokens/s over the data sheet's peak in whole TFLOP/s."""
-    found = evidence.read_run(run).probe if run else None
+    """A row of the results. MFU is the verdict's: None where no probe saw the run."""
+    seen = evidence.read_run(run) if run else None
+    figures = measures.metrics(seen) if seen else {}
+    found = seen.probe if seen else None
     ranks = list(found.ranks.values()) if found else []
     model = ranks[0].first("model") if ranks else None
     size = parameters or int((model and model.number("parameters")) or 0)
     packages = rundir.read_manifest(RunFolder(run))["trainer"]["packages"] if run else {}
-    flops = (cards.peak_flops(here.card) or 0.0) // 1e12 * 1e12
+    state = ranks[0].last("gradients") if ranks else None
     spread = {key: round(value) for key, value in speed.as_json().items()}
     told: Row = {
         "case": here.name(case), "setting": setting, SPEED: spread,
-        "mfu": round(6 * size * spread["median"] / flops, 4) if size and flops else None,
+        "mfu": _mfu(figures, spread["median"], len(ranks)),
         "loss_per_token": None if loss is None else round(loss, 4),
         "peak_gib": None if peak is None else round(peak, 2), "command": command,
         "parameters": size or None, "flash_attn": "flash-attn" in packages if run else case.flash,
     }  # fmt: skip
+    if ranks:
+        told["gradients"] = state.text("state") if state else "unknown"
+        norms = [step.grad_norm for step in ranks[0].steps[:6]]
+        told["gradient_norms"] = [None if n is None else float(f"{n:.4g}") for n in norms]
     kept = ("step", "seconds", "shares", "exposed_communication", "idle")
     if kernels := [event.fields for rank in ranks for event in rank.all("kernels")]:
         told["kernels"] = [{key: one[key] for key in kept} for one in kernels]
@@ -543,7 +549,10 @@ def merged(old: Sequence[Row], new: Iterable[Row]) -> list[Row]:
 def table(rows: Iterable[Row]) -> Iterator[str]:
     """Every row with a speed as a line; what else was measured below."""
     more = []
-    yield f"| case | setting | tokens/s per GPU (n) | MFU | loss per token | peak GiB |\n|{'---|' * 6}\n"
+    yield (
+        "| case | setting | tokens/s per GPU (n) | MFU | loss per token | peak GiB | gradient norms |\n"
+        f"|{'---|' * 7}\n"
+    )
     for one in rows:
         name = f"{one['case']}, {one['setting']}"
         if "probe" in one:
@@ -554,6 +563,9 @@ def table(rows: Iterable[Row]) -> Iterator[str]:
         spread = f", {speed['min']:,} – {speed['max']:,}" if speed["n"] > 1 else ""
         cells = [one["case"], one["setting"], f"{speed['median']:,}{spread} ({speed['n']})"]
         figures = [mfu and f"{100 * mfu:.1f} %", one["loss_per_token"], one["peak_gib"]]
+        figures.append(
+            " ".join(f"{norm:.3g}" for norm in one.get("gradient_norms", ()) if norm) or None
+        )
         cells += ["–" if figure is None else str(figure) for figure in figures]
         yield f"| {' | '.join(cells)} |\n"
         for rank, told in enumerate(one.get("kernels", ())):
@@ -562,6 +574,12 @@ def table(rows: Iterable[Row]) -> Iterator[str]:
             listed = ", ".join(f"{what} {100 * share:.0f} %" for what, share in shares)
             more.append(f"- {name}, step {told['step']}, rank {rank}: {listed}\n")
     yield from ["\n", *more] if more else []
+
+
+def _mfu(figures: Mapping[str, float | None], speed: float, processes: int) -> float | None:
+    """That of one run's verdict, at the median speed of all runs."""
+    mfu, own = figures.get("mfu"), figures.get("tokens_per_second")
+    return round(mfu * speed * processes / own, 4) if mfu and own else None
 
 
 def renewed(page: str, rows: Iterable[Row]) -> str:

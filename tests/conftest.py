@@ -72,6 +72,7 @@ def _environment(tmp_path: Path) -> Iterator[None]:
         patch.setenv("COLUMNS", "200")
         patch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
         patch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        patch.setenv("LAUNCH_GPU_LOCKS", str(tmp_path))
         patch.setenv("LAUNCH_RUNS", str(tmp_path / "runs"))
         before = _environ()
         yield

@@ -47,6 +47,7 @@ def missing(names: Sequence[str]) -> list[str]:
 
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.training,
     pytest.mark.skipif(
         bool(missing(TRAINING)), reason=f"{NO_PACKAGES}: {', '.join(missing(TRAINING))}"

@@ -186,7 +186,7 @@ def test_the_json_is_the_contract() -> None:
     assert isinstance(points, list)
     assert [p["name"] for p in points] == [
         *("liger", "packing", "attention", "dataset_cache", "reference_cache"),
-        *("loss", "trend", "memory", "finish"),
+        *("loss", "gradients", "trend", "memory", "finish"),
     ]
     for point in points:
         assert list(point) == ["name", "state", "expected", "ok", "evidence", "detail"]
@@ -242,7 +242,7 @@ def test_a_run_of_which_nothing_is_left_does_not_run(tmp_path: Path) -> None:
 
     assert (finish().state, finish().ok) == ("running", None)
     # of another machine nobody here knows
-    assert finish(host="elsewhere").state == "running"
+    assert finish(host="elsewhere").state == "unknown"
     lost = finish(began=1)
     assert (lost.state, lost.ok, lost.detail["reason"]) == ("killed", False, "lost")
     assert start.finish(folder).status == "fail"

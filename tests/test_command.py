@@ -127,7 +127,8 @@ def test_only_what_is_added_is_in_the_environment() -> None:
     assert probe == {
         "target": "/source/open_instruct/finetune.py", "out": "/run/probe", "cpu": False,
         "backend": "open_instruct", "stage": "sft", "packed": True,
-        "expect": {"loss": "finite", "liger": "engaged", "packing": "isolated", "dataset_cache": "any"},
+        "expect": {"loss": "finite", "liger": "engaged", "packing": "isolated", "dataset_cache": "any",
+                   "gradients": "true"},
         "on_violation": "stop", "on_hang": "report", "within": 3, "isolation": True,
         "hang_factor": 20, "hang_seconds": 300, "final_save": True, "profile": None,
     }  # fmt: skip

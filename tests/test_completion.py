@@ -8,7 +8,7 @@ import sys
 import pytest
 from conftest import Write
 
-from launcher import options, upstream
+from launcher import keys, upstream
 from launcher.backends import BACKENDS
 from launcher.completion import complete_key, complete_override
 
@@ -18,7 +18,7 @@ def names_of(backend: str, stage: str) -> set[str]:
 
 
 def test_a_key_of_any_stage_and_backend() -> None:
-    every = set.union(*(names_of(b, s) for b in BACKENDS for s in options.STAGES))
+    every = set.union(*(names_of(b, s) for b in BACKENDS for s in keys.STAGES))
     assert complete_key("") == sorted(every)
     assert complete_key("use_l") == ["use_liger_kernel", "use_lora"]
     assert complete_key("mixer_l") == ["mixer_list", "mixer_list_splits"]
@@ -61,11 +61,11 @@ def test_values_follow_the_last_name_left(write: Write) -> None:
 def test_launchs_own_options_are_offered(write: Write) -> None:
     file = write("a.yaml", "stage: sft\n")
     assert complete_override("sft", file, [], "deepsp") == [
-        f"deepspeed={name}" for name in (*options.DEEPSPEED, "none")
+        f"deepspeed={name}" for name in (*keys.DEEPSPEED, "none")
     ]
     assert complete_override("sft", file, [], "batch.") == ["batch.global=", "batch.per_device="]
     assert complete_override("sft", file, [], "expect.tr") == [
-        f"expect.trend={state}" for state in options.EXPECT["trend"]
+        f"expect.trend={state}" for state in keys.EXPECT["trend"]
     ]
 
 
@@ -82,7 +82,7 @@ def test_what_is_offered_is_an_override_that_launch_takes(write: Write) -> None:
     from launcher.errors import errors
 
     for backend in BACKENDS:
-        for name in options.STAGES:
+        for name in keys.STAGES:
             file = write("a.yaml", f"stage: {name}\nbackend: {backend}\nargs: {{}}\n")
             words = [
                 word
@@ -104,4 +104,5 @@ def test_a_key_costs_few_imports() -> None:
         "print(*(m for m in sys.modules if m.startswith('launcher.') or m == 'yaml'))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert set(done.stdout.split()) == {"launcher.completion", "launcher.snapshots"}
+    modules = {"launcher.completion", "launcher.files", "launcher.snapshots"}
+    assert set(done.stdout.split()) == modules

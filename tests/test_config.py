@@ -9,7 +9,7 @@ from conftest import Write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher import config
+from launcher import cli, config
 from launcher.errors import Finding, InvalidConfig
 
 STAGE = """\
@@ -147,7 +147,10 @@ def test_grandparents_and_faults_of_parents(write: Write) -> None:
         ("a: 1\nextends: ' '\n", "bad-extends"),
         ("a: 1\nextends: no.yaml\n", "missing-parent"),
         ("a: 1\nextends: ~nobody-here/no.yaml\n", "missing-parent"),
-        ("a: 1\nextends: %s\n" % ("x" * 5000), "missing-parent"),
+        ("a: 1\nextends: %s.yaml\n" % ("x" * 5000), "missing-parent"),
+        ("a: 1\nextends: /etc/passwd\n", "bad-extends"),
+        ("a: 1\nextends: ../.env\n", "bad-extends"),
+        ("a: 1\nextends: linked.yaml\n", "bad-extends"),
         ("a: 1\nextends: me.yaml\n", "extends-cycle"),
         ("a: 1\nextends: ./x/../me.yaml\n", "extends-cycle"),
     ],
@@ -155,6 +158,7 @@ def test_grandparents_and_faults_of_parents(write: Write) -> None:
 def test_parents_that_cannot_be(write: Write, text: str, code: str) -> None:
     path = write("me.yaml", text)
     (path.parent / "x").mkdir()
+    (path.parent / "linked.yaml").symlink_to("/etc/passwd")
     (found,) = faults(path)
     assert (found.code, found.file, found.line) == (code, str(path), 2)
 
@@ -235,6 +239,86 @@ def test_interpolation_that_cannot_be(write: Write, value: str) -> None:
     assert {f.code for f in found} == {"interpolation"}
     assert all(f.file == str(path) and f.line in {3, 4} for f in found)
     assert any(f.line == 4 for f in found)
+
+
+ECHOED = ("seed", "learning_rate", "dataset_mixer_list", "packing", "loss_type")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "value",
+    [
+        "hunter2",
+        "ab",
+        "x'y z`{",
+        "two words-of-it",
+        "first\nsecond-line",
+        "q" * 300,
+        "[hunter2]",
+        "~/hunter2.pem",
+    ],
+)
+@pytest.mark.parametrize("name", ["PGPASSWORD", "INNOCENT"])
+def test_no_message_says_what_the_environment_holds(
+    write: Write,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    value: str,
+    name: str,
+) -> None:
+    monkeypatch.setenv(name, value)
+    text = "".join(f"  {key}: ${{oc.env:{name}}}\n" for key in ECHOED)
+    text = f"stage: sft\nbackend: trl\ndeepspeed: ${{oc.env:{name}}}\nargs:\n{text}"
+    path = write("a.yaml", f"{text}expect: {{liger: '${{oc.env:{name}}}'}}\n")
+    for form in ("text", "json", "github", "sarif"):
+        assert cli.main(["validate-config", str(path), "--format", form]) == 3
+        told = "".join(capfd.readouterr())
+        assert f"oc.env:{name}" in told
+        said = told.replace(f"${{oc.env:{name}}}", "").replace(str(path), "")
+        pieces = [value[:70], *value.split()] if len(value) > 2 else [f"`{value}`", f"'{value}'"]
+        assert not [piece for piece in pieces if len(piece) > 3 and piece in said]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["${oc.decode:'${oc.env:PGPASSWORD}'}", "${${oc.env:PGPASSWORD}}", "${oc.env:${oc.env:PGPASSWORD}}",
+     "${args.a${oc.env:PGPASSWORD}}", "${oc.select:${oc.env:PGPASSWORD}}x${nope}",
+     "${oc.create:${oc.env:PGPASSWORD}}"],
+)  # fmt: skip
+def test_nor_does_one_of_an_interpolation(
+    write: Write, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], text: str
+) -> None:
+    for value in ("hunter2{secret", "hunter2", "{a: hunter2", "a.hunter2[0"):
+        monkeypatch.setenv("PGPASSWORD", value)
+        path = write("a.yaml", f'stage: sft\nbackend: trl\nargs:\n  seed: "{text}"\n')
+        assert cli.main(["validate-config", str(path)]) == 3
+        assert "hunter2" not in "".join(capfd.readouterr())
+
+
+def test_what_came_out_of_the_environment_is_known(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PGPASSWORD", "hunter2")
+    monkeypatch.setenv("SCRATCH", "/data")
+    monkeypatch.setenv("SOMETHING", "x9-y8-z7-secret")
+    text = "a: ${oc.env:PGPASSWORD}\nb: '${a}!'\nc: ${oc.env:SCRATCH}/x\nd: [1, '${oc.env:SOMETHING}']\n"
+    flat = {"args.a": "${oc.env:PGPASSWORD}", "args.b": "${a}!", "args.d[1]": "${oc.env:SOMETHING}"}
+    assert config.load(write("a.yaml", text)).secrets == flat
+
+
+@pytest.mark.parametrize(
+    "text", ["*hunter2", "a: *hunter2", "!hunter2 x", "[hunter2]: 1", "hunter2 x: 1\nb: 2"]
+)
+@pytest.mark.parametrize("linked", [False, True])
+def test_what_is_no_stage_file_is_not_quoted(
+    write: Write, capfd: pytest.CaptureFixture[str], text: str, linked: bool
+) -> None:
+    path = write("secrets.conf", text)
+    if linked:
+        path = path.with_name("a.yaml")
+        path.symlink_to("secrets.conf")
+    assert cli.main(["validate-config", str(path)]) == 3
+    assert "hunter2" not in "".join(capfd.readouterr())
 
 
 def test_every_bad_interpolation_is_named(write: Write) -> None:

@@ -323,6 +323,7 @@ MATRIX = """
 """
 
 
+@pytest.mark.slow
 @needs_training
 def test_which_attention_keeps_packed_samples_apart(training: Training) -> None:
     """transformers masks by position, but not beside a padding mask, and not beside a cache."""
@@ -356,6 +357,7 @@ SEEDED = """
 """
 
 
+@pytest.mark.slow
 @needs_training
 def test_the_test_leaves_nothing_behind(training: Training) -> None:
     """Dropout, bfloat16 and checkpointing: the same bits with and without it."""
@@ -397,6 +399,7 @@ EIGHT_BITS = """
 """
 
 
+@pytest.mark.slow
 @needs_training
 def test_the_bits_of_the_state_and_a_gradient_that_nobody_clips(training: Training) -> None:
     done = real(training, EIGHT_BITS, on_violation="stop")
@@ -428,6 +431,7 @@ HANGS = """
 """
 
 
+@pytest.mark.slow
 @needs_training
 def test_a_hang_is_shown_where_it_hangs_and_ended(training: Training) -> None:
     # no step takes that long, however busy the machine is
@@ -466,6 +470,7 @@ RANKS = """
 """
 
 
+@pytest.mark.slow
 @needs_training
 def test_one_rank_ends_all(training: Training) -> None:
     """Two processes over gloo, as torchrun starts them; the launcher is not there."""
@@ -498,6 +503,7 @@ def test_one_rank_ends_all(training: Training) -> None:
 # --- from the command line -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs_training
 @pytest.mark.training
 def test_rows_cut_without_boundaries_leak(place: Path) -> None:  # noqa: F811
@@ -508,6 +514,7 @@ def test_rows_cut_without_boundaries_leak(place: Path) -> None:  # noqa: F811
     assert (code, states(answer)["packing"], states(answer)["finish"]) == (1, "leaking", "stopped")
 
 
+@pytest.mark.slow
 @needs_training
 @pytest.mark.training
 def test_without_the_probe_there_is_the_log_alone(place: Path) -> None:  # noqa: F811
@@ -523,6 +530,7 @@ def test_without_the_probe_there_is_the_log_alone(place: Path) -> None:  # noqa:
     assert (code, answer["data"]["status"]) == (1, "unproven")
 
 
+@pytest.mark.slow
 @needs_open_instruct
 @needs_training
 @pytest.mark.training

@@ -133,7 +133,7 @@ def test_a_log_of_another_program_proves_nothing(path: Path) -> None:
     """Whatever failed there, and was caught: no training did. One that ends so cannot be told apart."""
     verdict = judge_log(path)
     assert (verdict.status, verdict.stage, verdict.steps) == ("unproven", None, None)
-    assert [said(point) for point in verdict.points if point.name != "memory"] == [None] * 7
+    assert [said(point) for point in verdict.points if point.name != "memory"] == [None] * 8
 
 
 def test_no_log_names_the_machine_it_comes_from() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -16,8 +18,9 @@ from conftest import REPOSITORY
 from fake_smi import Smi, instance, uuid
 
 from launcher import devices, preparation, process
-from launcher.devices import Devices
+from launcher.devices import Devices, Slot
 from launcher.errors import NotReady, UsageError
+from launcher.machine import Gpu
 from launcher.preparation import Request
 
 BUSY = 70000
@@ -293,23 +296,51 @@ def test_starts_in_the_same_moment_get_different_cards(smi: Smi, tmp_path: Path)
     assert sorted(told) == ["0,1", "2,3", "4,5", "6,7", "gpus-taken"]
 
 
-def test_without_a_writable_home(smi: Smi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "no folder").touch()
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "no folder"))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with devices.taken(1, None, tmp_path / "run", {}):
-        assert chosen(1).visible == "1"
-        assert list((tmp_path / f"launch-{os.getuid()}" / "gpus").iterdir())
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user too")
+def test_users_share_the_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    place.chmod(0o1777)
+    monkeypatch.setenv(devices.LOCKS, str(place))
+    known = Gpu(index=0, uuid=uuid(0), name="NVIDIA H200", memory_mib=143771, used_mib=4)
+    card = Slot("0", known)
+    ready, go = os.pipe(), os.pipe()
+    if not (child := os.fork()):
+        os.umask(0o077)
+        os.setuid(65534)
+        monkeypatch.setenv("XDG_STATE_HOME", "/nowhere")
+        with devices.held(Devices(slots=(card,)), Path("/theirs/run")):
+            os.write(ready[1], b"x")
+            os.read(go[0], 1)
+        os._exit(0)
+    try:
+        os.read(ready[0], 1)
+        with (
+            pytest.raises(NotReady, match="taken by the run run"),
+            devices.held(Devices(slots=(card,)), tmp_path / "ours", patience_s=0),
+        ):
+            pass
+        os.write(go[1], b"x")
+        assert os.waitpid(child, 0)[1] == 0
+        with devices.held(Devices(slots=(card,)), tmp_path / "ours", patience_s=0) as locks:
+            assert len(locks) == 1
+    finally:
+        shutil.rmtree(place)
 
 
-def test_a_lock_file_that_is_something_else(smi: Smi, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["symlink", "hard link", "fifo"])
+def test_a_lock_file_that_is_something_else(smi: Smi, tmp_path: Path, kind: str) -> None:
     with devices.taken(1, None, tmp_path / "run", {}):
         pass
-    (place,) = (tmp_path / "state" / "launch" / "gpus").glob("GPU*")
+    (place,) = tmp_path.glob("launch-GPU*")
     place.unlink()
     victim = tmp_path / "victim"
     victim.write_text("kept")
-    place.symlink_to(victim)
+    if kind == "symlink":
+        place.symlink_to(victim)
+    elif kind == "hard link":
+        place.hardlink_to(victim)
+    else:
+        os.mkfifo(place)
     with devices.taken(1, None, tmp_path / "run", {}) as (made, locks):
         assert (made.visible, locks) == ("0", ())
     assert victim.read_text() == "kept"

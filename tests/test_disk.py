@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import plans
 import pytest
@@ -67,8 +68,12 @@ def test_parameters_from_headers(model: Path) -> None:
     assert (told.parameters, told.source) == (10**9, str(model / "model.safetensors"))
 
 
-def test_parameters_of_several_files(tmp_path: Path, write: Write) -> None:
-    write("config.json", '{"torch_dtype": "bfloat16"}')
+@pytest.mark.parametrize(
+    "config",
+    [{"torch_dtype": "bfloat16"}, {"dtype": "bfloat16"}, {"text_config": {"dtype": "bfloat16"}}],
+)
+def test_parameters_of_several_files(tmp_path: Path, write: Write, config: dict[str, Any]) -> None:
+    write("config.json", json.dumps(config))
     mapped = {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-2.safetensors"}
     write(
         "model.safetensors.index.json",
@@ -133,6 +138,7 @@ for given in json.load(sys.stdin):
 """
 
 
+@pytest.mark.slow
 def test_parameters_from_a_config_are_those_of_the_real_model(tmp_path: Path) -> None:
     if importlib.util.find_spec("transformers") is None:
         pytest.skip(NO_PACKAGES)

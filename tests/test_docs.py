@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import config, options
+from launcher import config, keys, options
 from launcher.cli import main
 from launcher.commands import app
 from launcher.errors import Exit
@@ -30,7 +30,7 @@ MAKERS = {
 @cache
 def finding_codes() -> set[str]:
     """Every code that the source gives to a finding."""
-    codes = {f"bad-{key.replace('_', '-')}" for key in (*options.KEYS, *options.WRAPPED_KEYS)}
+    codes = {f"bad-{key.replace('_', '-')}" for key in (*keys.KEYS, *options.WRAPPED_KEYS)}
     # these keys cannot be wrong in themselves, or have codes of their own
     codes -= {"bad-args", "bad-extends"}
     for path in sorted((ROOT / "launcher").rglob("*.py")):

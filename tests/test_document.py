@@ -285,6 +285,7 @@ def test_anything_like_yaml_is_read_or_refused_with_a_place(
     check_anything(path)
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), VALUES))
 def test_what_pyyaml_writes_is_read_back(value: dict[str, Any]) -> None:
     text = yaml.safe_dump(value)

@@ -129,7 +129,7 @@ def test_rows_merge_log_and_probe(tmp_path: Path) -> None:
     rows = metrics_rows(read_run(tmp_path))
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert rows[0]["loss"] == 3.0
-    assert rows[1]["loss"] == 2.25  # the log wins
+    assert rows[1]["loss"] == 2.0  # the log holds means
     assert (rows[1]["learning_rate"], rows[1]["seconds"]) == (1e-05, 0.75)
     assert rows[0]["tokens"] == 200
     assert rows[2]["finite"] is False

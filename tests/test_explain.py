@@ -11,7 +11,7 @@ from conftest import Write
 from test_noops import FINETUNE, HELPER
 from verdicts import Snapshot
 
-from launcher import config, explain, options
+from launcher import config, explain, keys
 from launcher.backends import BACKENDS
 from launcher.cli import main
 from launcher.errors import Exit, InvalidConfig
@@ -163,7 +163,7 @@ def test_options_of_launch_are_pointed_out(capsys: pytest.CaptureFixture[str]) -
     assert "launch's own" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("key", options.KEYS)
+@pytest.mark.parametrize("key", keys.KEYS)
 def test_options_of_launch_say_what_they_take(key: str) -> None:
     for stage, backend in (("sft", "open_instruct"), ("dpo", "trl")):
         told = one(key, stage, backend)
@@ -176,7 +176,7 @@ def test_options_of_launch_say_what_they_take(key: str) -> None:
 
 def test_the_words_of_an_option_are_those_that_are_read() -> None:
     shown = text(one("expect"))
-    assert all(f"{point}: {', '.join(states)}" in shown for point, states in options.EXPECT.items())
+    assert all(f"{point}: {', '.join(states)}" in shown for point, states in keys.EXPECT.items())
     assert "  values     report, stop\n  default    report" in text(one("on_hang"))
     assert "hang_factor: a whole number above 0, 20 unless set" in text(one("probe"))
     assert "dpo_olmo_core (dpo.py)" in text(one("script", "dpo"))
@@ -293,7 +293,7 @@ def test_a_token_is_not_told(
 @pytest.mark.parametrize("key", ["batch.global", "batch", "args.batch.per_device"])
 def test_a_part_of_an_option_is_explained_with_the_whole(key: str) -> None:
     assert one(key).key == "batch"
-    assert "global: rows an optimizer step" in text(one(key))
+    assert "global: a whole number above 0; rows per optimizer step" in text(one(key))
 
 
 def test_an_entry_of_a_list_is_explained_with_the_list() -> None:

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,12 @@ import pytest
 from conftest import PATIENCE_S
 from fake_world import FAKE, LAUNCH, World, cmdline, looks_on, made, needs_trl, until
 
-from launcher import claim, process, rundir, runner, tmux
+from launcher import claim, lease, process, rundir, runner, start, tmux
 from launcher.errors import NotReady
+from launcher.printable import printable_bytes
 from launcher.rundir import RunFolder
+
+pytestmark = pytest.mark.slow
 
 MIB = 2**20
 
@@ -112,6 +116,54 @@ def test_a_training_that_does_not_mind_a_full_disk_goes_on(world: World, mount: 
     assert folder.verdict.exists()
     whole(folder)
     assert state(world) == "finished"
+
+
+def test_a_log_without_room_does_not_end_the_training(world: World, mount: Mount) -> None:
+    mount(world.runs, "size=1m")
+    script = (
+        "import sys, os\n"
+        "from launcher.watching.record import Console, Record, spare_streams\n"
+        "record = Record(sys.argv[1], 0)\n"
+        "spare_streams()\n"
+        "for number in range(20000): print('x' * 100)\n"
+        "sys.stdout.flush()\n"
+        "for number in range(50): record.write('step', step=number)\n"
+        "print('y', file=sys.stderr, flush=True)\n"
+        "os.unlink(sys.argv[2])\n"
+        "print('back')\n"
+        "record.write('end', exit=0, lost=Console.lost)\n"
+    )
+    filler, log = world.runs / "filler", world.runs / "console.log"
+    filler.write_bytes(b"x" * 100_000)
+    with log.open("ab") as stream:
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(world.runs / "probe"), str(filler)],
+            stdout=stream, stderr=subprocess.PIPE, text=True, env=world.environ,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "y\n")
+    assert log.read_text().endswith("back\n")
+    lines = (world.runs / "probe" / "rank-0.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    assert [one["step"] for one in events[:-1]] == list(range(50)), "nothing of the record is lost"
+    assert events[-1]["lost"] > 1_000_000
+
+
+def test_a_log_that_ends_where_the_disk_was_full_does_not_say_how_training_ended(
+    world: World,
+) -> None:
+    folder = world.prepared("exit=0")
+    bar = (
+        " 17%|#6        | 5/30 [00:23<02:01,  4.86s/it]{'loss': '6.602', 'learning_rate': '0.002'}"
+    )
+    full = "\nlaunch: no room to write on: No space left on device: console.log\n"
+    rundir.write_json(folder.exit(1), {"returncode": 0, "stopped": None})
+    folder.console(1).write_text(bar + full)
+    start.finish(folder)
+    point = finish(folder)
+    assert (point["ok"], point["detail"]["reason"]) == (None, "disk_full")
+    folder.console(1).write_text(f"{bar}\n")
+    start.finish(folder)
+    assert (finish(folder)["ok"], finish(folder)["detail"]["reason"]) == (False, "ended_early")
 
 
 def test_a_disk_that_fills_while_saving(world: World, mount: Mount) -> None:
@@ -288,14 +340,14 @@ def test_a_lock_of_the_dead_is_free_and_one_of_a_stranger_is_not(world: World) -
     )  # fmt: skip
     assert stranger.stdout is not None
     stranger.stdout.readline()
-    assert claim.held(folder)
+    assert lease.held(folder.lock)
     done = world.launch("exec", "a run", "--format", "json")
     assert done.returncode == 5
     assert [f["code"] for f in json.loads(done.stdout)["findings"]] == ["run-is-live"]
     stranger.kill()
     stranger.communicate()
     assert folder.lock.exists()
-    assert not claim.held(folder)
+    assert not lease.held(folder.lock)
     assert world.launch("exec", "a run").returncode == 1
 
 
@@ -305,7 +357,7 @@ def test_somebody_who_only_looks_does_not_keep_a_run_from_starting(world: World)
 
     def look() -> None:
         while not over.is_set():
-            claim.held(folder)
+            lease.held(folder.lock)
 
     watcher = threading.Thread(target=look)
     watcher.start()
@@ -334,20 +386,34 @@ def test_the_record_of_another_boot_is_of_nobody_who_lives(world: World) -> None
     assert process.identify(os.getpid()).lives()
 
 
-def test_a_run_of_another_machine_is_neither_judged_nor_stopped_here(world: World) -> None:
-    told = world.root / "told"
+def test_a_run_of_another_machine_is_looked_at_and_not_concluded_here(world: World) -> None:
+    told, output = world.root / "told", world.root / "out"
     folder = world.prepared(
-        on_finish=(sys.executable, "-c", f"open({str(told)!r}, 'a').write('x')")
+        on_finish=(sys.executable, "-c", f"open({str(told)!r}, 'a').write('x')"), output=str(output)
     )
     other = {"pid": os.getpid(), "began": 1, "boot": "b", "host": "another-machine"}
     rundir.write_json(folder.process, {**other, "keeper": other, "mark": "x", "attempt": 1})
     folder.console(1).write_text("line 0\n")
-    looking = world.started("attach", "a run")
-    reading = world.started("logs", "a run", "-f")
-    assert world.launch("stop", "a run").returncode == 5
-    assert (looking.poll(), reading.poll()) == (None, None)
-    rundir.write_json(folder.exit(1), {"returncode": 0, "stopped": None})
-    assert (looking.wait(PATIENCE_S), reading.wait(PATIENCE_S)) == (1, 0)
+    for word in ("attach", "stop"):
+        done = world.launch(word, "a run")
+        assert done.returncode == 5 and "unknown here" in done.stderr
+    assert state(world) == "unknown"
+    granted = replace(lease.take(output, folder.path, 1), owner=process.identity(other))
+    granted.write()
+    beating = threading.Event()
+    threading.Thread(target=lease._beat, args=(granted, beating, lambda _: None)).start()
+    try:
+        assert state(world) == "running"
+        looking = world.started("attach", "a run")
+        reading = world.started("logs", "a run", "-f")
+        stopping = world.started("stop", "a run")
+        until(folder.stop.exists)
+        assert (looking.poll(), reading.poll(), stopping.poll()) == (None, None, None)
+        rundir.write_json(folder.exit(1), {"returncode": 0, "stopped": None})
+        codes = [one.wait(PATIENCE_S) for one in (looking, reading, stopping)]
+    finally:
+        beating.set()
+    assert codes == [1, 0, 0]
     assert not told.exists()
     assert not folder.concluded(1).exists()
 
@@ -406,6 +472,75 @@ def test_an_interrupt_while_it_starts_leaves_nothing_behind(world: World) -> Non
     assert running.wait(PATIENCE_S) == 130
     assert world.quiet()
     assert not (world.root / "pids" / "leader").exists()
+
+
+@needs_trl
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_start_that_is_cut_short_is_no_run(world: World, number: int) -> None:
+    slow = world.root / "slow"
+    slow.mkdir()
+    (slow / "sitecustomize.py").write_text(
+        "import sys, time\n"
+        "if sys.orig_argv[1:3] == ['-m', 'launcher.keeper']:\n"
+        f"    open({str(slow / 'keeper')!r}, 'w').close()\n"
+        "    time.sleep(600)\n"
+    )
+    env = {"PYTHONPATH": str(slow), "FAKE_STEPS": json.dumps(["pid=leader", "sleep=600"])}
+    words = ("sft", str(world.config()), "--gpus", "0", "--python", str(world.python()))
+    running = world.started(*words, env=env)
+    until((slow / "keeper").exists)
+    running.send_signal(number)
+    assert running.wait(PATIENCE_S) == (-number if number == signal.SIGKILL else 130)
+    if number != signal.SIGKILL:
+        assert world.quiet()
+        assert not list(world.runs.iterdir())
+    assert json.loads(world.launch("runs", "--format", "json").stdout)["data"] == []
+    assert not (world.root / "pids" / "leader").exists()
+
+
+@needs_trl
+def test_a_second_start_that_is_cut_short_leaves_the_run_as_it_was(world: World) -> None:
+    words = (str(world.config()), "--format", "json")
+    done = world.trained(*words, steps=("exit=3",))
+    folder = RunFolder(Path(json.loads(done.stdout)["data"]["run"]))
+    slow = world.root / "slow"
+    slow.mkdir()
+    broken = "import os, sys\nif sys.orig_argv[1:3] == ['-m', 'launcher.keeper']: os._exit(9)\n"
+    (slow / "sitecustomize.py").write_text(broken)
+    before = {path.name: path.read_bytes() for path in folder.path.iterdir() if path.is_file()}
+    refused = world.trained(*words, "max_steps=7", env={"PYTHONPATH": str(slow)})
+    assert [f["code"] for f in json.loads(refused.stdout)["findings"]] == ["no-keeper"]
+    after = {path.name: path.read_bytes() for path in folder.path.iterdir() if path.is_file()}
+    assert after == before
+
+
+@needs_trl
+def test_term_stops_a_run_however_soon_it_comes(world: World) -> None:
+    env = {"FAKE_STEPS": json.dumps(["child=session", "pid=leader", "sleep=600"])}
+    words = ("sft", str(world.config()), "--gpus", "0", "--python", str(world.python()))
+    running = world.started(*words, env=env)
+    # the keeper may not have said yet that training is there
+    until((world.root / "pids" / "leader").exists)
+    running.send_signal(signal.SIGTERM)
+    assert running.wait(PATIENCE_S) == 130
+    assert world.quiet()
+    (row,) = json.loads(world.launch("runs", "--format", "json").stdout)["data"]
+    assert row["state"] == "stopped"
+
+
+@needs_trl
+def test_a_job_that_cannot_be_submitted_is_no_run(world: World) -> None:
+    sbatch = world.root / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text("#!/bin/sh\necho 'sbatch: error: invalid partition' >&2\nexit 1\n")
+    sbatch.chmod(0o755)
+    path = {"PATH": f"{sbatch.parent}{os.pathsep}{os.environ['PATH']}"}
+    done = world.trained(str(world.config()), "--slurm", "--format", "json", env=path)
+    (finding,) = (f for f in json.loads(done.stdout)["findings"] if f["severity"] == "error")
+    assert (done.returncode, finding["code"]) == (5, "slurm-failed")
+    assert "invalid partition" in finding["message"]
+    assert not list(world.runs.iterdir())
+    assert world.launch("attach", "last").returncode == 2
 
 
 def test_a_stop_while_it_starts(world: World) -> None:
@@ -499,7 +634,7 @@ def test_streams_that_are_closed(world: World, closed: str) -> None:
     launcher = next(p for p in world.left() if b"exec\0a run\0" in cmdline(p))
     os.kill(launcher, signal.SIGKILL)
     until(lambda: not process.identify(launcher).lives())
-    assert claim.held(folder)
+    assert lease.held(folder.lock)
     (world.root / "go").touch()
     running.wait(PATIENCE_S)
     until(lambda: rundir.judged(folder, 1))
@@ -630,8 +765,8 @@ def test_a_log_that_is_no_text(world: World, steps: tuple[str, ...]) -> None:
         capture_output=True,
         cwd=world.root,
     )
-    assert raw.endswith(printed.stdout)
-    assert printed.stdout.count(b"\n") <= 2
+    last = raw.removesuffix(b"\n").split(b"\n")[-2:]
+    assert printed.stdout.rstrip(b"\n") == printable_bytes(b"\n".join(last)).rstrip(b"\n")
     assert world.launch("check", "a run").returncode == 1
     assert world.launch("report", "a run").returncode == 0
     assert state(world) == "finished"
@@ -801,6 +936,26 @@ def test_the_exit_codes_from_end_to_end(world: World) -> None:
     assert not process.identify(leader).lives()
     assert not process.identify(child).lives()
     assert world.quiet()
+
+
+@needs_trl
+def test_the_time_that_the_command_at_the_end_has(world: World) -> None:
+    words = (str(world.config()), "--on-finish", "true", "--format", "json", "--on-finish-limit")
+    done = world.trained(*words, "1h30m", steps=("exit=0",))
+    folder = RunFolder(Path(json.loads(done.stdout)["data"]["run"]))
+    assert rundir.read_json(folder.start)["on_finish_s"] == 5400
+    done = world.trained(*words, "soon")
+    assert [f["code"] for f in json.loads(done.stdout)["findings"]] == ["bad-time"]
+    assert done.returncode == 2
+
+
+@needs_trl
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
+def test_nobody_else_may_write_a_run_whatever_the_umask(world: World, umask: int) -> None:
+    done = world.trained(str(world.config()), "--format", "json", steps=("exit=0",), umask=umask)
+    folder = RunFolder(Path(json.loads(done.stdout)["data"]["run"]))
+    for path in (world.runs, folder.path, folder.start):
+        assert not path.stat().st_mode & 0o022, path
 
 
 @needs_trl

@@ -66,8 +66,8 @@ MENDED = {
         DPO + "  beta: 5 # five\n  loss_type: dpo_norm\n  label_smoothing: 0.0\n",
     ),
     "renamed in a release": (
-        TRL + "  no_cuda: true\n  warmup_ratio: 0.03\n",
-        TRL + "  use_cpu: true\n  warmup_steps: 0.03\n",
+        TRL + "  no_cuda: true\n",
+        TRL + "  use_cpu: true\n",
     ),
     "the other stage's name": (
         DPO + "  num_train_epochs: 2\n",
@@ -77,29 +77,6 @@ MENDED = {
     "abbreviated": (SFT + DATA + "  learning_rat: 1e-5\n", SFT + DATA + "  learning_rate: 1e-5\n"),
     "another case": (SFT + DATA + "  Learning_Rate: 1\n", SFT + DATA + "  learning_rate: 1\n"),
     "camel case": (SFT + DATA + "  learningRate: 1\n", SFT + DATA + "  learning_rate: 1\n"),
-    "negated": (SFT + DATA + "  no_push_to_hub: false\n", SFT + DATA + "  push_to_hub: true\n"),
-    "negated, and refused alone": (
-        SFT + DATA + "  no_push_to_hub: True\n",
-        SFT + DATA + "  push_to_hub: False\n  try_launch_beaker_eval_jobs: False\n",
-    ),
-    "negated as a bare flag": (
-        SFT + DATA + "  no_try_launch_beaker_eval_jobs: []\n",
-        SFT + DATA + "  try_launch_beaker_eval_jobs: false\n",
-    ),
-    "negated where no such flag is": (
-        SFT + DATA + "  no-packing: true\n",
-        SFT + DATA + "  packing: false\n",
-    ),
-    "twice": (SFT + DATA + "  seed: 1 # a\n  # b\n  seed: 2\n", SFT + DATA + "  # b\n  seed: 2\n"),
-    "three times": (
-        SFT + DATA + "  seed: 1\n  seed: 2\n  lora_rank: 4\n  seed: 3\n",
-        SFT + DATA + "  lora_rank: 4\n  seed: 3\n",
-    ),
-    "twice and renamed": (
-        SFT + DATA + "  chat_template: a\n  chat_template: b\n",
-        SFT + DATA + "  chat_template_name: b\n",
-    ),
-    "an option twice": ("name: a\nname: b\n" + SFT + DATA, "name: b\n" + SFT + DATA),
     "one set": (
         SFT + "  dataset_name: a/b  # all\n",
         SFT + "  dataset_mixer_list: [a/b, 1.0]  # all\n",
@@ -130,10 +107,6 @@ MENDED = {
         SFT + "  dataset_mixer: {\n    a: 1.0, # x\n    b: 2.0e-1,\n  }\n",
         SFT + "  dataset_mixer_list: [\n    a, 1.0, # x\n    b, 2.0e-1,\n  ]\n",
     ),
-    "a mixer with a set twice": (
-        SFT + "  dataset_mixer:\n    a: 0.1\n    b: 1.0\n    a: 0.2\n",
-        SFT + "  dataset_mixer_list:\n    - b\n    - 1.0\n    - a\n    - 0.2\n",
-    ),
     "an empty mixer": (SFT + DATA + "  dataset_mixer: {}\n", SFT + DATA),
     "DPO's mixer": (
         "stage: dpo\nargs:\n  model_name_or_path: m\n  dataset_mixer: {a: 1.0}\n",
@@ -143,31 +116,6 @@ MENDED = {
         DPO + "  gradient_checkpointing: true # m\n",
         DPO + "  activation_memory_budget: 0.5 # m\n",
     ),
-    "checkpointing off": (
-        DPO + "  gradient_checkpointing: off\n",
-        DPO + "  activation_memory_budget: 1.0\n",
-    ),
-    "a budget": (
-        SFT + DATA + "  activation_memory_budget: 0.3\n",
-        SFT + DATA + "  gradient_checkpointing: true\n",
-    ),
-    "no push": (
-        SFT + DATA + "  push_to_hub: no # private\n  seed: 1\n",
-        SFT + DATA + "  push_to_hub: no # private\n  try_launch_beaker_eval_jobs: no\n  seed: 1\n",
-    ),
-    "the entity twice": (
-        SFT + DATA + '  hf_repo_id: "me/it"\n',
-        SFT + DATA + '  hf_repo_id: "it"\n  hf_entity: "me"\n',
-    ),
-    "the entity three times": (
-        SFT + DATA + "  hf_repo_id: me/it\n  hf_entity: me\n",
-        SFT + DATA + "  hf_repo_id: it\n  hf_entity: me\n",
-    ),
-    "TRL's attention": (
-        TRL + "  use_flash_attn: true\n",
-        TRL + "  attn_implementation: flash_attention_2\n",
-    ),
-    "TRL's attention, off": (TRL + "  use_flash_attn: false\n", TRL),
     "TRL's length": (TRL + "  max_seq_length: 8\n", TRL + "  max_length: 8\n"),
 }
 
@@ -194,9 +142,8 @@ LEFT = {
     "a value without counterpart": (
         SFT + DATA + "  max_steps: -1\n",
         "args.max_steps",
-        "no limit",
+        "takes another value",
     ),
-    "no truth value": (DPO + "  gradient_checkpointing: 7\n", "args.gradient_checkpointing", ""),
     "an amount that is two things": (
         SFT + "  dataset_mixer: {a: 1, b: 200, c: 0.5}\n",
         "args.dataset_mixer",
@@ -235,32 +182,16 @@ LEFT = {
         "args.max_length",
         "max_length",
     ),
-    "two mappings under one name": (
-        SFT + DATA + "args:\n  seed: 1\n",
-        "args",
-        "only their author",
-    ),
-    "another entity": (
-        SFT + DATA + "  hf_repo_id: me/it\n  hf_entity: you\n",
-        "args.hf_repo_id",
-        "another value",
-    ),
-    "a repository of three parts": (SFT + DATA + "  hf_repo_id: a/b/c\n", "args.hf_repo_id", ""),
-    "jobs that are asked for": (
-        SFT + DATA + "  push_to_hub: false\n  try_launch_beaker_eval_jobs: true\n",
-        "args.push_to_hub",
-        "is there too",
-    ),
     "TRL takes no mixer": (TRL + "  mixer_list: [a, 1.0]\n", "args.mixer_list", "one set"),
     "a commit's new name is there too": (
         DPO + "  dpo_beta: 5\n  beta: 0.1\n",
         "args.dpo_beta",
         "`beta` is there too, with another value",
     ),
-    "a ratio that would be a number of steps": (
-        TRL + "  warmup_ratio: 1\n",
+    "a ratio that may be a number of steps": (
+        TRL + "  warmup_ratio: 0.1\n",
         "args.warmup_ratio",
-        "only a share below 1 means the same there",
+        "takes another value",
     ),
     "TRL takes no template's name": (
         TRL + "  chat_template_name: tulu\n",
@@ -328,8 +259,6 @@ DEAD = {
     "unread": ("  # many\n  preprocessing_num_workers: 8 # CPUs\n", "  # many\n"),
     "unread, and a list": ("  hf_metadata_dataset:\n  - a\n", ""),
     "unread, and says nothing": ("  use_slow_tokenizer: false\n", ""),
-    "shadowed by the same": ("  tokenizer_name: m\n", ""),
-    "twice and unread": ("  dataset_mix_dir: a\n  seed: 1\n  dataset_mix_dir: b\n", "  seed: 1\n"),
 }
 
 
@@ -364,16 +293,13 @@ def test_what_nothing_reads_stays_where_another_key_needs_it(write: Write) -> No
 
 def test_changes_name_the_lines_of_the_file_as_it_was(write: Write) -> None:
     text = SFT + DATA + (
-        "  use_flash_attn: true\n  seed: 1\n  seed: 2\n  chat_template: a\n"
-        "  push_to_hub: false\n  max_length: 7\n"
+        "  use_flash_attn: true\n  seed: 1\n  chat_template: a\n  max_length: 7\n"
     )  # fmt: skip
     assert told(mended(write, text)) == [
         "line 5: `use_flash_attn: true` deleted: removed upstream by #1567 (9e8e2187c): attention is "
         "detected from what is installed",
-        "line 6: `seed: 1` deleted: line 7 sets it again",
-        "line 8: `chat_template` -> `chat_template_name`",
-        "line 9: `try_launch_beaker_eval_jobs: false` added",
-        "line 10: `max_length` -> `max_seq_length`",
+        "line 7: `chat_template` -> `chat_template_name`",
+        "line 8: `max_length` -> `max_seq_length`",
     ]
 
 
@@ -559,7 +485,7 @@ def test_a_mixer_that_two_files_write_stays(write: Write) -> None:
     write("base.yaml", SFT + "  dataset_mixer: {a: 1.0}\n")
     found = mended(write, "extends: base.yaml\nargs: {dataset_mixer: {b: 1.0}}\n")
     assert not found.changed
-    assert "another file" in reasons(found)["args.dataset_mixer"]
+    assert "do not all stand there" in reasons(found)["args.dataset_mixer"]
 
 
 # --- the file itself -------------------------------------------------------------------------------
@@ -607,11 +533,6 @@ def test_what_cannot_be_read_cannot_be_mended(write: Write, text: str | bytes) -
         fix.of_file(write("a.yaml", text))
 
 
-def test_a_file_whose_stage_is_unknown_loses_what_stands_twice(write: Write) -> None:
-    found = mended(write, "stage: ppo\nstage: rl\nargs:\n  use_flash_attn: true\n")
-    assert found.after == "stage: rl\nargs:\n  use_flash_attn: true\n"
-
-
 def test_the_diff_is_one_that_patch_takes(write: Write, tmp_path: Path) -> None:
     if shutil.which("git") is None:
         pytest.skip("no git")
@@ -640,13 +561,11 @@ MULTILINE = {"wandb_entity": "|-\n{in}some\n\n{in}text", "exp_name": ">\n{in}a b
 FAULTS = {
     "use_flash_attn": "true",
     "chat_template": "tulu",
-    "no_push_to_hub": "true",
     "max_length": "4096",
     "lora_r": "8",
     "use-lora": "false",
     "per_device_train_batch_siz": "2",
     "Logging_Steps": "1",
-    "hf_repo_id": "me/it",
     "add_bo": "True",
     "num_epochs": "3",
 }
@@ -684,10 +603,6 @@ def files(draw: st.DrawFn) -> Made:
         inner = "\n{in}".join(["", *sets]) if not flow and draw(st.booleans()) else None
         pairs.append((data, inner if inner is not None else f"{{{', '.join(sets)}}}"))
     pairs = draw(st.permutations(pairs))
-    if draw(st.booleans()):
-        key, value = draw(st.sampled_from(pairs))
-        if key not in {"dataset_mixer", *MULTILINE}:
-            pairs.insert(0, (key, value))
     lines, above, beside = [], [], []
     indent, deeper = step * (depth + flow), step * (depth + flow + 1)
     several = flow and draw(st.booleans())
@@ -730,7 +645,8 @@ def files(draw: st.DrawFn) -> Made:
 MECHANICAL = set(FAULTS) | {"dataset_name"}
 
 
-@settings(max_examples=400)
+@pytest.mark.slow
+@settings(max_examples=100)
 @given(made=files())
 def test_a_made_up_file_is_mended_and_keeps_all_else(
     made: Made, tmp_path_factory: pytest.TempPathFactory
@@ -760,8 +676,11 @@ def test_a_made_up_file_is_mended_and_keeps_all_else(
 
 # --- the files that upstream ships -----------------------------------------------------------------
 
-# DPO counts steps: how many an epoch has is not in the file.
+# DPO counts steps: how many an epoch has is not in the file. The others write a key twice.
 NOT_MECHANICAL = {
+    "dpo/olmo_1b_mix_example.yaml": ["args.gradient_checkpointing"],
+    "dpo/olmo_7b_17_inst.yaml": ["args.gradient_checkpointing"],
+    "olmo2/olmo2_1124_32b_dpo.yaml": ["args.dataset_mixer"],
     "dpo/final_best_70b_dpo_config.yaml": ["args.checkpointing_steps"],
     "tulu3/tulu3_dpo_70b.yaml": ["args.checkpointing_steps"],
 }
@@ -788,7 +707,8 @@ def refused_by_parser(found: tuple[Finding, ...]) -> list[str | None]:
     return [f.key for f in errors(found) if f.layer == "parser"]
 
 
-def test_the_shipped_files_are_mended_but_for_two(shipped: dict[str, tuple[Any, Fix]]) -> None:
+@pytest.mark.slow
+def test_the_shipped_files_are_mended_but_for_five(shipped: dict[str, tuple[Any, Fix]]) -> None:
     assert len(shipped) == 98
     assert all(refused_by_parser(before.findings) for before, _ in shipped.values())
     left = {name: refused_by_parser(found.left) for name, (_, found) in shipped.items()}
@@ -814,6 +734,7 @@ def test_the_shipped_files_keep_their_comments_and_other_values(
         assert [line for line in kept if line.lstrip().startswith("#")] == alone
 
 
+@pytest.mark.slow
 def test_upstreams_own_parser_takes_the_mended_files(
     checkout: Path, shipped: dict[str, tuple[Any, Fix]]
 ) -> None:

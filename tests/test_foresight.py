@@ -75,7 +75,7 @@ def test_the_plan_stands_beside_what_was_measured(prepared: Prepared, tmp_path: 
     planned = series.planned(series.read_folder(tmp_path / "run"))
     assert planned["peak_gib"] == pytest.approx(85.2, rel=0.05)
     assert planned["tokens_per_step"] == pytest.approx(128 * 302, rel=0.02)
-    assert planned["hours"] is not None and planned["steps"] == 2 * -(-235_000 // 128)
+    assert planned["hours"] is not None and planned["steps"] == 2 * -(-939_343 // 4 // 128)
 
 
 def test_out_of_memory_is_explained_by_the_plan(prepared: Prepared, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher import checkouts, machine
 from launcher.git import CommitTree, Repository
 
 
@@ -136,3 +137,45 @@ def test_a_folder_at_a_commit(folder: Path) -> None:
     assert tree.read("deep/c.py") == b""
     assert tree.read("deep") is None
     assert tree.place("a.py") == f"{commit[:12]}:pkg/a.py"
+
+
+@pytest.mark.parametrize("place", ["config", "included"])
+def test_no_command_of_a_checkouts_own_config_is_run(tmp_path: Path, place: str) -> None:
+    """What a cloned or unpacked checkout names in its config is somebody else's code."""
+    root, ran = tmp_path / "checkout", tmp_path / "ran"
+    hook = tmp_path / "hook"
+    hook.write_text(f'#!/bin/sh\necho "$0 $*" >> {ran}\ncat\n')
+    hook.chmod(0o755)
+
+    root.mkdir()
+    git(root, "init", "-q")
+    (root / "a.txt").write_text("one\n")
+    git(root, "add", ".")
+    git(root, "commit", "-qm", "one")
+    target = [] if place == "config" else ["-f", str(tmp_path / "more")]
+    for name in (
+        "core.fsmonitor", "core.sshCommand", "core.pager", "core.alternateRefsCommand", "core.askPass",
+        "diff.external", "diff.d.command", "diff.d.textconv", "filter.f.clean", "filter.f.smudge",
+        "filter.f.process", "gpg.program", "credential.helper", "uploadpack.packObjectsHook",
+    ):  # fmt: skip
+        git(root, "config", *target, name, str(hook))
+    git(root, "config", *target, "log.showSignature", "true")
+    git(root, "config", *target, "core.hooksPath", str(tmp_path / "hooks"))
+    if target:
+        git(root, "config", "include.path", target[1])
+    (tmp_path / "hooks").mkdir()
+    for name in ("post-checkout", "post-index-change", "reference-transaction"):
+        (tmp_path / "hooks" / name).symlink_to(hook)
+    (root / ".git" / "info").mkdir(exist_ok=True)
+    (root / ".git" / "info" / "attributes").write_text("* filter=f diff=d\n")
+    (root / "a.txt").write_text("two\n")
+    repository = Repository(root)
+    commit = repository.commit("HEAD")
+    assert commit is not None
+    assert machine.git_version(root) == f"{commit}+edited"
+    assert "+two" in (repository.ask("diff", "HEAD") or "")
+    assert repository.ask("show", "-s", "--format=%s", commit) == "one"
+    assert repository.ask("log", "--format=%H") == commit
+    assert repository.read(commit, "a.txt") == b"one\n"
+    assert (checkouts.materialised(root, commit) / "a.txt").read_text() == "one\n"
+    assert not ran.exists(), ran.read_text()

@@ -64,7 +64,10 @@ def test_every_row_has_a_case_that_makes_it(one: dict[str, Any]) -> None:
 
 
 def test_the_page_says_what_the_rows_say() -> None:
-    """MFU is 6 x parameters x tokens/s of a card over the data sheet's peak: 989 TFLOP/s of H100 and H200."""
+    """MFU is a verdict's: near 6 x parameters x tokens/s of a card over 989 TFLOP/s, H100's and H200's peak.
+
+    Less where an untied embedding table is only looked up, more by attention.
+    """
     page = PAGE.read_text(encoding="utf-8")
     assert script.renewed(page, ROWS) == page, "scripts/gpu_benchmarks.py renews the table"
     for one in (one for one in ROWS if "probe" not in one):
@@ -74,7 +77,7 @@ def test_the_page_says_what_the_rows_say() -> None:
         assert f"| {one['case']} | {one['setting']} | {speed['median']:,}" in page
         if one["case"].endswith(("xh100", "xh200")):
             flops = 6 * one["parameters"] * speed["median"]
-            assert one["mfu"] == pytest.approx(flops / 989e12, abs=2e-4)
+            assert one["mfu"] == pytest.approx(flops / 989e12, rel=0.08)
 
 
 @pytest.mark.parametrize("case", LAUNCHED, ids=lambda case: case.name)

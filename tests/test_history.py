@@ -156,6 +156,7 @@ def test_the_table_holds_facts_only() -> None:
     assert max(map(len, path.read_text().splitlines())) < 250
 
 
+@pytest.mark.slow
 def test_the_table_is_the_history_of_the_checkout(checkout: Path) -> None:
     repository, pin = Repository(checkout), BACKENDS["open_instruct"].PIN
     if repository.commit(pin) is None or repository.is_shallow():

@@ -103,7 +103,7 @@ def test_what_launch_was_not_tested_with_comes_last_and_under_no_constraints() -
     )
     assert last.argv[4] == "vllm" and "torch==2.13.0" in last.argv
     assert "ray" not in last.argv and "deepspeed" not in str(last.argv)
-    trl = names(install.steps(WITH_PIP, "trl", gpus=False, more=["deepspeed==0.18.9"]))
+    trl = names(install.steps(WITH_PIP, "trl", gpus=False, more=["deepspeed==0.19.8"]))
     assert trl[-1] == ["deepspeed"]
 
 

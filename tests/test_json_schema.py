@@ -16,7 +16,7 @@ import yaml
 from argument_sets import ODD, generate
 from conftest import REPOSITORY
 
-from launcher import document, json_schema, options, stage, upstream
+from launcher import document, json_schema, keys, options, stage, upstream
 from launcher.backends import BACKENDS
 from launcher.config import Config
 from launcher.errors import Finding, errors
@@ -209,7 +209,7 @@ VALUES: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("key", options.KEYS)
+@pytest.mark.parametrize("key", keys.KEYS)
 def test_launchs_own_options_are_judged_as_launch_does(key: str) -> None:
     own = jsonschema.Draft7Validator(whole()["properties"][key])
     wrong = []
@@ -259,6 +259,7 @@ def signature(known: Field) -> tuple[Any, ...]:
     return (known.kind, known.many, known.choices, known.nullable, "dict" in known.type, known.bare)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "name"), ENTRIES)
 def test_every_kind_of_field_takes_what_launch_takes(backend: str, name: str) -> None:
     schema, entry = schema_of(backend, name), BACKENDS[backend].STAGES[name]
@@ -280,6 +281,7 @@ def test_every_kind_of_field_takes_what_launch_takes(backend: str, name: str) ->
     assert wrong == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "name"), ENTRIES)
 def test_generated_arguments_are_judged_as_launch_does(backend: str, name: str) -> None:
     schema, checked = schema_of(backend, name), args_validator(backend, name)
@@ -390,7 +392,7 @@ def test_the_names_of_deepspeed_configs_are_explained() -> None:
     told = dict(zip(named["enum"], named["enumDescriptions"], strict=True))
     assert told["zero2"] == "ZeRO stage 2"
     assert "offloaded" in told["zero3_offload"]
-    assert set(told) == {*options.DEEPSPEED, "none"}
+    assert set(told) == {*keys.DEEPSPEED, "none"}
 
 
 def test_a_subset_of_stages_and_backends() -> None:

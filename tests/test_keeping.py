@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import shlex
 import shutil
 import signal
 import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from launcher import (
 )
 from launcher.attempt import Attempt
 from launcher.errors import NotReady, UsageError
+from launcher.printable import printable_bytes
 from launcher.redaction import redact_bytes
 from launcher.rundir import RunFolder
 
@@ -137,6 +140,7 @@ def test_the_keeper_outlives_the_launcher(place: Path) -> None:
     assert folder.console(1).read_text() == "line 0\nline 1\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("looking", [True, False])
 def test_a_killed_keeper_leaves_an_orphan_that_ends_well(place: Path, looking: bool) -> None:
     told = place / "told"
@@ -220,6 +224,7 @@ def test_a_jobs_devices_count_for_more_than_the_shells(place: Path) -> None:
 # --- stop -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("orphan", [False, True])
 @pytest.mark.parametrize("stubborn", ["", "INT", "INT,TERM"])
 def test_stop_ends_every_process(place: Path, orphan: bool, stubborn: str) -> None:
@@ -237,6 +242,55 @@ def test_stop_ends_every_process(place: Path, orphan: bool, stubborn: str) -> No
     assert not process.family(None, str(folder.path))
     assert rundir.read_json(folder.exit(1))["stopped"] == signal.SIGINT
     assert json.loads(launch("runs", "--format", "json").stdout)["data"][0]["state"] == "stopped"
+    assert folder.verdict.exists()
+
+
+ALONE = """
+import os, subprocess, sys
+# a daemon as some trainers start them: a session of its own, no environment, no parent
+if os.fork() == 0:
+    os.setsid()
+    argv = [sys.executable, {fake!r}, "ignore=INT,TERM", "pid=daemon", "sleep=600"]
+    subprocess.Popen(argv, env={{"FAKE_PIDS": os.environ["FAKE_PIDS"]}}, start_new_session=True)
+    os._exit(0)
+os.wait()
+os.execv(sys.executable, [sys.executable, {fake!r}, *sys.argv[1:]])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["stop", "stop beside a keeper that stands still", "exit"])
+def test_no_process_is_left_whatever_it_has_done_to_hide(place: Path, way: str) -> None:
+    steps = ("pid=leader", f"wait={place / 'go'}", "exit=0")
+    code = ALONE.format(fake=str(FAKE))
+    folder = prepared(place, argv=(sys.executable, "-c", code, *steps))
+    started(folder)
+    leader, daemon = pid_of(place, "leader"), pid_of(place, "daemon")
+    assert os.getsid(daemon) == daemon
+    if way == "exit":
+        (place / "go").touch()
+        until(folder.verdict.exists)
+    else:
+        if way != "stop":
+            os.kill(kept(folder), signal.SIGSTOP)
+        done = launch("stop", "last", "--grace", "0.5,0.5,0.5")
+        assert done.returncode == 0, done.stderr
+        assert rundir.read_json(folder.exit(1))["stopped"] == signal.SIGINT
+    assert not living(daemon) and not living(leader)
+
+
+def test_a_keeper_that_does_not_go_on_is_done_without(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = prepared(place, "ignore=INT", "child=session", "pid=leader", "sleep=600")
+    started(folder)
+    leader, child = pid_of(place, "leader"), pid_of(place, "child")
+    os.kill(kept(folder), signal.SIGSTOP)
+    # as one is that a debugger or a frozen cgroup holds
+    monkeypatch.setattr(runner, "wake", lambda _: True)
+    ended = stopping.stop(folder, waits=(0.5, 0.5, 0.5))
+    assert ended is not None and ended.stopped == signal.SIGINT
+    assert not living(leader) and not living(child) and not living(kept(folder))
     assert folder.verdict.exists()
 
 
@@ -334,7 +388,7 @@ def test_a_second_terminal_signal_is_handed_on(place: Path) -> None:
     assert rundir.read_json(folder.exit(1))["signal"] == signal.SIGKILL
 
 
-def test_logs_are_printed_as_they_are(place: Path) -> None:
+def test_logs_are_printed_without_what_would_steer_a_terminal(place: Path) -> None:
     folder = prepared(place, "exit=0")
     raw = b"one\ntwo\xff\n\x1b[31mthree\rfour\nfive"
     folder.console(1).write_bytes(raw)
@@ -342,10 +396,11 @@ def test_logs_are_printed_as_they_are(place: Path) -> None:
     def printed(*words: str) -> bytes:
         return subprocess.run([*LAUNCH, "logs", *words], capture_output=True, check=True).stdout
 
-    assert printed("a run") == raw
+    harmless = b"one\ntwo\xff\nthree\nfour\nfive"
+    assert printed("a run") == harmless
     assert printed("a run", "-n", "1") == b"five"
-    assert printed("a run", "-n", "2") == b"\x1b[31mthree\rfour\nfive"
-    assert printed("a run", "-n", "99") == raw
+    assert printed("a run", "-n", "2") == b"three\nfour\nfive"
+    assert printed("a run", "-n", "99") == harmless
     folder.console(1).write_bytes(b"x" * 200_000 + b"\n" + b"y" * 70_000 + b"\n")
     assert printed("a run", "-n", "1") == b"y" * 70_000 + b"\n"
     done = launch("logs", "a run", "--attempt", "7")
@@ -455,6 +510,157 @@ def test_it_is_an_argv_and_no_shell() -> None:
             on_finish.parsed(wrong)
 
 
+def told_by(place: Path, then: str = "") -> tuple[str, ...]:
+    """A command at the end that leaves a mark for each call."""
+    return (sys.executable, "-c", f"open({str(place / 'told')!r}, 'a').write('x'); {then}")
+
+
+def over(place: Path, **changes: Any) -> RunFolder:
+    """A run that ended, whose keeper was killed before it told anybody."""
+    folder = prepared(place, **changes)
+    dead = {**process.identify(os.getpid()).as_json(), "began": 1}
+    rundir.write_json(folder.process, {**dead, "keeper": dead, "mark": "x", "attempt": 1})
+    folder.console(1).write_text("line 0\n")
+    rundir.write_json(folder.exit(1), {"returncode": 0, "stopped": None})
+    return folder
+
+
+def writable(folder: RunFolder) -> None:
+    folder.path.chmod(0o775)
+
+
+def writable_file(folder: RunFolder) -> None:
+    folder.start.chmod(0o606)
+
+
+def linked_file(folder: RunFolder) -> None:
+    folder.start.rename(folder.path / "elsewhere.json")
+    folder.start.symlink_to("elsewhere.json")
+
+
+def linked(folder: RunFolder) -> None:
+    folder.path.rename(folder.path.with_name("elsewhere"))
+    folder.path.symlink_to("elsewhere")
+
+
+def replaceable(folder: RunFolder) -> None:
+    folder.path.parent.chmod(0o777)
+
+
+def strangers(folder: RunFolder) -> None:
+    os.chown(folder.path, 12345, -1)
+
+
+def strangers_file(folder: RunFolder) -> None:
+    os.chown(folder.start, 12345, -1)
+
+
+def strangers_parent(folder: RunFolder) -> None:
+    os.chown(folder.path.parent, 12345, -1)
+
+
+EVERYBODYS = (
+    writable, writable_file, linked_file, linked, replaceable, strangers, strangers_file,
+    strangers_parent,
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", EVERYBODYS)
+def test_a_command_that_somebody_else_may_have_written_is_named_and_not_run(
+    place: Path, way: Callable[[RunFolder], None]
+) -> None:
+    folder = over(place, on_finish=told_by(place))
+    if way.__name__.startswith("strangers") and os.geteuid():
+        pytest.skip("only root gives files away")
+    way(folder)
+    done = launch("attach", str(folder.path))
+    assert f"--on-finish `{sys.executable} -c" in done.stderr and "was not run: " in done.stderr
+    assert not (place / "told").exists()
+    assert done.returncode == 1, "what it came to is shown all the same"
+    # nor is what it would train, but for a folder that is the user's own under whatever name
+    folder.exit(1).unlink()
+    folder.console(1).unlink()
+    folder.process.unlink()
+    if way not in (replaceable, strangers_parent):
+        refused = launch("exec", str(folder.path))
+        assert (refused.returncode, "error[not-your-run]" in refused.stderr) == (5, True)
+        assert not (place / "pids" / "leader").exists()
+
+
+def test_a_sticky_folder_may_be_everybodys(place: Path) -> None:
+    folder = over(place, on_finish=told_by(place))
+    folder.path.parent.chmod(0o1777)
+    launch("attach", "a run")
+    assert (place / "told").read_text() == "x"
+
+
+def test_only_what_was_written_at_the_start_is_started(place: Path) -> None:
+    folder = prepared(place, "pid=leader")
+    with pytest.raises(NotReady) as caught:
+        keeper.spawn(folder, 1, digest="another")
+    assert caught.value.findings[0].code == "start-changed"
+    assert not (place / "pids" / "leader").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["while judging", "before the call", "after the call"])
+def test_the_command_at_the_end_is_called_at_least_once(place: Path, killed: str) -> None:
+    folder = over(place, on_finish=told_by(place))
+    mark = folder.concluded(1)
+    mark.touch()
+    if killed != "while judging":
+        start.finish(folder)
+        rundir.seal(folder, 1, untold=killed == "before the call")
+    for _ in range(2):
+        assert launch("attach", "a run").returncode == 1
+    assert (place / "told").exists() == (killed != "after the call")
+    assert killed == "after the call" or (place / "told").read_text() == "x"
+
+
+def test_a_keeper_that_is_killed_in_the_command_at_the_end_has_called_it(place: Path) -> None:
+    folder = prepared(place, "exit=0", on_finish=told_by(place, "import time; time.sleep(2)"))
+    started(folder)
+    until(lambda: rundir.concluded(folder, 1))
+    os.kill(kept(folder), signal.SIGKILL)
+    launch("attach", "a run")
+    until((place / "told").exists)
+    assert (place / "told").read_text() == "x"
+
+
+def test_the_command_at_the_end_finds_the_locks_free(place: Path) -> None:
+    lock = place / "gpu.lock"
+    script = f"flock -n {shlex.quote(str(lock))} true; echo $? > {shlex.quote(str(place / 'free'))}"
+    folder = prepared(place, "pid=leader", f"wait={place / 'go'}", on_finish=("sh", "-c", script))
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        keeper.spawn(folder, 1, (held.fileno(),))
+    pid_of(place, "leader")
+    assert subprocess.run(["flock", "-n", str(lock), "true"]).returncode == 1, "training has it"
+    (place / "go").touch()
+    until((place / "free").exists)
+    until(lambda: (place / "free").read_text() == "0\n")
+
+
+def test_a_command_at_the_end_has_its_time(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = "trap 'echo ended > ended' TERM; sleep 600 & wait; wait"
+    folder = over(place, on_finish=("sh", "-c", script), on_finish_s=0.5)
+    on_finish.call(folder, attempts.read(folder), 0)
+    assert "it took longer than 0.5 s" in capfd.readouterr().err
+    assert (place / "ended").exists()
+
+
+def test_term_to_the_keeper_reaches_the_command_at_the_end(place: Path) -> None:
+    script = f"trap 'echo ended > ended; exit 3' TERM; touch {place}/up; sleep 600 & wait"
+    folder = prepared(place, "exit=0", on_finish=("sh", "-c", script))
+    started(folder)
+    until((place / "up").exists)
+    os.kill(kept(folder), signal.SIGTERM)
+    until((place / "ended").exists)
+    until(lambda: not runner.keeper_lives(folder))
+    assert "ended with 3" in folder.diary.read_text()
+
+
 # --- tmux -----------------------------------------------------------------------------------------
 
 
@@ -509,6 +715,7 @@ def test_an_older_run_without_a_private_file_can_be_looked_at(place: Path) -> No
     assert (told.number, told.stage, told.world) == (1, "sft", 1)
 
 
+@pytest.mark.slow
 def test_what_has_not_begun_is_not_judged(place: Path) -> None:
     folder = prepared(place, "say=hello")
     for word in ("check", "attach"):
@@ -535,13 +742,13 @@ def test_a_log_is_shown_without_tokens_however_it_comes(size: int, idle: bool) -
     told = b"".join(parts)
     assert token.encode() not in told and b"there\n\xff " in told
     if not idle or size > 100:
-        assert told == redact_bytes(raw, ())
+        assert told == redact_bytes(printable_bytes(raw), ())
 
 
 def test_the_begun_line_is_shown_while_it_grows() -> None:
     shown = following.Shown(())
     assert (shown.of(b" 10%|#"), shown.rest(), shown.rest()) == (b"", b" 10%|#", b"")
-    assert shown.of(b"###| 1/9\rnext") == b"###| 1/9\r"
+    assert shown.of(b"###| 1/9\rnext") == b"###| 1/9\n"
     assert (shown.rest(), shown.of(b"\n")) == (b"next", b"\n")
 
 

@@ -25,7 +25,7 @@ from launcher.forecast import Terms
 from launcher.gates import GATES
 from launcher.preparation import Request
 
-pytestmark = needs_trl
+pytestmark = [pytest.mark.slow, needs_trl]
 CONFIGS = REPOSITORY / "configs"
 SHORT = ("--steps", "20", "batch.global=8")
 GREEN = {

@@ -11,11 +11,12 @@ from conftest import REPOSITORY, Write
 from fake_world import needs_trl
 
 from launcher import config, footprint, levers, stage
-from launcher.candidates import Measured
 from launcher.errors import errors
-from launcher.outlook import Outlook
 from launcher.schema import Schema
+from launcher.search import Measured, Outlook
 from launcher.upstream import Locator
+
+pytestmark = pytest.mark.slow
 
 HAND = "bench/hand_recipe.yaml"
 TULU = "tulu/dpo_qwen7b.yaml"
@@ -279,8 +280,8 @@ def test_where_the_batch_cannot_be_split_the_search_comes_to_its_end() -> None:
     world = tuned.outlook(HAND, "batch.global=2", "batch.per_device=1", rows="64:900")
     assert "per_device" in world.space.fixed
     search = tuned.searched(world, tuned.H200, trials=40)
-    assert search.stopped and search.results.best is not None
-    assert "per_device" not in search.results.differing(search.results.best.candidate)
+    assert search.stopped and search.best is not None
+    assert "per_device" not in search.differing(search.best.candidate)
 
 
 @needs_trl
@@ -292,11 +293,8 @@ def test_a_split_that_only_other_rows_have_is_no_change_by_itself() -> None:
     free = tuned.one(search, packing="padding_free", attention="flash_attention_2", per_device=16)
     for candidate, speed in ((search.base, 1000), (free, 3000)):
         search.learn(candidate, Measured(status="ok", speed=speed, step=1, seconds=60))
-    assert "per_device" in search.results.differing(free)
-    assert (
-        search.results.best is not None
-        and search.attribution.gain(search.results.best, "per_device") is None
-    )
+    assert "per_device" in search.differing(free)
+    assert search.best is not None and search.gain(search.best, "per_device") is None
     search.threshold = 10
     assert search.propose() is not None or search.stopped
 

@@ -470,6 +470,7 @@ def noise(rng: random.Random) -> Iterator[str]:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_it_does_not_matter_where_a_log_is_divided(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int

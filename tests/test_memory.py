@@ -351,6 +351,7 @@ def shape_of(model: str, layers: int) -> shapes.Shape:
     return shapes.find(model, {}, replaced={"num_hidden_layers": layers})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", GRID, ids=lambda c: "-".join(str(v) for v in c.values()))
 def test_activations_are_those_of_transformers(case: dict[str, Any]) -> None:
     pytest.importorskip("torch")
@@ -379,6 +380,7 @@ def test_activations_are_those_of_transformers(case: dict[str, Any]) -> None:
     assert beside_the_engine(memory.estimate(setup)) == pytest.approx(traced.peak / GIB, rel=0.035)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model", ["meta-llama/Llama-2-13b-hf", "microsoft/Phi-3-mini-4k-instruct", LLAMA_8B]
 )
@@ -423,6 +425,7 @@ EXPERTS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", EXPERTS, ids=lambda c: "-".join(str(v) for v in c.values()))
 def test_activations_of_experts(case: dict[str, Any]) -> None:
     """Three layers: of what a layer keeps, and of one layer's gradients, there is enough to see."""
@@ -465,6 +468,7 @@ OLMO_CORE = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "width"), [(1, 8192), (6, 500)])
 @pytest.mark.parametrize(("config", "model"), OLMO_CORE)
 def test_activations_are_those_of_olmo_core(config: str, model: str, rows: int, width: int) -> None:
@@ -495,6 +499,7 @@ def test_activations_are_those_of_olmo_core(config: str, model: str, rows: int, 
         assert told + sum(ropes) == pytest.approx(traced.peak / GIB, rel=0.012)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("share", "rel"), [(1.0, 0.01), (0.5, 0.07), (0.1, 0.12)])
 @pytest.mark.parametrize(("config", "model"), [OLMO_CORE[0], OLMO_CORE[3]])
 def test_what_compiled_layers_keep(config: str, model: str, share: float, rel: float) -> None:
@@ -534,6 +539,7 @@ TRL: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", TRL, ids=lambda c: "-".join(f"{k}{v}" for k, v in c.items()) or "bf16"
 )
@@ -579,6 +585,7 @@ QLORA: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", QLORA, ids=lambda c: "-".join(str(v) for v in c.values()))
 def test_activations_around_quantised_weights(case: dict[str, Any]) -> None:
     torch = pytest.importorskip("torch")
@@ -698,13 +705,14 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     with (place / "log").open("w") as log:
         subprocess.run(
             [*words, *map(json.dumps, ENGINES)], env=environment, stdout=log, stderr=log,
-            timeout=PATIENCE_S, check=False, cwd=place,
+            timeout=3 * PATIENCE_S, check=False, cwd=place,
         )  # fmt: skip
     assert (place / "peaks.json").exists(), (place / "log").read_text(errors="replace")[-2000:]
     peaks: list[dict[str, Any]] = json.loads((place / "peaks.json").read_text())
     return peaks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ENGINES, ids=lambda c: "-".join(f"{k}{v}" for k, v in c.items()))
 def test_peaks_are_those_of_deepspeed(case: dict[str, Any], engines: list[dict[str, Any]]) -> None:
     found = engines[ENGINES.index(case)]
@@ -725,7 +733,7 @@ def test_peaks_are_those_of_deepspeed(case: dict[str, Any], engines: list[dict[s
 
 
 def test_weights_are_made_flat_on_the_host_where_the_card_is_too_small() -> None:
-    """deepspeed/runtime/zero/stage_1_and_2.py:383 asks how much is free."""
+    """deepspeed/runtime/zero/stage_1_and_2.py:453 asks how much is free."""
     setup = run(QWEN_7B, rows=1, tokens="302:1104", steps=14, gpus=32, deepspeed="zero2", liger=True,
                 checkpointing=True)  # fmt: skip
     planned = memory.estimate(setup)
@@ -870,7 +878,7 @@ def test_deepspeed_without_zero_is_refused() -> None:
 
 
 def test_whole_gradients_are_the_price_of_zero1() -> None:
-    """Half of them on two GPUs, and the buckets, which stay from one micro-batch to the next."""
+    """Half of them on two GPUs, and the bucket, which stays from one micro-batch to the next."""
 
     def at_loss(name: str, accumulation: int) -> float:
         given = {**SEVEN, "rows": 4, "deepspeed": name, "accumulation": accumulation}
@@ -878,7 +886,7 @@ def test_whole_gradients_are_the_price_of_zero1() -> None:
 
     shape = run(**{**SEVEN, "rows": 4}).shape
     kept = max(elements for elements, _ in cut(shape.sizes, 2))
-    more = 2 * (shape.parameters - kept + 2 * shape.hidden**2) / GIB
+    more = 2 * (shape.parameters - kept + shape.hidden**2) / GIB
     assert at_loss("zero1", 4) - at_loss("zero2", 4) == pytest.approx(more)
     assert at_loss("zero1", 1) == pytest.approx(at_loss("zero2", 1))
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from conftest import Write
 
-from launcher import options, stage
+from launcher import keys, options, stage
 from launcher.backends import BACKENDS
 from launcher.config import Config, load
 from launcher.errors import Finding
@@ -38,7 +38,7 @@ def test_nothing_given() -> None:
     assert read(stage="sft") == Options(stage="sft", backend="open_instruct")
 
 
-@pytest.mark.parametrize("name", options.DEEPSPEED)
+@pytest.mark.parametrize("name", keys.DEEPSPEED)
 def test_deepspeed_by_name_ships_with_the_package(name: str) -> None:
     found = read(deepspeed=name)
     assert found.deepspeed_name == name

@@ -359,7 +359,7 @@ def test_the_probes_loss_is_not_mixed_with_means_of_the_log(run: Run) -> None:
     assert logged[0] == float(f"{loss(5):.4g}")
 
 
-def test_where_the_log_tells_of_every_step_its_loss_counts(tmp_path: Path) -> None:
+def test_where_the_log_tells_of_every_step_there_are_no_means(tmp_path: Path) -> None:
     path = made(tmp_path / "run", steps=5)
     record = path / "probe" / "rank-0.jsonl"
     kept = [
@@ -369,7 +369,7 @@ def test_where_the_log_tells_of_every_step_its_loss_counts(tmp_path: Path) -> No
     ]
     record.write_text("\n".join(kept) + "\n")
     run = series.read(path)
-    assert run.series.last("loss") == float(f"{loss(5, 5):.4g}")
+    assert run.series.last("loss") == pytest.approx(loss(5, 5))
     assert "logged_loss" not in run.series.columns
 
 
@@ -573,6 +573,7 @@ PLANS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(changes=st.dictionaries(KEYS, ANYTHING, max_size=5), plan=PLANS, verdict=ANYTHING)
 def test_a_damaged_manifest_never_costs_the_page(
@@ -609,3 +610,39 @@ def test_a_path_that_is_no_utf8_gets_through(tmp_path: Path) -> None:
     (run,) = publish.gather([str(path)])
     publish.write_page([run], tmp_path / "report.html")
     assert parsed((tmp_path / "report.html").read_text(encoding="utf-8"))
+
+
+# --- many steps -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [1, 10])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_page_of_many_steps_is_small_and_keeps_what_stands_out(columns: int, count: int) -> None:
+    steps = 60_000
+    rows: list[dict[str, Any]] = [
+        {"step": step, **{f"c{one}": (step * 7919 * (one + 1)) % 1000 for one in range(columns)}}
+        for step in range(steps)
+    ]
+    rows[12_345] |= {"c0": 5000.5, "finite": False}
+    rows[54_321]["c0"] = -3.25
+    whole = series.of_kept(Path("/none"), {}, {"status": "pass"}, rows)
+    runs = [replace(whole, name=f"run {nth}") for nth in range(count)]
+    told = page.overlay(runs)
+    assert len(told) < 3_000_000
+    tree = parsed(told)
+    for drawn in curves(tree)["runs"]:
+        at = dict(zip(drawn["steps"], drawn["columns"]["c0"], strict=True))
+        assert (at[12_345], at[54_321]) == (5000.5, -3.25)
+        assert {0, steps - 1} <= at.keys() and len(at) < steps
+        assert all(rows[step]["c0"] == value for step, value in at.items())
+        assert drawn["nonfinite"] == [12_345]
+        for begin in range(0, steps, 6000):
+            part = [value for step, value in at.items() if begin <= step < begin + 6000]
+            assert min(part) <= 1 and max(part) >= 998
+    assert f"of {steps:,} steps are drawn" in told
+
+
+def test_few_steps_are_all_drawn(run: Run) -> None:
+    assert series.thinned(run.series, 1000) is run.series
+    assert "steps are drawn" not in page.overlay([run])

@@ -19,9 +19,11 @@ from conftest import PATIENCE_S, REPOSITORY, Write
 from fake_smi import Smi
 from fake_world import World, made, needs_trl, until
 
-from launcher import chain, claim, handover, overrides, rundir
-from launcher.errors import Finding, InvalidConfig, UsageError
+from launcher import chain, handover, lease, overrides, rundir
+from launcher.errors import InvalidConfig, UsageError
 from launcher.handover import Order
+
+pytestmark = pytest.mark.slow
 
 FAKE = Path(__file__).with_name("fake_stages.py")
 _PYTHON = """#!/bin/sh
@@ -534,9 +536,8 @@ def test_a_wrong_place_in_data_that_have_changed_keeps_nobody(world: Chained) ->
 @needs_trl
 def test_a_stage_that_was_refused_has_no_run_and_no_report(world: Chained) -> None:
     world.usual()
-    told = Finding(severity="error", layer="launch", code="held", message="by the test")
-    with claim.alone(claim.place("outputs", str(world.root / "o" / "first")), told):
-        done = world.launch(*world.words())
+    lease.take(world.root / "o" / "first", world.root / "by the test", 1)
+    done = world.launch(*world.words())
     assert done.returncode == 5 and "run-is-live" in done.stderr
     assert "\nreport: " not in done.stdout and "first: refused" in done.stdout
     (record,) = world.runs.glob("*-pipeline-*/pipeline.json")

@@ -21,6 +21,7 @@ from test_training import (
 __all__ = ["place"]  # a fixture
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.training,
     pytest.mark.skipif(
         bool(missing(TRAINING)), reason=f"no training packages: {', '.join(missing(TRAINING))}"
@@ -166,7 +167,8 @@ def test_the_pinned_finetune_runs_and_hits_its_cache_the_second_time(
     assert seen(str(run)) | {"trend": ""} == {
         "liger": "off", "packing": "off", "attention": "sdpa", "batch": "planned",
         "dataset_cache": "miss",
-        "loss": "finite", "trend": "", "memory": "ok", "finish": "completed",
+        "loss": "finite", "gradients": "true", "trend": "", "memory": "ok", "finish": "completed",
+        "weights": "moved", "model": "saved", "inputs": "same",
     }  # fmt: skip
     manifest = json.loads((run / "run.json").read_text())
     assert manifest["upstream"]["pinned"] is True

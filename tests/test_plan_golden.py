@@ -86,6 +86,7 @@ def nothing_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_golden_plan(name: str) -> None:
     made = "\n\n".join(told(words) for words in commands(name))

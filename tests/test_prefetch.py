@@ -21,10 +21,9 @@ from conftest import NO_PACKAGES, PATIENCE_S, REPOSITORY, STAND_INS, Write
 from fake_world import until
 from saved import UNKNOWN, tensors
 
-from launcher import cache_folders, entries, hub_files, lengths, plan, preparation, tokenised
+from launcher import cache_folders, entries, hub_files, plan, preparation
 from launcher.cli import main
 from launcher.errors import NotReady
-from launcher.hub_files import Part
 from launcher.plan import Plan
 from launcher.preparation import Request
 
@@ -105,6 +104,7 @@ DPO = (
 # --- for real: the pinned scripts and TRL ---------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.training
 @needs(OPEN_INSTRUCT)
 def test_sft_of_a_model_on_the_hub_finds_what_was_prepared(
@@ -121,9 +121,7 @@ def test_sft_of_a_model_on_the_hub_finds_what_was_prepared(
     assert made["rows"] == made["rows_before_filters"] == 40
     assert made["longest"] == made["limit"] == 60 and 0 < made["at_limit"] < 40
     assert made["mean"] * 40 == pytest.approx(made["tokens"])
-    # nothing of the preparation is left beside the set, nor where the model will go
-    entry = Path(made["places"][0])
-    assert not list(entry.parent.glob(".launch-filling-*"))
+    # nothing is left where the model will go
     assert not (place / "build/demo/sft_open_instruct").exists()
 
     # another number of GPUs, another learning rate: the same set
@@ -140,6 +138,7 @@ def test_sft_of_a_model_on_the_hub_finds_what_was_prepared(
     assert points["dataset_cache"] == "hit"
 
 
+@pytest.mark.slow
 @pytest.mark.training
 @needs(OPEN_INSTRUCT)
 def test_dpo_leaves_the_reference_to_the_run_and_stops_clean(
@@ -159,11 +158,10 @@ def test_dpo_leaves_the_reference_to_the_run_and_stops_clean(
     started = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     cache = place / "build/demo/cache"
     logs = Path(os.environ["LAUNCH_RUNS"])
-    until(lambda: list(cache.glob("*/.launch-filling-*")) and list(logs.glob("*/console.log")))
+    until(lambda: list(logs.glob("*/console.log")))
     started.send_signal(signal.SIGINT)
     started.communicate(timeout=PATIENCE_S)
     assert started.returncode == 130
-    assert not list(cache.glob("*/.launch-filling-*"))
     assert not list(cache.glob("dataset-*/*/state.json"))
 
     # two at once: one tokenises, the other waits and finds it
@@ -191,6 +189,7 @@ def test_dpo_leaves_the_reference_to_the_run_and_stops_clean(
     assert any("they are there" in one for one in data["left"])
 
 
+@pytest.mark.slow
 @pytest.mark.training
 @needs(OPEN_INSTRUCT)
 def test_rows_that_cannot_be_tokenised_are_the_users_to_mend(
@@ -207,38 +206,23 @@ def test_rows_that_cannot_be_tokenised_are_the_users_to_mend(
     assert not list((place / "build/demo/cache").glob("dataset-*/*/state.json"))
 
 
-@pytest.mark.training
+@pytest.mark.slow
 @needs(TRAINING)
-def test_trl_finds_what_was_prepared(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("sft.yaml", "max_length=60")
-    code, data, found = prepare(capsys, *words, "--gpus", "2", "batch.per_device=4")
-    assert (code, found) == (0, [])
-    made = data["dataset"]
-    assert made["state"] == "filled" and made["rows"] == 40 and 0 < made["at_limit"] < 40
-    assert made["longest"] == 60 and made["tokens"] < 60 * 40
-    # the second time nothing is started
-    code, data, _ = prepare(capsys, *words, "--gpus", "0")
-    assert code == 0 and data["already_there"] and data["log"] is None
-    assert data["dataset"]["tokens"] == made["tokens"]
-    points = run(
-        "sft", str(CONFIGS / words[0]), words[1], "--gpus", "0", "max_steps=1",
-        "expect.dataset_cache=hit", "expect.trend=any",
-    )  # fmt: skip
-    assert points["dataset_cache"] == "hit"
-    # a file that is gone, or another, is not there
-    request = Request(
-        stage=None, config=CONFIGS / "sft.yaml", overrides=words[1:], gpus=0, elsewhere=True
-    )
-    asked = preparation.ask(request, running=False)
-    made_of = plan.make(asked.stage, gpus=0, output=place / "any")
-    parts = hub_files.fetch(hub_files.wanted(made_of), asked.trainer, os.environ)
-
-    def filling() -> tokenised.Filling:
-        return tokenised.Filling(made_of, asked.trainer, request, os.environ, print, parts)
-
-    assert filling().there() is not None
-    next(Path(made["places"][0]).glob("cache-*.arrow")).unlink()
-    assert filling().there() is None
+def test_trl_gets_its_model_and_data_and_tokenises_itself(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_the_hub(place, "acme/tiny")
+    words = ("sft.yaml", "model_name_or_path=acme/tiny", "--gpus", "0")
+    code, data, found = prepare(capsys, *words)
+    assert (code, found, data["log"]) == (0, [], None)
+    assert {one["kind"]: one["state"] for one in data["parts"]} == {
+        "model": "there",
+        "data": "there",
+    }
+    assert data["dataset"]["state"] == "left" and data["left"][0].startswith("tokenising: TRL")
+    # a set on the hub that is not here, and no network
+    code, _, found = prepare(capsys, *words, "dataset_name=acme/chats")
+    assert (code, found) == (5, ["not-fetched"])
 
 
 # --- what a run would miss, and what is not here --------------------------------------------------
@@ -249,7 +233,6 @@ def test_trl_finds_what_was_prepared(place: Path, capsys: pytest.CaptureFixture[
     [
         ("sft_open_instruct.yaml", "dataset_skip_cache=true", "tokenises all over"),
         ("sft_open_instruct.yaml", "dataset_config_hash=0123456789", "is no complete set"),
-        ("sft.yaml", "dataset_streaming=true", "as a stream"),
     ],
 )
 def test_what_no_preparation_helps_with_is_refused(
@@ -261,10 +244,9 @@ def test_what_no_preparation_helps_with_is_refused(
     said: str,
 ) -> None:
     capsys.readouterr()
-    more = ["max_steps=5"] if "stream" in word else []
     # begun and never finished: upstream would take it, and crash
     (place / "build/demo/cache/0123456789").mkdir(parents=True)
-    code = main(["prepare", str(CONFIGS / config), word, *more, "--gpus", "0", "--format", "json"])
+    code = main(["prepare", str(CONFIGS / config), word, "--gpus", "0", "--format", "json"])
     told = json.loads(capsys.readouterr().out)
     wrong = [one for one in told["findings"] if one["severity"] == "error"]
     assert code == 1 and not told["ok"] and [one["code"] for one in wrong] == ["would-miss"]
@@ -291,6 +273,7 @@ def test_the_config_is_judged_first(
     assert "no-gpus" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_here_is_named(
     place: Path, checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -433,40 +416,10 @@ def test_what_a_plan_reads(place: Path) -> None:
     assert [(one.role, one.name) for one in read] == [
         ("whole", "build/demo/model"),
         ("tokenizer", "acme/words"),
-        ("data", "build/demo/data/sft/train.jsonl"),
+        ("card", "build/demo/data/sft/train.jsonl"),
     ]
     read = hub_files.wanted(planned("sft.yaml", "model_revision=v2"))
-    assert [(one.role, one.revision) for one in read] == [("model", "v2"), ("data", "main")]
-
-
-def test_a_set_is_taken_in_whole_or_not_at_all(tmp_path: Path) -> None:
-    folder = tmp_path / "cache"
-    folder.mkdir()
-    with cache_folders.staging(folder) as (stage, _):
-        made = stage / "0123456789"
-        made.mkdir()
-        for name in ("state.json", "dataset_info.json"):
-            (made / name).write_text("{}")
-        # somebody else is writing the same set
-        other = folder / made.name
-        other.mkdir()
-        (other / "data.arrow").write_text("")
-        assert cache_folders.take_in(made, folder) is None
-        shutil.rmtree(other)
-        assert cache_folders.take_in(made, folder) == other
-        assert cache_folders.is_complete(other)
-    assert not stage.exists() and cache_folders.is_complete(other)
-
-
-def test_what_a_killed_preparation_left_is_taken_away_and_nothing_else(tmp_path: Path) -> None:
-    left = tmp_path / f"{cache_folders.STAGING}0123"
-    left.mkdir()
-    with cache_folders.staging(tmp_path) as (first, _):
-        assert not left.exists()
-        with cache_folders.staging(tmp_path) as (second, _):
-            # somebody is in the first one
-            assert first.exists() and second.exists() and first != second
-    assert list(tmp_path.iterdir()) == []
+    assert [(one.role, one.revision) for one in read] == [("model", "v2"), ("data", None)]
 
 
 def test_who_comes_second_waits(tmp_path: Path) -> None:
@@ -493,15 +446,3 @@ def test_a_place_that_cannot_be_made_is_named(write: Write) -> None:
         cache_folders.alone(file / "x", lambda: None),
     ):
         pass
-    with pytest.raises(NotReady, match="cannot be written"), cache_folders.staging(file):
-        pass
-
-
-def test_counted_rows(tmp_path: Path) -> None:
-    known = lengths.of_counts({"3": 2, "10": 1}, "here", 3)
-    assert known is not None
-    assert (known.tokens, known.longest, known.rows, known.reaching(10)) == (16, 10, 3, 1)
-    assert lengths.of_counts({}, "here") is None
-    assert (
-        hub_files.commit(Part(role="model", name="a/b", key=""), {"HF_HOME": str(tmp_path)}) is None
-    )

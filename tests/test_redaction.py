@@ -187,3 +187,83 @@ def test_a_long_console_takes_no_square_of_its_time(word: str) -> None:
     begun = time.process_time()
     assert redact_bytes(raw, ()) == raw
     assert time.process_time() - begun < 10
+
+
+# --- further names and shapes ---------------------------------------------------------------------
+
+PEM = "MIIEpAIBAAKCAQEA0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKL\n" * 3 + "Ab3=\n"
+SLACK = "https://hooks.slack.com/services/T0000/B0000/x1y2z3abcdef"
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        ("PGPASSWORD=hunter2", "PGPASSWORD=#"), ("PGPASSWORD: hunter2", "PGPASSWORD: #"),
+        ("export DB_PASS='a b' x", "export DB_PASS='#' x"), ("DB_PASS=ab,cd&ef x", "DB_PASS=# x"),
+        ("'DB_PASS':'a', 'B': 'c'", "'DB_PASS':'#', 'B': 'c'"), ("SMTP_PASS => a", "SMTP_PASS => #"),
+        ("OPENAI_KEY=abc", "OPENAI_KEY=#"), ("MYSQL_PWD=12345678", "MYSQL_PWD=#"),
+        ("X_PASSWORD=completed", "X_PASSWORD=#"), ("Password: a1", "Password: #"),
+        (f"at {SLACK}, ok", "at https://hooks.slack.com/# ok"),
+        ("https://discord.com/api/webhooks/12/a-bcdefg", "https://discord.com/api/webhooks/#"),
+        ("https://a.webhook.office.com/webhookb2/1a@2b/IncomingWebhook/3c",
+         "https://a.webhook.office.com/webhookb2/#"),
+        ("https://a.logic.azure.com:443/b?sp=c&sig=Abc_123", "https://a.logic.azure.com:443/b?sp=c&sig=#"),
+        ("https://me:p@ss@host/x", "https://me:#@host/x"),
+        ("https://0123456789abcdef01@sentry.io/1", "https://#@sentry.io/1"),
+        (f"-----BEGIN RSA PRIVATE KEY-----\n{PEM}-----END RSA PRIVATE KEY-----\nok",
+         "-----BEGIN RSA PRIVATE KEY-----#-----END RSA PRIVATE KEY-----\nok"),
+        (f"k='-----BEGIN PRIVATE KEY-----\\nDEK-Info: y\\n{PEM!r}",
+         "k='-----BEGIN PRIVATE KEY-----#"),
+    ],
+)  # fmt: skip
+def test_what_a_console_may_show(text: str, clean: str) -> None:
+    assert redact(text, {}) == clean.replace("#", REDACTED)
+    assert redact_bytes(text.encode(), ()).decode() == clean.replace("#", REDACTED)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["forward_pass=3", "first_pass: 2 s", "tests pass: 5", "cache_key: a", "CACHE_KEY=ab",
+     "max_tokens=5", "total_tokens=12345678", "'num_input_tokens_seen': 1234", "eos_token: </s>",
+     "PWD=/root", "OLDPWD=/x", "wandb: View run at https://wandb.ai/a/b/runs/abc123",
+     "https://host:8080/a@b", "the password is wrong", "sft_messages_key=messages",
+     "https://huggingface.co/Qwen/Qwen2.5-7B/resolve/main/model.safetensors?download=true",
+     "-----BEGIN CERTIFICATE-----", "https://github.com/a/b/actions/workflows/ci2.yml"],
+)  # fmt: skip
+def test_a_console_stays_readable(text: str) -> None:
+    assert redact(text, {}) == text
+    assert redact_bytes(text.encode(), ()).decode() == text
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["completed", "isolated", "not_engaged", "flash_attention_2", "zero2_fp32_comm", "unproven", "step_1000",
+     "1234.5678", "checkpoint-500", "console.log", "finetune.py", "aaaaaaaaaa"],
+)  # fmt: skip
+def test_a_password_that_is_a_word_hides_no_word(word: str) -> None:
+    assert known_values({"X_PASSWORD": word}) == ()
+    text = f"finish {word}, X_PASSWORD={word}"
+    assert redact(text, {"X_PASSWORD": word}) == f"finish {word}, X_PASSWORD={REDACTED}"
+
+
+def test_codes_and_states_are_never_secrets() -> None:
+    told = {"points": [{"name": "finish", "state": "unknown-key", "text": "unknown-key"}]}
+    clean = {"points": [{"name": "finish", "state": "unknown-key", "text": REDACTED}]}
+    assert redact(told, {"X_PASSWORD": "unknown-key"}) == clean
+
+
+@pytest.mark.parametrize("value", ["Tr0ub4dor&3", "aBcDeFgHiJ", "correct-horse-battery", "a" * 40])
+def test_other_passwords_are_searched_for(value: str) -> None:
+    assert redact(f"login {value}", {"DB_PASS": value}) == f"login {REDACTED}"
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 1000])
+def test_a_private_key_is_hidden_wherever_the_log_is_cut(size: int) -> None:
+    from launcher.following import Shown
+
+    block = f"-----BEGIN PRIVATE KEY-----\n{PEM}-----END PRIVATE KEY-----\n"
+    raw = f"a\n{block}step 1\n".encode()
+    shown = Shown(())
+    told = b"".join(shown.of(raw[at : at + size]) for at in range(0, len(raw), size)) + shown.rest()
+    assert told.startswith(b"a\n-----BEGIN") and told.endswith(b"KEY-----\nstep 1\n")
+    assert b"MII" not in told and b"Ab3" not in told

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from launcher import (
     check,
     contents,
     earlier,
+    lease,
     manifest,
     measures,
     plan,
@@ -110,9 +112,13 @@ class Run:
         self.made = self.plan(*overrides, **how)
         told = rundir.read_manifest(self.folder)
         return resume.judge(
-            self.made, output=self.output, manifest=told or None, folder=self.folder if told else None,
+            self.made, output=self.output, folder=self.folder if told else None,
+            history=self.history(),
             trainer=self.trainer, now=contents.of_plan(self.made), allowed=allow,
         )  # fmt: skip
+
+    def history(self) -> list[earlier.Manifest]:
+        return earlier.manifests(self.made.stage.options.stage, self.folder, self.output)
 
     def start(self, *overrides: str, allow: tuple[str, ...] = (), **how: Any) -> Decision:
         """Begin an attempt, as far as what it leaves in the run folder."""
@@ -473,6 +479,97 @@ def test_a_setting_that_comes_out_of_the_checkpoint_is_said(run: Make) -> None:
     assert "does nothing" in decision.changes[0].effect
 
 
+def test_what_comes_out_of_the_checkpoint_is_what_the_record_says(run: Make) -> None:
+    one = run(TRL)
+    one.start("learning_rate=0.005")
+    saved.trl(one.output, 4)
+    decision = one.start("learning_rate=0.004")
+    assert decision.derived["learning_rate"].value == 0.005
+    told = rundir.read_manifest(one.folder)["args"]["learning_rate"]
+    assert told["value"] == 0.005 and "checkpoint-4, not 0.004" in told["origin"]
+    # asked for once more, it is said once more
+    assert one.decide("learning_rate=0.004").derived["learning_rate"].value == 0.005
+    assert not one.decide("learning_rate=0.005").changes
+    saved.model(one.output)
+    one.ended()
+    for value in ("0.005", "0.004"):
+        decision = one.decide(f"learning_rate={value}")
+        assert (decision.kind, codes(decision)) == ("finished", {"already-finished": "note"})
+    assert codes(one.decide("learning_rate=0.003")) == {"finished-changed": "error"}
+
+
+# --- what is known where the run folder is gone -----------------------------------------------------
+
+
+def forgotten(one: Run, *steps: int, text: str = TRL, code: int | None = None) -> None:
+    """The run with its checkpoints, as an output folder tells of it whose run folder is gone."""
+    one.start()
+    granted = lease.take(one.output, one.folder.path, 1)
+    lease.keep_manifest(granted, rundir.read_manifest(one.folder))
+    replace(granted, state="failed" if code is None else "finished", code=code).write()
+    for step in steps:
+        saved.trl(one.output, step) if text == TRL else saved.pinned(one.output, f"step_{step}")
+    shutil.rmtree(one.folder.path)
+
+
+@pytest.mark.parametrize("text", [TRL, SFT])
+def test_without_its_run_folder_a_run_goes_on_and_is_compared(run: Make, text: str) -> None:
+    one = run(text)
+    forgotten(one, 2, 4, text=text)
+    decision = one.decide()
+    assert (decision.kind, decision.step) == ("resume", 4)
+    assert "resumes" in codes(decision) and not errors(decision)
+    assert one.decide("learning_rate=0.5").derived["learning_rate"].value != 0.5
+    assert codes(one.decide("seed=7"))["resume-changed"] == "error"
+
+
+def test_another_stage_is_another_run(run: Make) -> None:
+    one = run(TRL)
+    forgotten(one, 4)
+    kept = one.output / lease.FOLDER / "run-1.json"
+    rundir.write_json(kept, {**rundir.read_json(kept), "stage": "dpo"})
+    assert codes(one.decide())["not-resumed"] == "error"
+
+
+def test_a_finished_run_without_its_run_folder_is_not_trained_over(run: Make) -> None:
+    one = run(TRL)
+    forgotten(one, code=0)
+    saved.model(one.output)
+    decision = one.decide()
+    assert (decision.kind, codes(decision)) == ("finished", {"already-finished": "error"})
+
+
+def test_fresh_is_continued_without_its_run_folder(run: Make) -> None:
+    one = run(TRL)
+    saved.trl(one.output, 2)
+    stage = one.plan().stage
+    placed = resume.place(stage, one.output, [], fresh=True)
+    assert placed.output is not None
+    made = plan.applied(one.plan(), placed.derived)
+    told = manifest.manifest(1, rundir.now(), made, built(made), one.trainer, placed.output, [])
+    granted = lease.take(placed.output, one.folder.path, 1)
+    lease.keep_manifest(granted, {**told, "asked_output": str(one.output)})
+    assert resume.place(stage, one.output, [], fresh=False).output == placed.output
+
+
+def test_checkpoints_without_any_record_are_not_trained_over(run: Make) -> None:
+    one = run(TRL)
+    saved.trl(one.output, 4)
+    assert codes(one.decide())["not-resumed"] == "error"
+    named = one.decide(f"resume_from_checkpoint={one.output / 'checkpoint-4'}")
+    assert (named.kind, named.step, errors(named)) == ("resume", 4, [])
+    saved.cut(one.output / "checkpoint-4" / "optimizer.pt")
+    assert not errors(one.decide())
+
+
+def test_what_a_named_checkpoint_from_elsewhere_would_rotate_away_is_set_aside(run: Make) -> None:
+    one = run(TRL)
+    saved.trl(one.output, 4)
+    saved.trl(one.place / "elsewhere", 2)
+    decision = one.decide(f"resume_from_checkpoint={one.place / 'elsewhere' / 'checkpoint-2'}")
+    assert decision.aside == (one.output / "checkpoint-4",)
+
+
 @pytest.mark.parametrize(
     ("text", "before", "after", "severity"),
     [
@@ -603,10 +700,9 @@ def test_a_reference_that_is_gone_is_never_made_of_a_half_trained_model(run: Mak
     def again(*overrides: str) -> Decision:
         made = one.plan(*overrides, gpus=1)
         held[:] = caches.derive(made, one.trainer.packages, running=False)
-        told = rundir.read_manifest(one.folder)
         return resume.judge(
-            made, output=one.output, manifest=told, folder=one.folder, trainer=one.trainer, caches=held,
-            now=contents.of_plan(made),
+            made, output=one.output, history=one.history(), folder=one.folder, trainer=one.trainer,
+            caches=held, now=contents.of_plan(made),
         )  # fmt: skip
 
     one.start(gpus=1)
@@ -717,6 +813,7 @@ def test_a_dry_run_into_the_output_of_a_living_run(
     one.start()
     own = process.identify(os.getpid()).as_json()
     rundir.write_json(one.folder.process, {**own, "mark": str(one.folder.path), "attempt": 1})
+    lease.take(one.output, one.folder.path, 1)
     assert "refuse it, as that run is still going on" in dry(one, capsys)[1][0]
 
 

@@ -20,6 +20,7 @@ from conftest import PATIENCE_S, STAND_INS
 from test_training import ROOT, TRAINING, missing, open_instruct_reason
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.training,
     pytest.mark.skipif(
         bool(missing(TRAINING)), reason=f"no training packages: {', '.join(missing(TRAINING))}"

@@ -172,8 +172,8 @@ from launcher.rundir import RunFolder
 runner.POLL_S, runner.GRACE_S = 0.02, {grace}
 command = Command(argv=tuple(sys.argv[2:]), env={{}}, cwd=Path.cwd())
 folder = RunFolder(Path(sys.argv[1]))
-with claim.claimed(folder, 1, None) as lock:
-    ended = runner.run(command, folder, 1, held=(lock,))
+with claim.claimed(folder, 1, None) as (_, locks):
+    ended = runner.run(command, folder, 1, held=locks)
 print(ended.returncode, ended.signal, ended.stopped)
 """
 
@@ -376,18 +376,15 @@ def test_a_claim_on_an_attempt_that_was_taken_is_refused(folder: RunFolder) -> N
         pass
 
 
-def test_another_folder_with_the_same_output_is_refused(
-    folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LAUNCH_RUNS", str(folder.path.parent))
-    output = tmp_path / "model"
-    rundir.write_json(folder.manifest, {"output": str(output)})
-    other = RunFolder(tmp_path / "other")
-    written(folder)
-    with pytest.raises(NotReady, match="a run"), claim.claimed(other, 1, output):
-        pass
-    assert not other.path.exists()
-    with claim.claimed(other, 1, tmp_path / "elsewhere"):
+def test_another_folder_with_the_same_output_is_refused(folder: RunFolder, tmp_path: Path) -> None:
+    output, other = tmp_path / "model", RunFolder(tmp_path / "other")
+    with claim.claimed(folder, 1, output):
+        with pytest.raises(NotReady, match="a run"), claim.claimed(other, 1, output):
+            pass
+        assert not other.path.exists()
+        with claim.claimed(other, 1, tmp_path / "elsewhere"):
+            pass
+    with claim.claimed(other, 1, output):
         pass
 
 

@@ -18,6 +18,7 @@ from launcher import cli, on_finish, overview, process, rundir
 from launcher.attempt import Attempt
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
+from launcher.watching import script
 
 HF = "hf_" + "aB3" * 11
 SK = "sk-proj-" + "a1b2" * 8
@@ -86,6 +87,7 @@ def record(folder: RunFolder) -> None:
         stream.writelines(rundir.json_line(event) for event in events)
 
 
+@pytest.mark.slow
 @needs_trl
 def test_tokens_stay_where_they_are(world: World) -> None:
     config = str(
@@ -203,12 +205,12 @@ def test_a_file_that_cannot_be_read_is_not_quoted(
 def test_a_bug_is_reported_without_them(
     world: World, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(_folder: RunFolder) -> dict[str, Any]:
+    def broken(_folders: list[RunFolder]) -> list[dict[str, Any]]:
         raise RuntimeError(f"{HF} {URL} {ODD}")
 
     world.prepared()
     monkeypatch.setenv("COMPANY_TOKEN", ODD)
-    monkeypatch.setattr(overview, "row", broken)
+    monkeypatch.setattr(overview, "rows", broken)
     assert cli.main(["runs", "--format", "json"]) == 70
     monkeypatch.setattr(rundir, "state_folder", lambda: Path("/dev/null/none"))
     assert cli.main(["runs", "--format", "json"]) == 70
@@ -293,3 +295,71 @@ def test_a_command_line_that_cannot_be_parsed_repeats_none(
     assert cli.main([*words, "--format", form]) == 2
     shown = "".join(capfd.readouterr())
     assert clean(shown) and "<redacted>" in shown
+
+
+# --- what every user of the machine can read ------------------------------------------------------
+
+
+@pytest.mark.slow
+@needs_trl
+def test_no_command_line_holds_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = {
+        "DB_PASS": "hunter2",
+        "SOMETHING": "x9-y8-z7",
+        "MY_HUB": "my-hub-token-1",
+        "SCRATCH": "out",
+    }
+    del world.environ["HF_TOKEN"]
+    world.environ |= held
+    config = world.config(
+        hub_token="${oc.env:MY_HUB}", run_name="at-${oc.env:DB_PASS}", project="${oc.env:SOMETHING}",
+        hub_model_id=URL, output_dir="${oc.env:SCRATCH}/model",
+    )  # fmt: skip
+    running = world.started(
+        "sft", str(config), "--gpus", "0", "--python", str(world.python()),
+        env={"FAKE_STEPS": json.dumps(["pid=leader", f"wait={world.root}/go"])},
+    )  # fmt: skip
+    world.pid("leader")
+    lines = b"\n".join(map(cmdline, world.left())).decode()
+    (folder,) = rundir.known_runs()
+    (world.root / "go").touch()
+    running.communicate(timeout=PATIENCE_S)
+    start = rundir.read_json(folder.start)
+    monkeypatch.setattr(os, "environ", {**os.environ, **start["env"]})
+    argv = [script.word(one) for one in json.loads((world.root / "argv.json").read_text())]
+    for flag, value in (
+        ("--run_name", "at-hunter2"),
+        ("--project", "x9-y8-z7"),
+        ("--hub_model_id", URL),
+    ):
+        assert argv[argv.index(flag) + 1] == value
+    assert "--hub_token" not in argv
+    assert start["env"]["HF_TOKEN"] == "my-hub-token-1"
+    told = {"ps": lines, "start": json.dumps(start["argv"])}
+    told |= {p.name: p.read_text() for p in (folder.manifest, folder.stage_file, folder.report)}
+    for form in ("text", "json"):
+        dry = world.launch("sft", str(config), "--gpus", "0", "--dry-run", "--format", form)
+        told[f"dry run {form}"] = dry.stdout + dry.stderr
+    for place, text in told.items():
+        for one in ("hunter2", "x9-y8-z7", "my-hub-token-1", PASSWORD):
+            assert one not in text, (place, one)
+    assert "run_name: at-${oc.env:DB_PASS}" in told["stage.yaml"]
+    assert "out/model" in told["run.json"]
+    assert 'LAUNCH_ARG_PROJECT="$SOMETHING"' in told["dry run text"]
+    assert 'HF_TOKEN="$MY_HUB"' in told["dry run text"]
+
+
+@needs_trl
+def test_a_secret_that_no_probe_could_hand_over_is_refused(
+    world: World, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DB_PASS", "hunter2")
+    config = world.config(project="${oc.env:DB_PASS}")
+    words = ["sft", str(config), "--gpus", "0", "--dry-run", "--python", str(world.python())]
+    assert cli.main([*words, "--no-probe"]) == 3
+    shown = "".join(capfd.readouterr())
+    line = next(n for n, text in enumerate(config.read_text().splitlines(), 1) if "DB_PASS" in text)
+    assert "error[exposed-secret]" in shown and f"{config}:{line}" in shown
+    assert "hunter2" not in shown
+    assert cli.main([*words, f"hub_revision={GHP}"]) == 0
+    assert "warning[exposed-secret]: `hub_revision`" in "".join(capfd.readouterr())

@@ -110,6 +110,7 @@ def nodes_up(folder: Path, times: int = 1) -> Callable[[], bool]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -351,6 +352,7 @@ def steps(run: Path) -> int:
     return path.read_bytes().count(b'"event": "step"') if path.exists() else 0
 
 
+@pytest.mark.slow
 @pytest.mark.training
 @needs_training
 def test_two_nodes_train_are_queued_again_and_finish(
@@ -388,6 +390,7 @@ def test_two_nodes_train_are_queued_again_and_finish(
     assert (run / "node1" / "start.json").stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.slow
 @pytest.mark.training
 @needs_training
 def test_a_stopped_job_leaves_no_process(

@@ -16,7 +16,7 @@ from launcher import command, config, plan, situation, stage
 from launcher.backends import trl_attention
 from launcher.backends.context import Context
 from launcher.errors import InvalidConfig
-from launcher.options import EXPECT
+from launcher.keys import EXPECT
 from launcher.plan import Plan
 from launcher.upstream import Locator
 

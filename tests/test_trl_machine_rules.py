@@ -25,7 +25,8 @@ from launcher import config, stage
 from launcher.backends import model_config, stage_rules, trl_deepspeed_rules, trl_packing_rules
 from launcher.backends.context import Context
 from launcher.errors import Finding
-from launcher.options import DEEPSPEED, deepspeed_file
+from launcher.keys import DEEPSPEED
+from launcher.options import deepspeed_file
 from launcher.schema import Values
 from launcher.upstream import Locator
 

@@ -24,6 +24,7 @@ STAGE = str(Path(__file__).parent.parent / "configs" / "demo" / "sft.yaml")
         ("--sbatch", "time=1"),
         ("--repeat", "last"),
         ("--accelerator", "H100"),
+        ("--on-finish-limit", "5m"),
         ("--slurm", "--detach"),
         ("--slurm", "--devices", "0"),
         ("--slurm", "--node-rank", "0"),

@@ -168,3 +168,41 @@ def test_what_is_mended_may_hold_a_token(
     said = capsys.readouterr()
     for secret in (token, token[:20], "a-password"):
         assert secret not in said.out + said.err
+
+
+# --- many files, and code that others wrote -------------------------------------------------------
+
+
+def test_many_files_are_judged_as_each_by_itself(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(150):
+        (tmp_path / f"c{number:03}.yaml").write_text(
+            f"stage: sft\nbackend: trl\nargs: {{seed: {number}, learning_rate: x{number}}}\n"
+        )
+    assert main(["validate-config", str(tmp_path), "--format", "json"]) == 3
+    told = json.loads(capfd.readouterr().out)
+    wrong = [one for one in told["findings"] if one["key"] == "args.learning_rate"]
+    assert [Path(one["file"]).stem for one in wrong] == [f"c{number:03}" for number in range(150)]
+    assert all(f"`x{number}`" in one["message"] for number, one in enumerate(wrong))
+
+
+@pytest.mark.parametrize(
+    ("backend", "more", "key"),
+    [
+        ("trl", "trust_remote_code: true", "trust_remote_code"),
+        ("trl", "model_init_kwargs: {trust_remote_code: true}", "model_init_kwargs"),
+        ("open_instruct", "trust_remote_code: true", "trust_remote_code"),
+        ("trl", "trust_remote_code: false", None),
+        ("open_instruct", "use_fast: true", None),
+    ],
+)
+def test_code_of_a_repository_gets_a_note(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], backend: str, more: str, key: str | None
+) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(f"stage: sft\nbackend: {backend}\nargs:\n  model_name_or_path: a/b\n  {more}\n")
+    main(["validate-config", str(path), "--format", "json"])
+    found = json.loads(capfd.readouterr().out)["findings"]
+    noted = [(f["severity"], f["key"], f["line"]) for f in found if f["code"] == "remote-code"]
+    assert noted == ([] if key is None else [("note", f"args.{key}", 5)])

@@ -19,7 +19,8 @@ from launcher import stage as stages
 from launcher.backends import stage_rules, value_rules
 from launcher.backends.context import Context
 from launcher.errors import Finding
-from launcher.options import DEEPSPEED, deepspeed_file
+from launcher.keys import DEEPSPEED
+from launcher.options import deepspeed_file
 from launcher.sources import find_package
 
 EPOCHS = {"sft": "num_train_epochs", "dpo": "num_epochs"}
@@ -187,7 +188,7 @@ def test_no_clipping_is_deepspeeds_to_decide(script: str, none: float, name: str
 
 def test_no_clipping_beside_the_own_zero_stage() -> None:
     expected = ("clipping-unread", "warning", "max_grad_norm")
-    assert situated("dpo", {"zero_stage": 2, "max_grad_norm": -1}) == [expected]
+    assert situated("dpo", {"zero_stage": 3, "max_grad_norm": -1}) == [expected]
 
 
 @BOTH

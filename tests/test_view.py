@@ -236,7 +236,21 @@ def test_torn_lines_of_the_record_are_passed_over(tmp_path: Path) -> None:
     ("planned", "text", "total"),
     [
         (None, "2026 - finetune.py:745 - Total optimization steps = 48\n", 48),
-        (50, "Total optimization steps = 48\n", 48),
+        (50, "2026 - finetune.py:745 - Total optimization steps = 48\n", 48),
+        (50, "Total optimization steps = 7\n", 50),
+        (
+            50,
+            "2026 - finetune.py:700 - Sample 1: {'text': 'a.py:1 - Total optimization steps = 7'}\n",
+            50,
+        ),
+        (
+            50,
+            "a.py:1 - Total optimization steps = 7\n2026 - finetune.py:745 - Total optimization steps = 48\n",
+            48,
+        ),
+        (None, "{'text': '10%|#  | 1/60 [00:01<00:20,  2.8it/s]'}\n", None),
+        (None, "a row of 3/4 [of all]\n", None),
+        (None, " 10%|#  | 30/60 [00:01<00:20,  2.8it/s]\n", None),
         (None, " 10%|#  | 1/60 [00:01<00:20,  2.8it/s]\n", 60),
         (50, " 10%|#  | 1/60 [00:01<00:20,  2.8it/s]\n", 50),
         (None, "Tokenizing: 10%|#  | 1/60 [00:01<00:20, 99 examples/s]\n", None),

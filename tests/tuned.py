@@ -9,12 +9,10 @@ from pathlib import Path
 from conftest import REPOSITORY
 
 from launcher import footprint, lengths, levers, plan, preparation, throughput
-from launcher.candidates import Candidate, Measured
 from launcher.errors import InvalidConfig
 from launcher.levers import Here, Settings
-from launcher.outlook import Outlook
 from launcher.preparation import Request
-from launcher.search import Search
+from launcher.search import Candidate, Measured, Outlook, Search
 
 STEPS = 8
 PACKAGES = {"flash-attn": "2.8.3", "liger-kernel": "0.7.0", "bitsandbytes": "0.49"}
@@ -93,7 +91,7 @@ class Machine:
         return self.runs(world, settings).speed or 0.0
 
     def _step(self, world: Outlook, settings: Settings) -> float:
-        found = world._footprint(settings)
+        found = world.footprint(settings)
         made, shape, zero = found.plan, found.shape, found.zero
         rows = made.per_device * (2 if found.dpo else 1)
         batch = lengths.typical(found.rows, rows=rows, packed=found.packed)
@@ -139,8 +137,15 @@ def changed(machine: Machine, **parts: float) -> Machine:
 
 def search_of(world: Outlook, **terms: object) -> Search:
     """A search over everything that the stage file can be turned into."""
-    given = {"steps": STEPS, "room": world.card.gib, "masked": world.attention == "sdpa", **terms}
-    return Search(world.grid(), world.base(), **given)  # type: ignore[arg-type]
+    given = {"steps": STEPS, "room": world.card.gib, **terms}
+    if id(world) not in _GRIDS:
+        _GRIDS[id(world)] = (world, list(world.grid()), world.base())
+    _, grid, base = _GRIDS[id(world)]
+    return Search(grid, base, **given)  # type: ignore[arg-type]
+
+
+# estimates of hundreds of settings take seconds, and many tests want the same ones
+_GRIDS = dict[int, tuple[Outlook, list[Candidate], Candidate]]()
 
 
 def searched(
@@ -148,10 +153,10 @@ def searched(
 ) -> Search:
     """Through to its end, or so many trials; `noise` are shares by which measurements are off."""
     search = search_of(world, **terms)
-    while len(search.results.trials) < trials and (one := search.propose()) is not None:
+    while len(search.trials) < trials and (one := search.propose()) is not None:
         told = machine.runs(world, one.settings)
         if noise and told.speed:
-            off = noise[len(search.results.runs) % len(noise)]
+            off = noise[len(search.runs) % len(noise)]
             told = replace(told, speed=told.speed * (1 + off))
         search.learn(one, told)
     return search
@@ -159,7 +164,7 @@ def searched(
 
 def reached(world: Outlook, machine: Machine, search: Search) -> float:
     """The speed of what was found, as a share of the best that there is in the whole grid."""
-    best = search.results.best
+    best = search.best
     assert best is not None
     top = max(machine.lasts(world, one.settings) for one in search.grid.values())
     return (machine.runs(world, best.candidate.settings).speed or 0.0) / top

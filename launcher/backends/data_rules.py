@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from launcher.backends import prompts
 from launcher.backends.context import Context, StageRule
 from launcher.backends.mixer_rules import listed
+from launcher.backends.rows import entry_rows
 from launcher.backends.rule import say
 from launcher.errors import Finding, brief
 from launcher.paths import exists
@@ -23,16 +23,6 @@ _PAIRS_PER_SECOND = 300.0
 _COUNTED_PER_SECOND = 6000.0
 # where the number of cores is not known: what would be long even on a large machine
 _MANY_CPUS = 64
-# bytes read of a large file to learn how long its lines are
-_HEAD = 2**18
-
-# Rows of the `train` split, `num_examples` on each set's card at huggingface.co/datasets.
-HUB_ROWS = {
-    "allenai/tulu-3-sft-mixture": 939_343,
-    "allenai/llama-3.1-tulu-3-8b-preference-mixture": 271_409,
-    "allenai/llama-3.1-tulu-3-70b-preference-mixture": 334_367,
-    "allenai/llama-3.1-tulu-3-405b-preference-mixture": 360_924,
-}
 
 
 def tokenising_outlasts(context: Context) -> Iterator[Finding]:
@@ -71,36 +61,9 @@ def known_rows(context: Context) -> int | None:
     """
     words = context.values[listed(context.values)] or []
     pairs = zip(words[::2], words[1::2], strict=False)
-    counted = [_rows(str(name), str(amount)) for name, amount in pairs]
+    counted = [entry_rows(str(name), str(amount), estimated=True) for name, amount in pairs]
     known = [rows for rows in counted if rows is not None]
     return sum(known) if known else None
-
-
-def _rows(name: str, amount: str) -> int | None:
-    try:
-        if "." not in amount:
-            return int(amount)
-        share = float(amount)
-    except ValueError:
-        return None
-    total = HUB_ROWS.get(name) or _lines(Path(name))
-    return int(total * share) if total is not None and math.isfinite(share) else None
-
-
-def _lines(path: Path) -> int | None:
-    """Rows of a local .jsonl, from its size and the length of its first lines; None where unknown."""
-    if path.suffix != ".jsonl":
-        return None
-    try:
-        size = os.stat(path).st_size
-        with open(path, "rb") as file:
-            head = file.read(_HEAD)
-    except (OSError, ValueError):
-        return None
-    lines = head.count(b"\n")
-    if size <= len(head):
-        return lines + (not head.endswith(b"\n") and bool(head))
-    return size * lines // len(head) if lines else None
 
 
 def nothing_left(context: Context) -> Iterator[Finding]:
@@ -110,7 +73,7 @@ def nothing_left(context: Context) -> Iterator[Finding]:
     data = listed(context.values)
     words = [str(word) for word in context.values[data] or []]
     for index, (name, amount) in enumerate(zip(words[::2], words[1::2], strict=False)):
-        if _rows(name, amount) == 0 and float(amount) > 0:
+        if entry_rows(name, amount, estimated=True) == 0 and float(amount) > 0:
             yield say(
                 "error", "run", "mixer-amount", f"{data}[{2 * index + 1}]",
                 f"the share {amount} of {brief(name)} is less than one row", "write a number of rows",

@@ -9,13 +9,42 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from launcher.backends import model_config
+from launcher.backends import model_config, trl_resolved
 from launcher.backends.context import Context, StageRule, caches_only, section
 from launcher.backends.rule import say
 from launcher.errors import Finding
 
 # attention with biases whatever else their config says; `attention_bias` tells for the others
 _BIASED = frozenset({"qwen2", "qwen2_moe"})
+
+
+# --- the engine in use -----------------------------------------------------------------------------
+
+
+def engine_config(
+    values: Mapping[str, Any], file: Mapping[str, Any] | None, *, trl: bool = False
+) -> Mapping[str, Any] | None:
+    """The DeepSpeed config in use: the trainer's own argument wins over `file`, launch's `deepspeed`.
+
+    None without DeepSpeed. The caller knows whether a GPU is used.
+    """
+    if trl:
+        own = trl_resolved.own_deepspeed(values)
+        return file if own is None else own
+    stage = values.get("zero_stage")
+    if not isinstance(stage, int) or isinstance(stage, bool):
+        return file
+    # as far as memory and gradients depend on it (dpo_tune_cache.py:78, dpo_tune_cache.py:82)
+    zero: dict[str, Any] = {"stage": stage, "overlap_comm": True, "reduce_bucket_size": "auto"}
+    if stage == 3:
+        zero |= {
+            "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto",
+            "zero_hpz_partition_size": values.get("zero_hpz_partition_size"),
+        }  # fmt: skip
+    for name in ("offload_optimizer", "offload_param"):
+        if values.get(name):
+            zero[name] = {"device": "cpu"}
+    return {"zero_optimization": zero}
 
 
 # --- the DeepSpeed file ----------------------------------------------------------------------------
@@ -257,7 +286,7 @@ def quantised(context: Context) -> Iterator[Finding]:
 
 def frozen_biases(context: Context) -> Iterator[Finding]:
     """finetune.py:670, dpo_tune_cache.py:417 put biases into a group of their own; with LoRA none of
-    it is trained, and ZeRO-1 and 2 cannot take an empty group (deepspeed/runtime/zero/stage_1_and_2.py:375).
+    it is trained, and ZeRO-1 and 2 cannot take an empty group (deepspeed/runtime/zero/stage_1_and_2.py:442).
     """
     values = context.values
     if not values["use_lora"] or context.zero_stage not in {1, 2} or caches_only(context):

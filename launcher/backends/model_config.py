@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from launcher.files import parse_json, read_bytes
 from launcher.paths import exists, is_file
 from launcher.schema import Values
 
@@ -45,7 +46,7 @@ def has_token(
         return None
     spellings = {json.dumps(token, ensure_ascii=plain).encode() for plain in (True, False)}
     try:
-        texts = [path.read_bytes() for one in _TOKENS if is_file(path := config.with_name(one))]
+        texts = [read_bytes(path) for one in _TOKENS if is_file(path := config.with_name(one))]
     except OSError:
         return None
     return any(spelling in text for text in texts for spelling in spellings)
@@ -71,6 +72,16 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's part of a config that also describes an image encoder."""
     part = config.get("text_config")
     return part if isinstance(part, Mapping) else config
+
+
+def weights_type(config: Mapping[str, Any]) -> str:
+    """The type of a model's weights, such as `bfloat16`; empty where its config names none.
+
+    transformers 5 writes `dtype`, earlier ones `torch_dtype`; some only in the language model's part.
+    """
+    names = ("dtype", "torch_dtype")
+    found = (part.get(name) for part in (config, text_part(config)) for name in names)
+    return str(next(filter(None, found), "")).removeprefix("torch.")
 
 
 def is_path(name: str) -> bool:
@@ -131,16 +142,14 @@ def home(environ: Mapping[str, str]) -> Path:
 
 def _line(path: Path) -> str | None:
     try:
-        return path.read_text(encoding="utf-8").strip() or None
+        return read_bytes(path).decode().strip() or None
     except (OSError, ValueError):
         return None
 
 
 def _parsed(path: Path) -> Mapping[str, Any]:
     try:
-        if path.stat().st_size > _LARGEST:
-            return {}
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        data = parse_json(read_bytes(path, _LARGEST))
+    except (OSError, ValueError):
         return {}
     return data if isinstance(data, dict) else {}

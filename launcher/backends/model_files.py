@@ -5,12 +5,12 @@ Names, sizes and the headers of weights are read, no weights.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from launcher import checkpoints
+from launcher.files import open_regular, parse_json, read_bytes
 from launcher.paths import is_file, is_pointer
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
@@ -148,7 +148,7 @@ def _tokenizers(folder: Path) -> list[Path]:
 def _closed(path: Path) -> bool:
     """Whether a text that is a JSON mapping ends like one."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             begin = file.read(64).lstrip()
             file.seek(max(0, path.stat().st_size - 64))
             return begin.startswith(b"{") and file.read().rstrip().endswith(b"}")
@@ -163,8 +163,6 @@ def _unread(path: Path) -> str:
 
 def _read(path: Path) -> Any:
     try:
-        if path.stat().st_size > _LARGEST_INDEX:
-            return None
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return parse_json(read_bytes(path, _LARGEST_INDEX))
+    except (OSError, ValueError):
         return None

@@ -474,7 +474,9 @@ def offline_model(context: Context) -> Iterator[Finding]:
     name, variable = values["model_name_or_path"], model_rules.offline_by(environ)
     far = isinstance(name, str) and name and not model_config.here(name)
     if variable is None or not far or model_config.is_path(name) or caches_only(context):
-        yield from model_rules.missing_model(context)
+        # dpo.py:213: a `config_name` is one of OLMo-core's own, no folder and nothing of the hub's
+        found = model_rules.missing_model(context)
+        yield from (finding for finding in found if finding.key != "args.config_name")
         return
     shape = values.schema.models.get(name) or _shape_of(model_config.read(name, environ))
     config = f" and `config_name: {shape or '<its shape>'}`" if not values["config_name"] else ""
@@ -661,7 +663,7 @@ def attention(context: Context) -> Iterator[Finding]:
 STAGE_RULES: tuple[StageRule, ...] = (
     no_deepspeed, precision, other_shape, goes_on, no_compiler, accumulation, wandb_key, tokenising_outlasts,
     wpo, positions, attention, model_rules.olmo_bos, offline_model, folder_unread,
-    service_rules.hub_token, deepspeed_rules.clipped_below_zero,
+    service_rules.hub_token, service_rules.remote_code, deepspeed_rules.clipped_below_zero,
 )  # fmt: skip
 
 

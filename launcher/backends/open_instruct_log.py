@@ -23,6 +23,11 @@ ATTENTION = {
 # A logged line, not the same words in a training sample that visualize_token prints.
 # Before August 2025 the logger's name stood where the file does now.
 _LOGGED = r"(?:\.py:\d+ -|\[RANK \d+\]|INFO:[\w.]+:| - [A-Z]+ - [\w.]+ -)\s+"
+# of a row of the data, which upstream shows as a dict, the same words are no announcement
+_BARE = r"^[^'\"{}]{0,400}?"
+_LIGER_LOGGED = (
+    r"^(?:\[\w+\]:?\s*|\d+:\s+)?(?:[^'\"{}]{0,400}?(?:" + _LOGGED + r"|[A-Z]+:[\w.]+:\s*|>>\s+))?"
+)
 _LIGER = "liger_kernel/transformers/monkey_patch.py"
 _CACHE = "open_instruct/dataset_transformation.py"
 _REFERENCE = "open_instruct/dpo_utils.py"
@@ -55,20 +60,24 @@ _OWN: tuple[Pattern, ...] = (
     pattern(
         "liger_attempted",
         "Attempting to apply liger-kernel",
-        r"Attempting to apply liger-kernel\.(?: fused_linear_cross_entropy=(?P<fused>\w+))?",
+        _BARE
+        + _LOGGED
+        + r"Attempting to apply liger-kernel\.(?: fused_linear_cross_entropy=(?P<fused>\w+))?",
         "open_instruct/finetune.py:575, dpo_tune_cache.py:315",
     ),
     pattern(
         "liger_applied",
         "Applying Liger kernels ",
-        r"Applying Liger kernels (?:for|to model instance with) model type: (?P<model_type>\w+)"
+        _LIGER_LOGGED
+        + r"Applying Liger kernels (?:for|to model instance with) model type: (?P<model_type>\w+)"
         r"(?: with kwargs: (?P<kwargs>.*))?",
         f"{_LIGER}:2953 (liger-kernel 0.7.0)",
     ),
     pattern(
         "liger_unsupported",
         "Liger kernels",
-        r"(?:There are currently no Liger kernels supported|No Liger kernels will be applied).*",
+        _LIGER_LOGGED
+        + r"(?:There are currently no Liger kernels supported|No Liger kernels will be applied).*",
         f"{_LIGER} _apply_liger_kernel (liger-kernel 0.7.0)",
         anchors=(
             "There are currently no Liger kernels supported",

@@ -160,7 +160,7 @@ def other_batch(context: Context) -> Iterator[Finding]:
 
 
 def other_world(context: Context) -> Iterator[Finding]:
-    """deepspeed/runtime/engine.py:3642: ZeRO's states belong to one number of processes."""
+    """deepspeed/runtime/engine.py:4749: ZeRO's states belong to one number of processes."""
     last = resumed_from(checkpoints(context.output))
     was = _gpus(context.earlier or {})
     if last is None or not context.zero_stage or not context.gpus or was in {None, context.gpus}:

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher.paths import is_file, is_pointer
+from launcher.files import open_regular, read_bytes
+from launcher.paths import expanded, is_file, is_pointer
 
 # bytes read for the first row; one that is longer is not judged
 _HEAD = 2**20
+# bytes read of a large file to learn how long its lines are
+_SAMPLE = 2**18
+
+# Rows of the `train` split, `num_examples` on each set's card at huggingface.co/datasets.
+HUB_ROWS = {
+    "allenai/tulu-3-sft-mixture": 939_343,
+    "allenai/llama-3.1-tulu-3-8b-preference-mixture": 271_409,
+    "allenai/llama-3.1-tulu-3-70b-preference-mixture": 334_367,
+    "allenai/llama-3.1-tulu-3-405b-preference-mixture": 360_924,
+}
 
 
 def columns(path: Path, most: int | None = None) -> tuple[dict[str, Any], frozenset[str]] | None:
@@ -28,7 +40,7 @@ def head(path: Path, most: int | None = 64) -> tuple[list[dict[str, Any]], bool]
     if path.suffix != ".jsonl" or fault(path) is not None:
         return None
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             read = file.read(_HEAD)
     except OSError:
         return None
@@ -55,10 +67,42 @@ def lines_of(paths: Sequence[Path]) -> int | None:
         return None
 
 
+def entry_rows(name: str, amount: str, *, estimated: bool = False) -> int | None:
+    """Rows that one entry of a mixer list gives before filtering; None where that is not known.
+
+    A count stands for itself, rows are repeated (dataset_transformation.py:2074 rounds a share down).
+    `estimated`: the size of a large file and the length of its first lines will do.
+    """
+    try:
+        if "." not in amount:
+            return int(amount)
+        share = float(amount)
+    except ValueError:
+        return None
+    rows = HUB_ROWS.get(name)
+    if rows is None and name.endswith(".jsonl"):
+        path = expanded(name)
+        rows = _estimate(path) if estimated else lines_of([path])
+    return None if rows is None or not math.isfinite(share) else int(rows * share)
+
+
+def _estimate(path: Path) -> int | None:
+    try:
+        size = path.stat().st_size
+        with open_regular(path) as file:
+            start = file.read(_SAMPLE)
+    except (OSError, ValueError):
+        return None
+    lines = start.count(b"\n")
+    if size <= len(start):
+        return lines + (not start.endswith(b"\n") and bool(start))
+    return size * lines // len(start) if lines else None
+
+
 @functools.lru_cache(maxsize=64)
 def _lines(path: Path, _changed: int, _size: int) -> int:
     # a search plans the same file hundreds of times
-    return len(path.read_bytes().splitlines())
+    return len(read_bytes(path).splitlines())
 
 
 def fault(path: Path) -> str | None:
@@ -68,7 +112,7 @@ def fault(path: Path) -> str | None:
     if path.suffix != ".jsonl":
         return None
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             head = file.read(_HEAD)
     except (OSError, ValueError):
         return None

@@ -56,7 +56,7 @@ def sequence_world(context: Context) -> Iterator[Finding]:
 
 
 def sequence_heads(context: Context) -> Iterator[Finding]:
-    """deepspeed/runtime/sequence_parallel/ulysses_sp.py:141, ulysses_sp.py:144."""
+    """deepspeed/runtime/sequence_parallel/ulysses_sp.py:148, ulysses_sp.py:151."""
     size, config = (
         _split(context),
         model_config.text_part(model_config.built_from(context.values, context.environ)),

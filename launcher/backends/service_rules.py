@@ -11,6 +11,7 @@ from launcher.backends import model_config
 from launcher.backends.context import Context, StageRule, caches_only
 from launcher.backends.model_rules import offline
 from launcher.backends.rule import say
+from launcher.backends.trl_mappings import inline
 from launcher.errors import Finding, Severity
 from launcher.paths import is_file
 
@@ -119,4 +120,18 @@ def not_on_beaker(context: Context) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-RULES: tuple[StageRule, ...] = (wandb_key, hub_token, not_on_beaker)
+def remote_code(context: Context) -> Iterator[Finding]:
+    """transformers/dynamic_module_utils.py:516 imports modules that a repository holds."""
+    values = context.values
+    inner = inline(values.get("model_init_kwargs")) or {}
+    for key in ("trust_remote_code", "allow_all_kernels"):
+        own = key in values and values[key] is True
+        if own or inner.get(key) is True:
+            yield say(
+                "note", "run", "remote-code", key if own else "model_init_kwargs",
+                f"`{key}` runs Python code out of the repository that is loaded, as you",
+                "pin what you have read with `model_revision`, or leave it out",
+            )  # fmt: skip
+
+
+RULES: tuple[StageRule, ...] = (wandb_key, hub_token, not_on_beaker, remote_code)

@@ -27,6 +27,7 @@ def _open_instruct(stage: str) -> tuple[StageRule, ...]:
     from launcher.backends import (
         data_rules,
         deepspeed_rules,
+        gradient_rules,
         loading_rules,
         model_rules,
         output_rules,
@@ -36,6 +37,7 @@ def _open_instruct(stage: str) -> tuple[StageRule, ...]:
 
     return (
         *deepspeed_rules.RULES[stage],
+        *gradient_rules.RULES,
         *(sequence_rules.RULES if stage == "sft" else ()),
         *model_rules.RULES["open_instruct"][stage],
         *loading_rules.RULES,
@@ -47,6 +49,7 @@ def _open_instruct(stage: str) -> tuple[StageRule, ...]:
 
 def _trl(stage: str) -> tuple[StageRule, ...]:
     from launcher.backends import (
+        gradient_rules,
         loading_rules,
         model_rules,
         trl_adapter_rules,
@@ -65,6 +68,7 @@ def _trl(stage: str) -> tuple[StageRule, ...]:
         *loading_rules.RULES,
         *trl_machine_rules.RULES,
         *trl_deepspeed_rules.RULES,
+        *gradient_rules.RULES,
         *trl_lever_rules.RULES,
         *(trl_packing_rules.RULES if stage == "sft" else ()),
         *trl_data_rules.RULES,

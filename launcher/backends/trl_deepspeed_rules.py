@@ -42,7 +42,7 @@ def broken(context: Context) -> Iterator[Finding]:
 
 
 def no_batch(context: Context) -> Iterator[Finding]:
-    """deepspeed/runtime/config.py:934."""
+    """deepspeed/runtime/config.py:650."""
     config = trl_resolved.engine(context)
     names = ("train_batch_size", "train_micro_batch_size_per_gpu")
     if config and all(config.get(name) is None for name in names):

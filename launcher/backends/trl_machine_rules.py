@@ -158,7 +158,7 @@ def two_engines(context: Context) -> Iterator[Finding]:
 
 
 def own_deepspeed_alone(context: Context) -> Iterator[Finding]:
-    """deepspeed/comm/comm.py:834: without a launcher's variables it looks for MPI's."""
+    """deepspeed/comm/comm.py:890: without a launcher's variables it looks for MPI's."""
     if trl_resolved.own_deepspeed(context.values) is None or not trl_resolved.alone(context):
         return
     help = "launch's own `deepspeed:` beside `args:` starts it as it needs"
@@ -416,5 +416,5 @@ RULES: tuple[StageRule, ...] = (
     sharding_alone, two_engines, own_deepspeed_alone, best_without_states, batch_finder,
     sharded_settings, layerwise_optimizer, accumulation_twice, selective_checkpointing,
     precision_option, unknown_attention, attention_missing, flash_in_full_precision,
-    optimizer_package, report_package, wandb_key, hub_token,
+    optimizer_package, report_package, wandb_key, hub_token, service_rules.remote_code,
 )  # fmt: skip

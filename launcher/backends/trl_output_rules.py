@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -13,6 +12,7 @@ from launcher.backends import model_config, output_rules, trl_resolved
 from launcher.backends.context import Context, StageRule
 from launcher.backends.rule import say
 from launcher.errors import Finding, brief
+from launcher.files import parse_json, read_bytes
 from launcher.paths import canonical, exists, is_file
 from launcher.schema import Values
 
@@ -59,8 +59,8 @@ def _state(folder: Path) -> Mapping[str, Any] | None:
     try:
         if path.stat().st_size > _LARGEST:
             return {}
-        told = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        told = parse_json(read_bytes(path))
+    except (OSError, ValueError):
         return None
     return told if isinstance(told, dict) else None
 

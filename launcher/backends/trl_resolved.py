@@ -28,7 +28,7 @@ def attention(values: Values) -> tuple[str | None, str]:
     return (given.removeprefix("paged|") if isinstance(given, str) else None), key
 
 
-def own_deepspeed(values: Values) -> Mapping[str, Any] | None:
+def own_deepspeed(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The mapping behind TRL's own `deepspeed`; empty where it cannot be read, None without one."""
     text = values["deepspeed"]
     if not isinstance(text, str) or not text:

@@ -385,7 +385,7 @@ def quantised_without_adapter(values: Values) -> Iterator[Finding]:
 
 def packed_sequences_split(values: Values) -> Iterator[Finding]:
     """finetune.py:642: what packing adds to a batch (padding_free_collator.py:102) is not as long as a
-    row, which sequence parallelism refuses (deepspeed/runtime/sequence_parallel/ulysses_sp.py:586).
+    row, which sequence parallelism refuses (deepspeed/runtime/sequence_parallel/ulysses_sp.py:684).
     """
     size = values["sequence_parallel_size"]
     if values["packing"] and isinstance(size, int) and size > 1:

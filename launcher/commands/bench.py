@@ -80,7 +80,7 @@ def bench(
 
 def _run(planned: object, format: Format, *, fresh: bool, resume: bool) -> Exit:
     from launcher import bench as benches
-    from launcher import bench_plan, bench_report, report
+    from launcher import bench_plan, bench_report, comparison, report
 
     assert isinstance(planned, benches.Bench)
     report.findings(planned.findings if format is Format.text else ())
@@ -89,7 +89,8 @@ def _run(planned: object, format: Format, *, fresh: bool, resume: bool) -> Exit:
         code = benches.run(going, told=progress(format))
         bench_report.write(going)
         if format is Format.json:
-            report.envelope("bench", code is Exit.OK, planned.findings, going.as_json())
+            found = (*planned.findings, *comparison.baseline_fault(going.samples))
+            report.envelope("bench", code is Exit.OK, found, going.as_json())
         else:
             bench_report.show(going)
             if code is Exit.INTERRUPTED:

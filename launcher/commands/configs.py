@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 
 VALIDATED_FOR = 8
 """GPUs that a pipeline is judged for where its file does not say: a stage file is judged for none."""
+_FEW = 64
+"""So many files are judged by one process: starting more would take as long."""
 
 
 def complete_key(incomplete: str) -> list[str]:
@@ -81,8 +85,7 @@ def validate_config(
         mended, found = _fix(paths, stage, locator, write=not diff, quiet=quiet)
     not_ready = bool(found)
     files: list[dict[str, object]] = []
-    for path in paths:
-        told, mine = _judge_file(path, stage, locator)
+    for path, (told, mine) in zip(paths, _judge_files(paths, stage, locator), strict=True):
         if path in mended:
             told["fix"] = mended[path].as_json()
             mine = mended[path].with_reasons(mine)
@@ -110,7 +113,7 @@ def tell(
         if format is Findings.sarif:
             report.plain_json(annotations.sarif(found))
         elif found:
-            report.say(annotations.github(found))
+            report.workflow_commands(annotations.github(found))
     else:
         report.findings(found)
         for entry in files:
@@ -143,6 +146,20 @@ def _fix(
         for change in mended.changes if write and not quiet else ():
             report.say(f"{path}:{change.line}: {change.what}")
     return done, failed
+
+
+def _judge_files(
+    paths: list[Path], stage: str | None, locator: Locator
+) -> list[tuple[dict[str, object], tuple[Finding, ...]]]:
+    """Each file by itself; many on all cores, which share what the first had read of the source."""
+    judge = functools.partial(_judge_file, stage=stage, locator=locator)
+    done = [judge(path) for path in paths[:_FEW]]
+    if len(paths) <= _FEW:
+        return done
+    import multiprocessing
+
+    with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
+        return [*done, *pool.map(judge, paths[_FEW:], chunksize=16)]
 
 
 def _judge_file(
@@ -241,10 +258,10 @@ def schema(
     format: FormatOption = Format.text,
 ) -> None:
     """List every argument of a stage, or print the JSON Schema of stage files."""
-    from launcher import explain, options, report, upstream
+    from launcher import explain, keys, report, upstream
     from launcher.backends import BACKENDS
 
-    stages = [chosen] if (chosen := named_stage(stage)) else list(options.STAGES)
+    stages = [chosen] if (chosen := named_stage(stage)) else list(keys.STAGES)
     named = [one] if (one := named_backend(backend)) else list(BACKENDS)
     locator = upstream.Locator(checkout=open_instruct, allow_unpinned=allow_unpinned)
     schemas = []

@@ -17,6 +17,8 @@ from launcher.commands.vocabulary import (
 )
 from launcher.errors import usage
 
+_IN_WORDS = {"unknown": "unknown here"}
+
 
 @app.command(epilog="Example: launch attach last")
 def attach(run: RunName = "last", format: FormatOption = Format.text) -> None:
@@ -98,10 +100,14 @@ def runs(format: FormatOption = Format.text) -> None:
     """List every run that is known on this machine."""
     from launcher import overview, report, rundir
 
-    rows = [overview.row(folder) for folder in rundir.known_runs()]
+    rows = overview.rows(rundir.known_runs())
+    doubts = overview.doubts(rows)
     if format is Format.json:
-        report.envelope("runs", True, (), rows)
+        report.envelope("runs", True, doubts, rows)
     elif rows:
-        report.table(rows, overview.COLUMNS)
+        report.findings(doubts)
+        # in a table beside nothing that explains it
+        shown = [{**one, "state": _IN_WORDS.get(one["state"], one["state"])} for one in rows]
+        report.table(shown, overview.COLUMNS)
     else:
         report.say("no runs yet")

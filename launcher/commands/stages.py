@@ -14,6 +14,7 @@ from launcher.commands.vocabulary import (
     Accelerator,
     Changed,
     Checkout,
+    CorruptingOverlap,
     Detach,
     DevicesOption,
     DryRun,
@@ -26,6 +27,7 @@ from launcher.commands.vocabulary import (
     Nodes,
     NoProbe,
     OnFinish,
+    OnFinishLimit,
     Overrides,
     Python,
     Repeat,
@@ -41,7 +43,7 @@ from launcher.commands.vocabulary import (
     app,
     found_run,
 )
-from launcher.errors import Exit, Finding, NotReady, UsageError, usage
+from launcher.errors import Exit, Finding, UsageError, usage
 
 if TYPE_CHECKING:
     from launcher.attempt import Attempt
@@ -56,11 +58,14 @@ class After:
 
     detach: bool = False
     on_finish: str | None = None
+    on_finish_limit: str | None = None
     allow_unproven: bool = False
     before: Mapping[str, Any] | None = None
 
 
-_NEEDS = {"--sbatch": "--slurm", "--accelerator": "--skypilot"}
+_NEEDS = {
+    "--sbatch": "--slurm", "--accelerator": "--skypilot", "--on-finish-limit": "--on-finish",
+}  # fmt: skip
 _APART = {
     "--slurm": ("--skypilot", "--detach", "--devices", "--node-rank", "--main-address"),
     "--skypilot": (
@@ -138,10 +143,11 @@ def _stage_command(stage: str) -> Callable[..., None]:
         dry_run: DryRun = False, python: Python = None, open_instruct: Checkout = None,
         allow_unpinned: Unpinned = False, allow_unproven: Unproven = False, strict: Strict = False,
         no_probe: NoProbe = False, devices: DevicesOption = None, detach: Detach = False,
-        on_finish: OnFinish = None, repeat: Repeat = None, node_rank: NodeRank = None,
-        main_address: MainAddress = None, slurm: Slurm = False, sbatch: Sbatch = None,
-        skypilot: SkyPilot = None, accelerator: Accelerator = None, fresh: Fresh = False,
-        allow_changed_resume: Changed = None,
+        on_finish: OnFinish = None, on_finish_limit: OnFinishLimit = None, repeat: Repeat = None,
+        node_rank: NodeRank = None, main_address: MainAddress = None, slurm: Slurm = False,
+        sbatch: Sbatch = None, skypilot: SkyPilot = None, accelerator: Accelerator = None,
+        fresh: Fresh = False,
+        allow_changed_resume: Changed = None, allow_corrupting_overlap: CorruptingOverlap = False,
         format: FormatOption = Format.text,
     ) -> None:  # fmt: skip
         from launcher.preparation import Request
@@ -151,7 +157,8 @@ def _stage_command(stage: str) -> Callable[..., None]:
                 "--slurm": slurm, "--skypilot": skypilot, "--sbatch": sbatch,
                 "--accelerator": accelerator, "--detach": detach, "--devices": devices,
                 "--node-rank": node_rank, "--main-address": main_address, "--on-finish": on_finish,
-                "--fresh": fresh, "--allow-changed-resume": allow_changed_resume,
+                "--on-finish-limit": on_finish_limit, "--fresh": fresh,
+                "--allow-changed-resume": allow_changed_resume,
             }
         )  # fmt: skip
         before = None
@@ -170,6 +177,7 @@ def _stage_command(stage: str) -> Callable[..., None]:
         request = Request(
             stage=stage, config=config, overrides=overrides or (), gpus=gpus, nodes=nodes,
             python=python, checkout=open_instruct, allow_unpinned=allow_unpinned, strict=strict,
+            allow_corrupting_overlap=allow_corrupting_overlap,
             probe=not no_probe, devices=devices, node_rank=node_rank, main_address=main_address,
             elsewhere=slurm or skypilot is not None, fresh=fresh or repeat is not None,
             allowed=tuple(allow_changed_resume or ()),
@@ -179,8 +187,10 @@ def _stage_command(stage: str) -> Callable[..., None]:
             return
         if skypilot is not None:
             raise typer.Exit(_task(request, skypilot, accelerator, format))
-        after = After(detach=detach, on_finish=on_finish, allow_unproven=allow_unproven,
-                      before=before)  # fmt: skip
+        after = After(
+            detach=detach, on_finish=on_finish, on_finish_limit=on_finish_limit,
+            allow_unproven=allow_unproven, before=before,
+        )  # fmt: skip
         if slurm:
             raise typer.Exit(_queued(request, format, after, sbatch or []))
         raise typer.Exit(_run(request, format, after))
@@ -216,21 +226,40 @@ def _dry_run(request: Request, format: Format) -> None:
 
 
 def _run(request: Request, format: Format, after: After) -> Exit:
-    from launcher import claim, foresight, on_finish, preparation, report, rundir, runner, start
+    from launcher import foresight, keeper, on_finish, preparation, rundir, runner
 
     told = on_finish.parsed(after.on_finish)
     on_finish.require_here(told)
     # the keeper reads it too late to say so
     runner.grace(os.environ.get(runner.GRACE_VARIABLE))
-    prepared = foresight.foreseen(preparation.prepare(request, running=True))
-    folder = prepared.folder
-    if prepared.decision.kind != "finished":
+    limit = _limit(after)
+    with keeper.interruptible():
+        prepared = preparation.prepare(request, running=True)
         try:
-            claim.require_free(prepared.output)
-        except NotReady:
-            rundir.release(folder)
-            raise
-    found = prepared.findings
+            return _begun(foresight.foreseen(prepared), format, after, told, limit)
+        finally:
+            # the folder that was reserved, if nothing came of it
+            rundir.release(prepared.folder)
+
+
+def _limit(after: After) -> float:
+    from launcher.attempt import ON_FINISH_S
+
+    if after.on_finish_limit is None:
+        return ON_FINISH_S
+    from launcher import bench
+
+    return bench.seconds(after.on_finish_limit) or ON_FINISH_S
+
+
+def _begun(
+    prepared: Prepared, format: Format, after: After, told: tuple[str, ...], limit: float
+) -> Exit:
+    from launcher import lease, report, start
+
+    request, folder, found = prepared.request, prepared.folder, prepared.findings
+    if prepared.decision.kind != "finished" and not (prepared.here and prepared.here.rank):
+        lease.require_free(prepared.output)
     if after.before is not None:
         differing = start.differences(prepared, after.before)
         found = (*found, *differing)
@@ -242,7 +271,9 @@ def _run(request: Request, format: Format, after: After) -> Exit:
         return _finished(prepared, found, format, after)
     if format is Format.text:
         report.beginning(prepared.plan, folder.console(prepared.attempt))
-    folder, attempt = start.begin(prepared, on_finish=told, allow_unproven=after.allow_unproven)
+    folder, attempt = start.begin(
+        prepared, on_finish=told, on_finish_s=limit, allow_unproven=after.allow_unproven
+    )
     if after.detach:
         return _detached(str(request.stage), folder, found, format, first=not attempt.rank)
     return until_over(str(request.stage), folder, attempt, found, format)
@@ -260,7 +291,7 @@ def _finished(prepared: Prepared, found: tuple[Finding, ...], format: Format, af
 
 def _queued(request: Request, format: Format, after: After, words: list[str]) -> Exit:
     """Hand the run to Slurm."""
-    from launcher import foresight, on_finish, preparation, report, sbatch, start
+    from launcher import foresight, keeper, on_finish, preparation, report, sbatch, start
 
     def complain(code: str, key: str, message: str, help: str | None) -> Finding:
         return _fault(code, message, help)
@@ -268,7 +299,7 @@ def _queued(request: Request, format: Format, after: After, words: list[str]) ->
     options, wrong = sbatch.pairs(words, complain)
     if wrong:
         raise UsageError(wrong)
-    told = on_finish.parsed(after.on_finish)
+    told, limit = on_finish.parsed(after.on_finish), _limit(after)
     prepared = foresight.foreseen(preparation.prepare(request, running=True))
     options = {**prepared.plan.stage.options.slurm, **options}
     few = sbatch.one_cpu(options, prepared.plan.gpus)
@@ -282,8 +313,12 @@ def _queued(request: Request, format: Format, after: After, words: list[str]) ->
     if prepared.decision.kind == "finished":
         report.findings(found if format is Format.text else ())
         return _finished(prepared, found, format, after)
-    job = start.queue(prepared, options, on_finish=told, allow_unproven=after.allow_unproven)
     folder = prepared.folder
+    with keeper.interruptible():
+        job = start.queue(
+            prepared, options, on_finish=told, on_finish_s=limit,
+            allow_unproven=after.allow_unproven,
+        )  # fmt: skip
     data = {"run": str(folder.path), "job": job.id}
     lines = (
         f"run: {folder.path}",
@@ -377,7 +412,7 @@ def exec_command(
     format: FormatOption = Format.text,
 ) -> None:
     """Start the attempt that waits in a run folder and show it; what tmux and Slurm start."""
-    from launcher import report, start
+    from launcher import keeper, report, start
 
     folder = found_run(run)
     if prepare:
@@ -386,5 +421,6 @@ def exec_command(
             told = {"run": str(folder.path), "attempt": waiting.number}
             report.envelope("exec", True, (), told)
         return
-    folder, attempt = start.execute(folder, node_rank, main_address)
-    raise typer.Exit(until_over("exec", folder, attempt, (), format))
+    with keeper.interruptible():
+        folder, attempt = start.execute(folder, node_rank, main_address)
+        raise typer.Exit(until_over("exec", folder, attempt, (), format))

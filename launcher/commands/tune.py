@@ -51,13 +51,13 @@ def tune(
     fresh: Fresh = False, resume: Resume = False, format: FormatOption = Format.text,
 ) -> None:  # fmt: skip
     """Search the fastest setting at the same global batch and loss; write it as a stage file."""
+    from launcher import bench as benches
     from launcher import tune as tuning
     from launcher.preparation import Request
-    from launcher.tuning import Terms
 
     refuse_both(fresh, resume)
-    terms = Terms(
-        budget_s=tuning.seconds(budget), steps=steps, row_tokens=row_tokens, gpu_memory=gpu_memory,
+    terms = tuning.Terms(
+        budget_s=benches.seconds(budget), steps=steps, row_tokens=row_tokens, gpu_memory=gpu_memory,
         output=output, fresh=fresh, resume=resume,
     )  # fmt: skip
     request = Request(
@@ -68,20 +68,21 @@ def tune(
 
 
 def _run(planned: object, format: Format) -> Exit:
-    from launcher import bench_report, report, tune_report
+    from launcher import bench_report, comparison, report
     from launcher import tune as tuning
-    from launcher.tuning import Tuning
 
-    assert isinstance(planned, Tuning)
+    assert isinstance(planned, tuning.Tuning)
     with tuning.opened(planned) as going:
         code = tuning.run(going, told=progress(format))
         if going.entries:
             bench_report.write(going.bench())
         if format is Format.json:
-            report.envelope("tune", code is Exit.OK, going.findings, going.as_json())
+            samples = [entry.sample for entry in going.entries]
+            found = (*going.findings, *comparison.baseline_fault(samples))
+            report.envelope("tune", code is Exit.OK, found, going.as_json())
             return code
         if going.entries:
             bench_report.show(going.bench())
         report.findings(going.findings)
-        report.say("\n".join(tune_report.ending(going)))
+        report.say("\n".join(tuning.ending(going)))
     return code

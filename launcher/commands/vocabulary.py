@@ -105,6 +105,13 @@ Checkout = Annotated[
 Unpinned = Annotated[
     bool, typer.Option("--allow-unpinned", help="go on at another commit than the pin")
 ]
+CorruptingOverlap = Annotated[
+    bool,
+    typer.Option(
+        "--allow-corrupting-overlap",
+        help="start although this DeepSpeed is known to corrupt gradients (overlap-corrupts)",
+    ),
+]
 Unproven = Annotated[
     bool, typer.Option("--allow-unproven", help="an unproven verdict is good enough")
 ]
@@ -182,6 +189,12 @@ OnFinish = Annotated[
     str | None,
     typer.Option(
         "--on-finish", metavar="CMD", help="run this at the end, however it ends; no shell"
+    ),
+]
+OnFinishLimit = Annotated[
+    str | None,
+    typer.Option(
+        "--on-finish-limit", metavar="TIME", help="how long it may take: 90s, 10m (the default), 2h"
     ),
 ]
 RunName = Annotated[

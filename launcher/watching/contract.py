@@ -30,13 +30,19 @@ class Contract:
     def wanted(self, point: str) -> str | None:
         return self.settings.expect.get(point)
 
-    def seen(self, point: str, state: str | None, *, final: bool = True) -> None:
-        """Note a state; where it is `final` and not the one expected, the contract is broken."""
+    def seen(
+        self, point: str, state: str | None, *, final: bool = True, step: int | None = None,
+        found: str | None = None,
+    ) -> None:  # fmt: skip
+        """Note a state; where it is `final` and not the one expected, the contract is broken.
+
+        `found` is what to say of it, in place of the two states; `step` is the one it was met in.
+        """
         if state is None:
             return
         self.states[point] = state
         if final and not self.met(point):
-            self.broken(point, self.wanted(point), state)
+            self.broken(point, self.wanted(point), state, step=step, found=found)
 
     def met(self, point: str) -> bool:
         wanted, state = self.wanted(point), self.states.get(point)
@@ -69,7 +75,10 @@ class Contract:
         if self.settings.checks_loss:
             self.broken("loss", "finite", f"{what} {value}", step=step)
 
-    def broken(self, point: str, expected: str | None, seen: str, step: int | None = None) -> None:
+    def broken(
+        self, point: str, expected: str | None, seen: str, step: int | None = None,
+        found: str | None = None,
+    ) -> None:  # fmt: skip
         if point in self.told:
             return
         self.told.add(point)
@@ -78,7 +87,8 @@ class Contract:
         begun = process.base + 1 if process.step_begun is not None else None
         at = step if step is not None else process.at if process.step else begun
         when = f"step {at}" if at else "before the first step"
-        message = f"{point} expected {expected}, seen {seen} ({when}, rank {process.rank})"
+        message = found or f"{point} expected {expected}, seen {seen}"
+        message += f" ({when}, rank {process.rank})"
         if point == "loss":
             message = f"{seen.replace(' ', ' is ', 1)} ({when}, rank {process.rank})"
             if last:

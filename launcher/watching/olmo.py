@@ -19,6 +19,7 @@ def watch_module(probe: Probe, module: types.ModuleType) -> None:
         with probe.record.quietly("train module"):
             probe.saw_model(trained.model)
             probe.optimizer.saw(trained.optim, None)
+            probe.gradients.prepared(trained.model)
             # dpo.py:191
             degree = getattr(trained.dpo_config, "tensor_parallel_degree", 1)
             probe.pairs.alike = max(1, int(degree))

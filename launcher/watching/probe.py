@@ -10,10 +10,13 @@ from typing import Any
 
 from .caches import Caches
 from .contract import Contract
+from .data import Data
+from .gradients import Gradients
 from .kernels import Profile
 from .liger import Liger
 from .memory import Memory
 from .model import described, device
+from .movement import Movement
 from .optimizer import Optimizer
 from .packing import Packing
 from .pairs import Pairs
@@ -38,10 +41,13 @@ class Probe:
         self.memory = Memory(self.process)
         self.liger = Liger(self.process)
         self.contract = Contract(self.process, self.liger, self.leave)
+        self.gradients = Gradients(self.process, self.contract)
         self.watchdog = Watchdog(self.process, self.leave)
         self.optimizer = Optimizer(self.process, self.memory)
+        self.movement = Movement(self.process, self.optimizer)
         self.packing = Packing(self.process, self.contract)
         self.pairs = Pairs(self.process, self.packing)
+        self.data = Data(self.process)
         self.caches = Caches(self.process, self.contract, self.watchdog)
         self.steps = Steps(self.process, self.contract, self.caches, self.pairs)
         self.profile = Profile(self.process)
@@ -101,6 +107,10 @@ class Probe:
         with self.record.quietly("loss"):
             self.close_step()
             self.tally.loss(loss)
+        self.gradients.micro_batch()
+        if self.optimizer.engine is not None:
+            # it steps inside its backward
+            self.movement.begin()
 
     def backward_ended(self, accelerator: Any) -> None:
         self.watchdog.beat()
@@ -111,6 +121,7 @@ class Probe:
             self.open = True
             if getattr(accelerator, "deepspeed_engine_wrapped", None) is not None:
                 # the engine has stepped inside its backward, and has a norm of all gradients
+                self.gradients.step_over()
                 norm = self.optimizer.norm()
                 self.tally.norm = [] if norm is None else [norm]
                 self.close_step()
@@ -123,6 +134,13 @@ class Probe:
         self.process.step += 1
         self.open = True
         self.memory.mark("gradients")
+        self.gradients.before_step()
+        self.movement.begin()
+
+    def before_clipping(self) -> None:
+        """The gradients are whole, and are about to be scaled."""
+        if self.open:
+            self.gradients.before_step()
 
     def clipped(self, norm: Any) -> None:
         """A norm that upstream computed anyway."""
@@ -131,6 +149,9 @@ class Probe:
 
     def before_optimizer(self, optimizer: Any) -> None:
         """Where nobody computes a norm, a few small gradients tell: what is not finite spreads down."""
+        if self.open:
+            self.gradients.before_step()
+            self.movement.begin(optimizer)
         if not self.open or self.tally.norm or self.optimizer.scaled:
             return
         norm = self.optimizer.sample(optimizer)
@@ -168,6 +189,7 @@ class Probe:
         process.step_begun = now
         self.tally = Tally()
         self.steps.settle()
+        self.gradients.settle()
         if self.profile.kernels is not None:
             self.watchdog.rest()
             self.profile.ends()
@@ -185,10 +207,12 @@ class Probe:
             self.close_step()
             self.tally.interrupted = True
             self.steps.settle(wait=True)
+            self.gradients.settle(wait=True)
             step = self.process.step
             if step:
                 self.memory.mark("steps", again=step > self.marked)
                 self.marked = step
+            self.movement.report()
 
     def leaves_out_final_save(self) -> None:
         """The script ends here, well, where nobody wants its model. Raises SystemExit then."""
@@ -203,6 +227,7 @@ class Probe:
 
     def ends(self) -> None:
         self.rests()
+        self.gradients.ends()
         self.profile.tell_missing()
         if self.process.step:
             self.memory.mark("end")
@@ -217,6 +242,7 @@ class Probe:
             with self.record.quietly("last steps"):
                 self.steps.settle(wait=True)
         self.liger.report()
+        self.gradients.report()
         self.record.write("end", exit=VIOLATION)
         say(message)
         with contextlib.suppress(Exception):

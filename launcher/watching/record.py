@@ -3,15 +3,56 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import json
 import math
 import os
+import stat
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 NOTES = 20  # of trouble: what fails in every step fails in the same way
+ROOM = 2**20  # bytes of events that are kept while the disk is full
+
+
+class Console(io.FileIO):
+    """A console log that loses what a full disk does not take, and does not end the training."""
+
+    lost = 0
+
+    def write(self, block: Any, /) -> int:
+        """All of it counts as written where there is no room."""
+        left = memoryview(block)
+        try:
+            while left:
+                left = left[super().write(left) :]
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            Console.lost += len(left)
+        return len(block)
+
+
+def spare_streams() -> None:
+    """Have stdout and stderr go on when the disk that they are written to is full."""
+    for name in ("stdout", "stderr"):
+        with contextlib.suppress(Exception):
+            before = getattr(sys, name)
+            if not stat.S_ISREG(os.fstat(before.fileno()).st_mode):
+                continue
+            before.flush()
+            raw: Any = Console(before.fileno(), "w", closefd=False)
+            plain = isinstance(before.buffer, io.FileIO)
+            stream = io.TextIOWrapper(
+                raw if plain else io.BufferedWriter(raw), encoding=before.encoding,
+                errors=before.errors, line_buffering=before.line_buffering,
+                write_through=before.write_through,
+            )  # fmt: skip
+            setattr(sys, name, stream)
 
 
 class Record:
@@ -27,7 +68,8 @@ class Record:
         with contextlib.suppress(OSError):
             os.makedirs(folder, exist_ok=True)
             path = os.path.join(folder, f"rank-{rank}.jsonl")
-            self.stream = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open until the end
+            # what a full disk does not take is kept, and written once there is room again
+            self.stream = open(path, "a", ROOM, encoding="utf-8")  # noqa: SIM115 - open until the end
 
     def ours(self) -> bool:
         """False in forked data workers, which inherit the stream: their events would tear lines."""

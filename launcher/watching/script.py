@@ -10,12 +10,20 @@ from typing import Any
 
 from .hooks import Watcher
 from .probe import Probe
+from .record import Console, spare_streams
 from .table import watched
+
+
+def word(shown: str) -> str:
+    """A word of the command line: a secret is not on it, but in a variable that it names."""
+    if not shown.startswith("$LAUNCH_ARG_"):
+        return shown
+    return os.environ.get(shown[1:], shown)
 
 
 def run(target: str) -> None:
     """The script with the words of this command line, and its folder as the first import path."""
-    sys.argv[0] = target
+    sys.argv = [target, *map(word, sys.argv[1:])]
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.abspath(target))
     runpy.run_path(target, run_name="__main__")
@@ -23,6 +31,7 @@ def run(target: str) -> None:
 
 def main() -> None:
     """What a training process does, from its first event to its last."""
+    spare_streams()
     probe = Probe(json.loads(os.environ["LAUNCH_PROBE"]))
     process, record, target = probe.process, probe.record, probe.settings.target
     record.write(
@@ -44,4 +53,8 @@ def main() -> None:
         raise
     finally:
         probe.ends()
+        if Console.lost:
+            record.write(
+                "note", text=f"the disk was full: {Console.lost} bytes of the log are lost"
+            )
         record.write("end", exit=code if isinstance(code, int) else int(code is not None))

@@ -10,11 +10,12 @@ class Settings:
 
     `target` upstream's script, `out` folder of the records, `cpu`, `backend`, `stage`; `packed`
     whether packing was asked for (the same on every rank, so that collectives may depend on it);
-    `expect` point -> state; `on_violation` stop or warn; `within` optimizer steps until what is
-    expected must be proved; `isolation` whether packing is tested; `on_hang` stop or report;
-    `hang_factor` times the median step, and `hang_seconds` at least, make a hang; `first_loss` is what
-    the first step must give where the policy still is its own reference; without `final_save` the run
-    ends after its last step; `profile` is the step whose kernels are recorded.
+    `gradients` whether those of autograd are compared with those that the optimizer uses; `expect`
+    point -> state; `on_violation` stop or warn; `within` optimizer steps until what is expected must be
+    proved; `isolation` whether packing is tested; `on_hang` stop or report; `hang_factor` times the
+    median step, and `hang_seconds` at least, make a hang; `first_loss` is what the first step must give
+    where the policy still is its own reference; without `final_save` the run ends after its last step;
+    `profile` is the step whose kernels are recorded.
     """
 
     def __init__(self, given: dict[str, Any]) -> None:
@@ -26,6 +27,7 @@ class Settings:
         self.packed = bool(given.get("packed"))
         wanted = given.get("expect") or {}
         self.expect = {point: state for point, state in wanted.items() if state != "any"}
+        self.gradients = wanted.get("gradients") != "any"
         self.checks_loss = wanted.get("loss", "finite") != "any"
         self.stops = given.get("on_violation") == "stop"
         self.within = int(given.get("within") or 3)

@@ -18,6 +18,7 @@ def watched(probe: Probe) -> dict[str, Callable[[types.ModuleType], None]]:
         "accelerate.optimizer": partial(trainers.watch_optimizer, probe),
         "transformers.modeling_utils": partial(trainers.watch_saving, probe),
         "transformers.trainer": partial(trainers.watch_trainer, probe),
+        "datasets.load": probe.data.watch,
         "open_instruct.dataset_transformation": caches.watch_dataset,
         "open_instruct.dpo_utils": caches.watch_reference,
         "open_instruct.model_utils": partial(trainers.watch_final_save, probe),

@@ -7,6 +7,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from . import saves
 from .hooks import wrap, wrap_known
 from .probe import Probe
 
@@ -27,6 +28,8 @@ def watch_accelerate(probe: Probe, module: types.ModuleType) -> None:
             with probe.record.quietly("prepared"):
                 if hasattr(item, "zero_optimization_stage"):
                     probe.optimizer.saw_engine(item)
+                if hasattr(item, "named_parameters") and hasattr(item, "forward"):
+                    probe.gradients.prepared(item)
         if model:
             probe.memory.mark("prepare")
         return result
@@ -62,13 +65,23 @@ def watch_optimizer(probe: Probe, module: types.ModuleType) -> None:
 def watch_trainer(probe: Probe, module: types.ModuleType) -> None:
     names = ("_save_checkpoint", "evaluate", "push_to_hub")
     wrap_known(module.Trainer, names, resting(probe))
-    wrap_known(module.Trainer, ("save_model",), saving(probe))
+    wrap_known(module.Trainer, ("save_model",), saving(probe, of_trainer))
     wrap_known(module.Trainer, ("_load_optimizer_and_scheduler",), resuming(probe))
 
 
 def watch_final_save(probe: Probe, module: types.ModuleType) -> None:
     wrap_known(module, ("push_folder_to_hub",), resting(probe))
-    wrap_known(module, ("save_with_accelerate",), saving(probe))
+    wrap_known(module, ("save_with_accelerate",), saving(probe, of_script))
+
+
+def of_trainer(trainer: Any, output_dir: Any = None, *_: Any, **__: Any) -> Any:
+    """Where Trainer's `save_model` puts the model (transformers/trainer.py)."""
+    return output_dir or trainer.args.output_dir
+
+
+def of_script(*args: Any, **kwargs: Any) -> Any:
+    """Where open-instruct's `save_with_accelerate` does (model_utils.py:527)."""
+    return kwargs["output_dir"] if "output_dir" in kwargs else args[3]
 
 
 def watch_saving(probe: Probe, module: types.ModuleType) -> None:
@@ -77,6 +90,8 @@ def watch_saving(probe: Probe, module: types.ModuleType) -> None:
         result = original(model, save_directory, *args, **kwargs)
         if kwargs.get("is_main_process", True):
             probe.record.write("saved", path=str(save_directory))
+            with probe.record.quietly("saved model"):
+                saves.note(probe.record, save_directory)
         probe.memory.mark("save", again=True)
         return result
 
@@ -93,14 +108,18 @@ def resting(probe: Probe) -> Callable[..., Any]:
     return rest
 
 
-def saving(probe: Probe) -> Callable[..., Any]:
-    """For what writes the final model; Trainer's checkpoints call it too, and say so."""
+def saving(probe: Probe, folder: Callable[..., Any]) -> Callable[..., Any]:
+    """For what writes the final model into `folder`; Trainer's checkpoints call it too, and say so."""
 
     def save(original: Any, *args: Any, **kwargs: Any) -> Any:
         probe.rests()
         if not kwargs.get("_internal_call"):
             probe.leaves_out_final_save()
-        return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        with probe.record.quietly("saved model"):
+            if not probe.process.rank:
+                saves.note(probe.record, folder(*args, **kwargs))
+        return result
 
     return save
 
@@ -127,6 +146,8 @@ def clipping(probe: Probe) -> Callable[..., Any]:
     """For what clips the gradients and returns their norm."""
 
     def clip(original: Any, *args: Any, **kwargs: Any) -> Any:
+        with probe.record.quietly("gradients"):
+            probe.before_clipping()
         norm = original(*args, **kwargs)
         with probe.record.quietly("gradient norm"):
             probe.clipped(norm)

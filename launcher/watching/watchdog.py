@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import faulthandler
+import os
 import statistics
 import threading
 import time
@@ -11,6 +13,9 @@ from collections.abc import Callable
 
 from .process import Process
 from .record import say
+
+LEASE = "LAUNCH_LEASE"
+"""The environment variable that names the lease of the output folder, for its heartbeat."""
 
 
 class Watchdog(threading.Thread):
@@ -53,6 +58,10 @@ class Watchdog(threading.Thread):
             time.sleep(min(5.0, self.settings.hang_seconds / 4))
             with self.process.record.quietly("watchdog"):
                 self.look()
+            if self.process.rank == 0 and LEASE in os.environ:
+                # a keeper that was killed must not seem to have left the output folder
+                with contextlib.suppress(OSError):
+                    os.utime(os.environ[LEASE])
 
     def look(self) -> None:
         waited, limit = time.monotonic() - self.moved, self.limit()

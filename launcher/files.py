@@ -1,0 +1,122 @@
+"""Files that somebody else may have written, read within bounds: only regular files, of bounded size,
+line length, nesting depth and numbers.
+
+Whatever reads a file of a run reads it through here. A FIFO or a device in its place would block for
+ever, and a single line of brackets or a number of 400 digits would end a whole command.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+MAX_BYTES = 64 * 2**20
+"""Bytes of a file that is read as a whole."""
+MAX_LINE = 2**20
+"""Bytes of a line of JSON."""
+MAX_LINES = 2**30
+"""Bytes of a file that is read line by line."""
+MAX_DEPTH = 64
+"""Lists and mappings inside each other."""
+_DIGITS = 20  # of a whole number: an inode has 64 bits
+
+
+def open_regular(path: Path, buffering: int = -1) -> BinaryIO:
+    """A regular file, opened for reading without ever waiting. Raises OSError, for any other kind too."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except ValueError as error:
+        # a NUL, or a lone surrogate, in the name
+        raise OSError(errno.EINVAL, str(error), str(path)) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(descriptor, "rb", buffering)
+
+
+def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
+    """What a regular file holds. Raises OSError, also where that is more than `most` bytes."""
+    with open_regular(path) as stream:
+        raw = stream.read(most + 1)
+    if len(raw) > most:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+    return raw
+
+
+def lines(stream: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file; of one that is longer than `parse_line` takes only as much as shows that."""
+    left = MAX_LINES
+    while left > 0 and (raw := stream.readline(MAX_LINE + 1)):
+        left -= len(raw)
+        yield raw
+        while left > 0 and len(raw) > MAX_LINE and not raw.endswith(b"\n"):
+            raw = stream.readline(MAX_LINE + 1)
+            left -= len(raw)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The mappings in the lines of a JSONL file, without torn ones; none where it cannot be read."""
+    try:
+        with open_regular(path) as stream:
+            return [row for line in lines(stream) if (row := parse_line(line))]
+    except OSError:
+        return []
+
+
+def parse_json(raw: bytes) -> Any:
+    """The value of a JSON text. A whole number of more than 20 digits is infinite, as a float would be.
+
+    Raises ValueError where it is not UTF-8, not JSON, or nested deeper than 64 levels.
+    """
+    try:
+        value = _DECODER.decode(raw.decode())
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _deep(value):
+        raise ValueError("nested too deep")
+    return value
+
+
+def _whole(digits: str) -> int | float:
+    if len(digits) <= _DIGITS:
+        return int(digits)
+    return -math.inf if digits.startswith("-") else math.inf
+
+
+_DECODER = json.JSONDecoder(parse_int=_whole)
+
+
+def _deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            below
+            for one in level
+            if isinstance(one, dict | list)
+            for below in (one.values() if isinstance(one, dict) else one)
+        ]
+    return any(isinstance(one, dict | list) for one in level)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; empty where there is none to be had."""
+    try:
+        data = parse_json(read_bytes(path))
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def parse_line(raw: bytes) -> dict[str, Any]:
+    """One line of a JSONL file as a mapping; empty where it is torn, too long, or none."""
+    try:
+        data = parse_json(raw) if len(raw) <= MAX_LINE else None
+    except ValueError:
+        return {}
+    return data if isinstance(data, dict) else {}

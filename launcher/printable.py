@@ -1,0 +1,55 @@
+"""Text that others wrote, made fit for a terminal and for the log of a CI job.
+
+A value of a stage file, a line of a log, the name of a file may hold escape sequences that recolour,
+retitle or overwrite a terminal, and lines that GitHub takes for workflow commands (`::error::`).
+"""
+
+from __future__ import annotations
+
+import re
+
+# a sequence as a whole: of one that is cut off, its first character
+_ESCAPES = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"
+    r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c\r\n]*(?:\x07|\x1b\\|\x9c)?"
+    r"|\x1b[ -/]*[0-~]"
+)
+_CONTROLS = (
+    "\\x00-\\x08\\x0b\\x0c\\x0e-\\x1f\\x7f-\\x9f\\u2028\\u2029\\u202a-\\u202e\\u2066-\\u2069"
+)
+# beside the control characters: those that reorder what is read, and bytes of 80 to 9f that are no UTF-8
+_CONTROL = re.compile(f"[{_CONTROLS}\\udc80-\\udc9f]")
+_COMMAND = re.compile(r"^(\s*)::|##\[", re.M)
+_UNESCAPED = re.compile("[\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+def printable(text: str, *, commands: bool = False) -> str:
+    """The text with newlines and tabs, but no other control character and no escape sequence.
+
+    A carriage return ends a line. A line that GitHub would take for a workflow command gets a backslash
+    before it, unless it may have `commands`.
+    """
+    if not text.isprintable():
+        text = _ESCAPES.sub("", text) if "\x1b" in text or not text.isascii() else text
+        text = _CONTROL.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
+    return text if commands else _COMMAND.sub(_harmless, text)
+
+
+def _harmless(found: re.Match[str]) -> str:
+    return "# #[" if found[1] is None else f"{found[1]}\\::"
+
+
+def folded(text: str) -> str:
+    """The text, printable, with its further lines indented: none of them looks like one of launch's own."""
+    return printable(text).replace("\n", "\n    ")
+
+
+def printable_bytes(raw: bytes) -> bytes:
+    """The same for what need not be UTF-8."""
+    text = printable(raw.decode(errors="surrogateescape"))
+    return text.encode(errors="surrogateescape")
+
+
+def escaped(json_text: str) -> str:
+    """JSON with those control characters escaped that its own rules let stand."""
+    return _UNESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", json_text)

@@ -1,0 +1,56 @@
+"""What was saved, by content: the fingerprint of each file of weights right after the save.
+
+`content.py` beside this folder does the reading, for launch compares with the same functions.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from .record import Record
+
+_CHECKPOINT = re.compile(r"(?:^|/)(?:step_|epoch_|global_step|(?:tmp-)?checkpoint-)\d+(?:/|$)")
+_WEIGHTS = re.compile(r"(?:adapter_|pytorch_)?model[\w.-]*\.(?:safetensors|bin)\Z")
+
+
+@functools.cache
+def content() -> Any:
+    """The module of that name, by its place."""
+    path = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "content.py")
+    spec = importlib.util.spec_from_file_location("launch_content", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # a dataclass looks its module up
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def weights(folder: str) -> list[str]:
+    """The files of weights in a folder and, for PEFT's further adapters, in those right below it."""
+    found = []
+    for prefix in ("", *sorted(entry.name + "/" for entry in os.scandir(folder) if entry.is_dir())):
+        if not _CHECKPOINT.search(prefix):
+            names = os.listdir(os.path.join(folder, prefix))
+            found += [prefix + name for name in sorted(names) if _WEIGHTS.match(name)]
+    return found
+
+
+def note(record: Record, folder: Any) -> None:
+    """Fingerprint a model that has just been saved; a checkpoint is none of the final ones."""
+    if not isinstance(folder, (str, os.PathLike)) or _CHECKPOINT.search(os.fspath(folder)):
+        return
+    path = os.path.abspath(os.fspath(folder))
+    files = []
+    for name in weights(path) if os.path.isdir(path) else ():
+        found, _ = content().read(Path(path, name))
+        files.append(
+            {"name": name, "size": found.size, "method": found.method, "digest": found.digest}
+        )
+    record.write("saved_model", path=path, files=files)

@@ -1,8 +1,6 @@
 """What it costs to know data and checkpoints by content, beside `sha256sum` in the same run.
 
-usage: python -m benchmarks.fingerprint [--json] [--folder PATH] [--gib N]
-
-Data: one file of N GiB (1 unless told), in the page cache, read whole. A checkpoint: four sparse files
+Data: one file in the page cache, read whole. A checkpoint: four sparse files
 shaped like Qwen2.5-7B's (339 tensors, 15.2 GB), sampled; once with nothing remembered, once with. Best of
 three, interleaved. Goals on two cores: data at 1 GB/s and more, a checkpoint in 2 s, a known one in 10 ms.
 Sparse files cost no disk: on a real one the samples take as long as it needs for so many random reads.
@@ -10,19 +8,15 @@ Sparse files cost no disk: on a real one the samples take as long as it needs fo
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
 import struct
-import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks import ratio
-from benchmarks.ratio import Pair, Taken
+from benchmarks.ratio import Pair
 from launcher import content
 from launcher.fingerprint import Memory, of_file, of_model
 
@@ -111,50 +105,3 @@ def pairs(folder: Path) -> Iterator[Pair]:
         name="checkpoint by content", what="samples of a 15 GB checkpoint / reading the same bytes",
         ours=ratio.timed(lambda: of_model(str(model), Memory())), beside=ratio.timed(read),
     )  # fmt: skip
-
-
-def measure(folder: Path, gib: float) -> dict[str, float]:
-    """Every figure, by what it is of; seconds, bytes, and bytes a second."""
-    data, model = folder / "data.jsonl", folder / "model"
-    size, weights = make_data(data, gib), make_checkpoint(model)
-    # only what has been still for a while is remembered
-    time.sleep(Memory.MARGIN_S + 0.5)
-    known = Memory(folder / "prints.json")
-    of_model(str(model), known)
-    cases: dict[str, Taken] = {
-        "data": ratio.timed(lambda: of_file(data, Memory())),
-        "checkpoint": ratio.timed(lambda: of_model(str(model), Memory())),
-        "checkpoint, known": ratio.timed(lambda: of_model(str(model), known)),
-    }
-    if shutil.which("sha256sum"):
-        cases["sha256sum"] = ratio.command(["sha256sum", str(data)])
-    times = ratio.interleaved(cases, ROUNDS)
-    taken = {name: min(seconds) for name, seconds in times.items()}
-    return {
-        **{f"{name}, s": value for name, value in taken.items()},
-        "data, GB/s": size / taken["data"] / 1e9,
-        "sha256sum, GB/s": size / taken.get("sha256sum", float("inf")) / 1e9,
-        "checkpoint, GB": weights / 1e9,
-        "checkpoint read, MB": sum(length for _, _, length in regions(model)) / 1e6,
-    }
-
-
-def main(arguments: list[str]) -> int:
-    """Measure and print; always exits 0, the figures are for people and for the record."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--folder", type=Path)
-    parser.add_argument("--gib", type=float, default=1.0)
-    given = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        found = measure(Path(folder), given.gib)
-    if given.json:
-        print(json.dumps({name: round(value, 4) for name, value in found.items()}))
-        return 0
-    for name, value in found.items():
-        print(f"{name:<24} {value:10.3f}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,21 +1,15 @@
-"""What keeping and looking at runs costs.
-
-usage: python -m benchmarks.keeping [--json]
+"""What looking at runs costs.
 
 `launch runs` over 1,000 run folders (goal: 0.4 s on two idle cores, given as a ratio to importing what it is
-made of); the first line of `launch attach` with 1 GiB in the log (0.5 s); and the share of one core that the
-keeper and a viewer take while training runs: the overhead on its steps beside that of the probe, which
-`benchmarks/probe.py` measures (0.5 % of a step is the limit for both).
+made of), and the first line of `launch attach` with 1 GiB in the log (0.5 s).
 """
 
 from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,53 +109,3 @@ def first_line(folder: RunFolder) -> float:
     if b"step 9" not in lines[0]:
         raise SystemExit(f"attach said {lines[0]!r}")
     return taken
-
-
-def cpu(pid: int) -> float:
-    """Seconds of processor time that a process has taken."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def shares(folder: RunFolder) -> dict[str, float]:
-    """The share of one core that keeper and viewer take, over a while."""
-    looking = subprocess.Popen(
-        [*LAUNCH, "attach", str(folder.path)], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-    )
-    time.sleep(2)
-    keeper = runner.keeper_of(folder)
-    assert keeper is not None
-    before = cpu(keeper.pid), cpu(looking.pid)
-    time.sleep(WATCHED_S)
-    after = cpu(keeper.pid), cpu(looking.pid)
-    looking.kill()
-    looking.communicate()
-    return {
-        "keeper_share": (after[0] - before[0]) / WATCHED_S,
-        "viewer_share": (after[1] - before[1]) / WATCHED_S,
-    }
-
-
-def main() -> None:
-    """Measure, print a table or JSON."""
-    with tempfile.TemporaryDirectory() as name:
-        place = Path(name)
-        os.environ["LAUNCH_RUNS"] = str(place / "runs")
-        os.environ["XDG_STATE_HOME"] = str(place / "state")
-        runs = ratio.measure(listed(place))
-        found = {"runs_s": runs.seconds, "imports_s": runs.beside, "runs_to_imports": runs.ratio}
-        folder = waiting(place, "20270101T000000Z-sft-waiting")
-        try:
-            found["attach_first_line_s"] = statistics.median(first_line(folder) for _ in range(3))
-            found |= shares(folder)
-        finally:
-            ended(folder)
-    if "--json" in sys.argv:
-        print(json.dumps(found))
-        return
-    for what, value in found.items():
-        print(f"{what:22} {value:.4f}")
-
-
-if __name__ == "__main__":
-    main()

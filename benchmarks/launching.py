@@ -1,7 +1,5 @@
 """What starting costs: launch itself, a plan, a dry run, keeping a command, a whole small training.
 
-usage: python -m benchmarks.launching [--json]
-
 `exec` keeps a command that ends at once (keeper, log, verdict, report) beside the same command alone;
 `demo` is two steps of TRL's SFT on the CPU beside the very command that `--dry-run` shows. Goals on two
 idle cores: `--help` within 0.15 s, a plan within 0.5 s.
@@ -10,14 +8,11 @@ idle cores: `--help` within 0.15 s, a plan within 0.5 s.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import shlex
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks import ratio
@@ -99,20 +94,3 @@ def demo(folder: Path) -> Pair:
         ours=ratio.command([*argv, "--fresh", "--allow-unproven"], cwd=folder, env=env),
         beside=ratio.command(alone, cwd=folder, env=env),
     )  # fmt: skip
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Measure and print; always exits 0, the figures are for people and for the record."""
-    with tempfile.TemporaryDirectory() as name:
-        for variable in ("LAUNCH_RUNS", "XDG_STATE_HOME", "LAUNCH_CACHE"):
-            os.environ[variable] = str(Path(name) / variable.lower())
-        told = [ratio.measure(p) for p in (*starting(Path(name)), *pairs(Path(name)))]
-    if "--json" in arguments:
-        print(json.dumps([asdict(one) for one in told]))
-    else:
-        print("\n".join(one.line() for one in told))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

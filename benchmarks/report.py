@@ -1,24 +1,10 @@
-"""How long a report takes to make, and to open in a headless Chromium.
-
-usage: python -m benchmarks.report [--json]
-
-Three DPO runs of 10,000 steps with every curve, read from their folders. `open` is the time from the
-navigation to the frame after the last chart was drawn; `empty` the same for a page without anything,
-which is what the browser itself costs. Goals on two cores: open at most 1 s; one run of 1,000 steps
-rendered in at most 50 ms. Needs selenium, chromium and chromedriver for the opening.
-"""
+"""How long a report of a DPO run of 10,000 steps takes to make."""
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import random
-import shutil
-import statistics
-import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,9 +13,7 @@ from benchmarks.ratio import Pair
 from launcher import page, series
 from launcher.series import Run
 
-ROUNDS = 7
 STEPS = 10_000
-EMPTY = "<!doctype html><html lang=en><title>empty</title><p>empty<script>performance.mark('drawn')</script>"
 
 
 def made(folder: Path, name: str, steps: int) -> Run:
@@ -75,13 +59,6 @@ def row(step: int, steps: int, noise: random.Random) -> dict[str, float]:
     }
 
 
-def rendered(runs: list[Run]) -> tuple[str, float]:
-    """The page, and the median of the seconds that it takes to make."""
-    text = page.overlay(runs)
-    taken = ratio.interleaved({"page": ratio.timed(lambda: page.overlay(runs))}, ROUNDS)["page"]
-    return text, statistics.median(taken)
-
-
 def pairs(folder: Path) -> Iterator[Pair]:
     """A report of one long run, read and drawn, beside parsing its figures."""
     made(folder, "run", STEPS)
@@ -96,68 +73,3 @@ def pairs(folder: Path) -> Iterator[Pair]:
         name="report", what="10,000 steps, read and drawn / parsing them as JSON",
         ours=ratio.timed(lambda: page.overlay([series.read(path)])), beside=ratio.timed(parse),
     )  # fmt: skip
-
-
-def opened(pages: dict[str, Path]) -> dict[str, float] | None:
-    """Seconds until each page has drawn, interleaved; None where there is no browser to ask."""
-    browser, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    try:
-        from selenium import webdriver
-    except ImportError:
-        return None
-    if browser is None or driver is None:
-        return None
-    options = webdriver.ChromeOptions()
-    options.binary_location = browser
-    for flag in ("headless=new", "no-sandbox", "disable-gpu", "window-size=1400,1000"):
-        options.add_argument(f"--{flag}")
-    chrome = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-
-    def draw(path: Path) -> float:
-        chrome.get(path.as_uri())
-        return drawn(chrome)
-
-    try:
-        cases = {name: functools.partial(draw, path) for name, path in pages.items()}
-        taken = ratio.interleaved(cases, ROUNDS, warm=False)
-    finally:
-        chrome.quit()
-    return {name: statistics.median(seconds) for name, seconds in taken.items()}
-
-
-def drawn(chrome: object) -> float:
-    """When the page said that its charts are there, in seconds since the navigation."""
-    ask = "return (performance.getEntriesByName('drawn')[0] || {}).startTime"
-    until = time.monotonic() + 30
-    while time.monotonic() < until:
-        if (at := chrome.execute_script(ask)) is not None:  # type: ignore[attr-defined]
-            return float(at) / 1000
-        time.sleep(0.02)
-    raise SystemExit("the page has drawn nothing for 30 s")
-
-
-def main() -> None:
-    """Measure everything, print one line each."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        runs = [made(folder, f"run-{number}", STEPS) for number in range(3)]
-        text, seconds = rendered(runs)
-        _, small = rendered([made(folder, "small", 1_000)])
-        (folder / "report.html").write_text(text)
-        (folder / "empty.html").write_text(EMPTY)
-        pages = {"open": folder / "report.html", "empty": folder / "empty.html"}
-        told = {
-            "render 3 x 10,000 steps, s": seconds,
-            "render 1,000 steps, s": small,
-            "page, MB": len(text) / 1e6,
-            **{f"{name}, s": value for name, value in (opened(pages) or {}).items()},
-        }
-    if "--json" in sys.argv[1:]:
-        print(json.dumps(told))
-        return
-    for key, value in told.items():
-        print(f"{key:<28}{value:8.3f}")
-
-
-if __name__ == "__main__":
-    main()

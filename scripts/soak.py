@@ -21,89 +21,70 @@ import platform
 import random
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from launcher import evidence, process, rundir
 from launcher.rundir import RunFolder
 
+PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "deepspeed")
 ROOT = Path(__file__).resolve().parent.parent
 NOISE = 1e-4
 """How far losses may be apart: they are printed and kept with about that many digits."""
 LONGEST_S = 240.0
 STAGE = {"trl": "sft", "sft": "sft", "dpo": "dpo"}
 
-CONFIGS = {
-    "trl": """
-stage: sft
-backend: trl
+COMMON = """
 deepspeed: none
 batch: {{global: 4, per_device: 2}}
 expect: {{loss: finite, liger: off}}
 args:
   model_name_or_path: {assets}/model
+  output_dir: {output}
+  logging_steps: 1
+"""
+PINNED = """
+  chat_template_name: tulu
+  max_seq_length: 64
+  do_not_randomize_output_dir: true
+  warmup_ratio: 0.1
+  checkpointing_steps: 3
+  push_to_hub: false
+  try_launch_beaker_eval_jobs: false
+"""
+TRL = """
   dataset_name: {data}
   max_length: 64
-  output_dir: {output}
   num_train_epochs: 2
   learning_rate: 5.0e-3
   lr_scheduler_type: cosine
   warmup_steps: 2
   bf16: false
   gradient_checkpointing: false
-  logging_steps: 1
   save_strategy: steps
   save_steps: 3
   save_total_limit: 3
-""",
-    "sft": """
-stage: sft
-backend: open_instruct
-deepspeed: none
-batch: {{global: 4, per_device: 2}}
-expect: {{loss: finite, liger: off}}
-args:
-  model_name_or_path: {assets}/model
-  chat_template_name: tulu
+"""
+SFT = """
   dataset_mixer_list: [{data}/train.jsonl, "1.0"]
-  max_seq_length: 64
-  output_dir: {output}
-  do_not_randomize_output_dir: true
   num_train_epochs: 2
   learning_rate: 5.0e-3
-  warmup_ratio: 0.1
-  logging_steps: 1
-  checkpointing_steps: 3
-  push_to_hub: false
-  try_launch_beaker_eval_jobs: false
-""",
-    "dpo": """
-stage: dpo
-backend: open_instruct
-deepspeed: none
-batch: {{global: 4, per_device: 2}}
-expect: {{loss: finite, liger: off}}
-args:
-  model_name_or_path: {assets}/model
-  chat_template_name: tulu
-  mixer_list: [{pairs}, "1.0"]
-  max_seq_length: 64
-  output_dir: {output}
-  do_not_randomize_output_dir: true
+"""
+DPO = """
+  mixer_list: [{data}/train.jsonl, "1.0"]
   num_epochs: 1
   learning_rate: 5.0e-4
-  warmup_ratio: 0.1
-  logging_steps: 1
-  checkpointing_steps: 3
-  push_to_hub: false
-  try_launch_beaker_eval_jobs: false
-""",
+"""
+CONFIGS = {
+    "trl": f"stage: sft\nbackend: trl{COMMON}{TRL}",
+    "sft": f"stage: sft\nbackend: open_instruct{COMMON}{PINNED}{SFT}",
+    "dpo": f"stage: dpo\nbackend: open_instruct{COMMON}{PINNED}{DPO}",
 }
 ROWS = {"trl": 60, "sft": 60, "dpo": 120}
 STEPS = 30
@@ -119,15 +100,13 @@ class Soak:
     kills: int = 0
     failures: list[str] = field(default_factory=list)
     runs: list[dict[str, Any]] = field(default_factory=list)
-    told: list[dict[str, Any]] = field(default_factory=list)
 
     def stage_file(self, name: str) -> Path:
         """The stage file of one run."""
         data = self.work / f"data-{self.kind}"
         path = self.work / f"{name}.yaml"
         text = CONFIGS[self.kind].format(
-            assets=self.work / "assets", data=data, pairs=data / "train.jsonl",
-            output=self.work / "out" / name,
+            assets=self.work / "assets", data=data, output=self.work / "out" / name
         )  # fmt: skip
         path.write_text(text, encoding="utf-8")
         return path
@@ -359,46 +338,18 @@ def _resumed(run: Path) -> list[int]:
     return steps
 
 
-def _tensors(folder: Path) -> dict[str, tuple[str, bytes]]:
-    """Dtype and bytes of every tensor of a model folder."""
-    found = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        raw = path.read_bytes()
-        (length,) = struct.unpack("<Q", raw[:8])
-        for name, told in json.loads(raw[8 : 8 + length]).items():
-            if name != "__metadata__":
-                begin, end = told["data_offsets"]
-                found[name] = (told["dtype"], raw[8 + length + begin : 8 + length + end])
-    return found
-
-
-def _difference(one: Path, other: Path) -> float:
+def _difference(folder: Path, other: Path) -> float:
     """The largest difference of two weights, infinite where the models have other tensors."""
-    a, b = _tensors(one), _tensors(other)
-    if not a or a.keys() != b.keys():
+    from safetensors.torch import load_file
+
+    models = []
+    for place in (folder, other):
+        files = sorted(place.glob("*.safetensors"))
+        models.append({name: t for file in files for name, t in load_file(file).items()})
+    one, two = models
+    if not one or one.keys() != two.keys():
         return float("inf")
-    if all(a[name] == b[name] for name in a):
-        return 0.0
-    import torch
-
-    kinds = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-    worst = 0.0
-    for name, (dtype, raw) in a.items():
-        x, y = (torch.frombuffer(bytearray(r), dtype=kinds[dtype]) for r in (raw, b[name][1]))
-        worst = max(worst, float((x.float() - y.float()).abs().max()))
-    return worst
-
-
-def _versions() -> dict[str, str]:
-    from importlib import metadata
-
-    found = {}
-    for name in ("torch", "transformers", "trl", "accelerate", "datasets", "deepspeed"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    return max(float((one[name].float() - two[name].float()).abs().max()) for name in one)
 
 
 def _page(told: dict[str, Any]) -> str:
@@ -460,7 +411,8 @@ def main() -> int:
     told = {
         "date": time.strftime("%Y-%m-%d", time.gmtime()), "seed": asked.seed, "kills": asked.kills,
         "noise": NOISE, "seconds": round(time.monotonic() - begun), "system": platform.system(),
-        "python": platform.python_version(), "versions": _versions(), "kinds": results,
+        "python": platform.python_version(), "kinds": results,
+        "versions": {name: metadata.version(name) for name in PACKAGES},
         "ok": all(one["ok"] for one in results),
     }  # fmt: skip
     if asked.out is not None:

@@ -14,7 +14,7 @@ from conftest import REPOSITORY
 sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks import __main__ as bench
-from benchmarks import ratio, surroundings
+from benchmarks import ratio
 
 
 def seconds(*told: float) -> Callable[[], float]:
@@ -34,22 +34,6 @@ def test_a_ratio_is_the_median_of_rounds_and_one_call_before_them_does_not_count
     found = ratio.measure(pair(ours=(99, 2, 3, 8), beside=(99, 1, 1, 2)))
     assert (found.ratio, found.least, found.most) == (3, 2, 4)
     assert (found.seconds, found.beside, found.rounds) == (3, 1, 3)
-
-
-def test_a_machine_that_slows_down_slows_both() -> None:
-    found = ratio.measure(pair(ours=(2, 2, 20, 200), beside=(1, 1, 10, 100)))
-    assert found.ratio == found.least == found.most == 2
-
-
-def test_cases_are_taken_in_turn() -> None:
-    order = []
-
-    def case(name: str) -> Callable[[], float]:
-        return lambda: float(order.append(name) or len(order))
-
-    taken = ratio.interleaved({"a": case("a"), "b": case("b")}, {"a": 3, "b": 1}, warm=False)
-    assert order == ["a", "b", "a", "a"]
-    assert taken == {"a": [1, 3, 4], "b": [2]}
 
 
 @pytest.mark.parametrize(
@@ -78,29 +62,6 @@ def test_noise_is_measured_again_and_the_best_counts() -> None:
     found, regression = ratio.regression(always, 2.0)
     assert regression is not None and found.ratio == regression.measured == 5
     assert regression.share == pytest.approx(1.5)
-
-
-def test_what_is_stored_is_read_back(tmp_path: Path) -> None:
-    path = tmp_path / "results.json"
-    about = surroundings.about(0.5)
-    ratio.write(path, [ratio.measure(pair("a")), ratio.measure(pair("b", ours=(1 / 3,)))], about)
-    assert ratio.read(path) == {"a": 2, "b": 0.3333}
-    told = json.loads(path.read_text())
-    assert told["python"] == ".".join(map(str, sys.version_info[:3])) and told["date"]
-    assert told["others_share"] == 0.5
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"ratios": {}}', '{"ratios": {"a": {"ratio": 0}}}', None]
-)
-def test_nothing_to_compare_with_is_said(
-    text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "results.json"
-    if text is not None:
-        path.write_text(text)
-    assert bench.main(["--check", "--stored", str(path)]) == 2
-    assert "make bench" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -137,27 +98,6 @@ def test_stored_and_compared(
     assert "regression: slow: 6 x its neighbour, 3 stored: 100% worse" in err
     assert "gone: stored, and cannot be measured here" in err
     assert "quick" not in err
-
-
-def test_a_part_is_not_stored_as_the_whole(
-    parts: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "results.json"
-    assert bench.main(["one", "--stored", str(path)]) == 0
-    assert not path.exists() and "nothing is stored" in capsys.readouterr().err
-
-
-def test_a_command_that_ends_otherwise_stops_all() -> None:
-    assert ratio.command([sys.executable, "-c", "pass"])() > 0
-    assert ratio.command([sys.executable, "-c", "raise SystemExit(3)"], fails=True, cpu=True)() > 0
-    with pytest.raises(SystemExit, match=r"(?s)answered 1.*no good"):
-        ratio.command([sys.executable, "-c", "raise ValueError('no good')"])()
-
-
-def test_a_shared_machine_is_said() -> None:
-    assert bench.shared(0.05) is None
-    assert "30%" in str(bench.shared(0.3))
-    assert 0 <= surroundings.Others().share() <= 1
 
 
 def test_the_stored_ratios_are_those_of_the_parts() -> None:

@@ -15,7 +15,7 @@ CHECKOUT := $(firstword $(wildcard $(LAUNCH_OPEN_INSTRUCT)/open_instruct/finetun
   /workspace/open-instruct/open_instruct/finetune.py \
   $(HOME)/open-instruct/open_instruct/finetune.py))
 
-.PHONY: demo test test-all check format golden scaling bench bench-check gpu-benchmarks soak snapshot history install install-trl install-open-instruct install-dev clean
+.PHONY: demo test test-all check format golden bench bench-check gpu-benchmarks soak snapshot history install install-trl install-open-instruct install-dev clean
 
 $(VENV)/created:
 	@$(PYTHON) -c 'import sys; sys.exit("launch needs Python 3.11 or later: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
@@ -74,10 +74,6 @@ format: $(VENV)/dev
 golden: $(VENV)/open-instruct $(VENV)/dev
 	LAUNCH_GOLDEN=write $(BIN)/python -m pytest tests/test_command.py tests/test_parser_agreement.py \
 	  tests/test_trl_agreement.py tests/test_plan_golden.py
-
-# rewrites docs/scaling.md and its plot from the planner
-scaling: $(VENV)/dev
-	$(BIN)/python scripts/scaling.py
 
 # kills runs 20 times each at random moments and compares them with undisturbed ones; half an hour
 soak: $(VENV)/open-instruct $(VENV)/dev

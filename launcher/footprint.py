@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from launcher import lengths, setups, shapes
 from launcher import situation as situations
-from launcher.activations import FULL, HALF
 from launcher.backends import model_config, olmo_core_rules, trl_mappings, trl_resolved
 from launcher.backends.deepspeed_rules import engine_config
 from launcher.backends.model_rules import LIGER_MODELS
@@ -21,7 +21,7 @@ from launcher.options import deepspeed_file
 from launcher.packed_rows import Packed, pack
 from launcher.plan import Plan, divisors, limited, steps_of
 from launcher.schema import Values
-from launcher.setups import Adapters, Quantised, Setup, Sharding, Zero
+from launcher.setups import FULL, HALF, Adapters, Quantised, Setup, Sharding, Zero
 from launcher.shapes import Shape
 
 ATTENTIONS = ("flash_2", "flash_3", "flash_4", "sdpa", "eager")
@@ -193,7 +193,7 @@ class Footprint:
         Raises InvalidConfig (`unknown-memory`) for what is not described.
         """
         plan, values = self.plan, self.plan.values
-        _require_described(plan)
+        _require_described(plan, self.attention)
         self._require_adapters()
         each = per_device or plan.per_device
         rows, packed = each * (2 if self.dpo else 1), self._packed(each)
@@ -205,11 +205,11 @@ class Footprint:
         return Setup(
             shape=self.shape,
             batch=lengths.largest(self.rows, rows=rows, batches=batches, packed=packed),
-            processes=plan.processes, accumulation=times, stage=plan.stage.options.stage,
+            processes=plan.processes, accumulation=times,
             loss=self._loss(), reference=self._reference(), zero=self.zero,
-            attention="flash" if self.attention.startswith("flash") else self.attention,
+            attention=self.attention.partition("_")[0],
             liger=self.liger, checkpointing=self.checkpointing, weight_bytes=self._weight_bytes(),
-            autocast=self.autocast, adapters=self.adapters, packed=packed, steps=plan.steps,
+            autocast=self.autocast, adapters=self.adapters, packed=packed,
             quantised=self.quantised, state_bytes=self._state_bytes(),
             # bitsandbytes' kernel makes nothing beside its states; on the CPU torch takes tensor by tensor
             fused_optimizer=not plan.gpus or (
@@ -244,12 +244,12 @@ class Footprint:
         shards = olmo_core_rules.mesh(values, plan.processes, plan.nodes)[1]
         return Setup(
             shape=self.shape, batch=one, reference_batch=whole, processes=plan.processes,
-            accumulation=times, stage="dpo", loss="logprobs", reference="cache",
-            attention="flash" if self.attention.startswith("flash") else self.attention,
+            accumulation=times, loss="logprobs", reference="cache",
+            attention=self.attention.partition("_")[0],
             sharding=Sharding(
                 shards=shards, share=min(1.0, float(share or 0)) if compiled else None
             ),
-            steps=plan.steps, fused_optimizer=bool(values.get("fused_optimizer")),
+            fused_optimizer=bool(values.get("fused_optimizer")),
         )  # fmt: skip
 
     def _weight_bytes(self) -> int:
@@ -368,12 +368,13 @@ def shape_of(
     return shapes.find(name, environ, revision if isinstance(revision, str) else None, replaced)
 
 
-def _require_described(plan: Plan) -> None:
+def _require_described(plan: Plan, attention: str) -> None:
     values = plan.values
     narrow = bool(values.get("use_qlora") or values.get("load_in_4bit"))
     lora = values.get("use_lora") or values.get("use_peft")
     optimizer, trl = _optimizer(values), plan.stage.options.backend == "trl"
     told = {
+        "eager attention": attention == "eager",
         "weights quantised to 8 bits": bool(values.get("load_in_8bit")),
         "quantised weights without adapters": narrow and not lora,
         "FSDP": bool(values.get("fsdp")),
@@ -494,16 +495,32 @@ class Way:
     nodes: int | None = None
 
 
-def ways(found: Footprint) -> tuple[tuple[Way, ...], ...]:
-    """What can still be turned where a set-up does not fit, the mildest first; of one group only one.
+def mends(
+    found: Footprint, peak_of: Callable[[Footprint], float], usable: float
+) -> list[tuple[tuple[Way, ...], float]]:
+    """What can be turned so that it fits, with its peak in GiB: one change alone, else two together.
 
-    The global batch and the rows stay as they are.
+    The mildest come first, and of each group only the first that fits. The global batch and the rows stay.
     """
-    groups = (
+    groups = [tuple(group) for group in (
         _smaller_batches(found.plan), _recomputing(found), _kernels(found), _zero_stages(found),
         _shard_groups(found.plan), _more_gpus(found.plan),
-    )  # fmt: skip
-    return tuple(told for one in groups if (told := tuple(one)))
+    )]  # fmt: skip
+    for size in (1, 2):
+        fitting = []
+        for some in itertools.combinations(groups, size):
+            for chosen in itertools.product(*some):
+                try:
+                    other = turned(found, chosen)
+                    peak = math.inf if other is None else peak_of(other)
+                except InvalidConfig:
+                    continue
+                if peak <= usable:
+                    fitting.append((chosen, peak))
+                    break
+        if fitting:
+            return fitting
+    return []
 
 
 def turned(found: Footprint, chosen: Sequence[Way]) -> Footprint | None:

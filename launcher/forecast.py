@@ -6,10 +6,8 @@ comes from.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,23 +26,21 @@ from launcher import (
 )
 from launcher.arguments import placed
 from launcher.backends import trl_lever_rules
-from launcher.budget import Bill, Fit, Speed, Tokens, Variance
+from launcher.budget import Bill, Fit, Speed, Tokens
 from launcher.disk import Saved
 from launcher.errors import Finding, InvalidConfig, UsageError, brief, errors, usage
 from launcher.footprint import (
     ATTENTIONS,
     Footprint,
-    Way,
     attention_of,
+    mends,
     optimizer_steps,
     packed_row,
     rows_of,
     shape_of,
     trained_rows,
-    turned,
     unpacked,
-    ways,
-)  # fmt: skip
+)
 from launcher.lengths import Lengths
 from launcher.machine import Gpu
 from launcher.moments import GIB, KINDS, Memory, Moment
@@ -52,10 +48,6 @@ from launcher.packed_rows import Packed, fuller
 from launcher.plan import Plan
 from launcher.preparation import Request, ask
 from launcher.setups import Setup
-from launcher.sizes import sized
-
-MARGIN = 0.08
-"""The share of a card that is left to the allocator's gaps, NCCL and the driver."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +63,6 @@ class Terms:
     gpu: str | None = None
     price: float | None = None
     tokens_per_second: float | None = None
-    mfu: float = budget.STATED_MFU
     attention: str | None = None
     fit: bool = False
     shape: str | None = None
@@ -81,14 +72,14 @@ class Terms:
 class Rung:
     """The forecast for one count of GPUs; None is what cannot be known.
 
-    `gpu_memory` is a card's in GiB, on the CPU the host's; `memory` is there what is held for sure, and no
-    peak. `smallest` is the memory of one row a device where no split of the batch fits.
+    `gpu_memory` is a card's in GiB. `smallest` is the memory of one row a device where no split of the
+    batch fits. On the CPU no memory is planned.
     """
 
     plan: Plan
     rows: int | None
     steps: int | None
-    memory: Memory
+    memory: Memory | None
     gpu_memory: float | None
     tokens: Tokens
     speed: Speed | None
@@ -101,12 +92,9 @@ class Rung:
     @property
     def spare(self) -> float | None:
         """GiB that are left, below 0 what is missing."""
-        if self.gpu_memory is None:
+        if self.gpu_memory is None or self.memory is None:
             return None
-        if not self.plan.gpus:
-            missing = self.gpu_memory - self.memory.peak
-            return missing if missing < 0 else None
-        return memory.fits(self.memory, self.gpu_memory, margin=MARGIN)[1]
+        return memory.fits(self.memory, self.gpu_memory)[1]
 
     def as_json(self, *, why: bool) -> dict[str, Any]:
         """One entry of the plan's JSON contract."""
@@ -117,7 +105,7 @@ class Rung:
             "steps": self.steps,
             "tokens_per_step": round(self.tokens.real),
             "padding_share": round(self.tokens.waste, 3),
-            "memory_gib": self.memory.as_json() if self.plan.gpus else _at_least(self.memory),
+            "memory_gib": None if self.memory is None else self.memory.as_json(),
             "fits": None if spare is None else spare >= 0,
             "spare_gib": None if spare is None else round(spare, 2),
             "tokens_per_second": None if speed is None else round(speed.tokens),
@@ -134,18 +122,17 @@ class Rung:
                 "peak_gib": round(self.best.memory.peak, 2), "spare_gib": round(self.best.spare, 2),
             },
         }  # fmt: skip
-        return {**told, "why": self.memory.why()} if why else told
+        return {**told, "why": self.memory.why()} if why and self.memory is not None else told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """The counts that can be planned, where the numbers come from, and what changes between them."""
+    """The counts that can be planned, and where the numbers come from."""
 
     rungs: tuple[Rung, ...]
     shape: str
     lengths: str
     attention: str
-    variances: tuple[Variance, ...]
     findings: tuple[Finding, ...]
 
     def as_json(self, *, why: bool) -> dict[str, Any]:
@@ -153,7 +140,6 @@ class Forecast:
         return {
             "gpus": [rung.as_json(why=why) for rung in self.rungs],
             "sources": {"shape": self.shape, "rows": self.lengths, "attention": self.attention},
-            "varies": [one.as_json() for one in self.variances],
         }
 
     def lines(self, *, why: bool) -> list[str]:
@@ -169,8 +155,7 @@ class Forecast:
         sources += [f"speed: {one}" for one in dict.fromkeys(
             rung.speed.source for rung in self.rungs if rung.speed is not None
         )]  # fmt: skip
-        varies = [f"varies: {v.message} ({', '.join(v.where)})" for v in self.variances]
-        return [*table, "", *parts, "", *sources, *varies]
+        return [*table, "", *parts, "", *sources]
 
 
 _HEAD = (
@@ -179,38 +164,27 @@ _HEAD = (
 )  # fmt: skip
 
 
-def _at_least(held: Memory) -> dict[str, Any]:
-    told = held.as_json()
-    kinds = {kind: told[kind] if kind in _HELD else None for kind in KINDS}
-    return {"peak": None, "at_least": told["peak"], **kinds, "moment": told["moment"]}
-
-
 def _row(rung: Rung) -> tuple[str, ...]:
-    spare = rung.spare
-    fits = (
-        "-"
-        if spare is None
-        else f"yes, {spare:.1f} left"
-        if spare >= 0
-        else f"no, {-spare:.1f} over"
-    )
-    hours, cost = rung.bill.hours, rung.bill.cost
-    count, peak = rung.plan.gpus * rung.plan.nodes, f"{rung.memory.peak:.1f}"
+    spare, hours, cost = rung.spare, rung.bill.hours, rung.bill.cost
+    count = rung.plan.gpus * rung.plan.nodes
+    fits = "-"
+    if spare is not None:
+        fits = f"yes, {spare:.1f} left" if spare >= 0 else f"no, {-spare:.1f} over"
     return (
         f"{count or 'CPU'}", f"{rung.plan.per_device}", f"{rung.plan.accumulation}",
         f"{rung.plan.global_batch}", "-" if rung.steps is None else f"{rung.steps:,}",
-        f"{rung.tokens.real:,.0f}", peak if count else f">= {peak}", fits,
+        f"{rung.tokens.real:,.0f}", "-" if rung.memory is None else f"{rung.memory.peak:.1f}", fits,
         "-" if hours is None else f"{hours:.2f}", "-" if cost is None else f"{cost:.2f}",
         f"{rung.saved.most / GIB:.1f}",
     )  # fmt: skip
 
 
 def _parts(rung: Rung, *, why: bool) -> Iterator[str]:
-    fullest = rung.memory.fullest
-    kinds = ((kind, rung.memory.of(kind)) for kind in KINDS)
-    told = ", ".join(f"{kind} {gib:.1f}" for kind, gib in kinds if gib >= 0.05)
-    least = "" if rung.plan.gpus else "at least "
-    yield f"{_which(rung.plan)}{least}{rung.memory.peak:.1f} GiB at the {fullest.name}: {told or 'nothing'}"
+    if rung.memory is not None:
+        kinds = ((kind, rung.memory.of(kind)) for kind in KINDS)
+        told = ", ".join(f"{kind} {gib:.1f}" for kind, gib in kinds if gib >= 0.05)
+        peak = f"{rung.memory.peak:.1f} GiB at the {rung.memory.fullest.name}"
+        yield f"{_which(rung.plan)}{peak}: {told or 'nothing'}"
     if rung.best is not None and rung.best.per_device != rung.plan.per_device:
         yield (
             f"  --fit: per device {rung.best.per_device}, accumulation {rung.best.accumulation}"
@@ -219,7 +193,8 @@ def _parts(rung: Rung, *, why: bool) -> Iterator[str]:
     elif rung.best is not None:
         yield f"  --fit: per device {rung.best.per_device} is the largest that fits"
     if why:
-        for moment in sorted(rung.memory.moments, key=lambda one: -one.gib):
+        moments = () if rung.memory is None else rung.memory.moments
+        for moment in sorted(moments, key=lambda one: -one.gib):
             yield f"  {moment.name}: {moment.gib:.2f} GiB"
             for part in sorted(moment.parts, key=lambda one: -one.gib):
                 where = f"  [{part.source}]" if part.source else ""
@@ -262,7 +237,7 @@ def make(request: Request, gpus: Sequence[int], terms: Terms) -> Forecast:
         raise usage("price-without-gpus", "a price is for GPUs, and there are none")
     card = _card(terms)
     if terms.fit and not any(gpus):
-        raise usage("fit-without-memory", f"how much fits is not known: {_UNFORESEEN}")
+        raise usage("fit-without-memory", "memory is planned for GPUs, not for the CPU")
     if terms.fit and card.gib is None:
         raise _unfitted(terms)
     asked = ask(replace(request, gpus=max(gpus)), running=False)
@@ -283,14 +258,12 @@ def make(request: Request, gpus: Sequence[int], terms: Terms) -> Forecast:
             continue
         try:
             seen = seen or row_lengths(planned, asked.trainer.packages, terms)
-            here = card if count else _Card("", _host_gib())
+            here = card if count else _Card("", None)
             rungs.append(_rung(planned, seen, terms, here, asked.trainer.packages))
         except InvalidConfig as error:
             lost += error.findings
     if seen is None or not rungs:
         raise InvalidConfig(list(dict.fromkeys(lost)))
-    schema = asked.stage.schema
-    several = len(gpus) > 1
     return Forecast(
         rungs=tuple(rungs), shape=shape_of(rungs[0].plan, terms.shape).source, lengths=seen.source,
         attention=attention_of(max(rungs, key=lambda one: one.plan.gpus).plan, terms.attention),
@@ -299,7 +272,6 @@ def make(request: Request, gpus: Sequence[int], terms: Terms) -> Forecast:
             *_unfit(rungs, terms), *_untrained(rungs), *_unpriced(rungs, terms),
             *_uncompiled(rungs[0].plan),
         ),
-        variances=budget.VARIANCES.get((schema.backend, schema.key), ()) if several else (),
     )  # fmt: skip
 
 
@@ -424,20 +396,6 @@ def _card(terms: Terms) -> _Card:
     return _Card(name, gib)
 
 
-def _host_gib() -> float | None:
-    """This machine's memory in GiB, or what of it its container (cgroup v2) may take; None if unknown."""
-    with suppress(OSError, ValueError):
-        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-        with suppress(OSError, ValueError):
-            # `max` where there is no limit
-            whole = min(whole, int(_LIMIT.read_text(encoding="ascii")) / GIB)
-        return whole
-    return None
-
-
-_LIMIT = Path("/sys/fs/cgroup/memory.max")
-
-
 def _rung(
     planned: Plan, rows: Lengths, terms: Terms, card: _Card, packages: Mapping[str, str]
 ) -> Rung:
@@ -456,10 +414,7 @@ def _rung(
         attention=attention_of(planned, terms.attention),
     )
     setup = footprint.setup()
-    reached = functools.partial(
-        _reached, room=None if card.gib is None else card.gib * (1 - MARGIN)
-    )
-    found = reached(planned, setup)
+    found = _reached(planned, setup, card) if planned.gpus else None
     tokens = budget.tokens_per_step(
         cut, per_device=planned.per_device, accumulation=planned.accumulation,
         processes=planned.processes, packed=footprint.packed, dpo=footprint.dpo,
@@ -468,17 +423,16 @@ def _rung(
     bill = _bill(footprint, tokens, speed, counted, terms.price)
     best = smallest = None
     only = plan.caches_only(planned.stage, planned.values)
-    if planned.gpus and card.gib is not None and only != "data set":
+    if found is not None and card.gib is not None and only != "data set":
         best = budget.fit(
             footprint.setup, total=planned.global_batch, processes=planned.processes, gib=card.gib,
-            margin=MARGIN, memory_of=functools.partial(_reached, planned),
+            memory_of=lambda setup: _reached(planned, setup, card),
         )  # fmt: skip
         if best is None:
             # of one row a device, the global batch kept
-            smallest = reached(
-                planned, footprint.setup(1, planned.global_batch // planned.processes)
-            )
-    said = (*_said(footprint, found, best, card), *_wasted(planned, cut, row))
+            one = footprint.setup(1, planned.global_batch // planned.processes)
+            smallest = _reached(planned, one, card)
+    said = (*_said(footprint, found, best, card), *_half_wasted(planned, cut, row))
     return Rung(
         plan=planned, rows=counted, steps=planned.steps, memory=found, gpu_memory=card.gib,
         tokens=tokens, speed=speed, bill=bill, best=best if terms.fit else None, smallest=smallest,
@@ -486,28 +440,16 @@ def _rung(
     )  # fmt: skip
 
 
-def _reached(planned: Plan, setup: Setup, room: float | None = None) -> Memory:
-    """The moments that the run comes to with `room` GiB: without a step, what lies before the first one.
-
-    On the CPU only what is held for sure of each: not what its operators and allocator take.
-    """
+def _reached(planned: Plan, setup: Setup, card: _Card) -> Memory:
+    """The moments that the run comes to on such a card: without a step, what lies before the first one."""
     whole = memory.estimate(setup)
-    if not planned.gpus:
-        kept = (m for m in whole.moments if m.name.startswith((*_BEFORE, "optimizer's step")))
-        whole = Memory(moments=tuple(
-            replace(m, parts=tuple(p for p in m.parts if p.kind in _HELD)) for m in kept
-        ))  # fmt: skip
-    whole = whole if room is None else whole.within(room)
+    whole = whole if card.gib is None else whole.within(memory.usable(card.gib))
     if plan.limited(planned.stage, planned.values) != 0:
         return whole
     if plan.caches_only(planned.stage, planned.values) == "data set":
         return Memory(moments=(Moment(name="tokenising", parts=()),))
-    return Memory(moments=tuple(m for m in whole.moments if m.name.startswith(_BEFORE)))
-
-
-_BEFORE = ("start", "reference pass")
-_HELD = ("weights", "gradients", "optimizer")
-_UNFORESEEN = "what activations, operators and Python itself take on the CPU is not described"
+    before = ("start", "reference pass")
+    return Memory(moments=tuple(m for m in whole.moments if m.name.startswith(before)))
 
 
 def _bill(
@@ -546,14 +488,20 @@ def _referred(planned: Plan, rows: Lengths) -> int:
     return planned.global_batch if row is None else max(1, round(row.pairs * planned.processes))
 
 
-def _wasted(planned: Plan, rows: Lengths, row: Packed | None) -> Iterator[Finding]:
-    """What packed rows leave empty, and which batch would fill them."""
-    if row is None:
+def _half_wasted(planned: Plan, rows: Lengths, row: Packed | None) -> Iterator[Finding]:
+    """More than half of what a packed step computes is empty; which batch would fill it."""
+    if row is None or row.filled >= 0.5:
         return
     pairs = planned.per_device * planned.accumulation
-    better = fuller(rows, pairs=pairs, limit=row.positions // 2)
-    for one in budget.half_wasted(row, better, pairs=pairs, key="batch.per_device"):
-        yield placed(planned.stage.config, one)
+    more, full = fuller(rows, pairs=pairs, limit=row.positions // 2)
+    better = f"; {more} fills {full.filled:.0%}" if more > pairs else ""
+    yield placed(planned.stage.config, Finding(
+        severity="warning", layer="launch", code="half-wasted", key="batch.per_device",
+        message=f"batch {pairs} uses {row.filled:.0%} of each step{better}: rows of {row.positions:,} "
+        "positions are computed whole, however many pairs stand in them",
+        help=f"write `per_device: {more}`: a step takes the same time and memory"
+        if better else "shorter `max_seq_length`, or `packing: false`",
+    ))  # fmt: skip
 
 
 def _reference_rows(footprint: Footprint, rows: int | None) -> int | None:
@@ -567,70 +515,65 @@ def _reference_rows(footprint: Footprint, rows: int | None) -> int | None:
 
 
 def _said(
-    footprint: Footprint, found: Memory, best: Fit | None, card: _Card
-) -> tuple[Finding, ...]:
+    footprint: Footprint, found: Memory | None, best: Fit | None, card: _Card
+) -> Iterator[Finding]:
+    """Whether the memory is known, is too much, or leaves a card half empty."""
     planned = footprint.plan
-    if not planned.gpus:
-        return _said_of_the_host(planned, found, card.gib)
-    if card.gib is None:
-        return ()
-    origin = planned.stage.config.origin("batch.per_device")
-    inside = memory.fits(found, card.gib, margin=MARGIN)[0]
-    told = (
-        *budget.too_large(
-            found, gib=card.gib, margin=MARGIN,
-            help=None if inside else _instead(footprint, found, card.gib * (1 - MARGIN)),
-        ),
-        *(() if plan.limited(planned.stage, planned.values) == 0 else budget.half_empty(
-            found, best, per_device=planned.per_device, accumulation=planned.accumulation,
-            gib=card.gib, key="batch.per_device",
-        )),
-    )  # fmt: skip
-    which = _which(planned)
-    return tuple(replace(one, message=which + one.message, **origin.place) for one in told)
-
-
-def _said_of_the_host(planned: Plan, held: Memory, gib: float | None) -> tuple[Finding, ...]:
-    """How far the memory of the CPU is foreseen, and whether already that is more than the host has."""
-    if not held.peak:
-        return ()
-    which, of = _which(planned), "" if gib is None else f" of the host's {gib:.1f} GiB"
-    size = sized(held.peak * GIB)
-    if gib is not None and held.peak > gib:
-        return (Finding(
+    place, which = planned.stage.config.origin("batch.per_device").place, _which(planned)
+    if found is None:
+        yield Finding(
+            severity="note", layer="launch", code="unknown-memory",
+            message=f"{which}memory is planned for GPUs, not for the CPU",
+        )  # fmt: skip
+    elif card.gib is not None and not memory.fits(found, card.gib)[0]:
+        yield Finding(
             severity="warning", layer="launch", code="out-of-memory",
-            message=f"{which}weights, gradients and optimizer alone take {size}{of}",
-            help="a smaller model, or GPUs", **planned.stage.config.origin("args").place,
-        ),)  # fmt: skip
-    return (Finding(
-        severity="note", layer="launch", code="unknown-memory",
-        message=f"{which}weights, gradients and optimizer take {size}{of}; {_UNFORESEEN}",
-    ),)  # fmt: skip
+            message=which + _missing(found, card.gib), help=_instead(footprint, found, card), **place,
+        )  # fmt: skip
+    elif (
+        card.gib is not None
+        and best is not None
+        and best.per_device > planned.per_device
+        and found.peak < 0.6 * card.gib
+        and plan.limited(planned.stage, planned.values) != 0
+    ):
+        less = planned.accumulation / best.accumulation
+        how = "halves accumulation" if less == 2 else f"divides accumulation by {less:g}"
+        yield Finding(
+            severity="note", layer="launch", code="half-empty", key="batch.per_device",
+            message=f"{which}{found.peak:.0f} of {card.gib:g} GiB used: per-device batch "
+            f"{best.per_device} fits ({best.memory.peak:.0f} GiB) and {how}",
+            help=f"write `per_device: {best.per_device}`, or let --fit choose", **place,
+        )  # fmt: skip
 
 
-def _instead(footprint: Footprint, now: Memory, usable: float) -> str:
-    """What of this set-up can be turned so that it fits, by the same estimate; else what comes nearest."""
+def _missing(found: Memory, gib: float) -> str:
+    """By how much it does not fit, and what the peak is made of."""
+    kind = max(KINDS, key=found.of)
+    parts = [part for part in found.fullest.parts if part.kind == kind]
+    largest, usable = max(parts, key=lambda part: part.gib), memory.usable(gib)
+    return (
+        f"{found.peak:.1f} GiB are planned and {usable:.1f} of {gib:g} can be used: "
+        f"{found.peak - usable:.1f} GiB missing, at the {found.fullest.name}; {found.of(kind):.1f} of "
+        f"it are {kind} ({largest.name}: {largest.gib:.2f} GiB = {largest.formula})"
+    )
 
-    def peak_of(chosen: Sequence[Way]) -> float | None:
-        other = turned(footprint, chosen)
-        if other is None:
-            return None
-        try:
-            return _reached(other.plan, other.setup(), usable).peak
-        except InvalidConfig:
-            return None
 
-    found = budget.mends(ways(footprint), peak_of, now=now.peak, usable=usable)
+def _instead(footprint: Footprint, now: Memory, card: _Card) -> str:
+    """What of this set-up can be turned so that it fits, by the same estimate."""
+    gib = card.gib or 0.0
+
+    def peak_of(other: Footprint) -> float:
+        return _reached(other.plan, other.setup(), card).peak
+
     told = [
-        f"{' with '.join(way.words for way in chosen)} ({peak:.1f} GiB)" for chosen, peak in found
+        f"{' with '.join(way.words for way in chosen)} ({peak:.1f} GiB)"
+        for chosen, peak in mends(footprint, peak_of, memory.usable(gib))
     ]
-    if found and found[0][1] <= usable:
+    if told:
         return f"this fits: {'; or '.join(told[:3])}"
     shorter = ", shorter rows" if max(KINDS, key=now.of) in ("logits", "activations") else ""
-    rest = f"a card with more memory{shorter}, or a smaller model"
-    if not found:
-        return f"nothing that can be turned takes less: {rest}"
-    return f"nothing that can be turned fits, the nearest is {told[0]}: {rest}"
+    return f"nothing that can be turned fits: a card with more memory{shorter}, or a smaller model"
 
 
 def _speed(footprint: Footprint, tokens: Tokens, terms: Terms, card: _Card) -> Speed | None:
@@ -643,7 +586,7 @@ def _speed(footprint: Footprint, tokens: Tokens, terms: Terms, card: _Card) -> S
         return None
     return budget.stated_speed(
         footprint.shape, tokens, _width(footprint), device=card.name, devices=planned.processes,
-        mfu=terms.mfu, adapters=footprint.adapters is not None, dpo=footprint.dpo,
+        adapters=footprint.adapters is not None,
     )  # fmt: skip
 
 

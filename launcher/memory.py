@@ -3,83 +3,55 @@
 A run's memory has a few moments that can be its peak: the engine's start, the reference pass, the loss, a
 layer's backward pass, the embedding's gradient, the optimizer's step. Each is a sum of parts; each part
 carries its formula and where that comes from. The largest moment is the peak. What is not described
-raises, instead of being guessed. `passes` has the parts of activations and loss, `engines` and
-`zero_engines` those of weights, gradients and the optimizer.
+raises, instead of being guessed. `passes` has the parts of activations and loss, `engines` those of
+weights, gradients and the optimizer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from launcher import activations, passes
-from launcher.activations import FULL, HALF, Amount
-from launcher.engines import Engine, Fsdp, Plain
+from launcher.engines import Engine, Fsdp, Partitioned, Plain, Sharded, Whole
 from launcher.errors import InvalidConfig
 from launcher.moments import GIB, Memory, Moment, Part
-from launcher.setups import Setup, undescribed
-from launcher.zero_engines import Partitioned, Sharded, Whole
+from launcher.setups import Setup, Zero, undescribed
 
+MARGIN = 0.08
+"""The share of a card that allocated memory cannot use: CUDA's own context, NCCL's buffers, and what the
+allocator has reserved in pieces."""
 # cuBLAS keeps one workspace a thread that multiplies on Hopper: forward and backward
 _WORKSPACE = 2 * 32 * 2**20
 
 
 def estimate(setup: Setup) -> Memory:
     """The peak of a run and what it is made of; raises InvalidConfig (`unknown-memory`)."""
-    if setup.shape.experts:
-        _require_plain_experts(setup)
-    if setup.quantised is not None and setup.zero is not None:
+    return Memory(moments=tuple(_moments(setup, _engine(setup))))
+
+
+def _engine(setup: Setup) -> Engine:
+    if setup.sharding is not None:
+        return Fsdp(setup, setup.sharding)
+    if setup.zero is None:
+        return Plain(setup)
+    if setup.quantised is not None:
         raise InvalidConfig(undescribed("DeepSpeed with quantised weights is not described"))
-    if setup.shape.layout.fused and setup.adapters:
-        raise InvalidConfig(undescribed("LoRA on fused projections is not described"))
-    if setup.zero is not None and setup.zero.stage not in {1, 2, 3}:
-        raise InvalidConfig(
-            undescribed(f"DeepSpeed without ZeRO (stage {setup.zero.stage}) is not described")
-        )
-    engine: Engine
-    if setup.sharding is not None:
-        engine = Fsdp(setup, setup.sharding)
-    elif setup.zero is not None and setup.zero.stage == 3:
-        engine = Sharded(setup, setup.zero)
-    elif setup.zero is not None and setup.zero.stage == 2:
-        engine = Partitioned(setup, setup.zero)
-    elif setup.zero is not None and setup.zero.stage == 1:
-        engine = Whole(setup, setup.zero)
-    else:
-        engine = Plain(setup)
-    return Memory(moments=tuple(_moments(setup, engine)))
-
-
-# what lies beside the experts
-_ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
-
-
-def _require_plain_experts(setup: Setup) -> None:
-    if setup.sharding is not None:
-        raise InvalidConfig(
-            undescribed("dpo.py with experts is not described: OLMo-core has its own")
-        )
-    if setup.weight_bytes == FULL:
-        # torch's grouped products take 16 bits, what else they do depends on its version
-        raise InvalidConfig(
-            undescribed("experts in 32 bits are not described: `dtype: bfloat16` is, and DeepSpeed")
-        )
-    if setup.adapters and not set(setup.adapters.targets) <= _ATTENTION:
-        raise InvalidConfig(undescribed(
-            "LoRA on experts is not described: PEFT makes whole weights of it; on "
-            f"{', '.join(sorted(_ATTENTION))} it is"
-        ))  # fmt: skip
+    engines: Mapping[int, Callable[[Setup, Zero], Engine]] = {1: Whole, 2: Partitioned, 3: Sharded}
+    stage = setup.zero.stage
+    if stage not in engines:
+        raise InvalidConfig(undescribed(f"DeepSpeed without ZeRO (stage {stage}) is not described"))
+    return engines[stage](setup, setup.zero)
 
 
 def _moments(setup: Setup, engine: Engine) -> Iterable[Moment]:
     work = Part(kind="other", name="cuBLAS workspaces", gib=_WORKSPACE / GIB, formula="2 x 32 MiB")
-    always = (work, *setup.extra)
     yield Moment(name="start", parts=engine.start())
     if flat := engine.flattened():
         yield Moment(name="start, weights made flat", parts=flat, spared=True)
-    resting = (*engine.resting(), *always)
+    resting = (*engine.resting(), work)
     if setup.reference == "cache":
         yield Moment(
-            name="reference pass", parts=(*engine.untrained(), *always, *passes.reference(setup))
+            name="reference pass", parts=(*engine.untrained(), work, *passes.reference(setup))
         )
     if setup.reference in {"model", "adapter"}:
         held = (*resting, *engine.waiting(), *engine.gathered(whole=False))
@@ -111,7 +83,7 @@ def _moments(setup: Setup, engine: Engine) -> Iterable[Moment]:
                 name="sending the output layer's gradient",
                 parts=(*held, *passes.kept(setup), *parts),
             )
-    layer = activations.backward(setup.shape, setup.kernels, setup.batch)
+    layer = activations.backward(setup)
     yield Moment(
         name="last layer's backward pass",
         parts=(
@@ -131,30 +103,18 @@ def _moments(setup: Setup, engine: Engine) -> Iterable[Moment]:
                     *passes.held_output(setup),
                 ),
             )  # fmt: skip
-    if setup.shape.experts and not setup.adapters:
-        wide, _ = setup.shape.expert_weights
-        if sent := engine.sent(wide):
-            gradient = Amount(bytes=HALF * wide, formula="4EHI")
-            yield Moment(
-                name="sending of the experts' gradient",
-                parts=(
-                    *resting, *engine.begun(), *engine.buckets(), *engine.gathered(whole=False),
-                    *passes.kept(setup), passes.part("gradients", "gate and up weights' gradient", gradient),
-                    *passes.held_output(setup), *sent,
-                ),
-            )  # fmt: skip
     if not setup.adapters:
         yield Moment(name="embedding's gradient", parts=(*resting, *engine.at_embedding()))
     yield Moment(name="gradient norm", parts=(*resting, *engine.norm()))
     yield Moment(name="optimizer's step", parts=(*resting, *engine.step()))
 
 
-def fits(memory: Memory, gib: float, *, margin: float = 0.08) -> tuple[bool, float]:
-    """Whether a card of `gib` holds it, and GiB to spare (negative: missing).
+def usable(gib: float) -> float:
+    """GiB of a card that allocated memory can use."""
+    return gib * (1 - MARGIN)
 
-    `margin` is the share of the card that allocated memory cannot use: CUDA's own context, NCCL's
-    buffers, and what the allocator has reserved in pieces.
-    """
-    usable = gib * (1 - margin)
-    peak = memory.within(usable).peak
-    return peak <= usable, usable - peak
+
+def fits(memory: Memory, gib: float) -> tuple[bool, float]:
+    """Whether a card of `gib` holds it, and GiB to spare (negative: missing)."""
+    peak = memory.within(usable(gib)).peak
+    return peak <= usable(gib), usable(gib) - peak

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from launcher import activations, lengths
-from launcher.activations import FULL, HALF, Amount
+from launcher import activations
+from launcher.activations import Amount
+from launcher.lengths import Batch
 from launcher.moments import GIB, Part, summed
-from launcher.setups import Setup
+from launcher.setups import FULL, HALF, Setup
 
 
 def part(kind: str, name: str, amount: Amount, times: int = 1, source: str = "") -> Part:
@@ -20,94 +22,76 @@ def part(kind: str, name: str, amount: Amount, times: int = 1, source: str = "")
 
 def kept(setup: Setup, *, passed: int = 0) -> tuple[Part, ...]:
     """What all layers keep when the loss is there, or all but the last ones that are `passed` again."""
-    shape, kernels, batch = setup.shape, setup.kernels, setup.batch
-    rope = Amount(
-        bytes=2 * (FULL if kernels.wide else HALF) * shape.head_dim * batch.width,
-        formula="cosines and sines",
-    )
-    share = None if setup.sharding is None else setup.sharding.share
+    shape, batch, times = setup.shape, setup.batch, setup.shape.layers
     if setup.checkpointing:
-        amount = activations.checkpoint(shape, kernels, batch)
-        name = "inputs of checkpointed layers"
-    elif share is not None:
-        amount = activations.budgeted(shape, kernels, batch, share)
-        name = f"kept by the layers, activation budget {share:g}"
+        amount, name = activations.checkpoint(setup), "inputs of checkpointed layers"
+    elif setup.share is not None:
+        amount = activations.budgeted(setup, setup.share)
+        name = f"kept by the layers, activation budget {setup.share:g}"
     else:
-        amount, name = activations.layers(shape, kernels, batch), "kept by the layers"
-    masks = _masks(setup)
-    mask = Amount(
-        bytes=masks * batch.rows * batch.width**2,
-        formula="BS^2, the mask" if masks == 1 else f"{masks} x BS^2, all tokens' and the window's",
-    )
-    times = shape.layers if name != "kept by the layers" else 1
+        amount, name, times = activations.layers(setup), "kept by the layers", 1
     if passed:
         left = (shape.layers - passed) / shape.layers
         amount = Amount(bytes=left * amount.bytes, formula=f"{left:.3g} x ({amount.formula})")
     parts = [part("activations", name, amount, times)]
     if setup.sharding is None:
-        parts.append(part("activations", "rope", rope))
-    return (*parts, part("activations", "attention mask", mask)) if mask.bytes else tuple(parts)
+        rope = 2 * (FULL if setup.wide else HALF) * shape.head_dim * batch.width
+        parts.append(part("activations", "rope", Amount(bytes=rope, formula="cosines and sines")))
+    if masks := _masks(setup):
+        formula = (
+            "BS^2, the mask" if masks == 1 else f"{masks} x BS^2, all tokens' and the window's"
+        )
+        mask = Amount(bytes=masks * batch.rows * batch.width**2, formula=formula)
+        parts.append(part("activations", "attention mask", mask))
+    return tuple(parts)
 
 
 def _masks(setup: Setup) -> int:
     """How many masks are made for all layers together: of all tokens, and of a window of them."""
-    if setup.attention not in {"sdpa", "eager"}:
+    if setup.attention != "sdpa":
         return 0
-    shape, needed = setup.shape, setup.batch.real < setup.batch.tokens or setup.parted
-    windows = needed or activations.masked_windows(shape, setup.kernels, setup.batch)
-    return int(needed and shape.windowed < shape.layers) + int(windows and shape.windowed > 0)
+    needed, windowed = setup.padded or setup.parted, setup.shape.windowed
+    windows = needed or activations.masked_windows(setup)
+    return int(needed and windowed < setup.shape.layers) + int(windows and windowed > 0)
 
 
 def recomputed(setup: Setup) -> tuple[Part, ...]:
     """What the layer keeps that is computed again for its backward pass."""
-    share = None if setup.sharding is None else setup.sharding.share
-    if share is not None and share < 1:
-        whole = activations.compiled_layer(setup.shape, setup.kernels, setup.batch)
-        least = activations.budgeted(setup.shape, setup.kernels, setup.batch, share)
-        again = Amount(bytes=whole.bytes - least.bytes, formula=f"{1 - share:g} x a layer")
-        return (part("activations", "one layer, computed again", again),)
-    if not setup.checkpointing:
+    if setup.share is not None and setup.share < 1:
+        whole = activations.compiled_layer(setup).bytes
+        again = whole - activations.budgeted(setup, setup.share).bytes
+        amount = Amount(bytes=again, formula=f"{1 - setup.share:g} x a layer")
+    elif setup.checkpointing:
+        amount = activations.layer(setup, windowed=activations.masked_windows(setup))
+        if setup.liger:
+            # its first norm keeps the layer's input itself, which is counted already
+            shared = HALF * setup.shape.hidden * setup.batch.tokens
+            amount = Amount(bytes=amount.bytes - shared, formula=f"{amount.formula} - 2HT")
+    else:
         return ()
-    windowed = activations.masked_windows(setup.shape, setup.kernels, setup.batch)
-    amount = activations.layer(setup.shape, setup.kernels, setup.batch, windowed=windowed)
-    if setup.liger:
-        # its first norm keeps the layer's input itself, which is counted already
-        shared = HALF * setup.shape.hidden * setup.batch.tokens
-        amount = Amount(bytes=amount.bytes - shared, formula=f"{amount.formula} - 2HT")
     return (part("activations", "one layer, computed again", amount),)
 
 
 def head(setup: Setup) -> tuple[Part, ...]:
     """The final norm and the loss at its fullest point, forward or backward."""
-    shape, batch = setup.shape, setup.batch
-    norm = activations.final_norm(shape, setup.kernels, batch)
-    parts = [Part(kind="activations", name="final norm", gib=norm / GIB, formula="kept and output")]
-    trained = setup.adapters is None
+    norm = part("activations", "final norm", activations.final_norm(setup))
     if setup.loss == "liger":
-        amount = activations.fused_loss(
-            shape, batch, weight_bytes=setup.weight_bytes, trained=trained
-        )
-        return (*parts, part("logits", "fused linear cross entropy", amount))
+        return (norm, part("logits", "fused linear cross entropy", activations.fused_loss(setup)))
     if setup.loss == "tiled":
-        amount = activations.tiled_loss(
-            shape, batch, weight_bytes=setup.weight_bytes, trained=trained
-        )
-        return (*parts, part("logits", "log-probabilities in tiles", amount))
-    one = activations.logits(shape, batch, element=FULL)
-    if setup.sharding is not None and setup.sharding.compiles_loss:
-        return (*parts, *_compiled_loss(setup, batch))
-    if shape.capped:
-        capped = activations.logits(shape, batch, element=HALF)
-        parts.append(part("logits", "tanh of the capped logits (bf16)", capped))
+        tiled = activations.tiled_loss(setup, trained=setup.adapters is None)
+        return (norm, part("logits", "log-probabilities in tiles", tiled))
+    if setup.compiles_loss:
+        return (norm, *_compiled_loss(setup, setup.batch))
+    one = activations.logits(setup.shape, setup.batch, element=FULL)
     return (
-        *parts,
+        norm,
         part("logits", "log-softmax, kept (fp32)", one),
         part("logits", "gradient of the log-softmax (fp32)", one),
         part("logits", "gradient of the logits (fp32)", one),
     )
 
 
-def _compiled_loss(setup: Setup, batch: lengths.Batch) -> tuple[Part, ...]:
+def _compiled_loss(setup: Setup, batch: Batch) -> tuple[Part, ...]:
     """6 bytes a position and word, measured on an H200: 56.9 GiB for 2 x 16,384 positions of Qwen3-0.6B."""
     half = activations.logits(setup.shape, batch, element=HALF)
     full = activations.logits(setup.shape, batch, element=FULL)
@@ -120,27 +104,23 @@ def _compiled_loss(setup: Setup, batch: lengths.Batch) -> tuple[Part, ...]:
 
 def passing(setup: Setup) -> tuple[Part, ...]:
     """At the end of a checkpointed forward pass: the last layer's own, or a tile of logits after it."""
-    amount = activations.passing(setup.shape, setup.kernels, setup.batch)
-    layer = part("activations", "the last layer, passing", amount)
+    layer = part("activations", "the last layer, passing", activations.passing(setup))
     if setup.loss != "tiled":
         return (layer,)
-    tiles = activations.tiles(setup.shape, setup.batch, weight_bytes=setup.weight_bytes)
-    tile = part("logits", "a tile of logits", tiles)
+    tile = part("logits", "a tile of logits", activations.tiles(setup))
     return (max(layer, tile, key=lambda one: one.gib),)
 
 
 def output_gradient(setup: Setup, *, made: bool = False) -> tuple[Part, ...]:
     """The output layer's weight gradient; that of the logits lives until it is made."""
-    shape, batch = setup.shape, setup.batch
-    weight = setup.gradient_bytes * shape.embedding
-    parts = [Part(kind="gradients", name="output layer's gradient", gib=weight / GIB,
-                  formula=f"{setup.gradient_bytes}VH")]  # fmt: skip
-    norm = activations.final_norm(shape, setup.kernels, batch)
-    parts.append(
-        Part(kind="activations", name="final norm", gib=norm / GIB, formula="kept and output")
-    )
+    width = setup.gradient_bytes
+    weight = Amount(bytes=width * setup.shape.embedding, formula=f"{width}VH")
+    parts = [
+        part("gradients", "output layer's gradient", weight),
+        part("activations", "final norm", activations.final_norm(setup)),
+    ]
     if setup.loss in {"full", "logprobs"} and not made:
-        amount = activations.logits(shape, batch, element=HALF)
+        amount = activations.logits(setup.shape, setup.batch, element=HALF)
         parts.append(part("logits", "gradient of the logits (bf16)", amount))
     return tuple(parts)
 
@@ -183,23 +163,23 @@ def reference(setup: Setup) -> tuple[Part, ...]:
     """The reference pass keeps nothing but its logits (dpo_utils.py:462), and before them a cache of keys."""
     shape, batch = setup.shape, setup.reference_batch or setup.batch
     if setup.loss == "tiled":
-        amount = activations.tiled_loss(
-            shape, batch, weight_bytes=setup.weight_bytes, trained=False
+        return (
+            part(
+                "logits", "log-probabilities in tiles", activations.tiled_loss(setup, trained=False)
+            ),
         )
-        return (part("logits", "log-probabilities in tiles", amount),)
-    if setup.sharding is not None and setup.sharding.compiles_loss:
+    if setup.compiles_loss:
         return _compiled_loss(setup, batch)
     full = activations.logits(shape, batch, element=FULL)
-    half = activations.logits(shape, batch, element=HALF)
     at_loss = (
-        part("logits", "logits (bf16)", half),
+        part("logits", "logits (bf16)", activations.logits(shape, batch, element=HALF)),
         part("logits", "logits (fp32)", full, source="padding_free_collator.py:14"),
         part("logits", "log-softmax (fp32)", full, source="padding_free_collator.py:16"),
     )
     if setup.sharding is not None:
         return at_loss
     # until the logits are there
-    keys, last = activations.cached(shape, setup.kernels, batch)
+    keys, last = activations.cached(replace(setup, batch=batch))
     held = part("activations", "keys and values of all layers", keys, source="dpo_utils.py:865")
     layer = part("activations", "the last layer, passing", last)
     return max(at_loss, (held, max(layer, at_loss[0], key=lambda one: one.gib)), key=summed)

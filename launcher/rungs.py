@@ -195,12 +195,13 @@ def _without_deepspeed(
         return [], [_note(stage, "deepspeed-kept", f"DeepSpeed stays on one GPU: {why}")]
     without = replace(request, overrides=(*request.overrides, "deepspeed=none"))
     off, on = predicted(without, terms), predicted(request, terms)
+    peaks = [one.memory.peak for one in (off, on) if one is not None and one.memory is not None]
     if off is None or on is None or off.spare is None or on.spare is None:
         keep = "offload" in options.deepspeed_name
         why = f"`{options.deepspeed_name}` keeps on the host what the card may not hold"
     else:
         keep = off.spare < 0 and on.spare > off.spare
-        why = f"without it {off.memory.peak:.1f} GiB are planned, with it {on.memory.peak:.1f}"
+        why = f"without it {peaks[0]:.1f} GiB are planned, with it {peaks[1]:.1f}"
     if keep:
         return [], [_note(stage, "deepspeed-kept", f"DeepSpeed stays on one GPU: {why}")]
     message = "DeepSpeed is off on one GPU, where it would shard nothing"

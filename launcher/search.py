@@ -28,8 +28,6 @@ RUNS = 3
 """How often the best and the file are run, where the budget allows."""
 SAME = 0.01
 """Speeds that differ by less are taken for the same: then fewer changes are better."""
-MARGIN = 0.08
-"""The share of a card that is never planned for."""
 SLOWEST = 2.5
 """How many times as long as the best a trial may take before it is ended."""
 START_S = 60.0
@@ -292,7 +290,7 @@ class Search:
     @property
     def planned(self) -> float:
         """GiB that may be planned for."""
-        return math.inf if self.room is None else self.room * (1 - MARGIN)
+        return math.inf if self.room is None else memory.usable(self.room)
 
     def lasts(self, candidate: Candidate, measured: Measured) -> bool:
         """Whether the whole run should fit, which meets longer rows than the trial that did.

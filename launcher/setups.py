@@ -1,16 +1,17 @@
-"""Everything that the peak of a run depends on: shape, batch, loss, kernels, and what is cut how."""
+"""Everything that the peak of a run depends on: shape, batch, loss, operators, and what is cut how."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from launcher.activations import FULL, HALF, Kernels
 from launcher.errors import Finding, InvalidConfig, brief
 from launcher.lengths import Batch
-from launcher.moments import Part
 from launcher.shapes import Shape
+
+HALF, FULL = 2, 4
+"""Bytes of an element in 16 and in 32 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,23 +24,10 @@ class Zero:
     bucket: int = 500_000_000
     prefetch: int = 50_000_000
     persistence: int = 100_000
-    live: int = 1_000_000_000
     reuse: int = 1_000_000_000
     sub_group: int = 1_000_000_000
     offload_optimizer: bool = False
     offload_params: bool = False
-    secondary: int = 1
-    """ZeRO++: how many ranks share a second copy of the weights (`zero_hpz_partition_size`)."""
-
-
-_TYPES = {
-    "fp32": FULL,
-    "float32": FULL,
-    "bf16": HALF,
-    "bfp16": HALF,
-    "bfloat16": HALF,
-    "fp16": HALF,
-}
 
 
 def zero_of(config: Mapping[str, Any] | None, hidden: int) -> Zero | None:
@@ -74,16 +62,14 @@ def zero_of(config: Mapping[str, Any] | None, hidden: int) -> Zero | None:
     said = config.get("communication_data_type")
     overlap = zero.get("overlap_comm")
     return Zero(
-        stage=stage, communication=_TYPES.get(str(said), HALF),
+        stage=stage, communication=FULL if said in ("fp32", "float32") else HALF,
         overlap=bool(overlap) if overlap is not None else stage == 3,
         bucket=number("reduce_bucket_size", 500_000_000),
         prefetch=number("stage3_prefetch_bucket_size", 50_000_000),
         persistence=number("stage3_param_persistence_threshold", 100_000),
-        live=number("stage3_max_live_parameters", 1_000_000_000),
         reuse=number("stage3_max_reuse_distance", 1_000_000_000),
         sub_group=number("sub_group_size", 1_000_000_000),
         offload_optimizer=device("offload_optimizer"), offload_params=device("offload_param"),
-        secondary=number("zero_hpz_partition_size", 1),
     )  # fmt: skip
 
 
@@ -107,8 +93,8 @@ class Adapters:
 class Quantised:
     """bitsandbytes: the layers' linears in 4 bits, with a scale for every 64 values.
 
-    `nested` scales are of 8 bits themselves, with one of theirs in fp32 for every 256. Everything else,
-    the embedding and the output layer too, has the weights' type.
+    transformers leaves the output layer out. `nested` scales are of 8 bits themselves, with one of theirs
+    in fp32 for every 256. Everything else, the embedding too, has the weights' type.
     """
 
     nested: bool = False
@@ -117,11 +103,6 @@ class Quantised:
     def bytes(self) -> float:
         """Bytes an element (bitsandbytes/functional.py: `quantize_4bit`, blocks of 64)."""
         return 0.5 + ((1 + FULL / 256) if self.nested else FULL) / 64
-
-    @staticmethod
-    def elements(shape: Shape) -> int:
-        """Those of the layers' linears: transformers leaves the output layer out."""
-        return shape.layers * sum(out * into for out, into in shape.linears().values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,29 +117,24 @@ class Sharding:
     share: float | None = None
     loss: bool = True
 
-    @property
-    def compiles_loss(self) -> bool:
-        """Whether the loss is compiled with the output layer."""
-        return self.share is not None and self.loss
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """Everything that the peak depends on.
 
-    `batch` is the largest micro-batch (DPO: chosen and rejected rows together). `loss` is "full" (the
-    model's own), "liger" (fused into the output layer), "tiled" (TRL's) or "logprobs" (open-instruct's
-    DPO). `reference` is "" (none), "cache" (a pass beforehand: open-instruct), "model" (a second model
-    beside: TRL) or "adapter" (the adapters are switched off: TRL with LoRA). `weight_bytes` are those of
-    the loaded weights; `weight_bytes` 4 with `autocast` is TRL's default. `reference_batch` is that of the
-    pass beforehand where it is not the training's. `quantised` are frozen weights below the adapters.
+    `batch` is the largest micro-batch (DPO: chosen and rejected rows together), `attention` flash or sdpa.
+    `loss` is "full" (the model's own), "liger" (fused into the output layer), "tiled" (TRL's) or
+    "logprobs" (open-instruct's DPO). `reference` is "" (none), "cache" (a pass beforehand: open-instruct),
+    "model" (a second model beside: TRL) or "adapter" (the adapters are switched off: TRL with LoRA).
+    `weight_bytes` are those of the loaded weights; 4 with `autocast` is TRL's default. `reference_batch`
+    is that of the pass beforehand where it is not the training's. `quantised` are frozen weights below
+    the adapters.
     """
 
     shape: Shape
     batch: Batch
     processes: int
     accumulation: int
-    stage: str = "sft"
     loss: str = "full"
     reference: str = ""
     zero: Zero | None = None
@@ -172,25 +148,36 @@ class Setup:
     adapters: Adapters | None = None
     quantised: Quantised | None = None
     packed: bool = False
-    steps: int | None = None
     sharding: Sharding | None = None
     reference_batch: Batch | None = None
-    extra: tuple[Part, ...] = field(default=())
 
     @property
-    def kernels(self) -> Kernels:
-        """What decides on the layers' operators."""
-        sdpa = "sdpa_packed" if self.attention == "sdpa" and self.parted else self.attention
-        adapters = self.adapters
-        return Kernels(
-            attention=sdpa, liger=self.liger, checkpointing=self.checkpointing, cached=self.cached,
-            wide=self.weight_bytes == FULL, autocast=self.autocast, quantised=self.quantised is not None,
-            adapter_rank=adapters.rank if adapters else 0,
-            adapter_bytes=adapters.bytes if adapters else HALF,
-            adapter_dropout=adapters.dropout if adapters else True,
-            adapter_targets=adapters.targets if adapters else (),
-            linears_keep=self.zero is not None and self.zero.stage == 3,
-        )  # fmt: skip
+    def wide(self) -> bool:
+        """Whether the states between layers are fp32: fp32 weights under bf16 autocast."""
+        return self.weight_bytes == FULL
+
+    @property
+    def frozen(self) -> bool:
+        """Whether linears that adapters are put on keep nothing of their input.
+
+        Those keep it that ZeRO-3 puts in place of torch's (deepspeed/runtime/zero/linear.py:105).
+        """
+        return self.adapters is not None and (self.zero is None or self.zero.stage != 3)
+
+    @property
+    def padded(self) -> bool:
+        """Whether some of the positions are padding."""
+        return self.batch.real < self.batch.tokens
+
+    @property
+    def share(self) -> float | None:
+        """The activation memory budget of torch.compile; None without compile."""
+        return None if self.sharding is None else self.sharding.share
+
+    @property
+    def compiles_loss(self) -> bool:
+        """Whether the loss is compiled with the output layer."""
+        return self.sharding is not None and self.share is not None and self.sharding.loss
 
     @property
     def cached(self) -> bool:
@@ -221,8 +208,8 @@ class Setup:
         whole = self.weight_bytes * self.shape.parameters
         if self.quantised is None:
             return whole
-        few = self.quantised.elements(self.shape)
-        return int(whole - (self.weight_bytes - self.quantised.bytes) * few)
+        less = self.weight_bytes - self.quantised.bytes
+        return int(whole - less * self.shape.linear_elements)
 
     @property
     def gradient_bytes(self) -> int:

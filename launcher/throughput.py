@@ -11,9 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from launcher import budget, cards, lengths
-from launcher.activations import HALF
 from launcher.footprint import Footprint
-from launcher.setups import Zero
+from launcher.setups import HALF, Zero
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +103,8 @@ def _micro_batch(footprint: Footprint, batch: lengths.Batch, card: Card) -> floa
     shape, positions = footprint.shape, batch.tokens
     passes = _passes(footprint) - (1.0 if footprint.adapters else 0.0)
     passes += 1.0 if _reference_beside(footprint) else 0.0
-    matrices = shape.active_parameters - (0 if shape.tied else shape.embedding)
     full = positions / (positions + _HALF_FULL)
-    arithmetic = passes * 2 * matrices * positions / (card.flops * _MATMUL * full)
+    arithmetic = passes * 2 * shape.multiplied * positions / (card.flops * _MATMUL * full)
     attention = passes * shape.layers * _attention(footprint, batch, card)
     moved = passes * _moved(footprint) * positions / card.bandwidth
     doubled = 2 if footprint.adapters else 1
@@ -129,8 +127,6 @@ def _attention(footprint: Footprint, batch: lengths.Batch, card: Card) -> float:
         width = footprint.rows.mean if footprint.packed else batch.width
         return 2 * tokens * width * shape.query / (card.flops * _FLASH)
     width = tokens if footprint.packed else batch.width
-    if footprint.attention == "eager":
-        return 12 * shape.heads * tokens * width * HALF / card.bandwidth
     return 4 * tokens * width * shape.query / (card.flops * _SDPA)
 
 
@@ -139,10 +135,7 @@ def _moved(footprint: Footprint) -> float:
     shape = footprint.shape
     liger = bool(footprint.plan.values.get(footprint.plan.stage.entry.names.liger))
     norms, gates = (10, 3) if liger else (22, 6)
-    inner = shape.intermediate * (shape.experts_used or 1) + shape.shared
-    # an expert's tokens are copied, weighed and put back
-    norms += 4 * shape.experts_used
-    layer: float = HALF * (norms * shape.hidden + gates * inner)
+    layer: float = HALF * (norms * shape.hidden + gates * shape.intermediate)
     # casts of every operand
     layer = 1.5 * layer if footprint.autocast else layer
     head = (4 if liger else 12) * shape.vocab

@@ -11,7 +11,6 @@ import contextlib
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,8 +32,6 @@ class Tracker(TorchDispatchMode):
         self.now = 0
         self.peak = 0
         self.known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self.ignored: set[int] = set()
-        self.where: str = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE and isinstance(args[0], FakeTensor):
@@ -43,10 +40,10 @@ class Tracker(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
-                self.see(leaf, str(func))
+                self.see(leaf)
         return out
 
-    def see(self, tensor: torch.Tensor, what: str = "") -> None:
+    def see(self, tensor: torch.Tensor) -> None:
         if (getattr(tensor, "fake_device", None) or tensor.device).type == "meta":
             return
         storage = tensor.untyped_storage()
@@ -55,8 +52,7 @@ class Tracker(TorchDispatchMode):
         size = storage.nbytes()
         self.known[storage] = size
         self.now += size
-        if self.now > self.peak:
-            self.peak, self.where = self.now, what
+        self.peak = max(self.peak, self.now)
         weakref.finalize(storage, self._freed, size)
 
     def _freed(self, size: int) -> None:
@@ -240,8 +236,6 @@ def _liger(model: Any) -> list[tuple[Any, str, Any]]:
             changes.append((value, "forward", lambda self, x: _Norm.apply(x, self.weight)))
         if name.endswith("MLP"):
             changes.append((value, "forward", _swiglu))
-        if name.endswith("Experts"):
-            changes.append((value, "forward", _experts_in_turn))
     changes.append((
         source, "apply_rotary_pos_emb",
         lambda q, k, cos, sin, *_, **__: _Rope.apply(q, k, cos, sin),
@@ -249,41 +243,11 @@ def _liger(model: Any) -> list[tuple[Any, str, Any]]:
     return changes
 
 
-def _experts_in_turn(self: Any, x: Any, index: Any, weights: Any) -> Any:
-    """liger_kernel's LigerExperts; every expert gets as many tokens, for there are no data to say which."""
-    out, count = torch.zeros_like(x), index.numel() // self.num_experts
-    mask = torch.zeros((self.num_experts, *index.shape), dtype=torch.int64)
-    for expert in range(self.num_experts):
-        at, token = (torch.zeros(count, dtype=torch.int64) for _ in range(2))
-        gate_up = torch.nn.functional.linear(x[token], self.gate_up_proj[expert])
-        gate, up = (part.contiguous() for part in gate_up.chunk(2, dim=-1))
-        state = torch.nn.functional.linear(_SiluMul.apply(gate, up), self.down_proj[expert])
-        state = state * weights[token, at, None]
-        out.index_add_(0, token, state.to(out.dtype))
-    del mask
-    return out
-
-
 def _swiglu(self: Any, x: Any) -> Any:
-    if hasattr(self, "gate_up_proj"):
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(_SiluMul.apply(gate.contiguous(), up.contiguous()))
     return self.down_proj(_SiluMul.apply(self.gate_proj(x), self.up_proj(x)))
 
 
 # --- a pass ----------------------------------------------------------------------------------------
-
-
-@dataclass
-class Measured:
-    """Bytes beside weights and gradients."""
-
-    forward: int
-    """Alive when the loss is there."""
-    peak: int
-    """At most, forward and backward."""
-    forward_peak: int
-    where: str = ""
 
 
 def config_of(name: str, layers: int | None = None) -> Any:
@@ -394,10 +358,8 @@ class _OlmoFlash(torch.nn.Module):
         return _Flash.apply(*qkv)
 
 
-def measure_olmo_core(
-    name: str, vocab: int, *, layers: int, rows: int, length: int, no_grad: bool
-) -> Measured:
-    """The same for dpo.py: a model of OLMo-core by its config's name, weights as FSDP gathers them."""
+def _olmo_core(name: str, *, vocab: int, layers: int) -> Any:
+    """A model of OLMo-core by its config's name, with the attention of a GPU."""
     from olmo_core.nn.attention import AttentionBackendName
     from olmo_core.nn.transformer import TransformerConfig
 
@@ -405,33 +367,40 @@ def measure_olmo_core(
         vocab_size=vocab, attn_backend=AttentionBackendName.torch
     )
     config.n_layers = layers
+    model = config.build(init_device="cpu")
+    for block in model.blocks.values():
+        block.attention.backend = _OlmoFlash()
+    head = model.lm_head
+
+    def logps(x: Any, *, labels: Any, **_: Any) -> Any:
+        """open_instruct/olmo_core_train_modules.py:61: the name keeps the logits alive."""
+        logits = head.w_out(head.norm(x))
+        return _logps(logits, labels)
+
+    head.forward = logps
+    return model
+
+
+def measure_olmo_core(
+    name: str, vocab: int, *, layers: int, rows: int, length: int, no_grad: bool
+) -> int:
+    """The peak for dpo.py, weights as FSDP gathers them."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = config.build(init_device="cpu")
+        model = _olmo_core(name, vocab=vocab, layers=layers)
         for module in model.modules():
             for own, parameter in list(module._parameters.items()):
                 if parameter is not None:
                     module._parameters[own] = torch.nn.Parameter(parameter.detach().to(HALF))
                     module._parameters[own].register_post_accumulate_grad_hook(_drop)
-        for block in model.blocks.values():
-            block.attention.backend = _OlmoFlash()
-        head = model.lm_head
-
-        def logps(x: Any, *, labels: Any, **_: Any) -> Any:
-            """open_instruct/olmo_core_train_modules.py:61: the name keeps the logits alive."""
-            logits = head.w_out(head.norm(x))
-            return _logps(logits, labels)
-
-        head.forward = logps
         ids = torch.zeros((rows, length), dtype=torch.int64)
         with Tracker() as tracker:
             for tensor in [*model.parameters(), *model.buffers(), ids]:
                 tracker.known[tensor.untyped_storage()] = 0
             with torch.no_grad() if no_grad else contextlib.nullcontext():
                 value = model(ids, labels=torch.zeros_like(ids)).sum()
-            forward, forward_peak = tracker.now, tracker.peak
             if not no_grad:
                 value.backward()
-            return Measured(forward, tracker.peak, forward_peak, tracker.where)
+            return tracker.peak
 
 
 def measure_fsdp(
@@ -443,8 +412,6 @@ def measure_fsdp(
     which fake ones cannot: that is counted here.
     """
     import torch.distributed as dist
-    from olmo_core.nn.attention import AttentionBackendName
-    from olmo_core.nn.transformer import TransformerConfig
     from olmo_core.train.train_module.transformer.config import (
         TransformerDataParallelWrappingStrategy as Wrapping,
     )
@@ -452,10 +419,6 @@ def measure_fsdp(
     from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    config = getattr(TransformerConfig, name)(
-        vocab_size=vocab, attn_backend=AttentionBackendName.torch
-    )
-    config.n_layers = layers
     tracker, away = Tracker(), {}
 
     def free(tensor: Any) -> None:
@@ -474,17 +437,13 @@ def measure_fsdp(
         names = ("dp_replicate", "dp_shard")
         mesh = init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=names)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            model = config.build(init_device="cpu")
+            model = _olmo_core(name, vocab=vocab, layers=layers)
             model.apply_fsdp(
                 dp_mesh=mesh,
                 param_dtype=HALF,
                 reduce_dtype=FLOAT,
                 wrapping_strategy=Wrapping.blocks,
             )
-            for block in model.blocks.values():
-                block.attention.backend = _OlmoFlash()
-            head = model.lm_head
-            head.forward = lambda x, *, labels, **_: _logps(head.w_out(head.norm(x)), labels)
             ids = torch.zeros((rows, length), dtype=torch.int64)
             changes = (
                 (_fsdp_param, "free_storage", free),
@@ -543,10 +502,11 @@ def measure(
     autocast: bool = False, dtype: Any = HALF, adapter: Any = HALF,
     targets: Sequence[str] = LINEARS, dropout: float = 0.1,
     loss: Callable[..., Any] | None = None, quantised: bool = False,
-) -> Measured:  # fmt: skip
-    """One forward and backward pass over `rows` x `length` tokens; `real` of them are no padding.
+) -> int:  # fmt: skip
+    """The peak in bytes of a forward and backward pass, beside weights and gradients.
 
-    Gradients of weights are dropped when they are there, as ZeRO-2 does with those of other ranks.
+    Over `rows` x `length` tokens; `real` of them are no padding. Gradients of weights are dropped when
+    they are there, as ZeRO-2 does with those of other ranks.
     """
     padded = real is not None and real < rows * length
     REAL_TOKENS[0] = real or rows * length
@@ -556,7 +516,7 @@ def measure(
     interface.register("traced_kernel", lambda **kw: kw["attention_mask"] if padded else None)
     interface.register("traced_sdpa", masking_utils.sdpa_mask)
     config = type(config).from_dict(config.to_dict())
-    implementations = {"flash": "traced_kernel", "sdpa": "traced_sdpa", "eager": "eager"}
+    implementations = {"flash": "traced_kernel", "sdpa": "traced_sdpa"}
     config._attn_implementation = implementations[attention]
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = build(
@@ -594,10 +554,9 @@ def measure(
                 tracker.known[tensor.untyped_storage()] = 0
             with torch.no_grad() if no_grad else contextlib.nullcontext(), cast:
                 value = run(model, batch, **extra)
-            forward, forward_peak = tracker.now, tracker.peak
             if not no_grad:
                 value.backward()
-            return Measured(forward, tracker.peak, forward_peak, tracker.where)
+            return tracker.peak
 
 
 def _no_mask_needed(*, padded: bool) -> Callable[..., bool]:

@@ -1,4 +1,4 @@
-"""What of a stage file memory depends on: quantised weights, bitsandbytes' optimizer, experts."""
+"""What of a stage file memory depends on: quantised weights and bitsandbytes' optimizer."""
 
 from __future__ import annotations
 
@@ -124,11 +124,6 @@ def test_states_of_8_bits_are_smaller_but_the_embeddings(write: Write) -> None:
     [
         (f"{LORA}\n  load_in_8bit: true", MISTRAL, "8 bits"),
         ("optim: adamw_torch_8bit", MISTRAL, "less than 32 bits"),
-        ("dtype: float32", "allenai/OLMoE-1B-7B-0924", "experts in 32 bits"),
-        ("use_peft: true\n  lora_target_modules: [q_proj, gate_proj]", "Qwen/Qwen1.5-MoE-A2.7B",
-         "LoRA on experts"),
-        ("use_peft: true\n  lora_target_modules: [gate_proj, gate_up_proj]", "Qwen/Qwen3-30B-A3B",
-         "LoRA on `gate_proj`"),
     ],
 )  # fmt: skip
 def test_what_is_not_described_is_refused(write: Write, more: str, model: str, said: str) -> None:
@@ -140,18 +135,3 @@ def test_what_is_not_described_is_refused(write: Write, more: str, model: str, s
     assert isinstance(told.exception, LaunchError), told.output
     (finding,) = told.exception.findings
     assert finding.code == "unknown-memory" and said in finding.message
-
-
-def test_lora_beside_experts(write: Write) -> None:
-    """All linear modules are those of the attention; experts are no linears to bitsandbytes either."""
-    some, every = (
-        trl(write, f"use_peft: true\n  lora_target_modules: {names}", "Qwen/Qwen3-30B-A3B")
-        for names in ("[q_proj, k_proj, v_proj, o_proj]", "all-linear")
-    )
-    assert some == every
-    four = trl(write, FOUR_BITS, "Qwen/Qwen3-30B-A3B")
-    attention = 48 * (2 * 4096 * 2048 + 2 * 512 * 2048)
-    saved = (
-        some["weights"] - four["other weights"] - four["linear weights (4 bits and their scales)"]
-    )
-    assert saved * 2**30 == pytest.approx((2 - 0.516) * attention, rel=0.01)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
-import random
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,18 +15,15 @@ import pytest
 from conftest import PATIENCE_S
 
 from launcher import activations, budget, lengths, memory, shapes
+from launcher.engines import cut
 from launcher.errors import InvalidConfig
 from launcher.lengths import Batch
-from launcher.moments import GIB, KINDS, Memory, Moment, Part
+from launcher.moments import GIB, KINDS, Memory, Moment
 from launcher.options import deepspeed_file
 from launcher.setups import Adapters, Quantised, Setup, Sharding, Zero, zero_of
-from launcher.zero_engines import cut
 
 HERE = Path(__file__).parent
 QWEN_7B, QWEN_SMALL = "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-0.5B"
-MIXTRAL, QWEN_MOE, OLMOE = (
-    "mistralai/Mixtral-8x7B-v0.1", "Qwen/Qwen3-30B-A3B", "allenai/OLMoE-1B-7B-0924"
-)  # fmt: skip
 LLAMA_8B, LLAMA_1B = "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.2-1B"
 LLAMA_70B = "meta-llama/Llama-2-70b-hf"
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -58,8 +52,8 @@ def run(
     )  # fmt: skip
     loss = "logprobs" if dpo else ("liger" if given.get("liger") else "full")
     return Setup(
-        shape=shape, batch=batch, processes=gpus, accumulation=accumulation, stage=stage, zero=zero,
-        packed=packed, **{"loss": loss, "reference": "cache" if dpo else "", **given},
+        shape=shape, batch=batch, processes=gpus, accumulation=accumulation, zero=zero, packed=packed,
+        **{"loss": loss, "reference": "cache" if dpo else "", **given},
     )  # fmt: skip
 
 
@@ -122,26 +116,34 @@ OWN: list[tuple[str, dict[str, Any], float]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("given", "gib"), [pytest.param(g, m, id=n) for n, g, m in OWN])
-def test_measured_peaks_of_all_kinds(given: dict[str, Any], gib: float) -> None:
-    # which rows meet in a micro-batch is chance: the plan takes the fullest to be expected
-    within = 0.08 if given.get("stage") == "dpo" and given["gpus"] == 1 else 0.05
-    assert memory.estimate(run(**given)).peak == pytest.approx(gib, rel=within)
-
-
-@pytest.mark.parametrize(("given", "gib"), [pytest.param(g, m, id=n) for n, g, m in MEASURED])
-def test_measured_peaks(given: dict[str, Any], gib: float) -> None:
-    assert memory.estimate(run(**given)).peak == pytest.approx(gib, rel=0.05)
+def test_measured_peaks() -> None:
+    """Which rows meet in a micro-batch is chance: the plan takes the fullest to be expected."""
+    cases = [*OWN, *MEASURED]
+    alone = {name for name, given, _ in OWN if given.get("stage") == "dpo" and given["gpus"] == 1}
+    peaks = {name: memory.estimate(run(**given)).peak for name, given, _ in cases}
+    found = {name: gib for name, _, gib in cases}
+    for names, within in ((alone, 0.08), (peaks.keys() - alone, 0.05)):
+        assert {n: peaks[n] for n in names} == pytest.approx(
+            {n: found[n] for n in names}, rel=within
+        )
 
 
 @pytest.mark.parametrize(("rows", "tokens", "gigabytes"), [(8, 723, 11.8), (4, 603, 6.7)])
 def test_measured_reference_pass(rows: int, tokens: int, gigabytes: float) -> None:
     """The first line of upstream's progress bar: tokens a pair, and allocated memory in 10^9 bytes."""
     setup = run(QWEN_SMALL, rows=rows, tokens="300:1028", steps=1, gpus=1, stage="dpo", packed=True)
-    total = rows * tokens
-    setup = replace(setup, batch=Batch(rows=1, width=total, real=total, formula=""))
+    setup = replace(setup, batch=flat(rows * tokens))
     moment = named(memory.estimate(setup), "reference pass")
     assert moment.gib * GIB / 1e9 == pytest.approx(gigabytes, rel=0.01)
+
+
+def flat(tokens: int) -> Batch:
+    """One row of so many tokens."""
+    return Batch(rows=1, width=tokens, real=tokens, formula="")
+
+
+def named(planned: Memory, name: str) -> Moment:
+    return next(moment for moment in planned.moments if moment.name == name)
 
 
 # torch's allocated bytes at most, one A100, rows of 4,096 tokens, checkpointing, flash-attn 2:
@@ -196,28 +198,18 @@ def published(kind: str, model: str, rows: int, given: dict[str, Any]) -> Setup:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kind", "model", "rows", "given", "found"),
-    PUBLISHED,
-    ids=lambda v: v if isinstance(v, str) else "",
-)
-def test_published_peaks(
-    kind: str, model: str, rows: int, given: dict[str, Any], found: int
-) -> None:
-    setup = published(kind, model, rows, given)
-    # their logits are those of an older transformers, one fp32 copy more
-    within = 0.08 if "loss" not in given and "LoRA" in kind else 0.045
-    assert memory.estimate(setup).peak == pytest.approx(found / GIB, rel=within)
+def test_published_peaks() -> None:
+    for kind, model, rows, given, found in PUBLISHED:
+        # their logits are those of an older transformers, one fp32 copy more
+        within = 0.08 if "loss" not in given and "LoRA" in kind else 0.045
+        peak = memory.estimate(published(kind, model, rows, given)).peak
+        assert peak == pytest.approx(found / GIB, rel=within), (kind, model, rows)
 
 
-@pytest.mark.parametrize(
-    ("kind", "model", "rows", "given"), OUT_OF_MEMORY, ids=lambda v: v if isinstance(v, str) else ""
-)
-def test_what_ran_out_of_memory_does_not_fit(
-    kind: str, model: str, rows: int, given: dict[str, Any]
-) -> None:
+def test_what_ran_out_of_memory_does_not_fit() -> None:
     # nvidia-smi says 79.15 GiB of such a card
-    assert not memory.fits(memory.estimate(published(kind, model, rows, given)), 79.15)[0]
+    for run_out in OUT_OF_MEMORY:
+        assert not memory.fits(memory.estimate(published(*run_out)), 79.15)[0], run_out
 
 
 # MiB of torch's allocated memory at most, one T4, QLoRA as PEFT prepares it, rank 32 without dropout, SDPA,
@@ -235,45 +227,19 @@ ON_T4: list[tuple[str, int, int, int]] = [
 ]
 
 
-@pytest.mark.parametrize(("model", "rows", "width", "mib"), ON_T4)
-def test_published_peaks_of_a_small_card(model: str, rows: int, width: int, mib: int) -> None:
+def test_published_peaks_of_a_small_card() -> None:
     """Their loop holds the outputs, and with them the logits in fp32, through the backward pass."""
-    shape = shapes.find(model, {}) if model else shapes.shape_of(TINY_CONFIG)
-    held = 4 * shape.vocab * rows * width / GIB
-    setup = Setup(
-        shape=shape, batch=Batch(rows=rows, width=width, real=rows * width, formula=""), processes=1,
-        accumulation=1, attention="sdpa", checkpointing=True, weight_bytes=4, autocast=True,
-        quantised=Quantised(), fused_optimizer=False,
-        adapters=Adapters(rank=32, targets=ALL[:4], bytes=4, dropout=False),
-        extra=(Part(kind="logits", name="outputs that are held", gib=held, formula="4VT"),),
-    )  # fmt: skip
-    assert memory.estimate(setup).peak * 1024 == pytest.approx(mib, rel=0.02)
-
-
-def named(planned: Memory, name: str) -> Moment:
-    return next(moment for moment in planned.moments if moment.name == name)
-
-
-def test_the_optimizer_decides_whatever_the_batch() -> None:
-    plans = [memory.estimate(run(**{**SEVEN, "rows": n, "liger": True})) for n in (1, 4, 16)]
-    assert {p.fullest.name for p in plans} == {"optimizer's step"}
-    assert len({round(p.peak, 3) for p in plans}) == 1
-
-
-def test_the_logits_of_a_concatenated_forward_are_found() -> None:
-    """65,536 tokens x 100,352 words x 2 bytes."""
-    shape = shapes.find("allenai/OLMo-2-1124-7B", {})
-    setup = Setup(
-        shape=shape, batch=Batch(rows=1, width=65536, real=65536, formula=""), processes=16,
-        accumulation=1, stage="dpo", loss="logprobs", reference="cache", packed=True, checkpointing=True,
-        zero=Zero(stage=3),
-    )  # fmt: skip
-    planned = memory.estimate(setup)
-    parts = {p.name: p for p in named(planned, "reference pass").parts}
-    assert parts["logits (bf16)"].gib == 12.25
-    assert "65,536 x 100,352" in parts["logits (bf16)"].formula
-    assert [f.code for f in budget.too_large(planned, gib=80)] == ["out-of-memory"]
-    assert "logits" in next(iter(budget.too_large(planned, gib=80))).message
+    for model, rows, width, mib in ON_T4:
+        shape = shapes.find(model, {}) if model else shapes.shape_of(TINY_CONFIG)
+        setup = Setup(
+            shape=shape, batch=Batch(rows=rows, width=width, real=rows * width, formula=""), processes=1,
+            accumulation=1, attention="sdpa", checkpointing=True, weight_bytes=4, autocast=True,
+            quantised=Quantised(), fused_optimizer=False,
+            adapters=Adapters(rank=32, targets=ALL[:4], bytes=4, dropout=False),
+        )  # fmt: skip
+        outputs = 4 * shape.vocab * rows * width / GIB
+        peak = memory.estimate(setup).peak + outputs
+        assert peak * 1024 == pytest.approx(mib, rel=0.02), (model, width)
 
 
 # --- every allocation of the real modules ----------------------------------------------------------
@@ -281,74 +247,36 @@ def test_the_logits_of_a_concatenated_forward_are_found() -> None:
 
 def beside_the_engine(planned: Memory) -> float:
     """GiB of the fullest moment without weights, optimizer and what the engine keeps of gradients."""
-    passing = (
-        m for m in planned.moments if m.name not in {"start", "optimizer's step", "gradient norm"}
-    )
+    own = {"embedding's gradient", "autocast's copies"}
     return max(
         sum(
             p.gib for p in moment.parts
-            if p.kind in {"activations", "logits"} or "output layer" in p.name
-            or "dequantised" in p.name
-            or p.name in {"embedding's gradient", "autocast's copies", "gate and up weights' gradient"}
+            if p.kind in {"activations", "logits"} or p.name in own
+            or "output layer" in p.name or "dequantised" in p.name
         )
-        for moment in passing
+        for moment in planned.moments
+        if moment.name not in {"start", "optimizer's step", "gradient norm"}
     )  # fmt: skip
 
 
-GRID = [
-    *[
-        {"model": m, "rows": 4, "width": 512, "packed": True, "liger": liger, "checkpointing": again}
-        for m, liger, again in itertools.product(
-            (QWEN_SMALL, "allenai/OLMo-2-0425-1B", "Qwen/Qwen3-0.6B"), (False, True), (False, True)
-        )
-    ],
+def small(model: str, layers: int) -> shapes.Shape:
+    return shapes.find(model, {}, replaced={"num_hidden_layers": layers})
+
+
+GRID: list[dict[str, Any]] = [
+    {"model": QWEN_SMALL, "rows": 4, "width": 512, "packed": True},
+    {"model": "Qwen/Qwen3-0.6B", "rows": 4, "width": 512, "packed": True, "liger": True,
+     "checkpointing": True},
+    {"model": "allenai/OLMo-2-0425-1B", "rows": 4, "width": 512, "packed": True},
     {"model": QWEN_SMALL, "rows": 8, "width": 1078, "real": 3108, "attention": "sdpa"},
-    {"model": QWEN_SMALL, "rows": 8, "width": 1078, "real": 3108},
     {"model": QWEN_SMALL, "rows": 8, "width": 430, "packed": True, "attention": "sdpa", "liger": True},
-    {"model": QWEN_SMALL, "rows": 1, "width": 200},
     # a DPO that is not checkpointed caches its keys: then transformers parts no packed rows by a mask
     {"model": "HuggingFaceTB/SmolLM2-360M", "rows": 7, "width": 2048, "packed": True, "stage": "dpo",
      "attention": "sdpa"},
-    {"model": "HuggingFaceTB/SmolLM2-360M", "rows": 7, "width": 2048, "packed": True, "stage": "dpo",
-     "attention": "sdpa", "checkpointing": True},
-    {"model": LLAMA_8B, "rows": 1, "width": 4096, "checkpointing": True},
     {"model": LLAMA_8B, "rows": 4, "width": 700, "real": 2000, "stage": "dpo", "checkpointing": True},
-    {"model": LLAMA_1B, "rows": 4, "width": 1024, "real": 3000, "stage": "dpo", "attention": "sdpa"},
-    {"model": "mistralai/Mistral-7B-v0.1", "rows": 8, "width": 2048, "packed": True, "liger": True,
-     "checkpointing": True},
-    {"model": "microsoft/Phi-3-mini-4k-instruct", "rows": 2, "width": 512, "packed": True},
-    {"model": "google/gemma-2b", "rows": 2, "width": 512, "packed": True, "checkpointing": True},
-    # a single head of keys is not copied for the queries' heads
-    {"model": "google/gemma-2b", "rows": 4, "width": 512, "real": 1200, "attention": "sdpa"},
-    # logits that go through a tanh, and a vocabulary of 256,000
-    {"model": "google/gemma-2-2b", "rows": 4, "width": 512},
-    {"model": "google/gemma-2-2b", "rows": 4, "width": 512, "packed": True, "liger": True},
-    {"model": "google/gemma-2-2b", "rows": 4, "width": 512, "stage": "dpo", "checkpointing": True},
-    # windows: a mask where rows reach them, none under flash attention
-    {"model": "google/gemma-3-1b-pt", "rows": 2, "width": 1024, "attention": "sdpa"},
-    {"model": "google/gemma-3-1b-pt", "rows": 2, "width": 511, "attention": "sdpa"},
-    {"model": "google/gemma-3-1b-pt", "rows": 2, "width": 1024, "real": 1500, "attention": "sdpa"},
-    {"model": "mistralai/Mistral-7B-v0.1", "rows": 1, "width": 4096, "attention": "sdpa"},
-    {"model": "mistralai/Mistral-7B-v0.3", "rows": 1, "width": 4096, "attention": "sdpa"},
-    {"model": "allenai/Olmo-3-1025-7B", "rows": 1, "width": 4096, "attention": "sdpa"},
-    # one product for q, k and v, which goes where they are copied
-    {"model": "microsoft/Phi-3-mini-4k-instruct", "rows": 2, "width": 512, "real": 700},
-    {"model": "microsoft/Phi-3-mini-4k-instruct", "rows": 2, "width": 512, "stage": "dpo", "packed": True},
-    # scores and softmax of every pair of tokens
-    {"model": LLAMA_1B, "rows": 2, "width": 1024, "attention": "eager"},
-    {"model": "google/gemma-2-2b", "rows": 2, "width": 1024, "attention": "eager"},
-    {"model": "meta-llama/Llama-2-7b-hf", "rows": 2, "width": 2048, "attention": "eager",
-     "checkpointing": True},
+    # windows: a mask where rows reach them
+    {"model": MISTRAL, "rows": 1, "width": 4096, "attention": "sdpa"},
 ]  # fmt: skip
-
-
-def layers_of(case: Mapping[str, Any]) -> int:
-    """As many as show what each adds, in every pattern of windows; computed again, each adds less."""
-    return 12 if case.get("checkpointing") else 6
-
-
-def shape_of(model: str, layers: int) -> shapes.Shape:
-    return shapes.find(model, {}, replaced={"num_hidden_layers": layers})
 
 
 @pytest.mark.slow
@@ -359,339 +287,139 @@ def test_activations_are_those_of_transformers(case: dict[str, Any]) -> None:
     import allocation
 
     given = dict(case)
-    model, rows, width = given.pop("model"), given.pop("rows"), given.pop("width")
-    packed, real = given.pop("packed", False), given.pop("real", None)
-    stage, layers = given.get("stage", "sft"), layers_of(given)
+    model, rows, width, real = (
+        given.pop("model"), given.pop("rows"), given.pop("width"), given.pop("real", None)
+    )  # fmt: skip
+    packed, layers = given.pop("packed", False), 12 if case.get("checkpointing") else 6
     traced = allocation.measure(
-        allocation.config_of(model, layers),
-        rows=rows,
-        length=width,
-        real=real,
-        packing=packed,
-        **given,
-    )
-    whole = Batch(rows=1, width=rows * width, real=rows * width, formula="")
-    batch = (
-        whole if packed else Batch(rows=rows, width=width, real=real or rows * width, formula="")
-    )
-    loss = "logprobs" if stage == "dpo" else ("liger" if given.get("liger") else "full")
-    setup = Setup(shape=shape_of(model, layers), batch=batch, processes=1, accumulation=1, loss=loss,
+        allocation.config_of(model, layers), rows=rows, length=width, real=real, packing=packed, **given,
+    )  # fmt: skip
+    total = rows * width
+    batch = flat(total) if packed else Batch(rows=rows, width=width, real=real or total, formula="")
+    loss = "liger" if given.get("liger") else "full"
+    if given.pop("stage", "sft") == "dpo":
+        loss = "logprobs"
+    setup = Setup(shape=small(model, layers), batch=batch, processes=1, accumulation=1, loss=loss,
                   packed=packed, **given)  # fmt: skip
-    assert beside_the_engine(memory.estimate(setup)) == pytest.approx(traced.peak / GIB, rel=0.035)
+    assert beside_the_engine(memory.estimate(setup)) == pytest.approx(traced / GIB, rel=0.035)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "model", ["meta-llama/Llama-2-13b-hf", "microsoft/Phi-3-mini-4k-instruct", LLAMA_8B]
-)
-def test_the_reference_pass_caches_keys(model: str) -> None:
+def test_the_reference_pass_caches_keys() -> None:
     """As many heads of keys as of queries and few words: what is cached is more than the logits."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     import allocation
 
-    rows, width = 4, 1024
+    model = "meta-llama/Llama-2-13b-hf"
     traced = allocation.measure(
-        allocation.config_of(model),
-        rows=rows,
-        length=width,
-        packing=True,
-        stage="dpo",
-        no_grad=True,
-    )
-    batch = Batch(rows=1, width=rows * width, real=rows * width, formula="")
+        allocation.config_of(model), rows=4, length=1024, packing=True, stage="dpo", no_grad=True,
+    )  # fmt: skip
     setup = Setup(
-        shape=shapes.find(model, {}), batch=batch, processes=1, accumulation=1, stage="dpo",
-        loss="logprobs", reference="cache", packed=True, checkpointing=True,
+        shape=shapes.find(model, {}), batch=flat(4096), processes=1, accumulation=1, loss="logprobs",
+        reference="cache", packed=True, checkpointing=True,
     )  # fmt: skip
     moment = named(memory.estimate(setup), "reference pass")
     told = sum(p.gib for p in moment.parts if p.kind in {"activations", "logits"})
-    assert told == pytest.approx(traced.peak / GIB, rel=0.01)
-
-
-EXPERTS: list[dict[str, Any]] = [
-    *[
-        {"model": m, "width": width, "checkpointing": width == 1024}
-        for m, width in itertools.product(
-            (MIXTRAL, QWEN_MOE, OLMOE, "Qwen/Qwen1.5-MoE-A2.7B"), (1024, 8192)
-        )
-    ],
-    {"model": QWEN_MOE, "width": 4096, "stage": "dpo"},
-    {"model": QWEN_MOE, "width": 8192, "lora": 16, "checkpointing": True},
-    {"model": MIXTRAL, "width": 8192, "lora": 16},
-    {"model": MIXTRAL, "width": 4096, "liger": True},
-    {"model": QWEN_MOE, "width": 4096, "liger": True, "checkpointing": True},
-    {"model": QWEN_MOE, "width": 8192, "liger": True, "lora": 16, "checkpointing": True},
-]  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", EXPERTS, ids=lambda c: "-".join(str(v) for v in c.values()))
-def test_activations_of_experts(case: dict[str, Any]) -> None:
-    """Three layers: of what a layer keeps, and of one layer's gradients, there is enough to see."""
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("peft")
-    import allocation
-
-    given = dict(case)
-    model, width, rank = given.pop("model"), given.pop("width"), given.pop("lora", None)
-    targets = ("q_proj", "v_proj")
-    lora: dict[str, Any] = {
-        "lora": rank,
-        "adapter": torch.float32,
-        "targets": targets,
-        "dropout": 0.0,
-    }
-    traced = allocation.measure(
-        allocation.config_of(model, 3), rows=1, length=width, packing=True, autocast=bool(rank), **given,
-        **({**lora, "loss": allocation.tiled_loss} if rank else {}),
-    )  # fmt: skip
-    shape = shape_of(model, 3)
-    loss = {"dpo": "logprobs"}.get(
-        given.get("stage", ""), "liger" if given.get("liger") else "full"
-    )
-    setup = Setup(
-        shape=shape, batch=Batch(rows=1, width=width, real=width, formula=""), processes=1, packed=True,
-        accumulation=1, loss="tiled" if rank else loss, autocast=bool(rank), **given,
-        adapters=Adapters(rank=rank, targets=targets, bytes=4, dropout=False) if rank else None,
-    )  # fmt: skip
-    # tensors without data are added up in a third place, those with data in that of the sum
-    third = 2 * shape.expert_weights[0] if given.get("liger") and not rank else 0
-    assert beside_the_engine(memory.estimate(setup)) == pytest.approx(
-        (traced.peak - third) / GIB, rel=0.05
-    )
-
-
-OLMO_CORE = [
-    ("qwen3_0_6B", "Qwen/Qwen3-0.6B"), ("qwen3_8B", "Qwen/Qwen3-8B"), ("olmo3_7B", "allenai/Olmo-3-1025-7B"),
-    ("olmo2_1B_v2", "allenai/OLMo-2-0425-1B"), ("olmo2_7B", "allenai/OLMo-2-1124-7B"),
-]  # fmt: skip
+    assert told == pytest.approx(traced / GIB, rel=0.01)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rows", "width"), [(1, 8192), (6, 500)])
-@pytest.mark.parametrize(("config", "model"), OLMO_CORE)
-def test_activations_are_those_of_olmo_core(config: str, model: str, rows: int, width: int) -> None:
+def test_activations_are_those_of_olmo_core(rows: int, width: int) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("olmo_core")
     import allocation
 
-    layers = 8
-    shape = shape_of(model, layers)
-    batch = Batch(rows=rows, width=width, real=rows * width, formula="")
+    shape = small("allenai/OLMo-2-1124-7B", 8)
     setup = Setup(
-        shape=shape, batch=batch, processes=1, accumulation=1, stage="dpo", loss="logprobs",
-        reference="cache", sharding=Sharding(shards=1), steps=10,
+        shape=shape, batch=Batch(rows=rows, width=width, real=rows * width, formula=""), processes=1,
+        accumulation=1, loss="logprobs", reference="cache", sharding=Sharding(shards=1),
     )  # fmt: skip
     planned = memory.estimate(setup)
-    (reference,) = (m for m in planned.moments if m.name == "reference pass")
-    ropes = {p.gib for p in reference.parts if p.name.startswith("rope")}
+    reference = named(planned, "reference pass")
+    # the sines stay with the weights
+    rope = next(p.gib for p in reference.parts if p.name.startswith("rope"))
     for alone in (False, True):
         traced = allocation.measure_olmo_core(
-            config, shape.vocab, layers=layers, rows=rows, length=width, no_grad=alone
+            "olmo2_7B", shape.vocab, layers=8, rows=rows, length=width, no_grad=alone
         )
         told = (
             sum(p.gib for p in reference.parts if p.kind in {"activations", "logits"})
             if alone
             else beside_the_engine(planned)
         )
-        # the sines stay with the weights
-        assert told + sum(ropes) == pytest.approx(traced.peak / GIB, rel=0.012)
+        assert told + rope == pytest.approx(traced / GIB, rel=0.012)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("share", "rel"), [(1.0, 0.01), (0.5, 0.07), (0.1, 0.12)])
-@pytest.mark.parametrize(("config", "model"), [OLMO_CORE[0], OLMO_CORE[3]])
-def test_what_compiled_layers_keep(config: str, model: str, share: float, rel: float) -> None:
+@pytest.mark.parametrize(("share", "rel"), [(1.0, 0.01), (0.1, 0.12)])
+def test_what_compiled_layers_keep(share: float, rel: float) -> None:
     """Below the whole budget the partitioner takes whole tensors: it cannot hit the share."""
     pytest.importorskip("torch")
     pytest.importorskip("olmo_core")
     import allocation
 
-    batch = Batch(rows=1, width=256, real=256, formula="")
-    told = activations.budgeted(
-        shapes.find(model, {}), activations.Kernels(attention="sdpa"), batch, share
-    )
-    traced = allocation.kept_by_compiled_layer(config, length=batch.width, share=share)
+    shape = shapes.find("allenai/OLMo-2-0425-1B", {})
+    setup = Setup(shape=shape, batch=flat(256), processes=1, accumulation=1, attention="sdpa")
+    traced = allocation.kept_by_compiled_layer("olmo2_1B_v2", length=256, share=share)
     # the log-sum-exps are fp32 on a CPU, too
-    assert told.bytes == pytest.approx(traced, rel=rel)
+    assert activations.budgeted(setup, share).bytes == pytest.approx(traced, rel=rel)
 
 
-WIDE: dict[str, Any] = {"wide": True, "checkpointing": True}
-NARROW: dict[str, Any] = {"lora": 16, "bytes": 4, "checkpointing": True, "dropout": 0.0}
+# of TRL: weights in fp32 or LoRA's in 2 or 4 bytes; `quantised` weights below them
 TRL: list[dict[str, Any]] = [
-    {},
-    {**WIDE, "model": QWEN_7B},
-    {**WIDE, "model": "microsoft/Phi-3-mini-4k-instruct"},
-    {**WIDE, "model": LLAMA_8B, "liger": True},
-    {**NARROW, "targets": ("q_proj", "v_proj"), "model": LLAMA_8B},
-    {**NARROW, "targets": ("gate_proj", "up_proj"), "model": LLAMA_8B},
-    {**NARROW, "model": LLAMA_8B},
-    {"wide": True},
-    {"wide": True, "liger": True},
     {"wide": True, "checkpointing": True},
-    {"lora": 16, "bytes": 4},
-    {"lora": 16, "bytes": 4, "liger": True},
-    {"lora": 16, "bytes": 4, "wide": True},
-    {"lora": 16, "bytes": 4, "checkpointing": True},
-    {"lora": 64, "bytes": 2, "full": True},
-    {"lora": 64, "bytes": 2, "checkpointing": True},
+    {"bytes": 4, "liger": True},
+    {"bytes": 4, "checkpointing": True, "dropout": 0.0, "targets": ("q_proj", "v_proj")},
+    {"bytes": 2, "checkpointing": True, "quantised": True},
+    {"bytes": 4, "checkpointing": True, "quantised": True, "wide": True},
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", TRL, ids=lambda c: "-".join(f"{k}{v}" for k, v in c.items()) or "bf16"
-)
+@pytest.mark.parametrize("case", TRL, ids=lambda c: "-".join(f"{k}{v}" for k, v in c.items()))
 def test_activations_of_trl_and_lora(case: dict[str, Any]) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("peft")
     import allocation
 
-    rank, own = case.get("lora"), case.get("bytes", 2)
-    wide, full = case.get("wide", False), case.get("full", False)
-    model, targets, dropout = (
-        case.get("model", LLAMA_1B), case.get("targets", ALL), case.get("dropout", 0.1)
-    )  # fmt: skip
+    own, wide, quantised = case.get("bytes"), case.get("wide", False), case.get("quantised", False)
+    targets, dropout = case.get("targets", ALL), case.get("dropout", 0.1)
     same = {key: case.get(key, False) for key in ("liger", "checkpointing")}
-    autocast, layers = wide or own == 4, layers_of(case)
-    types = {4: torch.float32, 2: torch.bfloat16}
+    layers, length = 12 if case.get("checkpointing") else 6, 4096 if quantised else 8192
+    autocast, types = wide or quantised or own == 4, {4: torch.float32, 2: torch.bfloat16}
     traced = allocation.measure(
-        allocation.config_of(model, layers), rows=1, length=8192, packing=True, lora=rank, adapter=types[own],
-        dtype=types[4 if wide else 2], autocast=autocast, targets=targets, dropout=dropout,
-        loss=None if full else allocation.tiled_loss, **same,
-    )  # fmt: skip
-    adapters = (
-        Adapters(rank=rank, targets=targets, bytes=own, dropout=dropout > 0) if rank else None
-    )
-    setup = Setup(
-        shape=shape_of(model, layers), batch=Batch(rows=1, width=8192, real=8192, formula=""),
-        processes=1, accumulation=1, loss="full" if full else "tiled", packed=True,
-        weight_bytes=4 if wide else 2, autocast=autocast, adapters=adapters, **same,
-    )  # fmt: skip
-    assert beside_the_engine(memory.estimate(setup)) == pytest.approx(traced.peak / GIB, rel=0.05)
-
-
-WHOLE, AROUND = {"wide": False, "bytes": 2}, {"wide": True, "bytes": 4}
-QLORA: list[dict[str, Any]] = [
-    {**WHOLE, "checkpointing": False},
-    {**WHOLE, "checkpointing": True},
-    {**WHOLE, "checkpointing": True, "targets": ("q_proj", "v_proj")},
-    {**WHOLE, "checkpointing": True, "dropout": 0.0},
-    {**AROUND, "checkpointing": False},
-    {**AROUND, "checkpointing": True},
-    {**AROUND, "checkpointing": True, "targets": ("q_proj", "v_proj")},
-    {**AROUND, "bytes": 2, "checkpointing": False, "dropout": 0.0},
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", QLORA, ids=lambda c: "-".join(str(v) for v in c.values()))
-def test_activations_around_quantised_weights(case: dict[str, Any]) -> None:
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("peft")
-    import allocation
-
-    types = {4: torch.float32, 2: torch.bfloat16}
-    targets, dropout, layers = case.get("targets", ALL), case.get("dropout", 0.1), layers_of(case)
-    traced = allocation.measure(
-        allocation.config_of(LLAMA_1B, layers), rows=1, length=4096, packing=True, lora=16, autocast=True,
-        adapter=types[case["bytes"]], dtype=types[4 if case["wide"] else 2], targets=targets,
-        dropout=dropout, loss=allocation.tiled_loss, checkpointing=case["checkpointing"], quantised=True,
+        allocation.config_of(LLAMA_1B, layers), rows=1, length=length, packing=True,
+        lora=16 if own else None, adapter=types[own or 2], dtype=types[4 if wide else 2],
+        autocast=autocast, targets=targets, dropout=dropout, loss=allocation.tiled_loss,
+        quantised=quantised, **same,
     )  # fmt: skip
     setup = Setup(
-        shape=shape_of(LLAMA_1B, layers), batch=Batch(rows=1, width=4096, real=4096, formula=""),
-        processes=1, accumulation=1, loss="tiled", packed=True, autocast=True,
-        weight_bytes=4 if case["wide"] else 2, checkpointing=case["checkpointing"],
-        adapters=Adapters(
-            rank=16, targets=targets, bytes=case["bytes"], dropout=dropout > 0
-        ),
-        quantised=Quantised(),
+        shape=small(LLAMA_1B, layers), batch=flat(length), processes=1, accumulation=1, loss="tiled",
+        packed=True, weight_bytes=4 if wide else 2, autocast=autocast,
+        adapters=Adapters(rank=16, targets=targets, bytes=own, dropout=dropout > 0) if own else None,
+        quantised=Quantised() if quantised else None, **same,
     )  # fmt: skip
-    assert beside_the_engine(memory.estimate(setup)) == pytest.approx(traced.peak / GIB, rel=0.04)
-
-
-def test_weights_of_4_bits() -> None:
-    """The count of a published run after loading: 4 bits, a scale for 64 values, 8 bits wide themselves."""
-    shape = shapes.find(MISTRAL, {})
-    elements = Quantised.elements(shape)
-    assert elements == shape.parameters - 2 * shape.embedding - 65 * shape.hidden
-    assert Quantised().bytes == 0.5 + 4 / 64
-    assert Quantised(nested=True).bytes == pytest.approx(0.5 + 1 / 64, abs=0.001)
-    zero = Zero(stage=2)
-    with pytest.raises(InvalidConfig) as caught:
-        memory.estimate(replace(run(MISTRAL, rows=1, tokens="9:9", steps=1, gpus=1), zero=zero,
-                                quantised=Quantised()))  # fmt: skip
-    assert "quantised" in caught.value.findings[0].message
+    assert beside_the_engine(memory.estimate(setup)) == pytest.approx(traced / GIB, rel=0.05)
 
 
 # --- every allocation of the real engine -----------------------------------------------------------
 
 
-ENGINES = [
-    {"stage": 1, "ranks": 1, "communication": "fp32", "accumulation": 2},
+ENGINES: list[dict[str, Any]] = [
     {"stage": 1, "ranks": 2, "communication": "bf16", "accumulation": 2},
-    {"stage": 1, "ranks": 2, "communication": "fp32", "vocab": 40000, "checkpointing": True},
     {"stage": 1, "ranks": 3, "communication": "fp32"},
-    {"stage": 2, "ranks": 1, "communication": "fp32", "accumulation": 2},
     # the embedding is cut between two ranks, which both keep its whole gradient
-    {
-        "stage": 1,
-        "ranks": 3,
-        "communication": "bf16",
-        "accumulation": 3,
-        "tied": True,
-        "vocab": 30001,
-    },
-    {
-        "stage": 2,
-        "ranks": 3,
-        "communication": "fp32",
-        "accumulation": 3,
-        "tied": True,
-        "vocab": 30001,
-        "checkpointing": True,
-    },
-    {"stage": 2, "ranks": 2, "communication": "bf16", "vocab": 40000, "tied": True},
+    {"stage": 2, "ranks": 3, "communication": "fp32", "accumulation": 3, "tied": True, "vocab": 30001,
+     "checkpointing": True},
     {"stage": 3, "ranks": 2, "communication": "fp32", "vocab": 40000, "checkpointing": True},
-    {
-        "stage": 3,
-        "ranks": 2,
-        "communication": "bf16",
-        "vocab": 512,
-        "checkpointing": True,
-        "foreach": True,
-    },
-    {"stage": 2, "ranks": 2, "communication": "fp32", "experts": True, "rows": 32, "vocab": 512},
-    {
-        "stage": 3,
-        "ranks": 2,
-        "communication": "fp32",
-        "experts": True,
-        "checkpointing": True,
-        "rows": 64,
-    },
-    # a bucket of several layers, one of more than the model: ZeRO-3 makes it once, ZeRO-2 for each pass
-    {
-        "stage": 3,
-        "ranks": 2,
-        "communication": "bf16",
-        "vocab": 512,
-        "bucket": 4_000_000,
-        "foreach": True,
-    },
-    {"stage": 3, "ranks": 2, "communication": "bf16", "vocab": 512, "bucket": 20_000_000},
-    {
-        "stage": 2,
-        "ranks": 2,
-        "communication": "bf16",
-        "vocab": 512,
-        "bucket": 20_000_000,
-        "rows": 16,
-    },
+    # a bucket of several layers, one of more than the model
+    {"stage": 3, "ranks": 2, "communication": "bf16", "vocab": 512, "bucket": 4_000_000, "foreach": True},
+    {"stage": 2, "ranks": 2, "communication": "bf16", "vocab": 512, "bucket": 20_000_000, "rows": 16},
     # nothing is gathered on a single rank; ZeRO-3's linears keep the input of frozen weights
     {"stage": 3, "ranks": 1, "communication": "bf16", "vocab": 512, "rows": 32, "lora": 16},
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -744,7 +472,6 @@ def test_weights_are_made_flat_on_the_host_where_the_card_is_too_small() -> None
     inside, spare = memory.fits(planned, 24)
     assert inside and 0 < spare < 24 - weights
     assert planned.within(24).fullest.name != "start, weights made flat"
-    assert not list(budget.too_large(planned, gib=24))
     assert not memory.fits(planned, 16)[0]
 
 
@@ -776,28 +503,6 @@ def test_json_adds_up() -> None:
     assert planned.why()[0]["moment"] == data["moment"]
 
 
-def test_experts_that_are_not_described_are_refused() -> None:
-    setup = run(MIXTRAL, rows=1, tokens="290:1100", steps=1, gpus=8)
-    everywhere = Adapters(rank=16, targets=ALL)
-    for other, said in (
-        (replace(setup, adapters=everywhere), "LoRA on experts"),
-        (replace(setup, zero=None, weight_bytes=4, autocast=True), "experts in 32 bits"),
-        (replace(setup, sharding=Sharding(shards=8)), "OLMo-core"),
-    ):
-        with pytest.raises(InvalidConfig) as caught:
-            memory.estimate(other)
-        assert caught.value.findings[0].code == "unknown-memory"
-        assert said in caught.value.findings[0].message
-
-
-def test_large_gradients_of_experts_are_sent_alone() -> None:
-    setup = run(MIXTRAL, rows=1, tokens="290:1100", steps=1, gpus=8)
-    moment = named(memory.estimate(setup), "sending of the experts' gradient")
-    (sent,) = (p for p in moment.parts if "being sent" in p.name and "bucket" not in p.name)
-    # in fp32, both of them in one
-    assert sent.gib == 4 * 8 * 2 * 14336 * 4096 / GIB
-
-
 def test_auto_is_what_accelerate_fills_in() -> None:
     zero = zero_of(json.loads(deepspeed_file("zero3").read_text()), 100)
     assert zero is not None
@@ -819,62 +524,18 @@ def test_more_never_takes_less() -> None:
     assert small == sorted(small)
 
 
-def sweep() -> list[Setup]:
-    """Runs of all kinds and sizes, drawn always the same."""
-    drawn = random.Random(7)
-    dense = [shape for name in shapes.table() if not (shape := shapes.find(name, {})).experts]
-    found = []
-    for _ in range(400):
-        shape, stage = drawn.choice(dense), drawn.choice(("sft", "dpo"))
-        zero = drawn.choice((None, 1, 2, 3))
-        trl, liger, packed = (drawn.random() < 0.5 for _ in range(3))
-        wide = trl and zero is None
-        rows = drawn.choice((1, 3, 8))
-        mean = drawn.choice((60, 700))
-        loss = "liger" if liger else "full"
-        found.append(Setup(
-            shape=shape, stage=stage, processes=drawn.choice((1, 3, 6, 7, 1024)),
-            batch=lengths.largest(
-                lengths.parse(f"{mean}:{4 * mean}"), rows=rows, batches=1000, packed=packed
-            ),
-            accumulation=drawn.choice((1, 4)), packed=packed, liger=liger,
-            loss="tiled" if trl else "logprobs" if stage == "dpo" else loss,
-            reference="" if stage == "sft" else "model" if trl else "cache",
-            zero=None if zero is None else zero_of(
-                json.loads(deepspeed_file(f"zero{zero}").read_text()), shape.hidden
-            ),
-            attention=drawn.choice(("flash", "sdpa", "eager")), checkpointing=drawn.random() < 0.5,
-            weight_bytes=4 if wide else 2, autocast=wide,
-        ))  # fmt: skip
-    return found
-
-
-def test_a_change_that_saves_memory_never_costs_any() -> None:
-    """On all kinds of runs; 1 % for a buffer that one of them needs and the other does not."""
-    for setup in sweep():
-        peak = memory.estimate(setup).peak
-        assert 0 < peak < 1e5 and math.isfinite(peak)
-        less = [replace(setup, checkpointing=True)]
-        if setup.attention != "flash":
-            less.append(replace(setup, attention="flash" if setup.attention == "sdpa" else "sdpa"))
-        if setup.zero is not None:
-            less += [replace(setup, processes=n * setup.processes) for n in (2, 3)]
-        if setup.reference == "model":
-            less.append(replace(setup, reference=""))
-        less += [replace(setup, liger=True)] if setup.loss != "full" else []
-        more = replace(setup.batch, width=setup.batch.width + 64, real=setup.batch.real + 64)
-        longer = replace(setup, batch=more)
-        assert all(memory.estimate(one).peak <= 1.01 * peak for one in less)
-        assert memory.estimate(longer).peak >= peak
-
-
-def test_deepspeed_without_zero_is_refused() -> None:
-    for section in ({"stage": 0}, {}, {"stage": "three"}, {"stage": True}):
+def test_what_is_not_described_of_deepspeed_is_refused() -> None:
+    setup = run(**{**SEVEN, "rows": 1})
+    for other in (
+        *(replace(setup, zero=zero_of({"zero_optimization": {"stage": n}}, 100)) for n in (0, 4)),
+        replace(setup, zero=Zero(stage=2), quantised=Quantised()),
+    ):
         with pytest.raises(InvalidConfig) as caught:
-            memory.estimate(replace(
-                run(**{**SEVEN, "rows": 1}), zero=zero_of({"zero_optimization": section}, 100)
-            ))  # fmt: skip
+            memory.estimate(other)
         assert caught.value.findings[0].code == "unknown-memory"
+    for stage in ("three", True):
+        with pytest.raises(InvalidConfig):
+            zero_of({"zero_optimization": {"stage": stage}}, 100)
 
 
 def test_whole_gradients_are_the_price_of_zero1() -> None:
@@ -898,7 +559,6 @@ def test_the_largest_batch_that_fits() -> None:
             accumulation=accumulation, checkpointing=True,
         )  # fmt: skip
 
-    now = memory.estimate(setup(1, 16))
     found = budget.fit(setup, total=128, processes=8, gib=80)
     assert found is not None and found.per_device > 1
     assert found.per_device * found.accumulation * 8 == 128
@@ -907,11 +567,6 @@ def test_the_largest_batch_that_fits() -> None:
     for per_device in larger[:1]:
         over = memory.estimate(setup(per_device, 16 // per_device))
         assert not memory.fits(over, 80)[0]
-    said = list(
-        budget.half_empty(now, found, per_device=1, accumulation=16, gib=80, key="batch.per_device")
-    )
-    assert [f.code for f in said] == ["half-empty"]
-    assert f"per-device batch {found.per_device} fits" in said[0].message
     assert budget.fit(setup, total=128, processes=8, gib=10) is None
 
 
@@ -931,14 +586,6 @@ def test_time_and_money() -> None:
     assert 15_000 < stated.tokens < 21_000 and "35% MFU" in stated.source and not stated.measured
     with pytest.raises(InvalidConfig):
         budget.stated_speed(shape, step, 264, device="Voodoo 2", devices=1)
-
-
-def test_arithmetic_is_that_of_the_experts_a_token_uses() -> None:
-    """3.3 of 30.5 billion parameters, less the embedding, which is looked up."""
-    shape = shapes.find(QWEN_MOE, {})
-    flops = budget.flops_a_token(shape, 0, checkpointing=False)
-    assert flops == 6 * (shape.active_parameters - shape.embedding)
-    assert 3.2e9 < shape.active_parameters < 3.4e9
 
 
 def test_padding_is_counted_as_waste() -> None:

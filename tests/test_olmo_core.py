@@ -781,7 +781,7 @@ def test_what_fsdp_holds_is_what_it_holds(
     shape = shapes.find(model, {}, replaced={"num_hidden_layers": layers})
     setup = Setup(
         shape=shape, batch=lengths.Batch(rows=rows, width=length, real=rows * length, formula=""),
-        processes=ranks, accumulation=1, stage="dpo", loss="logprobs", reference="cache", steps=10,
+        processes=ranks, accumulation=1, loss="logprobs", reference="cache",
         sharding=Sharding(shards=ranks // replicas),
     )  # fmt: skip
     beside = ("weights (fp32), this rank's", "Adam's two states (fp32)", "cuBLAS workspaces")
@@ -924,13 +924,6 @@ def test_muon_is_not_planned_as_adam(tmp_path: Path) -> None:
     )
     with pytest.raises(InvalidConfig, match="Muon"):
         one.setup()
-
-
-def test_what_varies_names_the_packed_step(tmp_path: Path) -> None:
-    data = told(tmp_path, text(STORY.format(0.1, 16)), "--gpus", "1,8")
-    assert [v["name"] for v in data["varies"]] == [
-        "packed batch", "pair weighting", "steps", "resume",
-    ]  # fmt: skip
 
 
 def test_half_empty_rows_are_said_before_anything_runs(tmp_path: Path) -> None:

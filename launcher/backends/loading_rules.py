@@ -48,11 +48,6 @@ _EVERY_CONFIG = frozenset({
     "use_cache", "vocab_size", "base_model_ep_plan", "base_model_fsdp_plan", "base_model_pp_plan",
     "base_model_tp_plan", "keys_to_ignore_at_inference",
 })  # fmt: skip
-_ROUTED = "num_experts num_experts_per_tok output_router_logits router_aux_loss_coef rms_norm_eps hidden_act"
-_GEMMA2 = (
-    "attention_bias attn_logit_softcapping final_logit_softcapping head_dim hidden_activation "
-    "layer_types query_pre_attn_scalar rms_norm_eps sliding_window use_bidirectional_attention"
-)
 _QWEN2 = "hidden_act layer_types max_window_layers rms_norm_eps sliding_window use_sliding_window"
 # transformers/models/: what the config class of a type of model has beside those
 CONFIGS: Mapping[str, frozenset[str]] = {
@@ -60,26 +55,12 @@ CONFIGS: Mapping[str, frozenset[str]] = {
     for kind, names in {
         "llama": "attention_bias head_dim hidden_act mlp_bias pretraining_tp rms_norm_eps",
         "mistral": "head_dim hidden_act rms_norm_eps sliding_window",
-        "smollm3": "attention_bias hidden_act layer_types mlp_bias no_rope_layer_interval no_rope_layers "
-        "rms_norm_eps sliding_window use_sliding_window",
         "granite": "attention_bias attention_multiplier embedding_multiplier hidden_act logits_scaling "
         "mlp_bias residual_multiplier rms_norm_eps",
         "qwen2": _QWEN2,
         "qwen3": f"attention_bias head_dim {_QWEN2}",
-        "olmo": "attention_bias clip_qkv hidden_act",
         "olmo2": "attention_bias hidden_act rms_norm_eps",
         "olmo3": "attention_bias hidden_act layer_types rms_norm_eps sliding_window",
-        "phi3": "embd_pdrop hidden_act original_max_position_embeddings resid_pdrop rms_norm_eps "
-        "sliding_window",
-        "gemma": "attention_bias head_dim hidden_act rms_norm_eps use_bidirectional_attention",
-        "gemma2": _GEMMA2,
-        "gemma3_text": _GEMMA2,
-        "mixtral": f"head_dim num_local_experts router_jitter_noise sliding_window {_ROUTED}",
-        "qwen2_moe": "decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob qkv_bias "
-        f"shared_expert_intermediate_size {_QWEN2} {_ROUTED}",
-        "qwen3_moe": "attention_bias decoder_sparse_step mlp_only_layers moe_intermediate_size "
-        f"norm_topk_prob num_local_experts sliding_window use_sliding_window {_ROUTED}",
-        "olmoe": f"attention_bias clip_qkv norm_topk_prob num_local_experts {_ROUTED}",
     }.items()
 }
 _DROPPED = frozenset({"mirror", "low_cpu_mem_usage", "from_tf", "from_flax", "offload_state_dict"})
@@ -327,9 +308,10 @@ def other_weights(context: Context) -> Iterator[Finding]:
 
 
 def by_name(shape: Shape) -> Mapping[str, tuple[int, ...]]:
-    """The size of each weight of a model; experts have other names in files than in memory."""
-    layer = {n: s for n, s in shape.layer.items() if not (shape.experts and n.startswith("mlp."))}
-    inner = {f"model.layers.{i}.{n}": s for i in range(shape.layers) for n, s in layer.items()}
+    """The size of each weight of a model."""
+    inner = {
+        f"model.layers.{i}.{n}": s for i in range(shape.layers) for n, s in shape.layer.items()
+    }
     return {**shape.outer, **inner}
 
 

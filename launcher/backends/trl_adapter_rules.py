@@ -178,10 +178,7 @@ def _saved_whole(
 
 
 def _shape(context: Context) -> Shape | None:
-    """The model's shape, where its class is the one whose names are known.
-
-    Of a mixture of experts PEFT may rewrite the names (peft/utils/transformers_weight_conversion.py).
-    """
+    """The model's shape, where its class is the one whose names are known."""
     values = context.values
     name, revision = values["model_name_or_path"], values["model_revision"]
     kwargs = inline(values["model_init_kwargs"]) or {}
@@ -189,10 +186,9 @@ def _shape(context: Context) -> Shape | None:
     if built and not (isinstance(built, list) and str(built[0]).endswith("ForCausalLM")):
         return None
     try:
-        shape = shapes.find(name, context.environ, kwargs.get("revision", revision), kwargs)
+        return shapes.find(name, context.environ, kwargs.get("revision", revision), kwargs)
     except InvalidConfig:
         return None
-    return None if shape.experts else shape
 
 
 def _modules(shape: Shape) -> tuple[list[str], list[str]]:

@@ -107,12 +107,8 @@ _RANGES: Mapping[str, tuple[Range, ...]] = {
 
 def out_of_range(values: Values) -> Iterator[Finding]:
     """finetune.py:688, dpo_tune_cache.py:435 and the places that the table above names."""
-    for key, value, one in outside(values, _RANGES, _number):
+    for key, value, one in outside(values, _RANGES):
         yield say(one.severity, "run", one.code, key, f"`{key}: {value}`: {one.otherwise}")
-
-
-def _number(value: Any) -> float | None:
-    return value if isinstance(value, int | float) else None
 
 
 def no_epochs(values: Values) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from launcher import lengths, setups, shapes
 from launcher import situation as situations
-from launcher.backends import model_config, olmo_core_rules, trl_mappings, trl_resolved
+from launcher.backends import model_config, olmo_core_rules, trl_resolved
 from launcher.backends.deepspeed_rules import engine_config
 from launcher.backends.model_rules import LIGER_MODELS
 from launcher.backends.trl_adapter_rules import DEFAULTS as PEFT_CHOOSES
@@ -338,7 +338,7 @@ def zero_of(plan: Plan, hidden: int) -> Zero | None:
 
 def _model_arguments(values: Values) -> Mapping[str, Any]:
     """What TRL hands to the model's making (trl/scripts/sft.py:83): keys of its config among them."""
-    return trl_mappings.inline(values.get("model_init_kwargs")) or {}
+    return trl_resolved.inline(values.get("model_init_kwargs")) or {}
 
 
 def shape_of(

@@ -25,7 +25,7 @@ from launcher import (
     rundir,
 )
 from launcher.arguments import placed
-from launcher.backends import trl_lever_rules
+from launcher.backends import trl_resolved
 from launcher.budget import Bill, Fit, Speed, Tokens
 from launcher.disk import Saved
 from launcher.errors import Finding, InvalidConfig, UsageError, brief, errors, usage
@@ -349,7 +349,7 @@ def _unpriced(rungs: Sequence[Rung], terms: Terms) -> Iterator[Finding]:
 
 def _uncompiled(planned: Plan) -> Iterator[Finding]:
     """What the counts leave out: of dpo.py the compiler's budget is described, of TRL nothing."""
-    if planned.stage.options.backend != "trl" or not trl_lever_rules.compiled(planned.values):
+    if planned.stage.options.backend != "trl" or not trl_resolved.compiled(planned.values):
         return
     yield Finding(
         severity="note", layer="launch", code="planned-uncompiled", key="args.torch_compile",

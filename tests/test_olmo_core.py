@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import saved
 from plans import PYTHON, built, from_text, planned, staged, trainer
 from typer.testing import CliRunner
 
@@ -76,7 +77,7 @@ def invoke(*words: str) -> Any:
 # --- which script ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", ["dpo_olmo_core", "dpo.py", "open_instruct/dpo.py"])
+@pytest.mark.parametrize("script", ["dpo_olmo_core", "open_instruct/dpo.py"])
 def test_a_stage_file_names_the_script(tmp_path: Path, script: str) -> None:
     stage = from_text(tmp_path, text(script=script))
     assert (stage.schema.script, stage.schema.stage) == ("open_instruct/dpo.py", "dpo")
@@ -101,29 +102,26 @@ def test_silence_and_its_own_name_mean_the_stages_own_script(tmp_path: Path) -> 
         assert stage.schema is not None and stage.schema.script.endswith("dpo_tune_cache.py")
 
 
-@pytest.mark.parametrize(
-    ("script", "words"),
-    [
-        ("dpo_olmo", "did you mean `dpo_olmo_core`"),
-        ("finetune.py", "one of dpo, dpo_olmo_core"),
+def test_other_scripts_are_refused(tmp_path: Path) -> None:
+    for script, words in (
+        ("dpo_olmo", "mean `dpo_olmo_core`"),
         ("[1]", "one of dpo, dpo_olmo_core"),
-    ],
-)
-def test_other_scripts_are_refused(tmp_path: Path, script: str, words: str) -> None:
-    fault = found(tmp_path, text(script=script))["bad-script", "script"]
-    assert (fault.severity, fault.line) == ("error", 3)
-    assert words in (fault.help or "")
+    ):
+        fault = found(tmp_path, text(script=script))["bad-script", "script"]
+        assert (fault.severity, fault.line) == ("error", 3)
+        assert words in (fault.help or "")
 
 
 # --- what it says ------------------------------------------------------------------------------------
 
 SPEAKS = [
+    # read out of the script
+    ("context_parallel_degree: 2", "refused-by-source", "context_parallel_degree", "error"),
+    ("optimizer_type: adam", "refused-by-source", "optimizer_type", "error"),
     ("use_lora: true", "not-with-olmo-core", "use_lora", "error"),
     ("use_qlora: true", "not-with-olmo-core", "use_qlora", "error"),
     ("use_8bit_optimizer: true", "not-with-olmo-core", "use_8bit_optimizer", "error"),
     ("dpo_use_paged_optimizer: true", "not-with-olmo-core", "dpo_use_paged_optimizer", "error"),
-    ("context_parallel_degree: 2", "not-with-olmo-core", "context_parallel_degree", "error"),
-    ("optimizer_type: adam", "unknown-optimizer", "optimizer_type", "error"),
     ("activation_memory_budget: 1.5", "out-of-range", "activation_memory_budget", "warning"),
     ("activation_memory_budget: 0", "out-of-range", "activation_memory_budget", "warning"),
     ("activation_memory_budget: -0.5", "out-of-range", "activation_memory_budget", "error"),
@@ -141,9 +139,6 @@ SPEAKS = [
     ("timeout: 60", "unread-key", "timeout", "warning"),
     # utils.py:1344 asks by name whether anything is pushed
     ("hf_repo_id: a", "conditional-key", "hf_repo_id", "warning"),
-    ("fsdp_shard_degree: 0", "shard-degree", "fsdp_shard_degree", "error"),
-    ("fsdp_num_replicas: -1", "shard-degree", "fsdp_num_replicas", "error"),
-    ("tensor_parallel_degree: 0", "shard-degree", "tensor_parallel_degree", "error"),
     ("lr_scheduler_type: cosine", "scheduler-replaced", "lr_scheduler_type", "note"),
     ("lr_scheduler_type: constant", "scheduler-replaced", "lr_scheduler_type", "note"),
     ("gradient_accumulation_steps: 2\n  packing: true", "accumulation-packed",
@@ -151,21 +146,18 @@ SPEAKS = [
     ("config_name: olmo2_1B", "other-shape", "config_name", "error"),
     ("config_name: Qwen/Qwen3-8B", "other-shape", "config_name", "error"),
     ("config_name: olmo3_7B", "other-shape", "config_name", "warning"),
-    ("loss_type: simpo", "reference-unread", "loss_type", "note"),
     ("beta: 0", "zero-beta", "beta", "warning"),
     ("beta: -0.1", "out-of-range", "beta", "warning"),
     ("label_smoothing: 0.7", "out-of-range", "label_smoothing", "warning"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("line", "code", "key", "severity"), SPEAKS)
-def test_what_it_refuses_or_ignores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, code: str, key: str, severity: str
-) -> None:
+def test_what_it_refuses_or_ignores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    fault = found(tmp_path, text(line))[code, f"args.{key}"]
-    assert (fault.severity, fault.line) == (severity, 11)
-    assert fault.file == str(tmp_path / "stage.yaml")
+    for line, code, key, severity in SPEAKS:
+        fault = found(tmp_path, text(line)).get((code, f"args.{key}"))
+        assert fault is not None and (fault.severity, fault.line) == (severity, 11), line
+        assert fault.file == str(tmp_path / "stage.yaml")
 
 
 def test_two_keys_together(tmp_path: Path) -> None:
@@ -177,39 +169,12 @@ def test_two_keys_together(tmp_path: Path) -> None:
     assert said["wpo-batch", "args.loss_type"].severity == "error"
 
 
-@pytest.mark.parametrize(
-    ("share", "compiled", "code", "severity", "words"),
-    [
-        ("-0.5", "true", "out-of-range", "error", "OLMo-core refuses it"),
-        # never handed over, and nan is not below 1
-        ("-0.5", "false", "out-of-range", "warning", "it does what 1.0 does"),
-        ("nan", "true", "out-of-range", "warning", "it does what 1.0 does"),
-        ("1.5", "true", "out-of-range", "warning", "it does what 1.0 does"),
-        ("0", "true", "out-of-range", "warning", "every activation is computed again"),
-        ("0", "false", "budget-without-compile", "warning", "every activation is kept"),
-        ("0.5", "false", "budget-without-compile", "warning", "every activation is kept"),
-    ],
-)
-def test_what_a_budget_comes_to_with_and_without_compile(
-    tmp_path: Path, share: str, compiled: str, code: str, severity: str, words: str
-) -> None:
-    said = found(tmp_path, text(f"activation_memory_budget: {share}", f"compile_model: {compiled}"))
-    (fault,) = said.values()
-    assert (fault.code, fault.severity, fault.line) == (code, severity, 11)
-    assert words in fault.message
-
-
-def test_simpo_is_told_what_its_reference_costs(tmp_path: Path) -> None:
-    note = found(tmp_path, text("loss_type: simpo"))["reference-unread", "args.loss_type"]
-    assert "a forward pass over all pairs" in note.message
-    assert "dpo_tune_cache.py skips that pass" in (note.help or "")
-    for lines, script in (
-        (("loss_type: simpo", "cache_dataset_only: true"), "dpo_olmo_core"),
-        (("loss_type: dpo",), "dpo_olmo_core"),
-        (("loss_type: simpo",), "dpo"),
-    ):
-        said = found(tmp_path, text(*lines, script=script))
-        assert "reference-unread" not in {code for code, _ in said}
+def test_what_a_budget_comes_to_without_compile(tmp_path: Path) -> None:
+    for share in ("0", "0.5"):
+        lines = (f"activation_memory_budget: {share}", "compile_model: false")
+        (fault,) = found(tmp_path, text(*lines)).values()
+        assert (fault.code, fault.severity) == ("budget-without-compile", "warning")
+        assert "every activation is kept" in fault.message
 
 
 def test_a_leak_that_the_file_puts_up_with_is_a_note(tmp_path: Path) -> None:
@@ -288,9 +253,8 @@ def test_the_same_shape_under_either_name_is_right(tmp_path: Path) -> None:
         assert found(tmp_path, text(f"config_name: {name}")) == {}
 
 
-@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B-Base"])
-def test_what_transformers_could_not_load_is_said_before(tmp_path: Path, name: str) -> None:
-    written = text().replace("allenai/OLMo-2-1124-7B", name)
+def test_what_transformers_could_not_load_is_said_before(tmp_path: Path) -> None:
+    written = text().replace("allenai/OLMo-2-1124-7B", "Qwen/Qwen3-8B")
     assert set(found(tmp_path, written)) == {("no-hf-export", "args.model_name_or_path")}
     ends = written.replace("max_seq_length", "cache_logprobs_only: true\n  max_seq_length")
     assert found(tmp_path, ends) == {}
@@ -331,69 +295,52 @@ def unfit(folder: Path, model: str, *args: str) -> Finding | None:
     return next((one for (code, _), one in said.items() if code == "other-shape"), None)
 
 
-@pytest.mark.parametrize(
-    ("model", "config", "words", "help"),
-    [
-        ("Qwen/Qwen2.5-7B", "qwen3_8B", "is of the family qwen2: OLMo-core loads", "dpo_tune_cache.py"),
-        ("mistralai/Mistral-7B-v0.1", "llama3_8B", "is of the family mistral", "dpo_tune_cache.py"),
-        ("meta-llama/Llama-3.1-8B", "llama2_7B", "intermediate_size is 14336, not 11008, "
-         "num_key_value_heads is 8, not 32; loading its weights fails", "dpo_tune_cache.py"),
-        ("meta-llama/Llama-2-7b-hf", "olmo2_7B", "model_type is llama, not olmo2", "dpo_tune_cache.py"),
-        ("Qwen/Qwen3-4B", "qwen3_8B", "hidden_size is 2560, not 4096", "`config_name: qwen3_4B`"),
-        ("allenai/OLMo-2-0325-32B", "olmo2_13B", "num_hidden_layers is 64", "`config_name: olmo2_32B`"),
-        ("allenai/OLMo-2-1124-7B", "gemma3_4B", "has the shape of olmo2_7B", "`config_name: olmo2_7B`"),
-        # OLMo-core's shapes of these names are not Qwen's
-        ("Qwen/Qwen3-14B", None, "num_hidden_layers is 40, not 48; the last 8 layers would keep random "
-         "weights", "dpo_tune_cache.py"),
-        ("allenai/OLMoE-1B-7B-0924", None, "is of the family olmoe", "dpo_tune_cache.py"),
-        ("Qwen/Qwen3-32B", None, "num_attention_heads is 64, not 40; loading", "dpo_tune_cache.py"),
-    ],
-)  # fmt: skip
-def test_a_model_that_does_not_fit_the_shape(
-    tmp_path: Path, model: str, config: str | None, words: str, help: str
-) -> None:
-    fault = unfit(tmp_path, model, *((f"config_name: {config}",) if config else ()))
-    assert fault is not None
-    key, line = ("config_name", 11) if config else ("model_name_or_path", 6)
-    assert (fault.severity, fault.layer, fault.key, fault.line) == (
-        "error",
-        "run",
-        f"args.{key}",
-        line,
-    )
-    assert words in fault.message and help in (fault.help or "")
+MISFITS: list[tuple[str, str | None, str, str]] = [
+    ("Qwen/Qwen2.5-7B", "qwen3_8B", "is of the family qwen2: OLMo-core loads", "dpo_tune_cache.py"),
+    ("meta-llama/Llama-3.1-8B", "llama2_7B", "intermediate_size is 14336, not 11008, "
+     "num_key_value_heads is 8, not 32; loading its weights fails", "dpo_tune_cache.py"),
+    ("meta-llama/Llama-2-7b-hf", "olmo2_7B", "model_type is llama, not olmo2", "dpo_tune_cache.py"),
+    ("Qwen/Qwen3-4B", "qwen3_8B", "hidden_size is 2560, not 4096", "`config_name: qwen3_4B`"),
+    ("allenai/OLMo-2-1124-7B", "gemma3_4B", "has the shape of olmo2_7B", "`config_name: olmo2_7B`"),
+    # OLMo-core's shapes of these names are not Qwen's
+    ("Qwen/Qwen3-14B", None, "num_hidden_layers is 40, not 48; the last 8 layers would keep random "
+     "weights", "dpo_tune_cache.py"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("config", "args", "words"),
-    [
-        (QWEN2, ["config_name: olmo2_7B"], "is of the family qwen2"),
-        (QWEN2, ["config_name: olmo2_7B", "cache_dataset_only: true"], None),
-        ({**QWEN2, "model_type": "unheard"}, ["config_name: olmo2_7B"], "hidden_size is 3584, not 4096"),
-        (OLMO, ["config_name: olmo2_7B"], None),
+def test_a_model_that_does_not_fit_the_shape(tmp_path: Path) -> None:
+    for model, shape, words, help in MISFITS:
+        fault = unfit(tmp_path, model, *((f"config_name: {shape}",) if shape else ()))
+        assert fault is not None, model
+        key, line = ("config_name", 11) if shape else ("model_name_or_path", 6)
+        told = (fault.severity, fault.layer, fault.key, fault.line)
+        assert told == ("error", "run", f"args.{key}", line)
+        assert words in fault.message and help in (fault.help or "")
+    for shape in ("llama3_8B", "small_hybrid_moe"):
+        assert unfit(tmp_path, "meta-llama/Llama-3.1-8B", f"config_name: {shape}") is None
+
+
+def test_the_config_of_a_folder_is_held_against_the_shape(tmp_path: Path) -> None:
+    cases: list[tuple[dict[str, Any], str | None]] = [
+        (QWEN2, "is of the family qwen2"),
+        ({**QWEN2, "model_type": "unheard"}, "hidden_size is 3584, not 4096"),
         # the model is built with the vocabulary of its own config
-        ({**OLMO, "vocab_size": 64000}, ["config_name: olmo2_7B"], None),
-        ({**OLMO, "num_hidden_layers": 16}, ["config_name: olmo2_7B"], "the last 16 layers"),
-        ({**OLMO, "num_hidden_layers": 40}, ["config_name: olmo2_7B"], "loading its weights fails"),
-        ({**OLMO, "model_type": ["olmo2"]}, ["config_name: olmo2_7B"], "model_type is"),
+        ({**OLMO, "vocab_size": 64000}, None),
+        ({**OLMO, "num_hidden_layers": 16}, "the last 16 layers"),
+        ({**OLMO, "num_hidden_layers": 40}, "loading its weights fails"),
         # what the file leaves out is not guessed
-        ({"vocab_size": 64000}, ["config_name: olmo2_7B"], None),
-    ],
-)  # fmt: skip
-def test_the_config_of_a_folder_is_held_against_the_shape(
-    tmp_path: Path, config: dict[str, Any], args: list[str], words: str | None
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    fault = unfit(tmp_path, str(tmp_path), *args)
-    assert (fault is None) is (words is None)
-    assert fault is None or (words or "") in fault.message
+        ({"vocab_size": 64000}, None),
+    ]
+    for held, words in cases:
+        (tmp_path / "config.json").write_text(json.dumps(held), encoding="utf-8")
+        fault = unfit(tmp_path, str(tmp_path), "config_name: olmo2_7B")
+        assert (fault is None) is (words is None)
+        assert fault is None or (words or "") in fault.message
+    ends = ("config_name: olmo2_7B", "cache_dataset_only: true")
+    assert unfit(tmp_path, str(tmp_path), *ends) is None
 
 
-@pytest.mark.parametrize("config", ["llama3_8B", "small_hybrid_moe"])
-def test_a_shape_that_fits_or_is_not_known_is_left_alone(tmp_path: Path, config: str) -> None:
-    assert unfit(tmp_path, "meta-llama/Llama-3.1-8B", f"config_name: {config}") is None
-
-
+@pytest.mark.slow
 def test_the_shapes_are_those_of_the_package(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -422,6 +369,7 @@ NORMS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sorted({*olmo_core_rules._LOADED, *olmo_core_rules._UNLOADED}))
 def test_the_families_that_are_loaded_are_those_of_the_package(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str
@@ -449,7 +397,6 @@ QWEN = "Qwen/Qwen3-0.6B"
 SNAPSHOT = {
     "config.json": '{"model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28}',
     "generation_config.json": "{}",
-    "model.safetensors": "",
 }
 
 
@@ -467,6 +414,7 @@ def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (repository / "refs" / "main").write_text("c1899de2", encoding="utf-8")
     for name, held in SNAPSHOT.items():
         (folder / name).write_text(held, encoding="utf-8")
+    saved.tensors(folder / "model.safetensors")
     return folder
 
 
@@ -479,37 +427,25 @@ def starting(folder: Path, *args: str, model: str = QWEN) -> dict[str, Finding]:
     return {f.code: f for f in told.findings if f.key == "args.model_name_or_path"}
 
 
-@pytest.mark.parametrize(
-    ("environ", "variable"),
-    [
-        ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE"),
-        ({"TRANSFORMERS_OFFLINE": "yes"}, "TRANSFORMERS_OFFLINE"),
-        ({"HF_HUB_OFFLINE": "", "TRANSFORMERS_OFFLINE": "true"}, "TRANSFORMERS_OFFLINE"),
-        ({"HF_HUB_OFFLINE": "on", "TRANSFORMERS_OFFLINE": "0"}, "HF_HUB_OFFLINE"),
-        # as huggingface_hub reads them, the first that holds anything decides
-        ({"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "1"}, None),
-        ({"HF_HUB_OFFLINE": "0"}, None),
-        # that keeps `datasets` off the hub, and models not
-        ({"HF_DATASETS_OFFLINE": "1"}, None),
-        ({}, None),
-    ],
-)
 def test_a_hub_name_is_not_loaded_offline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Path, environ: dict[str, str],
-    variable: str | None,
-) -> None:  # fmt: skip
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    said = starting(tmp_path)
-    if variable is None:
-        assert "offline-hub-model" not in said
-        return
-    fault = said["offline-hub-model"]
-    assert (fault.severity, fault.layer, fault.line) == ("error", "run", 6)
-    assert fault.message.startswith(f"{variable} is set and {QWEN} is a hub name")
-    assert fault.help == (
-        f"write `model_name_or_path: {snapshot}` and `config_name: qwen3_0_6B`; or unset {variable}"
-    )
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Path
+) -> None:
+    # as huggingface_hub reads them, the first that holds anything decides
+    for first, second, variable in (
+        ("1", "", "HF_HUB_OFFLINE"), ("", "true", "TRANSFORMERS_OFFLINE"), ("0", "1", None),
+    ):  # fmt: skip
+        monkeypatch.setenv("HF_HUB_OFFLINE", first)
+        monkeypatch.setenv("TRANSFORMERS_OFFLINE", second)
+        said = starting(tmp_path)
+        assert ("offline-hub-model" in said) is (variable is not None)
+        if variable is not None:
+            fault = said["offline-hub-model"]
+            assert (fault.severity, fault.layer, fault.line) == ("error", "run", 6)
+            assert fault.message.startswith(f"{variable} is set and {QWEN} is a hub name")
+            assert fault.help == (
+                f"write `model_name_or_path: {snapshot}` and `config_name: qwen3_0_6B`; or unset "
+                f"{variable}"
+            )
 
 
 def test_what_its_help_says_is_taken_offline(
@@ -522,19 +458,17 @@ def test_what_its_help_says_is_taken_offline(
     assert fault.help == f"write `model_name_or_path: {snapshot}`; or unset HF_HUB_OFFLINE"
 
 
-@pytest.mark.parametrize("lacking", ["config.json", "model.safetensors", "refs"])
+@pytest.mark.parametrize("lacking", ["config.json", "model.safetensors"])
 def test_a_snapshot_that_would_not_load_is_not_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Path, lacking: str
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    gone = snapshot / lacking if lacking in SNAPSHOT else snapshot.parents[1] / "refs" / "main"
-    gone.unlink()
+    (snapshot / lacking).unlink()
     said = starting(tmp_path)
     # one finding says all of it: to have the model in the cache alone would not help
     assert "missing-model" not in said
     help = said["offline-hub-model"].help or ""
-    assert str(snapshot) not in help
-    assert f"`hf download {QWEN}`" in help and "`config_name: qwen3_0_6B`" in help
+    assert str(snapshot) not in help and f"`hf download {QWEN}`" in help
 
 
 def test_a_folder_that_is_not_there_is_said_as_ever(
@@ -544,24 +478,6 @@ def test_a_folder_that_is_not_there_is_said_as_ever(
     missing = str(snapshot.parent / "other")
     said = starting(tmp_path, "config_name: qwen3_0_6B", model=missing)
     assert said.keys() == {"missing-model"}
-
-
-@pytest.mark.parametrize(
-    ("line", "speaks"), [("cache_dataset_only: true", False), ("cache_logprobs_only: true", True)]
-)
-def test_only_what_loads_the_weights_asks_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Path, line: str, speaks: bool
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert ("offline-hub-model" in starting(tmp_path, line)) is speaks
-
-
-def test_the_other_script_loads_a_hub_name_offline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Path
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    written = text(script="dpo").replace("allenai/OLMo-2-1124-7B", QWEN)
-    assert "offline-hub-model" not in {code for code, _ in found(tmp_path, written)}
 
 
 def test_a_dry_run_warns_of_it_and_a_start_is_refused(
@@ -610,7 +526,7 @@ def test_one_gpu_needs_no_deepspeed_here(tmp_path: Path) -> None:
     ("line", "nodes", "key"),
     [
         ("fsdp_shard_degree: 3", 1, "fsdp_shard_degree"),
-        ("fsdp_num_replicas: 5", 1, "fsdp_num_replicas"),
+        ("fsdp_num_replicas: -1", 1, "fsdp_num_replicas"),
         ("tensor_parallel_degree: 3", 1, "tensor_parallel_degree"),
         ("fsdp_shard_degree: 4\n  fsdp_num_replicas: 4", 1, "fsdp_num_replicas"),
         ("tensor_parallel_degree: 4\n  fsdp_shard_degree: 4", 1, "fsdp_shard_degree"),
@@ -623,9 +539,7 @@ def test_degrees_must_divide_the_gpus(tmp_path: Path, line: str, nodes: int, key
     assert fault.line in (11, 12)
 
 
-@pytest.mark.parametrize(
-    "line", ["fsdp_shard_degree: 4", "fsdp_shard_degree: 4\n  fsdp_num_replicas: 4", "seed: 1"]
-)
+@pytest.mark.parametrize("line", ["fsdp_shard_degree: 4\n  fsdp_num_replicas: 4", "seed: 1"])
 def test_degrees_that_fit_are_left_alone(tmp_path: Path, line: str) -> None:
     made = planned(from_text(tmp_path, text(line)), gpus=8, nodes=2)
     assert not [f for f in made.findings if f.code == "shard-degree"]
@@ -672,7 +586,6 @@ def faults(folder: Path, rows: int, line: str, gpus: int) -> list[Finding]:
         (63, "per_device_train_batch_size: 4\n  gradient_accumulation_steps: 2", "less than one step"),
         (63, "per_device_train_batch_size: 4", "reference pass takes 128 pairs"),
         (7, "packing: true", "less than one step of 8"),
-        (63, "cache_logprobs_only: true\n  per_device_train_batch_size: 4", "reference pass"),
     ],
 )  # fmt: skip
 def test_rows_that_do_not_fill_a_batch(tmp_path: Path, rows: int, line: str, words: str) -> None:
@@ -685,7 +598,6 @@ def test_rows_that_do_not_fill_a_batch(tmp_path: Path, rows: int, line: str, wor
     ("rows", "line"),
     [
         (64, "per_device_train_batch_size: 4\n  gradient_accumulation_steps: 2"),
-        (64, "per_device_train_batch_size: 4"),
         (8, "packing: true"),
         (1, "cache_dataset_only: true"),
     ],
@@ -891,7 +803,6 @@ def test_an_output_layer_of_its_own(tmp_path: Path) -> None:
     ("release", "model", "tied"),
     [
         ("2.6.0", "Qwen/Qwen3-0.6B", True),
-        ("2.10.1", "Qwen/Qwen3-4B", True),
         ("", "Qwen/Qwen3-1.7B", True),
         # the pin's commit calls itself so
         ("2.4.0", "Qwen/Qwen3-0.6B", False),
@@ -1074,21 +985,6 @@ def test_that_upstream_goes_on_by_itself_is_said(tmp_path: Path) -> None:
     assert codes() == {"resume-unjudged"}
 
 
-def test_a_part_of_the_weights_is_not_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Path
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (snapshot / "model.safetensors").unlink()
-    shards = {f"layer.{n}": f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}
-    (snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-    (snapshot / shards["layer.1"]).touch()
-    help = starting(tmp_path)["offline-hub-model"].help or ""
-    assert str(snapshot) not in help and "hf download" in help
-    (snapshot / shards["layer.2"]).touch()
-    help = starting(tmp_path)["offline-hub-model"].help or ""
-    assert f"`model_name_or_path: {snapshot}`" in help and "echo" not in help
-
-
 def test_what_a_whole_snapshot_lacks_is_said_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Path
 ) -> None:
@@ -1100,13 +996,7 @@ def test_what_a_whole_snapshot_lacks_is_said_with_it(
 
 
 @pytest.mark.parametrize(
-    ("held", "refused"),
-    [
-        ("generation_config.json", False),
-        ("model.safetensors.index.json", False),
-        ("pytorch_model.bin", False),
-        ("tokenizer.json", True),
-    ],
+    ("held", "refused"), [("pytorch_model.bin", False), ("tokenizer.json", True)]
 )
 def test_a_folder_holds_what_is_asserted(
     tmp_path: Path, snapshot: Path, held: str, refused: bool

@@ -116,22 +116,3 @@ def test_its_models_are_those_of_the_installed_release() -> None:
     table = text.split("TO_LORA_TARGET_MODULES_MAPPING = {", 1)[1].split("\n}", 1)[0]
     names = [line.strip().split('"')[1] for line in table.splitlines() if line.strip()]
     assert {*names} == trl_adapter_rules.DEFAULTS
-
-
-def test_what_is_trained_as_a_whole_takes_no_adapter() -> None:
-    key = "lora_modules_to_save"
-    assert told({key: ["q_proj", "v_proj"]}) == [("lora-targets", "error", key)]
-    assert told({key: ["mlp"], TARGETS: ["gate_proj", "up_proj"]}) == [
-        ("lora-targets", "error", key)
-    ]
-    assert told({key: ["foo"]}) == [("lora-targets", "warning", key)]
-    for names in (["q_proj"], ["embed_tokens", "lm_head"], ["norm"]):
-        assert told({key: names}) == []
-
-
-def test_adapters_on_parameters_take_no_dropout() -> None:
-    names = {"use_peft": True, "lora_target_parameters": ["mlp.up_proj.weight"]}
-    (finding,) = found("sft", **names)
-    assert (finding.code, finding.key) == ("lora-targets", "args.lora_dropout")
-    assert found("sft", **names, lora_dropout=0.0) == []
-    assert len(found("sft", **names, lora_dropout=0.0, use_dora=True)) == 1

@@ -18,17 +18,15 @@ from typing import Any
 import pytest
 import saved
 from argument_sets import generate
-from conftest import NO_PACKAGES, PATIENCE_S, REPOSITORY, Write
+from conftest import NO_PACKAGES, PATIENCE_S, Write
 from test_rules import values_of
 
-from launcher import config, stage
-from launcher.backends import model_config, stage_rules, trl_deepspeed_rules, trl_packing_rules
+from launcher.backends import stage_rules, trl_deepspeed_rules
 from launcher.backends.context import Context
 from launcher.errors import Finding
 from launcher.keys import DEEPSPEED
 from launcher.options import deepspeed_file
 from launcher.schema import Values
-from launcher.upstream import Locator
 
 SCRIPTS = ("trl-sft", "trl-dpo")
 AUTO: dict[str, Any] = {
@@ -57,6 +55,11 @@ def told(script: str, args: dict[str, Any], **known: Any) -> list[tuple[str, str
     return [(f.code, f.severity, (f.key or "").removeprefix("args.")) for f in findings]
 
 
+def model(write: Write, **config: Any) -> str:
+    write("model/config.json", json.dumps(config))
+    return "model"
+
+
 def without(file: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in file.items() if name not in names}
 
@@ -65,24 +68,20 @@ def without(file: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize("name", [None, *DEEPSPEED])
-@pytest.mark.parametrize("gpus", [None, 1, 8, 32])
-@pytest.mark.parametrize("args", [{}, {"bf16": False}, {"fp16": True}, {"max_grad_norm": 0.5}])
-def test_shipped_deepspeed_files_fit_any_arguments(
-    script: str, name: str | None, gpus: int | None, args: dict[str, Any]
-) -> None:
-    file = None if name is None else SHIPPED[name]
-    known: dict[str, Any] = {"gpus": gpus, "per_device": 4, "accumulation": 4, "running": True}
-    # what a start fills in for `mixed_precision:`, which TRL's own arguments decide
-    known |= {"mixed_precision": None if gpus is None else "bf16"}
-    assert told(script, args, deepspeed=file, packages={}, **known) == []
-
-
-@pytest.mark.parametrize("name", ["sft", "dpo"])
-def test_the_demos_are_quiet(name: str) -> None:
-    loaded = config.load(REPOSITORY / "configs" / "demo" / f"{name}.yaml")
-    assert stage.judge(loaded, locator=Locator(search=())).findings == ()
-    assert told(f"trl-{name}", {"bf16": False}, **ON_CPU, packages={}, per_device=16) == []
+def test_shipped_deepspeed_files_fit_any_arguments(script: str) -> None:
+    arguments: tuple[dict[str, Any], ...] = (
+        {},
+        {"bf16": False},
+        {"fp16": True},
+        {"max_grad_norm": 0.5},
+    )
+    for file in (None, *SHIPPED.values()):
+        for gpus in (None, 1, 8):
+            for args in arguments:
+                # what a start fills in for `mixed_precision:`, which TRL's own arguments decide
+                known: dict[str, Any] = {"mixed_precision": None if gpus is None else "bf16"}
+                known |= {"gpus": gpus, "per_device": 4, "accumulation": 4, "running": True}
+                assert told(script, args, deepspeed=file, packages={}, **known) == []
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -106,13 +105,7 @@ CPU = [
     ({}, ("bf16-on-cpu", "error", "bf16")),
     ({"bf16": True}, ("bf16-on-cpu", "error", "bf16")),
     ({"bf16": False, "bf16_full_eval": True}, ("bf16-on-cpu", "error", "bf16_full_eval")),
-    ({"use_cpu": True, "tf32": True}, ("tf32-on-cpu", "error", "tf32")),
     ({"fp16": True}, ("fp16-on-cpu", "warning", "fp16")),
-    (
-        {"bf16": False, "activation_offloading": True},
-        ("offloading-on-cpu", "error", "activation_offloading"),
-    ),
-    ({"bf16": False, "ddp_backend": "gloo"}, ("backend-alone", "error", "ddp_backend")),
     ({"bf16": False, "fsdp": "full_shard"}, ("fsdp-alone", "error", "fsdp")),
     ({"bf16": False, "deepspeed": AUTO}, ("deepspeed-left-out", "warning", "deepspeed")),
     (
@@ -130,20 +123,16 @@ CPU = [
 ]
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize(("args", "expected"), CPU)
-def test_the_cpu(script: str, args: dict[str, Any], expected: tuple[str, str, str]) -> None:
-    assert told(script, args, **ON_CPU, packages={}) == [expected]
-    # where there are GPUs the same is fine
-    elsewhere = told(script, args, gpus=8, packages={"flash-attn": "2.8.3"})
-    assert elsewhere == ([] if "use_cpu" not in args else [("cpu-beside-gpus", "error", "use_cpu")])
+def test_the_cpu() -> None:
+    for args, expected in CPU:
+        assert told("trl-sft", args, **ON_CPU, packages={}) == [expected]
+        # where there are GPUs the same is fine
+        assert told("trl-sft", args, gpus=8, packages={"flash-attn": "2.8.3"}) == []
 
 
-@pytest.mark.parametrize(
-    "args", [{"use_cpu": True}, {"bf16": False}, {"use_cpu": True, "bf16": True, "bf16_full_eval": True}]
-)  # fmt: skip
-def test_ways_to_train_on_the_cpu(args: dict[str, Any]) -> None:
-    assert told("trl-sft", args, **ON_CPU, packages={}) == []
+def test_ways_to_train_on_the_cpu() -> None:
+    for args in ({"use_cpu": True, "bf16": True, "bf16_full_eval": True}, {"bf16": False}):
+        assert told("trl-sft", args, **ON_CPU, packages={}) == []
 
 
 def test_the_default_precision_is_named_as_such() -> None:
@@ -162,11 +151,9 @@ ZERO3 = {
     "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
 }
 BEST = {"save_only_model": True, "load_best_model_at_end": True, "eval_strategy": "steps"}
-LAYERWISE = {"optim": "galore_adamw_layerwise", "optim_target_modules": "all-linear"}
 SHARDED = {"fsdp": "full_shard", "fsdp_config": {"fsdp_state_dict_type": "SHARDED_STATE_DICT"}}
 ENGINES: list[tuple[dict[str, Any], dict[str, Any], tuple[str, str, str]]] = [
     ({"use_cpu": True}, {"gpus": 1}, ("cpu-beside-gpus", "error", "use_cpu")),
-    ({"ddp_backend": "nccl"}, {"gpus": 1}, ("backend-alone", "error", "ddp_backend")),
     ({"fsdp": "full_shard"}, {"gpus": 1}, ("fsdp-alone", "error", "fsdp")),
     ({"fsdp": "full_shard"}, {"gpus": 8, "deepspeed": AUTO}, ("two-engines", "error", "fsdp")),
     ({"deepspeed": AUTO}, {"gpus": 8, "deepspeed": AUTO}, ("two-engines", "warning", "deepspeed")),
@@ -179,83 +166,21 @@ ENGINES: list[tuple[dict[str, Any], dict[str, Any], tuple[str, str, str]]] = [
         {"gpus": 8},
         ("best-without-states", "error", "save_only_model"),
     ),
-    (
-        {"auto_find_batch_size": True},
-        {"gpus": 8, "deepspeed": ZERO3},
-        ("batch-finder-zero3", "error", "auto_find_batch_size"),
-    ),
-    (
-        {"auto_find_batch_size": True, "deepspeed": ZERO3},
-        {"gpus": 8},
-        ("batch-finder-zero3", "error", "auto_find_batch_size"),
-    ),
-    (
-        {"fsdp": "full_shard", "fsdp_config": {"activation_checkpointing": True}},
-        {"gpus": 8},
-        ("checkpointing-twice", "error", "fsdp_config"),
-    ),
     (SHARDED, {"gpus": 8}, ("fsdp-unsaved", "warning", "fsdp_config")),
-    (
-        {**SHARDED, "save_only_model": True},
-        {"gpus": 8},
-        ("best-without-states", "error", "save_only_model"),
-    ),
-    (LAYERWISE, {"gpus": 8}, ("optim-distributed", "error", "optim")),
-    (LAYERWISE, {"gpus": 1, "deepspeed": AUTO}, ("optim-distributed", "error", "optim")),
-    (LAYERWISE, {"gpus": 1, "accumulation": 4}, ("optim-accumulation", "error", "optim")),
-    (
-        {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}},
-        {"accumulation": 4},
-        ("accumulation-twice", "error", "accelerator_config"),
-    ),
 ]
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize(("args", "known", "expected"), ENGINES)
-def test_processes_and_engines(
-    script: str, args: dict[str, Any], known: dict[str, Any], expected: tuple[str, str, str]
-) -> None:
-    assert told(script, args, **known) == [expected]
-
-
-@pytest.mark.parametrize(
-    ("args", "known"),
-    [
-        (BEST, {"gpus": 8}),
-        (BEST, {"gpus": 0, "deepspeed": AUTO}),
-        ({"save_only_model": True}, {"gpus": 8, "deepspeed": AUTO}),
-        ({"auto_find_batch_size": True}, {"gpus": 8, "deepspeed": AUTO}),
-        ({"deepspeed": AUTO}, {"gpus": 8}),
+def test_processes_and_engines() -> None:
+    for args, known, expected in ENGINES:
+        assert told("trl-dpo", args, **known) == [expected]
+    fitting: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (BEST, {"gpus": 8}), (BEST, {"gpus": 0, "deepspeed": AUTO}),
+        ({"save_only_model": True}, {"gpus": 8, "deepspeed": AUTO}), ({"deepspeed": AUTO}, {"gpus": 8}),
         ({"deepspeed": AUTO}, {"gpus": 1, "packages": {"mpi4py": "4.0"}}),
-        (LAYERWISE, {"gpus": 1, "accumulation": 1}),
-        (
-            {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}},
-            {"accumulation": 1},
-        ),
-        ({"fsdp": "full_shard", "fsdp_config": {"activation_checkpointing": False}}, {"gpus": 8}),
-        (
-            {
-                "fsdp": "full_shard",
-                "fsdp_config": {"activation_checkpointing": True},
-                "gradient_checkpointing": False,
-            },
-            {"gpus": 8},
-        ),
         ({"fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}, {"gpus": 8}),
-    ],
-)
-def test_engines_that_fit(args: dict[str, Any], known: dict[str, Any]) -> None:
-    assert told("trl-sft", args, **known) == []
-
-
-def test_selective_checkpointing_with_an_adapter() -> None:
-    args = {"use_peft": True, "gradient_checkpointing_kwargs": {"selective": True}}
-    expected = ("selective-checkpointing", "error", "gradient_checkpointing_kwargs")
-    assert told("trl-sft", args, gpus=8, deepspeed=ZERO3) == [expected]
-    assert told("trl-sft", args, gpus=8, deepspeed=AUTO) == []
-    assert told("trl-sft", {**args, "use_peft": False}, gpus=8, deepspeed=ZERO3) == []
-    assert told("trl-dpo", args, gpus=8, deepspeed=ZERO3) == []
+    ]  # fmt: skip
+    for args, known in fitting:
+        assert told("trl-sft", args, **known) == []
 
 
 @pytest.mark.parametrize(
@@ -327,40 +252,27 @@ FILES: list[tuple[dict[str, Any], dict[str, Any], tuple[str, str]]] = [
 ]
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize(("file", "known", "expected"), FILES)
-def test_deepspeed_files(
-    script: str, file: dict[str, Any], known: dict[str, Any], expected: tuple[str, str]
-) -> None:
-    assert told(script, {}, deepspeed=file, **known) == [(*expected, "deepspeed")]
-    # on the CPU no file is read
-    assert told(script, {"bf16": False}, deepspeed=file, **{**known, "gpus": 0}) == []
+def test_deepspeed_files() -> None:
+    for file, known, expected in FILES:
+        assert told("trl-sft", {}, deepspeed=file, **known) == [(*expected, "deepspeed")]
+        # on the CPU no file is read
+        assert told("trl-sft", {"bf16": False}, deepspeed=file, **{**known, "gpus": 0}) == []
 
 
-@pytest.mark.parametrize(
-    ("file", "args", "known"),
-    [
+def test_good_deepspeed_files() -> None:
+    optimizer = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}
+    good: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         (AUTO, {}, {"gpus": 8, "per_device": 4, "accumulation": 4}),
         (without(AUTO, "gradient_accumulation_steps"), {}, {"accumulation": 1}),
         (without(AUTO, "train_micro_batch_size_per_gpu"), {}, {}),
-        (without(AUTO, "gradient_clipping"), {}, {}),
         ({**AUTO, "bf16": {"enabled": False}}, {"bf16": False}, {}),
-        ({**AUTO, "bf16": {"enabled": True}}, {}, {}),
         ({**AUTO, "fp16": {"enabled": True}}, {"fp16": True}, {}),
-        (
-            {**AUTO, "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}},
-            {},
-            {},
-        ),
+        ({**AUTO, "optimizer": optimizer}, {}, {}),
         ({**AUTO, "zero_optimization": {"stage": 3}}, {"use_peft": True}, {}),
         ({**AUTO, "train_batch_size": 64}, {}, {"gpus": 8, "per_device": 4, "accumulation": 2}),
-        ({**AUTO, "train_batch_size": 64}, {}, {}),
-    ],
-)
-def test_good_deepspeed_files(
-    file: dict[str, Any], args: dict[str, Any], known: dict[str, Any]
-) -> None:
-    assert told("trl-sft", args, deepspeed=file, **known) == []
+    ]  # fmt: skip
+    for file, args, known in good:
+        assert told("trl-sft", args, deepspeed=file, **known) == []
 
 
 def test_every_difference_is_said_at_once() -> None:
@@ -396,7 +308,7 @@ def test_trls_own_deepspeed_is_held_to_the_same() -> None:
     assert codes == ["two-engines"]
 
 
-ODD: tuple[Any, ...] = (None, [], {}, "x", -1, 0, True, 1e999, float("nan"))
+ODD: tuple[Any, ...] = (None, [], "x", 1e999)
 
 
 @pytest.mark.parametrize("odd", ODD)
@@ -506,174 +418,28 @@ def test_the_rules_agree_with_transformers() -> None:
     assert 0.2 < sum(answers) / len(answers) < 0.8
 
 
-# --- attention, packing ----------------------------------------------------------------------------
-
-
-def model(write: Write, **config: Any) -> str:
-    write("model/config.json", json.dumps(config))
-    return "model"
-
-
-@pytest.mark.parametrize(
-    ("name", "packages", "missing"),
-    [
-        ("flash_attention_2", {}, True),
-        ("flash_attention_2", {"flash-attn": "2.8.3"}, False),
-        ("flash_attention_2", {"flash-attn-3": "3.0"}, True),
-        ("flash_attention_3", {"flash-attn-3": "3.0"}, False),
-        ("paged|flash_attention_2", {}, True),
-        ("flash_attention_2", {"kernels": "0.16.0"}, False),
-        ("kernels-community/flash-attn2", {}, True),
-        ("kernels-community/flash-attn2", {"kernels": "0.16.0"}, False),
-        ("flex_attention", {}, False),
-        ("sdpa", {}, False),
-        ("eager", {}, False),
-        ("flash_attention_2", None, False),
-    ],
-)
-def test_attention_that_is_not_installed(
-    name: str, packages: dict[str, str] | None, missing: bool
-) -> None:
-    args = {"attn_implementation": name}
-    for running, severity in ((True, "error"), (False, "warning")):
-        expected = [("attention-missing", severity, "attn_implementation")] if missing else []
-        assert told("trl-sft", args, gpus=1, packages=packages, running=running) == expected
-
-
-@pytest.mark.parametrize("name", ["flash_2", "torch", "nonsense", "a/b/c"])
-def test_attention_that_does_not_exist(name: str) -> None:
-    expected = ("unknown-attention", "error", "attn_implementation")
-    assert told("trl-dpo", {"attn_implementation": name}) == [expected]
-
-
-def test_flash_attention_in_full_precision() -> None:
-    args = {"attn_implementation": "flash_attention_2", "bf16": False}
-    expected = ("flash-in-float32", "error", "attn_implementation")
-    assert told("trl-sft", args) == [expected]
-    assert told("trl-sft", {**args, "dtype": "bfloat16"}) == []
-    assert told("trl-sft", {**args, "fp16": True}) == []
-    assert told("trl-sft", args, mixed_precision="bf16") == []
-    assert told("trl-sft", {**args, "model_init_kwargs": {"dtype": "bfloat16"}}) == []
-
-
-SLOW = ("packing-without-flash", "warning", "packing")
-LEAKS = ("packing-leaks", "warning", "packing")
-
-
-def test_packing_without_flash_attention() -> None:
-    packed = {"packing": True}
-    assert told("trl-sft", packed) == [SLOW]
-    assert told("trl-sft", {**packed, "attn_implementation": "sdpa"}, gpus=8) == [SLOW]
-    assert told("trl-sft", {**packed, "attn_implementation": "eager"}, gpus=8) == [SLOW]
-    for name in ("flash_attention_2", "kernels-community/flash-attn2", "flex_attention"):
-        assert told("trl-sft", {**packed, "attn_implementation": name}) == []
-    assert told("trl-sft", {**packed, "bf16": False}, **ON_CPU) == []
-    free = {"padding_free": True, "max_length": "none"}
-    assert told("trl-sft", free) == [("packing-without-flash", "warning", "padding_free")]
-    # a row alone is joined with none
-    alone = ("packing-of-one", "warning", "padding_free")
-    assert told("trl-sft", free, per_device=1) == [alone]
-    (finding,) = found("trl-sft", {**packed, "max_length": 4096}, per_device=8)
-    assert "32768 tokens" in finding.message
-    assert "1,024 MiB" in finding.message
-    # a mask that small is nothing to speak of
-    (finding,) = found("trl-sft", {**packed, "max_length": 512}, per_device=1)
-    assert "512 tokens" in finding.message
-    assert "mask" not in finding.message
-
-
-def test_documents_that_attend_to_each_other(write: Write) -> None:
-    packed = {"packing": True, "model_name_or_path": model(write, model_type="gpt_oss")}
-    saved.loadable(Path("model"))
-    assert told("trl-sft", packed, gpus=8) == [LEAKS]
-    assert told("trl-sft", {**packed, "bf16": False}, **ON_CPU) == [LEAKS]
-    assert told("trl-sft", {**packed, "attn_implementation": "flash_attention_2"}, gpus=8) == []
-    assert told("trl-sft", {**packed, "packing": False}, gpus=8) == []
-    model(write, model_type="llama")
-    assert told("trl-sft", packed, gpus=8) == [SLOW]
-    wrapped = {**packed, "packing_strategy": "wrapped", "attn_implementation": "flash_attention_2"}
-    assert told("trl-sft", wrapped, gpus=8) == [LEAKS]
-    flash = {**packed, "attn_implementation": "flash_attention_2"}
-    for kind in ("mamba", "falcon_h1", "recurrent_gemma"):
-        model(write, model_type=kind)
-        assert told("trl-sft", flash, gpus=8) == [LEAKS]
-    model(write, model_type="qwen3_5", text_config={"model_type": "qwen3_5_text"})
-    flash_attn = {"flash-attn": "2.8.3"}
-    assert told("trl-sft", flash, gpus=8, packages=flash_attn) == [LEAKS]
-    installed = {**flash_attn, "flash-linear-attention": "0.4"}
-    assert told("trl-sft", flash, gpus=8, packages=installed) == []
-    assert told("trl-sft", flash, gpus=8) == []
-
-
-BASE = {
-    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-PLAIN = {**BASE, "num_key_value_heads": 2, "intermediate_size": 32}
-TINY: dict[str, dict[str, Any]] = {
-    "llama": PLAIN, "qwen2": PLAIN, "qwen3": {**PLAIN, "head_dim": 8}, "mistral": PLAIN, "olmo2": PLAIN,
-    "gemma3_text": {**PLAIN, "head_dim": 8}, "gpt2": {**BASE, "n_embd": 32, "n_head": 4, "n_layer": 2},
-    "gpt_oss": {**PLAIN, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
-    "opt": {**BASE, "ffn_dim": 32, "word_embed_proj_dim": 32, "max_position_embeddings": 64},
-    "falcon": BASE, "biogpt": {**BASE, "intermediate_size": 32}, "bloom": {**BASE, "n_head": 4},
-    "mamba": {**BASE, "state_size": 4}, "falcon_mamba": {**BASE, "state_size": 4},
-    "qwen3_5_text": {
-        **PLAIN, "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-        "layer_types": ["linear_attention", "full_attention"],
-    },
-}  # fmt: skip
-
-
-def test_what_is_said_of_packing_is_measured() -> None:
-    """A document's logits behind two different others, in one row as TRL's collator makes it."""
-    known = trl_packing_rules.OWN_MASKS | trl_packing_rules.STATES
-    known |= trl_packing_rules.KERNELS.keys()
-    measured = json.loads(really("packing", json.dumps(TINY)))
-    assert measured == {kind: kind in known for kind in TINY}
-
-
 # --- packages and services -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("optim", "package"),
-    [
-        ("adamw_torch", None),
-        ("adamw_torch_fused", None),
-        ("adafactor", None),
-        ("sgd", None),
-        ("rmsprop", None),
-        ("adamw_bnb_8bit", "bitsandbytes"),
-        ("adamw_8bit", "bitsandbytes"),
-        ("paged_lion_8bit", "bitsandbytes"),
-        ("ademamix", "bitsandbytes"),
-        ("lion_32bit", "bitsandbytes"),
-        ("rmsprop_bnb_8bit", "bitsandbytes"),
-        ("adamw_torch_4bit", "torchao"),
-        ("schedule_free_adamw", "schedulefree"),
-        ("stable_adamw", "torch-optimi"),
-        ("adalomo", "lomo-optim"),
-        ("galore_adamw", "galore-torch"),
-        ("apollo_adamw", "apollo-torch"),
-        ("grokadamw", "grokadamw"),
-    ],
-)
-def test_an_optimizer_that_is_not_installed(optim: str, package: str | None) -> None:
-    args = {"optim": optim, "optim_target_modules": "all-linear"}
-    expected = [] if package is None else [("optim-missing", "error", "optim")]
-    assert told("trl-sft", args, packages={}) == expected
-    assert told("trl-sft", args) == []
-    if package is not None:
-        assert told("trl-sft", args, packages={package: "1"}) == []
+def test_an_optimizer_that_is_not_installed() -> None:
+    needed = {
+        "adamw_torch": None, "sgd": None, "rmsprop": None, "adamw_bnb_8bit": "bitsandbytes",
+        "adamw_torch_4bit": "torchao", "schedule_free_adamw": "schedulefree",
+        "galore_adamw": "galore-torch",
+    }  # fmt: skip
+    for optim, package in needed.items():
+        expected = [] if package is None else [("optim-missing", "error", "optim")]
+        assert told("trl-sft", {"optim": optim}, packages={}) == expected
+        assert told("trl-sft", {"optim": optim}) == []
+        if package is not None:
+            assert told("trl-sft", {"optim": optim}, packages={package: "1"}) == []
 
 
-@pytest.mark.parametrize("report", ["tensorboard", "trackio", "mlflow", ["none"], ["all"]])
-def test_a_report_that_is_not_installed(report: Any) -> None:
-    nothing = report in (["none"], ["all"])
-    expected = [] if nothing else [("report-missing", "error", "report_to")]
-    assert told("trl-dpo", {"report_to": report}, packages={}) == expected
-    assert told("trl-dpo", {"report_to": report}) == []
+def test_a_report_that_is_not_installed() -> None:
+    for report, missing in (("trackio", True), (["none"], False), (["all"], False)):
+        expected = [("report-missing", "error", "report_to")] if missing else []
+        assert told("trl-dpo", {"report_to": report}, packages={}) == expected
+        assert told("trl-dpo", {"report_to": report}) == []
 
 
 def test_tensorboard_has_two_packages() -> None:
@@ -707,115 +473,6 @@ def test_pushing_needs_a_token(script: str, tmp_path: Path) -> None:
     assert told(script, args, environ={**home, "HF_TOKEN": "t", "HF_HUB_OFFLINE": "1"}) == [
         expected
     ]
-
-
-# --- data ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_data_by_the_name_of_a_file(write: Write, script: str) -> None:
-    write("data/rows.jsonl", "{}\n")
-    args = {"dataset_name": "data/rows.jsonl"}
-    assert told(script, args) == [("data-file", "error", "dataset_name")]
-    (finding,) = found(script, args)
-    assert "`dataset_name: data`" in (finding.help or "")
-    assert told(script, {"dataset_name": "data"}, running=True) == []
-
-
-def test_rows_of_a_folder_that_are_none(write: Write) -> None:
-    write("data/train.jsonl", "")
-    # what no split asks for is not read
-    write("data/test.jsonl", "no")
-    assert told("trl-sft", {"dataset_name": "data"}) == [("bad-data", "error", "dataset_name")]
-    write("data/train.jsonl", '{"messages": [{"role": "user"}]}')
-    assert told("trl-sft", {"dataset_name": "data"}) == []
-
-
-def test_data_that_are_not_here() -> None:
-    expected = [("missing-data", "error", "dataset_name")]
-    assert told("trl-sft", {"dataset_name": "build/demo/data/sft"}, running=True) == expected
-    # another step may still make it
-    assert told("trl-sft", {"dataset_name": "build/demo/data/sft"}) == []
-    assert told("trl-sft", {"dataset_name": "org/name"}, running=True) == []
-    mixed = {"dataset_name": "build/x/y", "datasets": ["a"]}
-    assert told("trl-sft", mixed, running=True) == []
-
-
-@pytest.mark.parametrize(
-    ("files", "args", "key"),
-    [
-        (["train.jsonl"], {}, None),
-        (["train.jsonl"], {"eval_strategy": "steps"}, "dataset_test_split"),
-        (["train.jsonl", "test.jsonl"], {"eval_strategy": "steps"}, None),
-        (["train.jsonl", "eval-0.jsonl"], {"eval_strategy": "steps"}, None),
-        (["train/a.jsonl", "testing/b.jsonl"], {"eval_strategy": "steps"}, None),
-        (["rows.jsonl"], {}, None),
-        (["rows.jsonl"], {"dataset_train_split": "train_sft"}, "dataset_train_split"),
-        (["test.jsonl"], {}, "dataset_train_split"),
-        (["train.jsonl"], {"dataset_train_split": "train[:10%]"}, "dataset_train_split"),
-        # the folder may say more about itself than names do
-        (["train.jsonl", "README.md"], {"eval_strategy": "steps"}, None),
-        (["data/gen-00000-of-00002.parquet"], {"dataset_train_split": "gen"}, None),
-        ([], {"eval_strategy": "steps"}, None),
-        (["train.jsonl"], {"eval_strategy": "steps", "dataset_config": "x"}, None),
-    ],
-)
-def test_splits_of_a_local_folder(
-    write: Write, files: list[str], args: dict[str, Any], key: str | None
-) -> None:
-    for name in files:
-        write(f"data/{name}", "{}\n")
-    expected = [] if key is None else [("no-such-split", "error", key)]
-    assert told("trl-sft", {"dataset_name": "data", **args}) == expected
-
-
-def test_a_part_of_a_split_is_no_split() -> None:
-    args = {"dataset_name": "org/name", "dataset_train_split": "train[:100]"}
-    assert told("trl-dpo", args) == [("no-such-split", "error", "dataset_train_split")]
-
-
-def test_a_template_that_is_not_here(write: Write) -> None:
-    args = {"chat_template_path": "templates/mine.jinja"}
-    expected = ("missing-template", "error", "chat_template_path")
-    assert told("trl-sft", args, running=True) == [expected]
-    assert told("trl-sft", args) == []
-    assert told("trl-sft", {"chat_template_path": "org/name"}, running=True) == []
-    write("templates/mine.jinja", "{{ messages }}")
-    assert told("trl-sft", args, running=True) == []
-
-
-def test_a_token_that_the_tokenizer_does_not_have(write: Write) -> None:
-    args = {"model_name_or_path": "model", "eos_token": "<|im_end|>"}
-    expected = ("unknown-token", "error", "eos_token")
-    write("model/config.json", "{}")
-    # without its tokenizer nothing is known of it
-    assert told("trl-sft", args) == []
-    added = {
-        "added_tokens": [{"id": 1, "content": "</s>"}],
-        "model": {"vocab": {"é": 0, "im_end": 2}},
-    }
-    write("model/config.json", '{"model_type": "llama"}')
-    saved.loadable(Path("model"))
-    write("model/tokenizer.json", json.dumps(added))
-    assert told("trl-sft", args) == [expected]
-    padded = {"model_name_or_path": "model", "pad_token": "<pad>"}
-    assert told("trl-dpo", padded) == [("unknown-token", "error", "pad_token")]
-    for token in ("</s>", "é", "im_end"):
-        assert told("trl-sft", {**args, "eos_token": token}) == []
-    # another tokenizer's template brings its tokens, after the end's was looked for
-    brought = {**args, **padded, "chat_template_path": "org/name"}
-    assert told("trl-sft", brought) == [expected]
-    write("model/tokenizer_config.json", json.dumps({"extra_special_tokens": ["<|im_end|>"]}))
-    assert told("trl-sft", args) == []
-
-
-def test_the_demo_tokenizer_has_what_transformers_finds_in_it(demo_assets: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers", reason=NO_PACKAGES)
-    model = demo_assets / "model"
-    vocabulary = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json")).get_vocab()
-    tokens = sorted(vocabulary)[:: max(1, len(vocabulary) // 100)]
-    assert all(model_config.has_token(str(model), {}, token) for token in tokens)
-    assert model_config.has_token(str(model), {}, "<|no_such_token|>") is False
 
 
 # --- checkpoints -----------------------------------------------------------------------------------
@@ -943,9 +600,7 @@ def test_another_batch(write: Write) -> None:
     assert resumed("trl-sft", {}, earlier=earlier, **known) == expected
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", "[" * 5000, '{"global_step": "x"}', "\udcff"]
-)
+@pytest.mark.parametrize("text", ["", "[]", "[" * 5000, '{"global_step": "x"}', "\udcff"])
 def test_broken_states(write: Write, text: str) -> None:
     content = text.encode("utf-8", "surrogateescape")
     checkpoint(write, trainer_state__json=content, config__json=content)
@@ -953,7 +608,7 @@ def test_broken_states(write: Write, text: str) -> None:
         assert isinstance(resumed("trl-sft", args, per_device=8), list)
 
 
-@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "~nobody-here/x", "/dev/null", "."])
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "."])
 def test_names_that_are_no_checkpoints(name: str) -> None:
     assert resumed("trl-sft", {RESUME: name}) == [("resume-missing", "error", RESUME)]
 
@@ -982,6 +637,77 @@ def test_an_output_folder_with_a_model(write: Write, weights: str) -> None:
     assert told("trl-sft", {}, **known) == []
     write(f"out/{weights}", "w")
     assert told("trl-sft", {}, **known) == [("finished-output", "warning", "output_dir")]
+
+
+# --- what does nothing -----------------------------------------------------------------------------
+
+OFFLOADING = SHIPPED["zero3_offload"]
+INSTALLED = {"bitsandbytes": "0.50.2"}
+
+
+def test_offloading_makes_an_adam_of_it() -> None:
+    known: dict[str, Any] = {"gpus": 8, "packages": INSTALLED}
+    expected = [("optim-replaced", "warning", "optim")]
+    for name in ("adamw_bnb_8bit", "adafactor", "sgd"):
+        assert told("trl-sft", {"optim": name}, deepspeed=OFFLOADING, **known) == expected
+        # on the CPU there is no DeepSpeed
+        assert told("trl-sft", {"optim": name, "bf16": False}, gpus=0, deepspeed=OFFLOADING) == []
+    left: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"optim": "adamw_torch"}, OFFLOADING), ({"optim": "paged_adamw_32bit"}, OFFLOADING),
+        ({}, OFFLOADING), ({"optim": "adamw_bnb_8bit"}, SHIPPED["zero2"]),
+        ({"optim": "adamw_bnb_8bit"}, {**OFFLOADING, "zero_force_ds_cpu_optimizer": False}),
+    ]  # fmt: skip
+    for args, file in left:
+        assert told("trl-dpo", args, deepspeed=file, **known) == []
+
+
+def test_a_config_with_an_optimizer_decides() -> None:
+    file = {**AUTO, "optimizer": {"type": "Lamb"}}
+    known: dict[str, Any] = {"gpus": 8, "packages": INSTALLED}
+    expected = [("optim-unread", "warning", "optim")]
+    assert told("trl-sft", {"optim": "adamw_8bit"}, deepspeed=file, **known) == expected
+    own = {"optim": "adamw_8bit", "deepspeed": json.dumps(file)}
+    assert told("trl-sft", own, **known) == expected
+    offloading = {**OFFLOADING, "optimizer": {"type": "AdamW"}}
+    assert told("trl-sft", {"optim": "sgd"}, deepspeed=offloading, **known) == expected
+    plain = without(offloading, "optimizer")
+    assert told("trl-sft", {"optim": "sgd"}, deepspeed=plain, **known) == [
+        ("optim-replaced", "warning", "optim")
+    ]
+
+
+def test_lengths_are_compiled_one_by_one() -> None:
+    for args in (
+        {"torch_compile": True}, {"torch_compile_mode": "max-autotune"},
+        {"torch_compile": True, "pad_to_multiple_of": "auto"},
+    ):  # fmt: skip
+        warned = [("compile-lengths", "warning", next(iter(args)))]
+        assert told("trl-sft", args, gpus=8) == warned
+    assert told("trl-sft", {"torch_compile": True, "pad_to_multiple_of": 512}, gpus=8) == []
+
+
+def test_compiling_needs_a_compiler(tmp_path: Path) -> None:
+    args = {"torch_compile": True, "pad_to_multiple_of": 64}
+    bare = {"PATH": str(tmp_path)}
+    missing = [("no-compiler", "error", "torch_compile")]
+    assert told("trl-sft", args, gpus=8, running=True, environ=bare) == missing
+    assert told("trl-sft", {**args, "bf16": False}, gpus=0, running=True, environ=bare) == missing
+    assert told("trl-sft", args, gpus=8, environ=bare) == []
+    eager = {**args, "torch_compile_backend": "eager"}
+    assert told("trl-sft", eager, gpus=8, running=True, environ=bare) == []
+    compiler = tmp_path / "gcc"
+    compiler.write_text("#!/bin/sh\n")
+    compiler.chmod(0o755)
+    assert told("trl-sft", args, gpus=8, running=True, environ=bare) == []
+    named = {**bare, "CC": "no-such-compiler"}
+    assert told("trl-sft", args, gpus=8, running=True, environ=named) == missing
+
+
+def test_the_price_of_a_reference_computed_beforehand() -> None:
+    for args, words in (({"use_peft": True}, "63 % more memory"), ({}, "saves its weights")):
+        (noted,) = found("trl-dpo", {"precompute_ref_log_probs": True, **args}, gpus=1)
+        assert (noted.code, noted.severity) == ("reference-price", "note")
+        assert words in noted.message
 
 
 # --- whatever is given -----------------------------------------------------------------------------

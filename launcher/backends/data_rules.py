@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launcher.backends import prompts
-from launcher.backends.context import Context, StageRule
+from launcher.backends.context import Context, StageRule, caches_only
 from launcher.backends.mixer_rules import listed
 from launcher.backends.rows import entry_rows
 from launcher.backends.rule import say
@@ -25,24 +25,26 @@ _COUNTED_PER_SECOND = 6000.0
 _MANY_CPUS = 64
 
 
-def tokenising_outlasts(context: Context) -> Iterator[Finding]:
+def tokenising_outlasts(context: Context, seconds: int | None = None) -> Iterator[Finding]:
     """finetune.py:500, dpo_tune_cache.py:247: one process tokenises while the others wait in a
-    collective, which ends after `timeout` seconds (finetune.py:377).
+    collective, which ends after `timeout` seconds (finetune.py:377), or after `seconds` whatever it says.
     """
     values = context.values
-    timeout, rows = values["timeout"], known_rows(context)
+    patience, rows = seconds or values["timeout"], known_rows(context)
     # one process waits for nobody; 0 is the CPU, one process too
-    if context.gpus in {0, 1} or not isinstance(timeout, int) or rows is None:
+    if context.gpus in {0, 1} or not isinstance(patience, int) or rows is None:
         return
-    if values["cache_dataset_only"]:
+    if caches_only(context):
         return
-    seconds = tokenising_seconds(rows, pairs=listed(values) == "mixer_list", cpus=context.cpus)
-    if seconds > timeout > 0:
+    data = listed(values)
+    needed = tokenising_seconds(rows, pairs=data == "mixer_list", cpus=context.cpus)
+    if needed > patience > 0:
+        limit = f"`timeout: {patience}`" if seconds is None else f"OLMo-core's {seconds}"
         yield say(
-            "warning", "run", "tokenising-outlasts", "timeout",
-            f"tokenising {rows:,} rows takes about {math.ceil(seconds / 60)} minutes, the other "
-            f"processes give up after `timeout: {timeout}` seconds",
-            "run once with `cache_dataset_only: true`, or raise `timeout`",
+            "warning", "run", "tokenising-outlasts", "timeout" if seconds is None else data,
+            f"tokenising {rows:,} rows takes about {math.ceil(needed / 60)} minutes, the other "
+            f"processes give up after {limit} seconds",
+            "run once with `cache_dataset_only: true`" + (", or raise `timeout`" if seconds is None else ""),
         )  # fmt: skip
 
 

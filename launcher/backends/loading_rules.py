@@ -16,7 +16,7 @@ from launcher import shapes
 from launcher.backends import model_config, model_files
 from launcher.backends.context import Context, StageRule, caches_only
 from launcher.backends.rule import say
-from launcher.backends.trl_mappings import inline
+from launcher.backends.trl_resolved import inline
 from launcher.errors import Finding, InvalidConfig, Severity, brief
 from launcher.shapes import Shape
 

@@ -7,21 +7,26 @@ nobody raises for. Line numbers are those of the pin, and of the pinned OLMo-cor
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import os
 import re
 import shlex
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from launcher import shapes
-from launcher.backends import deepspeed_rules, model_config, model_rules, service_rules
+from launcher.backends import (
+    deepspeed_rules,
+    model_config,
+    model_files,
+    model_rules,
+    service_rules,
+)
 from launcher.backends.context import Context, StageRule, caches_only
-from launcher.backends.data_rules import known_rows, tokenising_seconds
+from launcher.backends.data_rules import tokenising_outlasts
 from launcher.backends.mixer_rules import RULES as MIXER_RULES
 from launcher.backends.open_instruct import output_folder
 from launcher.backends.open_instruct_rules import (
@@ -32,12 +37,11 @@ from launcher.backends.open_instruct_rules import (
     two_data_sources,
     zero_stage,
 )
-from launcher.backends.rule import Rule, say
+from launcher.backends.rule import Rule, check, say
 from launcher.backends.value_rules import (
     cache_on_the_hub,
     no_epochs,
     out_of_range,
-    refused_template,
     transforms,
     unknown_template,
     unknown_tokenizer_function,
@@ -90,54 +94,11 @@ _SCHEDULERS = ("cosine", "linear", "constant", "constant_with_warmup")
 _TIED = ("qwen3_0_6B", "qwen3_1_7B", "qwen3_4B")
 # the families whose layers OLMo-core writes in transformers' form (olmo_core/nn/hf/config.py)
 _EXPORTED = ("olmo2", "olmo3", "olmoe")
-_COMPILERS = ("cc", "gcc", "clang")
 # of a folder OLMo-core asserts one of these (olmo_core/nn/hf/checkpoint.py:90), whatever else is in it
 _ASSERTED = ("generation_config.json", "model.safetensors.index.json", "pytorch_model.bin")
 
 
 # --- what the arguments alone decide ---------------------------------------------------------------
-
-
-def refused(values: Values) -> Iterator[Finding]:
-    """dpo.py:160, dpo.py:163, dpo.py:168, dpo.py:171."""
-    for key in ("use_lora", "dpo_use_paged_optimizer", "use_8bit_optimizer"):
-        if values[key]:
-            yield say(
-                "error", "run", "not-with-olmo-core", key,
-                f"`{key}` is refused by dpo.py", f"write `{key}: false`, or {_OTHER}",
-            )  # fmt: skip
-    if values["use_qlora"]:
-        yield say(
-            "error", "run", "not-with-olmo-core", "use_qlora",
-            "`use_qlora` is not read by dpo.py, which would train all weights", _OTHER,
-        )  # fmt: skip
-    if values["context_parallel_degree"] > 1:
-        yield say(
-            "error", "run", "not-with-olmo-core", "context_parallel_degree",
-            f"`context_parallel_degree: {values['context_parallel_degree']}` is not implemented for DPO",
-            "leave it out; `tensor_parallel_degree` is",
-        )  # fmt: skip
-
-
-def optimizer(values: Values) -> Iterator[Finding]:
-    """dpo.py:291."""
-    kind = values["optimizer_type"]
-    if kind not in {"adamw", "muon"}:
-        near = difflib.get_close_matches(str(kind), ("adamw", "muon"), n=1)
-        yield say(
-            "error", "run", "unknown-optimizer", "optimizer_type",
-            f"`{brief(kind)}` is no optimizer of dpo.py",
-            f"did you mean `{near[0]}`?" if near else "one of adamw, muon",
-        )  # fmt: skip
-
-
-def no_model(values: Values) -> Iterator[Finding]:
-    """dpo.py:157."""
-    if not values["model_name_or_path"]:
-        yield say(
-            "error", "run", "no-model", "model_name_or_path", "no model named",
-            "add `model_name_or_path: <hub name or folder>`",
-        )  # fmt: skip
 
 
 def model(values: Values) -> Iterator[Finding]:
@@ -211,16 +172,6 @@ def _differences(config: Mapping[str, Any], name: str) -> tuple[str, ...]:
     )
 
 
-def length(values: Values) -> Iterator[Finding]:
-    """olmo_core_train_modules.py:126 multiplies by it; its default is none (dpo_utils.py:255)."""
-    if values["max_seq_length"] is None:
-        yield say(
-            "error", "run", "no-length", "max_seq_length",
-            "without `max_seq_length` dpo.py crashes: its default is none",
-            "add `max_seq_length: 2048`, or as long as the rows are",
-        )  # fmt: skip
-
-
 def budget(values: Values) -> Iterator[Finding]:
     """olmo_core_utils.py:101: the budget acts below 1 and under compile alone.
 
@@ -230,24 +181,18 @@ def budget(values: Values) -> Iterator[Finding]:
     share = values[key]
     if not isinstance(share, int | float):
         return
-    acts = share < 1 and values["compile_model"]
-    if math.isnan(share) or share < 0 or share > 1:
-        what = "OLMo-core refuses it" if acts else "it does what 1.0 does"
-        yield say(
-            "error" if acts else "warning", "run", "out-of-range", key,
-            f"`{key}: {share}`: a share above 0 and up to 1; {what}", "0.5 is upstream's own example",
-        )  # fmt: skip
-    elif share < 1 and not acts:
+    if share < 1 and not values["compile_model"]:
         yield say(
             "warning", "run", "budget-without-compile", key,
             f"`{key}: {share}` does nothing with `compile_model: false`: every activation is kept",
             "leave `compile_model` true",
         )  # fmt: skip
-    elif share == 0:
+    elif not 0 < share <= 1:
+        what = "every activation is computed again" if share == 0 else "it does what 1.0 does"
         yield say(
-            "warning", "run", "out-of-range", key,
-            f"`{key}: 0`: every activation is computed again, matrix products too",
-            "a share above 0 and up to 1; 0.1 is the lowest that was measured",
+            "error" if share < 0 else "warning", "run", "out-of-range", key,
+            f"`{key}: {share}`: {'OLMo-core refuses it' if share < 0 else what}",
+            "a share above 0 and up to 1: 0.1 is the lowest that was measured, 0.5 upstream's example",
         )  # fmt: skip
 
 
@@ -256,12 +201,6 @@ def packing(values: Values) -> Iterator[Finding]:
     if not values["packing"]:
         return
     if not values["concatenated_forward"]:
-        # dpo.py:259 takes the forward that knows no packing, dpo.py:262 asks it for packing
-        yield say(
-            "error", "run", "packing-separate-forward", "packing",
-            "`packing` with `concatenated_forward: false` crashes in the reference pass",
-            "write `concatenated_forward: true`",
-        )  # fmt: skip
         return
     row = values["max_seq_length"]
     size = f" of {2 * row:,} positions" if isinstance(row, int) else ""
@@ -271,30 +210,6 @@ def packing(values: Values) -> Iterator[Finding]:
         f"and rejected stand in one row{size}; the reference is computed beside other samples than training",
         "`packing: false`, or `expect: {packing: on}` with `probe: {isolation: off}` to run it all the same",
     )  # fmt: skip
-
-
-def balancing(values: Values) -> Iterator[Finding]:
-    """dpo_utils.py:1008 gives no auxiliary loss, olmo_core_train_modules.py:192 adds none then."""
-    if values["load_balancing_loss"]:
-        yield say(
-            "warning", "run", "balancing-unread", "load_balancing_loss",
-            "`load_balancing_loss` adds nothing: this script's forward passes give no such loss",
-            f"delete the line, or {_OTHER}",
-        )  # fmt: skip
-
-
-def reference_unread(values: Values) -> Iterator[Finding]:
-    """dpo.py:333 asks no one: olmo_core_train_modules.py:188 hands the result on where it is needed.
-
-    The other script asks first (dpo_tune_cache.py:525); simpo alone needs none (dpo_utils.py:88).
-    """
-    if values["loss_type"] == "simpo" and not values["cache_dataset_only"]:
-        yield say(
-            "note", "run", "reference-unread", "loss_type",
-            "`loss_type: simpo` needs no reference, and this script computes it all the same: a forward pass "
-            "over all pairs before the first step, whose result is not read",
-            "leave out `script:`: dpo_tune_cache.py skips that pass",
-        )  # fmt: skip
 
 
 def export(values: Values) -> Iterator[Finding]:
@@ -314,76 +229,94 @@ def export(values: Values) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def scheduler(values: Values) -> Iterator[Finding]:
-    """dpo.py:57, dpo.py:59: every other name means a constant rate after the warm-up."""
-    kind = values["lr_scheduler_type"]
-    if kind == "cosine":
-        # olmo_core/optim/scheduler.py: alpha_f, which dpo.py:58 leaves at its default
-        yield say(
-            "note", "run", "scheduler-replaced", "lr_scheduler_type",
-            "`lr_scheduler_type: cosine` ends at a tenth of the rate here, not at 0",
-        )  # fmt: skip
-    elif kind == "constant" and values["warmup_ratio"]:
-        yield say(
-            "note", "run", "scheduler-replaced", "lr_scheduler_type",
-            f"`lr_scheduler_type: constant` warms up here, over {values['warmup_ratio']:g} of all steps",
-            "`warmup_ratio: 0.0` for none",
-        )  # fmt: skip
-    elif kind not in _SCHEDULERS:
-        yield say(
-            "warning", "run", "scheduler-replaced", "lr_scheduler_type",
-            f"`lr_scheduler_type: {brief(kind)}` runs a constant rate after the warm-up",
-            f"one of {', '.join(_SCHEDULERS[:3])}",
-        )  # fmt: skip
-
-
-def intervals(values: Values) -> Iterator[Finding]:
-    """olmo_core/train/callbacks/checkpointer.py refuses these; olmo_core_callbacks.py:169 divides."""
-    steps, between = values["checkpointing_steps"], values["ephemeral_save_interval"]
-    if isinstance(steps, int) and steps < 1:
-        yield say(
-            "error", "run", "checkpoint-steps", "checkpointing_steps",
-            f"`checkpointing_steps: {steps}`: OLMo-core takes 1 and more", "write a number of steps",
-        )  # fmt: skip
-    if isinstance(between, int) and isinstance(steps, int) and not 1 <= between < steps:
-        yield say(
-            "error", "run", "checkpoint-steps", "ephemeral_save_interval",
-            f"`ephemeral_save_interval: {between}` is not between 1 and `checkpointing_steps: {steps}`",
-            "leave it out, or write less than `checkpointing_steps`",
-        )  # fmt: skip
-    if values.given("logging_steps") and values["logging_steps"] < 1:
-        yield say(
-            "error", "run", "out-of-range", "logging_steps",
-            f"`logging_steps: {values['logging_steps']}`: the trainer divides by it",
-        )  # fmt: skip
-
-
 def ranges(values: Values) -> Iterator[Finding]:
-    """Those of the other scripts, but for what is said of this one above, or not read by it."""
-    own = {
-        "args.logging_steps",
-        "args.keep_last_n_checkpoints",
-        "args.lora_rank",
-        "args.lora_dropout",
-    }
-    yield from (found for found in out_of_range(values) if found.key not in own)
+    """Those of the other scripts, but for what is not read by this one."""
+    own = ("logging_steps", "keep_last_n_checkpoints", "lora_rank", "lora_dropout")
+    skipped = {f"args.{key}" for key in own}
+    yield from (found for found in out_of_range(values) if found.key not in skipped)
 
 
-def least_degrees(values: Values) -> Iterator[Finding]:
-    """What no number of processes can be divided by (dpo.py:189)."""
-    for key in ("tensor_parallel_degree", *_SHARDS, *_REPLICAS):
-        if isinstance(degree := values.get(key), int) and degree < 1:
-            yield say(
-                "error", "run", "shard-degree", key, f"`{key}: {degree}` divides nothing",
-                "1 and more, or leave it out",
-            )  # fmt: skip
+def _interval(values: Values) -> bool:
+    steps, between = values["checkpointing_steps"], values["ephemeral_save_interval"]
+    whole = isinstance(between, int) and isinstance(steps, int)
+    return whole and not 1 <= between < steps
 
 
 RULES: tuple[Rule, ...] = (
     two_data_sources, beaker_without_push, json_mappings, zero_stage, *MIXER_RULES, entity_twice,
-    push_by_default, refused, no_model, model, export, length, optimizer, budget, packing, balancing,
-    reference_unread, scheduler, intervals, ranges, least_degrees, no_epochs, unknown_template,
-    refused_template, unknown_tokenizer_function, transforms, cache_on_the_hub,
+    push_by_default, model, export, budget, packing, ranges, no_epochs, unknown_template,
+    unknown_tokenizer_function, transforms, cache_on_the_hub,
+    *(
+        check("dpo.py:160, dpo.py:168, dpo.py:171", "not-with-olmo-core", key, itemgetter(key),
+              f"`{key}` is refused by dpo.py", f"write `{key}: false`, or {_OTHER}")
+        for key in ("use_lora", "dpo_use_paged_optimizer", "use_8bit_optimizer")
+    ),
+    # no line of dpo.py reads it (dpo.py:160 asks for `use_lora` alone)
+    check(
+        "dpo.py:160", "not-with-olmo-core", "use_qlora", itemgetter("use_qlora"),
+        "`use_qlora` is not read by dpo.py, which would train all weights", _OTHER,
+    ),
+    check(
+        "dpo.py:157", "no-model", "model_name_or_path", lambda v: not v["model_name_or_path"],
+        "no model named", "add `model_name_or_path: <hub name or folder>`",
+    ),
+    # its default is none (dpo_utils.py:255)
+    check(
+        "olmo_core_train_modules.py:126", "no-length", "max_seq_length",
+        lambda v: v["max_seq_length"] is None,
+        "without `max_seq_length` dpo.py crashes: its default is none",
+        "add `max_seq_length: 2048`, or as long as the rows are",
+    ),
+    # the one takes the forward that knows no packing, the other asks it for packing
+    check(
+        "dpo.py:259, dpo.py:262", "packing-separate-forward", "packing",
+        lambda v: v["packing"] and not v["concatenated_forward"],
+        "`packing` with `concatenated_forward: false` crashes in the reference pass",
+        "write `concatenated_forward: true`",
+    ),
+    # where its forward passes give no auxiliary loss, none is added (olmo_core_train_modules.py:192)
+    check(
+        "dpo_utils.py:1008", "balancing-unread", "load_balancing_loss",
+        itemgetter("load_balancing_loss"),
+        "`load_balancing_loss` adds nothing: this script's forward passes give no such loss",
+        f"delete the line, or {_OTHER}", severity="warning",
+    ),
+    # olmo_core/optim/scheduler.py: alpha_f, which dpo.py:58 leaves at its default
+    check(
+        "dpo.py:57", "scheduler-replaced", "lr_scheduler_type",
+        lambda v: v["lr_scheduler_type"] == "cosine",
+        "`lr_scheduler_type: cosine` ends at a tenth of the rate here, not at 0", severity="note",
+    ),
+    check(
+        "dpo.py:59", "scheduler-replaced", "lr_scheduler_type",
+        lambda v: v["lr_scheduler_type"] == "constant" and v["warmup_ratio"],
+        "`lr_scheduler_type: constant` warms up here, over {warmup_ratio} of all steps",
+        "`warmup_ratio: 0.0` for none", severity="note",
+    ),
+    check(
+        "dpo.py:57, dpo.py:59", "scheduler-replaced", "lr_scheduler_type",
+        lambda v: v["lr_scheduler_type"] not in _SCHEDULERS,
+        "`lr_scheduler_type: {lr_scheduler_type}` runs a constant rate after the warm-up",
+        f"one of {', '.join(_SCHEDULERS[:3])}", severity="warning",
+    ),
+    # olmo_core/train/callbacks/checkpointer.py refuses these, and the logger divides
+    check(
+        "olmo_core_callbacks.py:169", "checkpoint-steps", "checkpointing_steps",
+        lambda v: isinstance(v["checkpointing_steps"], int) and v["checkpointing_steps"] < 1,
+        "`checkpointing_steps: {checkpointing_steps}`: OLMo-core takes 1 and more",
+        "write a number of steps",
+    ),
+    check(
+        "olmo_core_callbacks.py:169", "checkpoint-steps", "ephemeral_save_interval", _interval,
+        "`ephemeral_save_interval: {ephemeral_save_interval}` is not between 1 and "
+        "`checkpointing_steps: {checkpointing_steps}`",
+        "leave it out, or write less than `checkpointing_steps`",
+    ),
+    check(
+        "olmo_core_callbacks.py:169", "out-of-range", "logging_steps",
+        lambda v: v.given("logging_steps") and v["logging_steps"] < 1,
+        "`logging_steps: {logging_steps}`: the trainer divides by it",
+    ),
 )  # fmt: skip
 
 
@@ -480,7 +413,7 @@ def offline_model(context: Context) -> Iterator[Finding]:
         return
     shape = values.schema.models.get(name) or _shape_of(model_config.read(name, environ))
     config = f" and `config_name: {shape or '<its shape>'}`" if not values["config_name"] else ""
-    folder = _snapshot(name, environ)
+    folder = _whole(name, environ)
     if folder is None:
         help = (
             f"{model_config.hub_cache(environ)} does not hold it whole: `hf download {name}` where the hub "
@@ -498,29 +431,13 @@ def offline_model(context: Context) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _snapshot(name: str, environ: Mapping[str, str]) -> Path | None:
+def _whole(name: str, environ: Mapping[str, str]) -> Path | None:
     """The folder of the hub's cache with all of a model; it takes `main`, as this script does."""
-    repository = model_config.repository(name, environ)
-    try:
-        commit = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
+    config = model_config.where(name, environ)
+    folder = None if config is None else config.parent
+    if folder is None or model_files.config_fault(folder) or model_files.weights_fault(folder):
         return None
-    folder = repository / "snapshots" / commit
-    whole = is_file(folder / "config.json") and any(
-        all(is_file(folder / one) for one in parts) for parts in _weights(folder)
-    )
-    return folder.absolute() if whole else None
-
-
-def _weights(folder: Path) -> Iterator[tuple[str, ...]]:
-    """The files that hold a model's weights, in each form that they may have."""
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        yield (name,)
-        try:
-            listed = json.loads((folder / f"{name}.index.json").read_text(encoding="utf-8"))
-            yield tuple({str(one) for one in listed["weight_map"].values()})
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue
+    return folder.absolute()
 
 
 def folder_unread(context: Context) -> Iterator[Finding]:
@@ -566,21 +483,9 @@ def goes_on(context: Context) -> Iterator[Finding]:
 
 def no_compiler(context: Context) -> Iterator[Finding]:
     """Triton builds a launcher in C for every kernel; without a GPU OLMo-core compiles nothing."""
-    if not context.running or not context.gpus or not context.values["compile_model"]:
-        return
-    named, path = context.environ.get("CC"), context.environ.get("PATH")
-    if caches_only(context) or any(
-        shutil.which(name, path=path) for name in ((named,) if named else _COMPILERS)
-    ):
-        return
-    what = (
-        f"CC names `{brief(named)}`, which is not here" if named else "there is no C compiler here"
-    )
-    yield say(
-        "error", "run", "no-compiler", "compile_model",
-        f"`compile_model`: torch.compile builds its kernels with a C compiler, and {what}",
-        "apt-get install gcc, or write `compile_model: false`",
-    )  # fmt: skip
+    compiles = context.running and context.gpus and context.values["compile_model"]
+    if compiles and not caches_only(context):
+        yield from service_rules.no_compiler(context, "compile_model")
 
 
 def accumulation(context: Context) -> Iterator[Finding]:
@@ -610,19 +515,9 @@ def wandb_key(context: Context) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def tokenising_outlasts(context: Context) -> Iterator[Finding]:
-    """olmo_core_utils.py:265: one process tokenises, the others wait for 15 minutes at most."""
-    rows = known_rows(context)
-    if context.gpus in {0, 1} or rows is None or caches_only(context):
-        return
-    seconds = tokenising_seconds(rows, pairs=True, cpus=context.cpus)
-    if seconds > _TIMEOUT_S:
-        yield say(
-            "warning", "run", "tokenising-outlasts", "mixer_list",
-            f"tokenising {rows:,} rows takes about {math.ceil(seconds / 60)} minutes, the other processes "
-            "give up after 15: OLMo-core's time, which `timeout` does not change",
-            "run once with `cache_dataset_only: true` on one GPU",
-        )  # fmt: skip
+def tokenising(context: Context) -> Iterator[Finding]:
+    """olmo_core_utils.py:265: the others wait for so long, which `timeout` does not reach."""
+    yield from tokenising_outlasts(context, seconds=_TIMEOUT_S)
 
 
 def wpo(context: Context) -> Iterator[Finding]:
@@ -652,17 +547,9 @@ def positions(context: Context) -> Iterator[Finding]:
         yield from model_rules.beyond_positions(context)
 
 
-def attention(context: Context) -> Iterator[Finding]:
-    """Unlike the other script's `te`, this one's is the real thing."""
-    yield from (
-        replace(found, message=found.message.replace("or write torch", "or torch"))
-        for found in model_rules.attention_missing(context)
-    )
-
-
 STAGE_RULES: tuple[StageRule, ...] = (
-    no_deepspeed, precision, other_shape, goes_on, no_compiler, accumulation, wandb_key, tokenising_outlasts,
-    wpo, positions, attention, model_rules.olmo_bos, offline_model, folder_unread,
+    no_deepspeed, precision, other_shape, goes_on, no_compiler, accumulation, wandb_key, tokenising,
+    wpo, positions, model_rules.attention_missing, model_rules.olmo_bos, offline_model, folder_unread,
     service_rules.hub_token, service_rules.remote_code, deepspeed_rules.clipped_below_zero,
 )  # fmt: skip
 

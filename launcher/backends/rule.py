@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.errors import Finding, Layer, Severity
+from launcher.errors import Finding, Layer, Severity, brief
 from launcher.schema import Schema, Values
 
 Rule = Callable[[Values], Iterator[Finding]]
@@ -24,9 +24,9 @@ class Range:
 
 
 def outside(
-    values: Values, table: Mapping[str, tuple[Range, ...]], number: Callable[[Any], float | None]
+    values: Values, table: Mapping[str, tuple[Range, ...]]
 ) -> Iterator[tuple[str, float, Range]]:
-    """Each given number with a range that it is not in; `number` reads a value, None is none."""
+    """Each given number with a range that it is not in."""
     for key, ranges in table.items():
         value = number(values.get(key))
         if value is None or not values.given(key):
@@ -43,6 +43,69 @@ def say(
     return Finding(
         severity=severity, layer=layer, code=code, key=f"args.{key}", message=message, help=help
     )
+
+
+def number(value: Any) -> float | None:
+    """The value if it is a number: at another version a default may be unknown."""
+    return value if isinstance(value, int | float) else None
+
+
+def check(
+    cited: str,
+    code: str,
+    key: str,
+    when: Callable[[Values], object],
+    message: str,
+    help: str | None = None,
+    *,
+    severity: Severity = "error",
+    layer: Layer = "run",
+    tested: bool = False,
+) -> Rule:
+    """A rule of one condition; `{name}` in its message stands for the value of that argument.
+
+    `cited` names the upstream lines that it is about. `tested`: other releases may know more, so
+    that it only speaks at the tested one.
+    """
+
+    def rule(values: Values) -> Iterator[Finding]:
+        if (values.schema.tested or not tested) and when(values):
+            yield say(severity, layer, code, key, message.format_map(_Shown(values)), help)
+
+    rule.__doc__ = cited
+    return rule
+
+
+def unread(
+    cited: str,
+    key: str,
+    read: Callable[[Values], object],
+    where: str,
+    help: str = "delete the line",
+) -> Rule:
+    """A rule about an argument that acts under one condition, where it is given without that."""
+
+    def rule(values: Values) -> Iterator[Finding]:
+        given = values.given(key) and values[key]
+        if given and values[key] != values.schema.fields[key].default and not read(values):
+            yield say(
+                "warning", "run", "conditional-key", key,
+                f"`{key}` does nothing here: it is read only {where}", help,
+            )  # fmt: skip
+
+    rule.__doc__ = cited
+    return rule
+
+
+class _Shown(dict[str, str]):
+    """The values of arguments as a message shows them."""
+
+    def __init__(self, values: Values) -> None:
+        super().__init__()
+        self._values = values
+
+    def __missing__(self, key: str) -> str:
+        return brief(self._values[key])
 
 
 def as_it_stands(

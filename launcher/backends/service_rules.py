@@ -1,8 +1,9 @@
-"""Rules about the services that a run reports to: is there a key for them in this environment?"""
+"""Rules about what this environment has to hold: keys for services, a compiler, trust in remote code."""
 
 from __future__ import annotations
 
 import netrc
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -11,11 +12,12 @@ from launcher.backends import model_config
 from launcher.backends.context import Context, StageRule, caches_only
 from launcher.backends.model_rules import offline
 from launcher.backends.rule import say
-from launcher.backends.trl_mappings import inline
-from launcher.errors import Finding, Severity
+from launcher.backends.trl_resolved import inline
+from launcher.errors import Finding, brief
 from launcher.paths import is_file
 
-_QUIET = {"offline", "disabled", "dryrun"}
+WITHOUT_WANDB = {"offline", "disabled", "dryrun"}
+"""Values of WANDB_MODE with which wandb asks no server."""
 _EVALUATION = "try_launch_beaker_eval_jobs"
 _OF_EVALUATION = (
     "oe_eval_tasks", "oe_eval_max_length", "oe_eval_gpu_multiplier", "eval_workspace", "eval_priority",
@@ -34,9 +36,9 @@ def wandb_key(context: Context) -> Iterator[Finding]:
         return
     mode = environ.get("WANDB_MODE", "online")
     asks = values["wandb_entity"] is None
-    if mode in _QUIET and not asks:
+    if mode in WITHOUT_WANDB and not asks:
         return
-    if mode in _QUIET:
+    if mode in WITHOUT_WANDB:
         what = (
             f"WANDB_MODE is {mode}, but without `wandb_entity` upstream asks wandb who is logged in"
         )
@@ -44,8 +46,10 @@ def wandb_key(context: Context) -> Iterator[Finding]:
     else:
         what = "no wandb key: neither WANDB_API_KEY nor an entry in ~/.netrc"
         help = "`wandb login`, or set WANDB_API_KEY, or `with_tracking: false`"
-    severity: Severity = "error" if context.running else "warning"
-    yield say(severity, "run", "no-wandb-key", "with_tracking", f"`with_tracking`: {what}", help)
+    yield say(
+        "error" if context.running else "warning", "run", "no-wandb-key", "with_tracking",
+        f"`with_tracking`: {what}", help,
+    )  # fmt: skip
 
 
 def has_wandb_key(environ: Mapping[str, str]) -> bool:
@@ -67,7 +71,8 @@ def _entry(path: Path, host: str) -> bool:
 
 def hub_token(context: Context) -> Iterator[Finding]:
     """finetune.py:435, dpo_tune_cache.py:177 ask the hub who is logged in before anything is trained;
-    with `hf_entity` given it is asked after training (finetune.py:1027, dpo_tune_cache.py:752).
+    with `hf_entity` given it is asked after training (finetune.py:1027, dpo_tune_cache.py:752). TRL
+    makes the repository first (transformers/trainer.py:4099).
     """
     values, environ = context.values, context.environ
     # the default has a rule of its own, until it comes to a run
@@ -75,18 +80,16 @@ def hub_token(context: Context) -> Iterator[Finding]:
         return
     if offline(environ):
         why, help = "HF_HUB_OFFLINE is set", "unset it, or write `push_to_hub: false`"
-    elif not has_hub_token(environ):
-        why, help = (
-            "no one is logged in",
-            "`hf auth login`, or set HF_TOKEN, or `push_to_hub: false`",
-        )
+    elif not values.get("hub_token") and not has_hub_token(environ):
+        why = "no one is logged in"
+        help = "`hf auth login`, or set HF_TOKEN, or `push_to_hub: false`"
     else:
         return
-    when = "once the model is trained" if values["hf_entity"] else "before anything is trained"
-    severity: Severity = "error" if context.running else "warning"
+    when = "once the model is trained" if values.get("hf_entity") else "before anything is trained"
     yield say(
-        severity, "run", "no-hub-token", "push_to_hub", f"`push_to_hub` crashes {when}: {why}", help
-    )
+        "error" if context.running else "warning", "run", "no-hub-token", "push_to_hub",
+        f"`push_to_hub` crashes {when}: {why}", help,
+    )  # fmt: skip
 
 
 def has_hub_token(environ: Mapping[str, str]) -> bool:
@@ -117,6 +120,18 @@ def not_on_beaker(context: Context) -> Iterator[Finding]:
             "warning", "run", "not-on-beaker", given[0],
             f"only a job of Beaker's reads {names}, and BEAKER_JOB_ID is not set",
             f"write `{_EVALUATION}: false`" if _EVALUATION in given else "delete the line",
+        )  # fmt: skip
+
+
+def no_compiler(context: Context, key: str, *, cpp: bool = False) -> Iterator[Finding]:
+    """torch.compile builds its kernels with a compiler of C, or of C++ for a CPU."""
+    named = context.environ.get("CXX" if cpp else "CC")
+    names = (named,) if named else ("g++", "c++", "clang++") if cpp else ("gcc", "cc", "clang")
+    if not any(shutil.which(name, path=context.environ.get("PATH")) for name in names):
+        yield say(
+            "error", "run", "no-compiler", key,
+            f"torch.compile builds its kernels with a compiler, and {brief(' or '.join(names))} is not here",
+            f"apt-get install g++, or write `{key}: false`",
         )  # fmt: skip
 
 

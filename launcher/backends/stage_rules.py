@@ -53,14 +53,11 @@ def _trl(stage: str) -> tuple[StageRule, ...]:
         loading_rules,
         model_rules,
         trl_adapter_rules,
+        trl_attention,
         trl_data_rules,
         trl_deepspeed_rules,
-        trl_lever_rules,
-        trl_loss_rules,
         trl_machine_rules,
         trl_output_rules,
-        trl_packing_rules,
-        trl_value_rules,
     )
 
     return (
@@ -69,13 +66,11 @@ def _trl(stage: str) -> tuple[StageRule, ...]:
         *trl_machine_rules.RULES,
         *trl_deepspeed_rules.RULES,
         *gradient_rules.RULES,
-        *trl_lever_rules.RULES,
-        *(trl_packing_rules.RULES if stage == "sft" else ()),
+        *trl_attention.RULES,
+        *(trl_attention.RULES_OF_SFT if stage == "sft" else ()),
         *trl_data_rules.RULES,
         *trl_output_rules.RULES,
-        *trl_value_rules.STAGE_RULES,
         *trl_adapter_rules.STAGE_RULES,
-        *(trl_loss_rules.STAGE_RULES if stage == "dpo" else ()),
     )
 
 

@@ -15,7 +15,7 @@ from launcher import shapes
 from launcher.backends import model_config
 from launcher.backends.context import Context, StageRule
 from launcher.backends.rule import Rule, say
-from launcher.backends.trl_mappings import inline
+from launcher.backends.trl_resolved import inline
 from launcher.errors import Finding, InvalidConfig, brief
 from launcher.schema import Values
 from launcher.shapes import Shape
@@ -34,8 +34,8 @@ DEFAULTS = frozenset({
 _SEVERAL = re.compile(r"[\w.-]+(?:\s*,\s*|\s+)[\w.,\s-]*")
 
 
-def _words(values: Values, key: str = _KEY) -> list[str]:
-    given = values[key]
+def _words(values: Values) -> list[str]:
+    given = values[_KEY]
     return [str(word) for word in (given if isinstance(given, list) else [given]) if word]
 
 
@@ -80,20 +80,6 @@ def _broken(pattern: str) -> str | None:
     return None
 
 
-def target_parameters(values: Values) -> Iterator[Finding]:
-    """peft/tuners/lora/layer.py:2366: refused where a parameter has such a name, and else not looked at."""
-    if not values["use_peft"] or not values["lora_target_parameters"]:
-        return
-    for key, off in (("lora_dropout", "0.0"), ("use_dora", "false")):
-        if values[key]:
-            default = "" if values.given(key) else ", the default,"
-            yield say(
-                "error", "run", "lora-targets", key,
-                f"`{key}: {values[key]}`{default} is refused beside `lora_target_parameters`",
-                f"add `{key}: {off}`",
-            )  # fmt: skip
-
-
 def no_default(context: Context) -> Iterator[Finding]:
     """peft/tuners/lora/model.py:704: without a name PEFT has modules for some types of models only."""
     values = context.values
@@ -120,15 +106,12 @@ def targets_of_model(context: Context) -> Iterator[Finding]:
     """
     values = context.values
     words = _words(values)
-    if not values["use_peft"] or any(lora_targets(values)):
+    if not values["use_peft"] or not words or any(lora_targets(values)):
         return
     shape = _shape(context)
     if shape is None or (len(words) == 1 and words[0].lower() == "all-linear"):
         return
     fitting, others = _modules(shape)
-    yield from _saved_whole(values, shape.family, fitting, others)
-    if not words:
-        return
     known = f"one or several of {', '.join(shape.linears())}, or all-linear"
     matched = {word: _matched(word, fitting, whole=len(words) == 1) for word in words}
     refused = next(
@@ -147,33 +130,6 @@ def targets_of_model(context: Context) -> Iterator[Finding]:
             "error" if alone else "warning", "run", "lora-targets", _KEY,
             f"`{_KEY}`: no module of {shape.family} models is called {brief(', '.join(missed))}: "
             + ("PEFT refuses it" if alone else "nothing is trained for it"), known,
-        )  # fmt: skip
-
-
-def _saved_whole(
-    values: Values, family: str, fitting: list[str], others: list[str]
-) -> Iterator[Finding]:
-    """peft/tuners/tuners_utils.py:2363 puts no adapter on what is trained as a whole."""
-    key, targets = "lora_modules_to_save", _words(values)
-    given = _words(values, key)
-    missed = [one for one in given if not _matched(one, [*fitting, *others], whole=False)]
-    if missed:
-        yield say(
-            "warning", "run", "lora-targets", key,
-            f"`{key}`: no module of {family} models is called {brief(', '.join(missed))}: it does nothing",
-            "such as embed_tokens, or lm_head",
-        )  # fmt: skip
-    if not given or (not targets and family not in DEFAULTS):
-        return
-    wanted, whole = targets or ["q_proj", "v_proj"], len(targets) == 1
-    aimed = {name for word in wanted for name in _matched(word, fitting, whole=whole)}
-    parts = [re.compile(rf"(^|.*\.){re.escape(one)}($|\..*)") for one in given]
-    left = [name for name in aimed if not any(part.match(name) for part in parts)]
-    if aimed and not left and not values["lora_target_parameters"]:
-        yield say(
-            "error", "run", "lora-targets", key,
-            f"`{key}` holds all that an adapter would be put on ({', '.join(wanted)}), and PEFT refuses to "
-            "have none", "name other `lora_target_modules`",
         )  # fmt: skip
 
 
@@ -216,5 +172,5 @@ def _matched(word: str, names: list[str], *, whole: bool) -> list[str]:
     return [name for name in names if name == word or name.endswith(f".{word}")]
 
 
-RULES: tuple[Rule, ...] = (lora_targets, target_parameters)
+RULES: tuple[Rule, ...] = (lora_targets,)
 STAGE_RULES: tuple[StageRule, ...] = (no_default, targets_of_model)

@@ -1,14 +1,20 @@
-"""Which of several attention implementations a TRL run can have, and why not those before it."""
+"""Attention and packing under TRL: which implementation a run can have, and who can attend to whom.
+
+Which models keep packed documents apart was measured with transformers 5.17: logits of a document
+behind two different others, on tiny models with sdpa or eager attention.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from launcher.backends import trl_resolved
-from launcher.backends.context import Context
-from launcher.backends.trl_mappings import inline
+from launcher.backends import model_config, trl_resolved
+from launcher.backends.context import Context, StageRule
+from launcher.backends.rule import say
+from launcher.backends.trl_resolved import inline
+from launcher.errors import Finding, brief
 from launcher.schema import Values
 
 # transformers/modeling_utils.py:5076, beside eager
@@ -21,7 +27,25 @@ PACKAGES = {
     "flash_attention_4": "flash-attn-4",
 }
 _OLDEST = (2, 3, 3)  # transformers/utils/import_utils.py:1199
-_ALWAYS = ("eager", "sdpa")
+# transformers/integrations/hub_kernels.py:648
+_KERNEL = re.compile(r"[^/:]+/[^/:]+(?:@[^/:]+)?(?::[^/:]+)?\Z")
+# their masks are made without positions, such as transformers/models/gpt_oss/modeling_gpt_oss.py:475
+OWN_MASKS = frozenset({
+    "afmoe", "biogpt", "bloom", "falcon", "gpt_oss", "granitemoehybrid", "mpt", "opt", "xglm",
+})  # fmt: skip
+# states that run on from one document into the next, and nothing tells them where it begins
+STATES = frozenset({
+    "bamba", "falcon_h1", "falcon_mamba", "jamba", "kimi_linear", "mamba", "mamba2", "minimax",
+    "nemotron_h", "recurrent_gemma", "rwkv", "zamba2",
+})  # fmt: skip
+# these are told, by kernels of such a package; without it the plain code runs on
+_FLA, _CONV = ("flash-linear-attention", "fla-core", "kernels"), ("causal-conv1d", "kernels")
+_GATED = ("olmo_hybrid", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
+KERNELS = {"lfm2": _CONV, **dict.fromkeys(_GATED, _FLA)}
+_MASKED = (None, "sdpa", "eager")
+
+
+# --- launch's own option ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +78,7 @@ def lacking(name: str, context: Context) -> str | None:
     A flash attention is its own package here. transformers would also fetch a kernel from the hub
     (transformers/modeling_utils.py:1783), under another name: one that is meant is named itself.
     """
-    if name in _ALWAYS:
+    if name in ("eager", "sdpa"):
         return None
     if context.gpus == 0:
         return "there is no GPU"
@@ -82,3 +106,129 @@ def full_precision(values: Values, mixed_precision: str | None) -> bool:
 
 def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+
+
+# --- TRL's arguments -------------------------------------------------------------------------------
+
+
+def unknown(context: Context) -> Iterator[Finding]:
+    """transformers/modeling_utils.py:1848."""
+    name, key = trl_resolved.attention(context.values)
+    tested = context.values.schema.tested
+    if tested and name is not None and name not in NAMES and not _KERNEL.match(name):
+        yield say(
+            "error", "run", "unknown-attention", key,
+            f"`{brief(name)}` is no attention implementation",
+            f"one of {', '.join(NAMES)}, or the name of a kernel's repository",
+        )  # fmt: skip
+
+
+def missing(context: Context) -> Iterator[Finding]:
+    """transformers/modeling_utils.py:1607,1783: without its package, only `kernels` can bring it."""
+    name, key = trl_resolved.attention(context.values)
+    checked = name is not None and (name in PACKAGES or name == "flex_attention")
+    if name is None or not (checked or "/" in name):
+        return
+    what, help = f"`attn_implementation: {name}`", "leave it out: sdpa is the default"
+    on_cpu = context.gpus == 0 and "/" not in name
+    if on_cpu and (name == "flex_attention" or context.lacks("kernels")):
+        yield say(
+            "error", "run", "attention-missing", key,
+            f"{what} cannot train without a GPU, and `--gpus 0` has none", help,
+        )  # fmt: skip
+        return
+    needed = PACKAGES.get(name, "kernels")
+    if name != "flex_attention" and context.lacks(needed, "kernels"):
+        yield say(
+            "error" if context.running else "warning", "run", "attention-missing", key,
+            f"{what}: the trainer's Python has no {needed}", f"pip install {needed}, or {help}",
+        )  # fmt: skip
+
+
+def flash_in_full_precision(context: Context) -> Iterator[Finding]:
+    """transformers/integrations/flash_attention.py:22: float32 goes to kernels that refuse it."""
+    name, key = trl_resolved.attention(context.values)
+    # `mixed_precision:` may ask for another one; it is seen before the GPUs are known
+    if context.gpus is not None or name not in PACKAGES:
+        return
+    if full_precision(context.values, context.mixed_precision):
+        yield say(
+            "error", "run", "flash-in-float32", key,
+            f"`attn_implementation: {name}` takes 16 bits only, and the model is float32 with neither "
+            "`bf16` nor `fp16`",
+            "write `bf16: true`, or `dtype: bfloat16`",
+        )  # fmt: skip
+
+
+# --- packing ---------------------------------------------------------------------------------------
+
+
+def packing(context: Context) -> Iterator[Finding]:
+    """transformers/masking_utils.py:860 tells documents apart by their positions, for most models.
+
+    TRL says nothing when that fails; it calls a flattened batch supported by flash attention only
+    (trl/trainer/sft_config.py:243).
+    """
+    values = context.values
+    key = "packing" if values["packing"] else "padding_free"
+    if not values[key] or trl_resolved.prepared(values):
+        return
+    if key == "padding_free" and context.per_device == 1:
+        # TRL says so too (trl/trainer/sft_trainer.py:926)
+        yield say(
+            "warning", "run", "packing-of-one", key,
+            "`padding_free` does nothing here: it joins the rows of a device, which is one row",
+            "`batch: {per_device: 2}` or more, or `padding_free: false`",
+        )  # fmt: skip
+        return
+    # trl/trainer/sft_trainer.py:916: all rows of a device become one
+    flattened = values["padding_free"] or values["packing_strategy"] in ("bfd", "bfd_split")
+    name, _ = trl_resolved.attention(values)
+    why = _leak(context, name) if values.schema.tested else None
+    if why is not None:
+        yield say(
+            "warning", "run", "packing-leaks", key,
+            f"`{key}`: examples in a row attend to each other: {why[0]}", why[1],
+        )  # fmt: skip
+    elif flattened and context.gpus != 0 and name in _MASKED:
+        yield say(
+            "warning", "run", "packing-without-flash", key,
+            f"`{key}` without flash attention: the rows of a device become one{_size(context)}",
+            "write `attn_implementation: flash_attention_2`, or fewer rows a device",
+        )  # fmt: skip
+
+
+def _leak(context: Context, name: str | None) -> tuple[str, str] | None:
+    """Why examples are not kept apart, and what to do; None where they are, or it is not known."""
+    values = context.values
+    if values["packing"] and values["packing_strategy"] == "wrapped":
+        why = "`packing_strategy: wrapped` cuts and joins them without a boundary"
+        return why, "leave `packing_strategy` out: bfd keeps them whole and apart"
+    config = model_config.built_from(values, context.environ)
+    named = (config.get("model_type"), model_config.text_part(config).get("model_type"))
+    kinds = {kind for kind in named if isinstance(kind, str)}
+    if found := kinds & STATES:
+        return f"the state of a {min(found)} model runs on", "write `packing: false`"
+    if (found := kinds & OWN_MASKS) and name in _MASKED:
+        what = f"the masks of a {min(found)} model do not see where one begins"
+        return what, "write `attn_implementation: flash_attention_2`, or `packing: false`"
+    for kind in sorted(kinds & KERNELS.keys()):
+        if context.lacks(*KERNELS[kind]):
+            package = KERNELS[kind][0]
+            what = f"without {package} the state of a {kind} model runs on"
+            return what, f"pip install {package}, or `packing: false`"
+    return None
+
+
+def _size(context: Context) -> str:
+    rows, length = context.per_device, context.values["max_length"]
+    if rows is None or not isinstance(length, int):
+        return ""
+    mib = (rows * length) ** 2 / 2**20
+    return f" of up to {rows * length} tokens" + (
+        f" with a mask of {mib:,.0f} MiB" if mib >= 1 else ""
+    )
+
+
+RULES: tuple[StageRule, ...] = (unknown, missing, flash_in_full_precision)
+RULES_OF_SFT: tuple[StageRule, ...] = (packing,)

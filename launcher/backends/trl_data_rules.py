@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from launcher.backends import model_config, prompts, rows
 from launcher.backends.context import Context, StageRule
 from launcher.backends.rule import say
-from launcher.backends.trl_mappings import inline
-from launcher.backends.trl_training_rules import number
+from launcher.backends.trl_resolved import prepared
 from launcher.errors import Finding, brief
 from launcher.paths import exists, is_file
 from launcher.schema import Values
-from launcher.shapes import FAMILIES
 
 _MOST = 2000  # entries of a folder to look at; a larger one is not judged
 # datasets/data_files.py:43
@@ -62,6 +60,18 @@ def data_here(context: Context) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def _read(context: Context) -> Iterator[list[tuple[str, Path]]]:
+    """The local files of each split whose rows are tokenised, by the name to show; none that is empty."""
+    values, name = context.values, _named(context)
+    if prepared(values) or values["dataset_config"]:
+        return
+    wanted = [("dataset_train_split", "train")]
+    wanted += [("dataset_test_split", "test")] if values["eval_strategy"] != "no" else []
+    for key, split in wanted:
+        if values[key] == split and (files := _of_split(name, split)):
+            yield [(f"{name}/{file}", Path(name or "", file)) for file in files]
+
+
 def data_rows(context: Context) -> Iterator[Finding]:
     """datasets/packaged_modules/json/json.py:101: a file without rows ends the run in a StopIteration."""
     name = _named(context)
@@ -75,61 +85,42 @@ def data_rows(context: Context) -> Iterator[Finding]:
 
 def data_columns(context: Context) -> Iterator[Finding]:
     """trl/trainer/sft_trainer.py:1333,1375,1383, dpo_trainer.py:1063: columns are read by their names."""
-    values, name = context.values, _named(context)
-    ready = (inline(values.get("dataset_kwargs")) or {}).get("skip_prepare_dataset")
-    if ready or values["dataset_config"]:
-        return
-    if values["dataset_train_split"] == "train":
-        yield from _columns(values, str(name), _of_split(name, "train"))
-    if values["eval_strategy"] != "no" and values["dataset_test_split"] == "test":
-        yield from _columns(values, str(name), _of_split(name, "test"))
-
-
-def _columns(values: Values, name: str, files: list[str]) -> Iterator[Finding]:
-    # a good first row is enough; for a bad one, all rows bring columns
-    told = rows.columns(Path(name, files[0]), most=1) if files else None
+    values = context.values
     judge = _pairs if values.schema.stage == "dpo" else _examples
-    if told is None or not told[0] or judge(*told, values) is None:
-        return
-    heads = [rows.columns(Path(name, file)) for file in files]
-    named = told[1].union(*(head[1] for head in heads if head is not None))
-    if None not in heads and (wrong := judge(told[0], named, values)) is not None:
-        yield say(
-            "error", "run", "data-columns", "dataset_name",
-            f"{brief(f'{name}/{files[0]}')} has the columns {brief(', '.join(sorted(named)))}: {wrong[0]}",
-            wrong[1],
-        )  # fmt: skip
+    for files in _read(context):
+        # a good first row is enough; for a bad one, all rows bring columns
+        first = rows.columns(files[0][1], most=1)
+        if first is None or not first[0] or judge(*first, values) is None:
+            continue
+        heads = [rows.columns(path) for _, path in files]
+        names = first[1].union(*(head[1] for head in heads if head is not None))
+        if None not in heads and (wrong := judge(first[0], names, values)) is not None:
+            yield say(
+                "error", "run", "data-columns", "dataset_name",
+                f"{brief(files[0][0])} has the columns {brief(', '.join(sorted(names)))}: {wrong[0]}",
+                wrong[1],
+            )  # fmt: skip
 
 
 def sft_rows(context: Context) -> Iterator[Finding]:
     """trl/trainer/sft_trainer.py:1333,1375: every row is tokenised, and one that cannot be ends the run."""
-    values, name = context.values, _named(context)
-    ready = (inline(values.get("dataset_kwargs")) or {}).get("skip_prepare_dataset")
-    if values.schema.stage != "sft" or ready or values["dataset_config"]:
+    if context.values.schema.stage != "sft":
         return
-    model = model_config.read(
-        values["model_name_or_path"], context.environ, values["model_revision"]
-    )
-    vocabulary = model_config.text_part(model).get("vocab_size")
-    splits = [("dataset_train_split", "train")]
-    splits += [("dataset_test_split", "test")] if values["eval_strategy"] != "no" else []
-    for file in (f for key, one in splits if values[key] == one for f in _of_split(name, one)):
-        told = rows.head(Path(name or "", file), most=_MOST)
-        for index, row in enumerate(told[0] if told is not None else [], 1):
-            if (fault := _untrainable(row, values, vocabulary)) is not None:
+    for name, path in chain.from_iterable(_read(context)):
+        head = rows.head(path, most=_MOST)
+        for index, row in enumerate(head[0] if head is not None else [], 1):
+            if (fault := _untrainable(row, context.values)) is not None:
                 yield say(
                     "error", "run", "data-columns", "dataset_name",
-                    f"{brief(f'{name}/{file}')}, row {index}: {fault}", "correct the row, or take it out",
+                    f"{brief(name)}, row {index}: {fault}", "correct the row, or take it out",
                 )  # fmt: skip
                 break
 
 
-def _untrainable(row: Mapping[str, Any], values: Values, vocabulary: Any) -> str | None:
+def _untrainable(row: Mapping[str, Any], values: Values) -> str | None:
     """Why SFT cannot tokenise a row whose columns are those that it reads; None where nothing is known."""
-    known = row.keys() & {*_PICTURES, "conversations"}
-    if "input_ids" in row and not known:
-        return _untrainable_tokens(row, vocabulary)
-    if known or _examples(row, frozenset(row), values) is not None:
+    other = row.keys() & {*_PICTURES, "conversations", "input_ids"}
+    if other or _examples(row, frozenset(row), values) is not None:
         return None
     answers = "messages"
     if "prompt" in row or "completion" in row:
@@ -157,34 +148,6 @@ def _untrainable(row: Mapping[str, Any], values: Values, vocabulary: Any) -> str
     if values["assistant_only_loss"] and not speaks:
         return f"no turn in `{answers}` is the assistant's, which `assistant_only_loss` refuses"
     return None
-
-
-def _untrainable_tokens(row: Mapping[str, Any], vocabulary: Any) -> str | None:
-    """The same of a row that was tokenised before; `vocabulary` is how many tokens the model knows."""
-    ids, labels = row["input_ids"], row.get("labels")
-    if not isinstance(ids, list) or not ids or not all(type(one) is int for one in ids):
-        return "`input_ids` is no list of whole numbers"
-    beyond = [one for one in ids if one < 0 or (isinstance(vocabulary, int) and one >= vocabulary)]
-    if beyond:
-        return f"`input_ids` holds {beyond[0]}, and the model's vocabulary ends before {vocabulary}"
-    if isinstance(labels, list) and len(labels) != len(ids):
-        return f"it has {len(ids)} `input_ids` and {len(labels)} `labels`"
-    return None
-
-
-def pictures(context: Context) -> Iterator[Finding]:
-    """trl/trainer/sft_trainer.py:763, trl/trainer/dpo_trainer.py:742: by the name of a column."""
-    values, first = context.values, _first(context)
-    if first is None or not (there := sorted(first[2] & _PICTURES)):
-        return
-    model, revision = values["model_name_or_path"], values["model_revision"]
-    kind = model_config.read(model, context.environ, revision).get("model_type")
-    if kind in FAMILIES:
-        yield say(
-            "error", "run", "data-columns", "dataset_name",
-            f"{brief(first[0])} has a column `{there[0]}`, and {kind} models take text alone",
-            "leave the column out, or name a model that takes pictures",
-        )  # fmt: skip
 
 
 def _examples(
@@ -320,16 +283,6 @@ def _of_split(name: str | None, split: str) -> list[str]:
     return sorted(file for file in said if split in _keywords(file))
 
 
-def _first(context: Context) -> tuple[str, Mapping[str, Any], frozenset[str]] | None:
-    """The first local file that is trained on, its first row, and the names of its columns."""
-    values, name = context.values, _named(context)
-    files = _of_split(name, "train")
-    if values["dataset_config"] or values["dataset_train_split"] != "train" or not files:
-        return None
-    told = rows.columns(Path(name or "", files[0]), most=1)
-    return None if told is None else (f"{name}/{files[0]}", *told)
-
-
 def _plain(folder: Path) -> list[str]:
     """The files of a local folder that is read by their names; empty where it describes itself."""
     names = _files(folder)
@@ -377,21 +330,23 @@ def no_template(context: Context) -> Iterator[Finding]:
     """transformers/tokenization_utils_base.py:3271: conversations, and a tokenizer that cannot write them."""
     values = context.values
     model = values["model_name_or_path"]
-    ready = (inline(values.get("dataset_kwargs")) or {}).get("skip_prepare_dataset")
-    if ready or values.get("chat_template_path") or not _plain_tokenizer(model):
+    if values.get("chat_template_path") or not _plain_tokenizer(model):
         return
-    first = _first(context)
-    read = ("prompt", "chosen") if values.schema.stage == "dpo" else ("messages", "prompt")
-    held = next((one for one in read if first and _kind(first[1].get(one)) == "conversation"), None)
-    if first is not None and held is not None:
+    columns = ("prompt", "chosen") if values.schema.stage == "dpo" else ("messages", "prompt")
+    for files in _read(context):
+        head = rows.columns(files[0][1], most=1)
+        chat = (one for one in columns if head and _kind(head[0].get(one)) == "conversation")
+        if (column := next(chat, None)) is None:
+            continue
         path = "chat_template_path" in values.schema.fields
         yield say(
             "error", "run", "missing-template", "model_name_or_path",
-            f"{brief(first[0])} holds conversations in `{held}`, and the tokenizer in "
+            f"{brief(files[0][0])} holds conversations in `{column}`, and the tokenizer in "
             f"{brief(model)} has no chat template to write them with",
             "add `chat_template_path: <a template, or a model that has one>`" if path
             else "put a chat_template.jinja into the model's folder",
         )  # fmt: skip
+        return
 
 
 def _plain_tokenizer(name: Any) -> bool:
@@ -429,11 +384,10 @@ def unknown_tokens(context: Context) -> Iterator[Finding]:
 
 def prompts_too_long(context: Context) -> Iterator[Finding]:
     """trl/trainer/sft_trainer.py:1461, trl/trainer/dpo_trainer.py:1140: such rows are dropped."""
-    values, name = context.values, _named(context)
+    values = context.values
     dpo = values.schema.stage == "dpo"
-    ready = (inline(values.get("dataset_kwargs")) or {}).get("skip_prepare_dataset")
-    other = values["dataset_config"] or values["dataset_train_split"] != "train"
-    if ready or other or not values["max_length"]:
+    files = next(_read(context), [])
+    if values["dataset_train_split"] != "train" or not values["max_length"]:
         return
     if not dpo and (values["packing"] or values["truncation_mode"] != "keep_start"):
         return
@@ -450,7 +404,6 @@ def prompts_too_long(context: Context) -> Iterator[Finding]:
             return None
         return prompts.before_answer(row.get("chosen" if dpo else "messages"))
 
-    files = [(f"{name}/{file}", Path(name or "", file)) for file in _of_split(name, "train")]
     yield from prompts.that_fill(context, "max_length", values["max_length"], files, prompt)
 
 
@@ -460,35 +413,7 @@ def _contents(chat: Any) -> list[str] | None:
     return [text for text in texts if isinstance(text, str)] or None
 
 
-def too_few_rows(context: Context) -> Iterator[Finding]:
-    """transformers/trainer.py:1015, trainer.py:2428: a batch that is not full is left out, and it may be the
-    only one: it ends in a crash, or with `max_steps` in a model as it was.
-    """
-    values, name = context.values, _named(context)
-    if not values["dataloader_drop_last"] or context.gpus is None or values["dataset_config"]:
-        return
-    asked = {"dataset_train_split": ("train", number(context.per_device))}
-    if values["eval_strategy"] != "no":
-        asked["dataset_test_split"] = "test", number(values["per_device_eval_batch_size"])
-    for key, (split, size) in asked.items():
-        # of rows that are packed there may be more or fewer
-        if values[key] != split or size is None or values.get("packing"):
-            continue
-        there = rows.lines_of([Path(name or "", file) for file in _of_split(name, split)])
-        batch = int(size) * max(1, context.gpus)
-        if there is not None and 0 < there < batch:
-            trained = key == "dataset_train_split"
-            refused = trained or values["load_best_model_at_end"]
-            yield say(
-                "error" if refused else "warning", "run", "too-few-rows", "dataloader_drop_last",
-                f"`dataloader_drop_last` leaves out a batch that is not full: {brief(name)} has {there:,} "
-                f"row(s) for {split}, and {max(1, context.gpus)} process(es) take {batch:,} at a time: "
-                + ("nothing is trained" if trained else "nothing is evaluated"),
-                "leave it out, or a smaller batch",
-            )  # fmt: skip
-
-
 RULES: tuple[StageRule, ...] = (
-    data_here, data_rows, data_columns, sft_rows, pictures, splits, template_here, no_template,
-    unknown_tokens, prompts_too_long, too_few_rows,
+    data_here, data_rows, data_columns, sft_rows, splits, template_here, no_template,
+    unknown_tokens, prompts_too_long,
 )  # fmt: skip

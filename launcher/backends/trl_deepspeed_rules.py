@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from launcher.backends import deepspeed_rules, trl_resolved, trl_training_rules
+from launcher.backends import deepspeed_rules, trl_parser_rules, trl_resolved
 from launcher.backends.context import Context, StageRule, section
 from launcher.backends.rule import say
 from launcher.errors import Finding, brief
@@ -33,7 +33,7 @@ def broken(context: Context) -> Iterator[Finding]:
         yield from deepspeed_rules.zero_section(context)
         return
     on_each_node = bool(context.values["save_on_each_node"])
-    reason = trl_training_rules.deepspeed_fault(dict(context.file), on_each_node=on_each_node)
+    reason = trl_parser_rules.deepspeed_fault(dict(context.file), on_each_node=on_each_node)
     if reason is not None:
         yield _placed(
             context,

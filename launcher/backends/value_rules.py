@@ -107,12 +107,8 @@ _RANGES: Mapping[str, tuple[Range, ...]] = {
 
 def out_of_range(values: Values) -> Iterator[Finding]:
     """finetune.py:688, dpo_tune_cache.py:435 and the places that the table above names."""
-    for key, value, one in outside(values, _RANGES, _number):
+    for key, value, one in outside(values, _RANGES):
         yield say(one.severity, "run", one.code, key, f"`{key}: {value}`: {one.otherwise}")
-
-
-def _number(value: Any) -> float | None:
-    return value if isinstance(value, int | float) else None
 
 
 def no_epochs(values: Values) -> Iterator[Finding]:
@@ -178,26 +174,18 @@ def _looked_up(values: Values, table: str, name: Any) -> tuple[str, ...]:
     return () if name in known else tuple(sorted(known))
 
 
-def _no_such_template(values: Values, severity: Severity, what: str) -> Iterator[Finding]:
-    name = values["chat_template_name"]
+def unknown_template(values: Values) -> Iterator[Finding]:
+    """dataset_transformation.py:846; dataset_transformation.py:869 has the functions: one reads no
+    template, one refuses those that it does not know (dataset_transformation.py:775).
+    """
+    name, strict = values["chat_template_name"], values["get_tokenizer_fn"] == _STRICT
     known = _looked_up(values, "CHAT_TEMPLATES", name)
-    if name is not None and known:
+    if name is not None and known and values["get_tokenizer_fn"] != _SIMPLE:
+        what = "refuses it" if strict else "silently uses the tokenizer's own"
         yield say(
-            severity, "run", "unknown-template", "chat_template_name",
+            "error" if strict else "warning", "run", "unknown-template", "chat_template_name",
             f"there is no chat template `{brief(name)}`: upstream {what}", f"one of {', '.join(known)}",
         )  # fmt: skip
-
-
-def unknown_template(values: Values) -> Iterator[Finding]:
-    """dataset_transformation.py:846; dataset_transformation.py:869 has the function that stops instead."""
-    if values["get_tokenizer_fn"] not in (_SIMPLE, _STRICT):
-        yield from _no_such_template(values, "warning", "silently uses the tokenizer's own")
-
-
-def refused_template(values: Values) -> Iterator[Finding]:
-    """dataset_transformation.py:775."""
-    if values["get_tokenizer_fn"] == _STRICT:
-        yield from _no_such_template(values, "error", "refuses it")
 
 
 def unknown_tokenizer_function(values: Values) -> Iterator[Finding]:
@@ -418,7 +406,7 @@ def resume_unread(values: Values) -> Iterator[Finding]:
 
 _SHARED: tuple[Rule, ...] = (
     out_of_range, no_epochs, epochs_unread, checkpoint_sign, warmup_unread, unknown_template,
-    refused_template, unknown_tokenizer_function, tokenizer_revision, transforms, model_arguments,
+    unknown_tokenizer_function, tokenizer_revision, transforms, model_arguments,
     empty_output, unexpanded, cache_on_the_hub, quantised_without_adapter, resume_unread,
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""TRL's settings for speed and memory: which attention a run gets and why, and what does nothing."""
+"""Attention and packing under TRL: what a run gets and why, and which documents attend to each other."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+import saved
 from conftest import Write
 from test_rules import values_of
-from test_trl_machine_rules import AUTO, SHIPPED, told, without
+from test_trl_machine_rules import ON_CPU, found, model, really, told
 
 from launcher import command, config, plan, situation, stage
 from launcher.backends import trl_attention
@@ -195,178 +195,123 @@ def test_a_schema_without_the_field_chooses_nothing(write: Write) -> None:
     assert situation.attention(known.options, other) is None
 
 
-# --- what does nothing -----------------------------------------------------------------------------
-
-OFFLOADING = SHIPPED["zero3_offload"]
-QUIET = [
-    ({"optim": "adamw_torch"}, OFFLOADING),
-    ({"optim": "paged_adamw_32bit"}, OFFLOADING),
-    ({"optim": "lion_32bit"}, OFFLOADING),
-    ({}, OFFLOADING),
-    ({"optim": "adamw_bnb_8bit"}, SHIPPED["zero2"]),
-    ({"optim": "adamw_bnb_8bit"}, None),
-    ({"optim": "adamw_bnb_8bit"}, {**OFFLOADING, "zero_force_ds_cpu_optimizer": False}),
-    ({}, {**AUTO, "optimizer": {"type": "AdamW"}}),
-    ({"torch_compile": True, "pad_to_multiple_of": 512}, None),
-    ({"dataloader_num_workers": 4, "dataloader_persistent_workers": True}, None),
-    ({"dataloader_num_workers": 8, "dataloader_pin_memory": True}, None),
-    ({"activation_offloading": True}, None),
-]
-INSTALLED = {"bitsandbytes": "0.50.2"}
+# --- TRL's arguments, and packing -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", ["trl-sft", "trl-dpo"])
-@pytest.mark.parametrize(("args", "file"), QUIET)
-def test_what_acts_is_left_alone(script: str, args: dict[str, Any], file: Any) -> None:
-    known = {"gpus": 8, "deepspeed": file, "cpus": 64, "packages": INSTALLED}
-    assert told(script, args, **known) == []
-
-
-@pytest.mark.parametrize("script", ["trl-sft", "trl-dpo"])
 @pytest.mark.parametrize(
-    "name", ["adamw_bnb_8bit", "adafactor", "paged_adamw_8bit", "lion_8bit", "sgd"]
-)
-def test_offloading_makes_an_adam_of_it(script: str, name: str) -> None:
-    known: dict[str, Any] = {"gpus": 8, "packages": INSTALLED}
-    expected = [("optim-replaced", "warning", "optim")]
-    assert told(script, {"optim": name}, deepspeed=OFFLOADING, **known) == expected
-    # on the CPU there is no DeepSpeed
-    assert told(script, {"optim": name, "bf16": False}, gpus=0, deepspeed=OFFLOADING) == []
-
-
-def test_a_config_with_an_optimizer_decides() -> None:
-    file = {**AUTO, "optimizer": {"type": "Lamb"}}
-    known: dict[str, Any] = {"gpus": 8, "packages": INSTALLED}
-    expected = [("optim-unread", "warning", "optim")]
-    assert told("trl-sft", {"optim": "adamw_8bit"}, deepspeed=file, **known) == expected
-    own = {"optim": "adamw_8bit", "deepspeed": json.dumps(file)}
-    assert told("trl-sft", own, **known) == expected
-    offloading = {**OFFLOADING, "optimizer": {"type": "AdamW"}}
-    assert told("trl-sft", {"optim": "sgd"}, deepspeed=offloading, **known) == expected
-    plain = without(offloading, "optimizer")
-    assert told("trl-sft", {"optim": "sgd"}, deepspeed=plain, **known) == [
-        ("optim-replaced", "warning", "optim")
-    ]
-
-
-@pytest.mark.parametrize("script", ["trl-sft", "trl-dpo"])
-@pytest.mark.parametrize("name", ["adamw_8bit", "adamw_torch_4bit"])
-def test_an_adapter_has_little_to_save(script: str, name: str) -> None:
-    packages = {**INSTALLED, "torchao": "1"}
-    given = {"optim": name, "use_peft": True}
-    assert told(script, given, gpus=1, packages=packages) == [("optim-on-adapter", "note", "optim")]
-
-
-@pytest.mark.parametrize("script", ["trl-sft", "trl-dpo"])
-@pytest.mark.parametrize(
-    "args",
+    ("name", "packages", "missing"),
     [
-        {"torch_compile": True},
-        {"torch_compile_mode": "max-autotune"},
-        {"torch_compile_backend": "eager"},
-        {"torch_compile": True, "pad_to_multiple_of": "none"},
-        {"torch_compile": True, "pad_to_multiple_of": "auto"},
+        ("flash_attention_2", {}, True),
+        ("flash_attention_2", {"flash-attn": "2.8.3"}, False),
+        ("flash_attention_2", {"flash-attn-3": "3.0"}, True),
+        ("flash_attention_3", {"flash-attn-3": "3.0"}, False),
+        ("paged|flash_attention_2", {}, True),
+        ("flash_attention_2", {"kernels": "0.16.0"}, False),
+        ("kernels-community/flash-attn2", {}, True),
+        ("kernels-community/flash-attn2", {"kernels": "0.16.0"}, False),
+        ("flex_attention", {}, False),
+        ("sdpa", {}, False),
+        ("eager", {}, False),
+        ("flash_attention_2", None, False),
     ],
 )
-def test_lengths_are_compiled_one_by_one(script: str, args: dict[str, Any]) -> None:
-    assert told(script, args, gpus=8) == [("compile-lengths", "warning", next(iter(args)))]
-
-
-def test_compiling_needs_a_compiler(tmp_path: Path) -> None:
-    args = {"torch_compile": True, "pad_to_multiple_of": 64}
-    bare = {"PATH": str(tmp_path)}
-    missing = [("no-compiler", "error", "torch_compile")]
-    assert told("trl-sft", args, gpus=8, running=True, environ=bare) == missing
-    assert told("trl-sft", {**args, "bf16": False}, gpus=0, running=True, environ=bare) == missing
-    assert told("trl-sft", args, gpus=8, environ=bare) == []
-    eager = {**args, "torch_compile_backend": "eager"}
-    assert told("trl-sft", eager, gpus=8, running=True, environ=bare) == []
-    compiler = tmp_path / "gcc"
-    compiler.write_text("#!/bin/sh\n")
-    compiler.chmod(0o755)
-    assert told("trl-sft", args, gpus=8, running=True, environ=bare) == []
-    named = {**bare, "CC": "no-such-compiler"}
-    assert told("trl-sft", args, gpus=8, running=True, environ=named) == missing
-
-
-@pytest.mark.parametrize(
-    ("script", "args", "code", "key"),
-    [
-        ("trl-sft", {"packing_strategy": "wrapped"}, "conditional-key", "packing_strategy"),
-        (
-            "trl-sft",
-            {
-                "gradient_checkpointing": False,
-                "gradient_checkpointing_kwargs": {"use_reentrant": True},
-            },
-            "conditional-key",
-            "gradient_checkpointing_kwargs",
-        ),
-        (
-            "trl-dpo",
-            {"precompute_ref_batch_size": 4},
-            "conditional-key",
-            "precompute_ref_batch_size",
-        ),
-        ("trl-dpo", {"ref_model_sync_steps": 4}, "conditional-key", "ref_model_sync_steps"),
-        ("trl-sft", {"do_eval": True}, "conditional-key", "do_eval"),
-        (
-            "trl-sft",
-            {"save_strategy": "no", "load_best_model_at_end": True},
-            "conditional-key",
-            "load_best_model_at_end",
-        ),
-        (
-            "trl-dpo",
-            {"per_device_eval_batch_size": 2},
-            "conditional-key",
-            "per_device_eval_batch_size",
-        ),
-    ],
-)
-def test_what_belongs_to_something_that_is_off(
-    script: str, args: dict[str, Any], code: str, key: str
+def test_attention_that_is_not_installed(
+    name: str, packages: dict[str, str] | None, missing: bool
 ) -> None:
-    assert told(script, args, gpus=8) == [(code, "warning", key)]
+    args = {"attn_implementation": name}
+    for running, severity in ((True, "error"), (False, "warning")):
+        expected = [("attention-missing", severity, "attn_implementation")] if missing else []
+        assert told("trl-sft", args, gpus=1, packages=packages, running=running) == expected
 
 
-def test_what_belongs_to_something_that_is_on() -> None:
-    wrapped = {"packing": True, "packing_strategy": "bfd_split", "max_length": 64}
-    assert told("trl-sft", {**wrapped, "attn_implementation": "flash_attention_2"}, gpus=8) == []
-    assert told("trl-dpo", {"sync_ref_model": True, "ref_model_sync_steps": 4}, gpus=8) == []
-    assert told("trl-sft", {"packing_strategy": "bfd"}, gpus=8) == []
-    evaluated = {"eval_strategy": "steps", "do_eval": True, "per_device_eval_batch_size": 2}
-    assert told("trl-sft", evaluated, gpus=8) == []
+@pytest.mark.parametrize("name", ["flash_2", "torch", "nonsense", "a/b/c"])
+def test_attention_that_does_not_exist(name: str) -> None:
+    expected = ("unknown-attention", "error", "attn_implementation")
+    assert told("trl-dpo", {"attn_implementation": name}) == [expected]
 
 
-def test_workers() -> None:
-    many = {"dataloader_num_workers": 4}
-    known: dict[str, Any] = {"gpus": 8, "running": True, "packages": {}}
-    noted = [("many-workers", "note", "dataloader_num_workers")]
-    assert told("trl-sft", many, cpus=16, **known) == noted
-    assert told("trl-sft", many, cpus=32, **known) == []
-    assert told("trl-sft", many, **known) == []
-    # 16 GPUs are of two machines or more
-    assert told("trl-sft", many, cpus=16, **{**known, "gpus": 16}) == []
-    kept = {**many, "dataloader_persistent_workers": True, "num_train_epochs": 1}
-    once = [("persistent-once", "note", "dataloader_persistent_workers")]
-    assert told("trl-sft", kept, gpus=8) == once
-    assert told("trl-sft", {**kept, "eval_strategy": "epoch"}, gpus=8) == []
-    assert told("trl-sft", {**kept, "max_steps": 9000}, gpus=8) == []
+def test_flash_attention_in_full_precision() -> None:
+    args = {"attn_implementation": "flash_attention_2", "bf16": False}
+    expected = ("flash-in-float32", "error", "attn_implementation")
+    assert told("trl-sft", args) == [expected]
+    assert told("trl-sft", {**args, "dtype": "bfloat16"}) == []
+    assert told("trl-sft", {**args, "fp16": True}) == []
+    assert told("trl-sft", args, mixed_precision="bf16") == []
+    assert told("trl-sft", {**args, "model_init_kwargs": {"dtype": "bfloat16"}}) == []
 
 
-@pytest.mark.parametrize(
-    ("args", "words"), [({"use_peft": True}, "63 % more memory"), ({}, "saves its weights")]
-)
-def test_the_price_of_a_reference_computed_beforehand(
-    write: Write, args: dict[str, Any], words: str
-) -> None:
-    given = {
-        "model_name_or_path": "a/b",
-        "dataset_name": "c/d",
-        "precompute_ref_log_probs": True,
-        **args,
-    }
-    text = yaml.safe_dump({"stage": "dpo", "backend": "trl", "args": given})
-    found = [f for f in judged(write, text).findings if f.code == "reference-price"]
-    assert [f.severity for f in found] == ["note"] and words in found[0].message
+SLOW = ("packing-without-flash", "warning", "packing")
+LEAKS = ("packing-leaks", "warning", "packing")
+
+
+def test_packing_without_flash_attention() -> None:
+    packed = {"packing": True}
+    assert told("trl-sft", packed) == [SLOW]
+    assert told("trl-sft", {**packed, "attn_implementation": "sdpa"}, gpus=8) == [SLOW]
+    assert told("trl-sft", {**packed, "attn_implementation": "eager"}, gpus=8) == [SLOW]
+    for name in ("flash_attention_2", "kernels-community/flash-attn2", "flex_attention"):
+        assert told("trl-sft", {**packed, "attn_implementation": name}) == []
+    assert told("trl-sft", {**packed, "bf16": False}, **ON_CPU) == []
+    free = {"padding_free": True, "max_length": "none"}
+    assert told("trl-sft", free) == [("packing-without-flash", "warning", "padding_free")]
+    # a row alone is joined with none
+    alone = ("packing-of-one", "warning", "padding_free")
+    assert told("trl-sft", free, per_device=1) == [alone]
+    (finding,) = found("trl-sft", {**packed, "max_length": 4096}, per_device=8)
+    assert "32768 tokens" in finding.message
+    assert "1,024 MiB" in finding.message
+    # a mask that small is nothing to speak of
+    (finding,) = found("trl-sft", {**packed, "max_length": 512}, per_device=1)
+    assert "512 tokens" in finding.message
+    assert "mask" not in finding.message
+
+
+def test_documents_that_attend_to_each_other(write: Write) -> None:
+    packed = {"packing": True, "model_name_or_path": model(write, model_type="gpt_oss")}
+    saved.loadable(Path("model"))
+    assert told("trl-sft", packed, gpus=8) == [LEAKS]
+    assert told("trl-sft", {**packed, "bf16": False}, **ON_CPU) == [LEAKS]
+    assert told("trl-sft", {**packed, "attn_implementation": "flash_attention_2"}, gpus=8) == []
+    assert told("trl-sft", {**packed, "packing": False}, gpus=8) == []
+    model(write, model_type="llama")
+    assert told("trl-sft", packed, gpus=8) == [SLOW]
+    wrapped = {**packed, "packing_strategy": "wrapped", "attn_implementation": "flash_attention_2"}
+    assert told("trl-sft", wrapped, gpus=8) == [LEAKS]
+    flash = {**packed, "attn_implementation": "flash_attention_2"}
+    for kind in ("mamba", "falcon_h1", "recurrent_gemma"):
+        model(write, model_type=kind)
+        assert told("trl-sft", flash, gpus=8) == [LEAKS]
+    model(write, model_type="qwen3_5", text_config={"model_type": "qwen3_5_text"})
+    flash_attn = {"flash-attn": "2.8.3"}
+    assert told("trl-sft", flash, gpus=8, packages=flash_attn) == [LEAKS]
+    installed = {**flash_attn, "flash-linear-attention": "0.4"}
+    assert told("trl-sft", flash, gpus=8, packages=installed) == []
+    assert told("trl-sft", flash, gpus=8) == []
+
+
+BASE = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+PLAIN = {**BASE, "num_key_value_heads": 2, "intermediate_size": 32}
+TINY: dict[str, dict[str, Any]] = {
+    "llama": PLAIN, "qwen2": PLAIN, "qwen3": {**PLAIN, "head_dim": 8}, "mistral": PLAIN, "olmo2": PLAIN,
+    "gemma3_text": {**PLAIN, "head_dim": 8}, "gpt2": {**BASE, "n_embd": 32, "n_head": 4, "n_layer": 2},
+    "gpt_oss": {**PLAIN, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "opt": {**BASE, "ffn_dim": 32, "word_embed_proj_dim": 32, "max_position_embeddings": 64},
+    "falcon": BASE, "biogpt": {**BASE, "intermediate_size": 32}, "bloom": {**BASE, "n_head": 4},
+    "mamba": {**BASE, "state_size": 4}, "falcon_mamba": {**BASE, "state_size": 4},
+    "qwen3_5_text": {
+        **PLAIN, "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+}  # fmt: skip
+
+
+def test_what_is_said_of_packing_is_measured() -> None:
+    """A document's logits behind two different others, in one row as TRL's collator makes it."""
+    known = trl_attention.OWN_MASKS | trl_attention.STATES
+    known |= trl_attention.KERNELS.keys()
+    measured = json.loads(really("packing", json.dumps(TINY)))
+    assert measured == {kind: kind in known for kind in TINY}

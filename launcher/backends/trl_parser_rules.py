@@ -1,0 +1,396 @@
+"""What the `__post_init__`s of TRL's and transformers' dataclasses refuse, as far as arguments decide it.
+
+Left to the machine, and so not said here: bfloat16 and TF32 without a GPU that has them
+(transformers/training_args.py:1747,1650), `ddp_backend` where a single process runs, packages that
+are not installed, and the environment (SageMaker, XLA, ACCELERATE_*).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from launcher.backends import trl_resolved
+from launcher.backends.rule import Rule, check, number, say
+from launcher.backends.trl_resolved import Missing, Unreadable
+from launcher.errors import Finding, brief
+from launcher.schema import Values, json_fault
+
+_JSON = (
+    "accelerator_config", "fsdp_config", "deepspeed", "gradient_checkpointing_kwargs",
+    "lr_scheduler_kwargs", "model_init_kwargs", "dataset_kwargs",
+)  # fmt: skip
+# transformers/trainer_pt_utils.py:1440
+_ACCELERATOR = frozenset(
+    {"split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking"}
+    | {"gradient_accumulation_kwargs", "use_configured_state"}
+)
+# accelerate/utils/deepspeed.py:188 steps into these without a look
+_DEEPSPEED = (
+    "optimizer", "optimizer.params", "scheduler", "scheduler.params", "fp16", "bf16",
+    "zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param",
+)  # fmt: skip
+_RATIO = 1_000_000
+_WITH_METRIC = ("reduce_lr_on_plateau", "greedy")
+
+_refused = partial(check, layer="parser")
+
+
+def json_mappings(values: Values) -> Iterator[Finding]:
+    """transformers/training_args.py:1510: a text that starts with a brace is read as JSON."""
+    for key in _JSON:
+        if (fault := json_fault(values.get(key))) is not None:
+            yield say("error", "parser", "bad-json", key, f"`{key}` is not JSON: {fault}")
+
+
+# --- steps and strategies --------------------------------------------------------------------------
+
+
+def _eval_steps(values: Values) -> tuple[str, float | None]:
+    """After how many steps to evaluate, and the key that says so: without one, `logging_steps`."""
+    steps = number(values["eval_steps"])
+    if steps:
+        return "eval_steps", steps
+    return "logging_steps", number(values["logging_steps"])
+
+
+def eval_without_steps(values: Values) -> Iterator[Finding]:
+    """transformers/training_args.py:1549."""
+    key, steps = _eval_steps(values)
+    by_steps = values["eval_strategy"] == "steps" and key != "eval_steps"
+    if by_steps and steps is not None and not steps > 0:
+        yield say(
+            "error", "parser", "eval-steps", "eval_steps",
+            f"`eval_strategy: steps` without `eval_steps`, and `logging_steps` is {steps:g}",
+            "add `eval_steps: <number of steps>`",
+        )  # fmt: skip
+
+
+def whole_steps(values: Values) -> Iterator[Finding]:
+    """transformers/training_args.py:1704,1708,1712: below 1 a share, above 1 a whole number."""
+    by_strategy = {
+        "logging_steps": (values.get("logging_strategy"), number(values.get("logging_steps"))),
+        "save_steps": (values.get("save_strategy"), number(values.get("save_steps"))),
+    }
+    key, steps = _eval_steps(values)
+    if values["eval_strategy"] == "steps":
+        by_strategy[key] = ("steps", steps)
+    for key, (strategy, steps) in by_strategy.items():
+        if strategy != "steps" or steps is None or not steps > 1:
+            continue
+        if math.isinf(steps) or steps != int(steps):
+            yield say(
+                "error", "parser", "whole-steps", key,
+                f"`{key}` is a whole number or a share below 1, not {steps:g}",
+            )  # fmt: skip
+
+
+def best_model_strategies(values: Values) -> Iterator[Finding]:
+    """transformers/training_args.py:1718."""
+    save, evaluate = values["save_strategy"], values["eval_strategy"]
+    if values["load_best_model_at_end"] and save != "best" and save != evaluate:
+        yield say(
+            "error", "parser", "best-model-strategy", "load_best_model_at_end",
+            f"`load_best_model_at_end` with `save_strategy: {save}` and `eval_strategy: {evaluate}`: "
+            "they must be the same",
+            f"write `eval_strategy: {save}`, or `save_strategy: best`",
+        )  # fmt: skip
+
+
+def best_model_steps(values: Values) -> Iterator[Finding]:
+    """transformers/training_args.py:1723,1725: a checkpoint needs an evaluation of its own."""
+    strategies = {values["save_strategy"], values["eval_strategy"]}
+    if not values["load_best_model_at_end"] or strategies != {"steps"}:
+        return
+    save, (_, every) = number(values["save_steps"]), _eval_steps(values)
+    if save is None or not every or save % every == 0:
+        return
+    both_shares = every < 1 and save < 1
+    if not both_shares or (save * _RATIO) % (every * _RATIO) != 0:
+        yield say(
+            "error", "parser", "best-model-steps", "save_steps",
+            f"`load_best_model_at_end` needs `save_steps` ({save:g}) to be a multiple of the steps "
+            f"between evaluations ({every:g})",
+        )  # fmt: skip
+
+
+def loss_weights(values: Values) -> Iterator[Finding]:
+    """trl/trainer/dpo_config.py:360."""
+    weights, losses = values["loss_weights"], values["loss_type"]
+    count = len(losses) if isinstance(losses, list) else 1
+    if weights is not None and len(weights) != count:
+        yield say(
+            "error", "parser", "loss-weights", "loss_weights",
+            f"`loss_weights` has {len(weights)} entries for {count} in `loss_type`",
+        )  # fmt: skip
+
+
+def _no_multiple(values: Values) -> bool:
+    given = values["pad_to_multiple_of"]
+    if not isinstance(given, str) or given == "auto" or given.lower() in {"none", "null"}:
+        return False
+    try:
+        int(given)
+    except ValueError:
+        return True
+    return False
+
+
+# --- configs that arguments hold or name -----------------------------------------------------------
+
+
+def missing_file(key: str, fault: Missing) -> Finding:
+    """What to say about a file that is not here: the machine that trains may have it."""
+    return say(
+        "warning", "run", "missing-config", key, f"`{key}`: {fault}",
+        "relative paths start where launch is started; `~` is not expanded",
+    )  # fmt: skip
+
+
+def accelerator(values: Values) -> Iterator[Finding]:
+    """transformers/training_args.py:1612,1620,1827."""
+    key, text = "accelerator_config", values["accelerator_config"]
+    if not isinstance(text, str) or json_fault(text) is not None:
+        return
+    refused = partial(say, "error", "parser", "accelerator-config", key)
+    try:
+        config = trl_resolved.mapping(text)
+    except Missing as fault:
+        yield missing_file(key, fault)
+        return
+    except Unreadable as fault:
+        yield refused(f"`{key}`: {fault}")
+        return
+    # another version may know others
+    if values.schema.tested and (unknown := sorted(config.keys() - _ACCELERATOR)):
+        known = ", ".join(sorted(_ACCELERATOR))
+        yield refused(f"`{key}` has no `{brief(unknown[0])}`", f"it has {known}")
+    if config.get("use_configured_state"):
+        yield refused(
+            f"`{key}`: `use_configured_state` needs a state that no script of TRL's has set up"
+        )
+
+
+def deepspeed(values: Values) -> Iterator[Finding]:
+    """accelerate/utils/dataclasses.py:1276, accelerate/utils/deepspeed.py:188."""
+    key, text = "deepspeed", values["deepspeed"]
+    if not isinstance(text, str) or not text or json_fault(text) is not None:
+        return
+    try:
+        config = trl_resolved.mapping(text, encoded=True)
+    except Missing as fault:
+        yield missing_file(key, fault)
+        return
+    except Unreadable as fault:
+        yield say("error", "parser", "deepspeed-mapping", key, f"`{key}`: {fault}")
+        return
+    reason = deepspeed_fault(config, on_each_node=bool(values.get("save_on_each_node")))
+    if reason is not None and trl_resolved.inline(text) != {}:
+        yield say(
+            "error", "parser", "deepspeed-mapping", key, f"`{key}`: {reason}",
+            "launch's own `deepspeed:` beside `args:` names configs that work",
+        )  # fmt: skip
+
+
+def deepspeed_fault(config: dict[str, Any], *, on_each_node: bool) -> str | None:
+    """Why accelerate cannot read a DeepSpeed config; None where it can."""
+    if "zero_optimization" not in config:
+        return "it has no `zero_optimization`"
+    nodes = {name: _node(config, name) for name in _DEEPSPEED}
+    if on_each_node and "checkpoint" in config and config["checkpoint"] is None:
+        return "`checkpoint` is empty, and `save_on_each_node` writes into it"
+    if on_each_node:
+        nodes["checkpoint"] = config.get("checkpoint")
+    for name, node in nodes.items():
+        if node is not None and not isinstance(node, dict):
+            return f"`{name}` is a mapping, not `{brief(node)}`"
+    if nodes["zero_optimization"] and nodes["zero_optimization"].get("stage") in (2, 3, "auto"):
+        for what in ("optimizer", "param"):
+            device = _node(config, f"zero_optimization.offload_{what}.device")
+            if isinstance(device, dict | list):
+                return f"an offload `device` is a name, not `{brief(device)}`"
+    return None
+
+
+def _node(config: dict[str, Any], name: str) -> Any:
+    """The entry under a dotted name; None where there is none, or where something else is above it."""
+    node: Any = config
+    for part in name.split("."):
+        node = node.get(part) if isinstance(node, dict) else None
+    return node
+
+
+# --- FSDP ------------------------------------------------------------------------------------------
+
+_ONLY_VERSION_1 = ("NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+_SHARDED = ("FULL_SHARD", "SHARD_GRAD_OP")
+_OPTIONS = ("offload", "auto_wrap")
+_BY_LAYER, _BY_SIZE = "TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP"
+_POLICIES = (_BY_LAYER, _BY_SIZE, "NO_WRAP")
+_TRUTHS = frozenset({"y", "yes", "t", "true", "on", "1", "n", "no", "f", "false", "off", "0"})
+_SWITCHES = ("cpu_ram_efficient_loading", "activation_checkpointing")
+_SWITCHES_1 = (
+    "forward_prefetch", "use_orig_params", "sync_module_states", "limit_all_gathers",
+)  # fmt: skip
+_XLA_TYPES = ("compute_dtype", "buffer_dtype")
+_TORCH_TYPES = frozenset(
+    {"float", "float16", "float32", "float64", "half", "double", "bfloat16"}
+    | {"bool", "uint8", "int8", "int16", "int32", "int64", "short", "int", "long"}
+)
+
+
+def fsdp(values: Values) -> Iterator[Finding]:
+    """transformers/training_args.py:2734,2735,2740; without `fsdp` the mapping is not looked at."""
+    sharding, text = values["fsdp"], values["fsdp_config"]
+    if not sharding or json_fault(text) is not None:
+        return
+    refused = partial(say, "error", "parser", "fsdp-config", "fsdp_config")
+    try:
+        config = trl_resolved.fsdp_config(text)
+    except Missing as fault:
+        yield missing_file("fsdp_config", fault)
+        return
+    except Unreadable as fault:
+        yield refused(f"`fsdp_config`: {fault}")
+        return
+    version = _whole(config.get("version", 2))
+    # XLA's path ends before it asks for the version, unless words said what to shard
+    if version is None and (isinstance(sharding, str | list) or not config.get("xla")):
+        yield refused(f"`fsdp_config`: `version` is 1 or 2, not {_shown(config['version'])}")
+        return
+    yield from _options(sharding, version)
+    for reason in _faults(config, version):
+        yield refused(f"`fsdp_config`: {reason}")
+
+
+def _options(sharding: Any, version: int | None) -> Iterator[Finding]:
+    """transformers/training_args.py:2886,2896: words are an old way to say what to shard."""
+    words: Sequence[Any] = sharding.split() if isinstance(sharding, str) else sharding
+    for word in words if isinstance(words, list) else ():
+        upper = str(word).upper()
+        if upper in (*_SHARDED, *_ONLY_VERSION_1):
+            if version == 2 and (upper in _ONLY_VERSION_1 or word != upper.lower()):
+                yield say(
+                    "error", "parser", "fsdp-option", "fsdp",
+                    f"`fsdp: {word}` is for FSDP 1 only",
+                    "write full_shard or shard_grad_op, or `fsdp_config: {version: 1}`",
+                )  # fmt: skip
+                return
+        elif word not in _OPTIONS:
+            yield say(
+                "error", "parser", "fsdp-option", "fsdp", f"`{brief(word)}` is no option of `fsdp`",
+                "write full_shard: as a flag, true is not understood",
+            )  # fmt: skip
+            return
+
+
+def _faults(config: dict[str, Any], version: int | None) -> Iterator[str]:
+    """transformers/training_args.py:2772,2793 and what follows, each a crash or a refusal there."""
+    if config.get("xla"):
+        yield from _xla_faults(config.get("xla_fsdp_settings", {}))
+        return
+    policy = config.get("auto_wrap_policy", _BY_LAYER)
+    if policy not in _POLICIES:
+        yield f"`auto_wrap_policy` is one of {', '.join(_POLICIES)}, not {_shown(policy)}"
+    least = config.get("min_num_params", 0)
+    if policy == _BY_SIZE and not isinstance(least, int | float):
+        yield f"`min_num_params` is a number, not {_shown(least)}"
+    layers = config.get("transformer_layer_cls_to_wrap")
+    if policy == _BY_LAYER and not _names(layers):
+        yield f"`transformer_layer_cls_to_wrap` is a list of names, not {_shown(layers)}"
+    switches = (*_SWITCHES, *(("reshard_after_forward",) if version == 2 else _SWITCHES_1))
+    for name in switches:
+        if name in config and str(config[name]).lower() not in _TRUTHS:
+            yield f"`{name}` is true or false, not {_shown(config[name])}"
+    if version != 2 and not isinstance(config.get("backward_prefetch", ""), str):
+        yield f"`backward_prefetch` is a name, not {_shown(config['backward_prefetch'])}"
+
+
+def _xla_faults(settings: Any) -> Iterator[str]:
+    if not isinstance(settings, dict | list):
+        yield f"`xla_fsdp_settings` is a mapping, not {_shown(settings)}"
+        return
+    if isinstance(settings, dict) and any(isinstance(v, list | dict) for v in settings.values()):
+        settings = {k: str(v) for k, v in settings.items()}
+    for name in _XLA_TYPES:
+        if name in settings and (isinstance(settings, list) or settings[name] not in _TORCH_TYPES):
+            yield f"`{name}` is the name of one of torch's types"
+
+
+def _names(layers: Any) -> bool:
+    if layers is None or isinstance(layers, str | dict):
+        return True
+    return isinstance(layers, list) and all(isinstance(layer, str) for layer in layers)
+
+
+def _whole(value: Any) -> int | None:
+    try:
+        return int(value)
+    except (OverflowError, TypeError, ValueError):
+        return None
+
+
+def _shown(value: Any) -> str:
+    return f"`{brief(json.dumps(value))}`"
+
+
+# --- all of them -----------------------------------------------------------------------------------
+
+RULES: tuple[Rule, ...] = (
+    json_mappings, eval_without_steps, whole_steps, best_model_strategies, best_model_steps,
+    loss_weights, accelerator, deepspeed, fsdp,
+    _refused(
+        "transformers/training_args.py:1753", "two-precisions", "fp16",
+        lambda v: v["fp16"] and v["bf16"], "`fp16` and `bf16` exclude each other",
+    ),
+    _refused(
+        "transformers/training_args.py:1756", "two-precisions", "fp16_full_eval",
+        lambda v: v["fp16_full_eval"] and v["bf16_full_eval"],
+        "`fp16_full_eval` and `bf16_full_eval` exclude each other",
+    ),
+    _refused(
+        "trl/trainer/model_config.py:174", "two-precisions", "load_in_8bit",
+        lambda v: v["load_in_8bit"] and v["load_in_4bit"],
+        "`load_in_8bit` and `load_in_4bit` exclude each other",
+    ),
+    _refused(
+        "transformers/training_args.py:1701", "logging-steps", "logging_steps",
+        lambda v: v["logging_strategy"] == "steps" and v["logging_steps"] == 0,
+        "`logging_steps` cannot be 0", 'write `logging_strategy: "no"` for none',
+    ),
+    _refused(
+        "transformers/training_args.py:1760,1766", "scheduler-needs-eval", "lr_scheduler_type",
+        lambda v: v["lr_scheduler_type"] in _WITH_METRIC and v["eval_strategy"] == "no",
+        "`lr_scheduler_type: {lr_scheduler_type}` follows the evaluation, and there is none",
+        "add `eval_strategy: steps`",
+    ),
+    _refused(
+        "transformers/training_args.py:1768", "negative-warmup", "warmup_steps",
+        lambda v: (number(v["warmup_steps"]) or 0) < 0,
+        "`warmup_steps` is 0 or more, not {warmup_steps}",
+    ),
+    _refused(
+        "transformers/training_args.py:1771", "prefetch-workers", "dataloader_prefetch_factor",
+        lambda v: v["dataloader_num_workers"] == 0 and v["dataloader_prefetch_factor"] is not None,
+        "`dataloader_prefetch_factor` needs `dataloader_num_workers` above 0",
+    ),
+    _refused(
+        "transformers/training_args.py:1694", "empty-cache-steps", "torch_empty_cache_steps",
+        lambda v: (every := number(v["torch_empty_cache_steps"])) is not None and not every > 0,
+        "`torch_empty_cache_steps` is a number of steps above 0, not {torch_empty_cache_steps}",
+    ),
+    # accelerate/parallelism_config.py:310: no word makes one
+    _refused(
+        "transformers/training_args.py:1296", "parallelism-config", "parallelism_config",
+        lambda v: v["parallelism_config"] is not None,
+        "`parallelism_config` cannot be given as a flag, upstream refuses every value",
+    ),
+    # other texts go through int()
+    _refused(
+        "trl/trainer/sft_config.py:307, dpo_config.py:382", "pad-multiple", "pad_to_multiple_of",
+        _no_multiple, "`pad_to_multiple_of` is a whole number or auto, not `{pad_to_multiple_of}`",
+    ),
+)  # fmt: skip

@@ -1,0 +1,265 @@
+"""TRL on local data: the folder, its splits and columns, templates and tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import saved
+from conftest import NO_PACKAGES, Write
+from test_trl_machine_rules import SCRIPTS, found, told
+
+from launcher.backends import model_config
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 5}
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # folders of these tests are named relative to their own
+    monkeypatch.chdir(tmp_path)
+
+
+# --- data ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_data_by_the_name_of_a_file(write: Write, script: str) -> None:
+    write("data/rows.jsonl", "{}\n")
+    args = {"dataset_name": "data/rows.jsonl"}
+    assert told(script, args) == [("data-file", "error", "dataset_name")]
+    (finding,) = found(script, args)
+    assert "`dataset_name: data`" in (finding.help or "")
+    assert told(script, {"dataset_name": "data"}, running=True) == []
+
+
+def test_rows_of_a_folder_that_are_none(write: Write) -> None:
+    write("data/train.jsonl", "")
+    # what no split asks for is not read
+    write("data/test.jsonl", "no")
+    assert told("trl-sft", {"dataset_name": "data"}) == [("bad-data", "error", "dataset_name")]
+    write("data/train.jsonl", '{"messages": [{"role": "user"}]}')
+    assert told("trl-sft", {"dataset_name": "data"}) == []
+
+
+def test_data_that_are_not_here() -> None:
+    expected = [("missing-data", "error", "dataset_name")]
+    assert told("trl-sft", {"dataset_name": "build/demo/data/sft"}, running=True) == expected
+    # another step may still make it
+    assert told("trl-sft", {"dataset_name": "build/demo/data/sft"}) == []
+    assert told("trl-sft", {"dataset_name": "org/name"}, running=True) == []
+    mixed = {"dataset_name": "build/x/y", "datasets": ["a"]}
+    assert told("trl-sft", mixed, running=True) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "args", "key"),
+    [
+        (["train.jsonl"], {}, None),
+        (["train.jsonl"], {"eval_strategy": "steps"}, "dataset_test_split"),
+        (["train.jsonl", "test.jsonl"], {"eval_strategy": "steps"}, None),
+        (["train.jsonl", "eval-0.jsonl"], {"eval_strategy": "steps"}, None),
+        (["train/a.jsonl", "testing/b.jsonl"], {"eval_strategy": "steps"}, None),
+        (["rows.jsonl"], {}, None),
+        (["rows.jsonl"], {"dataset_train_split": "train_sft"}, "dataset_train_split"),
+        (["test.jsonl"], {}, "dataset_train_split"),
+        (["train.jsonl"], {"dataset_train_split": "train[:10%]"}, "dataset_train_split"),
+        # the folder may say more about itself than names do
+        (["train.jsonl", "README.md"], {"eval_strategy": "steps"}, None),
+        (["data/gen-00000-of-00002.parquet"], {"dataset_train_split": "gen"}, None),
+        ([], {"eval_strategy": "steps"}, None),
+        (["train.jsonl"], {"eval_strategy": "steps", "dataset_config": "x"}, None),
+    ],
+)
+def test_splits_of_a_local_folder(
+    write: Write, files: list[str], args: dict[str, Any], key: str | None
+) -> None:
+    for name in files:
+        write(f"data/{name}", "{}\n")
+    expected = [] if key is None else [("no-such-split", "error", key)]
+    assert told("trl-sft", {"dataset_name": "data", **args}) == expected
+
+
+def test_a_part_of_a_split_is_no_split() -> None:
+    args = {"dataset_name": "org/name", "dataset_train_split": "train[:100]"}
+    assert told("trl-dpo", args) == [("no-such-split", "error", "dataset_train_split")]
+
+
+def test_a_template_that_is_not_here(write: Write) -> None:
+    args = {"chat_template_path": "templates/mine.jinja"}
+    expected = ("missing-template", "error", "chat_template_path")
+    assert told("trl-sft", args, running=True) == [expected]
+    assert told("trl-sft", args) == []
+    assert told("trl-sft", {"chat_template_path": "org/name"}, running=True) == []
+    write("templates/mine.jinja", "{{ messages }}")
+    assert told("trl-sft", args, running=True) == []
+
+
+def test_a_token_that_the_tokenizer_does_not_have(write: Write) -> None:
+    args = {"model_name_or_path": "model", "eos_token": "<|im_end|>"}
+    expected = ("unknown-token", "error", "eos_token")
+    write("model/config.json", "{}")
+    # without its tokenizer nothing is known of it
+    assert told("trl-sft", args) == []
+    added = {
+        "added_tokens": [{"id": 1, "content": "</s>"}],
+        "model": {"vocab": {"é": 0, "im_end": 2}},
+    }
+    write("model/config.json", '{"model_type": "llama"}')
+    saved.loadable(Path("model"))
+    write("model/tokenizer.json", json.dumps(added))
+    assert told("trl-sft", args) == [expected]
+    padded = {"model_name_or_path": "model", "pad_token": "<pad>"}
+    assert told("trl-dpo", padded) == [("unknown-token", "error", "pad_token")]
+    for token in ("</s>", "é", "im_end"):
+        assert told("trl-sft", {**args, "eos_token": token}) == []
+    # another tokenizer's template brings its tokens, after the end's was looked for
+    brought = {**args, **padded, "chat_template_path": "org/name"}
+    assert told("trl-sft", brought) == [expected]
+    write("model/tokenizer_config.json", json.dumps({"extra_special_tokens": ["<|im_end|>"]}))
+    assert told("trl-sft", args) == []
+
+
+def test_the_demo_tokenizer_has_what_transformers_finds_in_it(demo_assets: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason=NO_PACKAGES)
+    model = demo_assets / "model"
+    vocabulary = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json")).get_vocab()
+    tokens = sorted(vocabulary)[:: max(1, len(vocabulary) // 100)]
+    assert all(model_config.has_token(str(model), {}, token) for token in tokens)
+    assert model_config.has_token(str(model), {}, "<|no_such_token|>") is False
+
+
+# --- columns ---------------------------------------------------------------------------------------
+
+QUESTION = [{"role": "user", "content": "hi"}]
+CHAT = [*QUESTION, {"role": "assistant", "content": "yes"}]
+OTHER = [*QUESTION, {"role": "assistant", "content": "no"}]
+WRONG = [("data-columns", "error", "dataset_name")]
+
+
+def columns(
+    write: Write, script: str, *rows: dict[str, Any], **args: Any
+) -> list[tuple[str, str, str]]:
+    write("data/train.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows))
+    return told(script, {"dataset_name": "data", **args}, running=True)
+
+
+# each was trained on
+@pytest.mark.parametrize(
+    ("row", "read"),
+    [
+        ({"messages": CHAT}, True),
+        ({"messages": CHAT, "chosen": CHAT, "rejected": OTHER}, True),
+        ({"text": "hello"}, True),
+        ({"prompt": "a", "completion": "b"}, True),
+        ({"conversations": [{"from": "user", "value": "x"}]}, True),
+        ({"input_ids": [1, 2, 3]}, True),
+        ({"image": "x.png", "prompt": "a"}, True),
+        ({"chosen": CHAT, "rejected": OTHER}, False),
+        ({"chosen": "a", "rejected": "b"}, False),
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, False),
+        ({"prompt": "a"}, False),
+        ({"completion": "a"}, False),
+        ({"conversations": CHAT}, False),
+        ({"prompt": "a", "messages": CHAT}, False),
+        ({"instruction": "a", "output": "b"}, False),
+    ],
+)
+def test_the_columns_that_sft_reads(write: Write, row: dict[str, Any], read: bool) -> None:
+    assert columns(write, "trl-sft", row, row) == ([] if read else WRONG)
+
+
+@pytest.mark.parametrize(
+    ("row", "read"),
+    [
+        ({"chosen": CHAT, "rejected": OTHER}, True),
+        ({"prompt": QUESTION, "chosen": CHAT[1:], "rejected": OTHER[1:]}, True),
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, True),
+        ({"chosen": "a", "rejected": "b", "label": True}, True),
+        ({"messages": CHAT}, False),
+        ({"prompt": "a", "completion": "b"}, False),
+        ({"chosen": CHAT}, False),
+        ({"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]}, False),
+        ({"prompt": "q", "chosen": CHAT, "rejected": OTHER}, False),
+        ({"prompt": QUESTION, "chosen": "a", "rejected": "b"}, False),
+        ({"prompt": QUESTION, "chosen": CHAT[1:], "rejected": "b"}, False),
+        ({"chosen": CHAT, "rejected": "b"}, False),
+        ({"prompt": QUESTION, "chosen": [], "rejected": OTHER[1:]}, False),
+        ({"prompt": None, "chosen": "a", "rejected": "b"}, False),
+        ({"prompt": "q", "chosen": None, "rejected": None}, False),
+        ({"prompt": 1, "chosen": 2, "rejected": 3}, False),
+        ({"prompt": "q", "chosen": CHAT[1], "rejected": OTHER[1]}, False),
+        (
+            {
+                "chosen": [{"from": "gpt", "value": "a"}],
+                "rejected": [{"from": "gpt", "value": "b"}],
+            },
+            False,
+        ),
+        # nothing that both begin with is left as the prompt
+        ({"chosen": CHAT[1:], "rejected": OTHER[1:]}, False),
+        ({"prompt": "", "chosen": "a", "rejected": "b"}, True),
+        ({"prompt": QUESTION, "chosen": CHAT[1:], "rejected": CHAT[1:]}, True),
+    ],
+)
+def test_the_columns_that_dpo_reads(write: Write, row: dict[str, Any], read: bool) -> None:
+    assert columns(write, "trl-dpo", row, row) == ([] if read else WRONG)
+
+
+def test_the_rows_that_are_evaluated_are_looked_at(write: Write) -> None:
+    good, bad = {"prompt": "q", "chosen": "a", "rejected": "b"}, {"prompt": "q", "chosen": "a"}
+    write("data/test.jsonl", json.dumps(bad))
+    assert columns(write, "trl-dpo", good) == []
+    assert columns(write, "trl-dpo", good, **EVALUATED) == WRONG
+    write("data/test.jsonl", json.dumps(good))
+    assert columns(write, "trl-dpo", good, **EVALUATED) == []
+
+
+def test_conversations_need_a_template(write: Write) -> None:
+    model = {"model_name_or_path": "model"}
+    missing = [("missing-template", "error", "model_name_or_path")]
+    pairs = {"chosen": CHAT, "rejected": OTHER}
+    # nothing is known of its tokenizer
+    assert columns(write, "trl-dpo", pairs, model_name_or_path="elsewhere") == []
+    write("model/config.json", saved.UNKNOWN)
+    write("model/tokenizer_config.json", "{}")
+    saved.loadable(Path("model"))
+    assert columns(write, "trl-dpo", pairs, **model) == missing
+    assert columns(write, "trl-sft", {"messages": CHAT}, **model) == missing
+    write("other/chat_template.jinja", "{{ messages }}")
+    path = {"chat_template_path": "other/chat_template.jinja"}
+    assert columns(write, "trl-sft", {"messages": CHAT}, **model, **path) == []
+    assert columns(write, "trl-sft", {"text": "a"}, **model) == []
+    texts = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    assert columns(write, "trl-dpo", texts, **model) == []
+    write("model/tokenizer_config.json", '{"chat_template": "{{ messages }}"}')
+    assert columns(write, "trl-dpo", pairs, **model) == []
+    write("model/tokenizer_config.json", "{}")
+    write("model/chat_template.jinja", "{{ messages }}")
+    assert columns(write, "trl-dpo", pairs, **model) == []
+
+
+def test_columns_that_arguments_speak_of(write: Write) -> None:
+    assert columns(write, "trl-sft", {"body": "a"}, dataset_text_field="body") == []
+    skipped = {"dataset_kwargs": {"skip_prepare_dataset": True}}
+    assert columns(write, "trl-sft", {"body": "a"}, **skipped) == []
+    assert columns(write, "trl-sft", {"body": "a"}, dataset_config="en") == []
+
+
+def test_all_rows_bring_columns(write: Write) -> None:
+    # a row that lacks one has null there
+    assert columns(write, "trl-sft", {"body": "a"}, {"text": "b"}) == []
+    write("data/train-2.jsonl", '{"text": "a"}\n')
+    assert columns(write, "trl-sft", {"body": "a"}) == []
+    write("data/train-2.jsonl", '{"body": "a"}\n')
+    assert columns(write, "trl-sft", {"body": "a"}) == WRONG
+    # what is not read here may bring them
+    write("data/train-3.parquet", b"PAR1")
+    assert columns(write, "trl-sft", {"body": "a"}) == []
+
+
+def test_a_row_that_is_longer_than_what_is_read(write: Write) -> None:
+    assert columns(write, "trl-sft", {"body": "a" * 2**20}) == []
+    assert columns(write, "trl-sft", {"body": "a"}, {"body": "a" * 2**20}) == WRONG

@@ -208,7 +208,6 @@ ARROWS = {
         "gates",
         "keys",
         "options",
-        "rules",
         "sbatch",
         "schema",
         "skypilot",

@@ -200,7 +200,7 @@ ARROWS = {
         "stage",
         "upstream",
     },
-    "annotations": {"errors"},
+    "annotations": {"", "errors"},
     "completion": {"builder", "files", "keys"},
     "json_schema": {
         "backends",

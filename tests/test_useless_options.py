@@ -22,7 +22,6 @@ STAGE = str(Path(__file__).parent.parent / "configs" / "demo" / "sft.yaml")
     "words",
     [
         ("--sbatch", "time=1"),
-        ("--repeat", "last"),
         ("--accelerator", "H100"),
         ("--on-finish-limit", "5m"),
         ("--slurm", "--detach"),

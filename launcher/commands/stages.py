@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +14,7 @@ from launcher.commands.vocabulary import (
     Accelerator,
     Changed,
     Checkout,
+    Config,
     CorruptingOverlap,
     Detach,
     DevicesOption,
@@ -30,12 +31,10 @@ from launcher.commands.vocabulary import (
     OnFinishLimit,
     Overrides,
     Python,
-    Repeat,
     RunName,
     Sbatch,
     SkyPilot,
     Slurm,
-    StageFile,
     Strict,
     Unpinned,
     Unproven,
@@ -60,7 +59,6 @@ class After:
     on_finish: str | None = None
     on_finish_limit: str | None = None
     allow_unproven: bool = False
-    before: Mapping[str, Any] | None = None
 
 
 _NEEDS = {
@@ -111,39 +109,15 @@ def _fault(code: str, message: str, help: str | None = None) -> Finding:
     return usage(code, message, help).findings[0]
 
 
-def _repeated(
-    stage: str,
-    run: str,
-    config: Path | None,
-    overrides: list[str] | None,
-    gpus: int | None,
-    nodes: int,
-) -> tuple[Path, list[str] | None, int | None, int, Mapping[str, Any]]:
-    """`--repeat RUN`: its resolved stage file, its GPUs and machines unless others are named."""
-    from launcher import repeat
-
-    if config is not None and "=" not in str(config):
-        said = f"`{config}` is a stage file, and --repeat {run} brings its own"
-        raise usage("useless-option", said, "leave out the one or the other")
-    # what stands first is taken for the file, and there is none
-    words = [*([str(config)] if config is not None else []), *(overrides or [])]
-    folder = found_run(run)
-    told = repeat.of_run(folder, stage)
-    repeat.enter(told)
-    plan = told.get("plan") or {}
-    asked = gpus if gpus is not None else plan.get("gpus")
-    return folder.stage_file, words, asked, nodes if nodes > 1 else plan.get("nodes", 1), told
-
-
 def _stage_command(stage: str) -> Callable[..., None]:
     """The command that starts one stage: the same for each, but for its name."""
 
     def command(
-        config: StageFile = None, overrides: Overrides = None, gpus: Gpus = None, nodes: Nodes = 1,
+        config: Config, overrides: Overrides = None, gpus: Gpus = None, nodes: Nodes = 1,
         dry_run: DryRun = False, python: Python = None, open_instruct: Checkout = None,
         allow_unpinned: Unpinned = False, allow_unproven: Unproven = False, strict: Strict = False,
         no_probe: NoProbe = False, devices: DevicesOption = None, detach: Detach = False,
-        on_finish: OnFinish = None, on_finish_limit: OnFinishLimit = None, repeat: Repeat = None,
+        on_finish: OnFinish = None, on_finish_limit: OnFinishLimit = None,
         node_rank: NodeRank = None, main_address: MainAddress = None, slurm: Slurm = False,
         sbatch: Sbatch = None, skypilot: SkyPilot = None, accelerator: Accelerator = None,
         fresh: Fresh = False,
@@ -161,25 +135,12 @@ def _stage_command(stage: str) -> Callable[..., None]:
                 "--allow-changed-resume": allow_changed_resume,
             }
         )  # fmt: skip
-        before = None
-        if repeat is not None:
-            # relative to where this was said, not to where the run was
-            python, open_instruct, skypilot = (
-                one.absolute() if one is not None and (one.exists() or one is skypilot) else one
-                for one in (python, open_instruct, skypilot)
-            )
-            config, overrides, gpus, nodes, before = _repeated(
-                stage, repeat, config, overrides, gpus, nodes
-            )
-        elif config is None:
-            help = f"launch {stage} CONFIG, or launch {stage} --repeat RUN"
-            raise usage("no-config", "which stage file?", help)
         request = Request(
             stage=stage, config=config, overrides=overrides or (), gpus=gpus, nodes=nodes,
             python=python, checkout=open_instruct, allow_unpinned=allow_unpinned, strict=strict,
             allow_corrupting_overlap=allow_corrupting_overlap,
             probe=not no_probe, devices=devices, node_rank=node_rank, main_address=main_address,
-            elsewhere=slurm or skypilot is not None, fresh=fresh or repeat is not None,
+            elsewhere=slurm or skypilot is not None, fresh=fresh,
             allowed=tuple(allow_changed_resume or ()),
         )  # fmt: skip
         if dry_run:
@@ -189,7 +150,7 @@ def _stage_command(stage: str) -> Callable[..., None]:
             raise typer.Exit(_task(request, skypilot, accelerator, format))
         after = After(
             detach=detach, on_finish=on_finish, on_finish_limit=on_finish_limit,
-            allow_unproven=allow_unproven, before=before,
+            allow_unproven=allow_unproven,
         )  # fmt: skip
         if slurm:
             raise typer.Exit(_queued(request, format, after, sbatch or []))
@@ -260,11 +221,6 @@ def _begun(
     request, folder, found = prepared.request, prepared.folder, prepared.findings
     if prepared.decision.kind != "finished" and not (prepared.here and prepared.here.rank):
         lease.require_free(prepared.output)
-    if after.before is not None:
-        differing = start.differences(prepared, after.before)
-        found = (*found, *differing)
-        if format is Format.text and not differing:
-            report.say("repeated: nothing differs here from what the run recorded")
     if format is Format.text:
         report.findings(found)
     if prepared.decision.kind == "finished":

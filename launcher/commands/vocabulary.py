@@ -179,12 +179,6 @@ Detach = Annotated[
     typer.Option("--detach", help="come back at once; the run is in a tmux session of its own"),
 ]
 StageFile = Annotated[Path | None, typer.Argument(help="the stage file", show_default=False)]
-Repeat = Annotated[
-    str | None,
-    typer.Option(
-        "--repeat", metavar="RUN", help="this run again, into a new folder; no CONFIG then"
-    ),
-]
 OnFinish = Annotated[
     str | None,
     typer.Option(

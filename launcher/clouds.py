@@ -11,7 +11,7 @@ from launcher.preparation import Request, prepare
 from launcher.skypilot import Places
 
 
-def write(request: Request, path: Path, accelerator: str | None) -> tuple[Finding, ...]:
+def write(request: Request, path: Path) -> tuple[Finding, ...]:
     """Write the task of a run; returns what there is to say of the run, and of paths left behind.
 
     Raises what a dry run raises, UsageError where it is not known which GPUs, NotReady where the file
@@ -19,9 +19,7 @@ def write(request: Request, path: Path, accelerator: str | None) -> tuple[Findin
     """
     prepared = prepare(request, running=False)
     stage = prepared.plan.stage
-    settings = dict(stage.options.skypilot)
-    if accelerator is not None:
-        settings["accelerator"] = accelerator
+    settings = stage.options.skypilot
     checkout = stage.upstream.root if stage.options.backend == "open_instruct" else None
     project = Path(__file__).resolve().parent.parent
     places = Places(cwd=Path.cwd(), project=project, checkout=checkout)

@@ -173,7 +173,7 @@ def _resources(settings: Mapping[str, Any], gpus: int) -> dict[str, Any]:
     resources = dict(settings.get("resources") or {})
     name = settings.get("accelerator")
     if gpus and name is None and not {"any_of", "instance_type", "ordered"} & resources.keys():
-        help = "`skypilot: {accelerator: H100}`, or --accelerator H100"
+        help = "`skypilot: {accelerator: H100}`, or skypilot.accelerator=H100"
         raise usage("no-accelerator", f"{gpus} GPUs on each machine: which ones?", help)
     if gpus and name is not None:
         resources["accelerators"] = {name: gpus}

@@ -287,9 +287,9 @@ def _queued(request: Request, format: Format, after: After, words: list[str]) ->
 
 def _task(request: Request, path: Path, accelerator: str | None, format: Format) -> Exit:
     """Write the run as a SkyPilot task."""
-    from launcher import clouds
+    from launcher import skypilot
 
-    found = clouds.write(request, path, accelerator)
+    found = skypilot.write(request, path, accelerator)
     data = {"task": str(path)}
     return answer(str(request.stage), Exit.OK, found, data, (f"sky launch {path}",), format)
 

@@ -226,9 +226,9 @@ def _queued(request: Request, format: Format, on_finish: str | None, allow_unpro
 
 def _task(request: Request, path: Path, format: Format) -> Exit:
     """Write the run as a SkyPilot task."""
-    from launcher import clouds
+    from launcher import skypilot
 
-    found = clouds.write(request, path)
+    found = skypilot.write(request, path)
     data = {"task": str(path)}
     return answer(str(request.stage), Exit.OK, found, data, (f"sky launch {path}",), format)
 

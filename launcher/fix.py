@@ -12,14 +12,12 @@ import contextlib
 import difflib
 import errno
 import json
-import math
 import os
 import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -519,15 +517,14 @@ def _dataset_mixer(file: _File, finding: Finding, key: str) -> _Mend:
     ):
         raise Leave("its entries do not all stand there, once each")
     amounts = _amounts(mixer)
+    # 1 and 1.0 are the same number
+    pairs = [(repr(old), repr(new)) for old, new in zip(mixer.values(), amounts, strict=True)]
     edits = (
         file.text.renamed(place.key, listed),
-        *file.text.listed(node, [raw for _, raw in amounts]),
+        *file.text.listed(node, [str(new) if new != old else None for old, new in pairs]),
     )
-    pairs = list(zip(mixer, amounts, strict=True))
-    words = [word for name, (value, _) in pairs for word in (name, value)]
-    shares = ", ".join(f"{name}: {raw}" for name, (_, raw) in pairs if raw)
+    words = [word for pair in zip(mixer, amounts, strict=True) for word in pair]
     what = f"`dataset_mixer` -> `{listed}`, names and amounts in turn"
-    what += f"; written with a point, which makes it a share: {brief(shares)}" if shares else ""
     return _Mend(edits, what, {"dataset_mixer": _GONE, listed: words})
 
 
@@ -542,41 +539,24 @@ def _no_other_data(file: _File, key: str) -> str:
     return listed
 
 
-def _amounts(mixer: Mapping[str, Any]) -> list[tuple[Any, str | None]]:
-    """Each amount as it is in the list, with its new text where it cannot stand as it is written.
+def _amounts(mixer: Mapping[str, Any]) -> list[float | int]:
+    """Each amount as it is in a list, where a count is a whole number and a share has a point.
 
-    With a number above 1 among them they were counts, else shares (utils.py:527); in a list each
-    speaks for itself, by its point. Raises Leave where that leaves two readings.
+    In a mapping 1 is a share, all of a set, unless a number above 1 shows that they are counts
+    (utils.py:527). Raises Leave where an amount is neither, or 1 may be both.
     """
-    numbers = [_number(name, value) for name, value in mixer.items()]
-    counts = any(number > 1 for number in numbers)
-    mixed = counts and any(isinstance(number, float) for number in numbers)
-    amounts: list[tuple[Any, str | None]] = []
-    for (name, value), number in zip(mixer.items(), numbers, strict=True):
-        if isinstance(number, int) and number == 1 and mixed:
+    counts = any(isinstance(value, int) and value > 1 for value in mixer.values())
+    shares = any(isinstance(value, float) for value in mixer.values())
+    amounts: list[float | int] = []
+    for name, value in mixer.items():
+        count = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        share = isinstance(value, float) and 0 < value <= 1 and "e" not in str(value)
+        if not count and not share:
+            raise Leave(f"`{brief(value)}` of {brief(name)} is neither a share nor a count")
+        if count and value == 1 and counts and shares:
             raise Leave(f"the amount 1 of {brief(name)} may be a share or a count")
-        if isinstance(number, int) and number == 1 and not counts:
-            amounts.append((1.0, "1.0"))
-        elif isinstance(number, float) and "." not in str(value):
-            plain = format(Decimal(str(value)), "f")
-            amounts.append((plain, f'"{plain}"'))
-        else:
-            amounts.append((value, None))
+        amounts.append(1.0 if count and not counts else value)
     return amounts
-
-
-def _number(name: str, value: Any) -> int | float:
-    number: int | float | None = None
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            number = float(value) if "." in value else int(value)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        number = value
-    if number is None or not math.isfinite(number) or number <= 0:
-        raise Leave(f"`{brief(value)}` is no amount of {brief(name)}")
-    if isinstance(number, float) and number > 1:
-        raise Leave(f"the amount {number} of {brief(name)} is neither a share nor a count")
-    return number
 
 
 _MENDERS: Mapping[str, Callable[[_File, Finding, str], _Mend | None]] = {

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from launcher import gates, options, sbatch, skypilot
+from launcher import gates, sbatch, skypilot
 from launcher.backends import BACKENDS, Entry
 from launcher.builder import plain
 from launcher.keys import DEEPSPEED, KEYS, OFF, ON, STAGES, Key
@@ -156,10 +156,7 @@ def _options(stages: Sequence[str], backends: Sequence[str], schemas: Sequence[S
         },
         "deepspeed": {
             "anyOf": [
-                {
-                    **_enum("deepspeed", (*DEEPSPEED, "none")),
-                    "enumDescriptions": [*map(_zero, DEEPSPEED), "no DeepSpeed"],
-                },
+                _enum("deepspeed", (*DEEPSPEED, "none")),
                 _text("deepspeed"),
                 _silent("deepspeed", [False, None]),
             ]
@@ -210,19 +207,6 @@ def _of(key: Key) -> Json:
 
 def _mapping(properties: Json) -> Json:
     return {"type": ["object", "null"], "properties": properties, "additionalProperties": False}
-
-
-def _zero(name: str) -> str:
-    """What a packaged DeepSpeed config does, read from it."""
-    config = json.loads(options.deepspeed_file(name).read_text(encoding="utf-8"))
-    zero = config["zero_optimization"]
-    parts = [f"ZeRO stage {zero['stage']}"]
-    if "communication_data_type" in config:
-        parts.append(f"communication in {config['communication_data_type']}")
-    for part, name in (("param", "parameters"), ("optimizer", "optimizer")):
-        if f"offload_{part}" in zero:
-            parts.append(f"{name} offloaded to {zero[f'offload_{part}']['device']}")
-    return ", ".join(parts)
 
 
 def _word(key: str, names: Sequence[Any], others: Sequence[Any]) -> Json:

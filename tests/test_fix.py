@@ -74,9 +74,9 @@ MENDED = {
         SFT + "  dataset_mixer: {a: 1, b: 500}\n",
         SFT + "  dataset_mixer_list: [a, 1, b, 500]\n",
     ),
-    "a share without a point": (
-        SFT + "  dataset_mixer: {a: 1e-05}\n",
-        SFT + '  dataset_mixer_list: [a, "0.00001"]\n',
+    "1 among shares is all": (
+        SFT + "  dataset_mixer: {a: 1, b: 0.5}\n",
+        SFT + "  dataset_mixer_list: [a, 1.0, b, 0.5]\n",
     ),
     "an empty mixer": (SFT + DATA + "  dataset_mixer: {}\n", SFT + DATA),
     "checkpointing on": (
@@ -104,6 +104,11 @@ LEFT = {
         SFT + "  dataset_mixer: {a: 1, b: 200, c: 0.5}\n",
         "args.dataset_mixer",
         "may be a share or a count",
+    ),
+    "an amount that is none": (
+        SFT + "  dataset_mixer: {a: 9500.0}\n",
+        "args.dataset_mixer",
+        "neither a share nor a count",
     ),
     "a mixer beside a list": (
         SFT + DATA + "  dataset_mixer: {a: 1.0}\n",

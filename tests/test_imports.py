@@ -207,7 +207,6 @@ ARROWS = {
         "builder",
         "gates",
         "keys",
-        "options",
         "sbatch",
         "schema",
         "skypilot",

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from launcher import __version__
 from launcher.errors import Finding, Layer
 
 Json = dict[str, Any]
@@ -42,10 +41,10 @@ def _workflow_command(finding: Finding, root: Path) -> str:
         line = {} if finding.line is None else {"line": str(finding.line)}
         properties = {"file": _printable(_relative(finding.file, root)), **line, **properties}
     told = ",".join(f"{name}={_property(value)}" for name, value in properties.items())
-    return f"::{_COMMAND[finding.severity]} {told}::{_data(_told(finding))}"
+    return f"::{_COMMAND[finding.severity]} {told}::{_data(_text(finding))}"
 
 
-def _told(finding: Finding) -> str:
+def _text(finding: Finding) -> str:
     help = "" if finding.help is None else f"\nhelp: {finding.help}"
     return _printable(f"{finding.message}{help}")
 
@@ -67,7 +66,7 @@ def sarif(findings: Iterable[Finding], *, root: Path | None = None) -> Json:
     """
     found, root = list(findings), root or Path.cwd()
     codes = list(dict.fromkeys(finding.code for finding in found))
-    driver = {"name": "launch", "version": _version(), "rules": [_rule(c, found) for c in codes]}
+    driver = {"name": "launch", "version": __version__, "rules": [_rule(c, found) for c in codes]}
     seen: Counter[str] = Counter()
     return {
         "$schema": SARIF_SCHEMA,
@@ -104,7 +103,8 @@ def _result(finding: Finding, codes: Sequence[str], root: Path, seen: Counter[st
         "ruleId": finding.code,
         "ruleIndex": codes.index(finding.code),
         "level": finding.severity,
-        "message": {"text": _braced(_told(finding))},
+        # `{0}` would be a placeholder (2.1.0, section 3.11.5): every brace is doubled
+        "message": {"text": _text(finding).replace("{", "{{").replace("}", "}}")},
         "partialFingerprints": {"codeKeyFile/v1": fingerprint},
         "properties": {"layer": finding.layer, **key},
     }
@@ -113,11 +113,6 @@ def _result(finding: Finding, codes: Sequence[str], root: Path, seen: Counter[st
         place = {"artifactLocation": {"uri": uri}, **region}
         result["locations"] = [{"physicalLocation": place}]
     return result
-
-
-def _braced(text: str) -> str:
-    """SARIF takes `{0}` for a placeholder (2.1.0, section 3.11.5): every brace is doubled."""
-    return text.replace("{", "{{").replace("}", "}}")
 
 
 def _uri(file: str, root: Path) -> str:
@@ -129,37 +124,18 @@ def _uri(file: str, root: Path) -> str:
 
 def _relative(file: str, root: Path) -> str:
     """The path below `root` where it lies there, else the absolute one; without `.` and `..`."""
-    path = os.path.join(root, _nameable(file))
-    # behind a link to a folder `..` is not what stands before it
-    whole = os.path.realpath if ".." in Path(path).parts else os.path.abspath
-    path, top = whole(path), whole(root)
-    below = path.startswith(top.rstrip("/") + "/")
-    return os.path.relpath(path, top) if below else path
-
-
-def _nameable(file: str) -> str:
-    """The name, if a file can have it at all."""
     try:
         os.fsencode(file)
     except UnicodeEncodeError:
-        return _printable(file)
-    return file
+        # no file can have such a name
+        file = _printable(file)
+    path = os.path.join(root, file)
+    # behind a link to a folder `..` is not what stands before it
+    whole = os.path.realpath if ".." in Path(path).parts else os.path.abspath
+    path, top = whole(path), whole(root)
+    return os.path.relpath(path, top) if path.startswith(top.rstrip("/") + "/") else path
 
 
 def _printable(text: str) -> str:
     """The text without lone surrogates (a file's name that is no UTF-8): no stream takes them."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def _version() -> str:
-    try:
-        return version("launcher")
-    except PackageNotFoundError:
-        pass
-    # started from its source, with nothing of it installed
-    beside = Path(__file__).resolve().parent.parent / "pyproject.toml"
-    try:
-        project = tomllib.loads(beside.read_text(encoding="utf-8"))["project"]
-        return str(project["version"]) if project["name"] == "launcher" else "unknown"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "unknown"

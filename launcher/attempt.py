@@ -31,7 +31,7 @@ _SCHEDULER = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
 # what a scheduler hands to a job counts for more than what the shell had that submitted it
 _OF_THE_JOB = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "TMPDIR", "HOSTNAME")
 ON_FINISH_S = 600.0
-"""Seconds that `--on-finish` may take unless `--on-finish-limit` says otherwise."""
+"""Seconds that `--on-finish` may take."""
 _NOBODY = 65534  # what a user namespace shows of every owner that it does not map
 
 

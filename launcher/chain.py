@@ -7,23 +7,21 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from launcher.builder import Origin, nearest
 from launcher.document import Document, read_yaml
-from launcher.errors import Finding, InvalidConfig, UsageError, brief, usage
+from launcher.errors import Finding, InvalidConfig, brief, usage
 from launcher.interpolation import interpolate
 from launcher.overrides import spelt
 from launcher.paths import exists, expanded
 
 KEYS = ("name", "gpus", "stages")
 STAGE_KEYS = ("name", "config", "stage", "gpus", "from", "with")
-LARGEST = 100
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,60}\Z")
-_KEY = re.compile(r"[A-Za-z_][^\s=]*\Z")
 # mappings whose entries are set one by one; any other value is replaced whole
 _MERGED = ("args", "batch", "expect", "probe", "slurm", "skypilot")
 
@@ -68,7 +66,10 @@ class Chain:
         """The stage of that name. Raises UsageError with the names that there are."""
         found = next((one for one in self.links if one.name == name), None)
         if found is None:
-            raise UsageError(_no_such(name, [one.name for one in self.links]))
+            names = [one.name for one in self.links]
+            near = difflib.get_close_matches(name, names, n=1)
+            help = f"did you mean `{near[0]}`?" if near else f"one of {', '.join(names)}"
+            raise usage("no-such-stage", f"the pipeline has no stage `{brief(name)}`", help)
         return found
 
     def between(self, first: str | None, last: str | None) -> tuple[Link, ...]:
@@ -95,7 +96,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Chain:
     _require_stages(path, document)
     value, _ = interpolate(path, document.value, document.origins)
     reader = _Reader(path, replace(document, value=value))
-    links = tuple(reader.links())
+    links = reader.links()
     name = reader.name()
     if reader.findings:
         raise InvalidConfig(reader.findings)
@@ -127,15 +128,6 @@ def _overridden(chain: Chain, text: str) -> Chain:
     return replace(chain, links=tuple(changed if one is link else one for one in chain.links))
 
 
-def _no_such(name: str, names: Sequence[str]) -> Finding:
-    near = difflib.get_close_matches(name, names, n=1)
-    return Finding(
-        severity="error", layer="launch", code="no-such-stage",
-        message=f"the pipeline has no stage `{brief(name)}`",
-        help=f"did you mean `{near[0]}`?" if near else f"one of {', '.join(names)}",
-    )  # fmt: skip
-
-
 class _Reader:
     """Collects what is wrong instead of stopping at the first."""
 
@@ -152,7 +144,7 @@ class _Reader:
             self._bad("name", "`name` is one word for the pipeline")
         return self.path.stem if given is None else str(given)
 
-    def links(self) -> Iterator[Link]:
+    def links(self) -> tuple[Link, ...]:
         """Every stage that can be read."""
         self._unknown("", self.value, KEYS)
         gpus = self._gpus("gpus", self.value.get("gpus"))
@@ -162,16 +154,12 @@ class _Reader:
                 "stages:\n    - {name: sft, config: sft.yaml}\n    - {name: dpo, config: dpo.yaml}"
             )
             self._bad("stages", "`stages` is a list of the stages in their order", help)
-            return
-        if len(listed) > LARGEST:
-            self._bad("stages", f"{len(listed)} stages are more than {LARGEST}")
-            return
-        before: list[Link] = []
+            return ()
+        links: list[Link] = []
         for number, entry in enumerate(listed):
-            link = self._link(f"stages[{number}]", entry, before, gpus)
-            if link is not None:
-                before.append(link)
-                yield link
+            link = self._link(f"stages[{number}]", entry, links, gpus)
+            links += [] if link is None else [link]
+        return tuple(links)
 
     def _link(
         self, where: str, entry: Any, before: Sequence[Link], gpus: int | None
@@ -182,95 +170,86 @@ class _Reader:
             self._bad(where, f"a stage is a mapping, not `{brief(entry)}`", "{config: sft.yaml}")
             return None
         self._unknown(where, entry, STAGE_KEYS)
-        config = self._config(where, entry.get("config"))
-        name = self._stage_name(where, entry.get("name"), config, before)
-        source, explicit = self._source(where, entry, before)
+        config = self._config(f"{where}.config", entry.get("config"))
+        name = self._name(f"{where}.name", entry.get("name"), config, before)
+        source = self._source(f"{where}.from", entry, before)
         kind = entry.get("stage")
         if kind not in (None, "sft", "dpo"):
             self._bad(f"{where}.stage", f"`{brief(kind)}` is no stage", "sft or dpo")
-            kind = None
         own = self._gpus(f"{where}.gpus", entry.get("gpus"))
         given = self._given(f"{where}.with", entry.get("with"))
         if config is None or name is None:
             return None
+        origins = {
+            key[len(where) :].removeprefix("."): origin
+            for key, origin in self.origins.items()
+            if key == where or key.startswith((f"{where}.", f"{where}["))
+        }
         return Link(
             name=name, config=config, stage=kind, gpus=gpus if own is None else own, source=source,
-            explicit=explicit, given=given, origins=self._origins(where),
+            explicit="from" in entry, given=given, origins={"": self._at(where), **origins},
         )  # fmt: skip
 
     def _config(self, where: str, given: Any) -> Path | None:
         if not isinstance(given, str) or not given.strip():
-            self._bad(f"{where}.config", "`config` names the stage file", "config: sft.yaml")
+            self._bad(where, "`config` names the stage file", "config: sft.yaml")
             return None
         found = self.path.parent / expanded(given)
-        if not exists(found):
-            help = "`config` is relative to the pipeline file"
-            self._bad(f"{where}.config", f"there is no {brief(found, 200)}", help)
-            return None
-        return found
+        if exists(found):
+            return found
+        help = "`config` is relative to the pipeline file"
+        self._bad(where, f"there is no {brief(found, 200)}", help)
+        return None
 
-    def _stage_name(
+    def _name(
         self, where: str, given: Any, config: Path | None, before: Sequence[Link]
     ) -> str | None:
-        if given is None and config is not None:
-            given = config.stem
-        name = str(given) if isinstance(given, str | int) and not isinstance(given, bool) else ""
-        help = "letters, digits, `_` and `-`; it is said with --from and --until"
-        if given is None:
+        if given is None and config is None:
             return None
+        name = str(config.stem if given is None and config is not None else given)
         if not _NAME.match(name) or name in ("none", "null"):
-            self._bad(f"{where}.name", f"`{brief(given)}` cannot be a stage's name", help)
-            return None
-        if any(one.name == name for one in before):
-            self._bad(f"{where}.name", f"two stages are called `{name}`", "add a `name:`")
-            return None
-        return name
+            help = "letters, digits, `_` and `-`; it is said with --from and --until"
+            self._bad(where, f"`{brief(name)}` cannot be a stage's name", help)
+        elif any(one.name == name for one in before):
+            self._bad(where, f"two stages are called `{name}`", "add a `name:`")
+        else:
+            return name
+        return None
 
-    def _source(
-        self, where: str, entry: Mapping[str, Any], before: Sequence[Link]
-    ) -> tuple[str | None, bool]:
+    def _source(self, where: str, entry: Mapping[str, Any], before: Sequence[Link]) -> str | None:
         """The stage before, unless `from:` says otherwise."""
+        names = [one.name for one in before]
         if "from" not in entry:
-            return (before[-1].name if before else None), False
+            return names[-1] if names else None
         given = entry["from"]
         # a plain `no` is a boolean in YAML
         if given is None or given is False or given == "none":
-            return None, True
-        names = [one.name for one in before]
-        if str(given) in names:
-            return str(given), True
-        help = f"one of {', '.join(names)}, or none" if names else "leave it out: this is the first"
-        self._bad(f"{where}.from", f"`from: {brief(given)}` is no earlier stage", help)
-        return None, True
+            return None
+        if str(given) not in names:
+            help = "leave it out: this is the first"
+            if names:
+                help = f"one of {', '.join(names)}, or none"
+            self._bad(where, f"`from: {brief(given)}` is no earlier stage", help)
+        return str(given)
 
     def _given(self, where: str, given: Any) -> dict[str, Any]:
-        if given is None:
-            return {}
-        if not isinstance(given, dict):
+        if given is not None and not isinstance(given, dict):
             self._bad(where, "`with` is a mapping of keys to values", "with: {learning_rate: 1e-5}")
             return {}
         flat: dict[str, Any] = {}
-        for key, value in given.items():
+        for key, value in (given or {}).items():
             merged = key in _MERGED and isinstance(value, dict)
-            told = {f"{key}.{name}": v for name, v in value.items()} if merged else {key: value}
-            flat.update(told)
-        for key in flat:
-            if not _KEY.match(str(key)):
-                self._bad(f"{where}.{key}", f"`{brief(key)}` is no key of a stage file")
+            flat |= {f"{key}.{name}": v for name, v in value.items()} if merged else {key: value}
         return flat
 
     def _gpus(self, where: str, given: Any) -> int | None:
-        if given is None:
-            return None
-        if isinstance(given, int) and not isinstance(given, bool) and 0 <= given < 10**6:
+        if given is None or (isinstance(given, int) and given is not True and given >= 0):
             return given
         self._bad(where, f"`gpus` is a number, 0 for the CPU, not `{brief(given)}`")
         return None
 
     def _unknown(self, where: str, given: Mapping[str, Any], keys: Sequence[str]) -> None:
-        for key in given:
-            if key in keys:
-                continue
+        for key in (key for key in given if key not in keys):
             near = difflib.get_close_matches(str(key), keys, n=1, cutoff=0.7)
             help = f"did you mean `{near[0]}`?" if near else f"one of {', '.join(keys)}"
             if where and not near:
@@ -279,23 +258,14 @@ class _Reader:
             place = f"{where}.{key}" if where else str(key)
             self._bad(place, f"`{brief(key)}` is no key of {what}", help)
 
-    def _origins(self, where: str) -> dict[str, Origin]:
-        own = {
-            key[len(where) :].removeprefix("."): origin
-            for key, origin in self.origins.items()
-            if key == where or key.startswith((f"{where}.", f"{where}["))
-        }
-        return {"": self._at(where), **own}
-
     def _at(self, key: str) -> Origin:
         return nearest(self.origins, key) or Origin(str(self.path), 1)
 
     def _bad(self, key: str, message: str, help: str | None = None) -> None:
-        origin = self._at(key)
         self.findings.append(
             Finding(
                 severity="error", layer="launch", code="bad-pipeline", key=key, message=message,
-                help=help, **origin.place,
+                help=help, **self._at(key).place,
             )
         )  # fmt: skip
 

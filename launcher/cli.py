@@ -18,7 +18,7 @@ import typer
 from launcher import __version__
 from launcher.commands import app
 from launcher.commands.vocabulary import Findings
-from launcher.errors import DISK_FULL, Exit, Finding, LaunchError, NotReady, UsageError, unreadable
+from launcher.errors import DISK_FULL, Exit, LaunchError, not_ready, unreadable, usage
 
 # what typer raises for a command line that it cannot parse: only its heir has a public name
 _Unparsed: type[Any] = typer.BadParameter.__mro__[1]
@@ -41,24 +41,27 @@ def _guarded(call: Callable[[], object], arguments: list[str]) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
     except LaunchError as error:
-        _refused(error, arguments)
-        return error.exit_code
+        return _refused(error, arguments)
     except KeyboardInterrupt:
         return Exit.INTERRUPTED
     except OSError as error:
-        if not _has_cwd():
-            _refused(NotReady(_no_cwd()), arguments)
-            return Exit.NOT_READY
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            message = "the folder that this shell is in has been removed"
+            return _refused(not_ready("no-cwd", message, "cd to one that is there"), arguments)
         if error.errno in _UNREADABLE and error.filename is not None:
-            _refused(unreadable(error.filename, error), arguments)
-            return Exit.NOT_READY
+            return _refused(unreadable(error.filename, error), arguments)
         full = error.errno in DISK_FULL
         if not full and error.errno not in {errno.EPIPE, errno.EIO}:
             return _bug(error, arguments)
         if full:
+            where = error.filename or "what the answer is written to"
+            message = f"{where} cannot be written: {error.strerror}"
+            help = "free space; a run that has begun goes on: launch runs"
             # what is full may be what the answer goes to
             with contextlib.suppress(OSError):
-                _refused(NotReady(_no_room(error)), arguments)
+                _refused(not_ready("disk-full", message, help), arguments)
                 sys.stdout.flush()
         # the reader has gone: nothing is left to say, and Python must not complain at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -83,50 +86,16 @@ def _answered(arguments: list[str]) -> None:
             error.show()
             sys.exit(error.exit_code)
         where = error.ctx.command_path if error.ctx else "launch"
-        told = Finding(
-            severity="error", layer="launch", code="bad-command-line", message=message,
-            help=f"{where} -h",
-        )  # fmt: skip
-        raise UsageError(told) from None
+        raise usage("bad-command-line", message, f"{where} -h") from None
     sys.exit(code)
 
 
-def _has_cwd() -> bool:
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        return False
-    return True
+def _refused(error: LaunchError, arguments: list[str]) -> Exit:
+    """What stopped a command, in the form that its command line asked for; returns the exit code."""
+    from launcher.commands.configs import tell
 
-
-def _no_cwd() -> Finding:
-    return Finding(
-        severity="error", layer="launch", code="no-cwd",
-        message="the folder that this shell is in has been removed", help="cd to one that is there",
-    )  # fmt: skip
-
-
-def _no_room(error: OSError) -> Finding:
-    where = error.filename or "what the answer is written to"
-    return Finding(
-        severity="error", layer="launch", code="disk-full",
-        message=f"{where} cannot be written: {error.strerror}",
-        help="free space; a run that has begun goes on: launch runs",
-    )  # fmt: skip
-
-
-def _refused(error: LaunchError, arguments: list[str]) -> None:
-    """What stopped a command, in the form that its command line asked for."""
-    from launcher import report
-
-    form = _form(arguments)
-    command = _named(arguments)
-    if form is Findings.json:
-        report.envelope(command, False, error.findings, None)
-    else:
-        from launcher.commands.configs import tell
-
-        tell(command, False, list(error.findings), [], form)
+    tell(_named(arguments), False, list(error.findings), None, _form(arguments))
+    return error.exit_code
 
 
 def _named(arguments: list[str]) -> str:

@@ -61,18 +61,19 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, text: str | None = 
     _require_one_stage(path, document)
     shape = _shape_of(document.value)
     tree = Tree(path, shape, document.value, document.origins)
-    faults = [fault for text in overrides for fault in tree.override(text)]
-    if faults:
+    if faults := [fault for text in overrides for fault in tree.override(text)]:
         raise InvalidConfig(faults)
     value, secrets = interpolate(path, tree.value, tree.origins)
-    faults = [*document.faults, *_too_large(path, value, tree.origins)]
-    document = replace(document, value=value, origins=tree.origins, faults=tuple(faults))
-    loaded = _SHAPED[shape](path, document, parents)
-    named = {
-        f"args.{key}" if shape == "flat" else key.removeprefix("open_instruct."): text
-        for key, text in secrets.items()
-    }
-    return replace(loaded, secrets=named)
+    document = replace(document, value=value, origins=tree.origins)
+    options, args, origins = _PARTS[shape](path, document)
+    return Config(
+        path=path, shape=shape, options=options, args=args, origins=origins, parents=parents,
+        faults=(*document.faults, *_too_large(path, value, tree.origins)),
+        secrets={
+            f"args.{key}" if shape == "flat" else key.removeprefix("open_instruct."): text
+            for key, text in secrets.items()
+        },
+    )  # fmt: skip
 
 
 def _too_large(
@@ -102,35 +103,32 @@ def _with_parents(
     if parent is None:
         return document, ()
     line = document.origins.pop("extends").line
+
+    def refused(code: str, message: str, help: str | None = None) -> InvalidConfig:
+        return InvalidConfig(bad(path, code, message, line, help))
+
     if not isinstance(parent, str) or not parent.strip():
-        message = "`extends` names one file, relative to this one"
-        raise InvalidConfig(bad(path, "bad-extends", message, line))
+        raise refused("bad-extends", "`extends` names one file, relative to this one")
     target = path.parent / expanded(parent)
     if not {target.suffix, Path(canonical(target)).suffix} <= SUFFIXES:
         # whoever wrote the file may not be who may read what it names
-        message = f"`extends: {brief(parent)}` names no `.yaml` or `.yml` file"
-        raise InvalidConfig(bad(path, "bad-extends", message, line))
+        raise refused("bad-extends", f"`extends: {brief(parent)}` names no `.yaml` or `.yml` file")
     chain = (*children, path)
     if canonical(target) in {canonical(known) for known in chain}:
         loop = " -> ".join(str(known) for known in (*chain, target))
-        message = f"`extends` goes in a circle: {loop}"
-        raise InvalidConfig(bad(path, "extends-cycle", message, line))
+        raise refused("extends-cycle", f"`extends` goes in a circle: {loop}")
     if len(chain) >= MAX_EXTENDS:
-        message = f"`extends` goes on for more than {MAX_EXTENDS} files"
-        raise InvalidConfig(bad(path, "extends-depth", message, line))
+        raise refused("extends-depth", f"`extends` goes on for more than {MAX_EXTENDS} files")
     if not exists(target):
         message = f"`extends: {brief(parent)}`: there is no {brief(target, 200)}"
         help = "`extends` is relative to the file that holds it"
-        raise InvalidConfig(bad(path, "missing-parent", message, line, help))
+        raise refused("missing-parent", message, help)
     base, parents = _with_parents(target, chain)
     origins = dict(base.origins)
     value = _merge(base.value, document.value, origins)
-    merged = Document(
-        value=value,
-        origins={**origins, **document.origins},
-        faults=(*base.faults, *document.faults),
-    )
-    return merged, (target, *parents)
+    origins |= document.origins
+    faults = (*base.faults, *document.faults)
+    return Document(value=value, origins=origins, faults=faults), (target, *parents)
 
 
 def _merge(
@@ -153,12 +151,10 @@ def _merge(
 
 def _require_one_stage(path: Path, document: Document) -> None:
     if isinstance(document.value.get("stages"), list) and "args" not in document.value:
-        raise InvalidConfig(
-            bad(
-                path, PIPELINE, "this is a pipeline, not a stage file",
-                document.origins["stages"].line, f"launch pipeline {path}, or name one of its stage files",
-            )
-        )  # fmt: skip
+        help = f"launch pipeline {path}, or name one of its stage files"
+        line = document.origins["stages"].line
+        message = "this is a pipeline, not a stage file"
+        raise InvalidConfig(bad(path, PIPELINE, message, line, help))
 
 
 def _shape_of(tree: Mapping[str, Any]) -> Shape:
@@ -169,20 +165,16 @@ def _shape_of(tree: Mapping[str, Any]) -> Shape:
     return "stage" if "backend" in tree else "flat"
 
 
-def _stage_file(path: Path, document: Document, parents: tuple[Path, ...]) -> Config:
+Parts = tuple[dict[str, Any], dict[str, Any], dict[str, Origin]]
+"""launch's own options, upstream's arguments, and the place of every key."""
+
+
+def _stage_file(path: Path, document: Document) -> Parts:
     options = {key: value for key, value in document.value.items() if key != "args"}
-    return Config(
-        path=path,
-        shape="stage",
-        options=options,
-        args=_mapping(path, document, "args", document.value.get("args")),
-        origins=document.origins,
-        parents=parents,
-        faults=document.faults,
-    )
+    return options, _mapping(path, document, "args", document.value.get("args")), document.origins
 
 
-def _flat_file(path: Path, document: Document, parents: tuple[Path, ...]) -> Config:
+def _flat_file(path: Path, document: Document) -> Parts:
     """Upstream's own: every key is an argument; options of ours can come from overrides only."""
     tree, given = document.value, document.origins
     ours = {key for key in OPTIONS & tree.keys() if key not in given or given[key].override}
@@ -191,32 +183,18 @@ def _flat_file(path: Path, document: Document, parents: tuple[Path, ...]) -> Con
         key if key.partition(".")[0] in ours else f"args.{key}": origin
         for key, origin in given.items()
     }
-    return Config(
-        path=path,
-        shape="flat",
-        options={key: tree[key] for key in ours},
-        args={key: value for key, value in tree.items() if key not in ours},
-        origins={"args": Origin(str(path), min(lines, default=1)), **origins},
-        parents=parents,
-        faults=document.faults,
-    )
+    args = {key: value for key, value in tree.items() if key not in ours}
+    start = Origin(str(path), min(lines, default=1))
+    return {key: tree[key] for key in ours}, args, {"args": start, **origins}
 
 
-def _wrapped_file(path: Path, document: Document, parents: tuple[Path, ...]) -> Config:
+def _wrapped_file(path: Path, document: Document) -> Parts:
     """The shape `open_instruct: {script, deepspeed_config, args}` with `num_gpus` beside it."""
     inner = _mapping(path, document, "open_instruct", document.value["open_instruct"])
     outer = {k: v for k, v in document.value.items() if k != "open_instruct"}
     options = {**outer, **{key: value for key, value in inner.items() if key != "args"}}
     origins = {key.removeprefix("open_instruct."): o for key, o in document.origins.items()}
-    return Config(
-        path=path,
-        shape="wrapped",
-        options=options,
-        args=_mapping(path, document, "open_instruct.args", inner.get("args")),
-        origins=origins,
-        parents=parents,
-        faults=document.faults,
-    )
+    return options, _mapping(path, document, "open_instruct.args", inner.get("args")), origins
 
 
 def _mapping(path: Path, document: Document, key: str, value: Any) -> dict[str, Any]:
@@ -229,4 +207,4 @@ def _mapping(path: Path, document: Document, key: str, value: Any) -> dict[str, 
     raise InvalidConfig(replace(bad(path, "bad-args", message, None), **origin.place))
 
 
-_SHAPED = {"stage": _stage_file, "flat": _flat_file, "wrapped": _wrapped_file}
+_PARTS = {"stage": _stage_file, "flat": _flat_file, "wrapped": _wrapped_file}

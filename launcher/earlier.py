@@ -240,6 +240,11 @@ def processes(told: Manifest) -> int | None:
     return None if gpus is None else max(1, gpus) * (nodes or 1)
 
 
+def begun_at(told: Manifest) -> int:
+    """The step that an attempt went on from."""
+    return number(mapping(told.get("resume")).get("step")) or 0
+
+
 def recorded(told: Manifest, name: str) -> bool:
     """Whether a manifest holds a value of an argument."""
     return isinstance(mapping(told.get("args")).get(name), Mapping)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from launcher.errors import Finding, InvalidConfig, brief
 from launcher.history import Event
 from launcher.keys import KEYS, STAGES, Key
 from launcher.redaction import redact
-from launcher.schema import Field, Read, Schema, Values
+from launcher.schema import Field, Read, Schema
 from launcher.upstream import Locator, Upstream
 
 
@@ -35,23 +35,11 @@ class Here:
     findings: tuple[Finding, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One of launch's own options: what it takes, the words that are known, what holds without it.
-
-    `words` of a mapping are its keys, each with what it takes.
-    """
-
-    type: str
-    default: str
-    words: tuple[str, ...] = ()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explained:
     """One argument of one entry script; `field` is None where the script has no such argument.
 
-    `option` is what launch itself reads under that name beside `args:`.
+    `option` is what launch itself reads under that name beside `args:`, and `words` what may stand there.
     `elsewhere` are the other stages and backends that know the same idea, by `stage on backend`, under
     the name it has there.
     """
@@ -61,7 +49,8 @@ class Explained:
     upstream: Upstream
     schema: Schema
     field: Field | None
-    option: Option | None
+    option: Key | None
+    words: tuple[str, ...]
     reads: tuple[Read, ...] | None
     advice: str | None
     here: Here | None
@@ -75,7 +64,7 @@ class Explained:
 
     def as_json(self) -> dict[str, Any]:
         """One entry of the `explained` list."""
-        told = self.field
+        known, option = self.field, self.option
         shadow = self.schema.path.shadows.get(self.key)
         return {
             "key": self.key,
@@ -83,48 +72,28 @@ class Explained:
             "backend": self.schema.backend,
             "script": self.schema.script,
             "upstream": self.upstream.as_json(),
-            "exists": told is not None,
-            "option": None
-            if self.option is None
-            else {
-                "type": self.option.type,
-                "default": self.option.default,
-                "words": list(self.option.words),
-            },
-            "type": told.type if told else None,
-            "default": _default(told) if told else None,
-            "required": told.required if told else None,
-            "choices": list(told.choices) if told else [],
-            "defined": told.where if told else None,
-            "owner": told.owner if told else None,
-            "reads": None
-            if self.reads is None
-            else [{"where": read.where, "when": list(read.when)} for read in self.reads],
+            "exists": known is not None,
+            "option": option
+            and {"type": option.shape, "default": option.default, "words": list(self.words)},
+            "type": known and known.type,
+            "default": known and _default(known),
+            "required": known and known.required,
+            "choices": list(known.choices) if known else [],
+            "defined": known and known.where,
+            "owner": known and known.owner,
+            "reads": None if self.reads is None else [asdict(read) for read in self.reads],
             "beside": {
-                script: [{"where": r.where, "when": list(r.when)} for r in found.get(self.key, ())]
-                for script, found in self.schema.beside.items()
+                script: [asdict(read) for read in reads.get(self.key, ())]
+                for script, reads in self.schema.beside.items()
             },
             "shadowed_by": list(shadow.by) if shadow else [],
             "advice": self.advice,
-            "here": None
-            if self.here is None
-            else {
-                "value": self.here.value,
-                "origin": self.here.origin,
-                "via": self.here.via,
-                "words": list(self.here.words),
-                "findings": [finding.as_json() for finding in self.here.findings],
-            },
+            "here": self.here and asdict(self.here),
             "history": [
-                {
-                    "what": event.what, "to": event.to, "commit": event.commit, "date": event.date,
-                    "pull": event.pull, "release": event.release, "owner": event.owner,
-                    "file": event.file, "line": event.line, "text": history.sentence(event),
-                }
-                for event in self.history
+                {**asdict(event), "text": history.sentence(event)} for event in self.history
             ],
             "elsewhere": dict(self.elsewhere),
-        }  # fmt: skip
+        }
 
     def lines(self) -> Iterator[str]:
         """For people: one fact a line, the name of the fact in front."""
@@ -133,18 +102,16 @@ class Explained:
         if self.field is not None:
             yield from self._definition(self.field)
             if self.option is not None:
-                yield (
-                    "  option     launch's own of that name stands beside `args:`: "
-                    + self.option.type
-                )
+                shape = self.option.shape
+                yield f"  option     launch's own of that name stands beside `args:`: {shape}"
         elif self.option is not None:
             yield f"  option     {self.advice}"
-            yield f"  type       {self.option.type}"
-            words = self.option.words
+            yield f"  type       {self.option.shape}"
             # names fit into one line, what has an explanation gets its own
-            told = words if any(" " in word for word in words) else (", ".join(words),)
-            for number, text in enumerate(told if words else ()):
-                yield f"  {'' if number else 'values':<9}  {text}"
+            explained = any(" " in word for word in self.words)
+            lines = self.words if explained else (", ".join(self.words),)
+            for number, line in enumerate(lines if self.words else ()):
+                yield f"  {'' if number else 'values':<9}  {line}"
             yield f"  default    {self.option.default}"
         elif self.advice is not None:
             yield f"  none       {self.advice}"
@@ -242,7 +209,7 @@ def _explained(key: str, schema: Schema, source: Upstream, here: Here | None) ->
     entry = stage.entry_of(schema)
     moved = entry.moved.get(key)
     there = upstream.at_pin(schema, key) if key not in schema.fields else None
-    option = _option(key, schema) if key in KEYS else None
+    option = KEYS.get(key)
     advice = None
     if key not in schema.fields and moved is not None and moved.to is None:
         advice = moved.why
@@ -254,7 +221,8 @@ def _explained(key: str, schema: Schema, source: Upstream, here: Here | None) ->
         advice = f"launch's own: {_STANDS.get(key, 'it stands beside `args:`, not in it')}"
     return Explained(
         key=key, stage=schema.stage, upstream=source, schema=schema,
-        field=schema.fields.get(key), option=option, reads=schema.path.reads.get(key),
+        field=schema.fields.get(key), option=option,
+        words=_words(option, schema) if option is not None else (), reads=schema.path.reads.get(key),
         advice=advice, here=here, history=upstream.past(source, schema.script, key),
         elsewhere=_elsewhere(key, schema, entry),
     )  # fmt: skip
@@ -263,35 +231,27 @@ def _explained(key: str, schema: Schema, source: Upstream, here: Here | None) ->
 def _here(key: str, config: Config, judged: stage.Judged) -> Here | None:
     schema, values = judged.schema, judged.values
     assert schema is not None and values is not None
-    if key in KEYS and key not in schema.fields and key not in config.args:
-        return _here_beside(key, config, judged)
+    known = schema.fields.get(key)
+    if key in KEYS and known is None and key not in config.args:
+        # one of launch's own options, of which a file may be silent
+        if config.options.get(key) is None:
+            return None
+        found = tuple(f for f in judged.findings if (f.key or "").partition(".")[0] == key)
+        return Here(value=config.options[key], origin=str(config.origin(key)), findings=found)
     found = tuple(f for f in judged.findings if (f.key or "").partition("[")[0] == f"args.{key}")
-    if key in config.args and config.args[key] is not None:
+    if config.args.get(key) is not None:
         origin = config.origin(f"args.{key}")
         parents = {str(path) for path in config.parents}
         via = "from a parent, by `extends`" if origin.file in parents else None
-        words = tuple(schema.words(key, config.args[key])) if key in schema.fields else ()
+        words = tuple(schema.words(key, config.args[key])) if known is not None else ()
         # by its name too: a password has no shape
         value, words = redact({key: (config.args[key], words)})[key]
         return Here(value=value, origin=str(origin), via=via, words=words, findings=found)
-    if key not in schema.fields:
+    if known is None:
         return None
-    return _by_default(key, schema, values, found)
-
-
-def _here_beside(key: str, config: Config, judged: stage.Judged) -> Here | None:
-    """One of launch's own options as the file has it; None where the file is silent."""
-    if config.options.get(key) is None:
-        return None
-    found = tuple(f for f in judged.findings if (f.key or "").partition(".")[0] == key)
-    return Here(value=config.options[key], origin=str(config.origin(key)), findings=found)
-
-
-def _by_default(key: str, schema: Schema, values: Values, found: tuple[Finding, ...]) -> Here:
     derived = stage.entry_of(schema).derived.get(key)
     if derived is not None:
         return Here(value=derived[0], origin=f"set by launch: {derived[1]}", findings=found)
-    known = schema.fields[key]
     return Here(value=_default(known), origin=f"default, {known.where}", findings=found)
 
 
@@ -301,23 +261,19 @@ _STANDS: Mapping[str, str] = {
 }
 
 
-def _option(key: str, schema: Schema) -> Option:
-    """One of launch's own options, by the table that it is read with."""
-    known = KEYS[key]
-    words: tuple[str, ...] = known.words or tuple(_part(part) for part in known.parts)
-    if key == "script":
-        words = tuple(
+def _words(key: Key, schema: Schema) -> tuple[str, ...]:
+    """What may stand under one of launch's own keys: words, or the keys of a mapping with what they take."""
+    if key.name == "script":
+        return tuple(
             f"{name} ({Path(entry.script).name})"
             for name, entry in BACKENDS[schema.backend].STAGES.items()
             if schema.stage in {name, entry.stage}
         )
-    elif key == "skypilot":
-        words = tuple(skypilot.FIELDS)
-    elif key == "gates":
-        words = tuple(
-            f"{gate}: {what}; {_colours(usual)}" for gate, (usual, what) in gates.GATES.items()
-        )
-    return Option(known.shape, known.default, words)
+    if key.name == "skypilot":
+        return tuple(skypilot.FIELDS)
+    if key.name == "gates":
+        return tuple(f"{gate}: {what}; {_limits(at)}" for gate, (at, what) in gates.GATES.items())
+    return key.words or tuple(_part(part) for part in key.parts)
 
 
 def _part(part: Key) -> str:
@@ -327,17 +283,17 @@ def _part(part: Key) -> str:
     return f"{part.name}: {part.shape}{usual}; {part.meaning}"
 
 
-def _colours(limit: gates.Limit) -> str:
-    told = {"red": limit.red, "yellow": limit.yellow}
-    return ", ".join(f"{colour} {at:g}" for colour, at in told.items() if at is not None)
+def _limits(limit: gates.Limit) -> str:
+    limits = {"red": limit.red, "yellow": limit.yellow}
+    return ", ".join(f"{colour} {at:g}" for colour, at in limits.items() if at is not None)
 
 
 def _elsewhere(key: str, schema: Schema, entry: Entry) -> dict[str, str]:
     """The same idea in the other stages and backends: by its own name, or by the one it has there."""
-    told = {}
     moved = entry.moved.get(key)
     # of a name that is another stage's, the idea is what this stage calls it
     idea = moved.to if moved is not None and moved.to is not None else key
+    names = {}
     for backend, module in BACKENDS.items():
         for name, other in module.STAGES.items():
             if (backend, name) == (schema.backend, schema.stage) or other.stage:
@@ -346,13 +302,11 @@ def _elsewhere(key: str, schema: Schema, entry: Entry) -> dict[str, str]:
             listed = upstream.snapshot(backend)["stages"][name]
             fields = {full.partition(".")[2] for full in listed}
             there = other.moved.get(idea)
-            if idea in fields:
-                told[f"{name} on {backend}"] = idea
-            elif there is not None and there.to in fields:
-                told[f"{name} on {backend}"] = str(there.to)
-            elif key in fields:
-                told[f"{name} on {backend}"] = key
-    return told
+            candidates = (idea, there.to if there is not None else None, key)
+            found = next((one for one in candidates if one in fields), None)
+            if found is not None:
+                names[f"{name} on {backend}"] = found
+    return names
 
 
 def _default(known: Field) -> Any:

@@ -1,9 +1,9 @@
 """`launch validate-config --fix`: the text of a stage file with only the faulty spans edited.
 
-Keys are renamed and deleted, and a data set or a mixer is written as a mixer list; comments, quotes, order,
-line ends and blank lines stay byte for byte. Every edit is tried before it is believed: the new text is
-loaded and judged, its own fault must have gone, no error may come, and no value but those meant may
-differ. What is not mended is left with the reason.
+Keys are renamed and deleted, and a data set or a mixer is written as a mixer list. PyYAML's marks say where
+they stand: comments, quotes, order, line ends and blank lines stay byte for byte. Every edit is tried before
+it is believed: the new text is loaded and judged, its own fault must have gone, no error may come, and no
+value but those meant may differ. What is not mended is left with the reason.
 """
 
 from __future__ import annotations
@@ -11,31 +11,23 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
-import functools
 import json
-import math
 import os
 import re
-import stat
-import tempfile
+import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from launcher import config, history, stage, upstream
-from launcher.backends import Entry
-from launcher.builder import bad
-from launcher.config import Config
+from launcher import config, stage
+from launcher.builder import LOADER, bad
 from launcher.errors import Finding, InvalidConfig, NotReady, brief
 from launcher.files import read_bytes
-from launcher.schema import Schema
 from launcher.stage import Judged, entry_of
-from launcher.surgery import BREAK, Edit, Leave, Node, Place, Text
 from launcher.upstream import Locator
 
 BOM = b"\xef\xbb\xbf"
@@ -49,13 +41,12 @@ _ARGS: Mapping[str, tuple[str, ...]] = {
     "flat": (),
 }
 # Renames whose value would have to be another one too: old and new name.
-_OTHERWISE = frozenset(
-    {
-        ("activation_memory_budget", "gradient_checkpointing"),
-        ("use_flash_attn", "attn_implementation"), ("max_steps", "max_train_steps"),
-        ("warmup_ratio", "warmup_steps"),
-    }
-)  # fmt: skip
+_OTHER_VALUE = {
+    ("activation_memory_budget", "gradient_checkpointing"),
+    ("use_flash_attn", "attn_implementation"),
+    ("max_steps", "max_train_steps"),
+    ("warmup_ratio", "warmup_steps"),
+}
 # Below 1 switches checkpointing on (dpo_tune_cache.py:376), the default does not.
 _BUDGET = {True: 0.5, False: 1.0}
 # Names for the same idea under which the same value means nothing, or something else.
@@ -116,15 +107,11 @@ class Fix:
     def diff(self) -> str:
         """The edits as a unified diff, as `git apply` and `patch` take it; empty where there are none."""
         name = str(self.path)
-        told = difflib.unified_diff(_lines(self.before), _lines(self.after), name, name)
+        before, after = (re.findall(r"[^\n]*\n|[^\n]+", text) for text in (self.before, self.after))
         return "".join(
             line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
-            for line in told
+            for line in difflib.unified_diff(before, after, name, name)
         )
-
-
-def _lines(text: str) -> list[str]:
-    return re.findall(r"[^\n]*\n|[^\n]+", text)
 
 
 def of_file(path: Path, *, stage_name: str | None = None, locator: Locator | None = None) -> Fix:
@@ -134,7 +121,7 @@ def of_file(path: Path, *, stage_name: str | None = None, locator: Locator | Non
     """
     locator = locator or Locator()
 
-    def judge(loaded: Config) -> Judged:
+    def judge(loaded: config.Config) -> Judged:
         return stage.judge(loaded, stage=stage_name, locator=locator)
 
     judged = judge(config.load(path))
@@ -148,25 +135,33 @@ def propose(text: str, judged: Judged, again: Judge) -> Fix:
     `again` judges another text in place of the file's, and raises InvalidConfig where it cannot be
     loaded. Pure but for what `again` does.
     """
-    before, changes = text, list[Change]()
-    lines = tuple(range(1, len(BREAK.findall(text)) + 2))
+    original, file, changes = judged.config, _File(text, judged), list[Change]()
     while True:
-        state, declined = _State(text, judged, again), dict[Finding, str]()
-        for finding in judged.findings:
+        declined, before = dict[Finding, str](), len(changes)
+        for finding in file.judged.findings:
             try:
-                state.answer(finding)
+                # an edit before may have answered it
+                mend = _mend(file, finding) if _same(finding, file.judged) else None
+                if mend is None:
+                    continue
+                edited = file.text.edited(mend.edits)
+                new = _File(edited, again(edited))
+                _check(finding, mend, file.judged, new.judged)
             except Leave as reason:
                 declined[finding] = str(reason)
-        if not state.mends:
+            except InvalidConfig as error:
+                declined[finding] = f"then {error.findings[0].message}"
+            else:
+                line = original.origin(finding.key or "").line or 1
+                changes.append(Change(line, finding.key or "", mend.what))
+                file = new
+        if len(changes) == before:
             break
-        changes += [
-            Change(lines[mend.row], mend.finding.key or "", mend.what) for mend in state.mends
-        ]
-        # edits that touch each other get their turn in the text that the others leave
-        lines, text, judged = state.source.lines(lines, state.edits), state.text, state.judged
-    left = tuple(_explained(f, declined.get(f)) for f in judged.findings)
-    ordered = tuple(sorted(changes, key=lambda change: change.line))
-    return Fix(path=judged.config.path, before=before, after=text, changes=ordered, left=left)
+    return Fix(
+        path=original.path, before=text, after=file.text.text,
+        changes=tuple(sorted(changes, key=lambda change: change.line)),
+        left=tuple(_explained(f, declined.get(f)) for f in file.judged.findings),
+    )  # fmt: skip
 
 
 def _explained(finding: Finding, why: str | None) -> Finding:
@@ -189,35 +184,25 @@ def apply(fix: Fix) -> None:
     if old.removeprefix(BOM).decode("utf-8", "replace") != fix.before:
         message = "was changed in the meantime, and not written"
         raise NotReady(bad(fix.path, "file-changed", message, None, "run it again"))
-    new = fix.after.encode("utf-8")
+    mark = BOM if old.startswith(BOM) else b""
+    half = target.with_name(f".{target.name[:100]}.{os.getpid()}")
     try:
-        told = target.stat()
+        owner = target.stat()
         # replacing needs the folder's permission only: the file's own is asked here
-        if not told.st_mode & 0o222 or not os.access(target, os.W_OK):
+        if not owner.st_mode & 0o222 or not os.access(target, os.W_OK):
             raise PermissionError(errno.EACCES, "it is read-only")
-        _replace(target, BOM + new if old.startswith(BOM) else new, told)
+        try:
+            half.write_bytes(mark + fix.after.encode("utf-8"))
+            with contextlib.suppress(OSError):
+                os.chown(half, owner.st_uid, owner.st_gid)
+            shutil.copymode(target, half)
+            half.replace(target)
+        finally:
+            half.unlink(missing_ok=True)
     except OSError as error:
         message = f"cannot be written: {error.strerror or error}"
         help = f"chmod u+w {fix.path}, or write what --diff shows by hand"
         raise NotReady(bad(fix.path, "unwritable-file", message, None, help)) from None
-
-
-def _replace(target: Path, content: bytes, told: os.stat_result) -> None:
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:100]}.")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-            with contextlib.suppress(OSError):
-                os.fchown(stream.fileno(), told.st_uid, told.st_gid)
-            # after the owner: a change of owner takes bits away
-            os.fchmod(stream.fileno(), stat.S_IMODE(told.st_mode))
-        os.replace(name, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
 
 
 def _read(path: Path) -> bytes:
@@ -228,319 +213,360 @@ def _read(path: Path) -> bytes:
         raise NotReady(bad(path, "unreadable-file", message, None)) from None
 
 
+# --- edits of a text ------------------------------------------------------------------------------
+
+
+class Leave(Exception):
+    """Something is not mended; the text says why, to its author."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """Characters `start` to `end` become `text`."""
+
+    start: int
+    end: int
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One entry of a mapping."""
+
+    mapping: yaml.MappingNode
+    key: yaml.ScalarNode
+    value: yaml.Node
+
+
+_REST_OF_LINE = re.compile(r"[ \t]*(?:#[^\r\n]*)?(?:\r?\n|\Z)")
+_COLON = re.compile(r"[ \t]*:\s*\Z")
+
+
+class Text:
+    """A YAML text that is known to load, and the edits that can be made to it.
+
+    Its methods raise Leave where something is written in a way that they do not edit.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        try:
+            self.root = yaml.compose(text, Loader=LOADER)
+        except yaml.YAMLError:
+            # an anchor that stands twice: the composer alone objects
+            self.root = None
+
+    def find(self, keys: Sequence[str]) -> Place | None:
+        """The entry of a nested key; of a key that stands twice the last."""
+        place, node = None, self.root
+        for name in keys:
+            if not isinstance(node, yaml.MappingNode):
+                return None
+            found = [entry for entry in node.value if entry[0].value == name]
+            if not found:
+                return None
+            place = Place(node, *found[-1])
+            node = place.value
+        return place
+
+    def raw(self, node: yaml.Node) -> str:
+        """A node as its author wrote it."""
+        return self.text[node.start_mark.index : self._end(node)]
+
+    def _end(self, node: yaml.Node) -> int:
+        """Where a node ends: the mark of a block says where the next token begins."""
+        start, end = node.start_mark.index, node.end_mark.index
+        if isinstance(node, yaml.CollectionNode) and not node.flow_style:
+            last = node.value[-1] if isinstance(node, yaml.SequenceNode) else node.value[-1][1]
+            if last.start_mark.index < start:
+                raise Leave("it holds an alias")
+            return self._end(last)
+        if start == end or getattr(node, "style", None) in {"|", ">"}:
+            return len(self.text[:end].rstrip())
+        return int(end)
+
+    def plain(self, value: yaml.Node) -> str:
+        """The raw text of a scalar in one line."""
+        raw = self.raw(value)
+        if not isinstance(value, yaml.ScalarNode) or raw[:1] in {"&", "!", "*", "|", ">"}:
+            raise Leave("its value has an anchor, an alias or a tag, or is a block")
+        if not raw or "\n" in raw:
+            raise Leave("its value does not stand in one line")
+        return raw
+
+    def renamed(self, key: yaml.Node, name: str) -> Edit:
+        """Another key in the same quotes."""
+        raw, start = self.raw(key), key.start_mark.index
+        if raw == key.value:
+            return Edit(start, start + len(raw), name)
+        if raw[:1] in {"'", '"'} and raw[1:-1] == key.value:
+            return Edit(start + 1, start + len(raw) - 1, name)
+        raise Leave("the key is written in an unusual way")
+
+    def replaced(self, value: yaml.Node, raw: str) -> Edit:
+        """Another value in place of one that stands in one line."""
+        self.plain(value)
+        return Edit(value.start_mark.index, value.end_mark.index, raw)
+
+    def deleted(self, place: Place) -> Edit:
+        """An entry with its trailing comment; a comment above it stays."""
+        start = place.key.start_mark.index
+        if place.value.start_mark.index < start:
+            raise Leave("its value is an alias")
+        begin = self.text.rfind("\n", 0, start) + 1
+        rest = _REST_OF_LINE.match(self.text, max(self._end(place.key), self._end(place.value)))
+        if place.mapping.flow_style or rest is None or self.text[begin:start].strip(" \t"):
+            raise Leave("it shares its line with something else")
+        if not rest[0].endswith("\n"):
+            # the last line, without a line end: then the file goes on having none
+            begin = len(self.text[:begin].rstrip("\r\n"))
+        return Edit(begin, rest.end())
+
+    def listed(self, mapping: yaml.MappingNode, amounts: Sequence[str | None]) -> Iterable[Edit]:
+        """A mapping of names to amounts as a list of both in turn; None keeps an amount's text."""
+        start, flow = mapping.start_mark.index, mapping.flow_style
+        if self.text[start] in "&!*":
+            raise Leave("it has an anchor, an alias or a tag")
+        if flow:
+            yield Edit(start, start + 1, "[")
+            yield Edit(mapping.end_mark.index - 1, mapping.end_mark.index, "]")
+        for (key, value), amount in zip(mapping.value, amounts, strict=True):
+            self.plain(value)
+            begin, end, after = key.start_mark.index, self._end(key), value.start_mark.index
+            indent = self.text[self.text.rfind("\n", 0, begin) + 1 : begin]
+            between = self.text[end:after]
+            usual = _COLON.match(between) and (flow or not indent.strip(" \t"))
+            if not usual or self.text[begin] in "&!*?":
+                raise Leave("an entry is written in an unusual way")
+            if not flow:
+                yield Edit(begin, begin, "- ")
+            newline = "\r\n" if "\r\n" in self.text else "\n"
+            yield Edit(end, after, ", " if flow else f"{newline}{indent}- ")
+            if amount is not None:
+                yield Edit(after, value.end_mark.index, amount)
+
+    def edited(self, edits: Iterable[Edit]) -> str:
+        """The text after edits that do not overlap."""
+        text = self.text
+        for edit in sorted(edits, key=lambda e: (e.start, e.end), reverse=True):
+            text = text[: edit.start] + edit.text + text[edit.end :]
+        return text
+
+
 # --- what is mechanical, and how it is mended -----------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Mend:
     """The edits that answer one finding; `effects` are the arguments that differ afterwards."""
 
-    finding: Finding
     edits: tuple[Edit, ...]
-    effects: Mapping[str, object]
-    row: int
     what: str
+    effects: Mapping[str, object]
 
 
-class _State:
-    """A text, the edits that are good so far, and what is found about the text with them."""
+def _mend(file: _File, finding: Finding) -> _Mend | None:
+    """What answers a finding; None where nothing mechanical does."""
+    mender = _MENDERS.get(finding.code) or _DATA.get((finding.code, finding.key))
+    if mender is None or file.judged.schema is None:
+        return None
+    if finding.file != str(file.judged.config.path):
+        raise Leave(f"it is written in {finding.file}")
+    return mender(file, finding, (finding.key or "").removeprefix("args."))
 
-    def __init__(self, text: str, judged: Judged, again: Judge) -> None:
-        self.source, self.text = Text(text), text
-        self.judged, self._again = judged, again
-        self.mends: list[_Mend] = []
 
-    @property
-    def edits(self) -> list[Edit]:
-        return [edit for mend in self.mends for edit in mend.edits]
+def _check(finding: Finding, mend: _Mend, old: Judged, new: Judged) -> None:
+    """Raises Leave where the file would not be better."""
+    if new.stage != old.stage:
+        raise Leave(f"the file would be taken for a {new.stage} stage")
+    if repr(old.config.options) != repr(new.config.options):
+        raise Leave("something beside the arguments would change")
+    was, now = {**old.config.args, **mend.effects}, new.config.args
+    for key in {**was, **now}:
+        # a parent's value may come to light: what is found about it says so below
+        if was.get(key) is not _GONE and repr(was.get(key, _GONE)) != repr(now.get(key, _GONE)):
+            raise Leave(f"another argument would change: `{key}`")
+    came = Counter(map(_error, new.findings)) - Counter(map(_error, old.findings))
+    for other in new.findings:
+        if other.severity == "error" and _error(other) in came:
+            raise Leave(f"then {other.message}")
+    if _same(finding, new) >= _same(finding, old):
+        raise Leave("the fault would still be there")
 
-    @property
-    def schema(self) -> Schema:
-        assert self.judged.schema is not None
-        return self.judged.schema
 
-    @property
-    def entry(self) -> Entry:
-        return entry_of(self.schema)
+def _error(finding: Finding) -> tuple[str, str, str, str | None]:
+    return finding.severity, finding.layer, finding.code, finding.key
 
-    @property
-    def args(self) -> Mapping[str, Any]:
-        return self.judged.config.args
 
-    def answer(self, finding: Finding) -> None:
-        """Mend a finding that has a mechanical answer; raises Leave where that would not be better."""
-        mender = _MENDERS.get(finding.code) or _DATA.get((finding.code, finding.key))
-        if mender is None or self.judged.schema is None:
-            return
-        if finding.file != str(self.judged.config.path):
-            raise Leave(f"it is written in {finding.file}")
-        mend = mender(self, finding, (finding.key or "").removeprefix("args."))
-        if mend is None or any(
-            edit.start <= other.end and other.start <= edit.end
-            for edit in mend.edits
-            for other in self.edits
-        ):
-            return
-        text = self.source.edited([*self.edits, *mend.edits])
-        try:
-            judged = self._again(text)
-        except InvalidConfig as error:
-            raise Leave(f"then {error.findings[0].message}") from None
-        self._check(mend, judged)
-        self.mends.append(mend)
-        self.text, self.judged = text, judged
+def _same(finding: Finding, judged: Judged) -> int:
+    """How often a fault is there."""
+    fault = finding.code, finding.key, finding.file
+    return sum((f.code, f.key, f.file) == fault for f in judged.findings)
 
-    def _check(self, mend: _Mend, judged: Judged) -> None:
-        """Raises Leave where the file would not be better."""
-        old, new = self.judged, judged
-        if new.stage != old.stage:
-            raise Leave(f"the file would be taken for a {new.stage} stage")
-        if repr(old.config.options) != repr(new.config.options):
-            raise Leave("something beside the arguments would change")
-        was, now = {**old.config.args, **mend.effects}, new.config.args
-        for key in {**was, **now}:
-            # a parent's value may come to light: what is found about it says so below
-            if was.get(key) is not _GONE and repr(was.get(key, _GONE)) != repr(now.get(key, _GONE)):
-                raise Leave(f"another argument would change: `{key}`")
-        came = _errors(new) - _errors(old)
-        for finding in new.findings:
-            if _error(finding) in came:
-                raise Leave(f"then {finding.message}")
-        faults = [
-            sum(
-                (f.code, f.key, f.file) == (mend.finding.code, mend.finding.key, mend.finding.file)
-                for f in one.findings
-            )
-            for one in (old, new)
-        ]
-        if faults[1] >= faults[0]:
-            raise Leave("the fault would still be there")
+
+class _File:
+    """A text and what is found about it."""
+
+    def __init__(self, text: str, judged: Judged) -> None:
+        self.text, self.judged = Text(text), judged
+        self.args = judged.config.args
+        if judged.schema is not None:
+            self.schema, self.entry = judged.schema, entry_of(judged.schema)
 
     def written(self, key: str) -> Place | None:
         """Where an argument is written in this file."""
-        node, place = self.source.root, None
-        for step in (*_ARGS[self.judged.config.shape], key):
-            place = None if node is None else _find(node, step)
-            node = None if place is None else place.value.resolved()
-        return place
+        return self.text.find([*_ARGS[self.judged.config.shape], key])
 
     def find(self, key: str) -> Place:
         """The same; raises Leave where it is not."""
         place = self.written(key)
         if place is None:
-            raise Leave("it is not written in this file")
+            raise Leave("it is not written in this file, or in an unusual way")
         return place
 
-    def mend(
-        self,
-        finding: Finding,
-        place: Place,
-        edits: Sequence[Edit],
-        what: str,
-        effects: Mapping[str, object],
-    ) -> _Mend:
-        row = self.source.row(place.key.start)
-        return _Mend(finding=finding, edits=tuple(edits), effects=effects, row=row, what=what)
-
-    def delete(self, finding: Finding, key: str, why: str) -> _Mend:
+    def delete(self, key: str, why: str) -> _Mend:
         """Take one argument out of the file."""
         place = self.find(key)
-        raw = brief(" ".join(self.source.raw(place.value).split()), 40)
-        what = f"`{key}: {raw}` deleted: {why}"
-        return self.mend(finding, place, [self.source.deleted(place)], what, {key: _GONE})
+        edit = self.text.deleted(place)
+        raw = brief(" ".join(self.text.raw(place.value).split()), 40)
+        return _Mend((edit,), f"`{key}: {raw}` deleted: {why}", {key: _GONE})
 
-    def move(self, finding: Finding, key: str, to: str, value: object = _GONE) -> _Mend:
+    def move(self, key: str, to: str, value: object = _GONE) -> _Mend:
         """Another name for one argument, with another value where one is given."""
         place, old = self.find(key), self.args.get(key)
         new = old if value is _GONE else value
         if self.written(to) is not None:
             if repr(self.args.get(to)) == repr(new):
-                return self.delete(finding, key, f"`{to}` says the same")
+                return self.delete(key, f"`{to}` says the same")
             raise Leave(f"`{to}` is there too, with another value")
-        edits, what = [self.source.renamed(place.key, to)], f"`{key}` -> `{to}`"
+        edits, what = [self.text.renamed(place.key, to)], f"`{key}` -> `{to}`"
         if value is not _GONE:
-            what = f"`{key}: {self.source.plain(place.value)}` -> `{to}: {value}`"
-            edits.append(self.source.replaced(place.value, str(value)))
-        return self.mend(finding, place, edits, what, {key: _GONE, to: new})
+            what = f"`{key}: {self.text.plain(place.value)}` -> `{to}: {value}`"
+            edits.append(self.text.replaced(place.value, str(value)))
+        return _Mend(tuple(edits), what, {key: _GONE, to: new})
 
 
-def _error(finding: Finding) -> tuple[str, str, str | None] | None:
-    return (finding.layer, finding.code, finding.key) if finding.severity == "error" else None
-
-
-def _errors(judged: Judged) -> Counter[tuple[str, str, str | None]]:
-    return Counter(e for e in map(_error, judged.findings) if e is not None)
-
-
-def _find(mapping: Node, name: str) -> Place | None:
-    """The entry that a key's value comes from: the last of that name, else one that is merged in."""
-    own = [(k, v) for k, v in mapping.entries if k.kind is yaml.ScalarEvent and k.value == name]
-    if own:
-        return Place(mapping, *own[-1])
-    for key, value in mapping.entries:
-        if key.value == "<<":
-            source = value.resolved()
-            for merged in source.items if source.kind is yaml.SequenceStartEvent else [source]:
-                if (found := _find(merged.resolved(), name)) is not None:
-                    return found
-    return None
-
-
-def _renamed(state: _State, finding: Finding, key: str) -> _Mend:
-    to = _new_name(state, key)
-    if to is None:
+def _renamed(file: _File, finding: Finding, key: str) -> _Mend:
+    named = re.match(r"write `([^`]+)`", finding.help or "")
+    if named is None or named[1] not in file.schema.fields:
         raise Leave("what it is called now is not known")
-    if (why := _UNLIKE.get(to)) is not None:
+    to = named[1]
+    if finding.code == "renamed-key" and (why := _UNLIKE.get(to)) is not None:
         raise Leave(why)
-    if (key, to) in _OTHERWISE:
+    if (key, to) in _OTHER_VALUE:
         raise Leave(f"`{to}` takes another value")
-    value = state.args.get(key)
+    value = file.args.get(key)
     if to == "activation_memory_budget" and isinstance(value, bool):
-        return state.move(finding, key, to, _BUDGET[value])
-    return state.move(finding, key, to)
+        return file.move(key, to, _BUDGET[value])
+    return file.move(key, to)
 
 
-def _new_name(state: _State, key: str) -> str | None:
-    """What to write for a key: the entry script's own table decides, as it does for the finding."""
-    moved = state.entry.moved.get(key)
-    if moved is not None and moved.to in state.schema.fields:
-        return moved.to
-    source, script = state.judged.upstream, state.schema.script
-    assert source is not None
-    past = functools.partial(upstream.past, source, script)
-    events = past(key)
-    if events and events[0].gone:
-        return history.called_now(events[0], past, state.schema.fields)
-    made = history.formerly(key, script, state.schema.fields)
-    return None if made is None else made.key
+def _removed(file: _File, finding: Finding, key: str) -> _Mend:
+    moved = file.entry.moved.get(key)
+    return file.delete(key, "nothing takes it" if moved is None else moved.why)
 
 
-def _removed(state: _State, finding: Finding, key: str) -> _Mend:
-    moved = state.entry.moved.get(key)
-    return state.delete(finding, key, "nothing takes it" if moved is None else moved.why)
-
-
-def _unread(state: _State, finding: Finding, key: str) -> _Mend:
+def _unread(file: _File, finding: Finding, key: str) -> _Mend:
     for partner in _NEEDED_BY.get(key, ()):
-        if state.args.get(partner) is not None:
+        if file.args.get(partner) is not None:
             raise Leave(f"it says something about `{partner}`")
     # a note is about a value that asks for nothing
-    if key in state.entry.instead and finding.severity != "note":
+    if key in file.entry.instead and finding.severity != "note":
         raise Leave("what it asks for has to be said otherwise")
-    return state.delete(finding, key, "nothing reads it")
+    return file.delete(key, "nothing reads it")
 
 
-def _abbreviated(state: _State, finding: Finding, key: str) -> _Mend | None:
-    flag = state.schema.taken_as(key)
-    return None if flag is None or flag.negated else state.move(finding, key, flag.name)
-
-
-def _unknown(state: _State, finding: Finding, key: str) -> _Mend | None:
+def _unknown(file: _File, finding: Finding, key: str) -> _Mend | None:
     """Only what is no guess: another case or other separators."""
-    same = [name for name in state.schema.fields if _folded(name) == _folded(key)]
-    return state.move(finding, key, same[0]) if len(same) == 1 else None
+    same = [name for name in file.schema.fields if _folded(name) == _folded(key)]
+    return file.move(key, same[0]) if len(same) == 1 else None
 
 
 def _folded(name: str) -> str:
     return re.sub(r"[-_.]", "", name).lower()
 
 
-def _dataset_name(state: _State, finding: Finding, key: str) -> _Mend:
+def _dataset_name(file: _File, finding: Finding, key: str) -> _Mend:
     """One set, all of it."""
-    listed = _no_other_data(state, "dataset_name")
-    place, value = state.find("dataset_name"), state.args["dataset_name"]
-    raw = state.source.plain(place.value)
+    listed = _no_other_data(file, "dataset_name")
+    place, value = file.find("dataset_name"), file.args["dataset_name"]
+    raw = file.text.plain(place.value)
     if not isinstance(value, str) or not value or "${" in raw:
         raise Leave("its value is no name")
     if not re.fullmatch(r"[\w./~@+-]+|'[^']*'|\"[^\"\\]*\"", raw):
         raw = json.dumps(value, ensure_ascii=False)
     edits = (
-        state.source.renamed(place.key, listed), state.source.replaced(place.value, f"[{raw}, 1.0]"),
-    )  # fmt: skip
-    what = f"`dataset_name: {brief(value)}` -> `{listed}: [{brief(value)}, 1.0]`"
-    effects = {"dataset_name": _GONE, listed: [value, 1.0]}
-    return state.mend(finding, place, edits, what, effects)
-
-
-def _dataset_mixer(state: _State, finding: Finding, key: str) -> _Mend:
-    """`{name: amount}` as `[name, amount]`: what finetune.py:498 would do, could it be reached."""
-    mixer = state.args.get("dataset_mixer")
-    if mixer == {}:
-        return state.delete(finding, "dataset_mixer", "it is empty")
-    listed = _no_other_data(state, "dataset_mixer")
-    place, own = state.find("dataset_mixer"), state.args["dataset_mixer"]
-    if not isinstance(own, dict) or [k.value for k, _ in place.value.entries] != list(own):
-        raise Leave("its entries do not all stand there, once each")
-    amounts = _amounts(own)
-    edits = [
-        state.source.renamed(place.key, listed),
-        *state.source.listed(place.value, [raw for _, raw in amounts]),
-    ]
-    words = [word for name, (value, _) in zip(own, amounts, strict=True) for word in (name, value)]
-    said = [f"{name}: {raw}" for name, (_, raw) in zip(own, amounts, strict=True) if raw]
-    what = f"`dataset_mixer` -> `{listed}`, names and amounts in turn"
-    what += (
-        f"; written with a point, which makes it a share: {brief(', '.join(said))}" if said else ""
+        file.text.renamed(place.key, listed),
+        file.text.replaced(place.value, f"[{raw}, 1.0]"),
     )
-    return state.mend(finding, place, edits, what, {"dataset_mixer": _GONE, listed: words})
+    what = f"`dataset_name: {brief(value)}` -> `{listed}: [{brief(value)}, 1.0]`"
+    return _Mend(edits, what, {"dataset_name": _GONE, listed: [value, 1.0]})
 
 
-def _no_other_data(state: _State, key: str) -> str:
+def _dataset_mixer(file: _File, finding: Finding, key: str) -> _Mend:
+    """`{name: amount}` as `[name, amount]`: what finetune.py:498 would do, could it be reached."""
+    mixer = file.args.get("dataset_mixer")
+    if mixer == {}:
+        return file.delete("dataset_mixer", "it is empty")
+    listed = _no_other_data(file, "dataset_mixer")
+    place, node = file.find("dataset_mixer"), file.find("dataset_mixer").value
+    if (
+        not isinstance(mixer, dict)
+        or not isinstance(node, yaml.MappingNode)
+        or [key.value for key, _ in node.value] != list(mixer)
+    ):
+        raise Leave("its entries do not all stand there, once each")
+    amounts = _amounts(mixer)
+    # 1 and 1.0 are the same number
+    pairs = [(repr(old), repr(new)) for old, new in zip(mixer.values(), amounts, strict=True)]
+    edits = (
+        file.text.renamed(place.key, listed),
+        *file.text.listed(node, [str(new) if new != old else None for old, new in pairs]),
+    )
+    words = [word for pair in zip(mixer, amounts, strict=True) for word in pair]
+    what = f"`dataset_mixer` -> `{listed}`, names and amounts in turn"
+    return _Mend(edits, what, {"dataset_mixer": _GONE, listed: words})
+
+
+def _no_other_data(file: _File, key: str) -> str:
     """The name of the list to write; raises Leave where more than `key` says which data to take."""
-    listed = state.entry.names.data
+    listed = file.entry.names.data
     for other in ("dataset_name", "dataset_mixer", "dataset_config_name"):
-        if other != key and state.args.get(other) is not None:
+        if other != key and file.args.get(other) is not None:
             raise Leave(f"`{other}` is there too, and has no place in `{listed}`")
-    if state.args.get(listed) is not None or listed in state.args:
+    if listed in file.args:
         raise Leave(f"`{listed}` is there too")
     return listed
 
 
-def _amounts(mixer: Mapping[str, Any]) -> list[tuple[Any, str | None]]:
-    """Each amount as it is in the list, with its new text where it cannot stand as it is written.
+def _amounts(mixer: Mapping[str, Any]) -> list[float | int]:
+    """Each amount as it is in a list, where a count is a whole number and a share has a point.
 
-    With a number above 1 among them they were counts, else shares (utils.py:527); in a list each
-    speaks for itself, by its point. Raises Leave where that leaves two readings.
+    In a mapping 1 is a share, all of a set, unless a number above 1 shows that they are counts
+    (utils.py:527). Raises Leave where an amount is neither, or 1 may be both.
     """
-    numbers = [_number(name, value) for name, value in mixer.items()]
-    counts = any(number > 1 for number in numbers)
-    mixed = counts and any(isinstance(number, float) for number in numbers)
-    amounts: list[tuple[Any, str | None]] = []
-    for (name, value), number in zip(mixer.items(), numbers, strict=True):
-        if isinstance(number, int) and number == 1 and mixed:
+    counts = any(isinstance(value, int) and value > 1 for value in mixer.values())
+    shares = any(isinstance(value, float) for value in mixer.values())
+    amounts: list[float | int] = []
+    for name, value in mixer.items():
+        count = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        share = isinstance(value, float) and 0 < value <= 1 and "e" not in str(value)
+        if not count and not share:
+            raise Leave(f"`{brief(value)}` of {brief(name)} is neither a share nor a count")
+        if count and value == 1 and counts and shares:
             raise Leave(f"the amount 1 of {brief(name)} may be a share or a count")
-        if isinstance(number, int) and number == 1 and not counts:
-            amounts.append((1.0, "1.0"))
-        elif isinstance(number, float) and "." not in str(value):
-            plain = format(Decimal(str(value)), "f")
-            amounts.append((plain, f'"{plain}"'))
-        else:
-            amounts.append((value, None))
+        amounts.append(1.0 if count and not counts else value)
     return amounts
 
 
-def _number(name: str, value: Any) -> int | float:
-    number: int | float | None = None
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            number = float(value) if "." in value else int(value)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        number = value
-    if number is None or not math.isfinite(number) or number <= 0:
-        raise Leave(f"`{brief(value)}` is no amount of {brief(name)}")
-    if isinstance(number, float) and number > 1:
-        raise Leave(f"the amount {number} of {brief(name)} is neither a share nor a count")
-    return number
-
-
-_MENDERS: Mapping[str, Callable[[_State, Finding, str], _Mend | None]] = {
+_MENDERS: Mapping[str, Callable[[_File, Finding, str], _Mend | None]] = {
     "renamed-key": _renamed,
     "removed-key": _removed,
     "unread-key": _unread,
-    "abbreviated-key": _abbreviated,
+    "abbreviated-key": _renamed,
     "unknown-key": _unknown,
 }
-_DATA: Mapping[tuple[str, str | None], Callable[[_State, Finding, str], _Mend | None]] = {
+_DATA: Mapping[tuple[str, str | None], Callable[[_File, Finding, str], _Mend | None]] = {
     ("bad-value", "args.dataset_mixer"): _dataset_mixer,
     ("two-data-sources", "args.dataset_mixer"): _dataset_mixer,
     ("two-data-sources", "args.dataset_name"): _dataset_name,

@@ -1,20 +1,27 @@
-"""What a run folder keeps of everything that was decided before the start, as plain data."""
+"""What a run folder keeps of everything that was decided before the start: manifest and stage file."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from launcher import machine, situation
+import yaml
+
+from launcher import machine, rundir, situation
 from launcher.backends.deepspeed_rules import engine_config
-from launcher.command import Command, expectations
+from launcher.command import HUB, Command, expectations
 from launcher.errors import Finding
+from launcher.keys import DEEPSPEED, KEYS
 from launcher.machine import Trainer
+from launcher.options import Watch
 from launcher.plan import Plan
 from launcher.redaction import redact
+from launcher.rundir import RunFolder
 
 MANIFEST_VERSION = 1
+_HEAD = "# What `{stage}` was resolved to: inheritance, overrides and interpolation done.\n"
 
 
 def manifest(
@@ -100,3 +107,63 @@ def _resolved(plan: Plan) -> dict[str, dict[str, Any]]:
             value = plan.stage.config.secrets[f"args.{name}"]
         fields[name] = {"value": value, "origin": origin}
     return fields
+
+
+def write_stage_file(
+    plan: Plan, folder: RunFolder, restored: Mapping[str, Any] | None = None
+) -> None:
+    """Write the resolved stage file of a plan, with the values that are `restored` from a checkpoint.
+
+    Tokens are taken out. Raises OSError.
+    """
+    options = plan.stage.options
+    given: dict[str, Any] = {
+        "stage": options.stage,
+        "backend": options.backend,
+        "script": options.script,
+        "name": plan.stage.name,
+        "deepspeed": options.deepspeed_name,
+        "attention": list(options.attention) or None,
+        "mixed_precision": options.mixed_precision,
+        "expect": dict(options.expect) or None,
+        "on_violation": options.on_violation,
+        "on_hang": options.on_hang,
+        "slurm": {k: True if v is None else v for k, v in options.slurm.items()} or None,
+        "skypilot": dict(options.skypilot) or None,
+        "probe": "off" if options.probe is None else _told(options.probe),
+    }
+    if options.batch is not None:
+        batch = {"global": options.batch.total, "per_device": options.batch.per_device}
+        given["batch"] = {key: value for key, value in batch.items() if value is not None}
+    if options.deepspeed is not None and options.deepspeed_name not in DEEPSPEED:
+        rundir.write_bytes(folder.deepspeed, options.deepspeed.read_bytes())
+        given["deepspeed"] = folder.deepspeed.name
+    shown = {key: value for key, value in given.items() if value is not None}
+    told = escaped(redact({**shown, "args": {**plan.stage.args, **(restored or {})}}))
+    for name, value in told["args"].items():
+        # what is started again takes it from where it was taken, or from where huggingface_hub looks
+        whole = plan.stage.config.secrets.get(f"args.{name}")
+        if whole is None and name == "hub_token" and value is not None:
+            whole = f"${{oc.env:{HUB},null}}"
+        told["args"][name] = value if whole is None else whole
+    text = yaml.safe_dump(told, sort_keys=False, allow_unicode=True, width=100)
+    rundir.write_text(folder.stage_file, _HEAD.format(stage=plan.stage.config.path) + text)
+
+
+def _told(watch: Watch) -> dict[str, Any]:
+    """What a stage file can say of the probe."""
+    told = asdict(watch)
+    return {
+        part.name: told[part.name] for part in KEYS["probe"].parts if told[part.name] is not None
+    }
+
+
+def escaped(value: Any) -> Any:
+    """Values as they are, for a file that will be interpolated once more."""
+    if isinstance(value, Mapping):
+        return {str(key): escaped(below) for key, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [escaped(below) for below in value]
+    if isinstance(value, str):
+        return value.replace("${", "\\${")
+    return value if isinstance(value, bool | int | float) or value is None else str(value)

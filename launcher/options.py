@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from launcher import gates, sbatch, skypilot
 from launcher.backends import BACKENDS
 from launcher.config import Config
 from launcher.errors import Finding, brief
 from launcher.keys import DEEPSPEED, KEYS, STAGES, nearest, whole_number
 from launcher.paths import expanded, is_file
 
-_SHARED = (
-    "mixed_precision", "batch", "expect", "on_violation", "on_hang", "probe", "name", "slurm",
-    "skypilot", "gates",
-)  # fmt: skip
-WRAPPED_KEYS = ("script", "deepspeed_config", "num_gpus", *_SHARED)
+# what a file of the shape `open_instruct:` may say; the rest of the table is for `stage:` and `args:`
+WRAPPED_KEYS = (
+    *(
+        name
+        for name in KEYS
+        if name not in {"stage", "backend", "deepspeed", "attention", "args", "extends"}
+    ),
+    "deepspeed_config",
+    "num_gpus",
+)
 # as an override on a stage file it would say what --gpus says
 _ELSEWHERE = {
     "num_gpus": "the number of GPUs is given with --gpus",
@@ -100,7 +107,8 @@ def read(
     `folders` are further places (a checkout) that a relative DeepSpeed path may start from;
     `fields` are upstream's own names, for those who write them beside `args:`.
     """
-    findings = unknown(config, fields)
+    keys = WRAPPED_KEYS if config.shape == "wrapped" else tuple(KEYS)
+    findings = [_unknown(config, key, keys, fields) for key in config.options if key not in keys]
     raw = config.options
     unlike = backend_fault(config)
     findings += [unlike] if unlike is not None else []
@@ -109,6 +117,12 @@ def read(
     for key in ("mixed_precision", "batch", "expect", "on_violation", "on_hang", "probe", "name"):
         values[key], faults = KEYS[key].read(raw.get(key))
         findings += [_bad(config, *fault) for fault in faults]
+    # three that a module of their own reads
+    readers = {"slurm": sbatch.read, "skypilot": skypilot.read, "gates": gates.read}
+    for key, reader in readers.items():
+        complain = functools.partial(_complain, config, key)
+        values[key], wrong = reader(raw[key], complain) if raw.get(key) is not None else ({}, [])
+        findings += wrong
     deepspeed, name = _deepspeed(config, folders, findings)
     script, fault = entry_of(config, stage, backend)
     findings += [fault] if fault is not None else []
@@ -125,15 +139,15 @@ def read(
         on_violation=values["on_violation"] or "stop", on_hang=values["on_hang"] or "report",
         probe=None if probe is False else Watch(**watched), name=values["name"],
         gpus=_gpus(config, findings),
-        slurm=_elsewhere(config, "slurm", findings),
-        skypilot=_elsewhere(config, "skypilot", findings), gates=_elsewhere(config, "gates", findings),
+        slurm=values["slurm"], skypilot=values["skypilot"], gates=values["gates"],
     ), findings  # fmt: skip
 
 
-def unknown(config: Config, fields: Collection[str] = ()) -> list[Finding]:
-    """A finding for every top-level key that is none of ours."""
-    keys = WRAPPED_KEYS if config.shape == "wrapped" else tuple(KEYS)
-    return [_unknown(config, key, keys, fields) for key in config.options if key not in keys]
+def _complain(
+    config: Config, key: str, code: str, below: str, message: str, help: str | None
+) -> Finding:
+    where = f"{key}.{below}" if below else key
+    return replace(_bad(config, where, message, help), code=code)
 
 
 def stage_of(config: Config) -> str | None:
@@ -159,10 +173,9 @@ def entry_of(config: Config, stage: str, backend: str) -> tuple[str, Finding | N
         return key, None
     names = [name for name in entries if _stage_of(name, backend) == stage]
     if key is None:
-        near = difflib.get_close_matches(str(given), entries, n=1)
         message = f"`{brief(given)}` is no script that launch starts"
-        help = f"did you mean `{near[0]}`?" if near else _one_of(names)
-        return stage, _bad(config, "script", message, help)
+        near = difflib.get_close_matches(str(given), entries, n=1)
+        return stage, _bad(config, "script", message, nearest(str(given), tuple(near or names)))
     message = f"`script: {brief(given)}` belongs to {_stage_of(key, backend)}, the file's stage is {stage}"
     return stage, _bad(config, "script", message, _one_of(names))
 
@@ -256,10 +269,8 @@ def _deepspeed(
             path = base / expanded(given)
             if is_file(path):
                 return path.absolute(), path.stem
-    names = _one_of((*DEEPSPEED, "none"))
-    near = difflib.get_close_matches(str(given), DEEPSPEED, n=1)
-    help = f"did you mean `{near[0]}`?" if near else f"a path, or {names}"
     message = f"`{brief(given)}` is neither a DeepSpeed file nor a known name"
+    help = nearest(str(given), ("a path", *DEEPSPEED, "none"))
     findings.append(_bad(config, key, message, help))
     return None, "none"
 
@@ -299,25 +310,3 @@ def _gpus(config: Config, findings: list[Finding]) -> int | None:
             _bad(config, "num_gpus", f"`num_gpus` is a whole number, not `{brief(given)}`")
         )
     return number
-
-
-def _elsewhere(config: Config, key: str, findings: list[Finding]) -> dict[str, Any]:
-    """`slurm:`, `skypilot:` or `gates:`."""
-    given = config.options.get(key)
-    if given is None:
-        return {}
-    from launcher import gates, sbatch, skypilot
-
-    readers: Mapping[str, Any] = {
-        "slurm": sbatch.read,
-        "skypilot": skypilot.read,
-        "gates": gates.read,
-    }
-
-    def complain(code: str, below: str, message: str, help: str | None) -> Finding:
-        where = f"{key}.{below}" if below else key
-        return replace(_bad(config, where, message, help), code=code)
-
-    told, wrong = readers[key](given, complain)
-    findings += wrong
-    return dict(told)

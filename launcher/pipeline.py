@@ -33,7 +33,7 @@ from launcher import (
 )  # fmt: skip
 from launcher.chain import placed
 from launcher.changes import Change
-from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, brief, errors
+from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, brief
 from launcher.handover import Order, Step, Survey
 from launcher.preparation import Prepared, Request
 from launcher.redaction import redact
@@ -175,43 +175,17 @@ def run(order: Order, told: Progress, *, quiet: bool = False) -> Result:
 def dry_run(order: Order) -> Survey:
     """What would be started, in order, and what of it earlier runs have. Raises like `handover.survey`."""
     seen = handover.survey(order, running=False)
-    return replace(seen, findings=(*seen.findings, *_earlier_runs(order, seen)))
+    return replace(seen, findings=(*seen.findings, *_earlier_runs(seen)))
 
 
-def _earlier_runs(order: Order, seen: Survey) -> Iterator[Finding]:
-    """What this pipeline would do where the printed commands write into the outputs of earlier runs."""
-    trained: set[str] = set()
+def _earlier_runs(seen: Survey) -> Iterator[Finding]:
+    """Printed commands that would write into the outputs of earlier runs."""
+    would = "skip what has not changed, and train beside it what has"
     for link in seen.links:
-        step = seen.steps[link.name]
-        request = replace(step.prepared.request, allowed=_allowed(order, step))
-        known = preparation.decided_of_earlier_run(replace(step.prepared, request=request))
-        if known is None:
-            trained.add(link.name)
-            continue
-        made, decision = known
-        before = link.source if link.source in trained else None
-        if decision is None:
-            would: str | None = "wait until that run is over"
-            again = True
-        else:
-            why = _why_again(decision, request, before)
-            would = f"train {link.name} again, beside it: {why}" if why else resume.would(decision)
-            again = why is not None or decision.kind != "finished"
-        if again:
-            trained.add(link.name)
-        if would is not None:
-            output, folder = step.prepared.output, step.prepared.folder
-            for one in resume.of_a_bare_command(would, made, output, folder):
-                yield placed(link, one)
-
-
-def _why_again(decision: Decision, request: Request, before: str | None) -> str | None:
-    """Why a stage is trained beside its earlier run; `before` is the stage whose model will be another."""
-    why = [one.differs for one in _changed(decision, request)[:4]]
-    if before is not None and decision.kind != "new":
-        why = [f"{before} is trained before it", *why]
-    refused = {one.code for one in errors(decision.findings)}
-    return "; ".join(why) if why and (not refused or refused & _CHANGED) else None
+        dry = seen.steps[link.name].prepared
+        if dry.attempt > 1 and rundir.read_manifest(dry.folder):
+            found = resume.of_a_bare_command(would, dry.plan, dry.output, dry.folder)
+            yield from (placed(link, one) for one in found)
 
 
 class _Runner:

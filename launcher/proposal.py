@@ -25,8 +25,8 @@ from launcher.config import Config
 from launcher.errors import Finding, NotReady, not_ready, usage
 from launcher.keys import DEEPSPEED
 from launcher.levers import Setting, Settings, Space, by_lever, described
+from launcher.manifest import escaped
 from launcher.redaction import redact
-from launcher.repeat import escaped
 
 MARK = "# Tuned by launch: "
 _NESTED = ("batch", "expect", "probe", "gates", "slurm", "skypilot")

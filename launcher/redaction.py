@@ -107,17 +107,15 @@ _VALUE = re.compile(r"(?P<quote>[\"'])(?P<quoted>[^\"']+)(?P=quote)|(?P<plain>[^
 _VARIABLE = re.compile(r"(?P<plain>[^\s\"'`]*[^\s\"',;)}\]`])")
 # --hub_token VALUE inside a text
 _FLAG = re.compile(r"(?<![\w.-])(?P<head>(?P<name>--[A-Za-z][\w.-]*+)\s+)(?P<value>(?!--)\S+)")
-# The same in bytes, as patterns that begin with a text: of megabytes little else is looked at
-_BEGINS = tuple(begin.encode() for begins in _SHAPES for begin in begins.split())
-_SHAPE_OF_BYTES = re.compile(_SHAPE.pattern.encode())
-_BEARER_OF_BYTES = tuple(re.compile(word + rb"\s+[\w.~+/=-]{12}") for word in (b"bearer", b"basic"))
-_LONGEST_NAME = 200
-_SECRETS_OF_BYTES = tuple(
-    re.compile(word + rb"[\w.-]{0,%d}+[\"']?(?:\s*:?=|:)" % _LONGEST_NAME)
-    for word in (b"token", b"key", b"secret", b"cred", b"pass", b"pwd", b"auth", b"dsn", b"webhook")
+# in lower case, one of these is in every line of bytes that holds a secret
+_HINTS = tuple(
+    hint.lower().encode()
+    for hint in ("://", "bearer", "basic", *(one for begins in _SHAPES for one in begins.split()))
 )
-_FLAG_OF_BYTES = re.compile(rb"(?<![\w.-])--[A-Za-z][\w.-]*+\s")
-_NAME_OF_BYTES = re.compile(rb"[\w.-]*")
+_WORDS_OF_NAMES = b"(?:token|key|secret|cred|pass|pwd|auth|dsn|webhook)"
+_NAME_HINT = re.compile(
+    _WORDS_OF_NAMES + rb"[\w.-]{0,200}+[\"']?\s*[:=]|--[\w.-]*?" + _WORDS_OF_NAMES
+)
 _PLAIN_WORDS = frozenset({"none", "null", "true", "false"})
 _SHORTEST = 8
 # `"$HF_TOKEN"`, `${oc.env:HF_TOKEN}`: where a secret is, not what it is
@@ -211,34 +209,15 @@ def redact_bytes(raw: bytes, known: Sequence[str]) -> bytes:
 
 
 def _suspects(raw: bytes, known: Sequence[str]) -> Iterator[int]:
-    """Where a token may be."""
-    for text in (b"://", *(value.encode("utf-8", "surrogateescape") for value in known)):
-        yield from _places(raw, text)
-    for text in _BEGINS:
-        yield from (at for at in _places(raw, text) if _SHAPE_OF_BYTES.match(raw, at))
+    """Where a secret may be."""
     small = raw.lower()
-    for pattern in _BEARER_OF_BYTES:
-        yield from (found.start() for found in pattern.finditer(small))
-    for pattern in _SECRETS_OF_BYTES:
-        for found in pattern.finditer(small):
-            at = found.start()
-            before = _NAME_OF_BYTES.match(raw[max(0, at - _LONGEST_NAME) : at][::-1])
-            name = (before[0][::-1] if before else b"") + raw[at : found.end() - 1]
-            if _is_secret(name):
-                yield at
-    yield from (found.start() for found in _FLAG_OF_BYTES.finditer(raw) if _is_secret(found[0]))
-
-
-def _places(raw: bytes, text: bytes) -> Iterator[int]:
-    at = raw.find(text)
-    while at >= 0:
-        yield at
-        at = raw.find(text, at + 1)
-
-
-@lru_cache(maxsize=4096)
-def _is_secret(name: bytes) -> bool:
-    return is_secret(name.decode("utf-8", "replace"))
+    values = (value.encode("utf-8", "surrogateescape").lower() for value in known)
+    for hint in (*_HINTS, *values):
+        at = small.find(hint)
+        while at >= 0:
+            yield at
+            at = small.find(hint, at + 1)
+    yield from (found.start() for found in _NAME_HINT.finditer(small))
 
 
 def known_values(environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -16,23 +16,30 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from launcher import changes, checkpoints, checksums, earlier, lease, rundir
+from launcher import (
+    changes,
+    checkpointing,
+    checkpoints,
+    checksums,
+    earlier,
+    lease,
+    position,
+    rundir,
+)  # fmt: skip
 from launcher.arguments import placed
 from launcher.caches import Cache
 from launcher.changes import Change
 from launcher.checkpoints import Checkpoint
 from launcher.contents import Contents
 from launcher.earlier import Attempts, Manifest
-from launcher.errors import Finding, errors, not_ready, usage
+from launcher.errors import Finding, Severity, errors, not_ready, usage
 from launcher.machine import Trainer
 from launcher.paths import canonical, exists
 from launcher.plan import Derived, Plan, model_in
 from launcher.position import Place, Wrong
 from launcher.redaction import redact
-from launcher.remarks import Remarks, aside_folder
 from launcher.rundir import RunFolder
 from launcher.schema import Values
-from launcher.selection import Selection
 from launcher.stage import Stage
 
 Kind = Literal["new", "resume", "finished"]
@@ -159,6 +166,11 @@ def _beside(stage: Stage) -> Iterator[tuple[str, Path]]:
         yield f"{begin}-{number}", folder.absolute()
 
 
+def aside_folder(output: Path) -> Path:
+    """Where checkpoints go that must not be seen: not inside, where upstream would upload them."""
+    return output.with_name(f"{output.name}.set-aside")
+
+
 def set_aside(decision: Decision, attempt: int) -> list[Path]:
     """Move beside the output folder what upstream would resume from, or mark as complete, wrongly.
 
@@ -208,31 +220,26 @@ def of_a_bare_command(
 
     `would` is what launch itself does there.
     """
-    name = plan.stage.entry.names.output
+    if plan.stage.options.backend == "trl":
+        # trl/scripts/sft.py:113
+        named = plan.values.get("resume_from_checkpoint")
+        does = f"goes on from {named}" if named else "begins anew and writes over what it left"
+    elif (taken := _taken_by_upstream(plan, output)) is not None:
+        does = f"goes on from {taken.name}, whatever has changed since"
+    else:
+        does = "trains into the same folder"
     said = Finding(
-        severity="warning", layer="launch", code="earlier-run", key=f"args.{name}",
-        message=f"{output} is that of {folder.path.name}: launch itself would {would}; this line "
-        f"{_of_upstream(plan, output)}",
+        severity="warning", layer="launch", code="earlier-run",
+        key=f"args.{plan.stage.entry.names.output}",
+        message=f"{output} is that of {folder.path.name}: launch itself would {would}; this line {does}",
         help="say it without --dry-run, or with --fresh for a line that takes a folder beside it",
     )  # fmt: skip
     return (placed(plan.stage.config, said),)
 
 
-def _of_upstream(plan: Plan, output: Path | None) -> str:
-    """What upstream does in a folder that has been trained into, told nothing by us."""
-    if plan.stage.options.backend == "trl":
-        # trl/scripts/sft.py:113
-        named = plan.values.get("resume_from_checkpoint")
-        return f"goes on from {named}" if named else "begins anew and writes over what it left"
-    taken = _taken_by_upstream(plan.stage.options.backend, output)
-    if taken is not None:
-        return f"goes on from {taken.name}, whatever has changed since"
-    return "trains into the same folder"
-
-
-def _taken_by_upstream(backend: str, output: Path | None) -> Path | None:
+def _taken_by_upstream(plan: Plan, output: Path | None) -> Path | None:
     try:
-        return checkpoints.taken_by_upstream(backend, output)
+        return checkpoints.taken_by_upstream(plan.stage.options.backend, output)
     except ValueError:
         return None
 
@@ -264,164 +271,297 @@ def judge(
             f"--allow-changed-resume: nothing is called {', '.join(map(repr, wrong))}",
             f"one of {', '.join(changes.NAMES)}, or the name of an argument",
         )  # fmt: skip
-    last = lease.newest(output)
-    attempts = Attempts(plan, folder, history, None if last is None else last.code)
-    selection = Selection(plan, output, attempts, trainer, frozenset(allowed))
-    judged = _Judge(selection, Remarks(selection, tuple(caches)), tuple(caches), tuple(now))
     if plan.values.get("cache_dataset_only") is True:
         return Decision()
+    last = lease.newest(output)
+    attempts = Attempts(plan, folder, history, None if last is None else last.code)
+    judged = _Judge(
+        plan, output, attempts, trainer, frozenset(allowed), tuple(caches), tuple(now)
+    )  # fmt: skip
     decision = judged.again() if history else judged.first()
     found = tuple(placed(plan.stage.config, finding) for finding in decision.findings)
-    return replace(decision, findings=found, allowed=tuple(allowed), asked=selection.asked())
+    return replace(decision, findings=found, allowed=tuple(allowed), asked=judged.named)
 
 
 @dataclass(frozen=True, slots=True)
 class _Judge:
-    """The ways out; `now` is what data and models of this start hold."""
+    """The checkpoints in an output folder, by the attempts that made them.
 
-    at: Selection
-    say: Remarks
+    `allowed` are the changes that the user allows by name, `now` is what data and models of this start hold.
+    """
+
+    plan: Plan
+    output: Path | None
+    attempts: Attempts
+    trainer: Trainer
+    allowed: frozenset[str]
     caches: tuple[Cache, ...]
     now: tuple[Mapping[str, Any], ...]
 
+    @property
+    def backend(self) -> str:
+        """`open_instruct` or `trl`."""
+        return self.plan.stage.options.backend
+
+    @property
+    def named(self) -> str | None:
+        """The checkpoint that the stage file names; open-instruct never gets to look at it."""
+        named = self.plan.stage.args.get("resume_from_checkpoint")
+        plain = isinstance(named, str) and named.lower() not in ("", "true", "false")
+        return str(named) if plain and self.backend == "trl" else None
+
+    # -- the ways out
+
     def first(self) -> Decision:
         """No run of ours has been here: what to know of checkpoints before there are any."""
-        found = checkpoints.find(self.at.backend, self.at.output)
+        found = checkpoints.find(self.backend, self.output)
         kept = tuple(one.name for one in found)
-        said = [*self.say.strange(), *self.say.beforehand()]
-        if (named := self.at.asked()) is not None:
-            decision = self._as_named(Path(named), found)
+        said = [*self._strange(), *self._beforehand()]
+        if self.named is not None:
+            decision = self._as_named(Path(self.named), found)
             return replace(decision, findings=(*said, *decision.findings))
-        taken = (
-            None if said and errors(said) else _taken_by_upstream(self.at.backend, self.at.output)
-        )
+        taken = None if errors(said) else _taken_by_upstream(self.plan, self.output)
         chosen = next((one for one in found if one.path == taken), None)
         if chosen is None:
-            return Decision(kept=kept, findings=(*said, *self.say.no_record(found)))
+            return Decision(kept=kept, findings=(*said, *self._without_record(found)))
         # open-instruct resumes by itself; that it is somebody else's is a rule of its own
         fault = chosen.why_incomplete or checksums.fault(None, chosen)
         if fault is not None:
+            message = f"upstream would resume from {chosen.path}, and {fault}"
             said.append(
-                self.say.finding(
-                    "error", "broken-checkpoint",
-                    f"upstream would resume from {chosen.path}, and {fault}",
-                    "move it out of the output folder",
+                self._finding(
+                    "error", "broken-checkpoint", message, "move it out of the output folder"
                 )
-            )  # fmt: skip
+            )
         return Decision(
-            kind="resume", checkpoint=chosen, step=self.at.attempts.steps(chosen),
-            place=self.at.taken(chosen), kept=kept, findings=tuple(said),
+            kind="resume", checkpoint=chosen, step=self.attempts.steps(chosen),
+            place=self._place(chosen), kept=kept, findings=tuple(said),
         )  # fmt: skip
 
     def again(self) -> Decision:
         """The run has been here: finished, to be continued, or with nothing to continue from."""
-        found = self.at.found()
-        model = None if self.at.output is None else model_in(self.at.plan, self.at.output)
-        if self.at.attempts.finished(model):
+        found = self._found()
+        model = None if self.output is None else model_in(self.plan, self.output)
+        if self.attempts.finished(model):
             return self._over(found)
-        named = self.at.asked()
-        if named is not None and named != earlier.mapping(self.at.attempts.last.get("resume")).get(
-            "asked"
-        ):
-            return self._as_named(Path(named), found)
+        before = earlier.mapping(self.attempts.last.get("resume")).get("asked")
+        if self.named is not None and self.named != before:
+            return self._as_named(Path(self.named), found)
         damaged = []
         while whole := [one for one in found if one.complete]:
-            chosen, wrong, passed = self.at.chosen(whole)
-            fault = checksums.fault(self.at.attempts.folder, chosen)
+            chosen, wrong, passed = self._chosen(whole)
+            fault = checksums.fault(self.attempts.folder, chosen)
             if fault is None:
                 break
-            broken = replace(chosen, why_incomplete=fault)
-            damaged.append(self.say.damaged(broken))
-            found = [broken if one is chosen else one for one in found]
+            damaged.append(
+                self._finding(
+                    "warning", "damaged-checkpoint", f"{chosen.name} is not used: {fault}",
+                    "look at the disk; an older checkpoint is taken where one is whole",
+                )
+            )  # fmt: skip
+            found = [replace(one, why_incomplete=fault) if one is chosen else one for one in found]
         else:
             begins = self._from_zero(found)
             return replace(begins, findings=(*damaged, *begins.findings))
-        told = self.at.attempts.maker(chosen)
-        changed = self._changed(list(self._since(told)), chosen, wrong)
-        aside = self.at.in_the_way(found, chosen)
+        changed = self._changed(list(self._since(self.attempts.maker(chosen))), chosen, wrong)
+        aside = self._in_the_way(found, chosen)
+        total, at = self.attempts.total(), self.attempts.steps(chosen)
+        left = "" if total is None else f", {max(0, total - at)} of {total} steps are left"
+        resumes = self._finding(
+            "note", "resumes", f"goes on from {chosen.path}{left}", "--fresh starts over, beside it"
+        )
         said = [
-            *damaged, self.say.goes_on(chosen), *self.say.strange(), *self.say.changed(changed, chosen),
-            *self.say.begins_again(chosen), *self.say.went_back(chosen, passed),
-            *self.say.reference_gone(changed), *self.say.moved(aside),
+            *damaged, resumes, *self._strange(), *self._of_changes(changed, chosen),
+            *self._begins_epoch_again(chosen), *self._went_back(chosen, passed),
+            *self._reference_gone(changed), *self._moved(aside),
         ]  # fmt: skip
+        restored = {
+            one.what: Derived(
+                value=one.before, why=f"it comes out of {chosen.name}, not {one.after}"
+            )
+            for one in changed
+            if one.restored
+        }
+        if self.backend == "trl":
+            # told nothing it begins anew, told `true` it takes the highest number, whole or not
+            why = "the same command goes on from the last complete checkpoint"
+            restored["resume_from_checkpoint"] = Derived(value=str(chosen.path), why=why)
         return Decision(
-            kind="resume", checkpoint=chosen, step=self.at.attempts.steps(chosen),
-            place=self.at.taken(chosen), changes=tuple(changed),
-            kept=tuple(one.name for one in found if one.path not in aside), aside=tuple(aside),
-            derived={**self.at.told(chosen), **_restored(changed, chosen)}, findings=tuple(said),
+            kind="resume", checkpoint=chosen, step=at, place=self._place(chosen),
+            changes=tuple(changed), kept=_names(found, aside), aside=tuple(aside), derived=restored,
+            findings=tuple(said),
         )  # fmt: skip
 
     def _as_named(self, named: Path, found: Sequence[Checkpoint]) -> Decision:
         """The stage file names a checkpoint for the first time: that one, whatever else is there."""
-        same = [one for one in found if canonical(one.path) == canonical(named)]
+        same = next((one for one in found if canonical(one.path) == canonical(named)), None)
         # what a run did not go on from, it must not rotate away
-        aside = self.at.in_the_way(found, same[0] if same else None)
-        fault = checksums.fault(self.at.attempts.folder, same[0]) if same else None
-        said = [] if fault is None else [
-            self.say.finding(
-                "error", "broken-checkpoint", f"{named}: {fault}", "name an older one",
-                key="resume_from_checkpoint",
-            )
-        ]  # fmt: skip
+        aside = self._in_the_way(found, same)
+        said = list(self._moved(aside))
+        if same is not None and (fault := checksums.fault(self.attempts.folder, same)) is not None:
+            message, help = f"{named}: {fault}", "name an older one"
+            key = "resume_from_checkpoint"
+            said.insert(0, self._finding("error", "broken-checkpoint", message, help, key))
         return Decision(
-            kind="resume", checkpoint=same[0] if same else None, step=same[0].number if same else 0,
-            kept=tuple(one.name for one in found if one.path not in aside), aside=tuple(aside),
-            findings=(*said, *self.say.moved(aside)),
+            kind="resume", checkpoint=same, step=same.number if same else 0,
+            kept=_names(found, aside), aside=tuple(aside), findings=tuple(said),
         )  # fmt: skip
 
     def _over(self, found: Sequence[Checkpoint]) -> Decision:
         """The run is finished; unless something that matters has changed, that is the answer."""
-        kept = tuple(one.name for one in found)
-        changed = [one for one in self._since(self.at.attempts.last) if one.severity != "note"]
-        # what training would be done with now is no reason to do it again
-        changed = [one for one in changed if one.what not in ("packages", "gpus", "reference")]
-        # nor what the last attempt was asked for already, and told that the checkpoint's value is used
-        said_before = earlier.listed(
-            earlier.mapping(self.at.attempts.last.get("resume")).get("changes")
-        )
-        changed = [one for one in changed if not (one.restored and _repeats(one, said_before))]
-        said = self.say.finding(
-            "note", "already-finished", f"this run is finished: {self.at.output}",
-            "--fresh trains again, beside it",
-        )  # fmt: skip
-        if self.at.attempts.folder is None:
-            said = replace(
-                said, severity="error",
-                message=f"{self.at.output} holds the model of a run that finished; its run folder is gone",
-            )  # fmt: skip
-        if changed and not all(one.what in self.at.allowed for one in changed):
-            told = "; ".join(one.differs for one in changed[:6])
-            said = self.say.finding(
+        last = self.attempts.last
+        repeated = [
+            (one.get("what"), one.get("after"))
+            for one in map(
+                earlier.mapping, earlier.listed(earlier.mapping(last.get("resume")).get("changes"))
+            )
+        ]
+        changed = [
+            one
+            for one in self._since(last)
+            # what training would be done with now is no reason to do it again
+            if one.severity != "note"
+            and one.what not in ("packages", "gpus", "reference")
+            # nor what the last attempt was asked for already, and told that the checkpoint's value is used
+            and not (one.restored and (one.what, one.after) in repeated)
+        ]
+        if changed and not all(one.what in self.allowed for one in changed):
+            differs = "; ".join(one.differs for one in changed[:6])
+            said = self._finding(
                 "error", "finished-changed",
-                f"{self.at.output} holds the finished model of this run, and since then {told}",
-                "--fresh trains with what is asked for now, beside it", key=changed[0].key,
+                f"{self.output} holds the finished model of this run, and since then {differs}",
+                "--fresh trains with what is asked for now, beside it", changed[0].key,
+            )  # fmt: skip
+        elif self.attempts.folder is None:
+            said = self._finding(
+                "error", "already-finished",
+                f"{self.output} holds the model of a run that finished; its run folder is gone",
+                "--fresh trains again, beside it",
+            )  # fmt: skip
+        else:
+            said = self._finding(
+                "note", "already-finished", f"this run is finished: {self.output}",
+                "--fresh trains again, beside it",
             )  # fmt: skip
         return Decision(
-            kind="finished", kept=kept, changes=tuple(changed), step=self.at.attempts.total() or 0,
-            findings=(said,),
+            kind="finished", kept=_names(found), changes=tuple(changed),
+            step=self.attempts.total() or 0, findings=(said,),
         )  # fmt: skip
 
     def _from_zero(self, found: Sequence[Checkpoint]) -> Decision:
-        aside = self.at.in_the_way(found, None)
         if (
-            self.at.plan.stage.entry.torchrun
-            and self.at.output
-            and any(self.at.output.glob("step[1-9]*"))
+            self.plan.stage.entry.torchrun
+            and self.output is not None
+            and any(self.output.glob("step[1-9]*"))
         ):
             # OLMo-core goes on from there, which a rule says (`resume-unjudged`)
-            return Decision(findings=(*self.say.strange(), *self.say.beforehand()))
+            return Decision(findings=(*self._strange(), *self._beforehand()))
+        aside = self._in_the_way(found, None)
         why = f": {found[-1].name}: {found[-1].why_incomplete}" if found else ""
-        note = self.say.finding(
+        note = self._finding(
             "note", "nothing-to-resume",
-            f"the attempt before left no complete checkpoint in {self.at.output}{why}; it begins anew", None,
+            f"the attempt before left no complete checkpoint in {self.output}{why}; it begins anew",
         )  # fmt: skip
         return Decision(
-            kept=tuple(one.name for one in found if one.path not in aside), aside=tuple(aside),
-            findings=(*self.say.strange(), note, *self.say.moved(aside), *self.say.beforehand()),
+            kept=_names(found, aside), aside=tuple(aside),
+            findings=(*self._strange(), note, *self._moved(aside), *self._beforehand()),
         )  # fmt: skip
 
+    # -- which checkpoint
+
+    def _found(self) -> list[Checkpoint]:
+        """All of them, in the order of training, with what the ranks of their own attempt left out."""
+        found = []
+        for one in checkpoints.find(self.backend, self.output):
+            ranks = earlier.processes(self.attempts.maker(one))
+            if one.complete and ranks is not None and (one.ranks or 0) < ranks:
+                why = f"{ranks} processes were training, {one.ranks or 0} left their random states"
+                one = replace(one, why_incomplete=why)
+            found.append(one)
+        return sorted(found, key=lambda one: (self.attempts.steps(one), one.kind))
+
+    def _chosen(
+        self, whole: Sequence[Checkpoint]
+    ) -> tuple[Checkpoint, Wrong | None, tuple[Checkpoint, Wrong] | None]:
+        """The newest that can be resumed exactly; where none can, the newest, and what is wrong there.
+
+        The last part is the newest one where an older one was taken instead.
+        """
+        newest = whole[-1]
+        wrong = self._wrong(newest)
+        names = (
+            {"position", changes.SKIPPING} if wrong and wrong.reason == "again" else {"position"}
+        )
+        if wrong is not None and not names & self.allowed:
+            exact = (one for one in reversed(whole[:-1]) if self._wrong(one) is None)
+            if (older := next(exact, None)) is not None:
+                return older, None, (newest, wrong)
+        return newest, wrong, None
+
+    def _wrong(self, one: Checkpoint) -> Wrong | None:
+        """Why upstream would not go on where this checkpoint was saved."""
+        told = self.attempts.maker(one)
+        if self.backend == "trl":
+            ignored, ignores = self._skipping(told)
+            before = earlier.number(earlier.mapping(told.get("plan")).get("global"))
+            # what it ignored from the start is what was asked for, and said (see `_begins_epoch_again`)
+            wrong = self._wrong_of_trl(one, before, skips=ignored or not ignores)
+            if wrong is None and ignored and not ignores and earlier.begun_at(told):
+                text = "the attempt that saved it had begun an epoch again, and rows that it never "
+                return Wrong("again", f"{text}reached would be skipped")
+            return wrong
+        was, now = self.attempts.shape(told), self.attempts.shape()
+        if was is None or now is None:
+            return None
+        if one.kind == "epoch":
+            return position.of_epoch(one.number, was, now)
+        return position.of_step(
+            self.plan.stage.options.stage, one.number, self.attempts.saved_at(one, told, was), was, now,
+            keeps_order=checkpointing.keeps_order(self.trainer),
+        )  # fmt: skip
+
+    def _wrong_of_trl(self, one: Checkpoint, before: int | None, *, skips: bool) -> Wrong | None:
+        now, total = self.plan.global_batch, self.attempts.total()
+        return position.of_trl(one.number, one.epochs, before, now, total, skips=skips)
+
+    def _skipping(self, told: Manifest) -> tuple[bool, bool]:
+        """Whether an attempt ignored the place in the data, and whether this one does."""
+        name = changes.SKIPPING
+        return bool(earlier.value_of(told, name)), bool(self.plan.values.get(name))
+
+    def _place(self, one: Checkpoint) -> Place:
+        """Where upstream goes on in the data."""
+        if one.kind == "epoch":
+            return Place(one.number + 1, 0)
+        shape = self.attempts.shape() if self.backend == "open_instruct" else None
+        return Place(0, 0) if shape is None else position.counted(shape, one.number)
+
+    def _in_the_way(self, found: Sequence[Checkpoint], chosen: Checkpoint | None) -> list[Path]:
+        """What upstream must not see: all that is newer, and steps where an epoch is resumed.
+
+        A half-written one that this attempt writes next stays: it is written over.
+        """
+        at = -1 if chosen is None else self.attempts.steps(chosen)
+        steps_too = chosen is not None and chosen.kind == "epoch"
+        newer = [
+            one
+            for one in found
+            if one is not chosen
+            and (self.attempts.steps(one) > at or (steps_too and one.kind == "step"))
+        ]
+        every = checkpointing.interval(self.plan)
+        written_over = None
+        if isinstance(every, int):
+            stem = "checkpoint-" if self.backend == "trl" else "step_"
+            written_over = f"{stem}{(max(at, 0) // every + 1) * every}"
+        elif every == "epoch" and self.backend == "open_instruct":
+            written_over = f"epoch_{chosen.number + 1 if chosen is not None and steps_too else 0}"
+        return [one.path for one in newer if one.marked or one.name != written_over]
+
+    # -- what has changed
+
     def _since(self, told: Manifest) -> Iterator[Change]:
-        return changes.since(told, self.at.attempts, self.at.trainer, self.caches, self.now)
+        return changes.since(told, self.attempts, self.trainer, self.caches, self.now)
 
     def _changed(
         self, found: list[Change], chosen: Checkpoint, wrong: Wrong | None
@@ -429,34 +569,131 @@ class _Judge:
         """The changes, with the place that they come to; a wrong place without any is one of its own."""
         if wrong is None:
             return found
+        if wrong.reason in ("place", "count") and any(one.what in changes.BATCH for one in found):
+            return [
+                replace(one, effect=wrong.text, severity="error") if one.what in changes.BATCH else one
+                for one in found
+            ]  # fmt: skip
+        what, key = "position", None
+        before: Any = chosen.name
+        after: Any = None
         if wrong.reason == "again":
-            ignored, ignores = self.at.skipping(self.at.attempts.maker(chosen))
-            more = Change(
-                what=changes.SKIPPING, key=changes.SKIPPING, before=ignored, after=ignores,
-                effect=wrong.text, severity="error",
+            what = key = changes.SKIPPING
+            before, after = self._skipping(self.attempts.maker(chosen))
+        more = Change(
+            what=what, key=key, before=before, after=after, effect=wrong.text, severity="error"
+        )
+        return [*found, more]
+
+    # -- findings
+
+    def _of_changes(self, changed: Sequence[Change], chosen: Checkpoint) -> Iterator[Finding]:
+        """One finding a change: an error where it is one and was not allowed."""
+        for one in changed:
+            names = {one.what, "position"} if one.what in changes.PLACE else {one.what}
+            severity, help = one.severity, None
+            if severity == "error":
+                severity = "warning" if names & self.allowed else "error"
+            if severity == "error":
+                help = (
+                    f"bring it back, start over with --fresh, or --allow-changed-resume {one.what}"
+                )
+            code = "resume-inexact" if one.what == "position" else "resume-changed"
+            message = f"going on from {chosen.name}: {one.text}"
+            yield self._finding(severity, code, message, help, one.key)
+
+    def _reference_gone(self, changed: Sequence[Change]) -> Iterator[Finding]:
+        """The reference log-probabilities that the attempts before used must still be there."""
+        cache = next((one for one in self.caches if one.kind == "reference"), None)
+        other = any(one.what == "reference" for one in changed)
+        if cache is None or other or self.backend != "open_instruct":
+            return
+        used = self.attempts.reference()
+        if exists(used) if used is not None else any(cache.path.glob("*.pt")):
+            return
+        yield self._finding(
+            "warning" if "reference" in self.allowed else "error", "reference-gone",
+            f"{used or cache.path} is gone: the checkpoint is loaded before the reference is computed "
+            "(dpo_tune_cache.py:503, dpo_tune_cache.py:528), and the half-trained model would be its own "
+            "reference", "bring it back, or start over with --fresh", "model_name_or_path",
+        )  # fmt: skip
+
+    def _begins_epoch_again(self, chosen: Checkpoint) -> Iterator[Finding]:
+        """What was asked for from the start is no change, and still another place."""
+        told = self.attempts.maker(chosen)
+        if self.backend != "trl" or self._skipping(told) != (True, True):
+            return
+        wrong = self._wrong_of_trl(chosen, self.plan.global_batch, skips=False)
+        if wrong is not None and wrong.reason == "again":
+            help = None
+            if not earlier.begun_at(told):
+                help = "delete the line to go on where it was saved"
+            message = f"going on from {chosen.name}: {wrong.text}"
+            yield self._finding("warning", "resume-inexact", message, help, changes.SKIPPING)
+
+    def _went_back(
+        self, chosen: Checkpoint, passed: tuple[Checkpoint, Wrong] | None
+    ) -> Iterator[Finding]:
+        """An older checkpoint was taken instead of the newest."""
+        if passed is None:
+            return
+        newest, wrong = passed
+        steps = self.attempts.steps(newest) - self.attempts.steps(chosen)
+        yield self._finding(
+            "warning", "resume-earlier",
+            f"goes back to {chosen.name}, {steps} steps are trained again; from {newest.name} upstream "
+            f"would go on wrongly: {wrong.text}",
+            f"--allow-changed-resume position goes on from {newest.name} all the same",
+        )  # fmt: skip
+
+    def _moved(self, aside: Sequence[Path]) -> Iterator[Finding]:
+        """What is set aside."""
+        if aside and self.output is not None:
+            yield self._finding(
+                "note", "set-aside",
+                f"{', '.join(path.name for path in aside[:4])} would be resumed from or marked wrongly by "
+                f"upstream, and moves to {aside_folder(self.output)}",
+                "delete it there if nobody needs it",
             )  # fmt: skip
-            return [*found, more]
-        batch = [one for one in found if one.what in changes.BATCH]
-        if not batch or wrong.reason not in ("place", "count"):
-            more = Change(
-                what="position", before=chosen.name, after=None, effect=wrong.text, severity="error"
-            )
-            return [*found, more]
-        return [
-            replace(one, effect=wrong.text, severity="error") if one in batch else one
-            for one in found
-        ]
+
+    def _strange(self) -> Iterator[Finding]:
+        """What upstream would take for a checkpoint, and is none."""
+        names = checkpoints.strange_names(self.backend, self.output)
+        if names:
+            yield self._finding(
+                "error", "checkpoint-name",
+                f"{self.output} holds {', '.join(names[:3])}, which upstream takes for a checkpoint "
+                "(utils.py:791)", "move or rename it",
+            )  # fmt: skip
+
+    def _without_record(self, found: Sequence[Checkpoint]) -> Iterator[Finding]:
+        """Checkpoints of which no record tells, and which upstream would not go on from."""
+        whole = [one for one in found if one.complete]
+        if whole and not self.plan.stage.entry.torchrun:
+            help, key = "--fresh begins anew, beside it", None
+            if self.backend == "trl":
+                key = "resume_from_checkpoint"
+                help = f"`{key}: {whole[-1].path}` goes on from it; {help}"
+            yield self._finding(
+                "error", "not-resumed",
+                f"{self.output} holds {whole[-1].name}, and no record of the run that saved it: training "
+                "would begin at step 0, and rotation would delete what is there", help, key,
+            )  # fmt: skip
+
+    def _beforehand(self) -> Iterator[Finding]:
+        """Which checkpoints will be exact to go on from."""
+        return checkpointing.findings(self.plan, self.attempts.shape(), self.trainer)
+
+    def _finding(
+        self, severity: Severity, code: str, message: str, help: str | None = None,
+        key: str | None = None,
+    ) -> Finding:  # fmt: skip
+        """One of them, at the argument that it is about: by default the output folder's."""
+        return Finding(
+            severity=severity, layer="run" if severity == "error" else "launch", code=code,
+            key=f"args.{key or self.plan.stage.entry.names.output}", message=message, help=help,
+        )  # fmt: skip
 
 
-def _restored(changed: Iterable[Change], chosen: Checkpoint) -> dict[str, Derived]:
-    """The values that upstream takes out of the checkpoint: the record is to say what trains."""
-    return {
-        one.what: Derived(value=one.before, why=f"it comes out of {chosen.name}, not {one.after}")
-        for one in changed
-        if one.restored
-    }
-
-
-def _repeats(change: Change, before: Iterable[Any]) -> bool:
-    was = map(earlier.mapping, before)
-    return any(one.get("what") == change.what and one.get("after") == change.after for one in was)
+def _names(found: Iterable[Checkpoint], aside: Collection[Path] = ()) -> tuple[str, ...]:
+    return tuple(one.name for one in found if one.path not in aside)

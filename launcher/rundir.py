@@ -87,7 +87,7 @@ class RunFolder:
 
     @property
     def stage_file(self) -> Path:
-        """The stage file as it was resolved: what `--repeat` starts."""
+        """The stage file as it was resolved: `launch sft RUN/stage.yaml` starts it again."""
         return self.path / "stage.yaml"
 
     @property

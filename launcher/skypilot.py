@@ -13,14 +13,17 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from launcher.errors import Complain, Finding, brief, usage
+from launcher.errors import Complain, Finding, brief, not_ready, usage
 from launcher.redaction import is_secret, redact
 
-# Fields of a task that a stage file may set, and what must be in them (SkyPilot's own check is finer).
+if TYPE_CHECKING:
+    from launcher.preparation import Request
+
+# Fields of a task that a stage file may set, and what must be in them; SkyPilot checks what is inside.
 FIELDS: Mapping[str, tuple[type, ...]] = {
     "accelerator": (str,), "config": (dict,), "envs": (dict,), "event_callback": (str,),
     "file_mounts": (dict,), "name": (str,), "resources": (dict,), "secrets": (dict, list),
@@ -31,86 +34,57 @@ OURS: Mapping[str, str] = {
     "run": "the task runs the command of this stage",
     "num_nodes": "the number of machines is given with --nodes",
 }
-RESOURCES = frozenset(
-    {
-        "accelerator_args", "any_of", "autostop", "cloud", "cpus", "disk_size", "disk_tier",
-        "ephemeral_storage", "image_id", "infra", "instance_type", "job_recovery", "labels",
-        "local_disk", "max_hourly_cost", "memory", "network_tier", "ordered", "ports", "priority",
-        "priority_class", "region", "use_spot", "volumes", "zone",
-    }
-)  # fmt: skip
-"""Keys of `resources` of SkyPilot 0.14, without `accelerators`, which --gpus decides."""
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
-"""Tokens that a task asks for where this environment has them."""
+"""Secrets that a task asks for where this environment has them."""
 LAUNCH, CHECKOUT = "~/launch", "~/open-instruct"
 """Where the task finds launch and the source, unless they are in the folder that goes along."""
 
-_ENV = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _ACCELERATOR = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 _UNSAFE = re.compile(r"[^a-z0-9]+")
 
 
 def read(given: Any, complain: Complain) -> tuple[dict[str, Any], list[Finding]]:
     """The `skypilot:` mapping of a stage file, and everything wrong with it; faulty keys are left out."""
-    if given is None:
-        return {}, []
-    if not isinstance(given, Mapping):
+    if not isinstance(given, Mapping | None):
         message = f"`skypilot` is a mapping, not `{brief(given)}`"
         help = "skypilot: {accelerator: H100, resources: {infra: aws}}"
         return {}, [complain("bad-skypilot", "", message, help)]
-    settings, findings = {}, []
-    for key, value in given.items():
-        wrong = _wrong(str(key), value)
-        if wrong is None and value is not None:
-            settings[str(key)] = value
-        findings += [] if wrong is None else [complain(wrong[0], str(key), *wrong[1:])]
-    findings += [complain("bad-skypilot", *told) for told in _below(settings)]
+    wrong = {str(key): _wrong(str(key), value) for key, value in (given or {}).items()}
+    findings = [complain("bad-skypilot", k, *fault) for k, fault in wrong.items() if fault]
+    settings = {
+        str(key): value
+        for key, value in (given or {}).items()
+        if value is not None and wrong[str(key)] is None
+    }
+    if "accelerators" in (settings.get("resources") or {}):
+        help = "`skypilot: {accelerator: H100}`; how many is given with --gpus"
+        message = "`--gpus` decides on the accelerators"
+        findings.append(complain("bad-skypilot", "resources.accelerators", message, help))
+    for key in ("envs", "secrets"):
+        inside = settings.get(key)
+        for name, value in inside.items() if isinstance(inside, Mapping) else ():
+            if value is not None and (key == "secrets" or is_secret(str(name))):
+                help = f"`secrets: [{name}]` names it; its value is given when the task is started"
+                message = f"`{name}` would be written into the task"
+                findings.append(complain("bad-skypilot", f"{key}.{name}", message, help))
     return settings, findings
 
 
-def _wrong(key: str, value: Any) -> tuple[str, str, str | None] | None:
-    """Code, message and help of what is wrong with a key; None where nothing is."""
+def _wrong(key: str, value: Any) -> tuple[str, str | None] | None:
+    """Message and help of what is wrong with a key; None where nothing is."""
     if key in OURS:
-        return "bad-skypilot", f"`skypilot.{key}` is not for the stage file to set", OURS[key]
+        return f"`skypilot.{key}` is not for the stage file to set", OURS[key]
     if key not in FIELDS:
-        return "bad-skypilot", f"`{brief(key)}` is no part of `skypilot`", _near(key, FIELDS)
+        near = difflib.get_close_matches(key, FIELDS, n=1)
+        help = f"did you mean `{near[0]}`?" if near else f"one of {', '.join(sorted(FIELDS))}"
+        return f"`{brief(key)}` is no part of `skypilot`", help
     if value is not None and not isinstance(value, FIELDS[key]):
         kinds = " or ".join(_KINDS[kind] for kind in FIELDS[key])
-        return "bad-skypilot", f"`skypilot.{key}` is {kinds}, not `{brief(value)}`", None
-    if key == "accelerator" and not _ACCELERATOR.match(str(value)):
+        return f"`skypilot.{key}` is {kinds}, not `{brief(value)}`", None
+    if key == "accelerator" and value is not None and not _ACCELERATOR.match(str(value)):
         help = "its name alone, such as H100; how many is given with --gpus"
-        return "bad-skypilot", f"`{brief(value)}` is no name of an accelerator", help
+        return f"`{brief(value)}` is no name of an accelerator", help
     return None
-
-
-def _below(settings: Mapping[str, Any]) -> list[tuple[str, str, str | None]]:
-    """Key, message and help of what is wrong inside the mappings."""
-    wrong: list[tuple[str, str, str | None]] = []
-    for resource in settings.get("resources") or {}:
-        if resource == "accelerators":
-            help = "`skypilot: {accelerator: H100}`; how many is given with --gpus"
-            wrong.append(("resources.accelerators", "`--gpus` decides on the accelerators", help))
-        elif resource not in RESOURCES:
-            message = f"`{brief(resource)}` is no resource that SkyPilot knows"
-            wrong.append((f"resources.{resource}", message, _near(str(resource), RESOURCES)))
-    for name, given in (settings.get("envs") or {}).items():
-        if not _ENV.match(str(name)):
-            wrong.append((f"envs.{name}", f"`{brief(name)}` is no name of a variable", None))
-        elif given is not None and is_secret(str(name)):
-            help = f"`secrets: [{name}]` names it; its value is given when the task is started"
-            wrong.append((f"envs.{name}", f"`{name}` would be written into the task", help))
-    secrets = settings.get("secrets")
-    if isinstance(secrets, Mapping):
-        for name, given in secrets.items():
-            if given is not None:
-                help = f"`secrets: [{name}]` names it; its value is given when the task is started"
-                wrong.append((f"secrets.{name}", f"`{name}` would be written into the task", help))
-    return wrong
-
-
-def _near(key: str, names: Mapping[str, Any] | frozenset[str]) -> str:
-    near = difflib.get_close_matches(key, sorted(names), n=1)
-    return f"did you mean `{near[0]}`?" if near else f"one of {', '.join(sorted(names))}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +128,9 @@ def task(
         "resources": _resources(settings, gpus),
         "workdir": settings.get("workdir", str(places.cwd)),
         "envs": {str(k): _text(v) for k, v in (settings.get("envs") or {}).items()},
-        "secrets": _secrets(settings, environ),
+        "secrets": dict.fromkeys(
+            map(str, settings.get("secrets", [name for name in SECRETS if environ.get(name)]))
+        ),
         "file_mounts": {**places.mounts(), **(settings.get("file_mounts") or {})},
         **{key: settings.get(key) for key in ("volumes", "config", "event_callback")},
         "setup": settings.get("setup") or _setup(places.launch, backend, gpus),
@@ -173,7 +149,7 @@ def _resources(settings: Mapping[str, Any], gpus: int) -> dict[str, Any]:
     resources = dict(settings.get("resources") or {})
     name = settings.get("accelerator")
     if gpus and name is None and not {"any_of", "instance_type", "ordered"} & resources.keys():
-        help = "`skypilot: {accelerator: H100}`, or --accelerator H100"
+        help = "`skypilot: {accelerator: H100}`, or skypilot.accelerator=H100"
         raise usage("no-accelerator", f"{gpus} GPUs on each machine: which ones?", help)
     if gpus and name is not None:
         resources["accelerators"] = {name: gpus}
@@ -191,12 +167,6 @@ def _text(value: Any) -> str | None:
     if isinstance(value, bool):
         return str(value).lower()
     return None if value is None else str(value)
-
-
-def _secrets(settings: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, None]:
-    given = settings.get("secrets")
-    names = [name for name in SECRETS if environ.get(name)] if given is None else list(given)
-    return dict.fromkeys(map(str, names))
 
 
 def _setup(launch: str, backend: str, gpus: int) -> str:
@@ -236,3 +206,51 @@ def text(task: Mapping[str, Any], path: Path) -> str:
     shown = shlex.quote(path.name) if path.name.isprintable() else "FILE"
     body = yaml.dump(dict(task), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)
     return f"# sky launch{asked} {shown}\n{body}"
+
+
+def write(request: Request, path: Path) -> tuple[Finding, ...]:
+    """Write the task of a run; returns what there is to say of the run, and of paths left behind.
+
+    Raises what a dry run raises, UsageError where it is not known which GPUs, NotReady where the file
+    cannot be written.
+    """
+    # stage files are read without all that starts runs
+    from launcher import rundir
+    from launcher.preparation import prepare
+
+    prepared = prepare(request, running=False)
+    stage, planned = prepared.plan.stage, prepared.plan
+    settings = stage.options.skypilot
+    checkout = stage.upstream.root if stage.options.backend == "open_instruct" else None
+    places = Places(
+        cwd=Path.cwd(), project=Path(__file__).resolve().parent.parent, checkout=checkout
+    )
+    # files below the working folder go along with it
+    config = os.path.relpath(request.config)
+    words = [str(request.stage), config, *request.overrides, "--gpus", str(planned.gpus)]
+    words += ["--nodes", str(request.nodes)] if request.nodes > 1 else []
+    switches = {
+        "--strict": request.strict, "--allow-unpinned": request.allow_unpinned,
+        "--allow-corrupting-overlap": request.allow_corrupting_overlap,
+        "--no-probe": not request.probe,
+    }  # fmt: skip
+    words += [name for name, on in switches.items() if on]
+    made = task(
+        name=stage.name, words=words, gpus=planned.gpus, nodes=planned.nodes,
+        backend=stage.options.backend, places=places, settings=settings, environ=os.environ,
+    )  # fmt: skip
+    try:
+        rundir.write_text(path, text(made, path))
+    except OSError as error:
+        reason = f"cannot be written: {error.strerror}"
+        raise not_ready("unwritable-file", reason, file=str(path)) from None
+    named = (str(value) for value in stage.args.values())
+    left = [
+        Finding(
+            severity="warning", layer="launch", code="left-behind", file=word,
+            message="is on this machine, and will not be there",
+            help="name it relative to the working folder, or mount it: `skypilot: {file_mounts: ...}`",
+        )
+        for word in dict.fromkeys(outside([*words, *named], places, settings))
+    ]  # fmt: skip
+    return (*prepared.findings, *left)

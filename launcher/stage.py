@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher import arguments, noops, options, rules, situation, upstream
 from launcher.backends import BACKENDS, Backend, Entry
 from launcher.config import Config
-from launcher.errors import Finding, InvalidConfig, errors
+from launcher.errors import Finding, InvalidConfig, errors, said
 from launcher.options import TREND_LOSSES, Batch, Options
 from launcher.schema import Schema, Values
 from launcher.upstream import Locator, Upstream
@@ -110,13 +110,16 @@ def judge(
     findings += [*checked, *(f for f in ruled if f.layer == "parser" or f.key not in meant)]
     wrong = {finding.key for finding in findings if finding.severity == "error"}
     findings += [arguments.placed(config, f) for f in noops.refused(values, entry, wrong)]
-    findings += _said_once(config, findings, noops.find(values, entry), ("error", "warning"))
-    findings += [arguments.placed(config, fault) for fault in _batch_faults(opts, entry, values)]
-    findings += [arguments.placed(config, fault) for fault in _attention_faults(opts, config)]
-    findings += [arguments.placed(config, fault) for fault in _expect_faults(opts, entry, values)]
-    said = {finding.key for finding in findings if finding.severity == "error"}
+    # the analysis says nothing more of keys of which something as grave was said
+    grave = {f.key for f in findings if f.severity in {"error", "warning"}}
+    idle = (finding for finding in noops.find(values, entry) if finding.key not in grave)
+    findings += [arguments.placed(config, finding) for finding in idle]
+    more = [*_batch_faults(opts, entry, values), *_attention_faults(opts, config)]
+    more += _expect_faults(opts, entry, values)
+    findings += [arguments.placed(config, fault) for fault in more]
+    wrong = {finding.key for finding in findings if finding.severity == "error"}
     around = situation.findings(config, opts, entry, values, running=running)
-    findings += [finding for finding in around if finding.key not in meant | said]
+    findings += [finding for finding in around if finding.key not in meant | wrong]
     return Judged(
         config=config, stage=found, options=opts, schema=schema, upstream=source, values=values,
         findings=tuple(sorted(findings, key=_order)),
@@ -146,28 +149,17 @@ def _reworded(schema: Schema) -> list[Finding]:
     if not schema.reworded:
         return []
     names = sorted({key.partition(":")[0] for key in schema.reworded})
+    message = f"this source does not print the log lines of {', '.join(names)}: a verdict "
+    message += "without the probe will say unknown there"
     return [
-        Finding(
-            severity="warning", layer="launch", code="log-lines-changed",
-            message=f"this source does not print the log lines of {', '.join(names)}: a verdict "
-            "without the probe will say unknown there",
-            help="launch pin diff shows what else changed",
-        )
-    ]  # fmt: skip
+        said("warning", "log-lines-changed", message, "launch pin diff shows what else changed")
+    ]
 
 
 def _accepted(opts: Options, finding: Finding) -> Finding:
     """What the file itself says it puts up with is told, and stops nothing."""
     known = finding.code == "packing-leaks" and opts.expect.get("packing") in {"on", "any"}
     return replace(finding, severity="note", help=None) if known else finding
-
-
-def _said_once(
-    config: Config, before: Sequence[Finding], more: Iterator[Finding], heard: tuple[str, ...]
-) -> list[Finding]:
-    """Findings of the analysis about keys of which nothing as grave was said already."""
-    keys = {finding.key for finding in before if finding.severity in heard}
-    return [arguments.placed(config, finding) for finding in more if finding.key not in keys]
 
 
 def _values(opts: Options, schema: Schema, given: Mapping[str, Any]) -> Values:
@@ -186,11 +178,12 @@ def _attention_faults(opts: Options, config: Config) -> Iterator[Finding]:
     twice = [f"args.{key}"] if config.args.get(key) is not None else []
     twice += ["args.model_init_kwargs"] if isinstance(inside, dict) and key in inside else []
     for where in twice if opts.attention else ():
-        yield Finding(
-            severity="error", layer="launch", code="attention-twice", key=where,
-            message=f"`{key}` and `attention:` both name the attention implementation",
-            help="keep `attention:`, leave this one out",
-        )  # fmt: skip
+        message = f"`{key}` and `attention:` both name the attention implementation"
+        yield _error("attention-twice", where, message, "keep `attention:`, leave this one out")
+
+
+def _error(code: str, key: str, message: str, help: str) -> Finding:
+    return replace(said("error", code, message, help), key=key)
 
 
 def _expect_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Finding]:
@@ -213,15 +206,13 @@ def _expect_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Find
             continue
         if name and name not in values.schema.fields:
             none = f"{values.schema.script} at {values.schema.named} has no `{name}`"
-        why = none or f"`{name}` is not true"
-        stops = opts.on_violation == "stop"
-        yield Finding(
-            severity="error" if stops else "warning", layer="launch", code="impossible-expectation",
-            key=f"expect.{point}",
-            message=f"`expect.{point}: {state}` cannot hold: {why}"
-            + (", and the probe would stop the run" if stops else ""),
-            help=f"expect.{point}=off" if none else f"set `{name}: true`, or expect.{point}=off",
-        )  # fmt: skip
+        message = f"`expect.{point}: {state}` cannot hold: {none or f'`{name}` is not true'}"
+        off = f"expect.{point}=off"
+        help = off if none else f"set `{name}: true`, or {off}"
+        if opts.on_violation == "stop":
+            message += ", and the probe would stop the run"
+        found = _error("impossible-expectation", f"expect.{point}", message, help)
+        yield found if opts.on_violation == "stop" else replace(found, severity="warning")
     limit = values.get(names.max_steps)
     # TRL's 0 and -1 are no limit
     if isinstance(limit, int) and limit > 0 and (fault := trend_fault(opts, limit)) is not None:
@@ -232,12 +223,12 @@ def trend_fault(opts: Options, steps: int | None) -> Finding | None:
     """Where `expect:` asks a run of at most so many steps for a trend that fewer losses cannot show."""
     if opts.expect.get("trend") in {None, "any"} or steps is None or steps >= TREND_LOSSES:
         return None
-    return Finding(
-        severity="warning", layer="launch", code="impossible-expectation", key="expect.trend",
-        message=f"`expect.trend: {opts.expect['trend']}` cannot be proved: a run of {max(steps, 0)} steps "
-        f"has as many losses at most, {TREND_LOSSES} are needed",
-        help="a longer run, or expect.trend=any",
-    )  # fmt: skip
+    message = (
+        f"`expect.trend: {opts.expect['trend']}` cannot be proved: a run of {max(steps, 0)} steps "
+    )
+    message += f"has as many losses at most, {TREND_LOSSES} are needed"
+    help = "a longer run, or expect.trend=any"
+    return replace(said("warning", "impossible-expectation", message, help), key="expect.trend")
 
 
 def _batch_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Finding]:
@@ -249,16 +240,12 @@ def _batch_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Findi
     ):
         key = f"args.{name}"
         if wanted and values.given(name):
-            yield Finding(
-                severity="error", layer="launch", code="batch-twice", key=key,
-                message=f"`{name}` and `batch:` both set the batch",
-                help="keep `batch:`, leave this one out",
-            )  # fmt: skip
+            message = f"`{name}` and `batch:` both set the batch"
+            yield _error("batch-twice", key, message, "keep `batch:`, leave this one out")
         elif not wanted and isinstance(values[name], int) and values[name] < 1:
-            yield Finding(
-                severity="error", layer="run", code="impossible-batch", key=key,
-                message=f"`{name}: {values[name]}` is no batch", help="a whole number above 0",
-            )  # fmt: skip
+            message = f"`{name}: {values[name]}` is no batch"
+            fault = _error("impossible-batch", key, message, "a whole number above 0")
+            yield replace(fault, layer="run")
 
 
 def _rejected(config: Config, findings: list[Finding]) -> Judged:
@@ -295,13 +282,9 @@ def _stage_name(
     named = options.stage_of(config)
     if named is not None and asked is not None and named != asked:
         key = "script" if config.shape == "wrapped" else "stage"
-        origin = config.origin(key)
-        wrong = Finding(
-            severity="error", layer="launch", code="wrong-stage", key=key,
-            message=f"the file's stage is {named}, not {asked}", help=f"launch {named} {config.path}",
-            **origin.place,
-        )  # fmt: skip
-        return None, [*faults, wrong]
+        message = f"the file's stage is {named}, not {asked}"
+        wrong = _error("wrong-stage", key, message, f"launch {named} {config.path}")
+        return None, [*faults, arguments.placed(config, wrong)]
     return named or asked or _guess(config, locator), faults
 
 

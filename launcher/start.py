@@ -7,10 +7,9 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from launcher import attempt as attempts
 from launcher import (
@@ -30,7 +29,6 @@ from launcher import (
     page,
     process,
     rendezvous,
-    repeat,
     resume,
     rundir,
     runner,
@@ -136,7 +134,7 @@ def _make(prepared: Prepared, attempt: Attempt) -> None:
     )  # fmt: skip
     with contextlib.suppress(OSError):
         restored = {one.what: one.before for one in prepared.decision.changes if one.restored}
-        repeat.write_stage_file(prepared.plan, folder, restored)
+        manifest.write_stage_file(prepared.plan, folder, restored)
 
 
 @contextlib.contextmanager
@@ -185,16 +183,6 @@ def _attempt(
         on_finish_s=on_finish_s, allow_unproven=allow_unproven, borrowed=borrowed(os.environ),
         request={**prepared.request.as_json(), "gpus": planned.gpus},
     )  # fmt: skip
-
-
-def differences(prepared: Prepared, old: Mapping[str, Any]) -> tuple[Finding, ...]:
-    """What is not as it was when the run with this manifest began."""
-    cached = [one.as_json() for one in prepared.caches]
-    new = manifest.manifest(
-        prepared.attempt, rundir.now(), prepared.plan, prepared.command, prepared.trainer,
-        prepared.output, cached,
-    )  # fmt: skip
-    return tuple(repeat.differences(old, {**new, **prepared.for_record()}))
 
 
 def prepare_again(folder: RunFolder) -> Attempt:

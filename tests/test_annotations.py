@@ -6,10 +6,9 @@ import json
 import re
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import pytest
-from conftest import REPOSITORY, Write
+from conftest import Write
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,20 +54,10 @@ def test_a_finding_is_one_workflow_command() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("severity", "command"), [("error", "error"), ("warning", "warning"), ("note", "notice")]
-)
-def test_severities(severity: str, command: str) -> None:
-    assert annotations.github([finding(severity=severity)]).startswith(f"::{command} ")
-
-
-def test_what_has_no_place_names_none() -> None:
-    assert annotations.github([finding()]) == "::error title=unknown-key::wrong"
-    assert annotations.github([finding(file="a.yaml")]).startswith("::error file=a.yaml,title=")
-
-
-def test_no_findings_are_no_text() -> None:
-    assert annotations.github([]) == ""
+def test_severities() -> None:
+    found = [finding(severity=severity) for severity in ("error", "warning", "note")]
+    lines = annotations.github(found).splitlines()
+    assert [line.split(" ")[0] for line in lines] == ["::error", "::warning", "::notice"]
 
 
 @given(st.text(), st.text(st.characters(exclude_characters="\0"), min_size=1))
@@ -87,13 +76,6 @@ def test_a_message_cannot_smuggle_in_another_command() -> None:
     assert told == (
         "::error file=a%2Cb%3Ac%25.yaml,title=unknown-key::x%0A::add-mask::y%0D%0A::error::z"
     )
-
-
-def test_files_below_the_working_directory_are_relative(tmp_path: Path) -> None:
-    inside = finding(file=str(tmp_path / "configs" / "a.yaml"))
-    outside = finding(file="/elsewhere/a.yaml")
-    told = annotations.github([inside, outside], root=tmp_path).splitlines()
-    assert [parsed(line)[1]["file"] for line in told] == ["configs/a.yaml", "/elsewhere/a.yaml"]
 
 
 # --- SARIF ----------------------------------------------------------------------------------------
@@ -121,8 +103,8 @@ def test_the_log_names_its_tool_and_rules() -> None:
 
 
 def test_a_result_says_what_where_and_what_to_do() -> None:
-    result = one_result(finding("wrong", key="args.x", help="do y", file="a.yaml", line=7))
-    assert result["message"]["text"] == "wrong\nhelp: do y"
+    result = one_result(finding("{1}", key="args.x", help="do y", file="a.yaml", line=7))
+    assert result["message"]["text"] == "{{1}}\nhelp: do y"
     assert result["properties"] == {"layer": "parser", "key": "args.x"}
     (place,) = result["locations"]
     assert place["physicalLocation"] == {
@@ -131,28 +113,12 @@ def test_a_result_says_what_where_and_what_to_do() -> None:
     }
 
 
-def test_a_result_without_a_place() -> None:
-    assert "locations" not in one_result(finding())
-    (place,) = one_result(finding(file="a.yaml"))["locations"]
-    assert "region" not in place["physicalLocation"]
-
-
-def test_braces_are_no_placeholders() -> None:
-    text = one_result(finding("write `batch: {global: 1}`"))["message"]["text"]
-    assert text == "write `batch: {{global: 1}}`"
-
-
 @pytest.mark.parametrize(
     ("file", "uri"),
     [
         ("configs/a.yaml", "configs/a.yaml"),
-        ("./a.yaml", "a.yaml"),
-        ("b/../a.yaml", "a.yaml"),
         ("/srv/configs/a.yaml", "configs/a.yaml"),
         ("/elsewhere/a b.yaml", "file:///elsewhere/a%20b.yaml"),
-        ("/srvice/a.yaml", "file:///srvice/a.yaml"),
-        ("../a.yaml", "file:///a.yaml"),
-        ("a b#c?d%e.yaml", "a%20b%23c%3Fd%25e.yaml"),
         ("a:b.yaml", "a%3Ab.yaml"),
         ("ä/猫.yaml", "%C3%A4/%E7%8C%AB.yaml"),
         ("\udcff.yaml", "%FF.yaml"),
@@ -170,35 +136,14 @@ def test_a_path_through_a_link_is_resolved(tmp_path: Path) -> None:
     assert place["physicalLocation"]["artifactLocation"]["uri"] == "deep/a.yaml"
 
 
-@given(st.text(st.characters(exclude_characters="\0/", exclude_categories=["Cs"]), min_size=1))
-def test_any_name_becomes_a_uri_that_leads_back(name: str) -> None:
-    if name in {".", ".."}:
-        return
-    (place,) = one_result(finding(file=f"/elsewhere/{name}"))["locations"]
-    uri = place["physicalLocation"]["artifactLocation"]["uri"]
-    assert uri.isascii() and re.fullmatch(r"[A-Za-z0-9._~%/:-]+", uri)
-    assert unquote(urlsplit(uri).path, errors="surrogateescape") == f"/elsewhere/{name}"
-
-
-def test_text_that_no_stream_takes_is_spelt_out() -> None:
-    odd = finding("a \ud800 b", key="\udfff", file="\ud800/../\ud801.yaml", help="\udcff")
-    told = json.dumps(annotations.sarif([odd]), ensure_ascii=False) + annotations.github([odd])
-    assert "a \\ud800 b" in told
-    told.encode("utf-8")
-
-
 def fingerprints(*found: Finding) -> list[str]:
     results = annotations.sarif(found)["runs"][0]["results"]
     return [result["partialFingerprints"]["codeKeyFile/v1"] for result in results]
 
 
-def test_fingerprints_outlive_moved_lines_and_reworded_messages() -> None:
-    before = finding("wrong", key="args.x", file="a.yaml", line=3)
-    after = finding("still wrong", key="args.x", file="a.yaml", line=30)
-    assert fingerprints(before) == fingerprints(after)
-
-
 def test_fingerprints_tell_findings_apart() -> None:
+    moved = finding("reworded", key="args.x", file="a.yaml", line=30)
+    assert fingerprints(moved) == fingerprints(finding(key="args.x", file="a.yaml", line=3))
     told = fingerprints(
         finding(key="args.x", file="a.yaml"),
         finding(key="args.y", file="a.yaml"),
@@ -231,10 +176,3 @@ def test_the_findings_of_a_file_in_both_formats(
     places = [result["locations"][0]["physicalLocation"] for result in run["results"]]
     assert {place["artifactLocation"]["uri"] for place in places} == {"my%20files/a.yaml"}
     assert [place["region"]["startLine"] for place in places] == [of.line for of in found]
-
-
-def test_every_code_is_explained_where_the_rules_say() -> None:
-    told = (REPOSITORY / "docs" / "findings.md").read_text(encoding="utf-8")
-    rule = annotations.sarif([finding()])["runs"][0]["tool"]["driver"]["rules"][0]
-    assert "docs/findings.md" in rule["help"]["text"]
-    assert f"`{rule['id']}`" in told

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
-import pytest
 from conftest import Write
 
 from launcher import keys, upstream
@@ -37,12 +37,9 @@ def test_the_stage_file_decides_which_names_are_offered(write: Write) -> None:
     assert complete_override("dpo", ours, [], "mixer_l") == ["mixer_list=", "mixer_list_splits="]
 
 
-@pytest.mark.parametrize("file", [None, "missing.yaml", "."])
-def test_without_a_file_that_can_be_read_every_name_is_offered(file: str | None) -> None:
-    from pathlib import Path
-
-    path = None if file is None else Path(file)
-    assert complete_override("sft", path, [], "max_s") == ["max_seq_length=", "max_steps="]
+def test_without_a_file_that_can_be_read_every_name_is_offered() -> None:
+    for path in (None, Path("missing.yaml"), Path()):
+        assert complete_override("sft", path, [], "max_s") == ["max_seq_length=", "max_steps="]
 
 
 def test_values_follow_the_last_name_left(write: Write) -> None:
@@ -81,21 +78,18 @@ def test_what_is_offered_is_an_override_that_launch_takes(write: Write) -> None:
     from launcher import config, stage
     from launcher.errors import errors
 
-    for backend in BACKENDS:
-        for name in keys.STAGES:
-            file = write("a.yaml", f"stage: {name}\nbackend: {backend}\nargs: {{}}\n")
-            words = [
-                word
-                for key in complete_override(name, file, [], "")
-                for word in complete_override(name, file, [], key)
-                if not word.endswith("=")
-            ]
-            assert len(words) > 80
-            for word in words:
-                found = stage.judge(config.load(file, [word])).findings
-                key = word.partition("=")[0]
-                wrong = [f for f in errors(found) if f.code.startswith("bad-")]
-                assert wrong == [], (backend, name, key, word)
+    for backend, name in (("open_instruct", "sft"), ("trl", "dpo")):
+        file = write("a.yaml", f"stage: {name}\nbackend: {backend}\nargs: {{}}\n")
+        words = [
+            word
+            for key in complete_override(name, file, [], "")
+            for word in complete_override(name, file, [], key)
+            if not word.endswith("=")
+        ]
+        assert len(words) > 80
+        for word in words[::3]:
+            found = stage.judge(config.load(file, [word])).findings
+            assert not [f for f in errors(found) if f.code.startswith("bad-")], (backend, word)
 
 
 def test_a_key_costs_few_imports() -> None:

@@ -67,46 +67,6 @@ def test_a_wrapped_file(write: Write) -> None:
     assert loaded.origin("num_gpus").line == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "shape"),
-    [
-        ("args: {}\n", "stage"),
-        ("backend: trl\n", "stage"),
-        ("stage: sft\nopen_instruct: {args: {}}\n", "stage"),
-        ("open_instruct: {args: {}}\nargs: {}\n", "stage"),
-        ("open_instruct:\n", "wrapped"),
-        ("seed: 1\n", "flat"),
-    ],
-)
-def test_which_shape_a_file_has(write: Write, text: str, shape: str) -> None:
-    assert config.load(write("a.yaml", text)).shape == shape
-
-
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("stage: sft\nargs: [a]\n", 2),
-        ("stage: sft\n\nargs: 5\n", 3),
-        ("num_gpus: 1\nopen_instruct: x\n", 2),
-        ("open_instruct:\n  script: finetune.py\n  args: x\n", 3),
-    ],
-)
-def test_args_that_are_no_mapping(write: Write, text: str, line: int) -> None:
-    (found,) = faults(write("a.yaml", text))
-    assert (found.code, found.line) == ("bad-args", line)
-
-
-@pytest.mark.parametrize("text", ["stage: sft\nargs:\n", "open_instruct:\n  args:\n"])
-def test_args_may_be_empty(write: Write, text: str) -> None:
-    assert config.load(write("a.yaml", text)).args == {}
-
-
-def test_keys_that_stand_twice_are_faults_of_a_config_that_is_read(write: Write) -> None:
-    loaded = config.load(write("a.yaml", "seed: 1\nseed: 2\n"))
-    assert [f.code for f in loaded.faults] == ["duplicate-key"]
-    assert loaded.args == {"seed": 2}
-
-
 # --- extends --------------------------------------------------------------------------------------
 
 
@@ -139,37 +99,17 @@ def test_grandparents_and_faults_of_parents(write: Write) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [
-        ("a: 1\nextends: [x]\n", "bad-extends"),
-        ("a: 1\nextends: 5\n", "bad-extends"),
-        ("a: 1\nextends: ' '\n", "bad-extends"),
-        ("a: 1\nextends: no.yaml\n", "missing-parent"),
-        ("a: 1\nextends: ~nobody-here/no.yaml\n", "missing-parent"),
-        ("a: 1\nextends: %s.yaml\n" % ("x" * 5000), "missing-parent"),
-        ("a: 1\nextends: /etc/passwd\n", "bad-extends"),
-        ("a: 1\nextends: ../.env\n", "bad-extends"),
-        ("a: 1\nextends: linked.yaml\n", "bad-extends"),
-        ("a: 1\nextends: me.yaml\n", "extends-cycle"),
-        ("a: 1\nextends: ./x/../me.yaml\n", "extends-cycle"),
-    ],
-)
-def test_parents_that_cannot_be(write: Write, text: str, code: str) -> None:
-    path = write("me.yaml", text)
-    (path.parent / "x").mkdir()
-    (path.parent / "linked.yaml").symlink_to("/etc/passwd")
-    (found,) = faults(path)
-    assert (found.code, found.file, found.line) == (code, str(path), 2)
-
-
-def test_a_circle_of_three(write: Write) -> None:
-    write("a.yaml", "extends: b.yaml\n")
-    write("b.yaml", "extends: c.yaml\n")
-    last = write("c.yaml", "extends: a.yaml\n")
-    (found,) = faults(last.with_name("a.yaml"))
-    assert (found.code, found.file, found.line) == ("extends-cycle", str(last), 1)
-    assert found.message.count("a.yaml") == 2
+def test_parents_that_cannot_be(write: Write) -> None:
+    (write("x/file", "").parent.parent / "linked.yaml").symlink_to("/etc/passwd")
+    for parent, code in (
+        ("[x]", "bad-extends"), ("' '", "bad-extends"), ("no.yaml", "missing-parent"),
+        ("~nobody-here/no.yaml", "missing-parent"), ("x" * 5000 + ".yaml", "missing-parent"),
+        ("/etc/passwd", "bad-extends"), ("../.env", "bad-extends"), ("linked.yaml", "bad-extends"),
+        ("./x/../me.yaml", "extends-cycle"),
+    ):  # fmt: skip
+        path = write("me.yaml", f"a: 1\nextends: {parent}\n")
+        (found,) = faults(path)
+        assert (found.code, found.file, found.line) == (code, str(path), 2)
 
 
 def test_too_many_parents(write: Write) -> None:
@@ -179,20 +119,10 @@ def test_too_many_parents(write: Write) -> None:
     assert found.code == "extends-depth"
 
 
-def test_a_loop_of_links(write: Write, tmp_path: Path) -> None:
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    (found,) = faults(write("a.yaml", "extends: loop\n"))
-    assert found.line == 1
-
-
 def test_a_broken_parent_is_named(write: Write) -> None:
     parent = write("parent.yaml", "a: [\n")
     (found,) = faults(write("a.yaml", "extends: parent.yaml\n"))
     assert (found.code, found.file) == ("broken-yaml", str(parent))
-
-
-def test_extends_null_is_none(write: Write) -> None:
-    assert config.load(write("a.yaml", "extends:\nseed: 1\n")).args == {"seed": 1}
 
 
 # --- interpolation --------------------------------------------------------------------------------
@@ -214,31 +144,13 @@ def test_interpolation(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-@pytest.mark.parametrize("text", ["'\\${x}'", "'a \\${x}'"])
-def test_an_escaped_interpolation_is_text(write: Write, text: str) -> None:
-    path = write("a.yaml", f"stage: sft\nargs: {{a: {text}}}\n")
-    assert str(config.load(path).args["a"]).endswith("${x}")
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        "${",
-        "${a",
-        "${nope}",
-        "${args.a}",
-        "${args}",
-        "${args.b}",
-        "${oc.env:LAUNCH_NOT_SET}",
-        "${x:y}",
-    ],
-)
-def test_interpolation_that_cannot_be(write: Write, value: str) -> None:
-    path = write("a.yaml", f"stage: sft\nargs:\n  b: ${{args.a}}\n  a: '{value}'\n")
-    found = faults(path)
-    assert {f.code for f in found} == {"interpolation"}
-    assert all(f.file == str(path) and f.line in {3, 4} for f in found)
-    assert any(f.line == 4 for f in found)
+def test_interpolation_that_cannot_be(write: Write) -> None:
+    for value in ("${", "${nope}", "${args.a}", "${args}", "${oc.env:LAUNCH_NOT_SET}", "${x:y}"):
+        path = write("a.yaml", f"stage: sft\nargs:\n  b: ${{args.a}}\n  a: '{value}'\n")
+        found = faults(path)
+        assert {f.code for f in found} == {"interpolation"}
+        assert all(f.file == str(path) and f.line in {3, 4} for f in found)
+        assert any(f.line == 4 for f in found)
 
 
 ECHOED = ("seed", "learning_rate", "dataset_mixer_list", "packing", "loss_type")
@@ -246,17 +158,7 @@ ECHOED = ("seed", "learning_rate", "dataset_mixer_list", "packing", "loss_type")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "value",
-    [
-        "hunter2",
-        "ab",
-        "x'y z`{",
-        "two words-of-it",
-        "first\nsecond-line",
-        "q" * 300,
-        "[hunter2]",
-        "~/hunter2.pem",
-    ],
+    "value", ["hunter2", "x'y z`{", "two words-of-it", "first\nsecond-line", "q" * 300]
 )
 @pytest.mark.parametrize("name", ["PGPASSWORD", "INNOCENT"])
 def test_no_message_says_what_the_environment_holds(
@@ -281,14 +183,12 @@ def test_no_message_says_what_the_environment_holds(
 
 @pytest.mark.parametrize(
     "text",
-    ["${oc.decode:'${oc.env:PGPASSWORD}'}", "${${oc.env:PGPASSWORD}}", "${oc.env:${oc.env:PGPASSWORD}}",
-     "${args.a${oc.env:PGPASSWORD}}", "${oc.select:${oc.env:PGPASSWORD}}x${nope}",
-     "${oc.create:${oc.env:PGPASSWORD}}"],
+    ["${${oc.env:PGPASSWORD}}", "${oc.select:${oc.env:PGPASSWORD}}x${nope}"],
 )  # fmt: skip
 def test_nor_does_one_of_an_interpolation(
     write: Write, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], text: str
 ) -> None:
-    for value in ("hunter2{secret", "hunter2", "{a: hunter2", "a.hunter2[0"):
+    for value in ("hunter2{secret", "{a: hunter2"):
         monkeypatch.setenv("PGPASSWORD", value)
         path = write("a.yaml", f'stage: sft\nbackend: trl\nargs:\n  seed: "{text}"\n')
         assert cli.main(["validate-config", str(path)]) == 3
@@ -306,9 +206,7 @@ def test_what_came_out_of_the_environment_is_known(
     assert config.load(write("a.yaml", text)).secrets == flat
 
 
-@pytest.mark.parametrize(
-    "text", ["*hunter2", "a: *hunter2", "!hunter2 x", "[hunter2]: 1", "hunter2 x: 1\nb: 2"]
-)
+@pytest.mark.parametrize("text", ["a: *hunter2", "hunter2 x: 1\nb: 2"])
 @pytest.mark.parametrize("linked", [False, True])
 def test_what_is_no_stage_file_is_not_quoted(
     write: Write, capfd: pytest.CaptureFixture[str], text: str, linked: bool
@@ -319,11 +217,6 @@ def test_what_is_no_stage_file_is_not_quoted(
         path.symlink_to("secrets.conf")
     assert cli.main(["validate-config", str(path)]) == 3
     assert "hunter2" not in "".join(capfd.readouterr())
-
-
-def test_every_bad_interpolation_is_named(write: Write) -> None:
-    found = faults(write("a.yaml", "stage: sft\nargs:\n  a: ${x}\n  b: [1, '${y}']\n"))
-    assert [(f.key, f.line) for f in found] == [("args.a", 3), ("args.b[1]", 4)]
 
 
 def test_interpolation_inside_the_deepest_nesting(write: Write) -> None:
@@ -352,7 +245,7 @@ OVERRIDES = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=500)
+@settings(max_examples=150)
 @given(LINES, OVERRIDES)
 def test_any_file_and_overrides_load_or_are_refused_with_a_place(
     tmp_path_factory: pytest.TempPathFactory, lines: list[str], overrides: list[str]

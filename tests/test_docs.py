@@ -23,7 +23,7 @@ CODE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)+")
 # functions that take a finding's code as a plain argument
 MAKERS = {
     "say", "bad", "_stop", "_add", "_missing", "_usage", "usage", "_said", "_say", "_fault", "complain",
-    "Finding",
+    "Finding", "said", "_error", "not_ready", "refused",
 }  # fmt: skip
 
 

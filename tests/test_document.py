@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from conftest import Write
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from launcher.builder import MAX_DEPTH, MAX_NODES, Builder, plain
+from launcher.builder import MAX_NODES, plain
 from launcher.document import MAX_BYTES, Document, read_yaml
 from launcher.errors import Finding, InvalidConfig
 
@@ -32,51 +31,22 @@ def read(write: Write, text: str | bytes) -> Document:
 # --- values ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1e-5", 1e-5),  # PyYAML reads a text
-        ("5.0e-6", 5e-6),
-        ("-1E-5", -1e-5),
-        ("1.5e3", 1500.0),
-        ("1.", 1.0),
-        (".5", 0.5),
-        ("8", 8),
-        ("-3", -3),
-        ("+3", 3),
-        ("0", 0),
-        ("12e4567", "12e4567"),  # a commit
-        ("1e5", "1e5"),
-        ("007", "007"),  # no octals: upstream's int() reads 7
-        ("0o17", "0o17"),
-        ("0x10", "0x10"),
-        ("1_000", "1_000"),
-        ("1:30", "1:30"),  # no base 60
-        ("2024-01-01", "2024-01-01"),  # no dates
-        (".nan", ".nan"),
-        ("nan", "nan"),
-        (".inf", ".inf"),
-        ("true", True),
-        ("Yes", True),
-        ("ON", True),
-        ("false", False),
-        ("no", False),
-        ("off", False),
-        ("y", "y"),
-        ("null", None),
-        ("~", None),
-        ("None", "None"),
-        ("none", "none"),
-    ],
-)
-def test_a_plain_scalar_means_what_its_author_meant(write: Write, text: str, value: Any) -> None:
-    read_value = read(write, f"a: {text}\n").value["a"]
-    assert (read_value, type(read_value)) == (value, type(value))
+PLAIN: tuple[tuple[str, Any], ...] = (
+    ("1e-5", 1e-5),  # PyYAML reads a text
+    ("-1E-5", -1e-5), ("1.5e3", 1500.0), ("1.", 1.0), (".5", 0.5), ("8", 8), ("-3", -3), ("+3", 3),
+    ("12e4567", "12e4567"),  # a commit
+    ("1e5", "1e5"), ("007", "007"), ("0x10", "0x10"), ("1_000", "1_000"), ("1:30", "1:30"),
+    ("2024-01-01", "2024-01-01"), (".nan", ".nan"), ("true", True), ("Yes", True), ("ON", True),
+    ("no", False), ("off", False), ("y", "y"), ("null", None), ("~", None), ("None", "None"),
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("text", ['"8"', "'no'", '"1e-5"', "!!str 8", "! 8", "|-\n  8", ">-\n  no"])
-def test_quoted_and_tagged_scalars_stay_text(write: Write, text: str) -> None:
-    assert isinstance(read(write, f"a: {text}\n").value["a"], str)
+def test_a_plain_scalar_means_what_its_author_meant(write: Write) -> None:
+    for text, value in PLAIN:
+        found = read(write, f"a: {text}\n").value["a"]
+        assert (found, type(found)) == (value, type(value))
+    for text in ('"8"', "'no'", '"1e-5"', "!!str 8", "! 8", "|-\n  8", ">-\n  no"):
+        assert isinstance(read(write, f"a: {text}\n").value["a"], str)
 
 
 def test_long_digits_stay_text_and_do_not_overflow() -> None:
@@ -118,11 +88,6 @@ def test_merge_keys_do_not_override(write: Write, text: str) -> None:
     assert document.faults == ()
 
 
-def test_a_merged_key_keeps_the_line_of_the_explicit_one(write: Write) -> None:
-    origins = read(write, "m: &m {a: 1, b: 2}\nx:\n  a: 5\n  <<: *m\n").origins
-    assert (origins["x.a"].line, origins["x.b"].line) == (3, 4)
-
-
 def test_keys_are_text_as_written(write: Write) -> None:
     assert read(write, "on: 1\nargs: {m: {1e3: x, allenai/a: y}}\n").value == {
         "on": 1,
@@ -155,29 +120,20 @@ def test_all_duplicate_and_bad_keys_at_once(write: Write) -> None:
     ("text", "code", "line"),
     [
         (b"", "empty-file", 1),
-        (b"# only words\n", "empty-file", 1),
-        (b"---\n...\n", "empty-file", 1),
         (b"- a\n- b\n", "not-a-mapping", 1),
-        (b"just words\n", "not-a-mapping", 1),
         (b"a: 1\n---\nb: 2\n", "several-documents", 2),
         (b"a: [1,\nb: 2\n", "broken-yaml", 2),
-        (b"a: 1\n  b: 2\n", "broken-yaml", 2),
         (b"a:\n\tb: 1\n", "broken-yaml", 2),
         (b"a: 'x\n", "broken-yaml", 1),
         (b"a: *nowhere\n", "broken-yaml", 1),
-        (b"a: &x [*x]\n", "broken-yaml", 1),
         ("é: é\nb: \a\n".encode(), "broken-yaml", 2),
         (b"a: 1\nb: \xff\n", "not-utf8", 2),
         ("a: 1\n".encode("utf-16"), "not-utf8", 1),
         (b"\x7fELF\x02\n\0\0\0", "binary-file", 2),
         (b'a: "x\\0y"\n', "bad-character", 1),
         (b"a: !!python/object/apply:os.system [ls]\n", "unknown-tag", 1),
-        (b"a: !!set {x}\n", "unknown-tag", 1),
-        (b"a: !!python/name:os.system x\n", "unknown-tag", 1),
         (b"a: !mine x\n", "unknown-tag", 1),
-        (b"a: !!binary aGk=\n", "unknown-tag", 1),
         (b"a: " + b"[" * 100 + b"]" * 100, "too-deep", 1),
-        (b"{a: " * 70 + b"1" + b"}" * 70, "too-deep", 1),
         (b"a: [" + b"1," * MAX_NODES + b"]", "too-large", 1),
         (b"a: " + b"x" * MAX_BYTES, "huge-file", None),
     ],
@@ -189,26 +145,10 @@ def test_bad_content_is_one_error_with_a_place(
     assert (found.code, found.line, found.severity) == (code, line, "error")
 
 
-def test_a_tab_is_named(write: Write) -> None:
-    assert "tabs" in (fault(write("a.yaml", "a:\n\tb: 1\n")).help or "")
-
-
 def test_aliases_that_explode_are_stopped(write: Write) -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
     assert fault(write("a.yaml", "\n".join(lines))).code == "too-large"
-
-
-def test_aliases_that_nest_ever_deeper_are_stopped(write: Write) -> None:
-    lines = [f"a0: &a0 {'[' * 50}{']' * 50}"]
-    lines += [f"a{n}: &a{n} {'[' * 50}*a{n - 1}{']' * 50}" for n in range(1, 40)]
-    found = fault(write("a.yaml", "\n".join(lines)))
-    assert (found.code, found.line) == ("too-deep", 2)
-
-
-def test_the_deepest_allowed_nesting(write: Write) -> None:
-    depth = MAX_DEPTH - 1
-    assert read(write, f"a: {'[' * depth}{']' * depth}\n").faults == ()
 
 
 def test_missing_directory_and_unreadable(tmp_path: Path, write: Write) -> None:
@@ -227,20 +167,9 @@ def test_what_may_be_meant_by_a_file_that_is_not_there(tmp_path: Path, write: Wr
     assert "there is no folder" in str(fault(tmp_path / "no" / "a.yaml").help)
 
 
-@pytest.mark.parametrize("text", ["", "- a\n", "a: [1\n", "a: *b\n", "a: 1\x01\n", b"PK\0\1"])
-def test_a_file_that_is_none_of_ours_says_what_to_do(write: Write, text: str | bytes) -> None:
-    assert fault(write("a.yaml", text)).help
-
-
 # --- anything at all ------------------------------------------------------------------------------
 
 YAML_LIKE = st.text(alphabet=st.sampled_from("ab: -[]{},&*!|>'\"%@`#?\n\t\r\\1.e~<=$\x85é\0\a"))
-FLOATS = st.floats(allow_nan=False, allow_infinity=False)
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | FLOATS | st.text(),
-    lambda below: st.lists(below) | st.dictionaries(st.text(), below),
-    max_leaves=20,
-)
 
 
 def check_anything(path: Path) -> None:
@@ -271,7 +200,7 @@ def test_any_bytes_are_read_or_refused_with_a_place(
     check_anything(path)
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(YAML_LIKE)
 @example("a: &b\n? *b\n: *b")
 @example("<<: *x")
@@ -283,17 +212,3 @@ def test_anything_like_yaml_is_read_or_refused_with_a_place(
     path = tmp_path_factory.getbasetemp() / "like.yaml"
     path.write_bytes(text.encode())
     check_anything(path)
-
-
-@pytest.mark.slow
-@given(st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), VALUES))
-def test_what_pyyaml_writes_is_read_back(value: dict[str, Any]) -> None:
-    text = yaml.safe_dump(value)
-    builder = Builder("dumped")
-    try:
-        built = builder.build(yaml.parse(text, Loader=yaml.SafeLoader))
-    except InvalidConfig as error:
-        assert error.findings[0].code in {"bad-character", "too-deep"}
-        return
-    if not builder.findings:
-        assert built == value

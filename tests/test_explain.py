@@ -14,10 +14,9 @@ from verdicts import Snapshot
 from launcher import config, explain, keys
 from launcher.backends import BACKENDS
 from launcher.cli import main
-from launcher.errors import Exit, InvalidConfig
+from launcher.errors import Exit
 from launcher.explain import Explained
 
-PIN = "45901fd00593422a366dc303012b55b4fe5f4241"
 STAGE = """\
 stage: sft
 args:
@@ -59,16 +58,12 @@ def test_type_default_place_reads_and_owner() -> None:
 @pytest.mark.parametrize(
     ("key", "stage", "backend", "elsewhere"),
     [
-        ("num_train_epochs", "sft", "open_instruct", {
-            "dpo on open_instruct": "num_epochs", "sft on trl": "num_train_epochs",
-            "dpo on trl": "num_train_epochs"}),
         ("mixer_list", "dpo", "open_instruct", {
             "sft on open_instruct": "dataset_mixer_list", "sft on trl": "dataset_name",
             "dpo on trl": "dataset_name"}),
         ("max_length", "sft", "open_instruct", {
             "dpo on open_instruct": "max_seq_length", "sft on trl": "max_length",
             "dpo on trl": "max_length"}),
-        ("beta", "dpo", "open_instruct", {"dpo on trl": "beta"}),
     ],
 )  # fmt: skip
 def test_the_same_idea_elsewhere(
@@ -90,13 +85,6 @@ def test_what_never_acts_and_what_shadows_it() -> None:
     assert "no read found" in text(one("max_train_samples"))
     assert "tokenizer_name_or_path comes first" in text(one("tokenizer_name"))
     assert one("tokenizer_name").as_json()["shadowed_by"] == ["tokenizer_name_or_path"]
-
-
-def test_another_script_that_reads_it() -> None:
-    told = one("compile_model", "dpo")
-    assert told.reads == ()
-    assert "open_instruct/dpo.py reads it too" in text(told)
-    assert told.as_json()["beside"]["open_instruct/dpo.py"]
 
 
 def test_who_set_it(write: Write) -> None:
@@ -127,20 +115,10 @@ def test_what_was_found_of_it(write: Write) -> None:
     assert "does nothing here" in text(told)
 
 
-def test_a_file_that_cannot_be_judged_says_so_first(write: Write) -> None:
-    path = write("a.yaml", "stage: nope\nargs: {}\n")
-    with pytest.raises(InvalidConfig) as raised:
-        of_file("seed", path)
-    assert raised.value.findings[0].code == "bad-stage"
-
-
-@pytest.mark.parametrize(
-    ("key", "suggested"), [("lerning_rate", "learning_rate"), ("mixer_lst", "mixer_list")]
-)
-def test_a_key_that_never_was(capsys: pytest.CaptureFixture[str], key: str, suggested: str) -> None:
-    assert main(["explain", key]) == Exit.USAGE
+def test_a_key_that_never_was(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "lerning_rate"]) == Exit.USAGE
     told = capsys.readouterr()
-    assert f"`{suggested}`" in told.err
+    assert "`learning_rate`" in told.err
     assert not told.out
 
 
@@ -158,20 +136,13 @@ def test_a_key_that_came_after_a_commit(capsys: pytest.CaptureFixture[str], writ
     assert main(["explain", "chat_template", *asked]) == Exit.USAGE
 
 
-def test_options_of_launch_are_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "deepspeed", "--stage", "sft"]) == Exit.OK
-    assert "launch's own" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("key", keys.KEYS)
-def test_options_of_launch_say_what_they_take(key: str) -> None:
-    for stage, backend in (("sft", "open_instruct"), ("dpo", "trl")):
-        told = one(key, stage, backend)
-        if told.field is None:
-            assert told.option is not None
-            assert f"  type       {told.option.type}\n" in text(told)
-            assert f"  default    {told.option.default}" in text(told)
-            assert told.as_json()["option"]["words"] == list(told.option.words)
+def test_options_of_launch_say_what_they_take() -> None:
+    for key, known in keys.KEYS.items():
+        told = one(key)
+        assert told.option is known
+        assert f"  type       {known.shape}\n" in text(told)
+        assert f"  default    {known.default}" in text(told)
+        assert told.as_json()["option"]["words"] == list(told.words)
 
 
 def test_the_words_of_an_option_are_those_that_are_read() -> None:
@@ -278,9 +249,8 @@ args: {{model_name_or_path: m, dataset_name: a, hub_token: a-plain-password, run
 @pytest.mark.parametrize("form", ["text", "json"])
 @pytest.mark.parametrize(
     ("key", "content"),
-    [("exp_name", SECRETS), ("use_flash_attn", SECRETS), ("additional_model_arguments", SECRETS),
-     ("hub_token", TRL), ("run_name", TRL)],
-)  # fmt: skip
+    [("additional_model_arguments", SECRETS), ("hub_token", TRL), ("run_name", TRL)],
+)
 def test_a_token_is_not_told(
     write: Write, key: str, content: str, form: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -290,10 +260,10 @@ def test_a_token_is_not_told(
     assert TOKEN not in said and "a-plain-password" not in said
 
 
-@pytest.mark.parametrize("key", ["batch.global", "batch", "args.batch.per_device"])
-def test_a_part_of_an_option_is_explained_with_the_whole(key: str) -> None:
-    assert one(key).key == "batch"
-    assert "global: a whole number above 0; rows per optimizer step" in text(one(key))
+def test_a_part_of_an_option_is_explained_with_the_whole() -> None:
+    told = one("args.batch.per_device")
+    assert told.key == "batch"
+    assert "global: a whole number above 0; rows per optimizer step" in text(told)
 
 
 def test_an_entry_of_a_list_is_explained_with_the_list() -> None:

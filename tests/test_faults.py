@@ -939,17 +939,6 @@ def test_the_exit_codes_from_end_to_end(world: World) -> None:
 
 
 @needs_trl
-def test_the_time_that_the_command_at_the_end_has(world: World) -> None:
-    words = (str(world.config()), "--on-finish", "true", "--format", "json", "--on-finish-limit")
-    done = world.trained(*words, "1h30m", steps=("exit=0",))
-    folder = RunFolder(Path(json.loads(done.stdout)["data"]["run"]))
-    assert rundir.read_json(folder.start)["on_finish_s"] == 5400
-    done = world.trained(*words, "soon")
-    assert [f["code"] for f in json.loads(done.stdout)["findings"]] == ["bad-time"]
-    assert done.returncode == 2
-
-
-@needs_trl
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
 def test_nobody_else_may_write_a_run_whatever_the_umask(world: World, umask: int) -> None:
     done = world.trained(str(world.config()), "--format", "json", steps=("exit=0",), umask=umask)

@@ -43,76 +43,49 @@ def fault(path: Path, *overrides: str) -> str:
     return f"{found.message} | {found.help}"
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("seed=5", 5),
-        ("seed=1e-5", 1e-5),
-        ("seed= 5 ", 5),
-        ("seed=true", True),
-        ("seed=null", None),
-        ("seed=~", None),
-        ('seed=""', ""),
-        ('seed="5"', "5"),
-        ("seed='no'", "no"),
-        ("seed=[x, 1.0, 2]", ["x", 1.0, 2]),
-        ("seed=[]", []),
-        ("seed={a: 1, b: [x]}", {"a": 1, "b": ["x"]}),
-        ('seed={"a": 1}', {"a": 1}),
-        ("seed=a=b=c", "a=b=c"),
-        ("seed=http://x?y=1&z=2", "http://x?y=1&z=2"),
-        ("seed=a b  c", "a b  c"),
-        ("seed=a: b", "a: b"),
-        ("seed=a # b", "a # b"),
-        ("seed=- a", "- a"),
-        ("seed=*a", "*a"),
-        ("seed=&a", "&a"),
-        ("seed=!x", "!x"),
-        ("seed=@x", "@x"),
-        ("seed=a\nb: c\n", "a\nb: c\n"),
-        ("seed={% if x %}{{ y }}{% endif %}", "{% if x %}{{ y }}{% endif %}"),
-        ("seed={{ messages[0]['role'] }}", "{{ messages[0]['role'] }}"),
-        ("seed='it''s'", "it's"),
-        ("seed='a' and 'b'", "'a' and 'b'"),
-        ("seed=12e4567", "12e4567"),
-        ("seed=/data/ü/x y.jsonl", "/data/ü/x y.jsonl"),
-    ],
+VALUES: tuple[tuple[str, Any], ...] = (
+    ("seed=5", 5),
+    ("seed=1e-5", 1e-5),
+    ("seed=true", True),
+    ("seed=null", None),
+    ('seed=""', ""),
+    ("seed='no'", "no"),
+    ("seed=[x, 1.0, 2]", ["x", 1.0, 2]),
+    ("seed={a: 1, b: [x]}", {"a": 1, "b": ["x"]}),
+    ("seed=a=b=c", "a=b=c"),
+    ("seed=http://x?y=1&z=2", "http://x?y=1&z=2"),
+    ("seed=a b  c", "a b  c"),
+    ("seed=a: b", "a: b"),
+    ("seed=a # b", "a # b"),
+    ("seed=*a", "*a"),
+    ("seed=a\nb: c\n", "a\nb: c\n"),
+    ("seed={% if x %}{{ y }}{% endif %}", "{% if x %}{{ y }}{% endif %}"),
+    ("seed={{ messages[0]['role'] }}", "{{ messages[0]['role'] }}"),
+    ("seed='a' and 'b'", "'a' and 'b'"),
+    ("seed=/data/ü/x y.jsonl", "/data/ü/x y.jsonl"),
 )
-def test_values(stage_file: Path, text: str, value: Any) -> None:
-    found = args(stage_file, text)["seed"]
-    assert (found, type(found)) == (value, type(value))
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["seed", "=5", "a b=5", "1=x", "a..b=1", "a.=1", ".a=1", "a[x]=1", "a[=1", "-seed=1", "seed:5"],
-)
-def test_what_is_no_override(stage_file: Path, text: str) -> None:
-    assert "not of the form key=value" in fault(stage_file, text)
+def test_values(stage_file: Path) -> None:
+    for text, value in VALUES:
+        found = args(stage_file, text)["seed"]
+        assert (found, type(found)) == (value, type(value))
 
 
-@pytest.mark.parametrize(
-    "text", ["seed=[1", "seed={a: ", "seed=[a]]", "seed={a: 1, a: 2}", "seed=[*x]"]
-)
-def test_values_that_begin_like_yaml_and_are_none(stage_file: Path, text: str) -> None:
-    assert text in fault(stage_file, text)
-
-
-def test_a_variable_that_is_not_set_is_no_value(stage_file: Path) -> None:
-    told = fault(stage_file, "seed=")
-    assert "`seed=` has no value" in told and "seed=null" in told
-
-
-def test_python_none_is_not_text(stage_file: Path) -> None:
+def test_what_is_no_override(stage_file: Path) -> None:
+    for text in ("seed", "=5", "a b=5", "1=x", "a..b=1", "a.=1", "a[x]=1", "-seed=1", "seed:5"):
+        assert "not of the form key=value" in fault(stage_file, text)
+    for text in ("seed=[1", "seed={a: 1, a: 2}", "seed=[*x]"):
+        assert text in fault(stage_file, text)
     assert "write seed=null" in fault(stage_file, "seed=None")
-
-
-def test_a_parent_cannot_be_overridden(stage_file: Path) -> None:
+    assert "`seed=` has no value" in fault(stage_file, "seed=")
     assert "named in the file" in fault(stage_file, "extends=other.yaml")
-
-
-def test_bytes_that_are_no_utf8(stage_file: Path) -> None:
     assert "not UTF-8" in fault(stage_file, b"seed=\xff".decode("utf-8", "surrogateescape"))
+    assert "holds nothing that has parts" in fault(stage_file, "learning_rate.x=1")
+    for key in ("seed[0]", "extra[0]", "extra.x[1].y"):
+        assert "is no list" in fault(stage_file, f"{key}=1")
+    for key in ("dataset_mixer_list[4]", "dataset_mixer_list.x"):
+        assert "is a list of 4 entries" in fault(stage_file, f"{key}=1")
 
 
 def test_all_bad_overrides_at_once(stage_file: Path) -> None:
@@ -157,8 +130,8 @@ def test_a_fault_of_an_override_is_where_it_was_said(
     assert raised.value.findings[0].place == f"override `x=${{a//b}}` of {stage_file}"
 
 
-@pytest.mark.parametrize("shape", [STAGE, FLAT, WRAPPED, "stage: sft\n"])
-@pytest.mark.parametrize("key", ["a.b.c", "args.args.seed", "empty.a.b"])
+@pytest.mark.parametrize("shape", [STAGE, FLAT, WRAPPED])
+@pytest.mark.parametrize("key", ["a.b.c", "args.args.seed"])
 def test_the_origin_of_what_an_override_goes_through(write: Write, shape: str, key: str) -> None:
     path = write("a.yaml", shape)
     loaded = config.load(path, [f"{key}=1"])
@@ -178,26 +151,10 @@ def test_an_entry_of_a_list(stage_file: Path, key: str) -> None:
     assert loaded.origin("args.dataset_mixer_list[2]").line == 5
 
 
-@pytest.mark.parametrize(
-    "key", ["dataset_mixer_list[4]", "dataset_mixer_list.x", "dataset_mixer_list[9].a"]
-)
-def test_an_entry_that_is_not_there(stage_file: Path, key: str) -> None:
-    assert "dataset_mixer_list" in fault(stage_file, f"{key}=1")
-
-
-@pytest.mark.parametrize("key", ["seed[0]", "extra[0]", "extra.x[1].y", "not_there[2]"])
-def test_an_index_into_what_is_no_list(stage_file: Path, key: str) -> None:
-    assert "is no list" in fault(stage_file, f"{key}=1")
-
-
 def test_below_mappings_and_what_is_empty(stage_file: Path) -> None:
     found = args(stage_file, "extra.x.y=2", "extra.z=3", "empty.a.b=4")
     assert found["extra"] == {"x": {"y": 2}, "z": 3}
     assert found["empty"] == {"a": {"b": 4}}
-
-
-def test_a_value_has_no_parts(stage_file: Path) -> None:
-    assert "`learning_rate` holds nothing that has parts" in fault(stage_file, "learning_rate.x=1")
 
 
 def test_flat_files_take_arguments_and_options(write: Write) -> None:
@@ -233,12 +190,6 @@ def test_wrapped_files_take_arguments_and_options(write: Write) -> None:
         "expect": {"liger": "any"},
     }
     assert loaded.origin("args.a").override == "args.a=3"
-
-
-def test_overrides_reach_values_of_a_parent(write: Write) -> None:
-    write("parent.yaml", STAGE)
-    child = write("child.yaml", "extends: parent.yaml\n")
-    assert args(child, "learning_rate=3")["learning_rate"] == 3
 
 
 def test_an_interpolation_in_an_override(stage_file: Path) -> None:

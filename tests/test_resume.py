@@ -25,7 +25,6 @@ from launcher import (
     measures,
     plan,
     process,
-    remarks,
     resume,
     rundir,
     start,
@@ -854,7 +853,7 @@ def test_moving_aside_needs_to_be_able_to(run: Make, tmp_path: Path) -> None:
     for step in (4, 8):
         saved.pinned(one.output, f"step_{step}")
     decision = one.decide()
-    remarks.aside_folder(one.output).write_text("a file")
+    resume.aside_folder(one.output).write_text("a file")
     with pytest.raises(NotReady, match="cannot be moved"):
         resume.set_aside(decision, 2)
     assert (one.output / "step_8").is_dir()

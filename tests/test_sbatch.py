@@ -153,15 +153,6 @@ def test_all_faults_are_told() -> None:
     assert [finding.key for finding in findings] == ["partion", "nodes", "qos"]
 
 
-def test_options_of_the_command_line() -> None:
-    words = ["partition=gpu", "exclusive", "comment=a=b", "hold=true", "mail-type="]
-    options, findings = sbatch.pairs(words, complain)
-    assert options == {
-        "partition": "gpu", "exclusive": None, "comment": "a=b", "hold": None,
-    }  # fmt: skip
-    assert [finding.code for finding in findings] == ["bad-slurm-option"]
-
-
 def test_a_single_core_is_said() -> None:
     assert "cpus_per_task: 64" in str(sbatch.one_cpu({}, 8))
     assert sbatch.one_cpu({"exclusive": None}, 8) is None

@@ -170,7 +170,7 @@ def test_what_cannot_be_called_at_the_end_is_said_without_them(
         (f"hub_tokn={HF}",), (f"learning_rate={HF}",), (f"hub_token.x={HF}",), (f"={HF}",), (HF,),
         (f"save_strategy={GHP}",), (f"deepspeed={SK}",), (f"stage={SK}",),
         (f"expect.{AKIA}=x",), (f"model_name_or_path=${{{XOX}}}",), 
-        ("--on-finish", f"'{SK}"), ("--python", f"/no/{GHP}"), ("--repeat", GHP),
+        ("--on-finish", f"'{SK}"), ("--python", f"/no/{GHP}"),
         (f"dataset_name={URL}", "max_steps=x"),
     ],
 )  # fmt: skip

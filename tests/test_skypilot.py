@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 from pathlib import Path
@@ -24,8 +23,8 @@ BESIDE = Places(
 WORDS = ["sft", "configs/tulu/sft.yaml", "--gpus", "8", "--nodes", "2"]
 TOKEN = "hf_abcdefghijklmnopqrst"
 NASTY = [
-    "two words", "it's", 'say "x"', "line\nbreak", "$(touch pwned)", "`touch pwned`", "; touch pwned",
-    "a\\b", "$HOME", "ümlaut \U0001f600", "{{ x }}", "%s", "trailing \nspace", "- x: y", "#", "",
+    "it's \"x\"", "line\nbreak", "$(touch pwned)`touch pwned`; touch pwned", "a\\b", "ü\U0001f600", "- x: y",
+    "#", "",
 ]  # fmt: skip
 
 
@@ -66,22 +65,6 @@ def test_golden(name: str) -> None:
         golden.parent.mkdir(exist_ok=True)
         golden.write_text(text)
     assert text == golden.read_text()
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_skypilot_takes_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if importlib.util.find_spec("sky") is None:
-        pytest.skip("no skypilot here")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    schemas = importlib.import_module("sky.utils.schemas")
-    common = importlib.import_module("sky.utils.common_utils")
-    task = yaml.safe_load(skypilot.text(made(**CASES[name]), Path("task.yaml")))
-    common.validate_schema(task, schemas.get_task_schema(), "task: ")
-    common.validate_schema(task.get("resources", {}), schemas.get_resources_schema(), "resources: ")
-    known = schemas.get_resources_schema()["properties"]
-    assert set(known) >= skypilot.RESOURCES
-    fields = set(schemas.get_task_schema()["properties"])
-    assert (set(skypilot.FIELDS) | set(skypilot.OURS)) - {"accelerator"} <= fields
 
 
 @pytest.mark.parametrize("value", NASTY)
@@ -145,9 +128,7 @@ def test_gpus_without_a_name_are_asked_for() -> None:
         ({"setup": ["a"]}, "setup", None),
         ({"accelerator": "H100:8"}, "accelerator", "--gpus"),
         ({"accelerator": "$(x)"}, "accelerator", "--gpus"),
-        ({"resources": {"use_spt": True}}, "resources.use_spt", "did you mean `use_spot`?"),
         ({"resources": {"accelerators": "H100:8"}}, "resources.accelerators", "--gpus"),
-        ({"envs": {"a b": "x"}}, "envs.a b", None),
         ({"envs": {"HF_TOKEN": "x"}}, "envs.HF_TOKEN", "secrets: [HF_TOKEN]"),
         ({"secrets": {"HF_TOKEN": "x"}}, "secrets.HF_TOKEN", "secrets: [HF_TOKEN]"),
     ],

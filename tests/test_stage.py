@@ -79,15 +79,6 @@ def test_a_valid_file(judged: Any, text: str) -> None:
     assert made.args["model_name_or_path"] == "m"
 
 
-def test_values_and_arguments_of_a_stage(judged: Any) -> None:
-    made = stage.validate(judged(SFT, "learning_rate=1e-5", "seed=null", "name=first"))
-    assert made.values["learning_rate"] == 1e-5
-    assert made.values["num_train_epochs"] == 2
-    assert made.name == "first"
-    # null is not passed
-    assert "seed" not in made.args and not made.values.given("seed")
-
-
 def test_validate_raises_all_findings(judged: Any) -> None:
     found = judged(SFT, "sede=1", "learning_rate=x")
     with pytest.raises(InvalidConfig) as raised:
@@ -156,7 +147,6 @@ def test_all_faults_of_a_file_at_once(judged: Any) -> None:
         ("use_flash_attn: true", "removed-key", ["#1567", "delete the line"]),
         ("chat_template: tulu", "renamed-key", ["write `chat_template_name`", "silently take it"]),
         ("num_epochs: 2", "renamed-key", ["DPO's name", "write `num_train_epochs`"]),
-        ("mixer_list: [a]", "renamed-key", ["write `dataset_mixer_list`"]),
         ("beta: 5", "unknown-key", ["it exists for dpo on open_instruct and dpo on trl only"]),
         ("deepspeed: zero2", "unknown-key", ["it stands beside `args:`"]),
         ("learning-rate: 1", "abbreviated-key", ["write `learning_rate`"]),
@@ -165,11 +155,9 @@ def test_all_faults_of_a_file_at_once(judged: Any) -> None:
         ("seed: [1, 2]", "bad-value", ["takes one value, got 2", "its type is int", "finetune.py:"]),
         ("learning_rate: -1e-5", "bad-value", ["read as a flag", 'write "-0.00001", in quotes']),
         ("dataset_cache_mode: no", "bad-value", ["not one of hf, local", "put the text in quotes"]),
-        ("oe_eval_tasks: []", "bad-value", ["expected at least one value, got an empty list"]),
         ("packing: []", "bad-value", ["an empty list", "read as true"]),
         ("exp_name: {a: 1}", "bad-value", ["a mapping", '{"a": 1}']),
         ("oe_eval_tasks: [a, null]", "bad-value", ["an entry is"]),
-        ("oe_eval_tasks: [[a]]", "bad-value", ["an entry is"]),
         ("exp_name: no", "bool-as-text", ["get the text False", "quotes"]),
     ],
 )  # fmt: skip
@@ -185,31 +173,11 @@ def test_the_mixer_mapping_is_explained_and_nothing_else_is_said_of_data(judged:
     assert "write the sets as `dataset_mixer_list:" in (one(found).help or "")
 
 
-@pytest.mark.parametrize("key", ["mixer_list", "dataset_mixer_lst"])
-def test_a_misspelt_key_is_not_also_called_missing(judged: Any, key: str) -> None:
-    assert one(judged(SFT.replace("dataset_mixer_list", key))).line == 6
-
-
-def test_a_value_that_is_null_is_not_passed(judged: Any) -> None:
-    found = judged(f"{SFT}  frobnicate:\n  seed:\n")
-    assert brief(found) == [("unknown-key", "launch", 10)]
-
-
 def test_an_abbreviation_counts_for_what_upstream_takes_it_for(judged: Any) -> None:
     found = judged(
         SFT.replace("push_to_hub: false", "push_to_hu: false").replace("jobs: false", "jobs: true")
     )
     assert {f.code for f in found.findings} == {"abbreviated-key", "beaker-without-push"}
-
-
-def test_the_checkpoint_word_of_sft_in_dpo(judged: Any) -> None:
-    assert "DPO counts steps" in (one(judged(f"{DPO}  checkpointing_steps: epoch\n")).help or "")
-
-
-def test_an_override_is_named_as_the_place(judged: Any) -> None:
-    finding = one(judged(SFT, "sede=1"))
-    assert finding.file is not None
-    assert finding.key == "args.sede"
 
 
 def test_trl_names_its_own_class(judged: Any) -> None:
@@ -290,18 +258,6 @@ def test_a_name_that_is_newer_is_answered_with_the_older_one(older: Any, tmp_pat
     assert "  num_train_epochs: 2  # both\n" in (tmp_path / "a.yaml").read_text()
 
 
-def test_cited_lines_are_the_pins(older: Any) -> None:
-    found = older("stage: sft\nargs:\n  dataset_name: x\n")
-    assert found.schema is not None
-    ((_, why),) = stage.entry_of(found.schema).derived.values()
-    assert why.endswith("(finetune.py:183 at the pin)")
-
-
-def test_a_folder_that_is_always_as_it_is_named(older: Any) -> None:
-    found = older("stage: sft\nargs:\n  dataset_name: x\n  output_dir: out\n")
-    assert BACKENDS["open_instruct"].output_folder(found.values) == Path("out")
-
-
 # --- which stage ----------------------------------------------------------------------------------
 
 
@@ -323,18 +279,12 @@ def test_a_forgotten_stage_is_guessed_and_the_rest_is_judged(judged: Any) -> Non
     assert found.stage == "dpo"
 
 
-def test_an_unknown_stage_is_one_finding(judged: Any) -> None:
-    assert one(judged("stage: grpo\nargs: {beta: 1, anything: 2}\n")).code == "bad-stage"
-
-
 @pytest.mark.parametrize(
     ("text", "name", "expected"),
     [
-        ("dataset_mixer_list: [a]\n", "a.yaml", "sft"),
         ("mixer_list: [a]\nbeta: 5\n", "a.yaml", "dpo"),
         ("seed: 1\n", "a.yaml", "sft"),
         ("seed: 1\n", "my_dpo.yaml", "dpo"),
-        ("num_train_epochs: 1\nbeta: 0.1\ngamma_beta_ratio: 1\n", "a.yaml", "dpo"),
         # as upstream wrote them before January 2026
         ("num_train_epochs: 1\ngradient_checkpointing: true\ndpo_beta: 5\n", "a.yaml", "dpo"),
     ],
@@ -361,11 +311,6 @@ def test_the_wrapped_shape(judged: Any) -> None:
     assert made.values["dataset_mixer_list"] == ["a", "1.0"]
     found = judged(text.replace("deepspeed_config: zero3", "deepspeed_conf: x") + "    sede: 1\n")
     assert brief(found) == [("unknown-option", "launch", 4), ("unknown-key", "parser", 11)]
-
-
-def test_the_wrapped_shape_with_args_beside(judged: Any) -> None:
-    found = judged("open_instruct:\n  script: finetune.py\nargs: {seed: 1}\n")
-    assert {f.code for f in found.findings} >= {"bad-stage", "unknown-option"}
 
 
 # --- upstream's own files -------------------------------------------------------------------------
@@ -396,18 +341,10 @@ def test_all_files_that_the_checkout_ships_are_judged_with_every_fault_in_its_pl
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("empty.yaml", b""),
-        ("broken.yaml", b"stage: [\n"),
         ("twice.yaml", b"stage: sft\nstage: sft\nargs: {}\n"),
-        ("binary.yaml", bytes(range(256))),
-        ("latin.yaml", "stage: sft # \xe9\n".encode("latin-1")),
-        ("tabs.yaml", b"stage: sft\nargs:\n\tseed: 1\n"),
-        ("list.yaml", b"- stage\n"),
         ("keys.yaml", b"stage: sft\nargs: {1: 2, [a]: b}\n"),
-        ("wrong.yaml", b"stage: rl\n"),
         ("odd.yaml", b"stage: [sft]\nbackend: {a: 1}\nexpect: {liger: [x]}\nbatch: x\nargs: 5\n"),
         ("odd2.yaml", b"stage: sft\nbackend: {a: 1}\nexpect: {liger: [x]}\nbatch: x\ndeepspeed: [1]\n"),
-        ("num.yaml", "open_instruct: {script: finetune.py}\nnum_gpus: \"²\"\n".encode()),
         ("deep.yaml", b"a: " + b"[" * 5000),
         ("inter.yaml", b"stage: sft\nargs: {a: '${'}\n"),
     ],
@@ -425,13 +362,6 @@ def test_bad_files_end_with_exit_code_3_and_a_place(
     assert all(f["file"] == str(path) and f["line"] for f in errors)
 
 
-def test_missing_files_and_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate-config", str(tmp_path / "no.yaml"), str(tmp_path)]) == 3
-    said = capsys.readouterr()
-    assert "missing-file" in said.err + said.out
-    assert "not-a-file" in said.err + said.out
-
-
 BOTH = "use_liger_kernel: true, packing: true"
 
 
@@ -439,10 +369,8 @@ BOTH = "use_liger_kernel: true, packing: true"
     ("lines", "more", "severity"),
     [
         ("expect: {liger: engaged}\n", "packing: true", "error"),
-        ("expect: {packing: isolated}\n", "packing: false", "error"),
         ("expect: {packing: on}\non_violation: warn\n", "packing: false", "warning"),
         ("script: dpo_olmo_core\nexpect: {liger: engaged}\n", BOTH, "error"),
-        ("expect: {liger: any, packing: off}\n", "packing: false", None),
         ("expect: {liger: engaged, packing: isolated}\n", BOTH, None),
     ],
 )
@@ -510,7 +438,6 @@ def test_what_another_commit_has_not_cannot_be_set_there(write: Write) -> None:
     [
         ("", "max_train_steps: 6", True),
         ("", "max_train_steps: 8", False),
-        ("", "num_train_epochs: 1", False),
         ("backend: trl\n", "max_steps: 7", True),
         ("backend: trl\n", "max_steps: -1", False),
     ],

@@ -21,15 +21,9 @@ STAGE = str(Path(__file__).parent.parent / "configs" / "demo" / "sft.yaml")
 @pytest.mark.parametrize(
     "words",
     [
-        ("--sbatch", "time=1"),
-        ("--repeat", "last"),
-        ("--accelerator", "H100"),
-        ("--on-finish-limit", "5m"),
         ("--slurm", "--detach"),
         ("--slurm", "--devices", "0"),
-        ("--slurm", "--node-rank", "0"),
         ("--slurm", "--skypilot", "t.yaml"),
-        ("--skypilot", "t.yaml", "--fresh"),
         ("--skypilot", "t.yaml", "--on-finish", "true"),
     ],
 )

@@ -97,16 +97,17 @@ def validate_config(
 
 
 def tell(
-    command: str, ok: bool, found: list[Finding], files: list[dict[str, object]], format: Findings
-) -> None:
-    """What was found in each file, in the form that was asked for."""
+    command: str, ok: bool, found: list[Finding], files: list[dict[str, object]] | None,
+    format: Findings,
+) -> None:  # fmt: skip
+    """What was found, in each file or in none, in the form that was asked for."""
     from launcher import report
     from launcher.redaction import redact
 
     # a message may quote what was given
     found = redact(found)
     if format is Findings.json:
-        report.envelope(command, ok, found, {"files": files})
+        report.envelope(command, ok, found, None if files is None else {"files": files})
     elif format in {Findings.sarif, Findings.github}:
         from launcher import annotations
 
@@ -116,7 +117,7 @@ def tell(
             report.workflow_commands(annotations.github(found))
     else:
         report.findings(found)
-        for entry in files:
+        for entry in files or ():
             state = "valid" if entry["valid"] else "invalid"
             report.say(f"{entry['path']}: {state}{_checked(entry)}")
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from launcher.commands.vocabulary import (
-    Accelerator,
     Changed,
     Checkout,
+    Config,
     CorruptingOverlap,
     Detach,
     DevicesOption,
@@ -27,15 +26,11 @@ from launcher.commands.vocabulary import (
     Nodes,
     NoProbe,
     OnFinish,
-    OnFinishLimit,
     Overrides,
     Python,
-    Repeat,
     RunName,
-    Sbatch,
     SkyPilot,
     Slurm,
-    StageFile,
     Strict,
     Unpinned,
     Unproven,
@@ -43,7 +38,7 @@ from launcher.commands.vocabulary import (
     app,
     found_run,
 )
-from launcher.errors import Exit, Finding, UsageError, usage
+from launcher.errors import Exit, Finding, UsageError, said
 
 if TYPE_CHECKING:
     from launcher.attempt import Attempt
@@ -52,25 +47,11 @@ if TYPE_CHECKING:
     from launcher.rundir import RunFolder
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class After:
-    """What is to happen once a run has begun."""
-
-    detach: bool = False
-    on_finish: str | None = None
-    on_finish_limit: str | None = None
-    allow_unproven: bool = False
-    before: Mapping[str, Any] | None = None
-
-
-_NEEDS = {
-    "--sbatch": "--slurm", "--accelerator": "--skypilot", "--on-finish-limit": "--on-finish",
-}  # fmt: skip
+# options that would be taken and ignored beside another one
 _APART = {
-    "--slurm": ("--skypilot", "--detach", "--devices", "--node-rank", "--main-address"),
-    "--skypilot": (
-        "--detach", "--devices", "--node-rank", "--main-address", "--on-finish", "--fresh",
-        "--allow-changed-resume",
+    "slurm": ("skypilot", "detach", "devices", "node_rank", "main_address"),
+    "skypilot": (
+        "detach", "devices", "node_rank", "main_address", "on_finish", "fresh", "allow_changed_resume",
     ),
 }  # fmt: skip
 
@@ -89,111 +70,55 @@ def _completed(stage: str) -> Callable[[typer.Context, str], list[str]]:
 
 
 def _require_sense(given: Mapping[str, object]) -> None:
-    """Options that would be taken and ignored. Raises UsageError with all of them."""
+    """Raise UsageError with every option that says nothing beside another one."""
     # 0 is a value
-    said = {n for n, value in given.items() if value is not None and value is not False}
+    named = {name for name, value in given.items() if value or (value == 0 and value is not False)}
+    pairs = [(one, other) for one, others in _APART.items() for other in others]
     wrong = [
-        _fault("useless-option", f"{one} says nothing without {other}")
-        for one, other in _NEEDS.items()
-        if one in said and other not in said
-    ]
-    wrong += [
-        _fault("useless-option", f"{other} says nothing with {one}")
-        for one, others in _APART.items()
-        for other in others
-        if {one, other} <= said
+        said("error", "useless-option", f"{_flag(other)} says nothing with {_flag(one)}", None)
+        for one, other in pairs
+        if {one, other} <= named
     ]
     if wrong:
         raise UsageError(wrong)
 
 
-def _fault(code: str, message: str, help: str | None = None) -> Finding:
-    return usage(code, message, help).findings[0]
-
-
-def _repeated(
-    stage: str,
-    run: str,
-    config: Path | None,
-    overrides: list[str] | None,
-    gpus: int | None,
-    nodes: int,
-) -> tuple[Path, list[str] | None, int | None, int, Mapping[str, Any]]:
-    """`--repeat RUN`: its resolved stage file, its GPUs and machines unless others are named."""
-    from launcher import repeat
-
-    if config is not None and "=" not in str(config):
-        said = f"`{config}` is a stage file, and --repeat {run} brings its own"
-        raise usage("useless-option", said, "leave out the one or the other")
-    # what stands first is taken for the file, and there is none
-    words = [*([str(config)] if config is not None else []), *(overrides or [])]
-    folder = found_run(run)
-    told = repeat.of_run(folder, stage)
-    repeat.enter(told)
-    plan = told.get("plan") or {}
-    asked = gpus if gpus is not None else plan.get("gpus")
-    return folder.stage_file, words, asked, nodes if nodes > 1 else plan.get("nodes", 1), told
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _stage_command(stage: str) -> Callable[..., None]:
     """The command that starts one stage: the same for each, but for its name."""
 
     def command(
-        config: StageFile = None, overrides: Overrides = None, gpus: Gpus = None, nodes: Nodes = 1,
-        dry_run: DryRun = False, python: Python = None, open_instruct: Checkout = None,
-        allow_unpinned: Unpinned = False, allow_unproven: Unproven = False, strict: Strict = False,
-        no_probe: NoProbe = False, devices: DevicesOption = None, detach: Detach = False,
-        on_finish: OnFinish = None, on_finish_limit: OnFinishLimit = None, repeat: Repeat = None,
+        context: typer.Context, config: Config, overrides: Overrides = None, gpus: Gpus = None,
+        nodes: Nodes = 1, dry_run: DryRun = False, python: Python = None,
+        open_instruct: Checkout = None, allow_unpinned: Unpinned = False,
+        allow_unproven: Unproven = False, strict: Strict = False, no_probe: NoProbe = False,
+        devices: DevicesOption = None, detach: Detach = False, on_finish: OnFinish = None,
         node_rank: NodeRank = None, main_address: MainAddress = None, slurm: Slurm = False,
-        sbatch: Sbatch = None, skypilot: SkyPilot = None, accelerator: Accelerator = None,
-        fresh: Fresh = False,
-        allow_changed_resume: Changed = None, allow_corrupting_overlap: CorruptingOverlap = False,
-        format: FormatOption = Format.text,
+        skypilot: SkyPilot = None, fresh: Fresh = False, allow_changed_resume: Changed = None,
+        allow_corrupting_overlap: CorruptingOverlap = False, format: FormatOption = Format.text,
     ) -> None:  # fmt: skip
         from launcher.preparation import Request
 
-        _require_sense(
-            {
-                "--slurm": slurm, "--skypilot": skypilot, "--sbatch": sbatch,
-                "--accelerator": accelerator, "--detach": detach, "--devices": devices,
-                "--node-rank": node_rank, "--main-address": main_address, "--on-finish": on_finish,
-                "--on-finish-limit": on_finish_limit, "--fresh": fresh,
-                "--allow-changed-resume": allow_changed_resume,
-            }
-        )  # fmt: skip
-        before = None
-        if repeat is not None:
-            # relative to where this was said, not to where the run was
-            python, open_instruct, skypilot = (
-                one.absolute() if one is not None and (one.exists() or one is skypilot) else one
-                for one in (python, open_instruct, skypilot)
-            )
-            config, overrides, gpus, nodes, before = _repeated(
-                stage, repeat, config, overrides, gpus, nodes
-            )
-        elif config is None:
-            help = f"launch {stage} CONFIG, or launch {stage} --repeat RUN"
-            raise usage("no-config", "which stage file?", help)
+        _require_sense(context.params)
         request = Request(
             stage=stage, config=config, overrides=overrides or (), gpus=gpus, nodes=nodes,
             python=python, checkout=open_instruct, allow_unpinned=allow_unpinned, strict=strict,
             allow_corrupting_overlap=allow_corrupting_overlap,
             probe=not no_probe, devices=devices, node_rank=node_rank, main_address=main_address,
-            elsewhere=slurm or skypilot is not None, fresh=fresh or repeat is not None,
+            elsewhere=slurm or skypilot is not None, fresh=fresh,
             allowed=tuple(allow_changed_resume or ()),
         )  # fmt: skip
         if dry_run:
             _dry_run(request, format)
-            return
-        if skypilot is not None:
-            raise typer.Exit(_task(request, skypilot, accelerator, format))
-        after = After(
-            detach=detach, on_finish=on_finish, on_finish_limit=on_finish_limit,
-            allow_unproven=allow_unproven, before=before,
-        )  # fmt: skip
-        if slurm:
-            raise typer.Exit(_queued(request, format, after, sbatch or []))
-        raise typer.Exit(_run(request, format, after))
+        elif skypilot is not None:
+            raise typer.Exit(_task(request, skypilot, format))
+        elif slurm:
+            raise typer.Exit(_queued(request, format, on_finish, allow_unproven))
+        else:
+            raise typer.Exit(_run(request, format, on_finish, allow_unproven, detach=detach))
 
     # what the shell can complete is different for each stage
     argument = typer.Argument(
@@ -225,115 +150,85 @@ def _dry_run(request: Request, format: Format) -> None:
         report.dry_run(prepared.plan, prepared.command)
 
 
-def _run(request: Request, format: Format, after: After) -> Exit:
-    from launcher import foresight, keeper, on_finish, preparation, rundir, runner
+def _run(
+    request: Request, format: Format, on_finish: str | None, allow_unproven: bool, *, detach: bool
+) -> Exit:
+    from launcher import foresight, keeper, preparation, rundir, runner
+    from launcher import on_finish as endings
 
-    told = on_finish.parsed(after.on_finish)
-    on_finish.require_here(told)
+    words = endings.parsed(on_finish)
+    endings.require_here(words)
     # the keeper reads it too late to say so
     runner.grace(os.environ.get(runner.GRACE_VARIABLE))
-    limit = _limit(after)
     with keeper.interruptible():
         prepared = preparation.prepare(request, running=True)
         try:
-            return _begun(foresight.foreseen(prepared), format, after, told, limit)
+            prepared = foresight.foreseen(prepared)
+            return _begun(prepared, format, words, allow_unproven, detach=detach)
         finally:
             # the folder that was reserved, if nothing came of it
             rundir.release(prepared.folder)
 
 
-def _limit(after: After) -> float:
-    from launcher.attempt import ON_FINISH_S
-
-    if after.on_finish_limit is None:
-        return ON_FINISH_S
-    from launcher import bench
-
-    return bench.seconds(after.on_finish_limit) or ON_FINISH_S
-
-
 def _begun(
-    prepared: Prepared, format: Format, after: After, told: tuple[str, ...], limit: float
-) -> Exit:
+    prepared: Prepared, format: Format, on_finish: tuple[str, ...], allow_unproven: bool, *, detach: bool
+) -> Exit:  # fmt: skip
     from launcher import lease, report, start
 
-    request, folder, found = prepared.request, prepared.folder, prepared.findings
+    stage, folder, found = str(prepared.request.stage), prepared.folder, prepared.findings
     if prepared.decision.kind != "finished" and not (prepared.here and prepared.here.rank):
         lease.require_free(prepared.output)
-    if after.before is not None:
-        differing = start.differences(prepared, after.before)
-        found = (*found, *differing)
-        if format is Format.text and not differing:
-            report.say("repeated: nothing differs here from what the run recorded")
     if format is Format.text:
         report.findings(found)
     if prepared.decision.kind == "finished":
-        return _finished(prepared, found, format, after)
+        return _finished(prepared, format, allow_unproven)
     if format is Format.text:
         report.beginning(prepared.plan, folder.console(prepared.attempt))
-    folder, attempt = start.begin(
-        prepared, on_finish=told, on_finish_s=limit, allow_unproven=after.allow_unproven
-    )
-    if after.detach:
-        return _detached(str(request.stage), folder, found, format, first=not attempt.rank)
-    return until_over(str(request.stage), folder, attempt, found, format)
+    folder, attempt = start.begin(prepared, on_finish=on_finish, allow_unproven=allow_unproven)
+    if detach:
+        return _detached(stage, folder, found, format, first=not attempt.rank)
+    return until_over(stage, folder, attempt, found, format)
 
 
-def _finished(prepared: Prepared, found: tuple[Finding, ...], format: Format, after: After) -> Exit:
+def _finished(prepared: Prepared, format: Format, allow_unproven: bool) -> Exit:
     """Nothing is left to train; the verdict and the numbers are there, whoever died before."""
     from launcher import check, start
 
-    folder = prepared.folder
+    folder, stage = prepared.folder, str(prepared.request.stage)
     verdict = start.judged_now(folder, prepared.plan, start.finish(folder))
-    code = check.exit_code(verdict, allow_unproven=after.allow_unproven)
-    return _told(str(prepared.request.stage), folder, verdict, code, found, format)
+    code = check.exit_code(verdict, allow_unproven=allow_unproven)
+    return _told(stage, folder, verdict, code, prepared.findings, format)
 
 
-def _queued(request: Request, format: Format, after: After, words: list[str]) -> Exit:
+def _queued(request: Request, format: Format, on_finish: str | None, allow_unproven: bool) -> Exit:
     """Hand the run to Slurm."""
-    from launcher import foresight, keeper, on_finish, preparation, report, sbatch, start
+    from launcher import foresight, keeper, preparation, report, sbatch, start
+    from launcher import on_finish as endings
 
-    def complain(code: str, key: str, message: str, help: str | None) -> Finding:
-        return _fault(code, message, help)
-
-    options, wrong = sbatch.pairs(words, complain)
-    if wrong:
-        raise UsageError(wrong)
-    told, limit = on_finish.parsed(after.on_finish), _limit(after)
+    words = endings.parsed(on_finish)
     prepared = foresight.foreseen(preparation.prepare(request, running=True))
-    options = {**prepared.plan.stage.options.slurm, **options}
+    options, found = prepared.plan.stage.options.slurm, prepared.findings
     few = sbatch.one_cpu(options, prepared.plan.gpus)
-    found = prepared.findings
     if few is not None:
         message = "the job asks for one core of each machine"
-        warned = Finding(
-            severity="warning", layer="launch", code="slurm-one-cpu", message=message, help=few
-        )
-        found = (*found, warned)
+        found = (*found, said("warning", "slurm-one-cpu", message, few))
     if prepared.decision.kind == "finished":
         report.findings(found if format is Format.text else ())
-        return _finished(prepared, found, format, after)
+        return _finished(prepared, format, allow_unproven)
     folder = prepared.folder
     with keeper.interruptible():
-        job = start.queue(
-            prepared, options, on_finish=told, on_finish_s=limit,
-            allow_unproven=after.allow_unproven,
-        )  # fmt: skip
+        job = start.queue(prepared, options, on_finish=words, allow_unproven=allow_unproven)
+    name = folder.path.name
+    lines = (f"run: {folder.path}", f"job: {job.id}", "launch runs", f"launch stop {name}")
     data = {"run": str(folder.path), "job": job.id}
-    lines = (
-        f"run: {folder.path}",
-        f"job: {job.id}",
-        "launch runs",
-        f"launch stop {folder.path.name}",
-    )
     return answer(str(request.stage), Exit.OK, found, data, lines, format)
 
 
-def _task(request: Request, path: Path, accelerator: str | None, format: Format) -> Exit:
+def _task(request: Request, path: Path, format: Format) -> Exit:
     """Write the run as a SkyPilot task."""
-    from launcher import clouds
+    from launcher import skypilot
 
-    found = clouds.write(request, path, accelerator)
+    found = skypilot.write(request, path)
     data = {"task": str(path)}
     return answer(str(request.stage), Exit.OK, found, data, (f"sky launch {path}",), format)
 

@@ -163,38 +163,19 @@ MainAddress = Annotated[
 Slurm = Annotated[
     bool, typer.Option("--slurm", help="queue it as a Slurm job, on --nodes machines")
 ]
-Sbatch = Annotated[
-    list[str] | None,
-    typer.Option("--sbatch", metavar="KEY=VALUE", help="an option of sbatch (several times)"),
-]
 SkyPilot = Annotated[
     Path | None,
     typer.Option("--skypilot", metavar="FILE", help="write a SkyPilot task, start nothing"),
-]
-Accelerator = Annotated[
-    str | None, typer.Option("--accelerator", help="which GPU, for --skypilot: H100")
 ]
 Detach = Annotated[
     bool,
     typer.Option("--detach", help="come back at once; the run is in a tmux session of its own"),
 ]
 StageFile = Annotated[Path | None, typer.Argument(help="the stage file", show_default=False)]
-Repeat = Annotated[
-    str | None,
-    typer.Option(
-        "--repeat", metavar="RUN", help="this run again, into a new folder; no CONFIG then"
-    ),
-]
 OnFinish = Annotated[
     str | None,
     typer.Option(
-        "--on-finish", metavar="CMD", help="run this at the end, however it ends; no shell"
-    ),
-]
-OnFinishLimit = Annotated[
-    str | None,
-    typer.Option(
-        "--on-finish-limit", metavar="TIME", help="how long it may take: 90s, 10m (the default), 2h"
+        "--on-finish", metavar="CMD", help="run this at the end, for 10 minutes at most; no shell"
     ),
 ]
 RunName = Annotated[

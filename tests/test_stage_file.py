@@ -1,0 +1,82 @@
+"""The resolved stage file of a run is the same stage, and holds no secret."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import Write
+
+from launcher import config, manifest, plan
+from launcher import stage as stages
+from launcher.rundir import RunFolder
+
+BASE = """
+stage: sft
+args:
+  model_name_or_path: base/model
+  dataset_mixer_list: [a/b, '1.0', c/d, '200']
+  learning_rate: 1e-5
+  use_liger_kernel: true
+  wandb_project_name: "a \\\\${b} 'c' $(d)\\nü"
+"""
+
+
+AUTO = dict.fromkeys(
+    ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"
+)
+
+
+def planned(path: Path, *overrides: str, gpus: int = 8) -> plan.Plan:
+    stage = stages.validate(stages.judge(config.load(path, overrides)))
+    return plan.make(stage, gpus=gpus)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    path = tmp_path / "run"
+    path.mkdir()
+    return RunFolder(path)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "",
+        "deepspeed: zero2\nbatch: {global: 128, per_device: 16}\nexpect: {liger: 'off', loss: any}\n",
+        "probe: off\nmixed_precision: fp16\n",
+        "probe: {within: 9, isolation: off}\non_hang: stop\non_violation: warn\nname: 'a b'\n",
+        "batch: {global: 64}\n",
+    ],
+)
+def test_the_resolved_file_is_the_same_stage(write: Write, folder: RunFolder, extra: str) -> None:
+    whole = planned(write("a.yaml", extra + BASE), "learning_rate=3e-6", "max_seq_length=77")
+    manifest.write_stage_file(whole, folder)
+    again = planned(folder.stage_file)
+    assert again.arguments() == whole.arguments()
+    assert again.stage.options == whole.stage.options.__class__(
+        **{
+            **{name: getattr(whole.stage.options, name) for name in whole.stage.options.__slots__},
+            "name": whole.stage.name,
+        }
+    )
+    assert again.as_json() == whole.as_json()
+
+
+def test_an_own_deepspeed_file_is_kept_with_the_run(write: Write, folder: RunFolder) -> None:
+    own = write("mine.json", json.dumps({"zero_optimization": {"stage": 1}, **AUTO}))
+    whole = planned(write("a.yaml", f"deepspeed: {own}\n{BASE}"))
+    manifest.write_stage_file(whole, folder)
+    text = own.read_bytes()
+    own.unlink()
+    again = planned(folder.stage_file)
+    assert again.stage.options.deepspeed == folder.deepspeed
+    assert folder.deepspeed.read_bytes() == text
+
+
+def test_no_token_gets_into_it(write: Write, folder: RunFolder) -> None:
+    token = "hf_" + "a1B2" * 9
+    path = write("a.yaml", BASE.replace("base/model", f"https://u:{token}@host/m"))
+    manifest.write_stage_file(planned(path), folder)
+    assert token not in folder.stage_file.read_text()

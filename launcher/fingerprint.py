@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from launcher import content
-from launcher.backends.model_config import is_path, repository
+from launcher.backends import model_config
+from launcher.backends.model_config import is_path
 from launcher.errors import Finding, NotReady
 from launcher.files import parse_json, read_bytes, read_json
 from launcher.paths import is_file
@@ -39,7 +40,6 @@ _TOKENIZER = (
     "spiece.model", "sentencepiece*", "*.tiktoken", "tekken.json", "chat_template*",
     f"{_TEMPLATES}*", "config.json", "*.py",
 )  # fmt: skip
-_LARGEST_LINK = 256
 
 
 class MissingContent(NotReady):
@@ -382,22 +382,9 @@ def of_hub(
     """
     environ = os.environ if environ is None else environ
     asked = revision or "main"
-    commit = None
-    if not is_path(name) and ".." not in asked:
-        kept = repository(name, environ)
-        commit = _reference(kept / "refs" / asked)
-        if commit is None and (kept / "snapshots" / asked).is_dir():
-            commit = asked
+    commit = None if is_path(name) else model_config.commit(name, environ, revision)
     told = f"hub {name} {commit}" if commit else f"name {name} {asked}"
     return Fingerprint(
         name=name, kind="hub" if commit else "name", revision=commit,
         digest=hashlib.sha256(told.encode(errors="surrogateescape")).hexdigest(),
     )  # fmt: skip
-
-
-def _reference(path: Path) -> str | None:
-    try:
-        with path.open(encoding="utf-8") as file:
-            return file.read(_LARGEST_LINK).strip() or None
-    except (OSError, ValueError):
-        return None

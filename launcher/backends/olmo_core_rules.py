@@ -500,12 +500,9 @@ def offline_model(context: Context) -> Iterator[Finding]:
 
 def _snapshot(name: str, environ: Mapping[str, str]) -> Path | None:
     """The folder of the hub's cache with all of a model; it takes `main`, as this script does."""
-    repository = model_config.repository(name, environ)
-    try:
-        commit = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
+    folder = model_config.snapshot(name, environ)
+    if folder is None:
         return None
-    folder = repository / "snapshots" / commit
     whole = is_file(folder / "config.json") and any(
         all(is_file(folder / one) for one in parts) for parts in _weights(folder)
     )

@@ -18,7 +18,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +160,10 @@ def _hold(cache: Cache) -> int | None:
         cache.path.mkdir(parents=True, exist_ok=True)
         lock = os.open(cache.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            if _try(lock, fcntl.LOCK_EX | fcntl.LOCK_NB) and not _lives(cache.path):
+            # workers may outlive the process that holds the lock
+            folder = opened(cache.path)
+            lives = folder is not None and folder.live()
+            if _try(lock, fcntl.LOCK_EX | fcntl.LOCK_NB) and not lives:
                 discard_unfinished(cache.path, cache.kind)
             fcntl.flock(lock, fcntl.LOCK_SH)
         except OSError:
@@ -170,12 +173,6 @@ def _hold(cache: Cache) -> int | None:
             return lock
         # it was cleared in between
         os.close(lock)
-
-
-def _lives(path: Path) -> bool:
-    # workers may outlive the process that holds the lock
-    folder = opened(path)
-    return folder is not None and folder.live()
 
 
 def _try(lock: int, how: int) -> bool:
@@ -243,11 +240,17 @@ def discard_unfinished(folder: Path, kind: str) -> list[Path]:
         if path.name.startswith(".") and not path.name.startswith(".write_test_"):
             continue
         half = _half_dataset(path) if kind == "dataset" else path.suffix == ".tmp"
-        if half:
-            with contextlib.suppress(OSError):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-                gone.append(path)
+        if half and _remove(path):
+            gone.append(path)
     return gone
+
+
+def _remove(path: Path) -> bool:
+    try:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    except OSError:
+        return False
+    return True
 
 
 def discard_spoiled(before: Sequence[Cache], now: Sequence[Cache]) -> list[Path]:
@@ -265,11 +268,10 @@ def discard_spoiled(before: Sequence[Cache], now: Sequence[Cache]) -> list[Path]
             continue
         for name in CacheFolder(one.path, {"kind": one.kind}).entries():
             path = one.path / name
-            made = _made(path)
-            if one.read < made and written <= made and one.backend == "open_instruct":
-                with contextlib.suppress(OSError):
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
-                    gone.append(path)
+            made = _mtime(path / "state.json" if path.is_dir() else path)
+            ours = one.read < made and written <= made and one.backend == "open_instruct"
+            if ours and _remove(path):
+                gone.append(path)
     return gone
 
 
@@ -279,8 +281,7 @@ def discard_made(made: Sequence[Cache]) -> None:
         for path in _entries(one.path):
             ours = path.name == RECORD or path.name.startswith(".")
             if not ours and max(map(_mtime, (path, *path.rglob("*")))) > one.read:
-                with contextlib.suppress(OSError):
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                _remove(path)
 
 
 def _mtime(path: Path) -> float:
@@ -304,13 +305,6 @@ def _written(before: Cache, now: Cache | None) -> float | None:
             # a file that is gone says nothing of when
             times.append(min(fresh, default=0.0))
     return min(times, default=0.0)
-
-
-def _made(path: Path) -> float:
-    try:
-        return ((path / "state.json") if path.is_dir() else path).stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def _half_dataset(path: Path) -> bool:
@@ -408,10 +402,7 @@ class Cleared:
 
     def as_json(self) -> dict[str, Any]:
         """For the answer of `launch cache clear`."""
-        return {
-            "folder": self.folder, "kind": self.kind, "size": self.size, "state": self.state,
-            "reason": self.reason,
-        }  # fmt: skip
+        return asdict(self)
 
 
 def age(text: str) -> float:
@@ -435,18 +426,17 @@ def clear(
     for folder in folders:
         if kind is not None and folder.kind != kind:
             continue
-        size, idle = folder.size(), now - folder.used()
-        if older_than_s is not None and idle < older_than_s:
-            done.append(_cleared(folder, size, "kept", "used since"))
-            continue
-        reason = _in_the_way(folder, dry_run)
+        size = folder.size()
+        reason: str | None = "used since"
+        if older_than_s is None or now - folder.used() >= older_than_s:
+            reason = _in_the_way(folder, dry_run)
         state = "kept" if reason else "would be removed" if dry_run else "removed"
-        done.append(_cleared(folder, size, state, reason))
+        done.append(
+            Cleared(
+                folder=str(folder.path), kind=folder.kind, size=size, state=state, reason=reason
+            )
+        )
     return done
-
-
-def _cleared(folder: CacheFolder, size: int, state: str, reason: str | None) -> Cleared:
-    return Cleared(folder=str(folder.path), kind=folder.kind, size=size, state=state, reason=reason)
 
 
 def _in_the_way(folder: CacheFolder, dry_run: bool) -> str | None:

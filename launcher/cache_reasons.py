@@ -9,9 +9,9 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from launcher import cache_folders, files, rundir
 from launcher.errors import brief
@@ -19,23 +19,17 @@ from launcher.rundir import RunFolder
 
 # events of the probe, by the kind of cache that they speak of
 _EVENTS = {"dataset": "dataset_cache", "reference": "reference_cache"}
-_ABSENT = object()
 _DIGITS = 12
 _MOST = 12
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class Difference(NamedTuple):
     """One thing that is not as it was: what, before and now, and the sentence for people."""
 
     what: str
     before: Any
     now: Any
     text: str
-
-    def as_json(self) -> dict[str, Any]:
-        """For the envelope."""
-        return {"what": self.what, "before": self.before, "now": self.now, "text": self.text}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +49,7 @@ class Reason:
 
     def as_json(self) -> dict[str, Any]:
         """For the envelope."""
-        return {
-            "kind": self.kind, "state": self.state, "folder": self.folder,
-            "compared": self.compared, "text": self.text,
-            "differences": [one.as_json() for one in self.differences],
-        }  # fmt: skip
+        return {**asdict(self), "differences": [one._asdict() for one in self.differences]}
 
     def lines(self) -> list[str]:
         """For people: the verdict, then one difference a line."""
@@ -116,29 +106,28 @@ def _reason(
 ) -> Reason:
     cache = _cache(use)
     state = str(seen.get("state") or "unknown")
-    before = [one for one in uses if _comparable(one, use)]
-    nearest = min(before, key=lambda one: (_distance(one, use), -float(one["time"])), default=None)
-    differences: tuple[Difference, ...] = ()
-    if nearest is not None:
-        differences = tuple(_differences(_cache(nearest), cache))
-        if not differences and state == "miss":
-            differences = tuple(_upstreams(seen, cache))
+    compared = [(one, list(_differences(_cache(one), cache))) for one in _before(use, uses)]
+    nearest, differences = min(
+        compared, key=lambda pair: (len(pair[1]), -float(pair[0]["time"])), default=(None, [])
+    )
+    if nearest is not None and not differences and state == "miss":
+        differences = list(_upstreams(seen, cache))
     return Reason(
         kind=str(cache["kind"]), state=state, folder=str(cache.get("path")),
         compared=None if nearest is None else str(nearest.get("run")),
-        differences=differences[:_MOST],
-        text=_sentence(state, use, nearest, differences),
+        differences=tuple(differences[:_MOST]), text=_sentence(state, use, nearest, differences),
     )  # fmt: skip
 
 
-def _comparable(one: Mapping[str, Any], use: Mapping[str, Any]) -> bool:
-    ours, theirs = _cache(use), _cache(one)
-    same = all(ours.get(name) == theirs.get(name) for name in ("kind", "stage", "backend"))
-    return same and float(one["time"]) < float(use["time"])
-
-
-def _distance(one: Mapping[str, Any], use: Mapping[str, Any]) -> int:
-    return sum(1 for _ in _differences(_cache(one), _cache(use)))
+def _before(
+    use: Mapping[str, Any], uses: Sequence[Mapping[str, Any]]
+) -> Iterator[Mapping[str, Any]]:
+    """Earlier uses of the same kind of cache by the same kind of stage."""
+    ours = _cache(use)
+    for one in uses:
+        same = all(ours.get(n) == _cache(one).get(n) for n in ("kind", "stage", "backend"))
+        if same and float(one["time"]) < float(use["time"]):
+            yield one
 
 
 def _sentence(
@@ -157,14 +146,12 @@ def _sentence(
         more = len(differences) - _MOST
         rest = f", the first {_MOST} of {len(differences)}" if more > 0 else ""
         return f"{state}: not as it was for {name} ({when}){rest}:"
+    same = f"{state}: the same content and the same key as {name} ({when})"
     if use.get("cleared"):
-        return f"{state}: as it was for {name} ({when}); the folder has been cleared since"
-    return (
-        f"{state}: the same content and the same key as {name} ({when}): the entry was not finished, "
-        "was cleared, or `skip_cache` is set"
-        if state == "miss"
-        else f"{state}: the same content and the same key as {name} ({when})"
-    )
+        return f"{same}; the folder has been cleared since"
+    if state == "miss":
+        return f"{same}: the entry was not finished, was cleared, or `skip_cache` is set"
+    return same
 
 
 # --- what differs ---------------------------------------------------------------------------------
@@ -200,43 +187,30 @@ def _inputs(cache: Mapping[str, Any]) -> dict[tuple[str, str], Mapping[str, Any]
 
 
 def _input(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> Iterator[Difference]:
+    told = other or one or {}
+    role, name = str(told.get("role")), str(told.get("name"))
+    what = name if role in {"data", "code", "package"} else f"{role} {name}"
+    digests = (one or {}).get("digest"), (other or {}).get("digest")
     if one is None or other is None:
-        told = other if one is None else one
-        assert told is not None
-        what, change = _what(told), "is new" if one is None else "is no longer there"
-        digests = (one or {}).get("digest"), (other or {}).get("digest")
-        yield Difference(what=what, before=digests[0], now=digests[1], text=f"{what} {change}")
+        change = "is new" if one is None else "is no longer there"
+        yield Difference(what, *digests, f"{what} {change}")
         return
-    then, here = one.get("shown"), other.get("shown")
-    if other.get("role") in {"package", "value"}:
-        yield _value(_what(other), then, here)
+    if role in {"package", "value"}:
+        yield _value(
+            name if role == "package" else f"`{name}`", one.get("shown"), other.get("shown")
+        )
         return
-    files = list(_files(other, _mapping(then), _mapping(here)))
+    then, here = _mapping(one.get("shown")), _mapping(other.get("shown"))
+    files = list(_files(name, then, here))
     yield from files
     if not files:
-        yield _whole(one, other)
+        before, now = then.get("revision") or digests[0], here.get("revision") or digests[1]
+        named = "" if one.get("name") == name else f" (was {one.get('name')})"
+        text = f"{what}{named}: {_short(before)} -> {_short(now)}"
+        yield Difference(what, before, now, text)
 
 
-def _what(one: Mapping[str, Any]) -> str:
-    role, name = str(one.get("role")), str(one.get("name"))
-    if role == "value":
-        return f"`{name}`"
-    return name if role in {"data", "code", "package"} else f"{role} {name}"
-
-
-def _whole(one: Mapping[str, Any], other: Mapping[str, Any]) -> Difference:
-    then, here = _mapping(one.get("shown")), _mapping(other.get("shown"))
-    what = _what(other)
-    before = then.get("revision") or one.get("digest")
-    now = here.get("revision") or other.get("digest")
-    named = "" if one.get("name") == other.get("name") else f" (was {one.get('name')})"
-    text = f"{what}{named}: {_short(before)} -> {_short(now)}"
-    return Difference(what=what, before=before, now=now, text=text)
-
-
-def _files(
-    one: Mapping[str, Any], then: Mapping[str, Any], here: Mapping[str, Any]
-) -> Iterator[Difference]:
+def _files(of: str, then: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[Difference]:
     """Which files of a data set or a model are not as they were."""
     old, new = _by_name(then), _by_name(here)
     if len(old) == len(new) == 1 and "file" == here.get("kind") == then.get("kind"):
@@ -244,12 +218,9 @@ def _files(
         old, new = {"": next(iter(old.values()))}, {"": next(iter(new.values()))}
     for name in dict.fromkeys([*new, *old]):
         before, now = old.get(name), new.get(name)
-        if before is not None and now is not None and before.get("digest") == now.get("digest"):
-            continue
-        path = f"{one.get('name')}/{name}" if name else str(one.get("name"))
-        yield Difference(
-            what=path, before=before, now=now, text=f"{path} {_change(before, now)}"
-        )  # fmt: skip
+        if before is None or now is None or before.get("digest") != now.get("digest"):
+            path = f"{of}/{name}" if name else of
+            yield Difference(path, before, now, f"{path} {_change(before, now)}")
 
 
 def _by_name(shown: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -260,51 +231,40 @@ def _by_name(shown: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 def _change(before: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> str:
     if before is None or now is None:
-        told = now if before is None else before
-        assert told is not None
-        return f"{'is new' if before is None else 'is gone'} ({_bytes(told)})"
-    sizes = _bytes(now)
-    if before.get("size") != now.get("size"):
-        sizes = f"{_bytes(before)} -> {_bytes(now)}"
+        return f"{'is new' if before is None else 'is gone'} ({_bytes(before or now or {})})"
+    sizes, size = _bytes(now), _bytes(before)
     times = f"{_moment(before.get('mtime'))} -> {_moment(now.get('mtime'))}"
     if before.get("mtime") == now.get("mtime"):
         times = f"{_moment(now.get('mtime'))}, the same time"
     digests = f"{_short(before.get('digest'))} -> {_short(now.get('digest'))}"
+    sizes = sizes if size == sizes else f"{size} -> {sizes}"
     return f"changed: {sizes}, written {times}, content {digests}"
 
 
 def _value(what: str, before: Any, now: Any) -> Difference:
-    text = f"{what} was {brief(_told(before))}, is {brief(_told(now))}"
-    return Difference(what=what, before=before, now=now, text=text)
-
-
-def _told(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+    was, is_ = (
+        brief(one if isinstance(one, str) else json.dumps(one, default=str))
+        for one in (before, now)
+    )
+    return Difference(what, before, now, f"{what} was {was}, is {is_}")
 
 
 def _upstreams(seen: Mapping[str, Any], cache: Mapping[str, Any]) -> Iterator[Difference]:
     """What upstream wrote down about the entry of this run, against its neighbours in the folder."""
     place = Path(str(seen.get("path")))
-    if not str(seen.get("path") or "") or place.parent != Path(str(cache.get("path"))):
+    if place.parent != Path(str(cache.get("path"))):
         return
-    mine = _flat(rundir.read_json(place / "config.json"))
-    if not mine:
-        return
-    others = [
-        _flat(rundir.read_json(path / "config.json"))
-        for path in sorted(place.parent.iterdir())
-        if path != place and not path.name.startswith(".")
-    ]
-    found = [list(_flat_differences(other, mine)) for other in others if other]
+    now = _flat(rundir.read_json(place / "config.json"))
+    found = []
+    for path in sorted(place.parent.iterdir()):
+        before = _flat(rundir.read_json(path / "config.json"))
+        if now and before and path != place and not path.name.startswith("."):
+            found.append([
+                _value(f"upstream's `{name}`", before.get(name), now.get(name))
+                for name in dict.fromkeys([*now, *before])
+                if before.get(name) != now.get(name) and name != "config_hash"
+            ])  # fmt: skip
     yield from min(found, key=len, default=[])
-
-
-def _flat_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:
-    for name in dict.fromkeys([*now, *before]):
-        one, other = before.get(name, _ABSENT), now.get(name, _ABSENT)
-        if one != other and name != "config_hash":
-            one, other = (None if value is _ABSENT else value for value in (one, other))
-            yield _value(f"upstream's `{name}`", one, other)
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:

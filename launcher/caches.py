@@ -30,7 +30,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -81,12 +81,12 @@ _REFERENCE_VALUES = ("additional_model_arguments", "use_liger_kernel")
 _PRECOMPUTED_VALUES = ("max_length", "truncation_mode", "ld_alpha")
 
 # what upstream's own keys hold, to tell two entries of one folder apart in words
-_TOKENIZER_KEY = (
+TOKENIZER_KEY = (
     "tokenizer_name_or_path", "tokenizer_revision", "trust_remote_code", "use_fast",
     "chat_template_name", "add_bos", "get_tokenizer_fn", "ground_truths_key", "sft_messages_key",
 )  # fmt: skip
 _DATASET_KEY = ("mixer_list", "mixer_list_splits", "transform_fn", "target_columns", "config_hash")
-_REFERENCE_KEY = (
+REFERENCE_KEY = (
     "concatenated_forward", "loss_type", "max_train_samples", "model_name_or_path",
     "model_revision", "packing", "use_lora", "use_qlora",
 )  # fmt: skip
@@ -109,10 +109,6 @@ class Input:
     name: str
     digest: str
     shown: Any = None
-
-    def as_json(self) -> dict[str, Any]:
-        """For the record in the folder and in the manifest."""
-        return {"role": self.role, "name": self.name, "digest": self.digest, "shown": self.shown}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,12 +140,7 @@ class Cache:
 
     def as_json(self) -> dict[str, Any]:
         """For the manifest (`caches`) and the record in the folder itself."""
-        return {
-            "kind": self.kind, "path": str(self.path), "digest": self.digest, "stage": self.stage,
-            "backend": self.backend, "arguments": dict(self.arguments), "env": dict(self.env),
-            "inputs": [one.as_json() for one in self.inputs], "key": dict(self.key),
-            "read": self.read,
-        }  # fmt: skip
+        return {**asdict(self), "path": str(self.path), "inputs": [asdict(i) for i in self.inputs]}
 
 
 def from_json(data: Mapping[str, Any]) -> Cache:
@@ -175,18 +166,14 @@ def _read_again(one: Input, memory: Memory) -> Input:
     local = isinstance(one.shown, dict) and one.shown.get("kind") in ("file", "folder")
     if not local:
         return one
-    read = _READERS.get(one.role, of_data)
+    readers = {"model": of_model, "tokenizer": of_tokenizer}
+    read = readers.get(one.role, of_data)
     if one.role == "template" and Path(one.name).is_dir():
         read = of_tokenizer
     try:
         return _printed(one.role, read(one.name, memory))
     except MissingContent:
         return one
-
-
-_READERS: Mapping[Role, Callable[[str, Memory], Fingerprint]] = {
-    "model": of_model, "tokenizer": of_tokenizer,
-}  # fmt: skip
 
 
 def _printed(role: Role, found: Fingerprint) -> Input:
@@ -385,7 +372,7 @@ def _reference(reader: _Reader, tokenised: Sequence[Input], key: Mapping[str, An
     if config is not None:
         inputs.append(reader.config(config, reader.revision))
     inputs += [*reader.given(_REFERENCE_VALUES), *reader.code(_SCORING)]
-    more = {name: reader.values.get(name) for name in _REFERENCE_KEY if name in reader.values}
+    more = {name: reader.values.get(name) for name in REFERENCE_KEY if name in reader.values}
     base = reader.base(reader.environ.get(REFERENCE_VARIABLE))
     made = reader.cache("reference", base, inputs, {**key, **more})
     return replace(made, env={REFERENCE_VARIABLE: str(made.path)})
@@ -399,7 +386,7 @@ def _is_local(name: str) -> bool:
 
 def _key(values: Values, prefix: str) -> dict[str, Any]:
     named = {name: f"{prefix}{name}" for name in _DATASET_KEY}
-    named |= {name: name for name in ("max_seq_length", *_TOKENIZER_KEY)}
+    named |= {name: name for name in ("max_seq_length", *TOKENIZER_KEY)}
     return {name: values[field] for name, field in named.items() if field in values}
 
 
@@ -440,30 +427,16 @@ def _trl(reader: _Reader) -> Iterator[Cache]:
 # --- what is worth saying -------------------------------------------------------------------------
 
 
-def findings(
-    plan: Plan, caches: Sequence[Cache], *, output: Path | None = None,
-    environ: Mapping[str, str] | None = None,
-) -> Iterator[Finding]:  # fmt: skip
+def findings(plan: Plan, caches: Sequence[Cache], output: Path | None) -> Iterator[Finding]:
     """What the folders of a run that is about to start cannot prevent.
 
     `output` is where the model goes, and where upstream looks for checkpoints.
     """
-    environ = os.environ if environ is None else environ
-    for found in _findings(plan, caches, output, environ):
+    for found in _findings(caches, output):
         yield placed(plan.stage.config, found)
 
 
-def _findings(
-    plan: Plan, caches: Sequence[Cache], output: Path | None, environ: Mapping[str, str]
-) -> Iterator[Finding]:
-    if "BEAKER_JOB_ID" in environ and any(one.arguments for one in caches):
-        # finetune.py:429, dpo_tune_cache.py:169
-        yield Finding(
-            severity="warning", layer="run", code="beaker-cache", key="args",
-            message="BEAKER_JOB_ID is set: upstream puts tokenised data into a folder of its own, where "
-            "an edited local file can meet an old set",
-            help="unset BEAKER_JOB_ID for this start",
-        )  # fmt: skip
+def _findings(caches: Sequence[Cache], output: Path | None) -> Iterator[Finding]:
     reference = next((one for one in caches if one.kind == "reference"), None)
     if reference is None:
         return

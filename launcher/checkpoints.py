@@ -17,7 +17,7 @@ import zipfile
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Literal
 
 from launcher import content, files
 from launcher.paths import is_pointer
@@ -36,8 +36,6 @@ _WHOLE = (
 )  # fmt: skip
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _NO_WEIGHTS = "it holds no weights"
-# a header of more is none (the safetensors library's own limit)
-_LARGEST_HEADER = 100_000_000
 _LARGEST_JSON = 2**28
 
 
@@ -307,33 +305,24 @@ def file_fault(path: Path) -> str | None:
 def sizes(path: Path) -> dict[str, tuple[int, ...]] | None:
     """The size of each tensor in a safetensors file; None where its header cannot be read."""
     try:
-        with files.open_regular(path) as file:
-            told = _header(file)
+        with files.open_regular(path, 0) as file:
+            told = content.header(file.fileno(), os.fstat(file.fileno()).st_size)[1]
         return {name: tuple(map(int, one["shape"])) for name, one in told.items()}
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError):
+    except (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, OverflowError):
         return None
-
-
-def _header(file: BinaryIO) -> Any:
-    """What a safetensors file says of each of its tensors. Raises ValueError where it cannot be read."""
-    length = int.from_bytes(file.read(8), "little")
-    if length > _LARGEST_HEADER:
-        raise ValueError("the header is too large")
-    told: Any = files.parse_json(file.read(length))
-    told.pop("__metadata__", None)
-    return told
 
 
 def blank(path: Path) -> bool:
     """Whether all floating-point tensors of a safetensors file are 0, as far as samples of each tell."""
     try:
-        with files.open_regular(path) as file:
-            regions = content.sampled_regions(file.fileno(), os.fstat(file.fileno()).st_size) or []
-            told = _header(file) if regions else {}
+        with files.open_regular(path, 0) as file:
+            size = os.fstat(file.fileno()).st_size
+            regions = content.sampled_regions(file.fileno(), size) or []
+            told = content.header(file.fileno(), size)[1] if regions else {}
             if not told or not all("F" in one["dtype"] for one in told.values()):
                 return False
             return not any(
-                os.pread(file.fileno(), size, begin).strip(b"\0") for begin, size in regions[1:]
+                os.pread(file.fileno(), length, at).strip(b"\0") for at, length in regions[1:]
             )
     except (OSError, ValueError, TypeError, LookupError, AttributeError):
         return False
@@ -346,22 +335,20 @@ def _tensors_fault(path: Path) -> str | None:
     (deepspeed/runtime/zero/partition_parameters.py); whole numbers of a quantised model may have none.
     """
     try:
-        with files.open_regular(path) as file:
+        with files.open_regular(path, 0) as file:
             size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(_LARGEST_HEADER, size - 8):
-                return f"{path.name} is cut off"
-            told = files.parse_json(file.read(length))
-        told.pop("__metadata__", None)
+            data, told = content.header(file.fileno(), size)
         ends = [int(one["data_offsets"][1]) for one in told.values()]
         empty = [n for n, one in told.items() if 0 in one["shape"] and "F" in one["dtype"]]
     except FileNotFoundError:
         return f"{path.name} is missing"
     except OSError as error:
         return f"{path.name} cannot be read: {error.strerror}"
+    except EOFError:
+        return f"{path.name} is cut off"
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError):
         return f"{path.name} cannot be read"
-    if 8 + length + max(ends, default=0) != size:
+    if data + max(ends, default=0) != size:
         return f"{path.name} is cut off"
     if empty:
         return f"{len(empty)} of the {len(told)} tensors in {path.name} have no values, such as {empty[0]}"

@@ -22,14 +22,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
-import stat
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from launcher import files
 
 PIECE = 8 * 2**20
 """Bytes that one thread hashes at a time."""
@@ -66,13 +67,10 @@ def read(path: Path, *, whole_below: int = WHOLE_BELOW) -> tuple[Content, os.sta
     Only `.safetensors` of `whole_below` bytes and more are sampled. Raises OSError where it cannot be
     read or is no regular file, `Changing` where it does not hold still.
     """
-    # a FIFO would wait for its writer
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
-    try:
+    with files.open_regular(path, 0) as file:
+        descriptor = file.fileno()
         for _ in range(_ATTEMPTS):
             before = os.fstat(descriptor)
-            if not stat.S_ISREG(before.st_mode):
-                raise OSError(None, "it is no regular file", str(path))
             sampled = path.suffix == ".safetensors" and before.st_size >= whole_below
             try:
                 found = _read(descriptor, before.st_size, sampled)
@@ -80,8 +78,6 @@ def read(path: Path, *, whole_below: int = WHOLE_BELOW) -> tuple[Content, os.sta
                 continue
             if _state(os.fstat(descriptor)) == _state(before):
                 return found, before
-    finally:
-        os.close(descriptor)
     raise Changing(None, "it is written to while it is read", str(path))
 
 
@@ -188,24 +184,32 @@ def _blocks(name: str, begin: int, end: int) -> Iterator[tuple[int, int]]:
         yield (-(-first // BLOCK) + chosen) * BLOCK, BLOCK
 
 
+def header(descriptor: int, size: int) -> tuple[int, dict[str, Any]]:
+    """Where the data of a safetensors file begin, and what its header says of each tensor.
+
+    Raises EOFError where the file is too short for its header, ValueError, TypeError or AttributeError
+    where it is no safetensors file.
+    """
+    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    if not 2 <= length <= min(_LARGEST_HEADER, size - 8):
+        raise EOFError
+    told = files.parse_json(_bytes(descriptor, 8, length))
+    told.pop("__metadata__", None)
+    return 8 + length, told
+
+
 def _tensors(descriptor: int, size: int) -> tuple[int, list[tuple[str, int, int]]] | None:
     """Where the data begin, and each tensor's name and place after that, in order."""
     try:
-        length = int.from_bytes(_bytes(descriptor, 0, 8), "little")
-        if not 2 <= length <= min(_LARGEST_HEADER, size - 8):
-            return None
-        header = json.loads(_bytes(descriptor, 8, length))
-        tensors = []
-        for name, told in header.items():
-            if name != "__metadata__":
-                begin, end = told["data_offsets"]
-                tensors.append((str(name), int(begin), int(end)))
+        data, told = header(descriptor, size)
+        offsets = {name: map(int, one["data_offsets"]) for name, one in told.items()}
+        tensors = [(name, begin, end) for name, (begin, end) in offsets.items()]
         tensors.sort(key=lambda one: one[1:])
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, Changing):
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, EOFError, Changing):
         return None
     at = 0
     for _, begin, end in tensors:
         if begin != at or end < begin:
             return None
         at = end
-    return (8 + length, tensors) if 8 + length + at == size else None
+    return (data, tensors) if data + at == size else None

@@ -1,10 +1,9 @@
 """Which GPUs a run gets: those that were named, or free ones, and none that another run has.
 
-Every GPU, and every instance of a divided one, has a lock file under its own id, in a place that all users
-of the machine share. The lock is the kernel's and is inherited by the training process: a GPU is another
-run's for as long as anything of that run lives, and never longer. What is not launch's is known from the
-driver alone: from who computes there, and, in a container that does not see them, from the memory that is
-used.
+Every GPU has a lock file under its own id, in a place that all users of the machine share. The lock is the
+kernel's and is inherited by the training process: a GPU is another run's for as long as anything of that
+run lives, and never longer. What is not launch's is known from the driver alone: from who computes there,
+and, in a container that does not see them, from the memory that is used.
 """
 
 from __future__ import annotations
@@ -42,31 +41,25 @@ _GLANCE_S, _TURN_S, _POLL_S = 0.25, 90.0, 0.02
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What CUDA_VISIBLE_DEVICES can name: a GPU, or an instance of one that is divided (MIG).
-
-    `name` is how the variable spells it.
-    """
+    """What CUDA_VISIBLE_DEVICES can name; `name` is how the variable spells it."""
 
     name: str
     gpu: Gpu
-    mig: str | None = None
 
     @property
     def id(self) -> str:
         """The same everywhere, on every boot."""
-        return self.mig or self.gpu.uuid
+        return self.gpu.uuid
 
     @property
     def label(self) -> str:
         """For messages."""
-        return (
-            f"GPU {self.gpu.index}" if self.mig is None else f"{self.mig} on GPU {self.gpu.index}"
-        )
+        return f"GPU {self.gpu.index}"
 
     def answers_to(self, asked: str) -> bool:
         """Whether `asked` is its number or (the beginning of) its id."""
         if asked.isdecimal():
-            return self.mig is None and int(asked) == self.gpu.index
+            return int(asked) == self.gpu.index
         return len(asked) > 4 and self.id.startswith(asked)
 
 
@@ -151,13 +144,12 @@ def visible(present: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Slot, .
 
     A repeated entry hides everything (torch/cuda/__init__.py, `_parse_visible_devices`).
     """
-    whole = [slot for gpu in present for slot in _slots(gpu)]
     listed = environ.get(VARIABLE)
     if listed is None:
-        return tuple(whole)
+        return tuple(Slot(str(gpu.index), gpu) for gpu in present)
     found: list[Slot] = []
     for entry in (word.strip() for word in listed.split(",")):
-        slot = _entry(entry, present, whole)
+        slot = _entry(entry, present)
         if slot is None:
             break
         if any(slot.id == other.id for other in found):
@@ -166,21 +158,14 @@ def visible(present: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Slot, .
     return tuple(found)
 
 
-def _slots(gpu: Gpu) -> list[Slot]:
-    if gpu.mig is None:
-        return [Slot(str(gpu.index), gpu)]
-    return [Slot(instance, gpu, instance) for instance in gpu.mig]
-
-
-def _entry(entry: str, present: Sequence[Gpu], whole: Sequence[Slot]) -> Slot | None:
+def _entry(entry: str, present: Sequence[Gpu]) -> Slot | None:
     if number := _NUMBER.match(entry):
-        gpu = next((one for one in present if one.index == int(number[0])), None)
-        return next(iter(_slots(gpu)), None) if gpu is not None else None
-    if not entry.startswith(("GPU-", "MIG-")):
-        return None
+        return next(
+            (Slot(str(gpu.index), gpu) for gpu in present if gpu.index == int(number[0])), None
+        )
     # an id may be cut short as long as it means one
-    fitting = [slot for slot in whole if slot.id.startswith(entry)]
-    return Slot(entry, fitting[0].gpu, fitting[0].mig) if len(fitting) == 1 else None
+    fitting = [gpu for gpu in present if entry[:4] == "GPU-" and gpu.uuid.startswith(entry)]
+    return Slot(entry, fitting[0]) if len(fitting) == 1 else None
 
 
 def _use(slot: Slot, computing: Sequence[GpuProcess]) -> Use | None:
@@ -193,8 +178,7 @@ def _use(slot: Slot, computing: Sequence[GpuProcess]) -> Use | None:
         run = next((name for one in here if (name := _run_of(one.pid))), None)
         told = ", ".join(_described(one) for one in here[:3])
         return Use(f"the run {run} ({told})" if run else told, run)
-    # of an instance the driver tells neither
-    if slot.mig is None and slot.gpu.used_mib > FREE_MIB:
+    if slot.gpu.used_mib > FREE_MIB:
         return Use(f"something that is not seen from here ({slot.gpu.used_mib} MiB)")
     return None
 
@@ -220,9 +204,7 @@ def named(text: str | None) -> tuple[str, ...] | None:
         return None
     parts = tuple(part.strip() for part in text.split(","))
     twice = sorted({part for part in parts if parts.count(part) > 1})
-    odd = [
-        p for p in parts if not (p.isascii() and p.isdecimal()) and p[:4] not in {"GPU-", "MIG-"}
-    ]
+    odd = [p for p in parts if not (p.isascii() and p.isdecimal()) and p[:4] != "GPU-"]
     if not odd and not twice:
         return parts
     what = f"`{odd[0]}` is no GPU" if odd else f"{', '.join(twice)} is named twice"
@@ -244,12 +226,9 @@ def choose(count: int | None, asked: Sequence[str] | None, seen: Look) -> Device
     free = seen.free()
     if len(free) < count:
         return Devices(findings=(_too_few(count, seen, free),))
-    taken = free[:count]
-    if fault := _divided(taken):
-        return Devices(findings=(fault,))
     every = len(seen.visible)
     why = "the only ones here" if count == every else f"the first free of {every}"
-    return Devices(slots=taken, why=why)
+    return Devices(slots=free[:count], why=why)
 
 
 def _as_asked(count: int | None, asked: Sequence[str], seen: Look) -> Devices:
@@ -275,8 +254,6 @@ def _as_asked(count: int | None, asked: Sequence[str], seen: Look) -> Devices:
         elif use is not None:
             message = f"{slot.label} is named, and used by {use.text}: both may run out of memory"
             faults.append(said("warning", "busy-gpu", message, _ending(use)))
-    if fault := _divided(found):
-        faults.append(fault)
     refused = any(fault.severity == "error" for fault in faults)
     return Devices(
         slots=() if refused else tuple(found), why="named by --devices", findings=tuple(faults)
@@ -308,12 +285,6 @@ def _too_few(count: int, seen: Look, free: Sequence[Slot]) -> Finding:
 
 def _no_such(name: str, seen: Look) -> Finding:
     left = ", ".join(slot.name for slot in seen.visible) or "none"
-    divided = [g for g in seen.present if g.mig is not None and str(g.index) == name]
-    if divided:
-        return said(
-            "error", "no-such-gpu", f"--devices {name}: GPU {name} is divided (MIG)",
-            f"name an instance: {', '.join(divided[0].mig or ()) or 'it has none'}",
-        )  # fmt: skip
     hidden = any(name in {str(gpu.index), gpu.uuid} for gpu in seen.present)
     why = f"{VARIABLE}={seen.hidden} hides it" if hidden else "there is no such GPU here"
     return said("error", "no-such-gpu", f"--devices {name}: {why}", f"to be seen: {left}")
@@ -326,16 +297,6 @@ def _held_by(slot: Slot, use: Use) -> Finding:
 
 def _ending(use: Use) -> str:
     return f"wait, or `launch stop {use.run}`" if use.run else "wait until it is over"
-
-
-def _divided(slots: Sequence[Slot]) -> Finding | None:
-    """CUDA shows a process one instance at most (NVIDIA's MIG user guide, CUDA_VISIBLE_DEVICES)."""
-    if len(slots) < 2 or all(slot.mig is None for slot in slots):
-        return None
-    return said(
-        "error", "mig-instances", "several GPUs asked for, and these are instances of divided ones "
-        "(MIG): CUDA shows a process one of them at most", "--gpus 1, or GPUs that are not divided",
-    )  # fmt: skip
 
 
 # --- locks ----------------------------------------------------------------------------------------
@@ -378,7 +339,7 @@ def _locked(devices: Devices, run: Path, patience_s: float) -> Iterator[tuple[in
     locks: list[int] = []
     try:
         for slot in devices.slots:
-            lock = _open(slot)
+            lock = _opened(slot.id)
             if lock is None:
                 continue
             locks.append(lock)
@@ -398,7 +359,7 @@ def _passed_on(lock: int, run: Path, patience_s: float) -> bool:
 
 def _holder(slot: Slot) -> str | None:
     """The run folder that a held lock names, empty where it names none; None where it is free."""
-    lock = _open(slot, make=False)
+    lock = _opened(slot.id, make=False)
     if lock is None:
         return None
     try:
@@ -438,16 +399,18 @@ def _written(lock: int) -> str:
     return run if isinstance(run, str) else ""
 
 
-def _open(slot: Slot, *, make: bool = True) -> int | None:
-    """The lock file of a GPU; None where there is none, or none can be made."""
-    return _opened(f"{_NO_FILE_NAME.sub('-', slot.id)}.lock", make=make)
+def _opened(name: str, *, make: bool = True) -> int | None:
+    """A lock file that every user of the machine can lock, and nobody else's file instead of it.
 
-
-def _opened(name: str, *, make: bool) -> int | None:
-    """A lock file that every user of the machine can lock, and nobody else's file instead of it."""
-    for folder in _folders():
+    None where there is none, or none can be made.
+    """
+    file = f"launch-{_NO_FILE_NAME.sub('-', name)}.lock"
+    given = os.environ.get(LOCKS)
+    for folder in [given] if given else _SHARED:
         with contextlib.suppress(OSError):
-            return _shared(folder / f"launch-{name}", make=make)
+            # of the whole machine, and nobody can remove another's file in it
+            if os.stat(folder).st_mode & stat.S_ISVTX or given:
+                return _shared(Path(folder) / file, make=make)
     return None
 
 
@@ -473,19 +436,10 @@ def _shared(path: Path, *, make: bool) -> int:
     return lock
 
 
-def _folders() -> Iterator[Path]:
-    """Where the locks may be: folders of the whole machine in which nobody can remove another's file."""
-    given = os.environ.get(LOCKS)
-    for folder in [given] if given else _SHARED:
-        with contextlib.suppress(OSError):
-            if os.stat(folder).st_mode & stat.S_ISVTX or given:
-                yield Path(folder)
-
-
 @contextlib.contextmanager
 def _turn() -> Iterator[None]:
     """One start at a time looks and locks; whoever waits too long goes on without."""
-    lock = _opened("choosing.lock", make=True)
+    lock = _opened("choosing")
     try:
         if lock is not None:
             _try(lock, fcntl.LOCK_EX, _TURN_S)

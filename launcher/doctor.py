@@ -1,7 +1,6 @@
 """Is this machine ready for a plan: what is missing, each with what mends it.
 
-Before every run only what is cheap is looked at: metadata of packages, their source (a name that a script
-imports and the installed version never binds), files, the driver's answers.
+Before every run only what is cheap is looked at: metadata of packages, files, the driver's answers.
 `launch doctor` also imports what training imports, which costs seconds, and says what it found good.
 """
 
@@ -10,7 +9,7 @@ from __future__ import annotations
 import os
 import resource
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,13 +22,12 @@ from launcher.backends import BACKENDS, Backend
 from launcher.backends.context import Context
 from launcher.devices import Devices, Look
 from launcher.errors import Exit, Finding, NotReady, errors, said
-from launcher.hardware import Torch
-from launcher.imports import Import, Tried
+from launcher.imports import Failure, Import, Result
 from launcher.install import Step
 from launcher.machine import Trainer
 from launcher.plan import Plan
 from launcher.plan import output_folder as output_of
-from launcher.requirements import Declared, Deviation, Wanted
+from launcher.requirements import Deviation, Wanted
 from launcher.sizes import sized
 from launcher.sources import Tree
 from launcher.upstream import Upstream, unpinned
@@ -87,7 +85,7 @@ class Subject:
         return tuple(dict.fromkeys(found))
 
     @cached_property
-    def declared(self) -> Declared | None:
+    def declared(self) -> tuple[Wanted, ...] | None:
         """What the checkout itself asks for; None where it does not say."""
         root = self.upstream.root
         if self.upstream.backend != "open_instruct" or root is None:
@@ -97,14 +95,8 @@ class Subject:
     @cached_property
     def deviations(self) -> tuple[Deviation, ...]:
         """Where the trainer's environment is not what is asked for."""
-        wanted: list[Wanted] = []
-        python = None
-        if self.declared is not None:
-            wanted += self.declared.packages
-            python = requirements.python_deviation(self.declared, self.trainer)
-        wanted += requirements.of_packages(needed(self), self.trainer)
-        found = requirements.deviations(wanted, self.trainer)
-        return found if python is None else (python, *found)
+        wanted = requirements.of_packages(needed(self), self.trainer)
+        return requirements.deviations([*(self.declared or ()), *wanted], self.trainer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +154,7 @@ def require_ready(
         subject, chosen = replace(subject, gpus=0), Devices()
     if chosen is None:
         chosen = gpus.choose(plan.gpus, None, gpus.look(subject.environ))
-    found = [*_quick(subject, chosen), *_unbound(subject), *local_files(plan)]
+    found = [*_quick(subject, chosen), *local_files(plan)]
     if errors(found):
         raise NotReady(errors(found))
     return tuple(found)
@@ -186,19 +178,14 @@ def examine(
 
     Never raises for what is wrong with the machine: it is among the findings.
     """
-    torch = hardware.torch_of(subject.trainer)
-    cuda = machine.cuda_of_driver() if subject.gpus else None
-    found = list(_quick(subject, chosen, torch, cuda))
+    result = None
+    if importing and subject.trainer.version >= OLDEST:
+        result = _import(subject, chosen, timeout_s)
+    found = list(_quick(subject, chosen, result))
     found += [] if subject.plan is None else local_files(subject.plan)
     found += _standing(subject)
-    tried = None
-    if importing and subject.trainer.version >= OLDEST:
-        tried = _try(subject, chosen, timeout_s)
-        found = _merged(found, subject, tried)
-    else:
-        found += _unbound(subject)
     facts = [
-        *_environment(subject, torch, tried), *_cards(chosen, seen, cuda),
+        *_environment(subject, result), *_cards(chosen, seen),
         *_room(subject), *_limits(subject),
     ]  # fmt: skip
     return Report(
@@ -209,34 +196,29 @@ def examine(
     )  # fmt: skip
 
 
-def _quick(
-    subject: Subject, chosen: Devices, torch: Torch | None = None,
-    cuda: tuple[int, int] | None = None,
-) -> Iterator[Finding]:  # fmt: skip
-    """Everything that costs no import, worst first."""
+def _quick(subject: Subject, chosen: Devices, result: Result | None = None) -> Iterator[Finding]:
+    """Everything that costs no import, and what importing showed where it was tried; worst first."""
     trainer = subject.trainer
     yield from checkout(subject)
     yield from interpreter(trainer)
-    yield from packages(subject)
+    yield from packages(subject, result)
     yield from chosen.findings
     if subject.gpus:
         if chosen.refused and not any(f.code == "gpus-taken" for f in chosen.findings):
             yield from hardware.driver_fault(subject.gpus)
         elif not chosen.refused:
-            torch = torch or hardware.torch_of(trainer)
-            cuda = cuda or machine.cuda_of_driver()
-            yield from hardware.driver_and_torch(torch, cuda, trainer)
+            torch = hardware.torch_of(trainer)
+            yield from hardware.driver_and_torch(torch, machine.cuda_of_driver(), trainer)
         yield from hardware.shared_memory(subject.gpus)
         yield from hardware.interfaces(subject.processes, subject.environ)
     yield from hardware.open_files()
     yield from versions(subject)
     found = disk.places(subject.plan, subject.output, subject.runs, subject.environ)
     yield from disk.unwritable(found)
+    needed = disk.Needs()
     if subject.plan is not None:
         needed = disk.needs(subject.plan, subject.output, subject.environ)
-        yield from disk.too_little(needed, subject.output, found)
-    else:
-        yield from disk.too_little(disk.Needs(), None, found)
+    yield from disk.too_little(needed, subject.output, found)
 
 
 # --- source and interpreter -----------------------------------------------------------------------
@@ -245,32 +227,28 @@ def _quick(
 def checkout(subject: Subject) -> Iterator[Finding]:
     """open-instruct runs from a checkout; the snapshot only validates."""
     if subject.upstream.root is None and subject.upstream.backend == "open_instruct":
+        from launcher import pin
+
+        fill = next(
+            iter(pin.status(None, {}).next), "git submodule update --init external/open-instruct"
+        )
         yield said(
             "error", "no-checkout",
             "there is no open-instruct checkout (external/open-instruct, /workspace/open-instruct, "
-            "~/open-instruct)", f"{_filling()}, or --open-instruct PATH",
+            "~/open-instruct)", f"{fill}, or --open-instruct PATH",
         )  # fmt: skip
-
-
-def _filling() -> str:
-    """The one command that fills the submodule, or gets a checkout without it."""
-    from launcher import pin
-
-    return next(
-        iter(pin.status(None, {}).next), "git submodule update --init external/open-instruct"
-    )
 
 
 def _standing(subject: Subject) -> Iterator[Finding]:
     """A submodule that is empty while another checkout is used, and a checkout that is not the pin."""
+    from launcher import pin
+
     if subject.upstream.backend != "open_instruct" or subject.upstream.root is None:
         return
     if subject.plan is None:
         fault = unpinned(subject.upstream, running=True, allowed=False)
         if fault is not None:
             yield fault
-    from launcher import pin
-
     module = pin.status(subject.upstream.root, subject.environ).submodule
     if module.fill is not None and module.state in {"missing", "empty"}:
         yield said(
@@ -292,12 +270,27 @@ def interpreter(trainer: Trainer) -> Iterator[Finding]:
 # --- packages -------------------------------------------------------------------------------------
 
 
-def packages(subject: Subject) -> Iterator[Finding]:
-    """Packages that the trainer's Python lacks, by metadata and files: nothing is imported."""
+def packages(subject: Subject, result: Result | None = None) -> Iterator[Finding]:
+    """Packages that the trainer's Python lacks, and those that are there and cannot be imported.
+
+    Without the `result` of importing only metadata and files tell.
+    """
     read = dict.fromkeys(one.top for one in subject.imports)
-    missing = [imports.distribution(name) for name in imports.lacking(tuple(read), subject.trainer)]
+    missing = [imports.distribution(name) for name in imports.missing(tuple(read), subject.trainer)]
     missing += [name for name in needed(subject) if _is_missing(name, subject.trainer)]
-    yield from _lacking(subject, missing)
+    failures = () if result is None else result.failures
+    missing += [imports.distribution(one.missing) for one in failures if one.missing]
+    yield from _missing(subject, tuple(dict.fromkeys(missing)))
+    for one in failures:
+        if one.missing is None:
+            yield _import_error(one, subject)
+    if result is not None:
+        yield from _cuda(subject, result)
+        if result.fault is not None:
+            yield said(
+                "error", "no-python", f"{subject.trainer.python} could not import: {result.fault}",
+                "name another interpreter with --python",
+            )  # fmt: skip
 
 
 def needed(subject: Subject) -> tuple[str, ...]:
@@ -319,20 +312,18 @@ def needed(subject: Subject) -> tuple[str, ...]:
 
 def _is_missing(name: str, trainer: Trainer) -> bool:
     known = {theirs: module for module, theirs in imports.DISTRIBUTIONS.items()}
-    module = _MODULES.get(name) or known.get(name) or name.replace("-", "_")
-    return name not in trainer.packages and bool(imports.lacking([module], trainer))
+    module = known.get(name, name.replace("-", "_"))
+    return name not in trainer.packages and bool(imports.missing([module], trainer))
 
 
-def _lacking(subject: Subject, names: Iterable[str]) -> Iterator[Finding]:
+def _missing(subject: Subject, names: Sequence[str]) -> Iterator[Finding]:
     """One finding a command: most packages come together, some need others to be there first."""
     trainer = subject.trainer
-    missing = [name for name in dict.fromkeys(names)]
-    texts = {name: _requirement(name, subject) for name in missing}
-    ordinary = [name for name in missing if name not in install.BUILT]
-    for group in (ordinary, *([name] for name in missing if name in install.BUILT)):
+    ordinary = [name for name in names if name not in install.BUILT]
+    for group in (ordinary, *([name] for name in names if name in install.BUILT)):
         if not group:
             continue
-        steps = install.packages(trainer, [texts[name] for name in group])
+        steps = install.packages(trainer, [_requirement(name, subject) for name in group])
         commands = "; then ".join(step.shell() for step in steps)
         yield said(
             "error", "missing-packages",
@@ -362,9 +353,7 @@ def _requirement(name: str, subject: Subject) -> str:
     tested = install.known().get(name)
     if tested is not None:
         return tested
-    declared = subject.declared
-    wanted = () if declared is None else declared.packages
-    return next((one.text for one in wanted if one.name == name), name)
+    return next((one.text for one in subject.declared or () if one.name == name), name)
 
 
 def versions(subject: Subject) -> Iterator[Finding]:
@@ -375,7 +364,11 @@ def versions(subject: Subject) -> Iterator[Finding]:
     differing = [one for one in subject.deviations if one.found is not None]
     if not differing:
         return
-    told = "; ".join(_by_origin(differing))
+    texts = []
+    for by in dict.fromkeys(one.by for one in differing):
+        own = [one.text for one in differing if one.by == by]
+        more = f" and {len(own) - _SHOWN} more" if len(own) > _SHOWN else ""
+        texts.append(f"{', '.join(own[:_SHOWN])}{more}, by {by}")
     known = install.known()
     untested = [
         known[one.name]
@@ -385,87 +378,55 @@ def versions(subject: Subject) -> Iterator[Finding]:
     steps = install.packages(subject.trainer, untested) if untested else ()
     yield said(
         "warning", "other-requirements",
-        f"{subject.trainer.python} differs from what is asked for: {told}",
+        f"{subject.trainer.python} differs from what is asked for: {'; '.join(texts)}",
         "; then ".join(step.shell() for step in steps)
         or "nothing to do where everything imports, which `launch doctor` tries",
     )  # fmt: skip
 
 
-def _by_origin(found: Sequence[Deviation]) -> Iterator[str]:
-    for by in dict.fromkeys(one.by for one in found):
-        own = [one.text for one in found if one.by == by]
-        more = f" and {len(own) - _SHOWN} more" if len(own) > _SHOWN else ""
-        yield f"{', '.join(own[:_SHOWN])}{more}, by {by}"
-
-
 # --- imports --------------------------------------------------------------------------------------
 
 
-def _try(subject: Subject, chosen: Devices, timeout_s: float) -> Tried:
+def _import(subject: Subject, chosen: Devices, timeout_s: float) -> Result:
     """Import everything that the stages import, and last the scripts themselves."""
     root, trainer = subject.upstream.root, subject.trainer
     wanted = list(subject.imports)
     for name in needed(subject):
-        module = _MODULES.get(name)
-        if module is not None:
-            wanted.append(Import(module, (), "an option of the stage", 0))
-    if subject.upstream.backend != "open_instruct":
-        trees: Mapping[str, Tree] = subject.upstream.packages
-        wanted += [one for script in subject.scripts for one in imports.lazy(script, trees)]
-    if not wanted:
-        # no source to be read: what is known of it
-        known = {theirs: module for module, theirs in imports.DISTRIBUTIONS.items()}
-        wanted = [
-            Import(known.get(name, name.replace("-", "_")), (), "the backend's packages", 0)
-            for name in subject.backend.NEEDS
-        ]
-    elif root is not None and subject.upstream.backend == "open_instruct":
-        for script in subject.scripts:
-            wanted.append(Import(script.removesuffix(".py").replace("/", "."), (), script, 0))
+        if name in _MODULES:
+            wanted.append(Import(_MODULES[name], (), "an option of the stage", 0))
     environ = {**subject.environ, **(chosen.env() if subject.gpus and not chosen.refused else {})}
     if not subject.gpus:
         environ["CUDA_VISIBLE_DEVICES"] = ""
     paths: tuple[Path, ...] = ()
-    if root is not None and subject.upstream.backend == "open_instruct":
+    if subject.upstream.backend != "open_instruct":
+        trees: Mapping[str, Tree] = subject.upstream.packages
+        wanted += [one for script in subject.scripts for one in imports.lazy(script, trees)]
+    elif root is not None:
+        for script in subject.scripts:
+            wanted.append(Import(script.removesuffix(".py").replace("/", "."), (), script, 0))
         before = environ.get("PYTHONPATH")
         environ["PYTHONPATH"] = f"{root}{os.pathsep}{before}" if before else str(root)
         # importing litellm would otherwise ask the network for model prices
         environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
         paths = tuple(dict.fromkeys((root / script).parent for script in subject.scripts))
-    return imports.attempted(
+    return imports.attempt(
         wanted, trainer, paths=paths, environ=environ, timeout_s=timeout_s, cuda=bool(subject.gpus)
     )
 
 
-def _merged(found: list[Finding], subject: Subject, tried: Tried) -> list[Finding]:
-    """The findings with what importing taught: what it misses too, and what is there and fails."""
-    missing = [imports.distribution(one.missing) for one in tried.failures if one.missing]
-    before = [finding for finding in found if finding.code == "missing-packages"]
-    named = {name for one in before for name in one.message.partition(" lacks ")[2].split(", ")}
-    more = list(_lacking(subject, [name for name in missing if name not in named]))
-    broken = [one for one in tried.failures if one.missing is None]
-    told = [*more, *(_import_error(one, subject) for one in broken), *_cuda(subject, tried)]
-    if tried.fault is not None:
-        python = subject.trainer.python
-        message = f"{python} could not be asked to import anything: {tried.fault}"
-        told.append(said("error", "no-python", message, "name another interpreter with --python"))
-    place = found.index(before[-1]) + 1 if before else 0
-    return [*found[:place], *told, *found[place:]]
-
-
-def _import_error(failure: imports.Failure, subject: Subject) -> Finding:
+def _import_error(failure: Failure, subject: Subject) -> Finding:
     """A package that is there and cannot be imported: what it said itself, and where."""
     wanted, trainer = failure.wanted, subject.trainer
     name = imports.distribution(wanted.top)
     version = trainer.packages.get(name)
-    asked = f" ({wanted.file}:{wanted.line} imports it)" if wanted.line else ""
+    place = f" ({wanted.file}:{wanted.line} imports it)" if wanted.line else ""
     what = f"`{wanted.module}`" + (f" ({name} {version})" if version else "")
     steps = install.packages(trainer, [_requirement(name, subject)], held=False)
     pip = steps[-1].shell().replace(" install ", " install --force-reinstall --no-deps ", 1)
     own = wanted.top in subject.backend.PACKAGES and subject.upstream.backend == "open_instruct"
     return Finding(
         severity="error", layer="launch", code="import-error",
-        message=f"importing {what} fails{asked}: {failure.error}: {failure.message}",
+        message=f"importing {what} fails{place}: {failure.error}: {failure.message}",
         file=failure.file, line=failure.line,
         help="the file named is where it was raised: a version that does not fit"
         if own
@@ -473,22 +434,8 @@ def _import_error(failure: imports.Failure, subject: Subject) -> Finding:
     )  # fmt: skip
 
 
-def _unbound(subject: Subject) -> Iterator[Finding]:
-    """What importing would fail on, as far as the source of the installed packages shows it."""
-    for failure in imports.unbound(subject.imports, subject.trainer):
-        name, file = imports.distribution(failure.wanted.top), failure.wanted.file
-        declared = () if subject.declared is None else subject.declared.packages
-        asked = next((one.text for one in declared if one.name == name), name)
-        yield replace(
-            _import_error(failure, subject),
-            help=f"{file} is written for another {name} than this: its checkout asks for {asked}"
-            if declared
-            else f"{file} is written for another {name} than this",
-        )
-
-
-def _cuda(subject: Subject, tried: Tried) -> Iterator[Finding]:
-    told = tried.cuda
+def _cuda(subject: Subject, result: Result) -> Iterator[Finding]:
+    told = result.cuda
     if not subject.gpus or told is None or told.get("cuda") is None:
         return
     fault = told.get("error")
@@ -504,11 +451,11 @@ def _cuda(subject: Subject, tried: Tried) -> Iterator[Finding]:
 # --- what was seen --------------------------------------------------------------------------------
 
 
-def _environment(subject: Subject, torch: Torch | None, tried: Tried | None) -> Iterator[Fact]:
-    trainer, source = subject.trainer, subject.upstream
+def _environment(subject: Subject, result: Result | None) -> Iterator[Fact]:
+    trainer, source, torch = subject.trainer, subject.upstream, hardware.torch_of(subject.trainer)
     version = ".".join(map(str, trainer.version))
-    told = {"path": str(trainer.python), "version": version, "source": trainer.source}
-    yield Fact("python", f"{trainer.python} ({trainer.source}), {version}", told)
+    python = {"path": str(trainer.python), "version": version, "source": trainer.source}
+    yield Fact("python", f"{trainer.python} ({trainer.source}), {version}", python)
     yield Fact("source", source.describe(), source.as_json())
     if torch is not None:
         built = (
@@ -518,38 +465,38 @@ def _environment(subject: Subject, torch: Torch | None, tried: Tried | None) -> 
             "torch", f"{torch.version}, built for {built}",
             {"version": torch.version, "cuda": torch.cuda, "hip": torch.hip},
         )  # fmt: skip
-    if tried is not None:
-        fine = [name for name in tried.modules if name not in tried.failed]
+    if result is not None:
+        fine = [name for name in result.modules if name not in result.failed]
         yield Fact(
-            "imports", f"{len(fine)} of {len(tried.modules)} packages import",
-            {"fine": fine, "failed": list(tried.failed)},
+            "imports", f"{len(fine)} of {len(result.modules)} packages import",
+            {"fine": fine, "failed": list(result.failed)},
         )  # fmt: skip
     yield Fact("requirements", *_requirements(subject))
 
 
 def _requirements(subject: Subject) -> tuple[str, dict[str, Any]]:
     declared, found = subject.declared, subject.deviations
-    by = "unknown: no pyproject.toml there"
-    if subject.upstream.backend != "open_instruct":
-        by = "of the installed packages"
-    elif declared is not None:
-        by = f"{len(declared.packages)} of {declared.by}"
+    ours = subject.upstream.backend != "open_instruct"
+    by = "of the installed packages" if ours else "unknown: no pyproject.toml there"
+    if declared is not None:
+        packages = sum(one.name != requirements.PYTHON for one in declared)
+        by = f"{packages} of the checkout's pyproject.toml"
     absent = [one.name for one in found if one.found is None]
     differing = [one for one in found if one.found is not None]
     text = f"{by}; {len(differing)} here in another version"
     text += f", {len(absent)} not installed" if absent else ""
     return text, {
-        "known": declared is not None or subject.upstream.backend != "open_instruct",
+        "known": declared is not None or ours,
         "deviating": [one.as_json() for one in differing], "not_installed": absent,
     }  # fmt: skip
 
 
-def _cards(chosen: Devices, seen: Look | None, cuda: tuple[int, int] | None) -> Iterator[Fact]:
+def _cards(chosen: Devices, seen: Look | None) -> Iterator[Fact]:
     if seen is not None and not seen.present:
         yield Fact("GPUs", "none", [])
         return
     if seen is not None:
-        driver = seen.present[0].driver
+        driver, cuda = seen.present[0].driver, machine.cuda_of_driver()
         serves = "" if cuda is None else f", CUDA up to {cuda[0]}.{cuda[1]}"
         yield Fact("driver", f"{driver or 'unknown'}{serves}", {"version": driver, "cuda": cuda})
         for slot in seen.visible:

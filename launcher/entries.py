@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from launcher import cache_folders, hub_files, rundir
+from launcher import cache_folders, caches, hub_files, rundir
 from launcher.backends.model_config import is_path
 from launcher.hub_files import Part
 from launcher.paths import exists
@@ -21,10 +21,7 @@ from launcher.plan import Plan
 
 # dataset_transformation.py:910
 _HASHED = ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "vocab.json")
-_TOKENIZER_FIELDS = (
-    "trust_remote_code", "use_fast", "chat_template_name", "add_bos", "get_tokenizer_fn",
-    "use_slow_tokenizer", "tokenizer_name", "ground_truths_key", "sft_messages_key",
-)  # fmt: skip
+_TOKENIZER_FIELDS = (*caches.TOKENIZER_KEY, "use_slow_tokenizer", "tokenizer_name")
 # dataset_transformation.py:2062
 _REVISION = "main"
 
@@ -67,9 +64,9 @@ def key(plan: Plan, environ: Mapping[str, str]) -> dict[str, Any]:
     revision = values.get("tokenizer_revision") or values.get("model_revision")
     part = Part(role="tokenizer", name=str(name), key="", revision=revision)
     tokenizer = {
+        **{field: values[field] for field in _TOKENIZER_FIELDS if field in values},
         "tokenizer_name_or_path": name, "tokenizer_revision": revision,
         "tokenizer_files_hash": [_hash(part, file, environ) for file in _HASHED],
-        **{field: values[field] for field in _TOKENIZER_FIELDS if field in values},
     }  # fmt: skip
     listed = values.get(plan.stage.entry.names.data)
     pairs = listed if isinstance(listed, list) else []
@@ -103,14 +100,8 @@ def reference(plan: Plan, entry: Path) -> str:
     values = plan.values
     told = {
         "dataset_config_hash": entry.name,
-        **{
-            name: values.get(name)
-            for name in (
-                "concatenated_forward", "loss_type", "max_train_samples", "model_name_or_path",
-                "model_revision", "packing", "use_lora", "use_qlora",
-            )
-        },
-    }  # fmt: skip
+        **{name: values.get(name) for name in caches.REFERENCE_KEY},
+    }
     text = json.dumps(told, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -14,17 +14,18 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal
 
 from launcher import content
-from launcher.backends.model_config import is_path, repository
+from launcher.backends import model_config
+from launcher.backends.model_config import is_path
 from launcher.errors import Finding, NotReady
 from launcher.files import parse_json, read_bytes, read_json
-from launcher.paths import is_file
+from launcher.paths import exists, is_file
 
 Kind = Literal["file", "folder", "hub", "name"]
 
@@ -39,7 +40,6 @@ _TOKENIZER = (
     "spiece.model", "sentencepiece*", "*.tiktoken", "tekken.json", "chat_template*",
     f"{_TEMPLATES}*", "config.json", "*.py",
 )  # fmt: skip
-_LARGEST_LINK = 256
 
 
 class MissingContent(NotReady):
@@ -59,13 +59,6 @@ class FilePrint:
     method: str
     digest: str
 
-    def as_json(self) -> dict[str, Any]:
-        """For a cache's own record."""
-        return {
-            "name": self.name, "size": self.size, "mtime": self.mtime, "method": self.method,
-            "digest": self.digest,
-        }  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
@@ -83,10 +76,7 @@ class Fingerprint:
 
     def as_json(self) -> dict[str, Any]:
         """For a cache's own record."""
-        return {
-            "name": self.name, "kind": self.kind, "digest": self.digest, "revision": self.revision,
-            "files": [one.as_json() for one in self.files],
-        }  # fmt: skip
+        return {**asdict(self), "files": [asdict(one) for one in self.files]}
 
 
 def cache_home(environ: Mapping[str, str] | None = None) -> Path:
@@ -235,7 +225,7 @@ def of_data(name: str, memory: Memory) -> Fingerprint:
     Hidden files count for nothing; a folder's README.md does, since `datasets` reads settings from it.
     """
     path = Path(name)
-    if not _is_folder(path):
+    if not (exists(path) and path.is_dir()):
         one = of_file(path, memory)
         return Fingerprint(name=name, kind="file", digest=one.digest, files=(one,))
     return _folder(name, path, _below(path), memory)
@@ -250,7 +240,7 @@ def of_model(
     An adapter's folder counts together with its base model. Raises MissingContent where a file of the
     folder cannot be read.
     """
-    return _with_base(_pretrained(name, memory, _is_weights, revision, environ), memory, environ)
+    return _with_base(_pretrained(name, memory, _WEIGHTS, revision, environ), memory, environ)
 
 
 def of_tokenizer(
@@ -258,16 +248,20 @@ def of_tokenizer(
     environ: Mapping[str, str] | None = None,
 ) -> Fingerprint:  # fmt: skip
     """The tokenizer of a model folder, its chat templates included; or a name on the hub."""
-    return _pretrained(name, memory, _is_tokenizer, revision, environ)
+    return _pretrained(name, memory, _TOKENIZER, revision, environ)
 
 
 def _pretrained(
-    name: str, memory: Memory, wanted: Callable[[str], bool], revision: str | None,
+    name: str, memory: Memory, patterns: Sequence[str], revision: str | None,
     environ: Mapping[str, str] | None,
 ) -> Fingerprint:  # fmt: skip
     path = Path(name)
-    if _is_folder(path):
-        found = ((below, file) for below, file in _top(path) if wanted(below))
+    if exists(path) and path.is_dir():
+        found = (
+            (below, file)
+            for below, file in _top(path)
+            if _matches(below, patterns) and not _matches(below, _NO_WEIGHTS)
+        )
         return _folder(name, path, found, memory)
     if is_file(path):
         one = of_file(path, memory)
@@ -284,18 +278,10 @@ def _with_base(
     if adapter.kind != "folder" or not isinstance(base, str) or base == adapter.name:
         return adapter
     revision = config.get("revision")
-    below = _pretrained(base, memory, _is_weights, str(revision) if revision else None, environ)
+    below = _pretrained(base, memory, _WEIGHTS, str(revision) if revision else None, environ)
     both = hashlib.sha256(f"adapter {adapter.digest} {below.digest}\n".encode()).hexdigest()
     files = (*adapter.files, *(replace(one, name=f"{base}/{one.name}") for one in below.files))
     return replace(adapter, digest=both, files=files)
-
-
-def _is_weights(name: str) -> bool:
-    return _matches(name, _WEIGHTS) and not _matches(name, _NO_WEIGHTS)
-
-
-def _is_tokenizer(name: str) -> bool:
-    return _matches(name, _TOKENIZER)
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
@@ -350,13 +336,6 @@ def _below(folder: Path) -> Iterator[tuple[str, Path]]:
     yield from look(folder, "", frozenset())
 
 
-def _is_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except (OSError, ValueError):
-        return False
-
-
 def _missing(path: Path, error: OSError | ValueError) -> MissingContent:
     there = not isinstance(error, FileNotFoundError)
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
@@ -382,22 +361,9 @@ def of_hub(
     """
     environ = os.environ if environ is None else environ
     asked = revision or "main"
-    commit = None
-    if not is_path(name) and ".." not in asked:
-        kept = repository(name, environ)
-        commit = _reference(kept / "refs" / asked)
-        if commit is None and (kept / "snapshots" / asked).is_dir():
-            commit = asked
+    commit = None if is_path(name) else model_config.commit(name, environ, revision)
     told = f"hub {name} {commit}" if commit else f"name {name} {asked}"
     return Fingerprint(
         name=name, kind="hub" if commit else "name", revision=commit,
         digest=hashlib.sha256(told.encode(errors="surrogateescape")).hexdigest(),
     )  # fmt: skip
-
-
-def _reference(path: Path) -> str | None:
-    try:
-        with path.open(encoding="utf-8") as file:
-            return file.read(_LARGEST_LINK).strip() or None
-    except (OSError, ValueError):
-        return None

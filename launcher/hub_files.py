@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from launcher.backends import model_config, model_files
 from launcher.errors import Finding, not_ready
-from launcher.files import parse_line, read_bytes
+from launcher.files import parse_line
 from launcher.machine import Trainer
 from launcher.paths import exists, is_file
 from launcher.plan import Plan
@@ -79,6 +79,15 @@ class Part:
     def kind(self) -> str:
         """For people."""
         return {"whole": "model", "card": "data"}.get(self.role, self.role)
+
+    @property
+    def repository(self) -> str:
+        """What kind of repository it is on the hub."""
+        return "datasets" if self.role in ("card", "data") else "models"
+
+    def snapshot(self, environ: Mapping[str, str]) -> Path | None:
+        """Where the hub's cache keeps it, as far as it does."""
+        return model_config.snapshot(self.name, environ, self.revision, self.repository)
 
     def as_json(self) -> dict[str, Any]:
         """For the envelope: `bytes`, `seconds`."""
@@ -192,40 +201,21 @@ def lacking(folder: Path, role: Role) -> str | None:
 
 def commit(part: Part, environ: Mapping[str, str]) -> str | None:
     """The commit that the hub's cache here holds for a name and revision."""
-    repository, asked = _repository(part, environ), part.revision or "main"
-    try:
-        told = read_bytes(repository / "refs" / asked).decode().strip()
-    except (OSError, ValueError):
-        told = ""
-    if told:
-        return told
-    return asked if exists(repository / "snapshots" / asked) else None
+    return model_config.commit(part.name, environ, part.revision, part.repository)
 
 
 def cached_file(part: Part, name: str, environ: Mapping[str, str]) -> Path | None:
     """A file of a part as it lies here; None where it does not."""
-    if Path(part.name).is_dir():
-        path = Path(part.name) / name
-    else:
-        at = commit(part, environ)
-        if at is None:
-            return None
-        path = _repository(part, environ) / "snapshots" / at / name
-    return path if is_file(path) else None
-
-
-def _repository(part: Part, environ: Mapping[str, str]) -> Path:
-    kind = "datasets" if part.role in ("card", "data") else "models"
-    return model_config.repository(part.name, environ, kind)
+    local = Path(part.name)
+    folder = local if local.is_dir() else part.snapshot(environ)
+    path = None if folder is None else folder / name
+    return path if path is not None and is_file(path) else None
 
 
 def _snapshot(part: Part, environ: Mapping[str, str]) -> set[Path]:
     """The files of the snapshot that a part stands for now."""
-    at = commit(part, environ)
-    if part.local or at is None:
-        return set()
-    folder = _repository(part, environ) / "snapshots" / at
-    return {path for path in folder.rglob("*") if is_file(path)}
+    folder = None if part.local else part.snapshot(environ)
+    return set() if folder is None else {path for path in folder.rglob("*") if is_file(path)}
 
 
 def size_of(path: Path) -> int:

@@ -1,9 +1,9 @@
 """Imports what it is told to, one after the other, and says how each went.
 
 A file of its own that the trainer's Python runs, whatever its version from 3.10: standard library
-alone, nothing of launch. It reads JSON from stdin, `{"paths": [...], "imports": [[module, [names]]]}`,
-and answers with a JSON line before and after each import: what was begun and not ended is what the
-interpreter died in. What packages print goes to stderr.
+alone, nothing of launch. It reads JSON from stdin, `{"paths": [...], "imports": [[module, [names]]],
+"cuda": false}`, and writes a JSON line before each import and for each that failed. What packages print
+goes to stderr.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from typing import Any
 
 
 def fault(error: BaseException) -> dict[str, Any]:
-    """An exception as JSON: what it says, and the innermost place in a file that is not Python's own.
+    """The root of a failure: a package that is not installed, however deep, else the first exception.
 
-    `absent` is the top-level module that is not there at all, where that is what it says.
+    `file` and `line` are the innermost place in a file that is not Python's own.
     """
-    told: dict[str, Any] = {
-        "type": type(error).__name__,
-        "message": str(error),
-        "absent": absent(error.name) if isinstance(error, ModuleNotFoundError) else None,
-        "file": None,
-        "line": None,
-    }
-    for frame in traceback.extract_tb(error.__traceback__):
-        if not (
-            frame.filename == __file__ or frame.filename.startswith("<") or own(frame.filename)
-        ):
-            told["file"], told["line"] = frame.filename, frame.lineno
-    if isinstance(error, SyntaxError) and error.filename:
-        told["file"], told["line"], told["message"] = error.filename, error.lineno, error.msg
-    # a package that loads lazily raises something of its own from the true cause
-    cause, raised = error.__cause__, True
-    if cause is None and isinstance(error, ImportError) and not error.__suppress_context__:
-        cause, raised = error.__context__, False
-    if cause is not None:
-        told["cause"], told["raised_from"] = fault(cause), raised
-    return told
+    root: BaseException | None = error
+    while root is not None and absent(root) is None:
+        inner = root.__cause__
+        if inner is None and isinstance(root, ImportError) and not root.__suppress_context__:
+            inner = root.__context__
+        root = inner
+    if root is None:
+        # a package that loads lazily raises something of its own from the true cause
+        root = error
+        while root.__cause__ is not None:
+            root = root.__cause__
+    message, file, line = str(root), None, None
+    for frame in traceback.extract_tb(root.__traceback__):
+        if not (frame.filename == __file__ or frame.filename[:1] == "<" or own(frame.filename)):
+            file, line = frame.filename, frame.lineno
+    if isinstance(root, SyntaxError) and root.filename:
+        message, file, line = root.msg, root.filename, root.lineno
+    return {
+        "type": type(root).__name__, "message": message, "file": file, "line": line,
+        "missing": absent(root),
+    }  # fmt: skip
 
 
 def own(path: str) -> bool:
@@ -51,9 +51,11 @@ def own(path: str) -> bool:
     return inside and "site-packages" not in path and "dist-packages" not in path
 
 
-def absent(name: str | None) -> str | None:
-    """The top-level part of a module's name, where nothing of that name can be found."""
-    top = (name or "").partition(".")[0]
+def absent(error: BaseException) -> str | None:
+    """The top-level module that an error says is missing, where nothing of that name can be found."""
+    if not isinstance(error, ModuleNotFoundError):
+        return None
+    top = (error.name or "").partition(".")[0]
     try:
         return top if top and importlib.util.find_spec(top) is None else None
     except (ImportError, ValueError):
@@ -82,9 +84,8 @@ def cuda() -> dict[str, Any] | None:
     told: dict[str, Any] = {"version": torch.__version__, "cuda": torch.version.cuda}
     try:
         told["count"] = torch.cuda.device_count()
-        told["sum"] = (
-            int((torch.ones(8, device="cuda") + 1).sum().item()) if told["count"] else None
-        )
+        if told["count"]:
+            (torch.ones(8, device="cuda") + 1).sum().item()
     except Exception as error:
         told["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
     return told
@@ -92,25 +93,23 @@ def cuda() -> dict[str, Any] | None:
 
 def main() -> None:
     """Answer what was asked on stdin."""
-    asked = json.loads(sys.stdin.read())
+    question = json.loads(sys.stdin.read())
     answer = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
     # the folder of this file holds modules with common names
     here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [*asked["paths"], *(path for path in sys.path if path != here)]
-    for number, (module, names) in enumerate(asked["imports"]):
-        answer.write(json.dumps({"begun": number}) + "\n")
-        told: dict[str, Any] = {"ended": number}
+    sys.path[:] = [*question["paths"], *(path for path in sys.path if path != here)]
+    for module, names in question["imports"]:
+        answer.write(json.dumps({"begun": module}) + "\n")
         try:
             attempt(module, names)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            told["fault"] = fault(error)
-        answer.write(json.dumps(told) + "\n")
-    if asked.get("cuda"):
+            answer.write(json.dumps({"fault": fault(error)}) + "\n")
+    answer.write(json.dumps({"imported": True}) + "\n")
+    if question["cuda"]:
         answer.write(json.dumps({"cuda": cuda()}) + "\n")
-    answer.flush()
     # threads that packages started have nothing to finish
     os._exit(0)
 

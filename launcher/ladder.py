@@ -392,7 +392,7 @@ def _card_gib(rung: Rung) -> float | None:
     """The memory of the smallest card that the rung would get."""
     chosen = rung.prepared.devices
     slots = () if chosen is None or not rung.gpus else chosen.slots
-    sizes = [slot.gpu.memory_mib / 1024 for slot in slots if slot.mig is None]
+    sizes = [slot.gpu.memory_mib / 1024 for slot in slots]
     return min(sizes, default=None)
 
 

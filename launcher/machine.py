@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -11,11 +10,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from launcher.errors import not_ready
+from launcher.files import parse_line
 from launcher.git import Repository
 from launcher.paths import expanded
 
@@ -58,26 +58,15 @@ DECISIVE = (
 )  # fmt: skip
 """Packages that losses, speed and memory may hang on: runs that had others do not compare."""
 
-_CARD = (
-    "index",
-    "uuid",
-    "name",
-    "memory.total",
-    "memory.used",
-    "driver_version",
-    "mig.mode.current",
-)
+_CARD = "index,uuid,name,memory.total,memory.used,driver_version,mig.mode.current"
 _CUDA = re.compile(r"CUDA(?: UMD)? Version\s*:\s*(\d+)\.(\d+)")
-_MIG = re.compile(r"\s+MIG .*\(UUID: (MIG-[\w/-]+)\)")
-_WHOLE = re.compile(r"GPU \d+: .*\(UUID: (GPU-[\w-]+)\)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
     """One NVIDIA GPU as `nvidia-smi` tells it; memory in MiB, 0 where it is not told.
 
-    `index` is nvidia-smi's: the place on the PCI bus. `mig` are the ids of its instances; None where
-    it is not divided.
+    `index` is nvidia-smi's: the place on the PCI bus.
     """
 
     index: int
@@ -86,7 +75,6 @@ class Gpu:
     memory_mib: int
     used_mib: int
     driver: str = ""
-    mig: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,16 +119,9 @@ def run(
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """The GPUs of this machine; empty where there is no driver."""
-    cards = [_card(line) for line in _smi(f"--query-gpu={','.join(_CARD)}").splitlines()]
-    found = [card for card in cards if card is not None]
-    if any(card.mig is not None for card in found):
-        inside = _instances()
-        found = [
-            replace(card, mig=inside.get(card.uuid, ())) if card.mig is not None else card
-            for card in found
-        ]
-    return tuple(found)
+    """The GPUs of this machine, without those that are divided (MIG); empty where there is no driver."""
+    cards = (_card(line) for line in _smi(f"--query-gpu={_CARD}").splitlines())
+    return tuple(card for card in cards if card is not None)
 
 
 def gpu_processes() -> tuple[GpuProcess, ...]:
@@ -155,44 +136,28 @@ def gpu_processes() -> tuple[GpuProcess, ...]:
 
 def cuda_of_driver() -> tuple[int, int] | None:
     """The newest CUDA version that the driver serves; None where it does not say."""
-    if shutil.which("nvidia-smi") is None:
-        return None
     found = _CUDA.search(run(["nvidia-smi"], timeout_s=60) or "")
     return None if found is None else (int(found[1]), int(found[2]))
 
 
 def _smi(query: str) -> str:
-    if shutil.which("nvidia-smi") is None:
-        return ""
     # eight cards without persistence mode take ten seconds and more to answer
     return run(["nvidia-smi", query, "--format=csv,noheader,nounits"], timeout_s=60) or ""
 
 
 def _card(line: str) -> Gpu | None:
-    """One line of the answer; None for whatever else is printed there."""
+    """One line of the answer; None for whatever else is printed there, and for a divided one."""
     head, _, rest = line.strip().partition(", ")
     uuid, _, rest = rest.partition(", ")
     # a name may hold commas itself
     words = rest.rsplit(", ", 4)
-    if not head.isdecimal() or len(words) != 5:
+    if not head.isdecimal() or len(words) != 5 or words[4] == "Enabled":
         return None
-    name, memory, used, driver, divided = words
+    name, memory, used, driver, _ = words
     return Gpu(
         index=int(head), uuid=uuid, name=name, memory_mib=_mib(memory), used_mib=_mib(used),
-        driver=driver, mig=() if divided == "Enabled" else None,
+        driver=driver,
     )  # fmt: skip
-
-
-def _instances() -> dict[str, tuple[str, ...]]:
-    """The ids of the instances of each divided GPU."""
-    found: dict[str, tuple[str, ...]] = {}
-    last = ""
-    for line in (run(["nvidia-smi", "-L"], timeout_s=60) or "").splitlines():
-        if whole := _WHOLE.match(line):
-            last = whole[1]
-        elif part := _MIG.match(line):
-            found[last] = (*found.get(last, ()), part[1])
-    return found
 
 
 def _mib(text: str) -> int:
@@ -202,13 +167,13 @@ def _mib(text: str) -> int:
 
 def gpu_fault() -> str | None:
     """What nvidia-smi itself complains of, in one line; None where it answers, or is not there."""
-    if shutil.which("nvidia-smi") is None:
-        return None
     try:
         done = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, errors="replace",
             stdin=subprocess.DEVNULL,
         )  # fmt: skip
+    except FileNotFoundError:
+        return None
     except (OSError, subprocess.SubprocessError) as error:
         return str(error)
     if done.returncode == 0 and "GPU 0" in done.stdout:
@@ -239,12 +204,9 @@ def find_trainer(
     Raises NotReady where the one that was named does not run.
     """
     environ = os.environ if environ is None else environ
-    candidates: list[tuple[Path | None, str]] = [
-        (named, "--python"),
-        (Path(environ["LAUNCH_PYTHON"]) if environ.get("LAUNCH_PYTHON") else None, "LAUNCH_PYTHON"),
-    ]
-    for path, source in candidates:
-        if path is not None:
+    variable = environ.get("LAUNCH_PYTHON")
+    for path, source in ((named, "--python"), (variable and Path(variable), "LAUNCH_PYTHON")):
+        if path:
             # not resolved: a virtual environment is known by the link, not by what it points to
             return ask_trainer(Path(shutil.which(expanded(path)) or path), source)
     if checkout is not None and (checkout / ".venv" / "bin" / "python").exists():
@@ -263,17 +225,13 @@ def ask_trainer(python: Path, source: str) -> Trainer:
     if told is None:
         # a site file may print something of its own first
         answer = (run([str(python), "-c", _QUESTION], timeout_s=60) or "").rpartition("\n")[2]
-        try:
-            told = json.loads(answer)
-        except ValueError:
-            told = None
-        if isinstance(told, dict):
-            _remember(python, told, began_ns)
-    if not isinstance(told, dict):
-        raise not_ready(
-            "no-python", f"{source} names a Python that does not run: {python}",
-            "give the trainer's interpreter with --python PATH", file=str(python),
-        )  # fmt: skip
+        told = parse_line(answer.encode())
+        if not told:
+            raise not_ready(
+                "no-python", f"{source} names a Python that does not run: {python}",
+                "give the trainer's interpreter with --python PATH", file=str(python),
+            )  # fmt: skip
+        _remember(python, told, began_ns)
     return Trainer(
         python=python,
         source=source,
@@ -302,21 +260,21 @@ def _remembered(python: Path) -> dict[str, Any] | None:
 def _remember(python: Path, told: dict[str, Any], began_ns: int) -> None:
     stamp = _installed(python, told["path"])
     # what was written while it answered, or in the clock's last tick, may be in the answer or not
-    if all(changed < began_ns - 1_000_000_000 for _, _, changed in stamp):
+    if all(changed < began_ns - 1_000_000_000 for _, changed in stamp):
         _ANSWERS[_asked(python)] = stamp, told
 
 
-def _installed(python: Path, path: Sequence[str]) -> tuple[tuple[str, int, int], ...]:
+def _installed(python: Path, path: Sequence[str]) -> list[tuple[int, int]]:
     """The interpreter and the folders of its import path, which installing something changes."""
     stamps = []
     for entry in (str(python), *filter(None, path)):
         try:
             found = os.stat(entry)
         except OSError:
-            stamps.append((entry, 0, 0))
+            stamps.append((0, 0))
         else:
-            stamps.append((entry, found.st_ino, found.st_mtime_ns))
-    return tuple(stamps)
+            stamps.append((found.st_ino, found.st_mtime_ns))
+    return stamps
 
 
 def describe() -> dict[str, object]:

@@ -6,20 +6,17 @@ nothing at all, the answer is None: no number is better than a made-up one.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from launcher import shapes
+from launcher import checkpoints, shapes
 from launcher.backends import model_config
 from launcher.errors import InvalidConfig
-from launcher.files import open_regular, parse_json, read_bytes, read_json
+from launcher.files import read_json
 from launcher.paths import exists, is_file
 
-_LARGEST_HEADER = 2**27
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 
@@ -47,12 +44,8 @@ def _folder(name: object, environ: Mapping[str, str], revision: str | None) -> P
         return Path(name)
     if model_config.is_path(name):
         return None
-    repository = model_config.repository(name, environ)
-    wanted = revision or "main"
-    with contextlib.suppress(OSError, ValueError):
-        wanted = read_bytes(repository / "refs" / wanted).decode().strip() or wanted
-    snapshot = repository / "snapshots" / wanted
-    return snapshot if exists(snapshot) else None
+    snapshot = model_config.snapshot(name, environ, revision)
+    return snapshot if snapshot is not None and exists(snapshot) else None
 
 
 def _of_safetensors(folder: Path) -> Count | None:
@@ -63,28 +56,11 @@ def _of_safetensors(folder: Path) -> Count | None:
     files = [folder / one for one in names or ["model.safetensors"]]
     total = 0
     for path in files:
-        header = _header(path)
-        if not header:
+        sizes = checkpoints.sizes(path)
+        if not sizes:
             return None
-        total += sum(_elements(header))
+        total += sum(map(math.prod, sizes.values()))
     return Count(total, str(folder / ("model.safetensors.index.json" if names else files[0].name)))
-
-
-def _header(path: Path) -> Mapping[str, Any]:
-    try:
-        with open_regular(path) as file:
-            size = int.from_bytes(file.read(8), "little")
-            told = parse_json(file.read(size)) if 0 < size <= _LARGEST_HEADER else {}
-    except (OSError, ValueError):
-        return {}
-    return told if isinstance(told, dict) else {}
-
-
-def _elements(header: Mapping[str, Any]) -> Iterator[int]:
-    for name, told in header.items():
-        shape = told.get("shape") if isinstance(told, Mapping) else None
-        if name != "__metadata__" and isinstance(shape, list):
-            yield math.prod(int(size) for size in shape)
 
 
 def _of_index(folder: Path) -> Count | None:

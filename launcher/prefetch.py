@@ -355,11 +355,6 @@ class _Filling:
                 mode, f"`{mode}: {values.get(mode)}`: the run looks for its set on the hub, not here",
                 f"{mode}: local",
             )  # fmt: skip
-        if "BEAKER_JOB_ID" in self.environ:
-            yield self._missed(
-                None, "BEAKER_JOB_ID is set: upstream puts tokenised data into a folder of its own",
-                "unset BEAKER_JOB_ID for this, and for the run",
-            )  # fmt: skip
         if values.get(name) is not None and self._entry() is None:
             yield self._missed(
                 name, f"a set is asked for by its name, and there is no complete set {values[name]}",

@@ -12,7 +12,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,16 @@ from packaging.version import InvalidVersion, Version
 
 from launcher.machine import Trainer
 
+PYTHON = "Python"
 _EXTRA = re.compile(r";.*\bextra\s*==")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """One requirement that holds for the trainer's Python: a version range, or a git commit."""
+    """One requirement that holds for the trainer's Python: a version range, or a git commit.
+
+    `name` is a distribution, or `Python`.
+    """
 
     name: str
     specifier: str
@@ -39,15 +43,6 @@ class Wanted:
     def text(self) -> str:
         """What pip takes."""
         return f"{self.name}{self.specifier}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Declared:
-    """What a project asks for: a range of Pythons and packages."""
-
-    by: str
-    python: str | None = None
-    packages: tuple[Wanted, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,75 +61,55 @@ class Deviation:
 
     def as_json(self) -> dict[str, Any]:
         """For envelopes."""
-        return {"name": self.name, "found": self.found, "wanted": self.wanted, "by": self.by}
+        return asdict(self)
 
 
-def of_checkout(root: Path, trainer: Trainer) -> Declared | None:
+def of_checkout(root: Path, trainer: Trainer) -> tuple[Wanted, ...] | None:
     """What the checkout's pyproject.toml asks for; None where it is not there or cannot be read."""
     try:
         told = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        project = told["project"]
+        listed, python = project.get("dependencies", ()), project.get("requires-python")
+        # uv's own table names the packages that come from a git commit
+        sources = told.get("tool", {}).get("uv", {}).get("sources", {})
+    except (OSError, ValueError, LookupError, AttributeError, TypeError):
         return None
-    project = told.get("project")
-    if not isinstance(project, Mapping):
-        return None
-    listed = project.get("dependencies")
-    python = project.get("requires-python")
-    commits = _commits(told)
+    commits = {
+        str(canonicalize_name(name)): str(source["rev"])
+        for name, source in sources.items()
+        if isinstance(source, Mapping) and "rev" in source
+    }
     by = "the checkout's pyproject.toml"
-    return Declared(
-        by=by,
-        python=python if isinstance(python, str) else None,
-        packages=tuple(_wanted(listed if isinstance(listed, list) else [], trainer, by, commits)),
-    )
-
-
-def _commits(told: Mapping[str, Any]) -> dict[str, str]:
-    """The packages that are to come from a git commit (uv's own table)."""
-    sources: Any = told
-    for key in ("tool", "uv", "sources"):
-        sources = sources.get(key) if isinstance(sources, Mapping) else None
-    found = {}
-    for name, source in sources.items() if isinstance(sources, Mapping) else ():
-        if isinstance(source, Mapping) and isinstance(source.get("rev"), str):
-            found[canonicalize_name(name)] = source["rev"]
-    return {str(name): commit for name, commit in found.items()}
+    own = [Wanted(name=PYTHON, specifier=python, by=by)] if isinstance(python, str) else []
+    return (*own, *_wanted(listed, trainer, by, commits))
 
 
 def of_packages(names: Iterable[str], trainer: Trainer) -> tuple[Wanted, ...]:
     """What installed distributions ask for, and those that they ask for in turn."""
-    waiting = [canonicalize_name(name) for name in names]
-    seen, found = set(waiting), list[Wanted]()
-    while waiting:
-        name = waiting.pop(0)
+    waiting = [str(canonicalize_name(name)) for name in names]
+    found = list[Wanted]()
+    for name in waiting:
         version = trainer.packages.get(name)
-        if version is None:
-            continue
-        for wanted in _wanted(_metadata(name, trainer), trainer, f"{name} {version}", {}):
-            found.append(wanted)
-            if wanted.name not in seen:
-                seen.add(canonicalize_name(wanted.name))
-                waiting.append(canonicalize_name(wanted.name))
+        if version is not None:
+            for one in _wanted(_metadata(name, trainer), trainer, f"{name} {version}", {}):
+                found.append(one)
+                if one.name not in waiting:
+                    waiting.append(one.name)
     return tuple(found)
 
 
 def deviations(wanted: Iterable[Wanted], trainer: Trainer) -> tuple[Deviation, ...]:
     """What is missing or here in another version, each package once."""
+    versions = {**trainer.packages, PYTHON: ".".join(map(str, trainer.version))}
     found: dict[str, Deviation] = {}
     for one in wanted:
-        version = trainer.packages.get(one.name)
-        if version is None or not _within(version, one.specifier):
-            text = one.specifier or "any version"
-            found.setdefault(
-                one.name, Deviation(name=one.name, found=version, wanted=text, by=one.by)
-            )
-        elif one.commit is not None and (at := _installed_from(one.name, trainer)) is not False:
-            fits = isinstance(at, str) and (at.startswith(one.commit) or one.commit.startswith(at))
-            if not fits:
-                text = f"git commit {one.commit[:12]}"
-                found.setdefault(
-                    one.name, Deviation(name=one.name, found=version, wanted=text, by=one.by)
-                )
+        version = versions.get(one.name)
+        text = one.specifier or "any version"
+        if version is not None and _within(version, one.specifier):
+            if one.commit is None or _is_from(one.commit, one.name, trainer):
+                continue
+            text = f"git commit {one.commit[:12]}"
+        found.setdefault(one.name, Deviation(name=one.name, found=version, wanted=text, by=one.by))
     return tuple(found.values())
 
 
@@ -144,14 +119,6 @@ def satisfied(requirement: str, version: str) -> bool:
         return _within(version, str(Requirement(requirement).specifier))
     except InvalidRequirement:
         return True
-
-
-def python_deviation(declared: Declared, trainer: Trainer) -> Deviation | None:
-    """Where the trainer's Python is not one that is asked for."""
-    version = ".".join(map(str, trainer.version))
-    if declared.python is None or _within(version, declared.python):
-        return None
-    return Deviation(name="Python", found=version, wanted=declared.python, by=declared.by)
 
 
 def _wanted(
@@ -181,40 +148,32 @@ def _within(version: str, specifier: str) -> bool:
         return True
 
 
-def _distribution(name: str, trainer: Trainer) -> importlib.metadata.Distribution | None:
+def _read(name: str, file: str, trainer: Trainer) -> str:
+    """A file of a distribution's metadata; empty where it has none."""
     path = [str(folder) for folder in trainer.path]
-    return next(iter(importlib.metadata.Distribution.discover(name=name, path=path)), None)
+    for found in importlib.metadata.Distribution.discover(name=name, path=path):
+        try:
+            return found.read_text(file) or ""
+        except (OSError, ValueError):
+            break
+    return ""
 
 
 def _metadata(name: str, trainer: Trainer) -> list[str]:
-    """The requirements of a distribution, as it states them."""
-    found = _distribution(name, trainer)
-    if found is None:
-        return []
-    try:
-        head, _, _ = (found.read_text("METADATA") or "").partition("\n\n")
-        # without parsing the whole, which may hold a book of a description
-        listed = [line for line in head.splitlines() if line.startswith("Requires-Dist:")]
-        return [line.partition(":")[2].strip() for line in listed] or (
-            [] if head else list(found.requires or [])
-        )
-    except (OSError, ValueError):
-        return []
+    """The requirements of a distribution. Its description, which may be a book, is not parsed."""
+    head = _read(name, "METADATA", trainer).partition("\n\n")[0]
+    lines = (line.partition(":") for line in head.splitlines())
+    return [value.strip() for key, _, value in lines if key == "Requires-Dist"]
 
 
-def _installed_from(name: str, trainer: Trainer) -> str | bool:
-    """The git commit that a distribution was installed from; True for a published one, False for what
-    does not say (a folder that is edited).
-    """
-    found = _distribution(name, trainer)
-    if found is None:
-        return False
+def _is_from(commit: str, name: str, trainer: Trainer) -> bool:
+    """Whether a distribution was installed from a git commit, or does not say (an editable one)."""
     try:
-        told = json.loads(found.read_text("direct_url.json") or "null")
-    except (OSError, ValueError):
-        return False
-    if told is None:
+        told = json.loads(_read(name, "direct_url.json", trainer) or '{"vcs_info": {}}')
+        source = told.get("vcs_info")
+    except (ValueError, AttributeError):
         return True
-    source = told.get("vcs_info") if isinstance(told, Mapping) else None
-    commit = source.get("commit_id") if isinstance(source, Mapping) else None
-    return commit if isinstance(commit, str) else False
+    if source is None:
+        return True
+    at = str(source.get("commit_id") or "none")
+    return at.startswith(commit) or commit.startswith(at)

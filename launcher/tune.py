@@ -442,12 +442,10 @@ def _laid_out(request: Request, terms: Terms, asked: Asked, made: Plan, card: Ca
 
 
 def _card(terms: Terms, chosen: Devices | None) -> Card:
-    """The GPU that trains, of several the smallest; nobody tells how large an instance (MIG) is."""
+    """The GPU that trains, of several the smallest."""
     if chosen is None or not chosen.slots:
         return throughput.CPU
-    known = [
-        slot.gpu.memory_mib for slot in chosen.slots if slot.mig is None and slot.gpu.memory_mib
-    ]
+    known = [slot.gpu.memory_mib for slot in chosen.slots if slot.gpu.memory_mib]
     gib = terms.gpu_memory or (min(known) / 1024 if known else None)
     return throughput.card_of(chosen.slots[0].gpu.name, gib)
 

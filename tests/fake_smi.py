@@ -44,14 +44,12 @@ class Smi:
         self, *used: int, name: str = "NVIDIA H200", memory: int | str = 143771, mig: Sequence[int] = (),
         cuda: str = "13.0",
     ) -> None:  # fmt: skip
-        """As many cards as there are numbers (MiB in use); `mig` are those divided in two."""
+        """As many cards as there are numbers (MiB in use); `mig` are those that are divided."""
         rows, listed = [], []
         for index, mib in enumerate(used):
             state = "Enabled" if index in mig else "Disabled"
             rows.append(f"{index}, {uuid(index)}, {name}, {memory}, {mib}, 580.159.04, {state}")
             listed.append(f"GPU {index}: {name} (UUID: {uuid(index)})")
-            for part in range(2) if index in mig else ():
-                listed.append(f"  MIG 3g.71gb     Device  {part}: (UUID: {instance(index, part)})")
         self._say("cards", rows or ["No devices were found"])
         self._say("listed", listed or ["No devices found."])
         self._say("header", [HEADER.format(cuda=cuda)])
@@ -67,8 +65,3 @@ class Smi:
 
     def _say(self, which: str, lines: Sequence[str]) -> None:
         (self.folder / f"{which}.txt").write_text("".join(f"{line}\n" for line in lines))
-
-
-def instance(card: int, part: int) -> str:
-    """The id of an instance of a divided card."""
-    return f"MIG-{card:04x}{part:04x}-5d6e-5f70-9a8b-fedcba987654"

@@ -12,7 +12,7 @@ import pytest
 from conftest import PATIENCE_S, Write
 
 from launcher import imports, machine
-from launcher.imports import Import, Tried
+from launcher.imports import Import, Result
 from launcher.machine import Trainer
 from launcher.sources import Folder
 
@@ -36,10 +36,10 @@ def tree(tmp_path: Path, files: Mapping[str, str]) -> dict[str, Folder]:
 
 def tried(
     trainer: Trainer, site: Path, *modules: str, timeout_s: float = PATIENCE_S, cuda: bool = False
-) -> Tried:
+) -> Result:
     wanted = [Import(name, (), "up/run.py", line + 1) for line, name in enumerate(modules)]
     environ = {**os.environ, "PYTHONPATH": str(site)}
-    return imports.attempted(wanted, trainer, environ=environ, timeout_s=timeout_s, cuda=cuda)
+    return imports.attempt(wanted, trainer, environ=environ, timeout_s=timeout_s, cuda=cuda)
 
 
 # --- read -----------------------------------------------------------------------------------------
@@ -98,9 +98,8 @@ def other():
     assert imports.of_script("up/run.py", packages) == ()
 
 
-@pytest.mark.parametrize("text", ["import (", "\0", "def"])
-def test_source_that_does_not_parse(tmp_path: Path, text: str) -> None:
-    assert imports.of_script("up/run.py", tree(tmp_path, {"run.py": text})) == ()
+def test_source_that_does_not_parse(tmp_path: Path) -> None:
+    assert imports.of_script("up/run.py", tree(tmp_path, {"run.py": "import ("})) == ()
     assert imports.of_script("up/run.py", {}) == ()
 
 
@@ -125,99 +124,42 @@ def test_what_is_lacking(bare: Trainer, tmp_path: Path) -> None:
         python=bare.python, source="a test", path=(tmp_path,), packages={"ai2-olmo-core": "1"}
     )
     names = ("olmo_core", "here", "single", "wandb", "PIL")
-    assert imports.lacking(names, trainer) == ("wandb", "PIL")
+    assert imports.missing(names, trainer) == ("wandb", "PIL")
     assert imports.distribution("PIL") == "pillow"
     assert imports.distribution("liger_kernel") == "liger-kernel"
-
-
-_MODULE = """
-from os import path as kept
-from m import (
-    listed,
-)
-if True:
-    guarded, (unpacked, *rest) = 1, (2, 3)
-class Kind: ...
-async def later():
-    global set_later
-    set_later = 1
-try:
-    import deep.down
-except ImportError as fault:
-    pass
-text = "mentioned"
-def caller(): return mentioned_too
-"""
-
-
-@pytest.mark.parametrize(
-    ("module", "names", "found"),
-    [
-        ("plain", ("kept", "listed", "guarded", "unpacked", "rest", "Kind", "later"), None),
-        ("plain", ("set_later", "deep", "text", "caller", "__file__"), None),
-        ("plain", ("text", "mentioned"), "ImportError: it has no `mentioned`"),
-        ("plain", ("mentioned_too",), "ImportError: it has no `mentioned_too`"),
-        ("package", ("part", "inner", "built"), None),
-        ("package", ("gone",), "ImportError: it has no `gone`"),
-        ("package.inner.deep", (), "ModuleNotFoundError: there is no module `package.inner.deep`"),
-        ("package.part", ("anything",), "ImportError: it has no `anything`"),
-        # what cannot be told without importing is not wrong
-        *((name, ("anything",), None) for name in ("star", "lazy", "swapped", "broken", "built")),
-        ("swapped.gone", (), None),
-        ("nowhere", ("x",), None),
-        ("nowhere.part", (), None),
-        ("spaced.part", ("x",), None),
-    ],
-)
-def test_names_that_a_module_never_binds(
-    tmp_path: Path, write: Write, module: str, names: tuple[str, ...], found: str | None
-) -> None:
-    for path, text in {
-        "plain.py": _MODULE, "package/__init__.py": "", "package/part.py": "",
-        "package/inner/__init__.py": "", "package/built.cpython-311-x86_64-linux-gnu.so": "",
-        "star.py": "from os import *", "lazy.py": "def __getattr__(name): ...",
-        "swapped/__init__.py": "import sys\nsys.modules[__name__] = Lazy()", "broken.py": "def",
-        "built.so": "", "spaced/other.py": "",
-    }.items():  # fmt: skip
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text)
-    trainer = Trainer(python=Path("none"), source="a test", path=(tmp_path,))
-    told = imports.unbound([Import(module, names, "up/run.py", 3)], trainer)
-    assert [f"{one.error}: {one.message}" for one in told] == ([] if found is None else [found])
 
 
 # --- tried ------------------------------------------------------------------------------------------
 
 
 def test_a_package_that_is_not_there(bare: Trainer, tmp_path: Path) -> None:
-    told = tried(bare, tmp_path, "json", "trl.trainer", "torch")
-    assert [one.missing for one in told.failures] == ["trl", "torch"]
+    # launch's folder holds a `rundir`, which an environment may have too
+    told = tried(bare, tmp_path, "json", "trl.trainer", "rundir")
+    assert [one.missing for one in told.failures] == ["trl", "rundir"]
     assert told.failures[0].error == "ModuleNotFoundError"
-    assert told.modules == ("json", "trl", "torch")
+    assert told.modules == ("json", "trl", "rundir")
 
 
 BROKEN = {
     "ImportError": ("from os import no_such_name\n", 1, "cannot import name 'no_such_name'"),
-    "OSError": ("import ctypes\n\nctypes.CDLL('libcudart.so.1')\n", 3, "libcudart.so.1"),
     "SyntaxError": ("x = 1\nprint 'old'\n", 2, "Missing parentheses"),
     "RuntimeError": ("raise RuntimeError('built for\\n torch 1')\n", 1, "built for torch 1"),
     "SystemExit": ("import sys\nsys.exit('no licence')\n", 2, "no licence"),
-    "UnicodeDecodeError": ("raise UnicodeDecodeError('utf8', b'', 0, 1, 'r')\n", 1, "decode"),
 }
 
 
-@pytest.mark.parametrize("error", BROKEN)
-def test_a_package_that_is_broken(bare: Trainer, tmp_path: Path, error: str) -> None:
-    text, line, message = BROKEN[error]
-    inner = tmp_path / "broken" / "inner.py"
-    inner.parent.mkdir()
-    (tmp_path / "broken" / "__init__.py").write_text("from broken import inner\n")
-    inner.write_text(text)
-    told = tried(bare, tmp_path, "broken", "json")
-    (failure,) = told.failures
-    assert (failure.error, failure.missing) == (error, None)
-    assert (failure.file, failure.line) == (str(inner), line)
-    assert message in failure.message and "\n" not in failure.message
+def test_packages_that_are_broken(bare: Trainer, tmp_path: Path) -> None:
+    for error, (text, _, _) in BROKEN.items():
+        (tmp_path / error).mkdir()
+        (tmp_path / error / "__init__.py").write_text(f"from {error} import inner\n")
+        (tmp_path / error / "inner.py").write_text(text)
+    told = tried(bare, tmp_path, *BROKEN, "json")
+    assert [one.error for one in told.failures] == list(BROKEN)
+    for failure in told.failures:
+        _, line, message = BROKEN[failure.error]
+        assert failure.missing is None
+        assert (failure.file, failure.line) == (str(tmp_path / failure.error / "inner.py"), line)
+        assert message in failure.message and "\n" not in failure.message
 
 
 def test_what_a_package_needs_and_does_not_find_is_what_is_missing(
@@ -227,15 +169,6 @@ def test_what_a_package_needs_and_does_not_find_is_what_is_missing(
     (failure,) = tried(bare, tmp_path, "olmo_core").failures
     assert failure.missing == "bettermap"
     assert (failure.file, failure.line) == (str(tmp_path / "olmo_core.py"), 1)
-
-
-def test_a_module_that_an_installed_package_lacks_is_no_missing_package(
-    bare: Trainer, write: Write, tmp_path: Path
-) -> None:
-    write("old.py", "")
-    (failure,) = tried(bare, tmp_path, "old.newer").failures
-    assert failure.missing is None
-    assert failure.error == "ModuleNotFoundError"
 
 
 def test_lazy_packages_say_the_cause(bare: Trainer, write: Write, tmp_path: Path) -> None:
@@ -248,10 +181,10 @@ def test_lazy_packages_say_the_cause(bare: Trainer, write: Write, tmp_path: Path
     write("behind.py", "\nimport no_such_package\n")
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
     wanted = [Import("lazy", ("Trainer",), "a.py", 1)]
-    (failure,) = imports.attempted(wanted, bare, environ=environ).failures
+    (failure,) = imports.attempt(wanted, bare, environ=environ).failures
     assert (failure.missing, failure.line) == ("no_such_package", 2)
     write("behind.py", "1 / 0\n")
-    (failure,) = imports.attempted(wanted, bare, environ=environ).failures
+    (failure,) = imports.attempt(wanted, bare, environ=environ).failures
     assert (failure.error, failure.file) == ("ZeroDivisionError", str(tmp_path / "behind.py"))
 
 
@@ -264,39 +197,30 @@ def test_names_are_taken_as_the_statement_takes_them(
         Import("xml", ("dom",), "a.py", 2),
         Import("json", ("no_such",), "a.py", 3),
     ]
-    (failure,) = imports.attempted(wanted, bare, environ=environ).failures
+    (failure,) = imports.attempt(wanted, bare, environ=environ).failures
     assert failure.wanted.top == "json"
     assert "no_such" in failure.message
 
 
 def test_an_interpreter_that_dies_in_an_import(bare: Trainer, write: Write, tmp_path: Path) -> None:
     write("dies.py", "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
-    write("leaves.py", "import os\nos._exit(3)\n")
-    told = tried(bare, tmp_path, "json", "dies", "no_such", "leaves", "csv")
+    told = tried(bare, tmp_path, "json", "no_such", "dies", "csv")
     found = {one.wanted.module: (one.error, one.missing) for one in told.failures}
-    assert found == {
-        "dies": ("SIGSEGV", None), "no_such": ("ModuleNotFoundError", "no_such"),
-        "leaves": ("exit code 3", None),
-    }  # fmt: skip
+    assert found == {"no_such": ("ModuleNotFoundError", "no_such"), "dies": ("SIGSEGV", None)}
+    assert told.failed == ("dies", "no_such")
 
 
 def test_an_import_that_hangs(bare: Trainer, write: Write, tmp_path: Path) -> None:
     write("hangs.py", "import time\ntime.sleep(600)\n")
-    told = tried(bare, tmp_path, "json", "hangs", "csv", timeout_s=6)
+    told = tried(bare, tmp_path, "json", "hangs", "csv", timeout_s=2)
     (failure,) = told.failures
     assert failure.wanted.module == "hangs"
-    assert failure.error == "TimeoutError after 6 s"
+    assert failure.error == "TimeoutError after 2 s"
 
 
 def test_what_packages_print_is_no_answer(bare: Trainer, write: Write, tmp_path: Path) -> None:
     write("loud.py", "print('{\"begun\": 7}')\nimport os\nos.write(1, b'noise')\n")
     assert tried(bare, tmp_path, "loud", "json").failures == ()
-
-
-def test_the_folder_of_launch_is_not_on_the_path(bare: Trainer, tmp_path: Path) -> None:
-    # it holds a `redaction`, a `schema` and others that an environment may have too
-    told = tried(bare, tmp_path, "redaction", "rundir")
-    assert [one.missing for one in told.failures] == ["redaction", "rundir"]
 
 
 def test_a_python_that_is_none(tmp_path: Path) -> None:

@@ -136,10 +136,9 @@ def test_steps_are_done_in_order_and_never_by_a_shell(tmp_path: Path) -> None:
     assert told.read_text().startswith("+ SAID=")
 
 
-@pytest.mark.parametrize("argv", [("false",), ("/no/such/program",)])
-def test_a_step_that_fails_ends_it(tmp_path: Path, argv: tuple[str, ...]) -> None:
+def test_a_step_that_fails_ends_it(tmp_path: Path) -> None:
     place = tmp_path / "touched"
-    steps = [Step(argv=argv, why="ray"), Step(argv=("touch", str(place)), why="more")]
+    steps = [Step(argv=("false",), why="ray"), Step(argv=("touch", str(place)), why="more")]
     with (tmp_path / "out").open("w") as out, pytest.raises(NotReady) as caught:
         install.run(steps, os.environ, out)
     (finding,) = caught.value.findings
@@ -183,8 +182,6 @@ def uninstalled(folder: Path, project: str | None, *words: str) -> Any:
     ("project", "version"),
     [
         ('[project]\nname = "launcher"\nversion = "9.8.7"\n', "9.8.7"),
-        ('[project]\nname = "another"\nversion = "9.8.7"\n', "unknown"),
-        ("[project", "unknown"),
         (None, "unknown"),
     ],
 )
@@ -198,29 +195,7 @@ def test_its_own_version_without_metadata(
     assert "no-model" in {result["ruleId"] for result in run["results"]}
 
 
-def test_the_machine_is_looked_at_without_metadata(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # a trainer's environment without packages: what is there would be imported, which takes long
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
-    python.chmod(0o755)
-    monkeypatch.setenv("LAUNCH_PYTHON", str(python))
-    told = uninstalled(tmp_path, None, "doctor", "--gpus", "0", "--format", "json")
-    assert told["command"] == "doctor"
-    assert all("ensurepip" in step["argv"] for step in told["data"]["install"])
-
-
 def test_no_plan_is_made_of_packages_that_nobody_names(tmp_path: Path) -> None:
     told = uninstalled(tmp_path, None, "doctor", "--install", "--format", "json")
     assert not told["ok"]
     assert [finding["code"] for finding in told["findings"]] == ["packages-unknown"]
-
-
-def test_the_extras_are_those_of_the_tree_without_metadata(tmp_path: Path) -> None:
-    project = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
-    words = ("doctor", "--gpus", "0", "--install", "--format", "json")
-    told = uninstalled(tmp_path, project, *words)
-    wanted = tomllib.loads(project)["project"]["optional-dependencies"]["trl"]
-    asked = [word for step in told["data"]["install"] for word in step["argv"]]
-    assert set(wanted) <= set(asked)

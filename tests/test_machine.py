@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_smi import Smi, instance, uuid
+from fake_smi import Smi, uuid
 
 from launcher import machine
 from launcher.errors import NotReady
@@ -56,15 +56,12 @@ def test_gpus_as_nvidia_smi_tells_them(smi: Smi) -> None:
     ("answer", "count", "memory"),
     [
         ("No devices were found", 0, 0),
-        ("", 0, 0),
         ("0, GPU-1, NVIDIA GB10, [N/A], [N/A], 580.95.05, [N/A]", 1, 0),
         (
             "0, GPU-1, Some card, with a comma, 100, 1, 5, Disabled\nwarning: corrupt infoROM",
             1,
             100,
         ),
-        ("0, GPU-1, [Unknown Error], [GPU is lost], [GPU is lost], 580, [N/A]", 1, 0),
-        ("Unable to determine the device handle for GPU0000:3B:00.0: Unknown Error", 0, 0),
     ],
 )
 def test_odd_answers_of_nvidia_smi(smi: Smi, answer: str, count: int, memory: int) -> None:
@@ -91,13 +88,6 @@ def test_without_nvidia_smi(bin_folder: Path, monkeypatch: pytest.MonkeyPatch) -
     assert machine.gpu_fault() is None
 
 
-def test_divided_gpus(smi: Smi) -> None:
-    smi.cards(4, 4, mig=[1])
-    whole, divided = machine.gpus()
-    assert whole.mig is None
-    assert divided.mig == (instance(1, 0), instance(1, 1))
-
-
 def test_who_computes(smi: Smi) -> None:
     smi.cards(4)
     smi.processes((0, 4711, 70000))
@@ -116,8 +106,6 @@ def test_short_commands(tmp_path: Path) -> None:
     assert machine.run(["false"]) is None
     assert machine.run([str(tmp_path / "none")]) is None
     assert machine.run(["sleep", "5"], timeout_s=0.05) is None
-    assert machine.run(["cat"]) == ""
-    assert machine.run(["printf", "\\377"]) == "\ufffd"
 
 
 # --- git ------------------------------------------------------------------------------------------
@@ -143,43 +131,27 @@ def repository(tmp_path: Path) -> Path:
     return root
 
 
-def test_the_commit_and_edits_below(repository: Path) -> None:
+def test_the_commit_and_edits_below(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commit = git(repository, "rev-parse", "HEAD")
     assert machine.git_version(repository) == commit
     (repository / "untracked").touch()
+    # a git hook names another repository
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))
     assert machine.git_version(repository) == commit
     (repository / "notes").write_text("2")
     assert machine.git_version(repository) == f"{commit}+edited"
     assert machine.git_version(repository, "package") == commit
+    (tmp_path / "link").symlink_to(repository)
+    assert machine.git_version(tmp_path / "link") == f"{commit}+edited"
 
 
-def test_a_folder_inside_another_repository_has_no_version(repository: Path) -> None:
+def test_no_commit_of_its_own(repository: Path, tmp_path: Path) -> None:
     assert machine.git_version(repository / "package") is None
-    inner = repository / "vendored"
-    inner.mkdir()
-    assert machine.git_version(inner) is None
-
-
-def test_no_repository_and_no_commit(tmp_path: Path) -> None:
     assert machine.git_version(tmp_path / "none") is None
     git(tmp_path, "init", "-q")
     assert machine.git_version(tmp_path) is None
-
-
-def test_a_link_to_a_repository(repository: Path, tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(repository)
-    assert machine.git_version(tmp_path / "link") == machine.git_version(repository)
-
-
-def test_a_git_hook_does_not_mislead(
-    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    commit = machine.git_version(repository)
-    other = tmp_path / "other"
-    other.mkdir()
-    git(other, "init", "-q")
-    monkeypatch.setenv("GIT_DIR", str(other / ".git"))
-    assert machine.git_version(repository) == commit
 
 
 # --- the trainer's Python -------------------------------------------------------------------------
@@ -214,14 +186,11 @@ def test_a_name_on_path_and_a_relative_path(
     assert machine.find_trainer(Path("python9"), None, {}).python == bin_folder / "python9"
     monkeypatch.chdir(tmp_path)
     assert machine.find_trainer(Path("bin/python9"), None, {}).python == bin_folder / "python9"
+    # a virtual environment is known by the link
+    (tmp_path / "link").symlink_to(sys.executable)
+    assert machine.find_trainer(tmp_path / "link", None, {}).python == tmp_path / "link"
     monkeypatch.setenv("HOME", str(tmp_path))
     assert machine.find_trainer(Path("~/bin/python9"), None, {}).python == bin_folder / "python9"
-
-
-def test_a_virtual_environment_stays_a_link(tmp_path: Path) -> None:
-    link = tmp_path / "python"
-    link.symlink_to(sys.executable)
-    assert machine.find_trainer(link, None, {}).python == link
 
 
 def test_what_an_interpreter_says_of_itself() -> None:
@@ -238,7 +207,7 @@ def test_what_a_site_file_prints_first_is_no_answer(tmp_path: Path) -> None:
     assert machine.ask_trainer(noisy, "a test").version[:2] == sys.version_info[:2]
 
 
-@pytest.mark.parametrize("text", ["exit 1", "echo no json", "echo '[1]'", "true"])
+@pytest.mark.parametrize("text", ["exit 1", "echo no json"])
 def test_a_python_that_is_none(tmp_path: Path, text: str) -> None:
     fake = script(tmp_path, "python", text)
     with pytest.raises(NotReady) as caught:
@@ -248,19 +217,10 @@ def test_a_python_that_is_none(tmp_path: Path, text: str) -> None:
     assert "LAUNCH_PYTHON" in finding.message
 
 
-@pytest.mark.parametrize("named", ["/no/such/python", "~nobody/python", "no-such-python", "/"])
+@pytest.mark.parametrize("named", ["/no/such/python", "no-such-python"])
 def test_a_python_that_is_not_there(named: str) -> None:
     with pytest.raises(NotReady, match="--python names"):
         machine.find_trainer(Path(named), None, {})
-
-
-def test_names_of_packages_are_normalised(tmp_path: Path) -> None:
-    info = tmp_path / "Some_Thing.py-1.2.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: Some_Thing.py\nVersion: 1.2\n")
-    (tmp_path / "nameless-1.0.dist-info").mkdir()
-    wrapper = script(tmp_path, "python", f'PYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@"')
-    assert machine.ask_trainer(wrapper, "a test").packages["some-thing-py"] == "1.2"
 
 
 def test_an_interpreter_is_started_again_only_after_something_was_installed(tmp_path: Path) -> None:
@@ -289,24 +249,18 @@ def test_an_interpreter_is_started_again_only_after_something_was_installed(tmp_
     assert asked() == ("1.0", 4)
 
 
-def test_describe_names_this_machine() -> None:
-    assert machine.describe()["cpus"] == os.cpu_count()
-
-
 def test_only_the_head_of_metadata_counts(tmp_path: Path) -> None:
     wrapper = script(tmp_path, "python", f'PYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@"')
-    wheel = tmp_path / "one-1.0.dist-info"
-    wheel.mkdir()
-    text = "Metadata-Version: 2.1\nName: one\nVersion: 1.0\n\nName: another\nVersion: 9\n"
-    (wheel / "METADATA").write_text(text)
-    egg = tmp_path / "two-2.0.egg-info"
-    egg.mkdir()
-    (egg / "PKG-INFO").write_text("Metadata-Version: 1.0\nVersion: 2.0\nName: two\n")
-    cut = tmp_path / "three-3.0.dist-info"
-    cut.mkdir()
-    (cut / "METADATA").write_text("Metadata-Version: 2.1\n\nName: three\nVersion: 3.0\n")
-    # as distutils left it: a file in the place of the folder
-    (tmp_path / "four-4.0.egg-info").write_text("Metadata-Version: 1.0\nName: four\nVersion: 4.0\n")
+    (tmp_path / "nameless-1.0.dist-info").mkdir()
+    for name, text in {
+        "one-1.0.dist-info/METADATA": "Name: One_Thing.py\nVersion: 1.0\n\nName: another\nVersion: 9\n",
+        "two-2.0.egg-info/PKG-INFO": "Metadata-Version: 1.0\nVersion: 2.0\nName: two\n",
+        # as distutils left it: a file in the place of the folder
+        "four-4.0.egg-info": "Metadata-Version: 1.0\nName: four\nVersion: 4.0\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
     packages = machine.ask_trainer(wrapper, "a test").packages
-    assert (packages["one"], packages["two"], packages["four"]) == ("1.0", "2.0", "4.0")
-    assert "another" not in packages and "three" not in packages
+    found = packages["one-thing-py"], packages["two"], packages["four"]
+    assert found == ("1.0", "2.0", "4.0")
+    assert "another" not in packages

@@ -253,14 +253,6 @@ def test_what_no_preparation_helps_with_is_refused(
     assert said in wrong[0]["message"] and told["data"]["dataset"]["state"] == "missed"
 
 
-def test_a_beaker_job_has_another_folder(
-    place: Path, checkout: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("BEAKER_JOB_ID", "1")
-    code, _, found = prepare(capsys, *SFT)
-    assert code == 1 and "would-miss" in found
-
-
 def test_the_config_is_judged_first(
     place: Path, checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -104,10 +104,9 @@ def _places(name: str, environ: Mapping[str, str], revision: str | None) -> Iter
     yield _joined(name, "config.json")
     if is_path(name):
         return
-    kept = str(repository(name, environ))
-    wanted = revision or "main"
-    commit = _line(_joined(kept, "refs", wanted)) or wanted
-    yield _joined(kept, "snapshots", commit, "config.json")
+    folder = snapshot(name, environ, revision)
+    if folder is not None:
+        yield folder / "config.json"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -119,6 +118,25 @@ def _joined(*parts: str) -> Path:
 def repository(name: str, environ: Mapping[str, str], kind: str = "models") -> Path:
     """Where the hub's cache keeps a model (or `datasets`): `refs/` name commits, `snapshots/` hold them."""
     return _joined(str(hub_cache(environ)), f"{kind}--{name.replace('/', '--')}")
+
+
+def commit(
+    name: str, environ: Mapping[str, str], revision: str | None = None, kind: str = "models"
+) -> str | None:
+    """The commit that the hub's cache here holds for a name and revision; None where it holds none."""
+    kept, wanted = str(repository(name, environ, kind)), revision or "main"
+    if ".." in wanted:
+        return None
+    told = _line(_joined(kept, "refs", wanted))
+    return told or (wanted if exists(_joined(kept, "snapshots", wanted)) else None)
+
+
+def snapshot(
+    name: str, environ: Mapping[str, str], revision: str | None = None, kind: str = "models"
+) -> Path | None:
+    """The folder of that commit, where one is known; nobody says that it is there, or whole."""
+    at = commit(name, environ, revision, kind)
+    return None if at is None else _joined(str(repository(name, environ, kind)), "snapshots", at)
 
 
 def hub_cache(environ: Mapping[str, str]) -> Path:

@@ -433,8 +433,7 @@ def offline_model(context: Context) -> Iterator[Finding]:
 
 def _whole(name: str, environ: Mapping[str, str]) -> Path | None:
     """The folder of the hub's cache with all of a model; it takes `main`, as this script does."""
-    config = model_config.where(name, environ)
-    folder = None if config is None else config.parent
+    folder = model_config.snapshot(name, environ)
     if folder is None or model_files.config_fault(folder) or model_files.weights_fault(folder):
         return None
     return folder.absolute()

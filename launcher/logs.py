@@ -13,20 +13,17 @@ import math
 import re
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
 from launcher.patterns import Pattern, pattern
-from launcher.segments import SEGMENT_BYTES, Pieces, clean, opened, text
-from launcher.survey import KEPT_SIGNALS, SAMPLED, Hit, Survey, Surveyor
+from launcher.segments import SEGMENT_BYTES, clean, opened, text
+from launcher.survey import KEPT_SIGNALS, KEPT_STEPS, Hit, survey
 
 __all__ = ["Log", "Pattern", "Signal", "StepLine", "number", "pattern", "scan"]
 
-KEPT_STEPS = 50_000
-SAMPLED_STEPS = 10_000  # of more than that
 KEPT_BAD = 1_000  # steps that are not finite, whatever else is left out
 KEPT_ARGUMENTS = 2_000
 
@@ -71,22 +68,18 @@ class Log:
     `asked` is the arguments dump, `asked_at` the line of each value, and `blocks` the dataclasses
     it shows; `total_steps` the announced or displayed number of optimizer steps; `last_bar` the
     (step, line) of the training bar's end; `begins` the line where the last of several runs begins;
-    `counts` how often each signal came, and `step_lines` how many lines of steps there are (every
-    rank's, in the whole file); both are guesses where they are many. `numbered` is False where
-    nothing tells which step a loss is of: `step` then counts the losses. `summed` is whether HF Trainer
-    has summed the run up, as it does behind the last step of whatever it trained. Of each signal some
-    of the first and last are kept. Of up to 50,000 step lines all are read; of more, some 10,000 at
-    even distances, with the first, the last, and those whose loss or gradient norm is not finite (of
-    every 4 MiB the first 64 for sure).
+    `numbered` is False where nothing tells which step a loss is of: `step` then counts the losses.
+    `summed` is whether HF Trainer has summed the run up, as it does behind the last step of whatever
+    it trained. Of each signal some of the first and last are kept. Of many step lines some 50,000 are
+    read at even distances, with the first, the last, and those whose loss or gradient norm is not
+    finite (of every 4 MiB the first 64 for sure).
     """
 
     path: Path
     lines: int
     begins: int
     signals: tuple[Signal, ...]
-    counts: Mapping[str, int]
     steps: tuple[StepLine, ...]
-    step_lines: int
     numbered: bool
     asked: Mapping[str, str]
     asked_at: Mapping[str, int]
@@ -143,55 +136,18 @@ def scan(path: Path, patterns: Sequence[Pattern]) -> Log:
     still written to is read as far as it goes now, a pipe to its end. Raises OSError if the file
     cannot be read; nothing in its content raises.
     """
-    reading = _Reading(patterns=tuple(patterns))
-    with _kept(path) as file, opened(file) as pieces:
-        line = 1
-        for survey in _surveys(pieces, reading.patterns):
-            reading.take(survey, line)
-            line += survey.feeds
-        return reading.log(path, line if pieces.cut_off else line - 1)
-
-
-@contextmanager
-def _kept(path: Path) -> Iterator[Path]:
-    """The file itself, or a copy of what can be read but once: pieces are read in any order."""
-    if path.is_file() or path.is_dir() or not path.exists():
-        yield path
-        return
-    import shutil
-    import tempfile
-
-    with path.open("rb") as pipe, tempfile.NamedTemporaryFile(prefix="launch-log-") as copy:
-        shutil.copyfileobj(pipe, copy)
-        copy.flush()
-        yield Path(copy.name)
-
-
-def _surveys(pieces: Pieces, patterns: Sequence[Pattern]) -> list[Survey]:
-    """All pieces, surveyed: with every step line, or where they are too many evenly spaced ones."""
-    share = max(2, SAMPLED_STEPS // max(1, len(pieces)))
-    surveyor = Surveyor(pieces, patterns, share=share, most=KEPT_STEPS)
-    found = surveyor.all()
-    totals: Counter[int] = sum((Counter(survey.counts) for survey in found), Counter())
-    for at, survey in enumerate(found):
-        if any(n > share and totals[index] <= KEPT_STEPS for index, n in survey.counts.items()):
-            found[at] = surveyor.one(at, KEPT_STEPS)
-    _settle(found)
-    return found
-
-
-def _settle(surveys: Sequence[Survey]) -> None:
-    """Give what was followed past the end of a piece to the piece that it stands in.
-
-    It comes after what stands before it there, such as the arguments of another run.
-    """
-    carried: list[Hit] = []
-    for survey in surveys:
-        here = [hit for hit in carried if hit.line < survey.feeds or survey is surveys[-1]]
-        further = [hit for hit in carried if hit not in here]
-        if here:
-            survey.hits = sorted([*here, *survey.hits], key=lambda hit: hit.line)
-        carried = [hit._replace(line=hit.line - survey.feeds) for hit in (*further, *survey.beyond)]
+    with opened(path) as pieces:
+        surveys = survey(pieces, patterns)
+        reading, line, hits = _Reading(patterns=patterns), 1, list[tuple[int, Hit]]()
+        begins = list(itertools.accumulate((found.feeds for found in surveys), initial=1))
+        # what is followed past the end of a piece stands among the hits of the next
+        for line, found in zip(begins, surveys, strict=False):
+            hits += ((line + hit.line, hit) for hit in found.hits)
+        for line, hit in sorted(hits, key=lambda one: one[0]):
+            reading.match(hit, line)
+        for line, found in zip(begins, surveys, strict=False):
+            reading.see_bars((total, done, line + at) for total, done, at in found.bars)
+        return reading.log(path, begins[-1] - (not pieces.cut_off))
 
 
 def number(text: str | bytes | None) -> float | None:
@@ -206,9 +162,8 @@ def number(text: str | bytes | None) -> float | None:
 class _Reading:
     """One scan: what was kept so far, and what is still open where a piece ends."""
 
-    patterns: tuple[Pattern, ...]
+    patterns: Sequence[Pattern]
     kept: dict[str, list[Signal]] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
     steps: list[StepLine] = field(default_factory=list)
     dicts: list[StepLine] = field(default_factory=list)
     asked: dict[str, str] = field(default_factory=dict)
@@ -228,19 +183,15 @@ class _Reading:
     begins: int = 1
     busy_line: int = 0
     earlier_line: int = 0
-    step_lines: int = 0
 
-    def take(self, survey: Survey, line: int) -> None:
-        """Take in one piece of the log; `line` is the number of its first line."""
-        for index, count in survey.counts.items():
-            self.step_lines += count if self.patterns[index].name in SAMPLED else 0
-        for hit in survey.hits:
-            self._match(hit, line + hit.line)
-        for total, done, at in survey.bars:
-            if line + at >= self.begins and (total in self.bars or len(self.bars) < KEPT_SIGNALS):
-                self.bars[total] = (done, line + at)
+    def see_bars(self, bars: Iterable[tuple[int, int, int]]) -> None:
+        """Take in where the bars of a piece stand last: total, done, line."""
+        for total, done, line in bars:
+            if line >= self.begins and (total in self.bars or len(self.bars) < KEPT_SIGNALS):
+                self.bars[total] = (done, line)
 
-    def _match(self, hit: Hit, line: int) -> None:
+    def match(self, hit: Hit, line: int) -> None:
+        """Take in one line; they come in order."""
         if hit.fields is not None:
             self._keep("exception", hit, hit.fields, line)
             return
@@ -269,7 +220,6 @@ class _Reading:
         """Of many, the first ones, the first ones after the last work, and the last ones."""
         kept = self.kept.setdefault(name, [])
         kept.append(Signal(name=name, line=line, text=clean(hit.segment), fields=fields))
-        self.counts[name] = self.counts.get(name, 0) + 1 + hit.skipped
         while len(kept) > 2 * KEPT_SIGNALS:
             since = kept[0].line <= self.earlier_line < kept[KEPT_SIGNALS].line
             if since and len(kept) <= 3 * KEPT_SIGNALS:
@@ -304,7 +254,7 @@ class _Reading:
         """A second dump means a second run in one file; of the first only what came after its last
         sign of work stays, because DPO prints its attention line before the dump."""
         late = [s for s in self.kept.get("attention", []) if s.line > self.busy_line]
-        self.kept, self.counts = {"attention": late}, {"attention": len(late)}
+        self.kept = {"attention": late}
         self.steps, self.dicts, self.shown, self.blocks = [], [], {}, []
         self.asked, self.asked_at, self.bars = {}, {}, {}
         self.announced, self.final_epoch, self.highest, self.begins = None, None, 0, line
@@ -314,8 +264,8 @@ class _Reading:
         self.dicts, self.shown, self.entries = [], {}, 0
         self.final_epoch, self.over, self.rated = None, False, None
         self.begins = self.busy_line + 1
-        late = {n: [s for s in kept if s.line > self.busy_line] for n, kept in self.kept.items()}
-        self.kept, self.counts = late, {name: len(kept) for name, kept in late.items()}
+        for kept in self.kept.values():
+            kept[:] = [s for s in kept if s.line > self.busy_line]
         self.bars = {total: bar for total, bar in self.bars.items() if bar[1] > self.busy_line}
 
     def _leave_an_earlier(self) -> None:
@@ -332,7 +282,6 @@ class _Reading:
             kept, bars = self.kept, self.bars
             self._begin_again(begun[0])
             self.kept = {n: [s for s in ss if s.line >= self.begins] for n, ss in kept.items()}
-            self.counts = {name: len(late) for name, late in self.kept.items()}
             self.bars = {total: bar for total, bar in bars.items() if bar[1] >= self.begins}
             self.entries, self.over, self.rated = 0, False, None
 
@@ -424,9 +373,7 @@ class _Reading:
             lines=lines,
             begins=self.begins,
             signals=tuple(signals),
-            counts=self.counts,
             steps=tuple(self.steps),
-            step_lines=self.step_lines,
             numbered=self.numbered,
             asked=self.asked,
             asked_at=self.asked_at,

@@ -6,19 +6,17 @@ behind a carriage return, so that one physical line may hold thousands of segmen
 
 from __future__ import annotations
 
-import codecs
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 PIECE_BYTES = 4 << 20
 SEGMENT_BYTES = 1 << 16  # as much of one segment as is ever looked at
 BAR_BYTES = 2_000  # a bar on a wide terminal
-BEYOND_BYTES = 1 << 18  # of a piece, for what is still open where it ends
+BEYOND_BYTES = 1 << 17  # of what follows a piece, for a traceback that is open where it ends
 TEXT_CHARS = 300
 
 # Training's bar is the one without a description before the percentage.
@@ -27,31 +25,27 @@ BAR = re.compile(
 )
 _ANSI = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\r\n]*(?:\x07|\x1b\\)?|[@-Z\\^_])")
 _LEADING_BAR = re.compile(r"^[^|]{0,120}%\|[^|]*\|[^\[]{1,40}\[[^\]]*\]")
+_BREAK = re.compile(rb"[\r\n]")
 _GZIP = b"\x1f\x8b"
-_FIRST_LOOK = 1 << 12
-_HEAD_BYTES = 258
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
-    """The segments that begin in one part of the file, whole, without colour codes.
+    """The segments that begin in one part of the file: `block` from `start` to `stop`, without colours.
 
-    Of a segment that reaches far beyond the part only the first 64 KiB are here; `gap` is the line
-    feeds (0 or 1) that stand between here and where the next piece begins.
+    Before them stands as much as a progress bar takes, behind them as much as a traceback does.
     """
 
     block: bytes
-    gap: int
-    begin: int
-    end: int
+    start: int
+    stop: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Pieces:
     """A file as it was when it was opened: what is written to it later is not read.
 
-    Every piece can be read by itself and by any process; a file that was cut short since gives
-    less.
+    Every piece can be read by itself and by any process; a file that was cut short since gives less.
     """
 
     file: int
@@ -63,93 +57,55 @@ class Pieces:
     @property
     def cut_off(self) -> bool:
         """Whether the last line has no end."""
-        return self.size > 0 and self._read(self.size - 1, 1) != b"\n"
+        return self.size > 0 and self._read(self.size - 1, self.size) != b"\n"
 
     def read(self, index: int) -> Piece:
-        """The piece of this index, empty where no segment begins in it."""
-        at = index * PIECE_BYTES
-        stop = min(at + PIECE_BYTES, self.size)
-        begin = self._edge(at, stop)
-        if begin is None:
-            return Piece(block=b"", gap=0, begin=stop, end=stop)
-        end = self._edge(stop, self.size)
-        end = self.size if end is None else end
-        kept = min(end, stop + SEGMENT_BYTES)
-        block = _plain(self._read(begin, kept - begin))
-        gap = int(kept < end and self._read(end - 1, 1) == b"\n")
-        return Piece(block=block, gap=gap, begin=begin, end=end)
+        """The piece of this index."""
+        begin, end = self._edge(index * PIECE_BYTES), self._edge((index + 1) * PIECE_BYTES)
+        low = max(0, begin - BAR_BYTES)
+        block = self._read(low, min(self.size, end + BEYOND_BYTES))
+        start, stop = begin - low, end - low
+        if b"\x1b" in block:
+            parts = [_plain(part) for part in (block[:start], block[start:stop], block[stop:])]
+            block, start = b"".join(parts), len(parts[0])
+            stop = start + len(parts[1])
+        return Piece(block, start, stop)
 
-    def before(self, piece: Piece) -> bytes:
-        """What stands right before a piece, as much as a progress bar takes."""
-        start = max(0, piece.begin - BAR_BYTES)
-        return _plain(self._read(start, piece.begin - start))
-
-    def beyond(self, piece: Piece) -> bytes:
-        """What follows a piece."""
-        return _plain(self._read(piece.end, BEYOND_BYTES))
-
-    def _edge(self, at: int, stop: int) -> int | None:
-        """Where the first segment begins that does so between `at` and `stop`."""
+    def _edge(self, at: int) -> int:
+        """Where the first segment from here on begins; a very long one is cut in two."""
         if at == 0 or at >= self.size:
-            return at
-        at, length = at - 1, _FIRST_LOOK
-        while at < stop - 1 and (data := self._read(at, min(length, stop - 1 - at))):
-            feed = data.find(b"\n")
-            carriage = data.find(b"\r", 0, feed if feed >= 0 else len(data))
-            if (first := carriage if carriage >= 0 else feed) >= 0:
-                return at + first + 1
-            at, length = at + len(data), PIECE_BYTES // 4
-        return None
+            return min(at, self.size)
+        found = _BREAK.search(self._read(at - 1, at + SEGMENT_BYTES))
+        return at - 1 + found.end() if found else at
 
-    def _read(self, at: int, length: int) -> bytes:
-        return os.pread(self.file, min(length, self.size - at), at)
+    def _read(self, start: int, stop: int) -> bytes:
+        return os.pread(self.file, min(stop, self.size) - start, start)
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[Pieces]:
-    """The pieces of a file, of a compressed one or one in UTF-16 those of what it holds.
-
-    Raises OSError.
-    """
+    """The pieces of a file; a compressed one, or a pipe, is copied first. Raises OSError."""
     with path.open("rb") as file:
-        head = os.pread(file.fileno(), _HEAD_BYTES, 0)
-        packed = head.startswith(_GZIP)
-        if not packed and not _is_utf_16(head):
-            yield Pieces(file=file.fileno(), size=os.fstat(file.fileno()).st_size)
+        # one that can be read but once has no beginning to look at
+        regular = path.is_file()
+        packed = regular and os.pread(file.fileno(), 2, 0) == _GZIP
+        if regular and not packed:
+            yield Pieces(file.fileno(), os.fstat(file.fileno()).st_size)
             return
+        import gzip
+        import shutil
         import tempfile
+        import zlib
 
-        with tempfile.TemporaryFile() as plain:
-            for data in _unpacked(file) if packed else _recoded(file):
-                plain.write(data)
-            plain.flush()
-            yield Pieces(file=plain.fileno(), size=os.fstat(plain.fileno()).st_size)
-
-
-def _is_utf_16(head: bytes) -> bool:
-    """Whether a file is what PowerShell writes: the mark of its encoding, then mostly ASCII."""
-    mark, units = head[:2], head[2:]
-    if mark not in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-        return False
-    upper = units[1::2] if mark == codecs.BOM_UTF16_LE else units[::2]
-    return 2 * upper.count(0) >= len(upper)
-
-
-def _unpacked(file: BinaryIO) -> Iterator[bytes]:
-    """What a compressed file holds; one that is cut off or damaged gives what could be read of it."""
-    import gzip
-    import zlib
-
-    with suppress(EOFError, zlib.error, gzip.BadGzipFile), gzip.open(file) as packed:
-        while data := packed.read1(SEGMENT_BYTES):
-            yield data
-
-
-def _recoded(file: BinaryIO) -> Iterator[bytes]:
-    """A file in UTF-16 as UTF-8, with a replacement character for what is neither."""
-    decoder = codecs.getincrementaldecoder("utf-16")("replace")
-    while data := file.read(SEGMENT_BYTES):
-        yield decoder.decode(data).encode("utf-8", "replace")
+        with tempfile.TemporaryFile() as copy:
+            # of one that is cut off or damaged counts what could be read
+            with (
+                suppress(EOFError, zlib.error, gzip.BadGzipFile),
+                gzip.open(file) if packed else nullcontext(file) as source,
+            ):
+                shutil.copyfileobj(source, copy)
+            copy.flush()
+            yield Pieces(copy.fileno(), os.fstat(copy.fileno()).st_size)
 
 
 def bounds(block: bytes, at: int) -> tuple[int, int]:
@@ -182,4 +138,4 @@ def clean(segment: bytes) -> str:
 
 def _plain(block: bytes) -> bytes:
     """Without colour codes."""
-    return b"".join(_ANSI.split(block)) if b"\x1b" in block else block  # faster than `sub`
+    return b"".join(_ANSI.split(block))  # faster than `sub`

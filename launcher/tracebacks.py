@@ -105,25 +105,21 @@ class Tracebacks:
         for segment in re.split(rb"[\r\n]", before[-BEFORE_BYTES:]):
             self._say(segment.rstrip())
 
-    def follow(
-        self, block: bytes, start: int, line: int, *, opening: bool = True
-    ) -> tuple[int, list[Raised]]:
+    def follow(self, block: bytes, start: int, limit: int, line: int) -> tuple[int, list[Raised]]:
         """Read on from `start`, in line `line`, until every open traceback says what was raised.
 
-        Where a frame stands at `start`, one whose first line is not there is open.
-
-        Gives the position reached and what was raised on the way. With `opening` False no other
-        traceback is opened by its first line.
+        Where a frame stands at `start`, one whose first line is not there is open. From `limit` on no
+        other is opened. Gives the position reached and what was raised on the way.
         """
         raised: list[Raised] = []
-        if opening and (frame := FRAMES_FIRST.match(block, start)):
+        if frame := FRAMES_FIRST.match(block, start):
             prefix, _ = self._say(frame["frame"])
             self.open[prefix] = _Open(chained=False, harmless=False, headless=True)
         while start < len(block):
             stop = block.find(b"\n", start)
             stop = stop if stop >= 0 else len(block)
             for segment in block[start : min(stop, start + SEGMENT_BYTES)].split(b"\r"):
-                raised += self._line(segment.rstrip(), line, opening)
+                raised += self._line(segment.rstrip(), line, start < limit)
             start, line, self.followed = stop + 1, line + 1, self.followed + 1
             if self.followed > MOST_LINES:
                 self.open.clear()

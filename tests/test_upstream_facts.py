@@ -385,7 +385,6 @@ FACTS = {
     "torch/distributed/elastic/multiprocessing/errors/__init__.py:188": "exitcode  : ",
     "torch/distributed/elastic/multiprocessing/subprocess_handler/subprocess_handler.py:66": "star",
     "torch/nn/utils/clip_grad.py:164": "clip_coef = max_norm / (total_norm + 1e-6)",
-    "torch/utils/data/dataloader.py:1327": "Too many open files. Communication with the",
     "transformers/hf_argparser.py:223": "if field.default_factory is not dataclasses.MISSING",
     "transformers/hf_argparser.py:354": "are not used by the HfArgumentParser",
     "transformers/hf_argparser.py:383": "are not used by the HfArgumentParser",

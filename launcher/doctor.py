@@ -230,7 +230,7 @@ def _quick(
         yield from hardware.interfaces(subject.processes, subject.environ)
     yield from hardware.open_files()
     yield from versions(subject)
-    found = disk.places(subject.plan, subject.output, subject.runs, subject.environ)
+    found = list(disk.places(subject.plan, subject.output, subject.runs, subject.environ))
     yield from disk.unwritable(found)
     if subject.plan is not None:
         needed = disk.needs(subject.plan, subject.output, subject.environ)

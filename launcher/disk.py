@@ -16,17 +16,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launcher import checkpointing, parameters, sizes
-from launcher.backends import model_config, trl_resolved
+from launcher import checkpointing, shapes
+from launcher.backends import model_config, model_files, trl_resolved
 from launcher.caches import REFERENCE_VARIABLE
-from launcher.errors import DISK_FULL, Finding, Severity
+from launcher.errors import DISK_FULL, Finding, InvalidConfig, Severity
+from launcher.files import read_json
 from launcher.fingerprint import cache_home
-from launcher.parameters import Count
 from launcher.paths import exists
 from launcher.plan import Plan
 from launcher.plan import limited as limit_of_steps
 from launcher.setups import Setup
-from launcher.sizes import sized
+from launcher.sizes import below, sized
 
 LOW = 2**30
 """Bytes below which a file system is called nearly full, whatever the run will need."""
@@ -34,32 +34,12 @@ MARGIN = 1.1
 _CHECKPOINTS = ("step_", "epoch_", "checkpoint-")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
-    """What a run will write into its output folder, in bytes at the fullest moment.
+@dataclass(frozen=True, slots=True)
+class Count:
+    """A number of parameters, tied ones once, and the file or folder that tells it."""
 
-    `least` is certain, `likely` what has to be expected; None where the model's size is not known.
-    `each` is one checkpoint, `final` the model at the end. `there` is what lies there already of that, and
-    is counted in neither `least` nor `likely`.
-    """
-
-    least: int | None = None
-    likely: int | None = None
-    each: int | None = None
-    final: int | None = None
-    kept: int | None = None
-    there: int = 0
-    count: Count | None = None
-    formula: str = ""
-
-    def as_json(self) -> dict[str, Any]:
-        """For envelopes."""
-        return {
-            "least": self.least, "likely": self.likely, "checkpoint": self.each, "final": self.final,
-            "checkpoints": self.kept, "formula": self.formula,
-            "parameters": None if self.count is None else self.count.parameters,
-            "parameters_from": None if self.count is None else self.count.source,
-        }  # fmt: skip
+    parameters: int
+    source: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,15 +69,60 @@ class Saved:
         return max(self.together * self.checkpoint, at_end * self.checkpoint + self.final)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a run will write into its output folder, in bytes at the fullest moment.
+
+    `least` is certain, `likely` what has to be expected; None where the model's size is not known. `there`
+    is what lies there already of that, and is counted in neither.
+    """
+
+    least: int | None = None
+    likely: int | None = None
+    there: int = 0
+    saved: Saved | None = None
+    count: Count | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """For envelopes."""
+        saved, count = self.saved, self.count
+        return {
+            "least": self.least,
+            "likely": self.likely,
+            "checkpoint": None if saved is None else saved.checkpoint,
+            "final": None if saved is None else saved.final,
+            "checkpoints": None if saved is None else saved.together,
+            "formula": "" if saved is None else saved.formula,
+            "parameters": None if count is None else count.parameters,
+            "parameters_from": None if count is None else count.source,
+        }
+
+
 # --- what will be written -------------------------------------------------------------------------
+
+
+def parameters_of(
+    name: object, environ: Mapping[str, str], revision: str | None = None
+) -> Count | None:
+    """The parameters of a model by folder or hub name: from its weights' headers, else from its config.
+
+    Nothing is downloaded and no weight is read; None where the number cannot be known from here.
+    """
+    path = model_config.where(name, environ, revision)
+    if path is None:
+        return None
+    if sizes := model_files.sizes(path.parent):
+        return Count(sum(map(math.prod, sizes.values())), str(path.parent))
+    try:
+        return Count(shapes.shape_of(read_json(path)).parameters, str(path))
+    except InvalidConfig:
+        return None
 
 
 def needs(plan: Plan, output: Path | None, environ: Mapping[str, str]) -> Needs:
     """The bytes that checkpoints and the final model take; what lies there already is taken off."""
     values = plan.values
-    count = parameters.of_model(
-        values.get("model_name_or_path"), environ, values.get("model_revision")
-    )
+    count = parameters_of(values.get("model_name_or_path"), environ, values.get("model_revision"))
     if count is None or values.get("cache_dataset_only") is True:
         return Needs(count=count)
     likely = saved(plan, count.parameters)
@@ -108,11 +133,10 @@ def needs(plan: Plan, output: Path | None, environ: Mapping[str, str]) -> Needs:
         likely = replace(likely, final=0)
     # shards of several machines may lie on a disk each, and unknown steps may save nothing
     least = replace(likely, checkpoint=likely.checkpoint // plan.nodes, times=likely.times or 0)
-    there = _held(output)
+    there = _checkpoint_bytes(output)
     return Needs(
-        least=max(0, least.most - there), likely=max(0, likely.most - there), each=likely.checkpoint,
-        final=likely.final, kept=likely.together, there=min(there, likely.most), count=count,
-        formula=likely.formula,
+        least=max(0, least.most - there), likely=max(0, likely.most - there),
+        there=min(there, likely.most), saved=likely, count=count,
     )  # fmt: skip
 
 
@@ -225,59 +249,56 @@ def _times(plan: Plan) -> int | None:
     return -(-plan.steps // every) if at_end else plan.steps // every
 
 
-def _held(output: Path | None) -> int:
+def _checkpoint_bytes(output: Path | None) -> int:
     """Bytes of the checkpoints that lie in the output folder and go as new ones come."""
     try:
         names = os.listdir(output) if output is not None else []
     except (OSError, ValueError):
         return 0
     kept = (Path(str(output)) / name for name in names if name.startswith(_CHECKPOINTS))
-    return sum(map(sizes.below, kept))
+    return sum(map(below, kept))
 
 
 # --- what there is --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Place:
-    """A folder that a run writes into: what for, and whether it is any use without."""
+    """A folder that a run writes into: what for, what to set for another, and whether it needs it."""
 
     path: Path
     what: str
+    setting: str
     vital: bool = False
 
 
 def places(
     plan: Plan | None, output: Path | None, runs: Path, environ: Mapping[str, str]
-) -> tuple[Place, ...]:
+) -> Iterator[Place]:
     """Every folder that a run, or what it imports, writes into."""
     hub, home = model_config.hub_home(environ), model_config.home(environ)
-    temporary = environ.get("TMPDIR") or tempfile.gettempdir()
-    datasets = environ.get("HF_DATASETS_CACHE") or str(hub / "datasets")
-    triton = environ.get("TRITON_CACHE_DIR") or str(
-        Path(environ.get("TRITON_HOME") or home) / ".triton" / "cache"
-    )
-    found = [
-        Place(path=runs, what="run folders", vital=True),
-        Place(path=model_config.hub_cache(environ), what="models from the hub"),
-        Place(path=Path(datasets), what="data sets from the hub"),
-        Place(path=cache_home(environ), what="launch's caches"),
-        Place(path=Path(triton), what="compiled kernels"),
-        Place(path=Path(temporary), what="temporary files"),
-    ]
+    triton = Path(environ.get("TRITON_HOME") or home) / ".triton" / "cache"
+
+    def folder(variable: str, default: object) -> Path:
+        return Path(environ.get(variable) or str(default))
+
     if output is not None:
-        found.insert(0, Place(path=output, what="checkpoints and the model", vital=True))
-    if plan is not None and plan.stage.options.backend == "open_instruct":
-        found += _of_open_instruct(plan, environ)
-    return tuple(found)
-
-
-def _of_open_instruct(plan: Plan, environ: Mapping[str, str]) -> Iterator[Place]:
+        yield Place(output, "checkpoints and the model", "output_dir", vital=True)
+    yield Place(runs, "run folders", "LAUNCH_RUNS", vital=True)
+    yield Place(model_config.hub_cache(environ), "models from the hub", "HF_HOME")
+    datasets = folder("HF_DATASETS_CACHE", hub / "datasets")
+    yield Place(datasets, "data sets from the hub", "HF_DATASETS_CACHE")
+    yield Place(cache_home(environ), "launch's caches", "LAUNCH_CACHE")
+    yield Place(folder("TRITON_CACHE_DIR", triton), "compiled kernels", "TRITON_CACHE_DIR")
+    yield Place(folder("TMPDIR", tempfile.gettempdir()), "temporary files", "TMPDIR")
+    if plan is None or plan.stage.options.backend != "open_instruct":
+        return
     for name in ("dataset_local_cache_dir", "local_cache_dir"):
         if name in plan.stage.args:
-            yield Place(path=Path(str(plan.values[name])), what="tokenised data")
+            yield Place(Path(str(plan.values[name])), "tokenised data", name)
     if plan.stage.options.stage == "dpo" and environ.get(REFERENCE_VARIABLE):
-        yield Place(path=Path(environ[REFERENCE_VARIABLE]), what="reference log-probabilities")
+        reference = Path(environ[REFERENCE_VARIABLE])
+        yield Place(reference, "reference log-probabilities", REFERENCE_VARIABLE)
 
 
 def free(path: Path) -> tuple[int, int] | None:
@@ -338,21 +359,8 @@ def unwritable(found: Iterable[Place]) -> Iterator[Finding]:
         yield Finding(
             severity=severity, layer="launch", code="not-writable", file=str(place.path),
             message=f"{place.path} ({place.what}) cannot be written: {reason}",
-            help=_instead(place),
+            help=f"set {place.setting} to a writable folder",
         )  # fmt: skip
-
-
-def _instead(place: Place) -> str:
-    return {
-        "run folders": "set LAUNCH_RUNS to a writable folder",
-        "checkpoints and the model": "give another output_dir",
-        "models from the hub": "set HF_HOME to a writable folder",
-        "data sets from the hub": "set HF_DATASETS_CACHE to a writable folder",
-        "launch's caches": "set LAUNCH_CACHE to a writable folder",
-        "compiled kernels": "set TRITON_CACHE_DIR to a writable folder",
-        "temporary files": "set TMPDIR to a writable folder",
-        "reference log-probabilities": f"set {REFERENCE_VARIABLE} to a writable folder",
-    }.get(place.what, "give another folder")
 
 
 def too_little(needed: Needs, output: Path | None, found: Iterable[Place]) -> Iterator[Finding]:
@@ -372,14 +380,12 @@ def too_little(needed: Needs, output: Path | None, found: Iterable[Place]) -> It
                 "another output_dir, fewer checkpoints (keep_last_n_checkpoints or save_total_limit), "
                 "or remove what is not needed",
             )  # fmt: skip
-    low: dict[int, list[Place]] = {}
+    low: dict[int, tuple[int, list[Place]]] = {}
     for place in found:
         here = free(place.path)
         if here is not None and here[0] < LOW and here[1] != tight:
-            low.setdefault(here[1], []).append(place)
-    for listed in low.values():
-        here = free(listed[0].path)
-        room = 0 if here is None else here[0]
+            low.setdefault(here[1], (here[0], []))[1].append(place)
+    for room, listed in low.values():
         names = ", ".join(dict.fromkeys(place.what for place in listed))
         yield _space(
             "warning", str(listed[0].path),
@@ -396,13 +402,15 @@ def _space(severity: Severity, file: str, message: str, help: str) -> Finding:
 
 def described(needed: Needs) -> str:
     """The sum behind a number: `3 checkpoints of 99 GiB (...), final model 14 GiB`."""
-    if needed.each is None or needed.final is None or needed.count is None:
+    if needed.saved is None or needed.count is None:
         return "unknown"
-    parts = []
-    if needed.kept:
-        parts.append(f"{needed.kept} checkpoint(s) of {sized(needed.each)} ({needed.formula})")
-    if needed.final:
-        parts.append(f"the model, {sized(needed.final)}")
+    parts, saved = [], needed.saved
+    if saved.together:
+        parts.append(
+            f"{saved.together} checkpoint(s) of {sized(saved.checkpoint)} ({saved.formula})"
+        )
+    if saved.final:
+        parts.append(f"the model, {sized(saved.final)}")
     told = f"{', '.join(parts) or 'an adapter'}; {counted(needed.count.parameters)} parameters"
     return told + (f"; {sized(needed.there)} of it are there already" if needed.there else "")
 

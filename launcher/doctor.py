@@ -213,7 +213,7 @@ def _quick(subject: Subject, chosen: Devices, result: Result | None = None) -> I
         yield from hardware.interfaces(subject.processes, subject.environ)
     yield from hardware.open_files()
     yield from versions(subject)
-    found = disk.places(subject.plan, subject.output, subject.runs, subject.environ)
+    found = list(disk.places(subject.plan, subject.output, subject.runs, subject.environ))
     yield from disk.unwritable(found)
     needed = disk.Needs()
     if subject.plan is not None:

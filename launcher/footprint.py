@@ -93,7 +93,7 @@ class Footprint:
             # on 4-bit weights TRL has made them bf16 (trl/trainer/sft_trainer.py:908)
             width = HALF if self.zero is not None or self.quantised is not None else FULL
             return Adapters(
-                rank=int(values["lora_r"]), targets=self._targets(), bytes=width,
+                rank=int(values["lora_r"]), targets=self._targets()[0], bytes=width,
                 dropout=bool(values.get("lora_dropout")),
             )  # fmt: skip
         return None
@@ -134,36 +134,24 @@ class Footprint:
             few, whole = adapters.parameters(shape, below=_PAGED), adapters.parameters(shape)
         return width * few / max(1, whole) + scales
 
-    def _targets(self) -> tuple[str, ...]:
-        """The layer's linears that PEFT puts adapters on, as far as they are among those described."""
+    def _targets(self) -> tuple[tuple[str, ...], str]:
+        """The layer's linears that PEFT adapts, by the ends of their paths; and what is not described."""
         named, linears = self.plan.values.get("lora_target_modules"), self.shape.linears()
-        if not named:
-            return _PEFT_TARGETS
         if named in ("all-linear", ["all-linear"]):
-            return tuple(linears)
-        return tuple(
-            name for name in linears if any(name in self._ends(one) for one in _texts(named))
-        )
-
-    def _ends(self, target: str) -> set[str]:
-        """Last names of the layer's weights whose path ends with a name, as PEFT looks for them."""
+            return tuple(linears), ""
+        if not named:
+            chosen = self.shape.family in PEFT_CHOOSES
+            fault = f"PEFT itself chooses no `lora_target_modules` for {self.shape.family} models"
+            return _PEFT_TARGETS, "" if chosen else fault
         paths = [name.removesuffix(".weight") for name in self.shape.layer]
-        return {path.split(".")[-1] for path in paths if f".{path}".endswith(f".{target}")}
-
-    def _require_adapters(self) -> None:
-        values = self.plan.values
-        named, linears = values.get("lora_target_modules"), self.shape.linears()
-        if not values.get("use_peft") or named in ("all-linear", ["all-linear"]):
-            return
-        if not named and self.shape.family not in PEFT_CHOOSES:
-            message = f"PEFT itself chooses no `lora_target_modules` for {self.shape.family} models"
-            raise InvalidConfig(_undescribed(self.plan, message, "name them"))
-        for one in _texts(named):
-            if not (ends := self._ends(one)) or not ends <= linears.keys():
-                raise InvalidConfig(_undescribed(
-                    self.plan, f"the memory of LoRA on `{one}` is not described: described are "
-                    + ", ".join(linears)
-                ))  # fmt: skip
+        found, fault = set[str](), ""
+        for target in [named] if isinstance(named, str) else named:
+            ends = {path.split(".")[-1] for path in paths if f".{path}".endswith(f".{target}")}
+            if not ends or not ends <= linears.keys():
+                known = ", ".join(linears)
+                fault = f"the memory of LoRA on `{target}` is not described: described are {known}"
+            found |= ends
+        return tuple(name for name in linears if name in found), fault
 
     @property
     def zero(self) -> Zero | None:
@@ -194,7 +182,8 @@ class Footprint:
         """
         plan, values = self.plan, self.plan.values
         _require_described(plan, self.attention)
-        self._require_adapters()
+        if values.get("use_peft") and (fault := self._targets()[1]):
+            raise InvalidConfig(_undescribed(plan, fault))
         each = per_device or plan.per_device
         rows, packed = each * (2 if self.dpo else 1), self._packed(each)
         times = accumulation or plan.accumulation
@@ -211,12 +200,10 @@ class Footprint:
             liger=self.liger, checkpointing=self.checkpointing, weight_bytes=self._weight_bytes(),
             autocast=self.autocast, adapters=self.adapters, packed=packed,
             quantised=self.quantised, state_bytes=self._state_bytes(),
-            # bitsandbytes' kernel makes nothing beside its states; on the CPU torch takes tensor by tensor
-            fused_optimizer=not plan.gpus or (
-                _ADAM.get(_optimizer(values), True)
-                if trl
-                else bool(values.get("fused_optimizer") or values.get("use_qlora"))
-            ),
+            # bitsandbytes' kernel makes nothing beside its states
+            fused_optimizer=_ADAM.get(_optimizer(values), True)
+            if trl
+            else bool(values.get("fused_optimizer") or values.get("use_qlora")),
         )  # fmt: skip
 
     def _sharded(self, rows: int, times: int) -> Setup:
@@ -407,20 +394,12 @@ def _optimizer(values: Values) -> str:
     return str(values.get("optim") or _OPTIMIZER)
 
 
-_MEASURE = "measure it: `launch check` tells the peak of a short run"
-
-
-def _undescribed(plan: Plan, message: str, help: str = _MEASURE) -> Finding:
-    origin = plan.stage.config.origin("args")
-    told = None if help == _MEASURE and not plan.gpus else help
+def _undescribed(plan: Plan, message: str) -> Finding:
     return Finding(
-        severity="error", layer="launch", code="unknown-memory", message=message, help=told,
-        **origin.place,
+        severity="error", layer="launch", code="unknown-memory", message=message,
+        help="measure it: `launch check` tells the peak of a short run",
+        **plan.stage.config.origin("args").place,
     )  # fmt: skip
-
-
-def _texts(named: Any) -> list[str]:
-    return [str(one) for one in (named if isinstance(named, list) else [named] if named else [])]
 
 
 def refilled(plan: Plan) -> int | None:

@@ -25,7 +25,6 @@ from launcher import (
     rundir,
 )
 from launcher.arguments import placed
-from launcher.backends import trl_resolved
 from launcher.budget import Bill, Fit, Speed, Tokens
 from launcher.disk import Saved
 from launcher.errors import Finding, InvalidConfig, UsageError, brief, errors, usage
@@ -270,7 +269,6 @@ def make(request: Request, gpus: Sequence[int], terms: Terms) -> Forecast:
         findings=(
             *dict.fromkeys(lost), *_split(rungs), *(f for rung in rungs for f in rung.findings),
             *_unfit(rungs, terms), *_untrained(rungs), *_unpriced(rungs, terms),
-            *_uncompiled(rungs[0].plan),
         ),
     )  # fmt: skip
 
@@ -344,17 +342,6 @@ def _unpriced(rungs: Sequence[Rung], terms: Terms) -> Iterator[Finding]:
     yield Finding(
         severity="note", layer="launch", code="unknown-cost",
         message=f"{counts} GPU(s): no cost: {unknown[0].bill.formula}",
-    )  # fmt: skip
-
-
-def _uncompiled(planned: Plan) -> Iterator[Finding]:
-    """What the counts leave out: of dpo.py the compiler's budget is described, of TRL nothing."""
-    if planned.stage.options.backend != "trl" or not trl_resolved.compiled(planned.values):
-        return
-    yield Finding(
-        severity="note", layer="launch", code="planned-uncompiled", key="args.torch_compile",
-        message="memory and time are those of the model without torch.compile: what it fuses, and so "
-        "does not keep, is not described",
     )  # fmt: skip
 
 

@@ -122,22 +122,12 @@ def make(
                 derived[name] = Derived(value=number, why=why)
     notes = [*_devices_and_deepspeed(stage, gpus, nodes), *_without_probe(stage, gpus)]
     notes += _sharding(stage, max(1, gpus) * nodes)
-    for name, (value, why) in stage.entry.derived.items():
-        if name not in stage.args:
-            derived[name] = Derived(value=value, why=why)
-            notes.append(_note(stage, name, value, why))
-    if (
-        stage.entry.torchrun
-        and not stage.values["with_tracking"]
-        and "wandb_entity" not in stage.args
-    ):
-        why = "without it dpo.py asks wandb who is logged in, tracking or not (utils.py:1357)"
-        derived["wandb_entity"] = Derived(value="none", why=why)
-        notes.append(_note(stage, "wandb_entity", "none", why))
-    for name, value in _cpu_arguments(stage, gpus).items():
-        why = "without a GPU transformers refuses its defaults (transformers/training_args.py:1746)"
+    for name, value, why in _settings(stage, gpus):
         derived[name] = Derived(value=value, why=why)
-        notes.append(_note(stage, name, value, why))
+        notes.append(Finding(
+            severity="note", layer="launch", code="derived", key=f"args.{name}",
+            message=f"`{name}: {value}` is set by launch: {why}", file=str(stage.config.path),
+        ))  # fmt: skip
     for name, settled in _attention(stage, gpus * nodes, packages, notes):
         derived[name] = settled
     if names.output not in stage.args and output is not None:
@@ -231,22 +221,23 @@ def model_in(plan: Plan, output: Path) -> Path:
     return output / "hf_model" if plan.stage.entry.torchrun else output
 
 
-def _note(stage: Stage, name: str, value: Any, why: str) -> Finding:
-    return Finding(
-        severity="note", layer="launch", code="derived", key=f"args.{name}",
-        message=f"`{name}: {value}` is set by launch: {why}", file=str(stage.config.path),
-    )  # fmt: skip
-
-
-def _cpu_arguments(stage: Stage, gpus: int) -> dict[str, Any]:
-    """What TRL must be told on the CPU, where the stage file is silent."""
+def _settings(stage: Stage, gpus: int) -> Iterator[tuple[str, Any, str]]:
+    """Arguments that are set where the stage file is silent, and why."""
+    for name, (value, why) in stage.entry.derived.items():
+        if name not in stage.args:
+            yield name, value, why
+    tracked = stage.values["with_tracking"] if stage.entry.torchrun else True
+    if not tracked and "wandb_entity" not in stage.args:
+        why = "without it dpo.py asks wandb who is logged in, tracking or not (utils.py:1357)"
+        yield "wandb_entity", "none", why
     if gpus or stage.options.backend != "trl":
-        return {}
-    told: dict[str, Any] = {"use_cpu": True}
-    if stage.args.get("bf16") is None and stage.args.get("fp16") is None:
-        told["bf16"] = False
-    fields = stage.schema.fields
-    return {k: v for k, v in told.items() if k in fields and stage.args.get(k) is None}
+        return
+    why = "without a GPU transformers refuses its defaults (transformers/training_args.py:1746)"
+    given, fields = stage.args, stage.schema.fields
+    if "use_cpu" in fields and given.get("use_cpu") is None:
+        yield "use_cpu", True, why
+    if "bf16" in fields and given.get("bf16") is None and given.get("fp16") is None:
+        yield "bf16", False, why
 
 
 def _without_probe(stage: Stage, gpus: int) -> Iterator[Finding]:

@@ -142,15 +142,6 @@ def test_why_shows_every_part_with_its_formula() -> None:
     assert "launcher/shapes.json, Qwen/Qwen2.5-7B" in told.stdout
 
 
-def test_dpo_plans_its_reference_pass_and_both_sequences(write: Write) -> None:
-    dpo = str(CONFIGS / "tulu" / "dpo_qwen7b.yaml")
-    told = planned(dpo, "--gpus", "8", "--shape", "Qwen/Qwen2.5-7B", *ROWS, "--why")
-    (eight,) = told["gpus"]
-    assert "reference pass" in {moment["moment"] for moment in eight["why"]}
-    assert eight["tokens_per_step"] == pytest.approx(2 * eight["global"] * 302, rel=0.01)
-    assert told["sources"]["shape"].endswith("Qwen/Qwen2.5-7B")
-
-
 def test_trl_packs_rows_into_full_ones_before_it_counts_batches(write: Write) -> None:
     path = str(write(
         "t.yaml",
@@ -247,17 +238,6 @@ def test_what_is_not_described_of_trl_is_refused(write: Write, more: str, said: 
     error = refused(str(write("stage.yaml", text)), "--gpus", "2", *ROWS)
     assert {f.code for f in error.findings} <= {"unknown-memory", "unknown-shape"}
     assert said in error.findings[0].message
-
-
-def test_rows_that_are_cut_are_shorter_on_average() -> None:
-    """A mean of 4,000 and a maximum of 100,000, cut at 4,096: not all of them were as long as the mean."""
-    words = ("max_seq_length=4096", "--gpus", "2", "--row-tokens")
-    (cut,) = planned(TULU, *words, "4000:100000")["gpus"]
-    assert 128 * 1500 < cut["tokens_per_step"] < 128 * 2500
-    (full,) = planned(TULU, *words, "8000:9000")["gpus"]
-    (same,) = planned(TULU, *words, "4096")["gpus"]
-    assert full["tokens_per_step"] == same["tokens_per_step"] == 128 * 4096
-    assert full["memory_gib"] == same["memory_gib"]
 
 
 def test_steps_hours_and_cost_of_a_known_hub_set() -> None:
@@ -451,16 +431,6 @@ def test_a_limit_of_no_steps_trains_none(write: Write) -> None:
         assert eight["hours"] < planned(*words, *card)["gpus"][0]["hours"] / 3
 
 
-def test_no_limit_of_trl_is_none(write: Write) -> None:
-    for limit in ("0", "-1"):
-        text = TRL_ON_TWO.format(
-            stage="sft", deepspeed="none", model="Qwen/Qwen2.5-1.5B", more=f"max_steps: {limit}"
-        )
-        path = str(write("stage.yaml", text))
-        (two,) = planned(path, "--gpus", "2", "--rows", "640", *ROWS)["gpus"]
-        assert two["steps"] == 30
-
-
 def test_a_run_for_the_cache_alone_is_charged_for_that(write: Write) -> None:
     path = str(write("base.yaml", OLMO))
     words = (
@@ -575,20 +545,6 @@ def test_of_the_cpu_batch_steps_and_disk_are_planned() -> None:
 
 
 # --- packing of one row -----------------------------------------------------------------------------
-
-
-def test_one_packed_row_a_micro_batch_is_planned_as_an_unpacked_one() -> None:
-    words = (TULU, *LAX, "--gpus", "8", *ROWS, "--rows", "10000", "max_seq_length=1000")
-    alone, unpacked = (
-        planned(*words, "batch.per_device=1", f"packing={packing}")["gpus"]
-        for packing in ("true", "false")
-    )
-    assert alone == unpacked
-    two, padded = (
-        planned(*words, "batch.per_device=2", f"packing={packing}")["gpus"]
-        for packing in ("true", "false")
-    )
-    assert two[0]["tokens_per_step"] and two != padded
 
 
 def test_where_a_single_row_fits_packing_goes() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY
 
-from launcher import check, evidence, forecast, foresight, preparation, series, start
+from launcher import forecast, foresight, preparation, series, start
 from launcher.devices import Devices, Slot
 from launcher.lengths import Lengths
 from launcher.machine import Gpu
@@ -61,11 +61,6 @@ def test_without_row_lengths_nothing_is_foreseen(
     assert foresight.foreseen(prepared) is prepared
 
 
-def test_on_the_cpu_nothing_is_foreseen(prepared: Prepared) -> None:
-    on_cpu = replace(prepared, plan=replace(prepared.plan, gpus=0))
-    assert foresight.foreseen(on_cpu) is on_cpu
-
-
 def test_the_plan_stands_beside_what_was_measured(prepared: Prepared, tmp_path: Path) -> None:
     told = foresight.foreseen(prepared)
     record = told.for_record()
@@ -92,11 +87,3 @@ def test_out_of_memory_is_explained_by_the_plan(prepared: Prepared, tmp_path: Pa
     assert point.state == "oom"
     assert str(point.detail["reason"]).startswith("the plan said 85")
     assert "optimizer" in str(point.detail["reason"]) and point.detail["help"]
-
-
-def test_a_plan_without_memory_changes_no_verdict(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_text(OOM)
-    found = evidence.read_log(log)
-    seen = check.judge("sft", {}, found)
-    assert check.beside(seen, foresight.peak_of({"plan": {"memory_gib": None}})) is seen

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from conftest import PATIENCE_S
 
-from launcher import activations, budget, lengths, memory, shapes
+from launcher import activations, lengths, memory, shapes
 from launcher.engines import cut
 from launcher.errors import InvalidConfig
 from launcher.lengths import Batch
@@ -496,13 +496,6 @@ def test_every_part_has_its_formula() -> None:
                 assert part.formula and part.gib >= 0 and part.kind in KINDS
 
 
-def test_json_adds_up() -> None:
-    planned = memory.estimate(run(**{**SEVEN, "rows": 4}))
-    data = planned.as_json()
-    assert sum(data[kind] for kind in KINDS) == pytest.approx(data["peak"], abs=0.05)
-    assert planned.why()[0]["moment"] == data["moment"]
-
-
 def test_auto_is_what_accelerate_fills_in() -> None:
     zero = zero_of(json.loads(deepspeed_file("zero3").read_text()), 100)
     assert zero is not None
@@ -536,76 +529,3 @@ def test_what_is_not_described_of_deepspeed_is_refused() -> None:
     for stage in ("three", True):
         with pytest.raises(InvalidConfig):
             zero_of({"zero_optimization": {"stage": stage}}, 100)
-
-
-def test_whole_gradients_are_the_price_of_zero1() -> None:
-    """Half of them on two GPUs, and the bucket, which stays from one micro-batch to the next."""
-
-    def at_loss(name: str, accumulation: int) -> float:
-        given = {**SEVEN, "rows": 4, "deepspeed": name, "accumulation": accumulation}
-        return named(memory.estimate(run(**given)), "loss").gib
-
-    shape = run(**{**SEVEN, "rows": 4}).shape
-    kept = max(elements for elements, _ in cut(shape.sizes, 2))
-    more = 2 * (shape.parameters - kept + shape.hidden**2) / GIB
-    assert at_loss("zero1", 4) - at_loss("zero2", 4) == pytest.approx(more)
-    assert at_loss("zero1", 1) == pytest.approx(at_loss("zero2", 1))
-
-
-def test_the_largest_batch_that_fits() -> None:
-    def setup(per_device: int, accumulation: int) -> Setup:
-        return run(
-            LLAMA_8B, rows=per_device, tokens="264:2048", steps=100, gpus=8, deepspeed="zero2",
-            accumulation=accumulation, checkpointing=True,
-        )  # fmt: skip
-
-    found = budget.fit(setup, total=128, processes=8, gib=80)
-    assert found is not None and found.per_device > 1
-    assert found.per_device * found.accumulation * 8 == 128
-    assert found.memory.peak <= 80 * 0.92
-    larger = [n for n in budget.splits(128, 8) if n > found.per_device]
-    for per_device in larger[:1]:
-        over = memory.estimate(setup(per_device, 16 // per_device))
-        assert not memory.fits(over, 80)[0]
-    assert budget.fit(setup, total=128, processes=8, gib=10) is None
-
-
-def test_time_and_money() -> None:
-    """The ladder's eight-GPU rung: 1,462 steps, 5 h 11 min, 6,650 tokens/s."""
-    rows = lengths.parse("264:2048")
-    step = budget.tokens_per_step(rows, per_device=1, accumulation=16, processes=8, packed=False)
-    assert step.real == pytest.approx(264 * 128) and step.waste == 0
-    measured = budget.Speed(tokens=6650, source="a run", measured=True)
-    bill = budget.bill(steps=1462, tokens=replace(step, real=264e3 * 1e3 / 1e3), speed=measured, devices=8,
-                       price=2.0)  # fmt: skip
-    assert bill.hours == pytest.approx(1462 * 264e3 / 6650 / 3600)
-    assert bill.cost == pytest.approx(bill.hours * 16)
-    assert budget.bill(steps=None, tokens=step, speed=measured, devices=8, price=2.0).cost is None
-    shape = shapes.find(LLAMA_8B, {})
-    stated = budget.stated_speed(shape, step, 264, device="NVIDIA A100-SXM4-80GB", devices=8)
-    assert 15_000 < stated.tokens < 21_000 and "35% MFU" in stated.source and not stated.measured
-    with pytest.raises(InvalidConfig):
-        budget.stated_speed(shape, step, 264, device="Voodoo 2", devices=1)
-
-
-def test_padding_is_counted_as_waste() -> None:
-    rows = lengths.parse("302:1104")
-    padded = budget.tokens_per_step(rows, per_device=8, accumulation=1, processes=1, packed=False)
-    assert padded.waste == pytest.approx(1 - 302 / 575, abs=0.04)
-    packed = budget.tokens_per_step(rows, per_device=8, accumulation=1, processes=1, packed=True)
-    assert packed.waste == 0
-    dpo = budget.tokens_per_step(
-        rows, per_device=4, accumulation=1, processes=1, packed=True, dpo=True
-    )
-    assert dpo.real == packed.real
-
-
-def test_weights_as_they_are_stored() -> None:
-    setup = run(LLAMA_8B, rows=1, tokens="264:2048", steps=10, gpus=8)
-    assert setup.adapter_bytes == 0
-    assert setup.stored_bytes == pytest.approx(2 * 8.03e9, rel=0.001)
-    four = replace(setup, zero=None, adapters=Adapters(rank=16, targets=ALL),
-                   quantised=Quantised(nested=True))  # fmt: skip
-    assert four.adapters is not None
-    assert four.adapter_bytes == four.adapters.bytes * four.trained
-    assert 5.2 < four.stored_bytes / GIB < 5.6

@@ -25,11 +25,8 @@ STAGE = str(Path(__file__).parent.parent / "configs" / "demo" / "sft.yaml")
         ("--repeat", "last"),
         ("--accelerator", "H100"),
         ("--on-finish-limit", "5m"),
-        ("--slurm", "--detach"),
         ("--slurm", "--devices", "0"),
-        ("--slurm", "--node-rank", "0"),
         ("--slurm", "--skypilot", "t.yaml"),
-        ("--skypilot", "t.yaml", "--fresh"),
         ("--skypilot", "t.yaml", "--on-finish", "true"),
     ],
 )

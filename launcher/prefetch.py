@@ -31,7 +31,7 @@ from launcher import (
     runner,
 )  # fmt: skip
 from launcher.backends import model_config
-from launcher.backends.model_rules import offline
+from launcher.backends.model_config import offline
 from launcher.caches import Cache
 from launcher.command import Command
 from launcher.ending import ending

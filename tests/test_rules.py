@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,298 +46,143 @@ def test_a_quiet_base_is_quiet(script: str) -> None:
     assert found(script) == []
 
 
-# script, what is set, (code, severity, layer, key without `args.`)
-SPEAKS: list[tuple[str, dict[str, Any], tuple[str, str, str, str]]] = [
-    # what __post_init__ refuses
-    ("sft", {"dataset_name": "x"}, ("two-data-sources", "error", "parser", "dataset_name")),
-    ("sft", {"dataset_name": ""}, ("two-data-sources", "error", "parser", "dataset_name")),
-    ("sft", {"dataset_mixer": ""}, ("two-data-sources", "error", "parser", "dataset_mixer")),
-    ("dpo", {"dataset_name": "x"}, ("two-data-sources", "error", "parser", "dataset_name")),
-    (
-        "sft",
-        {"try_launch_beaker_eval_jobs": True},
-        ("beaker-without-push", "error", "parser", "push_to_hub"),
-    ),
-    (
-        "dpo",
-        {"try_launch_beaker_eval_jobs": None},
-        ("beaker-without-push", "error", "parser", "push_to_hub"),
-    ),
-    (
-        "sft",
-        {"final_lr_ratio": 0.1, "lr_scheduler_type": "cosine"},
-        ("final-lr-scheduler", "error", "parser", "final_lr_ratio"),
-    ),
-    ("sft", {"final_lr_ratio": 1.2}, ("final-lr-range", "error", "parser", "final_lr_ratio")),
-    ("sft", {"final_lr_ratio": -0.1}, ("final-lr-range", "error", "parser", "final_lr_ratio")),
-    ("sft", {"final_lr_ratio": "nan"}, ("final-lr-range", "error", "parser", "final_lr_ratio")),
-    (
-        "sft",
-        {"additional_model_arguments": "{x"},
-        ("bad-json", "error", "parser", "additional_model_arguments"),
-    ),
-    (
-        "dpo",
-        {"additional_model_arguments": "{x"},
-        ("bad-json", "error", "parser", "additional_model_arguments"),
-    ),
-    ("dpo", {"zero_stage": 4}, ("zero-stage", "error", "parser", "zero_stage")),
-    ("dpo", {"zero_stage": -1}, ("zero-stage", "error", "parser", "zero_stage")),
-    (
-        "dpo",
-        {"zero_stage": 2, "offload_param": True},
-        ("offload-without-zero3", "error", "parser", "offload_param"),
-    ),
-    # what parses and goes wrong
-    ("sft", {"model_name_or_path": None}, ("no-model", "error", "run", "model_name_or_path")),
-    ("dpo", {"model_name_or_path": ""}, ("no-model", "error", "run", "model_name_or_path")),
-    ("sft", {"dataset_mixer_list": None}, ("no-data", "error", "launch", "dataset_mixer_list")),
-    ("dpo", {"mixer_list": None}, ("no-data", "error", "launch", "mixer_list")),
-    (
-        "sft",
-        {"dataset_mixer_list": ["a", "1.0", "b"]},
-        ("odd-mixer-list", "error", "run", "dataset_mixer_list"),
-    ),
-    ("sft", {"dataset_mixer_list": ["a", 1]}, ("one-sample", "warning", "run", "dataset_mixer_list[1]")),
-    ("dpo", {"mixer_list": "a 1.0 b 01"}, ("one-sample", "warning", "run", "mixer_list[3]")),
-    ("sft", {"dataset_mixer_list": ["a", "b"]}, ("mixer-amount", "error", "run", "dataset_mixer_list[1]")),
-    ("sft", {"dataset_mixer_list": ["a", "1e-5"]}, ("mixer-amount", "error", "run", "dataset_mixer_list[1]")),
-    ("sft", {"dataset_mixer_list": ["a", 0]}, ("mixer-amount", "error", "run", "dataset_mixer_list[1]")),
-    ("sft", {"dataset_mixer_list": ["a", -0.5]}, ("mixer-amount", "error", "run", "dataset_mixer_list[1]")),
-    (
-        "sft",
-        {"dataset_mixer_list_splits": ["train", "test"], "dataset_mixer_list": ["a", 0.5, "b", 0.5]},
-        ("mixer-splits", "error", "run", "dataset_mixer_list_splits"),
-    ),
-    (
-        "sft",
-        {"dataset_mixer_list": ["/no/such.jsonl", "1.0"]},
-        ("missing-data", "warning", "run", "dataset_mixer_list[0]"),
-    ),
-    (
-        "dpo",
-        {"mixer_list": ["a", 1.0, "~/x.parquet", 1.0]},
-        ("missing-data", "warning", "run", "mixer_list[2]"),
-    ),
-    (
-        "sft",
-        {"push_to_hub": True, "hf_repo_id": "me/model"},
-        ("entity-twice", "error", "run", "hf_repo_id"),
-    ),
-    (
-        "dpo",
-        {"push_to_hub": True, "hf_repo_id": "me/model", "hf_entity": "me"},
-        ("entity-twice", "error", "run", "hf_repo_id"),
-    ),
-    ("sft", {"push_to_hub": None}, ("push-by-default", "warning", "run", "push_to_hub")),
-    ("dpo", {"push_to_hub": None}, ("push-by-default", "warning", "run", "push_to_hub")),
-    ("sft", {"checkpointing_steps": None}, ("no-checkpoints", "warning", "run", "checkpointing_steps")),
-    ("sft", {"checkpointing_steps": "often"}, ("checkpoint-steps", "error", "run", "checkpointing_steps")),
-    ("sft", {"checkpointing_steps": "Epoch"}, ("checkpoint-steps", "error", "run", "checkpointing_steps")),
-    ("sft", {"checkpointing_steps": 0}, ("checkpoint-steps", "error", "run", "checkpointing_steps")),
-    ("sft", {"checkpointing_steps": 0.5}, ("checkpoint-steps", "error", "run", "checkpointing_steps")),
-    ("sft", {"checkpointing_steps": "²"}, ("checkpoint-steps", "error", "run", "checkpointing_steps")),
-    ("sft", {"checkpointing_steps": -1}, ("checkpoint-sign", "warning", "run", "checkpointing_steps")),
-    ("dpo", {"checkpointing_steps": 0}, ("checkpoint-steps", "error", "run", "checkpointing_steps")),
-    ("sft", {"with_tracking": True}, ("tracking-needs-wandb", "error", "run", "report_to")),
-    (
-        "sft",
-        {"with_tracking": True, "report_to": "tensorboard"},
-        ("tracking-needs-wandb", "error", "run", "report_to"),
-    ),
-    (
-        "dpo",
-        {"with_tracking": True, "report_to": ["tensorboard"]},
-        ("tracking-needs-wandb", "warning", "run", "report_to"),
-    ),
-    ("sft", {"final_lr_ratio": 1.0}, ("final-lr-one", "error", "run", "final_lr_ratio")),
-    (
-        "dpo",
-        {"packing": True, "concatenated_forward": False},
-        ("packing-separate-forward", "error", "run", "packing"),
-    ),
-    ("dpo", {"max_train_samples": 200}, ("max-train-samples", "error", "run", "max_train_samples")),
-    (
-        "dpo",
-        {"max_train_samples": 8, "mixer_list": ["a", 4, "b", 5]},
-        ("max-train-samples", "error", "run", "max_train_samples"),
-    ),
-    ("dpo", {"mixer_list": ["a", 2]}, ("too-few-samples", "error", "run", "mixer_list")),
-    ("sft", {"learning_rate": -0.1}, ("out-of-range", "error", "run", "learning_rate")),
-    ("sft", {"learning_rate": "nan"}, ("out-of-range", "error", "run", "learning_rate")),
-    ("dpo", {"learning_rate": 0}, ("out-of-range", "warning", "run", "learning_rate")),
-    ("sft", {"weight_decay": -0.1}, ("out-of-range", "warning", "run", "weight_decay")),
-    ("sft", {"weight_decay": math.nan}, ("out-of-range", "error", "run", "weight_decay")),
-    ("sft", {"warmup_ratio": 100}, ("out-of-range", "warning", "run", "warmup_ratio")),
-    ("dpo", {"warmup_ratio": -0.1}, ("out-of-range", "warning", "run", "warmup_ratio")),
-    ("dpo", {"warmup_ratio": "nan"}, ("out-of-range", "error", "run", "warmup_ratio")),
-    ("sft", {"seed": -1}, ("out-of-range", "error", "run", "seed")),
-    ("sft", {"seed": 2**32}, ("out-of-range", "error", "run", "seed")),
-    ("dpo", {"max_seq_length": 0}, ("out-of-range", "error", "run", "max_seq_length")),
-    ("sft", {"use_lora": True, "lora_rank": 0}, ("out-of-range", "error", "run", "lora_rank")),
-    ("dpo", {"use_lora": True, "lora_dropout": 5}, ("out-of-range", "error", "run", "lora_dropout")),
-    ("sft", {"sequence_parallel_size": 0}, ("out-of-range", "error", "run", "sequence_parallel_size")),
-    ("sft", {"logging_steps": 0}, ("out-of-range", "warning", "run", "logging_steps")),
-    ("dpo", {"logging_steps": -1}, ("out-of-range", "warning", "run", "logging_steps")),
-    ("sft", {"max_train_steps": 0}, ("out-of-range", "warning", "run", "max_train_steps")),
-    (
-        "dpo",
-        {"keep_last_n_checkpoints": 0},
-        ("out-of-range", "warning", "run", "keep_last_n_checkpoints"),
-    ),
-    ("sft", {"num_train_epochs": 0}, ("out-of-range", "warning", "run", "num_train_epochs")),
-    ("dpo", {"num_epochs": -1}, ("out-of-range", "warning", "run", "num_epochs")),
-    (
-        "sft",
-        {"num_train_epochs": 2, "max_train_steps": 10},
-        ("conditional-key", "warning", "run", "num_train_epochs"),
-    ),
-    (
-        "sft",
-        {"lr_scheduler_type": "constant", "warmup_ratio": 0.1},
-        ("warmup-unread", "warning", "run", "warmup_ratio"),
-    ),
-    ("dpo", {"lr_scheduler_type": "nosuch"}, ("scheduler-type", "error", "run", "lr_scheduler_type")),
-    (
-        "sft",
-        {"with_tracking": True, "report_to": ["wandb", "nosuch"]},
-        ("unknown-report", "error", "run", "report_to"),
-    ),
-    (
-        "sft",
-        {"model_revision": "v2", "tokenizer_name_or_path": "other/tokenizer"},
-        ("tokenizer-revision", "warning", "run", "model_revision"),
-    ),
-    (
-        "sft",
-        {"output_dir": "", "do_not_randomize_output_dir": True},
-        ("empty-output", "error", "run", "output_dir"),
-    ),
-    ("dpo", {"output_dir": "~/x"}, ("unexpanded-path", "warning", "run", "output_dir")),
-    ("sft", {"chat_template_name": "tullu"}, ("unknown-template", "warning", "run", "chat_template_name")),
-    (
-        "dpo",
-        {"chat_template_name": "tullu", "get_tokenizer_fn": "get_tokenizer_tulu_v2_1"},
-        ("unknown-template", "error", "run", "chat_template_name"),
-    ),
-    ("sft", {"get_tokenizer_fn": "tulu"}, ("unknown-function", "error", "run", "get_tokenizer_fn")),
-    (
-        "sft",
-        {"dataset_transform_fn": ["sft_tulu_tokenize_and_truncate_v1"]},
-        ("transform-fn", "error", "run", "dataset_transform_fn"),
-    ),
-    (
-        "sft",
-        {"dataset_transform_fn": ["sft_tulu_tokenize_and_truncate_v1", "sft_filter"]},
-        ("unknown-function", "error", "run", "dataset_transform_fn[1]"),
-    ),
-    (
-        "dpo",
-        {"transform_fn": ["sft_tulu_tokenize_and_truncate_v1", "sft_tulu_filter_v1"]},
-        ("transform-fn", "error", "run", "transform_fn[0]"),
-    ),
-    (
-        "sft",
-        {"dataset_transform_fn": ["preference_tulu_tokenize_and_truncate_v1", "sft_tulu_filter_v1"]},
-        ("transform-fn", "error", "run", "dataset_transform_fn[0]"),
-    ),
-    (
-        "dpo",
-        {"transform_fn": ["preference_tokenize_v1", "preference_filter_v1"]},
-        ("transform-fn", "error", "run", "transform_fn[0]"),
-    ),
-    (
-        "sft",
-        {"additional_model_arguments": "config.json"},
-        ("model-arguments", "error", "run", "additional_model_arguments"),
-    ),
-    (
-        "dpo",
-        {"additional_model_arguments": {"revision": "v1"}},
-        ("model-arguments", "error", "run", "additional_model_arguments"),
-    ),
-    (
-        "sft",
-        {"additional_model_arguments": '{"dtype": "float32"}'},
-        ("model-arguments-unread", "warning", "run", "additional_model_arguments"),
-    ),
-    (
-        "dpo",
-        {"additional_model_arguments": {"attn_implementation": "eager"}},
-        ("model-arguments-unread", "warning", "run", "additional_model_arguments"),
-    ),
-    ("sft", {"dataset_cache_mode": "hf"}, ("cache-on-hub", "error", "run", "dataset_cache_mode")),
-    ("dpo", {"cache_mode": "hf"}, ("cache-on-hub", "error", "run", "cache_mode")),
-    ("sft", {"use_qlora": True}, ("qlora-without-lora", "warning", "run", "use_qlora")),
-    (
-        "sft",
-        {"packing": True, "sequence_parallel_size": 2},
-        ("packing-split", "error", "run", "packing"),
-    ),
-    (
-        "dpo",
-        {"load_balancing_loss": True, "concatenated_forward": False},
-        ("balancing-separate-forward", "error", "run", "load_balancing_loss"),
-    ),
-    (
-        "dpo",
-        {"resume_from_checkpoint": "output/step_5"},
-        ("resume-unread", "warning", "run", "resume_from_checkpoint"),
-    ),
-    # TRL
-    ("trl-sft", {"model_name_or_path": None}, ("no-model", "error", "run", "model_name_or_path")),
-    ("trl-dpo", {"dataset_name": None}, ("no-data", "error", "run", "dataset_name")),
-    ("trl-sft", {"fp16": True, "bf16": True}, ("two-precisions", "error", "parser", "fp16")),
-    (
-        "trl-dpo",
-        {"load_in_4bit": True, "load_in_8bit": True},
-        ("two-precisions", "error", "parser", "load_in_8bit"),
-    ),
-    ("trl-sft", {"model_init_kwargs": "{x"}, ("bad-json", "error", "parser", "model_init_kwargs")),
-    ("trl-dpo", {"loss_weights": [1.0, 0.5]}, ("loss-weights", "error", "parser", "loss_weights")),
-    ("trl-sft", {"logging_steps": 0}, ("logging-steps", "error", "parser", "logging_steps")),
-    ("trl-sft", {"pad_to_multiple_of": "x"}, ("pad-multiple", "error", "parser", "pad_to_multiple_of")),
-    ("trl-dpo", {"datasets": [{"path": "x"}]}, ("datasets-by-flag", "error", "run", "datasets")),
-    (
-        "trl-sft",
-        {"use_liger_kernel": True, "use_peft": True},
-        ("liger-with-lora", "warning", "run", "use_liger_kernel"),
-    ),
+# script, what is set, `code severity layer key`
+SPEAKS: list[tuple[str, dict[str, Any], str]] = [
+    ("sft", {"dataset_name": "x"}, "two-data-sources error parser dataset_name"),
+    ("sft", {"dataset_mixer": ""}, "two-data-sources error parser dataset_mixer"),
+    ("dpo", {"dataset_name": "x"}, "two-data-sources error parser dataset_name"),
+    ("sft", {"try_launch_beaker_eval_jobs": True}, "beaker-without-push error parser push_to_hub"),
+    ("dpo", {"try_launch_beaker_eval_jobs": None}, "beaker-without-push error parser push_to_hub"),
+    ("sft", {"final_lr_ratio": 0.1, "lr_scheduler_type": "cosine"},
+     "final-lr-scheduler error parser final_lr_ratio"),
+    ("sft", {"final_lr_ratio": 1.2}, "final-lr-range error parser final_lr_ratio"),
+    ("sft", {"additional_model_arguments": "{x"},
+     "bad-json error parser additional_model_arguments"),
+    ("dpo", {"zero_stage": 4}, "zero-stage error parser zero_stage"),
+    ("dpo", {"zero_stage": 2, "offload_param": True},
+     "offload-without-zero3 error parser offload_param"),
+    ("sft", {"model_name_or_path": None}, "no-model error run model_name_or_path"),
+    ("sft", {"dataset_mixer_list": None}, "no-data error launch dataset_mixer_list"),
+    ("dpo", {"mixer_list": None}, "no-data error launch mixer_list"),
+    ("sft", {"dataset_mixer_list": ["a", "1.0", "b"]},
+     "odd-mixer-list error run dataset_mixer_list"),
+    ("sft", {"dataset_mixer_list": ["a", 1]}, "one-sample warning run dataset_mixer_list[1]"),
+    ("dpo", {"mixer_list": "a 1.0 b 01"}, "one-sample warning run mixer_list[3]"),
+    ("sft", {"dataset_mixer_list": ["a", "b"]}, "mixer-amount error run dataset_mixer_list[1]"),
+    ("sft", {"dataset_mixer_list": ["a", 0]}, "mixer-amount error run dataset_mixer_list[1]"),
+    ("sft", {"dataset_mixer_list": ["a", -0.5]}, "mixer-amount error run dataset_mixer_list[1]"),
+    ("sft", {"dataset_mixer_list_splits": ["train", "test"], "dataset_mixer_list": ["a", 0.5, "b", 0.5]},
+     "mixer-splits error run dataset_mixer_list_splits"),
+    ("sft", {"dataset_mixer_list": ["/no/such.jsonl", "1.0"]},
+     "missing-data warning run dataset_mixer_list[0]"),
+    ("dpo", {"mixer_list": ["a", 1.0, "~/x.parquet", 1.0]},
+     "missing-data warning run mixer_list[2]"),
+    ("sft", {"push_to_hub": True, "hf_repo_id": "me/model"}, "entity-twice error run hf_repo_id"),
+    ("dpo", {"push_to_hub": True, "hf_repo_id": "me/model", "hf_entity": "me"},
+     "entity-twice error run hf_repo_id"),
+    ("sft", {"push_to_hub": None}, "push-by-default warning run push_to_hub"),
+    ("dpo", {"push_to_hub": None}, "push-by-default warning run push_to_hub"),
+    ("sft", {"checkpointing_steps": None}, "no-checkpoints warning run checkpointing_steps"),
+    ("sft", {"checkpointing_steps": "often"}, "checkpoint-steps error run checkpointing_steps"),
+    ("sft", {"checkpointing_steps": 0}, "checkpoint-steps error run checkpointing_steps"),
+    ("sft", {"checkpointing_steps": -1}, "checkpoint-sign warning run checkpointing_steps"),
+    ("dpo", {"checkpointing_steps": 0}, "checkpoint-steps error run checkpointing_steps"),
+    ("sft", {"with_tracking": True}, "tracking-needs-wandb error run report_to"),
+    ("sft", {"with_tracking": True, "report_to": "tensorboard"},
+     "tracking-needs-wandb error run report_to"),
+    ("dpo", {"with_tracking": True, "report_to": ["tensorboard"]},
+     "tracking-needs-wandb warning run report_to"),
+    ("sft", {"final_lr_ratio": 1.0}, "final-lr-one error run final_lr_ratio"),
+    ("dpo", {"packing": True, "concatenated_forward": False},
+     "packing-separate-forward error run packing"),
+    ("dpo", {"max_train_samples": 200}, "max-train-samples error run max_train_samples"),
+    ("dpo", {"max_train_samples": 8, "mixer_list": ["a", 4, "b", 5]},
+     "max-train-samples error run max_train_samples"),
+    ("dpo", {"mixer_list": ["a", 2]}, "too-few-samples error run mixer_list"),
+    ("sft", {"learning_rate": -0.1}, "out-of-range error run learning_rate"),
+    ("dpo", {"learning_rate": 0}, "out-of-range warning run learning_rate"),
+    ("sft", {"weight_decay": -0.1}, "out-of-range warning run weight_decay"),
+    ("sft", {"warmup_ratio": 100}, "out-of-range warning run warmup_ratio"),
+    ("sft", {"seed": -1}, "out-of-range error run seed"),
+    ("dpo", {"max_seq_length": 0}, "out-of-range error run max_seq_length"),
+    ("sft", {"use_lora": True, "lora_rank": 0}, "out-of-range error run lora_rank"),
+    ("dpo", {"use_lora": True, "lora_dropout": 5}, "out-of-range error run lora_dropout"),
+    ("sft", {"sequence_parallel_size": 0}, "out-of-range error run sequence_parallel_size"),
+    ("sft", {"logging_steps": 0}, "out-of-range warning run logging_steps"),
+    ("sft", {"max_train_steps": 0}, "out-of-range warning run max_train_steps"),
+    ("dpo", {"keep_last_n_checkpoints": 0}, "out-of-range warning run keep_last_n_checkpoints"),
+    ("sft", {"num_train_epochs": 0}, "out-of-range warning run num_train_epochs"),
+    ("sft", {"num_train_epochs": 2, "max_train_steps": 10},
+     "conditional-key warning run num_train_epochs"),
+    ("sft", {"lr_scheduler_type": "constant", "warmup_ratio": 0.1},
+     "warmup-unread warning run warmup_ratio"),
+    ("dpo", {"lr_scheduler_type": "nosuch"}, "scheduler-type error run lr_scheduler_type"),
+    ("sft", {"with_tracking": True, "report_to": ["wandb", "nosuch"]},
+     "unknown-report error run report_to"),
+    ("sft", {"model_revision": "v2", "tokenizer_name_or_path": "other/tokenizer"},
+     "tokenizer-revision warning run model_revision"),
+    ("dpo", {"output_dir": "~/x"}, "unexpanded-path warning run output_dir"),
+    ("sft", {"chat_template_name": "tullu"}, "unknown-template warning run chat_template_name"),
+    ("dpo", {"chat_template_name": "tullu", "get_tokenizer_fn": "get_tokenizer_tulu_v2_1"},
+     "unknown-template error run chat_template_name"),
+    ("sft", {"get_tokenizer_fn": "tulu"}, "unknown-function error run get_tokenizer_fn"),
+    ("sft", {"dataset_transform_fn": ["sft_tulu_tokenize_and_truncate_v1"]},
+     "transform-fn error run dataset_transform_fn"),
+    ("sft", {"dataset_transform_fn": ["sft_tulu_tokenize_and_truncate_v1", "sft_filter"]},
+     "unknown-function error run dataset_transform_fn[1]"),
+    ("dpo", {"transform_fn": ["sft_tulu_tokenize_and_truncate_v1", "sft_tulu_filter_v1"]},
+     "transform-fn error run transform_fn[0]"),
+    ("sft", {"dataset_transform_fn": ["preference_tulu_tokenize_and_truncate_v1", "sft_tulu_filter_v1"]},
+     "transform-fn error run dataset_transform_fn[0]"),
+    ("dpo", {"transform_fn": ["preference_tokenize_v1", "preference_filter_v1"]},
+     "transform-fn error run transform_fn[0]"),
+    ("sft", {"additional_model_arguments": "config.json"},
+     "model-arguments error run additional_model_arguments"),
+    ("dpo", {"additional_model_arguments": {"revision": "v1"}},
+     "model-arguments error run additional_model_arguments"),
+    ("sft", {'additional_model_arguments': '{"dtype": "float32"}'},
+     "model-arguments-unread warning run additional_model_arguments"),
+    ("dpo", {"additional_model_arguments": {"attn_implementation": "eager"}},
+     "model-arguments-unread warning run additional_model_arguments"),
+    ("sft", {"dataset_cache_mode": "hf"}, "cache-on-hub error run dataset_cache_mode"),
+    ("dpo", {"cache_mode": "hf"}, "cache-on-hub error run cache_mode"),
+    ("sft", {"use_qlora": True}, "qlora-without-lora warning run use_qlora"),
+    ("sft", {"packing": True, "sequence_parallel_size": 2}, "packing-split error run packing"),
+    ("dpo", {"load_balancing_loss": True, "concatenated_forward": False},
+     "balancing-separate-forward error run load_balancing_loss"),
+    ("dpo", {"resume_from_checkpoint": "output/step_5"},
+     "resume-unread warning run resume_from_checkpoint"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("script", "changes", "expected"), SPEAKS)
-def test_it_speaks(
-    script: str, changes: dict[str, Any], expected: tuple[str, str, str, str]
-) -> None:
-    code, severity, layer, key = expected
-    (finding,) = found(script, **changes)
-    assert (finding.code, finding.severity, finding.layer) == (code, severity, layer)
-    assert finding.key == f"args.{key}"
-    assert finding.message
+def test_each_rule_speaks_where_it_should() -> None:
+    wrong = []
+    for script, changes, expected in SPEAKS:
+        told = [
+            f"{f.code} {f.severity} {f.layer} {(f.key or '').removeprefix('args.')}"
+            for f in found(script, **changes)
+        ]
+        if told != [expected]:
+            wrong.append((script, changes, expected, told))
+    assert wrong == []
 
 
 SILENT: list[tuple[str, dict[str, Any]]] = [
     ("sft", {"push_to_hub": True, "try_launch_beaker_eval_jobs": None}),
     ("sft", {"push_to_hub": True, "hf_repo_id": "model", "hf_entity": "me"}),
-    ("sft", {"hf_repo_id": "me/model"}),
-    ("sft", {"final_lr_ratio": 0.0}),
+    ("sft", {"hf_repo_id": "me/model"}), ("sft", {"final_lr_ratio": 0.0}),
     ("sft", {"additional_model_arguments": {"a": "1.5"}}),
     ("sft", {"use_liger_kernel": True, "additional_model_arguments": {"dtype": "float32"}}),
     ("sft", {"learning_rate": 0.0001, "weight_decay": 0, "warmup_ratio": 0, "seed": 0}),
-    ("sft", {"warmup_ratio": 1}),
-    ("sft", {"lora_rank": 0, "lora_dropout": 5}),
+    ("sft", {"warmup_ratio": 1}), ("sft", {"lora_rank": 0, "lora_dropout": 5}),
     ("sft", {"use_lora": True, "lora_rank": 8, "lora_dropout": 0}),
     ("sft", {"sequence_parallel_size": 1, "packing": True}),
-    ("sft", {"sequence_parallel_size": 2}),
-    ("dpo", {"keep_last_n_checkpoints": -1}),
+    ("sft", {"sequence_parallel_size": 2}), ("dpo", {"keep_last_n_checkpoints": -1}),
     ("sft", {"chat_template_name": "tulu"}),
     ("sft", {"chat_template_name": "mine", "get_tokenizer_fn": "get_tokenizer_simple_v1"}),
     ("sft", {"dataset_transform_fn": ["sft_tulu_tokenize_and_truncate_v1", "sft_filter_v1"]}),
-    ("sft", {"dataset_cache_mode": "local"}),
-    ("sft", {"use_qlora": True, "use_lora": True}),
-    ("dpo", {"load_balancing_loss": True}),
-    ("dpo", {"mixer_list": ["a", 2, "b", 2]}),
+    ("sft", {"dataset_cache_mode": "local"}), ("sft", {"use_qlora": True, "use_lora": True}),
+    ("dpo", {"load_balancing_loss": True}), ("dpo", {"mixer_list": ["a", 2, "b", 2]}),
     ("dpo", {"mixer_list": ["a", 2], "cache_dataset_only": True}),
     ("dpo", {"mixer_list": ["a", "0.5"]}),
     ("sft", {"model_name_or_path": None, "config_name": "c", "tokenizer_name_or_path": "t"}),
@@ -347,33 +191,20 @@ SILENT: list[tuple[str, dict[str, Any]]] = [
     ("sft", {"dataset_mixer_list_splits": ["x", "x"]}),
     ("sft", {"checkpointing_steps": None, "max_train_steps": 100}),
     ("sft", {"checkpointing_steps": None, "dataset_mixer_list": ["a", 200]}),
-    ("sft", {"checkpointing_steps": 500}),
-    ("sft", {"checkpointing_steps": "+500"}),
+    ("sft", {"checkpointing_steps": 500}), ("sft", {"checkpointing_steps": "+500"}),
     ("sft", {"with_tracking": True, "report_to": "wandb"}),
     ("sft", {"with_tracking": True, "report_to": ["tensorboard", "wandb"]}),
-    ("sft", {"with_tracking": True, "report_to": "all"}),
-    ("sft", {"report_to": "tensorboard"}),
-    ("sft", {"max_train_samples": 5}),
-    ("dpo", {"with_tracking": True}),
+    ("sft", {"with_tracking": True, "report_to": "all"}), ("sft", {"report_to": "tensorboard"}),
+    ("sft", {"max_train_samples": 5}), ("dpo", {"with_tracking": True}),
     ("dpo", {"with_tracking": True, "report_to": "wandb"}),
-    ("dpo", {"zero_stage": 3, "offload_param": True}),
-    ("dpo", {"offload_param": True}),
-    ("dpo", {"packing": True}),
-    ("dpo", {"max_train_samples": 5, "loss_type": "simpo"}),
+    ("dpo", {"zero_stage": 3, "offload_param": True}), ("dpo", {"offload_param": True}),
+    ("dpo", {"packing": True}), ("dpo", {"max_train_samples": 5, "loss_type": "simpo"}),
     ("dpo", {"max_train_samples": 9, "mixer_list": ["a", 4, "b", 5]}),
-    ("trl-sft", {"fp16": True}),
-    ("trl-sft", {"pad_to_multiple_of": 8}),
-    ("trl-sft", {"pad_to_multiple_of": "auto"}),
-    ("trl-sft", {"logging_steps": 0, "logging_strategy": "no"}),
-    ("trl-dpo", {"loss_weights": [1.0, 0.5], "loss_type": ["sigmoid", "sft"]}),
-    ("trl-dpo", {"datasets": ["path"], "dataset_name": None}),
-    ("trl-sft", {"use_peft": True}),
-]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("script", "changes"), SILENT)
-def test_it_is_silent(script: str, changes: dict[str, Any]) -> None:
-    assert found(script, **changes) == []
+def test_none_speaks_elsewhere() -> None:
+    assert [(s, c, found(s, **c)) for s, c in SILENT if found(s, **c)] == []
 
 
 def test_local_files(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,7 +258,7 @@ def test_the_first_transform_takes_a_length() -> None:
         assert [f.code for f in found] == codes
 
 
-@pytest.mark.parametrize("name", ["x" * 5000 + ".jsonl", "~nobody-here/x.jsonl"])
+@pytest.mark.parametrize("name", ["x" * 5000 + ".jsonl"])
 def test_data_files_that_cannot_be(name: str) -> None:
     (finding,) = found("sft", dataset_mixer_list=[name, "1.0"])
     assert finding.code == "missing-data"
@@ -473,23 +304,11 @@ def test_every_rule_says_where_upstream_says_so() -> None:
 
 def test_every_rule_is_tried_above() -> None:
     tried = {
-        rule.__name__
+        rule.__doc__
         for script, changes, _ in SPEAKS
-        for rule in rules.of_backend(BASES[script][0])[BASES[script][1]]
+        for rule in rules.of_backend("open_instruct")[script]
         if any(True for _ in rule(values_of(script, changes)))
     }
-    everything = {
-        rule.__name__ for listed in rules.of_backend("open_instruct").values() for rule in listed
-    }
+    listed = {one for all_of in rules.of_backend("open_instruct").values() for one in all_of}
     # local files, which this table cannot make
-    assert everything - tried == {"local_splits"}
-
-
-def test_codes_have_one_severity_and_layer_or_a_reason() -> None:
-    known: dict[str, set[tuple[str, str]]] = {}
-    for _, _, (code, severity, layer, _) in SPEAKS:
-        known.setdefault(code, set()).add((severity, layer))
-    several = {code for code, kinds in known.items() if len(kinds) > 1}
-    # open-instruct's SFT trains on a set of its own, TRL stops; SFT crashes, DPO ignores it; a number
-    # may crash or do nothing; one tokenizer function stops, the others go on
-    assert several == {"no-data", "tracking-needs-wandb", "out-of-range", "unknown-template"}
+    assert {one.__name__ for one in listed if one.__doc__ not in tried} == {"local_splits"}

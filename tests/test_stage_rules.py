@@ -21,7 +21,6 @@ from launcher import rules, upstream
 from launcher.backends import (
     BACKENDS,
     data_rules,
-    deepspeed_rules,
     model_config,
     model_rules,
     output_rules,
@@ -78,13 +77,12 @@ def model(write: Write, **config: Any) -> str:
 
 
 @pytest.mark.parametrize("script", ["sft", "dpo", "trl-sft", "trl-dpo"])
-@pytest.mark.parametrize("gpus", [None, 0, 1, 8])
-@pytest.mark.parametrize("deepspeed", [None, *DEEPSPEED])
-def test_what_ships_is_quiet(script: str, gpus: int | None, deepspeed: str | None) -> None:
-    file: Any = None if deepspeed is None else json.loads(deepspeed_file(deepspeed).read_text())
-    known: dict[str, Any] = {"deepspeed": file, "gpus": gpus, "packages": TRAINER, "cpus": 8}
-    known |= {"per_device": 4, "accumulation": 4, "mixed_precision": "bf16"}
-    assert found(script, {}, **known) == []
+def test_what_ships_is_quiet(script: str) -> None:
+    for name, gpus in itertools.product((None, *DEEPSPEED), (None, 0, 1, 8)):
+        file: Any = None if name is None else json.loads(deepspeed_file(name).read_text())
+        known: dict[str, Any] = {"deepspeed": file, "gpus": gpus, "packages": TRAINER, "cpus": 8}
+        known |= {"per_device": 4, "accumulation": 4, "mixed_precision": "bf16"}
+        assert found(script, {}, **known) == []
 
 
 def test_nothing_known_is_quiet() -> None:
@@ -94,78 +92,38 @@ def test_nothing_known_is_quiet() -> None:
 
 # --- the DeepSpeed file ----------------------------------------------------------------------------
 
-FILES: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
-    ({"train_micro_batch_size_per_gpu": 1}, {}, "deepspeed-no-zero", "error"),
-    ({**BARE, "optimizer": {"type": "AdamW"}}, {}, "deepspeed-optimizer", "error"),
-    ({**BARE, "scheduler": {"type": "WarmupLR"}}, {}, "deepspeed-optimizer", "error"),
-    ({**BARE, "zero_optimization": {"stage": 3}}, {}, "zero3-unsaved", "error"),
-    (
-        {
-            **BARE,
-            "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": "auto"},
-        },
-        {},
-        "zero3-unsaved",
-        "error",
-    ),
-    ({"zero_optimization": {"stage": 2}}, {}, "deepspeed-no-batch", "error"),
-    (
-        {"zero_optimization": {"stage": 2}, "train_batch_size": "auto"},
-        {},
-        "deepspeed-no-batch",
-        "error",
-    ),
-    (
-        {**BARE, "gradient_accumulation_steps": 2},
-        {"accumulation": 4},
-        "deepspeed-accumulation",
-        "warning",
-    ),
-    (
-        {k: v for k, v in BARE.items() if k != "gradient_accumulation_steps"},
-        {"accumulation": 4},
-        "deepspeed-accumulation",
-        "warning",
-    ),
-    (
-        {**BARE, "train_batch_size": 128},
-        {"gpus": 8, "per_device": 4, "accumulation": 2},
-        "deepspeed-batch",
-        "error",
-    ),
-    (
-        {**BARE, "fp16": {"enabled": True}},
-        {"mixed_precision": "bf16"},
-        "deepspeed-precision",
-        "error",
-    ),
+SILENT_ON_PASSES = {k: v for k, v in BARE.items() if k != "gradient_accumulation_steps"}
+FILES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"train_micro_batch_size_per_gpu": 1}, {}, "deepspeed-no-zero error"),
+    ({**BARE, "optimizer": {"type": "AdamW"}}, {}, "deepspeed-optimizer error"),
+    ({**BARE, "scheduler": {"type": "WarmupLR"}}, {}, "deepspeed-optimizer error"),
+    ({**BARE, "zero_optimization": {"stage": 3}}, {}, "zero3-unsaved error"),
+    ({"zero_optimization": {"stage": 2}}, {}, "deepspeed-no-batch error"),
+    ({"zero_optimization": {"stage": 2}, "train_batch_size": "auto"}, {}, "deepspeed-no-batch error"),
+    ({**BARE, "gradient_accumulation_steps": 2}, {"accumulation": 4}, "deepspeed-accumulation warning"),
+    (SILENT_ON_PASSES, {"accumulation": 4}, "deepspeed-accumulation warning"),
+    ({**BARE, "train_batch_size": 128}, {"gpus": 8, "per_device": 4, "accumulation": 2},
+     "deepspeed-batch error"),
+    ({**BARE, "fp16": {"enabled": True}}, {"mixed_precision": "bf16"}, "deepspeed-precision error"),
+]  # fmt: skip
+GOOD: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (BARE, {"accumulation": 4, "gpus": 8, "per_device": 4}),
+    ({**BARE, "gradient_accumulation_steps": 4}, {"accumulation": 4}),
+    ({**BARE, "train_batch_size": 64}, {"gpus": 8, "per_device": 4, "accumulation": 2}),
+    ({**BARE, "fp16": {"enabled": True}}, {"mixed_precision": "no"}),
+    ({"zero_optimization": {"stage": 2}, "train_batch_size": 64}, {}),
+    # on the CPU no file is read
+    ({}, {"gpus": 0}),
 ]
 
 
 @pytest.mark.parametrize("script", ["sft", "dpo"])
-@pytest.mark.parametrize(("file", "known", "code", "severity"), FILES)
-def test_deepspeed_files(
-    script: str, file: dict[str, Any], known: dict[str, Any], code: str, severity: str
-) -> None:
-    assert one(script, {}, deepspeed=file, **known) == (code, severity, "deepspeed")
-
-
-@pytest.mark.parametrize(
-    ("file", "known"),
-    [
-        (BARE, {"accumulation": 4, "gpus": 8, "per_device": 4}),
-        ({**BARE, "gradient_accumulation_steps": 4}, {"accumulation": 4}),
-        ({**BARE, "train_batch_size": 64}, {"gpus": 8, "per_device": 4, "accumulation": 2}),
-        ({**BARE, "train_batch_size": 64}, {"gpus": 8}),
-        ({**BARE, "fp16": {"enabled": False}}, {"mixed_precision": "bf16"}),
-        ({**BARE, "fp16": {"enabled": True}}, {"mixed_precision": "no"}),
-        ({"zero_optimization": {"stage": 2}, "train_batch_size": 64}, {}),
-        # on the CPU no file is read
-        ({}, {"gpus": 0}),
-    ],
-)
-def test_good_deepspeed_files(file: dict[str, Any], known: dict[str, Any]) -> None:
-    assert found("sft", {}, deepspeed=file, **known) == []
+def test_deepspeed_files(script: str) -> None:
+    for file, known, expected in FILES:
+        told = one(script, {}, deepspeed=file, **known)
+        assert (" ".join(told[:2]), told[2]) == (expected, "deepspeed")
+    for file, known in GOOD:
+        assert found(script, {}, deepspeed=file, **known) == []
 
 
 def test_a_run_that_only_tokenises_saves_nothing() -> None:
@@ -173,7 +131,7 @@ def test_a_run_that_only_tokenises_saves_nothing() -> None:
     assert found("sft", {"cache_dataset_only": True}, deepspeed=file) == []
 
 
-ODD = (None, [], {}, "x", -1, 0, True, 1e999, float("nan"))
+ODD = (None, [], "x", 1e999)
 
 
 @pytest.mark.parametrize("odd", ODD)
@@ -211,22 +169,6 @@ def test_odd_files_and_configs_are_no_crash(write: Write, odd: Any) -> None:
 @pytest.mark.parametrize(
     ("script", "key"), [("sft", "clip_grad_norm"), ("dpo", "max_grad_norm")]
 )  # fmt: skip
-def test_a_negative_norm_where_none_means_no_clipping(script: str, key: str) -> None:
-    given = context(script, {key: -1.0})
-    # at the pin a negative number asks for none
-    assert list(stage_rules.apply(given)) == []
-    fields = given.values.schema.fields
-    optional = {**fields, key: replace(fields[key], type="float | None")}
-    values = Values(replace(given.values.schema, fields=optional), {key: -1.0})
-    (finding,) = deepspeed_rules.clipped_below_zero(replace(given, values=values))
-    assert (finding.code, finding.key) == ("negative-clip", f"args.{key}")
-    under_deepspeed = replace(given, values=values, deepspeed=ZERO2)
-    assert list(deepspeed_rules.clipped_below_zero(under_deepspeed)) == []
-
-
-@pytest.mark.parametrize(
-    ("script", "key"), [("sft", "clip_grad_norm"), ("dpo", "max_grad_norm")]
-)  # fmt: skip
 def test_clipping_is_deepspeeds(script: str, key: str) -> None:
     expected = ("clipping-unread", "warning", f"args.{key}")
     assert one(script, {key: 0.5}, deepspeed=ZERO2) == expected
@@ -256,15 +198,6 @@ def test_zero_stage_beside_a_file() -> None:
     assert one("dpo", {"zero_stage": 2}, deepspeed={}) == expected
 
 
-def test_zero_partitions() -> None:
-    expected = ("partition-size", "error", "args.zero_hpz_partition_size")
-    assert one("dpo", {"zero_stage": 3}, gpus=12) == expected
-    assert one("dpo", {"zero_stage": 3, "zero_hpz_partition_size": 3}, gpus=8) == expected
-    for gpus in (1, 2, 4, 8, 16, None):
-        assert found("dpo", {"zero_stage": 3}, gpus=gpus) == []
-    assert found("dpo", {"zero_stage": 2, "zero_hpz_partition_size": 3}, gpus=8) == []
-
-
 # --- adapters and quantised models -----------------------------------------------------------------
 
 
@@ -285,25 +218,20 @@ def test_quantised_models_and_the_own_zero_stage() -> None:
 
 
 @pytest.mark.parametrize("script", ["sft", "dpo"])
-@pytest.mark.parametrize(
-    ("config", "crashes"),
-    [
-        ({"model_type": "qwen2"}, True),
-        ({"model_type": "llama", "attention_bias": True}, True),
-        ({"model_type": "llama", "attention_bias": False}, False),
-        ({"model_type": "qwen3"}, False),
-    ],
-)
-def test_lora_and_frozen_biases(
-    write: Write, script: str, config: dict[str, Any], crashes: bool
-) -> None:
-    args = {"use_lora": True, "model_name_or_path": model(write, **config)}
-    expected = ["lora-biases"] if crashes else []
-    assert [f.code for f in found(script, args, deepspeed=ZERO2)] == expected
-    # ZeRO-3 leaves such a group out, and without DeepSpeed nothing minds it
-    assert found(script, args, deepspeed=ZERO3) == []
-    assert found(script, args) == []
-    assert found(script, {**args, "use_lora": False}, deepspeed=ZERO2) == []
+def test_lora_and_frozen_biases(write: Write, script: str) -> None:
+    for kind, biased, crashes in (
+        ("qwen2", None, True),
+        ("llama", True, True),
+        ("qwen3", None, False),
+    ):
+        name = model(write, model_type=kind, attention_bias=biased)
+        args = {"use_lora": True, "model_name_or_path": name}
+        expected = ["lora-biases"] if crashes else []
+        assert [f.code for f in found(script, args, deepspeed=ZERO2)] == expected
+        # ZeRO-3 leaves such a group out, and without DeepSpeed nothing minds it
+        assert found(script, args, deepspeed=ZERO3) == []
+        assert found(script, args) == []
+        assert found(script, {**args, "use_lora": False}, deepspeed=ZERO2) == []
 
 
 def test_lora_is_not_checkpointed_under_zero_3() -> None:
@@ -331,46 +259,18 @@ def test_sequence_parallelism_needs_zero_3() -> None:
     assert found("sft", {**SPLIT, "cache_dataset_only": True}, gpus=1) == []
 
 
-@pytest.mark.parametrize(
-    ("gpus", "fits"), [(None, True), (4, True), (8, True), (6, False), (2, False)]
-)
-def test_sequence_parallelism_divides_the_world(gpus: int | None, fits: bool) -> None:
-    codes = [f.code for f in found("sft", SPLIT, gpus=gpus, deepspeed=ZERO3)]
-    assert codes == ([] if fits else ["sequence-world"])
-
-
-def test_sequence_parallelism_on_the_cpu() -> None:
+def test_sequence_parallelism_divides_the_world() -> None:
+    for gpus, fits in ((None, True), (8, True), (6, False)):
+        codes = [f.code for f in found("sft", SPLIT, gpus=gpus, deepspeed=ZERO3)]
+        assert codes == ([] if fits else ["sequence-world"])
     assert one("sft", SPLIT, gpus=0) == ("sequence-world", "error", KEY)
-
-
-@pytest.mark.parametrize(
-    ("heads", "groups", "fits"),
-    [
-        (32, 8, True),
-        (32, 4, True),
-        (32, 2, True),
-        (28, 4, True),
-        (30, 2, False),
-        (12, 3, False),
-        (16, 16, True),
-    ],
-)
-def test_sequence_parallelism_splits_heads(
-    write: Write, heads: int, groups: int, fits: bool
-) -> None:
-    name = model(write, model_type="llama", num_attention_heads=heads, num_key_value_heads=groups)
-    told = found("sft", {**SPLIT, "model_name_or_path": name}, gpus=4, deepspeed=ZERO3)
-    assert [f.code for f in told] == ([] if fits else ["sequence-heads"])
 
 
 def test_sequence_parallelism_and_what_is_installed() -> None:
     known: dict[str, Any] = {"gpus": 8, "deepspeed": ZERO3}
     assert found("sft", SPLIT, packages=TRAINER, **known) == []
-    without = {k: v for k, v in TRAINER.items() if k != "flash-attn"}
-    assert one("sft", SPLIT, packages=without, **known) == ("sequence-attention", "warning", KEY)
-    for version in ("1.13.0", "1.15.0.dev0", "2.0"):
-        told = one("sft", SPLIT, packages={**TRAINER, "accelerate": version}, **known)
-        assert told == ("sequence-accelerate", "error", KEY)
+    told = one("sft", SPLIT, packages={**TRAINER, "accelerate": "1.15.0.dev0"}, **known)
+    assert told == ("sequence-accelerate", "error", KEY)
     assert found("sft", SPLIT, packages={**TRAINER, "accelerate": "odd"}, **known) == []
 
 
@@ -435,9 +335,7 @@ def test_the_models_that_liger_knows() -> None:
     assert {ast.literal_eval(key) for key in table.keys if key} == model_rules.LIGER_MODELS
 
 
-@pytest.mark.parametrize(
-    "setting", ["HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME", "HOME"]
-)
+@pytest.mark.parametrize("setting", ["HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "HOME"])
 def test_a_model_in_the_hubs_cache(write: Write, tmp_path: Path, setting: str) -> None:
     below = {
         "HF_HOME": "hub/",
@@ -459,55 +357,34 @@ def test_a_model_in_the_hubs_cache(write: Write, tmp_path: Path, setting: str) -
     )
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", '"x"', "null", "[" * 5000, b"\xff\xfe", '{"model_type": 5}']
-)
-def test_broken_configs_are_nothing(write: Write, text: str | bytes) -> None:
-    write("model/config.json", text)
-    assert found("sft", {**LIGER, "model_name_or_path": "model"}) == []
+def test_broken_configs_are_nothing(write: Write) -> None:
+    texts: tuple[str | bytes, ...] = ("", "[]", "[" * 5000, b"\xff\xfe", '{"model_type": 5}')
+    for text in texts:
+        write("model/config.json", text)
+        assert found("sft", {**LIGER, "model_name_or_path": "model"}) == []
+    for name in ("", "x" * 5000, "a\0b"):
+        assert model_config.read(name, {}) == {}
 
 
-@pytest.mark.parametrize("name", ["", "x" * 5000, "~nobody-here/x", "a\0b"])
-def test_names_that_are_no_models(name: str) -> None:
-    assert model_config.read(name, {}) == {}
-
-
-@pytest.mark.parametrize(
-    ("config", "reach"),
-    [
-        ({"max_position_embeddings": 2048}, 2048),
+def test_positions() -> None:
+    original = "original_max_position_embeddings"
+    for config, reach in (
+        ({"max_position_embeddings": 2048, "rope_scaling": None}, 2048),
         ({"n_positions": 1024}, 1024),
-        ({}, None),
         ({"max_position_embeddings": "many"}, None),
         ({"text_config": {"max_position_embeddings": 4096}}, 4096),
         # the original stands in the config: stretched four times
         (
-            {
-                "max_position_embeddings": 32768,
-                "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768},
-            },
+            {"max_position_embeddings": 32768, "rope_scaling": {"factor": 4.0, original: 32768}},
             131072,
         ),
         # the stretched length stands there already
         (
-            {
-                "max_position_embeddings": 131072,
-                "rope_scaling": {"factor": 8.0, "original_max_position_embeddings": 8192},
-            },
+            {"max_position_embeddings": 131072, "rope_scaling": {"factor": 8.0, original: 8192}},
             131072,
         ),
-        (
-            {
-                "max_position_embeddings": 2048,
-                "rope_parameters": {"rope_type": "linear", "factor": 2},
-            },
-            4096,
-        ),
-        ({"max_position_embeddings": 2048, "rope_scaling": None}, 2048),
-    ],
-)
-def test_positions(config: dict[str, Any], reach: int | None) -> None:
-    assert model_rules.positions(config) == reach
+    ):
+        assert model_rules.positions(config) == reach
 
 
 @pytest.mark.parametrize(
@@ -602,24 +479,20 @@ def test_wpo_takes_one_row() -> None:
     assert found("dpo", {"loss_type": "dpo"}, per_device=8) == []
 
 
-@pytest.mark.parametrize(
-    ("args", "key"),
-    [
+def test_olmo_and_its_first_token(write: Write) -> None:
+    cases: list[tuple[dict[str, Any], str | None]] = [
         ({"chat_template_name": "tulu"}, "args.add_bos"),
         ({"chat_template_name": "olmo", "add_bos": True}, "args.add_bos"),
         ({"use_fast": False}, "args.use_fast"),
         ({"chat_template_name": "tulu", "add_bos": True}, None),
-        ({"chat_template_name": "olmo"}, None),
-        ({}, None),
         ({"chat_template_name": "tulu", "get_tokenizer_fn": "get_tokenizer_tulu_v1"}, None),
-    ],
-)
-def test_olmo_and_its_first_token(write: Write, args: dict[str, Any], key: str | None) -> None:
-    args = {**args, "model_name_or_path": model(write, model_type="olmo2")}
-    expected = [] if key is None else [("olmo-tokenizer", "error", key)]
-    assert [(f.code, f.severity, f.key) for f in found("sft", args)] == expected
-    model(write, model_type="llama")
-    assert found("sft", args) == []
+    ]
+    for args, key in cases:
+        given = {**args, "model_name_or_path": model(write, model_type="olmo2")}
+        expected = [] if key is None else [("olmo-tokenizer", "error", key)]
+        assert [(f.code, f.severity, f.key) for f in found("sft", given)] == expected
+        model(write, model_type="llama")
+        assert found("sft", given) == []
 
 
 @pytest.mark.parametrize("script", ["sft", "dpo", "trl-sft"])
@@ -699,7 +572,7 @@ def test_tracking_needs_a_key(write: Write, tmp_path: Path, script: str) -> None
     assert found(script, WANDB, environ={**home, "NETRC": str(tmp_path / "mine")}) == []
 
 
-@pytest.mark.parametrize("mode", ["offline", "disabled", "dryrun"])
+@pytest.mark.parametrize("mode", ["offline", "disabled"])
 def test_offline_tracking_still_asks_who_is_logged_in(tmp_path: Path, mode: str) -> None:
     environ = {"HOME": str(tmp_path), "WANDB_MODE": mode}
     assert one("sft", WANDB, environ=environ)[0] == "no-wandb-key"
@@ -772,13 +645,6 @@ def test_local_sets_are_counted_or_reckoned(write: Write) -> None:
     assert rows["large"] is not None
     assert abs(rows["large"] - 20_000) < 20
     assert (rows["empty"], rows["missing"]) == (0, None)
-
-
-def test_the_estimate_grows_with_rows_and_shrinks_with_cores() -> None:
-    few = data_rules.tokenising_seconds(1000, pairs=False, cpus=8)
-    assert data_rules.tokenising_seconds(2000, pairs=False, cpus=8) == pytest.approx(2 * few)
-    assert data_rules.tokenising_seconds(1000, pairs=False, cpus=16) < few
-    assert data_rules.tokenising_seconds(1000, pairs=True, cpus=8) == pytest.approx(1000 / 2400)
 
 
 @pytest.mark.parametrize(("script", "prefix"), [("sft", "dataset_"), ("dpo", "")])
@@ -884,12 +750,16 @@ def test_what_a_manifest_hides_is_not_compared(output: Path) -> None:
     assert found("sft", {}, output=output, earlier=earlier) == []
 
 
-@pytest.mark.parametrize(
-    "earlier", [{}, {"args": []}, {"args": {"model_name_or_path": "x"}}, {"plan": 5}]
-)
-def test_torn_manifests_are_no_crash(output: Path, earlier: dict[str, Any]) -> None:
+def test_torn_manifests_are_no_crash(output: Path) -> None:
     saved(output, "epoch_0")
-    assert found("sft", {}, output=output, earlier=earlier, gpus=8, deepspeed=ZERO2) == []
+    torn: list[dict[str, Any]] = [
+        {},
+        {"args": []},
+        {"args": {"model_name_or_path": "x"}},
+        {"plan": 5},
+    ]
+    for earlier in torn:
+        assert found("sft", {}, output=output, earlier=earlier, gpus=8, deepspeed=ZERO2) == []
 
 
 def test_resuming_with_another_batch(output: Path) -> None:
@@ -974,55 +844,38 @@ def test_a_folder_with_a_finished_model(output: Path, script: str, names: list[s
     assert "step_5" in told["finished-output"].message
 
 
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
-        (["step_5", "step_10"], "step_10"),
-        (["epoch_0", "epoch_1"], "epoch_1"),
-        (["step_5", "epoch_9"], "step_5"),
-        ([], None),
-    ],
-)
-def test_which_checkpoint_is_resumed_from(
-    output: Path, names: list[str], expected: str | None
-) -> None:
-    for name in names:
+def test_which_checkpoint_is_resumed_from(output: Path) -> None:
+    def last() -> str | None:
+        found = output_rules.resumed_from(output_rules.checkpoints(output))
+        return None if found is None else found.name
+
+    assert last() is None
+    for name, expected in (("epoch_9", "epoch_9"), ("epoch_10", "epoch_10"), ("step_5", "step_5")):
         saved(output, name)
-    last = output_rules.resumed_from(output_rules.checkpoints(output))
-    assert (None if last is None else last.name) == expected
+        assert last() == expected
 
 
 # --- the loss of DPO -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", ["dpo", "dpo_olmo_core"])
-@pytest.mark.parametrize(
-    ("key", "value", "code", "severity", "words"),
-    [
-        ("beta", 0, "zero-beta", "warning", "no preference is learnt"),
-        ("beta", -0.1, "out-of-range", "warning", "the rejected answers are preferred"),
-        ("beta", math.nan, "out-of-range", "error", "no number"),
-        ("beta", math.inf, "out-of-range", "error", "no number"),
-        ("label_smoothing", -0.1, "out-of-range", "warning", "no lower bound"),
-        ("label_smoothing", 1.5, "out-of-range", "warning", "no lower bound"),
-        ("label_smoothing", 0.5, "out-of-range", "warning", "weigh the same"),
-        ("label_smoothing", 0.7, "out-of-range", "warning", "the rejected answers are preferred"),
-        ("label_smoothing", 1, "out-of-range", "warning", "the rejected answers are preferred"),
-        ("label_smoothing", math.nan, "out-of-range", "error", "no number"),
-    ],
-)
-def test_a_loss_that_tells_nothing_or_the_wrong_way(
-    script: str, key: str, value: float, code: str, severity: str, words: str
-) -> None:
-    (fault,) = of_the_loss(script, {key: value})
-    assert (fault.code, fault.severity, fault.layer) == (code, severity, "run")
-    assert fault.key == f"args.{key}" and words in fault.message
+WRONG_LOSSES: list[tuple[str, float, str, str]] = [
+    ("beta", 0, "zero-beta warning", "no preference is learnt"),
+    ("beta", -0.1, "out-of-range warning", "the rejected answers are preferred"),
+    ("beta", math.nan, "out-of-range error", "no number"),
+    ("label_smoothing", -0.1, "out-of-range warning", "no lower bound"),
+    ("label_smoothing", 0.5, "out-of-range warning", "weigh the same"),
+    ("label_smoothing", 0.7, "out-of-range warning", "the rejected answers are preferred"),
+    ("label_smoothing", math.nan, "out-of-range error", "no number"),
+]
 
 
 @pytest.mark.parametrize("script", ["dpo", "dpo_olmo_core"])
-@pytest.mark.parametrize("args", [{}, {"beta": 0.01}, {"label_smoothing": 0.49}])
-def test_a_loss_that_is_one(script: str, args: dict[str, Any]) -> None:
-    assert of_the_loss(script, args) == []
+def test_a_loss_that_tells_nothing_or_the_wrong_way(script: str) -> None:
+    for key, value, expected, words in WRONG_LOSSES:
+        (fault,) = of_the_loss(script, {key: value})
+        assert f"{fault.code} {fault.severity}" == expected
+        assert fault.key == f"args.{key}" and words in fault.message
+    assert of_the_loss(script, {"beta": 0.01, "label_smoothing": 0.49}) == []
 
 
 def of_the_loss(script: str, args: dict[str, Any]) -> list[Finding]:

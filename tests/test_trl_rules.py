@@ -115,6 +115,7 @@ GOES_WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("sft", {"report_to": "wandbb"}, "unknown-report error report_to"),
     ("sft", {"eval_strategy": "epoch", "metric_for_best_model": "rewards/margins"},
      "unknown-metric error metric_for_best_model"),
+    ("sft", {"model_init_kwargs": '{"dtype": "bf16"}'}, "model-arguments error model_init_kwargs"),
     ("sft", {**LORA, "lora_task_type": "causal_lm"}, "lora-task error lora_task_type"),
     ("dpo", {"dtype": "bfloat16", "model_init_kwargs": '{"dtype": "float32"}'},
      "conditional-key warning dtype"),

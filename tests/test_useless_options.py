@@ -21,7 +21,6 @@ STAGE = str(Path(__file__).parent.parent / "configs" / "demo" / "sft.yaml")
 @pytest.mark.parametrize(
     "words",
     [
-        ("--slurm", "--detach"),
         ("--slurm", "--devices", "0"),
         ("--slurm", "--skypilot", "t.yaml"),
         ("--skypilot", "t.yaml", "--on-finish", "true"),

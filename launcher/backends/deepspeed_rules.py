@@ -5,6 +5,7 @@ Line numbers are those of the pin and of the packages named in tests/test_upstre
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from launcher.backends import model_config, trl_resolved
 from launcher.backends.context import Context, StageRule, caches_only, section
 from launcher.backends.rule import say
-from launcher.errors import Finding
+from launcher.errors import Finding, brief
 
 # attention with biases whatever else their config says; `attention_bias` tells for the others
 _BIASED = frozenset({"qwen2", "qwen2_moe"})
@@ -171,24 +172,6 @@ def clipping(context: Context) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def clipped_below_zero(context: Context) -> Iterator[Finding]:
-    """torch/nn/utils/clip_grad.py:164: times the norm asked for, divided by their own, at most times 1.
-
-    A source whose argument can be None, as the pin's cannot, takes that for none and clips by any number.
-    """
-    values = context.values
-    key = "clip_grad_norm" if "clip_grad_norm" in values else "max_grad_norm"
-    if context.distributed or not values.given(key) or values[key] >= 0:
-        return
-    if "None" in values.schema.fields[key].type:
-        yield say(
-            "warning", "run", "negative-clip", key,
-            f"`{key}: {values[key]}` turns every gradient around: only where it is not set does this source "
-            "not clip",
-            "delete the line",
-        )  # fmt: skip
-
-
 def precision(context: Context) -> Iterator[Finding]:
     """accelerate/utils/dataclasses.py:1440."""
     file, wanted = context.file, context.mixed_precision
@@ -226,34 +209,6 @@ def two_zero_stages(context: Context) -> Iterator[Finding]:
         f"`zero_stage: {own}` replaces `deepspeed:`: nothing of that file is read{differs}",
         "keep one: `deepspeed:` for a file, `zero_stage` for upstream's own settings",
     )  # fmt: skip
-
-
-def partition_size(context: Context) -> Iterator[Finding]:
-    """dpo_tune_cache.py:103: ZeRO-3's second partition must divide the number of processes."""
-    size, gpus = context.values["zero_hpz_partition_size"], context.gpus
-    if context.values["zero_stage"] != 3 or not gpus or not isinstance(size, int):
-        return
-    if size < 1 or gpus % min(size, gpus):
-        yield say(
-            "error", "run", "partition-size", "zero_hpz_partition_size",
-            f"`zero_hpz_partition_size: {size}` does not divide {gpus} GPUs",
-        )  # fmt: skip
-
-
-def no_time(context: Context) -> Iterator[Finding]:
-    """finetune.py:377, dpo_tune_cache.py:126: the time in which processes have to find each other
-    (accelerate/state.py:215, accelerate/state.py:244); one without DeepSpeed looks for nobody.
-    """
-    seconds, gpus = context.values["timeout"], context.gpus
-    if not isinstance(seconds, int) or seconds > 0 or gpus == 0:
-        return
-    several = context.distributed or (gpus or 0) > 1
-    if several or gpus is None:
-        yield say(
-            "error" if several else "warning", "run", "no-timeout", "timeout",
-            f"`timeout: {seconds}` leaves the processes no time to find each other",
-            "write a number of seconds, or delete the line",
-        )  # fmt: skip
 
 
 # --- adapters and quantised models -----------------------------------------------------------------
@@ -323,13 +278,71 @@ def frozen_released(context: Context) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+# --- one sequence over several GPUs ----------------------------------------------------------------
+
+_SEQUENCE = "sequence_parallel_size"
+# accelerate builds no device mesh for DeepSpeed's sequence parallelism from here on
+_NO_MESH = (1, 13)
+
+
+def _split(context: Context) -> int:
+    """Over how many processes a sequence is split; 1 where it is not."""
+    size = context.values["sequence_parallel_size"]
+    return size if isinstance(size, int) and size > 1 and not caches_only(context) else 1
+
+
+def sequence_stage(context: Context) -> Iterator[Finding]:
+    """finetune.py:803 finds no `shift_labels` without DeepSpeed; finetune.py:322 asks for ZeRO-3."""
+    if (size := _split(context)) == 1 or context.gpus == 0:
+        return
+    stage = context.zero_stage
+    if stage is None:
+        yield say(
+            "error", "run", "sequence-zero-stage", _SEQUENCE,
+            f"`sequence_parallel_size: {size}` crashes without DeepSpeed, which splits the batches",
+            "write `deepspeed: zero3`",
+        )  # fmt: skip
+    elif stage != 3:
+        yield say(
+            "warning", "run", "sequence-zero-stage", _SEQUENCE,
+            f"`sequence_parallel_size: {size}` requires ZeRO-3, upstream says; this is stage {stage}",
+            "write `deepspeed: zero3`",
+        )  # fmt: skip
+
+
+def sequence_world(context: Context) -> Iterator[Finding]:
+    """finetune.py:385."""
+    size, gpus = _split(context), context.gpus
+    if gpus is not None and (world := max(1, gpus)) % size:
+        yield say(
+            "error", "run", "sequence-world", _SEQUENCE,
+            f"`sequence_parallel_size: {size}` does not divide {world} process(es)",
+            f"use a multiple of {size} GPUs, or another size",
+        )  # fmt: skip
+
+
+def sequence_mesh(context: Context) -> Iterator[Finding]:
+    """finetune.py:836 asks accelerate for a mesh; accelerate/parallelism_config.py:221 makes none."""
+    have = (context.packages or {}).get("accelerate")
+    if _split(context) > 1 and have is not None and _release(have) >= _NO_MESH:
+        yield say(
+            "error", "run", "sequence-accelerate", _SEQUENCE,
+            f"`sequence_parallel_size` crashes with accelerate {brief(have)}: since 1.13 it makes no "
+            "device mesh for it",
+            "pip install 'accelerate<1.13' (the pin's own lock file has 1.12.0)",
+        )  # fmt: skip
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
 _SHARED: tuple[StageRule, ...] = (
     zero_section, own_optimizer, unsaved_weights, no_batch, accumulation_of_the_file,
-    batch_of_the_file, clipping, clipped_below_zero, precision, half_precision, no_time, quantised,
-    frozen_biases,
+    batch_of_the_file, clipping, precision, half_precision, quantised, frozen_biases,
 )  # fmt: skip
 
 RULES: Mapping[str, tuple[StageRule, ...]] = {
-    "sft": (*_SHARED, frozen_released),
-    "dpo": (*_SHARED, two_zero_stages, partition_size),
+    "sft": (*_SHARED, frozen_released, sequence_stage, sequence_world, sequence_mesh),
+    "dpo": (*_SHARED, two_zero_stages),
 }

@@ -1,4 +1,4 @@
-"""Rules about what a model is loaded with beside its name: keys that its config has not, or cannot take.
+"""Rules about the loading of a model: is it here and whole, and what is it loaded with beside its name?
 
 TRL hands `model_init_kwargs` to the model's loader, which refuses what it does not know; open-instruct's
 `additional_model_arguments` go to the config's, which drops it.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from launcher.backends.context import Context, StageRule, caches_only
 from launcher.backends.rule import say
 from launcher.backends.trl_resolved import inline
 from launcher.errors import Finding, InvalidConfig, Severity, brief
+from launcher.paths import is_file
 from launcher.shapes import Shape
 
 # transformers/modeling_utils.py:3819 and what it takes from the others below; TRL's own are among them
@@ -63,18 +65,15 @@ CONFIGS: Mapping[str, frozenset[str]] = {
         "olmo3": "attention_bias hidden_act layer_types rms_norm_eps sliding_window",
     }.items()
 }
-_DROPPED = frozenset({"mirror", "low_cpu_mem_usage", "from_tf", "from_flax", "offload_state_dict"})
-# what only a program can give
-_NO_TEXT = ("output_loading_info", "state_dict", "generation_config", "distributed_config")
-_DEVICE = re.compile(r"auto|balanced|balanced_low_0|sequential|(cpu|cuda|xpu|npu|mps|hpu)(:\d+)?")
 _BITS = frozenset({"load_in_4bit", "load_in_8bit"})
 _QUANTISERS = {
     "bitsandbytes": ("bitsandbytes",), "gptq": ("optimum", "gptqmodel"), "awq": ("gptqmodel",),
     "hqq": ("hqq",), "torchao": ("torchao",), "quanto": ("optimum-quanto",), "aqlm": ("aqlm",),
     "compressed-tensors": ("compressed-tensors",), "auto-round": ("auto-round",),
 }  # fmt: skip
-# trl/trainer/utils.py:1335
-_TYPES = ("auto", "bfloat16", "float16", "float32")
+# what transformers wants to read files of torch.save with
+_UNPICKLES = (2, 6)
+_WHOLE = "finish the run that makes it, or copy it again"
 
 
 def given_to_loader(context: Context) -> tuple[str, Mapping[str, Any]]:
@@ -119,75 +118,6 @@ def unknown_names(context: Context) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def architecture(context: Context) -> Iterator[Finding]:
-    """trl/trainer/utils.py:1355 makes the class that the config names, whatever it is for."""
-    values = context.values
-    config = _config(context) if values.schema.backend == "trl" else {}
-    named = config.get("architectures")
-    first = str(named[0]) if isinstance(named, list) and named else None
-    name = brief(values["model_name_or_path"])
-    if config.get("model_type") not in CONFIGS or "architectures" not in config:
-        return
-    if first is None:
-        said = f"the config of {name} names no `architectures`, of which TRL takes the first"
-    elif not first.endswith("ForCausalLM"):
-        said = f"{name} is a {brief(first)}, which TRL loads as it is, and cannot train"
-    else:
-        return
-    yield say(
-        "error", "run", "model-arguments", "model_name_or_path", said,
-        "name a causal language model, or correct `architectures` in its config.json",
-    )  # fmt: skip
-
-
-def precision(context: Context) -> Iterator[Finding]:
-    """trl/trainer/utils.py:1339."""
-    key, given = given_to_loader(context)
-    name = given.get("dtype")
-    if context.values.schema.backend == "trl" and name is not None and name not in _TYPES:
-        yield say(
-            "error", "run", "model-arguments", key,
-            f"`{key}`: TRL refuses `dtype: {brief(name)}`", f"one of {', '.join(_TYPES)}",
-        )  # fmt: skip
-
-
-def unusable(context: Context) -> Iterator[Finding]:
-    """transformers/modeling_utils.py:4093 drops some, transformers/integrations/accelerate.py:122 knows
-    devices by name; each of the others was seen to end the real trainer.
-    """
-    values, (key, given) = context.values, given_to_loader(context)
-    if values.schema.backend != "trl":
-        return
-    for name in sorted(given.keys() & _DROPPED):
-        yield say(
-            "warning", "run", "model-arguments-unread", key,
-            f"`{key}`: `{name}` is not read any more", "delete it",
-        )  # fmt: skip
-    crashes = [name for name in sorted(_NO_TEXT) if given.get(name) not in (None, False)]
-    place = given.get("device_map")
-    placed = place if isinstance(place, str) else None
-    if placed is not None and not _DEVICE.fullmatch(placed):
-        crashes.append("device_map")
-    own = _config(context) if given else {}
-    # transformers checks the types of a config
-    crashes += [
-        n for n, v in given.items() if isinstance(v, str) and isinstance(own.get(n), int | float)
-    ]
-    for name in crashes:
-        yield say(
-            "error", "run", "model-arguments", key,
-            f"`{key}`: `{name}: {brief(given[name])}` ends in a crash when the model is loaded",
-            f"leave out `{name}`",
-        )  # fmt: skip
-    # trl/trainer/sft_trainer.py:692, trl/trainer/dpo_trainer.py:570
-    if place is not None and not crashes and context.gpus is not None and context.gpus > 1:
-        yield say(
-            "warning", "run", "conditional-key", key,
-            f"`{key}`: `device_map` is not read by {context.gpus} processes: each has the model on its GPU",
-            "leave out `device_map`",
-        )  # fmt: skip
-
-
 def quantised(context: Context) -> Iterator[Finding]:
     """transformers/quantizers/auto.py:110: each kind of quantised weights needs its own package."""
     key, given = given_to_loader(context)
@@ -211,63 +141,6 @@ def quantised(context: Context) -> Iterator[Finding]:
             "error", "run", "missing-packages", key,
             f"weights quantised by {method} need {' and '.join(missing)}, which the trainer's Python lacks",
             f"pip install {' '.join(missing)}",
-        )  # fmt: skip
-
-
-def rope(context: Context) -> Iterator[Finding]:
-    """transformers/configuration_utils.py:915: it replaces the whole mapping, and nothing is filled in."""
-    key, given = given_to_loader(context)
-    for name in ("rope_scaling", "rope_parameters"):
-        value = given.get(name)
-        if not isinstance(value, dict) or context.values.schema.backend != "trl":
-            continue
-        # some families have a mapping for each kind of layer
-        if "rope_theta" not in value and not any(isinstance(one, dict) for one in value.values()):
-            yield say(
-                "error", "run", "model-arguments", key,
-                f"`{key}`: `{name}` replaces all that the model's config says of it, and has no `rope_theta`",
-                "add `rope_theta`, as it is in the model's config.json",
-            )  # fmt: skip
-
-
-def unsaved(context: Context) -> Iterator[Finding]:
-    """transformers/configuration_utils.py:556: a config is checked when it is saved, after training."""
-    key, given = given_to_loader(context)
-    if context.values.schema.backend != "trl":
-        return
-    config = _config(context) if given else {}
-    wanted = [name for name in ("output_attentions", "output_hidden_states") if given.get(name)]
-    layers = given.get("num_hidden_layers", config.get("num_hidden_layers"))
-    kinds = given.get("layer_types", config.get("layer_types"))
-    if {"num_hidden_layers", "layer_types"} & given.keys() and isinstance(kinds, list):
-        wanted += ["num_hidden_layers"] if len(kinds) != layers else []
-    for name in wanted:
-        why = f": `layer_types` has {len(kinds)} entries" if name == "num_hidden_layers" else ""
-        yield say(
-            "error", "run", "model-arguments", key,
-            f"`{key}`: a model with `{name}: {brief(given.get(name, layers))}` cannot be saved when it is "
-            f"trained{why}", f"leave out `{name}`",
-        )  # fmt: skip
-
-
-def other_sizes(context: Context) -> Iterator[Finding]:
-    """transformers/modeling_utils.py:4267 makes the model by the changed config: its weights must fit."""
-    key, given = given_to_loader(context)
-    values = context.values
-    name, revision = values["model_name_or_path"], values.get("model_revision")
-    was = _shape(model_config.read(name, context.environ, revision)) if given else None
-    now = None if was is None else _shape({**_config(context), **given})
-    if was is None or now is None or given.get("ignore_mismatched_sizes"):
-        return
-    before, after = {**was.outer, **was.layer}, {**now.outer, **now.layer}
-    other = [name for name in before.keys() & after.keys() if before[name] != after[name]]
-    if other:
-        yield say(
-            "error", "run", "model-arguments", key,
-            f"`{key}`: the weights of {brief(name)} do not fit: "
-            f"{min(other)} is {_size(before[min(other)])} in its files, and would be "
-            f"{_size(after[min(other)])}",
-            "leave out what changes the model's sizes",
         )  # fmt: skip
 
 
@@ -326,6 +199,157 @@ def _shape(config: Mapping[str, Any]) -> Shape | None:
         return None
 
 
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
+# --- what lies here --------------------------------------------------------------------------------
+
+
+def missing_model(context: Context) -> Iterator[Finding]:
+    """finetune.py:541, dpo_tune_cache.py:279, trl/scripts/sft.py:104: neither a folder nor a hub name; nor
+    what open-instruct takes the config or the tokenizer from (finetune.py:526, finetune.py:411).
+    """
+    if not context.running:
+        return
+    seen = set()
+    for key in ("model_name_or_path", "config_name", "tokenizer_name_or_path"):
+        name = context.values.get(key)
+        if isinstance(name, str) and name and name not in seen:
+            seen.add(name)
+            yield from _missing(context, key, name)
+
+
+def _missing(context: Context, key: str, name: str) -> Iterator[Finding]:
+    # the config alone may be a file
+    if is_file(Path(name)) and key != "config_name":
+        yield say(
+            "error", "run", "missing-model", key, f"{name} is a file, no folder",
+            f"name the folder with its config.json, such as {Path(name).parent}",
+        )  # fmt: skip
+        return
+    if model_config.here(name) or (key == "model_name_or_path" and _config(context)):
+        return
+    if model_config.is_path(name):
+        yield say(
+            "error", "run", "missing-model", key, f"there is no folder {name} here",
+            "relative paths start where launch is started; `~` is not expanded",
+        )  # fmt: skip
+    elif model_config.offline(context.environ) and not model_config.cached(name, context.environ):
+        yield say(
+            "error", "run", "missing-model", key,
+            f"{name} is neither here nor in the hub's cache, and HF_HUB_OFFLINE is set",
+            "unset HF_HUB_OFFLINE, or download it first",
+        )  # fmt: skip
+    elif _half_here(name) and not model_config.cached(name, context.environ):
+        yield say(
+            "warning", "run", "missing-model", key,
+            f"there is no {name} here, although there is {name.partition('/')[0]}/: it is taken for a name "
+            "on the hub", "correct the path, or write ./ before it to mean a folder",
+        )  # fmt: skip
+
+
+def incomplete_model(context: Context) -> Iterator[Finding]:
+    """transformers/modeling_utils.py:631, transformers/models/auto/configuration_auto.py:433: seen when
+    it is loaded, on every GPU. A folder with a config alone is one to plan with.
+    """
+    values = context.values
+    model, revision = values["model_name_or_path"], values.get("model_revision")
+    config = values.get("config_name")
+    loader = given_to_loader(context)[1] if values.schema.backend == "trl" else {}
+    if caches_only(context) or loader.get("gguf_file"):
+        return
+    key = "config_name" if config else "model_name_or_path"
+    folder, fault = _read_from(context, config or model, revision), None
+    if folder is not None and (fault := model_files.config_fault(folder)) is not None:
+        yield _incomplete(context, "incomplete-model", key, fault)
+    if fault is not None and not config:
+        return
+    if (folder := _read_from(context, model, revision)) is not None:
+        fault = model_files.weights_fault(folder, loader) or _unloaded(context, folder, loader)
+        if fault is not None:
+            yield _incomplete(context, "incomplete-model", "model_name_or_path", fault)
+
+
+def _unloaded(context: Context, folder: Path, loader: Mapping[str, Any]) -> str | None:
+    """What the trainer's packages make of weights that are whole.
+
+    transformers/integrations/peft.py:340 puts an adapter beside them on, and freezes all;
+    transformers/modeling_utils.py:360 unpickles nothing with an older torch.
+    """
+    if is_file(folder / model_files.ADAPTER) and not context.lacks("peft"):
+        return f"the adapter beside its weights ({model_files.ADAPTER}) is put on, and nothing is trained"
+    pickled, torch = model_files.pickled(folder, loader), (context.packages or {}).get("torch")
+    if pickled is not None and torch is not None and _release(torch) < _UNPICKLES:
+        return f"torch {torch} is too old for {pickled}: transformers wants 2.6, or safetensors"
+    return None
+
+
+def incomplete_tokenizer(context: Context) -> Iterator[Finding]:
+    """transformers/models/qwen2/tokenization_qwen2.py:53: without its files one without words is made."""
+    values = context.values
+    named = [key for key in ("tokenizer_name_or_path", "model_name_or_path") if values.get(key)]
+    revision = values.get("tokenizer_revision") or values.get("model_revision")
+    for key in (*named[:1], "chat_template_path"):
+        folder = _read_from(context, values.get(key), revision)
+        if folder is not None and (fault := model_files.tokenizer_fault(folder)) is not None:
+            yield _incomplete(context, "incomplete-tokenizer", key, fault)
+
+
+def _incomplete(context: Context, code: str, key: str, fault: str) -> Finding:
+    name = str(context.values[key])
+    return say(
+        "error" if context.running else "warning", "run", code, key,
+        f"{brief(name)} cannot be trained from: {fault}",
+        f"git -C {shlex.quote(name)} lfs pull" if "git-lfs" in fault else _WHOLE,
+    )  # fmt: skip
+
+
+def _read_from(context: Context, name: object, revision: str | None) -> Path | None:
+    """The folder that is read and nothing else: of the hub's cache what is missing is fetched.
+
+    One that only describes a model says nothing before something is to be started.
+    """
+    folder = None
+    if isinstance(name, str) and name and Path(name).is_dir():
+        folder = Path(name)
+    elif model_config.offline(context.environ):
+        config = model_config.where(name, context.environ, revision)
+        folder = None if config is None else config.parent
+    described = folder is not None and not context.running and model_files.is_bare(folder)
+    return None if described else folder
+
+
+def revision_of_folder(context: Context) -> Iterator[Finding]:
+    """finetune.py:411, dpo_tune_cache.py:150, trl/scripts/sft.py:77: transformers/utils/hub.py:404 reads a
+    folder as it is.
+    """
+    values = context.values
+    model, tokenizer = values["model_name_or_path"], values.get("tokenizer_name_or_path")
+    own = values.get("tokenizer_revision")
+    read = {
+        "model_revision": {model, values.get("config_name")}
+        | ({tokenizer} if own is None else set()),
+        "tokenizer_revision": {tokenizer or model},
+    }
+    for key, names in read.items():
+        revision = values.get(key)
+        folders = [name for name in names if isinstance(name, str) and name]
+        if revision in (None, "main") or not folders or not all(map(model_config.here, folders)):
+            continue
+        yield say(
+            "warning", "run", "conditional-key", key,
+            f"`{key}: {brief(revision)}` does nothing here: {brief(folders[0])} is a folder, which has no "
+            "revisions", "delete the line",
+        )  # fmt: skip
+
+
+def _half_here(name: str) -> bool:
+    """Whether a name of two words begins with a folder that is here: a path with a mistake in it."""
+    return "/" in name and model_config.here(name.partition("/")[0])
+
+
 RULES: tuple[StageRule, ...] = (
-    unknown_names, architecture, precision, unusable, quantised, rope, unsaved, other_sizes, other_weights,
+    missing_model, incomplete_model, incomplete_tokenizer, revision_of_folder, unknown_names, quantised,
+    other_weights,
 )  # fmt: skip

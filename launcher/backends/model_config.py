@@ -153,6 +153,21 @@ def hub_home(environ: Mapping[str, str]) -> Path:
     return _joined(base or str(home(environ) / ".cache"), "huggingface")
 
 
+def offline(environ: Mapping[str, str]) -> bool:
+    """Whether huggingface_hub is told to stay off the network."""
+    return offline_by(environ) is not None
+
+
+def offline_by(environ: Mapping[str, str]) -> str | None:
+    """The variable that keeps huggingface_hub off the network; the first of two that holds anything decides.
+
+    huggingface_hub/constants.py:194.
+    """
+    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    first = next((name for name in names if environ.get(name)), None)
+    return first if first and environ[first].upper() in {"1", "ON", "YES", "TRUE"} else None
+
+
 def home(environ: Mapping[str, str]) -> Path:
     """The user's home as the environment names it; a folder that is not there where it does not."""
     return Path(environ.get("HOME") or "/nonexistent")

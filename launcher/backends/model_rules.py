@@ -1,20 +1,16 @@
-"""Rules that need the model's own config, where that lies here; the Liger ones serve TRL as well."""
+"""Rules about what a model can do, by its config where that lies here; the Liger ones serve TRL too."""
 
 from __future__ import annotations
 
 import math
 import re
-import shlex
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from launcher.backends import model_config, model_files
+from launcher.backends import model_config
 from launcher.backends.context import Context, StageRule, caches_only, section
-from launcher.backends.loading_rules import CONFIGS, given_to_loader
 from launcher.backends.rule import say
-from launcher.errors import Finding, brief
-from launcher.paths import is_file
+from launcher.errors import Finding
 from launcher.schema import Values
 
 # liger_kernel/transformers/monkey_patch.py:2879, release 0.7.0, the one that the pin locks
@@ -30,10 +26,6 @@ LIGER_MODELS = frozenset({
 
 # what each of olmo-core's names needs installed (model_utils.py:51)
 _FLASH = {"flash_2": "flash-attn", "flash_3": "flash-attn-3", "flash_4": "flash-attn-4"}
-# what transformers wants to read files of torch.save with
-_UNPICKLES = (2, 6)
-_WHOLE = "finish the run that makes it, or copy it again"
-_OFFLINE = {"1", "ON", "YES", "TRUE"}
 
 
 def _own(context: Context) -> Mapping[str, Any]:
@@ -246,29 +238,6 @@ def dense_balancing(context: Context) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def dense_router(context: Context) -> Iterator[Finding]:
-    """trl/trainer/sft_trainer.py:1202, trl/trainer/dpo_trainer.py:902, transformers/trainer.py:3300: without
-    experts there is no such loss.
-    """
-    values, kind = context.values, _own(context).get("model_type")
-    names = CONFIGS.get(kind) if isinstance(kind, str) else None
-    if names is None or "output_router_logits" in names:
-        return
-    if values["router_aux_loss_coef"]:
-        yield say(
-            "error", "run", "balancing-dense", "router_aux_loss_coef",
-            f"`router_aux_loss_coef` is refused: a {kind} model has no experts to balance",
-            "delete the line",
-        )  # fmt: skip
-    metric, evaluated = values["metric_for_best_model"], values["eval_strategy"] != "no"
-    if evaluated and str(metric).removeprefix("eval_") == "aux_loss":
-        yield say(
-            "error", "run", "unknown-metric", "metric_for_best_model",
-            f"`metric_for_best_model: {metric}`: a {kind} model has no experts to balance",
-            "write `metric_for_best_model: loss`",
-        )  # fmt: skip
-
-
 def wpo_batch(context: Context) -> Iterator[Finding]:
     """dpo_utils.py:601 multiplies one number a row with one a token: only a single row fits."""
     rows = context.per_device
@@ -304,167 +273,7 @@ def _olmo(key: str, message: str) -> Finding:
     return say("error", "run", "olmo-tokenizer", key, f"{message}: upstream asserts it")
 
 
-def missing_model(context: Context) -> Iterator[Finding]:
-    """finetune.py:541, dpo_tune_cache.py:279, trl/scripts/sft.py:104: neither a folder nor a hub name; nor
-    what open-instruct takes the config or the tokenizer from (finetune.py:526, finetune.py:411).
-    """
-    if not context.running:
-        return
-    seen = set()
-    for key in ("model_name_or_path", "config_name", "tokenizer_name_or_path"):
-        name = context.values.get(key)
-        if isinstance(name, str) and name and name not in seen:
-            seen.add(name)
-            yield from _missing(context, key, name)
-
-
-def _missing(context: Context, key: str, name: str) -> Iterator[Finding]:
-    # the config alone may be a file
-    if is_file(Path(name)) and key != "config_name":
-        yield say(
-            "error", "run", "missing-model", key, f"{name} is a file, no folder",
-            f"name the folder with its config.json, such as {Path(name).parent}",
-        )  # fmt: skip
-        return
-    if model_config.here(name) or (key == "model_name_or_path" and _own(context)):
-        return
-    if model_config.is_path(name):
-        yield say(
-            "error", "run", "missing-model", key, f"there is no folder {name} here",
-            "relative paths start where launch is started; `~` is not expanded",
-        )  # fmt: skip
-    elif offline(context.environ) and not model_config.cached(name, context.environ):
-        yield say(
-            "error", "run", "missing-model", key,
-            f"{name} is neither here nor in the hub's cache, and HF_HUB_OFFLINE is set",
-            "unset HF_HUB_OFFLINE, or download it first",
-        )  # fmt: skip
-    elif _half_here(name) and not model_config.cached(name, context.environ):
-        yield say(
-            "warning", "run", "missing-model", key,
-            f"there is no {name} here, although there is {name.partition('/')[0]}/: it is taken for a name "
-            "on the hub", "correct the path, or write ./ before it to mean a folder",
-        )  # fmt: skip
-
-
-def incomplete_model(context: Context) -> Iterator[Finding]:
-    """transformers/modeling_utils.py:631, transformers/models/auto/configuration_auto.py:433: seen when
-    it is loaded, on every GPU. A folder with a config alone is one to plan with.
-    """
-    values = context.values
-    model, revision = values["model_name_or_path"], values.get("model_revision")
-    config = values.get("config_name")
-    loader = given_to_loader(context)[1] if values.schema.backend == "trl" else {}
-    if caches_only(context) or loader.get("gguf_file"):
-        return
-    faults: dict[str, str | None] = {}
-    if (folder := _read_from(context, config or model, revision)) is not None:
-        faults["config_name" if config else "model_name_or_path"] = model_files.config_fault(folder)
-    if (folder := _read_from(context, model, revision)) is not None:
-        fault = model_files.weights_fault(folder, loader) or _unloaded(context, folder, loader)
-        faults["model_name_or_path"] = faults.get("model_name_or_path") or fault
-    for key, said in faults.items():
-        if said is not None:
-            yield _incomplete(context, "incomplete-model", key, said)
-
-
-def _unloaded(context: Context, folder: Path, loader: Mapping[str, Any]) -> str | None:
-    """What the trainer's packages make of weights that are whole.
-
-    transformers/integrations/peft.py:340 puts an adapter beside them on, and freezes all;
-    transformers/modeling_utils.py:360 unpickles nothing with an older torch.
-    """
-    if is_file(folder / model_files.ADAPTER) and not context.lacks("peft"):
-        return f"the adapter beside its weights ({model_files.ADAPTER}) is put on, and nothing is trained"
-    pickled, torch = model_files.pickled(folder, loader), (context.packages or {}).get("torch")
-    if pickled is not None and torch is not None and _release(torch) < _UNPICKLES:
-        return f"torch {torch} is too old for {pickled}: transformers wants 2.6, or safetensors"
-    return None
-
-
-def incomplete_tokenizer(context: Context) -> Iterator[Finding]:
-    """transformers/models/qwen2/tokenization_qwen2.py:53: without its files one without words is made."""
-    values = context.values
-    named = [key for key in ("tokenizer_name_or_path", "model_name_or_path") if values.get(key)]
-    revision = values.get("tokenizer_revision") or values.get("model_revision")
-    for key in (*named[:1], "chat_template_path"):
-        folder = _read_from(context, values.get(key), revision)
-        if folder is not None and (fault := model_files.tokenizer_fault(folder)) is not None:
-            yield _incomplete(context, "incomplete-tokenizer", key, fault)
-
-
-def _incomplete(context: Context, code: str, key: str, fault: str) -> Finding:
-    name = str(context.values[key])
-    return say(
-        "error" if context.running else "warning", "run", code, key,
-        f"{brief(name)} cannot be trained from: {fault}",
-        f"git -C {shlex.quote(name)} lfs pull" if "git-lfs" in fault else _WHOLE,
-    )  # fmt: skip
-
-
-def _read_from(context: Context, name: object, revision: str | None) -> Path | None:
-    """The folder that is read and nothing else: of the hub's cache what is missing is fetched.
-
-    One that only describes a model says nothing before something is to be started.
-    """
-    folder = None
-    if isinstance(name, str) and name and Path(name).is_dir():
-        folder = Path(name)
-    elif offline(context.environ):
-        config = model_config.where(name, context.environ, revision)
-        folder = None if config is None else config.parent
-    described = folder is not None and not context.running and model_files.is_bare(folder)
-    return None if described else folder
-
-
-def revision_of_folder(context: Context) -> Iterator[Finding]:
-    """finetune.py:411, dpo_tune_cache.py:150, trl/scripts/sft.py:77: transformers/utils/hub.py:404 reads a
-    folder as it is.
-    """
-    values = context.values
-    model, tokenizer = values["model_name_or_path"], values.get("tokenizer_name_or_path")
-    own = values.get("tokenizer_revision")
-    read = {
-        "model_revision": {model, values.get("config_name")}
-        | ({tokenizer} if own is None else set()),
-        "tokenizer_revision": {tokenizer or model},
-    }
-    for key, names in read.items():
-        revision = values.get(key)
-        folders = [name for name in names if isinstance(name, str) and name]
-        if revision in (None, "main") or not folders or not all(map(model_config.here, folders)):
-            continue
-        yield say(
-            "warning", "run", "conditional-key", key,
-            f"`{key}: {brief(revision)}` does nothing here: {brief(folders[0])} is a folder, which has no "
-            "revisions", "delete the line",
-        )  # fmt: skip
-
-
-def _half_here(name: str) -> bool:
-    """Whether a name of two words begins with a folder that is here: a path with a mistake in it."""
-    return "/" in name and model_config.here(name.partition("/")[0])
-
-
-def offline(environ: Mapping[str, str]) -> bool:
-    """Whether huggingface_hub was told to stay off the network."""
-    return offline_by(environ) is not None
-
-
-def offline_by(environ: Mapping[str, str]) -> str | None:
-    """The variable that keeps huggingface_hub off the network; the first of two that holds anything decides.
-
-    huggingface_hub/constants.py:194.
-    """
-    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-    first = next((name for name in names if environ.get(name)), None)
-    return first if first and environ[first].upper() in _OFFLINE else None
-
-
-_LIGER: tuple[StageRule, ...] = (
-    liger_unknown, liger_on_cpu, beyond_positions, missing_model, incomplete_model,
-    incomplete_tokenizer, revision_of_folder,
-)  # fmt: skip
+_LIGER: tuple[StageRule, ...] = (liger_unknown, liger_on_cpu, beyond_positions)
 _SHARED: tuple[StageRule, ...] = (*_LIGER, packed_without_flash, dense_balancing, olmo_bos)
 
 RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {
@@ -472,5 +281,5 @@ RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {
         "sft": (*_SHARED, packed_alone, liger_without_fused_loss),
         "dpo": (*_SHARED, attention_missing, attention_replaced, wpo_batch),
     },
-    "trl": dict.fromkeys(("sft", "dpo"), (*_LIGER, dense_router)),
+    "trl": dict.fromkeys(("sft", "dpo"), _LIGER),
 }

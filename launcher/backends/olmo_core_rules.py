@@ -19,7 +19,7 @@ from typing import Any
 
 from launcher import shapes
 from launcher.backends import (
-    deepspeed_rules,
+    loading_rules,
     model_config,
     model_files,
     model_rules,
@@ -404,11 +404,11 @@ def offline_model(context: Context) -> Iterator[Finding]:
     No cache answers that (olmo_core/nn/hf/checkpoint.py:94), and of a folder it is not asked.
     """
     values, environ = context.values, context.environ
-    name, variable = values["model_name_or_path"], model_rules.offline_by(environ)
+    name, variable = values["model_name_or_path"], model_config.offline_by(environ)
     far = isinstance(name, str) and name and not model_config.here(name)
     if variable is None or not far or model_config.is_path(name) or caches_only(context):
         # dpo.py:213: a `config_name` is one of OLMo-core's own, no folder and nothing of the hub's
-        found = model_rules.missing_model(context)
+        found = loading_rules.missing_model(context)
         yield from (finding for finding in found if finding.key != "args.config_name")
         return
     shape = values.schema.models.get(name) or _shape_of(model_config.read(name, environ))
@@ -549,7 +549,7 @@ def positions(context: Context) -> Iterator[Finding]:
 STAGE_RULES: tuple[StageRule, ...] = (
     no_deepspeed, precision, other_shape, goes_on, no_compiler, accumulation, wandb_key, tokenising,
     wpo, positions, model_rules.attention_missing, model_rules.olmo_bos, offline_model, folder_unread,
-    service_rules.hub_token, service_rules.remote_code, deepspeed_rules.clipped_below_zero,
+    service_rules.hub_token, service_rules.remote_code,
 )  # fmt: skip
 
 

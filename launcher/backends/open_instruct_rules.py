@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from launcher.backends.mixer_rules import RULES as MIXER_RULES
 from launcher.backends.mixer_rules import listed, too_few_samples
-from launcher.backends.rule import Rule, say
+from launcher.backends.rule import Rule, check, say
 from launcher.backends.value_rules import RULES as VALUE_RULES
 from launcher.errors import Finding, brief
 from launcher.schema import Values, json_fault
@@ -97,16 +97,6 @@ def entity_twice(values: Values) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def push_by_default(values: Values) -> Iterator[Finding]:
-    """finetune.py:283, dpo_utils.py:159: the default uploads the model when training has ended."""
-    if values["push_to_hub"] and not values.given("push_to_hub"):
-        yield say(
-            "warning", "run", "push-by-default", "push_to_hub",
-            "the model will be uploaded to the hub: `push_to_hub` defaults to true",
-            "write `push_to_hub: false` and `try_launch_beaker_eval_jobs: false`, or true to keep it",
-        )  # fmt: skip
-
-
 def tracker_without_wandb(values: Values) -> Iterator[Finding]:
     """finetune.py:470 asks for wandb's tracker whatever `report_to` says (finetune.py:374)."""
     reported = values["report_to"]
@@ -163,44 +153,6 @@ def checkpoint_steps_number(values: Values) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def checkpoint_steps_zero(values: Values) -> Iterator[Finding]:
-    """dpo_tune_cache.py:696 divides by it."""
-    if values["checkpointing_steps"] == 0:
-        yield say(
-            "error", "run", "checkpoint-steps", "checkpointing_steps",
-            "`checkpointing_steps: 0` divides by zero", "write a number of steps",
-        )  # fmt: skip
-
-
-def no_model(values: Values) -> Iterator[Finding]:
-    """finetune.py:548, dpo_tune_cache.py:287; with `config_name` upstream starts from random weights."""
-    from_scratch = values["config_name"] and values["tokenizer_name_or_path"]
-    if not values["model_name_or_path"] and not from_scratch:
-        yield say(
-            "error", "run", "no-model", "model_name_or_path", "no model named",
-            "add `model_name_or_path: <hub name or folder>`",
-        )  # fmt: skip
-
-
-def divides_by_zero(values: Values) -> Iterator[Finding]:
-    """finetune.py:358: the linear schedule is stretched by 1 / (1 - final_lr_ratio)."""
-    if values["final_lr_ratio"] == 1.0 and values["lr_scheduler_type"] == "linear":
-        yield say(
-            "error", "run", "final-lr-one", "final_lr_ratio",
-            "`final_lr_ratio: 1.0` parses and then divides by zero",
-            "write `lr_scheduler_type: constant_with_warmup` for a constant rate",
-        )  # fmt: skip
-
-
-def separate_forward_packed(values: Values) -> Iterator[Finding]:
-    """dpo_utils.py:326."""
-    if values["packing"] and not values["concatenated_forward"]:
-        yield say(
-            "error", "run", "packing-separate-forward", "packing",
-            "`packing` with `concatenated_forward: false` is not implemented upstream",
-        )  # fmt: skip
-
-
 def samples_crash(values: Values) -> Iterator[Finding]:
     """dpo_tune_cache.py:393: the reference cache is sized for the full set (dpo_utils.py:501)."""
     limit = values["max_train_samples"]
@@ -217,6 +169,22 @@ def samples_crash(values: Values) -> Iterator[Finding]:
     )  # fmt: skip
 
 
+# at the end of training the default uploads the model
+push_by_default = check(
+    "finetune.py:283, dpo_utils.py:159", "push-by-default", "push_to_hub",
+    lambda v: v["push_to_hub"] and not v.given("push_to_hub"),
+    "the model will be uploaded to the hub: `push_to_hub` defaults to true",
+    "write `push_to_hub: false` and `try_launch_beaker_eval_jobs: false`, or true to keep it",
+    severity="warning",
+)  # fmt: skip
+# with `config_name` upstream starts from random weights
+no_model = check(
+    "finetune.py:548, dpo_tune_cache.py:287", "no-model", "model_name_or_path",
+    lambda v: not v["model_name_or_path"]
+    and not (v["config_name"] and v["tokenizer_name_or_path"]),
+    "no model named", "add `model_name_or_path: <hub name or folder>`",
+)  # fmt: skip
+
 _SHARED: tuple[Rule, ...] = (
     two_data_sources, beaker_without_push, json_mappings, no_model, *MIXER_RULES, entity_twice,
     push_by_default, no_checkpoints,
@@ -224,11 +192,26 @@ _SHARED: tuple[Rule, ...] = (
 
 RULES: Mapping[str, tuple[Rule, ...]] = {
     "sft": (
-        *_SHARED, *VALUE_RULES["sft"], final_lr_ratio, divides_by_zero, checkpoint_steps_number,
-        tracker_without_wandb,
+        *_SHARED, *VALUE_RULES["sft"], final_lr_ratio, checkpoint_steps_number, tracker_without_wandb,
+        # the linear schedule is stretched by 1 / (1 - final_lr_ratio)
+        check(
+            "finetune.py:358", "final-lr-one", "final_lr_ratio",
+            lambda v: v["final_lr_ratio"] == 1.0 and v["lr_scheduler_type"] == "linear",
+            "`final_lr_ratio: 1.0` parses and then divides by zero",
+            "write `lr_scheduler_type: constant_with_warmup` for a constant rate",
+        ),
     ),
     "dpo": (
-        *_SHARED, *VALUE_RULES["dpo"], zero_stage, separate_forward_packed, samples_crash,
-        checkpoint_steps_zero, report_to_unread, too_few_samples,
+        *_SHARED, *VALUE_RULES["dpo"], zero_stage, samples_crash, report_to_unread, too_few_samples,
+        check(
+            "dpo_tune_cache.py:696", "checkpoint-steps", "checkpointing_steps",
+            lambda v: v["checkpointing_steps"] == 0,
+            "`checkpointing_steps: 0` divides by zero", "write a number of steps",
+        ),
+        check(
+            "dpo_utils.py:326", "packing-separate-forward", "packing",
+            lambda v: v["packing"] and not v["concatenated_forward"],
+            "`packing` with `concatenated_forward: false` is not implemented upstream",
+        ),
     ),
 }  # fmt: skip

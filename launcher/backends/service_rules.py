@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 
 from launcher.backends import model_config
 from launcher.backends.context import Context, StageRule, caches_only
-from launcher.backends.model_rules import offline
 from launcher.backends.rule import say
 from launcher.backends.trl_resolved import inline
 from launcher.errors import Finding, brief
@@ -78,7 +77,7 @@ def hub_token(context: Context) -> Iterator[Finding]:
     # the default has a rule of its own, until it comes to a run
     if not values["push_to_hub"] or not (context.running or values.given("push_to_hub")):
         return
-    if offline(environ):
+    if model_config.offline(environ):
         why, help = "HF_HUB_OFFLINE is set", "unset it, or write `push_to_hub: false`"
     elif not values.get("hub_token") and not has_hub_token(environ):
         why = "no one is logged in"

@@ -31,14 +31,12 @@ def _open_instruct(stage: str) -> tuple[StageRule, ...]:
         loading_rules,
         model_rules,
         output_rules,
-        sequence_rules,
         service_rules,
     )
 
     return (
         *deepspeed_rules.RULES[stage],
         *gradient_rules.RULES,
-        *(sequence_rules.RULES if stage == "sft" else ()),
         *model_rules.RULES["open_instruct"][stage],
         *loading_rules.RULES,
         *service_rules.RULES,

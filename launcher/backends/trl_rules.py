@@ -37,6 +37,8 @@ _METRICS_OF_PAIRS = (
 _TASKS = (
     "SEQ_CLS", "SEQ_2_SEQ_LM", "CAUSAL_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION",
 )  # fmt: skip
+# trl/trainer/utils.py:1335
+_TYPES = (None, "auto", "bfloat16", "float16", "float32")
 _FOLLOWING = ("reduce_lr_on_plateau", "greedy")
 _MIN_LR = ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
 _COSINE = frozenset({"num_cycles", "last_epoch"})
@@ -410,6 +412,11 @@ _SHARED: tuple[Rule, ...] = (
         lambda v: _quantised(v) and "quantization_config" in (inline(v["model_init_kwargs"]) or {}),
         "`quantization_config` in `model_init_kwargs` beside `load_in_4bit` or `load_in_8bit`",
         "keep one of them",
+    ),
+    check(
+        "trl/trainer/utils.py:1339", "model-arguments", "model_init_kwargs",
+        lambda v: (inline(v["model_init_kwargs"]) or {}).get("dtype", "auto") not in _TYPES,
+        "`model_init_kwargs`: TRL refuses this `dtype`", f"one of {', '.join(map(str, _TYPES[1:]))}",
     ),
     check(
         "peft/config.py:99", "lora-task", "lora_task_type",

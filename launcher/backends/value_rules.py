@@ -13,7 +13,7 @@ from typing import Any
 
 from launcher.backends import model_config
 from launcher.backends.open_instruct import PIN
-from launcher.backends.rule import Range, Rule, outside, say
+from launcher.backends.rule import Range, Rule, check, outside, say
 from launcher.errors import Finding, Severity, brief
 from launcher.schema import Values
 
@@ -112,25 +112,21 @@ def out_of_range(values: Values) -> Iterator[Finding]:
 
 
 def no_epochs(values: Values) -> Iterator[Finding]:
-    """finetune.py:694, dpo_tune_cache.py:442."""
-    key = "num_epochs" if "num_epochs" in values else "num_train_epochs"
-    if values["max_train_steps"] is None and isinstance(values[key], int) and values[key] < 1:
-        yield say(
-            "warning", "run", "out-of-range", key,
-            f"`{key}: {values[key]}`: the model is saved untrained",
-        )  # fmt: skip
-
-
-def epochs_unread(values: Values) -> Iterator[Finding]:
     """finetune.py:694, dpo_tune_cache.py:442: read where no number of steps is given, and written over
     (finetune.py:723, dpo_tune_cache.py:478), which is why the reads of the source alone do not tell.
     """
     key = "num_epochs" if "num_epochs" in values else "num_train_epochs"
-    if values["max_train_steps"] is not None and values.given(key):
+    steps = values["max_train_steps"]
+    if steps is None and isinstance(values[key], int) and values[key] < 1:
+        yield say(
+            "warning", "run", "out-of-range", key,
+            f"`{key}: {values[key]}`: the model is saved untrained",
+        )  # fmt: skip
+    elif steps is not None and values.given(key):
         yield say(
             "warning", "run", "conditional-key", key,
             f"`{key}` does nothing here: it is read only where `max_train_steps` is not set, and "
-            f"`max_train_steps` is {values['max_train_steps']}",
+            f"`max_train_steps` is {steps}",
             "delete one of the two lines",
         )  # fmt: skip
 
@@ -147,17 +143,6 @@ def checkpoint_sign(values: Values) -> Iterator[Finding]:
         yield say(
             "warning", "run", "checkpoint-sign", key, f"`{key}: {steps}` saves a full checkpoint {often}",
             "for none, write a number that no step reaches",
-        )  # fmt: skip
-
-
-def warmup_unread(values: Values) -> Iterator[Finding]:
-    """finetune.py:359, dpo_tune_cache.py:460: see transformers/optimization.py:1015."""
-    share = values["warmup_ratio"]
-    if values["lr_scheduler_type"] == "constant" and values.given("warmup_ratio") and share > 0:
-        yield say(
-            "warning", "run", "warmup-unread", "warmup_ratio",
-            "`warmup_ratio` is not read with `lr_scheduler_type: constant`",
-            "write `lr_scheduler_type: constant_with_warmup`",
         )  # fmt: skip
 
 
@@ -264,25 +249,16 @@ def transforms(values: Values) -> Iterator[Finding]:
             f"`{key}` has {len(names)} entries: upstream has arguments for exactly two",
             "a tokenising function and a filter",
         )  # fmt: skip
-    elif names[0] in table and not {"max_seq_length", "**"} & {*table[names[0]]}:
-        takes = [name for name, given in table.items() if "max_seq_length" in given]
-        yield say(
-            "error", "run", "transform-fn", f"{key}[0]",
-            f"`{names[0]}` takes no `max_seq_length`, which upstream hands to the first transform",
-            f"one of {', '.join(sorted(takes))}",
-        )  # fmt: skip
     elif names[0] in table:
         # what makes pairs says which columns are its two answers
-        fit = {
-            name for name, given in table.items() if {"max_seq_length", "chosen_key"} <= {*given}
-        }
-        pairs = values.schema.stage == "dpo"
-        if fit and (names[0] in fit) != pairs:
+        lengths = {name for name, given in table.items() if "max_seq_length" in given}
+        pairs = {name for name in lengths if "chosen_key" in table[name]}
+        fit = pairs if values.schema.stage == "dpo" else lengths - pairs
+        if names[0] not in fit and "**" not in table[names[0]]:
             yield say(
                 "error", "run", "transform-fn", f"{key}[0]",
-                f"`{names[0]}` does not make {'pairs' if pairs else 'chats'}, which this stage trains on",
-                f"write {' or '.join(sorted(fit))}" if pairs
-                else f"leave out `{key}`",
+                f"`{names[0]}` does not make the rows that this stage trains on, cut at `max_seq_length`",
+                f"one of {', '.join(sorted(fit))}, or leave out `{key}`",
             )  # fmt: skip
 
 
@@ -324,16 +300,6 @@ def model_arguments(values: Values) -> Iterator[Finding]:
 # --- paths -----------------------------------------------------------------------------------------
 
 
-def empty_output(values: Values) -> Iterator[Finding]:
-    """finetune.py:494, dpo_tune_cache.py:241."""
-    below = "" if values["do_not_randomize_output_dir"] else values["exp_name"]
-    if values["output_dir"] == "" and not below:
-        yield say(
-            "error", "run", "empty-output", "output_dir", "`output_dir` is empty: no folder can be made",
-            "name a folder, or delete the line",
-        )  # fmt: skip
-
-
 def unexpanded(values: Values) -> Iterator[Finding]:
     """finetune.py:494, dpo_tune_cache.py:241, finetune.py:428, dpo_tune_cache.py:168: as they are."""
     cache = "dataset_local_cache_dir" if "dataset_local_cache_dir" in values else "local_cache_dir"
@@ -347,9 +313,6 @@ def unexpanded(values: Values) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-# --- what cannot work ------------------------------------------------------------------------------
-
-
 def cache_on_the_hub(values: Values) -> Iterator[Finding]:
     """dataset_transformation.py:2128 takes two things apart, dataset_transformation.py:1877 gives one."""
     key = "dataset_cache_mode" if "dataset_cache_mode" in values else "cache_mode"
@@ -360,57 +323,52 @@ def cache_on_the_hub(values: Values) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def quantised_without_adapter(values: Values) -> Iterator[Finding]:
-    """finetune.py:619, dpo_tune_cache.py:359: adapters come with `use_lora` alone."""
-    if values["use_qlora"] and not values["use_lora"]:
-        yield say(
-            "warning", "run", "qlora-without-lora", "use_qlora",
-            "`use_qlora` without `use_lora` adds no adapter: the 4-bit weights are frozen, only "
-            "embeddings, norms and the head are trained",
-            "add `use_lora: true`",
-        )  # fmt: skip
-
-
-def packed_sequences_split(values: Values) -> Iterator[Finding]:
-    """finetune.py:642: what packing adds to a batch (padding_free_collator.py:102) is not as long as a
-    row, which sequence parallelism refuses (deepspeed/runtime/sequence_parallel/ulysses_sp.py:684).
-    """
-    size = values["sequence_parallel_size"]
-    if values["packing"] and isinstance(size, int) and size > 1:
-        yield say(
-            "error", "run", "packing-split", "packing",
-            f"`packing` crashes with `sequence_parallel_size: {size}`: packed batches cannot be split",
-            "leave out one of them",
-        )  # fmt: skip
-
-
-def balancing_apart(values: Values) -> Iterator[Finding]:
-    """dpo_utils.py:955 joins two losses that have no dimension to join along."""
-    if values["load_balancing_loss"] and not values["concatenated_forward"]:
-        yield say(
-            "error", "run", "balancing-separate-forward", "load_balancing_loss",
+_SHARED: tuple[Rule, ...] = (
+    out_of_range, no_epochs, checkpoint_sign, unknown_template, unknown_tokenizer_function,
+    tokenizer_revision, transforms, model_arguments, unexpanded, cache_on_the_hub,
+    # see transformers/optimization.py:1015
+    check(
+        "finetune.py:359, dpo_tune_cache.py:460", "warmup-unread", "warmup_ratio",
+        lambda v: v["lr_scheduler_type"] == "constant" and v.given("warmup_ratio")
+        and v["warmup_ratio"] > 0,
+        "`warmup_ratio` is not read with `lr_scheduler_type: constant`",
+        "write `lr_scheduler_type: constant_with_warmup`", severity="warning",
+    ),
+    # adapters come with `use_lora` alone
+    check(
+        "finetune.py:619, dpo_tune_cache.py:359", "qlora-without-lora", "use_qlora",
+        lambda v: v["use_qlora"] and not v["use_lora"],
+        "`use_qlora` without `use_lora` adds no adapter: the 4-bit weights are frozen, only "
+        "embeddings, norms and the head are trained", "add `use_lora: true`", severity="warning",
+    ),
+    # the output folder is there by then (finetune.py:494, dpo_tune_cache.py:241), and wins
+    check(
+        "utils.py:813", "resume-unread", "resume_from_checkpoint",
+        lambda v: v.given("resume_from_checkpoint"),
+        "`resume_from_checkpoint` is not read: upstream resumes from what the output folder holds",
+        "put the checkpoint, with its file COMPLETED, into the output folder", severity="warning",
+    ),
+)  # fmt: skip
+RULES: Mapping[str, tuple[Rule, ...]] = {
+    "sft": (
+        *_SHARED, unknown_report,
+        # what packing adds to a batch (padding_free_collator.py:102) is not as long as a row, which
+        # sequence parallelism refuses (deepspeed/runtime/sequence_parallel/ulysses_sp.py:684)
+        check(
+            "finetune.py:642", "packing-split", "packing",
+            lambda v: v["packing"] and (v["sequence_parallel_size"] or 1) > 1,
+            "`packing` crashes with `sequence_parallel_size: {sequence_parallel_size}`: packed batches "
+            "cannot be split", "leave out one of them",
+        ),
+    ),
+    "dpo": (
+        *_SHARED, scheduler_type,
+        # it joins two losses that have no dimension to join along
+        check(
+            "dpo_utils.py:955", "balancing-separate-forward", "load_balancing_loss",
+            lambda v: v["load_balancing_loss"] and not v["concatenated_forward"],
             "`load_balancing_loss` crashes with `concatenated_forward: false`",
             "write `concatenated_forward: true`",
-        )  # fmt: skip
-
-
-def resume_unread(values: Values) -> Iterator[Finding]:
-    """utils.py:813: the output folder is there by then (finetune.py:494, dpo_tune_cache.py:241), and wins."""
-    if values.given("resume_from_checkpoint"):
-        yield say(
-            "warning", "run", "resume-unread", "resume_from_checkpoint",
-            "`resume_from_checkpoint` is not read: upstream resumes from what the output folder holds",
-            "put the checkpoint, with its file COMPLETED, into the output folder",
-        )  # fmt: skip
-
-
-_SHARED: tuple[Rule, ...] = (
-    out_of_range, no_epochs, epochs_unread, checkpoint_sign, warmup_unread, unknown_template,
-    unknown_tokenizer_function, tokenizer_revision, transforms, model_arguments,
-    empty_output, unexpanded, cache_on_the_hub, quantised_without_adapter, resume_unread,
-)  # fmt: skip
-
-RULES: Mapping[str, tuple[Rule, ...]] = {
-    "sft": (*_SHARED, unknown_report, packed_sequences_split),
-    "dpo": (*_SHARED, scheduler_type, balancing_apart),
-}
+        ),
+    ),
+}  # fmt: skip

@@ -244,7 +244,7 @@ def _unknown(config: Config, key: str, keys: tuple[str, ...], fields: Collection
     origin = config.origin(key)
     return Finding(
         severity="error", layer="launch", code="unknown-option", key=key,
-        message=f"`{key}` is no option of a stage file", help=help,
+        message=f"`{key}` is not a stage-file option", help=help,
         **origin.place,
     )  # fmt: skip
 

@@ -147,7 +147,7 @@ def test_all_faults_of_a_file_at_once(judged: Any) -> None:
         ("use_flash_attn: true", "removed-key", ["#1567", "delete the line"]),
         ("chat_template: tulu", "renamed-key", ["write `chat_template_name`", "silently take it"]),
         ("num_epochs: 2", "renamed-key", ["DPO's name", "write `num_train_epochs`"]),
-        ("beta: 5", "unknown-key", ["it exists for dpo on open_instruct and dpo on trl only"]),
+        ("beta: 5", "unknown-key", ["available only in: dpo on open_instruct, dpo on trl"]),
         ("deepspeed: zero2", "unknown-key", ["it stands beside `args:`"]),
         ("learning-rate: 1", "abbreviated-key", ["write `learning_rate`"]),
         ("no_push_to_hub: true", "negated-key", ["write `push_to_hub: true` or `push_to_hub: false`"]),

@@ -224,7 +224,7 @@ def explain(
     allow_unpinned: Unpinned = False,
     format: FormatOption = Format.text,
 ) -> None:
-    """Say what an argument is, who reads it, its value here and who set it, and what became of it."""
+    """Explain an argument: meaning, type, default, value here, history."""
     from launcher import config as configs
     from launcher import explain, report, upstream
 
@@ -240,7 +240,7 @@ def explain(
     if not any(one.known for one in told):
         near = " or ".join(f"`{name}`" for name in explain.near(key))
         help = f"did you mean {near}?" if near else "launch schema lists them all"
-        raise usage("no-such-key", f"`{key}` never was an argument here", help)
+        raise usage("no-such-key", f"no such argument, now or earlier: `{key}`", help)
     if format is Format.json:
         report.envelope("explain", True, (), {"explained": [one.as_json() for one in told]})
     else:

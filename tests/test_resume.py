@@ -1002,7 +1002,7 @@ def test_a_finished_run_said_again_shows_its_verdict_also_where_it_passed(
     folder = RunFolder(made_runs.made(tmp_path / "run"))
     monkeypatch.setattr(start, "judged_now", lambda folder, plan, verdict: verdict)
     asked = SimpleNamespace(stage="sft")
-    prepared: Any = SimpleNamespace(folder=folder, plan=None, request=asked)
-    assert stages._finished(prepared, (), Format.text, stages.After()) == 0
+    prepared: Any = SimpleNamespace(folder=folder, plan=None, request=asked, findings=())
+    assert stages._finished(prepared, Format.text, allow_unproven=False) == 0
     said = capsys.readouterr().out
     assert "verdict: pass" in said and f"report: {folder.report}" in said

@@ -174,7 +174,7 @@ def _explain_unknown(schema: Schema, entry: Entry, past: Past, key: str) -> tupl
     elif key in keys.KEYS:
         help = f"`{key}` is launch's own: it stands beside `args:`, not in it"
     elif others := list(_homes(schema, key)):
-        help = f"it exists for {' and '.join(others)} only"
+        help = f"available only in: {', '.join(others)}"
     else:
         help = f"{schema.script} at {schema.named} has no such argument"
     return "unknown-key", message, help

@@ -109,7 +109,7 @@ def _instead(path: Path) -> str:
     near = difflib.get_close_matches(path.name, names, n=3)
     if near:
         return f"did you mean {' or '.join(str(path.parent / name) for name in near)}?"
-    return f"none of the {len(names)} YAML files in {path.parent} has a name like it{start}"
+    return f"no YAML file in {path.parent} has a name like it{start}"
 
 
 def _read_text(path: Path) -> str:

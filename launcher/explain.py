@@ -127,12 +127,12 @@ class Explained:
         for where, other in self.elsewhere.items():
             yield f"  elsewhere  {where}: {other}"
 
-    def _definition(self, told: Field) -> Iterator[str]:
-        yield f"  type       {told.type}"
-        if told.choices:
-            yield f"  choices    {', '.join(str(choice) for choice in told.choices)}"
-        yield f"  default    {'none, it must be given' if told.required else _default(told)}"
-        yield f"  defined    {told.where}  ({told.owner})"
+    def _definition(self, known: Field) -> Iterator[str]:
+        yield f"  type       {known.type}"
+        if known.choices:
+            yield f"  choices    {', '.join(str(choice) for choice in known.choices)}"
+        yield f"  default    {'none, it must be given' if known.required else _default(known)}"
+        yield f"  defined    {known.where}  ({known.owner})"
         shadow = self.schema.path.shadows.get(self.key)
         if self.reads is None:
             yield "  read       not known for this source"
@@ -143,8 +143,8 @@ class Explained:
             yield "  read       no read found: it does nothing here"
         entry = stage.entry_of(self.schema)
         for read in self.reads or ():
-            told_when = noops.condition_of(read, entry)
-            when = f"  where {' and '.join(told_when)}" if told_when else ""
+            conditions = noops.condition_of(read, entry)
+            when = f"  where {' and '.join(conditions)}" if conditions else ""
             yield f"  read       {read.where}{when}"
         for script, found in self.schema.beside.items():
             for read in found.get(self.key, ())[:1]:
@@ -156,42 +156,42 @@ def explain(
     *,
     locator: Locator,
     config: Config | None = None,
-    asked: str | None = None,
+    stage_name: str | None = None,
     backend: str | None = None,
 ) -> list[Explained]:
     """The argument `key`, for the stage of a config, or for each stage of a backend.
 
-    `asked` is a stage; `backend` counts where no config is given. Raises what judging the config
+    `stage_name` is a stage; `backend` counts where no config is given. Raises what judging the config
     raises, and InvalidConfig where the source cannot be read.
     """
     # of what stands inside a mapping or a list, the whole is explained
     key = re.split(r"[.\[]", key.removeprefix("args."), maxsplit=1)[0]
     if config is not None:
-        judged = stage.judge(config, stage=asked, locator=locator)
+        judged = stage.judge(config, stage=stage_name, locator=locator)
         if judged.schema is None or judged.upstream is None or judged.values is None:
             # what is wrong with the file stands before any of its keys
             raise InvalidConfig(judged.findings)
         return [_explained(key, judged.schema, judged.upstream, _here(key, config, judged))]
-    told = []
-    for name in [asked] if asked else STAGES:
+    explained = []
+    for name in [stage_name] if stage_name else STAGES:
         chosen = backend or "open_instruct"
-        told.append(_explained(key, locator.schema(chosen, name), locator.find(chosen), None))
-    return told
+        explained.append(_explained(key, locator.schema(chosen, name), locator.find(chosen), None))
+    return explained
 
 
 def notes(schema: Schema) -> dict[str, list[str]]:
     """One line for every argument that nothing reads, or that is read only sometimes."""
     entry = stage.entry_of(schema)
-    told = {}
+    lines = {}
     for name, reads in schema.path.reads.items():
         alternatives = [noops.condition_of(read, entry) for read in reads]
         if not reads and name not in entry.acts:
-            told[name] = [f"no read found: {noops.instead(schema, entry, name)}"]
+            lines[name] = [f"no read found: {noops.instead(schema, entry, name)}"]
         elif alternatives and all(alternatives):
             shortest = min(alternatives, key=len)
             more = " (and elsewhere)" if len(alternatives) > 1 else ""
-            told[name] = [f"read only where {noops.shown(shortest)}{more}"]
-    return told
+            lines[name] = [f"read only where {noops.shown(shortest)}{more}"]
+    return lines
 
 
 def near(key: str) -> list[str]:

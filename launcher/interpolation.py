@@ -19,7 +19,7 @@ MAX_CHARS = 2**15
 """Characters of all texts of a file that hold a `${`: omegaconf's parser takes 100 us for each."""
 MAX_DEPTH = 16
 """`${` inside each other."""
-MAX_COST = 2**18
+MAX_COST = 2**19
 """What all of a file may expand to, in characters; a value costs as much as 16, a reference as 256."""
 _TOO_MUCH = "it expands to too much"
 
@@ -67,7 +67,7 @@ def interpolate(
         raise InvalidConfig(faults)
     secrets: dict[str, str] = {}
     container, resolved = OmegaConf.create(tree), deepcopy(tree)
-    with _metered(read) as spend:
+    with _metered() as spend:
         for steps, text in texts.items():
             read.clear()
             try:
@@ -85,18 +85,14 @@ def interpolate(
 
 
 @contextmanager
-def _metered(read: set[str]) -> Iterator[Callable[[int], None]]:
+def _metered() -> Iterator[Callable[[int], None]]:
     """Bound what omegaconf does: it resolves a value anew for each reference, which doubles with every
     step of `a: ${b}${b}`, `b: ${c}${c}`. Yields what spends of the budget, and raises where that is over.
-
-    `read` gets the environment variables that a value was made of, also where it was resolved before.
     """
     from omegaconf import Container
     from omegaconf.errors import InterpolationResolutionError
 
     resolve, left = Container.resolve_parse_tree, MAX_COST
-    # the node too: the number of one that is gone is given to another
-    known: dict[int, tuple[Any, Any, frozenset[str]]] = {}
 
     def spend(cost: int) -> None:
         nonlocal left
@@ -106,14 +102,7 @@ def _metered(read: set[str]) -> Iterator[Callable[[int], None]]:
 
     def metered(self: Container, parse_tree: Any, node: Any, **more: Any) -> Any:
         spend(256)
-        if id(node) not in known:
-            before = frozenset(read)
-            read.clear()
-            found = resolve(self, parse_tree, node, **more)
-            known[id(node)] = node, found, frozenset(read)
-            read.update(before)
-        _, found, variables = known[id(node)]
-        read.update(variables)
+        found = resolve(self, parse_tree, node, **more)
         spend(len(found) if isinstance(found, str) else 0)
         return found
 

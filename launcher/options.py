@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from launcher import gates, sbatch, skypilot
 from launcher.backends import BACKENDS
 from launcher.config import Config
 from launcher.errors import Finding, brief
@@ -117,11 +115,9 @@ def read(
     for key in ("mixed_precision", "batch", "expect", "on_violation", "on_hang", "probe", "name"):
         values[key], faults = KEYS[key].read(raw.get(key))
         findings += [_bad(config, *fault) for fault in faults]
-    # three that a module of their own reads
-    readers = {"slurm": sbatch.read, "skypilot": skypilot.read, "gates": gates.read}
-    for key, reader in readers.items():
-        complain = functools.partial(_complain, config, key)
-        values[key], wrong = reader(raw[key], complain) if raw.get(key) is not None else ({}, [])
+    # three that a module of their own reads, imported only where a file has one
+    for key in ("slurm", "skypilot", "gates"):
+        values[key], wrong = _read_elsewhere(config, key) if raw.get(key) is not None else ({}, [])
         findings += wrong
     deepspeed, name = _deepspeed(config, folders, findings)
     script, fault = entry_of(config, stage, backend)
@@ -143,11 +139,18 @@ def read(
     ), findings  # fmt: skip
 
 
-def _complain(
-    config: Config, key: str, code: str, below: str, message: str, help: str | None
-) -> Finding:
-    where = f"{key}.{below}" if below else key
-    return replace(_bad(config, where, message, help), code=code)
+def _read_elsewhere(config: Config, key: str) -> tuple[Mapping[str, Any], list[Finding]]:
+    from launcher import gates, sbatch, skypilot
+
+    def complain(code: str, below: str, message: str, help: str | None) -> Finding:
+        where = f"{key}.{below}" if below else key
+        return replace(_bad(config, where, message, help), code=code)
+
+    readers: Mapping[str, Any] = {
+        "slurm": sbatch.read, "skypilot": skypilot.read, "gates": gates.read,
+    }  # fmt: skip
+    values, wrong = readers[key](config.options[key], complain)
+    return values, wrong
 
 
 def stage_of(config: Config) -> str | None:
@@ -244,7 +247,7 @@ def _unknown(config: Config, key: str, keys: tuple[str, ...], fields: Collection
     origin = config.origin(key)
     return Finding(
         severity="error", layer="launch", code="unknown-option", key=key,
-        message=f"`{key}` is no option of a stage file", help=help,
+        message=f"`{key}` is not a stage-file option", help=help,
         **origin.place,
     )  # fmt: skip
 

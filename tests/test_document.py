@@ -163,7 +163,7 @@ def test_what_may_be_meant_by_a_file_that_is_not_there(tmp_path: Path, write: Wr
     near = write("sft_qwen7b.yaml", "a: 1")
     write("sft_qwn7b.txt", "")
     assert fault(tmp_path / "sft_qwn7b.yaml").help == f"did you mean {near}?"
-    assert "none of the 1 YAML files" in str(fault(tmp_path / "other").help)
+    assert "no YAML file in" in str(fault(tmp_path / "other").help)
     assert "there is no folder" in str(fault(tmp_path / "no" / "a.yaml").help)
 
 

@@ -28,7 +28,7 @@ args:
 
 
 def one(key: str, stage: str = "sft", backend: str = "open_instruct") -> Explained:
-    (told,) = explain.explain(key, locator=Snapshot(), asked=stage, backend=backend)
+    (told,) = explain.explain(key, locator=Snapshot(), stage_name=stage, backend=backend)
     return told
 
 

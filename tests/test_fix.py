@@ -257,9 +257,9 @@ args:\r
     run_name: *t"""
 
 
-@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-@pytest.mark.parametrize("last", ["", "\n\n  # end\n"])
+@pytest.mark.parametrize(
+    ("mark", "end", "last"), [(b"", "\n", ""), (b"\xef\xbb\xbf", "\r\n", "\n\n  # end\n")]
+)
 def test_everything_else_stays_byte_for_byte(
     write: Write, mark: bytes, end: str, last: str
 ) -> None:
@@ -299,10 +299,9 @@ SHAPED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SHAPED)
-def test_forms_of_yaml(write: Write, name: str) -> None:
-    before, after = SHAPED[name]
-    assert mended(write, before).after == (before if after is None else after)
+def test_forms_of_yaml(write: Write) -> None:
+    for name, (before, after) in SHAPED.items():
+        assert mended(write, before).after == (before if after is None else after), name
 
 
 @pytest.mark.parametrize(

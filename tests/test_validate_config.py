@@ -9,8 +9,7 @@ import pytest
 from conftest import Write
 
 from launcher.cli import main
-from launcher.config import load
-from launcher.errors import Exit, InvalidConfig
+from launcher.errors import Exit
 
 WRONG = """\
 # ours
@@ -65,15 +64,6 @@ def test_diff_writes_nothing(write: Write, capsys: pytest.CaptureFixture[str]) -
     told = capsys.readouterr().out
     assert "-  use_flash_attn: true\n" in told
     assert "+  chat_template_name: tulu\n" in told
-
-
-def test_fix_of_a_file_that_may_not_be_written(
-    write: Write, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write("a.yaml", WRONG)
-    path.chmod(0o444)
-    assert main(["validate-config", "--fix", str(path)]) == Exit.NOT_READY
-    assert "unwritable-file" in capsys.readouterr().err
 
 
 def test_fix_for_machines(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,13 +137,6 @@ def test_a_pipeline_is_judged_with_all_its_stages(
     told = json.loads(capsys.readouterr().out)
     codes = {(one["code"], Path(one["file"]).name, one["line"]) for one in told["findings"]}
     assert {("abbreviated-key", "dpo.yaml", 3), ("pipeline-model", "dpo.yaml", 3)} <= codes
-
-
-def test_a_pipeline_is_no_stage_file(write: Write) -> None:
-    path = write("all.yaml", "stages: [sft.yaml]\n")
-    with pytest.raises(InvalidConfig) as refused:
-        load(path)
-    assert [(one.code, one.line) for one in refused.value.findings] == [("is-pipeline", 1)]
 
 
 @pytest.mark.parametrize("form", ["text", "json", "github", "sarif"])

@@ -85,11 +85,11 @@ def validate_config(
         mended, found = _fix(paths, stage, locator, write=not diff, quiet=quiet)
     not_ready = bool(found)
     files: list[dict[str, object]] = []
-    for path, (told, mine) in zip(paths, _judge_files(paths, stage, locator), strict=True):
+    for path, (facts, mine) in zip(paths, _judge_files(paths, stage, locator), strict=True):
         if path in mended:
-            told["fix"] = mended[path].as_json()
+            facts["fix"] = mended[path].as_json()
             mine = mended[path].with_reasons(mine)
-        files.append({"path": str(path), "valid": not errors(mine, strict=strict), **told})
+        files.append({"path": str(path), "valid": not errors(mine, strict=strict), **facts})
         found += mine
     ok = all(entry["valid"] for entry in files)
     tell("validate-config", ok and not not_ready, found, files, format)
@@ -187,7 +187,7 @@ def _judge_pipeline(path: Path, locator: Locator) -> tuple[dict[str, object], tu
 
     try:
         whole = chain.load(path)
-        told = handover.survey(
+        plan = handover.survey(
             handover.Order(
                 chain=whole, checkout=locator.checkout, allow_unpinned=locator.allow_unpinned,
                 gpus=None if all(link.gpus is not None for link in whole.links) else VALIDATED_FOR,
@@ -196,7 +196,7 @@ def _judge_pipeline(path: Path, locator: Locator) -> tuple[dict[str, object], tu
         )  # fmt: skip
     except LaunchError as error:
         return {}, error.findings
-    return {"shape": "pipeline", "stages": [link.name for link in told.links]}, told.findings
+    return {"shape": "pipeline", "stages": [link.name for link in plan.links]}, plan.findings
 
 
 def _checked(entry: dict[str, object]) -> str:
@@ -224,27 +224,27 @@ def explain(
     allow_unpinned: Unpinned = False,
     format: FormatOption = Format.text,
 ) -> None:
-    """Say what an argument is, who reads it, its value here and who set it, and what became of it."""
+    """Explain an argument: meaning, type, default, value here, history."""
     from launcher import config as configs
     from launcher import explain, report, upstream
 
     locator = upstream.Locator(checkout=open_instruct, allow_unpinned=allow_unpinned)
     loaded = configs.load(config, overrides or ()) if config is not None else None
-    told = explain.explain(
+    explained = explain.explain(
         key,
         locator=locator,
         config=loaded,
-        asked=named_stage(stage),
+        stage_name=named_stage(stage),
         backend=named_backend(backend),
     )
-    if not any(one.known for one in told):
+    if not any(one.known for one in explained):
         near = " or ".join(f"`{name}`" for name in explain.near(key))
         help = f"did you mean {near}?" if near else "launch schema lists them all"
-        raise usage("no-such-key", f"`{key}` never was an argument here", help)
+        raise usage("no-such-key", f"no such argument, now or earlier: `{key}`", help)
     if format is Format.json:
-        report.envelope("explain", True, (), {"explained": [one.as_json() for one in told]})
+        report.envelope("explain", True, (), {"explained": [one.as_json() for one in explained]})
     else:
-        report.say("\n\n".join("\n".join(one.lines()) for one in told))
+        report.say("\n\n".join("\n".join(one.lines()) for one in explained))
 
 
 @app.command(epilog="Example: launch schema --json-schema > stage.schema.json")

@@ -197,7 +197,7 @@ def _finished(prepared: Prepared, format: Format, allow_unproven: bool) -> Exit:
     folder, stage = prepared.folder, str(prepared.request.stage)
     verdict = start.judged_now(folder, prepared.plan, start.finish(folder))
     code = check.exit_code(verdict, allow_unproven=allow_unproven)
-    return _told(stage, folder, verdict, code, prepared.findings, format)
+    return _conclude(stage, folder, verdict, code, prepared.findings, format)
 
 
 def _queued(request: Request, format: Format, on_finish: str | None, allow_unproven: bool) -> Exit:
@@ -277,10 +277,10 @@ def until_over(
             report.envelope(command, code is Exit.OK, found, data)
         return code
     verdict, code = start.conclusion(folder, attempt)
-    return _told(command, folder, verdict, code, found, format)
+    return _conclude(command, folder, verdict, code, found, format)
 
 
-def _told(
+def _conclude(
     command: str, folder: RunFolder, verdict: Verdict, code: Exit, found: tuple[Finding, ...],
     format: Format,
 ) -> Exit:  # fmt: skip

@@ -113,7 +113,7 @@ CorruptingOverlap = Annotated[
     ),
 ]
 Unproven = Annotated[
-    bool, typer.Option("--allow-unproven", help="an unproven verdict is good enough")
+    bool, typer.Option("--allow-unproven", help="treat an unproven verdict as success")
 ]
 StageOption = Annotated[
     str | None, typer.Option("--stage", help="sft or dpo, where the file does not say")
@@ -138,9 +138,7 @@ Fresh = Annotated[
 ]
 Resume = Annotated[
     bool,
-    typer.Option(
-        "--resume", help="go on, as without it; refused where nothing is there to go on with"
-    ),
+    typer.Option("--resume", help="continue an earlier search; error if there is none"),
 ]
 Changed = Annotated[
     list[str] | None,
@@ -152,7 +150,7 @@ RowTokens = Annotated[
     str | None, typer.Option("--row-tokens", metavar="MEAN:MAX", help="tokens a row")
 ]
 Rows = Annotated[int | None, typer.Option("--rows", min=1, help="rows of the whole data set")]
-Price = Annotated[float | None, typer.Option("--price", help="of one GPU and hour")]
+Price = Annotated[float | None, typer.Option("--price", help="price per GPU-hour")]
 NodeRank = Annotated[
     int | None, typer.Option("--node-rank", min=0, help="which of several machines this is, from 0")
 ]

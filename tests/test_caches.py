@@ -195,10 +195,6 @@ def test_what_makes_another_reference_model_changes_its_folder(place: Path) -> N
     assert paths("dpo", "learning_rate=1e-3", "num_epochs=3")["reference"] == found[0]
 
 
-def test_a_loss_without_a_reference_has_no_folder_for_one(place: Path) -> None:
-    assert set(derived("dpo", "loss_type=simpo")) == {"dataset"}
-
-
 # --- where the folders are, and how they are handed over ---------------------------------------------
 
 
@@ -206,17 +202,11 @@ def test_the_users_own_folder_holds_ours(place: Path, tmp_path: Path) -> None:
     one = derived("sft", "dataset_local_cache_dir=cache")["dataset"]
     assert one.path.parent == place / "cache"
     assert one.arguments == {"dataset_local_cache_dir": str(one.path)}
-    assert derived("dpo", "local_cache_dir=cache")["dataset"].path.parent == place / "cache"
+    assert derived("sft")["dataset"].path.parent == tmp_path / "cache" / "launch"
     environ = {caches.REFERENCE_VARIABLE: str(tmp_path / "ref")}
     assert derived("dpo", environ=environ)["reference"].path.parent == tmp_path / "ref"
     environ = {caches.DATASETS_VARIABLE: str(tmp_path / "hf")}
     assert derived("trl sft", environ=environ)["dataset"].path.parent == tmp_path / "hf"
-
-
-def test_otherwise_launchs_own(place: Path, tmp_path: Path) -> None:
-    assert derived("sft")["dataset"].path.parent == tmp_path / "cache" / "launch"
-    environ = {"LAUNCH_CACHE": str(tmp_path / "big")}
-    assert derived("sft", environ=environ)["dataset"].path.parent == tmp_path / "big"
 
 
 def test_the_command_gets_them_as_upstreams_own_options(place: Path) -> None:
@@ -579,19 +569,6 @@ def test_the_nearest_earlier_run_is_compared_with(place: Path) -> None:
     told = reasons("r3")["dataset"]
     assert Path(str(told.compared)).name == "r1"
     assert len(told.differences) == 1
-
-
-def test_the_first_of_its_kind(place: Path) -> None:
-    with used("r1", "sft"):
-        probed("r1", seen("dataset", "miss"))
-    told = reasons("r1")["dataset"]
-    assert told.compared is None
-    assert told.text == "miss: no earlier run of this stage is known to have used one"
-    # another stage's is no neighbour
-    with used("r2", "dpo"):
-        pass
-    assert reasons("r2")["dataset"].compared is None
-    assert reasons("r2")["dataset"].state == "unknown"
 
 
 def test_upstreams_own_record_is_the_last_resort(place: Path) -> None:

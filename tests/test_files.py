@@ -195,17 +195,6 @@ def test_a_huge_number_is_planned_or_refused(tmp_path: Path, value: str) -> None
         assert cli.main(words) in {0, 3, 5}
 
 
-def test_references_still_resolve(tmp_path: Path) -> None:
-    from launcher import config
-
-    path = tmp_path / "stage.yaml"
-    more = "  a: {b: '${args.dataset_name}-x', c: [1, '${oc.select:no, 3}']}\n  d: ${args.a}\n  e: \\${f}\n"
-    path.write_text(HEAD + more)
-    args = config.load(path).args
-    assert args["d"] == {"b": "a/b-x", "c": [1, 3]} == args["a"]
-    assert args["e"] == "${f}"
-
-
 # --- what reaches a terminal ----------------------------------------------------------------------
 
 HOSTILE = (

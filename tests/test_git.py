@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launcher import checkouts, machine
-from launcher.git import CommitTree, Repository
+from launcher.git import Repository
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -105,19 +105,6 @@ def test_a_replaced_object_is_not_followed(folder: Path) -> None:
     assert old and new
     git(folder, "replace", new, old)
     assert known.read(new, "pkg/a.py") == b"two = 2\n"
-
-
-def test_a_folder_at_a_commit(folder: Path) -> None:
-    known = Repository(folder)
-    commit = known.commit("v1")
-    assert commit
-    tree = CommitTree(known, commit, "pkg")
-    assert tree.name == "pkg"
-    assert tree.read("a.py") == b"one = 1\n"
-    assert tree.read("b.py") is None
-    assert tree.read("deep/c.py") == b""
-    assert tree.read("deep") is None
-    assert tree.place("a.py") == f"{commit[:12]}:pkg/a.py"
 
 
 def test_no_command_of_a_checkouts_own_config_is_run(tmp_path: Path) -> None:

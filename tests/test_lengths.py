@@ -108,14 +108,6 @@ def saved(folder: Path, columns: dict[str, list[list[int]]], *, stream: bool = T
         out.write_table(table, max_chunksize=3)
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_tokenised_dataset(tmp_path: Path, stream: bool) -> None:
-    saved(tmp_path, {"input_ids": [[1] * n for n in (3, 5, 5, 9, 2)]}, stream=stream)
-    found = lengths.of_dataset(tmp_path)
-    assert found.histogram == ((2, 1), (3, 1), (5, 2), (9, 1))
-    assert (found.mean, found.longest, found.rows) == (4.8, 9, 5)
-
-
 def test_dpo_has_two_sequences_a_row(tmp_path: Path) -> None:
     saved(tmp_path, {"chosen_input_ids": [[1] * 4], "rejected_input_ids": [[1] * 6]})
     (tmp_path / "state.json").write_text(

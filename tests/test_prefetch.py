@@ -258,14 +258,6 @@ def test_a_model_that_is_not_here_is_named(
     assert (code, found) == (5, ["incomplete-model"])
 
 
-def test_data_that_are_not_here_are_named(
-    place: Path, checkout: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (place / "build/demo/data/sft/train.jsonl").unlink()
-    code, _, found = prepare(capsys, *SFT)
-    assert (code, found) == (5, ["missing-data"])
-
-
 # --- the parts ------------------------------------------------------------------------------------
 
 

@@ -29,6 +29,7 @@ from launcher import (
     preparation,
     rundir,
     runner,
+    sizes,
 )  # fmt: skip
 from launcher.backends import model_config
 from launcher.backends.model_rules import offline
@@ -92,7 +93,7 @@ class Tokenised:
     @property
     def size(self) -> int:
         """Bytes of the set that the run reads."""
-        return 0 if self.place is None else hub_files.size_of(self.place)
+        return 0 if self.place is None else sizes.below(self.place, links=True)
 
     @property
     def cut(self) -> int | None:

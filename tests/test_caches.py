@@ -415,16 +415,6 @@ def test_what_was_edited_later_spoils_nothing(place: Path) -> None:
     assert cache_folders.discard_spoiled(now, now) == []
 
 
-def test_a_folder_that_cannot_be_made_is_said_plainly(place: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with (
-        pytest.raises(NotReady) as caught,
-        used("r1", "sft", f"dataset_local_cache_dir={tmp_path / 'file'}"),
-    ):
-        pass
-    assert caught.value.findings[0].code == "cache-not-writable"
-
-
 # --- clearing ---------------------------------------------------------------------------------------
 
 
@@ -533,18 +523,6 @@ def test_an_edited_row_is_the_reason(place: Path) -> None:
     assert "r1" in told.lines()[0]
 
 
-def test_a_retrained_model_is_the_reason(place: Path) -> None:
-    with used("r1", "dpo"):
-        pass
-    (place / "model/model.safetensors").write_bytes(weights(b"longer" * 50))
-    with used("r2", "dpo", fill=False):
-        probed("r2", seen("dataset", "hit"), seen("reference", "miss"))
-    found = reasons("r2")
-    assert found["dataset"].text.startswith("hit: the same content and the same key as r1")
-    assert [one.what for one in found["reference"].differences] == ["model/model.safetensors"]
-    assert " -> " in found["reference"].differences[0].text
-
-
 def test_a_value_that_counts_only_now_is_no_reason(place: Path) -> None:
     with used("r1", "trl dpo"):
         pass
@@ -557,18 +535,6 @@ def test_a_value_that_counts_only_now_is_no_reason(place: Path) -> None:
         probed("r3", seen("dataset", "miss"))
     told = reasons("r3")["dataset"].differences
     assert [one.text for one in told] == ["`max_length` was 1024, is 9"]
-
-
-def test_the_nearest_earlier_run_is_compared_with(place: Path) -> None:
-    with used("r1", "sft"):
-        pass
-    with used("r2", "sft", "max_seq_length=64", "chat_template_name=tulu", fill=False):
-        pass
-    with used("r3", "sft", "max_seq_length=65", fill=False):
-        probed("r3", seen("dataset", "miss"))
-    told = reasons("r3")["dataset"]
-    assert Path(str(told.compared)).name == "r1"
-    assert len(told.differences) == 1
 
 
 def test_upstreams_own_record_is_the_last_resort(place: Path) -> None:

@@ -8,7 +8,7 @@ import re
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,15 +106,6 @@ def test_what_the_arguments_need(tmp_path: Path, more: str, gpus: int, expected:
     assert missing(planned(stage, gpus), *BACKENDS["trl"].NEEDS) == expected
 
 
-def test_a_package_without_metadata_is_there(tmp_path: Path) -> None:
-    (tmp_path / "ray.py").touch()
-    made = planned(staged(CONFIGS / "demo" / "sft_open_instruct.yaml"), 0)
-    names = set(BACKENDS["open_instruct"].NEEDS) - {"ray", "wandb"}
-    question = replace(subject(made), trainer=replace(trainer(*names), path=(tmp_path,)))
-    (finding,) = doctor.packages(question)
-    assert finding.message.endswith(" lacks wandb")
-
-
 # --- GPUs -----------------------------------------------------------------------------------------
 
 
@@ -165,20 +156,6 @@ def test_torch_against_the_driver(
 # --- the machine beneath ---------------------------------------------------------------------------
 
 
-@pytest.fixture
-def files() -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-def test_few_open_files(files: None) -> None:
-    (finding,) = hardware.open_files()
-    assert (finding.severity, finding.code) == ("warning", "few-open-files")
-    assert "512 files" in finding.message and "ulimit -n" in (finding.help or "")
-
-
 @pytest.mark.parametrize(
     ("variable", "listed", "fits"),
     [
@@ -199,13 +176,14 @@ def test_network_interfaces(
     assert list(hardware.interfaces(1, {variable: listed})) == []
 
 
-def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_and_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "LEAST_SHM", 2**60)
     (finding,) = hardware.shared_memory(2)
     assert (finding.severity, finding.code) == ("warning", "small-shm")
     assert list(hardware.shared_memory(1)) == []
-    monkeypatch.setattr(hardware, "SHM", tmp_path / "none")
-    assert list(hardware.shared_memory(2)) == []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (512, 4096))
+    (finding,) = hardware.open_files()
+    assert finding.code == "few-open-files" and "ulimit -n 4096" in (finding.help or "")
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -352,13 +330,6 @@ def test_versions_that_differ_are_a_warning(bare: Trainer, tmp_path: Path) -> No
     told = report.as_json()["facts"]["requirements"]
     assert [one["name"] for one in told["deviating"]] == ["Python", "thing"]
     assert told["not_installed"] == ["other"]
-
-
-def test_an_import_that_hangs_is_named(bare: Trainer, tmp_path: Path) -> None:
-    site(tmp_path, {"thing.py": "import time\ntime.sleep(600)\n"})
-    report = examined(bare, tmp_path, "dpo", timeout_s=2)
-    (finding,) = [one for one in report.findings if one.code == "import-error"]
-    assert "TimeoutError after 2 s" in finding.message and "`thing`" in finding.message
 
 
 def test_an_environment_without_trl(bare: Trainer, tmp_path: Path) -> None:

@@ -283,11 +283,10 @@ def test_the_bug_reporter_takes_any_name(
         'a question was "how is it when it says {0}"',
     ],
 )
-@pytest.mark.parametrize("name", ["dpo_without_probe.log", "sft_without_probe.log"])
 def test_a_row_that_speaks_of_liger_changes_no_verdict(
-    tmp_path: Path, name: str, row: str, words: str
+    tmp_path: Path, row: str, words: str
 ) -> None:
-    corpus = Path(__file__).parent / "corpus" / name
+    corpus = Path(__file__).parent / "corpus" / "dpo_without_probe.log"
     before = check.judge_log(corpus)
     lines = corpus.read_text(errors="replace").splitlines(keepends=True)
     # ahead of all else, where nothing has been announced yet, and at the end

@@ -145,19 +145,12 @@ def test_a_smaller_tensor_has_sixteen_strata_and_a_small_one_is_whole(checkpoint
     assert total < 200_000 < checkpoint.stat().st_size / 100
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"a": bytes(1000), "c": bytes(2000)},
-        {"b": bytes(2000), "a": bytes(1000)},
-    ],
-    ids=["name", "order"],
-)
-def test_the_header_counts(write: Write, other: Mapping[str, bytes]) -> None:
+def test_the_header_counts(write: Write) -> None:
     path = write("m.safetensors", safetensors({"a": bytes(1000), "b": bytes(2000)}))
     before = digest(path, whole_below=0)
-    path.write_bytes(safetensors(other))
-    assert digest(path, whole_below=0) != before
+    for other in ({"a": bytes(1000), "c": bytes(2000)}, {"b": bytes(2000), "a": bytes(1000)}):
+        path.write_bytes(safetensors(other))
+        assert digest(path, whole_below=0) != before
 
 
 @pytest.mark.parametrize(
@@ -220,15 +213,7 @@ def test_a_model_is_its_weights_and_configs(tmp_path: Path) -> None:
     assert of_model(str(folder), Memory()).digest != before.digest
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "tokenizer.json",
-        "chat_template.jinja",
-        "merges.txt",
-        "additional_chat_templates/tools.jinja",
-    ],
-)
+@pytest.mark.parametrize("name", ["merges.txt", "additional_chat_templates/tools.jinja"])
 def test_every_file_of_a_tokenizer_counts(tmp_path: Path, name: str) -> None:
     folder = model(tmp_path / "m")
     before = of_tokenizer(str(folder), Memory()).digest
@@ -317,13 +302,6 @@ def test_what_is_not_there_is_said_plainly(tmp_path: Path) -> None:
     for name in ("a\0b", "x" * 5000):
         with pytest.raises(MissingContent):
             of_data(name, Memory())
-
-
-def test_a_link_to_nothing_in_a_folder_is_no_empty_file(write: Write, tmp_path: Path) -> None:
-    write("data/a.jsonl", "a")
-    (tmp_path / "data" / "b.jsonl").symlink_to(tmp_path / "gone")
-    with pytest.raises(MissingContent):
-        of_data(str(tmp_path / "data"), Memory())
 
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:

@@ -199,11 +199,6 @@ def test_an_import_that_hangs(bare: Trainer, write: Write, tmp_path: Path) -> No
     assert failure.error == "TimeoutError after 2 s"
 
 
-def test_what_packages_print_is_no_answer(bare: Trainer, write: Write, tmp_path: Path) -> None:
-    write("loud.py", "print('{\"begun\": 7}')\nimport os\nos.write(1, b'noise')\n")
-    assert tried(bare, tmp_path, "loud", "json").failures == ()
-
-
 def test_a_python_that_is_none(tmp_path: Path) -> None:
     nobody = Trainer(python=tmp_path / "none", source="a test", version=(3, 12, 1))
     told = tried(nobody, tmp_path, "json")

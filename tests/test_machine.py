@@ -195,11 +195,6 @@ def test_what_an_interpreter_says_of_itself() -> None:
     assert all(isinstance(entry, Path) for entry in own.path)
 
 
-def test_what_a_site_file_prints_first_is_no_answer(tmp_path: Path) -> None:
-    noisy = script(tmp_path, "python", f'echo welcome; exec "{sys.executable}" "$@"')
-    assert machine.ask_trainer(noisy, "a test").version[:2] == sys.version_info[:2]
-
-
 @pytest.mark.parametrize("text", ["exit 1", "echo no json"])
 def test_a_python_that_is_none(tmp_path: Path, text: str) -> None:
     fake = script(tmp_path, "python", text)

@@ -181,11 +181,12 @@ def examine(
     result = None
     if importing and subject.trainer.version >= OLDEST:
         result = _import(subject, chosen, timeout_s)
-    found = list(_quick(subject, chosen, result))
+    cuda = machine.cuda_of_driver() if subject.gpus else None
+    found = list(_quick(subject, chosen, result, cuda))
     found += [] if subject.plan is None else local_files(subject.plan)
     found += _standing(subject)
     facts = [
-        *_environment(subject, result), *_cards(chosen, seen),
+        *_environment(subject, result), *_cards(chosen, seen, cuda),
         *_room(subject), *_limits(subject),
     ]  # fmt: skip
     return Report(
@@ -196,7 +197,10 @@ def examine(
     )  # fmt: skip
 
 
-def _quick(subject: Subject, chosen: Devices, result: Result | None = None) -> Iterator[Finding]:
+def _quick(
+    subject: Subject, chosen: Devices, result: Result | None = None,
+    cuda: tuple[int, int] | None = None,
+) -> Iterator[Finding]:  # fmt: skip
     """Everything that costs no import, and what importing showed where it was tried; worst first."""
     trainer = subject.trainer
     yield from checkout(subject)
@@ -207,8 +211,8 @@ def _quick(subject: Subject, chosen: Devices, result: Result | None = None) -> I
         if chosen.refused and not any(f.code == "gpus-taken" for f in chosen.findings):
             yield from hardware.driver_fault(subject.gpus)
         elif not chosen.refused:
-            torch = hardware.torch_of(trainer)
-            yield from hardware.driver_and_torch(torch, machine.cuda_of_driver(), trainer)
+            cuda = cuda or machine.cuda_of_driver()
+            yield from hardware.driver_and_torch(hardware.torch_of(trainer), cuda, trainer)
         yield from hardware.shared_memory(subject.gpus)
         yield from hardware.interfaces(subject.processes, subject.environ)
     yield from hardware.open_files()
@@ -491,12 +495,12 @@ def _requirements(subject: Subject) -> tuple[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-def _cards(chosen: Devices, seen: Look | None) -> Iterator[Fact]:
+def _cards(chosen: Devices, seen: Look | None, cuda: tuple[int, int] | None) -> Iterator[Fact]:
     if seen is not None and not seen.present:
         yield Fact("GPUs", "none", [])
         return
     if seen is not None:
-        driver, cuda = seen.present[0].driver, machine.cuda_of_driver()
+        driver = seen.present[0].driver
         serves = "" if cuda is None else f", CUDA up to {cuda[0]}.{cuda[1]}"
         yield Fact("driver", f"{driver or 'unknown'}{serves}", {"version": driver, "cuda": cuda})
         for slot in seen.visible:

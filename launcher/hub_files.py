@@ -8,7 +8,6 @@ same set asked for after it.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from launcher import sizes
 from launcher.backends import model_config, model_files
 from launcher.errors import Finding, not_ready
 from launcher.files import parse_line
@@ -182,10 +182,16 @@ def _looked(part: Part) -> Part:
     place = part.place or Path(part.name)
     if part.role in ("card", "data"):
         state = "there" if exists(place) else "missing"
-        return replace(part, place=place, state=state, size=size_of(place))
+        return replace(part, place=place, state=state, size=sizes.below(place, links=True))
     error = None if part.error else lacking(place, part.role)
     state = "missing" if part.error or error else part.state or "there"
-    return replace(part, place=place, state=state, size=size_of(place), error=part.error or error)
+    return replace(
+        part,
+        place=place,
+        state=state,
+        size=sizes.below(place, links=True),
+        error=part.error or error,
+    )
 
 
 def lacking(folder: Path, role: Role) -> str | None:
@@ -216,18 +222,6 @@ def _snapshot(part: Part, environ: Mapping[str, str]) -> set[Path]:
     """The files of the snapshot that a part stands for now."""
     folder = None if part.local else part.snapshot(environ)
     return set() if folder is None else {path for path in folder.rglob("*") if is_file(path)}
-
-
-def size_of(path: Path) -> int:
-    """Bytes of a file, or of all files below a folder, links followed."""
-    if is_file(path):
-        return path.stat().st_size
-    total = 0
-    for place, _, names in os.walk(path):
-        for name in names:
-            file = Path(place) / name
-            total += file.stat().st_size if is_file(file) else 0
-    return total
 
 
 def findings(parts: Sequence[Part], plan: Plan, *, offline: bool) -> Iterator[Finding]:

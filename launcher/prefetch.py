@@ -29,6 +29,7 @@ from launcher import (
     preparation,
     rundir,
     runner,
+    sizes,
 )  # fmt: skip
 from launcher.backends import model_config
 from launcher.backends.model_config import offline
@@ -50,13 +51,6 @@ from launcher.sizes import sized
 _OF_THESE_PACKAGES = frozenset(
     {"attention-missing", "attention-replaced", "optim-missing", "report-missing"}
 )
-# a launcher around this one would have several processes wait for each other
-_DISTRIBUTED = frozenset(
-    {
-        "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK",
-        "MASTER_ADDR", "MASTER_PORT",
-    }
-)  # fmt: skip
 # no key of tokenised data holds any of these: services, engines, devices. None: not handed over
 _REPLACED: Mapping[str, Any] = {
     "cache_dataset_only": True, "push_to_hub": False, "try_launch_beaker_eval_jobs": False,
@@ -99,7 +93,7 @@ class Tokenised:
     @property
     def size(self) -> int:
         """Bytes of the set that the run reads."""
-        return 0 if self.place is None else hub_files.size_of(self.place)
+        return 0 if self.place is None else sizes.below(self.place, links=True)
 
     @property
     def cut(self) -> int | None:
@@ -330,15 +324,13 @@ class _Filling:
         if entry is not None or self.cache is None:
             return self._of(entry, "there", 0.0), ()
         lock = cache_home(self.environ) / "prepared" / f"{self.cache.path.name}.lock"
-        with cache_folders.alone(lock, self._wait):
+        waiting = "another `launch prepare` is filling this: waiting for it"
+        with cache_folders.alone(lock, lambda: self.say(waiting)):
             # whoever was at it may have filled it in the meantime
             entry = self._entry()
-            return (
-                (self._of(entry, "there", 0.0), ()) if entry is not None else self._fill(self.cache)
-            )
-
-    def _wait(self) -> None:
-        self.say("another `launch prepare` is filling this: waiting for it")
+            if entry is None:
+                return self._fill(self.cache)
+            return self._of(entry, "there", 0.0), ()
 
     def _impossible(self) -> Iterator[Finding]:
         """What no preparation helps with."""
@@ -451,13 +443,8 @@ class _Filling:
 
     def _run(self, cache: Cache, folder: RunFolder, held: Sequence[int]) -> None:
         self.say(f"tokenising with {self.plan.stage.entry.script}; log: {folder.console(1)}")
-        inherited = {
-            name: value
-            for name, value in self.environ.items()
-            if name not in _DISTRIBUTED and not name.startswith(("ACCELERATE_", "FSDP_"))
-        }
         made = self._command(cache, folder)
-        ended = runner.run(made, folder, 1, held=held, inherited=inherited)
+        ended = runner.run(made, folder, 1, held=held, inherited=self.environ)
         if ended.stopped is not None:
             raise Interrupted(())
         if ended.returncode:

@@ -7,13 +7,17 @@ import os
 from pathlib import Path
 
 
-def below(folder: Path) -> int:
-    """Bytes of all files below a folder, links not followed; what cannot be asked counts as nothing."""
+def below(path: Path, *, links: bool = False) -> int:
+    """Bytes of a file, or of all files below a folder; `links` are followed, or counted as such.
+
+    What cannot be asked counts as nothing.
+    """
+    ask = os.stat if links else os.lstat
     total = 0
-    for place, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(place, name)).st_size
+    files = (os.path.join(place, name) for place, _, names in os.walk(path) for name in names)
+    for file in files if path.is_dir() else [path]:
+        with contextlib.suppress(OSError):
+            total += ask(file).st_size
     return total
 
 

@@ -191,29 +191,6 @@ import sys
 from datasets import load_dataset
 print(load_dataset("build/demo/data/dpo")["train"][0]["chosen"][-1]["content"][:6])
 """
-REFERENCES = """
-import json, sys
-from datasets import load_dataset
-from trl import DPOConfig, DPOTrainer
-
-def reference(length):
-    args = DPOConfig(
-        output_dir="out", use_cpu=True, bf16=False, per_device_train_batch_size=4, report_to=[],
-        precompute_ref_log_probs=True, truncation_mode="keep_end", max_length=length,
-    )
-    data = load_dataset("build/demo/data/dpo")["train"]
-    return DPOTrainer("build/demo/model", args=args, train_dataset=data).train_dataset["ref_chosen_logps"][:]
-
-found = []
-for word in sys.argv[1:]:
-    if word == "retrain":
-        with open("build/demo/model/model.safetensors", "r+b") as file:
-            file.seek(-4096, 2)
-            file.write(bytes(4096))
-    else:
-        found.append(reference(int(word)))
-print(json.dumps(found))
-"""
 TRL = """
 stage: dpo
 backend: trl
@@ -244,15 +221,3 @@ def test_datasets_alone_keeps_a_row_that_was_edited_under_its_old_time(place: Pa
     assert python(LOAD, env=shared) == before, "stale, as documented in launcher/caches.py"
     assert trl(place) != ours
     assert python(LOAD, env=trl(place)) == "zzzzzz"
-
-
-def test_trls_reference_is_stale_after_another_length_and_ours_is_not(place: Path) -> None:
-    shared = {"HF_DATASETS_CACHE": str(place / "shared")}
-    short, long = json.loads(python(REFERENCES, "24", "64", env=shared))
-    assert short == long, "stale, as documented in launcher/caches.py"
-    before = trl(place, "max_length=64")
-    assert before != trl(place, "max_length=24")
-    # the weights are part of TRL's own key: the same folder serves a retrained model
-    ours, other = json.loads(python(REFERENCES, "64", "retrain", "64", env=before))
-    assert ours != long and ours != other
-    assert trl(place, "max_length=64") == before

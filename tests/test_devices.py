@@ -128,14 +128,9 @@ def test_a_choice_stays_within_what_is_visible(smi: Smi) -> None:
 # --- named ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", [" 2 , 3 ", "GPU-00000001"])
-def test_names_on_the_command_line(text: str) -> None:
-    assert devices.named(text) == tuple(part.strip() for part in text.split(","))
-    assert devices.named(None) is None
-
-
 @pytest.mark.parametrize("text", ["", "2,2", "-1", "MIG-1", "٣"])
 def test_names_that_name_nothing(text: str) -> None:
+    assert devices.named(" 2 , GPU-00000001 ") == ("2", "GPU-00000001")
     with pytest.raises(UsageError) as caught:
         devices.named(text)
     assert caught.value.findings[0].code == "bad-devices"

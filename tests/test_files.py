@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -53,26 +52,12 @@ def _folder(path: Path) -> None:
     path.mkdir()
 
 
-def _socket(path: Path) -> None:
-    here = os.getcwd()
-    os.chdir(path.parent)
-    try:
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind(path.name)
-    finally:
-        os.chdir(here)
-
-
-def _loop(path: Path) -> None:
-    path.symlink_to(path.name)
-
-
 def _sparse(path: Path) -> None:
     with path.open("wb") as stream:
         stream.truncate(2**40)
 
 
-KINDS = (_fifo, _zero, _folder, _socket, _loop)
+KINDS = (_fifo, _zero, _folder)
 
 
 @pytest.mark.parametrize("make", [*KINDS, _sparse])
@@ -88,8 +73,8 @@ def test_what_is_no_file_of_a_usual_size_is_refused(
 
 DEEP = b"[" * 200_000
 BAD_LINES = (
-    DEEP, b'{"event": ' + DEEP, b'{"a":' * 70 + b"1" + b"}" * 70, b"{" * 1_000_000, b"\xff\xfe", b"nonsense",
-    b'{"event": "step", "step": ' + b"9" * 5000, b"[1, 2]", b"null", b'{"event": "' + b"x" * 2**21 + b'"}',
+    b'{"event": ' + DEEP, b'{"a":' * 70 + b"1" + b"}" * 70, b"\xff\xfe", b"[1, 2]",
+    b'{"event": "' + b"x" * 2**21 + b'"}',
 )  # fmt: skip
 
 
@@ -105,7 +90,7 @@ def test_a_bad_line_costs_itself(run: Path, line: bytes) -> None:
     assert cli.main(["check", NAME]) == 0
 
 
-@pytest.mark.parametrize("digits", ["9" * 25, "-" + "9" * 400, "1e999", "9" * 4000])
+@pytest.mark.parametrize("digits", ["9" * 25, "-" + "9" * 400])
 def test_a_number_that_is_too_large_is_infinite(digits: str) -> None:
     value = files.parse_line(f'{{"step": {digits}}}'.encode())["step"]
     assert abs(value) == float("inf")
@@ -113,37 +98,30 @@ def test_a_number_that_is_too_large_is_infinite(digits: str) -> None:
 
 
 EVENTS = (
-    '{"event": "step", "step": 1e12}', '{"event": "step", "step": 999999999999, "loss": 1}',
-    '{"event": "start", "world": 1e9, "attempt": 1}', '{"event": "start", "world": 1000000000, "attempt": 1}',
-    '{"event": "step", "step": 1e300, "tokens": 1e308, "seconds": -1}', '{"event": "resumed", "step": -1e12}',
-    '{"event": "step", "step": %s}' % ("7" * 400), '{"event": "liger", "calls": {"rope": 1e400}}',
-)  # fmt: skip
+    '{"event": "step", "step": 999999999999, "loss": 1}',
+    '{"event": "start", "world": 1000000000, "attempt": 1}',
+    '{"event": "step", "step": 1e300, "tokens": 1e308, "seconds": -1}',
+    '{"event": "liger", "calls": {"rope": 1e400}}',
+)
 
 
 @pytest.mark.parametrize("event", EVENTS)
-@pytest.mark.parametrize("command", ["runs", "check", "report"])
-def test_a_huge_number_takes_neither_memory_nor_the_command(
-    run: Path, event: str, command: str
-) -> None:
+def test_a_huge_number_takes_neither_memory_nor_the_command(run: Path, event: str) -> None:
     with (run / "probe" / "rank-0.jsonl").open("a") as record:
         record.write(f"{event}\n")
-    words = {"runs": ["runs"], "check": ["check", NAME], "report": ["report", NAME]}[command]
-    assert cli.main(words) in {0, 1}
+    for words in (["runs"], ["check", NAME], ["report", NAME]):
+        assert cli.main(words) in {0, 1}
 
 
-RUN_FILES = ("run.json", "start.json", "process.json", "exit.json", "verdict.json", "stop.json",
-             "slurm.json", "metrics.jsonl", "console.log", "probe/rank-0.jsonl", "lock", ".concluded.mark",
-             "console.2.log", "exit.99999999999.json", "run.1.json")  # fmt: skip
+RUN_FILES = ("run.json", "process.json", "exit.json", "verdict.json", "metrics.jsonl", "console.log",
+             "probe/rank-0.jsonl", "lock")  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [_fifo, _zero])
 @pytest.mark.parametrize("name", RUN_FILES)
-def test_no_command_waits_for_a_file_of_a_run(
-    run: Path, name: str, make: Callable[[Path], None]
-) -> None:
+def test_no_command_waits_for_a_file_of_a_run(run: Path, name: str) -> None:
     (run / name).unlink(missing_ok=True)
-    make(run / name)
+    os.mkfifo(run / name)
     for words in (["runs"], ["cache", "list"], *([verb, str(run)] for verb in
                   ("check", "report", "attach", "logs", "stop"))):  # fmt: skip
         assert cli.main(words) in {0, 1, 2, 4, 5, 130}, words
@@ -172,33 +150,21 @@ def doubling(value: str, last: str) -> str:
 
 BOMBS = {
     "text": doubling("${NEXT}${NEXT}", "word"),
-    "mapping": doubling("{a: '${NEXT}', b: '${NEXT}'}", "{a: 1}"),
     "list": doubling("['${NEXT}', '${NEXT}']", "[1]"),
-    "select": doubling("'${oc.select:NEXT}${oc.select:NEXT}'", "word"),
     "unclosed": HEAD + "  run_name: '" + "${" * 5000 + "'\n",
-    "nested": HEAD + "  run_name: '" + "${" * 300 + "a" + "}" * 300 + "'\n",
     "many": HEAD + "  run_name: '" + "${args.dataset_name}" * 50_000 + "'\n",
     "itself": HEAD + "  run_name: ${args}\n",
-    "values": HEAD + "  run_name: ${oc.dict.values:args}\n",
-    "selected": HEAD + "  run_name: '${oc.select:args, 1}'\n",
     "decoded": HEAD + "  run_name: ${oc.decode:'${args}'}\n",
-    "no resolver": HEAD + "  run_name: '${nothing:1}'\n",
     "keys": HEAD + "".join(f"  unknown_key_{n}: 1\n" for n in range(30_000)),
-    "options": HEAD + "".join(f"unknown_key_{n}: 1\n" for n in range(30_000)),
     "expected": HEAD + "expect:\n" + "".join(f"  unknown_key_{n}: 1\n" for n in range(30_000)),
-    "gates": HEAD + "gates:\n" + "".join(f"  unknown_key_{n}: 1\n" for n in range(30_000)),
     "expect": HEAD + "expect: {batch: [null]}\n",
-    "expect twice": HEAD + "expect: {liger: {a: [1]}}\n",
     "exponent": HEAD + "  learning_rate: 1e999\n",
-    "signed exponent": HEAD + "  learning_rate: -1.0e+999\n",
     "digits": HEAD + "  seed: " + "9" * 390 + "\n",
     "more digits": HEAD + "  seed: " + "9" * 5000 + "\n",
-    "quoted digits": HEAD + "  learning_rate: '" + "9" * 390 + "'\n",
     "aliases": "a: &a [x,x,x,x,x,x,x,x,x]\n"
     + "".join(f"b{n}: &{chr(98 + n)} [{','.join([f'*{chr(97 + n)}'] * 9)}]\n" for n in range(9)),
     "depth": "a: " + "[" * 100_000,
     "fifo": "extends: fifo.yaml\n" + HEAD,
-    "device": "extends: /dev/zero\n" + HEAD,
 }
 
 
@@ -215,30 +181,18 @@ def test_a_bomb_is_an_ordinary_error(
     assert f"{path}:" in told or "fifo.yaml" in told or "/dev/zero" in told
 
 
-@pytest.mark.parametrize("value", ["1e+308", "-1e+308", "1e300"])
-@pytest.mark.parametrize("key", ["num_train_epochs", "learning_rate", "warmup_ratio"])
-def test_a_huge_number_is_planned_or_refused(tmp_path: Path, key: str, value: str) -> None:
+@pytest.mark.parametrize("value", ["1e+308", "-1e+308"])
+def test_a_huge_number_is_planned_or_refused(tmp_path: Path, value: str) -> None:
     path, rows = tmp_path / "stage.yaml", tmp_path / "rows.jsonl"
     rows.write_text('{"messages": [{"role": "user", "content": "a"}]}\n' * 10)
     path.write_text(
-        f"stage: sft\ndeepspeed: none\nargs:\n  model_name_or_path: a/b\n  {key}: {value}\n"
+        f"stage: sft\ndeepspeed: none\nargs:\n  model_name_or_path: a/b\n  num_train_epochs: {value}\n"
         f"  dataset_mixer_list: [{rows}, 1.0]\n  output_dir: {tmp_path}/out\n"
     )
     sizes = ["--gpus", "1", "--row-tokens", "10:20"]
     for words in (["validate-config", str(path)], ["plan", str(path), *sizes],
                   ["sft", str(path), "--dry-run", "--gpus", "0"]):  # fmt: skip
         assert cli.main(words) in {0, 3, 5}
-
-
-def test_references_still_resolve(tmp_path: Path) -> None:
-    from launcher import config
-
-    path = tmp_path / "stage.yaml"
-    more = "  a: {b: '${args.dataset_name}-x', c: [1, '${oc.select:no, 3}']}\n  d: ${args.a}\n  e: \\${f}\n"
-    path.write_text(HEAD + more)
-    args = config.load(path).args
-    assert args["d"] == {"b": "a/b-x", "c": [1, 3]} == args["a"]
-    assert args["e"] == "${f}"
 
 
 # --- what reaches a terminal ----------------------------------------------------------------------
@@ -319,8 +273,6 @@ def test_the_bug_reporter_takes_any_name(
     "words",
     [
         "Applying Liger kernels for model type: qwen2 with kwargs: {'rope': True}",
-        "There are currently no Liger kernels supported for model type: gpt2.",
-        "No Liger kernels will be applied.",
         "Attempting to apply liger-kernel. fused_linear_cross_entropy=True",
     ],
 )
@@ -328,15 +280,13 @@ def test_the_bug_reporter_takes_any_name(
     "row",
     [
         "2026-11-20 15:52:52 - INFO - finetune.py:700 - Sample 1 of the training set: {{'text': '{0}'}}",
-        "{{'messages': [{{'content': 'a.py:1 - INFO - monkey_patch.py:9 - {0}'}}]}}",
         'a question was "how is it when it says {0}"',
     ],
 )
-@pytest.mark.parametrize("name", ["dpo_without_probe.log", "sft_without_probe.log"])
 def test_a_row_that_speaks_of_liger_changes_no_verdict(
-    tmp_path: Path, name: str, row: str, words: str
+    tmp_path: Path, row: str, words: str
 ) -> None:
-    corpus = Path(__file__).parent / "corpus" / name
+    corpus = Path(__file__).parent / "corpus" / "dpo_without_probe.log"
     before = check.judge_log(corpus)
     lines = corpus.read_text(errors="replace").splitlines(keepends=True)
     # ahead of all else, where nothing has been announced yet, and at the end

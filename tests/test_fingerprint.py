@@ -17,7 +17,7 @@ from conftest import REPOSITORY, Write
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher import content, fingerprint
+from launcher import content
 from launcher.errors import Exit, NotReady
 from launcher.fingerprint import Memory, MissingContent, of_data, of_file, of_model, of_tokenizer
 
@@ -68,32 +68,6 @@ def test_any_changed_byte_changes_a_data_file(
     assert digest(path) != before
     path.write_bytes(raw)
     assert digest(path) == before
-
-
-@pytest.mark.parametrize("size", [content.PIECE - 1, content.PIECE, 2 * content.PIECE + 1])
-def test_any_changed_byte_counts_in_every_piece_and_at_its_borders(
-    tmp_path: Path, size: int
-) -> None:
-    path = tmp_path / "rows.parquet"
-    path.write_bytes(bytes(size))
-    seen = {digest(path)}
-    places = {0, size // 2, content.PIECE - 2, content.PIECE - 1, content.PIECE, size - 1}
-    inside = sorted(place for place in places if place < size)
-    for place in inside:
-        with path.open("r+b") as file:
-            file.seek(place)
-            file.write(b"x")
-        seen.add(digest(path))
-    assert len(seen) == len(inside) + 1
-
-
-def test_appended_and_swapped_bytes_change_it(write: Write) -> None:
-    path = write("a.jsonl", b"ab")
-    found = {digest(path)}
-    for raw in (b"ba", b"ab\0", b"", b"\0"):
-        path.write_bytes(raw)
-        found.add(digest(path))
-    assert len(found) == 5
 
 
 def test_neither_place_nor_time_nor_name_is_part_of_it(write: Write, tmp_path: Path) -> None:
@@ -171,45 +145,21 @@ def test_a_smaller_tensor_has_sixteen_strata_and_a_small_one_is_whole(checkpoint
     assert total < 200_000 < checkpoint.stat().st_size / 100
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"a": bytes(1000), "c": bytes(2000)},
-        {"a": bytes(2000), "b": bytes(1000)},
-        {"b": bytes(2000), "a": bytes(1000)},
-        {"a": bytes(1000), "b": bytes(2001)},
-    ],
-    ids=["name", "shape", "order", "size"],
-)
-def test_the_header_counts(write: Write, other: Mapping[str, bytes]) -> None:
+def test_the_header_counts(write: Write) -> None:
     path = write("m.safetensors", safetensors({"a": bytes(1000), "b": bytes(2000)}))
     before = digest(path, whole_below=0)
-    path.write_bytes(safetensors(other))
-    assert digest(path, whole_below=0) != before
-
-
-def test_one_changed_element_in_a_thousand_is_always_seen(checkpoint: Path) -> None:
-    """The documented case: 0.1 % of a tensor's elements, anywhere."""
-    before = digest(checkpoint, whole_below=0)
-    size = checkpoint.stat().st_size
-    raw = bytearray(checkpoint.read_bytes())
-    header = regions(checkpoint)[0][1]
-    raw[header + 13 : size : 1009] = b"\1" * len(range(header + 13, size, 1009))
-    other = checkpoint.with_name("other.safetensors")
-    other.write_bytes(raw)
-    assert digest(other, whole_below=0) != before
+    for other in ({"a": bytes(1000), "c": bytes(2000)}, {"b": bytes(2000), "a": bytes(1000)}):
+        path.write_bytes(safetensors(other))
+        assert digest(path, whole_below=0) != before
 
 
 @pytest.mark.parametrize(
     "raw",
     [
         b"",
-        b"\0" * 7,
         b"\xff" * 64,
         struct.pack("<Q", 2) + b"{}" + b"left over",
         struct.pack("<Q", 4) + b"nope",
-        struct.pack("<Q", 2) + b"[]",
-        struct.pack("<Q", 7) + b'{"a":1}',
         struct.pack("<Q", 30) + b'{"a":{"data_offsets":[0,"x"]}}',
         safetensors({"a": b"x" * 50})[:-1],
     ],
@@ -220,11 +170,6 @@ def test_what_is_no_safetensors_file_is_read_whole(write: Write, raw: bytes) -> 
     assert found.method == "whole"
     path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]) if raw else b"x")
     assert digest(path, whole_below=0) != found.digest
-
-
-def test_small_checkpoints_are_read_whole(checkpoint: Path) -> None:
-    assert of_file(checkpoint, Memory()).method == "whole"
-    assert of_file(checkpoint, Memory(), whole_below=0).method == "sampled"
 
 
 # --- folders ----------------------------------------------------------------------------------------
@@ -268,18 +213,7 @@ def test_a_model_is_its_weights_and_configs(tmp_path: Path) -> None:
     assert of_model(str(folder), Memory()).digest != before.digest
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "tokenizer.json",
-        "chat_template.jinja",
-        "merges.txt",
-        "tokenizer.model",
-        "added_tokens.json",
-        "additional_chat_templates/tools.jinja",
-        "vocab.txt",
-    ],
-)
+@pytest.mark.parametrize("name", ["merges.txt", "additional_chat_templates/tools.jinja"])
 def test_every_file_of_a_tokenizer_counts(tmp_path: Path, name: str) -> None:
     folder = model(tmp_path / "m")
     before = of_tokenizer(str(folder), Memory()).digest
@@ -370,13 +304,6 @@ def test_what_is_not_there_is_said_plainly(tmp_path: Path) -> None:
             of_data(name, Memory())
 
 
-def test_a_link_to_nothing_in_a_folder_is_no_empty_file(write: Write, tmp_path: Path) -> None:
-    write("data/a.jsonl", "a")
-    (tmp_path / "data" / "b.jsonl").symlink_to(tmp_path / "gone")
-    with pytest.raises(MissingContent):
-        of_data(str(tmp_path / "data"), Memory())
-
-
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rows.jsonl")
     with pytest.raises(MissingContent) as caught:
@@ -413,35 +340,17 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return seen
 
 
-def test_an_untouched_file_is_not_read_again(
-    remembered: tuple[Path, Memory], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, memory = remembered
-    seen = reads(monkeypatch)
-    first = of_file(path, memory)
-    assert not seen
-    assert first.digest == digest(path)
-
-
 def test_a_change_that_hides_behind_size_and_time_is_seen(
     remembered: tuple[Path, Memory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, memory = remembered
+    seen = reads(monkeypatch)
     before, was = of_file(path, memory).digest, path.stat()
+    assert not seen
     path.write_bytes(b"RUW\n")
     os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
     assert path.stat().st_mtime_ns == was.st_mtime_ns
     assert of_file(path, memory).digest != before
-
-
-def test_a_touched_file_is_read_again_and_is_the_same(
-    remembered: tuple[Path, Memory], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, memory = remembered
-    before, seen = of_file(path, memory).digest, reads(monkeypatch)
-    aged(path)
-    assert of_file(path, memory).digest == before
-    assert seen == [path]
 
 
 def test_a_file_that_was_only_just_written_is_not_trusted(write: Write, tmp_path: Path) -> None:
@@ -452,45 +361,17 @@ def test_a_file_that_was_only_just_written_is_not_trusted(write: Write, tmp_path
     assert not (tmp_path / "prints.json").exists()
 
 
-def test_a_replaced_file_is_another(remembered: tuple[Path, Memory]) -> None:
-    path, memory = remembered
-    before = of_file(path, memory).digest
-    other = path.with_name("new")
-    other.write_bytes(b"wor\n")
-    os.utime(other, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
-    os.replace(other, path)
-    assert of_file(path, memory).digest != before
-
-
 @pytest.mark.parametrize(
     "raw",
     [
-        "",
         "{",
-        "[]",
-        "\x00",
         '{"form": 99, "files": {}}',
-        '{"form": 1}',
-        '{"form": 1, "files": []}',
         '{"form": 1, "files": {"1:2:x": [1]}}',
-        '{"form": 1, "files": {"1:2:x": "no"}}',
     ],
 )
 def test_a_broken_memory_is_no_memory(write: Write, raw: str) -> None:
     path = write("prints.json", raw)
     assert Memory.load(path).entries == {}
-
-
-def test_a_home_that_cannot_be_written_costs_nothing_but_time(
-    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Memory, "MARGIN_S", -1e9)
-    path = write("a.jsonl", b"row")
-    blocked = write("file", "no folder")
-    memory = Memory.load(blocked / "deeper" / "prints.json")
-    assert of_file(path, memory).digest == digest(path)
-    memory.save()
-    assert blocked.read_text() == "no folder"
 
 
 def test_writers_at_once_keep_each_others_entries(
@@ -513,24 +394,6 @@ def test_writers_at_once_keep_each_others_entries(
         thread.join()
     assert len(Memory.load(place).entries) == len(paths)
     assert {p.name for p in tmp_path.iterdir() if p.name.startswith(".")} == set()
-
-
-def test_the_memory_does_not_grow_without_end(
-    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Memory, "MARGIN_S", -1e9)
-    monkeypatch.setattr(Memory, "LARGEST", 3)
-    memory = Memory(tmp_path / "prints.json")
-    for number in range(6):
-        of_file(write(f"{number}.jsonl", str(number)), memory)
-    memory.save()
-    assert len(Memory.load(memory.path).entries) == 3
-
-
-def test_where_the_memory_lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fingerprint.cache_home({"LAUNCH_CACHE": "/c"}) == Path("/c")
-    assert fingerprint.cache_home({"XDG_CACHE_HOME": "/x", "HOME": "/h"}) == Path("/x/launch")
-    assert fingerprint.cache_home({"HOME": "/h"}) == Path("/h/.cache/launch")
 
 
 def test_the_digests_are_those_of_every_other_machine(write: Write) -> None:

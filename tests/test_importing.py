@@ -98,11 +98,6 @@ def other():
     assert imports.of_script("up/run.py", packages) == ()
 
 
-def test_source_that_does_not_parse(tmp_path: Path) -> None:
-    assert imports.of_script("up/run.py", tree(tmp_path, {"run.py": "import ("})) == ()
-    assert imports.of_script("up/run.py", {}) == ()
-
-
 def test_what_the_pinned_scripts_import(checkout: Path) -> None:
     packages = {"open_instruct": Folder(checkout / "open_instruct")}
     for script in ("finetune", "dpo_tune_cache"):
@@ -188,20 +183,6 @@ def test_lazy_packages_say_the_cause(bare: Trainer, write: Write, tmp_path: Path
     assert (failure.error, failure.file) == ("ZeroDivisionError", str(tmp_path / "behind.py"))
 
 
-def test_names_are_taken_as_the_statement_takes_them(
-    bare: Trainer, write: Write, tmp_path: Path
-) -> None:
-    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    wanted = [
-        Import("os", ("path", "sep"), "a.py", 1),
-        Import("xml", ("dom",), "a.py", 2),
-        Import("json", ("no_such",), "a.py", 3),
-    ]
-    (failure,) = imports.attempt(wanted, bare, environ=environ).failures
-    assert failure.wanted.top == "json"
-    assert "no_such" in failure.message
-
-
 def test_an_interpreter_that_dies_in_an_import(bare: Trainer, write: Write, tmp_path: Path) -> None:
     write("dies.py", "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
     told = tried(bare, tmp_path, "json", "no_such", "dies", "csv")
@@ -216,11 +197,6 @@ def test_an_import_that_hangs(bare: Trainer, write: Write, tmp_path: Path) -> No
     (failure,) = told.failures
     assert failure.wanted.module == "hangs"
     assert failure.error == "TimeoutError after 2 s"
-
-
-def test_what_packages_print_is_no_answer(bare: Trainer, write: Write, tmp_path: Path) -> None:
-    write("loud.py", "print('{\"begun\": 7}')\nimport os\nos.write(1, b'noise')\n")
-    assert tried(bare, tmp_path, "loud", "json").failures == ()
 
 
 def test_a_python_that_is_none(tmp_path: Path) -> None:

@@ -13,9 +13,7 @@ from launcher import lengths
 from launcher.errors import InvalidConfig, UsageError
 
 
-@pytest.mark.parametrize(
-    "text", ["", "x", "0:5", "10:5", "nan:5", "5:inf", "1e400:2", "5:6:7", "-1:4", ":9"]
-)
+@pytest.mark.parametrize("text", ["x", "0:5", "10:5", "nan:5", "1e400:2"])
 def test_row_tokens_that_make_no_sense(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         lengths.parse(text)
@@ -40,7 +38,7 @@ def drawn(count: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("rows", "batches"), [(1, 10), (4, 28), (8, 30), (16, 30), (32, 100)])
+@pytest.mark.parametrize(("rows", "batches"), [(1, 10), (8, 30)])
 def test_largest_batches_are_those_of_a_draw(rows: int, batches: int) -> None:
     rng = random.Random(1)
     pool = drawn(4000)
@@ -85,8 +83,8 @@ def test_rows_are_cut_at_the_longest_that_is_trained() -> None:
     assert lengths.parse("300:4096").cut(None).longest == 4096
 
 
-@pytest.mark.parametrize("text", ["300:1100", "665:4096", "4000:100000"])
-@pytest.mark.parametrize("share", [0.05, 0.3, 0.8])
+@pytest.mark.parametrize("text", ["300:1100", "4000:100000"])
+@pytest.mark.parametrize("share", [0.05, 0.8])
 def test_assumed_rows_are_cut_like_those_that_were_seen(text: str, share: float) -> None:
     rows = lengths.parse(text)
     seen = [round(rows.quantile((n + 0.5) / 4000)) for n in range(4000)]
@@ -100,12 +98,6 @@ def test_assumed_rows_are_cut_like_those_that_were_seen(text: str, share: float)
     assert rows.cut(rows.longest - 1).mean == pytest.approx(rows.mean, rel=0.01)
 
 
-def test_one_very_long_row_says_little_of_the_others() -> None:
-    rows = lengths.parse("500:100000")
-    assert 100 < rows.quantile(0.5) < 500
-    assert rows.deviation < 2000
-
-
 def saved(folder: Path, columns: dict[str, list[list[int]]], *, stream: bool = True) -> None:
     arrow = pytest.importorskip("pyarrow")
     folder.mkdir(parents=True, exist_ok=True)
@@ -114,14 +106,6 @@ def saved(folder: Path, columns: dict[str, list[list[int]]], *, stream: bool = T
     writer = arrow.ipc.new_stream if stream else arrow.ipc.new_file
     with writer(str(path), table.schema) as out:
         out.write_table(table, max_chunksize=3)
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_tokenised_dataset(tmp_path: Path, stream: bool) -> None:
-    saved(tmp_path, {"input_ids": [[1] * n for n in (3, 5, 5, 9, 2)]}, stream=stream)
-    found = lengths.of_dataset(tmp_path)
-    assert found.histogram == ((2, 1), (3, 1), (5, 2), (9, 1))
-    assert (found.mean, found.longest, found.rows) == (4.8, 9, 5)
 
 
 def test_dpo_has_two_sequences_a_row(tmp_path: Path) -> None:
@@ -133,7 +117,7 @@ def test_dpo_has_two_sequences_a_row(tmp_path: Path) -> None:
     assert (found.rows, found.mean, found.longest) == (1, 5.0, 6)
 
 
-@pytest.mark.parametrize("what", ["nothing", "empty", "broken", "column", "rows", "state"])
+@pytest.mark.parametrize("what", ["nothing", "broken", "column", "rows"])
 def test_what_is_no_dataset(tmp_path: Path, what: str) -> None:
     pytest.importorskip("pyarrow")
     folder = tmp_path / "set"
@@ -145,8 +129,6 @@ def test_what_is_no_dataset(tmp_path: Path, what: str) -> None:
         saved(folder, {"text": [[1]]})
     if what == "rows":
         saved(folder, {"input_ids": []})
-    if what == "state":
-        (folder / "state.json").write_text('{"_data_files": [{"filename": "gone.arrow"}]}')
     with pytest.raises(InvalidConfig) as caught:
         lengths.of_dataset(folder)
     assert caught.value.findings[0].code == "unknown-lengths"

@@ -101,13 +101,6 @@ def test_who_computes(smi: Smi) -> None:
     assert (only.pid, only.used_mib) == (12, 0)
 
 
-def test_short_commands(tmp_path: Path) -> None:
-    assert machine.run(["echo", "a b"]) == "a b"
-    assert machine.run(["false"]) is None
-    assert machine.run([str(tmp_path / "none")]) is None
-    assert machine.run(["sleep", "5"], timeout_s=0.05) is None
-
-
 # --- git ------------------------------------------------------------------------------------------
 
 
@@ -200,11 +193,6 @@ def test_what_an_interpreter_says_of_itself() -> None:
     assert own.markers["python_full_version"] == ".".join(map(str, own.version))
     assert own.own is (sys.prefix != sys.base_prefix)
     assert all(isinstance(entry, Path) for entry in own.path)
-
-
-def test_what_a_site_file_prints_first_is_no_answer(tmp_path: Path) -> None:
-    noisy = script(tmp_path, "python", f'echo welcome; exec "{sys.executable}" "$@"')
-    assert machine.ask_trainer(noisy, "a test").version[:2] == sys.version_info[:2]
 
 
 @pytest.mark.parametrize("text", ["exit 1", "echo no json"])

@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import NO_PACKAGES, PATIENCE_S, REPOSITORY, STAND_INS, Write
+from conftest import NO_PACKAGES, PATIENCE_S, REPOSITORY, STAND_INS
 from fake_world import until
 from saved import UNKNOWN, tensors
 
 from launcher import cache_folders, entries, hub_files, plan, preparation
 from launcher.cli import main
-from launcher.errors import NotReady
 from launcher.plan import Plan
 from launcher.preparation import Request
 
@@ -190,23 +189,6 @@ def test_dpo_leaves_the_reference_to_the_run_and_stops_clean(
 
 
 @pytest.mark.slow
-@pytest.mark.training
-@needs(OPEN_INSTRUCT)
-def test_rows_that_cannot_be_tokenised_are_the_users_to_mend(
-    place: Path, checkout: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = place / "build/demo/data/sft/train.jsonl"
-    data.write_text('{"messages": [{"role": "nobody", "content": 3}]}\n' * 8)
-    capsys.readouterr()
-    assert main(["prepare", str(CONFIGS / SFT[0]), *SFT[1:], "--format", "json"]) == 4
-    told = json.loads(capsys.readouterr().out)
-    (finding,) = told["findings"]
-    assert finding["code"] == "tokenising-failed" and "Error" in finding["message"]
-    assert Path(finding["file"]).is_file()
-    assert not list((place / "build/demo/cache").glob("dataset-*/*/state.json"))
-
-
-@pytest.mark.slow
 @needs(TRAINING)
 def test_trl_gets_its_model_and_data_and_tokenises_itself(
     place: Path, capsys: pytest.CaptureFixture[str]
@@ -229,28 +211,24 @@ def test_trl_gets_its_model_and_data_and_tokenises_itself(
 
 
 @pytest.mark.parametrize(
-    ("config", "word", "said"),
+    ("word", "said"),
     [
-        ("sft_open_instruct.yaml", "dataset_skip_cache=true", "tokenises all over"),
-        ("sft_open_instruct.yaml", "dataset_config_hash=0123456789", "is no complete set"),
+        ("dataset_skip_cache=true", "tokenises all over"),
+        ("dataset_config_hash=0123456789", "is no complete set"),
     ],
 )
 def test_what_no_preparation_helps_with_is_refused(
-    place: Path,
-    checkout: Path,
-    capsys: pytest.CaptureFixture[str],
-    config: str,
-    word: str,
-    said: str,
+    place: Path, checkout: Path, capsys: pytest.CaptureFixture[str], word: str, said: str
 ) -> None:
-    capsys.readouterr()
     # begun and never finished: upstream would take it, and crash
     (place / "build/demo/cache/0123456789").mkdir(parents=True)
-    code = main(["prepare", str(CONFIGS / config), word, "--gpus", "0", "--format", "json"])
+    capsys.readouterr()
+    config = str(CONFIGS / "sft_open_instruct.yaml")
+    assert main(["prepare", config, word, "--gpus", "0", "--format", "json"]) == 1
     told = json.loads(capsys.readouterr().out)
     wrong = [one for one in told["findings"] if one["severity"] == "error"]
-    assert code == 1 and not told["ok"] and [one["code"] for one in wrong] == ["would-miss"]
-    assert said in wrong[0]["message"] and told["data"]["dataset"]["state"] == "missed"
+    assert [one["code"] for one in wrong] == ["would-miss"] and said in wrong[0]["message"]
+    assert told["data"]["dataset"]["state"] == "missed"
 
 
 def test_the_config_is_judged_first(
@@ -280,14 +258,6 @@ def test_a_model_that_is_not_here_is_named(
     assert (code, found) == (5, ["incomplete-model"])
 
 
-def test_data_that_are_not_here_are_named(
-    place: Path, checkout: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (place / "build/demo/data/sft/train.jsonl").unlink()
-    code, _, found = prepare(capsys, *SFT)
-    assert (code, found) == (5, ["missing-data"])
-
-
 # --- the parts ------------------------------------------------------------------------------------
 
 
@@ -309,12 +279,6 @@ def test_a_folder_lacks_what_its_index_names(tmp_path: Path) -> None:
     assert "no tokenizer" in str(hub_files.lacking(tmp_path, "tokenizer"))
     (tmp_path / "tokenizer.json").write_text("{}")
     assert hub_files.lacking(tmp_path, "tokenizer") is None
-
-
-def test_an_adapter_is_no_model(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    tensors(tmp_path / "adapter_model.safetensors")
-    assert "an adapter alone" in str(hub_files.lacking(tmp_path, "model"))
 
 
 def planned(config: str, *words: str) -> Plan:
@@ -352,10 +316,7 @@ def folder(place: Path, checkout: Path) -> Iterator[Path]:
     "word",
     [
         "max_seq_length=257",
-        "chat_template_name=zephyr",
-        "add_bos=true",
         "dataset_mixer_list=[build/demo/data/sft/train.jsonl, '100']",
-        "dataset_mixer_list=[build/demo/data/sft/train.jsonl, '1.0']",
         "dataset_transform_fn=[sft_tulu_tokenize_and_truncate_v1, sft_filter_v1]",
         "tokenizer_name_or_path=build/demo/tokenizer",
     ],
@@ -369,13 +330,6 @@ def test_a_set_made_otherwise_is_no_hit(folder: Path, place: Path, word: str) ->
     other = planned("sft_open_instruct.yaml", "learning_rate=1e-6", "seed=7")
     assert entries.hit(folder, other, os.environ) == entry
     assert entries.hit(folder, planned("sft_open_instruct.yaml", word), os.environ) is None
-
-
-def test_a_set_that_was_not_saved_to_its_end_is_no_hit(folder: Path) -> None:
-    mine = planned("sft_open_instruct.yaml")
-    entry = saved(folder, "0123456789", entries.key(mine, os.environ))
-    (entry / "state.json").unlink()
-    assert entries.hit(folder, mine, os.environ) is None
 
 
 def test_a_set_made_before_the_download_is_no_hit(folder: Path, place: Path) -> None:
@@ -429,12 +383,3 @@ def test_who_comes_second_waits(tmp_path: Path) -> None:
         order.append("first")
     thread.join()
     assert order == ["waits", "first", "second"]
-
-
-def test_a_place_that_cannot_be_made_is_named(write: Write) -> None:
-    file = write("file", "")
-    with (
-        pytest.raises(NotReady, match="cannot be written"),
-        cache_folders.alone(file / "x", lambda: None),
-    ):
-        pass

@@ -474,14 +474,6 @@ def test_without_its_run_folder_a_run_goes_on_and_is_compared(run: Make) -> None
     assert codes(one.decide("seed=7"))["resume-changed"] == "error"
 
 
-def test_another_stage_is_another_run(run: Make) -> None:
-    one = run(TRL)
-    forgotten(one, 4)
-    kept = one.output / lease.FOLDER / "run-1.json"
-    rundir.write_json(kept, {**rundir.read_json(kept), "stage": "dpo"})
-    assert codes(one.decide())["not-resumed"] == "error"
-
-
 def test_a_finished_run_without_its_run_folder_is_not_trained_over(run: Make) -> None:
     one = run(TRL)
     forgotten(one, code=0)
@@ -726,19 +718,6 @@ def test_a_dry_run_into_the_output_of_a_living_run(
     rundir.write_json(one.folder.process, {**own, "mark": str(one.folder.path), "attempt": 1})
     lease.take(one.output, one.folder.path, 1)
     assert "refuse it, as that run is still going on" in dry(one, capsys)[1][0]
-
-
-def test_a_bare_command_of_open_instruct_goes_on_by_itself(run: Make) -> None:
-    one = run(rows=44)
-    one.start()
-    for step in (2, 4, 6):
-        saved.pinned(one.output, f"step_{step}")
-    decision = one.decide()
-    (said,) = resume.of_a_bare_command(
-        str(resume.would(decision)), one.made, one.output, one.folder
-    )
-    assert (decision.step, said.severity) == (4, "warning")
-    assert "would go on from step_4; this line goes on from step_6" in said.message
 
 
 # --- what is not ours -------------------------------------------------------------------------------

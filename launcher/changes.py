@@ -33,11 +33,7 @@ NAMES: tuple[str, ...] = (
 )  # fmt: skip
 """What `--allow-changed-resume` takes, beside the name of any argument."""
 BATCH = frozenset({"gpus", "per_device", "accumulation"})
-"""Those that decide how rows make a step."""
-SKIPPING = "ignore_data_skip"
-"""TRL's: whether a resume begins its epoch again, at the first rows (transformers/trainer.py:1648)."""
-PLACE = BATCH | {SKIPPING}
-"""Those that come to another place in the data: `position` allows them too."""
+"""Those that decide how rows make a step: `position` allows them too."""
 
 # Where things go, what is shown, how fast it is: none of it moves a weight.
 _HARMLESS = re.compile(

@@ -24,6 +24,10 @@ Handler = Callable[[int, FrameType | None], object]
 """What is called with the number of a signal."""
 
 
+def ignore(_number: int, _frame: FrameType | None) -> None:
+    """A signal is let pass here, and not by the processes that are started, as SIG_IGN would be."""
+
+
 @contextlib.contextmanager
 def handling(handlers: Mapping[int, Handler | signal.Handlers]) -> Iterator[None]:
     """Other signal handlers inside; those from before are put back."""

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from launcher import lease, process, rundir
-from launcher.errors import DISK_FULL, Finding, NotReady, brief, usage
+from launcher.errors import DISK_FULL, Finding, brief, not_ready, usage
 from launcher.rundir import RunFolder
 
 if TYPE_CHECKING:
@@ -92,7 +92,11 @@ def run(
                 child = _start(command, folder, attempt, console, held, inherited)
             except (OSError, ValueError) as error:
                 reserve.write(folder.exit(attempt), asdict(_ended(127, None, started, attempt)))
-                raise NotReady(_not_started(command, error)) from None
+                reason = error.strerror if isinstance(error, OSError) else str(error)
+                raise not_ready(
+                    "not-started", f"{command.argv[0]} cannot be started: {reason}",
+                    "give the trainer's interpreter with --python PATH", file=command.argv[0],
+                ) from None  # fmt: skip
         told = {"mark": str(folder.path), "attempt": attempt, "started": started}
         told["keeper"] = process.identify(os.getpid()).as_json()
         reserve.write(folder.process, {**process.identify(child.pid).as_json(), **told})
@@ -211,15 +215,6 @@ def recorded(folder: RunFolder, attempt: int) -> Exit | None:
     )  # fmt: skip
 
 
-def _not_started(command: Command, error: OSError | ValueError) -> Finding:
-    reason = error.strerror if isinstance(error, OSError) else str(error)
-    return Finding(
-        severity="error", layer="launch", code="not-started", file=command.argv[0],
-        message=f"{command.argv[0]} cannot be started: {reason}",
-        help="give the trainer's interpreter with --python PATH",
-    )  # fmt: skip
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """That an attempt be stopped, as a file: whoever asks need not know which process to ask."""
@@ -292,14 +287,12 @@ class _Stop:
         self.asked = self.asked or number
         self.times += 1
 
-    def _hung_up(self, _number: int, _frame: FrameType | None) -> None:
-        """The terminal has gone: training goes on, and so does the watch over it."""
-
     def listening(self) -> contextlib.AbstractContextManager[None]:
-        # functions, not SIG_IGN: that would be inherited by the training processes
-        return process.handling({
-            signal.SIGINT: self._note, signal.SIGTERM: self._note, signal.SIGHUP: self._hung_up,
-        })  # fmt: skip
+        # a terminal that goes stops nothing; no SIG_IGN: that would be inherited by the training
+        ignore = process.ignore
+        return process.handling(
+            {signal.SIGINT: self._note, signal.SIGTERM: self._note, signal.SIGHUP: ignore}
+        )
 
 
 def _watch(child: subprocess.Popen[bytes], family: process.Family, stop: _Stop) -> int | None:

@@ -22,7 +22,7 @@ from launcher import (
     runner,
     slurm,
 )  # fmt: skip
-from launcher.errors import Finding, NotReady, UsageError, not_ready
+from launcher.errors import NotReady, UsageError, not_ready, usage
 from launcher.rundir import RunFolder
 from launcher.view import Progress
 
@@ -104,7 +104,8 @@ def stop(folder: RunFolder, *, after_checkpoint: bool = False) -> runner.Exit | 
         raise NotReady(runner.unknown_here(folder, leader))
     number = max(1, folder.attempts()) if runner.alive(folder.path) else _starting(folder)
     if number is None:
-        raise UsageError(_not_running(folder))
+        state = overview.state(folder)
+        raise usage("not-running", f"{folder.path.name} does not run: {state}", "launch runs")
     request = runner.Request(attempt=number, after_checkpoint=after_checkpoint)
     earlier = runner.request(folder)
     # one that is in no hurry does not slow down another that is
@@ -224,10 +225,3 @@ def _wait_elsewhere(folder: RunFolder, request: runner.Request) -> None:
         time.sleep(POLL_S * 5)
     if runner.recorded(folder, request.attempt) is None:
         raise NotReady(runner.unknown_here(folder, told))
-
-
-def _not_running(folder: RunFolder) -> Finding:
-    return Finding(
-        severity="error", layer="launch", code="not-running", file=str(folder.path),
-        message=f"{folder.path.name} does not run: {overview.state(folder)}", help="launch runs",
-    )  # fmt: skip

@@ -148,22 +148,6 @@ def test_a_run_on_a_full_disk_can_be_stopped(world: World, mount: Mount) -> None
 # --- what cannot be written -----------------------------------------------------------------------
 
 
-def test_a_finished_run_that_is_read_only_can_be_looked_at(world: World, mount: Mount) -> None:
-    mount(world.runs, "size=4m")
-    world.prepared("print=2", "exit=0")
-    assert world.launch("exec", "a run").returncode == 1
-    # as it is when a disk has errors, or was mounted for reading
-    subprocess.run(["mount", "-o", "remount,ro", str(world.runs)], check=True)
-    assert state(world) == "finished"
-    assert world.launch("logs", "a run").stdout == "line 0\nline 1\n"
-    assert world.launch("check", "a run").returncode == 1
-    assert world.launch("attach", "a run").returncode == 1
-    assert world.launch("stop", "a run").returncode == 2
-    assert world.launch("report", "a run").returncode == 5
-    page = world.root / "page.html"
-    assert world.launch("report", "a run", "--output", str(page)).returncode == 0
-
-
 # --- a log that is changed underneath -------------------------------------------------------------
 
 
@@ -455,31 +439,6 @@ def test_streams_that_are_closed(world: World) -> None:
     done = shell(world, f"launch attach 'a run' {closed}")
     assert (done.returncode, done.stderr) == (1, "")
     assert shell(world, f"launch logs 'a run' {closed}").returncode == 0
-
-
-def test_a_working_folder_that_has_gone(world: World) -> None:
-    folder = world.prepared("pid=leader", f"wait={world.root}/go", cwd=str(world.root / "gone"))
-    (world.root / "gone").mkdir()
-    told = world.root / "told"
-    words = (sys.executable, "-c", f"open({str(told)!r}, 'a').write('x')")
-    folder = world.prepared(
-        "pid=leader", f"wait={world.root}/go", cwd=str(world.root / "gone"), on_finish=words
-    )
-    running = world.started("exec", "a run")
-    world.pid("leader")
-    (world.root / "gone").rmdir()
-    (world.root / "go").touch()
-    assert running.wait(PATIENCE_S) == 1
-    assert told.read_text() == "x"
-    # and one that has gone before
-    world.prepared("exit=0", name="another", cwd=str(world.root / "gone"))
-    assert world.launch("exec", "another").returncode == 5
-    gone = "mkdir there; cd there; rmdir ../there"
-    done = shell(world, f"{gone}; launch attach 'a run'")
-    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
-    done = shell(world, f"{gone}; unset LAUNCH_RUNS; launch runs")
-    assert (done.returncode, "no-cwd" in done.stderr) == (5, True)
-    assert folder.verdict.exists()
 
 
 # --- logs of every kind ---------------------------------------------------------------------------

@@ -195,14 +195,6 @@ def test_a_signal_to_the_launcher_ends_the_whole_run(
     assert not process.family(None, str(folder.path))
 
 
-def test_training_that_ignores_int_is_ended_by_term(
-    launcher: Callable[..., subprocess.Popen[str]], folder: RunFolder
-) -> None:
-    running = launcher("ignore=INT", grace=(0.3, PATIENCE_S, 0.3))
-    running.send_signal(signal.SIGINT)
-    assert running.communicate(timeout=PATIENCE_S)[0].split() == ["143", "15", "2"]
-
-
 def test_training_that_ignores_both_is_killed(
     launcher: Callable[..., subprocess.Popen[str]], folder: RunFolder
 ) -> None:

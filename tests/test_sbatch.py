@@ -18,8 +18,8 @@ GOLDEN = Path(__file__).parent / "data" / "sbatch"
 LAUNCH = ["env", "PYTHONPATH=/opt/launch", "/env/bin/python", "-m", "launcher.cli"]
 RUN = Path("/runs/20260101T000000Z-sft-demo")
 NASTY = [
-    "it's \"x\"", "$(touch pwned)`touch pwned`; touch pwned", "a\\b", "* ~ $HOME", "100 %j ü\U0001f600",
-    "\n#SBATCH --uid=0", "-n",
+    "it's \"x\" -n", "$(touch pwned)`touch pwned`; touch pwned", "a\\b * ~ $HOME",
+    "100 %j ü\U0001f600\n#SBATCH --uid=0",
 ]  # fmt: skip
 
 
@@ -125,12 +125,10 @@ def test_options() -> None:
     ("given", "code", "help"),
     [
         ({"partion": "gpu"}, "unknown-slurm-option", "did you mean `partition`?"),
-        ({"xyzzy": 1}, "unknown-slurm-option", "sbatch --help"),
         ({"nodes": 2}, "reserved-slurm-option", "--nodes"),
         ({"no_requeue": True}, "reserved-slurm-option", "requeue: false"),
         ({"comment": "a\nb"}, "bad-slurm-option", None),
         ({"partition": True}, "bad-slurm-option", None),
-        ({"partition": ["a", "b"]}, "bad-slurm-option", None),
         ({"hold": "yes"}, "bad-slurm-option", None),
         ("gpu", "bad-slurm", "slurm: {"),
     ],

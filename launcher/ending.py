@@ -85,11 +85,10 @@ HELP: Mapping[str, str] = {
 }
 
 _STOPS = {Signals.SIGINT, Signals.SIGTERM}
-# What Slurm, LSF and PBS say of why they ended a job, where that was nobody's wish.
+# What Slurm says of why it ended a job, where that was nobody's wish.
 _TAKEN: Mapping[str, str] = {
-    **dict.fromkeys(("TIME LIMIT", "RUNLIMIT", "walltime"), "time_limit"),
-    **dict.fromkeys(("PREEMPTION", "PREEMPT"), "preempted"),
-    **dict.fromkeys(("MEMLIMIT", "mem", "vmem"), "oom_host"),
+    "TIME LIMIT": "time_limit",
+    "PREEMPTION": "preempted",
     "NODE FAILURE": "node_failure",
 }
 # A process does these to itself; the others come from outside.

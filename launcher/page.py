@@ -19,10 +19,10 @@ from typing import Any
 from launcher import panels, series
 from launcher.check import Verdict
 from launcher.evidence import Evidence
-from launcher.markup import Html, details, figure, join, number_cell, table, tag, text
+from launcher.markup import Html, details, join, number_cell, table, tag, text
 from launcher.panels import Panel
 from launcher.plan import titled
-from launcher.series import Run, Series, listed, mapping, number
+from launcher.series import Run, Series, listed, mapping
 
 _ASSETS = Path(__file__).resolve().parent / "assets"
 _COLOURS = 8
@@ -257,9 +257,9 @@ def _clock(hours: float | None) -> str:
 
 
 def _curves(runs: Sequence[Run], names: Sequence[str]) -> Html:
-    shown = join(_figure_of(panel, runs, names) for panel in panels.first(runs))
+    shown = join(_figure_of(panel) for panel in panels.first(runs))
     more = panels.further(runs)
-    folded = tag("div", join(_figure_of(panel, runs, names) for panel in more), class_="grid")
+    folded = tag("div", join(_figure_of(panel) for panel in more), class_="grid")
     drawn = _drawn(runs)
     parts = [
         _controls(runs, names),
@@ -307,8 +307,8 @@ def _controls(runs: Sequence[Run], names: Sequence[str]) -> Html:
     return tag("div", join([legend if len(runs) > 1 else "", tools]), class_="controls")
 
 
-def _figure_of(panel: Panel, runs: Sequence[Run], names: Sequence[str]) -> Html:
-    """The place of one chart, and in words what it shows."""
+def _figure_of(panel: Panel) -> Html:
+    """The place of one chart."""
     unit = tag("span", f" {panel.unit}", class_="unit") if panel.unit else ""
     key = f"panel-{panel.key}"
     lines = [
@@ -323,29 +323,11 @@ def _figure_of(panel: Panel, runs: Sequence[Run], names: Sequence[str]) -> Html:
         if panel.floor is None or panel.floor == "zero"
         else "",
     ]
-    said = join(tag("li", words) for words in _in_words(panel, runs, names))
     return Html(
-        f'<figure id="{key}" tabindex="0" role="group" aria-labelledby="{key}-title" '
-        f'aria-describedby="{key}-words"><figcaption>{join(caption)}</figcaption>'
-        f'<ul class="readout" aria-hidden="true"></ul><div class="plot" aria-hidden="true"></div>'
-        f'<ul class="visually-hidden" id="{key}-words">{said}</ul></figure>\n'
+        f'<figure id="{key}" tabindex="0" role="group" aria-labelledby="{key}-title">'
+        f"<figcaption>{join(caption)}</figcaption>"
+        '<ul class="readout" aria-hidden="true"></ul><div class="plot" aria-hidden="true"></div></figure>\n'
     )
-
-
-def _in_words(panel: Panel, runs: Sequence[Run], names: Sequence[str]) -> list[str]:
-    said = []
-    for line in panel.lines:
-        for run, name in zip(runs, names, strict=True):
-            column = line.column(run.series)
-            if column is None:
-                continue
-            steps, values = run.series.points(column)
-            whose = " ".join(filter(None, (name, line.label)))
-            said.append(
-                f"{whose}: {figure(values[0])} at step {steps[0]}, {figure(values[-1])} at step "
-                f"{steps[-1]}, between {figure(min(values))} and {figure(max(values))}"
-            )
-    return said
 
 
 # ---- verdict
@@ -381,7 +363,7 @@ def _matrix(judged: Sequence[tuple[int, Run]], names: Sequence[str]) -> Html:
         cells: list[object] = [name]
         for points in by_run:
             point = points.get(name)
-            cells.append("–" if point is None else _state(point))
+            cells.append("–" if point is None else _ok(point, point.get("state")))
         rows.append(cells)
     head = ["point", *(_named(nth, names[nth]) for nth, _ in judged)]
     return table(head, rows)
@@ -402,23 +384,14 @@ def _points(run: Run) -> Html:
     return table(("point", "state", "expected", "", "evidence"), rows, "wide")
 
 
-def _ok(point: Mapping[str, Any]) -> Html:
-    ok, expected = point.get("ok"), point.get("expected")
-    if ok is True and expected in (None, "any"):
-        return Html('<span class="soft">–<span class="visually-hidden">not asked</span></span>')
-    return _word("ok" if ok is True else "fail" if ok is False else "unproven")
-
-
-def _state(point: Mapping[str, Any]) -> Html:
-    """The state of a point, and by colour and sign whether it is what was asked for."""
-    ok, expected = point.get("ok"), point.get("expected")
-    if ok is True and expected in (None, "any"):
-        return tag("span", point.get("state"), class_="soft")
-    status = "pass" if ok is True else "fail" if ok is False else "unproven"
-    said = Html(f'<span class="visually-hidden">{status}: </span>')
-    return join(
-        [tag("span", _MARKS[status], class_=f"word {status}"), " ", said, point.get("state")]
-    )
+def _ok(point: Mapping[str, Any], words: object = None) -> Html:
+    """By colour and sign whether a point is as asked for, beside other words if there are any."""
+    ok = point.get("ok")
+    if ok is True and point.get("expected") in (None, "any"):
+        return tag("span", words or "–", class_="soft")
+    status = "ok" if ok is True else "fail" if ok is False else "unproven"
+    shown = _word(status)
+    return shown if words is None else join([shown, " ", words])
 
 
 def _why(detail: Mapping[str, Any]) -> Html:
@@ -496,27 +469,7 @@ def _planned(runs: Sequence[Run], names: Sequence[str]) -> Html:
         rows.append(cells)
     shown = table(head, rows, "figures")
     shown = Html(shown.replace("<thead>", f"<thead>{head_rows}", 1))
-    splits = [
-        tag("p", join([_named(n, names[n]) if len(runs) > 1 else "", f" {split}"]))
-        for n, run in enumerate(runs)
-        if (split := _split(run))
-    ]
-    return _section("plan", "Plan and measurement", join([shown, *splits]))
-
-
-def _split(run: Run) -> str:
-    """How the global batch is made up."""
-    plan = mapping(run.manifest.get("plan"))
-    if number(plan.get("global")) is None:
-        return ""
-    devices, rows = series.planned(run)["processes"], number(plan.get("rows"))
-    where = f"{plan['gpus']} GPU(s)" if plan.get("gpus") else "the CPU"
-    nodes = f" on each of {plan['nodes']} nodes" if plan.get("nodes") not in (None, 1) else ""
-    data = "" if rows is None else f"; {figure(rows)} rows of data"
-    return (
-        f"batch: {plan.get('per_device')} rows x {plan.get('accumulation')} accumulated on {where}{nodes} "
-        f"= {plan['global']} rows a step ({figure(devices or 1)} process(es)){data}"
-    )
+    return _section("plan", "Plan and measurement", shown)
 
 
 # ---- arguments
@@ -628,7 +581,6 @@ def _own_versions(run: Run, nth: int) -> Html:
     source, machine = mapping(told.get("upstream")), mapping(told.get("machine"))
     packages = mapping(trainer.get("packages"))
     pinned = "" if source.get("pinned", True) else f", not the pin {source.get('pin')}"
-    gpus = listed(machine.get("gpus"))
     facts: list[tuple[str, object]] = [
         ("source", titled(str(source.get("backend") or ""), str(source.get("version") or "")) + pinned),
         ("changed files", ", ".join(map(str, listed(source.get("changed_files"))))),
@@ -636,27 +588,21 @@ def _own_versions(run: Run, nth: int) -> Html:
         ("launch", told.get("launch_commit")),
         ("trainer", f"Python {trainer.get('version')}, {trainer.get('python')}" if trainer else None),
         ("packages", ", ".join(f"{n} {packages[n]}" for n in _MAIN_PACKAGES if n in packages)),
-        ("machine", machine.get("host")),
-        ("system", machine.get("system")),
-        ("GPUs", "; ".join(map(str, gpus))),
+        ("machine", ", ".join(str(machine[key]) for key in ("host", "system") if machine.get(key))),
+        ("GPUs", "; ".join(map(str, listed(machine.get("gpus"))))),
         ("stage file", told.get("config")),
         ("model folder", told.get("output")),
         ("attempt", told.get("attempt")),
         ("ended", _ended(run)),
     ]  # fmt: skip
     parts: list[object] = [table(("", ""), [row for row in facts if row[1]], "wide facts")]
-    if packages:
-        rest = sorted(packages.items())
-        parts.append(details(f"{len(rest)} packages", table(("package", "version"), rest)))
     if argv := listed(told.get("argv")):
         key = f"command-{nth}"
-        parts.append(tag("h3", "Command"))
         variables = ", ".join(map(str, listed(told.get("env")))) or "no variable"
         where = f"in {told.get('cwd')}, with {variables} set"
-        parts.append(tag("p", where, class_="soft"))
+        parts += [tag("h3", "Command"), tag("p", where, class_="soft")]
         parts.append(tag("pre", shlex.join(map(str, argv)), id=key, tabindex="0"))
-        button = tag("button", "copy", type="button", data_copy=key)
-        parts.append(tag("p", button))
+        parts.append(tag("p", tag("button", "copy", type="button", data_copy=key)))
     return join(parts) if told else Html("")
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from launcher import event_files, page, plot, rundir, series
-from launcher.errors import NotReady, not_ready, usage
+from launcher import exports, page, rundir, series
+from launcher.errors import not_ready, usage
 from launcher.series import Run
 
 _LEFT = ("run.json", "verdict.json", "metrics.jsonl", "console.log", "probe")
@@ -26,7 +26,8 @@ def gather(targets: Sequence[str]) -> list[Run]:
             runs.append(series.read(place))
         except OSError as error:
             file = str(error.filename or place)
-            raise _not_ready("unreadable-file", file, f"cannot be read: {error.strerror}") from None
+            message = f"cannot be read: {error.strerror}"
+            raise not_ready("unreadable-file", message, file=file) from None
     return series.named_apart(runs)
 
 
@@ -58,26 +59,21 @@ def write_page(runs: Sequence[Run], path: Path) -> None:
 
 
 def write_png(runs: Sequence[Run], path: Path) -> None:
-    """The PNG. Raises NotReady without matplotlib or where it cannot be written."""
-    _in_full(path, lambda place: plot.draw(runs, page.short_names(runs), place))
-
-
-def write_events(runs: Sequence[Run], folder: Path) -> list[Path]:
-    """TensorBoard event files below the folder. Raises NotReady as `write_png` does."""
-    with _writing(folder):
-        return event_files.write(runs, [run.name for run in runs], folder)
-
-
-def _in_full(path: Path, write: Callable[[Path], None]) -> None:
-    """A file that is there is replaced only by a whole one."""
+    """The PNG; one that is there is replaced only by a whole one. Raises as `write_page` does."""
     with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         half = path.with_name(f".{path.name}.half")
         try:
-            write(half)
+            exports.draw(runs, page.short_names(runs), half)
             half.replace(path)
         finally:
             half.unlink(missing_ok=True)
+
+
+def write_events(runs: Sequence[Run], folder: Path) -> list[Path]:
+    """TensorBoard event files below the folder. Raises as `write_page` does."""
+    with _writing(folder):
+        return exports.write_events(runs, [run.name for run in runs], folder)
 
 
 @contextmanager
@@ -86,8 +82,4 @@ def _writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         message = f"cannot be written: {error.strerror or error}"
-        raise _not_ready("unwritable-file", str(path), message) from None
-
-
-def _not_ready(code: str, file: str, message: str) -> NotReady:
-    return not_ready(code, message, file=file)
+        raise not_ready("unwritable-file", message, file=str(path)) from None

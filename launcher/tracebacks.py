@@ -18,17 +18,11 @@ FRAMES_FIRST = re.compile(rb"(?:[^\r\n]{0,100}?    [^\r\n]*\r?\n){0,3}?" + _FRAM
 """A log that begins within a traceback, such as what `tail` shows."""
 BEFORE_BYTES = 1_000  # of the log before a traceback, which say what it belongs to
 
-# What collects the lines of many processes puts before each: torchrun, srun, ts, Kubernetes, Docker,
-# SkyPilot, ray, pdsh, the journal. One space ends it: those that follow are the line's own.
-_STAMP = (
-    rb"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?(?: |$)"
-    rb"|[A-Z][a-z]{2} [ \d]?\d \d\d:\d\d:\d\d(?: |$)"
-)
+# What stands before the lines of many processes: a time, torchrun, srun, SkyPilot. One space ends it: those
+# that follow are the line's own.
+_STAMP = rb"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?(?: |$)"
 _TAG = (
-    rb"(?:stdout|stderr) [FP](?: |$)|\[pod/[^\]\s]+\](?: |$)|[\w.-]{1,64} *\|(?: |$)"
-    rb"|(?:[\w.-]+ )?[\w./@-]+\[\d+\]:(?: |$)|\[rank\d+\]: ?|\[default\d+\]:"
-    rb"|\[\d{1,4}\]: ?|\d{1,4}:(?: |$)|>(?: |$)"
-    rb"|(?:[a-z][a-z\d-]*\d[a-z\d-]*|localhost|(?:\d{1,3}\.){3}\d{1,3}):(?: |$)"
+    rb"\[rank\d+\]: ?|\[default\d+\]:|\[\d{1,4}\]: ?|\d{1,4}:(?: |$)|[\w.-]{1,64} *\|(?: |$)"
     rb"|\([\w.-]+,? (?:rank=\d+, )?pid=\d+(?:, ip=[\w.:]+)?\)(?: |$)"
 )
 _PREFIX = re.compile(rb"(?:%s|%s)+" % (_STAMP, _TAG))

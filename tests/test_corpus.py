@@ -162,51 +162,25 @@ def clock(n: int) -> str:
     return f"2026-11-20T{n // 3600 % 24:02}:{n // 60 % 60:02}:{n % 60:02}.123456789Z "
 
 
-def coloured(content: bytes) -> bytes:
-    """As a terminal that marks every line shows it."""
-    return content.replace(b"\n", b"\x1b[0m\n\x1b[36m")
-
-
 CARRIERS: Mapping[str, Callable[[bytes], bytes]] = {
-    "kubectl logs --timestamps": each_line(clock),
-    "containerd": each_line(lambda n: clock(n) + "stderr F "),
-    "kubectl logs --prefix": each_line(lambda _: "[pod/sft-7b-abcde/trainer] "),
     "docker compose logs": each_line(lambda _: "trainer-1  | "),
-    "docker compose logs -t": each_line(lambda n: "trainer-1  | " + clock(n)),
+    "docker logs --timestamps": each_line(clock),
     "srun --label": each_line(lambda _: "0: "),
-    "srun --label, of many": each_line(lambda _: "003: "),
     "sky logs": each_line(lambda _: "(sft, pid=4711) "),
-    "sky logs, of several nodes": each_line(lambda _: "(head, rank=0, pid=4711) "),
-    "pdsh": each_line(lambda _: "worker-1: "),
     "torchrun --tee": each_line(lambda _: "[default0]:"),
-    "journalctl": each_line(lambda _: "Nov 20 15:41:37 node-1 python3[4711]: "),
-    "journalctl -o short-iso": each_line(lambda _: "2026-11-20T15:41:37+0000 node-1 sft[4711]: "),
-    "ts": each_line(lambda _: "Nov 20 15:41:37 "),
     "ts with brackets": each_line(lambda _: "[2026-11-20 15:41:37] "),
     "a Windows editor": lambda content: content.replace(b"\n", b"\r\n"),
-    "PowerShell": lambda content: (
-        content.replace(b"\n", b"\r\n").decode("utf-8", "replace").encode("utf-16")
-    ),
     "an editor without \\r": lambda content: content.replace(b"\r\n", b"\n").replace(b"\r", b"\n"),
-    "a viewer that drops \\r": lambda content: content.replace(b"\r", b""),
     "wandb": lambda content: re.sub(rb"[^\r\n]*\r(?!\n)", b"", content),
-    "a colouring terminal": coloured,
-    "without colours": lambda content: re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", content),
+    "a colouring terminal": lambda content: content.replace(b"\n", b"\x1b[0m\n\x1b[36m"),
     "nobody's probe": lambda content: re.sub(rb"\nlaunch: warning: [^\n]*\n", b"", content),
-    "an older open-instruct": lambda content: re.sub(
-        rb"(\d{4})-(\d\d)-(\d\d) (\d\d:\d\d:\d\d) - (\w+) - \w+\.py:\d+ - (?:\[RANK \d+\] )?",
-        rb"\2/\3/\1 \4 - \5 - __main__ - ",
-        content,
-    ),
-    "no end of the last line": lambda content: content.rstrip(b"\n"),
-    "a mail": each_line(lambda _: "> "),
     "gzip": gzip.compress,
 }
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_what_carries_a_log_makes_no_verdict_wrong(carrier: str, tmp_path: Path) -> None:
-    """A third of the logs each: every log meets nine carriers, every carrier fifty logs."""
+    """A third of the logs each: every log meets four carriers, every carrier fifty logs."""
     wrong, first = {}, list(CARRIERS).index(carrier)
     for name, truth in list(LOGS.items())[first % 3 :: 3]:
         path = tmp_path / f"{name}.log"
@@ -222,7 +196,7 @@ def test_a_log_that_is_cut_off_is_no_failure_and_no_success(name: str, tmp_path:
     content = (CORPUS / f"{name}.log").read_bytes()
     good = judged(name).status
     path = tmp_path / "console.log"
-    for share in range(1, 12):
+    for share in (2, 5, 8, 10):
         path.write_bytes(content[: len(content) * share // 12])
         verdict = judge_log(path)
         assert verdict.status != "pass" or good == "pass" or LOGS[name].get("attempts")
@@ -238,7 +212,7 @@ def test_the_end_of_a_log_is_not_taken_for_the_whole(name: str, tmp_path: Path) 
     """`tail`: what was asked for, or the miss of a cache, stood before it."""
     content = (CORPUS / f"{name}.log").read_bytes()
     path = tmp_path / "console.log"
-    for share in (2, 3, 4, 8):
+    for share in (2, 8):
         end = content[-len(content) // share :]
         path.write_bytes(end[end.index(b"\n") + 1 :])
         verdict = judge_log(path)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from launcher.cards import peak_flops
 from launcher.evidence import Evidence, read_log, read_run
 from launcher.measures import memory_phases, metrics, metrics_rows
 
@@ -84,32 +83,6 @@ def test_garbage_is_counted_and_a_cut_line_is_no_trouble(tmp_path: Path) -> None
     assert [(s.step, s.line) for s in record.steps] == [(1, 5)]
 
 
-def test_odd_values_are_unknown_not_fatal(tmp_path: Path) -> None:
-    write_rank(
-        tmp_path,
-        0,
-        start(),
-        {"event": "liger", "calls": ["?"]},
-        {"event": "step", "step": "one"},
-        step(2, loss=None, tokens="many", seconds=None),
-        '{"event": "step", "step": 3, "loss": NaN}\n',
-    )
-    evidence = read_run(tmp_path)
-    assert evidence.probe is not None
-    record = evidence.probe.ranks[0]
-    assert record.liger_calls == {}
-    assert [(s.step, s.finite, s.tokens) for s in record.steps] == [
-        (2, True, None),
-        (3, False, None),
-    ]
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"returncode": null}'])
-def test_a_bad_exit_file_is_no_exit(tmp_path: Path, content: str) -> None:
-    (tmp_path / "exit.json").write_text(content)
-    assert read_run(tmp_path).exit is None
-
-
 def test_ranks_that_left_nothing_are_missing(tmp_path: Path) -> None:
     write_rank(tmp_path, 0, start(0, 4))
     write_rank(tmp_path, 3, start(3, 4))
@@ -144,19 +117,6 @@ def test_speed_is_steady_and_of_all_ranks(tmp_path: Path) -> None:
     numbers = metrics(read_run(tmp_path))
     assert numbers["tokens_per_second"] == 400.0
     assert numbers["peak_allocated_gib"] == 11.0
-
-
-def test_numbers_of_a_bare_log() -> None:
-    numbers = metrics(read_log(LOGS / "trl_dpo.log"))
-    assert (numbers["first_loss"], numbers["last_loss"]) == (0.6938, 0.3877)
-    assert (numbers["rewards_accuracy"], numbers["rewards_margin"]) == (0.9125, 0.9665)
-    assert numbers["tokens_per_second"] is None
-    assert numbers["peak_allocated_gib"] is None
-
-
-def test_one_step_tells_no_speed(tmp_path: Path) -> None:
-    write_rank(tmp_path, 0, start(), step(1))
-    assert metrics(read_run(tmp_path))["tokens_per_second"] is None
 
 
 @pytest.mark.parametrize(
@@ -250,20 +210,6 @@ def test_the_share_of_the_peak(tmp_path: Path, more: dict[str, Any], flops: floa
     assert numbers["wasted_share"] == 28 / 128
     expected = None if flops is None else pytest.approx(flops * 400 / (2 * 989.5e12))
     assert numbers["mfu"] == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989.5e12), ("NVIDIA H100 PCIe", 756.5e12), ("NVIDIA H200", 989.5e12),
-        ("NVIDIA H200 NVL", 835.5e12), ("NVIDIA GH200 480GB", 989.5e12), ("NVIDIA B200", 2_250e12),
-        ("NVIDIA GB200", 2_500e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA A100 80GB PCIe", 312e12),
-        ("NVIDIA L40S", 362.05e12), ("NVIDIA L40", 181.05e12), ("NVIDIA L4", 121e12),
-        ("NVIDIA A40", 149.7e12), ("NVIDIA A10G", 70e12), ("Tesla V100", None), ("cpu", None), (None, None),
-    ],
-)  # fmt: skip
-def test_the_peak_of_a_gpu_by_its_name(name: str | None, peak: float | None) -> None:
-    assert peak_flops(name) == peak
 
 
 def test_memory_by_phase_is_that_of_the_fullest_rank(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from test_check import run as run  # a fixture
 
 from launcher import rundir, series, start
 from launcher.check import Point
-from launcher.evidence import read_run
 from launcher.rundir import RunFolder
 
 SAVED = {"event": "saved", "path": "out"}
@@ -138,12 +137,6 @@ def test_a_step_that_nobody_saw_is_not_called_finite(run: Run) -> None:
     assert brief(run.judge().point("loss")) == ("finite", True)
 
 
-def test_steps_before_a_resume_are_none_of_this_attempt(run: Run) -> None:
-    resumed = {"event": "resumed", "path": "checkpoint-5", "step": 5}
-    run.rank(0, resumed, *(step(n) for n in range(6, 10)), SAVED, END).exit(0)
-    assert brief(run.judge().point("loss")) == ("finite", True)
-
-
 def test_a_loss_of_exactly_nothing_is_no_good_loss(run: Run) -> None:
     point = whole(run, range(1, 4), loss=0.0).judge().point("loss")
     assert brief(point) == ("zero", False) and "label" in said(point)
@@ -223,17 +216,6 @@ def test_a_script_that_failed_did_not_end_well_whatever_its_starter_says(run: Ru
     error = {"event": "error", "type": "ValueError", "message": "m"}
     run.rank(0, step(1), SAVED, error, {"event": "end", "exit": 1}).exit(0).log(sft(1))
     assert brief(run.judge().point("finish")) == ("crashed", False)
-
-
-def test_numbers_that_no_float_holds_are_none(run: Run) -> None:
-    path = run.folder / "probe" / "rank-0.jsonl"
-    run.rank(0, step(1), step(2))
-    big = "1" + "0" * 400
-    path.write_text(
-        path.read_text() + f'{{"event": "step", "step": 3, "loss": 1.0, "tokens": {big}}}\n'
-    )
-    probe = read_run(run.folder).probe
-    assert probe is not None and [s.tokens for s in probe.ranks[0].steps] == [None] * 3
 
 
 # -- reasons ---------------------------------------------------------------------------------------
@@ -338,18 +320,6 @@ def test_a_step_has_to_be_as_large_as_planned(
         assert f"step {late} of rank 0: micro-batches {-(-rows[late - 1] // each)}, rows" in said(
             point
         )
-
-
-def test_rows_of_packed_ones_are_not_counted(run: Run) -> None:
-    packed = [{**one, "micro_batches": 2} for one in sized(51, 45, 49)]
-    point = (
-        planned(run, packing=True, gpus=1).rank(0, *packed).judge(batch="planned").point("batch")
-    )
-    assert brief(point) == ("planned", True)
-
-
-def test_a_log_alone_has_no_batch_to_be_held_to(run: Run) -> None:
-    assert "batch" not in {point.name for point in verdict_of_log(run.folder, sft(4)).points}
 
 
 def test_each_attempt_is_held_to_its_own_plan(tmp_path: Path) -> None:

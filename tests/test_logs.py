@@ -10,18 +10,22 @@ import random
 import re
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from log_lines import LINES, STAMP
 
 from launcher import segments, survey
 from launcher.evidence import PATTERNS
 from launcher.logs import Log, scan
 
-LOGS = Path(__file__).parent / "data" / "logs"
+DATA = Path(__file__).parent / "data"
+LOGS = DATA / "logs"
 READ_SPECIALLY = ("arguments", "step", "metrics", "mean_nonfinite")
+STAMP = "2026-11-20 15:41:37 - INFO - "
+LINES: dict[str, list[str]] = {}  # the name of a signal -> real lines that mean it; `none`: nothing
+for row in (DATA / "log_lines.tsv").read_text(encoding="utf-8").split("\n")[:-1]:
+    signal, _, shown = row.partition("\t")
+    LINES.setdefault(signal, []).append(shown.replace("\\n", "\n").replace("\\\\", "\\"))
 
 
 def log_of(folder: Path, content: str | bytes) -> Log:
@@ -107,74 +111,14 @@ def test_numbers_the_dicts_of_trl_where_stdout_was_buffered(tmp_path: Path) -> N
     assert no_bars.total_steps is None
 
 
-def test_takes_floats_and_strings_and_nan_from_trl(tmp_path: Path) -> None:
-    log = log_of(
-        tmp_path,
-        "{'loss': 2.31, 'grad_norm': nan, 'learning_rate': 0.0002, 'epoch': 0.1}\n"
-        "{'eval_loss': 9.0, 'eval_runtime': 1.0, 'epoch': 0.1}\n"
-        "{'loss': 'nan', 'grad_norm': 'nan', 'learning_rate': '0', 'epoch': '0.2'}\n",
-    )
-    assert log.steps[0].loss == 2.31
-    assert log.steps[0].learning_rate == 0.0002
-    assert math.isnan(log.steps[0].extra["grad_norm"])
-    assert len(log.steps) == 2
-    assert math.isnan(log.steps[1].loss)
-
-
-@pytest.mark.parametrize(
-    ("line", "fields"),
-    [
-        (
-            "{'train_runtime': '1.645', 'train_samples_per_second': '58.37', 'train_loss': 'nan'}",
-            {"what": "train_loss", "value": "nan"},
-        ),
-        (
-            "{'eval_loss': nan, 'eval_samples_per_second': 128.6, 'epoch': 1.0}",
-            {"what": "eval_loss", "value": "nan"},
-        ),
-        (
-            "{'eval_test_loss': 'inf', 'eval_test_samples_per_second': '128.6', 'epoch': '1'}",
-            {"what": "eval_test_loss", "value": "inf"},
-        ),
-        ("{'loss': '2.0', 'aux_loss': 'nan', 'epoch': '1'}", None),
-        ("{'eval_loss': '2.0', 'eval_samples_per_second': '128.6'}", None),
-    ],
-)
-def test_means_that_are_not_finite_are_found_in_the_middle_of_a_large_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, fields: dict[str, str] | None
-) -> None:
-    monkeypatch.setattr(segments, "PIECE_BYTES", 5_000)
-    rest = ("x" * 99 + "\n") * 500
-    found = log_of(tmp_path, f"{rest}100%|██| 1/1 [00:01<00:00]\r{line}\n{rest}").all(
-        "mean_nonfinite"
-    )
-    assert [(one.line, one.fields) for one in found] == ([(501, fields)] if fields else [])
-
-
 def test_a_pipe_is_read_to_its_end_and_once(tmp_path: Path) -> None:
     pipe, content = tmp_path / "pipe", "".join(sft_step(n) for n in range(1, 2_000)).encode()
     os.mkfifo(pipe)
-    for raw in (content, gzip.compress(content)):
-        writer = threading.Thread(target=pipe.write_bytes, args=(raw,))
-        writer.start()
-        log = scan(pipe, PATTERNS)
-        writer.join()
-        assert (log.path, log.last_step, log.lines) == (pipe, 1_999, 1_999)
-
-
-def test_ignores_the_bar_of_an_evaluation(tmp_path: Path) -> None:
-    log = log_of(
-        tmp_path,
-        "\r  0%|    | 0/4 [00:00<?, ?it/s]\r 50%|██  | 2/4 [00:01<00:01]\r     \r"
-        "{'loss': '2.5', 'epoch': '0.5'}\n\r 50%|██  | 2/4 [00:01<00:01]"
-        "\n\r  0%|    | 0/9 [00:00<?, ?it/s]\r100%|████| 9/9 [00:01<00:00]\n",
-    )
-    assert (log.total_steps, log.last_step) == (4, 2)
-
-
-def test_every_rank_of_dpo_prints_a_step_once(tmp_path: Path) -> None:
-    log = log_of(tmp_path, "".join(dpo_step(n, f"0.69{n}1") * 4 for n in (1, 2, 3)))
-    assert [(s.step, s.loss) for s in log.steps] == [(1, 0.6911), (2, 0.6921), (3, 0.6931)]
+    writer = threading.Thread(target=pipe.write_bytes, args=(content,))
+    writer.start()
+    log = scan(pipe, PATTERNS)
+    writer.join()
+    assert (log.path, log.last_step, log.lines) == (pipe, 1_999, 1_999)
 
 
 def test_reads_aux_loss_in_both_spellings(tmp_path: Path) -> None:
@@ -185,12 +129,6 @@ def test_reads_aux_loss_in_both_spellings(tmp_path: Path) -> None:
     log = log_of(tmp_path, f"{sft}\n{dpo}\n")
     assert [s.extra for s in log.steps] == [{"aux_loss": 0.25}, {"aux_loss": 0.5}]
     assert [s.tokens_per_second for s in log.steps] == [9.0, None]
-
-
-@pytest.mark.parametrize("loss", ["nan", "inf", "-inf"])
-def test_losses_need_not_be_finite(tmp_path: Path, loss: str) -> None:
-    log = log_of(tmp_path, sft_step(1) + sft_step(2, loss))
-    assert not math.isfinite(log.steps[-1].loss)
 
 
 def test_colours_carriage_returns_and_bad_bytes(tmp_path: Path) -> None:
@@ -207,30 +145,11 @@ def test_colours_carriage_returns_and_bad_bytes(tmp_path: Path) -> None:
     assert "\x1b" not in log.steps[1].text
 
 
-def test_counts_lines_by_line_feeds_only(tmp_path: Path) -> None:
-    log = log_of(tmp_path, "a\rb\rc\r\n" * 3 + sft_step(7))
-    assert log.steps[0].line == 4
-
-
-@pytest.mark.parametrize(
-    "tail", ["2026-11-20 15:41:37 - INFO - fine", "\r 10%|", "│   │   pack", ""]
-)
-def test_a_log_may_end_anywhere(tmp_path: Path, tail: str) -> None:
-    log = log_of(tmp_path, dump(packing=True) + sft_step(1) + tail)
-    assert log.last_step == 1
-    assert log.asked["packing"] == "True"
-
-
 def test_a_loss_that_was_cut_off_is_not_taken_for_a_number(tmp_path: Path) -> None:
     whole = dpo_step(1) + dpo_step(2, 11.853009)
     cut = whole.rindex("1.853009") + 1
     assert log_of(tmp_path, whole[:cut]).last_step == 1
     assert log_of(tmp_path, whole.rstrip("\n")).last_step == 2
-
-
-def test_an_empty_log_says_nothing(tmp_path: Path) -> None:
-    log = log_of(tmp_path, b"")
-    assert (log.lines, log.signals, log.steps, log.last_step) == (0, (), (), None)
 
 
 def test_the_last_run_of_an_appended_log_counts(tmp_path: Path) -> None:
@@ -288,93 +207,28 @@ def test_a_traceback_that_ends_no_process_is_none(tmp_path: Path) -> None:
     assert not log.all("exception")
 
 
-def test_repeated_signals_are_bounded_and_counted(tmp_path: Path) -> None:
-    line = "✅ Found cached dataset at cache/%d\n"
-    log = log_of(tmp_path, "".join(line % n for n in range(1000)))
-    found = log.all("dataset_found")
-    assert log.counts["dataset_found"] == 1000
-    assert len(found) == 100
-    assert (found[0].fields["path"], found[-1].fields["path"]) == ("cache/0", "cache/999")
-    assert [s.line for s in found] == sorted(s.line for s in found)
-
-
-def test_one_endless_line_costs_little(tmp_path: Path) -> None:
-    log = log_of(tmp_path, sft_step(1).encode() + b"x" * (20 << 20) + b"\n" + sft_step(2).encode())
-    assert [(s.step, s.line) for s in log.steps] == [(1, 1), (2, 3)]
-    assert all(len(s.text) <= 300 for s in log.steps)
-
-
-def test_pieces_of_a_large_log_fit_together(tmp_path: Path) -> None:
-    bar = "\r  1%|▏         | {n}/99999 [00:00<01:18,  1.90it/s]"
-    lines = [bar.format(n=n) * 20 + sft_step(n) for n in range(1, 3001)]
-    log = log_of(
-        tmp_path, dump(packing=True) + "".join(lines)
-    )  # three times the piece read at once
-    assert [s.step for s in log.steps] == list(range(1, 3001))
-    first = log.steps[0].line
-    assert [s.line for s in log.steps] == list(range(first, first + 3000))
-
-
-def test_every_pattern_says_where_its_line_comes_from() -> None:
-    for found in PATTERNS:
-        assert found.where
-        assert found.needle
-
-
-def test_a_very_long_run_keeps_its_first_bad_loss(tmp_path: Path) -> None:
-    count = 120_001
-    lines = [sft_step(n, "nan" if n == 70_000 else 2.5) for n in range(1, count + 1)]
-    log = log_of(tmp_path, "".join(lines))
-    assert len(log.steps) < 60_000
-    assert (log.steps[0].step, log.last_step) == (1, count)
-    assert [s.step for s in log.steps if not math.isfinite(s.loss)] == [70_000]
-
-
 # -- every line that means something ---------------------------------------------------------------
 
 
-def test_every_signal_has_its_lines_here() -> None:
-    known = {(p.name, p.needle.decode()) for p in PATTERNS if p.name not in READ_SPECIALLY}
-    assert known == set(LINES)
+def test_every_pattern_has_a_line() -> None:
+    for known in PATTERNS:
+        lines = [line.encode() for line in LINES.get(known.name, ())]
+        segments = [segment for line in lines for segment in line.split(b"\n")]
+        found = any(known.needle in one and known.regex.search(one) for one in segments)
+        assert found or known.name in READ_SPECIALLY, known
 
 
-@pytest.mark.parametrize(
-    ("name", "lines"), [(name, line) for (name, _), lines in LINES.items() for line in lines]
-)
-def test_a_line_is_known_for_what_it_means(tmp_path: Path, name: str, lines: str) -> None:
-    needles = [needle for known, needle in LINES if known == name]
-    log = log_of(tmp_path, f"one\r\x1b[31m two\x1b[0m\n{lines}\nend\n")
-    (found, *_) = log.all(name)
-    told = lines.split("\n")
-    at = next(n for n, line in enumerate(told) if any(needle in line for needle in needles))
-    assert found.line == 2 + at
-    assert found.text == " ".join(told[at].split())[:300] or found.text == told[at].strip()[:300]
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "UserWarning: CUDA initialization: The NVIDIA driver on your system is too old (found",
-        "UserWarning: CUDA initialization: Found no NVIDIA driver on your system. Please check",
-        "OOM Killed by nobody",
-        "my error: argument of the ancients",
-        "Connection error: out of memory",
-        "'(ReadTimeoutError(\"HTTPSConnectionPool(host='huggingface.co', port=443): Read timed out.\"), "
-        "'(Request ID: 1)')' thrown while requesting HEAD https://huggingface.co/x",
-        "other.py:1110: UserWarning: Unable to fetch remote file due to the following error 429 Client "
-        "Error: Too Many Requests for url: https://huggingface.co/x/resolve/main/config.json",
-        "other.py:1110: UserWarning: Unable to fetch remote file due to the following error 401 Client "
-        "Error: Unauthorized for url: https://huggingface.co/x/resolve/main/config.json",
-        "wandb: 429 encountered ({'error': 'rate limit exceeded'}), retrying request",
-        "UserWarning: Failed to load image Python extension: '/venv/torchvision/image.so: undefined symbol: "
-        "_ZN3c1017RegisterOperators'If you don't plan on using image functionality",
-        "/venv/torchvision/image.so: undefined symbol: _ZN5torch3jit17parseSchemaOrNameERKSs",
-        "| GPU  Name                 Persistence-M | Bus-Id        Disp.A | Volatile Uncorr. ECC |",
-        "requests.exceptions.HTTPError: 429 Client Error: Too Many Requests for url: https://api.wandb.ai",
-    ],
-)
-def test_what_only_resembles_a_failure_is_none(tmp_path: Path, line: str) -> None:
-    assert log_of(tmp_path, f"{line}\n").signals == ()
+@pytest.mark.parametrize("name", LINES)
+def test_a_line_is_known_for_what_it_means(tmp_path: Path, name: str) -> None:
+    for lines in LINES[name]:
+        log = log_of(tmp_path, f"one\r\x1b[31m two\x1b[0m\n{lines}\nend\n")
+        if name == "none":
+            assert log.signals == ()
+        else:
+            (found, *_) = log.all(name)
+            assert " ".join(lines.split("\n")[found.line - 2].split())[:300].endswith(
+                " ".join(found.text.split())
+            )
 
 
 def test_the_shell_speaks_behind_a_bar_that_ends_no_line(tmp_path: Path) -> None:
@@ -384,7 +238,7 @@ def test_the_shell_speaks_behind_a_bar_that_ends_no_line(tmp_path: Path) -> None
 
 
 def test_says_who_was_refused_what(tmp_path: Path) -> None:
-    lines = LINES["refused", "error: "][4]
+    lines = next(line for line in LINES["refused"] if "num_processes" in line)
     (found,) = log_of(tmp_path, lines + "\n").all("refused")
     assert found.fields["message"].startswith("argument --num_processes/--num-processes: invalid")
 
@@ -471,7 +325,7 @@ def noise(rng: random.Random) -> Iterator[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_it_does_not_matter_where_a_log_is_divided(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
@@ -487,51 +341,7 @@ def test_it_does_not_matter_where_a_log_is_divided(
             monkeypatch.setattr(segments, "PIECE_BYTES", size)
             monkeypatch.setattr(survey, "_may_fork", lambda forks=forks: forks)
             divided = log_of(tmp_path, content)
-            # a NaN is not equal to itself
-            assert repr(replace(divided, counts={})) == repr(replace(whole, counts={}))
-
-
-def test_what_was_raised_pieces_later_stands_behind_what_is_between(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Arguments that are printed again mean another run: what was raised before them is not its own."""
-    content = (
-        "[rank1]: Traceback (most recent call last):\n│   TokenizerConfig(\n│   TokenizerConfig(\n"
-        "torch.distributed.DistStoreError: Timed out\n[rank1]: ValueError: too late\n"
-    ).encode()
-    whole = log_of(tmp_path, content)
-    assert [(one.line, one.fields["type"]) for one in whole.signals] == [(5, "ValueError")]
-    for size in (40, 64, 100):
-        monkeypatch.setattr(segments, "PIECE_BYTES", size)
-        assert log_of(tmp_path, content).signals == whole.signals
-
-
-def test_a_second_process_that_fails_costs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    content = "".join(sft_step(n) for n in range(1, 2_000)).encode()
-    whole = log_of(tmp_path, content)
-
-    def fails(self: survey.Surveyor) -> Iterator[tuple[int, survey.Survey]]:
-        yield len(self.pieces) - 1, self.one(len(self.pieces) - 1)
-        raise MemoryError
-
-    monkeypatch.setattr(segments, "PIECE_BYTES", 5_000)
-    monkeypatch.setattr(survey, "_may_fork", lambda: True)
-    monkeypatch.setattr(survey.Surveyor, "_from_the_end", fails)
-    assert log_of(tmp_path, content) == whole
-
-
-def test_a_line_is_cited_where_it_stands(tmp_path: Path) -> None:
-    lines = noise(random.Random(7))
-    content = "".join(next(lines) for _ in range(400))
-    log = log_of(tmp_path, content)
-    physical = content.split("\n")
-    for signal in log.signals:
-        shown = re.sub(r"\x1b\[\d+m", "", physical[signal.line - 1])
-        assert signal.text[:40].split("�")[0] in shown or signal.name == "exception"
-    for step in log.steps:
-        assert f"Step: {step.step}," in physical[step.line - 1]
+            assert repr(divided) == repr(whole)  # a NaN is not equal to itself
 
 
 def test_a_log_that_is_still_written_to(tmp_path: Path) -> None:
@@ -559,32 +369,7 @@ def test_a_compressed_log(tmp_path: Path) -> None:
     assert scan(path, PATTERNS).lines == 0
 
 
-def test_lines_of_many_megabytes_between_steps(tmp_path: Path) -> None:
-    content = b"".join(
-        (b"x" * (9 << 20)) + end + sft_step(n).encode()
-        for n, end in enumerate((b"\n", b"\r", b"\r\n"), start=1)
-    )
-    log = log_of(tmp_path, content)
-    assert [(s.step, s.line) for s in log.steps] == [(1, 2), (2, 3), (3, 5)]
-    assert log.lines == 5
-    assert log_of(tmp_path, content + b"y" * (9 << 20)).lines == 6
-
-
-def test_nul_bytes_and_half_characters(tmp_path: Path) -> None:
-    holes = b"\x00" * 5_000 + b"\xe2\x94"  # a file that was truncated while it was open
-    log = log_of(tmp_path, holes + b"\n" + sft_step(1).encode() + holes + sft_step(2).encode())
-    assert [(s.step, s.line) for s in log.steps] == [(1, 2), (2, 3)]
-    assert log.steps[1].text.startswith("2026") or "\x00" not in log.steps[1].text
-
-
 # -- more lines than are read ----------------------------------------------------------------------
-
-
-def test_every_step_of_a_long_run_is_read(tmp_path: Path) -> None:
-    count = 49_000
-    log = log_of(tmp_path, "".join(sft_step(n) for n in range(1, count + 1)))
-    assert [s.step for s in log.steps] == list(range(1, count + 1))
-    assert log.step_lines == count
 
 
 def test_of_more_steps_an_even_sample_is_read_and_all_that_are_not_finite(tmp_path: Path) -> None:
@@ -593,7 +378,6 @@ def test_of_more_steps_an_even_sample_is_read_and_all_that_are_not_finite(tmp_pa
     log = log_of(tmp_path, "".join(lines))
     steps = [s.step for s in log.steps]
     assert (steps[0], steps[-1]) == (1, count)
-    assert log.step_lines == pytest.approx(count, rel=0.2)
     assert {s.step for s in log.steps if not math.isfinite(s.loss)} == bad
     assert all(s.line == s.step for s in log.steps)
     assert 5_000 < len(steps) < 50_000
@@ -608,34 +392,10 @@ def test_a_sample_of_dicts_is_numbered_by_how_many_there_were(tmp_path: Path) ->
         for n in range(1, count + 1)
     ]
     log = log_of(tmp_path, "".join(lines))
-    assert log.step_lines == count
     assert all(s.line == s.step for s in log.steps)
     assert (log.steps[0].step, log.steps[-1].step) == (1, count)
     assert (log.numbered, log.last_step) == (False, None)
     assert {s.step for s in log.steps if math.isnan(s.extra["grad_norm"])} == bad
-
-
-def test_a_run_that_stays_at_nan_is_bounded(tmp_path: Path) -> None:
-    count = 120_000
-    log = log_of(tmp_path, "".join(sft_step(n, "nan" if n > 9 else 2) for n in range(1, count)))
-    assert next(s.step for s in log.steps if math.isnan(s.loss)) == 10
-    assert log.last_step == count - 1
-    assert len(log.steps) < 60_000
-
-
-def test_a_single_line_is_found_in_the_middle_of_a_large_log(tmp_path: Path) -> None:
-    filler = ("word " * 20 + "\n") * 250_000  # 25 MB on either side
-    oom = LINES["oom", "ut of memory"][0] + "\n"
-    log = log_of(tmp_path, filler + oom + filler)
-    (found,) = log.all("oom")
-    assert (found.line, found.fields["tried"], log.lines) == (250_001, "12.25 GiB", 500_001)
-
-
-def test_many_lines_with_a_needle_and_no_meaning(tmp_path: Path) -> None:
-    idle = "worker error: nothing\n" * 5_000
-    refusal = "finetune.py: error: unrecognized arguments: --x\n"
-    log = log_of(tmp_path, refusal + idle + refusal)
-    assert [s.line for s in log.all("refused")] == [1, 5_002]
 
 
 # -- more than one run, and what is not said -------------------------------------------------------
@@ -705,16 +465,6 @@ def test_no_step_is_named_where_nothing_tells_which_it_is(tmp_path: Path) -> Non
     assert (ended.numbered, ended.last_step, ended.total_steps) == (True, 12, 12)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "rate"), [("1.234e+04", "0.812"), ("0", "7.1"), ("x", "7.1"), ("nan", "7.1")]
-)
-def test_a_rate_that_is_rounded_too_much_tells_no_number_of_steps(
-    tmp_path: Path, seconds: str, rate: str
-) -> None:
-    end = TRL_END.replace("1.683", seconds).replace("7.131", rate)
-    assert log_of(tmp_path, trl_run(6.9, bars=False) + end).total_steps is None
-
-
 def test_a_bar_with_a_description_is_not_that_of_the_training_where_it_is_cut(
     tmp_path: Path,
 ) -> None:
@@ -728,18 +478,9 @@ def test_a_bar_with_a_description_is_not_that_of_the_training_where_it_is_cut(
     "prefix",
     [
         "2026-11-20T15:41:37.123456789Z ",
-        "2026-11-20T15:41:37.123456789Z stderr F ",
-        "[pod/sft-7b/trainer] ",
-        "trainer-1  | ",
-        "trainer-1  | 2026-11-20T15:41:37.123456789Z ",
-        "Nov 20 15:41:37 node-1 python3[4711]: ",
         "[2026-11-20 15:41:37] ",
+        "trainer-1  | ",
         "(sft, pid=4711) ",
-        "(worker1, rank=1, pid=4711, ip=10.0.0.2) ",
-        "(TaskRunner pid=625502) ",
-        "worker-1: ",
-        "10.0.0.2: ",
-        "> ",
     ],
 )
 @pytest.mark.parametrize(("rank", "number"), [("", ""), ("[rank3]: ", "3"), ("[default3]:", "3")])
@@ -809,11 +550,6 @@ def test_a_traceback_as_rich_and_ipython_show_it(
     assert raised.fields["at"] == "/x/transformers/trainer.py:2203"
 
 
-def test_words_about_a_traceback_open_none(tmp_path: Path) -> None:
-    log = log_of(tmp_path, "a Traceback (most recent call last) is shown\nValueError: no\n")
-    assert log.all("exception") == ()
-
-
 @pytest.mark.parametrize("prefix", ["", "[rank2]: "])
 @pytest.mark.parametrize("cut", [0, 1, 2, 3])
 def test_a_log_may_begin_within_a_traceback(tmp_path: Path, prefix: str, cut: int) -> None:
@@ -854,13 +590,6 @@ def test_ms_swift_names_the_step_of_each_dict(tmp_path: Path) -> None:
     assert (log.total_steps, log.last_step) == (60, 10)
 
 
-def test_epochs_that_are_rounded_do_not_move_the_steps(tmp_path: Path) -> None:
-    dicts = "".join(f"{ {'loss': 2.0, 'epoch': round(n / 625, 2)} }\n" for n in range(10, 621, 10))
-    end = "{'train_runtime': 767.7949, 'train_steps_per_second': 0.814, 'epoch': 1.0}\n"
-    log = log_of(tmp_path, "\r  0%|  | 0/625 [00:00<?, ?it/s]\n" + dicts + end)
-    assert [s.step for s in log.steps] == list(range(10, 621, 10))
-
-
 def evaluated(tail: str) -> str:
     bars = "".join(
         f"\r {n}%|█ | {n}/100 [00:01<00:09, 1.00it/s]{ {'loss': 2.0, 'epoch': n / 100} }\n"
@@ -881,8 +610,3 @@ def test_the_bar_of_an_evaluation_is_no_step(tmp_path: Path) -> None:
     log = log_of(tmp_path, trained + silent)
     assert (log.last_step, log.total_steps) == (40, 100)
     assert log_of(tmp_path, silent).total_steps is None  # it may be of anything
-
-
-def test_the_steps_that_hf_trainer_announces(tmp_path: Path) -> None:
-    told = "[INFO|trainer.py:2321] 2024-12-04 06:05:15,244 >>   Total optimization steps = 1,428\n"
-    assert log_of(tmp_path, told + "{'loss': 1.9, 'epoch': 0.4}\n").total_steps == 1_428

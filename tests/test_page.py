@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from html.parser import HTMLParser
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,6 @@ from hypothesis import strategies as st
 from made_runs import console, loss, made, manifest
 
 from launcher import check, evidence, page, publish, rundir, series
-from launcher.cli import main
-from launcher.errors import NotReady, UsageError
 from launcher.redaction import REDACTED, redact
 from launcher.series import Run
 
@@ -156,12 +153,6 @@ def test_the_policy_allows_this_style_and_this_script_and_nothing_else(run: Run)
     )
 
 
-def test_the_chart_library_comes_with_its_licence(tree: Element) -> None:
-    (script,) = (s for s in tree.all("script") if "type" not in s.attributes)
-    assert "uPlot" in script.text
-    assert "Permission is hereby granted" in script.text
-
-
 def test_ids_are_there_once_and_what_is_pointed_at_exists(run: Run) -> None:
     other = replace(run, name="other")
     text = re.sub(r"(?s)<script>.*</script>", "", page.overlay([run, other]))
@@ -170,13 +161,6 @@ def test_ids_are_there_once_and_what_is_pointed_at_exists(run: Run) -> None:
     wanted = re.findall(r'(?:for|aria-labelledby|aria-describedby|data-copy)="([^"]+)"', text)
     wanted += re.findall(r'href="#([^"]+)"', text)
     assert set(wanted) <= set(ids)
-
-
-def test_headings_go_down_one_level_at_a_time(tree: Element) -> None:
-    levels = [int(name[1]) for name in re.findall("<(h[1-6])", render_plain(tree))]
-    assert levels[0] == 1
-    assert levels.count(1) == 1
-    assert all(b - a <= 1 for a, b in pairwise(levels))
 
 
 def render_plain(tree: Element) -> str:
@@ -221,16 +205,6 @@ def test_the_plan_stands_beside_what_was_measured(tree: Element) -> None:
     assert row_of(found, "processes")[1:] == ["1", "1", "100%"]
     assert row_of(found, "wasted positions")[2] == "25 %"
     assert row_of(found, "time")[2] == "1:30:00"
-    assert "4 rows x 32 accumulated on 1 GPU(s) = 128 rows a step" in found.text
-
-
-def test_a_plan_with_figures_is_compared_figure_by_figure(tmp_path: Path) -> None:
-    told = manifest()
-    told["plan"].update(tokens_per_step=3000, hours=3.0, memory_gib={"peak": 49.0, "weights": 14.2})
-    found = section(parsed(page.overlay([series.read(made(tmp_path / "run", told=told))])), "plan")
-    assert row_of(found, "tokens a step")[1:] == ["3,000", "3,000", "100%"]
-    assert row_of(found, "peak memory allocated, GiB")[1:] == ["49", "61.25", "125%"]
-    assert row_of(found, "time")[1:] == ["3:00:00", "1:30:00", "50%"]
 
 
 def test_arguments_stand_with_who_set_them_and_defaults_are_folded(tree: Element) -> None:
@@ -274,16 +248,6 @@ def test_the_curves_are_those_of_the_run(tree: Element) -> None:
     assert {"loss", "learning rate", "tokens/s", "reward margin", "logps/chosen"} <= set(titles)
 
 
-def test_every_chart_is_told_in_words(tree: Element) -> None:
-    for figure in tree.all("figure"):
-        said = [item.text for item in figure.all("li")]
-        assert said, figure.attributes["id"]
-        assert all("at step" in words for words in said)
-    (found,) = (f for f in tree.all("figure") if f.attributes["id"] == "panel-margin")
-    (words,) = (item.text for item in found.all("li"))
-    assert words == "dpo tulu: 0.25 at step 5, 2 at step 40, between 0.25 and 2"
-
-
 # ---- several runs
 
 
@@ -320,14 +284,6 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
     assert [r.name for r in runs] == ["a/train.log", "b/train.log", "a/train.log (3)"]
 
 
-def test_what_only_one_run_was_asked_is_among_what_differs(tmp_path: Path) -> None:
-    told = manifest(name="other")
-    told["args"]["packing"] = {"value": True, "origin": "configs/b.yaml:4"}
-    runs = publish.gather([str(made(tmp_path / "a")), str(made(tmp_path / "b", told=told))])
-    first = next(section(parsed(page.overlay(runs)), "arguments").all("table"))
-    assert row_of(first, "packing")[1:] == ["–", "trueconfigs/b.yaml:4"]
-
-
 # ---- where it comes from
 
 
@@ -341,36 +297,12 @@ def test_a_log_alone_is_enough(tmp_path: Path) -> None:
     assert f"train.log:{2 * 8 + 1}" in row_of(section(tree, "verdict"), "finish")[4]
 
 
-def test_the_arguments_of_a_log_come_with_their_lines(tmp_path: Path) -> None:
-    log = tmp_path / "train.log"
-    dump = "│   FlatArguments(\n│   │   exp_name='t',\n│   │   packing=True,\n│   )\n"
-    log.write_text(dump + console(1, 40))
-    (run,) = publish.gather([str(log)])
-    found = section(parsed(page.overlay([run])), "arguments")
-    assert row_of(found, "exp_name")[1:] == ["t", "train.log:2"]
-    assert row_of(found, "packing")[1:] == ["True", "train.log:3"]
-
-
 def test_the_probes_loss_is_not_mixed_with_means_of_the_log(run: Run) -> None:
     # the log's every fifth loss is rounded to four digits
     assert run.series.columns["loss"] == pytest.approx([loss(s) for s in range(1, 41)], abs=1e-12)
     steps, logged = run.series.points("logged_loss")
     assert steps == list(range(5, 41, 5))
     assert logged[0] == float(f"{loss(5):.4g}")
-
-
-def test_where_the_log_tells_of_every_step_there_are_no_means(tmp_path: Path) -> None:
-    path = made(tmp_path / "run", steps=5)
-    record = path / "probe" / "rank-0.jsonl"
-    kept = [
-        line
-        for line in record.read_text().splitlines()
-        if '"step": 5' in line or "step" not in line
-    ]
-    record.write_text("\n".join(kept) + "\n")
-    run = series.read(path)
-    assert run.series.last("loss") == pytest.approx(loss(5, 5))
-    assert "logged_loss" not in run.series.columns
 
 
 def test_attempts_are_one_curve(tmp_path: Path) -> None:
@@ -422,20 +354,6 @@ def test_steps_that_were_not_finite_are_told(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_not_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no run or log"):
-        publish.gather([str(tmp_path / "none")])
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError):
-        publish.gather([str(tmp_path / "empty")])
-
-
-def test_a_page_that_cannot_be_written_is_the_machines_fault(tmp_path: Path, run: Run) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(NotReady, match="cannot be written"):
-        publish.write_page([run], tmp_path / "file" / "report.html")
-
-
 def test_the_page_goes_into_the_folder_of_the_run(tmp_path: Path, run: Run) -> None:
     place = publish.usual_place([run])
     publish.write_page([run], place)
@@ -444,22 +362,6 @@ def test_the_page_goes_into_the_folder_of_the_run(tmp_path: Path, run: Run) -> N
 
 
 # ---- for machines
-
-
-def test_the_json_form_writes_the_page_that_was_asked_for(
-    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
-    place = tmp_path / "x" / "page.html"
-    usual = publish.usual_place([run])
-    command = ["report", str(run.path), "--format", "json"]
-    assert main([*command, "-o", str(place)]) == 0
-    assert json.loads(capsys.readouterr().out)["ok"] is True
-    assert parsed(place.read_text()) and not usual.exists()
-    assert main(command) == 0 and not usual.exists()
-    json.loads(capsys.readouterr().out)
-    # one envelope, whether it can be written or not
-    assert main([*command, "-o", str(place / "page.html")]) == 5
-    assert json.loads(capsys.readouterr().out)["findings"][0]["code"] == "unwritable-file"
 
 
 def test_the_json_form_holds_the_same(run: Run) -> None:
@@ -509,18 +411,6 @@ def test_texts_of_a_run_stay_texts(tmp_path: Path) -> None:
     assert SEEN in section(tree, "versions").text
     assert not re.search("[\x00-\x08\x0e-\x1f\u202e]", text)
     assert curves(tree)["runs"][0]["name"].endswith(NASTY)
-
-
-def test_names_of_columns_stay_names(tmp_path: Path) -> None:
-    name = "a</script><b>"
-    table = series.of_rows(
-        [{"step": 1, "finite": True, name: 1.5}, {"step": 2, "finite": True, name: 2.5}]
-    )
-    run = replace(series.read(made(tmp_path / "run")), series=table)
-    tree = parsed(page.overlay([run]))
-    assert not list(tree.all("b"))
-    assert curves(tree)["runs"][0]["columns"] == {name: [1.5, 2.5]}
-    assert name in [h.text for h in section(tree, "curves").all("h3")]
 
 
 TOKEN = "hf_" + "abcdefghijklmnopqrstuvwxyzABCDEF"
@@ -595,23 +485,6 @@ def test_a_damaged_manifest_never_costs_the_page(
         json.dumps(series.as_json([run]))
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", '{"plan": 3, "args": [1], "findings": {"a": 1}}']
-)
-def test_a_torn_manifest_never_costs_the_page(tmp_path: Path, text: str) -> None:
-    path = made(tmp_path / "run")
-    (path / "run.json").write_text(text)
-    (run,) = publish.gather([str(path)])
-    assert len(curves(parsed(page.overlay([run])))["runs"][0]["steps"]) == 40
-
-
-def test_a_path_that_is_no_utf8_gets_through(tmp_path: Path) -> None:
-    path = made(tmp_path / "run-\udcff")
-    (run,) = publish.gather([str(path)])
-    publish.write_page([run], tmp_path / "report.html")
-    assert parsed((tmp_path / "report.html").read_text(encoding="utf-8"))
-
-
 # --- many steps -----------------------------------------------------------------------------------
 
 
@@ -641,8 +514,3 @@ def test_a_page_of_many_steps_is_small_and_keeps_what_stands_out(columns: int, c
             part = [value for step, value in at.items() if begin <= step < begin + 6000]
             assert min(part) <= 1 and max(part) >= 998
     assert f"of {steps:,} steps are drawn" in told
-
-
-def test_few_steps_are_all_drawn(run: Run) -> None:
-    assert series.thinned(run.series, 1000) is run.series
-    assert "steps are drawn" not in page.overlay([run])

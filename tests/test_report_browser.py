@@ -185,54 +185,6 @@ def test_a_run_that_is_switched_off_is_gone(
     assert count(browser, "loss", "--c1") > 50
 
 
-def test_dark_and_light(browser: Browser, runs: list[Run], tmp_path: Path) -> None:
-    show(browser, tmp_path / "a.html", runs)
-    background = "return getComputedStyle(document.body).backgroundColor"
-    light = browser.execute_script(background)
-    assert light == "rgb(255, 255, 255)"
-    media(browser, "dark")
-    dark = browser.execute_script(background)
-    assert max(map(int, dark.strip("rgb()").split(","))) < 64
-    assert count(browser, "loss", "--c0") > 50
-    # the switch overrules the system
-    choice = found(browser, "#theme")
-    choice.find_element("css selector", "option[value='light']").click()
-    assert browser.execute_script(background) == light
-    assert count(browser, "loss", "--c0") > 50
-    media(browser, "light")
-    choice.find_element("css selector", "option[value='dark']").click()
-    assert browser.execute_script(background) == dark
-    assert count(browser, "loss", "--c0") > 50
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_text_stands_out_from_its_ground(
-    browser: Browser, runs: list[Run], tmp_path: Path, scheme: str
-) -> None:
-    media(browser, scheme)
-    show(browser, tmp_path / "a.html", runs)
-    ask = "return getComputedStyle(document.documentElement).getPropertyValue(arguments[0]).trim()"
-    page_, raised = (browser.execute_script(ask, name) for name in ("--page", "--raised"))
-    for name in ("--text", "--soft", "--link", "--pass", "--fail", "--unproven"):
-        colour = browser.execute_script(ask, name)
-        assert contrast(colour, page_) >= 4.5, name
-        assert contrast(colour, raised) >= 4.5, name
-    for number in range(8):
-        assert contrast(browser.execute_script(ask, f"--c{number}"), page_) >= 3, number
-
-
-def contrast(one: str, other: str) -> float:
-    """As WCAG 2 defines it."""
-    bright, dim = sorted((luminance(one), luminance(other)), reverse=True)
-    return (bright + 0.05) / (dim + 0.05)
-
-
-def luminance(colour: str) -> float:
-    parts = [part / 255 for part in bytes.fromhex(colour[1:])]
-    red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
 def test_smoothing_the_log_axis_and_the_rest_of_the_curves(
     browser: Browser, runs: list[Run], tmp_path: Path
 ) -> None:
@@ -282,39 +234,6 @@ def test_dragging_zooms_all_charts_and_the_button_undoes_it(
     found(browser, "#reset").click()
     # away from the charts: a crosshair must not be in the way
     assert count(browser, "margin", "--c1") == whole
-
-
-def test_printed_it_is_light_and_complete(
-    browser: Browser, runs: list[Run], tmp_path: Path
-) -> None:
-    media(browser, "dark")
-    show(browser, tmp_path / "a.html", runs)
-    told = browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": False})
-    assert len(told["data"]) > 20_000
-    assert browser.execute_script("return document.documentElement.dataset.theme") is None
-    media(browser, "light", "print")
-    assert not found(browser, ".tools").is_displayed()
-    assert found(browser, "#panel-loss canvas").is_displayed()
-
-
-def test_ten_thousand_steps(browser: Browser, tmp_path: Path) -> None:
-    rows = [
-        {
-            "step": n,
-            "finite": True,
-            "loss": loss(n, 10_000),
-            "learning_rate": 1e-6 * (1 - n / 10_000),
-        }
-        for n in range(1, 10_001)
-    ]
-    big = series.of_kept(tmp_path / "big", manifest(), {}, rows)
-    small = series.of_kept(tmp_path / "small", manifest(name="small"), {}, rows[:100:7])
-    show(browser, tmp_path / "a.html", [big, small])
-    assert count(browser, "loss", "--c0") > 200
-    hover(browser, "loss", 1.0)
-    # a pixel is some twenty steps
-    assert int(found(browser, "#at").text.removeprefix("step ").replace(",", "")) > 9_900
-    assert readout(browser, "loss")[1] == "2–"
 
 
 def test_texts_of_a_run_run_nothing(browser: Browser, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher import view
-from launcher.view import Progress, Tail, View, clock
+from launcher.view import Progress, Tail, View
 
 
 def step(number: int, elapsed: float, **more: object) -> dict[str, object]:
@@ -61,14 +61,6 @@ def test_a_file_that_was_moved_or_removed_is_read_on(tmp_path: Path, how: str) -
     tail.close()
 
 
-def test_a_line_without_end_does_not_grow(tmp_path: Path) -> None:
-    tail = Tail(tmp_path / "log")
-    tail.path.write_bytes(b"x" * 300_000)
-    for _ in range(4):
-        assert tail.read(limit=100_000) == []
-    assert len(tail.rest) <= 65536
-
-
 def test_it_does_not_fall_behind_for_ever(tmp_path: Path) -> None:
     tail = Tail(tmp_path / "log")
     tail.path.write_bytes(b"line\n" * 100_000 + b"the end\n")
@@ -97,12 +89,6 @@ def test_speed_and_time_left() -> None:
     assert progress.line() == "step 3/10   loss 0.6667   200 tokens/s   0:07 left   12.3 GiB"
 
 
-def test_a_loss_that_is_none() -> None:
-    progress = Progress(total=None)
-    progress.event(step(1, 1.0, loss=None))
-    assert progress.line() == "step 1   loss not finite"
-
-
 def test_a_new_attempt_begins_anew() -> None:
     progress = Progress(total=10)
     for number in (1, 2, 3):
@@ -111,32 +97,6 @@ def test_a_new_attempt_begins_anew() -> None:
     assert progress.exit == 1
     progress.event({"event": "start"})
     assert (progress.step, progress.times, progress.exit) == (0, [], None)
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        {}, {"event": "step"}, {"event": "step", "step": "three"}, {"event": "step", "step": None},
-        {"event": "step", "step": 1, "loss": "nan", "elapsed": "x", "tokens": []},
-        {"event": "start", "world": "many"}, {"event": "end"}, {"event": "end", "exit": "x"},
-        {"event": ["step"]},
-    ],
-)  # fmt: skip
-def test_half_an_event_is_survived(event: dict[str, object]) -> None:
-    progress = Progress(total=10)
-    progress.event(event)
-    assert progress.line()
-    assert progress.tokens_per_second is None
-
-
-def test_only_the_last_steps_count() -> None:
-    progress = Progress(total=None)
-    for number in range(1, 200):
-        late = number >= 150
-        elapsed = 150 + number * 2.0 if late else float(number)
-        progress.event(step(number, elapsed, seconds=2.0 if late else 1.0))
-    assert len(progress.times) == view.WINDOW
-    assert progress.tokens_per_second == 50.0
 
 
 def test_evaluations_and_saves_take_no_part_in_the_speed() -> None:
@@ -148,28 +108,6 @@ def test_evaluations_and_saves_take_no_part_in_the_speed() -> None:
     assert progress.tokens_per_second == 100.0
     # and into the time that is left
     assert progress.left_s is not None and progress.left_s > 60
-
-
-def test_where_every_step_follows_an_evaluation_no_speed_is_told() -> None:
-    progress = Progress(total=12)
-    for number in range(1, 4):
-        progress.event(step(number, 41.0 * number, seconds=41.0, interrupted=number > 1))
-    assert progress.tokens_per_second is None
-    assert "tokens/s" not in progress.line() and "left" in progress.line()
-
-
-def test_a_record_without_seconds_of_steps_tells_a_speed_too() -> None:
-    progress = Progress(total=12)
-    for number in range(1, 4):
-        progress.event(step(number, 2.0 * number, seconds=None))
-    assert progress.tokens_per_second == 50.0
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0:00"), (59.9, "0:59"), (123, "2:03"), (3723, "1:02:03")]
-)
-def test_clock(seconds: float, text: str) -> None:
-    assert clock(seconds) == text
 
 
 # --- what is shown --------------------------------------------------------------------------------
@@ -223,15 +161,6 @@ def test_a_further_attempt_does_not_show_the_steps_of_the_first(tmp_path: Path) 
     assert shown.progress.step == 1
 
 
-def test_torn_lines_of_the_record_are_passed_over(tmp_path: Path) -> None:
-    shown = watching(tmp_path)
-    (tmp_path / "probe" / "rank-0.jsonl").write_bytes(
-        b'{"event": "st\n[]\nnull\n\xff\n' + json.dumps(step(4, 1.0)).encode() + b"\n"
-    )
-    shown.take_in()
-    assert shown.progress.step == 4
-
-
 @pytest.mark.parametrize(
     ("planned", "text", "total"),
     [
@@ -266,13 +195,6 @@ def test_how_many_steps_there_will_be(
     log(tmp_path, "an early line\n" + text)
     shown.take_in()
     assert shown.progress.total == total
-
-
-def test_a_bar_before_the_first_step_is_no_total(tmp_path: Path) -> None:
-    shown = watching(tmp_path)
-    log(tmp_path, " 10%|#  | 1/60 [00:01<00:20,  2.8it/s]\n")
-    shown.take_in()
-    assert shown.progress.total is None
 
 
 def test_a_terminal_that_has_gone_takes_nothing_with_it(

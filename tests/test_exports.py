@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from made_runs import loss, made, manifest
 
-from launcher import panels, plot, publish, series
+from launcher import exports, panels, publish, series
 from launcher.errors import Exit, NotReady
 from launcher.series import Run
 
@@ -57,39 +57,11 @@ def test_every_run_is_drawn_in_its_colour(runs: list[Run], tmp_path: Path) -> No
     publish.write_png(runs, path)
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     found = pixels(path)
-    assert {coloured(colour) for colour in plot.COLOURS[:2]} <= found
-    assert coloured(plot.COLOURS[2]) not in found
+    assert {coloured(colour) for colour in exports.COLOURS[:2]} <= found
+    assert coloured(exports.COLOURS[2]) not in found
     # the step that was not finite
-    assert coloured("#b3261e") in found
+    assert coloured("#ff0000") in found
     assert list(path.parent.iterdir()) == [path]
-
-
-@pytest.mark.usefixtures("matplotlib")
-def test_a_run_without_any_step_is_a_picture_too(tmp_path: Path) -> None:
-    run = series.of_kept(tmp_path, manifest(), {"status": "fail"}, [])
-    publish.write_png([run], tmp_path / "a.png")
-    assert (tmp_path / "a.png").stat().st_size > 1000
-    lone = series.of_kept(tmp_path, manifest(), {}, [{"step": 7, "loss": 0.5}])
-    publish.write_png([lone], tmp_path / "b.png")
-    assert coloured(plot.COLOURS[0]) in pixels(tmp_path / "b.png")
-
-
-@pytest.mark.usefixtures("matplotlib")
-def test_pyplot_is_left_alone(runs: list[Run], tmp_path: Path) -> None:
-    before = "matplotlib.pyplot" in sys.modules
-    publish.write_png(runs, tmp_path / "a.png")
-    assert ("matplotlib.pyplot" in sys.modules) == before
-
-
-@pytest.mark.usefixtures("matplotlib")
-def test_what_cannot_be_written_leaves_what_is_there(runs: list[Run], tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(NotReady, match="cannot be written"):
-        publish.write_png(runs, tmp_path / "file" / "a.png")
-    (tmp_path / "folder.png").mkdir()
-    with pytest.raises(NotReady):
-        publish.write_png(runs, tmp_path / "folder.png")
-    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
 @pytest.mark.parametrize(
@@ -112,11 +84,6 @@ def test_a_package_that_is_not_there_is_named(
     assert f"pip install {package}" in (finding.help or "")
     assert f"'.[{extra}]'" in (finding.help or "")
     assert not (tmp_path / "a.png").exists()
-
-
-def test_a_line_is_smoothed_without_a_beginning_from_zero() -> None:
-    assert list(plot.smoothed([3.0, 3.0, 3.0], 0.9)) == pytest.approx([3.0, 3.0, 3.0])
-    assert list(plot.smoothed([0.0, 1.0], 0.5)) == pytest.approx([0.0, 2 / 3])
 
 
 def test_charts_of_what_there_is(runs: list[Run], tmp_path: Path) -> None:
@@ -167,19 +134,6 @@ def test_event_files_hold_every_curve(runs: list[Run], tmp_path: Path) -> None:
     assert first["train/loss"][9][2] == pytest.approx(STARTED + 5.0)
     assert [s for s, _, _ in first["rewards/margins"]] == list(range(5, 41, 5))
     assert 30 not in [s for s, _, _ in second["train/loss"]]
-
-
-@needs_tensorboardx
-def test_event_files_are_written_anew_and_those_of_others_kept(
-    runs: list[Run], tmp_path: Path
-) -> None:
-    others = tmp_path / "one" / "events.out.tfevents.1.host"
-    others.write_text("theirs")
-    for _ in range(2):
-        publish.write_events(runs[:1], tmp_path)
-    names = sorted(p.name for p in (tmp_path / "one").glob("events.out.tfevents.*"))
-    assert len(names) == 2
-    assert others.read_text() == "theirs"
 
 
 @needs_tensorboardx

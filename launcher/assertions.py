@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,21 +16,11 @@ RELATIVE = {
     "peak_memory": "peak_allocated_gib",
 }  # fmt: skip
 """Held to the first variant: `1.2` is a ratio, `20%` a change; of the loss either way."""
-ABSOLUTE = {
-    "mfu": "mfu", "wasted": "wasted_share",
-    "gpu_utilisation": "gpu_utilisation_p50",
-}  # fmt: skip
+ABSOLUTE = {"mfu": "mfu", "wasted": "wasted_share", "gpu_utilisation": "gpu_utilisation_p50"}
 """Shares by themselves, of every variant: `48%` is 0.48."""
 
-_EXPRESSION = re.compile(
-    r"\s*(?P<name>[a-z0-9_]+)\s*(?P<op><=|>=|<|>)\s*(?P<number>[+-]?(?:\d+(?:\.\d*)?|\.\d+))\s*(?P<percent>%?)\s*"
-)
-_HOLDS = {
-    "<=": lambda a, b: a <= b,
-    ">=": lambda a, b: a >= b,
-    "<": lambda a, b: a < b,
-    ">": lambda a, b: a > b,
-}
+_EXPRESSION = re.compile(r"\s*([a-z_]+)\s*(<=|>=|<|>)\s*([+-]?(?:\d+(?:\.\d*)?|\.\d+))\s*(%?)\s*")
+_HOLDS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,31 +53,30 @@ class Assertion:
             value = value / base if value is not None and base else None
         if value is None:
             return None
-        if not self.percent:
-            return bool(_HOLDS[self.operator](value, self.number))
-        value = 100 * (value - 1) if self.relative else 100 * value
-        value = abs(value) if self.name == "loss" else value
-        # 1.01 / 1 is a little more than 1 %
-        return bool(_HOLDS[self.operator](round(value, 9), self.number))
+        if self.percent:
+            value = 100 * (value - 1) if self.relative else 100 * value
+            # 1.01 / 1 is a little more than 1 %
+            value = round(abs(value) if self.name == "loss" else value, 9)
+        return bool(_HOLDS[self.operator](value, self.number))
 
 
 def assertion(text: str) -> Assertion:
     """Read one. Raises UsageError for what is none."""
     found = _EXPRESSION.fullmatch(text)
-    if found is None or found["name"] not in RELATIVE | ABSOLUTE:
+    if found is None or found[1] not in RELATIVE | ABSOLUTE:
         raise usage(
             "bad-assert", f"`{brief(text)}` cannot be asserted",
             f"such as loss<=1%, tokens_per_second>=1.2; of {', '.join(RELATIVE | ABSOLUTE)}",
         )  # fmt: skip
+    name, comparison, number, percent = found.groups()
     return Assertion(
-        text=text.strip(), name=found["name"], operator=found["op"], number=float(found["number"]),
-        percent=bool(found["percent"]),
+        text=text.strip(), name=name, operator=comparison, number=float(number), percent=bool(percent)
     )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """An assertion that does not hold of a variant, or (`unknown`) whose figure nobody measured."""
+    """An assertion that does not hold of a variant, or (`unknown`) whose figure was not measured."""
 
     text: str
     variant: str
@@ -100,8 +90,8 @@ class Broken:
 def broken(assertions: Sequence[Assertion], rows: Sequence[Row]) -> list[Broken]:
     """Every assertion with every variant that it does not hold of."""
     return [
-        Broken(one.text, row.variant, held is None)
+        Broken(one.text, row.variant, holds is None)
         for one in assertions
         for row in (rows[1:] if one.relative else rows)
-        if (held := one.holds(row, rows[0])) is not True
+        if (holds := one.holds(row, rows[0])) is not True
     ]

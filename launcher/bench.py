@@ -1,32 +1,59 @@
-"""Settings side by side: short real runs in turn, each measured, written down, and compared."""
+"""Settings side by side: judged before the first starts, then short real runs in turn, compared."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
+import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from launcher import assertions, campaign, comparison, measurement, rundir, trial
+from launcher import (
+    assertions,
+    campaign,
+    checkouts,
+    comparison,
+    devices,
+    measurement,
+    noops,
+    preparation,
+    rundir,
+    trial,
+    variants,
+)  # fmt: skip
 from launcher.assertions import Assertion, Broken
+from launcher.backends.open_instruct_log import ATTENTION
 from launcher.campaign import Campaign
-from launcher.comparison import Cause, Row, Sample, Variant, compare
+from launcher.comparison import SPEED, Cause, Row, Sample, Variant, compare
 from launcher.errors import (
     Exit,
     Finding,
+    InvalidConfig,
+    NotReady,
     brief,
+    errors,
+    not_ready,
     usage,
-)
-from launcher.preparation import Request
+)  # fmt: skip
+from launcher.keys import EXPECT
+from launcher.measurement import identity, of_variant, short
+from launcher.options import SWITCHED
+from launcher.plan import Plan
+from launcher.preparation import Prepared, Request
+from launcher.stage import Stage
 
 BENCH_VERSION = 1
 FILE, PAGE = "bench.json", "bench.html"
 
-AGAIN: tuple[Cause, ...] = ("refused", "interrupted")
+_AGAIN: tuple[Cause, ...] = ("refused", "interrupted")
 """What is tried again when the same comparison goes on: it says nothing of the setting."""
 _LONGEST_S = 366 * 24 * 3600.0
+_NOT_OF_A_TRIAL = frozenset({"name", "batch", "slurm", "skypilot"})
+"""Options that a trial does not see; `batch` comes to arguments."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,7 +70,6 @@ class Bench:
     steps: int
     repeats: int
     timeout_s: float | None = None
-    tolerance: float = comparison.TOLERANCE
     assertions: tuple[Assertion, ...] = ()
     key: str = ""
     batch: int | None = None
@@ -51,6 +77,12 @@ class Bench:
     folder: Path = Path()
     samples: list[Sample] = field(default_factory=list)
     proposed: str | None = None
+
+    @property
+    def tolerance(self) -> float:
+        """How far a loss may be from the first one's, as a share."""
+        asserted = [one.tolerance for one in self.assertions if one.tolerance is not None]
+        return min(asserted, default=comparison.TOLERANCE)
 
     @property
     def rows(self) -> list[Row]:
@@ -67,10 +99,15 @@ class Bench:
 
     @property
     def broken(self) -> list[Broken]:
-        """Assertions that do not hold, judged once everything is measured."""
+        """Assertions that do not hold, judged once the first variant is measured."""
         rows = self.rows
         first = rows[:1] and rows[0].variant == self.variants[0].name
         return assertions.broken(self.assertions, rows) if first else []
+
+    @property
+    def weights(self) -> str:
+        """What each step's loss is weighted by."""
+        return "rows" if self.request.stage == "dpo" else "tokens"
 
     def order(self) -> list[tuple[int, Variant]]:
         """Every trial: round by round, every second round backwards, so that drift hits all alike."""
@@ -94,7 +131,7 @@ class Bench:
             "steps": self.steps, "repeats": self.repeats, "batch": self.batch,
             "variants": [variant.as_json() for variant in self.variants],
             "compared": {
-                "loss": f"mean of the probe's loss a step, weighted by {self.weights()}",
+                "loss": f"mean of the probe's loss a step, weighted by {self.weights}",
                 "tokens": comparison.common_tokens(self.samples), "tolerance": self.tolerance,
                 "asserted": [one.text for one in self.assertions],
             },
@@ -103,13 +140,250 @@ class Bench:
             "samples": [one.as_json() for one in self.samples], "folder": str(self.folder),
         }  # fmt: skip
 
-    def weights(self) -> str:
-        """What each step's loss is weighted by."""
-        return "rows" if self.request.stage == "dpo" else "tokens"
-
     def write(self) -> None:
         """The record, whole or not at all. Raises NotReady where it cannot be written."""
         campaign.write(self.folder / FILE, self.as_json())
+
+
+def seconds(text: str) -> float:
+    """`90`, `90s`, `10m`, `1h30m` in seconds. Raises UsageError for what is no time."""
+    found = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text.strip())
+    total = 0.0
+    if found is not None:
+        total = sum(float(n or 0) * u for n, u in zip(found.groups(), (3600, 60, 1), strict=True))
+    # timers take no more than the platform's
+    if not 0 < total <= _LONGEST_S:
+        raise usage("bad-time", f"`{brief(text)}` is no time", "such as 90s, 10m or 1h30m")
+    return total
+
+
+def require_gpu(request: Request, *, cpu: bool) -> Request:
+    """The request on the GPUs that it asks for, or on the CPU where that is said.
+
+    Raises NotReady without a GPU, UsageError where both are asked for.
+    """
+    if cpu and (request.gpus or request.devices):
+        raise usage("useless-option", "--gpus and --devices say nothing with --cpu")
+    if cpu:
+        return replace(request, gpus=0)
+    if request.gpus == 0 or devices.look(os.environ).visible:
+        return request
+    raise not_ready(
+        "no-gpu-here", "no GPU is visible here, and speed is measured on GPUs",
+        "--cpu tries the mechanics: "
+        "launch bench configs/demo/sft.yaml --cpu --vary batch.per_device=8,16",
+    )  # fmt: skip
+
+
+# --- before the first trial -----------------------------------------------------------------------
+
+
+def plan(
+    request: Request, asked: Sequence[variants.Asked], *, steps: int, repeats: int,
+    timeout_s: float | None = None, assertions: Sequence[Assertion] = (), running: bool = False,
+) -> Bench:  # fmt: skip
+    """Judge every variant, and its trial, before the first one starts.
+
+    The global batch stays as the file has it where a variant changes only the rows of a device; what
+    the file expects of a switch follows the variant that turns it. Raises InvalidConfig with the
+    findings of all variants, each with its name, or UsageError; where trials will be `running`, NotReady
+    too if no variant can start on this machine, whatever its GPUs do now.
+    """
+    relative = [one.text for one in assertions if one.relative]
+    if relative and len(asked) < 2:
+        raise usage(
+            "bad-assert", f"`{brief(relative[0])}` holds the others to the first variant: there is one",
+            "--vary KEY=A,B, or figures that stand by themselves: mfu>=48%",
+        )  # fmt: skip
+    if any(one.checkout for one in asked):
+        request = replace(request, python=request.python or checkouts.python_of(request))
+    judged = _Judged(len(asked))
+    base = _base(request)
+    full: list[tuple[Variant, Prepared]] = []
+    for one in asked:
+        with judged.of(one.name):
+            checkout = None if one.checkout is None else checkouts.find(request, one.checkout)
+            variant = _adapted(request, Variant(one.name, one.overrides, checkout), base)
+            full.append((variant, preparation.prepare(of_variant(request, variant), running=False)))
+    judged.require_valid()
+    if len(full) < len(asked):
+        raise NotReady(judged.findings(judged.unready))
+    batch = max(made.plan.global_batch for _, made in full)
+    root = request.runs or rundir.runs_root()
+    trials: list[tuple[Variant, Prepared]] = []
+    for variant, made in full:
+        judged.say(variant.name, _warnings(made, named=variant.checkout is not None))
+        with judged.of(variant.name):
+            # one place for all: what differs is then the variant's own
+            place = root / "models"
+            asked_trial = short(of_variant(request, variant), steps, place, batch, profile=True)
+            # a trial that a killed command left may have the GPUs: it is ended later
+            asked_trial = replace(asked_trial, runs=root, elsewhere=True)
+            prepared = preparation.prepare(asked_trial, running=running)
+            if running:
+                rundir.release(prepared.folder)
+            trials.append((variant, prepared))
+            # how long a trial is only the trial knows
+            profiles = (f for f in prepared.findings if f.code == "profile-and-steps")
+            judged.say(variant.name, profiles)
+    judged.require_valid()
+    if not trials:
+        raise NotReady(judged.findings(judged.unready))
+    key = [BENCH_VERSION, steps, [[variant.name, identity(made)] for variant, made in full]]
+    text = json.dumps(key, sort_keys=True, default=str)
+    return Bench(
+        request=replace(request, stage=full[0][1].plan.stage.options.stage, gpus=full[0][1].plan.gpus),
+        variants=tuple(variant for variant, _ in full), steps=steps, repeats=repeats,
+        timeout_s=timeout_s, assertions=tuple(assertions), batch=batch,
+        key=hashlib.sha256(text.encode()).hexdigest(),
+        findings=(*judged.findings(judged.notes), *_other_batches(full), *_alike(trials)),
+    )  # fmt: skip
+
+
+class _Judged:
+    """What was found of several variants: each finding once, with the names of those that it is about."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.notes, self.wrong, self.unready = (dict[Finding, list[str]]() for _ in range(3))
+
+    def say(self, name: str, found: Iterator[Finding]) -> None:
+        for finding in found:
+            self.notes.setdefault(finding, []).append(name)
+
+    @contextlib.contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """Keep what stops a variant, for all of them to be judged."""
+        try:
+            yield
+        except (InvalidConfig, NotReady) as error:
+            kept = self.wrong if isinstance(error, InvalidConfig) else self.unready
+            for finding in errors(error.findings) or error.findings:
+                kept.setdefault(finding, []).append(name)
+
+    def findings(self, kept: dict[Finding, list[str]]) -> list[Finding]:
+        found = []
+        for finding, names in kept.items():
+            whose = "every variant" if len(names) == self.count else ", ".join(names)
+            message = finding.message if self.count == 1 else f"[{whose}] {finding.message}"
+            found.append(replace(finding, message=message))
+        return found
+
+    def require_valid(self) -> None:
+        if self.wrong:
+            raise InvalidConfig(self.findings(self.wrong))
+
+
+def _warnings(made: Prepared, *, named: bool) -> Iterator[Finding]:
+    # whoever names a commit knows that it is not the pin
+    known = {"profile-and-steps", "unpinned-checkout" if named else ""}
+    return (f for f in made.findings if f.severity != "note" and f.code not in known)
+
+
+def _base(request: Request) -> Plan | None:
+    """The stage file as it is written; None where only its variants stand."""
+    try:
+        return preparation.prepare(request, running=False).plan
+    except InvalidConfig:
+        return None
+
+
+def _adapted(request: Request, variant: Variant, base: Plan | None) -> Variant:
+    """The variant with what follows from it. Raises InvalidConfig where its batch cannot be kept."""
+    asked = of_variant(request, variant)
+    # what it expects of a switch that is turned is not wrong before it has followed
+    asked = replace(asked, overrides=(*asked.overrides, "on_violation=warn"))
+    stage = preparation.ask(asked, running=False).stage
+    changed = {variants.bare(text) for text in variant.overrides}
+    more = [*_expected(asked, stage, changed), *_batch(asked, stage, changed, base)]
+    return replace(variant, overrides=(*variant.overrides, *more))
+
+
+def _expected(asked: Request, stage: Stage, changed: set[str]) -> Iterator[str]:
+    """A file that expects packing expects none of the variant without."""
+    expect, entry, batch = stage.options.expect, stage.entry, stage.options.batch
+    split = entry.names.per_device
+    keys: dict[str, set[str | None]] = {
+        "liger": {entry.names.liger},
+        # with one row a micro-batch packing may be asked for, and there is none
+        "packing": {entry.names.packing, "padding_free", "batch", "batch.per_device", split},
+        "attention": {"attn_implementation", "attention"},
+    }
+    rows = (batch and batch.per_device) or stage.values[split]
+    on = {
+        "liger": bool(stage.values.get(entry.names.liger)),
+        "packing": entry.packs(stage.values, rows),
+    }
+    for point, turning in keys.items():
+        wanted = expect.get(point)
+        if (
+            wanted in (None, "any")
+            or not changed & turning
+            or changed & {"expect", f"expect.{point}"}
+        ):
+            continue
+        if point == "attention":
+            # `any` where a verdict has no word for it
+            chosen = preparation.prepare(asked, running=False).plan.attention
+            name = str(chosen or stage.values.get("attn_implementation"))
+            state = ATTENTION.get(name, name)
+            yield f"expect.attention={state if state in EXPECT['attention'] else 'any'}"
+        elif on[point] != (wanted != "off"):
+            yield f"expect.{point}={SWITCHED[point][0 if on[point] else 1]}"
+
+
+def _batch(asked: Request, stage: Stage, changed: set[str], base: Plan | None) -> Iterator[str]:
+    """Accumulation that keeps the rows of a step, where only the rows of a device were changed."""
+    names = stage.entry.names
+    settled = {names.accumulation, "batch", "batch.global"} & changed
+    if base is None or settled or names.per_device not in changed or stage.options.batch:
+        return
+    made = preparation.prepare(asked, running=False).plan
+    rows = made.global_batch // made.accumulation
+    if base.global_batch % rows:
+        raise InvalidConfig(
+            Finding(
+                severity="error", layer="launch", code="impossible-batch", key=f"args.{names.per_device}",
+                message=f"{rows} rows at once do not divide the global batch of {base.global_batch}",
+                help=f"or say {names.accumulation} too: then the global batch is another",
+            )
+        )  # fmt: skip
+    yield f"{names.accumulation}={base.global_batch // rows}"
+
+
+def _other_batches(full: Sequence[tuple[Variant, Prepared]]) -> Iterator[Finding]:
+    """Variants with another number of rows a step, whose losses compare less well."""
+    first, base = full[0]
+    for variant, made in full:
+        if made.plan.global_batch != base.plan.global_batch:
+            yield Finding(
+                severity="warning", layer="launch", code="other-global-batch",
+                message=f"[{variant.name}] {made.plan.global_batch} rows a step, "
+                f"{base.plan.global_batch} in {first.name}: after the same tokens it has taken "
+                "another number of steps, and its loss says so",
+            )  # fmt: skip
+
+
+def _alike(trials: Sequence[tuple[Variant, Prepared]]) -> Iterator[Finding]:
+    """Variants whose trials are the same, apart from what does nothing in them."""
+    known = dict[str, str]()
+    for variant, made in trials:
+        about, stage = identity(made), made.plan.stage
+        idle = {finding.key for finding in noops.find(stage.values, stage.entry)}
+        # its steps are counted out
+        idle.add(f"args.{stage.entry.names.epochs}")
+        about["options"] = {k: v for k, v in about["options"].items() if k not in _NOT_OF_A_TRIAL}
+        about["arguments"] = {
+            k: v for k, v in about["arguments"].items() if f"args.{k}" not in idle
+        }
+        same = known.setdefault(json.dumps(about, sort_keys=True, default=str), variant.name)
+        if same != variant.name:
+            yield Finding(
+                severity="warning", layer="launch", code="same-variant",
+                message=f"[{variant.name}] its trial is the same as that of {same}: what differs is noise",
+                help="bench itself sets steps, output, checkpoints, uploads, tracking, logging and the "
+                "rows that are read",
+            )  # fmt: skip
 
 
 # --- going through with it ------------------------------------------------------------------------
@@ -124,22 +398,20 @@ def opened(bench: Bench, *, fresh: bool = False, resume: bool = False) -> Iterat
     root = bench.request.runs or rundir.runs_root()
     found = Campaign(kind="bench", key=bench.key, name=bench.request.config.stem, root=root)
     with found.opened(fresh=fresh, resume=resume) as bench.folder:
-        told = rundir.read_json(bench.folder / FILE)
+        record = rundir.read_json(bench.folder / FILE)
         with contextlib.suppress(KeyError, TypeError, ValueError):
-            bench.samples = [
-                sample for one in told.get("samples") or ()
-                if not _again(sample := Sample.from_json(one), bench.timeout_s)
-            ]  # fmt: skip
+            samples = [Sample.from_json(data) for data in record.get("samples") or ()]
+            bench.samples = [one for one in samples if not _again(one, bench.timeout_s)]
         yield bench
 
 
 def _again(sample: Sample, timeout_s: float | None) -> bool:
     """Whether a trial is to be run again: nothing of it was measured, or it gets more time now."""
     longer = timeout_s is None or timeout_s > sample.seconds
-    return sample.cause in AGAIN or (sample.cause == "timeout" and longer)
+    return sample.cause in _AGAIN or (sample.cause == "timeout" and longer)
 
 
-def run(bench: Bench, *, told: Callable[[str], None] = lambda _: None) -> Exit:
+def run(bench: Bench, *, show: Callable[[str], None] = lambda _: None) -> Exit:
     """Run every trial that is due; the record is up to date after each. Returns the exit code.
 
     Needs `opened`. What the user stops ends the comparison, whatever else happens only its trial.
@@ -149,7 +421,7 @@ def run(bench: Bench, *, told: Callable[[str], None] = lambda _: None) -> Exit:
         with trial.unwatched():
             while due := bench.due():
                 repeat, variant = due[0]
-                told(f"{variant.name}, run {repeat + 1} of {bench.repeats} ({len(due)} to go)")
+                show(f"{variant.name}, run {repeat + 1} of {bench.repeats} ({len(due)} to go)")
                 sample = measurement.measure(
                     bench.request, variant, steps=bench.steps, root=bench.folder, repeat=repeat,
                     timeout_s=bench.timeout_s, batch=bench.batch,
@@ -158,7 +430,7 @@ def run(bench: Bench, *, told: Callable[[str], None] = lambda _: None) -> Exit:
                     return Exit.INTERRUPTED
                 bench.samples.append(sample)
                 bench.write()
-                told(f"  {_said(sample)}")
+                show(f"  {_figures(sample)}")
     except KeyboardInterrupt:
         return Exit.INTERRUPTED
     return conclusion(bench)
@@ -166,41 +438,26 @@ def run(bench: Bench, *, told: Callable[[str], None] = lambda _: None) -> Exit:
 
 def conclusion(bench: Bench) -> Exit:
     """0 where something was measured and every assertion holds."""
-    if not any(sample.measured for sample in bench.samples):
+    measured = {sample.variant for sample in bench.samples if sample.measured}
+    if not measured:
         refused = all(sample.cause == "refused" for sample in bench.samples)
         return Exit.NOT_READY if refused else Exit.TRAINING
-    unproven = bench.assertions and not any(s.measured for s in _of_first(bench))
+    unproven = bench.assertions and bench.variants[0].name not in measured
     return Exit.VERDICT if bench.broken or unproven else Exit.OK
 
 
-def interrupted(bench: Bench) -> list[str]:
+def interrupted(bench: Bench) -> str:
     """What is left to do where the user has stopped it."""
     done = len(bench.samples)
-    return [
-        f"interrupted: the same command goes on here, {done} of {done + len(bench.due())} runs are done",
-        f"runs: {bench.folder / FILE}",
-    ]
+    return (
+        f"interrupted: the same command goes on here, {done} of {done + len(bench.due())} runs are done"
+        f"\nruns: {bench.folder / FILE}"
+    )
 
 
-def _of_first(bench: Bench) -> list[Sample]:
-    return [sample for sample in bench.samples if sample.variant == bench.variants[0].name]
-
-
-def _said(sample: Sample) -> str:
+def _figures(sample: Sample) -> str:
     if not sample.measured:
         return f"{sample.cause}: {sample.reason}"
-    speed, loss = (sample.metrics.get(k) for k in ("tokens_per_second_per_gpu", "loss_per_token"))
+    speed, loss = (sample.metrics.get(k) for k in (SPEED, "loss_per_token"))
     shown = "no speed" if speed is None else f"{speed:,.0f} tokens/s per GPU"
     return f"{shown}, loss {'unknown' if loss is None else format(loss, '.4f')}, {sample.seconds:.0f} s"
-
-
-def seconds(text: str) -> float:
-    """`90`, `90s`, `10m`, `1h30m` in seconds. Raises UsageError for what is no time."""
-    found = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text.strip())
-    total = 0.0
-    if found is not None:
-        total = sum(float(n or 0) * u for n, u in zip(found.groups(), (3600, 60, 1), strict=True))
-    # timers take no more than the platform's
-    if not 0 < total <= _LONGEST_S:
-        raise usage("bad-time", f"`{brief(text)}` is no time", "such as 90s, 10m or 1h30m")
-    return total

@@ -10,13 +10,13 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from launcher.errors import Finding
 from launcher.significance import ERROR, LEAST_RUNS, Pace, chance, steadily
 
-if TYPE_CHECKING:
-    from launcher.trial import Outcome
+SPEED, LOSS = "tokens_per_second_per_gpu", "loss_per_token"
+STEP, BEFORE = "seconds_per_step", "seconds_before_steps"
 
 TOLERANCE = 0.05
 """How far the loss may lie from that of the first variant, as a share of it, unless told otherwise."""
@@ -25,7 +25,6 @@ ALONE = 0.03
 one of three comparisons, and one alone has no spread to tell."""
 LEAST = 0.01
 """What counts as no difference, however little the runs scatter."""
-_ONE = "one run: no spread"
 SAME_NORM = 0.03
 """How far the gradient norm of the first step may lie from the first variant's where the same rows are
 split alike over micro-batches: other kernels round otherwise."""
@@ -42,20 +41,8 @@ Cause = Literal[
     "ok", "oom", "diverged", "hang", "timeout", "contract", "crash", "refused", "interrupted"
 ]
 """What became of a trial; `refused`: it could not be started, `contract`: it was not what was asked."""
-Standing = Literal[
-    "baseline",
-    "faster",
-    "slower",
-    "no difference",
-    "loss changed",
-    "unproven",
-    "flawed",
-    "failed",
-    "unknown",
-]
-
-
 Word = Literal["faster", "slower", "no difference"]
+Standing = Word | Literal["baseline", "loss changed", "unproven", "flawed", "failed", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +79,12 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One trial. `metrics` are numbers or None where unknown: see `measurement.METRICS`.
+    """One trial. `metrics` are numbers of the whole trial, or None where unknown.
 
     `pace` are seconds a token of the steady steps, of all ranks together; empty where that is not known.
-    `reason` says why it is no measurement, `flaws` are points of the verdict that failed although it
-    ran to its end, `unproved` those that could not be settled either way. `gradients` is the state of
-    that point, None in records of before there was one. `seconds` is wall time,
-    start-up included. `outcome` is there only in the process that ran it.
+    `reason` says why it is no measurement, `flaws` are points of the verdict that failed,
+    `unproved` those that could not be settled either way. `gradients` is the state of that point, None in
+    records of before there was one. `seconds` is wall time, start-up included.
     """
 
     variant: str
@@ -113,7 +99,6 @@ class Sample:
     pace: tuple[float, ...] = ()
     run: str | None = None
     seconds: float = 0.0
-    outcome: Outcome | None = field(default=None, compare=False)
 
     @property
     def measured(self) -> bool:
@@ -127,8 +112,7 @@ class Sample:
             "reason": self.reason, "flaws": list(self.flaws), "unproved": list(self.unproved),
             "gradients": self.gradients, "metrics": dict(self.metrics),
             "curve": [[s.tokens, s.weight, s.loss, s.norm, s.micro_batches] for s in self.curve],
-            "pace": list(self.pace),
-            "run": self.run, "seconds": round(self.seconds, 1),
+            "pace": list(self.pace), "run": self.run, "seconds": round(self.seconds, 1),
         }  # fmt: skip
 
     @classmethod
@@ -165,26 +149,19 @@ class Spread:
         """Whether no measurement of one lies among those of the other."""
         return self.min > other.max or self.max < other.min
 
+    def __str__(self) -> str:
+        """`median (least – most, n runs)`."""
+        if self.n == 1:
+            return f"{self.median:,.0f} (one run)"
+        return f"{self.median:,.0f} ({self.min:,.0f} – {self.max:,.0f}, {self.n} runs)"
+
     def as_json(self) -> dict[str, float]:
         """As benchmarks.json has it."""
         return {"median": self.median, "min": self.min, "max": self.max, "n": self.n}
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
-    """One run's speed in tokens a second, and the seconds a token of its steps, or of all of them."""
-
-    speed: float
-    pace: Pace
-
-    @classmethod
-    def of(cls, speed: float, pace: Pace = ()) -> Timed:
-        """A run; `pace` empty where nothing is known of its steps."""
-        return cls(speed, pace or (1 / speed,))
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
+class SpeedTest:
     """Faster, slower or neither, and what there is to say of it.
 
     `chance`: how often what is no faster (no slower, where the medians say so) looks so all the same.
@@ -201,7 +178,7 @@ class Row:
 
     `loss` is over the tokens that every measured trial has seen, and `steps_within` how many optimizer
     steps (parts of one included) it took to see them. `recommended` is the fastest of
-    those that train the same, if it is faster than the first. `chance`: see `Judged`.
+    those that train the same, if it is faster than the first. `chance`: see `SpeedTest`.
     """
 
     variant: str
@@ -235,37 +212,24 @@ class Row:
         }  # fmt: skip
 
 
-SPEED, LOSS = "tokens_per_second_per_gpu", "loss_per_token"
-STEP, BEFORE = "seconds_per_step", "seconds_before_steps"
+def within(curve: Sequence[Step], tokens: float) -> tuple[float | None, float]:
+    """The mean loss of the first `tokens` tokens, each counted alike, and how many steps they take.
 
-
-def loss_within(curve: Sequence[Step], tokens: float) -> float | None:
-    """The mean loss of the first `tokens` tokens, each counted alike.
-
-    A step that reaches beyond counts by the share of its tokens that lies within. None where the
-    curve ends before, or is empty.
+    A step that reaches beyond counts by the share of its tokens that lies within. The loss is None where
+    the curve ends before, or is empty.
     """
-    left, total, weight = tokens, 0.0, 0.0
+    left, total, weight, steps = tokens, 0.0, 0.0, 0.0
     for step in curve:
         if left <= 0:
             break
         share = min(1.0, left / step.tokens) if step.tokens > 0 else 0.0
         total += share * step.weight * step.loss
         weight += share * step.weight
+        steps += share
         left -= step.tokens
     # what summing in another order loses is no missing step
-    return total / weight if weight > 0 and left <= 1e-6 * tokens else None
-
-
-def steps_within(curve: Sequence[Step], tokens: float) -> float:
-    """How many optimizer steps the first `tokens` tokens take, parts of one included."""
-    left, steps = tokens, 0.0
-    for step in curve:
-        if left <= 0:
-            break
-        steps += min(1.0, left / step.tokens) if step.tokens > 0 else 0.0
-        left -= step.tokens
-    return steps
+    whole = weight > 0 and left <= 1e-6 * tokens
+    return (total / weight if whole else None), steps
 
 
 def common_tokens(samples: Iterable[Sample]) -> float | None:
@@ -288,15 +252,12 @@ def compare(samples: Sequence[Sample], tolerance: float = TOLERANCE) -> list[Row
     rows = []
     base = by_name[names[0]] if names else []
     for name in names:
-        timed = [_timed(by_name[one]) for one in (name, names[0])]
-        speed = judged(*timed) if first is not None and all(timed) else None
+        speed = None if first is None else speed_test(by_name[name], base)
         row = _row(name, by_name[name], tokens, first, tolerance, speed)
-        if corrupt(base):
-            row = _beside_corrupt(row, base, first=first is None)
-        elif first is not None and row.standing in ("faster", "slower", "no difference"):
-            why = unlike(by_name[name], base)
-            if why is not None:
-                row = replace(row, standing="loss changed", why=f"{row.standing}, but {why}")
+        if wrong := corrupt(base):
+            row = _beside_corrupt(row, base, wrong)
+        elif speed and row.standing == speed.word and (why := unlike(by_name[name], base)):
+            row = replace(row, standing="loss changed", why=f"{row.standing}, but {why}")
         first = first or row
         rows.append(row)
     best = max(
@@ -329,12 +290,12 @@ def baseline_fault(samples: Sequence[Sample]) -> tuple[Finding, ...]:
     )  # fmt: skip
 
 
-def _beside_corrupt(row: Row, base: Sequence[Sample], *, first: bool) -> Row:
+def _beside_corrupt(row: Row, base: Sequence[Sample], why: str) -> Row:
     """What is left to say where the first variant trained on noise: nothing is compared with it."""
-    if first:
-        return replace(row, standing="flawed", why=str(corrupt(base)))
+    if row.variant == base[0].variant:
+        return replace(row, standing="flawed", why=why)
     why = f"{base[0].variant} trained on corrupt gradients: nothing is compared with it"
-    return replace(row, standing="unknown", why=why, recommended=False)
+    return replace(row, standing="unknown", why=why)
 
 
 def unlike(samples: Sequence[Sample], base: Sequence[Sample]) -> str | None:
@@ -381,7 +342,7 @@ def _falls_less(ours: Sequence[Sample], others: Sequence[Sample]) -> str | None:
 
 def _row(
     name: str, samples: Sequence[Sample], tokens: float | None, first: Row | None, tolerance: float,
-    judgement: Judged | None,
+    judgement: SpeedTest | None,
 ) -> Row:  # fmt: skip
     measured = [sample for sample in samples if sample.measured]
     # a loss over everything that a trial saw compares with no other's
@@ -389,8 +350,8 @@ def _row(
     spreads = {key: Spread.of(sample.metrics.get(key) for sample in measured) for key in keys}
     loss = steps = None
     if tokens is not None:
-        loss = Spread.of(loss_within(sample.curve, tokens) for sample in measured)
-        steps = Spread.of(steps_within(sample.curve, tokens) for sample in measured)
+        seen = [within(sample.curve, tokens) for sample in measured]
+        loss, steps = Spread.of(one for one, _ in seen), Spread.of(count for _, count in seen)
     failures = tuple(
         f"{sample.cause}: {sample.reason}" for sample in samples if not sample.measured
     )
@@ -459,7 +420,7 @@ def _change(loss: Spread | None, base: Spread | None) -> float | None:
 
 def _standing(
     measured: Sequence[Sample], failures: Sequence[str], flaws: Sequence[str], *,
-    first: Row | None, judgement: Judged | None, change: float | None, tolerance: float, early: str,
+    first: Row | None, judgement: SpeedTest | None, change: float | None, tolerance: float, early: str,
 ) -> tuple[Standing, str]:  # fmt: skip
     """What to say of a variant, gravest first; `early`: why its loss tells nothing."""
     if not measured:
@@ -488,28 +449,30 @@ def _standing(
     return word, judgement.why
 
 
-def judged(runs: Sequence[Timed], base: Sequence[Timed]) -> Judged:
-    """What runs are to those of `base`: see `compare`. There has to be one of either."""
-    ours, others = (Spread.of(one.speed for one in some) for some in (runs, base))
-    assert ours is not None and others is not None
-    ratio = ours.median / others.median
-    few = min(len(runs), len(base)) < LEAST_RUNS
-    ahead, behind = (runs, base) if ratio > 1 else (base, runs)
-    paces = [[one.pace for one in some] for some in (ahead, behind)]
-    by_chance = chance(*paces)
-    clear = ours.apart(others) and steadily(*paces) if few else by_chance <= ERROR
+def speed_test(runs: Iterable[Sample], base: Iterable[Sample]) -> SpeedTest | None:
+    """How fast runs are beside those of `base`: see `compare`. None without a speed of both."""
+    ours, others = ([one for one in some if one.measured and one.metrics.get(SPEED)]
+                    for some in (runs, base))  # fmt: skip
+    speed, known = (Spread.of(one.metrics[SPEED] for one in some) for some in (ours, others))
+    if speed is None or known is None:
+        return None
+    ratio, fewest = speed.median / known.median, min(speed.n, known.n)
+    few = fewest < LEAST_RUNS
+    paces = [[_pace(one) for one in some] for some in (ours, others)]
+    ahead, behind = paces if ratio > 1 else paces[::-1]
+    by_chance = chance(ahead, behind)
+    clear = speed.apart(known) and steadily(ahead, behind) if few else by_chance <= ERROR
     far = abs(ratio - 1) >= (ALONE if few else LEAST)
     word: Word = "no difference" if not (clear and far) else "faster" if ratio > 1 else "slower"
-    why = _ONE if min(len(runs), len(base)) == 1 else ""
+    why = "one run: no spread" if fewest == 1 else ""
     if far and not clear and not few:
         why = (
             f"{ratio - 1:+.1%} by the medians, which chance alone does in {by_chance:.0%} of cases: "
             "more runs may tell"
         )
-    return Judged(word, by_chance, why)
+    return SpeedTest(word, by_chance, why)
 
 
-def _timed(samples: Iterable[Sample]) -> list[Timed]:
-    """Those that told their speed."""
-    speeds = ((one, one.metrics.get(SPEED)) for one in samples if one.measured)
-    return [Timed.of(speed, one.pace) for one, speed in speeds if speed]
+def _pace(sample: Sample) -> Pace:
+    """Seconds a token of each step, or of all of them where steps are not known."""
+    return sample.pace or (1 / (sample.metrics[SPEED] or math.inf),)

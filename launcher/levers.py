@@ -24,21 +24,8 @@ Settings = Mapping[str, Setting]
 """One value for each lever, by the names in ORDER."""
 
 ORDER = (
-    "attention", "packing", "liger", "per_device", "checkpointing", "deepspeed", "optimizer", "workers",
-    "compile",
+    "attention", "packing", "liger", "per_device", "checkpointing", "deepspeed", "optimizer", "compile",
 )  # fmt: skip
-
-WHY: Mapping[str, str] = {
-    "attention": "flash attention needs no mask and no square of a row's length",
-    "packing": "packed rows have no padding",
-    "liger": "Liger's kernels never make the logits and read activations once",
-    "per_device": "larger micro-batches fill the card, and are sent around less often",
-    "checkpointing": "without checkpointing no layer is computed twice",
-    "deepspeed": "another ZeRO stage or communication type sends fewer bytes, or makes room",
-    "optimizer": "another optimizer kernel, or smaller states that make room",
-    "workers": "other processes make the batches ready while the GPU works",
-    "compile": "torch.compile fuses what lies between matrix products",
-}
 
 FLASH = ("flash_attention_2", "flash_attention_3", "flash_2", "flash_3", "flash_4")
 _SPELT = {"flash_2": "flash_attention_2", "torch": "sdpa"}
@@ -57,14 +44,9 @@ class Lever:
     now: Setting
     values: tuple[Setting, ...]
 
-    @property
-    def why(self) -> str:
-        """What it is for."""
-        return WHY[self.name]
-
     def as_json(self) -> dict[str, Any]:
         """For the record."""
-        return {"name": self.name, "now": self.now, "values": list(self.values), "why": self.why}
+        return {"name": self.name, "now": self.now, "values": list(self.values)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +114,7 @@ def of_plan(made: Plan, here: Here, rows: Lengths | None) -> Space:
     makers = {
         "attention": _attention, "packing": _packing, "liger": _liger, "per_device": _per_device,
         "checkpointing": _checkpointing, "deepspeed": _deepspeed, "optimizer": _optimizer,
-        "workers": _workers, "compile": _compile,
+        "compile": _compile,
     }  # fmt: skip
     levers, fixed = [], {}
     for name in ORDER:
@@ -312,15 +294,6 @@ def _optimizer(made: Plan, here: Here, _rows: Lengths | None) -> Told:
     return Lever(name="optimizer", now=now, values=values) if len(values) > 1 else None
 
 
-def _workers(made: Plan, here: Here, _rows: Lengths | None) -> Told:
-    if not _trl(made):
-        return None
-    if here.cpu:
-        return "they would take the cores that train"
-    now = int(made.values.get("dataloader_num_workers") or 0)
-    return Lever(name="workers", now=now, values=(now, 4)) if now == 0 else None
-
-
 def _compile(made: Plan, here: Here, _rows: Lengths | None) -> Told:
     if not _trl(made):
         return None
@@ -441,8 +414,6 @@ def _keys(made: Plan, name: str, value: Setting) -> dict[str, Any]:
             # TRL's own default would cut: null in a stage file is not passed
             told[f"args.{entry.max_length}"] = "none"
         return told
-    if name == "workers":
-        return {"args.dataloader_num_workers": value, "args.dataloader_persistent_workers": True}
     key = {
         "attention": "attn_implementation", "packing": entry.packing or "packing",
         "liger": entry.liger, "checkpointing": "gradient_checkpointing", "optimizer": "optim",
@@ -488,7 +459,6 @@ def described(name: str, value: Setting) -> str:
     words = {
         "per_device": f"{value} row{'s' if value != 1 else ''} a device",
         "deepspeed": str(value), "attention": str(value), "optimizer": str(value),
-        "workers": f"{value} dataloader workers",
     }  # fmt: skip
     if name in words:
         return words[name]

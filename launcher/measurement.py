@@ -11,7 +11,7 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,25 +35,6 @@ from launcher.evidence import Evidence, RankRecord
 from launcher.preparation import Prepared, Request
 from launcher.rundir import RunFolder
 from launcher.trial import Outcome
-
-METRICS: Mapping[str, str] = {
-    "tokens_per_second_per_gpu": "tokens/s per GPU over the steady steps, as counted, no padding",
-    "seconds_per_step": "seconds, mean of the steady steps, of the slowest rank",
-    "seconds_before_steps": "seconds from the training process's start to its first step",
-    "tokens_per_step": "tokens without padding, all ranks, mean of the steady steps",
-    "mfu": "share of the peak that the model needs: weights that multiply, and attention (as in a verdict)",
-    "wasted_share": "share of all positions that hold no token",
-    "wasted_tokens": "positions without a token, all ranks, all steps",
-    "gpu_utilisation_p50": "share of the time in which a kernel ran, median over steady steps",
-    "gpu_utilisation_p95": "the same, 95th percentile",
-    "peak_allocated_gib": "peak of torch's allocated memory, GiB, on the fullest rank",
-    "peak_reserved_gib": "peak of torch's reserved memory, GiB, on the fullest rank",
-    "loss_per_token": "mean loss of all tokens that the trial has seen (DPO: of all rows)",
-    "steps": "optimizer steps done",
-    "steady_steps": "those that the speed was taken from",
-    "tokens": "tokens without padding, all ranks, all steps",
-}
-"""What a sample's metrics are; every one is always there, None where nobody can know it."""
 
 
 def measure(
@@ -132,23 +113,19 @@ def sample_of(
 ) -> Sample:  # fmt: skip
     """What one run says: its figures, or why it has none."""
     found = evidence.read_run(outcome.run.path)
-    cause = _cause(outcome)
-    points = outcome.verdict.points if cause == "ok" else ()
-    figures = dict(outcome.verdict.metrics)
+    cause, points = _cause(outcome), outcome.verdict.points
+    curve = _curve(found, outcome.verdict.stage)
+    # why a trial ended early is in its cause; what it broke is the setting's fault
+    failed = [p for p in points if p.ok is False and cause in ("ok", "contract")]
     return Sample(
         variant=variant, repeat=repeat, cause=cause,
-        flaws=tuple(f"{p.name} is {p.state}" for p in points if p.ok is False),
-        unproved=tuple(p.name for p in points if p.ok is None),
-        gradients=_gradients(outcome),
+        flaws=tuple(f"{p.name} is {p.state}" for p in failed),
+        unproved=tuple(p.name for p in points if p.ok is None and cause == "ok"),
+        gradients=next((p.state for p in points if p.name == "gradients"), None),
         reason=None if cause == "ok" else outcome.reason or "it did not come to its end",
-        metrics=_metrics(found, figures, outcome.run, readings),
-        curve=_curve(found, outcome.verdict.stage), pace=_pace(found), run=str(outcome.run.path),
-        seconds=outcome.seconds, outcome=outcome,
+        metrics=_metrics(found, outcome, curve, readings), curve=curve, pace=_pace(found),
+        run=str(outcome.run.path), seconds=outcome.seconds,
     )  # fmt: skip
-
-
-def _gradients(outcome: Outcome) -> str | None:
-    return next((p.state for p in outcome.verdict.points if p.name == "gradients"), None)
 
 
 def _cause(outcome: Outcome) -> Cause:
@@ -170,47 +147,33 @@ def _cause(outcome: Outcome) -> Cause:
 
 
 def _metrics(
-    found: Evidence, figures: Mapping[str, float | None], folder: RunFolder,
+    found: Evidence, outcome: Outcome, curve: Sequence[Step],
     readings: Sequence[utilisation.Reading],
 ) -> dict[str, float | None]:  # fmt: skip
     ranks = list(found.probe.ranks.values()) if found.probe else []
-    steady = {record.rank: measures.steady(record) for record in ranks}
-    speed, processes = figures.get("tokens_per_second"), max(1, len(ranks))
-    each = None if speed is None else speed / processes
-    busy = _busy(folder, ranks, readings)
-    curve = _curve(found, None)
+    figures, steady = outcome.verdict.metrics, [measures.steady(record) for record in ranks]
+    speed = figures.get("tokens_per_second")
+    timed = [[s.seconds for s in steps if s.seconds is not None] for steps in steady]
+    wasted = [s.wasted for record in ranks for s in record.steps if s.wasted is not None]
+    busy = _busy(outcome.run, ranks, readings)
     tokens = math.fsum(step.tokens for step in curve) or None
     return {
-        "tokens_per_second_per_gpu": each,
-        "seconds_per_step": max(
-            (statistics.fmean(known) for steps in steady.values()
-             if (known := [s.seconds for s in steps if s.seconds is not None])), default=None,
-        ),
+        "tokens_per_second_per_gpu": None if speed is None else speed / max(1, len(ranks)),
+        "seconds_per_step": max((statistics.fmean(one) for one in timed if one), default=None),
         "seconds_before_steps": _before(ranks),
-        "tokens_per_step": _tokens_per_step(list(steady.values())),
+        "tokens_per_step": _tokens_per_step(steady),
         "mfu": figures.get("mfu"),
         "wasted_share": figures.get("wasted_share"),
-        "wasted_tokens": _sum(step.wasted for record in ranks for step in record.steps),
+        "wasted_tokens": math.fsum(wasted) if wasted else None,
         "gpu_utilisation_p50": utilisation.percentile(busy, 0.5),
         "gpu_utilisation_p95": utilisation.percentile(busy, 0.95),
         "peak_allocated_gib": figures.get("peak_allocated_gib"),
         "peak_reserved_gib": figures.get("peak_reserved_gib"),
-        "loss_per_token": comparison.loss_within(_curve(found, _stage(folder)), tokens or 0.0),
+        "loss_per_token": comparison.within(curve, tokens or 0.0)[0],
         "steps": found.last_step,
-        "steady_steps": min(map(len, steady.values()), default=None),
+        "steady_steps": min(map(len, steady), default=None),
         "tokens": tokens,
     }  # fmt: skip
-
-
-def _stage(folder: RunFolder) -> str | None:
-    """`sft` or `dpo`, as the run was started."""
-    told = rundir.read_head(folder).get("stage")
-    return None if told is None else str(told)
-
-
-def _sum(values: Iterator[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return math.fsum(known) if known else None
 
 
 def _tokens_per_step(steady: Sequence[Sequence[evidence.ProbeStep]]) -> float | None:
@@ -218,18 +181,25 @@ def _tokens_per_step(steady: Sequence[Sequence[evidence.ProbeStep]]) -> float | 
     return math.fsum(map(statistics.fmean, known)) if known and all(known) else None
 
 
+def _by_step(
+    some: Iterable[Iterable[evidence.ProbeStep]],
+) -> Iterator[list[evidence.ProbeStep]]:
+    """What the ranks recorded of each step, in order."""
+    by_step: dict[int, list[evidence.ProbeStep]] = {}
+    for step in itertools.chain.from_iterable(some):
+        by_step.setdefault(step.step, []).append(step)
+    return (parts for _, parts in sorted(by_step.items()))
+
+
 def _pace(found: Evidence) -> tuple[float, ...]:
     """Seconds a token of each steady step: of the slowest rank, over the tokens of all."""
     ranks = found.probe.ranks.values() if found.probe else ()
-    by_step: dict[int, list[evidence.ProbeStep]] = {}
-    for step in itertools.chain.from_iterable(map(measures.steady, ranks)):
-        by_step.setdefault(step.step, []).append(step)
-    told = []
-    for _, parts in sorted(by_step.items()):
-        seconds = max((part.seconds or 0.0 for part in parts), default=0.0)
+    pace = []
+    for parts in _by_step(map(measures.steady, ranks)):
+        seconds = max(part.seconds or 0.0 for part in parts)
         tokens = math.fsum(part.tokens or 0.0 for part in parts)
-        told.append(seconds / tokens if tokens else 0.0)
-    return tuple(told) if all(told) else ()
+        pace.append(seconds / tokens if tokens else 0.0)
+    return tuple(pace) if all(pace) else ()
 
 
 def _before(ranks: Sequence[RankRecord]) -> float | None:
@@ -262,37 +232,31 @@ def _busy(
 
 def _curve(found: Evidence, stage: str | None) -> tuple[Step, ...]:
     """The steps that every rank finished: tokens of all ranks, the mean of their losses."""
-    by_step: dict[int, list[evidence.ProbeStep]] = {}
     ranks = found.probe.ranks if found.probe else {}
-    for record in ranks.values():
-        for step in record.steps:
-            by_step.setdefault(step.step, []).append(step)
     curve = []
-    for number in sorted(by_step):
-        parts = by_step[number]
+    for parts in _by_step(record.steps for record in ranks.values()):
         losses = [part.loss for part in parts if part.finite and part.loss is not None]
-        tokens = math.fsum(part.tokens or 0.0 for part in parts)
-        rows = math.fsum(part.rows or 0.0 for part in parts)
         if len(losses) < len(ranks):
             break
-        weight = rows if stage == "dpo" else tokens
+        tokens = math.fsum(part.tokens or 0.0 for part in parts)
+        weight = math.fsum(part.rows or 0.0 for part in parts) if stage == "dpo" else tokens
         # an engine's norm is of all ranks' gradients, and the same on each
         norm, micro_batches = parts[0].grad_norm, parts[0].micro_batches
-        loss = math.fsum(losses) / len(losses)
-        curve.append(Step(tokens, weight, loss, norm, micro_batches))
+        curve.append(Step(tokens, weight, math.fsum(losses) / len(losses), norm, micro_batches))
     return tuple(curve)
 
 
 def identity(made: Prepared) -> dict[str, Any]:
     """What a measurement is one of: settings, source, contents, packages, machine."""
-    planned, source = made.plan, made.plan.stage.upstream
-    # the place of the model is another in every trial
-    given = {k: w for k, w in planned.arguments().items() if k != planned.stage.entry.names.output}
+    stage = made.plan.stage
+    source, output = stage.upstream, stage.entry.names.output
     return {
-        "stage": planned.stage.options.stage, "backend": planned.stage.options.backend,
-        "options": {k: v for k, v in planned.stage.config.options.items() if k != "name"},
-        "arguments": given, "gpus": planned.gpus, "source": source.version,
+        "stage": stage.options.stage, "backend": stage.options.backend,
+        "options": {k: v for k, v in stage.config.options.items() if k != "name"},
+        # the place of the model is another in every trial
+        "arguments": {k: v for k, v in made.plan.arguments().items() if k != output},
+        "gpus": made.plan.gpus, "source": source.version,
         "changed": checkouts.edits(source.root) if not source.pinned else None,
-        "contents": contents.of_plan(planned), "python": str(made.trainer.python),
+        "contents": contents.of_plan(made.plan), "python": str(made.trainer.python),
         "packages": dict(made.trainer.packages), "machine": machine.describe(),
     }  # fmt: skip

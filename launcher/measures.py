@@ -82,14 +82,6 @@ def warm_up(steps: int) -> int:
     return min(20, max(1, steps // 5))
 
 
-def tells_speed(steps: int, profile: int) -> bool:
-    """Whether any of so many steps is steady where the kernels of step `profile` are recorded.
-
-    That step and the next count as interrupted.
-    """
-    return any(step not in (profile, profile + 1) for step in range(warm_up(steps) + 1, steps + 1))
-
-
 def tokens_per_second(evidence: Evidence) -> float | None:
     """Steady tokens a second of all ranks, counted from the batches, padding left out."""
     rates = []

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from launcher import footprint, levers, memory, shapes, throughput
-from launcher.comparison import Spread, Timed, judged
+from launcher.comparison import Spread
 from launcher.errors import InvalidConfig
 from launcher.footprint import Footprint
+from launcher.forecast import MARGIN
 from launcher.lengths import Lengths
 from launcher.levers import ORDER, Setting, Settings, Space, described
 from launcher.shapes import Shape
@@ -33,14 +34,12 @@ SLOWEST = 2.5
 START_S = 60.0
 """Seconds that a start takes, before one was measured."""
 
-_WORTH = 0.02
-"""What a trial has to gain to be begun in place of second runs, where the budget is too short for both."""
 _DOUBT: Mapping[str, float] = {
     "attention": 0.15, "packing": 0.2, "liger": 0.15, "per_device": 0.08, "checkpointing": 0.08,
-    "deepspeed": 0.1, "optimizer": 0.03, "workers": 0.02, "compile": 0.1,
+    "deepspeed": 0.1, "optimizer": 0.03, "compile": 0.1,
 }  # fmt: skip
 """By what share a change of a lever may gain more than the plan says."""
-_RISKY = ("optimizer", "workers", "compile")
+_RISKY = ("optimizer", "compile")
 """Levers that are only turned alone: the plan knows least of them, or they may fail."""
 _FULL = 0.6
 _PATIENCE = 1.5
@@ -97,6 +96,11 @@ class Candidate:
         """The setting as a value that compares."""
         return tuple((name, self.settings[name]) for name in ORDER if name in self.settings)
 
+    @property
+    def rows(self) -> int:
+        """Rows a device."""
+        return int(self.settings.get("per_device", 1))
+
     def differing(self, other: Candidate) -> list[str]:
         """The levers that have another value there."""
         return [name for name in ORDER if self.settings.get(name) != other.settings.get(name)]
@@ -147,14 +151,14 @@ class Trial:
 
 def together(runs: Sequence[Trial]) -> Trial:
     """The runs of a setting as one trial: medians, and the largest peak; a failed one decides for all."""
-    counted = [one for one in runs if one.counts]
-    failed = [one for one in counted if not one.ok]
+    counted = [run for run in runs if run.counts]
+    failed = [run for run in counted if not run.ok]
     if failed or not counted:
         return replace(runs[0], measured=(failed or runs)[-1].measured)
-    steps = [one.measured.step for one in counted if one.measured.step]
-    peaks = [one.measured.peak for one in counted if one.measured.peak is not None]
+    steps = [run.measured.step for run in counted if run.measured.step]
+    peaks = [run.measured.peak for run in counted if run.measured.peak is not None]
     measured = replace(
-        counted[-1].measured, speed=statistics.median(one.speed for one in counted),
+        counted[-1].measured, speed=statistics.median(run.speed for run in counted),
         step=statistics.median(steps) if steps else None, peak=max(peaks, default=None),
     )  # fmt: skip
     return replace(runs[0], measured=measured)
@@ -168,19 +172,19 @@ class Outlook:
     shape: Shape | None
     rows: Lengths
     card: Card
+    steps: int
     attention: str | None = None
-    steps: int | None = None
 
     def grid(self) -> Iterator[Candidate]:
         """Every setting that can be planned, the file's own among them."""
         for settings in self.space.settings():
-            if (known := self.expected(settings)) is not None:
-                yield Candidate(settings=settings, expected=known)
+            if (expected := self.expected(settings)) is not None:
+                yield Candidate(settings=settings, expected=expected)
 
     def base(self) -> Candidate:
         """The file as it is written."""
-        known = self.expected(self.space.base) or Expected(peak=None, seconds=1.0, tokens=1.0)
-        return Candidate(settings=self.space.base, expected=known)
+        expected = self.expected(self.space.base) or Expected(peak=None, seconds=1.0, tokens=1.0)
+        return Candidate(settings=self.space.base, expected=expected)
 
     def expected(self, settings: Settings) -> Expected | None:
         """The peak and the pace; None where these settings cannot be planned.
@@ -188,29 +192,27 @@ class Outlook:
         Without a shape the peak is unknown, and the pace is that of some other model.
         """
         try:
-            found = self.footprint(settings)
+            whole = self.footprint(settings)
         except InvalidConfig:
             return None
-        pace = throughput.pace(found, self.card)
-        short = None if self.steps is None else self._peak(found, self.steps)
+        short = replace(whole, plan=replace(whole.plan, steps=self.steps))
+        pace = throughput.pace(whole, self.card)
         return Expected(
-            peak=self._peak(found), short=short, seconds=pace.seconds, tokens=pace.tokens
-        )
+            peak=self._peak(whole), short=self._peak(short), seconds=pace.seconds, tokens=pace.tokens
+        )  # fmt: skip
 
     def footprint(self, settings: Settings) -> Footprint:
         """What speed and memory follow from. Raises InvalidConfig where it cannot be planned."""
-        made = levers.planned(self.space, settings)
+        plan = levers.planned(self.space, settings)
+        asked = None if "attention" in settings else self.attention
         return Footprint(
-            plan=made, shape=self.shape or shapes.find("Qwen/Qwen2.5-1.5B", {}),
-            rows=footprint.rows_of(made, self.rows),
-            attention=footprint.attention_of(made, self.attention if "attention" not in settings else None),
+            plan=plan, shape=self.shape or shapes.find("Qwen/Qwen2.5-1.5B", {}),
+            rows=footprint.rows_of(plan, self.rows), attention=footprint.attention_of(plan, asked),
         )  # fmt: skip
 
-    def _peak(self, found: Footprint, steps: int | None = None) -> float | None:
+    def _peak(self, found: Footprint) -> float | None:
         if self.shape is None:
             return None
-        if steps is not None:
-            found = replace(found, plan=replace(found.plan, steps=steps))
         try:
             known = memory.estimate(found.setup())
         except InvalidConfig:
@@ -221,23 +223,19 @@ class Outlook:
 class Search:
     """Proposes candidates of a grid and learns from their trials.
 
-    `base` is the file as written, `room` the card's memory in GiB where it is known. With `attribute`, what
-    is left of the budget also measures what each change of the best gains. `runs` are all trials as they
-    came; `stopped` says why nothing follows.
+    `base` is the file as written, `room` the card's memory in GiB where it is known. `runs` are all trials
+    as they came, `trials` one for each setting over all its runs; `stopped` says why nothing follows.
     """
 
     def __init__(
         self, grid: Iterable[Candidate], base: Candidate, *, steps: int, room: float | None = None,
-        attribute: bool = True, repeats: int = RUNS, threshold: float = THRESHOLD,
-        start_s: float = START_S,
+        repeats: int = RUNS, threshold: float = THRESHOLD, start_s: float = START_S,
     ) -> None:  # fmt: skip
         self.base, self.steps, self.room = base, steps, room
-        self.attribute, self.repeats, self.threshold = attribute, repeats, threshold
-        self.start_s = start_s
+        self.repeats, self.threshold, self.start_s = repeats, threshold, start_s
         self.grid = {one.key: one for one in (base, *grid)}
         self.runs: list[Trial] = []
         self.trials: list[Trial] = []
-        """One for each setting that was tried, over all its runs."""
         self.guilty: list[frozenset[Item]] = []
         """Values that fail wherever all of a set are together."""
         self.passed: set[Item] = set()
@@ -248,7 +246,7 @@ class Search:
 
     def runs_of(self, candidate: Candidate) -> list[Trial]:
         """The trials of one setting, as they came."""
-        return [one for one in self.runs if one.candidate.key == candidate.key]
+        return [run for run in self.runs if run.candidate.key == candidate.key]
 
     def differing(self, candidate: Candidate) -> list[str]:
         """The levers that are not as in the file."""
@@ -257,7 +255,7 @@ class Search:
     @property
     def good(self) -> list[Trial]:
         """All that may be proposed, fastest first; of those as fast, the one with the fewest changes."""
-        left = [one for one in self.trials if one.ok and self.lasts(one.candidate, one.measured)]
+        left = [one for one in self.trials if one.ok and self.fits(one.candidate, one.measured)]
         ranked: list[Trial] = []
         while left:
             top = max(one.speed for one in left)
@@ -281,26 +279,24 @@ class Search:
 
     def speeds(self, candidate: Candidate) -> Spread:
         """Tokens a second and GPU of all runs of a setting that passed; there has to be one."""
-        found = Spread.of(one.measured.speed for one in self.runs_of(candidate) if one.ok)
-        assert found is not None
-        return found
+        spread = Spread.of(run.measured.speed for run in self.runs_of(candidate) if run.ok)
+        assert spread is not None
+        return spread
 
     # --- memory ---
 
     @property
-    def planned(self) -> float:
+    def limit(self) -> float:
         """GiB that may be planned for."""
         return math.inf if self.room is None else memory.usable(self.room)
 
-    def lasts(self, candidate: Candidate, measured: Measured) -> bool:
+    def fits(self, candidate: Candidate, measured: Measured) -> bool:
         """Whether the whole run should fit, which meets longer rows than the trial that did.
 
         The file as written is the author's own: that it fits a trial is enough.
         """
-        return (
-            candidate.key == self.base.key
-            or (self._whole(candidate, measured) or 0) <= self.planned
-        )
+        whole = self._whole(candidate, measured) or 0
+        return candidate.key == self.base.key or whole <= self.limit
 
     def _whole(self, candidate: Candidate, measured: Measured) -> float | None:
         expected = candidate.expected
@@ -318,9 +314,7 @@ class Search:
             if one.measured.status == "oom":
                 # it wanted more than there is, whatever was counted when it failed
                 peak = self.room
-            elif not one.ok:
-                continue
-            if not estimate or not peak:
+            if not estimate or not peak or not (one.ok or one.measured.status == "oom"):
                 continue
             ratio = peak / estimate
             others.append(ratio)
@@ -332,28 +326,26 @@ class Search:
 
     def eligible(self, candidate: Candidate) -> bool:
         """Whether nothing that was learned speaks against it."""
-        items = set(candidate.key)
-        if any(bad <= items for bad in self.guilty):
+        if any(bad <= set(candidate.key) for bad in self.guilty):
             return False
-        full = [one.candidate for one in self.runs if one.measured.status == "oom"]
-        peak, rows = self.peak(candidate), int(candidate.settings.get("per_device", 1))
-        if peak is not None:
+        full = [run.candidate for run in self.runs if run.measured.status == "oom"]
+        peak, estimate = self.peak(candidate), candidate.expected.peak
+        if peak is not None and estimate is not None:
             least = min((one.expected.peak for one in full if one.expected.peak), default=math.inf)
-            return candidate.expected.peak < least and peak <= self.planned  # type: ignore[operator]
+            return estimate < least and peak <= self.limit
         # without an estimate: not as heavy as what failed, at most twice the rows that fitted
-        if any(_heavier(candidate.settings, one.settings) for one in full):
+        if any(_as_heavy(candidate, one) for one in full):
             return False
-        fitted = [int(one.candidate.settings.get("per_device", 1)) for one in self.runs if one.ok]
-        return rows <= 2 * max(fitted, default=rows)
+        fitted = [run.candidate.rows for run in self.runs if run.ok]
+        return candidate.rows <= 2 * max(fitted, default=candidate.rows)
 
     # --- time ---
 
     def predicted(self, candidate: Candidate) -> float:
         """Tokens a second and GPU: as much faster than the best as the plan says."""
         best = self.best
-        return candidate.expected.speed * (
-            best.speed / best.candidate.expected.speed if best else 1.0
-        )
+        scale = best.speed / best.candidate.expected.speed if best else 1.0
+        return candidate.expected.speed * scale
 
     def _step_seconds(self, candidate: Candidate) -> float:
         best = self.best
@@ -362,17 +354,17 @@ class Search:
         return best.measured.step * candidate.expected.seconds / best.candidate.expected.seconds
 
     def _start(self) -> float:
-        done = [one.measured for one in self.runs if one.ok]
+        done = [run.measured for run in self.runs if run.ok]
         starts = [one.seconds - self.steps * one.step for one in done if one.step]
         # the first one fills caches that the others find
         return max(0.0, statistics.median(starts[1:] or starts)) if starts else self.start_s
 
     def trial_seconds(self, candidate: Candidate) -> float:
         """Wall time of a trial, learned from those before."""
-        own = [
-            one.measured.seconds for one in self.runs_of(candidate) if one.ok and one is not self.runs[0]
-        ]  # fmt: skip
-        return max(own) if own else self._start() + self.steps * self._step_seconds(candidate)
+        own = [run.measured.seconds for run in self.runs_of(candidate) if run.ok]
+        if self.runs and self.runs[0].candidate.key == candidate.key:
+            own = own[1:]
+        return max(own, default=self._start() + self.steps * self._step_seconds(candidate))
 
     def timeout(self, candidate: Candidate, left: float) -> float:
         """Seconds after which a trial is ended: it hangs, or is too slow to be the best."""
@@ -396,40 +388,25 @@ class Search:
             self.stopped = fault
             return None
         ranked = self.ranked()
-        if ranked and ranked[0][0] >= self.threshold:
-            for gain, one in ranked:
-                seconds = self.trial_seconds(one)
-                if gain < self.threshold or seconds > left:
-                    continue
-                sure = None
-                if gain < _WORTH and seconds + self._second_runs() > left:
-                    sure = self._again(left, min(2, self.repeats))
-                return sure or replace(one, why=self._why(one))
-            first = ranked[0][1]
-            end = (
-                f"the budget: {self._why(first)} and not tried, because a trial of it takes about "
-                f"{self.trial_seconds(first):.0f} s and {max(0.0, left):.0f} s are left: a larger "
-                "--budget goes on here"
+        worth = [one for gain, one in ranked if gain >= self.threshold]
+        for one in worth:
+            if self.trial_seconds(one) <= left:
+                return replace(one, why=self._why(one))
+        if (again := self._again(left)) is not None:
+            return again
+        seconds = f"{max(0.0, left):.0f} s are left"
+        if worth:
+            self.stopped = (
+                f"the budget: {self._why(worth[0])} and not tried, because a trial of it takes about "
+                f"{self.trial_seconds(worth[0]):.0f} s and {seconds}: a larger --budget goes on here"
             )
-            extra = self._again(left, self.repeats)
+        elif ranked:
+            self.stopped = f"what is left could gain {max(0.0, ranked[0][0]):.1%} at most"
         else:
-            end = (
-                f"what is left could gain {max(0.0, ranked[0][0]):.1%} at most" if ranked
-                else "nothing is left that fits and was not tried"
-            )  # fmt: skip
-            # a second run tells whether there is anything to attribute
-            extra = (
-                self._again(left, min(2, self.repeats))
-                or (self._ablation(left) if self.attribute else None)
-                or self._again(left, self.repeats)
-            )
-        if extra is None:
-            due = self._again(math.inf, self.repeats)
-            if due is not None and not math.isinf(left):
-                takes = self.trial_seconds(due)
-                end += f"; {due.why} takes about {takes:.0f} s, {max(0.0, left):.0f} s are left"
-            self.stopped = end
-        return extra
+            self.stopped = "nothing is left that fits and was not tried"
+        if (due := self._again(math.inf)) is not None:
+            self.stopped += f"; {due.why} takes about {self.trial_seconds(due):.0f} s, {seconds}"
+        return None
 
     def _fault(self) -> str | None:
         """Why there is nothing to compare with: even the file as written did not come to its end."""
@@ -442,8 +419,8 @@ class Search:
             )
         if first.measured.blamed or first.measured.status == "timeout":
             return None
-        said = _FIRST.get(first.measured.status, "does not train")
-        return f"the file as written {said}: {first.measured.reason}"
+        fault = _FIRST.get(first.measured.status, "does not train")
+        return f"the file as written {fault}: {first.measured.reason}"
 
     def ranked(self) -> list[tuple[float, Candidate]]:
         """What may be tried next, with the share that it could gain at most; the most first."""
@@ -453,32 +430,28 @@ class Search:
         if best is None or all(one.measured.status in ("oom", "refused") for one in leaps):
             # the fastest by the plan, until one runs
             sure = [one for one in fresh if not set(self.differing(one)) & set(_RISKY)]
-            goal = best.speed if best else 0.0
-            told = [(self.predicted(one) / goal - 1 if goal else 1.0, one) for one in sure]
-            told.sort(key=lambda t: (-t[1].expected.speed, len(self.differing(t[1]))))
-            if told and told[0][0] >= self.threshold:
-                return told
+            sure.sort(key=lambda one: (-one.expected.speed, len(self.differing(one))))
+            gains = [(self.predicted(one) / best.speed - 1 if best else 1.0, one) for one in sure]
+            if gains and gains[0][0] >= self.threshold:
+                return gains
         if best is None:
             return []
         near = [
             (self.predicted(one) / best.speed - 1 + _DOUBT[name], one)
             for name, one in self._neighbours(best.candidate, fresh)
         ]
-        return sorted(near, key=lambda t: (-round(t[0], 4), len(self.differing(t[1]))))
+        return sorted(near, key=lambda pair: (-round(pair[0], 4), len(self.differing(pair[1]))))
 
     def _neighbours(
-        self, best: Candidate, fresh: Iterable[Candidate]
+        self, best: Candidate, fresh: Sequence[Candidate]
     ) -> Iterator[tuple[str, Candidate]]:
         """For each value of a lever that had no trial, the fastest in micro-batches that fit."""
-        fresh = list(fresh)
         for name in ORDER:
             around = [one for one in fresh if _only(one, best, name)]
             if name == "per_device":
                 # the next larger and the next smaller size
-                own = int(best.settings.get(name, 1))
-                around.sort(key=lambda one: int(one.settings[name]))
-                sizes = [int(one.settings[name]) for one in around]
-                below = sum(size < own for size in sizes)
+                around.sort(key=lambda one: one.rows)
+                below = sum(one.rows < best.rows for one in around)
                 yield from ((name, one) for one in around[max(0, below - 1) : below + 1])
                 continue
             for value in dict.fromkeys(one.settings.get(name) for one in around):
@@ -489,80 +462,25 @@ class Search:
                         alike = [one for one in alike if len(one.differing(best)) == 1] or alike
                     yield name, max(alike, key=lambda one: one.expected.speed)
 
-    # --- once more ---
-
-    def contenders(self) -> list[Trial]:
-        """What the proposal is about: the fastest beside the file, and the file itself, as they came."""
+    def _contenders(self) -> list[Trial]:
+        """The fastest beside the file, and the file itself, in the order of their first trials."""
         others = [one for one in self.good if one.candidate.key != self.base.key][:1]
         keys = [one.candidate.key for one in others]
         if others and self.first is not None and self.first.ok:
             keys.append(self.base.key)
         return [one for one in self.trials if one.candidate.key in keys]
 
-    def _again(self, left: float, runs: int) -> Candidate | None:
-        """The contender whose turn it is, until each was run so often: A B, B A, A B."""
-        counted = [(len(self.runs_of(one.candidate)), one) for one in self.contenders()]
-        fewest = min((count for count, _ in counted), default=runs)
-        turns = [one for count, one in counted if count == fewest < runs]
+    def _again(self, left: float) -> Candidate | None:
+        """The contender whose turn it is, until each was run often enough: A B, B A, A B."""
+        counts = [(len(self.runs_of(one.candidate)), one) for one in self._contenders()]
+        fewest = min((count for count, _ in counts), default=self.repeats)
+        turns = [one for count, one in counts if count == fewest < self.repeats]
         for one in turns[::-1] if fewest % 2 else turns:
             if self.trial_seconds(one.candidate) <= left:
                 words = self._words(one.candidate, self.base) or "the file as it is written"
                 why = f"{words} once more: run {fewest + 1}"
                 return replace(one.candidate, purpose="repeat", why=why)
         return None
-
-    def _second_runs(self) -> float:
-        """Seconds of those of all contenders that are still to be made."""
-        about = [one.candidate for one in self.contenders()]
-        return math.fsum(self.trial_seconds(one) for one in about if len(self.runs_of(one)) < 2)
-
-    # --- what each change gains ---
-
-    def gain(self, best: Trial, name: str) -> tuple[Spread, Trial] | None:
-        """What a lever gains, as a share of the speed without it, and the fastest trial without it."""
-        without = [one for one in self.trials if one.ok and self._undoes(one.candidate, best, name)]
-        if not without:
-            return None
-        found = max(without, key=lambda one: one.speed)
-        ours, other = self.speeds(best.candidate), self.speeds(found.candidate)
-        share = Spread(
-            ours.median / other.median - 1, ours.min / other.max - 1, ours.max / other.min - 1,
-            min(ours.n, other.n),
-        )  # fmt: skip
-        return share, found
-
-    def _undoes(self, one: Candidate, best: Trial, name: str) -> bool:
-        """Whether it is the best with one lever as the file has it, in micro-batches of any size."""
-        base = self.base.settings
-        return (
-            name in base
-            and one.settings.get(name) == base[name]
-            and _only(one, best.candidate, name)
-        )
-
-    def _ablation(self, left: float) -> Candidate | None:
-        """The best with one lever as the file has it; None where nothing is open that fits the budget."""
-        best, first = self.best, self.first
-        if best is None or len(self.differing(best.candidate)) < 2:
-            # what the only change gains, the file as written tells
-            return None
-        if first is not None and first.ok and not self._faster(best, first):
-            return None
-        for name in self.differing(best.candidate):
-            some = [
-                one for one in self.grid.values()
-                if self._undoes(one, best, name) and self.trial_seconds(one) <= left
-                and not self.runs_of(one) and self.eligible(one)
-            ]  # fmt: skip
-            if some and self.gain(best, name) is None:
-                why = f"what `{described(name, best.candidate.settings[name])}` gains: the best without it"
-                fastest = max(some, key=lambda one: one.expected.speed)
-                return replace(fastest, purpose="gain", why=why)
-        return None
-
-    def _faster(self, one: Trial, other: Trial) -> bool:
-        both = ([run for run in self.runs_of(some.candidate) if run.ok] for some in (one, other))
-        return judged(*([Timed.of(run.speed) for run in runs] for runs in both)).word == "faster"
 
     # --- learning ---
 
@@ -581,7 +499,7 @@ class Search:
         learned = self._learned(candidate, measured, before, earlier)
         trial = Trial(candidate=candidate, measured=measured, learned=learned)
         self.runs.append(trial)
-        keys = dict.fromkeys(one.candidate.key for one in self.runs)
+        keys = dict.fromkeys(run.candidate.key for run in self.runs)
         self.trials = [together([r for r in self.runs if r.candidate.key == key]) for key in keys]
         return trial
 
@@ -595,52 +513,47 @@ class Search:
         if status == "oom":
             return "out of memory: nothing that needs at least as much is tried"
         if earlier and (status != "ok" or not speed):
-            refused = status == "refused"
-            return failure if refused else f"{failure}; no longer kept: every run has to pass"
+            kept = status == "refused"
+            return failure if kept else f"{failure}; no longer kept: every run has to pass"
         if earlier:
-            speeds = Spread.of([speed, *(one.speed for one in earlier if one.ok)])
-            assert speeds is not None
-            return f"median of {speeds.n} runs {speeds.median:,.0f} ({speeds.min:,.0f} – {speeds.max:,.0f})"
-        if status == "timeout":
-            return (
-                f"ended: less than 1/{SLOWEST:g} of the best speed" if before
-                else "it did not end in time"
-            )  # fmt: skip
+            return f"now {Spread.of([speed, *(run.speed for run in earlier if run.ok)])}"
+        if status == "timeout" and before:
+            return f"ended: less than 1/{SLOWEST:g} of the best speed"
         if status != "ok" or not speed:
             return failure + self._blame(candidate, measured)
-        told = (
-            [] if before is None else [f"{speed / before.speed - 1:+.1%} against the best before"]
-        )
+        parts = [f"{speed / before.speed - 1:+.1%} against the best before"] if before else []
         if measured.peak is not None and candidate.expected.measurable:
-            told.append(f"{measured.peak:.1f} GiB, {candidate.expected.measurable:.1f} estimated")
-        if not self.lasts(candidate, measured):
+            parts.append(f"{measured.peak:.1f} GiB, {candidate.expected.measurable:.1f} estimated")
+        if not self.fits(candidate, measured):
             whole = self._whole(candidate, measured)
-            told.append(
+            parts.append(
                 f"not kept: with its longest rows the run needs {whole:.0f} of {self.room:.0f} GiB"
             )
         elif before is not None:
-            told.append("kept" if speed > before.speed else "not kept")
-        return "; ".join(told) or "the others are compared with it"
+            parts.append("kept" if speed > before.speed else "not kept")
+        return "; ".join(parts) or "the others are compared with it"
 
     def _blame(self, candidate: Candidate, measured: Measured) -> str:
         """Which values must not come together again: those that a verdict names, else all that is new."""
-        for name in measured.blamed:
-            found = {(name, candidate.settings[name])}
+        if measured.status == "timeout":
+            return ""
+        names = list(measured.blamed)
+        for name in names:
+            items = {(name, candidate.settings[name])}
             if name == "packing" and "attention" in candidate.settings:
                 # packing leaks under one attention, not under another
-                found.add(("attention", candidate.settings["attention"]))
-            self.guilty.append(frozenset(found))
-        names = list(measured.blamed)
+                items.add(("attention", candidate.settings["attention"]))
+            self.guilty.append(frozenset(items))
         if not names:
             proved = [one.candidate for one in self.trials if one.ok] or [self.base]
             nearest = min(proved, key=lambda one: len(candidate.differing(one)))
-            names = [n for n in candidate.differing(nearest) if n in candidate.settings]
+            names = [name for name in candidate.differing(nearest) if name in candidate.settings]
             if len(names) > 1 and len(set(names) - {"per_device"}) == 1:
                 # a micro-batch that fits comes with a lever
                 names.remove("per_device")
             if names:
-                self.guilty.append(frozenset((n, candidate.settings[n]) for n in names))
-        words = ", ".join(described(n, candidate.settings[n]) for n in names)
+                self.guilty.append(frozenset((name, candidate.settings[name]) for name in names))
+        words = ", ".join(described(name, candidate.settings[name]) for name in names)
         return f"; {words}: not tried again{' together' * (len(names) > 1)}" if names else ""
 
     # --- words ---
@@ -653,19 +566,17 @@ class Search:
         best = self.best
         if best is None:
             return "the fastest that fits, by the plan"
-        words = self._words(candidate, best.candidate)
-        told = f"{words}: {self.predicted(candidate) / best.speed - 1:+.0%} expected"
+        gain = self.predicted(candidate) / best.speed - 1
+        why = f"{self._words(candidate, best.candidate)}: {gain:+.0%} expected"
         peak = self.peak(candidate)
-        return (
-            told if peak is None or not self.room else f"{told}, {peak:.0f} of {self.room:.0f} GiB"
-        )
+        return why if peak is None or not self.room else f"{why}, {peak:.0f} of {self.room:.0f} GiB"
 
     def summary(self) -> dict[str, Any]:
         """How large the grid is, and how much of it the plan and the trials have ruled out."""
         grid = self.grid.values()
         return {
             "settings": len(self.grid),
-            "too_large": sum(1 for one in grid if (one.expected.peak or 0.0) > self.planned),
+            "too_large": sum(1 for one in grid if (one.expected.peak or 0.0) > self.limit),
             "tried": len(self.trials),
             "left": sum(1 for one in grid if self.eligible(one) and not self.runs_of(one)),
         }  # fmt: skip
@@ -682,16 +593,9 @@ def _kind(candidate: Candidate) -> tuple[Setting | None, ...]:
     return tuple(candidate.settings.get(name) for name in ("checkpointing", "packing", "liger"))
 
 
-def _heavier(one: Settings, other: Settings) -> bool:
+def _as_heavy(one: Candidate, other: Candidate) -> bool:
     """Whether `one` surely needs the memory of `other`: as many rows, and nothing that makes room."""
-    if any(
-        one.get(n) != other.get(n)
-        for n in ORDER
-        if n not in ("per_device", "checkpointing", "liger")
-    ):
-        return False
-    return (
-        int(one.get("per_device", 1)) >= int(other.get("per_device", 1))
-        and bool(one.get("checkpointing")) <= bool(other.get("checkpointing"))
-        and bool(one.get("liger")) <= bool(other.get("liger"))
-    )
+    savers = ("checkpointing", "liger")
+    same = set(one.differing(other)) <= {"per_device", *savers}
+    saves = any(one.settings.get(n) and not other.settings.get(n) for n in savers)
+    return same and one.rows >= other.rows and not saves

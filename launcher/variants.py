@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launcher.errors import UsageError, brief, usage
+from launcher.errors import brief, usage
 
 AS_WRITTEN = "as written"
 CHECKOUT = "open_instruct"
@@ -18,22 +17,20 @@ MOST = 64
 
 _KEY = re.compile(r"[A-Za-z_][\w.\[\]-]*\Z")
 _NAME = re.compile(r"[\w.+-]+\Z")
-_OPEN, _CLOSED = "[{", "]}"
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One combination as it was asked for: its name and its overrides, checkouts among them."""
+    """One combination as it was asked for: its name, its overrides, and its checkout or commit."""
 
     name: str
     overrides: tuple[str, ...] = ()
+    checkout: str | None = None
 
-    def split(self) -> tuple[tuple[str, ...], str | None]:
-        """The overrides of the stage file, and the checkout or commit that was named, if one was."""
-        mark = f"{CHECKOUT}="
-        named = [text.removeprefix(mark) for text in self.overrides if text.startswith(mark)]
-        rest = tuple(text for text in self.overrides if not text.startswith(mark))
-        return rest, named[-1] if named else None
+    @property
+    def keys(self) -> set[str]:
+        """What it says something about."""
+        return {bare(text) for text in self.overrides} | ({CHECKOUT} if self.checkout else set())
 
 
 def pieces(text: str) -> list[str]:
@@ -41,21 +38,21 @@ def pieces(text: str) -> list[str]:
 
     A quote counts where a value begins. Raises ValueError for a bracket or quote that stays open.
     """
-    found, depth, quote, begun = [""], 0, "", True
+    found, depth, quote, begins = [""], 0, "", True
     for letter in text:
         if quote:
             quote = "" if letter == quote else quote
-        elif letter in "\"'" and begun:
+        elif letter in "\"'" and begins:
             quote = letter
-        elif letter in _OPEN:
+        elif letter in "[{":
             depth += 1
-        elif letter in _CLOSED and depth:
+        elif letter in "]}" and depth:
             depth -= 1
         elif letter == "," and not depth:
             found.append("")
-            begun = True
+            begins = True
             continue
-        begun = letter in "=,[{: " or (begun and letter == " ")
+        begins = letter in "=,[{: " or (begins and letter == " ")
         found[-1] += letter
     if quote or depth:
         raise ValueError("a quote stays open" if quote else "a bracket stays open")
@@ -66,79 +63,29 @@ def combinations(vary: Sequence[str], variants: Sequence[str]) -> list[Asked]:
     """Every combination: the `--variant`s are one axis, each `--vary` is another; the last turns first.
 
     One combination alone is put beside the file as it is written; with none at all, that is all there
-    is. Raises UsageError with everything that is wrong.
+    is. Raises UsageError.
     """
-    axes: list[list[Asked]] = []
-    faults: list[UsageError] = []
-    reads: list[Callable[[], list[Asked]]] = []
-    reads += [functools.partial(_variants, variants)] if variants else []
-    reads += [functools.partial(_vary, text) for text in vary]
-    for read in reads:
-        try:
-            axes.append(read())
-        except UsageError as error:
-            faults.append(error)
-    faults += _twice(axes)
-    if faults:
-        raise UsageError([finding for fault in faults for finding in fault.findings])
+    axes = [_variants(variants)] if variants else []
+    axes += [_vary(text) for text in vary]
+    # of a key in several axes the later one would win unseen
+    for one, other in itertools.combinations(axes, 2):
+        for key in set().union(*(a.keys for a in one)) & set().union(*(a.keys for a in other)):
+            raise usage("bad-vary", f"`{key}` is varied twice")
     if (count := math.prod(map(len, axes))) > MOST:
         help = "vary less at once: each of them is run several times"
         raise usage("bad-vary", f"that is {count} variants", help)
-    found = [_joined(parts) for parts in itertools.product(*axes)] if axes else []
-    if not found or (len(found) == 1 and found[0].overrides):
+    found = [
+        Asked(
+            ", ".join(part.name for part in parts),
+            tuple(text for part in parts for text in part.overrides),
+            next((part.checkout for part in parts if part.checkout), None),
+        )
+        for parts in itertools.product(*axes)
+        if parts
+    ]
+    if not found or (len(found) == 1 and found[0].keys):
         found = [Asked(AS_WRITTEN), *found]
     return found
-
-
-def _joined(parts: Sequence[Asked]) -> Asked:
-    overrides = tuple(text for part in parts for text in part.overrides)
-    return Asked(", ".join(part.name for part in parts), overrides)
-
-
-def _vary(text: str) -> list[Asked]:
-    key, equals, rest = text.partition("=")
-    if not equals or not _KEY.match(key):
-        raise usage(
-            "bad-vary",
-            f"--vary {brief(text)}: not of the form key=a,b",
-            "--vary packing=false,true",
-        )
-    values = _pieces(f"--vary {text}", rest)
-    names = [brief(f"{key.removeprefix('args.')}={value}", 60) for value in values]
-    again = [value for nth, value in enumerate(values) if value in values[:nth]]
-    if again or "" in values:
-        what = f"`{again[0]}` stands twice" if again else "a value is empty"
-        help = "an empty text is ''" if not again else "to measure the noise, take two --variant"
-        raise usage("bad-vary", f"--vary {brief(text)}: {what}", help)
-    apart = [f"{name} ({nth})" if names.count(name) > 1 else name for nth, name in enumerate(names)]
-    return [Asked(n, (f"{key}={v}",)) for n, v in zip(apart, values, strict=True)]
-
-
-def _variants(texts: Sequence[str]) -> list[Asked]:
-    found: list[Asked] = []
-    for text in texts:
-        name, _, rest = text.partition(":")
-        if not _NAME.match(name):
-            raise usage(
-                "bad-variant", f"--variant {brief(text)}: it needs a name, then a colon",
-                "--variant packed:packing=true,batch.per_device=2; NAME: alone is the file as it is",
-            )  # fmt: skip
-        if any(name == one.name for one in found):
-            raise usage("bad-variant", f"two variants are called `{name}`")
-        settings = tuple(_pieces(f"--variant {text}", rest)) if rest else ()
-        odd = [one for one in settings if not _KEY.match(one.partition("=")[0]) or "=" not in one]
-        if odd:
-            help = "key=value,key=value; a value with a comma in it stands in brackets or quotes"
-            raise usage("bad-variant", f"--variant {brief(text)}: `{brief(odd[0])}`", help)
-        found.append(Asked(name, settings))
-    return found
-
-
-def _pieces(said: str, text: str) -> list[str]:
-    try:
-        return [piece.strip() for piece in pieces(text)]
-    except ValueError as error:
-        raise usage("bad-vary", f"{brief(said)}: {error}") from None
 
 
 def bare(text: str) -> str:
@@ -146,10 +93,54 @@ def bare(text: str) -> str:
     return text.partition("=")[0].removeprefix("open_instruct.").removeprefix("args.")
 
 
-def _twice(axes: Sequence[Sequence[Asked]]) -> list[UsageError]:
-    """Keys that stand in several axes: the later one would win unseen."""
-    keys = [{bare(text) for one in axis for text in one.overrides} for axis in axes]
-    twice = {
-        key for nth, axis in enumerate(keys) for key in axis if any(key in k for k in keys[:nth])
-    }
-    return [usage("bad-vary", f"`{key}` is varied twice") for key in sorted(twice)]
+def _vary(text: str) -> list[Asked]:
+    key, equals, rest = text.partition("=")
+    if not equals or not _KEY.match(key):
+        message = f"--vary {brief(text)}: not of the form key=a,b"
+        raise usage("bad-vary", message, "--vary packing=false,true")
+    values = _pieces(f"--vary {text}", rest)
+    if "" in values:
+        raise usage("bad-vary", f"--vary {brief(text)}: a value is empty", "an empty text is ''")
+    for value in values:
+        if values.count(value) > 1:
+            help = "to measure the noise, take two --variant"
+            raise usage("bad-vary", f"--vary {brief(text)}: `{value}` stands twice", help)
+    names = [brief(f"{key.removeprefix('args.')}={value}", 60) for value in values]
+    apart = [f"{name} ({nth})" if names.count(name) > 1 else name for nth, name in enumerate(names)]
+    return [_asked(name, [f"{key}={value}"]) for name, value in zip(apart, values, strict=True)]
+
+
+def _variants(texts: Sequence[str]) -> list[Asked]:
+    found = dict[str, Asked]()
+    for text in texts:
+        name, _, rest = text.partition(":")
+        if not _NAME.match(name):
+            raise usage(
+                "bad-variant", f"--variant {brief(text)}: it needs a name, then a colon",
+                "--variant packed:packing=true,batch.per_device=2; NAME: alone is the file as it is",
+            )  # fmt: skip
+        if name in found:
+            raise usage("bad-variant", f"two variants are called `{name}`")
+        settings = _pieces(f"--variant {text}", rest) if rest else []
+        for setting in settings:
+            if "=" not in setting or not _KEY.match(setting.partition("=")[0]):
+                help = (
+                    "key=value,key=value; a value with a comma in it stands in brackets or quotes"
+                )
+                raise usage("bad-variant", f"--variant {brief(text)}: `{brief(setting)}`", help)
+        found[name] = _asked(name, settings)
+    return list(found.values())
+
+
+def _asked(name: str, settings: Sequence[str]) -> Asked:
+    mark = f"{CHECKOUT}="
+    named = [text.removeprefix(mark) for text in settings if text.startswith(mark)]
+    rest = tuple(text for text in settings if not text.startswith(mark))
+    return Asked(name, rest, named[-1] if named else None)
+
+
+def _pieces(option: str, text: str) -> list[str]:
+    try:
+        return [piece.strip() for piece in pieces(text)]
+    except ValueError as error:
+        raise usage("bad-vary", f"{brief(option)}: {error}") from None

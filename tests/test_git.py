@@ -143,5 +143,5 @@ def test_no_command_of_a_checkouts_own_config_is_run(tmp_path: Path) -> None:
     assert repository.ask("show", "-s", "--format=%s", commit) == "one"
     assert repository.ask("log", "--format=%H") == commit
     assert repository.read(commit, "a.txt") == b"one\n"
-    assert (checkouts.materialised(root, commit) / "a.txt").read_text() == "one\n"
+    assert (checkouts.cloned(root, commit) / "a.txt").read_text() == "one\n"
     assert not ran.exists(), ran.read_text()

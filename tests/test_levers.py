@@ -13,10 +13,8 @@ from fake_world import needs_trl
 from launcher import config, footprint, levers, stage
 from launcher.errors import errors
 from launcher.schema import Schema
-from launcher.search import Measured, Outlook
+from launcher.search import Outlook
 from launcher.upstream import Locator
-
-pytestmark = pytest.mark.slow
 
 HAND = "bench/hand_recipe.yaml"
 TULU = "tulu/dpo_qwen7b.yaml"
@@ -282,21 +280,6 @@ def test_where_the_batch_cannot_be_split_the_search_comes_to_its_end() -> None:
     search = tuned.searched(world, tuned.H200, trials=40)
     assert search.stopped and search.best is not None
     assert "per_device" not in search.differing(search.best.candidate)
-
-
-@needs_trl
-def test_a_split_that_only_other_rows_have_is_no_change_by_itself() -> None:
-    # full rows become many, which are split where the full ones cannot be
-    more = ("packing=true", "max_length=1024", "batch.global=2", "batch.per_device=1")
-    world = tuned.outlook(LORA, *FULL, *more, rows="64:900")
-    search = tuned.search_of(world)
-    free = tuned.one(search, packing="padding_free", attention="flash_attention_2", per_device=16)
-    for candidate, speed in ((search.base, 1000), (free, 3000)):
-        search.learn(candidate, Measured(status="ok", speed=speed, step=1, seconds=60))
-    assert "per_device" in search.differing(free)
-    assert search.best is not None and search.gain(search.best, "per_device") is None
-    search.threshold = 10
-    assert search.propose() is not None or search.stopped
 
 
 @needs_trl

@@ -58,41 +58,32 @@ def bench(
     format: FormatOption = Format.text,
 ) -> None:  # fmt: skip
     """Measure settings side by side: speed, memory, waste, and the loss a token."""
-    from launcher import assertions, bench_plan, variants
+    from launcher import assertions, bench_report, comparison, report, variants
     from launcher import bench as benches
     from launcher.preparation import Request
 
     refuse_both(fresh, resume)
     asked = variants.combinations(vary or (), variant or ())
-    held = [assertions.assertion(text) for text in asserted or ()]
+    expressions = [assertions.assertion(text) for text in asserted or ()]
     limit = benches.seconds(timeout)
     request = Request(
         stage=named_stage(stage), config=config, overrides=overrides or (), gpus=gpus,
         devices=devices, python=python, checkout=open_instruct, allow_unpinned=allow_unpinned,
         strict=strict,
     )  # fmt: skip
-    request = bench_plan.require_gpu(request, cpu=cpu)
-    planned = bench_plan.plan(
-        request, asked, steps=steps, repeats=repeats, timeout_s=limit, assertions=held
-    )
-    raise typer.Exit(_run(planned, format, fresh=fresh, resume=resume))
-
-
-def _run(planned: object, format: Format, *, fresh: bool, resume: bool) -> Exit:
-    from launcher import bench as benches
-    from launcher import bench_plan, bench_report, comparison, report
-
-    assert isinstance(planned, benches.Bench)
+    planned = benches.plan(
+        benches.require_gpu(request, cpu=cpu), asked, steps=steps, repeats=repeats,
+        timeout_s=limit, assertions=expressions, running=True,
+    )  # fmt: skip
     report.findings(planned.findings if format is Format.text else ())
-    bench_plan.require_startable(planned)
-    with benches.opened(planned, fresh=fresh, resume=resume) as going:
-        code = benches.run(going, told=progress(format))
-        bench_report.write(going)
+    with benches.opened(planned, fresh=fresh, resume=resume) as opened:
+        code = benches.run(opened, show=progress(format))
+        bench_report.write(opened)
         if format is Format.json:
-            found = (*planned.findings, *comparison.baseline_fault(going.samples))
-            report.envelope("bench", code is Exit.OK, found, going.as_json())
+            found = (*planned.findings, *comparison.baseline_fault(opened.samples))
+            report.envelope("bench", code is Exit.OK, found, opened.as_json())
         else:
-            bench_report.show(going)
+            bench_report.show(opened)
             if code is Exit.INTERRUPTED:
-                report.say("\n".join(benches.interrupted(going)))
-    return code
+                report.say(benches.interrupted(opened))
+    raise typer.Exit(code)

@@ -51,38 +51,31 @@ def tune(
     fresh: Fresh = False, resume: Resume = False, format: FormatOption = Format.text,
 ) -> None:  # fmt: skip
     """Search the fastest setting at the same global batch and loss; write it as a stage file."""
-    from launcher import bench as benches
+    from launcher import bench, bench_report, comparison, report
     from launcher import tune as tuning
     from launcher.preparation import Request
 
     refuse_both(fresh, resume)
     terms = tuning.Terms(
-        budget_s=benches.seconds(budget), steps=steps, row_tokens=row_tokens, gpu_memory=gpu_memory,
+        budget_s=bench.seconds(budget), steps=steps, row_tokens=row_tokens, gpu_memory=gpu_memory,
         output=output, fresh=fresh, resume=resume,
     )  # fmt: skip
     request = Request(
         stage=named_stage(stage), config=config, overrides=overrides or (), gpus=gpus, devices=devices,
         python=python, checkout=open_instruct, allow_unpinned=allow_unpinned,
     )  # fmt: skip
-    raise typer.Exit(_run(tuning.prepare(request, terms, cpu=cpu), format))
-
-
-def _run(planned: object, format: Format) -> Exit:
-    from launcher import bench_report, comparison, report
-    from launcher import tune as tuning
-
-    assert isinstance(planned, tuning.Tuning)
-    with tuning.opened(planned) as going:
-        code = tuning.run(going, told=progress(format))
-        if going.entries:
-            bench_report.write(going.bench())
+    with tuning.opened(tuning.prepare(request, terms, cpu=cpu)) as opened:
+        code = tuning.run(opened, show=progress(format))
+        trials = opened.bench() if opened.entries else None
+        if trials is not None:
+            bench_report.write(trials)
         if format is Format.json:
-            samples = [entry.sample for entry in going.entries]
-            found = (*going.findings, *comparison.baseline_fault(samples))
-            report.envelope("tune", code is Exit.OK, found, going.as_json())
-            return code
-        if going.entries:
-            bench_report.show(going.bench())
-        report.findings(going.findings)
-        report.say("\n".join(tuning.ending(going)))
-    return code
+            faults = comparison.baseline_fault([entry.sample for entry in opened.entries])
+            found = (*opened.findings, *faults)
+            report.envelope("tune", code is Exit.OK, found, opened.as_json())
+        else:
+            if trials is not None:
+                bench_report.show(trials)
+            report.findings(opened.findings)
+            report.say("\n".join(tuning.ending(opened)))
+    raise typer.Exit(code)

@@ -1,9 +1,11 @@
-"""A trainer that only records, as the probe would, what a trial is to have looked like.
+"""A trainer that only records, as the probe would, what a short run is to have looked like.
 
-BENCH_SCENES says what happens at which learning rate: `{"0.1": {"speed": 2000}}`; all else goes well.
+SCENES says what happens where: `{"world=2": {"speed": 300}}` for what trains in two processes, `""` for
+all. What a run is stands in `started`, one line each: `rate=0.1,world=2,rows=4,checkpointing=True`.
 """
 
 import json
+import math
 import os
 import sys
 import time
@@ -15,6 +17,7 @@ SCENE = {
     "speed": 1000,  # tokens a second of one process
     "tokens": 500,  # of one process and step
     "loss": 2.0,
+    "fall": 0.0,  # of the loss, over the whole run
     "waste": 100,
     "says": None,  # and crashes
     "sleep": 0,
@@ -40,20 +43,24 @@ def asked() -> int:
 
 def main() -> None:
     world, steps = int(given("--num_processes", "1")), int(given("--max_steps", "1"))
-    rate = given("--learning_rate", "?")
-    scene = {**SCENE, **json.loads(os.environ.get("BENCH_SCENES", "{}")).get(rate, {})}
-    run = Path(os.environ["LAUNCH_RUN"])
-    with (Path(os.environ["FAKE_WORLD"]) / "started").open("a") as stream:
-        stream.write(f"{rate}\n")
-    (run / "probe").mkdir(exist_ok=True)
+    rows = given("--per_device_train_batch_size", "1")
+    checkpointing = given("--gradient_checkpointing", "True")
+    about = f"rate={given('--learning_rate', '?')},world={world},rows={rows},"
+    about += f"checkpointing={checkpointing}"
+    scene = dict(SCENE)
+    for where, changes in json.loads(os.environ.get("SCENES", "{}")).items():
+        scene |= changes if where in about else {}
+    with Path(os.environ["FAKE_WORLD"], "started").open("a") as stream:
+        stream.write(f"{about}\n")
+    probe = Path(os.environ["LAUNCH_RUN"]) / "probe"
+    probe.mkdir(exist_ok=True)
     for rank in range(world):
-        with (run / "probe" / f"rank-{rank}.jsonl").open("w") as stream:
+        with (probe / f"rank-{rank}.jsonl").open("w") as stream:
             for event in events(scene, rank, world, steps):
                 stream.write(json.dumps({"t": time.time() - scene["ago"], **event}) + "\n")
     for step in range(1, steps + 1):
-        shown = "nan" if step == scene["nan"] else str(scene["loss"])
-        print({"loss": shown, "learning_rate": rate, "epoch": "0.1"}, flush=True)
-    (Path(os.environ["FAKE_PIDS"]) / f"trainer-{rate}").write_text(str(os.getpid()))
+        print({"loss": str(loss(scene, step, steps)), "learning_rate": "1e-5"}, flush=True)
+    Path(os.environ["FAKE_PIDS"], "trainer").write_text(str(os.getpid()))
     while scene["asked"] and asked() < scene["asked"]:
         time.sleep(0.02)
     time.sleep(scene["sleep"])
@@ -63,6 +70,11 @@ def main() -> None:
     output.mkdir(parents=True, exist_ok=True)
     saved.model(output)
     print(f"Model saved to {output}.", flush=True)
+
+
+def loss(scene: dict, step: int, steps: int) -> float:
+    fallen = scene["fall"] * (step - 1) / max(1, steps - 1)
+    return math.nan if step == scene["nan"] else scene["loss"] * (1 - fallen)
 
 
 def events(scene: dict, rank: int, world: int, steps: int):
@@ -84,19 +96,21 @@ def events(scene: dict, rank: int, world: int, steps: int):
     times = int(given("--gradient_accumulation_steps", "1"))
     rows = times * int(given("--per_device_train_batch_size", "1"))
     for step in range(1, steps + 1):
-        bad = step == scene["nan"]
+        value = loss(scene, step, steps)
         yield {
-            "event": "step", "step": step, "loss": None if bad else scene["loss"],
-            "finite": not bad, "micro_batches": times, "rows": rows, "tokens": scene["tokens"],
-            "positions": scene["tokens"] + scene["waste"], "wasted": scene["waste"],
-            "grad_norm": 1.0, "learning_rate": 1e-5, "elapsed": step * seconds,
+            "event": "step", "step": step, "loss": value if math.isfinite(value) else None,
+            "finite": math.isfinite(value), "micro_batches": times, "rows": rows,
+            "tokens": scene["tokens"], "positions": scene["tokens"] + scene["waste"],
+            "wasted": scene["waste"], "grad_norm": 1.0, "learning_rate": 1e-5,
+            "elapsed": step * seconds,
             # the first one compiles: it must not count
             "seconds": scene["first"] if step == 1 else seconds,
             "interrupted": step in scene["rested"],
             "allocated_gib": scene["gib"], "reserved_gib": scene["gib"] + 1,
         }  # fmt: skip
-    yield {"event": "saved", "path": "out"}
-    yield {"event": "end", "exit": 0}
+    if not scene["says"]:
+        yield {"event": "saved", "path": "out"}
+        yield {"event": "end", "exit": 0}
 
 
 if __name__ == "__main__":

@@ -165,10 +165,7 @@ ARROWS = {
     "reads": {"conditions", "lookup", "schema", "sources", "trace", "walk"},
     "signatures": {"backends.open_instruct_log", "backends.trl_log", "patterns"},
     "facts": {"backends", "declarations", "reads", "schema", "signatures", "sources"},
-    "definitions": {"sources"},
-    "renames": {"definitions"},
-    "lineage": {"definitions", "git", "history", "renames"},
-    "history": {"git", "lineage"},
+    "history": {"git"},
     "upstream": {
         "cited",
         "backends",

@@ -13,7 +13,6 @@ from launcher.commands.vocabulary import (
     Checkout,
     Format,
     FormatOption,
-    Gpus,
     StageOption,
     answer,
     app,
@@ -60,19 +59,18 @@ def pin_diff(
         ),
     ] = None,
     stage: StageOption = None,
-    gpus: Gpus = None,
     everything: Annotated[
         bool, typer.Option("--all", help="also what does not concern these files")
     ] = False,
     open_instruct: Checkout = None,
     format: FormatOption = Format.text,
 ) -> None:
-    """Show what changes between two commits: arguments, defaults, reads, log lines, commands."""
+    """Show what changes between two commits: arguments, defaults, reads, refusals."""
     from launcher import diff_report, impact, pin, report
 
     found = pin.find_commits(commits, open_instruct, os.environ)
     paths = [file for path in configs or () for file in files_of(path)]
-    told = impact.between(found, paths, stage=named_stage(stage), gpus=gpus)
+    told = impact.between(found, paths, stage=named_stage(stage))
     if format is Format.json:
         new = [finding for one in told.configs for finding in one.appeared]
         report.envelope("pin diff", not told.worse, new, told.as_json())

@@ -187,7 +187,7 @@ def _next(backend: str, version: str) -> Iterator[str]:
         recorded = gitlink(Repository(root), "external/open-instruct")
         if recorded != named:
             yield f"git update-index --cacheinfo 160000,{named},external/open-instruct"
-        if history.table(backend).commit != named:
+        if history.table_commit(backend) != named:
             yield "python scripts/history.py: what became of arguments up to this commit"
         if not _holds(root / "README.md", named):
             yield "name the commit in README.md"

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from launcher.commands.vocabulary import (
-    BackendOption,
     Checkout,
     Format,
     FormatOption,
@@ -17,7 +16,6 @@ from launcher.commands.vocabulary import (
     answer,
     app,
     files_of,
-    named_backend,
     named_stage,
 )
 
@@ -77,29 +75,3 @@ def pin_diff(
     else:
         report.say("\n".join(diff_report.lines(told, everything=everything)))
     raise typer.Exit(told.exit_code)
-
-
-@pins.command("snapshot", epilog="Example: launch pin snapshot --open-instruct ~/open-instruct")
-def pin_snapshot(
-    backend: BackendOption = None,
-    open_instruct: Checkout = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="the file; default: the committed one")
-    ] = None,
-    allow_edited: Annotated[
-        bool, typer.Option("--allow-edited", help="also of a checkout with local changes")
-    ] = False,
-    format: FormatOption = Format.text,
-) -> None:
-    """Write the facts of a source (arguments, types, defaults, reads, log lines) as JSON."""
-    from launcher import report
-    from launcher.snapshots import taking
-
-    told = taking.take(
-        named_backend(backend) or "open_instruct", checkout=open_instruct, output=output,
-        allow_edited=allow_edited,
-    )  # fmt: skip
-    if format is Format.json:
-        report.envelope("pin snapshot", True, (), told.as_json())
-    else:
-        report.say("\n".join(told.lines()))

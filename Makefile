@@ -97,9 +97,9 @@ gpu-benchmarks: $(VENV)/open-instruct
 snapshot: $(VENV)/open-instruct
 	$(BIN)/python scripts/snapshot.py $(dir $(patsubst %/,%,$(dir $(CHECKOUT))))
 
-# rewrites launcher/snapshots/history.json; HISTORY_OF="TRL_REPOSITORY [WHEELS]" renews those parts too
+# brings launcher/snapshots/history.json up to the pin, once its snapshot is taken
 history: $(VENV)/dev
-	$(BIN)/python scripts/history.py $(dir $(patsubst %/,%,$(dir $(CHECKOUT)))) $(HISTORY_OF)
+	$(BIN)/python scripts/history.py $(dir $(patsubst %/,%,$(dir $(CHECKOUT))))
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

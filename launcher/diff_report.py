@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from launcher.difference import ConstraintChange, FieldChange, LogLine, StageDifference
+from launcher.difference import (
+    BACKEND,
+    ConstraintChange,
+    FieldChange,
+    Revision,
+    StageDifference,
+)
 from launcher.errors import brief
 from launcher.impact import Concern, ConfigDifference, Difference
 from launcher.noops import shown
-from launcher.revision import BACKEND, Revision
-from launcher.schema import Refusal
 
 _KINDS = {
     "removed": "removed", "renamed": "renamed", "added": "added", "required": "now required",
@@ -64,7 +68,7 @@ def _config(config: ConfigDifference) -> Iterator[str]:
     before, after = (words[state] for state in config.valid)
     state = before if before == after else f"{before} -> {after}"
     stage = f" ({config.stage})" if config.stage else ""
-    told = [*_findings(config), *_concerns(config), *_command(config)]
+    told = [*_findings(config), *_concerns(config)]
     same = ", nothing changes" if not told and config.reason is None else ""
     yield f"{config.path}{stage}: {state}{same}"
     if config.reason is not None:
@@ -77,24 +81,14 @@ def _concerns(config: ConfigDifference) -> Iterator[str]:
     places = " ".join(f.message for f in (*config.appeared, *config.vanished))
     for concern in config.concerns:
         if isinstance(concern.change, ConstraintChange):
-            sides = [side for side in (concern.change.before, concern.change.after) if side]
-            if not any(side.where in places for side in sides):
-                yield _met(concern.change)
+            if concern.change.refusal.where not in places:
+                word = "meets a new refusal" if concern.value else "met a refusal that is gone"
+                yield f"{word}: {_refusal(concern.change)}"
         elif concern.relation == "default":
             change = concern.change
             yield f"relies on `{concern.key}`: {_change(change)}  ({change.new})"
         elif concern.change.what not in _NAMES or f"args.{concern.key}" not in said:
             yield _set(concern, concern.change)
-
-
-def _met(change: ConstraintChange) -> str:
-    # whichever is there says under which conditions; the other side did not meet it
-    if change.after is not None and change.before is None:
-        return f"meets a new refusal: {_refusal(change.after)}"
-    if change.after is None and change.before is not None:
-        return f"met a refusal that is gone: {_refusal(change.before)}"
-    assert change.before is not None and change.after is not None
-    return f"a refusal changed: {_refusal(change.before)} -> {_refusal(change.after)}"
 
 
 def _set(concern: Concern, change: FieldChange) -> str:
@@ -151,17 +145,6 @@ def _findings(config: ConfigDifference) -> Iterator[str]:
                 yield f"      help: {one.help}"
 
 
-def _command(config: ConfigDifference) -> Iterator[str]:
-    for word, side in (("old", config.before), ("new", config.after)):
-        if side.reason is not None and config.valid[0 if word == "old" else 1]:
-            yield f"no command at the {word} commit: {side.reason}"
-    if config.mended:
-        yield f"it is valid again with {', '.join(config.mended)}"
-    if config.words:
-        yield f"command ({config.gpus} GPU(s)):"
-        yield from (f"  {line}" for line in config.words)
-
-
 # --- one stage ------------------------------------------------------------------------------------
 
 
@@ -170,31 +153,13 @@ def _stage(told: StageDifference, *, everything: bool) -> Iterator[str]:
     yield f"{told.stage}  {told.script}{same}"
     for word, reason in told.unreadable.items():
         yield f"  {word}: {reason}"
-    if told.rough:
-        yield "  only names, types and defaults could be compared"
-    elif not told.reads and not told.unreadable:
+    if not told.reads and not told.unreadable:
         yield "  what the script reads could not be followed at one of the commits"
-    if told.classes[0] != told.classes[1]:
-        yield f"  dataclasses: {', '.join(told.classes[0])} -> {', '.join(told.classes[1])}"
-    yield from _log_lines("gone", told.gone_lines)
-    yield from _log_lines("new", told.new_lines)
     if everything:
         yield from _all_fields(told.fields)
         yield from _all_constraints(told.constraints)
     elif counts := _counts(told):
         yield f"  in all: {counts} (--all shows them)"
-
-
-def _log_lines(word: str, found: Sequence[LogLine]) -> Iterator[str]:
-    for line in found:
-        name, _, text = line.key.partition(": ")
-        points = ", ".join(line.points)
-        effect = ""
-        if word == "gone" and points:
-            effect = f": {points} cannot be told from a log alone any more"
-        elif points:
-            effect = f": tells {points}"
-        yield f'  log line {word}: {name}, "{text.strip()}"{effect}'
 
 
 def _counts(told: StageDifference) -> str:
@@ -223,13 +188,11 @@ def _all_constraints(found: Sequence[ConstraintChange]) -> Iterator[str]:
     if found:
         yield "  refusals:"
     for change in found:
-        if change.before is not None:
-            yield f"    - {_refusal(change.before)}"
-        if change.after is not None:
-            yield f"    + {_refusal(change.after)}"
+        yield f"    {'-' if change.what == 'removed' else '+'} {_refusal(change)}"
 
 
-def _refusal(known: Refusal) -> str:
+def _refusal(change: ConstraintChange) -> str:
+    known = change.refusal
     layer = "the parser" if known.parsing else "the script"
     return f"{layer} raises {known.error} where {shown(known.when)}  ({known.where})"
 

@@ -1,51 +1,127 @@
-"""What lies between two commits of open-instruct, as far as launch depends on it.
+"""What lies between two commits of open-instruct: arguments, who reads them, refusals, dataset cache.
 
-Arguments, their reads, refusals, dataclasses and log lines are compared by what they mean, not by how
+Commits are read from git objects, without a checkout, and compared by what things mean, not by how
 they are spelt.
 """
 
 from __future__ import annotations
 
-import ast
-import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import permutations
-from typing import Literal
+from typing import Any, Literal
 
-from launcher import conditions, history, revision
-from launcher.backends import Entry
+from launcher import conditions, facts, history, upstream
+from launcher.backends import BACKENDS, Entry
+from launcher.errors import not_ready
 from launcher.git import Repository
 from launcher.noops import condition_of
-from launcher.revision import BACKEND, Revision
-from launcher.schema import Field, Path, Read, Refusal, Schema
+from launcher.pin import PACKAGE, Commits, describe
+from launcher.schema import Field, Read, Refusal, Schema
+from launcher.sources import UNKNOWN, Sources
+from launcher.upstream import Upstream
 
-POINTS: Mapping[str, tuple[str, ...]] = {
-    "liger_attempted": ("liger",),
-    "packing": ("packing",),
-    "attention": ("attention",),
-    "dataset_missed": ("dataset_cache",),
-    "dataset_saved": ("dataset_cache",),
-    "dataset_found": ("dataset_cache",),
-    "reference_hit": ("reference_cache",),
-    "reference_missed": ("reference_cache",),
-    "step": ("loss", "trend"),
-    "total_steps": ("finish",),
-    "remaining": ("finish",),
-    "resumed": (),
-    "output_dir": (),
-}
-"""Which points of a verdict a log line of upstream's own serves; without it they rest on the probe."""
-
-# how alike a name must be to be offered where history names none
-_NEAR = 0.8
+BACKEND = BACKENDS["open_instruct"]
+_CACHE_MODULE, _CACHE_VERSION = f"{PACKAGE}.dataset_transformation", "DATASET_CACHE_VERSION"
 
 What = Literal[
     "added", "removed", "renamed", "type", "default", "required", "unread", "read", "conditions"
 ]
 Conditions = frozenset[frozenset[str]]
-_Condition = tuple[frozenset[str], bool]
+
+
+# --- one commit -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Revision:
+    """One commit: what its entry scripts take and do, by stage.
+
+    `unreadable` holds the reason of every stage that is not in `schemas`. `cache` is the version that
+    goes into the keys of cached datasets, None where the source has none, UNKNOWN where only running
+    it would tell.
+    """
+
+    name: str
+    commit: str
+    date: str | None
+    subject: str | None
+    source: Upstream
+    schemas: Mapping[str, Schema]
+    unreadable: Mapping[str, str]
+    cache: Any
+
+    @property
+    def title(self) -> str:
+        """Commit, date and subject, for people."""
+        about = ", ".join(part for part in (self.date, self.subject) if part)
+        return f"{self.commit[:12]} ({about})" if about else self.commit[:12]
+
+    def entry(self, stage: str) -> Entry:
+        """The description of an entry script in the names of this commit."""
+        known = self.schemas.get(stage)
+        return BACKEND.STAGES[stage].at(known.fields if known else {})
+
+    def as_json(self) -> dict[str, object]:
+        """For the envelope."""
+        return {
+            "name": self.name, "commit": self.commit, "date": self.date, "subject": self.subject,
+            "pin": self.commit == BACKEND.PIN, "unreadable": dict(self.unreadable),
+            "dataset_cache_version": None if self.cache is UNKNOWN else self.cache,
+        }  # fmt: skip
+
+
+def read_revisions(commits: Commits) -> tuple[Revision, Revision]:
+    """Both commits, read; raises NotReady where git lacks their files (a partial clone)."""
+    old, new = commits.names
+    repository = commits.repository
+    return _read(repository, commits.old, old), _read(repository, commits.new, new)
+
+
+def _read(repository: Repository, commit: str, name: str) -> Revision:
+    _check_objects(repository, commit)
+    # DeepSpeed files that a stage file names may lie in the checkout
+    source = replace(upstream.at_commit(repository, commit), root=repository.top())
+    externals = upstream.snapshot("open_instruct")["externals"]
+    schemas: dict[str, Schema] = {}
+    unreadable: dict[str, str] = {}
+    for stage, entry in BACKEND.STAGES.items():
+        read = facts.cached(BACKEND, source.packages, externals, stage)
+        try:
+            schemas[stage] = facts.schema_of(read, BACKEND, stage, "source", commit)
+        except LookupError as error:
+            unreadable[stage] = f"{entry.script} cannot be read: {error.args[0]}"
+    date, subject = describe(repository, commit)
+    return Revision(
+        name=name, commit=commit, date=date, subject=subject, source=source, schemas=schemas,
+        unreadable=unreadable, cache=_cache_version(source),
+    )  # fmt: skip
+
+
+def _check_objects(repository: Repository, commit: str) -> None:
+    """Files that were never fetched must not look like absent ones."""
+    if repository.ask("config", "--get-regexp", r"partialclone|promisor") is None:
+        return
+    listed = repository.ask("ls-tree", "-r", "--full-tree", commit, "--", f"{PACKAGE}/") or ""
+    files = [line.split()[2] for line in listed.splitlines() if line.endswith(".py")]
+    if None in list(repository.blobs(files)):
+        raise not_ready(
+            "missing-objects",
+            f"the files of {commit[:12]} were never fetched into {repository.root}, a "
+            "partial clone", f"git -C {repository.root} fetch --refetch --no-filter origin",
+            file=str(repository.root),
+        )  # fmt: skip
+
+
+def _cache_version(source: Upstream) -> Any:
+    sources = Sources(source.packages)
+    try:
+        module = sources.module(_CACHE_MODULE)
+    except (SyntaxError, ValueError, RecursionError):
+        return UNKNOWN
+    if module is None or _CACHE_VERSION not in module.constants:
+        return None
+    return sources.evaluate(module, module.constants[_CACHE_VERSION])
 
 
 # --- what differs ---------------------------------------------------------------------------------
@@ -57,8 +133,7 @@ class FieldChange:
 
     `before` and `after` are what it is about, as text; `old` and `new` the `file:line` of the
     definitions (of the first reads where reads changed). `to` is the new name of a renamed argument,
-    `near` names to look at instead of one that is gone. `why` is what history says. A `mild` change
-    of a type is one that makes no difference to the words that the flag takes.
+    `near` names to look at instead of one that is gone. `why` is what history says.
     """
 
     name: str
@@ -70,97 +145,60 @@ class FieldChange:
     to: str | None = None
     near: tuple[str, ...] = ()
     why: str | None = None
-    mild: bool = False
 
     def as_json(self) -> dict[str, object]:
         """Every fact of it."""
         return {
             "name": self.name, "what": self.what, "before": self.before, "after": self.after,
             "old": self.old or None, "new": self.new or None, "to": self.to,
-            "near": list(self.near), "why": self.why, "mild": self.mild,
+            "near": list(self.near), "why": self.why,
         }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConstraintChange:
-    """A `raise` that arguments alone lead to: new, gone, or under other conditions."""
+    """A `raise` that arguments alone lead to: new, or gone."""
 
-    before: Refusal | None
-    after: Refusal | None
-
-    @property
-    def what(self) -> Literal["added", "removed", "changed"]:
-        """Which of the three."""
-        return "added" if self.before is None else "removed" if self.after is None else "changed"
+    what: Literal["added", "removed"]
+    refusal: Refusal
 
     def as_json(self) -> dict[str, object]:
-        """Both refusals."""
-        return {"what": self.what, "before": _refusal(self.before), "after": _refusal(self.after)}
-
-
-def _refusal(known: Refusal | None) -> dict[str, object] | None:
-    if known is None:
-        return None
-    when = list(known.when)
-    return {"when": when, "error": known.error, "where": known.where, "parsing": known.parsing}
-
-
-@dataclass(frozen=True, slots=True)
-class LogLine:
-    """A line that a verdict looks for (`signatures.key`), and the points that it serves."""
-
-    key: str
-
-    @property
-    def points(self) -> tuple[str, ...]:
-        """The points of a verdict that rest on the line where there is no probe."""
-        return POINTS.get(self.key.partition(": ")[0], ())
-
-    def as_json(self) -> dict[str, object]:
-        """For the envelope."""
-        name, _, text = self.key.partition(": ")
-        return {"signal": name, "text": text, "points": list(self.points)}
+        """The refusal on the side that has it."""
+        known = self.refusal
+        refusal = {
+            "when": list(known.when), "error": known.error, "where": known.where,
+            "parsing": known.parsing,
+        }  # fmt: skip
+        return {
+            "what": self.what,
+            "before": refusal if self.what == "removed" else None,
+            "after": refusal if self.what == "added" else None,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageDifference:
-    """What changed about one entry script. `rough` says that only names, types and defaults could be
-    compared, `reads` whether what the script reads could be."""
+    """What changed about one entry script; `reads` is whether what it reads could be compared."""
 
     stage: str
     script: str
     fields: tuple[FieldChange, ...] = ()
     constraints: tuple[ConstraintChange, ...] = ()
-    gone_lines: tuple[LogLine, ...] = ()
-    new_lines: tuple[LogLine, ...] = ()
-    classes: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     unreadable: Mapping[str, str] = field(default_factory=dict)
-    rough: bool = False
     reads: bool = True
-
-    @property
-    def renames(self) -> dict[str, str]:
-        """Old name -> new name, as history tells them."""
-        return {c.name: c.to for c in self.fields if c.what == "renamed" and c.to is not None}
 
     @property
     def empty(self) -> bool:
         """Whether nothing at all changed."""
-        lists = (self.fields, self.constraints, self.gone_lines, self.new_lines, self.unreadable)
-        return not any(lists) and self.classes[0] == self.classes[1]
+        return not (self.fields or self.constraints or self.unreadable)
 
     def as_json(self) -> dict[str, object]:
         """Everything."""
         return {
             "stage": self.stage, "script": self.script, "unreadable": dict(self.unreadable),
-            "rough": self.rough, "reads_compared": self.reads,
-            "classes": {"old": list(self.classes[0]), "new": list(self.classes[1])},
+            "reads_compared": self.reads,
             "fields": [change.as_json() for change in self.fields],
             "constraints": [change.as_json() for change in self.constraints],
-            "log_lines": {
-                "gone": [line.as_json() for line in self.gone_lines],
-                "new": [line.as_json() for line in self.new_lines],
-            },
         }  # fmt: skip
 
 
@@ -168,38 +206,21 @@ def compare(old: Revision, new: Revision, stage: str, repository: Repository) ->
     """What changed about the entry script of a stage."""
     script = BACKEND.STAGES[stage].script
     first, second = old.schemas.get(stage), new.schemas.get(stage)
-    unreadable = {
-        side: known.unreadable[stage]
-        for side, known in (("old", old), ("new", new))
-        if stage in known.unreadable
-    }
-    past = _Past(repository, script, old.commit, new.commit)
     if first is None or second is None:
-        one, other = (_rough_fields(side, stage, repository) for side in (old, new))
-        found = tuple(_fields(one, other, past)) if one and other else ()
-        return StageDifference(
-            stage=stage, script=script, unreadable=unreadable, fields=found, rough=bool(found),
-            reads=False,
-        )  # fmt: skip
+        sides = (("old", old), ("new", new))
+        unreadable = {s: r.unreadable[stage] for s, r in sides if stage in r.unreadable}
+        return StageDifference(stage=stage, script=script, unreadable=unreadable, reads=False)
+    past = _Past(repository, script, old.commit, new.commit)
     found = tuple(_fields(first.fields, second.fields, past))
     renames = {c.name: c.to for c in found if c.what == "renamed" and c.to}
-    entries = old.entry(stage), new.entry(stage)
     followed = bool(first.path.reads) and bool(second.path.reads)
     if followed:
-        found += tuple(_reads(first, second, entries, renames))
+        found += tuple(_reads(first, second, (old.entry(stage), new.entry(stage)), renames))
+    refusals = first.path.refusals, second.path.refusals
     return StageDifference(
         stage=stage, script=script, fields=found, reads=followed,
-        constraints=tuple(_constraints(first.path, second.path, renames)) if followed else (),
-        gone_lines=tuple(LogLine(key) for key in sorted(first.said - second.said)),
-        new_lines=tuple(LogLine(key) for key in sorted(second.said - first.said)),
-        classes=(old.classes[stage], new.classes[stage]),
+        constraints=tuple(_constraints(*refusals, renames)) if followed else (),
     )  # fmt: skip
-
-
-def _rough_fields(side: Revision, stage: str, repository: Repository) -> Mapping[str, Field]:
-    if stage not in side.unreadable:
-        return revision.rough(repository, BACKEND.STAGES[stage].script, side.commit)
-    return side.rough.get(stage, {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,55 +232,60 @@ class _Past:
     old: str
     new: str
 
-    def renamed(self, key: str, fields: Mapping[str, Field]) -> str | None:
-        """What an argument of OLD is called at NEW."""
-        to = history.successor(key, self.script, self.repository, head=self.new)
-        if to is not None and to in fields:
-            return to
-        # NEW may be the older one: then the name was another one's successor
-        for event in history.events(self.script, self.repository, head=self.old):
-            if event.what == "renamed" and event.to == key and event.key in fields:
-                return event.key
-        return None
+    def at_old(self, key: str) -> Sequence[history.Event]:
+        return history.of(key, self.script, self.repository, head=self.old)
+
+    def at_new(self, key: str) -> Sequence[history.Event]:
+        return history.of(key, self.script, self.repository, head=self.new)
+
+    def renames(self, gone: Sequence[str], added: Sequence[str]) -> dict[str, str]:
+        """Old name -> new name; where NEW is the older commit, as it was renamed later."""
+        found = {}
+        for name in gone:
+            events = self.at_new(name)
+            if events and (to := history.called_now(events[0], self.at_new, added)) is not None:
+                found[name] = to
+        for name in added:
+            events = self.at_old(name)
+            if events and (to := history.called_now(events[0], self.at_old, gone)) is not None:
+                found.setdefault(to, name)
+        return found
 
     def gone(self, key: str) -> tuple[str | None, tuple[str, ...]]:
         """How a name went away, for people, and what history says to look at instead."""
-        found = history.of(key, self.script, self.repository, head=self.new)
+        found = self.at_new(key)
         if found and found[0].gone:
             return history.sentence(found[0]), found[0].see
         # NEW may be the older one: there the name was not known yet
-        later = history.of(key, self.script, self.repository, head=self.old)
+        later = self.at_old(key)
         if later and not later[0].gone:
             return f"comes later: {history.sentence(later[0])}", ()
         return None, ()
 
     def came(self, key: str) -> str | None:
         """How a name came, for people."""
-        found = history.of(key, self.script, self.repository, head=self.new)
+        found, earlier = self.at_new(key), self.at_old(key)
         if found and not found[0].gone:
             return history.sentence(found[0])
-        earlier = history.of(key, self.script, self.repository, head=self.old)
-        return (
-            f"goes later: {history.sentence(earlier[0])}" if earlier and earlier[0].gone else None
-        )
+        gone = earlier and earlier[0].gone
+        return f"goes later: {history.sentence(earlier[0])}" if gone else None
 
 
 def _fields(
     old: Mapping[str, Field], new: Mapping[str, Field], past: _Past
 ) -> Iterator[FieldChange]:
     gone = [name for name in old if name not in new]
-    renames = {name: to for name in gone if (to := past.renamed(name, new)) is not None}
-    added = [name for name in new if name not in old and name not in renames.values()]
+    added = [name for name in new if name not in old]
+    renames = past.renames(gone, added)
     for name in gone:
         (why, see), to = past.gone(name), renames.get(name)
-        likely = dict.fromkeys([*_near(old[name], new, added), *(n for n in see if n in new)])
         yield FieldChange(
             name=name, what="renamed" if to else "removed", to=to, old=old[name].where,
             before=old[name].type, after=None if to is None else new[to].type,
             new=new[to].where if to else "", why=why,
-            near=() if to else tuple(likely),
+            near=() if to else tuple(n for n in see if n in new),
         )  # fmt: skip
-    for name in added:
+    for name in (name for name in added if name not in renames.values()):
         known = new[name]
         yield FieldChange(
             name=name, what="added", after=f"{known.type} = {shown_default(known)}",
@@ -267,21 +293,15 @@ def _fields(
         )  # fmt: skip
     for name, known in old.items():
         to = name if name in new else renames.get(name)
-        # what had been there under both names was no rename of the values
-        if to is not None and (to == name or to not in old):
+        if to is not None:
             yield from _altered(known, new[to])
 
 
 def _altered(old: Field, new: Field) -> Iterator[FieldChange]:
     to = new.name if new.name != old.name else None
     change = FieldChange(name=old.name, what="type", old=old.where, new=new.where, to=to)
-    first, second = _takes(old), _takes(new)
-    if first != second:
-        mild = first[:-1] == second[:-1]
-        before, after = old.type, new.type
-        if mild is False and first[1] != second[1] and old.choices != new.choices:
-            before, after = (f"{f.type} {_choices(f)}".strip() for f in (old, new))
-        yield replace(change, before=before, after=after, mild=mild)
+    if _takes(old) != _takes(new):
+        yield replace(change, before=_shown_type(old), after=_shown_type(new))
     if new.required and not old.required:
         yield replace(change, what="required", before=shown_default(old), after="required")
     elif not _same_default(old, new):
@@ -290,38 +310,13 @@ def _altered(old: Field, new: Field) -> Iterator[FieldChange]:
 
 
 def _takes(known: Field) -> tuple[object, ...]:
-    """What of a type decides which words a flag takes; at last what makes no difference to them."""
-    parts = _members(known.type)
-    kind = sorted(parts - {"None"}) if known.kind == "opaque" else known.kind
-    return kind, sorted(map(str, known.choices)), known.many, known.bare, frozenset(parts)
+    """What of a type decides which words a flag takes."""
+    kind = known.type if known.kind == "opaque" else known.kind
+    return kind, sorted(map(str, known.choices)), known.many, known.bare
 
 
-def _members(text: str) -> set[str]:
-    """The alternatives of an annotation: `Optional[List[int]]` and `list[int] | None` are the same."""
-    try:
-        return _parts(ast.parse(text, mode="eval").body)
-    except SyntaxError:
-        return {text}
-
-
-def _parts(node: ast.expr) -> set[str]:
-    match node:
-        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-            return _parts(left) | _parts(right)
-        case ast.Subscript(value=owner, slice=inner):
-            name = ast.unparse(owner).rpartition(".")[2]
-            if name == "Optional":
-                return _parts(inner) | {"None"}
-            if name == "Union":
-                items = inner.elts if isinstance(inner, ast.Tuple) else [inner]
-                return {part for item in items for part in _parts(item)}
-            name = name.lower() if name in {"List", "Dict", "Tuple", "Set"} else name
-            return {f"{name}[{ast.unparse(inner)}]"}
-    return {ast.unparse(node)}
-
-
-def _choices(known: Field) -> str:
-    return f"({', '.join(map(str, known.choices))})" if known.choices else ""
+def _shown_type(known: Field) -> str:
+    return f"{known.type} ({', '.join(map(str, known.choices))})" if known.choices else known.type
 
 
 def _same_default(old: Field, new: Field) -> bool:
@@ -342,24 +337,6 @@ def shown_default(known: Field) -> str:
     return str(known.default)
 
 
-def _near(gone: Field, new: Mapping[str, Field], added: Sequence[str]) -> Iterator[str]:
-    """The likeliest new name of an argument that is gone, by name, kind and default."""
-    scores = {name: _likeness(gone, new[name]) for name in added}
-    best = max(scores, key=scores.__getitem__, default=None)
-    if best is not None and scores[best] >= _NEAR:
-        yield best
-
-
-def _likeness(gone: Field, other: Field) -> float:
-    """How much speaks for two arguments being the same: names, kind of value, default."""
-    words, others = set(gone.name.split("_")), set(other.name.split("_"))
-    alike = difflib.SequenceMatcher(None, gone.name, other.name, autojunk=False).ratio()
-    within = 0.25 if words <= others or others <= words else 0.0
-    same_kind = gone.kind == other.kind and gone.many == other.many
-    same_default = gone.default is not None and _same_default(gone, other)
-    return alike + within + 0.1 * same_default if same_kind else 0.0
-
-
 # --- reads and refusals ---------------------------------------------------------------------------
 
 
@@ -368,37 +345,30 @@ def _reads(
 ) -> Iterator[FieldChange]:
     for name, known in old.fields.items():
         to = name if name in new.fields else renames.get(name)
-        if to is None or (to != name and to in old.fields):
+        if to is None or name in entries[0].acts or to in entries[1].acts:
             continue
-        first = _meaning(old.path.reads.get(name), entries[0], renames, acts=name)
-        second = _meaning(new.path.reads.get(to), entries[1], {}, acts=to)
-        if first is None or second is None or first == second:
+        first, second = old.path.reads.get(name), new.path.reads.get(to)
+        if first is None or second is None:
             continue
-        what: What = "conditions" if first and second else "read" if second else "unread"
+        before = _alternatives(first, entries[0], renames)
+        after = _alternatives(second, entries[1], {})
+        if before == after:
+            continue
+        what: What = "conditions" if before and after else "read" if after else "unread"
         yield FieldChange(
-            name=name, what=what, to=to if to != name else None, before=shown_reads(first),
-            after=shown_reads(second), old=_first_read(old, name) or known.where,
-            new=_first_read(new, to) or new.fields[to].where,
+            name=name, what=what, to=to if to != name else None, before=shown_reads(before),
+            after=shown_reads(after), old=first[0].where if first else known.where,
+            new=second[0].where if second else new.fields[to].where,
         )  # fmt: skip
 
 
-def _meaning(
-    reads: Sequence[Read] | None, entry: Entry, renames: Mapping[str, str], *, acts: str
-) -> Conditions | None:
-    """The alternatives under which an argument is read: none at all, or `{{}}` for always."""
-    if reads is None or acts in entry.acts:
-        return None
-    return _simplest(
-        {frozenset(_renamed(c, renames) for c in condition_of(r, entry)) for r in reads}
-    )
+def _alternatives(reads: Sequence[Read], entry: Entry, renames: Mapping[str, str]) -> Conditions:
+    """The alternatives under which an argument is read: none at all, or `{{}}` for always.
 
-
-def _simplest(alternatives: Iterable[frozenset[str]]) -> Conditions:
-    """The same alternatives in fewer: `a and b or a and not b` is `a`."""
-    known = frozenset(alternatives)
-    while pair := next(
-        (p for p in permutations(sorted(known, key=sorted), 2) if _opposed(*p)), None
-    ):
+    `a and b or a and not b` is `a`.
+    """
+    known = {frozenset(_renamed(c, renames) for c in condition_of(r, entry)) for r in reads}
+    while pair := next(((a, b) for a in known for b in known if _opposed(a, b)), None):
         known = known - {*pair} | {pair[0] & pair[1]}
     return frozenset(a for a in known if not any(b < a for b in known))
 
@@ -406,14 +376,7 @@ def _simplest(alternatives: Iterable[frozenset[str]]) -> Conditions:
 def _opposed(one: frozenset[str], other: frozenset[str]) -> bool:
     """Whether two alternatives differ in one condition alone, which is false in the other."""
     rest = one - other
-    return len(rest) == 1 and _all_of(conditions.negated(next(iter(rest)))) == other - one
-
-
-def _all_of(text: str) -> frozenset[str]:
-    """The parts of an `and`; any other condition by itself."""
-    node = ast.parse(text, mode="eval").body
-    parts = node.values if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.And) else [node]
-    return frozenset(ast.unparse(part) for part in parts)
+    return len(rest) == 1 and {conditions.negated(*rest)} == other - one
 
 
 def _renamed(text: str, renames: Mapping[str, str]) -> str:
@@ -432,38 +395,17 @@ def shown_reads(alternatives: Conditions) -> str:
     return " or ".join(sorted(" and ".join(sorted(a)) for a in alternatives))
 
 
-def _first_read(schema: Schema, name: str) -> str:
-    reads = schema.path.reads.get(name) or ()
-    return reads[0].where if reads else ""
+def _constraints(
+    old: Iterable[Refusal], new: Iterable[Refusal], renames: Mapping[str, str]
+) -> Iterator[ConstraintChange]:
+    def condition(refusal: Refusal, renames: Mapping[str, str]) -> object:
+        return frozenset(_renamed(c, renames) for c in refusal.when), refusal.parsing
 
-
-def _constraints(old: Path, new: Path, renames: Mapping[str, str]) -> Iterator[ConstraintChange]:
-    first = {_condition(r, renames): r for r in old.refusals}
-    second = {_condition(r, {}): r for r in new.refusals}
-    gone = [key for key in first if key not in second]
-    came = [key for key in second if key not in first]
-    scores = {(one, other): _alike(one, other) for one in gone for other in came}
-    paired: dict[_Condition, _Condition] = {}
-    for (one, other), score in sorted(scores.items(), key=lambda item: -item[1]):
-        if score >= 1.0 and one not in paired and other not in paired.values():
-            paired[one] = other
-    for one in gone:
-        after = second[paired[one]] if one in paired else None
-        yield ConstraintChange(before=first[one], after=after)
-    for other in came:
-        if other not in paired.values():
-            yield ConstraintChange(before=None, after=second[other])
-
-
-def _condition(refusal: Refusal, renames: Mapping[str, str]) -> _Condition:
-    return frozenset(_renamed(c, renames) for c in refusal.when), refusal.parsing
-
-
-def _alike(one: _Condition, other: _Condition) -> float:
-    """How much speaks for the same refusal under other conditions: the share of the arguments that
-    both speak of, and of equal letters; 1 is enough."""
-    names = [{name for c in when for name in conditions.names(c)} for when, _ in (one, other)]
-    text, text_of_other = (" and ".join(sorted(when)) for when, _ in (one, other))
-    shared = len(names[0] & names[1]) / max(1, len(names[0] | names[1]))
-    letters = difflib.SequenceMatcher(None, text, text_of_other, autojunk=False).ratio()
-    return shared + letters if shared >= 0.5 else 0.0
+    first = {condition(refusal, renames): refusal for refusal in old}
+    second = {condition(refusal, {}): refusal for refusal in new}
+    for key, refusal in first.items():
+        if key not in second:
+            yield ConstraintChange(what="removed", refusal=refusal)
+    for key, refusal in second.items():
+        if key not in first:
+            yield ConstraintChange(what="added", refusal=refusal)

@@ -350,7 +350,7 @@ def _reader() -> str:
     """What reads the sources, by content: another version of it may find other facts."""
     folder = Path(__file__).parent
     files = (
-        "reads", "walk", "expressions", "calls", "trace", "lookup", "flow", "conditions",
+        "reads", "walk", "flow", "conditions",
         "declarations", "schema", "sources", "signatures", "facts",
     )  # fmt: skip
     whole = hashlib.sha256()

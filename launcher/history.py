@@ -1,7 +1,7 @@
 """What became of an argument that upstream once had: which commit, which pull request, what instead.
 
-The committed table holds every change up to the commit that it was made at. A checkout's own git
-history is asked only for what lies beyond it, and never over the network.
+The committed table holds every change up to the commit that it was made at. What lies beyond it is
+looked up in a checkout's own git history, by the lines that define the argument.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from launcher.git import Repository
 
-TABLE_VERSION = 1
 What = Literal["added", "removed", "renamed"]
 # TRL's configurations are built on transformers'
 _TRAINING_ARGUMENTS = "transformers/training_args.py"
+_PULL = re.compile(r"\(#(\d{1,9})\)\s*$|^Merge pull request #(\d{1,9})\b")
+_DEFINITION = re.compile(r"[-+]\s+(\w+)\s*:\s*([^=]+)")
+_HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+(\d+)(?:,\d+)? @@ ?(?:class (\w+))?")
+# with more changes than this, what came with a removal says nothing about it
+_FEW = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,69 +56,36 @@ class Event:
         return self.what != "added"
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """The committed facts of one package: the changes of each script up to `commit`, newest first."""
-
-    commit: str = ""
-    events: Mapping[str, tuple[Event, ...]] | None = None
-    order: tuple[str, ...] = ()
-    """Every commit (or release, where no commit is known) that changed something, newest first."""
-
-    def of(self, script: str) -> tuple[Event, ...]:
-        """The changes of one script's arguments; none for a script that is not in the table."""
-        return (self.events or {}).get(script, ())
-
-
-@cache
-def table(package: str = "open_instruct") -> Table:
-    """The committed facts of one package; an empty table for a package that has none."""
-    raw = files("launcher.snapshots").joinpath("history.json").read_text(encoding="utf-8")
-    return from_json(json.loads(raw).get(package))
-
-
 def of(
     key: str, script: str, repository: Repository | None = None, *, head: str = "HEAD"
 ) -> tuple[Event, ...]:
     """What happened to one argument of `script` (`open_instruct/finetune.py`) up to `head`.
 
-    Newest first; empty for a name that never was an argument. `repository` is the checkout's, with
-    `script` relative to its `root`. A shallow history says what it holds, and the table the rest.
-    For TRL there is the table only: it is installed without a history.
+    Newest first; empty for a name that never was an argument. `repository` is the checkout's; for
+    TRL there is the table only: it is installed without a history.
     """
-    return tuple(event for event in events(script, repository, head=head) if event.key == key)
+    known = tuple(event for event in events(script) if event.key == key)
+    at = table_commit(script.partition("/")[0])
+    if repository is None or script.startswith("trl/") or head == at or not key.isidentifier():
+        return known
+    commit = repository.commit(head)
+    if commit is None or commit == at:
+        return known
+    base = at if repository.commit(at) is not None else None
+    later = tuple(find(repository, key, script, base, commit))
+    if base is None:
+        return later or known
+    before = _ancestors(repository, commit)
+    cut = repository.is_shallow()
+    return later + tuple(event for event in known if event.commit in before or cut)
 
 
-def events(
-    script: str, repository: Repository | None = None, *, head: str = "HEAD"
-) -> tuple[Event, ...]:
-    """What happened to all arguments of `script` up to `head`, newest first (see `of`)."""
+@cache
+def events(script: str) -> tuple[Event, ...]:
+    """The committed changes of all arguments of `script`, newest first."""
     package = script.partition("/")[0]
-    facts = table(package)
-    if package == "trl":
-        return facts.of(script) + table("transformers").of(_TRAINING_ARGUMENTS)
-    if repository is None or head == facts.commit:
-        return facts.of(script)
-    commit = head if re.fullmatch(r"[0-9a-f]{40,64}", head) else repository.commit(head)
-    if commit is None or commit == facts.commit:
-        return facts.of(script)
-    return _up_to(repository, script, commit)
-
-
-def successor(
-    key: str, script: str, repository: Repository | None = None, *, head: str = "HEAD"
-) -> str | None:
-    """What `key` is called at `head`, followed over all its renames; None where it was removed."""
-    newest: dict[str, Event] = {}
-    for event in events(script, repository, head=head):
-        newest.setdefault(event.key, event)
-    seen = {key}
-    last = newest.get(key)
-    while last is not None and last.to is not None and last.to not in seen:
-        key = last.to
-        seen.add(key)
-        last = newest.get(key)
-    return key if len(seen) > 1 and (last is None or not last.gone) else None
+    found = _events(package, script)
+    return found + _events("transformers", _TRAINING_ARGUMENTS) if package == "trl" else found
 
 
 def called_now(
@@ -156,98 +127,132 @@ def sentence(event: Event) -> str:
     return f"{what}{where}{instead}"
 
 
-@lru_cache(maxsize=64)
-def _up_to(repository: Repository, script: str, commit: str) -> tuple[Event, ...]:
-    """The changes up to a commit: those that git alone knows, then those of the table."""
-    from launcher.lineage import Lineage
-
-    package = script.partition("/")[0]
-    facts, lineage = table(package), Lineage(repository, package)
-    ancestors = frozenset((repository.ask("rev-list", commit, "--") or "").split())
-    if not ancestors:
-        return facts.of(script)
-    seen = [name for name in facts.order if name in ancestors][:1]
-    known = [name for name in [facts.commit] if name and repository.commit(name)] + seen
-    walked = tuple(lineage.events(script, commit, known))
-    if known:
-        if not lineage.has(script, commit):
-            return ()
-        newest = facts.order[:1] if facts.commit in ancestors else seen
-        later = facts.order[: facts.order.index(newest[0])] if newest else facts.order
-        return walked + tuple(event for event in facts.of(script) if event.commit not in later)
-    taken = lineage.arguments(script, commit)
-    if taken is None:
-        return walked + facts.of(script)
-    return walked + tuple(_agreeing(walked, facts.of(script), taken, repository.is_shallow()))
+# --- the committed table --------------------------------------------------------------------------
 
 
-def _agreeing(
-    walked: Sequence[Event], older: Sequence[Event], taken: Collection[str], shallow: bool
-) -> Iterator[Event]:
-    """What the table can add where it has no commit in common with the history that was walked.
-
-    Nothing that contradicts it: of an argument that is there, the newest event is no removal, and a
-    whole history knows best about the arguments that it speaks of.
-    """
-    oldest = {event.key: event for event in walked}
-    agreed: set[str] = set()
-    for event in older:
-        first = oldest.get(event.key)
-        if first is not None and not shallow:
-            continue
-        was_there = event.key in taken if first is None else first.gone
-        if event.key in agreed or event.gone != was_there:
-            agreed.add(event.key)
-            yield event
+@cache
+def _table() -> Mapping[str, Any]:
+    raw = files("launcher.snapshots").joinpath("history.json").read_text(encoding="utf-8")
+    told: dict[str, Any] = json.loads(raw)
+    return told
 
 
-# -------------------------------------------------------------------------------- the committed form
+def table_commit(package: str) -> str:
+    """The commit up to which the table holds every change of a package; "" for any other package."""
+    return str(_table().get(package, {}).get("commit", ""))
 
 
-def as_json(commit: str, scripts: Mapping[str, Sequence[Event]], order: Sequence[str]) -> str:
-    """The facts of one package as JSON text, one event a line; `order` are its commits (or releases),
-    newest first.
-
-    An event row is: the scripts (their numbers), what, key, new name or names to see, owner, file,
-    line.
-    """
-    rows: dict[str, dict[str, str]] = {}
-    heads: dict[str, dict[str, object]] = {}
-    for number, found in enumerate(scripts.values()):
-        for event in found:
-            row = [event.what, event.key, event.to or list(event.see) or None, event.owner]
-            text = json.dumps([*row, event.file, event.line])[1:]
-            at = event.commit or event.release or ""
-            same = rows.setdefault(at, {})
-            same[text] = same.get(text, "") + str(number)
-            heads[at] = {
-                "commit": event.commit, "date": event.date, "pull": event.pull,
-                **({"release": event.release} if event.release else {}),
-            }  # fmt: skip
-    changes = []
-    for name in order:
-        if name in rows:
-            listed = ",\n".join(f'["{where}", {text}' for text, where in rows[name].items())
-            changes.append(f'{json.dumps(heads[name])[:-1]}, "events": [\n{listed}]}}')
-    head = f'"commit": {json.dumps(commit)}, "scripts": {json.dumps(list(scripts))}'
-    return f'{{{head}, "changes": [\n' + ",\n".join(changes) + "\n]}"
-
-
-def from_json(data: Mapping[str, Any] | None) -> Table:
-    """The inverse of `as_json`, parsed; an empty table for None."""
-    if data is None:
-        return Table()
-    found: dict[str, list[Event]] = {script: [] for script in data["scripts"]}
-    names = list(found)
+def _events(package: str, script: str) -> tuple[Event, ...]:
+    """The rows of the table: the scripts (their numbers), what, key, new name or names to see, owner,
+    file, line."""
+    data = _table().get(package, {"scripts": [], "changes": []})
+    if script not in data["scripts"]:
+        return ()
+    number, found = str(data["scripts"].index(script)), []
     for change in data["changes"]:
         at = {key: change.get(key) for key in ("commit", "date", "pull", "release")}
         for numbers, what, key, to, owner, file, line in change["events"]:
-            event = Event(
-                key=key, what=what, owner=owner, file=file, line=line, **at,
-                to=to if isinstance(to, str) else None,
-                see=tuple(to) if isinstance(to, list) else (),
-            )  # fmt: skip
-            for number in numbers:
-                found[names[int(number)]].append(event)
-    order = tuple(change["commit"] or change["release"] for change in data["changes"])
-    return Table(data["commit"], {k: tuple(v) for k, v in found.items()}, order)
+            if number in numbers:
+                see = tuple(to) if isinstance(to, list) else ()
+                to = to if isinstance(to, str) else None
+                found.append(
+                    Event(
+                        key=key, what=what, to=to, see=see, owner=owner, file=file, line=line, **at
+                    )
+                )
+    return tuple(found)
+
+
+# --- git ------------------------------------------------------------------------------------------
+
+
+def find(
+    repository: Repository, key: str, script: str, base: str | None, head: str
+) -> Iterator[Event]:
+    """The commits from `base` to `head` that changed whether `key` is defined, newest first.
+
+    Searched are the files that have ever defined an argument of the script. A definition that only
+    moves, or changes its type, is no change.
+    """
+    paths = sorted({script, *(event.file for event in events(script))})
+    told = repository.ask(
+        "log", "--root", "--first-parent", "--diff-merges=first-parent", "--no-renames", "--no-color",
+        "--relative", "--src-prefix=a/", "--dst-prefix=b/", "--pickaxe-all", "-U0",
+        f"-G^\\s+{key}\\s*:", "--format=%x02%H %cs %P%x03%s%x03",
+        head, *([f"^{base}"] if base else []), "--", *paths,
+    )  # fmt: skip
+    for block in (told or "").split("\x02")[1:]:
+        names, subject, patch = block.split("\x03", 2)
+        commit, date, *parents = names.split()
+        event = _event(key, patch, commit, date, subject)
+        # the oldest commit of a history that was cut off only looks as if it added everything
+        if event is not None and (parents or not repository.is_shallow()):
+            yield event
+
+
+def _event(key: str, patch: str, commit: str, date: str, subject: str) -> Event | None:
+    """What one commit did to an argument; None where it is defined before and after it."""
+    lost, new = ([d for d in _definitions(patch) if d.sign == sign] for sign in "-+")
+    own = [d for d in (*lost, *new) if d.key == key]
+    if len({d.sign for d in own}) != 1:
+        return None
+    before = {d.key for d in lost}
+    one, see = own[0], list[str]()
+    to = _new_name(one, lost, new) if one.sign == "-" else None
+    if one.sign == "-" and to is None:
+        came = [d.key for d in new if d.key not in before and d.hunk == one.hunk]
+        about = {*key.split("_")} - {"use"}
+        see = [name for name in came if {*name.split("_")} & about] if len(came) <= _FEW else []
+    number = _PULL.search(subject)
+    return Event(
+        key=key, what="added" if one.sign == "+" else "renamed" if to else "removed", to=to,
+        see=tuple(see), owner=one.owner, file=one.file, line=one.line, commit=commit, date=date,
+        pull=int(number[1] or number[2]) if number else None,
+    )  # fmt: skip
+
+
+def _new_name(
+    one: _Definition, lost: Sequence[_Definition], new: Sequence[_Definition]
+) -> str | None:
+    """The argument of the same type that took the place of one: alone, or with the same words."""
+    before, after = {d.key for d in lost}, {d.key for d in new}
+    came = {d.key: d for d in new if d.key not in before and d.type == one.type}
+    beside = {d.key for d in lost if d.key not in after and d.hunk == one.hunk}
+    here = [d for d in new if d.key not in before and d.hunk == one.hunk]
+    if len(beside) == len(here) == 1 and here[0].key in came:
+        return here[0].key
+    words = {*one.key.split("_")}
+    alike = [name for name in came if (w := {*name.split("_")}) <= words or words <= w]
+    return max(alike, key=len, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Definition:
+    """A field that a patch takes away (`-`) or adds (`+`)."""
+
+    sign: str
+    key: str
+    type: str
+    owner: str
+    file: str
+    line: int
+    hunk: int
+
+
+def _definitions(patch: str) -> Iterator[_Definition]:
+    file, owner, at, hunk = "", "", {"-": 0, "+": 0}, 0
+    for line in patch.splitlines():
+        if line.startswith(("--- ", "+++ ")):
+            file = line[6:] if line[4:] != "/dev/null" else file
+        elif found := _HUNK.match(line):
+            at, owner, hunk = {"-": int(found[1]), "+": int(found[2])}, found[3] or "", hunk + 1
+        elif line[:1] in at:
+            if told := _DEFINITION.match(line):
+                number = at[line[0]]
+                yield _Definition(line[0], told[1], told[2].strip(), owner, file, number, hunk)
+            at[line[0]] += 1
+
+
+@lru_cache(maxsize=8)
+def _ancestors(repository: Repository, commit: str) -> frozenset[str]:
+    return frozenset((repository.ask("rev-list", commit, "--") or "").split())

@@ -1,30 +1,26 @@
 """What moving from one commit of open-instruct to another does to given stage files.
 
-Each file is judged against both commits as `launch validate-config` would judge it there, and its
-command is built for both: nothing is checked out, nothing is started.
+Each file is judged against both commits as `launch validate-config` would judge it there: nothing is
+checked out, nothing is started.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from launcher import chain, command, conditions, difference, pin, plan, revision
+from launcher import chain, conditions, difference, pin
 from launcher import config as configs
 from launcher import stage as stages
 from launcher.backends import Entry
-from launcher.builder import Origin
 from launcher.config import Config
-from launcher.difference import ConstraintChange, FieldChange, StageDifference
+from launcher.difference import ConstraintChange, FieldChange, Revision, StageDifference
 from launcher.errors import Exit, Finding, InvalidConfig, errors
-from launcher.machine import Trainer
 from launcher.noops import condition_of, effective
 from launcher.pin import Commits
 from launcher.redaction import redact
-from launcher.revision import Revision
 from launcher.schema import Refusal, Schema
 from launcher.stage import Judged
 from launcher.upstream import Locator, Upstream
@@ -54,20 +50,11 @@ class Concern:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Words:
-    """One side's command: argv as a dry run would print it, or the reason why there is none."""
-
-    argv: tuple[str, ...] = ()
-    reason: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigDifference:
     """One stage file at both commits.
 
     `valid` is None where the commit's source could not be read for this stage, or the file is for
-    another backend (`reason`). `mended` are the edits, by renames alone, after which the file would be
-    valid at NEW; `after` is then the command of the edited file.
+    another backend (`reason`).
     """
 
     path: Path
@@ -77,10 +64,6 @@ class ConfigDifference:
     appeared: tuple[Finding, ...] = ()
     vanished: tuple[Finding, ...] = ()
     concerns: tuple[Concern, ...] = ()
-    gpus: int = 1
-    before: Words = field(default_factory=Words)
-    after: Words = field(default_factory=Words)
-    mended: tuple[str, ...] = ()
 
     @property
     def worse(self) -> bool:
@@ -88,14 +71,6 @@ class ConfigDifference:
         lost = self.valid[0] is not None and self.valid[1] is None
         met = any(c.relation == "constraint" and c.value for c in self.concerns)
         return lost or met or bool(errors(self.appeared))
-
-    @property
-    def words(self) -> list[str]:
-        """The command's differences, flag by flag, in the form of a unified diff without context."""
-        if not self.before.argv or not self.after.argv:
-            return []
-        told = difflib.ndiff(_by_flag(self.before.argv), _by_flag(self.after.argv))
-        return [line for line in told if line.startswith(("- ", "+ "))]
 
     def as_json(self) -> dict[str, object]:
         """Everything."""
@@ -107,16 +82,7 @@ class ConfigDifference:
                 "vanished": [finding.as_json() for finding in self.vanished],
             },
             "concerns": [concern.as_json() for concern in self.concerns],
-            "command": {
-                "gpus": self.gpus,
-                "old": _words_json(self.before), "new": _words_json(self.after),
-                "edits": list(self.mended), "diff": self.words,
-            },
         }  # fmt: skip
-
-
-def _words_json(words: Words) -> dict[str, object]:
-    return {"argv": list(words.argv) or None, "reason": words.reason}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,23 +131,18 @@ class Difference:
 
 
 def between(
-    commits: Commits,
-    paths: Sequence[Path] = (),
-    *,
-    stage: str | None = None,
-    gpus: int | None = None,
+    commits: Commits, paths: Sequence[Path] = (), *, stage: str | None = None
 ) -> Difference:
     """Compare two commits, and what they mean for the stage files `paths`.
 
-    `stage` is for flat files that do not say theirs; `gpus` is what the commands are planned for
-    (else the file's own number, else 1). Raises NotReady where git lacks the commits' files,
+    `stage` is for flat files that do not say theirs. Raises NotReady where git lacks the commits' files,
     InvalidConfig with all findings where a stage file cannot even be read.
     """
     loaded = _load(paths)
-    old, new = revision.read_revisions(commits)
+    old, new = difference.read_revisions(commits)
     compared = {
         name: difference.compare(old, new, name, commits.repository)
-        for name, entry in revision.BACKEND.STAGES.items()
+        for name, entry in difference.BACKEND.STAGES.items()
         # a further script of a stage that neither or only the newer commit has is no loss of anything
         if not entry.stage or name in old.schemas
     }
@@ -189,7 +150,7 @@ def between(
     return Difference(
         repository=commits.repository.root, shallow=commits.repository.is_shallow(),
         old=old, new=new, ahead=ahead, behind=behind, stages=compared,
-        configs=tuple(_config(one, old, new, compared, stage, gpus) for one in loaded),
+        configs=tuple(_config(one, old, new, compared, stage) for one in loaded),
     )  # fmt: skip
 
 
@@ -240,7 +201,6 @@ def _config(
     new: Revision,
     compared: Mapping[str, StageDifference],
     stage: str | None,
-    gpus: int | None,
 ) -> ConfigDifference:
     if stages.backend_of(config) != "open_instruct":
         return ConfigDifference(
@@ -259,21 +219,9 @@ def _config(
         return replace(told, reason=f"{key}: {old.unreadable.get(key, 'not there')}")
     change = compared[key]
     if isinstance(first, str) or isinstance(second, str):
-        return replace(
-            told, reason="; ".join(change.unreadable.values()),
-            concerns=tuple(_of_names(config, change)),
-        )  # fmt: skip
-    gpus = gpus if gpus is not None else _own_gpus(first)
-    before, after = _words(first, gpus), _words(second, gpus)
-    edits: list[str] = []
-    if told.valid == (True, False):
-        mended, listed = _mended(config, change, new)
-        again = _judged(mended, new, stage)
-        if listed and not isinstance(again, str) and _valid(again):
-            after, edits = _words(again, gpus), listed
+        return replace(told, reason="; ".join(change.unreadable.values()))
     return replace(
-        told, gpus=gpus, before=before, after=after, mended=tuple(edits),
-        appeared=_only_in(second, first), vanished=_only_in(first, second),
+        told, appeared=_only_in(second, first), vanished=_only_in(first, second),
         concerns=tuple(_concerns(first, second, change, old, new)),
     )  # fmt: skip
 
@@ -292,11 +240,6 @@ def _valid(judged: Judged | str) -> bool | None:
     return not errors(judged.findings) if isinstance(judged, Judged) else None
 
 
-def _own_gpus(judged: Judged) -> int:
-    own = judged.options.gpus if judged.options is not None else None
-    return 1 if own is None else own
-
-
 def _only_in(judged: Judged, other: Judged) -> tuple[Finding, ...]:
     """Findings that the other side does not have; the same code about the same key is the same."""
     known = {(f.severity, f.code, f.key) for f in other.findings}
@@ -304,14 +247,6 @@ def _only_in(judged: Judged, other: Judged) -> tuple[Finding, ...]:
 
 
 # --- what touches it ------------------------------------------------------------------------------
-
-
-def _of_names(config: Config, compared: StageDifference) -> Iterator[Concern]:
-    """Where only names could be compared: what became of the keys that the file sets."""
-    for change in compared.fields:
-        value = config.args.get(change.name)
-        if value is not None and change.what in {"removed", "renamed"}:
-            yield _concern("set", change, change.name, value)
 
 
 def _concern(relation: Relation, change: FieldChange, key: str, value: Any) -> Concern:
@@ -339,18 +274,19 @@ def _concerns(
             yield _concern("set", change, given, args[given])
         elif given is None and to not in derived and _moves(change, acts):
             yield _concern("default", change, to, change.after)
-    for constraint in compared.constraints:
-        was = constraint.before is not None and _holds(constraint.before, known[0])
-        now = constraint.after is not None and _holds(constraint.after, known[1])
-        if was != now:
-            yield Concern(relation="constraint", change=constraint, value=now)
+    met = [(_holds(one.refusal, known[one.what == "added"]), one) for one in compared.constraints]
+    if len({one.what for holds, one in met if holds}) == 1:
+        # one that is met on both sides is the same under another condition
+        for holds, one in met:
+            if holds:
+                yield Concern(relation="constraint", change=one, value=one.what == "added")
 
 
 def _touches(change: FieldChange, acts: tuple[bool | None, bool | None]) -> bool:
     """Whether a change of an argument matters to a file that sets it."""
     if change.what == "conditions":
         return acts[0] != acts[1]
-    return change.what not in {"default", "required"} and not change.mild
+    return change.what not in {"default", "required"}
 
 
 def _moves(change: FieldChange, acts: tuple[bool | None, bool | None]) -> bool:
@@ -380,53 +316,3 @@ def _acts(schema: Schema, name: str, known: Mapping[str, Any], entry: Entry) -> 
 
 def _holds(refusal: Refusal, known: Mapping[str, Any]) -> bool:
     return all(conditions.holds(c, known, _UNKNOWN) for c in refusal.when)
-
-
-# --- the command ----------------------------------------------------------------------------------
-
-
-def _words(judged: Judged, gpus: int) -> Words:
-    faults = errors(judged.findings)
-    if faults:
-        return Words(reason=f"refused: {len(faults)} error(s)")
-    try:
-        stage = stages.validate(judged)
-        made = plan.make(stage, gpus=gpus, output=Path("RUN") / "model")
-        built = command.build(
-            made, Trainer(python=Path("python"), source="not asked"), Path("RUN"), environ={}
-        )
-    except InvalidConfig as error:
-        return Words(reason=error.findings[0].message)
-    return Words(argv=built.redacted().argv)
-
-
-def _by_flag(argv: Sequence[str]) -> list[str]:
-    """The words of the training script, one flag with its values a line."""
-    listed: list[str] = []
-    start = argv.index(str(command.PROBE)) + 1
-    for word in argv[start:]:
-        if word.startswith("--") or not listed:
-            listed.append(word)
-        else:
-            listed[-1] += f" {word}"
-    return listed
-
-
-def _mended(config: Config, compared: StageDifference, new: Revision) -> tuple[Config, list[str]]:
-    """The file with renamed keys under their new names and keys without a successor left out."""
-    fields, renames = new.schemas[compared.stage].fields, compared.renames
-    gone = {change.name for change in compared.fields if change.what == "removed"}
-    args: dict[str, Any] = {}
-    origins: dict[str, Origin] = dict(config.origins)
-    edits: list[str] = []
-    for key, value in config.args.items():
-        to = renames.get(key)
-        if key in fields or (key not in gone and to is None):
-            args[key] = value
-        elif to is not None and to in fields and to not in config.args:
-            args[to] = value
-            origins[f"args.{to}"] = config.origin(f"args.{key}")
-            edits.append(f"`{key}` written as `{to}`")
-        else:
-            edits.append(f"`{key}` left out")
-    return replace(config, args=args, origins=origins), edits

@@ -367,16 +367,12 @@ def _next(told: Status) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Commits:
-    """Two commits of one repository, under the names they were asked for.
-
-    `known` is whether the repository holds each of them: the pin may be known by its snapshot alone.
-    """
+    """Two commits of one repository, under the names they were asked for."""
 
     repository: Repository
     old: str
     new: str
     names: tuple[str, str]
-    known: tuple[bool, bool] = (True, True)
 
 
 def find_commits(
@@ -394,20 +390,11 @@ def find_commits(
     repositories = _repositories(checkout, environ)
     if not repositories:
         raise NotReady(_no_repository(checkout, environ))
-    best: Commits | None = None
     for repository in repositories:
-        found = [PIN if n == "pin" else repository.commit(n) for n in names]
-        known = [c is not None and repository.commit(c) is not None for c in found]
-        lacking = [n for n, c in zip(names, found, strict=True) if c is None]
-        if lacking:
-            continue
-        made = Commits(repository, str(found[0]), str(found[1]), names, (known[0], known[1]))
-        if all(known):
-            return made
-        best = best or made
-    if best is not None:
-        return best
-    raise _unknown(repositories, names)
+        found = [repository.commit(PIN if name == "pin" else name) for name in names]
+        if found[0] is not None and found[1] is not None:
+            return Commits(repository, found[0], found[1], names)
+    raise _unknown(repositories[0], names)
 
 
 def _names(words: Sequence[str]) -> tuple[str, str]:
@@ -456,11 +443,10 @@ def _no_repository(checkout: Path | None, environ: Mapping[str, str]) -> Finding
     )
 
 
-def _unknown(repositories: Sequence[Repository], names: tuple[str, str]) -> NotReady | UsageError:
+def _unknown(first: Repository, names: tuple[str, str]) -> NotReady | UsageError:
     """The error for names that no repository knows, of the first one, with what would get them."""
-    first = repositories[0]
-    lacking = [n for n in dict.fromkeys(names) if n != "pin" and first.commit(n) is None]
-    lacking = lacking or [n for n in dict.fromkeys(names) if n != "pin"]
+    meant = [PIN if name == "pin" else name for name in dict.fromkeys(names)]
+    lacking = [name for name in meant if first.commit(name) is None] or meant
     git, name = f"git -C {_word(first.root)}", lacking[0]
     whole = re.fullmatch(r"[0-9a-f]{40,64}", name) is not None
     shallow = first.is_shallow()

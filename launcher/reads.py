@@ -19,11 +19,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from launcher import conditions
-from launcher.lookup import by_place
+from launcher.flow import by_place
 from launcher.schema import Path, Read, Refusal
 from launcher.sources import Module, Sources
-from launcher.trace import PERHAPS, Passed
-from launcher.walk import Walk
+from launcher.walk import PERHAPS, Passed, Walk
 
 _PARSERS = {"ArgumentParserPlus", "HfArgumentParser", "TrlParser"}
 _MAX_PASSES = 12

@@ -24,7 +24,6 @@ from launcher.paths import exists, expanded, is_file
 from launcher.schema import Schema
 from launcher.sources import Folder, Tree, find_package
 
-SNAPSHOT_VERSION = 2
 REPOSITORY = Path(__file__).resolve().parent.parent
 SUBMODULE = REPOSITORY / "external" / "open-instruct"
 FOUND_IN = (Path("/workspace/open-instruct"), Path("~/open-instruct"))
@@ -344,32 +343,3 @@ class Locator:
                 self.find(backend), stage, allow_unpinned=self.allow_unpinned
             )
         return self._schemas[key]
-
-
-def take_snapshot(
-    backend: str, packages: Mapping[str, Folder], foreign: Mapping[str, Folder]
-) -> dict[str, Any]:
-    """The facts of one backend as the committed JSON holds them: names, types, defaults, places.
-
-    `foreign` are packages whose types the dataclasses use without belonging to upstream; their
-    versions are recorded, their files are not among the digests.
-    """
-    module = BACKENDS[backend]
-    # a commit without a further script of a stage lacks nothing that belongs to a stage
-    stages = [
-        name for name, entry in module.STAGES.items()
-        if not entry.stage or facts.digest(packages, entry.script) is not None
-    ]  # fmt: skip
-    told = facts.read(module, {**packages, **foreign}, {}, stages)
-    del told["absent"]
-    digests = {k: v for k, v in told["files"].items() if k.partition("/")[0] in module.PACKAGES}
-    for entry in (module.STAGES[name] for name in stages):
-        digests[entry.script] = facts.digest(packages, entry.script) or ""
-    return {
-        "schema_version": SNAPSHOT_VERSION,
-        "backend": backend,
-        "version": version_of(backend, packages),
-        "foreign": {n: package_version(p.path.parent, n) for n, p in foreign.items()},
-        **told,
-        "files": dict(sorted(digests.items())),
-    }

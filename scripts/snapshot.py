@@ -10,20 +10,26 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from launcher.errors import LaunchError
 from launcher.snapshots import taking
 
 
 def main(arguments: list[str]) -> int:
     """Take both snapshots; returns the exit code."""
-    checkout = Path(arguments[0]) if arguments else None
+    checkout = Path(arguments[0]).expanduser() if arguments else None
     for backend in ("open_instruct", "trl"):
         try:
-            print("\n".join(taking.take(backend, checkout=checkout).lines()))
-        except LaunchError as error:
-            for finding in error.findings:
-                print(f"{finding.message}\n  help: {finding.help}", file=sys.stderr)
-            return error.exit_code
+            told = taking.take(backend, checkout)
+        except LookupError as error:
+            print(error.args[0], file=sys.stderr)
+            return 1
+        version, missing = told["version"], told["unreadable"]
+        if "+" in version or missing:
+            print(f"{backend} at {version}: edited, or unreadable: {missing}", file=sys.stderr)
+            return 1
+        taking.write(backend, told, checkout)
+        print(f"{backend}: {len(told['fields'])} fields at {version}")
+        for step in taking.further_steps(backend, version):
+            print(f"next: {step}")
     return 0
 
 

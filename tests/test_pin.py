@@ -1,4 +1,4 @@
-"""Which checkouts are here, how they stand to the pin, and taking a snapshot of one."""
+"""Which checkouts are here, how they stand to the pin."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import pytest
 from repositories import UTILS, commit, git, script, transformation
 
 from launcher import pin, upstream
-from launcher.errors import Exit, InvalidConfig, NotReady, UsageError
+from launcher.errors import Exit
 from launcher.pin import Place, Status
-from launcher.snapshots import taking
-from launcher.sources import find_package
 
 FILES = {
     "__init__.py": "", "utils.py": UTILS, "finetune.py": script(),
@@ -222,94 +220,3 @@ def test_the_real_pin(checkout: Path) -> None:
     told = pin.status(checkout, {})
     assert told.used is not None and told.used.changed == ()
     assert told.used.commit in {None, pin.PIN} or told.exit_code is Exit.CONFIG
-
-
-# --- snapshot -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def without_types(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for a source whose dataclasses use no types of other packages."""
-    monkeypatch.setattr(taking, "FOREIGN", {})
-
-
-def test_a_snapshot_of_a_commit(pinned: Path, tmp_path: Path, without_types: None) -> None:
-    git(pinned, "checkout", "-q", "main")
-    told = taking.take(checkout=pinned, output=tmp_path / "facts.json")
-    facts = json.loads((tmp_path / "facts.json").read_text())
-    assert told.version == facts["version"] == git(pinned, "rev-parse", "main")
-    assert told.fields == len(facts["fields"]) > 10 and not told.unreadable
-    assert "FlatArguments.seed" in facts["stages"]["sft"]
-    assert facts.keys() == upstream.snapshot("open_instruct").keys()
-    # one fact a line, so that two snapshots can be compared
-    assert '\n  "FlatArguments.seed": {' in (tmp_path / "facts.json").read_text()
-    assert str(tmp_path / "facts.json") in told.lines()[0]
-
-
-def test_edited_files_are_no_commits_facts(
-    pinned: Path, tmp_path: Path, without_types: None
-) -> None:
-    (pinned / "open_instruct" / "finetune.py").write_text(script(more="mine: int = 1"))
-    target = tmp_path / "facts.json"
-    with pytest.raises(NotReady, match="edited") as raised:
-        taking.take(checkout=pinned, output=target)
-    assert raised.value.findings[0].code == "edited-checkout" and not target.exists()
-    told = taking.take(checkout=pinned, output=target, allow_edited=True)
-    assert told.version == f"{pin.PIN}+edited"
-
-
-def test_a_folder_without_history_has_no_commit(
-    pinned: Path, tmp_path: Path, without_types: None
-) -> None:
-    shutil.copytree(pinned / "open_instruct", tmp_path / "copy" / "open_instruct")
-    (tmp_path / "copy" / "open_instruct" / "utils.py").write_text("")
-    with pytest.raises(NotReady, match="no git history"):
-        taking.take(checkout=tmp_path / "copy", output=tmp_path / "facts.json")
-
-
-def test_only_a_source_tree_has_a_committed_place(pinned: Path, without_types: None) -> None:
-    with pytest.raises(UsageError) as raised:
-        taking.take(checkout=pinned)
-    assert "-o FILE" in (raised.value.findings[0].help or "")
-
-
-def test_what_no_snapshot_can_be_taken_of(
-    pinned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(NotReady, match="no source"):
-        taking.take(environ={}, output=tmp_path / "facts.json")
-    monkeypatch.setattr(taking, "FOREIGN", {"open_instruct": {"no_such_package": "none"}})
-    with pytest.raises(NotReady, match="no_such_package is not installed"):
-        taking.take(checkout=pinned, output=tmp_path / "facts.json")
-    monkeypatch.setattr(taking, "FOREIGN", {})
-    with pytest.raises(NotReady, match="cannot be written"):
-        taking.take(checkout=pinned, output=tmp_path / "no" / "facts.json")
-    broken = "class FlatArguments\n"
-    commit(pinned, {"finetune.py": broken, "dpo_tune_cache.py": broken}, "broken")
-    with pytest.raises(InvalidConfig) as raised:
-        taking.take(checkout=pinned, output=tmp_path / "facts.json")
-    assert raised.value.findings[0].code == "unreadable-source"
-
-
-def test_a_new_pin_moves_more_than_the_snapshot(checkout: Path, tmp_path: Path) -> None:
-    if find_package("olmo_core") is None:
-        pytest.skip("no training packages")
-    told = taking.take(checkout=checkout, output=tmp_path / "facts.json")
-    assert told.next == ()
-    committed = Path(taking.__file__).parent / "open_instruct.json"
-    assert (tmp_path / "facts.json").read_text() == committed.read_text(), "make snapshot"
-
-
-def test_the_further_places_of_a_new_pin(
-    pinned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_types: None
-) -> None:
-    root = launch_repository(pinned)
-    (root / "pyproject.toml").write_text("")
-    shutil.copytree(Path(taking.__file__).parent, root / "launcher" / "snapshots")
-    monkeypatch.setattr(taking, "__file__", str(root / "launcher" / "snapshots" / "taking.py"))
-    told = taking.take(checkout=pinned)
-    assert told.target == root / "launcher" / "snapshots" / "open_instruct.json"
-    steps = "\n".join(told.next)
-    for words in ("PIN", "160000", "history", "README.md", "make golden"):
-        assert words in steps
-    assert all(pin.PIN in step for step in told.next[:2])

@@ -9,16 +9,13 @@ from typing import Annotated
 import typer
 
 from launcher.commands.vocabulary import (
-    BackendOption,
     Checkout,
     Format,
     FormatOption,
-    Gpus,
     StageOption,
     answer,
     app,
     files_of,
-    named_backend,
     named_stage,
 )
 
@@ -60,48 +57,21 @@ def pin_diff(
         ),
     ] = None,
     stage: StageOption = None,
-    gpus: Gpus = None,
     everything: Annotated[
         bool, typer.Option("--all", help="also what does not concern these files")
     ] = False,
     open_instruct: Checkout = None,
     format: FormatOption = Format.text,
 ) -> None:
-    """Show what changes between two commits: arguments, defaults, reads, log lines, commands."""
+    """Show what changes between two commits: arguments, defaults, reads, refusals."""
     from launcher import diff_report, impact, pin, report
 
     found = pin.find_commits(commits, open_instruct, os.environ)
     paths = [file for path in configs or () for file in files_of(path)]
-    told = impact.between(found, paths, stage=named_stage(stage), gpus=gpus)
+    told = impact.between(found, paths, stage=named_stage(stage))
     if format is Format.json:
         new = [finding for one in told.configs for finding in one.appeared]
         report.envelope("pin diff", not told.worse, new, told.as_json())
     else:
         report.say("\n".join(diff_report.lines(told, everything=everything)))
     raise typer.Exit(told.exit_code)
-
-
-@pins.command("snapshot", epilog="Example: launch pin snapshot --open-instruct ~/open-instruct")
-def pin_snapshot(
-    backend: BackendOption = None,
-    open_instruct: Checkout = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="the file; default: the committed one")
-    ] = None,
-    allow_edited: Annotated[
-        bool, typer.Option("--allow-edited", help="also of a checkout with local changes")
-    ] = False,
-    format: FormatOption = Format.text,
-) -> None:
-    """Write the facts of a source (arguments, types, defaults, reads, log lines) as JSON."""
-    from launcher import report
-    from launcher.snapshots import taking
-
-    told = taking.take(
-        named_backend(backend) or "open_instruct", checkout=open_instruct, output=output,
-        allow_edited=allow_edited,
-    )  # fmt: skip
-    if format is Format.json:
-        report.envelope("pin snapshot", True, (), told.as_json())
-    else:
-        report.say("\n".join(told.lines()))

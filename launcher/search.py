@@ -17,7 +17,6 @@ from launcher import footprint, levers, memory, shapes, throughput
 from launcher.comparison import Spread
 from launcher.errors import InvalidConfig
 from launcher.footprint import Footprint
-from launcher.forecast import MARGIN
 from launcher.lengths import Lengths
 from launcher.levers import ORDER, Setting, Settings, Space, described
 from launcher.shapes import Shape

@@ -7,7 +7,6 @@ is not known is said to be unknown, and stops nothing.
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import tempfile
@@ -316,11 +315,6 @@ def free(path: Path) -> tuple[int, int] | None:
 
 def not_writable(path: Path) -> str | None:
     """Why nothing can be written at a place; None where it can. A nameless file is tried."""
-    try:
-        os.stat(path)
-    except OSError as error:
-        if error.errno in _NO_NAME:
-            return error.strerror
     there = _nearest(path)
     if not there.is_dir():
         return f"{there} is no folder"
@@ -330,10 +324,6 @@ def not_writable(path: Path) -> str | None:
     except OSError as error:
         # a full disk is another matter, which has words of its own
         return None if error.errno in DISK_FULL else (error.strerror or str(error))
-
-
-# what no folder can be called: made neither now nor later
-_NO_NAME = frozenset({errno.ENAMETOOLONG, errno.ELOOP})
 
 
 def _nearest(path: Path) -> Path:

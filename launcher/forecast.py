@@ -181,9 +181,9 @@ def _row(rung: Rung) -> tuple[str, ...]:
 def _parts(rung: Rung, *, why: bool) -> Iterator[str]:
     if rung.memory is not None:
         kinds = ((kind, rung.memory.of(kind)) for kind in KINDS)
-        told = ", ".join(f"{kind} {gib:.1f}" for kind, gib in kinds if gib >= 0.05)
+        shares = ", ".join(f"{kind} {gib:.1f}" for kind, gib in kinds if gib >= 0.05)
         peak = f"{rung.memory.peak:.1f} GiB at the {rung.memory.fullest.name}"
-        yield f"{_which(rung.plan)}{peak}: {told or 'nothing'}"
+        yield f"{_which(rung.plan)}{peak}: {shares or 'nothing'}"
     if rung.best is not None and rung.best.per_device != rung.plan.per_device:
         yield (
             f"  --fit: per device {rung.best.per_device}, accumulation {rung.best.accumulation}"
@@ -401,7 +401,7 @@ def _rung(
         attention=attention_of(planned, terms.attention),
     )
     setup = footprint.setup()
-    found = _reached(planned, setup, card) if planned.gpus else None
+    found = _memory_of(planned, setup, card) if planned.gpus else None
     tokens = budget.tokens_per_step(
         cut, per_device=planned.per_device, accumulation=planned.accumulation,
         processes=planned.processes, packed=footprint.packed, dpo=footprint.dpo,
@@ -413,21 +413,24 @@ def _rung(
     if found is not None and card.gib is not None and only != "data set":
         best = budget.fit(
             footprint.setup, total=planned.global_batch, processes=planned.processes, gib=card.gib,
-            memory_of=lambda setup: _reached(planned, setup, card),
+            memory_of=lambda setup: _memory_of(planned, setup, card),
         )  # fmt: skip
         if best is None:
             # of one row a device, the global batch kept
             one = footprint.setup(1, planned.global_batch // planned.processes)
-            smallest = _reached(planned, one, card)
-    said = (*_said(footprint, found, best, card), *_half_wasted(planned, cut, row))
+            smallest = _memory_of(planned, one, card)
+    findings = (
+        *_memory_findings(footprint, found, best, card),
+        *_waste_findings(planned, cut, row),
+    )
     return Rung(
         plan=planned, rows=counted, steps=planned.steps, memory=found, gpu_memory=card.gib,
         tokens=tokens, speed=speed, bill=bill, best=best if terms.fit else None, smallest=smallest,
-        findings=said, saved=_saved(planned, setup),
+        findings=findings, saved=_saved(planned, setup),
     )  # fmt: skip
 
 
-def _reached(planned: Plan, setup: Setup, card: _Card) -> Memory:
+def _memory_of(planned: Plan, setup: Setup, card: _Card) -> Memory:
     """The moments that the run comes to on such a card: without a step, what lies before the first one."""
     whole = memory.estimate(setup)
     whole = whole if card.gib is None else whole.within(memory.usable(card.gib))
@@ -475,7 +478,7 @@ def _referred(planned: Plan, rows: Lengths) -> int:
     return planned.global_batch if row is None else max(1, round(row.pairs * planned.processes))
 
 
-def _half_wasted(planned: Plan, rows: Lengths, row: Packed | None) -> Iterator[Finding]:
+def _waste_findings(planned: Plan, rows: Lengths, row: Packed | None) -> Iterator[Finding]:
     """More than half of what a packed step computes is empty; which batch would fill it."""
     if row is None or row.filled >= 0.5:
         return
@@ -501,7 +504,7 @@ def _reference_rows(footprint: Footprint, rows: int | None) -> int | None:
     return planned.steps * planned.global_batch if reference and planned.steps else None
 
 
-def _said(
+def _memory_findings(
     footprint: Footprint, found: Memory | None, best: Fit | None, card: _Card
 ) -> Iterator[Finding]:
     """Whether the memory is known, is too much, or leaves a card half empty."""
@@ -551,14 +554,14 @@ def _instead(footprint: Footprint, now: Memory, card: _Card) -> str:
     gib = card.gib or 0.0
 
     def peak_of(other: Footprint) -> float:
-        return _reached(other.plan, other.setup(), card).peak
+        return _memory_of(other.plan, other.setup(), card).peak
 
-    told = [
+    changes = [
         f"{' with '.join(way.words for way in chosen)} ({peak:.1f} GiB)"
         for chosen, peak in mends(footprint, peak_of, memory.usable(gib))
     ]
-    if told:
-        return f"this fits: {'; or '.join(told[:3])}"
+    if changes:
+        return f"this fits: {'; or '.join(changes[:3])}"
     shorter = ", shorter rows" if max(KINDS, key=now.of) in ("logits", "activations") else ""
     return f"nothing that can be turned fits: a card with more memory{shorter}, or a smaller model"
 

@@ -293,10 +293,3 @@ def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
     assert second.severity == "warning" and "TRITON_CACHE_DIR" in (second.help or "")
     # nothing was made by asking
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_folders_that_can_never_be_made(tmp_path: Path) -> None:
-    (tmp_path / "loop").symlink_to("loop")
-    assert disk.not_writable(tmp_path / "a" / "b") is None
-    assert disk.not_writable(tmp_path / ("x" * 300)) == "File name too long"
-    assert "symbolic links" in str(disk.not_writable(tmp_path / "loop" / "x"))

@@ -117,7 +117,7 @@ def end_left_over(folder: Path) -> None:
     """Stop them: nobody waits for them, and they have the GPUs of the next."""
     for run in left_over(folder):
         with contextlib.suppress(LaunchError, OSError):
-            stopping.stop(run, waits=(5, 5, 5))
+            stopping.stop(run)
 
 
 def page(runs: Iterable[Path], path: Path) -> Path | None:

@@ -33,11 +33,7 @@ NAMES: tuple[str, ...] = (
 )  # fmt: skip
 """What `--allow-changed-resume` takes, beside the name of any argument."""
 BATCH = frozenset({"gpus", "per_device", "accumulation"})
-"""Those that decide how rows make a step."""
-SKIPPING = "ignore_data_skip"
-"""TRL's: whether a resume begins its epoch again, at the first rows (transformers/trainer.py:1648)."""
-PLACE = BATCH | {SKIPPING}
-"""Those that come to another place in the data: `position` allows them too."""
+"""Those that decide how rows make a step: `position` allows them too."""
 
 # Where things go, what is shown, how fast it is: none of it moves a weight.
 _HARMLESS = re.compile(
@@ -48,39 +44,56 @@ _HARMLESS = re.compile(
     r"do_eval|per_device_eval_batch_size|dataloader_\w+|dataset_num_proc|preprocessing_num_workers|"
     r"gs_bucket_path|timeout|ddp_\w+|disable_tqdm|low_cpu_mem_usage|gradient_checkpointing\w*|"
     r"activation_memory_budget|include_\w+|load_best_model_at_end|metric_for_best_model|"
-    r"greater_is_better|torch_empty_cache_steps|skip_memory_metrics|ignore_data_skip|profiling"
-)
-_SOLVED = frozenset({"per_device_train_batch_size", "gradient_accumulation_steps"})
-_MODEL = re.compile(
-    r"model_name_or_path|model_revision|config_name|use_lora|use_peft|use_qlora|use_dora|use_rslora|"
-    r"lora_\w+|load_in_\w+|additional_model_arguments|model_init_kwargs"
+    r"greater_is_better|torch_empty_cache_steps|skip_memory_metrics|ignore_data_skip|profiling|"
+    r"per_device_train_batch_size|gradient_accumulation_steps"
 )
 _ADAPTER = re.compile(r"lora_\w+|use_dora|use_rslora|use_qlora")
-_DATA = re.compile(
-    r"(?:dataset_)?mixer_list\w*|dataset_\w+|datasets|(?:dataset_)?transform_fn|target_columns|config_hash|"
-    r"max_seq_length|max_length|max_train_samples|packing\w*|truncation_mode|seed|data_seed|"
-    r"group_by_length|train_sampling_strategy|sft_messages_key|ground_truths_key|sequence_parallel_size|"
-    r"tokenizer_\w+|chat_template\w*|add_bos|use_fast|use_slow_tokenizer|get_tokenizer_fn|eos_token|"
-    r"pad_token"
-)
 # another class of optimizer, or another layout of its state, finds nothing of its own in what was saved
 _OPTIMIZER = re.compile(
     r"optim|optim_args|optim_target_modules|optimizer_type|optimizer_kwargs|use_8bit_optimizer|"
     r"dpo_use_paged_optimizer"
 )
+_ENGINE = re.compile(
+    r"deepspeed|zero_stage|zero_hpz_partition_size|offload_(?:optimizer|param)|fsdp\w*"
+)
 # torch's AdamW either way; which of the two it is lies in the state too
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
 # what upstream computes where nothing is said (transformers/training_args.py:809)
 _DEFAULTS = {"optim": "adamw_torch_fused"}
-_ENGINE = re.compile(
-    r"deepspeed|zero_stage|zero_hpz_partition_size|offload_(?:optimizer|param)|fsdp\w*"
-)
-# they lie in the optimizer's and the schedule's state, which is loaded over what was asked for
-_KEPT = re.compile(r"learning_rate|weight_decay|adam_\w+|fused_optimizer")
+_RESTORED = "it comes out of the checkpoint: the new value does nothing"
 _UNKNOWN = object()
-_SCHEDULE = re.compile(
-    r"lr_scheduler_\w+|warmup_\w+|final_lr_ratio|num_train_epochs|num_epochs|max_steps|max_train_steps"
-)
+_ARGUMENTS: tuple[tuple[re.Pattern[str], str, Severity], ...] = (
+    (
+        re.compile(
+            r"model_name_or_path|model_revision|config_name|use_lora|use_peft|use_qlora|use_dora|"
+            r"use_rslora|lora_\w+|load_in_\w+|additional_model_arguments|model_init_kwargs"
+        ),
+        "the checkpoint holds the weights of another model", "error",
+    ),
+    (
+        re.compile(
+            r"(?:dataset_)?mixer_list\w*|dataset_\w+|datasets|(?:dataset_)?transform_fn|target_columns|"
+            r"config_hash|max_seq_length|max_length|max_train_samples|packing\w*|truncation_mode|seed|"
+            r"data_seed|group_by_length|train_sampling_strategy|sft_messages_key|ground_truths_key|"
+            r"sequence_parallel_size|tokenizer_\w+|chat_template\w*|add_bos|use_fast|"
+            r"use_slow_tokenizer|get_tokenizer_fn|eos_token|pad_token"
+        ),
+        "the place in the data would be one in other data", "error",
+    ),
+    (_OPTIMIZER, "the saved state belongs to another optimizer", "error"),
+    (_ENGINE, "the saved states may not fit another engine", "error"),
+    # they lie in the optimizer's and the schedule's state, which is loaded over what was asked for
+    (re.compile(r"learning_rate|weight_decay|adam_\w+|fused_optimizer"), _RESTORED, "warning"),
+    (
+        re.compile(
+            r"lr_scheduler_\w+|warmup_\w+|final_lr_ratio|num_train_epochs|num_epochs|max_steps|"
+            r"max_train_steps"
+        ),
+        "the learning rate goes on with another schedule", "warning",
+    ),
+    (re.compile(r".+"), "it acts from there on only", "warning"),
+)  # fmt: skip
+"""What a resume makes of another value of an argument; the first that matches its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +195,7 @@ def _batch(told: Manifest, attempts: Attempts) -> Iterator[Change]:
 def _arguments(told: Manifest, plan: Plan, same: Collection[str]) -> Iterator[Change]:
     adapter = plan.values.get("use_lora") or plan.values.get("use_peft")
     for name in plan.stage.schema.fields:
-        if name in _SOLVED or _HARMLESS.fullmatch(name) or not recorded(told, name):
+        if _HARMLESS.fullmatch(name) or not recorded(told, name):
             continue
         was, now = (
             _DEFAULTS.get(name) if value is None else value
@@ -197,28 +210,19 @@ def _arguments(told: Manifest, plan: Plan, same: Collection[str]) -> Iterator[Ch
 
 def _argument(plan: Plan, name: str, was: Any, now: Any, same: Collection[str]) -> Change:
     names = plan.stage.entry.names
-    severity: Severity = "warning"
-    restored = False
-    if _MODEL.fullmatch(name):
-        effect, severity = "the checkpoint holds the weights of another model", "error"
-    elif _DATA.fullmatch(name):
-        effect, severity = "the place in the data would be one in other data", "error"
-    elif (_OPTIMIZER.fullmatch(name) or _ENGINE.fullmatch(name)) and _unread(plan, name):
-        effect, severity = "nothing reads it here", "note"
-    elif _OPTIMIZER.fullmatch(name) and not (was in _ADAMW and now in _ADAMW):
-        effect, severity = "the saved state belongs to another optimizer", "error"
-    elif _ENGINE.fullmatch(name):
-        effect, severity = "the saved states may not fit another engine", "error"
-    elif _KEPT.fullmatch(name) or _OPTIMIZER.fullmatch(name):
-        effect, restored = "it comes out of the checkpoint: the new value does nothing", True
-    elif _SCHEDULE.fullmatch(name):
-        effect = "the learning rate goes on with another schedule"
-    else:
-        effect = "it acts from there on only"
+    effect, severity = next(
+        (effect, severity) for pattern, effect, severity in _ARGUMENTS if pattern.fullmatch(name)
+    )
+    state = _OPTIMIZER.fullmatch(name) or _ENGINE.fullmatch(name)
     if (name == names.model and "model" in same) or (name == names.data and "data" in same):
         effect, severity = "another name for the same content", "note"
+    elif state and _unread(plan, name):
+        effect, severity = "nothing reads it here", "note"
+    elif was in _ADAMW and now in _ADAMW:
+        effect, severity = _RESTORED, "warning"
     return Change(
-        what=name, key=name, before=was, after=now, effect=effect, severity=severity, restored=restored
+        what=name, key=name, before=was, after=now, effect=effect, severity=severity,
+        restored=effect == _RESTORED,
     )  # fmt: skip
 
 

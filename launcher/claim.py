@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launcher import lease, process, rundir, runner
-from launcher.errors import Finding, NotReady
+from launcher.errors import Finding, NotReady, not_ready
 from launcher.rundir import RunFolder
 
 # somebody may only be looking whether it is held
@@ -34,27 +34,31 @@ def claimed(
     """
     process.hold_standard_streams()
     with contextlib.ExitStack() as held:
-        granted = None
+        granted, locks = None, tuple[int, ...]()
         if output is not None:
             granted = lease.take(output, folder.path, attempt)
             held.callback(_give_back, granted)
         try:
             folder.path.mkdir(rundir.OWN, parents=True, exist_ok=True)
             files = [folder.lock] if granted is None else [folder.lock, granted.lock]
-            locks = tuple(_opened(file, held) for file in files)
+            for file in files:
+                locks = (*locks, _opened(file))
+                held.callback(os.close, locks[-1])
         except OSError as error:
             raise rundir.not_writable(folder.path, error.strerror) from None
         # the attempt: another start may have been quicker, and be over already
         taken = not all(map(_locked, locks)) or runner.alive(folder.path)
         if taken or folder.attempts() >= attempt:
-            raise NotReady(_live(folder, output))
+            where = f" into {output}" if output is not None else ""
+            raise not_ready(
+                "run-is-live", f"the run {folder.path.name} was started before and trains{where}",
+                "wait for it, stop it, or choose another output_dir", file=str(folder.path),
+            )  # fmt: skip
         yield granted, locks
 
 
-def _opened(file: Path, held: contextlib.ExitStack) -> int:
-    lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
-    held.callback(os.close, lock)
-    return lock
+def _opened(file: Path) -> int:
+    return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
 
 
 def _give_back(granted: lease.Lease) -> None:
@@ -79,7 +83,7 @@ def alone(lock_file: Path, taken: Finding) -> Iterator[None]:
     lock = None
     with contextlib.suppress(OSError):
         lock_file.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+        lock = _opened(lock_file)
     try:
         if lock is not None and not _locked(lock):
             raise NotReady(taken)
@@ -101,12 +105,3 @@ def _locked(lock: int) -> bool:
         else:
             return True
     return False
-
-
-def _live(folder: RunFolder, output: Path | None) -> Finding:
-    where = f" into {output}" if output is not None else ""
-    return Finding(
-        severity="error", layer="launch", code="run-is-live", file=str(folder.path),
-        message=f"the run {folder.path.name} was started before and trains{where}",
-        help="wait for it, stop it, or choose another output_dir",
-    )  # fmt: skip

@@ -102,8 +102,6 @@ def _signals(folder: RunFolder, asked: list[int], *, forward: bool) -> Iterator[
         if told is not None and told.lives():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(told.pid, number)
-                # one that was made to stand still
-                os.kill(told.pid, signal.SIGCONT)
         elif runner.alive(folder.path):
             runner.end_orphans(folder, (0, 0, 0), max(1, folder.attempts()))
 

@@ -88,7 +88,7 @@ def interruptible() -> Iterator[None]:
     """
     try:
         with process.handling(
-            {signal.SIGHUP: lambda *_: None, signal.SIGTERM: signal.default_int_handler}
+            {signal.SIGHUP: process.ignore, signal.SIGTERM: signal.default_int_handler}
         ):
             yield
     except KeyboardInterrupt:
@@ -169,14 +169,16 @@ def main(words: Sequence[str]) -> int:
                 sums.end(resumable=ended.returncode != 0)
                 end(overview.ended_state(folder), ended.returncode)
         except OSError as error:
-            tell(json.dumps([_gone(attempt.cwd, error).as_json()]).encode())
-            return Exit.NOT_READY
+            message = f"the folder that launch was started in cannot be entered: {error.strerror}"
+            gone = not_ready("not-started", message, file=attempt.cwd)
+            tell(json.dumps([one.as_json() for one in gone.findings]).encode())
+            return gone.exit_code
         except LaunchError as error:
             tell(json.dumps([one.as_json() for one in error.findings]).encode())
             return error.exit_code
     # what is asked for now is for the command at the end, and a verdict takes seconds
     ignored = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    with process.handling({number: lambda *_: None for number in ignored}):
+    with process.handling(dict.fromkeys(ignored, process.ignore)):
         return conclude(folder, attempt, ended, locks=locks, own=True)
 
 
@@ -190,13 +192,6 @@ def _overtaken(console: Path, by: Lease) -> None:
     with contextlib.suppress(OSError), console.open("a") as log:
         log.write(f"\n{told}\n")
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _gone(cwd: str, error: OSError) -> Finding:
-    return Finding(
-        severity="error", layer="launch", code="not-started", file=cwd,
-        message=f"the folder that launch was started in cannot be entered: {error.strerror}",
-    )  # fmt: skip
 
 
 def conclude(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -152,11 +152,7 @@ class Result:
         return lines
 
 
-Progress = Callable[[str, Result, int], None]
-"""Called with `stage` before, and with `over` after each stage: the result so far, the row's number."""
-
-
-def run(order: Order, told: Progress, *, quiet: bool = False) -> Result:
+def run(order: Order, *, quiet: bool = False) -> Result:
     """Run the stages of an order that are to run, one after the other; stops where one does not pass.
 
     Everything is judged before the first one starts. Raises what `handover.survey` raises, and NotReady
@@ -168,7 +164,7 @@ def run(order: Order, told: Progress, *, quiet: bool = False) -> Result:
             report.findings([one for one in seen.findings if one.severity != "note"])
         result = _opened(order, seen)
         with trial.unwatched():
-            _Runner(order, seen, result, told, quiet).run()
+            _Runner(order, seen, result, quiet).run()
         return result
 
 
@@ -189,13 +185,10 @@ def _earlier_runs(seen: Survey) -> Iterator[Finding]:
 
 
 class _Runner:
-    def __init__(
-        self, order: Order, seen: Survey, result: Result, told: Progress, quiet: bool
-    ) -> None:
+    def __init__(self, order: Order, seen: Survey, result: Result, quiet: bool) -> None:
         self.order = order
         self.seen = seen
         self.result = result
-        self.told = told
         self.quiet = quiet
         self.models = {name: step.model for name, step in seen.steps.items()}
         self.joined = {step.link.name for step in seen.live}
@@ -208,7 +201,9 @@ class _Runner:
             waiting = (n for n, row in enumerate(result.rows) if row.name in self.joined)
             if all(self._went_well(number, self._join) for number in waiting):
                 for number in range(len(result.rows)):
-                    self.told("stage", result, number)
+                    row = result.rows[number]
+                    of = f"stage {number + 1} of {len(result.rows)}"
+                    self._say(f"{of}: {row.name}  ({row.kind}, {row.config})")
                     if not self._went_well(number, self._outcome):
                         break
         except (KeyboardInterrupt, following.Detached):
@@ -238,8 +233,13 @@ class _Runner:
             self._came_of(row, outcome)
         self._page()
         self._write()
-        self.told("over", self.result, number)
+        self._say(ending(row))
         return self.result.exit is Exit.OK
+
+    def _say(self, line: str) -> None:
+        # machines get one answer at the end
+        if not self.quiet:
+            report.say(line)
 
     def _refused(self, row: Row, error: LaunchError) -> None:
         row.status, row.exit = "refused", int(error.exit_code)
@@ -276,7 +276,12 @@ class _Runner:
         if why is not None:
             row.reason = f"trained again, beside the old one: {why}"
             if not self.quiet:
-                report.findings([_restarts(step, prepared, why)])
+                message = f"{step.link.name} is trained again, into {prepared.output}: {why}"
+                note = Finding(
+                    severity="note", layer="launch", code="pipeline-restarts", message=message,
+                    **step.link.origin().place,
+                )  # fmt: skip
+                report.findings([note])
         self._write()
         if not self.quiet:
             # what validation said has been shown, and that a stage is finished is shown at its end
@@ -289,10 +294,12 @@ class _Runner:
         outcome = trial.of_prepared(prepared, allow_unproven=allow, quiet=True)
         if not outcome.finished_before:
             return outcome
-        judged = _judged_now(outcome, self.order.allow_unproven)
+        # by what is expected of it now: that may have been changed since
+        verdict = start.judged_now(outcome.run, outcome.plan, outcome.verdict)
+        code = check.exit_code(verdict, allow_unproven=allow)
         # its training ended while we looked on
-        mine = step.link.name in self.joined and judged.exit is Exit.OK
-        return replace(judged, finished_before=not mine)
+        mine = step.link.name in self.joined and code is Exit.OK
+        return replace(outcome, verdict=verdict, exit=code, finished_before=not mine)
 
     def _join(self, step: Step, row: Row) -> Outcome | None:
         """Wait for a stage that is being trained already; what came of it, where that is no good."""
@@ -300,8 +307,7 @@ class _Runner:
         row.run = str(folder.path)
         self._write()
         attempt = following.newest_attempt(folder)
-        if not self.quiet:
-            report.say(f"{step.link.name} is being trained: {folder.path}")
+        self._say(f"{step.link.name} is being trained: {folder.path}")
         asked = following.until_over(folder, attempt, forward=True)
         # by what is allowed now
         attempt = replace(attempt, allow_unproven=self.order.allow_unproven)
@@ -384,22 +390,6 @@ def _allowed(order: Order, step: Step) -> tuple[str, ...]:
     return tuple(name for name in order.allowed if name in known)
 
 
-def _restarts(step: Step, prepared: Prepared, why: str) -> Finding:
-    origin = step.link.origin()
-    return Finding(
-        severity="note", layer="launch", code="pipeline-restarts",
-        message=f"{step.link.name} is trained again, into {prepared.output}: {why}",
-        **origin.place,
-    )  # fmt: skip
-
-
-def _judged_now(outcome: Outcome, allow_unproven: bool) -> Outcome:
-    """A finished stage by what is expected of it now: that may have been changed since."""
-    verdict = start.judged_now(outcome.run, outcome.plan, outcome.verdict)
-    code = check.exit_code(verdict, allow_unproven=allow_unproven)
-    return replace(outcome, verdict=verdict, exit=code)
-
-
 # --- before and around ------------------------------------------------------------------------------
 
 
@@ -437,23 +427,12 @@ def _alone(order: Order) -> contextlib.AbstractContextManager[None]:
     return claim.alone(claim.place("pipelines", said), taken)
 
 
-def heading(result: Result, number: int) -> str:
-    """One line before a stage."""
-    row = result.rows[number]
-    return f"stage {number + 1} of {len(result.rows)}: {row.name}  ({row.kind}, {row.config})"
-
-
 def ending(row: Row) -> str:
     """One line after a stage."""
     if row.status == "skipped":
         return f"{row.name}: finished before, nothing that it depends on has changed: {row.output}"
     told = f": {brief(row.reason, 300)}" if row.reason and row.status != "passed" else ""
     return f"{row.name}: {row.status}{told}"
-
-
-def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The rows of the table at the end."""
-    return [row.shown() for row in rows]
 
 
 SUMMARY = ("stage", "status", "steps", "loss", "seconds", "model", "run")

@@ -65,7 +65,8 @@ class Wrong:
     """Why a resume would not go on where the checkpoint was saved; `reason` is stable.
 
     `place` (other rows), `order` (rows of another epoch's order), `skips` (rows left out later), `over`
-    (a step after the last one), `count` (steps counted wrongly), `again` (the epoch from its beginning).
+    (a step after the last one), `count` (steps counted wrongly), `again` (the epoch from its beginning),
+    `skipped` (rows that were never reached).
     """
 
     reason: str

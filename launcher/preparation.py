@@ -292,44 +292,34 @@ def of_earlier_run(dry: Prepared) -> tuple[Finding, ...]:
 
     The command itself knows nothing of it. Raises UsageError like `resume.judge`.
     """
-    known = decided_of_earlier_run(dry)
-    would = None if known is None else resume.would(known[1])
-    if known is None or would is None:
-        return ()
-    return resume.of_a_bare_command(would, known[0], dry.output, dry.folder)
-
-
-def decided_of_earlier_run(dry: Prepared) -> tuple[Plan, resume.Decision | None] | None:
-    """The plan of a start and what it would be, where a dry run's command writes into a run's output.
-
-    The decision is None while that run is still going on. None where there is no such run. Raises UsageError
-    like `resume.judge`.
-    """
-    folder = dry.folder
+    folder, made = dry.folder, dry.plan
     if dry.attempt == 1 or not rundir.read_manifest(folder):
-        return None
+        return ()
     try:
         lease.require_free(dry.output)
     except NotReady:
-        return dry.plan, None
-    # as for a run: of what is installed here
-    made = plan.make(
-        dry.plan.stage, gpus=dry.plan.gpus, nodes=dry.plan.nodes, output=folder.path / "model",
-        packages=dry.trainer.packages,
-    )  # fmt: skip
-    name = made.stage.entry.names.output
-    made = plan.applied(made, {n: d for n, d in dry.plan.derived.items() if n == name})
-    try:
-        held = caches.derive(made, dry.trainer.packages)
-        made = caches.applied(made, held)
-        return made, resume.judge(
-            made, output=dry.output, folder=folder, trainer=dry.trainer, caches=held,
-            history=earlier.manifests(made.stage.options.stage, folder, dry.output),
-            now=contents.of_plan(made), allowed=dry.request.allowed,
+        would = resume.would(None)
+    else:
+        # as for a run: of what is installed here
+        made = plan.make(
+            made.stage, gpus=made.gpus, nodes=made.nodes, output=folder.path / "model",
+            packages=dry.trainer.packages,
         )  # fmt: skip
-    except NotReady:
-        # a dry run may name what is not here, and then nothing starts here either
-        return None
+        name = made.stage.entry.names.output
+        made = plan.applied(made, {n: d for n, d in dry.plan.derived.items() if n == name})
+        try:
+            held = caches.derive(made, dry.trainer.packages)
+            made = caches.applied(made, held)
+            decision = resume.judge(
+                made, output=dry.output, folder=folder, trainer=dry.trainer, caches=held,
+                history=earlier.manifests(made.stage.options.stage, folder, dry.output),
+                now=contents.of_plan(made), allowed=dry.request.allowed,
+            )  # fmt: skip
+        except NotReady:
+            # a dry run may name what is not here, and then nothing starts here either
+            return ()
+        would = resume.would(decision)
+    return () if would is None else resume.of_a_bare_command(would, made, dry.output, folder)
 
 
 def _history(

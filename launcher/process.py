@@ -3,7 +3,7 @@
 A process is known by its number, the time it began and the boot it belongs to: a number alone is
 reused. torchrun puts every worker into a session of its own (subprocess_handler.py:66), so the group
 of the process that was started is not all of a run: a variable in the environment, inherited by
-every descendant, marks the rest. Where there is no /proc, the number and the group have to do.
+every descendant, marks the rest.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ Handler = Callable[[int, FrameType | None], object]
 """What is called with the number of a signal."""
 
 
+def ignore(_number: int, _frame: FrameType | None) -> None:
+    """A signal is let pass here, and not by the processes that are started, as SIG_IGN would be."""
+
+
 @contextlib.contextmanager
 def handling(handlers: Mapping[int, Handler | signal.Handlers]) -> Iterator[None]:
     """Other signal handlers inside; those from before are put back."""
@@ -40,7 +44,7 @@ class Identity:
     """One process, not to be taken for another that got its number later.
 
     `began` is in clock ticks since `boot`, `namespace` is the inode of the PID namespace in which it has
-    its number; all are None where there is no /proc, the last also in older records.
+    its number, None in older records.
     """
 
     pid: int
@@ -57,15 +61,8 @@ class Identity:
         """Whether exactly this process runs on this machine now; a zombie does not."""
         if not self.here():
             return False
-        if self.began is None:
-            return _answers(self.pid)
         entry = _entry(self.pid)
         return entry is not None and entry.began == self.began and not entry.dead
-
-    def stopped(self) -> bool:
-        """Whether it lives and stands still: by SIGSTOP, or under a debugger."""
-        entry = _entry(self.pid) if self.lives() else None
-        return entry is not None and entry.state in b"Tt"
 
     def here(self) -> bool:
         """Whether it was started where this process sees all: on this machine, since it booted, and in
@@ -232,7 +229,7 @@ def signal_all(pids: Iterable[int], number: int) -> None:
 
 
 def _table() -> dict[int, _Entry]:
-    names = [name for name in os.listdir(PROC) if name.isdigit()] if PROC.is_dir() else []
+    names = [name for name in os.listdir(PROC) if name.isdigit()]
     entries = (_entry(int(name)) for name in names)
     return {entry.pid: entry for entry in entries if entry is not None}
 
@@ -264,13 +261,3 @@ def _upwards(table: Mapping[int, _Entry], pid: int) -> Iterable[int]:
     while pid in table:
         yield pid
         pid = table[pid].parent
-
-
-def _answers(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -372,7 +372,7 @@ class _Judge:
         )
         said = [
             *damaged, resumes, *self._strange(), *self._of_changes(changed, chosen),
-            *self._begins_epoch_again(chosen), *self._went_back(chosen, passed),
+            *self._went_back(chosen, passed),
             *self._reference_gone(changed), *self._moved(aside),
         ]  # fmt: skip
         restored = {
@@ -489,10 +489,7 @@ class _Judge:
         """
         newest = whole[-1]
         wrong = self._wrong(newest)
-        names = (
-            {"position", changes.SKIPPING} if wrong and wrong.reason == "again" else {"position"}
-        )
-        if wrong is not None and not names & self.allowed:
+        if wrong is not None and not _is_asked_for(wrong) and "position" not in self.allowed:
             exact = (one for one in reversed(whole[:-1]) if self._wrong(one) is None)
             if (older := next(exact, None)) is not None:
                 return older, None, (newest, wrong)
@@ -502,13 +499,16 @@ class _Judge:
         """Why upstream would not go on where this checkpoint was saved."""
         told = self.attempts.maker(one)
         if self.backend == "trl":
-            ignored, ignores = self._skipping(told)
             before = earlier.number(earlier.mapping(told.get("plan")).get("global"))
-            # what it ignored from the start is what was asked for, and said (see `_begins_epoch_again`)
-            wrong = self._wrong_of_trl(one, before, skips=ignored or not ignores)
+            ignores = bool(self.plan.values.get("ignore_data_skip"))
+            wrong = position.of_trl(
+                one.number, one.epochs, before, self.plan.global_batch, self.attempts.total(),
+                skips=not ignores,
+            )  # fmt: skip
+            ignored = bool(earlier.value_of(told, "ignore_data_skip"))
             if wrong is None and ignored and not ignores and earlier.begun_at(told):
                 text = "the attempt that saved it had begun an epoch again, and rows that it never "
-                return Wrong("again", f"{text}reached would be skipped")
+                return Wrong("skipped", f"{text}reached would be skipped")
             return wrong
         was, now = self.attempts.shape(told), self.attempts.shape()
         if was is None or now is None:
@@ -519,15 +519,6 @@ class _Judge:
             self.plan.stage.options.stage, one.number, self.attempts.saved_at(one, told, was), was, now,
             keeps_order=checkpointing.keeps_order(self.trainer),
         )  # fmt: skip
-
-    def _wrong_of_trl(self, one: Checkpoint, before: int | None, *, skips: bool) -> Wrong | None:
-        now, total = self.plan.global_batch, self.attempts.total()
-        return position.of_trl(one.number, one.epochs, before, now, total, skips=skips)
-
-    def _skipping(self, told: Manifest) -> tuple[bool, bool]:
-        """Whether an attempt ignored the place in the data, and whether this one does."""
-        name = changes.SKIPPING
-        return bool(earlier.value_of(told, name)), bool(self.plan.values.get(name))
 
     def _place(self, one: Checkpoint) -> Place:
         """Where upstream goes on in the data."""
@@ -574,15 +565,11 @@ class _Judge:
                 replace(one, effect=wrong.text, severity="error") if one.what in changes.BATCH else one
                 for one in found
             ]  # fmt: skip
-        what, key = "position", None
-        before: Any = chosen.name
-        after: Any = None
-        if wrong.reason == "again":
-            what = key = changes.SKIPPING
-            before, after = self._skipping(self.attempts.maker(chosen))
+        asked = _is_asked_for(wrong)
         more = Change(
-            what=what, key=key, before=before, after=after, effect=wrong.text, severity="error"
-        )
+            what="position", key="ignore_data_skip" if asked else None, before=chosen.name, after=None,
+            effect=wrong.text, severity="warning" if asked else "error",
+        )  # fmt: skip
         return [*found, more]
 
     # -- findings
@@ -590,7 +577,7 @@ class _Judge:
     def _of_changes(self, changed: Sequence[Change], chosen: Checkpoint) -> Iterator[Finding]:
         """One finding a change: an error where it is one and was not allowed."""
         for one in changed:
-            names = {one.what, "position"} if one.what in changes.PLACE else {one.what}
+            names = {one.what, "position"} if one.what in changes.BATCH else {one.what}
             severity, help = one.severity, None
             if severity == "error":
                 severity = "warning" if names & self.allowed else "error"
@@ -617,19 +604,6 @@ class _Judge:
             "(dpo_tune_cache.py:503, dpo_tune_cache.py:528), and the half-trained model would be its own "
             "reference", "bring it back, or start over with --fresh", "model_name_or_path",
         )  # fmt: skip
-
-    def _begins_epoch_again(self, chosen: Checkpoint) -> Iterator[Finding]:
-        """What was asked for from the start is no change, and still another place."""
-        told = self.attempts.maker(chosen)
-        if self.backend != "trl" or self._skipping(told) != (True, True):
-            return
-        wrong = self._wrong_of_trl(chosen, self.plan.global_batch, skips=False)
-        if wrong is not None and wrong.reason == "again":
-            help = None
-            if not earlier.begun_at(told):
-                help = "delete the line to go on where it was saved"
-            message = f"going on from {chosen.name}: {wrong.text}"
-            yield self._finding("warning", "resume-inexact", message, help, changes.SKIPPING)
 
     def _went_back(
         self, chosen: Checkpoint, passed: tuple[Checkpoint, Wrong] | None
@@ -693,6 +667,11 @@ class _Judge:
             severity=severity, layer="run" if severity == "error" else "launch", code=code,
             key=f"args.{key or self.plan.stage.entry.names.output}", message=message, help=help,
         )  # fmt: skip
+
+
+def _is_asked_for(wrong: Wrong) -> bool:
+    """Whether the stage file itself says so: `ignore_data_skip` begins an epoch again."""
+    return wrong.reason == "again"
 
 
 def _names(found: Iterable[Checkpoint], aside: Collection[Path] = ()) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from launcher import lease, process, rundir
-from launcher.errors import DISK_FULL, Finding, NotReady, brief, usage
+from launcher.errors import DISK_FULL, Finding, brief, not_ready, usage
 from launcher.rundir import RunFolder
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def grace(told: str | None) -> Grace:
     if len(numbers) > len(GRACE_S) or not all(0 <= number < 1e6 for number in numbers):
         raise usage(
             "bad-grace", f"`{brief(told)}` is no time to wait",
-            "seconds after INT, after TERM, and for what is left: --grace 20,10,5",
+            f"seconds after INT, after TERM, and for what is left: {GRACE_VARIABLE}=20,10,5",
         )  # fmt: skip
     first, second, third = (*numbers, *GRACE_S[len(numbers) :])
     return first, second, third
@@ -92,7 +92,11 @@ def run(
                 child = _start(command, folder, attempt, console, held, inherited)
             except (OSError, ValueError) as error:
                 reserve.write(folder.exit(attempt), asdict(_ended(127, None, started, attempt)))
-                raise NotReady(_not_started(command, error)) from None
+                reason = error.strerror if isinstance(error, OSError) else str(error)
+                raise not_ready(
+                    "not-started", f"{command.argv[0]} cannot be started: {reason}",
+                    "give the trainer's interpreter with --python PATH", file=command.argv[0],
+                ) from None  # fmt: skip
         told = {"mark": str(folder.path), "attempt": attempt, "started": started}
         told["keeper"] = process.identify(os.getpid()).as_json()
         reserve.write(folder.process, {**process.identify(child.pid).as_json(), **told})
@@ -199,11 +203,6 @@ def _ended(code: int, stopped: int | None, started: str, attempt: int) -> Exit:
     )  # fmt: skip
 
 
-def _record(folder: RunFolder, ended: Exit) -> None:
-    with contextlib.suppress(OSError):
-        rundir.write_json(folder.exit(ended.attempt), asdict(ended))
-
-
 def recorded(folder: RunFolder, attempt: int) -> Exit | None:
     """How an attempt ended, as its keeper recorded it; None where nobody lived to do that."""
     data = rundir.read_json(folder.exit(attempt))
@@ -216,21 +215,11 @@ def recorded(folder: RunFolder, attempt: int) -> Exit | None:
     )  # fmt: skip
 
 
-def _not_started(command: Command, error: OSError | ValueError) -> Finding:
-    reason = error.strerror if isinstance(error, OSError) else str(error)
-    return Finding(
-        severity="error", layer="launch", code="not-started", file=command.argv[0],
-        message=f"{command.argv[0]} cannot be started: {reason}",
-        help="give the trainer's interpreter with --python PATH",
-    )  # fmt: skip
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """That an attempt be stopped, as a file: whoever asks need not know which process to ask."""
 
     attempt: int
-    grace: Grace | None = None
     after_checkpoint: bool = False
 
     def write(self, folder: RunFolder) -> None:
@@ -241,13 +230,10 @@ class Request:
 def request(folder: RunFolder) -> Request | None:
     """What was asked of the run last; None where nothing was, or the file is damaged."""
     data = rundir.read_json(folder.stop)
-    attempt, seconds = data.get("attempt"), data.get("grace")
+    attempt = data.get("attempt")
     if not isinstance(attempt, int):
         return None
-    numbers = [float(s) for s in seconds or () if isinstance(s, int | float) and s >= 0]
-    waits = (numbers[0], numbers[1], numbers[2]) if len(numbers) == len(GRACE_S) else None
-    after = data.get("after_checkpoint") is True
-    return Request(attempt=attempt, grace=waits, after_checkpoint=after)
+    return Request(attempt=attempt, after_checkpoint=data.get("after_checkpoint") is True)
 
 
 @dataclass(slots=True)
@@ -288,7 +274,6 @@ class _Stop:
             return
         # upstream handles neither; INT at least shows where it stood
         self.asked = self.asked or signal.SIGINT
-        self.waits = told.grace or self.waits
 
     def _due(self, told: Request) -> bool:
         assert self.requests is not None
@@ -302,14 +287,12 @@ class _Stop:
         self.asked = self.asked or number
         self.times += 1
 
-    def _hung_up(self, _number: int, _frame: FrameType | None) -> None:
-        """The terminal has gone: training goes on, and so does the watch over it."""
-
     def listening(self) -> contextlib.AbstractContextManager[None]:
-        # functions, not SIG_IGN: that would be inherited by the training processes
-        return process.handling({
-            signal.SIGINT: self._note, signal.SIGTERM: self._note, signal.SIGHUP: self._hung_up,
-        })  # fmt: skip
+        # a terminal that goes stops nothing; no SIG_IGN: that would be inherited by the training
+        ignore = process.ignore
+        return process.handling(
+            {signal.SIGINT: self._note, signal.SIGTERM: self._note, signal.SIGHUP: ignore}
+        )
 
 
 def _watch(child: subprocess.Popen[bytes], family: process.Family, stop: _Stop) -> int | None:
@@ -370,8 +353,6 @@ def _wait(child: subprocess.Popen[bytes], which: int, stop: _Stop, times: int) -
     """Wait as long as the stop allows after its signal `which`, or until asked `times` + 1 times."""
     begun = time.monotonic()
     while not process.over(child.pid) and stop.times <= times:
-        # a further request may be in more of a hurry
-        stop.look()
         if time.monotonic() - begun >= stop.waits[which]:
             return
         time.sleep(POLL_S / 4)
@@ -387,7 +368,9 @@ def end_orphans(folder: RunFolder, waits: Grace, attempt: int) -> None:
     started = str(rundir.read_json(folder.process).get("started"))
     last = _end_orphans(folder, waits)
     if last is not None:
-        _record(folder, _ended(-last, signal.SIGINT, started, attempt))
+        ended = _ended(-last, signal.SIGINT, started, attempt)
+        with contextlib.suppress(OSError):
+            rundir.write_json(folder.exit(attempt), asdict(ended))
 
 
 def _end_orphans(folder: RunFolder, waits: Grace) -> int | None:
@@ -419,15 +402,6 @@ def keeper_lives(folder: RunFolder) -> bool:
     """Whether the process that watches over the attempt that began last still does."""
     told = keeper_of(folder)
     return told is not None and told.lives()
-
-
-def wake(folder: RunFolder) -> bool:
-    """Whether the keeper stands still; it is told to go on (SIGCONT)."""
-    told = keeper_of(folder)
-    if told is None or not told.stopped():
-        return False
-    process.signal_all([told.pid], signal.SIGCONT)
-    return True
 
 
 def kill_keeper(folder: RunFolder) -> None:

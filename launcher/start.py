@@ -155,7 +155,7 @@ def _taken_back(folder: RunFolder) -> Iterator[None]:
         yield
     except BaseException:
         ignored = (signal.SIGINT, signal.SIGTERM)
-        with process.handling({number: lambda *_: None for number in ignored}):
+        with process.handling(dict.fromkeys(ignored, process.ignore)):
             for path in folder.path.iterdir() if folder.attempts() == begun else ():
                 with contextlib.suppress(OSError):
                     if path in kept.values():
@@ -206,7 +206,11 @@ def prepare_again(folder: RunFolder) -> Attempt:
     if prepared.decision.kind == "finished":
         return waiting
     if cut_short and prepared.decision.step <= reached:
-        raise NotReady(_no_progress(folder, reached))
+        raise not_ready(
+            "no-progress",
+            f"the job's time was up before a checkpoint behind step {reached}: it would never end",
+            "ask Slurm for more time, or save checkpoints more often", file=str(folder.path),
+        )  # fmt: skip
     if prepared.output is not None:
         lease.outlast(prepared.output, folder.path)
     with claim.claimed(folder, prepared.attempt, prepared.output):
@@ -222,14 +226,6 @@ def _reached(folder: RunFolder) -> int:
     told = rundir.read_manifest(folder).get("resume")
     step = told.get("step") if isinstance(told, dict) else 0
     return step if isinstance(step, int) else 0
-
-
-def _no_progress(folder: RunFolder, step: int) -> Finding:
-    return Finding(
-        severity="error", layer="launch", code="no-progress", file=str(folder.path),
-        message=f"the job's time was up before a checkpoint behind step {step}: it would never end",
-        help="ask Slurm for more time, or save checkpoints more often",
-    )  # fmt: skip
 
 
 def execute(
@@ -255,7 +251,10 @@ def execute(
         # the first machine asks whether the output folder is free: it is the same for all
         output = None if attempt.output is None or attempt.rank else Path(attempt.output)
         with claim.claimed(folder, attempt.number, output) as (granted, locks):
-            chosen = _again(attempt)
+            # the GPUs that it was given when it was prepared, if they still are to be had
+            chosen = Devices()
+            if attempt.devices:
+                chosen = devices.choose(None, attempt.devices, devices.look(attempt.environ))
             if chosen.refused:
                 raise NotReady(errors(chosen.findings))
             _keep(folder, attempt, granted, locks, chosen)
@@ -264,13 +263,6 @@ def execute(
 
 def _ids(chosen: Devices | None) -> tuple[str, ...]:
     return () if chosen is None else tuple(slot.id for slot in chosen.slots)
-
-
-def _again(attempt: Attempt) -> Devices:
-    """The GPUs that an attempt was given when it was prepared, if they still are to be had."""
-    if not attempt.devices:
-        return Devices()
-    return devices.choose(None, attempt.devices, devices.look(attempt.environ))
 
 
 def _keep(

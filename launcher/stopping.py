@@ -22,13 +22,11 @@ from launcher import (
     runner,
     slurm,
 )  # fmt: skip
-from launcher.errors import Finding, NotReady, UsageError, not_ready
+from launcher.errors import NotReady, UsageError, not_ready, usage
 from launcher.rundir import RunFolder
 from launcher.view import Progress
 
 POLL_S = 0.1
-STILL_S = 1.0
-"""Seconds that a keeper may stand still although it was told to go on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,43 +90,38 @@ def due(folder: RunFolder) -> str:
     return f"waiting for the checkpoint of step {step}; step {progress.step} is done"
 
 
-def stop(
-    folder: RunFolder, *, after_checkpoint: bool = False, waits: runner.Grace | None = None
-) -> runner.Exit | None:
+def stop(folder: RunFolder, *, after_checkpoint: bool = False) -> runner.Exit | None:
     """Have a run stopped, and wait until every process of it has gone; returns how it ended.
 
     One that is about to begin is stopped as soon as it has; asked for twice at once, it is done once. Where
-    its keeper stands still, and does not go on when told to, its processes are ended from here. Raises
+    its keeper does not do it in time, its processes are ended from here. Raises
     UsageError where it does not run here, NotReady where it runs on another machine or cannot be asked.
     """
     job = slurm.job(folder)
     if job is not None and slurm.active(job):
-        return _stop_job(folder, job, waits, after_checkpoint=after_checkpoint)
+        return _stop_job(folder, job, after_checkpoint=after_checkpoint)
     if (leader := runner.unknown(folder)) is not None:
         raise NotReady(runner.unknown_here(folder, leader))
     number = max(1, folder.attempts()) if runner.alive(folder.path) else _starting(folder)
     if number is None:
-        raise UsageError(_not_running(folder))
-    request = runner.Request(attempt=number, grace=waits, after_checkpoint=after_checkpoint)
+        state = overview.state(folder)
+        raise usage("not-running", f"{folder.path.name} does not run: {state}", "launch runs")
+    request = runner.Request(attempt=number, after_checkpoint=after_checkpoint)
     earlier = runner.request(folder)
     # one that is in no hurry does not slow down another that is
-    if earlier is None or earlier.attempt != number or waits or not after_checkpoint:
+    if earlier is None or earlier.attempt != number or not after_checkpoint:
         _ask(folder, request)
     _wait_elsewhere(folder, request)
-    still = 0.0
-    patience = None if after_checkpoint else sum(_waits(folder, waits)) + 2 * runner.KILLED_S
-    until = None if patience is None else time.monotonic() + patience
+    until = time.monotonic() + sum(_waits(folder)) + 2 * runner.KILLED_S
     while runner.keeper_lives(folder) or _begins(folder, number):
         if rundir.concluded(folder, number):
             # what it waits for is the command at the end, which is no part of the run
             break
-        still = still + POLL_S if runner.wake(folder) else 0.0
-        late = until is not None and time.monotonic() > until and runner.alive(folder.path)
-        if still > STILL_S or late:
+        if not after_checkpoint and time.monotonic() > until and runner.alive(folder.path):
             break
         time.sleep(POLL_S)
-    if still > STILL_S or runner.alive(folder.path):
-        _end_orphan(folder, number, waits, after_checkpoint)
+    if runner.alive(folder.path):
+        _end_orphan(folder, request)
     if folder.attempts() < number:
         # it never began; the next one gets its number, and was not meant
         with contextlib.suppress(OSError):
@@ -136,26 +129,23 @@ def stop(
     return runner.recorded(folder, number)
 
 
-def _waits(folder: RunFolder, waits: runner.Grace | None) -> runner.Grace:
+def _waits(folder: RunFolder) -> runner.Grace:
     """How long the keeper of a run waits after each signal."""
     told = rundir.read_json(folder.start).get("environ")
-    text = told.get(runner.GRACE_VARIABLE) if isinstance(told, dict) else None
     try:
-        return waits or runner.grace(text if isinstance(text, str) else None)
+        return runner.grace(told.get(runner.GRACE_VARIABLE) if isinstance(told, dict) else None)
     except UsageError:
         return runner.GRACE_S
 
 
-def _stop_job(
-    folder: RunFolder, job: slurm.Job, waits: runner.Grace | None, *, after_checkpoint: bool
-) -> runner.Exit | None:
+def _stop_job(folder: RunFolder, job: slurm.Job, *, after_checkpoint: bool) -> runner.Exit | None:
     """Slurm ends a job on all its machines; for a checkpoint, their keepers wait themselves."""
     number = max(1, folder.attempts())
     state = (slurm.states([job.id]) or {}).get(job.id)
     # one that waits has no checkpoint to wait for
     if after_checkpoint and slurm.word(state) == "running":
         for node in folder.nodes():
-            _ask(node, runner.Request(attempt=number, grace=waits, after_checkpoint=True))
+            _ask(node, runner.Request(attempt=number, after_checkpoint=True))
     else:
         slurm.cancel(job)
     while slurm.active(job):
@@ -203,16 +193,14 @@ def _begins(folder: RunFolder, number: int) -> bool:
     return known != number and runner.recorded(folder, number) is None and lease.held(folder.lock)
 
 
-def _end_orphan(
-    folder: RunFolder, number: int, waits: runner.Grace | None, after_checkpoint: bool
-) -> None:
+def _end_orphan(folder: RunFolder, request: runner.Request) -> None:
     """Its keeper was killed, or stands still: do what that would have done."""
     attempt = following.newest_attempt(folder)
     due = keeper.Due(folder, attempt)
-    request = runner.Request(attempt=number, grace=waits, after_checkpoint=after_checkpoint)
+    number = request.attempt
     while not due.now(request) and runner.alive(folder.path):
         time.sleep(POLL_S)
-    runner.end_orphans(folder, waits or runner.GRACE_S, number)
+    runner.end_orphans(folder, _waits(folder), number)
     # not before: until then, it is what keeps orphans together
     runner.kill_keeper(folder)
     keeper.conclude(folder, attempt, runner.recorded(folder, number))
@@ -226,7 +214,7 @@ def _wait_elsewhere(folder: RunFolder, request: runner.Request) -> None:
     told = process.identity(rundir.read_json(folder.process))
     if told is None or not told.elsewhere():
         return
-    until = time.monotonic() + sum(request.grace or runner.GRACE_S) + lease.SILENT_S
+    until = time.monotonic() + sum(runner.GRACE_S) + lease.SILENT_S
     while runner.alive(folder.path):
         if time.monotonic() > until and not request.after_checkpoint:
             raise not_ready(
@@ -237,10 +225,3 @@ def _wait_elsewhere(folder: RunFolder, request: runner.Request) -> None:
         time.sleep(POLL_S * 5)
     if runner.recorded(folder, request.attempt) is None:
         raise NotReady(runner.unknown_here(folder, told))
-
-
-def _not_running(folder: RunFolder) -> Finding:
-    return Finding(
-        severity="error", layer="launch", code="not-running", file=str(folder.path),
-        message=f"{folder.path.name} does not run: {overview.state(folder)}", help="launch runs",
-    )  # fmt: skip

@@ -160,7 +160,7 @@ def _at_most(seconds: float | None, folder: RunFolder) -> Iterator[threading.Eve
 def _leave_nothing(folder: RunFolder) -> None:
     """Stop what runs there; it may have come to its end by itself in the meantime."""
     with contextlib.suppress(LaunchError, OSError):
-        stopping.stop(folder, waits=(5, 5, 5))
+        stopping.stop(folder)
 
 
 def unwatched() -> contextlib.AbstractContextManager[None]:

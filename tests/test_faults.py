@@ -19,11 +19,9 @@ from typing import Any
 
 import pytest
 from conftest import PATIENCE_S
-from fake_world import FAKE, LAUNCH, World, cmdline, looks_on, made, needs_trl, until
+from fake_world import LAUNCH, World, cmdline, looks_on, made, needs_trl, until
 
-from launcher import claim, lease, process, rundir, runner, start, tmux
-from launcher.errors import NotReady
-from launcher.printable import printable_bytes
+from launcher import claim, lease, process, rundir, runner, tmux
 from launcher.rundir import RunFolder
 
 pytestmark = pytest.mark.slow
@@ -102,70 +100,6 @@ def test_a_disk_that_fills_with_the_log(world: World, mount: Mount) -> None:
     assert world.quiet()
 
 
-def test_a_training_that_does_not_mind_a_full_disk_goes_on(world: World, mount: Mount) -> None:
-    mount(world.runs, "size=1m")
-    filler = world.runs / "filler"
-    folder = world.prepared("print=3", f"brimful={filler}", "pid=leader", f"wait={world.root}/go")
-    running = world.started("exec", "a run")
-    world.pid("leader")
-    until(folder.process.exists)
-    assert state(world) == "running"
-    (world.root / "go").touch()
-    assert running.wait(PATIENCE_S) == 1, "nothing is proved of it, and it ended well"
-    assert rundir.read_json(folder.exit(1))["returncode"] == 0
-    assert folder.verdict.exists()
-    whole(folder)
-    assert state(world) == "finished"
-
-
-def test_a_log_without_room_does_not_end_the_training(world: World, mount: Mount) -> None:
-    mount(world.runs, "size=1m")
-    script = (
-        "import sys, os\n"
-        "from launcher.watching.record import Console, Record, spare_streams\n"
-        "record = Record(sys.argv[1], 0)\n"
-        "spare_streams()\n"
-        "for number in range(20000): print('x' * 100)\n"
-        "sys.stdout.flush()\n"
-        "for number in range(50): record.write('step', step=number)\n"
-        "print('y', file=sys.stderr, flush=True)\n"
-        "os.unlink(sys.argv[2])\n"
-        "print('back')\n"
-        "record.write('end', exit=0, lost=Console.lost)\n"
-    )
-    filler, log = world.runs / "filler", world.runs / "console.log"
-    filler.write_bytes(b"x" * 100_000)
-    with log.open("ab") as stream:
-        done = subprocess.run(
-            [sys.executable, "-c", script, str(world.runs / "probe"), str(filler)],
-            stdout=stream, stderr=subprocess.PIPE, text=True, env=world.environ,
-        )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "y\n")
-    assert log.read_text().endswith("back\n")
-    lines = (world.runs / "probe" / "rank-0.jsonl").read_text().splitlines()
-    events = [json.loads(line) for line in lines]
-    assert [one["step"] for one in events[:-1]] == list(range(50)), "nothing of the record is lost"
-    assert events[-1]["lost"] > 1_000_000
-
-
-def test_a_log_that_ends_where_the_disk_was_full_does_not_say_how_training_ended(
-    world: World,
-) -> None:
-    folder = world.prepared("exit=0")
-    bar = (
-        " 17%|#6        | 5/30 [00:23<02:01,  4.86s/it]{'loss': '6.602', 'learning_rate': '0.002'}"
-    )
-    full = "\nlaunch: no room to write on: No space left on device: console.log\n"
-    rundir.write_json(folder.exit(1), {"returncode": 0, "stopped": None})
-    folder.console(1).write_text(bar + full)
-    start.finish(folder)
-    point = finish(folder)
-    assert (point["ok"], point["detail"]["reason"]) == (None, "disk_full")
-    folder.console(1).write_text(f"{bar}\n")
-    start.finish(folder)
-    assert (finish(folder)["ok"], finish(folder)["detail"]["reason"]) == (False, "ended_early")
-
-
 def test_a_disk_that_fills_while_saving(world: World, mount: Mount) -> None:
     output = mount(world.root / "out", "size=1m")
     folder = world.prepared("print=3", f"fill={output / 'model.bin'}", output=str(output))
@@ -173,15 +107,6 @@ def test_a_disk_that_fills_while_saving(world: World, mount: Mount) -> None:
     assert (done.returncode, "disk_full" in done.stdout) == (4, True)
     assert finish(folder)["detail"]["reason"] == "disk_full"
     assert "free space" in finish(folder)["detail"]["help"]
-    whole(folder)
-
-
-def test_log_and_checkpoint_on_one_full_disk(world: World, mount: Mount) -> None:
-    mount(world.runs, "size=1m")
-    folder = world.prepared("print=3", f"fill={world.runs / 'model.bin'}")
-    assert world.launch("exec", "a run").returncode == 4
-    assert rundir.read_json(folder.exit(1))["returncode"] == 1
-    assert finish(folder)["detail"]["reason"] == "disk_full"
     whole(folder)
 
 
@@ -223,36 +148,10 @@ def test_a_run_on_a_full_disk_can_be_stopped(world: World, mount: Mount) -> None
 # --- what cannot be written -----------------------------------------------------------------------
 
 
-@needs_trl
-def test_a_runs_folder_that_is_read_only(world: World, mount: Mount) -> None:
-    mount(world.runs, "ro")
-    done = world.trained(str(world.config()), "--format", "json")
-    assert done.returncode == 5
-    codes = [finding["code"] for finding in json.loads(done.stdout)["findings"]]
-    assert codes == ["runs-not-writable"]
-    assert world.quiet()
-
-
-def test_a_finished_run_that_is_read_only_can_be_looked_at(world: World, mount: Mount) -> None:
-    mount(world.runs, "size=4m")
-    world.prepared("print=2", "exit=0")
-    assert world.launch("exec", "a run").returncode == 1
-    # as it is when a disk has errors, or was mounted for reading
-    subprocess.run(["mount", "-o", "remount,ro", str(world.runs)], check=True)
-    assert state(world) == "finished"
-    assert world.launch("logs", "a run").stdout == "line 0\nline 1\n"
-    assert world.launch("check", "a run").returncode == 1
-    assert world.launch("attach", "a run").returncode == 1
-    assert world.launch("stop", "a run").returncode == 2
-    assert world.launch("report", "a run").returncode == 5
-    page = world.root / "page.html"
-    assert world.launch("report", "a run", "--output", str(page)).returncode == 0
-
-
 # --- a log that is changed underneath -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["removed", "rotated", "truncated"])
+@pytest.mark.parametrize("how", ["removed", "truncated"])
 def test_a_log_that_is_changed_is_followed(world: World, how: str) -> None:
     folder = world.prepared("print=100", "pid=leader", f"wait={world.root}/go", "print=3")
     keeping = world.started("exec", "a run")
@@ -267,9 +166,6 @@ def test_a_log_that_is_changed_is_followed(world: World, how: str) -> None:
     log = folder.console(1)
     if how == "removed":
         log.unlink()
-    elif how == "rotated":
-        log.rename(log.with_suffix(".log.1"))
-        log.touch()
     else:
         os.truncate(log, 0)
     # what comes is shorter than what was read: a reader sees that whenever it looks
@@ -278,12 +174,6 @@ def test_a_log_that_is_changed_is_followed(world: World, how: str) -> None:
     assert b"verdict: " in looking.communicate(timeout=PATIENCE_S)[0]
     keeping.communicate(timeout=PATIENCE_S)
     assert (reading.returncode, looking.returncode, keeping.returncode) == (0, 1, 1)
-
-
-def test_a_log_that_is_no_file(world: World) -> None:
-    folder = world.prepared("exit=0")
-    folder.console(1).mkdir()
-    assert world.launch("logs", "a run").returncode == 5
 
 
 # --- clocks ---------------------------------------------------------------------------------------
@@ -307,27 +197,6 @@ def test_a_verdict_is_known_by_what_it_is_and_not_by_its_time(world: World) -> N
     assert json.loads(done.stdout)["data"]["steps"] != 77
 
 
-def test_times_in_the_future_change_nothing(world: World) -> None:
-    folder = world.prepared("pid=leader", "sleep=600")
-    running = world.started("exec", "a run")
-    world.pid("leader")
-    until(folder.process.exists)
-    # asked before the clock was set back, for an attempt that was before
-    folder.stop.write_text(json.dumps({"attempt": 7, "asked": "2100-01-01T00:00:00+00:00"}))
-    for path in folder.path.iterdir():
-        os.utime(path, (AHEAD, AHEAD))
-    manifest = {**rundir.read_manifest(folder), "created": "2100-01-01T00:00:00+00:00"}
-    rundir.write_json(folder.manifest, manifest)
-    assert state(world) == "running"
-    assert world.launch("stop", "a run").returncode == 0
-    assert running.wait(PATIENCE_S) == 130
-    ended = {**rundir.read_json(folder.exit(1)), "started": "2100-01-01T00:00:00+00:00"}
-    rundir.write_json(folder.exit(1), ended)
-    assert state(world) == "stopped"
-    assert world.launch("attach", "a run").returncode == 130
-    assert world.launch("report", "a run").returncode == 0
-
-
 # --- locks and processes of others ----------------------------------------------------------------
 
 
@@ -349,25 +218,6 @@ def test_a_lock_of_the_dead_is_free_and_one_of_a_stranger_is_not(world: World) -
     assert folder.lock.exists()
     assert not lease.held(folder.lock)
     assert world.launch("exec", "a run").returncode == 1
-
-
-def test_somebody_who_only_looks_does_not_keep_a_run_from_starting(world: World) -> None:
-    folder = RunFolder(world.runs / "a run")
-    over = threading.Event()
-
-    def look() -> None:
-        while not over.is_set():
-            lease.held(folder.lock)
-
-    watcher = threading.Thread(target=look)
-    watcher.start()
-    try:
-        for _ in range(50):
-            with claim.claimed(folder, 1, None):
-                pass
-    finally:
-        over.set()
-        watcher.join()
 
 
 def test_the_record_of_another_boot_is_of_nobody_who_lives(world: World) -> None:
@@ -456,26 +306,8 @@ def test_a_keeper_stops_its_run_on_term_and_not_on_hup(world: World) -> None:
     assert world.quiet()
 
 
-def test_an_interrupt_while_it_starts_leaves_nothing_behind(world: World) -> None:
-    # its keeper hangs before it has begun
-    slow = world.root / "slow"
-    slow.mkdir()
-    (slow / "sitecustomize.py").write_text(
-        "import os, sys, time\n"
-        f"open({str(slow / 'pid')!r} + str(os.getpid()), 'w').close()\n"
-        "sys.argv[0] == '-m' and time.sleep(600 * (len(sys.orig_argv) == 7))\n"
-    )
-    world.prepared("pid=leader", "sleep=600")
-    running = world.started("exec", "a run", env={"PYTHONPATH": str(slow)})
-    until(lambda: len(list(slow.glob("pid*"))) == 2)
-    running.send_signal(signal.SIGINT)
-    assert running.wait(PATIENCE_S) == 130
-    assert world.quiet()
-    assert not (world.root / "pids" / "leader").exists()
-
-
 @needs_trl
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_start_that_is_cut_short_is_no_run(world: World, number: int) -> None:
     slow = world.root / "slow"
     slow.mkdir()
@@ -512,20 +344,6 @@ def test_a_second_start_that_is_cut_short_leaves_the_run_as_it_was(world: World)
     assert [f["code"] for f in json.loads(refused.stdout)["findings"]] == ["no-keeper"]
     after = {path.name: path.read_bytes() for path in folder.path.iterdir() if path.is_file()}
     assert after == before
-
-
-@needs_trl
-def test_term_stops_a_run_however_soon_it_comes(world: World) -> None:
-    env = {"FAKE_STEPS": json.dumps(["child=session", "pid=leader", "sleep=600"])}
-    words = ("sft", str(world.config()), "--gpus", "0", "--python", str(world.python()))
-    running = world.started(*words, env=env)
-    # the keeper may not have said yet that training is there
-    until((world.root / "pids" / "leader").exists)
-    running.send_signal(signal.SIGTERM)
-    assert running.wait(PATIENCE_S) == 130
-    assert world.quiet()
-    (row,) = json.loads(world.launch("runs", "--format", "json").stdout)["data"]
-    assert row["state"] == "stopped"
 
 
 @needs_trl
@@ -600,30 +418,8 @@ def test_a_reader_that_leaves_before_it_begins(world: World) -> None:
     assert rundir.judged(folder, 1)
 
 
-def test_a_reader_that_leaves(world: World) -> None:
-    folder = world.prepared("print=30000", "exit=0")
-    done = shell(world, "launch exec 'a run' | true")
-    assert "Traceback" not in done.stderr
-    assert rundir.read_json(folder.exit(1))["returncode"] == 0
-    assert folder.verdict.exists()
-    done = shell(world, "launch logs 'a run' | head -1")
-    assert (done.stdout, done.stderr) == ("line 0\n", "")
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-@pytest.mark.parametrize("words", ["", "--format json"])
-def test_an_answer_for_which_there_is_no_room(world: World, words: str) -> None:
-    folder = world.prepared("exit=0")
-    done = shell(world, f"launch exec 'a run' {words} > /dev/full; echo $? >&2")
-    # what is shown goes nowhere, the run to its end
-    assert rundir.read_json(folder.exit(1))["returncode"] == 0 and folder.verdict.exists()
-    assert "Traceback" not in done.stderr and "bug in launch" not in done.stderr
-    assert done.stderr.endswith("5\n")
-    assert bool(words) or "error[disk-full]" in done.stderr
-
-
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-def test_streams_that_are_closed(world: World, closed: str) -> None:
+def test_streams_that_are_closed(world: World) -> None:
+    closed = "<&- >&- 2>&-"
     folder = world.prepared("pid=leader", f"wait={world.root}/go", "stdin=", "exit=0")
     running = subprocess.Popen(
         ["bash", "-c", f"{' '.join(LAUNCH)} exec 'a run' {closed}; echo $? > code"],
@@ -645,137 +441,12 @@ def test_streams_that_are_closed(world: World, closed: str) -> None:
     assert shell(world, f"launch logs 'a run' {closed}").returncode == 0
 
 
-def test_without_a_home(world: World) -> None:
-    folder = world.prepared("exit=0")
-    done = shell(world, "unset HOME XDG_STATE_HOME XDG_CACHE_HOME; launch exec 'a run'")
-    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
-    assert folder.verdict.exists()
-    assert not (world.root / "~").exists()
-
-
-def test_a_working_folder_that_has_gone(world: World) -> None:
-    folder = world.prepared("pid=leader", f"wait={world.root}/go", cwd=str(world.root / "gone"))
-    (world.root / "gone").mkdir()
-    told = world.root / "told"
-    words = (sys.executable, "-c", f"open({str(told)!r}, 'a').write('x')")
-    folder = world.prepared(
-        "pid=leader", f"wait={world.root}/go", cwd=str(world.root / "gone"), on_finish=words
-    )
-    running = world.started("exec", "a run")
-    world.pid("leader")
-    (world.root / "gone").rmdir()
-    (world.root / "go").touch()
-    assert running.wait(PATIENCE_S) == 1
-    assert told.read_text() == "x"
-    # and one that has gone before
-    world.prepared("exit=0", name="another", cwd=str(world.root / "gone"))
-    assert world.launch("exec", "another").returncode == 5
-    gone = "mkdir there; cd there; rmdir ../there"
-    done = shell(world, f"{gone}; launch attach 'a run'")
-    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
-    done = shell(world, f"{gone}; unset LAUNCH_RUNS; launch runs")
-    assert (done.returncode, "no-cwd" in done.stderr) == (5, True)
-    assert folder.verdict.exists()
-
-
-def test_the_environment_of_the_keeper_is_not_that_of_the_training(world: World) -> None:
-    environ = {k: v for k, v in world.environ.items() if k != "PYTHONPATH"}
-    folder = world.prepared("env=PYTHONPATH", "env=LATER", environ=environ)
-    world.launch("exec", "a run", env={"LATER": "1"})
-    assert folder.console(1).read_text() == "PYTHONPATH=None\nLATER=None\n"
-
-
-def test_patience_that_cannot_be_read_is_said(world: World) -> None:
-    world.prepared("pid=leader")
-    done = world.launch("exec", "a run", "--format", "json", env={"LAUNCH_GRACE": "soon"})
-    assert [f["code"] for f in json.loads(done.stdout)["findings"]] == ["bad-grace"]
-    assert not (world.root / "pids" / "leader").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "command", "said"),
-    [
-        (("sft", "--nope"), "sft", "--nope"),
-        (("plan",), "plan", "config"),
-        (("sft", "x.yaml", "--gpus=many"), "sft", "many"),
-        (("nope",), "nope", "nope"),
-        ((), "launch", "--format"),
-        (("pin", "diff", "--nope"), "pin diff", "--nope"),
-        (("cache", "why"), "cache why", "RUN"),
-    ],
-)  # fmt: skip
-def test_a_machine_is_answered_whatever_it_asks(
-    world: World, words: tuple[str, ...], command: str, said: str
-) -> None:
-    done = world.launch(*words, "--format", "json")
-    told = json.loads(done.stdout)
-    assert (done.returncode, told["ok"], told["command"]) == (2, False, command)
-    (finding,) = told["findings"]
-    assert (finding["code"], said in finding["message"]) == ("bad-command-line", True), finding
-    assert finding["help"].endswith(" -h")
-    assert done.stderr == ""
-    # people get the same from the parser itself
-    plain = world.launch(*words, *(("--nope",) if not words else ()))
-    assert (plain.returncode, plain.stdout) == (2, "")
-    assert "Usage: launch" in plain.stderr
-
-
 # --- logs of every kind ---------------------------------------------------------------------------
-
-
-def peak_mib(pid: int) -> float:
-    """The most memory that a process has had."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) / 1024
-    raise AssertionError("no such line")
-
-
-def test_a_training_that_never_stops_talking(world: World) -> None:
-    folder = world.prepared(
-        "step=1", "flood=300", "step=2", "pid=leader", f"wait={world.root}/go", "print=1"
-    )
-    running = world.started("exec", "a run")
-    until(folder.process.exists)
-    assert state(world) == "running"
-    looking = world.started("attach", "a run")
-    world.pid("leader")
-    assert folder.console(1).stat().st_size == 300 * MIB
-    last = world.launch("logs", "a run", "-n", "1").stdout
-    assert last == f"{8191:0127d}\n"
-    looks_on(looking)
-    for who in (running.pid, looking.pid, kept(folder)):
-        assert peak_mib(who) < 250
-    (world.root / "go").touch()
-    assert running.wait(PATIENCE_S) == 1
-    assert looking.wait(PATIENCE_S) == 1
-    assert rundir.read_json(folder.verdict)["stage"] == "sft"
-    folder.console(1).unlink()
-
-
-@pytest.mark.parametrize("steps", [("line=50",), ("binary=20", "print=1", "line=20")])
-def test_a_log_that_is_no_text(world: World, steps: tuple[str, ...]) -> None:
-    folder = world.prepared("print=1", "step=3", *steps, "exit=0")
-    assert world.launch("exec", "a run").returncode == 1
-    raw = folder.console(1).read_bytes()
-    assert len(raw) > 19 * MIB
-    printed = subprocess.run(
-        [*LAUNCH, "logs", "a run", "-n", "2"],
-        env=world.environ,
-        capture_output=True,
-        cwd=world.root,
-    )
-    last = raw.removesuffix(b"\n").split(b"\n")[-2:]
-    assert printed.stdout.rstrip(b"\n") == printable_bytes(b"\n".join(last)).rstrip(b"\n")
-    assert world.launch("check", "a run").returncode == 1
-    assert world.launch("report", "a run").returncode == 0
-    assert state(world) == "finished"
 
 
 # --- folders that are half written ----------------------------------------------------------------
 
-HALVES = ["run.json", "start.json", "process.json", "exit.json", "verdict.json", "stop.json",
-          "metrics.jsonl", "probe/rank-0.jsonl", "console.log"]  # fmt: skip
+HALVES = ["run.json", "start.json", "process.json", "verdict.json", "probe/rank-0.jsonl"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -818,46 +489,14 @@ def test_a_half_written_file(world: World, complete: Path, name: str) -> None:
 # --- many -----------------------------------------------------------------------------------------
 
 
-def test_two_hundred_that_are_over_and_twenty_that_live(world: World) -> None:
-    living = [
-        subprocess.Popen(
-            ["sleep", "600"], env={**world.environ, process.MARK: str(world.runs / f"live-{n:02}")}
-        )
-        for n in range(20)
-    ]
-    try:
-        for number in range(200):
-            folder = world.prepared(name=f"over-{number:03}")
-            gone = {**process.identify(os.getpid()).as_json(), "began": 1}
-            rundir.write_json(folder.process, {**gone, "mark": str(folder.path), "attempt": 1})
-            code = number % 2
-            rundir.write_json(folder.exit(1), {"returncode": code, "stopped": None})
-        for number, child in enumerate(living):
-            folder = world.prepared(name=f"live-{number:02}")
-            own = process.identify(child.pid).as_json()
-            dead = {**own, "began": 1}
-            keeper = own if number < 15 else dead
-            told = {**own, "keeper": keeper, "mark": str(folder.path), "attempt": 1}
-            rundir.write_json(folder.process, told)
-        rows = json.loads(world.launch("runs", "--format", "json").stdout)["data"]
-    finally:
-        for child in living:
-            child.kill()
-            child.wait()
-    states = [row["state"] for row in rows]
-    counted = {state: states.count(state) for state in set(states)}
-    assert counted == {"finished": 100, "failed": 100, "running": 15, "orphaned": 5}
-    assert state(world, "live-00") == "lost"
-
-
 # --- end to end, under every name -----------------------------------------------------------------
 
-ODD = ['it\'s "q"', "-new\nline ü-文-🙂", "$(touch pwned)`touch pwned`;#(touch pwned)"]
+ODD = 'it\'s "q" -new\nline ü-文-🙂$(touch pwned)`touch pwned`;#(touch pwned)'
 
 
 @needs_trl
-@pytest.mark.parametrize("odd", ODD)
-def test_names_of_every_kind(world: World, odd: str) -> None:
+def test_names_of_every_kind(world: World) -> None:
+    odd = ODD
     root = world.root / odd
     root.mkdir()
     config = world.config(f"{odd}/{odd}.yaml", output_dir=f"out {odd}")
@@ -898,20 +537,6 @@ def test_names_of_every_kind(world: World, odd: str) -> None:
 
 
 @needs_trl
-def test_a_folder_that_is_no_utf_8(world: World) -> None:
-    root = Path(os.fsdecode(os.fsencode(world.root) + b"/caf\xe9"))
-    root.mkdir()
-    config = world.config()
-    runs = {"LAUNCH_RUNS": str(root / "runs"), "PYTHONIOENCODING": "utf-8:strict"}
-    done = world.trained(str(config), steps=("print=1", "exit=0"), env=runs)
-    assert done.returncode == 1, done.stderr
-    assert world.launch("runs", env=runs).returncode == 0
-    assert world.launch("attach", "last", "--format", "json", env=runs).returncode == 1
-    assert world.launch("logs", "last", env=runs).stdout == "line 0\n"
-    assert world.quiet()
-
-
-@needs_trl
 def test_the_exit_codes_from_end_to_end(world: World) -> None:
     config = str(world.config())
 
@@ -939,8 +564,8 @@ def test_the_exit_codes_from_end_to_end(world: World) -> None:
 
 
 @needs_trl
-@pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
-def test_nobody_else_may_write_a_run_whatever_the_umask(world: World, umask: int) -> None:
+def test_nobody_else_may_write_a_run_whatever_the_umask(world: World) -> None:
+    umask = 0
     done = world.trained(str(world.config()), "--format", "json", steps=("exit=0",), umask=umask)
     folder = RunFolder(Path(json.loads(done.stdout)["data"]["run"]))
     for path in (world.runs, folder.path, folder.start):
@@ -982,10 +607,3 @@ def test_the_name_of_a_session_runs_nothing(world: World) -> None:
     finally:
         shutil.rmtree(short, ignore_errors=True)
     assert not list(world.root.rglob("pwned"))
-
-
-def test_a_claim_that_cannot_be_made(world: World) -> None:
-    (world.root / "runs").write_text("a file")
-    with pytest.raises(NotReady, match="cannot be written"):
-        claim.claimed(RunFolder(world.runs / "a run"), 1, None).__enter__()
-    assert FAKE.is_file()

@@ -32,7 +32,6 @@ from launcher import (
     start,
     stopping,
     tmux,
-    view,
 )
 from launcher.attempt import Attempt
 from launcher.errors import NotReady, UsageError
@@ -177,14 +176,6 @@ def test_what_cannot_be_started_is_said_by_who_asked(place: Path) -> None:
     assert not runner.alive(folder.path)
 
 
-def test_a_keeper_that_breaks_is_no_traceback(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = prepared(place, "exit=0")
-    monkeypatch.setenv("PYTHONHOME", "/nowhere")
-    with pytest.raises(NotReady) as caught:
-        keeper.spawn(folder, 1)
-    assert caught.value.findings[0].code == "no-keeper"
-
-
 def test_a_folder_where_nothing_waits(place: Path) -> None:
     folder = RunFolder(place / "runs" / "old")
     folder.path.mkdir(parents=True)
@@ -225,8 +216,7 @@ def test_a_jobs_devices_count_for_more_than_the_shells(place: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("orphan", [False, True])
-@pytest.mark.parametrize("stubborn", ["", "INT", "INT,TERM"])
+@pytest.mark.parametrize(("orphan", "stubborn"), [(False, ""), (True, "INT"), (False, "INT,TERM")])
 def test_stop_ends_every_process(place: Path, orphan: bool, stubborn: str) -> None:
     steps = [f"ignore={stubborn}"] if stubborn else []
     folder = prepared(place, *steps, "child=session", "child=group", "pid=leader", "sleep=600")
@@ -235,7 +225,7 @@ def test_stop_ends_every_process(place: Path, orphan: bool, stubborn: str) -> No
     if orphan:
         os.kill(kept(folder), signal.SIGKILL)
         until(lambda: not runner.keeper_lives(folder))
-    done = launch("stop", "a r", "--format", "json", "--grace", "0.5,0.5,0.5")
+    done = launch("stop", "a r", "--format", "json")
     assert done.returncode == 0, done.stderr
     assert not living(leader)
     assert not living(child)
@@ -259,7 +249,7 @@ os.execv(sys.executable, [sys.executable, {fake!r}, *sys.argv[1:]])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["stop", "stop beside a keeper that stands still", "exit"])
+@pytest.mark.parametrize("way", ["stop", "exit"])
 def test_no_process_is_left_whatever_it_has_done_to_hide(place: Path, way: str) -> None:
     steps = ("pid=leader", f"wait={place / 'go'}", "exit=0")
     code = ALONE.format(fake=str(FAKE))
@@ -271,9 +261,7 @@ def test_no_process_is_left_whatever_it_has_done_to_hide(place: Path, way: str) 
         (place / "go").touch()
         until(folder.verdict.exists)
     else:
-        if way != "stop":
-            os.kill(kept(folder), signal.SIGSTOP)
-        done = launch("stop", "last", "--grace", "0.5,0.5,0.5")
+        done = launch("stop", "last")
         assert done.returncode == 0, done.stderr
         assert rundir.read_json(folder.exit(1))["stopped"] == signal.SIGINT
     assert not living(daemon) and not living(leader)
@@ -285,27 +273,13 @@ def test_a_keeper_that_does_not_go_on_is_done_without(
     folder = prepared(place, "ignore=INT", "child=session", "pid=leader", "sleep=600")
     started(folder)
     leader, child = pid_of(place, "leader"), pid_of(place, "child")
-    os.kill(kept(folder), signal.SIGSTOP)
     # as one is that a debugger or a frozen cgroup holds
-    monkeypatch.setattr(runner, "wake", lambda _: True)
-    ended = stopping.stop(folder, waits=(0.5, 0.5, 0.5))
+    os.kill(kept(folder), signal.SIGSTOP)
+    monkeypatch.setattr(runner, "KILLED_S", 0.5)
+    ended = stopping.stop(folder)
     assert ended is not None and ended.stopped == signal.SIGINT
     assert not living(leader) and not living(child) and not living(kept(folder))
     assert folder.verdict.exists()
-
-
-def test_two_stops_at_once(place: Path) -> None:
-    folder = prepared(place, "ignore=INT", "pid=leader", "sleep=600")
-    started(folder)
-    leader = pid_of(place, "leader")
-    both = [
-        subprocess.Popen([*LAUNCH, "stop", "last"], stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    outs = [one.communicate(timeout=PATIENCE_S)[0] for one in both]
-    assert [one.returncode for one in both].count(0) >= 1
-    assert all("stopped" in out for out, one in zip(outs, both, strict=True) if not one.returncode)
-    assert not living(leader)
 
 
 def test_what_does_not_run_is_not_stopped(place: Path) -> None:
@@ -314,7 +288,6 @@ def test_what_does_not_run_is_not_stopped(place: Path) -> None:
     done = launch("stop", "a run")
     assert (done.returncode, "not-running" in done.stderr) == (2, True)
     assert launch("stop", "nobody").returncode == 2
-    assert launch("stop", "a run", "--grace", "soon").returncode == 2
     assert not folder.stop.exists()
 
 
@@ -373,21 +346,6 @@ def test_attach_follows_to_the_end_and_leaves_alone(place: Path) -> None:
     assert b"verdict: " in again.communicate(timeout=PATIENCE_S)[0]
 
 
-def test_a_second_terminal_signal_is_handed_on(place: Path) -> None:
-    folder = prepared(place, "note=INT,TERM", "pid=leader", "sleep=600")
-    patient = {**os.environ, "LAUNCH_GRACE": f"{2 * PATIENCE_S},{2 * PATIENCE_S},1"}
-    running = shown("exec", str(folder.path), env=patient)
-    pid_of(place, "leader")
-    running.send_signal(signal.SIGINT)
-    until((place / "SIGINT").exists)
-    running.send_signal(signal.SIGINT)
-    until((place / "SIGTERM").exists)
-    running.send_signal(signal.SIGINT)
-    running.communicate(timeout=PATIENCE_S)
-    assert running.returncode == 130
-    assert rundir.read_json(folder.exit(1))["signal"] == signal.SIGKILL
-
-
 def test_logs_are_printed_without_what_would_steer_a_terminal(place: Path) -> None:
     folder = prepared(place, "exit=0")
     raw = b"one\ntwo\xff\n\x1b[31mthree\rfour\nfive"
@@ -414,9 +372,7 @@ def test_logs_are_printed_without_what_would_steer_a_terminal(place: Path) -> No
     ("every", "done", "said"),
     [
         (20, 41, "waiting for the checkpoint of step 60; step 41 is done"),
-        (20, 40, "waiting for the checkpoint of step 60; step 40 is done"),
         (20, 100, "no further checkpoint is due: waiting for its end, step 110"),
-        (None, 41, "it saves no checkpoint: waiting for its end"),
         ("epoch", 41, "waiting for the next checkpoint"),
     ],
 )
@@ -445,41 +401,11 @@ def test_following_a_log_ends_with_the_run(place: Path) -> None:
     assert out == b"line 0\nline 1\nline 2\n"
 
 
-@pytest.mark.parametrize(
-    ("rows", "step"),
-    [
-        ([{"event": "start", "attempt": 2}, {"event": "step", "step": 5}], 5),
-        ([{"event": "start", "attempt": 1}, {"event": "step", "step": 9}, {"event": "end"}], 0),
-        ([{"event": "start", "attempt": 1}, {"event": "step", "step": 9}], 0),
-        ([{"event": "step", "step": 9}], 9),
-        ([{"event": "step", "step": 9}, {"event": "end"}], 0),
-        (
-            [
-                {"event": "step", "step": 9}, {"event": "end"}, {"event": "start", "attempt": 2},
-                {"event": "step", "step": 3},
-            ],
-            3,
-        ),
-        ([], 0),
-    ],
-)  # fmt: skip
-def test_the_view_picks_up_this_attempt_alone(
-    place: Path, rows: list[dict[str, Any]], step: int
-) -> None:
-    folder = prepared(place)
-    folder.probe.mkdir()
-    (folder.probe / "rank-0.jsonl").write_text("".join(rundir.json_line(row) for row in rows))
-    seen = view.View("t", folder.console(2), folder.probe, None, terminal=False)
-    seen.catch_up(2)
-    seen.take_in()
-    assert seen.progress.step == step
-
-
 # --- told when it is over -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("end", "state"), [("exit=0", "finished"), ("exit=7", "failed")])
-def test_the_command_at_the_end_learns_what_became_of_it(place: Path, end: str, state: str) -> None:
+def test_the_command_at_the_end_learns_what_became_of_it(place: Path) -> None:
+    end, state = "exit=7", "failed"
     script = "import os, json; json.dump(dict(os.environ), open('told.json', 'w')); print('sent')"
     folder = prepared(place, end, on_finish=(sys.executable, "-c", script))
     done = launch("exec", "a run", cwd="/")
@@ -491,12 +417,6 @@ def test_the_command_at_the_end_learns_what_became_of_it(place: Path, end: str, 
     assert Path(told["LAUNCH_FINISHED_FOLDER"]) == folder.path
     assert process.MARK not in told
     assert "sent" in folder.diary.read_text()
-
-
-def test_a_command_at_the_end_that_fails_changes_nothing(place: Path) -> None:
-    folder = prepared(place, "exit=0", on_finish=("/no/such/command", "x"))
-    assert launch("exec", "a run").returncode == 1
-    assert "cannot be started" in folder.diary.read_text()
 
 
 def test_it_is_an_argv_and_no_shell() -> None:
@@ -529,18 +449,9 @@ def writable(folder: RunFolder) -> None:
     folder.path.chmod(0o775)
 
 
-def writable_file(folder: RunFolder) -> None:
-    folder.start.chmod(0o606)
-
-
 def linked_file(folder: RunFolder) -> None:
     folder.start.rename(folder.path / "elsewhere.json")
     folder.start.symlink_to("elsewhere.json")
-
-
-def linked(folder: RunFolder) -> None:
-    folder.path.rename(folder.path.with_name("elsewhere"))
-    folder.path.symlink_to("elsewhere")
 
 
 def replaceable(folder: RunFolder) -> None:
@@ -551,18 +462,7 @@ def strangers(folder: RunFolder) -> None:
     os.chown(folder.path, 12345, -1)
 
 
-def strangers_file(folder: RunFolder) -> None:
-    os.chown(folder.start, 12345, -1)
-
-
-def strangers_parent(folder: RunFolder) -> None:
-    os.chown(folder.path.parent, 12345, -1)
-
-
-EVERYBODYS = (
-    writable, writable_file, linked_file, linked, replaceable, strangers, strangers_file,
-    strangers_parent,
-)  # fmt: skip
+EVERYBODYS = (writable, linked_file, replaceable, strangers)
 
 
 @pytest.mark.slow
@@ -582,17 +482,10 @@ def test_a_command_that_somebody_else_may_have_written_is_named_and_not_run(
     folder.exit(1).unlink()
     folder.console(1).unlink()
     folder.process.unlink()
-    if way not in (replaceable, strangers_parent):
+    if way is not replaceable:
         refused = launch("exec", str(folder.path))
         assert (refused.returncode, "error[not-your-run]" in refused.stderr) == (5, True)
         assert not (place / "pids" / "leader").exists()
-
-
-def test_a_sticky_folder_may_be_everybodys(place: Path) -> None:
-    folder = over(place, on_finish=told_by(place))
-    folder.path.parent.chmod(0o1777)
-    launch("attach", "a run")
-    assert (place / "told").read_text() == "x"
 
 
 def test_only_what_was_written_at_the_start_is_started(place: Path) -> None:
@@ -618,16 +511,6 @@ def test_the_command_at_the_end_is_called_at_least_once(place: Path, killed: str
     assert killed == "after the call" or (place / "told").read_text() == "x"
 
 
-def test_a_keeper_that_is_killed_in_the_command_at_the_end_has_called_it(place: Path) -> None:
-    folder = prepared(place, "exit=0", on_finish=told_by(place, "import time; time.sleep(2)"))
-    started(folder)
-    until(lambda: rundir.concluded(folder, 1))
-    os.kill(kept(folder), signal.SIGKILL)
-    launch("attach", "a run")
-    until((place / "told").exists)
-    assert (place / "told").read_text() == "x"
-
-
 def test_the_command_at_the_end_finds_the_locks_free(place: Path) -> None:
     lock = place / "gpu.lock"
     script = f"flock -n {shlex.quote(str(lock))} true; echo $? > {shlex.quote(str(place / 'free'))}"
@@ -648,17 +531,6 @@ def test_a_command_at_the_end_has_its_time(place: Path, capfd: pytest.CaptureFix
     on_finish.call(folder, attempts.read(folder), 0)
     assert "it took longer than 0.5 s" in capfd.readouterr().err
     assert (place / "ended").exists()
-
-
-def test_term_to_the_keeper_reaches_the_command_at_the_end(place: Path) -> None:
-    script = f"trap 'echo ended > ended; exit 3' TERM; touch {place}/up; sleep 600 & wait"
-    folder = prepared(place, "exit=0", on_finish=("sh", "-c", script))
-    started(folder)
-    until((place / "up").exists)
-    os.kill(kept(folder), signal.SIGTERM)
-    until((place / "ended").exists)
-    until(lambda: not runner.keeper_lives(folder))
-    assert "ended with 3" in folder.diary.read_text()
 
 
 # --- tmux -----------------------------------------------------------------------------------------
@@ -729,7 +601,7 @@ def test_what_has_not_begun_is_not_judged(place: Path) -> None:
 # --- a log that is shown --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 3, 17, 10_000])
+@pytest.mark.parametrize("size", [1, 17])
 @pytest.mark.parametrize("idle", [False, True])
 def test_a_log_is_shown_without_tokens_however_it_comes(size: int, idle: bool) -> None:
     token = "hf_" + "aB3" * 11
@@ -743,17 +615,3 @@ def test_a_log_is_shown_without_tokens_however_it_comes(size: int, idle: bool) -
     assert token.encode() not in told and b"there\n\xff " in told
     if not idle or size > 100:
         assert told == redact_bytes(printable_bytes(raw), ())
-
-
-def test_the_begun_line_is_shown_while_it_grows() -> None:
-    shown = following.Shown(())
-    assert (shown.of(b" 10%|#"), shown.rest(), shown.rest()) == (b"", b" 10%|#", b"")
-    assert shown.of(b"###| 1/9\rnext") == b"###| 1/9\n"
-    assert (shown.rest(), shown.of(b"\n")) == (b"next", b"\n")
-
-
-def test_a_line_without_end_is_shown_all_the_same() -> None:
-    shown, block = following.Shown(()), b"word " * 2**18
-    told = b"".join([*(shown.of(block) for _ in range(4)), shown.rest()])
-    assert told == block * 4
-    assert len(shown.line) <= 2 * following.LINE_BYTES

@@ -585,24 +585,6 @@ def test_a_stage_that_outlived_its_pipeline_is_waited_for(world: Chained) -> Non
 
 @pytest.mark.slow
 @needs_trl
-def test_starting_over_waits_for_nothing(world: Chained) -> None:
-    world.usual()
-    world.do(second=["pid=leader", "sleep=600"])
-    running = world.started(*world.words("--fresh"), start_new_session=True)
-    world.pid("leader")
-    os.killpg(running.pid, signal.SIGKILL)
-    running.communicate()
-    (record,) = world.runs.glob("*-pipeline-*/pipeline.json")
-    # there was nothing yet that it could be trained again beside
-    assert json.loads(record.read_text())["stages"][0]["reason"] is None
-    world.trained()
-    code, told = world.run("--fresh", "--from", "second")
-    assert (code, world.trained()) == (0, ["second-2", "third"]), told
-    assert told["data"]["stages"][0]["reason"].endswith("--fresh")
-
-
-@pytest.mark.slow
-@needs_trl
 def test_a_dry_run_says_what_would_be_started(world: Chained) -> None:
     world.usual()
     done = world.launch(*world.words("--dry-run"))

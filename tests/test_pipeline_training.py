@@ -186,15 +186,3 @@ def test_the_pinned_finetune_runs_and_hits_its_cache_the_second_time(
     assert code == 0, answer
     assert "already-finished" in [found["code"] for found in answer["findings"]]
     assert not (run / "console.2.log").exists()
-
-
-def test_an_adapter_is_refused_before_anything_starts(place: Path) -> None:
-    words = (
-        "sft.use_peft=true",
-        "sft.lora_target_modules=[q_proj, v_proj]",
-        "sft.output_dir=build/demo/lora",
-    )
-    config = str(CONFIGS / "pipeline.yaml")
-    code, told = launch(place, "pipeline", config, *words, "dpo.model_name_or_path=build/demo/lora")
-    assert code == 3
-    assert "pipeline-adapter" in {f["code"] for f in told["findings"]}

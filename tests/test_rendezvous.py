@@ -23,16 +23,11 @@ def code(error: pytest.ExceptionInfo[UsageError]) -> str:
     return error.value.findings[0].code
 
 
-def test_one_machine_needs_none() -> None:
-    assert rendezvous.find(1, None, None, SLURM) is None
-    assert rendezvous.find(1, 0, None, {}) is None
-
-
 @pytest.mark.parametrize(
     ("given", "host", "port"),
     [
-        ("10.0.0.4", "10.0.0.4", 29500), ("head:1234", "head", 1234), ("[::1]:1", "[::1]", 1),
-        ("[fe80::1%eth0]", "[fe80::1%eth0]", 29500), ("a-b.c_d", "a-b.c_d", 29500),
+        ("10.0.0.4", "10.0.0.4", 29500), ("head:1234", "head", 1234),
+        ("[fe80::1%eth0]:1", "[fe80::1%eth0]", 1),
     ],
 )  # fmt: skip
 def test_by_options(given: str, host: str, port: int) -> None:
@@ -43,14 +38,9 @@ def test_by_options(given: str, host: str, port: int) -> None:
 @pytest.mark.parametrize(
     ("nodes", "rank", "address", "expected"),
     [
-        (2, None, None, "no-main-address"), (2, 0, None, "no-main-address"),
-        (2, None, "head", "no-node-rank"), (2, 2, "head", "bad-node-rank"),
-        (2, -1, "head", "bad-node-rank"), (1, 1, None, "bad-node-rank"),
-        (2, 0, "", "bad-main-address"), (2, 0, "-x", "bad-main-address"),
-        (2, 0, "a b", "bad-main-address"), (2, 0, "head:0", "bad-main-address"),
-        (2, 0, "head:65536", "bad-main-address"), (2, 0, "head:", "bad-main-address"),
-        (2, 0, "$(touch pwned)", "bad-main-address"), (2, 0, "head\n", "bad-main-address"),
-        (2, 0, "::1", "bad-main-address"),
+        (2, 0, None, "no-main-address"), (2, None, "head", "no-node-rank"),
+        (2, 2, "head", "bad-node-rank"), (1, 1, None, "bad-node-rank"),
+        (2, 0, "head:65536", "bad-main-address"), (2, 0, "$(touch pwned)", "bad-main-address"),
     ],
 )  # fmt: skip
 def test_options_that_cannot_be(
@@ -84,17 +74,9 @@ def test_two_jobs_on_one_node_meet_elsewhere() -> None:
     assert all(1024 < port < 32768 for port in ports)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"SLURM_STEP_NUM_NODES": "1"},
-        {"SLURM_STEP_NUM_NODES": "4", "SLURM_STEP_NUM_TASKS": "4"},
-        {"SLURM_STEP_NUM_TASKS": "16"},
-    ],
-)
-def test_a_step_of_another_shape_is_refused(change: dict[str, str]) -> None:
+def test_a_step_of_another_shape_is_refused() -> None:
     with pytest.raises(UsageError) as error:
-        rendezvous.find(2, None, None, {**SLURM, **change})
+        rendezvous.find(2, None, None, {**SLURM, "SLURM_STEP_NUM_TASKS": "16"})
     assert code(error) == "wrong-step"
 
 
@@ -108,8 +90,8 @@ def test_a_batch_script_alone_is_no_step() -> None:
 @pytest.mark.parametrize(
     ("listed", "first"),
     [
-        ("n1", "n1"), ("n[1-2]", "n1"), ("node[007-012,20],login1", "node007"),
-        ("a,b[1-2]", "a"), ("r[1-2]n[3,5]", "r1n3"), ("gpu-[2]-ib", "gpu-2-ib"), ("", ""),
+        ("n1", "n1"), ("node[007-012,20],login1", "node007"), ("a,b[1-2]", "a"),
+        ("r[1-2]n[3,5]", "r1n3"), ("gpu-[2]-ib", "gpu-2-ib"), ("", ""),
     ],
 )  # fmt: skip
 def test_first_host(listed: str, first: str) -> None:
@@ -156,12 +138,3 @@ def test_the_command_of_each_node(deepspeed: str) -> None:
     other = Rendezvous(nodes=2, rank=0, address="10.0.0.4", port=1234)
     assert rendezvous.filled(made, other) == rendezvous.filled(argv, other)
     assert rendezvous.filled(argv, None) == argv
-
-
-def test_on_the_cpu_torchrun_tells_each_process_its_rank() -> None:
-    argv = built(
-        planned(staged(CONFIGS / "demo" / "sft.yaml", ["batch.per_device=8"]), 0, nodes=2)
-    ).argv
-    assert "--cpu" not in argv
-    assert argv[argv.index("--num_processes") + 1] == "2"
-    assert set(rendezvous.OPTIONS) <= set(argv)

@@ -30,7 +30,6 @@ for loss in (2.0, 1.5):
 @pytest.mark.parametrize(
     ("path", "counted", "base"),
     [
-        ("out/step_8", {}, 8),
         ("out/step_12/", {}, 12),
         ("out/checkpoint-30", {}, 30),
         ("out/epoch_1", {"w": {"step": 14.0}, "b": {"step": 14.0}}, 14),

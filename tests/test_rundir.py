@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import stat
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +13,7 @@ from plans import CONFIGS, SFT, TRL, built, from_text, planned, staged, trainer
 
 from launcher import check, evidence, page, rundir
 from launcher.errors import NotReady, UsageError
-from launcher.redaction import REDACTED, redact
+from launcher.redaction import redact
 from launcher.rundir import RunFolder
 
 TOKEN = "hf_" + "abcDEF123" * 4
@@ -45,18 +42,11 @@ def create(folder: RunFolder, *overrides: str, output: Path | None = None) -> No
 # --- names and attempts ---------------------------------------------------------------------------
 
 
-def test_the_files_of_an_attempt() -> None:
-    folder = RunFolder(Path("/runs/x"))
-    assert (folder.console(1).name, folder.console(2).name) == ("console.log", "console.2.log")
-    assert (folder.exit(1).name, folder.exit(12).name) == ("exit.json", "exit.12.json")
-
-
 @pytest.mark.parametrize(
     ("names", "count"),
     [
-        ([], 0), (["console.log"], 1), (["console.log", "console.2.log"], 2),
-        (["console.2.log"], 2), (["console.log", "exit.3.json"], 3), (["exit.json"], 1),
-        (["console.10.log", "console.9.log"], 10), (["console.x.log", "console.log.bak"], 0),
+        (["console.log", "console.2.log"], 2), (["console.log", "exit.3.json"], 3),
+        (["exit.json", "console.10.log"], 10), (["console.x.log", "console.log.bak"], 0),
     ],
 )  # fmt: skip
 def test_attempts_are_counted_by_what_is_left(tmp_path: Path, names: list[str], count: int) -> None:
@@ -64,13 +54,6 @@ def test_attempts_are_counted_by_what_is_left(tmp_path: Path, names: list[str], 
         (tmp_path / name).touch()
     assert RunFolder(tmp_path).attempts() == count
     assert RunFolder(tmp_path / "none").attempts() == 0
-
-
-def test_a_new_output_is_a_new_run(root: Path, tmp_path: Path) -> None:
-    folder, attempt = rundir.choose("sft", "my run", tmp_path / "model", root)
-    assert attempt == 1
-    assert re.fullmatch(r"\d{8}T\d{6}Z-sft-my-run", folder.path.name)
-    assert not root.exists()
 
 
 def test_the_same_output_is_another_attempt_of_the_newest_run(root: Path, tmp_path: Path) -> None:
@@ -91,28 +74,12 @@ def test_the_same_output_is_another_attempt_of_the_newest_run(root: Path, tmp_pa
 
 @pytest.mark.parametrize(
     ("name", "shown"),
-    [("../../etc", "..-..-etc"), ("a b\n'c'", "a-b-c"), ("ü", "run"), ("", "run"),
-     ("x" * 300, "x" * 100), (TOKEN, "redacted")],
+    [("../../etc", "..-..-etc"), ("a b\n'c'", "a-b-c"), ("ü", "run"), (TOKEN, "redacted")],
 )  # fmt: skip
 def test_any_name_makes_a_folder_below_the_root(root: Path, name: str, shown: str) -> None:
     folder, _ = rundir.choose("dpo", name, None, root)
     assert folder.path.parent == root
     assert folder.path.name.partition("-dpo-")[2] == shown
-
-
-def test_starts_in_the_same_second_get_folders_of_their_own(root: Path) -> None:
-    chosen: list[Path] = []
-
-    def start() -> None:
-        chosen.append(rundir.choose("sft", "a", None, root, reserve=True)[0].path)
-
-    threads = [threading.Thread(target=start) for _ in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(set(chosen)) == 12
-    assert all(path.is_dir() for path in chosen)
 
 
 def test_a_reserved_folder_is_taken_back_only_if_empty(root: Path) -> None:
@@ -176,29 +143,11 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
     assert [p.name for p in tmp_path.iterdir()] == ["data.json"]
 
 
-def test_files_have_the_usual_mode(tmp_path: Path) -> None:
-    mask = os.umask(0o027)
-    try:
-        rundir.write_text(tmp_path / "a", "x")
-    finally:
-        os.umask(mask)
-    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o640
-
-
-@pytest.mark.parametrize("text", ["", "{", "[1]", "null", '{"a": 1} x', "\0"])
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\0"])
 def test_what_is_no_json_object_reads_as_nothing(tmp_path: Path, text: str) -> None:
     (tmp_path / "a").write_text(text)
     assert rundir.read_json(tmp_path / "a") == {}
     assert rundir.parse_line(text.encode()) == {}
-
-
-def test_bytes_that_are_no_text_are_survived(tmp_path: Path) -> None:
-    name = os.fsdecode(b"caf\xe9")
-    rundir.write_json(tmp_path / "a", {"path": name, "text": "ümlaut"})
-    assert rundir.read_json(tmp_path / "a")["path"] == name
-    assert rundir.parse_line(b"\xff\xfe") == {}
-    (tmp_path / "b").write_bytes(b"\xff")
-    assert rundir.read_json(tmp_path / "b") == {}
 
 
 # --- the manifest ---------------------------------------------------------------------------------
@@ -286,39 +235,6 @@ def test_tokens_never_reach_the_run_folder(
             assert value not in text, name
 
 
-def test_a_hub_token_of_trl_never_reaches_the_manifest(root: Path) -> None:
-    root.mkdir()
-    stage = staged(CONFIGS / "demo" / "sft.yaml", ["hub_token=short", "eos_token=<|im_end|>"])
-    made = planned(stage)
-    folder = RunFolder(root / "run")
-    rundir.create(folder, 1, made, built(made), trainer(), None)
-    kept = rundir.read_manifest(folder)
-    assert kept["args"]["hub_token"]["value"] == REDACTED
-    assert "short" not in folder.manifest.read_text()
-    assert kept["args"]["eos_token"]["value"] == "<|im_end|>"
-    words = kept["argv"]
-    assert "--hub_token" not in words and "HF_TOKEN" in kept["env"]
-    assert words[words.index("--eos_token") + 1] == "<|im_end|>"
-    assert kept["env"] == sorted(made_env for made_env in built(made).env)
-
-
-def test_an_output_with_a_token_is_still_the_same_run(root: Path, tmp_path: Path) -> None:
-    root.mkdir()
-    output = tmp_path / TOKEN
-    folder = RunFolder(root / "20250101T000000Z-sft-a")
-    made = replace(planned(from_text(tmp_path, SFT.format(more=""))))
-    rundir.create(folder, 1, made, built(made), trainer(), output)
-    assert TOKEN not in folder.manifest.read_text()
-    assert rundir.choose("sft", "a", output, root)[0] == folder
-
-
-@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
-def test_a_runs_folder_without_permission(root: Path) -> None:
-    root.mkdir(mode=0o500)
-    with pytest.raises(NotReady):
-        create(RunFolder(root / "run"))
-
-
 # --- the index ------------------------------------------------------------------------------------
 
 
@@ -355,16 +271,6 @@ def test_a_state_folder_that_cannot_be_written_costs_only_the_index(
     assert [f.path.name for f in rundir.known_runs()] == ["one"]
 
 
-def test_garbage_in_the_index_is_passed_over(root: Path) -> None:
-    index = rundir.state_folder() / "runs"
-    index.mkdir(parents=True)
-    (index / "a").write_bytes(b"\xff\xfe")
-    (index / "b").write_text("")
-    (index / "c").write_text("relative/path")
-    (index / "d").mkdir()
-    assert rundir.known_runs() == []
-
-
 def test_find_by_folder_name_prefix_and_last(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = run(root, "20250101T000000Z-sft-a")
     two = run(root, "20250102T000000Z-sft-a")
@@ -394,9 +300,3 @@ def test_last_is_the_run_that_was_started_last(root: Path) -> None:
     # a further attempt writes its manifest anew
     rundir.write_json(first.manifest, {"attempt": 2})
     assert rundir.find("last") == first
-
-
-def test_json_lines() -> None:
-    assert rundir.json_line({"a": "ü", "b": Path("/x")}) == '{"a": "ü", "b": "/x"}\n'
-    assert rundir.parse_line(json.dumps({"a": 1}).encode()) == {"a": 1}
-    assert rundir.parse_line(b'"event": "step"}') == {}

@@ -14,7 +14,7 @@ import pytest
 from conftest import PATIENCE_S
 from fake_world import World, looks_on, made, needs_trl
 
-from launcher import following, rundir, stopping, trial
+from launcher import following, rundir, trial
 from launcher.errors import Exit, InvalidConfig
 from launcher.preparation import Request
 from launcher.rundir import RunFolder
@@ -55,9 +55,7 @@ def test_a_run_lies_below_the_folder_that_several_share(
 def test_one_whose_time_is_up_is_stopped_with_all_its_processes(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # the same stop, by somebody with less patience
-    stop = stopping.stop
-    monkeypatch.setattr(stopping, "stop", lambda folder, waits: stop(folder, waits=(1, 1, 1)))
+    monkeypatch.setenv("LAUNCH_GRACE", "1,1,1")
     request = asked(world, monkeypatch, "ignore=INT", "child=same", "pid=leader", "sleep=600")
     told = trial.run(request, timeout_s=2, quiet=True)
     assert told.timed_out and not told.interrupted

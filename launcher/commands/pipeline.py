@@ -27,7 +27,6 @@ from launcher.errors import Exit
 
 if TYPE_CHECKING:
     from launcher.handover import Order
-    from launcher.pipeline import Result
 
 PipelineFile = Annotated[
     Path, typer.Argument(metavar="FILE", help="the pipeline file", show_default=False)
@@ -84,11 +83,11 @@ def _run(order: Order, format: Format) -> Exit:
     from launcher import pipeline, report
 
     text = format is Format.text
-    result = pipeline.run(order, _shown if text else _nothing, quiet=not text)
+    result = pipeline.run(order, quiet=not text)
     if not text:
         report.envelope("pipeline", result.exit is Exit.OK, result.findings, result.as_json())
         return result.exit
-    report.table(pipeline.summary(result.rows), pipeline.SUMMARY)
+    report.table([row.shown() for row in result.rows], pipeline.SUMMARY)
     row = result.stopped_at
     if row is not None:
         report.say(f"stopped at {row.name}: {row.reason or row.status}")
@@ -98,16 +97,3 @@ def _run(order: Order, format: Format) -> Exit:
     if result.page is not None:
         report.say(f"report: {result.page}")
     return result.exit
-
-
-def _nothing(what: str, result: Result, number: int) -> None:
-    """Machines get one answer at the end."""
-
-
-def _shown(what: str, result: Result, number: int) -> None:
-    from launcher import pipeline, report
-
-    if what == "stage":
-        report.say(pipeline.heading(result, number))
-    else:
-        report.say(pipeline.ending(result.rows[number]))

@@ -66,23 +66,16 @@ def stop(
     after_checkpoint: Annotated[
         bool, typer.Option("--after-checkpoint", help="wait until one more has been saved")
     ] = False,
-    grace: Annotated[
-        str | None,
-        typer.Option(
-            "--grace", metavar="S,S,S", help="seconds after INT, after TERM, for the rest"
-        ),
-    ] = None,
     format: FormatOption = Format.text,
 ) -> None:
     """Stop a run: INT, TERM, KILL to every process of it; say what that loses."""
-    from launcher import overview, report, runner, stopping
+    from launcher import overview, report, stopping
 
     folder = found_run(run)
-    waits = runner.grace(grace) if grace is not None else None
     told = stopping.cost(folder)
     if format is Format.text and overview.state(folder) in {"running", "orphaned", "queued"}:
         report.say(stopping.due(folder) if after_checkpoint else told.line())
-    ended = stopping.stop(folder, after_checkpoint=after_checkpoint, waits=waits)
+    ended = stopping.stop(folder, after_checkpoint=after_checkpoint)
     told = stopping.cost(folder)
     if format is Format.json:
         report.envelope("stop", True, (), {"run": str(folder.path), **told.as_json()})

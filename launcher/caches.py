@@ -246,12 +246,19 @@ class _Reader:
         """A local file or folder."""
         return self.read(role, name, lambda: of_data(name, self.memory))
 
-    def pretrained(self, role: Role, name: str, revision: str | None) -> Input:
-        """A model, or else its tokenizer, in a folder or on the hub."""
-        of = of_model if role == "model" else of_tokenizer
+    def tokenizer(self, name: str, revision: str | None, role: Role = "tokenizer") -> Input:
+        """A tokenizer in a folder, or on the hub."""
         return self.read(
-            role, name, lambda: of(name, self.memory, revision=revision, environ=self.environ)
-        )
+            role, name,
+            lambda: of_tokenizer(name, self.memory, revision=revision, environ=self.environ),
+        )  # fmt: skip
+
+    def model(self, name: str, revision: str | None) -> Input:
+        """A model in a folder, or on the hub."""
+        return self.read(
+            "model", name,
+            lambda: of_model(name, self.memory, revision=revision, environ=self.environ),
+        )  # fmt: skip
 
     def config(self, name: str, revision: str | None) -> Input:
         """The config of another model, which this one is built by."""
@@ -353,7 +360,7 @@ def _tokenising(reader: _Reader) -> list[Input]:
     tokenizer = reader.text("tokenizer_name_or_path") or reader.text("model_name_or_path")
     if tokenizer is not None:
         revision = reader.text("tokenizer_revision") or reader.revision
-        inputs.append(reader.pretrained("tokenizer", tokenizer, revision))
+        inputs.append(reader.tokenizer(tokenizer, revision))
     return [*inputs, *reader.code(_TOKENISING), *reader.versions()]
 
 
@@ -361,7 +368,7 @@ def _reference(reader: _Reader, tokenised: Sequence[Input], key: Mapping[str, An
     inputs = [*tokenised]
     model, config = reader.text("model_name_or_path"), reader.text("config_name")
     if model is not None:
-        inputs.append(reader.pretrained("model", model, reader.revision))
+        inputs.append(reader.model(model, reader.revision))
     if config is not None:
         inputs.append(reader.config(config, reader.revision))
     inputs += [*reader.given(_REFERENCE_VALUES), *reader.code(_SCORING)]
@@ -403,12 +410,12 @@ def _trl(reader: _Reader) -> Iterator[Cache]:
         else Input(role="data", name=name, digest=hashlib.sha256(name.encode()).hexdigest())
     ]
     if model is not None:
-        inputs.append(reader.pretrained("tokenizer", model, reader.revision))
+        inputs.append(reader.tokenizer(model, reader.revision))
     template = reader.text("chat_template_path")
     if template is not None and Path(template).is_file():
         inputs.append(reader.data(template, "template"))
     elif template is not None:
-        inputs.append(reader.pretrained("template", template, None))
+        inputs.append(reader.tokenizer(template, None, "template"))
     inputs += reader.versions()
     if precomputed:
         inputs += reader.given(_PRECOMPUTED_VALUES)

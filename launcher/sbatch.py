@@ -64,9 +64,7 @@ Options = Mapping[str, str | None]
 """An option of sbatch -> its value; None for one that stands alone."""
 
 
-def read(
-    given: Any, complain: Complain, *, where: str = "`slurm:`"
-) -> tuple[dict[str, str | None], list[Finding]]:
+def read(given: Any, complain: Complain) -> tuple[dict[str, str | None], list[Finding]]:
     """The options of a `slurm:` mapping, and everything wrong with it.
 
     `_` is taken for `-`. null and false leave an option out, true names it alone. `requeue: false`
@@ -75,7 +73,7 @@ def read(
     if given is None:
         return {}, []
     if not isinstance(given, Mapping):
-        message = f"{where} is a mapping of sbatch's options, not `{brief(given)}`"
+        message = f"`slurm:` is a mapping of sbatch's options, not `{brief(given)}`"
         return {}, [complain("bad-slurm", "", message, "slurm: {partition: gpu, time: 1-00:00:00}")]
     options: dict[str, str | None] = {}
     findings = []
@@ -112,15 +110,6 @@ def _wrong(name: str, value: Any) -> tuple[str, str, str | None] | None:
     if _CONTROL.search(str(value)):
         return "bad-slurm-option", f"`{name}` holds a line break or another control character", None
     return None
-
-
-def pairs(words: Sequence[str], complain: Complain) -> tuple[dict[str, str | None], list[Finding]]:
-    """The options of `--sbatch key=value` words; a word without `=` stands alone."""
-    given = {}
-    for word in words:
-        key, sign, value = word.partition("=")
-        given[key] = {"true": True, "false": False}.get(value, value) if sign else True
-    return read(given, complain, where="--sbatch")
 
 
 def one_cpu(options: Options, gpus: int) -> str | None:

@@ -149,7 +149,7 @@ def _resources(settings: Mapping[str, Any], gpus: int) -> dict[str, Any]:
     resources = dict(settings.get("resources") or {})
     name = settings.get("accelerator")
     if gpus and name is None and not {"any_of", "instance_type", "ordered"} & resources.keys():
-        help = "`skypilot: {accelerator: H100}`, or --accelerator H100"
+        help = "`skypilot: {accelerator: H100}`, or skypilot.accelerator=H100"
         raise usage("no-accelerator", f"{gpus} GPUs on each machine: which ones?", help)
     if gpus and name is not None:
         resources["accelerators"] = {name: gpus}
@@ -208,7 +208,7 @@ def text(task: Mapping[str, Any], path: Path) -> str:
     return f"# sky launch{asked} {shown}\n{body}"
 
 
-def write(request: Request, path: Path, accelerator: str | None) -> tuple[Finding, ...]:
+def write(request: Request, path: Path) -> tuple[Finding, ...]:
     """Write the task of a run; returns what there is to say of the run, and of paths left behind.
 
     Raises what a dry run raises, UsageError where it is not known which GPUs, NotReady where the file
@@ -220,9 +220,7 @@ def write(request: Request, path: Path, accelerator: str | None) -> tuple[Findin
 
     prepared = prepare(request, running=False)
     stage, planned = prepared.plan.stage, prepared.plan
-    settings = dict(stage.options.skypilot)
-    if accelerator is not None:
-        settings["accelerator"] = accelerator
+    settings = stage.options.skypilot
     checkout = stage.upstream.root if stage.options.backend == "open_instruct" else None
     places = Places(
         cwd=Path.cwd(), project=Path(__file__).resolve().parent.parent, checkout=checkout

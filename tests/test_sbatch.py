@@ -141,15 +141,6 @@ def test_options_that_cannot_be(given: Any, code: str, help: str | None) -> None
     assert "\n" not in findings[0].message
 
 
-def test_options_of_the_command_line() -> None:
-    words = ["partition=gpu", "exclusive", "comment=a=b", "hold=true", "mail-type="]
-    options, findings = sbatch.pairs(words, complain)
-    assert options == {
-        "partition": "gpu", "exclusive": None, "comment": "a=b", "hold": None,
-    }  # fmt: skip
-    assert [finding.code for finding in findings] == ["bad-slurm-option"]
-
-
 def test_a_single_core_is_said() -> None:
     assert "cpus_per_task: 64" in str(sbatch.one_cpu({}, 8))
     assert sbatch.one_cpu({"exclusive": None}, 8) is None

@@ -21,8 +21,6 @@ STAGE = str(Path(__file__).parent.parent / "configs" / "demo" / "sft.yaml")
 @pytest.mark.parametrize(
     "words",
     [
-        ("--sbatch", "time=1"),
-        ("--accelerator", "H100"),
         ("--on-finish-limit", "5m"),
         ("--slurm", "--detach"),
         ("--slurm", "--devices", "0"),

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from launcher.commands.vocabulary import (
-    Accelerator,
     Changed,
     Checkout,
     Config,
@@ -32,7 +31,6 @@ from launcher.commands.vocabulary import (
     Overrides,
     Python,
     RunName,
-    Sbatch,
     SkyPilot,
     Slurm,
     Strict,
@@ -61,9 +59,7 @@ class After:
     allow_unproven: bool = False
 
 
-_NEEDS = {
-    "--sbatch": "--slurm", "--accelerator": "--skypilot", "--on-finish-limit": "--on-finish",
-}  # fmt: skip
+_NEEDS = {"--on-finish-limit": "--on-finish"}
 _APART = {
     "--slurm": ("--skypilot", "--detach", "--devices", "--node-rank", "--main-address"),
     "--skypilot": (
@@ -119,8 +115,7 @@ def _stage_command(stage: str) -> Callable[..., None]:
         no_probe: NoProbe = False, devices: DevicesOption = None, detach: Detach = False,
         on_finish: OnFinish = None, on_finish_limit: OnFinishLimit = None,
         node_rank: NodeRank = None, main_address: MainAddress = None, slurm: Slurm = False,
-        sbatch: Sbatch = None, skypilot: SkyPilot = None, accelerator: Accelerator = None,
-        fresh: Fresh = False,
+        skypilot: SkyPilot = None, fresh: Fresh = False,
         allow_changed_resume: Changed = None, allow_corrupting_overlap: CorruptingOverlap = False,
         format: FormatOption = Format.text,
     ) -> None:  # fmt: skip
@@ -128,8 +123,7 @@ def _stage_command(stage: str) -> Callable[..., None]:
 
         _require_sense(
             {
-                "--slurm": slurm, "--skypilot": skypilot, "--sbatch": sbatch,
-                "--accelerator": accelerator, "--detach": detach, "--devices": devices,
+                "--slurm": slurm, "--skypilot": skypilot, "--detach": detach, "--devices": devices,
                 "--node-rank": node_rank, "--main-address": main_address, "--on-finish": on_finish,
                 "--on-finish-limit": on_finish_limit, "--fresh": fresh,
                 "--allow-changed-resume": allow_changed_resume,
@@ -147,13 +141,13 @@ def _stage_command(stage: str) -> Callable[..., None]:
             _dry_run(request, format)
             return
         if skypilot is not None:
-            raise typer.Exit(_task(request, skypilot, accelerator, format))
+            raise typer.Exit(_task(request, skypilot, format))
         after = After(
             detach=detach, on_finish=on_finish, on_finish_limit=on_finish_limit,
             allow_unproven=allow_unproven,
         )  # fmt: skip
         if slurm:
-            raise typer.Exit(_queued(request, format, after, sbatch or []))
+            raise typer.Exit(_queued(request, format, after))
         raise typer.Exit(_run(request, format, after))
 
     # what the shell can complete is different for each stage
@@ -245,19 +239,13 @@ def _finished(prepared: Prepared, found: tuple[Finding, ...], format: Format, af
     return _told(str(prepared.request.stage), folder, verdict, code, found, format)
 
 
-def _queued(request: Request, format: Format, after: After, words: list[str]) -> Exit:
+def _queued(request: Request, format: Format, after: After) -> Exit:
     """Hand the run to Slurm."""
     from launcher import foresight, keeper, on_finish, preparation, report, sbatch, start
 
-    def complain(code: str, key: str, message: str, help: str | None) -> Finding:
-        return _fault(code, message, help)
-
-    options, wrong = sbatch.pairs(words, complain)
-    if wrong:
-        raise UsageError(wrong)
     told, limit = on_finish.parsed(after.on_finish), _limit(after)
     prepared = foresight.foreseen(preparation.prepare(request, running=True))
-    options = {**prepared.plan.stage.options.slurm, **options}
+    options = prepared.plan.stage.options.slurm
     few = sbatch.one_cpu(options, prepared.plan.gpus)
     found = prepared.findings
     if few is not None:
@@ -285,11 +273,11 @@ def _queued(request: Request, format: Format, after: After, words: list[str]) ->
     return answer(str(request.stage), Exit.OK, found, data, lines, format)
 
 
-def _task(request: Request, path: Path, accelerator: str | None, format: Format) -> Exit:
+def _task(request: Request, path: Path, format: Format) -> Exit:
     """Write the run as a SkyPilot task."""
     from launcher import skypilot
 
-    found = skypilot.write(request, path, accelerator)
+    found = skypilot.write(request, path)
     data = {"task": str(path)}
     return answer(str(request.stage), Exit.OK, found, data, (f"sky launch {path}",), format)
 

@@ -163,16 +163,9 @@ MainAddress = Annotated[
 Slurm = Annotated[
     bool, typer.Option("--slurm", help="queue it as a Slurm job, on --nodes machines")
 ]
-Sbatch = Annotated[
-    list[str] | None,
-    typer.Option("--sbatch", metavar="KEY=VALUE", help="an option of sbatch (several times)"),
-]
 SkyPilot = Annotated[
     Path | None,
     typer.Option("--skypilot", metavar="FILE", help="write a SkyPilot task, start nothing"),
-]
-Accelerator = Annotated[
-    str | None, typer.Option("--accelerator", help="which GPU, for --skypilot: H100")
 ]
 Detach = Annotated[
     bool,

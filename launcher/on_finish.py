@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
 from launcher import overview, process
-from launcher.attempt import Attempt, writable_by_others
+from launcher.attempt import ON_FINISH_S, Attempt, writable_by_others
 from launcher.errors import brief, usage
 from launcher.printable import printable
 from launcher.redaction import redact
@@ -46,6 +46,15 @@ def parsed(command: str | None) -> tuple[str, ...]:
             "like name a script",
         )  # fmt: skip
     return words
+
+
+def limit(text: str | None) -> float:
+    """`--on-finish-limit` in seconds. Raises UsageError for what is no time."""
+    if text is None:
+        return ON_FINISH_S
+    from launcher import bench
+
+    return bench.seconds(text)
 
 
 def require_here(command: Sequence[str]) -> None:

@@ -21,6 +21,7 @@ STAGE = str(Path(__file__).parent.parent / "configs" / "demo" / "sft.yaml")
 @pytest.mark.parametrize(
     "words",
     [
+        ("--on-finish-limit", "5m"),
         ("--slurm", "--devices", "0"),
         ("--slurm", "--skypilot", "t.yaml"),
         ("--skypilot", "t.yaml", "--on-finish", "true"),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -26,6 +27,7 @@ from launcher.commands.vocabulary import (
     Nodes,
     NoProbe,
     OnFinish,
+    OnFinishLimit,
     Overrides,
     Python,
     RunName,
@@ -38,7 +40,7 @@ from launcher.commands.vocabulary import (
     app,
     found_run,
 )
-from launcher.errors import Exit, Finding, UsageError, said
+from launcher.errors import Exit, Finding, UsageError, said, usage
 
 if TYPE_CHECKING:
     from launcher.attempt import Attempt
@@ -96,7 +98,7 @@ def _stage_command(stage: str) -> Callable[..., None]:
         open_instruct: Checkout = None, allow_unpinned: Unpinned = False,
         allow_unproven: Unproven = False, strict: Strict = False, no_probe: NoProbe = False,
         devices: DevicesOption = None, detach: Detach = False, on_finish: OnFinish = None,
-        node_rank: NodeRank = None, main_address: MainAddress = None, slurm: Slurm = False,
+        on_finish_limit: OnFinishLimit = None, node_rank: NodeRank = None, main_address: MainAddress = None, slurm: Slurm = False,
         skypilot: SkyPilot = None, fresh: Fresh = False, allow_changed_resume: Changed = None,
         allow_corrupting_overlap: CorruptingOverlap = False, format: FormatOption = Format.text,
     ) -> None:  # fmt: skip
@@ -116,9 +118,18 @@ def _stage_command(stage: str) -> Callable[..., None]:
         elif skypilot is not None:
             raise typer.Exit(_task(request, skypilot, format))
         elif slurm:
-            raise typer.Exit(_queued(request, format, on_finish, allow_unproven))
+            raise typer.Exit(
+                _queued(request, format, After(on_finish, on_finish_limit, allow_unproven))
+            )
         else:
-            raise typer.Exit(_run(request, format, on_finish, allow_unproven, detach=detach))
+            raise typer.Exit(
+                _run(
+                    request,
+                    format,
+                    After(on_finish, on_finish_limit, allow_unproven),
+                    detach=detach,
+                )
+            )
 
     # what the shell can complete is different for each stage
     argument = typer.Argument(
@@ -150,13 +161,27 @@ def _dry_run(request: Request, format: Format) -> None:
         report.dry_run(prepared.plan, prepared.command)
 
 
-def _run(
-    request: Request, format: Format, on_finish: str | None, allow_unproven: bool, *, detach: bool
-) -> Exit:
-    from launcher import foresight, keeper, preparation, rundir, runner
+class After(NamedTuple):
+    """What is to happen once a run has ended."""
+
+    on_finish: str | None
+    limit: str | None
+    allow_unproven: bool
+
+    def hook(self) -> tuple[tuple[str, ...], float]:
+        """The command as an argv, and the seconds it may take. Raises UsageError."""
+        from launcher import on_finish
+
+        if self.limit is not None and self.on_finish is None:
+            raise usage("useless-option", "--on-finish-limit says nothing without --on-finish")
+        return on_finish.parsed(self.on_finish), on_finish.limit(self.limit)
+
+
+def _run(request: Request, format: Format, after: After, *, detach: bool) -> Exit:
+    from launcher import foresight, keeper, preparation, rundir, runner, start
     from launcher import on_finish as endings
 
-    words = endings.parsed(on_finish)
+    words, seconds = after.hook()
     endings.require_here(words)
     # the keeper reads it too late to say so
     runner.grace(os.environ.get(runner.GRACE_VARIABLE))
@@ -164,16 +189,23 @@ def _run(
         prepared = preparation.prepare(request, running=True)
         try:
             prepared = foresight.foreseen(prepared)
-            return _begun(prepared, format, words, allow_unproven, detach=detach)
+            begin = partial(
+                start.begin,
+                on_finish=words,
+                on_finish_s=seconds,
+                allow_unproven=after.allow_unproven,
+            )
+            return _begun(prepared, format, begin, after.allow_unproven, detach=detach)
         finally:
             # the folder that was reserved, if nothing came of it
             rundir.release(prepared.folder)
 
 
 def _begun(
-    prepared: Prepared, format: Format, on_finish: tuple[str, ...], allow_unproven: bool, *, detach: bool
+    prepared: Prepared, format: Format, begin: Callable[[Prepared], tuple[RunFolder, Attempt]],
+    allow_unproven: bool, *, detach: bool,
 ) -> Exit:  # fmt: skip
-    from launcher import lease, report, start
+    from launcher import lease, report
 
     stage, folder, found = str(prepared.request.stage), prepared.folder, prepared.findings
     if prepared.decision.kind != "finished" and not (prepared.here and prepared.here.rank):
@@ -184,7 +216,7 @@ def _begun(
         return _finished(prepared, format, allow_unproven)
     if format is Format.text:
         report.beginning(prepared.plan, folder.console(prepared.attempt))
-    folder, attempt = start.begin(prepared, on_finish=on_finish, allow_unproven=allow_unproven)
+    folder, attempt = begin(prepared)
     if detach:
         return _detached(stage, folder, found, format, first=not attempt.rank)
     return until_over(stage, folder, attempt, found, format)
@@ -200,12 +232,11 @@ def _finished(prepared: Prepared, format: Format, allow_unproven: bool) -> Exit:
     return _conclude(stage, folder, verdict, code, prepared.findings, format)
 
 
-def _queued(request: Request, format: Format, on_finish: str | None, allow_unproven: bool) -> Exit:
+def _queued(request: Request, format: Format, after: After) -> Exit:
     """Hand the run to Slurm."""
     from launcher import foresight, keeper, preparation, report, sbatch, start
-    from launcher import on_finish as endings
 
-    words = endings.parsed(on_finish)
+    words, seconds = after.hook()
     prepared = foresight.foreseen(preparation.prepare(request, running=True))
     options, found = prepared.plan.stage.options.slurm, prepared.findings
     few = sbatch.one_cpu(options, prepared.plan.gpus)
@@ -214,10 +245,13 @@ def _queued(request: Request, format: Format, on_finish: str | None, allow_unpro
         found = (*found, said("warning", "slurm-one-cpu", message, few))
     if prepared.decision.kind == "finished":
         report.findings(found if format is Format.text else ())
-        return _finished(prepared, format, allow_unproven)
+        return _finished(prepared, format, after.allow_unproven)
     folder = prepared.folder
     with keeper.interruptible():
-        job = start.queue(prepared, options, on_finish=words, allow_unproven=allow_unproven)
+        job = start.queue(
+            prepared, options, on_finish=words, on_finish_s=seconds,
+            allow_unproven=after.allow_unproven,
+        )  # fmt: skip
     name = folder.path.name
     lines = (f"run: {folder.path}", f"job: {job.id}", "launch runs", f"launch stop {name}")
     data = {"run": str(folder.path), "job": job.id}

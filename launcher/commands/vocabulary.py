@@ -172,8 +172,12 @@ Detach = Annotated[
 StageFile = Annotated[Path | None, typer.Argument(help="the stage file", show_default=False)]
 OnFinish = Annotated[
     str | None,
+    typer.Option("--on-finish", metavar="CMD", help="run this at the end; no shell"),
+]
+OnFinishLimit = Annotated[
+    str | None,
     typer.Option(
-        "--on-finish", metavar="CMD", help="run this at the end, for 10 minutes at most; no shell"
+        "--on-finish-limit", metavar="TIME", help="how long it may take: 90s, 10m (the default), 2h"
     ),
 ]
 RunName = Annotated[

@@ -71,7 +71,8 @@ def test_quantised_weights_need_their_package(write: Write) -> None:
     assert "bitsandbytes" in one.message
 
 
-# --- what lies in the folder ------------------------------------------------------------------------
+# --- what lies in the folder
+# ------------------------------------------------------------------------
 
 INDEX = "model.safetensors.index.json"
 SHARD = "model-0000{}-of-00002.safetensors"
@@ -273,7 +274,8 @@ def _model_type(node: ast.ClassDef) -> str | None:
     return None
 
 
-# --- rows that do not come to training --------------------------------------------------------------
+# --- rows that do not come to training
+# --------------------------------------------------------------
 
 WORDS = {
     "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,

@@ -74,7 +74,8 @@ def invoke(*words: str) -> Any:
     return CliRunner().invoke(app, list(words), catch_exceptions=False)
 
 
-# --- which script ------------------------------------------------------------------------------------
+# --- which script
+# ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("script", ["dpo_olmo_core", "open_instruct/dpo.py"])
@@ -89,7 +90,8 @@ def test_the_wrapped_shape_names_it_by_its_file(tmp_path: Path) -> None:
     path.write_text(
         "num_gpus: 8\nopen_instruct:\n  script: open_instruct/dpo.py\n  args:\n"
         "    model_name_or_path: Qwen/Qwen3-8B\n    mixer_list: [set, '64']\n"
-        "    max_seq_length: 2048\n    push_to_hub: false\n    try_launch_beaker_eval_jobs: false\n",
+        "    max_seq_length: 2048\n    push_to_hub: false\n    try_launch_beaker_eval_jobs: "
+        "false\n",
         encoding="utf-8",
     )
     stage = staged(path)
@@ -112,7 +114,8 @@ def test_other_scripts_are_refused(tmp_path: Path) -> None:
         assert words in (fault.help or "")
 
 
-# --- what it says ------------------------------------------------------------------------------------
+# --- what it says
+# ------------------------------------------------------------------------------------
 
 SPEAKS = [
     # read out of the script
@@ -204,7 +207,8 @@ def test_without_a_length_it_would_crash(tmp_path: Path) -> None:
     assert found(tmp_path, written)["no-length", "args.max_seq_length"].severity == "error"
 
 
-# --- models ------------------------------------------------------------------------------------------
+# --- models
+# ------------------------------------------------------------------------------------------
 
 
 def test_an_unknown_model_names_the_known_and_the_other_script(tmp_path: Path) -> None:
@@ -391,7 +395,8 @@ def test_the_families_that_are_loaded_are_those_of_the_package(
     assert (wanted <= norms) is (family in olmo_core_rules._LOADED)
 
 
-# --- offline -----------------------------------------------------------------------------------------
+# --- offline
+# -----------------------------------------------------------------------------------------
 
 QWEN = "Qwen/Qwen3-0.6B"
 SNAPSHOT = {
@@ -496,7 +501,8 @@ def test_a_dry_run_warns_of_it_and_a_start_is_refused(
     assert errors == ["offline-hub-model"]
 
 
-# --- the command -------------------------------------------------------------------------------------
+# --- the command
+# -------------------------------------------------------------------------------------
 
 
 def test_torchrun_on_one_machine(tmp_path: Path) -> None:
@@ -582,7 +588,8 @@ def faults(folder: Path, rows: int, line: str, gpus: int) -> list[Finding]:
 @pytest.mark.parametrize(
     ("rows", "line", "words"),
     [
-        # 8 GPUs x 4 pairs x 2: a step of 64; the reference takes 4 x 4 x 8 = 128, its rows at most twice
+        # 8 GPUs x 4 pairs x 2: a step of 64; the reference takes 4 x 4 x 8 = 128, its rows at most
+        # twice
         (63, "per_device_train_batch_size: 4\n  gradient_accumulation_steps: 2", "less than one step"),
         (63, "per_device_train_batch_size: 4", "reference pass takes 128 pairs"),
         (7, "packing: true", "less than one step of 8"),
@@ -617,7 +624,8 @@ def test_a_global_batch_that_packed_steps_do_not_reach(tmp_path: Path) -> None:
     assert not [f for f in reached if f.code == "accumulation-packed"]
 
 
-# --- the plan ----------------------------------------------------------------------------------------
+# --- the plan
+# ----------------------------------------------------------------------------------------
 
 
 def story(tmp_path: Path, budget: float, batch: int = 2) -> Memory:
@@ -673,7 +681,8 @@ def test_more_shards_hold_less(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "model", "rows", "length", "ranks", "replicas"),
     [
-        # the fullest is a layer's backward pass, the loss, and the end, where the outer gradients wait
+        # the fullest is a layer's backward pass, the loss, and the end, where the outer gradients
+        # wait
         ("olmo2_1B_v2", "allenai/OLMo-2-0425-1B", 2, 256, 8, 1),
         ("olmo2_1B_v2", "allenai/OLMo-2-0425-1B", 1, 2048, 16, 2),
         ("olmo2_1B_v2", "allenai/OLMo-2-0425-1B", 1, 128, 1, 1),
@@ -949,7 +958,8 @@ def test_a_row_that_had_no_room_for_the_next_pair_needs_no_larger_batch(tmp_path
     assert told["message"] == "batch 3 uses 22% of each step"
 
 
-# --- the source --------------------------------------------------------------------------------------
+# --- the source
+# --------------------------------------------------------------------------------------
 
 
 def test_the_snapshot_says_what_the_checkout_says(checkout: Path) -> None:

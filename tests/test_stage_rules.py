@@ -73,7 +73,8 @@ def model(write: Write, **config: Any) -> str:
     return "model"
 
 
-# --- quiet -----------------------------------------------------------------------------------------
+# --- quiet
+# -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("script", ["sft", "dpo", "trl-sft", "trl-dpo"])
@@ -90,7 +91,8 @@ def test_nothing_known_is_quiet() -> None:
     assert found("dpo", {"use_lora": True, "loss_type": "wpo", "load_balancing_loss": True}) == []
 
 
-# --- the DeepSpeed file ----------------------------------------------------------------------------
+# --- the DeepSpeed file
+# ----------------------------------------------------------------------------
 
 SILENT_ON_PASSES = {k: v for k, v in BARE.items() if k != "gradient_accumulation_steps"}
 FILES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -198,7 +200,8 @@ def test_zero_stage_beside_a_file() -> None:
     assert one("dpo", {"zero_stage": 2}, deepspeed={}) == expected
 
 
-# --- adapters and quantised models -----------------------------------------------------------------
+# --- adapters and quantised models
+# -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("script", ["sft", "dpo"])
@@ -235,7 +238,8 @@ def test_lora_and_frozen_biases(write: Write, script: str) -> None:
 
 
 def test_lora_is_not_checkpointed_under_zero_3() -> None:
-    # seen with DeepSpeed 0.18.9 and PEFT 0.21 on two processes: CheckpointError; full training is fine
+    # seen with DeepSpeed 0.18.9 and PEFT 0.21 on two processes: CheckpointError; full training is
+    # fine
     args = {"use_lora": True, "gradient_checkpointing": True}
     told = ("lora-zero3-checkpointing", "error", "args.gradient_checkpointing")
     assert one("sft", args, deepspeed=ZERO3) == told
@@ -246,7 +250,8 @@ def test_lora_is_not_checkpointed_under_zero_3() -> None:
     assert found("dpo", {"use_lora": True, "activation_memory_budget": 0.5}, deepspeed=ZERO3) == []
 
 
-# --- sequence parallelism ---------------------------------------------------------------------------
+# --- sequence parallelism
+# ---------------------------------------------------------------------------
 
 SPLIT = {"sequence_parallel_size": 4}
 KEY = "args.sequence_parallel_size"
@@ -274,7 +279,8 @@ def test_sequence_parallelism_and_what_is_installed() -> None:
     assert found("sft", SPLIT, packages={**TRAINER, "accelerate": "odd"}, **known) == []
 
 
-# --- the model -------------------------------------------------------------------------------------
+# --- the model
+# -------------------------------------------------------------------------------------
 
 LIGER = {"use_liger_kernel": True}
 
@@ -545,7 +551,8 @@ def test_a_share_that_is_less_than_a_row(write: Write, script: str, key: str) ->
     assert found(script, {key: ["few.jsonl", "0.05", "few.jsonl", "20", "b", "0.001"]}) == []
 
 
-# --- services --------------------------------------------------------------------------------------
+# --- services
+# --------------------------------------------------------------------------------------
 
 WANDB = {"with_tracking": True, "report_to": "wandb"}
 
@@ -603,7 +610,8 @@ def test_pushing_needs_a_token(write: Write, tmp_path: Path, script: str) -> Non
     assert "once the model is trained" in saved.message
 
 
-# --- data ------------------------------------------------------------------------------------------
+# --- data
+# ------------------------------------------------------------------------------------------
 
 
 def test_tokenising_that_outlasts_the_timeout() -> None:
@@ -658,7 +666,8 @@ def test_a_cache_key_of_ones_own(write: Write, script: str, prefix: str) -> None
     assert one(script, args, running=True) == ("cache-key", "warning", key)
 
 
-# --- the output folder -----------------------------------------------------------------------------
+# --- the output folder
+# -----------------------------------------------------------------------------
 
 OUT = "args.output_dir"
 
@@ -855,7 +864,8 @@ def test_which_checkpoint_is_resumed_from(output: Path) -> None:
         assert last() == expected
 
 
-# --- the loss of DPO -------------------------------------------------------------------------------
+# --- the loss of DPO
+# -------------------------------------------------------------------------------
 
 
 WRONG_LOSSES: list[tuple[str, float, str, str]] = [
@@ -886,7 +896,8 @@ def of_the_loss(script: str, args: dict[str, Any]) -> list[Finding]:
     ]  # fmt: skip
 
 
-# --- all of them -----------------------------------------------------------------------------------
+# --- all of them
+# -----------------------------------------------------------------------------------
 
 
 def everything() -> Iterator[Any]:

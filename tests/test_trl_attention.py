@@ -48,7 +48,8 @@ def preferring(*names: str) -> str:
     return FILE + f"attention: [{', '.join(names)}]\n"
 
 
-# --- attention -------------------------------------------------------------------------------------
+# --- attention
+# -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -195,7 +196,8 @@ def test_a_schema_without_the_field_chooses_nothing(write: Write) -> None:
     assert situation.attention(known.options, other) is None
 
 
-# --- TRL's arguments, and packing -------------------------------------------------------------------
+# --- TRL's arguments, and packing
+# -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-# --- data ------------------------------------------------------------------------------------------
+# --- data
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -131,7 +132,8 @@ def test_the_demo_tokenizer_has_what_transformers_finds_in_it(demo_assets: Path)
     assert model_config.has_token(str(model), {}, "<|no_such_token|>") is False
 
 
-# --- columns ---------------------------------------------------------------------------------------
+# --- columns
+# ---------------------------------------------------------------------------------------
 
 QUESTION = [{"role": "user", "content": "hi"}]
 CHAT = [*QUESTION, {"role": "assistant", "content": "yes"}]

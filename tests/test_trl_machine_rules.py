@@ -64,7 +64,8 @@ def without(file: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in file.items() if name not in names}
 
 
-# --- quiet -----------------------------------------------------------------------------------------
+# --- quiet
+# -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -99,7 +100,8 @@ def test_what_works_is_left_alone(script: str) -> None:
     assert told(script, {"attn_implementation": "flash_attention_2"}, gpus=8) == []
 
 
-# --- the CPU ---------------------------------------------------------------------------------------
+# --- the CPU
+# ---------------------------------------------------------------------------------------
 
 CPU = [
     ({}, ("bf16-on-cpu", "error", "bf16")),
@@ -144,7 +146,8 @@ def test_the_default_precision_is_named_as_such() -> None:
     assert "use_cpu: true" in default.help
 
 
-# --- processes and engines -------------------------------------------------------------------------
+# --- processes and engines
+# -------------------------------------------------------------------------
 
 ZERO3 = {
     **AUTO,
@@ -205,7 +208,8 @@ def test_accelerates_precision_is_not_read(
     assert told("trl-sft", args, mixed_precision=option, gpus=8) == []
 
 
-# --- the DeepSpeed config --------------------------------------------------------------------------
+# --- the DeepSpeed config
+# --------------------------------------------------------------------------
 
 FILES: list[tuple[dict[str, Any], dict[str, Any], tuple[str, str]]] = [
     (without(AUTO, "zero_optimization"), {}, ("deepspeed-no-zero", "error")),
@@ -418,7 +422,8 @@ def test_the_rules_agree_with_transformers() -> None:
     assert 0.2 < sum(answers) / len(answers) < 0.8
 
 
-# --- packages and services -------------------------------------------------------------------------
+# --- packages and services
+# -------------------------------------------------------------------------
 
 
 def test_an_optimizer_that_is_not_installed() -> None:
@@ -475,7 +480,8 @@ def test_pushing_needs_a_token(script: str, tmp_path: Path) -> None:
     ]
 
 
-# --- checkpoints -----------------------------------------------------------------------------------
+# --- checkpoints
+# -----------------------------------------------------------------------------------
 
 STATE = {"global_step": 20, "epoch": 0.5, "train_batch_size": 4, "max_steps": 40}
 
@@ -639,7 +645,8 @@ def test_an_output_folder_with_a_model(write: Write, weights: str) -> None:
     assert told("trl-sft", {}, **known) == [("finished-output", "warning", "output_dir")]
 
 
-# --- what does nothing -----------------------------------------------------------------------------
+# --- what does nothing
+# -----------------------------------------------------------------------------
 
 OFFLOADING = SHIPPED["zero3_offload"]
 INSTALLED = {"bitsandbytes": "0.50.2"}
@@ -710,7 +717,8 @@ def test_the_price_of_a_reference_computed_beforehand() -> None:
         assert words in noted.message
 
 
-# --- whatever is given -----------------------------------------------------------------------------
+# --- whatever is given
+# -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

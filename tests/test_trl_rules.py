@@ -307,7 +307,8 @@ def test_the_demo_is_quiet(name: str) -> None:
     assert stage.judge(config.load(path), locator=SNAPSHOT).findings == ()
 
 
-# --- files that arguments name ---------------------------------------------------------------------
+# --- files that arguments name
+# ---------------------------------------------------------------------
 
 GOOD_FILES = {
     "accelerator_config": {"split_batches": True},
@@ -362,7 +363,8 @@ def test_a_name_that_no_file_can_have(key: str, name: str) -> None:
     assert len(finding.message) < 200
 
 
-# --- other releases --------------------------------------------------------------------------------
+# --- other releases
+# --------------------------------------------------------------------------------
 
 
 def outcomes(schema: Schema, changes: Mapping[str, Any]) -> list[Finding]:

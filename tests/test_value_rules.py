@@ -50,7 +50,8 @@ def _short(finding: Finding) -> tuple[str, str, str]:
     return finding.code, finding.severity, (finding.key or "").removeprefix("args.")
 
 
-# --- schedules -------------------------------------------------------------------------------------
+# --- schedules
+# -------------------------------------------------------------------------------------
 
 
 def test_the_schedules_that_dpo_can_make() -> None:
@@ -93,7 +94,8 @@ def test_a_constant_rate_has_no_warm_up(script: str) -> None:
     assert said(script, lr_scheduler_type="constant_with_warmup", warmup_ratio=0.1) == []
 
 
-# --- steps -----------------------------------------------------------------------------------------
+# --- steps
+# -----------------------------------------------------------------------------------------
 
 
 @BOTH
@@ -132,7 +134,8 @@ def test_a_bool_is_no_number_of_steps(write: Write) -> None:
     }  # fmt: skip
 
 
-# --- clipping and time -----------------------------------------------------------------------------
+# --- clipping and time
+# -----------------------------------------------------------------------------
 
 
 @BOTH
@@ -158,7 +161,8 @@ def test_no_clipping_beside_the_own_zero_stage() -> None:
     assert situated("dpo", {"zero_stage": 3, "max_grad_norm": -1}) == [expected]
 
 
-# --- names and paths -------------------------------------------------------------------------------
+# --- names and paths
+# -------------------------------------------------------------------------------
 
 
 def test_trackers_that_accelerate_does_not_know() -> None:
@@ -213,7 +217,8 @@ def test_paths_are_taken_as_they_are() -> None:
             assert all(f"make a folder {folder}:" in one.message for one in found)
 
 
-# --- Beaker ----------------------------------------------------------------------------------------
+# --- Beaker
+# ----------------------------------------------------------------------------------------
 
 
 @BOTH

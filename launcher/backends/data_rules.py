@@ -14,8 +14,10 @@ from launcher.backends.rule import say
 from launcher.errors import Finding, brief
 from launcher.paths import exists
 
-# Rows a second on one core, measured with upstream's own functions (chats of two turns, 556 tokens):
-# 572 chats, 263 pairs. Upstream reckons with 400 (dataset_transformation.py:115). Rounded up, so that
+# Rows a second on one core, measured with upstream's own functions (chats of two turns, 556
+# tokens):
+# 572 chats, 263 pairs. Upstream reckons with 400 (dataset_transformation.py:115). Rounded up, so
+# that
 # the estimate is rather too short.
 _CHATS_PER_SECOND = 600.0
 _PAIRS_PER_SECOND = 300.0

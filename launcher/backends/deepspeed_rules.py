@@ -19,7 +19,8 @@ from launcher.errors import Finding, brief
 _BIASED = frozenset({"qwen2", "qwen2_moe"})
 
 
-# --- the engine in use -----------------------------------------------------------------------------
+# --- the engine in use
+# -----------------------------------------------------------------------------
 
 
 def engine_config(
@@ -48,7 +49,8 @@ def engine_config(
     return {"zero_optimization": zero}
 
 
-# --- the DeepSpeed file ----------------------------------------------------------------------------
+# --- the DeepSpeed file
+# ----------------------------------------------------------------------------
 
 
 def _of_file(finding: Finding) -> Finding:
@@ -117,7 +119,8 @@ def accumulation_of_the_file(context: Context) -> Iterator[Finding]:
         told = "sets" if "gradient_accumulation_steps" in file else "is silent, which means"
         yield _of_file(say(
             "warning", "run", "deepspeed-accumulation", "deepspeed",
-            f"the DeepSpeed file {told} `gradient_accumulation_steps: {theirs}`: {ours} would not be "
+            f"the DeepSpeed file {told} `gradient_accumulation_steps: {theirs}`: {ours} would "
+            "not be "
             "used, and the steps be counted wrongly",
             'write `"gradient_accumulation_steps": "auto"` in the file',
         ))  # fmt: skip
@@ -211,7 +214,8 @@ def two_zero_stages(context: Context) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-# --- adapters and quantised models -----------------------------------------------------------------
+# --- adapters and quantised models
+# -----------------------------------------------------------------
 
 
 def quantised(context: Context) -> Iterator[Finding]:
@@ -251,7 +255,8 @@ def frozen_biases(context: Context) -> Iterator[Finding]:
     if kind in _BIASED or config.get("attention_bias") is True or config.get("mlp_bias") is True:
         yield say(
             "error", "run", "lora-biases", "use_lora",
-            f"LoRA on a {kind} model crashes with ZeRO-{context.zero_stage}: the frozen biases are an "
+            f"LoRA on a {kind} model crashes with ZeRO-{context.zero_stage}: the frozen biases "
+            "are an "
             "optimizer group with nothing to train",
             "write `deepspeed: none`, or `deepspeed: zero3` without gradient checkpointing",
         )  # fmt: skip
@@ -272,13 +277,16 @@ def frozen_released(context: Context) -> Iterator[Finding]:
     ):
         yield say(
             "error", "run", "lora-zero3-checkpointing", "gradient_checkpointing",
-            "`gradient_checkpointing` with LoRA and ZeRO-3 crashes in the first backward pass: the frozen "
+            "`gradient_checkpointing` with LoRA and ZeRO-3 crashes in the first backward pass: "
+            "the frozen "
             "weights have been released when a layer is computed again",
-            "leave out one of the three: `deepspeed: none` has LoRA's small optimizer state on each GPU",
+            "leave out one of the three: `deepspeed: none` has LoRA's small optimizer state on "
+            "each GPU",
         )  # fmt: skip
 
 
-# --- one sequence over several GPUs ----------------------------------------------------------------
+# --- one sequence over several GPUs
+# ----------------------------------------------------------------
 
 _SEQUENCE = "sequence_parallel_size"
 # accelerate builds no device mesh for DeepSpeed's sequence parallelism from here on
@@ -305,7 +313,8 @@ def sequence_stage(context: Context) -> Iterator[Finding]:
     elif stage != 3:
         yield say(
             "warning", "run", "sequence-zero-stage", _SEQUENCE,
-            f"`sequence_parallel_size: {size}` requires ZeRO-3, upstream says; this is stage {stage}",
+            f"`sequence_parallel_size: {size}` requires ZeRO-3, upstream says; this is stage "
+            f"{stage}",
             "write `deepspeed: zero3`",
         )  # fmt: skip
 
@@ -327,7 +336,8 @@ def sequence_mesh(context: Context) -> Iterator[Finding]:
     if _split(context) > 1 and have is not None and _release(have) >= _NO_MESH:
         yield say(
             "error", "run", "sequence-accelerate", _SEQUENCE,
-            f"`sequence_parallel_size` crashes with accelerate {brief(have)}: since 1.13 it makes no "
+            f"`sequence_parallel_size` crashes with accelerate {brief(have)}: since 1.13 it "
+            "makes no "
             "device mesh for it",
             "pip install 'accelerate<1.13' (the pin's own lock file has 1.12.0)",
         )  # fmt: skip

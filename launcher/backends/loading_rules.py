@@ -22,7 +22,8 @@ from launcher.errors import Finding, InvalidConfig, Severity, brief
 from launcher.paths import is_file
 from launcher.shapes import Shape
 
-# transformers/modeling_utils.py:3819 and what it takes from the others below; TRL's own are among them
+# transformers/modeling_utils.py:3819 and what it takes from the others below; TRL's own are among
+# them
 _LOADER = frozenset({
     "config", "cache_dir", "ignore_mismatched_sizes", "force_download", "local_files_only", "token",
     "revision", "use_safetensors", "weights_only", "fusion_config", "disable_mmap", "state_dict",
@@ -132,14 +133,16 @@ def quantised(context: Context) -> Iterator[Finding]:
     if method is None:
         yield say(
             "error", "run", "model-arguments", key,
-            f"`quantization_config: {brief(told)}` names no `quant_method`: the model cannot be loaded",
+            f"`quantization_config: {brief(told)}` names no `quant_method`: the model cannot "
+            "be loaded",
         )  # fmt: skip
         return
     missing = [name for name in _QUANTISERS.get(str(method), ()) if context.lacks(name)]
     if missing:
         yield say(
             "error", "run", "missing-packages", key,
-            f"weights quantised by {method} need {' and '.join(missing)}, which the trainer's Python lacks",
+            f"weights quantised by {method} need {' and '.join(missing)}, which the trainer's "
+            "Python lacks",
             f"pip install {' '.join(missing)}",
         )  # fmt: skip
 
@@ -163,7 +166,8 @@ def other_weights(context: Context) -> Iterator[Finding]:
     if other and not given.get("ignore_mismatched_sizes"):
         yield say(
             severity, "run", "incomplete-model", "model_name_or_path",
-            f"{brief(name)} cannot be trained from: {min(other)} is {_size(there[min(other)])} in its files, "
+            f"{brief(name)} cannot be trained from: {min(other)} is {_size(there[min(other)])} "
+            "in its files, "
             f"and {_size(needed[min(other)])} by its config.json", "config.json is another model's",
         )  # fmt: skip
     asked = _shape({**_config(context), **given})
@@ -174,7 +178,8 @@ def other_weights(context: Context) -> Iterator[Finding]:
             # single ones may be meant to
             severity if not needed.keys() & there.keys() else "warning", "run", "incomplete-model",
             "model_name_or_path",
-            f"{len(gone)} of the {len(by_name(asked or own))} weights of {brief(name)} are in none of its "
+            f"{len(gone)} of the {len(by_name(asked or own))} weights of {brief(name)} are in "
+            "none of its "
             f"files, and begin at random, such as {gone[0]}",
             f"its files hold {some} and others" if some else None,
         )  # fmt: skip
@@ -203,7 +208,8 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
-# --- what lies here --------------------------------------------------------------------------------
+# --- what lies here
+# --------------------------------------------------------------------------------
 
 
 def missing_model(context: Context) -> Iterator[Finding]:
@@ -244,7 +250,8 @@ def _missing(context: Context, key: str, name: str) -> Iterator[Finding]:
     elif _half_here(name) and not model_config.cached(name, context.environ):
         yield say(
             "warning", "run", "missing-model", key,
-            f"there is no {name} here, although there is {name.partition('/')[0]}/: it is taken for a name "
+            f"there is no {name} here, although there is {name.partition('/')[0]}/: it is "
+            "taken for a name "
             "on the hub", "correct the path, or write ./ before it to mean a folder",
         )  # fmt: skip
 
@@ -339,7 +346,8 @@ def revision_of_folder(context: Context) -> Iterator[Finding]:
             continue
         yield say(
             "warning", "run", "conditional-key", key,
-            f"`{key}: {brief(revision)}` does nothing here: {brief(folders[0])} is a folder, which has no "
+            f"`{key}: {brief(revision)}` does nothing here: {brief(folders[0])} is a folder, "
+            "which has no "
             "revisions", "delete the line",
         )  # fmt: skip
 

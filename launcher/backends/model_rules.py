@@ -35,7 +35,8 @@ def _own(context: Context) -> Mapping[str, Any]:
     return model_config.read(name, context.environ, revision)
 
 
-# --- Liger -----------------------------------------------------------------------------------------
+# --- Liger
+# -----------------------------------------------------------------------------------------
 
 
 def liger_unknown(context: Context) -> Iterator[Finding]:
@@ -102,7 +103,8 @@ def liger_on_cpu(context: Context) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-# --- length and attention --------------------------------------------------------------------------
+# --- length and attention
+# --------------------------------------------------------------------------
 
 
 def beyond_positions(context: Context) -> Iterator[Finding]:
@@ -177,7 +179,8 @@ def _packed_on_cpu(values: Values) -> Iterator[Finding]:
     if values["loss_type"] != "simpo" or not without:
         yield say(
             "warning", "run", "packing-leaks", "packing",
-            "`packing`: samples in a row see each other: a CPU has no flash attention, and DPO leaves "
+            "`packing`: samples in a row see each other: a CPU has no flash attention, and DPO "
+            "leaves "
             "the cache on", "`packing: false`",
         )  # fmt: skip
 
@@ -222,7 +225,8 @@ def attention_replaced(context: Context) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-# --- losses, tokenizer, place ----------------------------------------------------------------------
+# --- losses, tokenizer, place
+# ----------------------------------------------------------------------
 
 
 def dense_balancing(context: Context) -> Iterator[Finding]:
@@ -233,7 +237,8 @@ def dense_balancing(context: Context) -> Iterator[Finding]:
     if not any("expert" in key for key in config):
         yield say(
             "error", "run", "balancing-dense", "load_balancing_loss",
-            f"`load_balancing_loss` crashes: a {config.get('model_type')} model has no experts to balance",
+            f"`load_balancing_loss` crashes: a {config.get('model_type')} model has no experts "
+            "to balance",
             "write `load_balancing_loss: false`",
         )  # fmt: skip
 
@@ -244,7 +249,8 @@ def wpo_batch(context: Context) -> Iterator[Finding]:
     if context.values["loss_type"] == "wpo" and rows is not None and rows > 1:
         yield say(
             "error", "run", "wpo-batch", "loss_type",
-            f"`loss_type: wpo` crashes with {rows} rows a device: its weights fit a single row only",
+            f"`loss_type: wpo` crashes with {rows} rows a device: its weights fit a single row "
+            "only",
             "set `per_device: 1`, or another loss",
         )  # fmt: skip
 

@@ -83,22 +83,26 @@ _SHAPES: Mapping[str, tuple[int, ...]] = {
     "llama3_70B": (8196, 80, 28672, 64, 8, 128), "llama3_405B": (16384, 126, 53248, 128, 8, 128),
 }  # fmt: skip
 _LOADED = ("gemma3_text", "llama", "olmo2", "olmo3", "qwen3")
-# biases, joined weights and experts are refused (olmo_core/nn/conversion/state_converter.py:141); in the
+# biases, joined weights and experts are refused (olmo_core/nn/conversion/state_converter.py:141);
+# in the
 # others the second norm is taken for the first one (olmo_core/nn/hf/convert.py:45)
 _UNLOADED = frozenset({
     "gemma", "gemma2", "granite", "mistral", "mixtral", "olmo", "olmoe", "phi3", "qwen2", "qwen3_moe",
     "smollm3",
 })  # fmt: skip
 _SCHEDULERS = ("cosine", "linear", "constant", "constant_with_warmup")
-# what OLMo-core 2.6.0 ties as the models do (olmo_core/nn/transformer/config.py); at the pin it ties none
+# what OLMo-core 2.6.0 ties as the models do (olmo_core/nn/transformer/config.py); at the pin it
+# ties none
 _TIED = ("qwen3_0_6B", "qwen3_1_7B", "qwen3_4B")
 # the families whose layers OLMo-core writes in transformers' form (olmo_core/nn/hf/config.py)
 _EXPORTED = ("olmo2", "olmo3", "olmoe")
-# of a folder OLMo-core asserts one of these (olmo_core/nn/hf/checkpoint.py:90), whatever else is in it
+# of a folder OLMo-core asserts one of these (olmo_core/nn/hf/checkpoint.py:90), whatever else is
+# in it
 _ASSERTED = ("generation_config.json", "model.safetensors.index.json", "pytorch_model.bin")
 
 
-# --- what the arguments alone decide ---------------------------------------------------------------
+# --- what the arguments alone decide
+# ---------------------------------------------------------------
 
 
 def model(values: Values) -> Iterator[Finding]:
@@ -125,7 +129,8 @@ def model(values: Values) -> Iterator[Finding]:
     if not config and folder:
         yield say(
             "error", "run", "unsupported-model", key,
-            f"OLMo-core knows models by name: of the folder {brief(name)} it cannot tell which one it is",
+            f"OLMo-core knows models by name: of the folder {brief(name)} it cannot tell which "
+            "one it is",
             f"add `config_name:`, {_shape_hint(str(name), names)}",
         )  # fmt: skip
         return
@@ -192,7 +197,8 @@ def budget(values: Values) -> Iterator[Finding]:
         yield say(
             "error" if share < 0 else "warning", "run", "out-of-range", key,
             f"`{key}: {share}`: {'OLMo-core refuses it' if share < 0 else what}",
-            "a share above 0 and up to 1: 0.1 is the lowest that was measured, 0.5 upstream's example",
+            "a share above 0 and up to 1: 0.1 is the lowest that was measured, 0.5 upstream's "
+            "example",
         )  # fmt: skip
 
 
@@ -206,9 +212,12 @@ def packing(values: Values) -> Iterator[Finding]:
     size = f" of {2 * row:,} positions" if isinstance(row, int) else ""
     yield say(
         "warning", "run", "packing-leaks", "packing",
-        "`packing`: samples in a row attend to each other: the model is told no boundaries, and chosen "
-        f"and rejected stand in one row{size}; the reference is computed beside other samples than training",
-        "`packing: false`, or `expect: {packing: on}` with `probe: {isolation: off}` to run it all the same",
+        "`packing`: samples in a row attend to each other: the model is told no boundaries, "
+        "and chosen "
+        f"and rejected stand in one row{size}; the reference is computed beside other samples "
+        "than training",
+        "`packing: false`, or `expect: {packing: on}` with `probe: {isolation: off}` to run it "
+        "all the same",
     )  # fmt: skip
 
 
@@ -223,7 +232,8 @@ def export(values: Values) -> Iterator[Finding]:
             "warning", "run", "no-hf-export",
             "config_name" if values["config_name"] else "model_name_or_path",
             f"OLMo-core cannot write {named} as transformers reads it: `hf_model` will hold "
-            "model_state_dict.pt under OLMo-core's names, and from_pretrained finds no weights there"
+            "model_state_dict.pt under OLMo-core's names, and from_pretrained finds no weights "
+            "there"
             + (", neither on the hub" if values["push_to_hub"] else ""),
             f"rename the weights afterwards, or {_OTHER}",
         )  # fmt: skip
@@ -274,7 +284,8 @@ RULES: tuple[Rule, ...] = (
         "`packing` with `concatenated_forward: false` crashes in the reference pass",
         "write `concatenated_forward: true`",
     ),
-    # where its forward passes give no auxiliary loss, none is added (olmo_core_train_modules.py:192)
+    # where its forward passes give no auxiliary loss, none is added
+    # (olmo_core_train_modules.py:192)
     check(
         "dpo_utils.py:1008", "balancing-unread", "load_balancing_loss",
         itemgetter("load_balancing_loss"),
@@ -320,7 +331,8 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 
 
-# --- what needs more than the arguments ------------------------------------------------------------
+# --- what needs more than the arguments
+# ------------------------------------------------------------
 
 
 def no_deepspeed(context: Context) -> Iterator[Finding]:
@@ -363,7 +375,8 @@ def other_shape(context: Context) -> Iterator[Finding]:
     if family in _UNLOADED:
         yield say(
             "error", "run", "other-shape", key,
-            f"{brief(name)} is of the family {family}: OLMo-core loads {', '.join(_LOADED)}; of others it "
+            f"{brief(name)} is of the family {family}: OLMo-core loads {', '.join(_LOADED)}; "
+            "of others it "
             "refuses weights once the data are tokenised, or leaves some out", help,
         )  # fmt: skip
         return
@@ -371,7 +384,8 @@ def other_shape(context: Context) -> Iterator[Finding]:
     if {family, _described(named).get("model_type")} == {"olmo2", "olmo3"} and len(differs) == 1:
         yield say(
             "warning", "run", "other-shape", key,
-            f"{brief(name)} is an {family} model: its weights load into {named}, and beyond 4,096 positions "
+            f"{brief(name)} is an {family} model: its weights load into {named}, and beyond "
+            "4,096 positions "
             "the attention is not the one it was trained with", help,
         )  # fmt: skip
     elif differs:
@@ -379,7 +393,8 @@ def other_shape(context: Context) -> Iterator[Finding]:
         said = ", ".join(f"{one} is {brief(held[one])}, not {wanted[one]}" for one in differs)
         yield say(
             "error", "run", "other-shape", key,
-            f"{brief(name)} does not fit OLMo-core's {named}: {said}; {_unfit(held, named, differs)}",
+            f"{brief(name)} does not fit OLMo-core's {named}: {said}; "
+            f"{_unfit(held, named, differs)}",
             help,
         )  # fmt: skip
     elif found not in {None, named}:
@@ -416,7 +431,8 @@ def offline_model(context: Context) -> Iterator[Finding]:
     folder = _whole(name, environ)
     if folder is None:
         help = (
-            f"{model_config.hub_cache(environ)} does not hold it whole: `hf download {name}` where the hub "
+            f"{model_config.hub_cache(environ)} does not hold it whole: `hf download {name}` "
+            "where the hub "
             f"can be reached; then write the folder that it prints as `model_name_or_path`{config}"
         )
     else:
@@ -425,8 +441,10 @@ def offline_model(context: Context) -> Iterator[Finding]:
             help += f", and {_made(folder)}"
     yield say(
         "error" if context.running else "warning", "run", "offline-hub-model", "model_name_or_path",
-        f"{variable} is set and {brief(name)} is a hub name: with the data tokenised and the model built, "
-        "OLMo-core asks the hub whether it has that name, and crashes, whatever lies in the hub's cache",
+        f"{variable} is set and {brief(name)} is a hub name: with the data tokenised and the "
+        "model built, "
+        "OLMo-core asks the hub whether it has that name, and crashes, whatever lies in the "
+        "hub's cache",
         f"{help}; or unset {variable}",
     )  # fmt: skip
 
@@ -453,7 +471,8 @@ def folder_unread(context: Context) -> Iterator[Finding]:
         return
     yield say(
         "error", "run", "folder-not-loaded", "model_name_or_path",
-        f"{brief(name)} holds none of {', '.join(_ASSERTED)}: with the model built, OLMo-core ends there",
+        f"{brief(name)} holds none of {', '.join(_ASSERTED)}: with the model built, OLMo-core "
+        "ends there",
         f"{_made(folder)}: it is not read for training",
     )  # fmt: skip
 
@@ -474,7 +493,8 @@ def goes_on(context: Context) -> Iterator[Finding]:
     if any(saved):
         yield say(
             "warning", "run", "resume-unjudged", "output_dir",
-            f"{folder} holds step{max(saved)}: OLMo-core goes on from there by itself, and whether data, "
+            f"{folder} holds step{max(saved)}: OLMo-core goes on from there by itself, and "
+            "whether data, "
             "model and arguments are the same is not looked at for this script",
             "name another `output_dir` to start over",
         )  # fmt: skip
@@ -539,7 +559,8 @@ def positions(context: Context) -> Iterator[Finding]:
     if values["packing"] and isinstance(row, int) and reach and row <= reach < 2 * row:
         yield say(
             "warning", "run", "beyond-positions", "max_seq_length",
-            f"`packing`: the rows have {2 * row} positions, counted through, and the model was made for "
+            f"`packing`: the rows have {2 * row} positions, counted through, and the model was "
+            "made for "
             f"{reach}", f"write `max_seq_length: {reach // 2}`, or `packing: false`",
         )  # fmt: skip
     else:
@@ -553,7 +574,8 @@ STAGE_RULES: tuple[StageRule, ...] = (
 )  # fmt: skip
 
 
-# --- what needs the number of processes ------------------------------------------------------------
+# --- what needs the number of processes
+# ------------------------------------------------------------
 
 
 # FSDP's two degrees, also as older commits spell them; the first dpo.py has neither
@@ -585,7 +607,8 @@ def degrees(values: Values, processes: int) -> Iterator[Finding]:
         (first, shards), (second, replicas) = given.items()
         yield say(
             "error", "run", "shard-degree", second,
-            f"{replicas} replicas of {shards} shards are {shards * replicas} processes, not {world}",
+            f"{replicas} replicas of {shards} shards are {shards * replicas} processes, not "
+            f"{world}",
             f"give one of `{first}` and `{second}`: the other follows",
         )  # fmt: skip
 
@@ -616,7 +639,8 @@ def too_few_rows(
     if rows < step and not values["cache_logprobs_only"]:
         yield say(
             "error", "run", "too-few-rows", "mixer_list",
-            f"{rows:,} rows are less than one step of {step:,}, and dpo.py leaves out what is not full: "
+            f"{rows:,} rows are less than one step of {step:,}, and dpo.py leaves out what is "
+            "not full: "
             "there is nothing to train on", "fewer GPUs, a smaller batch, or more rows",
         )  # fmt: skip
     elif 2 * rows < reference:
@@ -633,7 +657,8 @@ def _uneven(key: str, degree: Any, world: int, what: str) -> Finding:
     return say(
         "error", "run", "shard-degree", key,
         f"`{key}: {degree}` does not divide {world} {what}",
-        f"one of {', '.join(map(str, fits))}, or leave it out: each machine then holds one whole model"
+        f"one of {', '.join(map(str, fits))}, or leave it out: each machine then holds one "
+        "whole model"
         if key != "tensor_parallel_degree" else f"one of {', '.join(map(str, fits))}",
     )  # fmt: skip
 

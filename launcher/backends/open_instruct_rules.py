@@ -14,7 +14,8 @@ from launcher.backends.value_rules import RULES as VALUE_RULES
 from launcher.errors import Finding, brief
 from launcher.schema import Values, json_fault
 
-# --- what __post_init__ refuses --------------------------------------------------------------------
+# --- what __post_init__ refuses
+# --------------------------------------------------------------------
 
 
 def two_data_sources(values: Values) -> Iterator[Finding]:
@@ -50,7 +51,8 @@ def final_lr_ratio(values: Values) -> Iterator[Finding]:
     if values["lr_scheduler_type"] != "linear":
         yield say(
             "error", "parser", "final-lr-scheduler", "final_lr_ratio",
-            f"`final_lr_ratio` needs `lr_scheduler_type: linear`, not {values['lr_scheduler_type']}",
+            "`final_lr_ratio` needs `lr_scheduler_type: linear`, not "
+            f"{values['lr_scheduler_type']}",
         )  # fmt: skip
     elif not 1.0 >= ratio >= 0.0:
         yield say(
@@ -81,7 +83,8 @@ def zero_stage(values: Values) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-# --- what parses and then goes wrong ---------------------------------------------------------------
+# --- what parses and then goes wrong
+# ---------------------------------------------------------------
 
 
 def entity_twice(values: Values) -> Iterator[Finding]:

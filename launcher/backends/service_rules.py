@@ -129,7 +129,8 @@ def no_compiler(context: Context, key: str, *, cpp: bool = False) -> Iterator[Fi
     if not any(shutil.which(name, path=context.environ.get("PATH")) for name in names):
         yield say(
             "error", "run", "no-compiler", key,
-            f"torch.compile builds its kernels with a compiler, and {brief(' or '.join(names))} is not here",
+            "torch.compile builds its kernels with a compiler, and "
+            f"{brief(' or '.join(names))} is not here",
             f"apt-get install g++, or write `{key}: false`",
         )  # fmt: skip
 

@@ -29,7 +29,8 @@ PACKAGES = {
 _OLDEST = (2, 3, 3)  # transformers/utils/import_utils.py:1199
 # transformers/integrations/hub_kernels.py:648
 _KERNEL = re.compile(r"[^/:]+/[^/:]+(?:@[^/:]+)?(?::[^/:]+)?\Z")
-# their masks are made without positions, such as transformers/models/gpt_oss/modeling_gpt_oss.py:475
+# their masks are made without positions, such as
+# transformers/models/gpt_oss/modeling_gpt_oss.py:475
 OWN_MASKS = frozenset({
     "afmoe", "biogpt", "bloom", "falcon", "gpt_oss", "granitemoehybrid", "mpt", "opt", "xglm",
 })  # fmt: skip
@@ -45,7 +46,8 @@ KERNELS = {"lfm2": _CONV, **dict.fromkeys(_GATED, _FLA)}
 _MASKED = (None, "sdpa", "eager")
 
 
-# --- launch's own option ---------------------------------------------------------------------------
+# --- launch's own option
+# ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +110,8 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
-# --- TRL's arguments -------------------------------------------------------------------------------
+# --- TRL's arguments
+# -------------------------------------------------------------------------------
 
 
 def unknown(context: Context) -> Iterator[Finding]:
@@ -154,13 +157,15 @@ def flash_in_full_precision(context: Context) -> Iterator[Finding]:
     if full_precision(context.values, context.mixed_precision):
         yield say(
             "error", "run", "flash-in-float32", key,
-            f"`attn_implementation: {name}` takes 16 bits only, and the model is float32 with neither "
+            f"`attn_implementation: {name}` takes 16 bits only, and the model is float32 with "
+            "neither "
             "`bf16` nor `fp16`",
             "write `bf16: true`, or `dtype: bfloat16`",
         )  # fmt: skip
 
 
-# --- packing ---------------------------------------------------------------------------------------
+# --- packing
+# ---------------------------------------------------------------------------------------
 
 
 def packing(context: Context) -> Iterator[Finding]:

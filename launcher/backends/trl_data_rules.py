@@ -97,7 +97,8 @@ def data_columns(context: Context) -> Iterator[Finding]:
         if None not in heads and (wrong := judge(first[0], names, values)) is not None:
             yield say(
                 "error", "run", "data-columns", "dataset_name",
-                f"{brief(files[0][0])} has the columns {brief(', '.join(sorted(names)))}: {wrong[0]}",
+                f"{brief(files[0][0])} has the columns {brief(', '.join(sorted(names)))}: "
+                f"{wrong[0]}",
                 wrong[1],
             )  # fmt: skip
 
@@ -182,7 +183,8 @@ def _pairs(row: Mapping[str, Any], names: frozenset[str], values: Values) -> tup
     missing = [name for name in ("chosen", "rejected") if name not in names]
     if missing:
         return (
-            f"DPO reads `chosen` and `rejected`, with or without `prompt`: there is no `{missing[0]}`",
+            "DPO reads `chosen` and `rejected`, with or without `prompt`: there is no "
+            f"`{missing[0]}`",
             "rename the columns, or train on them with `stage: sft`",
         )  # fmt: skip
     if names & _PICTURES:
@@ -201,14 +203,16 @@ def _pairs(row: Mapping[str, Any], names: frozenset[str], values: Values) -> tup
     if other is not None:
         named = "prompt" if "prompt" in kinds else "chosen"
         return (
-            f"`{named}` is {_ONE[first]} and `{other}` {_ONE[kinds[other]]}, which upstream cannot join",
+            f"`{named}` is {_ONE[first]} and `{other}` {_ONE[kinds[other]]}, which upstream "
+            "cannot join",
             "leave `prompt` out: it is then what both conversations begin with"
             if named == "prompt" and "conversation" in (kinds["chosen"], kinds["rejected"])
             else "write both as texts, or both as conversations",
         )  # fmt: skip
     if "prompt" not in kinds and first == "conversation" and row["chosen"][0] != row["rejected"][0]:
         return (
-            "without `prompt` it is what both conversations begin with, and in the first row that is "
+            "without `prompt` it is what both conversations begin with, and in the first row "
+            "that is "
             "nothing", "begin both with the same turns, or name them `prompt`",
         )  # fmt: skip
     return None
@@ -247,7 +251,8 @@ def splits(context: Context) -> Iterator[Finding]:
         if "[" in split or "+" in split:
             yield say(
                 "error", "run", "no-such-split", key,
-                f"`{key}: {brief(split)}` is looked up as the name of a split: parts cannot be named",
+                f"`{key}: {brief(split)}` is looked up as the name of a split: parts cannot be "
+                "named",
                 "name a whole split",
             )  # fmt: skip
         elif there is not None and split not in there:

@@ -48,7 +48,8 @@ def no_batch(context: Context) -> Iterator[Finding]:
     if config and all(config.get(name) is None for name in names):
         yield _placed(context, say(
             "error", "run", "deepspeed-no-batch", "deepspeed",
-            "the DeepSpeed config has neither `train_batch_size` nor `train_micro_batch_size_per_gpu`",
+            "the DeepSpeed config has neither `train_batch_size` nor "
+            "`train_micro_batch_size_per_gpu`",
             'add both with the value "auto"',
         ))  # fmt: skip
 
@@ -117,7 +118,8 @@ def accumulation_left_out(context: Context) -> Iterator[Finding]:
     )
     yield _placed(context, say(
         "error", "run", "deepspeed-accumulation", "deepspeed",
-        f"the DeepSpeed config has no `gradient_accumulation_steps`, which means 1, and {ours} passes "
+        f"the DeepSpeed config has no `gradient_accumulation_steps`, which means 1, and {ours} "
+        "passes "
         f"make a step: {what}",
         'add `"gradient_accumulation_steps": "auto"`',
     ))  # fmt: skip

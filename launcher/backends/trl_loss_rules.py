@@ -100,7 +100,8 @@ def zero_beta(values: Values) -> Iterator[Finding]:
     else:
         yield say(
             "warning", "run", "zero-beta", "beta",
-            "`beta: 0`: the loss does not tell chosen from rejected answers: no preference is learnt",
+            "`beta: 0`: the loss does not tell chosen from rejected answers: no preference is "
+            "learnt",
         )  # fmt: skip
 
 

@@ -16,7 +16,8 @@ from launcher.backends.context import Context, StageRule, section
 from launcher.backends.rule import say
 from launcher.errors import Finding, brief
 
-# what an optimizer's name begins with, and the package that brings it (transformers/trainer_optimizer.py:254)
+# what an optimizer's name begins with, and the package that brings it
+# (transformers/trainer_optimizer.py:254)
 _OPTIMIZERS = {
     "galore": "galore-torch", "apollo": "apollo-torch", "lomo": "lomo-optim", "adalomo": "lomo-optim",
     "grokadamw": "grokadamw", "schedule_free": "schedulefree", "stable_adamw": "torch-optimi",
@@ -39,7 +40,8 @@ _OFFLOADED = (
 )  # fmt: skip
 
 
-# --- devices and precision -------------------------------------------------------------------------
+# --- devices and precision
+# -------------------------------------------------------------------------
 
 
 def bf16_on_cpu(context: Context) -> Iterator[Finding]:
@@ -96,7 +98,8 @@ def precision_option(context: Context) -> Iterator[Finding]:
     yield replace(finding, key="mixed_precision")
 
 
-# --- processes and engines -------------------------------------------------------------------------
+# --- processes and engines
+# -------------------------------------------------------------------------
 
 
 def sharding_alone(context: Context) -> Iterator[Finding]:
@@ -137,7 +140,8 @@ def two_engines(context: Context) -> Iterator[Finding]:
     if trl_resolved.own_deepspeed(values) is not None:
         yield say(
             "warning", "run", "two-engines", "deepspeed",
-            "TRL's own `deepspeed` replaces `deepspeed:` beside `args:`: nothing of that file is read",
+            "TRL's own `deepspeed` replaces `deepspeed:` beside `args:`: nothing of that file "
+            "is read",
             "keep launch's own",
         )  # fmt: skip
 
@@ -175,7 +179,8 @@ def best_without_states(context: Context) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-# --- optimizers and compilation --------------------------------------------------------------------
+# --- optimizers and compilation
+# --------------------------------------------------------------------
 
 
 def optimizer_package(context: Context) -> Iterator[Finding]:
@@ -210,7 +215,8 @@ def optimizer_unread(context: Context) -> Iterator[Finding]:
     if offloaded not in (None, "none") and name not in _OFFLOADED:
         yield say(
             "warning", "run", "optim-replaced", "optim",
-            f"`optim: {name}` becomes DeepSpeed's Adam on the CPU, with states of 32 bits and a weight "
+            f"`optim: {name}` becomes DeepSpeed's Adam on the CPU, with states of 32 bits and "
+            "a weight "
             "decay that is not decoupled: its config offloads the optimizer",
             "write `optim: adamw_torch`, or a `deepspeed:` that does not offload",
         )  # fmt: skip
@@ -224,7 +230,8 @@ def lengths_compiled(context: Context) -> Iterator[Finding]:
         keys = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
         yield say(
             "warning", "run", "compile-lengths", next(filter(values.given, keys), keys[0]),
-            "batches differ in length, and what is compiled is compiled again for new ones, up to eight "
+            "batches differ in length, and what is compiled is compiled again for new ones, up "
+            "to eight "
             "times: 12 times were counted in the first six steps, and none with few lengths",
             "add `pad_to_multiple_of: 512`, so that there are few lengths",
         )  # fmt: skip
@@ -238,7 +245,8 @@ def no_compiler(context: Context) -> Iterator[Finding]:
         yield from service_rules.no_compiler(context, "torch_compile", cpp=not context.gpus)
 
 
-# --- reports and references ------------------------------------------------------------------------
+# --- reports and references
+# ------------------------------------------------------------------------
 
 
 def _reports(context: Context) -> tuple[str, ...]:
@@ -277,14 +285,16 @@ def reference_price(context: Context) -> Iterator[Finding]:
     key = "precompute_ref_log_probs"
     if context.values.get(key):
         told = (
-            "with LoRA there is no second model to save: 20 % faster was measured, with 63 % more memory "
+            "with LoRA there is no second model to save: 20 % faster was measured, with 63 % "
+            "more memory "
             "(19 -> 31 GB for Qwen2.5-7B on one GPU)"
             if context.values["use_peft"]
             else "no reference model is kept beside the trained one, which saves its weights"
         )
         yield say(
             "note", "run", "reference-price", key,
-            f"`{key}`: all rows pass the reference before the first step, however few are trained on; {told}",
+            f"`{key}`: all rows pass the reference before the first step, however few are "
+            f"trained on; {told}",
         )  # fmt: skip
 
 

@@ -46,7 +46,8 @@ def json_mappings(values: Values) -> Iterator[Finding]:
             yield say("error", "parser", "bad-json", key, f"`{key}` is not JSON: {fault}")
 
 
-# --- steps and strategies --------------------------------------------------------------------------
+# --- steps and strategies
+# --------------------------------------------------------------------------
 
 
 def _eval_steps(values: Values) -> tuple[str, float | None]:
@@ -94,7 +95,8 @@ def best_model_strategies(values: Values) -> Iterator[Finding]:
     if values["load_best_model_at_end"] and save != "best" and save != evaluate:
         yield say(
             "error", "parser", "best-model-strategy", "load_best_model_at_end",
-            f"`load_best_model_at_end` with `save_strategy: {save}` and `eval_strategy: {evaluate}`: "
+            f"`load_best_model_at_end` with `save_strategy: {save}` and `eval_strategy: "
+            f"{evaluate}`: "
             "they must be the same",
             f"write `eval_strategy: {save}`, or `save_strategy: best`",
         )  # fmt: skip
@@ -139,7 +141,8 @@ def _no_multiple(values: Values) -> bool:
     return False
 
 
-# --- configs that arguments hold or name -----------------------------------------------------------
+# --- configs that arguments hold or name
+# -----------------------------------------------------------
 
 
 def missing_file(key: str, fault: Missing) -> Finding:
@@ -223,7 +226,8 @@ def _node(config: dict[str, Any], name: str) -> Any:
     return node
 
 
-# --- FSDP ------------------------------------------------------------------------------------------
+# --- FSDP
+# ------------------------------------------------------------------------------------------
 
 _ONLY_VERSION_1 = ("NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 _SHARDED = ("FULL_SHARD", "SHARD_GRAD_OP")
@@ -337,7 +341,8 @@ def _shown(value: Any) -> str:
     return f"`{brief(json.dumps(value))}`"
 
 
-# --- all of them -----------------------------------------------------------------------------------
+# --- all of them
+# -----------------------------------------------------------------------------------
 
 RULES: tuple[Rule, ...] = (
     json_mappings, eval_without_steps, whole_steps, best_model_strategies, best_model_steps,

@@ -19,7 +19,8 @@ from launcher.schema import Values, json_fault
 LARGEST_FILE = 4 * 2**20  # bytes; what is larger is no config
 
 
-# --- mappings --------------------------------------------------------------------------------------
+# --- mappings
+# --------------------------------------------------------------------------------------
 
 
 class Unreadable(ValueError):
@@ -105,7 +106,8 @@ def prepared(values: Values) -> bool:
     return bool((inline(values.get("dataset_kwargs")) or {}).get("skip_prepare_dataset"))
 
 
-# --- precision, attention, compilation -------------------------------------------------------------
+# --- precision, attention, compilation
+# -------------------------------------------------------------
 
 
 def precision(values: Values) -> str | None:
@@ -130,7 +132,8 @@ def compiled(values: Values) -> bool:
     return bool(values["torch_compile"] or named)
 
 
-# --- engines ---------------------------------------------------------------------------------------
+# --- engines
+# ---------------------------------------------------------------------------------------
 
 
 def own_deepspeed(values: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -25,7 +25,8 @@ _CHECKPOINTING = frozenset({
     "use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop",
     "every_n_layers", "offload",
 })  # fmt: skip
-# what an evaluation gives: trl/trainer/sft_trainer.py:1657, dpo_trainer.py:1586, transformers/trainer.py:2983
+# what an evaluation gives: trl/trainer/sft_trainer.py:1657, dpo_trainer.py:1586,
+# transformers/trainer.py:2983
 _METRICS = (
     "loss", "runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "entropy",
     "mean_token_accuracy", "num_tokens", "aux_loss",
@@ -65,7 +66,8 @@ SCHEDULES: Mapping[str, frozenset[str]] = {
 }  # fmt: skip
 
 
-# --- numbers ---------------------------------------------------------------------------------------
+# --- numbers
+# ---------------------------------------------------------------------------------------
 
 RANGES: Mapping[str, tuple[Range, ...]] = {
     # torch/optim/adam.py:58
@@ -129,7 +131,8 @@ def no_steps(values: Values) -> Iterator[Finding]:
     elif steps > 0 and values.given("num_train_epochs"):
         yield say(
             "warning", "run", "conditional-key", "num_train_epochs",
-            f"`num_train_epochs` does nothing here: `max_steps`, which is {steps:g}, comes before it",
+            f"`num_train_epochs` does nothing here: `max_steps`, which is {steps:g}, comes "
+            "before it",
             "delete one of the two lines",
         )  # fmt: skip
     elif steps < -1:
@@ -148,7 +151,8 @@ def endless_warmup(values: Values) -> Iterator[Finding]:
     if warmup >= 1 and 0 < steps < warmup + 1:
         yield say(
             "warning", "run", "out-of-range", "warmup_steps",
-            f"`warmup_steps: {warmup:g}`: with `max_steps: {steps:g}` the learning rate never gets to its "
+            f"`warmup_steps: {warmup:g}`: with `max_steps: {steps:g}` the learning rate never "
+            "gets to its "
             "value", "below 1 it is a share of all steps: `warmup_steps: 0.1`",
         )  # fmt: skip
 
@@ -159,12 +163,14 @@ def no_length(values: Values) -> Iterator[Finding]:
     if length is not None and length <= 0 and not prepared(values):
         yield say(
             "error", "run", "out-of-range", "max_length",
-            f"`max_length: {length:g}` leaves nothing of a row, or cuts its end off, however long it is",
+            f"`max_length: {length:g}` leaves nothing of a row, or cuts its end off, however "
+            "long it is",
             'write `max_length: "none"` for rows as they are',
         )  # fmt: skip
 
 
-# --- names and mappings ----------------------------------------------------------------------------
+# --- names and mappings
+# ----------------------------------------------------------------------------
 
 
 def plain_texts(values: Values) -> Iterator[Finding]:
@@ -275,7 +281,8 @@ def model_set_twice(values: Values) -> Iterator[Finding]:
                 "warning", "run", "conditional-key", name,
                 f"`{name}` does nothing here: `{key}` has a `{inner}` of its own", "keep one of them",
             )  # fmt: skip
-    # transformers/modeling_utils.py:4069: the old name counts without the new one, which is always given
+    # transformers/modeling_utils.py:4069: the old name counts without the new one, which is always
+    # given
     if "torch_dtype" in kwargs and "dtype" not in kwargs:
         yield say(
             "warning", "run", "conditional-key", key,
@@ -308,7 +315,8 @@ def packing_without_length(values: Values) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-# --- one condition, one message --------------------------------------------------------------------
+# --- one condition, one message
+# --------------------------------------------------------------------
 
 
 def _both(first: str, second: str) -> Callable[[Values], bool]:
@@ -491,7 +499,8 @@ _DPO: tuple[Rule, ...] = (
         "transformers/trainer.py:1061", "sampling-of-pairs", "train_sampling_strategy",
         lambda v: v["train_sampling_strategy"] in ("group_by_length", "batch_rebalance")
         and v["remove_unused_columns"] and not v["dataset_streaming"],
-        "`train_sampling_strategy: {train_sampling_strategy}` is refused in DPO: pairs have no single "
+        "`train_sampling_strategy: {train_sampling_strategy}` is refused in DPO: pairs have no "
+        "single "
         "length", "delete the line",
     ),
     # its losses are its own

@@ -32,13 +32,15 @@ TRACKERS = (
     "all", "aim", "tensorboard", "wandb", "trackio", "comet_ml", "mlflow", "clearml", "dvclive",
     "swanlab",
 )  # fmt: skip
-# dataset_transformation.py:869: of its functions, the one that reads no template and the one that refuses
+# dataset_transformation.py:869: of its functions, the one that reads no template and the one that
+# refuses
 _SIMPLE, _STRICT = "get_tokenizer_simple_v1", "get_tokenizer_tulu_v2_1"
 # a path that a shell would have changed
 _UNEXPANDED = re.compile(r"~|.*\$\{?\w", re.DOTALL)
 
 
-# --- numbers ---------------------------------------------------------------------------------------
+# --- numbers
+# ---------------------------------------------------------------------------------------
 
 
 _RANGES: Mapping[str, tuple[Range, ...]] = {
@@ -57,7 +59,8 @@ _RANGES: Mapping[str, tuple[Range, ...]] = {
         Range(lambda n: not math.isnan(n), "error", "no number of steps can be made of it"),
         Range(
             lambda n: math.isnan(n) or 0 <= n <= 1, "warning",
-            "it is a share of all steps, from 0 to 1; above, the learning rate never gets to its value",
+            "it is a share of all steps, from 0 to 1; above, the learning rate never gets to "
+            "its value",
         ),
     ),
     # finetune.py:491, dpo_tune_cache.py:238
@@ -146,7 +149,8 @@ def checkpoint_sign(values: Values) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-# --- names that upstream looks up ------------------------------------------------------------------
+# --- names that upstream looks up
+# ------------------------------------------------------------------
 
 
 def _at_pin(values: Values) -> bool:
@@ -224,7 +228,8 @@ def tokenizer_revision(values: Values) -> Iterator[Finding]:
     if not model_config.is_path(name) and not model_config.here(name):
         yield say(
             "warning", "run", "tokenizer-revision", "model_revision",
-            f"`model_revision: {brief(revision)}` is also looked up for the tokenizer {brief(name)}",
+            f"`model_revision: {brief(revision)}` is also looked up for the tokenizer "
+            f"{brief(name)}",
             "add `tokenizer_revision: main`, or the tokenizer's own",
         )  # fmt: skip
 
@@ -257,7 +262,8 @@ def transforms(values: Values) -> Iterator[Finding]:
         if names[0] not in fit and "**" not in table[names[0]]:
             yield say(
                 "error", "run", "transform-fn", f"{key}[0]",
-                f"`{names[0]}` does not make the rows that this stage trains on, cut at `max_seq_length`",
+                f"`{names[0]}` does not make the rows that this stage trains on, cut at "
+                "`max_seq_length`",
                 f"one of {', '.join(sorted(fit))}, or leave out `{key}`",
             )  # fmt: skip
 
@@ -292,12 +298,14 @@ def model_arguments(values: Values) -> Iterator[Finding]:
         elif name == "attn_implementation":
             yield say(
                 "warning", "run", "model-arguments-unread", key,
-                f"`{key}`: `{name}` is not read, upstream chooses the attention when it loads the model",
+                f"`{key}`: `{name}` is not read, upstream chooses the attention when it loads "
+                "the model",
                 f"write `{name}` beside it" if name in values.schema.fields else f"leave out `{name}`",
             )  # fmt: skip
 
 
-# --- paths -----------------------------------------------------------------------------------------
+# --- paths
+# -----------------------------------------------------------------------------------------
 
 
 def unexpanded(values: Values) -> Iterator[Finding]:
@@ -307,7 +315,8 @@ def unexpanded(values: Values) -> Iterator[Finding]:
         if values.given(key) and _UNEXPANDED.match(text := str(values[key])):
             yield say(
                 "warning", "run", "unexpanded-path", key,
-                f"`{key}: {brief(text)}` would make a folder {brief(os.path.join('.', text))}: neither "
+                f"`{key}: {brief(text)}` would make a folder {brief(os.path.join('.', text))}: "
+                "neither "
                 "`~` nor variables are expanded",
                 "write the path in full",
             )  # fmt: skip
@@ -357,7 +366,8 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         check(
             "finetune.py:642", "packing-split", "packing",
             lambda v: v["packing"] and (v["sequence_parallel_size"] or 1) > 1,
-            "`packing` crashes with `sequence_parallel_size: {sequence_parallel_size}`: packed batches "
+            "`packing` crashes with `sequence_parallel_size: {sequence_parallel_size}`: packed "
+            "batches "
             "cannot be split", "leave out one of them",
         ),
     ),

@@ -98,8 +98,9 @@ def _stage_command(stage: str) -> Callable[..., None]:
         open_instruct: Checkout = None, allow_unpinned: Unpinned = False,
         allow_unproven: Unproven = False, strict: Strict = False, no_probe: NoProbe = False,
         devices: DevicesOption = None, detach: Detach = False, on_finish: OnFinish = None,
-        on_finish_limit: OnFinishLimit = None, node_rank: NodeRank = None, main_address: MainAddress = None, slurm: Slurm = False,
-        skypilot: SkyPilot = None, fresh: Fresh = False, allow_changed_resume: Changed = None,
+        on_finish_limit: OnFinishLimit = None, node_rank: NodeRank = None,
+        main_address: MainAddress = None, slurm: Slurm = False, skypilot: SkyPilot = None,
+        fresh: Fresh = False, allow_changed_resume: Changed = None,
         allow_corrupting_overlap: CorruptingOverlap = False, format: FormatOption = Format.text,
     ) -> None:  # fmt: skip
         from launcher.preparation import Request
@@ -113,13 +114,14 @@ def _stage_command(stage: str) -> Callable[..., None]:
             elsewhere=slurm or skypilot is not None, fresh=fresh,
             allowed=tuple(allow_changed_resume or ()),
         )  # fmt: skip
+        after = After(on_finish, on_finish_limit, allow_unproven)
         if dry_run:
             _dry_run(request, format)
         elif skypilot is not None:
             raise typer.Exit(_task(request, skypilot, format))
         elif slurm:
             raise typer.Exit(
-                _queued(request, format, After(on_finish, on_finish_limit, allow_unproven))
+                _queued(request, format, after)
             )
         else:
             raise typer.Exit(

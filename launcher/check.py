@@ -18,7 +18,6 @@ from launcher.evidence import Evidence, read_log
 from launcher.logs import Log
 from launcher.measures import metrics, metrics_rows
 from launcher.points import Cite, Seen
-from launcher.reasons import why
 from launcher.redaction import redact
 
 __all__ = [
@@ -142,7 +141,7 @@ def judge(stage: str | None, expected: Mapping[str, str | None], evidence: Evide
         unwanted = () if want == "any" else UNWANTED
         want = None if want == "any" else want
         seen = see(evidence, want)
-        if name in outcome.POINTS and want is None and seen.state == "unknown":
+        if name in outcome.OPTIONAL and want is None and seen.state == "unknown":
             continue  # a record of an older version, or a stranger's
         found.append(_point(name, want, seen, unwanted, evidence))
     oks = [point.ok for point in found]
@@ -252,7 +251,7 @@ def _point(
         detail = {**detail, "reason": "what was asked for is not known: its record is missing"}
     elif ok is not True:
         said = {key for key, value in detail.items() if value is not None}
-        more = why(name, want, seen, evidence)
+        more = _why(name, want, seen, evidence)
         detail = {**detail, **{key: text for key, text in more.items() if key not in said}}
     return Point(
         name=name,
@@ -262,3 +261,17 @@ def _point(
         evidence=seen.cites[:CITES],
         detail=detail,
     )
+
+
+def _why(name: str, want: str | None, seen: Seen, evidence: Evidence) -> Mapping[str, str]:
+    """`reason` and, where there is something to do, `help` of a point that is not as expected."""
+    if seen.state == "unknown" and "reason" not in seen.detail:
+        return {"reason": "neither the probe's records nor the log show it"}
+    say = points.WHY.get(name) or outcome.WHY.get(name)
+    found = {} if say is None else say(want, seen, evidence)
+    absent = seen.detail.get("missing_ranks")
+    if "reason" not in found and isinstance(absent, list):
+        ranks = ", ".join(map(str, absent[:8])) + (", …" if absent[8:] else "")
+        help = "a record that is cut off or missing is no proof: look at `probe/`, and at the disk"
+        return {"reason": f"nothing is known of rank {ranks}", "help": help}
+    return found

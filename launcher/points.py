@@ -1,56 +1,29 @@
-"""Evidence -> what can be said about each point: a `Seen`, with the lines it rests on.
+"""Evidence -> what ran: a `Seen` for Liger, packing, attention, batch and caches, with the lines it rests on.
 
 Each function takes the evidence and what is wanted (None: nothing), because what proves a point
-depends on it: an announcement can disprove `off`, and never prove `engaged`.
+depends on it: an announcement can disprove `off`, and never prove `engaged`. The `_why` functions say of a
+point that is not as expected what was seen in its place, and what to do next.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from launcher.backends.open_instruct_log import ATTENTION
-from launcher.ending import HELP, ending, fatal
+from launcher.ending import fatal
 from launcher.evidence import Event, Evidence, Planned, Probe, ProbeStep, RankRecord
 from launcher.logs import Log, Signal, StepLine
-from launcher.measures import losses, memory_phases, peak_allocated_gib, whole_losses
-from launcher.options import TREND_LOSSES
+
+Why = Mapping[str, str]
+"""`reason` and, where there is something to do, `help` of a point that is not as expected."""
 
 OPERATIONS = ("rms_norm", "rope", "swiglu", "fused_linear_cross_entropy", "preference_loss")
 FUSED = ("fused_linear_cross_entropy", "cross_entropy")
 FIRST_LOSS = 0.01  # more than rounding moves DPO's first loss by
-TREND_BINS = 64
-TREND_CHANGE = 0.01  # of the loss, from the first step to the last
-TREND_Z = 2.33  # one-sided 1 %
-
-NORMS = 4  # gradient norms at least, to tell what is usual
-WILD_NORM = 1e4  # beside a loss that does not fall
-JUMP = 10.0
-_COMPARED = ("engine", "checks", "last_step", "parameters", "elements", "largest_error", "allowed")
-_DIFFERENCE = ("parameter", "true_norm", "used_norm", "error", "broken", "corrupt_checks")
-CORRUPT_HELP = (
-    "the optimizer did not get the gradients of the batch: what was trained since is worthless. "
-    "DeepSpeed 0.18.5 to 0.18.9 does this under ZeRO 1 and 2 with `overlap_comm: true`: install a later "
-    "release or set `overlap_comm: false`; docs/gradients.md has other causes"
-)
-_NOISE_HELP = (
-    "train a few steps with the probe, which compares the optimizer's gradients with those of autograd; "
-    "`expect: {gradients: any}` accepts them as they are"
-)
-
-_OOM_HELP = (
-    "lower the micro-batch and keep the global batch (`batch: {per_device: N}`), switch activation "
-    "checkpointing on (SFT `gradient_checkpointing: true`, DPO `activation_memory_budget` < 1), "
-    "or lower `max_seq_length`; with packing a micro-batch holds every token of its rows at once, "
-    "so fewer rows (or `packing: false`) shrink it"
-)
-
-
 _LEAKING_HELP = (
     "packed samples see each other: take an attention that keeps them apart (flash-attn), or "
     "`packing: false`; TRL's `packing_strategy: wrapped` never does. open-instruct's DPO on SDPA: "
@@ -61,24 +34,18 @@ _STALE_HELP = (
     "the cached log-probs are not those of the model that training starts from, or were computed "
     "under another attention mask: remove the file, or give a fresh REFERENCE_LOGPROBS_CACHE_PATH"
 )
-
-
-_MEAN_HELP = (
-    "`train_loss` is the mean over all steps, so the loss of a step was not finite: `logging_steps: 1` "
-    "shows which, `logging_nan_inf_filter: false` shows it as it was"
-)
-_BEFORE = "was not finite in an earlier attempt, and this one went on from weights that had been through it"
-_EVALUATED_HELP = (
-    "a row of the evaluation without any label (all of it cut off or masked) makes its mean nan, and "
-    "so do weights that are broken: evaluate the saved model on its own"
-)
-
-
-# What the probe says of a broken contract, in a log that came without its records.
-_NOT_FINITE = re.compile(
-    r"(?:loss|gradient) is -?(?:nan|inf)\w* \((?:step (?P<step>\d+)|[^,]*), rank (?P<rank>\d+)\)"
-)
 _STALE = re.compile(r"reference_cache expected .*, seen stale: ")
+_NOT_PACKED = (
+    "open-instruct's SFT packs the rows of one micro-batch, so that one row has none beside it; in rows made "
+    "beforehand one that is as long as the limit leaves no room: look at the batch, and at the row lengths; "
+    "`launch explain packing CONFIG` says who reads it"
+)
+_PACKED = "write `packing: false`, or `expect: {packing: isolated}`"
+_OTHER_BATCH = (
+    "see what started the processes (an accelerate config, a scheduler's task count, the GPUs that could be "
+    "seen) and what set the batch anew (a DeepSpeed file, `auto_find_batch_size`); `expect: {batch: any}` "
+    "takes it so"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +74,54 @@ class Seen:
     doubt: bool = False
     cites: tuple[Cite, ...] = ()
     detail: Mapping[str, object] = field(default_factory=dict)
+
+
+def of_event(record: RankRecord, event: Event) -> Cite:
+    """Where an event stands."""
+    return Cite(source="probe", file=str(record.path), line=event.line, text=event.shown())
+
+
+def of_step(record: RankRecord, step: ProbeStep) -> Cite:
+    """Where a step of a rank stands."""
+    text = f"step {step.step}, loss {step.loss}, finite {step.finite}"
+    return Cite(source="probe", file=str(record.path), line=step.line, text=text)
+
+
+def of_signals(log: Log | None, signals: Sequence[Signal]) -> tuple[Cite, ...]:
+    """Where signals of the log stand."""
+    file = str(log.path) if log else ""
+    return tuple(Cite(source="log", file=file, line=s.line, text=s.text) for s in signals)
+
+
+def of_asked(log: Log | None, key: str) -> tuple[Cite, ...]:
+    """The line of the arguments dump that shows this value."""
+    if log is None or key not in log.asked:
+        return ()
+    text = f"{key}={log.asked[key]}"
+    return (Cite(source="log", file=str(log.path), line=log.asked_at[key], text=text),)
+
+
+def of_line(log: Log | None, line: StepLine) -> Cite:
+    """Where a line of a step stands."""
+    file = str(log.path) if log else ""
+    return Cite(source="log", file=file, line=line.line, text=line.text)
+
+
+def of_losses(evidence: Evidence) -> tuple[Cite, ...]:
+    """Where the first and the last loss stand: in the log, or where nothing is logged in a record."""
+    log = evidence.log
+    if log is not None and log.steps:
+        return tuple(of_line(log, line) for line in (log.steps[0], log.steps[-1]))
+    for _, record in sorted(evidence.probe.ranks.items()) if evidence.probe else ():
+        if record.steps:
+            return tuple(of_step(record, step) for step in (record.steps[0], record.steps[-1]))
+    return ()
+
+
+def probe_lines(evidence: Evidence) -> tuple[Signal, ...]:
+    """What the probe said on the console."""
+    warned = evidence.log.all("warned") if evidence.log else ()
+    return (*fatal(evidence, "violation"), *warned)
 
 
 def _liger(evidence: Evidence, want: str | None) -> Seen:
@@ -140,7 +155,7 @@ def _liger_counted(evidence: Evidence, want: str | None) -> Seen | None:
     asked = want == "engaged" or (log is not None and log.asked.get("use_liger_kernel") == "True")
     state = "not_engaged" if asked or len(idle) < len(calls) else "off"
     cites += tuple(
-        _of_step(r, r.steps[-1]) for r in probe.ranks.values() if r.rank in idle and r.steps
+        of_step(r, r.steps[-1]) for r in probe.ranks.values() if r.rank in idle and r.steps
     )
     # of a rank without steps it is not known, unless another one shows that it is not as wanted
     proved = not unknown or state != "off"
@@ -169,11 +184,11 @@ def _liger_logged(evidence: Evidence, want: str | None, patches: tuple[Cite, ...
     if applied or patches:
         kwargs = applied[0].fields.get("kwargs") if applied else None
         detail = {} if kwargs is None else {"kwargs": kwargs}
-        cites = (*patches, *_of_signals(log, applied))
+        cites = (*patches, *of_signals(log, applied))
         return Seen(state="applied", proved=want != "engaged", cites=cites, detail=detail)
     refused = spoken.all("liger_unsupported") if spoken else ()
     attempted = spoken.all("liger_attempted") if spoken else ()
-    cites = _of_signals(log, (*attempted, *refused))
+    cites = of_signals(log, (*attempted, *refused))
     if refused:
         return Seen(state="not_engaged", cites=cites, detail={"reason": refused[0].text})
     if attempted:
@@ -190,7 +205,7 @@ def _liger_logged(evidence: Evidence, want: str | None, patches: tuple[Cite, ...
     detail = {"reason": "the log shows no attempt to apply it"} if want == "engaged" else {}
     never = began and (ruled_out or announced)
     proved = never or (asked_off and want == "off")
-    cites = _of_asked(log, "use_liger_kernel") or _of_signals(log, told)
+    cites = of_asked(log, "use_liger_kernel") or of_signals(log, told)
     state = "off" if never or asked_off else "unknown"
     return Seen(state=state, proved=proved, cites=cites, detail=detail)
 
@@ -198,6 +213,38 @@ def _liger_logged(evidence: Evidence, want: str | None, patches: tuple[Cite, ...
 def _patches(evidence: Evidence) -> tuple[Cite, ...]:
     events = evidence.probe.events("liger_patch") if evidence.probe else ()
     return tuple(of_event(record, event) for record, event in events)
+
+
+def _why_liger(want: str | None, seen: Seen, evidence: Evidence) -> Why:
+    steps = evidence.last_step or 0
+    calls = {op: n for op, n in seen.detail.items() if isinstance(n, Mapping) and any(n.values())}
+    if isinstance(lacking := seen.detail.get("uncalled"), Mapping):
+        named = ", ".join(map(str, lacking))
+        return {
+            "reason": f"`{named}` was patched in and never called in {steps} steps: the logits are whole",
+            "help": "the model does not take its loss from Liger's forward: see whether Liger knows the "
+            "model type, and who computes the loss; `expect: {liger: any}` takes it so",
+        }
+    if want == "off" and seen.state == "engaged":
+        return {"reason": f"Liger's kernels were called: {', '.join(calls)}"}
+    if seen.state == "not_engaged" and "reason" not in seen.detail and steps:
+        ranks = seen.detail.get("idle_ranks")
+        where = f" on rank {', '.join(map(str, ranks))}" if isinstance(ranks, list) else ""
+        patched = any(evidence.probe.events("liger_patch")) if evidence.probe else False
+        return {
+            "reason": f"no kernel of Liger's was called{where} in {steps} steps, "
+            + ("though its patches were applied" if patched else "and no patch was applied"),
+            "help": "the class that trains is another than the patched one" if patched
+            else "see whether liger-kernel is installed (`launch doctor`) and knows the model type",
+        }  # fmt: skip
+    if seen.state in ("applied", "attempted"):
+        told = (
+            "says that patches were applied"
+            if seen.state == "applied"
+            else "says only that it tries"
+        )
+        return {"reason": f"the log {told}: that its kernels run, only the probe can count"}
+    return {}
 
 
 def _packing(evidence: Evidence, want: str | None) -> Seen:
@@ -208,9 +255,9 @@ def _packing(evidence: Evidence, want: str | None) -> Seen:
     said = log.all("packing") if log else ()
     asked = log.asked.get("packing") if log else None
     if said or (asked == "True" and not evidence.packs_nothing):
-        cites = (*_of_signals(log, said), *_of_asked(log, "packing"))
+        cites = (*of_signals(log, said), *of_asked(log, "packing"))
         return Seen(state="on", proved=want != "isolated", cites=cites)
-    cites = _of_asked(log, "packing")
+    cites = of_asked(log, "packing")
     return Seen(state="off" if cites else "unknown", proved=bool(cites), cites=cites)
 
 
@@ -264,6 +311,20 @@ def _untested(evidence: Evidence) -> dict[str, object]:
     return {}
 
 
+def _why_packing(want: str | None, seen: Seen, evidence: Evidence) -> Why:
+    if want in ("isolated", "on") and seen.state == "off":
+        ranks = seen.detail.get("ranks")
+        idle = [r for r, s in ranks.items() if s == "off"] if isinstance(ranks, Mapping) else []
+        where = f" of rank {', '.join(idle)}" if idle else ""
+        return {"reason": f"no batch{where} held two samples in one row", "help": _NOT_PACKED}
+    if want == "off" and seen.state in ("on", "isolated"):
+        return {"reason": "several samples stand in one row", "help": _PACKED}
+    if want == "isolated" and seen.state == "on" and "missing_ranks" not in seen.detail:
+        told = "was not tested" if evidence.probe else "cannot be shown by a log alone"
+        return {"reason": f"whether packed samples see each other {told}"}
+    return {}
+
+
 def _attention(evidence: Evidence, want: str | None) -> Seen:
     seen = _attention_seen(evidence, want)
     if seen is not None:
@@ -275,7 +336,7 @@ def _attention(evidence: Evidence, want: str | None) -> Seen:
     if word in ("", "None"):
         return Seen(state="unknown", proved=False)
     state = ATTENTION.get(word, word)
-    cites = _of_signals(log, (detected,) if detected else ())
+    cites = of_signals(log, (detected,) if detected else ())
     other = want is not None and ATTENTION.get(want, want) != state
     return Seen(state=state, proved=other, cites=cites, detail={"announced": word})
 
@@ -299,6 +360,25 @@ def _attention_seen(evidence: Evidence, want: str | None) -> Seen | None:
     return Seen(state=state, proved=bool(other) or not absent, cites=cites, detail=detail)
 
 
+def _why_attention(want: str | None, seen: Seen, _evidence: Evidence) -> Why:
+    if want == seen.state or ("missing_ranks" in seen.detail and not seen.proved):
+        return {}
+    if "announced" in seen.detail:
+        return {
+            "reason": f"the log announces {seen.detail['announced']}, and a log alone proves no more"
+        }
+    ranks = seen.detail.get("ranks")
+    where = (
+        f" ({', '.join(f'rank {r} {s}' for r, s in ranks.items())})"
+        if isinstance(ranks, Mapping)
+        else ""
+    )
+    return {
+        "reason": f"the loaded model has {seen.state}{where}",
+        "help": f"see whether `{want}` can be had there (`launch doctor`), and what asks for it",
+    }
+
+
 def _batch(evidence: Evidence, _want: str | None) -> Seen:
     """Whether as many processes trained as were planned, and a step of each took as many rows."""
     probe, planned = evidence.probe, evidence.planned
@@ -318,7 +398,7 @@ def _batch(evidence: Evidence, _want: str | None) -> Seen:
         if twice:
             step = record.steps[twice[0]]
             detail["reason"] = _size(step, planned, record.rank)
-            return Seen(state="different", cites=(_of_step(record, step),), detail=detail)
+            return Seen(state="different", cites=(of_step(record, step),), detail=detail)
         if start.number("world") and (planned.steps == 0 or not all(odd)):
             told.append(record.rank)
     if absent := [rank for rank in range(planned.world) if rank not in told]:
@@ -350,6 +430,10 @@ def _size(step: ProbeStep, planned: Planned, rank: int) -> str:
     return f"step {step.step} of rank {rank}: {seen}; planned: {wanted}"
 
 
+def _why_batch(_want: str | None, seen: Seen, _evidence: Evidence) -> Why:
+    return {"help": _OTHER_BATCH} if seen.state == "different" else {}
+
+
 def _dataset_cache(evidence: Evidence, _want: str | None) -> Seen:
     seen = _probe_state(evidence, "dataset_cache", ("stale", "miss", "hit"))
     missed = evidence.log.all("dataset_missed", "dataset_saved") if evidence.log else ()
@@ -364,9 +448,9 @@ def _reference_cache(evidence: Evidence, _want: str | None) -> Seen:
     missed = evidence.log.all("reference_missed") if evidence.log else ()
     found = evidence.log.all("reference_hit") if evidence.log else ()
     lines = ("reference_missed", "reference_hit")
-    told = [s for s in _said(evidence) if _STALE.match(s.fields["message"])]
+    told = [s for s in probe_lines(evidence) if _STALE.match(s.fields["message"])]
     if seen is None and told:
-        seen = Seen(state="stale", cites=_of_signals(evidence.log, told))
+        seen = Seen(state="stale", cites=of_signals(evidence.log, told))
     if seen is not None and seen.state == "stale":
         seen = replace(seen, detail={**seen.detail, "help": _STALE_HELP})
     if seen is not None:
@@ -377,7 +461,7 @@ def _reference_cache(evidence: Evidence, _want: str | None) -> Seen:
         return logged
     # dropout moves the first loss too: what the log shows is a doubt, and no proof
     detail = {**logged.detail, "first_loss": first.loss, "help": _STALE_HELP}
-    cites = (*logged.cites, _of_line(evidence.log, first))
+    cites = (*logged.cites, of_line(evidence.log, first))
     return Seen(state="stale", proved=False, cites=cites, detail=detail)
 
 
@@ -400,7 +484,7 @@ def _cache_logged(
     """
     if not missed and (not found or not sure):
         return Seen(state="unknown", proved=False)
-    cites = _of_signals(log, (*missed[:1], *missed[1:][-1:]) if missed else found)
+    cites = of_signals(log, (*missed[:1], *missed[1:][-1:]) if missed else found)
     paths = [s.fields["path"] for s in (*found, *missed) if "path" in s.fields]
     detail = {"path": paths[0]} if paths else {}
     return Seen(state="miss" if missed else "hit", cites=cites, detail=detail)
@@ -421,373 +505,14 @@ def _probe_state(evidence: Evidence, name: str, order: Sequence[str]) -> Seen | 
     return None
 
 
-def _loss(evidence: Evidence, _want: str | None) -> Seen:
-    log, ranks = evidence.log, evidence.probe.ranks.values() if evidence.probe else ()
-    bad: list[tuple[int, int | None, Cite]] = []
-    detail: dict[str, object] = {}
-    for line in log.steps if log else ():
-        if _nonfinite(line):
-            bad.append((line.step, None, _of_line(log, line)))
-    for record in ranks:
-        bad += [
-            (step.step, record.rank, _of_step(record, step))
-            for step in record.steps
-            if not step.finite
-        ]
-    if not bad and evidence.bad_before:
-        # in weights that this attempt went on from
-        before = evidence.bad_before
-        detail = {
-            "first_step": before[0],
-            "nonfinite": len(before),
-            "rank": None,
-            "reason": f"step {before[0]} {_BEFORE}",
-        }
-        return Seen(state="nonfinite", detail=detail)
-    for said in _said(evidence) if log and not ranks else ():
-        if found := _NOT_FINITE.match(said.fields["message"]):
-            rank = int(found["rank"])
-            bad.append((int(found["step"] or 0), rank, _of_signals(log, (said,))[0]))
-    logged = len(log.steps) if log else 0
-    counted = sum(len(record.steps) for record in ranks)
-    detail |= {"logged": logged, "counted": counted}
-    if bad:
-        # a rank that is known tells more than a logged mean of the same step
-        first = min(bad, key=lambda b: (b[0], b[1] is None, b[1] or 0))
-        told = first[0] if counted or not log or log.numbered else None
-        detail |= {"first_step": told, "rank": first[1], "nonfinite": len(bad)}
-        detail |= _last_finite(evidence, first[0], first[1])
-        # before training is announced, such a line may be a word of the data that upstream shows
-        begun = not log or not log.blocks or log.first("total_steps", "progress") or ranks
-        cites = tuple(b[2] for b in bad)
-        return Seen(state="nonfinite", proved=bool(begun), cites=cites, detail=detail)
-    means = _nonfinite_means(log)
-    if means:
-        named = ", ".join(f"{s.fields['what']} is {s.fields['value']}" for s in means)
-        cites, detail["reason"] = _of_signals(log, means), f"the log says that {named}"
-        if any(s.fields["what"] == "train_loss" for s in means):
-            # a sum over all steps: one of them made it so, and nothing tells which
-            detail |= {"first_step": None, "rank": None, "help": _MEAN_HELP}
-            return Seen(state="nonfinite", cites=cites, detail=detail)
-        detail["help"] = _EVALUATED_HELP
-    if not losses(evidence):
-        return Seen(state="none_logged", proved=False, detail=detail)
-    if means:
-        # an evaluation proves nothing of the training, and is no good news of it
-        return Seen(state="finite", proved=False, cites=cites, detail=detail)
-    unseen = _unseen(evidence)
-    if log and log.steps and (unseen or not ranks) and (doubt := _doubt(log.steps)) is not None:
-        detail["reason"] = doubt[1]
-        return Seen(state="finite", proved=False, cites=(_of_line(log, doubt[0]),), detail=detail)
-    shown = log.steps[-1].step if log and log.steps else 0
-    if alone := _unseen(evidence, shown):
-        named = ", ".join(map(str, alone[:3])) + (", …" if alone[3:] else "")
-        detail["reason"] = f"no loss of step {named} was seen on every rank, and none is logged"
-        return Seen(state="finite", proved=False, cites=_of_losses(evidence), detail=detail)
-    every = [step.loss for record in ranks for step in record.steps]
-    if not every and log is not None:
-        every = [_exact(line) for line in log.steps]
-    state = "zero" if every and not any(loss is None or loss for loss in every) else "finite"
-    return Seen(state=state, cites=_of_losses(evidence), detail=detail)
-
-
-def _unseen(evidence: Evidence, after: int = 0) -> list[int]:
-    """The first steps of a run that came to its end which some rank's record does not tell of.
-
-    Of any other run the last ones may still have been on their way.
-    """
-    probe, last = evidence.probe, evidence.last_step
-    if probe is None or last is None or ending(evidence).state != "completed":
-        return []
-    begun = max((e.number("step") or 0 for _, e in probe.events("resumed")), default=0)
-    first = min((r.steps[0].step for r in probe.ranks.values() if r.steps), default=last + 1)
-    seen = [{step.step for step in record.steps} for record in probe.ranks.values()]
-    seen += [set()] * len(probe.missing)
-    whole = set.intersection(*seen)
-    steps = range(max(min(first, int(begun) + 1), after + 1), last + 1)
-    return list(itertools.islice((step for step in steps if step not in whole), 4))
-
-
-def _nonfinite_means(log: Log | None) -> tuple[Signal, ...]:
-    """The first word for each mean of losses that HF Trainer says is not finite."""
-    # in a log of open-instruct's it is a word of the training data
-    said = log.all("mean_nonfinite") if log is not None and not log.blocks else ()
-    return tuple({s.fields["what"]: s for s in reversed(said)}.values())[::-1]
-
-
-def _said(evidence: Evidence) -> tuple[Signal, ...]:
-    """What the probe said on the console."""
-    warned = evidence.log.all("warned") if evidence.log else ()
-    return (*fatal(evidence, "violation"), *warned)
-
-
-def _last_finite(evidence: Evidence, step: int, rank: int | None) -> dict[str, object]:
-    """What it was that was not finite, and the last values before, as that rank saw them."""
-    told: dict[str, object] = {}
-    for record, event in evidence.probe.events("nonfinite") if evidence.probe else ():
-        if record.rank == rank and event.number("step") == step:
-            told = {"what": event.text("what"), "value": event.text("value")}
-    records = evidence.probe.ranks.values() if evidence.probe else ()
-    before = [s for r in records if r.rank == rank for s in r.steps if s.step < step and s.finite]
-    if before:
-        last = before[-1]
-        told["last_finite"] = {"step": last.step, "loss": last.loss, "grad_norm": last.grad_norm}
-    return told
-
-
-def _nonfinite(line: StepLine) -> bool:
-    """HF Trainer prints 0 for a loss that is NaN; what stands beside it tells."""
-    hidden = line.loss == 0 and not all(map(math.isfinite, line.extra.values()))
-    return hidden or not math.isfinite(line.loss)
-
-
-def _exact(line: StepLine) -> float:
-    """HF Trainer rounds a loss, and prints no 0 for the gradient of a small one."""
-    return line.loss or (line.extra.get("grad_norm", 0.0) if "epoch" in line.extra else 0.0)
-
-
-def _doubt(steps: Sequence[StepLine]) -> tuple[StepLine, str] | None:
-    """The line of HF Trainer's that leaves open whether the loss was finite, and why."""
-    for line in steps:
-        if line.loss == 0 and "epoch" in line.extra and "grad_norm" not in line.extra:
-            return line, "a loss of 0 may have been NaN, and no gradient norm is logged"
-    norm = steps[-1].extra.get("grad_norm", 0.0)
-    if not math.isfinite(norm):
-        # what such a step left shows in the loss after it, and there is none
-        return steps[-1], f"the last gradient norm is {norm}"
-    return None
-
-
-def _gradients(evidence: Evidence, _want: str | None) -> Seen:
-    """What each rank's comparison came to; without one, whether the norms look like noise."""
-    probe = evidence.probe
-    reports = [(r, e) for r in probe.ranks.values() if (e := r.last("gradients"))] if probe else []
-    corrupt = [one for one in reports if one[1].text("state") == "corrupt"]
-    if corrupt:
-        first = min(corrupt, key=lambda one: one[1].number("first_corrupt") or 0)
-        record, event = first
-        detail: dict[str, object] = {
-            "first_step": event.fields.get("first_corrupt"), "rank": record.rank,
-            **{key: event.fields.get(key) for key in (*_COMPARED, *_DIFFERENCE)},
-            "help": CORRUPT_HELP,
-        }  # fmt: skip
-        return Seen(state="corrupt", cites=tuple(of_event(*one) for one in corrupt), detail=detail)
-    said = [s for s in _said(evidence) if s.fields["message"].startswith("gradients are corrupt")]
-    if said:
-        cites = _of_signals(evidence.log, said)
-        return Seen(state="corrupt", cites=cites, detail={"help": CORRUPT_HELP})
-    true = [one for one in reports if one[1].text("state") == "true"]
-    absent = probe.without({record.rank for record, _ in true}) if probe else ()
-    noise = _noise(evidence)
-    detail = {} if noise is None else {"norms": noise[0]}
-    if true:
-        # the comparison that is off most
-        event = max(true, key=lambda one: one[1].number("largest_error") or 0.0)[1]
-        detail |= {key: event.fields.get(key) for key in _COMPARED}
-        detail |= {"missing_ranks": list(absent)} if absent else {}
-        cites = tuple(of_event(*one) for one in true)
-        return Seen(state="true", proved=not absent, cites=cites, detail=detail)
-    told = next((e.text("reason") for _, e in reports if e.text("reason")), None)
-    if told is not None:
-        detail["reason"] = told
-    if noise is not None:
-        detail |= {"reason": noise[0], "help": _NOISE_HELP}
-    cites = (*(of_event(*one) for one in reports), *((noise[1],) if noise else ()))
-    return Seen(state="unknown", proved=False, doubt=noise is not None, cites=cites, detail=detail)
-
-
-def _noise(evidence: Evidence) -> tuple[str, Cite] | None:
-    """Gradient norms that no batch gives, in words, with the place of the largest."""
-    norms: list[tuple[float, int, Cite]] = []
-    log = evidence.log
-    for record in evidence.probe.ranks.values() if evidence.probe else ():
-        norms = norms or [
-            (s.grad_norm, s.step, _of_step(record, s))
-            for s in record.steps
-            if s.grad_norm is not None
-        ]
-    if not norms and log is not None:
-        norms = [
-            (norm, line.step, _of_line(log, line))
-            for line in log.steps
-            if math.isfinite(norm := line.extra.get("grad_norm", math.nan))
-        ]
-    if len(norms) < NORMS:
-        return None
-    largest, step, cite = max(norms, key=lambda one: one[0])
-    usual = statistics.median(norm for norm, *_ in norms)
-    if largest >= WILD_NORM and not _falls([x for x in whole_losses(evidence) if math.isfinite(x)]):
-        return f"gradient norms up to {largest:.3g} (step {step}), and the loss does not fall", cite
-    # the first steps of a run may well be far from the others
-    jumps = [
-        one
-        for before, one, after in zip(norms[1:], norms[2:], norms[3:], strict=False)
-        if one[0] > JUMP * max(before[0], after[0], usual) > 0
-    ]
-    if jumps:
-        largest, step, cite = max(jumps, key=lambda one: one[0])
-        return (
-            f"the gradient norm jumps to {largest:.3g} at step {step}; {usual:.3g} is usual",
-            cite,
-        )
-    return None
-
-
-def _falls(series: Sequence[float]) -> bool:
-    if len(series) < 2:
-        return False
-    if len(series) < TREND_LOSSES:
-        return series[-1] < series[0] * (1 - TREND_CHANGE)
-    change, z = trend(series)
-    return change <= -TREND_CHANGE and z <= -TREND_Z
-
-
-def _trend(evidence: Evidence, _want: str | None) -> Seen:
-    if (still := _still(evidence)) is not None:
-        seen = _of_losses(replace(evidence, log=None)) or _of_losses(evidence)
-        return Seen(state="still", cites=seen, detail={"reason": still})
-    # a run that was resumed is one run
-    whole = whole_losses(evidence)
-    finite = [loss for loss in whole if math.isfinite(loss)]
-    detail: dict[str, object] = {"losses": len(finite)}
-    if len(finite) < TREND_LOSSES:
-        return Seen(state="too_short", proved=False, detail=detail)
-    change, z = trend(finite)
-    detail |= {"change": round(change, 4), "z": round(z, 2)}
-    sure = abs(z) >= TREND_Z and abs(change) >= TREND_CHANGE
-    state = "flat" if not sure else "falling" if change < 0 else "rising"
-    return Seen(state=state, cites=_of_losses(evidence), detail=detail)
-
-
-def _still(evidence: Evidence) -> str | None:
-    """Why no weight can have moved, as every rank saw it in every one of two steps or more, or the log."""
-    log = evidence.log
-    steps: list[tuple[int, float | None, float | None]] = [
-        (one.step, one.grad_norm, one.learning_rate)
-        for record in (evidence.probe.ranks.values() if evidence.probe else ())
-        for one in record.steps
-    ]
-    if not steps and log is not None and _from_the_first(log.steps):
-        steps = [(one.step, one.extra.get("grad_norm"), one.learning_rate) for one in log.steps]
-    if len({step for step, *_ in steps}) < 2:
-        return None
-    for place, words in ((1, "gradient norm"), (2, "learning rate")):
-        if all(one[place] == 0 for one in steps):
-            return f"the {words} was 0 in every step: nothing was learned"
-    return None
-
-
-def _from_the_first(steps: Sequence[StepLine]) -> bool:
-    """Whether the first line is there: at the end of a schedule the learning rate may well be 0."""
-    return len(steps) > 1 and steps[0].step <= max(1, steps[1].step - steps[0].step)
-
-
-def trend(series: Sequence[float]) -> tuple[float, float]:
-    """Relative change from first to last by the Theil-Sen slope, and Mann-Kendall's z.
-
-    Both go by pairs of losses, so that a few spikes move neither. Needs two losses or more.
-    """
-    size = math.ceil(len(series) / TREND_BINS)
-    bins = [statistics.median(series[i : i + size]) for i in range(0, len(series), size)]
-    n = len(bins)
-    pairs = [(j - i, bins[j] - bins[i]) for i in range(n) for j in range(i + 1, n)]
-    slope = statistics.median(rise / run for run, rise in pairs)
-    score = sum((rise > 0) - (rise < 0) for _, rise in pairs)
-    deviation = math.sqrt(n * (n - 1) * (2 * n + 5) / 18)
-    level = statistics.median(map(abs, bins)) or 1.0
-    return slope * (n - 1) / level, (score - math.copysign(min(1, abs(score)), score)) / deviation
-
-
-def _memory(evidence: Evidence, _want: str | None) -> Seen:
-    log, peak = evidence.log, peak_allocated_gib(evidence)
-    detail: dict[str, object] = {"peak_allocated_gib": peak}
-    if phases := memory_phases(evidence):
-        detail["phases"] = phases
-    end = ending(evidence)
-    error = end.error or {}
-    told, host = fatal(evidence, "oom"), fatal(evidence, "oom_host")
-    if log and end.state == "completed":  # what is only said behind a good end is something else's
-        raised = {s.line for s in log.all("exception")}
-        told = tuple(s for s in told if s.line in raised)
-        host = tuple(s for s in host if s.line in raised)
-    if log and not told and host:
-        detail["help"] = HELP["oom_host"]
-        return Seen(state="oom", cites=_of_signals(log, host), detail=detail)
-    if not told and not re.search(r"OutOfMemory|out of memory", " ".join(error.values())):
-        return Seen(state="ok", proved=bool(log or evidence.probe), detail=detail)
-    asked = log.asked if log else {}
-    keys = ("per_device_train_batch_size", "gradient_checkpointing", "packing", "max_seq_length")
-    detail |= {"help": _OOM_HELP, "asked": {k: asked[k] for k in keys if k in asked}}
-    if told and told[0].fields:
-        detail |= told[0].fields
-    return Seen(state="oom", cites=_of_signals(log, told), detail=detail)
-
-
-def _finish(evidence: Evidence, _want: str | None) -> Seen:
-    end, log, saved = ending(evidence), evidence.log, evidence.final_save
-    detail: dict[str, object] = {
-        "last_step": evidence.last_step,
-        "total_steps": evidence.total_steps,
-        "saved": saved is not None,
-    }
-    if evidence.left_out_save:
-        detail["left_out"] = "the final save: of a trial nobody wants the model"
-    told = {"reason": end.reason, "signal": end.signal, "error": end.error}
-    detail |= {k: v for k, v in told.items() if v is not None}
-    if end.reason is not None:
-        detail["help"] = HELP[end.reason]
-    cites = [of_event(*evidence.stopped)] if evidence.stopped else []
-    cites += _of_signals(log, end.lines)
-    if log and log.steps:
-        cites.append(_of_line(log, log.steps[-1]))
-    if saved is not None:
-        cites.append(
-            of_event(*saved) if isinstance(saved, tuple) else _of_signals(log, (saved,))[0]
-        )
-    if evidence.exit is not None:
-        detail["returncode"] = evidence.exit.returncode
-        text = f"returncode {evidence.exit.returncode}, signal {evidence.exit.signal}"
-        cites.append(Cite(source="exit", file=str(evidence.exit.path), line=1, text=text))
-    return Seen(state=end.state, proved=end.proved, cites=tuple(cites), detail=detail)
-
-
-def _of_signals(log: Log | None, signals: Sequence[Signal]) -> tuple[Cite, ...]:
-    file = str(log.path) if log else ""
-    return tuple(Cite(source="log", file=file, line=s.line, text=s.text) for s in signals)
-
-
-def _of_asked(log: Log | None, key: str) -> tuple[Cite, ...]:
-    """The line of the arguments dump that shows this value."""
-    if log is None or key not in log.asked:
-        return ()
-    text = f"{key}={log.asked[key]}"
-    return (Cite(source="log", file=str(log.path), line=log.asked_at[key], text=text),)
-
-
-def _of_line(log: Log | None, line: StepLine) -> Cite:
-    file = str(log.path) if log else ""
-    return Cite(source="log", file=file, line=line.line, text=line.text)
-
-
-def _of_losses(evidence: Evidence) -> tuple[Cite, ...]:
-    """Where the first and the last loss stand: in the log, or where nothing is logged in a record."""
-    log = evidence.log
-    if log is not None and log.steps:
-        return tuple(_of_line(log, line) for line in (log.steps[0], log.steps[-1]))
-    for _, record in sorted(evidence.probe.ranks.items()) if evidence.probe else ():
-        if record.steps:
-            return tuple(_of_step(record, step) for step in (record.steps[0], record.steps[-1]))
-    return ()
-
-
-def of_event(record: RankRecord, event: Event) -> Cite:
-    """Where an event stands."""
-    return Cite(source="probe", file=str(record.path), line=event.line, text=event.shown())
-
-
-def _of_step(record: RankRecord, step: ProbeStep) -> Cite:
-    text = f"step {step.step}, loss {step.loss}, finite {step.finite}"
-    return Cite(source="probe", file=str(record.path), line=step.line, text=text)
+def _why_cache(want: str | None, seen: Seen, _evidence: Evidence) -> Why:
+    path = f": {seen.detail['path']}" if seen.detail.get("path") else ""
+    if want == "hit" and seen.state == "miss":
+        help = "`launch cache why RUN` says what differs from what is there"
+        return {"reason": f"it was not there, and was made anew{path}", "help": help}
+    if want == "miss" and seen.state == "hit":
+        return {"reason": f"it was there already{path}"}
+    return {}
 
 
 POINTS: Mapping[str, Callable[[Evidence, str | None], Seen]] = {
@@ -797,9 +522,12 @@ POINTS: Mapping[str, Callable[[Evidence, str | None], Seen]] = {
     "batch": _batch,
     "dataset_cache": _dataset_cache,
     "reference_cache": _reference_cache,
-    "loss": _loss,
-    "gradients": _gradients,
-    "trend": _trend,
-    "memory": _memory,
-    "finish": _finish,
+}
+WHY: Mapping[str, Callable[[str | None, Seen, Evidence], Why]] = {
+    "liger": _why_liger,
+    "packing": _why_packing,
+    "attention": _why_attention,
+    "batch": _why_batch,
+    "dataset_cache": _why_cache,
+    "reference_cache": _why_cache,
 }

@@ -100,13 +100,9 @@ def test_every_log_has_its_truth() -> None:
 
 @pytest.mark.parametrize("name", LOGS)
 def test_no_verdict_contradicts_what_happened(name: str) -> None:
-    assert contradictions(judged(name), LOGS[name]) == []
-
-
-@pytest.mark.parametrize("name", LOGS)
-def test_what_a_log_shows_is_seen(name: str) -> None:
     """Not to claim anything would be easy: steps, the end and its reason are in the log or are not."""
     verdict, truth = judged(name), LOGS[name]
+    assert contradictions(verdict, truth) == []
     finish = verdict.point("finish")
     assert finish.state == ("running" if truth.get("unseen") else truth["finish"])
     for what in ("reason", "signal"):
@@ -191,39 +187,31 @@ def test_what_carries_a_log_makes_no_verdict_wrong(carrier: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", LOGS)
-def test_a_log_that_is_cut_off_is_no_failure_and_no_success(name: str, tmp_path: Path) -> None:
-    """While a run goes on, its log is the beginning of what it will be."""
-    content = (CORPUS / f"{name}.log").read_bytes()
-    good = judged(name).status
-    path = tmp_path / "console.log"
+def test_a_part_of_a_log_is_not_taken_for_the_whole(name: str, tmp_path: Path) -> None:
+    """While a run goes on, its log is the beginning of what it will be; `tail` shows the end of it."""
+    content, truth = (CORPUS / f"{name}.log").read_bytes(), LOGS[name]
+    good, path = judged(name).status, tmp_path / "console.log"
     for share in (2, 5, 8, 10):
         path.write_bytes(content[: len(content) * share // 12])
         verdict = judge_log(path)
-        assert verdict.status != "pass" or good == "pass" or LOGS[name].get("attempts")
+        assert verdict.status != "pass" or good == "pass" or truth.get("attempts")
         # cut off within a sample of training data that is a crash, or behind an attempt that failed, a
         # log does end like a crash
-        fails = LOGS[name].get("crash_as_data") or LOGS[name].get("earlier_fails")
-        if LOGS[name]["good"] and not fails:
+        if truth["good"] and not (truth.get("crash_as_data") or truth.get("earlier_fails")):
             assert verdict.status != "fail", (share, verdict.points)
-
-
-@pytest.mark.parametrize("name", LOGS)
-def test_the_end_of_a_log_is_not_taken_for_the_whole(name: str, tmp_path: Path) -> None:
-    """`tail`: what was asked for, or the miss of a cache, stood before it."""
-    content = (CORPUS / f"{name}.log").read_bytes()
-    path = tmp_path / "console.log"
     for share in (2, 8):
+        # what was asked for, or the miss of a cache, stood before it
         end = content[-len(content) // share :]
         path.write_bytes(end[end.index(b"\n") + 1 :])
         verdict = judge_log(path)
         told = verdict.status, verdict.stage, verdict.point("dataset_cache").state
-        assert told[0] != "pass" or LOGS[name]["good"], (share, told)
+        assert told[0] != "pass" or truth["good"], (share, told)
         # nor does it prove more than the whole; of TRL's a cut before the first bar cannot be seen
         unseen = b"\r  0%|          | 0/" in end
-        assert told[0] != "pass" or unseen or judged(name).status == "pass", (share, told)
-        assert told[0] != "fail" or not LOGS[name]["good"], (share, told)
-        assert told[1] in (None, LOGS[name]["stage"]), (share, told)
-        assert told[2] in ("unknown", LOGS[name].get("dataset_cache")), (share, told)
+        assert told[0] != "pass" or unseen or good == "pass", (share, told)
+        assert told[0] != "fail" or not truth["good"], (share, told)
+        assert told[1] in (None, truth["stage"]), (share, told)
+        assert told[2] in ("unknown", truth.get("dataset_cache")), (share, told)
 
 
 def test_logs_one_after_the_other_are_the_last_run(tmp_path: Path) -> None:

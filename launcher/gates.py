@@ -8,11 +8,12 @@ were chosen: docs/gates.md.
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from launcher.errors import Complain, Finding, brief
@@ -100,27 +101,21 @@ class Facts:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; `from_json` reads them."""
-        return {name: _plain(getattr(self, name)) for name in _NAMES}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Facts:
-        """Raises TypeError or KeyError where it is damaged."""
-        told: dict[str, Any] = {
-            k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k in _NAMES
+        """Raises TypeError where it is damaged; what a later launch has written beside is left out."""
+        names = {part.name for part in fields(cls)}
+        known: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k in names
         }
-        return cls(**told)
+        return cls(**known)
 
     @property
     def each(self) -> float | None:
         """Tokens a second and device."""
         return None if self.tokens_per_second is None else self.tokens_per_second / self.devices
-
-
-_NAMES = tuple(part.name for part in fields(Facts))
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,40 +229,36 @@ def _noise(series: Sequence[float]) -> float:
     return math.sqrt(math.fsum(d * d for d in steps) / (2 * len(steps))) if steps else 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Question:
-    facts: Facts
-    limits: Mapping[str, Limit]
-    base: Facts | None = None
+Ask = Callable[..., Flag]
+"""`_flag` with the limits of a run."""
 
-    def ask(
-        self, gate: str, text: str, red: Mean, yellow: float | None = None, *, stuck: bool = False
-    ) -> Flag:
-        """One gate; `yellow` is the value that counts there, where it is another.
 
-        With `stuck` it is red too where noise hides on which side of red it is, but not that it is far
-        from what is usual.
-        """
-        limit, sign = self.limits.get(gate, GATES[gate][0]), -1 if gate in _AT_MOST else 1
-        within = "" if not red.error else f", give or take {2 * red.error:.2g}"
-        value = sign * red.value
-        soft = sign * (red.value if yellow is None else yellow)
-        if limit.red is not None and _beyond(value, sign * limit.red, gate):
-            most = value + 2 * red.error
-            far = stuck and limit.yellow is not None and most < sign * limit.yellow
-            if far or _beyond(most, sign * limit.red, gate):
-                words = "at most" if sign < 0 else "more than"
-                return Flag(gate=gate, colour="red", value=red.value,
-                            text=f"{text}{within}: {words} {limit.red:g} is asked for")  # fmt: skip
-            return Flag(
-                gate=gate, colour="yellow", value=red.value,
-                text=f"{text}{within}: noise hides whether it is past {limit.red:g}",
-            )  # fmt: skip
-        if limit.yellow is not None and soft < sign * limit.yellow:
-            words = "at most" if sign < 0 else "at least"
-            return Flag(gate=gate, colour="yellow", value=red.value,
-                        text=f"{text}: {words} {limit.yellow:.2g} is usual")  # fmt: skip
-        return Flag(gate=gate, colour="green", value=red.value, text=text)
+def _flag(
+    limits: Mapping[str, Limit], gate: str, text: str, red: Mean, yellow: float | None = None,
+    *, stuck: bool = False,
+) -> Flag:  # fmt: skip
+    """What one gate says; `yellow` is the value that counts there, where it is another.
+
+    With `stuck` it is red too where noise hides on which side of red it is, but not that it is far
+    from what is usual.
+    """
+    limit, sign = limits[gate], -1 if gate in _AT_MOST else 1
+    within = "" if not red.error else f", give or take {2 * red.error:.2g}"
+    value, most = sign * red.value, sign * red.value + 2 * red.error
+    soft = value if yellow is None else sign * yellow
+    colour: Colour = "green"
+    if limit.red is not None and _beyond(value, sign * limit.red, gate):
+        far = stuck and limit.yellow is not None and most < sign * limit.yellow
+        if far or _beyond(most, sign * limit.red, gate):
+            asked = f"{'at most' if sign < 0 else 'more than'} {limit.red:g} is asked for"
+            colour, text = "red", f"{text}{within}: {asked}"
+        else:
+            hidden = f"noise hides whether it is past {limit.red:g}"
+            colour, text = "yellow", f"{text}{within}: {hidden}"
+    elif limit.yellow is not None and soft < sign * limit.yellow:
+        words = "at most" if sign < 0 else "at least"
+        colour, text = "yellow", f"{text}: {words} {limit.yellow:.2g} is usual"
+    return Flag(gate=gate, colour=colour, value=red.value, text=text)
 
 
 def _beyond(value: float, red: float, gate: str) -> bool:
@@ -279,9 +270,9 @@ def judge(facts: Facts, limits: Mapping[str, Limit], base: Facts | None = None) 
     """What every gate that can be asked says; `base` is the run that efficiency is measured against."""
     whole = {name: usual for name, (usual, _) in GATES.items()} | dict(limits)
     whole["loss_fall"] = _asked_fall(facts, whole["loss_fall"])
-    question = _Question(facts=facts, limits=whole, base=base)
-    return [*_ended(facts), *_of_loss(question), *_of_norms(question), *_of_speed(question),
-            *_of_memory(question), *_of_rewards(question)]  # fmt: skip
+    ask = functools.partial(_flag, whole)
+    return [*_ended(facts), *_of_loss(facts, ask), *_of_norms(facts, ask), *_of_speed(facts, base, ask),
+            *_of_memory(facts, ask), *_of_rewards(facts, ask)]  # fmt: skip
 
 
 def _asked_fall(facts: Facts, given: Limit) -> Limit:
@@ -309,8 +300,7 @@ def _ended(facts: Facts) -> Iterator[Flag]:
         yield Flag(gate="verdict", colour="yellow", text=f"unproven: {facts.unproven}")
 
 
-def _of_loss(question: _Question) -> Iterator[Flag]:
-    facts = question.facts
+def _of_loss(facts: Facts, ask: Ask) -> Iterator[Flag]:
     if facts.nonfinite:
         steps = ", ".join(map(str, facts.nonfinite[:3])) + (", …" if facts.nonfinite[3:] else "")
         yield Flag(gate="loss", colour="red", text=f"NaN or infinite at step {steps}")
@@ -320,7 +310,7 @@ def _of_loss(question: _Question) -> Iterator[Flag]:
         first, last = facts.losses[0], facts.losses[-1]
         word = "falls" if fall.value >= 0 else "rises"
         text = f"loss {word} by {abs(fall.value):.1%} ({first:.4g} -> {last:.4g})"
-        yield question.ask("loss_fall", text, fall)
+        yield ask("loss_fall", text, fall)
     elif facts.failed is None:
         yield Flag(gate="loss_fall", colour="yellow", text="fewer than two losses were seen")
     if facts.trend is not None:
@@ -340,28 +330,27 @@ def _of_trend(state: str, fall: Mean | None, steps: int) -> Flag:
     return Flag(gate="trend", colour="red", text=f"the trend is `{state}`: {asked}")
 
 
-def _of_norms(question: _Question) -> Iterator[Flag]:
-    norms = question.facts.norms
+def _of_norms(facts: Facts, ask: Ask) -> Iterator[Flag]:
+    norms = facts.norms
     if not norms:
         return
     most, median = max(norms), statistics.median(norms)
     text = f"gradient norm {median:.3g} in the median, {most:.3g} at most"
-    yield question.ask("grad_norm", text, Mean(most), median)
-    yield question.ask("grad_norm_least", text, Mean(most), median)
+    yield ask("grad_norm", text, Mean(most), median)
+    yield ask("grad_norm_least", text, Mean(most), median)
 
 
-def _of_speed(question: _Question) -> Iterator[Flag]:
-    facts, base = question.facts, question.base
+def _of_speed(facts: Facts, base: Facts | None, ask: Ask) -> Iterator[Flag]:
     if facts.tokens_per_second is None:
         if facts.failed is None:
             yield Flag(gate="tokens_per_second", colour="yellow", text="the speed was not measured")
         return
     rate = facts.tokens_per_second
-    yield question.ask("tokens_per_second", f"{rate:,.0f} tokens/s", Mean(rate))
+    yield ask("tokens_per_second", f"{rate:,.0f} tokens/s", Mean(rate))
     share = efficiency(facts, base)
     if share is not None and base is not facts:
         text = f"{share:.0%} of the first rung's tokens/s on each device"
-        yield question.ask("efficiency", text, Mean(share))
+        yield ask("efficiency", text, Mean(share))
 
 
 def efficiency(facts: Facts, base: Facts | None) -> float | None:
@@ -371,28 +360,26 @@ def efficiency(facts: Facts, base: Facts | None) -> float | None:
     return facts.each / base.each
 
 
-def _of_memory(question: _Question) -> Iterator[Flag]:
-    facts = question.facts
+def _of_memory(facts: Facts, ask: Ask) -> Iterator[Flag]:
     peak = facts.reserved_gib if facts.reserved_gib is not None else facts.allocated_gib
     if peak is not None and facts.card_gib:
         text = f"{peak:.1f} of {facts.card_gib:.1f} GiB"
-        yield question.ask("memory", text, Mean(peak / facts.card_gib))
+        yield ask("memory", text, Mean(peak / facts.card_gib))
     if facts.allocated_gib is not None and facts.planned_gib:
         text = f"{facts.allocated_gib:.1f} GiB allocated, {facts.planned_gib:.1f} planned"
-        yield question.ask("memory_over_plan", text, Mean(facts.allocated_gib / facts.planned_gib))
+        yield ask("memory_over_plan", text, Mean(facts.allocated_gib / facts.planned_gib))
 
 
-def _of_rewards(question: _Question) -> Iterator[Flag]:
-    facts = question.facts
+def _of_rewards(facts: Facts, ask: Ask) -> Iterator[Flag]:
     if facts.stage != "dpo":
         return
     if facts.starts_at_ln2 and facts.losses and math.isfinite(facts.losses[0]):
         text = f"first loss {facts.losses[0]:.4f}, ln 2 is {LN2:.4f}"
-        yield question.ask("first_loss", text, Mean(abs(facts.losses[0] - LN2) / LN2))
+        yield ask("first_loss", text, Mean(abs(facts.losses[0] - LN2) / LN2))
     accuracy, margin = settled(facts.accuracies), settled(facts.margins)
     if accuracy is not None:
         text = f"the chosen answer has the higher reward in {accuracy.value:.0%} of pairs"
-        yield question.ask("rewards_accuracy", text, accuracy, stuck=True)
+        yield ask("rewards_accuracy", text, accuracy, stuck=True)
     if margin is not None:
         text = f"chosen less rejected reward is {margin.value:.3g}"
-        yield question.ask("rewards_margin", text, margin)
+        yield ask("rewards_margin", text, margin)

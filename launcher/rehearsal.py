@@ -39,7 +39,7 @@ _HARMLESS: Mapping[str, Mapping[str, Any]] = {
         "ephemeral_save_interval": None,
         # the slice would be kept under the name of the whole
         "dataset_config_hash": None, "config_hash": None,
-        "do_not_randomize_output_dir": True,
+        "do_not_randomize_output_dir": True, "with_tracking": False,
     },
     "trl": {
         "push_to_hub": False, "save_strategy": "no", "eval_strategy": "no", "do_eval": False,
@@ -47,36 +47,32 @@ _HARMLESS: Mapping[str, Mapping[str, Any]] = {
         "logging_strategy": "steps", "logging_first_step": False,
         # what is read while evaluating alone
         "metric_for_best_model": None, "greater_is_better": None, "per_device_eval_batch_size": None,
+        "report_to": "none",
     },
 }  # fmt: skip
-_UNTRACKED: Mapping[str, Mapping[str, Any]] = {
-    "open_instruct": {"with_tracking": False},
-    "trl": {"report_to": "none"},
-}
 # what a slice, or a run that is too short for it, cannot be asked for
 _NOT_EXPECTED = ("dataset_cache", "reference_cache", "trend")
 
 
 def overrides(
-    stage: Stage, *, steps: int, output: Path, batch: int | None = None, tracking: bool = False
+    stage: Stage, *, steps: int, output: Path, batch: int | None = None
 ) -> tuple[str, ...]:
     """`key=value` texts after which training does exactly `steps` optimizer steps into `output`.
 
     `batch` is the rows of one step, where `batch:` does not say so. Several numbers of GPUs share a
     tokenised slice where they are given the largest of theirs. Data sets are cut in proportion; one
     whose size is not known here is cut to a count, which upstream fills up by repeating rows where it
-    has fewer. With `tracking` the run reports to wherever the full one would.
+    has fewer.
     """
     changes = {
         **_short(stage, steps, batch),
-        **_harmless(stage, tracking=tracking),
+        **_harmless(stage),
         stage.entry.names.output: str(output),
     }
     for name in _idle(stage, changes):
-        if name in stage.args:
-            changes[name] = None
-        else:
-            changes.pop(name, None)
+        changes[name] = None
+        if name not in stage.args:
+            del changes[name]
     changed = [f"{name}={spelt(value)}" for name, value in changes.items()]
     expected = stage.options.expect
     return (*changed, *(f"expect.{name}=any" for name in _NOT_EXPECTED if name in expected))
@@ -84,7 +80,13 @@ def overrides(
 
 def findings(stage: Stage, steps: int) -> tuple[Finding, ...]:
     """What is not as small as it should be, and what such a run cannot show; notes and warnings."""
-    return (*_uncut(stage, steps), *_schedule(stage, steps))
+    rate = "learning_rate"
+    schedule = _note(
+        stage, "short-schedule", rate,
+        f"the learning rate goes through warm-up and decay within {steps} steps: losses compare with "
+        "those of other short runs, not with the first steps of the full one",
+    )  # fmt: skip
+    return (*_uncut(stage, steps), schedule)
 
 
 def rows_wanted(stage: Stage, steps: int, batch: int | None = None) -> int:
@@ -167,23 +169,20 @@ def _full_steps(stage: Stage, batch: int | None) -> int | None:
     return plan.steps_of(stage, values, rows, step) or None
 
 
-def _harmless(stage: Stage, *, tracking: bool) -> dict[str, Any]:
+def _harmless(stage: Stage) -> dict[str, Any]:
     """What differs from the value that the stage has, among the fields that there are."""
     backend, values = stage.options.backend, stage.values
-    told = {**_HARMLESS[backend], **({} if tracking else _UNTRACKED[backend])}
     return {
         name: value
-        for name, value in told.items()
+        for name, value in _HARMLESS[backend].items()
         if name in (stage.args if value is None else stage.schema.fields)
-        and not _is(values[name], value)
+        and not (values[name] is None if value is None else str(_only(values[name])) == str(value))
     }
 
 
-def _is(value: Any, wanted: Any) -> bool:
-    """Whether a value says the same: an enum's word, a list of one."""
-    if isinstance(value, list) and len(value) == 1:
-        value = value[0]
-    return value is None if wanted is None else str(value) == str(wanted)
+def _only(value: Any) -> Any:
+    """A list of one says what its element does."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def _idle(stage: Stage, changes: Mapping[str, Any]) -> list[str]:
@@ -214,15 +213,6 @@ def _uncut(stage: Stage, steps: int) -> Iterator[Finding]:
         f"{many} are tokenised for {steps} steps: TRL takes a split whole, `train[:{wanted}]` is no "
         "name of one (trl/scripts/sft.py:106)",
         "it trains on no more than it needs; the tokenised rows are cached for the full run",
-    )  # fmt: skip
-
-
-def _schedule(stage: Stage, steps: int) -> Iterator[Finding]:
-    rate = "learning_rate"
-    yield _note(
-        stage, "short-schedule", rate,
-        f"the learning rate goes through warm-up and decay within {steps} steps: losses compare with "
-        "those of other short runs, not with the first steps of the full one",
     )  # fmt: skip
 
 

@@ -43,16 +43,12 @@ def flags(facts: Facts, base: Facts | None = None, **limits: Limit) -> dict[str,
     ("given", "limits"),
     [
         (None, {}),
-        ({}, {}),
-        ({"loss_fall": None}, {}),
         ({"loss_fall": 0.05}, {"loss_fall": Limit(0.05, 0.1)}),
         ({"efficiency": {"red": 0.3}}, {"efficiency": Limit(0.3, 0.8)}),
         ({"efficiency": {"yellow": 0.9}}, {"efficiency": Limit(0.5, 0.9)}),
         ({"efficiency": {"red": None, "yellow": 1}}, {"efficiency": Limit(None, 1.0)}),
         ({"memory": False}, {"memory": Limit()}),
         ({"memory": "off"}, {"memory": Limit()}),
-        ({"memory": "on"}, {"memory": Limit(1.0, 0.95)}),
-        ({"grad_norm": -1}, {"grad_norm": Limit(-1.0, 10.0)}),
     ],
 )
 def test_limits(given: Any, limits: dict[str, Limit]) -> None:
@@ -63,16 +59,11 @@ def test_limits(given: Any, limits: dict[str, Limit]) -> None:
     ("given", "found"),
     [
         (3, ["bad-gates"]),
-        ([1], ["bad-gates"]),
         ({"los_fall": 1}, ["unknown-gate los_fall"]),
-        ({7: 1}, ["unknown-gate 7"]),
         ({"loss_fall": "much"}, ["bad-gate loss_fall"]),
-        ({"loss_fall": [1]}, ["bad-gate loss_fall"]),
         ({"loss_fall": math.nan}, ["bad-gate loss_fall"]),
-        ({"loss_fall": math.inf}, ["bad-gate loss_fall"]),
         ({"loss_fall": {}}, ["bad-gate loss_fall"]),
         ({"loss_fall": {"red": "x"}}, ["bad-gate loss_fall"]),
-        ({"loss_fall": {"red": True}}, ["bad-gate loss_fall"]),
         ({"loss_fall": {"blue": 1}, "x": 1}, ["bad-gate loss_fall", "unknown-gate x"]),
     ],
 )
@@ -109,14 +100,11 @@ def test_a_good_run_is_green() -> None:
         ({"norms": (20.0,) * 50}, "grad_norm", "yellow"),
         ({"norms": (0.0,) * 50}, "grad_norm_least", "red"),
         ({"norms": (0.01,) * 50}, "grad_norm_least", "yellow"),
-        ({"norms": ()}, None, "green"),
         ({"tokens_per_second": 0.0}, "tokens_per_second", "red"),
         ({"tokens_per_second": None}, "tokens_per_second", "yellow"),
         ({"reserved_gib": 81.0}, "memory", "red"),
         ({"reserved_gib": 78.0}, "memory", "yellow"),
-        ({"card_gib": None}, None, "green"),
         ({"planned_gib": 30.0}, "memory_over_plan", "yellow"),
-        ({"planned_gib": None}, None, "green"),
     ],
 )
 def test_what_is_not(changes: dict[str, Any], gate: str | None, colour: str) -> None:
@@ -140,38 +128,21 @@ def noisy(fall: float, noise: float, steps: int, seed: int) -> Sequence[float]:
     return [2 * (1 - fall * s / steps) + chance.gauss(0, noise) for s in range(steps)]
 
 
-@pytest.mark.parametrize("steps", [10, 20, 50, 200])
-def test_noise_is_no_red_flag(steps: int) -> None:
-    """A loss that falls a little under much noise is stopped in few of many runs."""
-    stopped = sum(
-        flags(replace(GOOD, losses=tuple(noisy(0.03, 0.2, steps, seed)))).get("loss_fall") == "red"
-        for seed in range(300)
-    )
-    assert stopped <= 12
-    # and one that rises by more than its noise always is
-    rising = [
-        flags(replace(GOOD, losses=tuple(noisy(-0.8, 0.1, steps, seed)))) for seed in range(50)
-    ]
-    assert all(one.get("loss_fall") == "red" for one in rising)
-
-
-@pytest.mark.parametrize(("fall", "least"), [(0.0, 240), (-0.02, 300)])
-def test_a_flat_or_rising_loss_is_red_under_noise(fall: float, least: int) -> None:
-    stopped = sum(
-        flags(replace(GOOD, losses=tuple(noisy(fall, 0.03, 200, seed)))).get("loss_fall") == "red"
-        for seed in range(300)
-    )
-    assert stopped >= least
-
-
-@pytest.mark.parametrize(("steps", "fall"), [(14, 0.004), (50, 0.015), (100, 0.03)])
-def test_a_loss_that_falls_slowly_is_not_stopped(steps: int, fall: float) -> None:
-    """Finetuning what is trained already moves the loss by a percent or two in fifty steps."""
-    stopped = sum(
-        flags(replace(GOOD, losses=tuple(noisy(fall, 0.03, steps, seed)))).get("loss_fall") == "red"
-        for seed in range(300)
-    )
-    assert stopped <= 12
+@pytest.mark.parametrize(
+    ("fall", "noise", "steps", "least", "most"),
+    [
+        # a loss that falls a little under much noise is stopped in few of many runs
+        (0.03, 0.2, 20, 0, 4), (0.03, 0.2, 200, 0, 4), (0.015, 0.03, 50, 0, 4),
+        # one that rises by more than its noise always is, a flat one mostly
+        (-0.8, 0.1, 20, 100, 100), (-0.02, 0.03, 200, 99, 100), (0.0, 0.03, 200, 75, 100),
+    ],
+)  # fmt: skip
+def test_noise_is_no_red_flag_and_hides_no_loss_that_rises(
+    fall: float, noise: float, steps: int, least: int, most: int
+) -> None:
+    runs = (replace(GOOD, losses=tuple(noisy(fall, noise, steps, seed))) for seed in range(100))
+    red = sum(flags(run).get("loss_fall") == "red" for run in runs)
+    assert least <= red <= most
 
 
 def test_a_flat_trend_is_red_where_noise_does_not_hide_it() -> None:

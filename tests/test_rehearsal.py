@@ -66,9 +66,8 @@ def new(full: Stage, rehearsed: Stage) -> list[tuple[str, str | None]]:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}-{path.stem}")
-@pytest.mark.parametrize("steps", [1, 50, 3000])
-def test_every_config_of_ours(path: Path, steps: int) -> None:
-    full = of(path)
+def test_every_config_of_ours(path: Path) -> None:
+    full, steps = of(path), 50
     words = rehearsal.overrides(full, steps=steps, output=OUTPUT)
     rehearsed = of(path, words)
     assert new(full, rehearsed) == []
@@ -98,17 +97,6 @@ def test_the_other_shapes_of_files(tmp_path: Path, shape: str) -> None:
     assert (rehearsed.name, rehearsed.options.on_hang) == ("short", "stop")
 
 
-def test_upstreams_second_script_of_dpo(tmp_path: Path) -> None:
-    model = {"model_name_or_path": "allenai/OLMo-2-1124-7B"}
-    args = {**DPO, **model, "push_to_hub": False, "try_launch_beaker_eval_jobs": False}
-    full = made(tmp_path, args, stage="dpo", script="dpo.py", batch={"global": 8, "per_device": 1})
-    words = rehearsal.overrides(full, steps=20, output=OUTPUT)
-    rehearsed = of(tmp_path / "stage.yaml", words)
-    assert new(full, rehearsed) == []
-    assert rehearsed.values["max_train_steps"] == 20
-    assert rehearsed.values["mixer_list"] == ["a/b", "208"]
-
-
 def test_the_hub_and_everybody_else_hear_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,13 +115,6 @@ def test_the_hub_and_everybody_else_hear_nothing(
     assert values["dataset_config_hash"] is None
     assert values["hf_repo_id"] is None and values["wandb_entity"] is None
     assert int(values["checkpointing_steps"]) > 20
-
-
-def test_tracking_where_it_is_asked_for(tmp_path: Path) -> None:
-    tracked = {"with_tracking": True, "report_to": "wandb", "wandb_entity": "me"}
-    full = made(tmp_path, {**SFT, **tracked})
-    words = rehearsal.overrides(full, steps=5, output=OUTPUT, tracking=True)
-    assert not any(word.startswith(("with_tracking", "report_to", "wandb")) for word in words)
 
 
 def test_dpo_has_other_names(tmp_path: Path) -> None:
@@ -166,15 +147,11 @@ def test_trl(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("given", "steps", "told"),
-    [(10, 20, 2), (100, 20, 20), (0.1, 20, 0.1), (0, 20, 0), (10, 200, 10)],
+    [(10, 20, 2), (0.1, 20, 0.1), (10, 200, 10)],
 )
 def test_warm_up_keeps_its_share(tmp_path: Path, given: float, steps: int, told: float) -> None:
     args = {**TRL, "max_steps": 100, "warmup_steps": given}
     assert short(tmp_path, args, steps, backend="trl").values["warmup_steps"] == told
-
-
-def test_a_warm_up_of_which_the_whole_is_not_known(tmp_path: Path) -> None:
-    assert short(tmp_path, {**TRL, "warmup_steps": 500}, backend="trl").values["warmup_steps"] == 2
 
 
 def test_packed_rows_are_not_counted_as_rows(tmp_path: Path) -> None:
@@ -187,13 +164,6 @@ def test_packed_rows_are_not_counted_as_rows(tmp_path: Path) -> None:
     assert short(tmp_path, args, **told).values["warmup_steps"] == 10
     packed = short(tmp_path, {**args, "packing": True, "max_length": 512}, **told)
     assert packed.values["warmup_steps"] == 2
-
-
-def test_what_a_slice_cannot_be_expected_to_show(tmp_path: Path) -> None:
-    expect = {"dataset_cache": "hit", "trend": "falling", "loss": "finite"}
-    assert short(tmp_path, SFT, expect=expect).options.expect == {
-        "dataset_cache": "any", "trend": "any", "loss": "finite",
-    }  # fmt: skip
 
 
 def test_what_does_not_matter_is_not_touched(tmp_path: Path) -> None:
@@ -250,7 +220,7 @@ def test_sizes_that_are_not_known(tmp_path: Path) -> None:
     assert sliced(tmp_path, ["a/b", "1.0", "c/d", "10"]) == ["a/b", "198", "c/d", "10"]
 
 
-@pytest.mark.parametrize(("steps", "rows"), [(1, 1), (20, 8), (50, 128), (2000, 128)])
+@pytest.mark.parametrize(("steps", "rows"), [(1, 1), (50, 128)])
 def test_it_is_enough(tmp_path: Path, steps: int, rows: int) -> None:
     count = int(sliced(tmp_path, ["a/b", "1.0"], rows, steps)[1])
     assert count >= steps * rows * 1.25 and count >= 64
@@ -263,11 +233,6 @@ def test_how_much_is_taken_where_the_batch_is_not_known(tmp_path: Path) -> None:
     assert rehearsal.rows_wanted(full, 10) == 10 * 64 * 1.25 + 64
     assert rehearsal.rows_wanted(full, 10, 8) == 108
     assert rehearsal.rows_wanted(made(tmp_path, SFT, batch={"global": 16}), 10) == 216
-
-
-def test_a_name_of_any_kind_survives(tmp_path: Path) -> None:
-    odd = lines(tmp_path, "it's, a [name]: #1 é.jsonl", 500)
-    assert sliced(tmp_path, [odd, "1.0"]) == [odd, "208"]
 
 
 def test_a_list_written_as_one_text(tmp_path: Path) -> None:

@@ -53,11 +53,11 @@ def ladder(
 ) -> None:
     """Rehearse a stage on more and more GPUs, stop at the first red flag, say what the full run takes."""
     from launcher import ladder as ladders
-    from launcher import report, rungs
+    from launcher import report
     from launcher.preparation import Request
 
-    counts = rungs.counts(gpus)
-    terms = rungs.terms(counts, price=price, rows=rows, row_tokens=row_tokens)
+    counts = ladders.counts(gpus)
+    terms = ladders.terms(counts, price=price, rows=rows, row_tokens=row_tokens)
     request = Request(
         stage=named_stage(stage), config=config, overrides=overrides or (), python=python,
         checkout=open_instruct, allow_unpinned=allow_unpinned, strict=strict,

@@ -120,9 +120,7 @@ def _stage_command(stage: str) -> Callable[..., None]:
         elif skypilot is not None:
             raise typer.Exit(_task(request, skypilot, format))
         elif slurm:
-            raise typer.Exit(
-                _queued(request, format, after)
-            )
+            raise typer.Exit(_queued(request, format, after))
         else:
             raise typer.Exit(
                 _run(

@@ -251,24 +251,10 @@ class _Past:
                 found.setdefault(to, name)
         return found
 
-    def gone(self, key: str) -> tuple[str | None, tuple[str, ...]]:
-        """How a name went away, for people, and what history says to look at instead."""
+    def why(self, key: str, *, gone: bool) -> str | None:
+        """How a name went away or came, for people; None where NEW is the older commit."""
         found = self.at_new(key)
-        if found and found[0].gone:
-            return history.sentence(found[0]), found[0].see
-        # NEW may be the older one: there the name was not known yet
-        later = self.at_old(key)
-        if later and not later[0].gone:
-            return f"comes later: {history.sentence(later[0])}", ()
-        return None, ()
-
-    def came(self, key: str) -> str | None:
-        """How a name came, for people."""
-        found, earlier = self.at_new(key), self.at_old(key)
-        if found and not found[0].gone:
-            return history.sentence(found[0])
-        gone = earlier and earlier[0].gone
-        return f"goes later: {history.sentence(earlier[0])}" if gone else None
+        return history.sentence(found[0]) if found and found[0].gone == gone else None
 
 
 def _fields(
@@ -278,18 +264,18 @@ def _fields(
     added = [name for name in new if name not in old]
     renames = past.renames(gone, added)
     for name in gone:
-        (why, see), to = past.gone(name), renames.get(name)
+        to, events = renames.get(name), past.at_new(name)
         yield FieldChange(
             name=name, what="renamed" if to else "removed", to=to, old=old[name].where,
             before=old[name].type, after=None if to is None else new[to].type,
-            new=new[to].where if to else "", why=why,
-            near=() if to else tuple(n for n in see if n in new),
+            new=new[to].where if to else "", why=past.why(name, gone=True),
+            near=() if to else tuple(n for e in events[:1] for n in e.see if n in new),
         )  # fmt: skip
     for name in (name for name in added if name not in renames.values()):
         known = new[name]
         yield FieldChange(
             name=name, what="added", after=f"{known.type} = {shown_default(known)}",
-            new=known.where, why=past.came(name),
+            new=known.where, why=past.why(name, gone=False),
         )  # fmt: skip
     for name, known in old.items():
         to = name if name in new else renames.get(name)

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from launcher.backends import Backend
+from launcher.backends import Backend, Entry
 from launcher.schema import (
     Path as ScriptPath,
 )
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     # what reads sources is imported only where there is something to read
     from launcher.sources import Module, Sources, Tree
 
-FORM = 2
+FORM = 3
 """Of the JSON; part of a cache entry's name."""
 
 Facts = Mapping[str, Any]
@@ -57,7 +57,6 @@ def read(
 
     told: dict[str, Any] = {
         "stages": {}, "classes": {}, "paths": {}, "said": {}, "fields": {}, "externals": {},
-        "beside": {},
         **({"tables": {}} if any(entry.tables for entry in backend.STAGES.values()) else {}),
         **({"models": {}} if any(entry.models for entry in backend.STAGES.values()) else {}),
         "unreadable": {}, "files": {}, "absent": [],
@@ -65,12 +64,11 @@ def read(
     # what a script does is read in upstream's own packages only: the same whatever else is here
     own = {name: tree for name, tree in trees.items() if name in backend.PACKAGES}
     for stage in stages:
-        sources, walked, beside = Sources(trees), Sources(own), Sources(own)
+        sources, walked = Sources(trees), Sources(own)
         try:
             if digest(trees, script := backend.STAGES[stage].script) is None:
                 raise LookupError(f"it has no {script}")
             _read_stage(backend, stage, sources, walked, externals, told)
-            told["beside"][stage] = _beside(backend, stage, beside, told)
             if (tables := backend.STAGES[stage].tables) is not None:
                 told["tables"][stage] = _tables(walked, *tables)
             if (places := backend.STAGES[stage].models) is not None:
@@ -78,8 +76,8 @@ def read(
         except (LookupError, OSError, RecursionError, SyntaxError, TypeError, ValueError) as error:
             told["unreadable"][stage] = str(error) or type(error).__name__
         told["said"][stage] = signatures.said(backend.NAME, walked.parsed())
-        told["files"] |= sources.digests | walked.digests | beside.digests
-        told["absent"] += sources.absent | walked.absent | beside.absent
+        told["files"] |= sources.digests | walked.digests
+        told["absent"] += sources.absent | walked.absent
     told["absent"] = sorted(set(told["absent"]))
     told["files"] = dict(sorted(told["files"].items()))
     told["fields"] = dict(sorted(told["fields"].items()))
@@ -120,22 +118,6 @@ def _read_stage(
         told["fields"][key] = field_as_json(known)
         if known.external and known.external.partition(".")[0] not in backend.PACKAGES:
             told["externals"][known.external] = list(known.choices)
-
-
-def _beside(
-    backend: Backend, stage: str, sources: Sources, told: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The reads of other scripts that parse the same dataclasses, where they are there."""
-    from launcher import reads
-
-    entry, found = backend.STAGES[stage], {}
-    classes = [(module, name) for module, name in told["classes"][stage]]
-    fields = [key.partition(".")[2] for key in told["stages"][stage]]
-    for script in entry.beside:
-        with suppress(LookupError, SyntaxError, RecursionError):
-            path = reads.find(sources, script, classes, fields, entry.recorders)
-            found[script] = _path_as_json(path)["reads"]
-    return found
 
 
 def _models(
@@ -251,15 +233,21 @@ def schema_of(
         source=source, version=version, fields=fields, digests=facts["files"], splits=here.splits,
         owner=entry.owner if entry.owner in owners else max(set(owners), key=owners.count),
         path=_path_from_json(facts.get("paths", {}).get(stage) or {}),
-        beside={
-            script: {name: _reads(found) for name, found in listed.items()}
-            for script, listed in facts.get("beside", {}).get(stage, {}).items()
-        },
+        beside=_beside(facts, backend, entry),
         said=frozenset(facts.get("said", {}).get(stage, ())),
         tables=facts.get("tables", {}).get(stage, {}),
         models=facts.get("models", {}).get(stage, {}).get("names", {}),
         configs=frozenset(facts.get("models", {}).get(stage, {}).get("configs", ())),
     )  # fmt: skip
+
+
+def _beside(facts: Facts, backend: Backend, entry: Entry) -> dict[str, Mapping[str, Any]]:
+    """The reads of other scripts that parse the same dataclasses, as far as they were read."""
+    return {
+        other.script: _path_from_json(facts["paths"][name]).reads
+        for name, other in backend.STAGES.items()
+        if other.script in entry.beside and name in facts.get("paths", {})
+    }
 
 
 def _path_as_json(path: ScriptPath) -> dict[str, Any]:

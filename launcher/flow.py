@@ -147,8 +147,6 @@ class Frame:
     # the functions inside it, with the conditions under which they are defined
     nested: list[tuple[Function, frozenset[str]]] = field(default_factory=list)
     node: FunctionNode | None = None
-    # names that were arguments' values once
-    aliases: dict[str, set[str]] = field(default_factory=dict)
     # it may end the script
     exits: bool = False
     # the level of the script itself
@@ -182,12 +180,11 @@ class Frame:
 
 @dataclass(slots=True)
 class Given:
-    """What a call hands over; any parameter may get one of `rest`, and an argument of `items`."""
+    """What a call hands over; any parameter may get one of `rest`."""
 
     positional: list[Values] = field(default_factory=list)
     named: dict[str, Values] = field(default_factory=dict)
     rest: Values = NOTHING
-    items: bool = False
     where: str = ""
 
     def everything(self) -> Iterator[Values]:
@@ -412,10 +409,8 @@ class Lookup:
     # classes whose instances have been given the arguments to keep
     keepers: set[_Key] = field(default_factory=set)
     ancestors: dict[_Key, int] = field(default_factory=dict)
-    # classes inside functions, and the frames that their methods see
-    local: dict[_Key, tuple[Module, ast.ClassDef, Frame]] = field(default_factory=dict)
     _orders: dict[_Key, list[tuple[Module, ast.ClassDef]]] = field(default_factory=dict)
-    _methods: dict[tuple[_Key, str | None, str, bool], _Method | None] = field(default_factory=dict)
+    _methods: dict[tuple[_Key, str | None, str], _Method | None] = field(default_factory=dict)
     _annotations: dict[ast.arg, Values] = field(default_factory=dict)
     _shapes: dict[ast.AST, Shape] = field(default_factory=dict)
     _others: dict[str, dict[str, list[ast.stmt]]] = field(default_factory=dict)
@@ -439,8 +434,6 @@ class Lookup:
         if key not in self._orders:
             module = self.sources.module(key[0])
             node = module.classes.get(key[1]) if module else None
-            if key in self.local:
-                module, node, _ = self.local[key]
             told = self.sources.linearised(module, node) if module and node else []
             self._orders[key] = told[::-1]
         return self._orders[key]
@@ -454,19 +447,17 @@ class Lookup:
                 return module, name
         return None
 
-    def method(
-        self, value: Value, name: str, *, after: str | None = None, setter: bool = False
-    ) -> _Method | None:
+    def method(self, value: Value, name: str, *, after: str | None = None) -> _Method | None:
         """A method by name, in the order in which Python looks; `after` a class, for `super()`."""
         key = self.class_of(value)
         if key is None:
             return None
-        asked = (key, after, name, setter)
+        asked = (key, after, name)
         if asked not in self._methods:
-            self._methods[asked] = self._find_method(key, name, after, setter)
+            self._methods[asked] = self._find_method(key, name, after)
         return self._methods[asked]
 
-    def _find_method(self, key: _Key, name: str, after: str | None, setter: bool) -> _Method | None:
+    def _find_method(self, key: _Key, name: str, after: str | None) -> _Method | None:
         order = self.order(key)
         names = [f"{module.name}:{node.name}" for module, node in order]
         start = names.index(after) + 1 if after in names else 0
@@ -475,17 +466,15 @@ class Lookup:
             for statement in node.body:
                 if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
                     marks = {mark(one) for one in statement.decorator_list}
-                    if statement.name == name and ("setter" in marks) == setter:
+                    if statement.name == name and "setter" not in marks:
                         found = statement
             if found is not None:
                 return module, node, found
         return None
 
-    def bound(
-        self, value: Value, name: str, *, after: str | None = None, setter: bool = False
-    ) -> set[Value]:
+    def bound(self, value: Value, name: str, *, after: str | None = None) -> set[Value]:
         """The method of an object or class, with what its first parameter holds."""
-        found = self.method(value, name, after=after, setter=setter)
+        found = self.method(value, name, after=after)
         if found is None:
             return set()
         module, node, statement = found
@@ -496,14 +485,7 @@ class Lookup:
         elif "classmethod" in marks:
             key = self.class_of(value)
             first = Class(*key) if key else None
-        return {
-            Function(module.name, statement, first, f"{module.name}:{node.name}", self.scope(node))
-        }
-
-    def scope(self, node: ast.ClassDef) -> Frame | None:
-        """The frame that the methods of a class inside a function see."""
-        frames = (frame for _, known, frame in self.local.values() if known is node)
-        return next(frames, None)
+        return {Function(module.name, statement, first, f"{module.name}:{node.name}")}
 
     def stored(self, value: Value, name: str) -> set[Value]:
         """What any class of an instance's line has put into an attribute."""

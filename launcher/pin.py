@@ -55,8 +55,6 @@ class Place:
     behind: int | None = None
     knows_pin: bool = False
     shallow: bool = False
-    silent: bool = False
-    """Whether there is a repository of which git does not answer (another owner, no git)."""
 
     @property
     def edited_source(self) -> tuple[str, ...]:
@@ -88,13 +86,10 @@ class Place:
         yield f"{mark:<5} {self.path}  ({self.source}): {self._standing()}"
         if self.commit is not None:
             yield f"      at {self.commit[:_SHOWN]}, {self.date}, {self.subject}"
-        elif self.silent:
-            yield f"      git does not answer: git -C {_word(self.path)} status"
         else:
             yield "      without a git history of its own"
         if counts := _counts(self.ahead, self.behind):
-            cut = " as far as its history goes, which was cut off" if self.shallow else ""
-            yield f"      {counts}{cut}"
+            yield f"      {counts}"
         elif self.commit is not None and not self.knows_pin:
             yield "      the pin is not among its objects"
         if self.edited:
@@ -121,13 +116,14 @@ class Submodule:
     """The submodule of launch's own repository.
 
     `repository` is None where launch was installed without it, or came without git. `recorded` is
-    the commit that its index names.
+    the commit that its index names; `state` is fine, missing, empty, other commit, edited or no
+    checkout.
     """
 
     path: Path
     repository: Path | None
     recorded: str | None = None
-    state: Literal["fine", "missing", "empty", "other commit", "edited", "no checkout"] = "missing"
+    state: str = "missing"
 
     @property
     def fill(self) -> str | None:
@@ -173,25 +169,24 @@ class Status:
         """What is wrong, for the envelope."""
         if self.fault is not None:
             return (self.fault,)
-        if self.used is None:
-            return (
-                Finding(
-                    severity="error", layer="launch", code="no-checkout",
-                    message="there is no open-instruct checkout; what needs none uses the "
-                    "committed snapshot", help=next(iter(self.next), None),
-                ),
-            )  # fmt: skip
-        if self.used.equal:
+        if self.used is not None and self.used.equal:
             return ()
-        at = self.used.commit or "an unknown commit"
-        edited = ", edited" if self.used.edited_source else ""
+        if self.used is None:
+            code, file = "no-checkout", None
+            message = (
+                "there is no open-instruct checkout; what needs none uses the committed snapshot"
+            )
+        else:
+            code, file = "unpinned-checkout", str(self.used.path)
+            edited = ", edited" if self.used.edited_source else ""
+            at = self.used.commit or "an unknown commit"
+            message = f"the checkout is at {at}{edited}, the pin is {PIN}"
+        help = next(iter(self.next), None)
         return (
             Finding(
-                severity="error", layer="launch", code="unpinned-checkout",
-                file=str(self.used.path), help=next(iter(self.next), None),
-                message=f"the checkout is at {at}{edited}, the pin is {PIN}",
+                severity="error", layer="launch", code=code, file=file, help=help, message=message
             ),
-        )  # fmt: skip
+        )
 
     @property
     def next(self) -> tuple[str, ...]:
@@ -262,10 +257,7 @@ def _look(path: Path, source: str, *, used: bool) -> Place:
     facts = upstream.locate("open_instruct", checkout=path, environ={})
     repository = Repository(path)
     if not _is_own(repository):
-        silent = exists(path / ".git")
-        return Place(
-            path=path, source=source, used=used, state=state, changed=facts.changed, silent=silent
-        )
+        return Place(path=path, source=source, used=used, state=state, changed=facts.changed)
     commit = repository.commit("HEAD")
     date, subject = describe(repository, commit) if commit else (None, None)
     edited = repository.ask("diff", "--name-only", "--no-ext-diff", "-z", "HEAD", "--") or ""
@@ -297,19 +289,14 @@ def _submodule() -> Submodule:
         return Submodule(path=path, repository=None)
     below = path.relative_to(root).as_posix()
     recorded = gitlink(own, below)
-    state: Literal["fine", "missing", "empty", "other commit", "edited", "no checkout"]
-    match _state(path):
-        case "checkout":
-            there = _look(path, "submodule", used=False)
-            same = there.commit in {None, recorded or PIN}
-            state = "fine" if same else "other commit"
-            if state == "fine" and there.edited_source:
-                state = "edited"
-        case "missing" | "empty" as plain:
-            state = plain
-        case _:
-            state = "no checkout"
-    return Submodule(path=path, repository=root, recorded=recorded, state=state)
+    state = _state(path)
+    if state == "checkout":
+        there = _look(path, "submodule", used=False)
+        same = there.commit in {None, recorded or PIN}
+        told = "other commit" if not same else "edited" if there.edited_source else "fine"
+    else:
+        told = state if state in {"missing", "empty"} else "no checkout"
+    return Submodule(path=path, repository=root, recorded=recorded, state=told)
 
 
 def gitlink(repository: Repository, path: str) -> str | None:
@@ -340,20 +327,9 @@ def _next(told: Status) -> Iterator[str]:
         elif used.commit != PIN:
             fetch = "" if used.knows_pin else f"git -C {_word(used.path)} fetch origin {PIN} && "
             yield f"{fetch}git -C {_word(used.path)} checkout {PIN}"
-        elif not used.edited_source:
-            # git calls it clean although the files differ: flags in its index hide that
-            git = f"git -C {_word(used.path)}"
-            yield f"{git} update-index --really-refresh; {git} status"
     elif not used.equal:
         yield f"git clone {URL} PATH && git -C PATH checkout {PIN}"
-    elif (
-        recorded
-        and module.fill is not None
-        and any(
-            place.source == "submodule" and place.state in {"empty", "missing"}
-            for place in told.places
-        )
-    ):
+    elif recorded and module.fill is not None and module.state in {"empty", "missing"}:
         # not needed, while the other one is there
         yield module.fill
     if module.recorded is not None and not recorded and module.repository is not None:
@@ -434,10 +410,7 @@ def _no_repository(checkout: Path | None, environ: Mapping[str, str]) -> Finding
     if checkout is not None or environ.get("LAUNCH_OPEN_INSTRUCT"):
         places = places[:1]
         message = f"{places[0][1]} names no git repository: {places[0][0]}"
-    silent = next((p for p, s in places if s != "submodule" and exists(p / ".git")), None)
     help = f"git clone {URL}, then --open-instruct PATH (a bare clone will do)"
-    if silent is not None:
-        help = f"git -C {_word(silent)} status tells why git does not answer there"
     return Finding(
         severity="error", layer="launch", code="no-repository", message=message, help=help
     )

@@ -229,11 +229,8 @@ class Walk(Lookup):
             self.written.add(name)
             self._wrote.add(name)
 
-    def _changed(self, held: Values, node: ast.expr, frame: Frame) -> None:
+    def _changed(self, held: Values) -> None:
         """A value is changed in place: that of an argument, perhaps."""
-        if isinstance(node, ast.Name):
-            for name in frame.home(node.id).aliases.get(node.id, ()):
-                self._write(name)
         for value in held:
             if isinstance(value, Text):
                 for name in conditions.names(value.text):
@@ -353,10 +350,10 @@ class Walk(Lookup):
 
     def _names_meant(self, name: ast.expr, frame: Frame) -> set[str]:
         """The arguments that a computed name may be: those that its function spells out, or parts of."""
-        parts = _spelt(name)
-        if parts:
-            pattern = re.compile(".*".join(re.escape(part) for part in parts))
-            return {known for known in self.fields if pattern.fullmatch(known)}
+        if not isinstance(name, ast.Name | ast.Attribute):
+            # f"{kind}_steps": all that hold what is spelt out
+            texts = _constants(name)
+            return {known for known in self.fields if all(text in known for text in texts)}
         told: set[str] = set()
         nodes = next((one.node for one in frame.chain() if one.node is not None), None)
         for node in ast.walk(nodes) if nodes is not None else ():
@@ -479,11 +476,16 @@ class Walk(Lookup):
             case ast.Try() | ast.TryStar():
                 return self._try(node, frame, guards)
             case ast.Match():
-                return self._match(node, frame, guards)
+                self.children(node, frame, guards)
+                for branch in node.cases:
+                    self._block(branch.body, frame, guards | UNSURE)
+                return self._after(guards, node)
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 self._nested(node, frame, guards)
-            case ast.ClassDef():
-                self._class(node, frame, guards)
+            case ast.ClassDef(body=body):
+                # its methods see the function's names
+                for statement in body:
+                    self._statement(statement, frame, guards)
             case ast.Import() | ast.ImportFrom():
                 self._import(node, frame)
             case _:
@@ -594,24 +596,6 @@ class Walk(Lookup):
         ends = after is None and all(told is None for told in handled)
         return None if ends or last is None else self._after(guards, node)
 
-    def _match(self, node: ast.Match, frame: Frame, guards: Guards) -> Guards:
-        held = self.held(node.subject, frame, guards)
-        for case in node.cases:
-            for part in ast.walk(case.pattern):
-                match part:
-                    case ast.MatchClass(kwd_attrs=names):
-                        for name in names:
-                            self.part(held, name, part, frame, guards)
-                    case ast.MatchAs(name=str() as name) | ast.MatchStar(name=str() as name):
-                        frame.env[name] = merged(held, NOTHING)
-                    case ast.MatchMapping(rest=str() as name):
-                        frame.env[name] = NOTHING
-            self.children(case.pattern, frame, guards)
-            if case.guard is not None:
-                self.value(case.guard, frame, guards)
-            self._block(case.body, frame, guards | UNSURE)
-        return self._after(guards, node)
-
     def _after(self, guards: Guards, node: ast.stmt) -> Guards:
         """The conditions that are known after branches; perhaps one of them has left the function."""
         if node not in self._leaving:
@@ -651,21 +635,6 @@ class Walk(Lookup):
             if shared or node not in self._entered:
                 self._call(function, Given(), guards | UNSURE)
 
-    def _class(self, node: ast.ClassDef, frame: Frame, guards: Guards) -> None:
-        """A class inside a function: its methods see the function's names."""
-        key = (frame.module.name, f"{node.name}@{node.lineno}")
-        self.local[key] = (frame.module, node, frame)
-        frame.env[node.name] = frozenset({Class(*key)})
-        for part in (*node.decorator_list, *node.bases, *(k.value for k in node.keywords)):
-            self.value(part, frame, guards)
-        inner = Frame(frame.module, INLINE, outer=frame)
-        for statement in node.body:
-            if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
-                self.defined(statement, frame, guards)
-            else:
-                self._statement(statement, inner, guards)
-        self._all_methods(Object(*key), guards | UNSURE)
-
     def _import(self, node: ast.Import | ast.ImportFrom, frame: Frame) -> None:
         scratch = Module(frame.module.name, frame.module.label, frame.module.tree)
         scratch.bind(node)
@@ -680,7 +649,7 @@ class Walk(Lookup):
         with self._silently(own):
             before = self.value(load, frame, guards)
         if not isinstance(target, ast.Name) or isinstance(value, _LITERALS):
-            self._changed(before, target, frame)
+            self._changed(before)
         self._store(target, merged(objects(before), held), frame, guards)
 
     def _puts_back(self, node: ast.Assign, frame: Frame) -> bool:
@@ -755,9 +724,6 @@ class Walk(Lookup):
             for name in given.named:
                 self._write(name)
             return back
-        if given.items:
-            for name in self.fields:
-                self._read(name, given.where, guards)
         return back | listed(back) | {UNKNOWN} if back else NOTHING
 
     def _wrapped(self, function: ast.expr, given: Given, frame: Frame) -> Values:
@@ -779,17 +745,11 @@ class Walk(Lookup):
         match node:
             case ast.Call(func=ast.Name(id="super"), args=[]):
                 return self.named(frame.module, "super", frame)
-            case ast.Call(func=ast.Name(id="super"), args=[_, instance]):
-                self.value(instance, frame, guards)
-                return self.named(frame.module, "super", frame)
             case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[owner, name, *rest]):
                 return self._getattr(node, owner, name, rest, frame, guards)
             case ast.Call(func=ast.Name(id="setattr" | "delattr"), args=[owner, name, *rest]):
                 held = self.held(rest[0], frame, guards) if rest else NOTHING
                 self._setattr(owner, name, held, frame, guards)
-                return NOTHING
-            case ast.Call(func=ast.Attribute(attr="__setattr__"), args=[owner, name, value]):
-                self._setattr(owner, name, self.held(value, frame, guards), frame, guards)
                 return NOTHING
             case ast.Call(func=ast.Attribute(value=owner, attr=name)) if name in _PARSES:
                 if last(owner) in {"version", "json", "datetime", "urlparse"}:
@@ -829,17 +789,11 @@ class Walk(Lookup):
         assert isinstance(node.func, ast.Attribute)
         owner, name = node.func.value, node.func.attr
         if name in _CHANGES:
-            self._changed(owners, owner, frame)
+            self._changed(owners)
         told: list[Values] = []
         for value in owners:
             if isinstance(value, Items) and name in {"get", "pop", "setdefault"} and node.args:
                 told.append(self.entry(node, frozenset({value}), node.args[0], frame, guards))
-            elif isinstance(value, Items) and name == "update":
-                for key in given.named:
-                    self._write(key)
-                for one in (pair for held in given.positional for pair in held):
-                    for key, _ in one.items if isinstance(one, Keywords) else ():
-                        self._write(key)
         tables = frozenset(v for v in owners if isinstance(v, Several | Keywords))
         if name in _PUTS and not any(isinstance(v, Object | Args | ModuleName) for v in owners):
             for held in given.everything():
@@ -879,7 +833,9 @@ class Walk(Lookup):
                     case Keywords(items=pairs):
                         given.named |= dict(pairs)
                     case Items():
-                        given.items = True
+                        # whoever gets them all may read any of them
+                        for name in self.fields:
+                            self._read(name, given.where, guards)
                     case Several():
                         rest.append(contents({value}))
         given.rest = objects(merged(*rest)) if rest else NOTHING
@@ -1077,10 +1033,7 @@ class Walk(Lookup):
             got[parameter.arg] = held
         got |= {name: held for name, held in given.named.items() if name in env}
         for name in env:
-            if given.items and name in self.fields and name not in got:
-                self._read(name, given.where, guards)
-                got[name] = frozenset({Text(name)})
-            elif given.rest and not got.get(name):
+            if given.rest and not got.get(name):
                 got[name] = given.rest | {UNKNOWN}
             if got.get(name, NOTHING) - {UNKNOWN}:
                 env[name] = got[name]
@@ -1125,7 +1078,7 @@ class Walk(Lookup):
     def _fresh(self, target: Class, given: Given) -> set[Value]:
         """An instance of a parsed dataclass that the source makes itself."""
         index = self.ancestors[target.module, target.name]
-        if not given.items and not given.rest:
+        if not given.rest:
             return {DEFAULT}
         # a copy, with changes
         for name in given.named:
@@ -1498,16 +1451,13 @@ class Walk(Lookup):
                 if isinstance(frame.bound, Args) and own_attributes(owner):
                     self.reshaped |= own_attributes(owner)
                 else:
-                    self._changed(owners, owner, frame)
+                    self._changed(owners)
                 self.put_into(owner, held, frame)
 
     def _store_name(self, name: str, held: Values, frame: Frame) -> None:
         home = frame.home(name)
         if (home.top or name in home.shape.globals) and self.carries(held):
             self.globals.setdefault((frame.module.name, name), set()).update(objects(held))
-        for value in held:
-            if isinstance(value, Text) and "." not in value.text:
-                home.aliases.setdefault(name, set()).update(conditions.names(value.text))
         if name in home.shape.assigned or home is not frame:
             before = home.env.get(name)
             home.env[name] = without_texts(held if before is None else merged(before, held))
@@ -1520,12 +1470,8 @@ class Walk(Lookup):
             if name in self.fields:
                 self._write(name)
                 return
-            for function in self.bound(value, name, setter=True):
-                self._call(function, Given([held]), guards)
             self._let_go(name, held)
         elif isinstance(value, Object | Class):
-            for function in self.bound(value, name, setter=True):
-                self._call(function, Given([held]), guards)
             self.keep(value, name, held)
         elif isinstance(value, ModuleName) and self.carries(held):
             self.globals.setdefault((value.name, name), set()).update(objects(held))
@@ -1665,20 +1611,9 @@ def own_attributes(node: ast.AST) -> set[str]:
     }
 
 
-def _spelt(name: ast.expr) -> list[str]:
-    """The texts around what is put in: `f"{kind}_steps"`, `kind + "_steps"`; nothing for all else."""
-    match name:
-        case ast.JoinedStr(values=values):
-            parts = [str(v.value) if isinstance(v, ast.Constant) else "" for v in values]
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            parts = [
-                str(one.value) if isinstance(one, ast.Constant) else "" for one in (left, right)
-            ]
-        case _:
-            return []
-    # an empty part stands for what is put in
-    whole = "\0".join(part or "" for part in parts)
-    return re.split("\0+", whole) if any(parts) else []
+def _constants(node: ast.expr) -> list[str]:
+    values = (one.value for one in ast.walk(node) if isinstance(one, ast.Constant))
+    return [value for value in values if isinstance(value, str)]
 
 
 def place(node: ast.AST, frame: Frame) -> str:

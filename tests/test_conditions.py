@@ -146,9 +146,3 @@ def test_excluded() -> None:
 def test_alternatives_that_are_decided_go() -> None:
     assert conditions.simplified({"a", "a or b"}) == {"a"}
     assert conditions.simplified({"c", "a or b"}) == {"c", "a or b"}
-
-
-def test_names_and_comparisons() -> None:
-    assert conditions.names("a and b > 1 or 'c' in d") == {"a", "b", "d"}
-    assert conditions.compares("a > 1")
-    assert not conditions.compares("a and not b")

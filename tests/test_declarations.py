@@ -10,7 +10,7 @@ from conftest import Write
 
 from launcher.declarations import read_fields
 from launcher.schema import Field
-from launcher.sources import Folder, Sources, find_package
+from launcher.sources import Folder, Sources
 
 HEAD = "import enum\nimport os\nfrom dataclasses import dataclass, field\nfrom typing import *\n"
 
@@ -213,26 +213,6 @@ def test_inheritance_over_files_keeps_pythons_order(write: Write) -> None:
     assert known["b"].where == "pkg/sub/mod.py:13"
 
 
-def test_imports_under_if_and_try_are_seen(write: Write) -> None:
-    root = write("pkg/__init__.py", "").parent
-    write("pkg/base.py", f"{HEAD}@dataclass\nclass Base:\n    a: int = 1\n")
-    write(
-        "pkg/mod.py",
-        f"{HEAD}try:\n    from pkg.base import Base\nexcept ImportError:\n    Base = object\n"
-        "if TYPE_CHECKING:\n    from pkg.base import Base as Other\n"
-        "@dataclass\nclass A(Base):\n    b: int = 1\n",
-    )
-    assert list(read_fields(Sources({"pkg": Folder(root)}), [("pkg.mod", "A")], {})) == ["a", "b"]
-
-
-def test_several_classes_in_the_parsers_order(write: Write) -> None:
-    body = "@dataclass\nclass A:\n    a: int = 1\n@dataclass\nclass B:\n    b: int = 1\n"
-    root = write("pkg/__init__.py", "").parent
-    write("pkg/mod.py", f"{HEAD}{body}")
-    known = read_fields(Sources({"pkg": Folder(root)}), [("pkg.mod", "B"), ("pkg.mod", "A")], {})
-    assert list(known) == ["b", "a"]
-
-
 @pytest.mark.parametrize("name", ["pkg.mod.Nope", "pkg.nope.A", "nope.mod.A"])
 def test_an_absent_class_is_an_error_and_no_empty_schema(write: Write, name: str) -> None:
     root = write("pkg/__init__.py", "").parent
@@ -250,20 +230,3 @@ def test_nothing_is_imported_or_run(write: Write, tmp_path: Path) -> None:
 
 
 # --- sources --------------------------------------------------------------------------------------
-
-
-def test_every_file_read_is_digested(write: Write) -> None:
-    root = write("pkg/__init__.py", "").parent
-    write("pkg/mod.py", f"{HEAD}@dataclass\nclass A:\n    x: int = 1\n")
-    sources = Sources({"pkg": Folder(root)})
-    read_fields(sources, [("pkg.mod", "A")], {})
-    assert list(sources.digests) == ["pkg/mod.py"]
-    assert len(sources.digests["pkg/mod.py"]) == 64
-
-
-def test_find_package(write: Write, tmp_path: Path) -> None:
-    root = write("lib/pkg/__init__.py", "").parent
-    assert find_package("pkg", (tmp_path, tmp_path / "lib")) == root
-    assert find_package("pkg", (tmp_path,)) is None
-    assert find_package("launcher") == Path(__file__).resolve().parent.parent / "launcher"
-    assert find_package("no_such_package_here") is None

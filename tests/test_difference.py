@@ -261,24 +261,6 @@ def test_an_argument_that_must_be_given_now(tmp_path: Path, write: Write) -> Non
     assert given.valid == (True, True) and not given.worse
 
 
-def test_a_key_that_nothing_reads_any_more(repo: Repo, write: Write) -> None:
-    one = only(repo.diff(write("a.yaml", CONFIG.format(more="seed: 7"))))
-    assert ("set", "seed") in {
-        (c.relation, c.change.as_json().get("name")) for c in one.concerns
-    }  # fmt: skip
-    assert ("unread-key", "args.seed") in {(f.code, f.key) for f in one.appeared}
-    assert not one.worse
-
-
-def test_conditions_matter_where_they_decide_otherwise_for_the_file(
-    repo: Repo, write: Write
-) -> None:
-    off = only(repo.diff(write("a.yaml", CONFIG.format(more="lora_rank: 8"))))
-    assert "lora_rank" in {c.change.as_json().get("name") for c in off.concerns}
-    on = only(repo.diff(write("b.yaml", CONFIG.format(more="lora_rank: 8\n  use_lora: true"))))
-    assert "lora_rank" not in {c.change.as_json().get("name") for c in on.concerns}
-
-
 def test_a_refusal_that_the_file_meets(repo: Repo, write: Write) -> None:
     one = only(repo.diff(write("a.yaml", CONFIG.format(more="portion: 3"))))
     assert one.valid == (True, False)
@@ -363,13 +345,6 @@ def test_a_partial_clone_says_how_to_get_the_rest(repo: Repo, tmp_path: Path) ->
         impact.between(commits)
     assert raised.value.findings[0].code == "missing-objects"
     assert "--refetch" in (raised.value.findings[0].help or "")
-
-
-def test_a_folder_inside_another_repository_is_none(repo: Repo) -> None:
-    inside = repo.path / "open_instruct"
-    with pytest.raises(NotReady) as raised:
-        pin.find_commits(("HEAD",), inside, {})
-    assert raised.value.findings[0].code == "no-repository"
 
 
 def test_the_documented_places_are_searched(

@@ -242,19 +242,6 @@ def test_an_argument_that_must_be_given(root: Path, write: Write) -> None:
     assert [f.code for f in judged(STAGE + "  sparee: 1\n")] == ["unknown-key"]
 
 
-def test_a_refusal_says_nothing_about_a_key_that_has_an_error(root: Path, write: Write) -> None:
-    path = write("b.yaml", STAGE + "  use_qlora: true\n  use_lora: maybe\n")
-    judged = stage.judge(config.load(path), locator=Locator(checkout=root, allow_unpinned=True))
-    assert {f.code for f in judged.findings if f.severity == "error"} == {"bad-value"}
-
-
-def test_a_change_of_the_source_changes_what_is_said(said: Judge, root: Path) -> None:
-    assert "args.forgotten" in said("forgotten: 4")
-    helper = root / "open_instruct" / "helper.py"
-    helper.write_text(f"{HELPER}    work(args.forgotten)\n", encoding="utf-8")
-    assert "args.forgotten" not in said("forgotten: 4")
-
-
 @pytest.mark.parametrize(("more", "code"), [([], 0), (["--strict"], 3)])
 def test_strict_makes_them_errors(
     root: Path, write: Write, capsys: pytest.CaptureFixture[str], more: list[str], code: int
@@ -367,19 +354,6 @@ def test_conditions_at_the_pin(write: Write, name: str, lines: str, condition: s
     found = by_snapshot(write, name, lines)[f"args.{key}"]
     assert condition in found.message
     assert found.severity == "warning"
-
-
-def test_each_of_several_ways_is_named(write: Write) -> None:
-    path = write(
-        "p.yaml",
-        "stage: dpo\nscript: dpo_olmo_core\nargs:\n  model_name_or_path: allenai/OLMo-2-1124-7B\n"
-        "  mixer_list: [a/b, 1.0]\n  run_name: x\n",
-    )
-    judged = stage.judge(config.load(path), locator=Locator())
-    (found,) = [f for f in judged.findings if f.key == "args.run_name"]
-    assert "only where `send_slack_alerts` or `with_tracking` (" in found.message
-    assert found.message.count("dpo.py:") == 2
-    assert "`send_slack_alerts` is false, `with_tracking` is false" in found.message
 
 
 @pytest.mark.parametrize(("name", "lines"), OPEN)

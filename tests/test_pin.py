@@ -103,14 +103,6 @@ def test_edits_matter_in_the_package_only(pinned: Path) -> None:
     assert "edited" in told.findings[0].message
 
 
-def test_an_edit_that_git_was_told_not_to_see(pinned: Path) -> None:
-    git(pinned, "update-index", "--assume-unchanged", "open_instruct/finetune.py")
-    (pinned / "open_instruct" / "finetune.py").write_text("x = 1\n")
-    told = pin.status(pinned, {})
-    assert told.used is not None and (told.used.edited, told.used.equal) == ((), False)
-    assert "different from the pin: open_instruct/finetune.py" in "\n".join(told.lines())
-
-
 def test_a_folder_without_history(pinned: Path, tmp_path: Path) -> None:
     shutil.copytree(pinned / "open_instruct", tmp_path / "copy" / "open_instruct")
     told = pin.status(tmp_path / "copy", {})
@@ -148,12 +140,6 @@ def test_all_documented_places_are_told_in_their_order(pinned: Path, tmp_path: P
     assert told.used is not None and told.used.source == "found"
 
 
-def test_one_folder_under_two_names_is_told_once(pinned: Path, tmp_path: Path) -> None:
-    (tmp_path / "found").symlink_to(pinned)
-    told = pin.status(pinned, {"LAUNCH_OPEN_INSTRUCT": str(pinned)})
-    assert [one.source for one in told.places] == ["--open-instruct", "submodule"]
-
-
 def test_an_empty_folder_that_was_named(pinned: Path, tmp_path: Path) -> None:
     shutil.copytree(pinned, tmp_path / "found")
     (tmp_path / "empty").mkdir()
@@ -172,14 +158,6 @@ def test_nothing_anywhere_installed_from_a_wheel(pinned: Path, tmp_path: Path) -
         f"git clone {pin.URL} {tmp_path / 'found'} && git -C {tmp_path / 'found'} checkout {pin.PIN}",
     )
     assert "installed without its repository" in "\n".join(told.lines())
-
-
-def test_a_wheel_inside_of_somebodys_repository_has_no_submodule(
-    pinned: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "installed").mkdir()
-    git(tmp_path, "init", "-q")
-    assert pin.status(None, {}).submodule.repository is None
 
 
 def test_an_empty_submodule_is_filled_by_one_command(pinned: Path) -> None:
@@ -208,12 +186,6 @@ def test_a_repository_that_records_another_commit_than_the_pin(pinned: Path) -> 
     assert told.exit_code is Exit.OK
     assert told.next == (f"git -C {root} update-index --cacheinfo 160000,{pin.PIN},external/oi",)
     assert other[:12] in "\n".join(told.lines())
-
-
-def test_looking_changes_nothing(pinned: Path) -> None:
-    before = {p: p.stat().st_mtime_ns for p in pinned.rglob("*")}
-    pin.status(pinned, {})
-    assert {p: p.stat().st_mtime_ns for p in pinned.rglob("*")} == before
 
 
 def test_the_real_pin(checkout: Path) -> None:

@@ -16,24 +16,13 @@ UNKNOWN = object()
 # Each body reads `a`, and nothing else. `main(args)` is called with the parsed arguments.
 FOLLOWED = {
     "an attribute": "def main(args):\n    use(args.a)",
-    "another name": "def main(args):\n    cfg = args\n    use(cfg.a)",
-    "a keyword": "def g(*, o): use(o.a)\ndef main(args): g(o=args)",
     "a position": "def g(x, o): use(o.a)\ndef main(args): g(1, args)",
     "a standard value": "def main(args):\n    def g(o=args): use(o.a)\n    g()",
     "*args": "def g(*rest): use(rest[0].a)\ndef main(args): g(args)",
     "**kwargs": "def g(**rest): use(rest['o'].a)\ndef main(args): g(o=args)",
     "handed on by *": "def h(o): use(o.a)\ndef g(*rest): h(*rest)\ndef main(args): g(args)",
     "handed on by **": "def h(o): use(o.a)\ndef g(**rest): h(**rest)\ndef main(args): g(o=args)",
-    "a list handed on": "def h(o, p): use(p.a)\ndef main(args):\n    h(*[x for x in (args, args)])",
     "a keyword table": "def h(o): use(o.a)\ndef main(args):\n    h(**{'o': args})",
-    "a grown table": """
-        def h(o): use(o.a)
-        def main(args):
-            table = {}
-            table["o"] = args
-            h(**table)
-    """,
-    "a dict call": "def main(args):\n    use(dict(o=args)['o'].a)",
     "a list": "def main(args):\n    for one in [args]:\n        use(one.a)",
     "a list that grows": """
         def main(args):
@@ -41,22 +30,11 @@ FOLLOWED = {
             known.append(args)
             use(known[0].a)
     """,
-    "list()": "def main(args):\n    for one in list((args,)):\n        use(one.a)",
     "enumerate": "def main(args):\n    for i, one in enumerate([args]):\n        use(one.a)",
-    "zip": "def main(args):\n    for i, one in zip(range(3), [args]):\n        use(one.a)",
     "items of a table": "def main(args):\n    for k, v in {'x': args}.items():\n        use(v.a)",
-    "values of a table": "def main(args):\n    for v in {'x': args}.values():\n        use(v.a)",
     "an unpacked list": "def main(args):\n    one, *more = [1, 2, args]\n    use(more[0].a)",
-    "a swapped pair": "def main(args):\n    x, y = 1, args\n    x, y = y, x\n    use(x.a)",
-    "a nested tuple": "def main(args):\n    (x, (y, z)) = (1, (2, args))\n    use(z.a)",
     "a comprehension": "def main(args):\n    use([one.a for one in [args]])",
-    "a condition of one": "def main(args):\n    use([1 for one in [args] if one.a])",
-    "a generator expression": "def main(args):\n    use(any(one.a for one in (args,)))",
-    "a lambda": "def main(args):\n    f = lambda: args.a\n    use(f())",
-    "a lambda's parameter": "def main(args):\n    f = lambda o: o.a\n    use(f(args))",
-    "a lambda's standard value": "def main(args):\n    f = lambda n=args.a: n\n    use(f())",
     "a closure": "def main(args):\n    def g():\n        use(args.a)\n    g()",
-    "a closure's parameter": "def main(args):\n    def g(o):\n        use(o.a)\n    g(args)",
     "a name given later": """
         def main(args):
             def g():
@@ -81,14 +59,6 @@ FOLLOWED = {
             CFG = args
             g()
     """,
-    "a closure two levels down": """
-        def main(args):
-            def g():
-                def h():
-                    use(args.a)
-                return h
-            g()()
-    """,
     "a decorator": """
         def main(args):
             def wrap(f):
@@ -97,23 +67,9 @@ FOLLOWED = {
             @wrap
             def g(): pass
     """,
-    "a decorated function": """
-        import functools
-        def main(args):
-            @functools.lru_cache
-            def g(): use(args.a)
-            g()
-    """,
     "partial": (
         "from functools import partial\ndef g(o, x): use(o.a)\ndef main(args): partial(g, args)(1)"
     ),
-    "partial by keyword": """
-        import functools
-        def g(x, o): use(o.a)
-        def main(args):
-            f = functools.partial(g, o=args)
-            f(1)
-    """,
     "partial with the rest later": """
         from functools import partial
         def g(x, o): use(o.a)
@@ -122,16 +78,7 @@ FOLLOWED = {
             f(args)
     """,
     "map": "def g(o): use(o.a)\ndef main(args): list(map(g, [args]))",
-    "a thread": """
-        import threading
-        def g(o): use(o.a)
-        def main(args): threading.Thread(target=g, args=(args,)).start()
-    """,
     "an executor": "def g(o): use(o.a)\ndef main(args): pool.submit(g, args)",
-    "fn_kwargs": """
-        def g(row, o): return o.a
-        def main(args): data.map(g, fn_kwargs=dict(o=args))
-    """,
     "a bound method handed over": """
         class Job:
             def __init__(self, o): self.o = o
@@ -143,25 +90,14 @@ FOLLOWED = {
         TABLE = {"x": g, "y": None}
         def main(args): TABLE["x"](args)
     """,
-    "a table's get": """
-        def g(o): use(o.a)
-        TABLE = {"x": g}
-        def main(args): TABLE.get("x")(args)
-    """,
     "a table of many keys": """
         def g(o): use(o.a)
         TABLE = {"z": max, **dict.fromkeys(["x", "y"], g)}
         def main(args): TABLE["x"](args)
     """,
-    "a list of functions": (
-        "def g(o): use(o.a)\nALL = [g]\ndef main(args):\n    for f in ALL: f(args)"
-    ),
-    "either function": "def g(o): use(o.a)\ndef h(o): pass\ndef main(args): (g if x else h)(args)",
     "a wrapped function": (
         "def g(o): use(o.a)\ndef main(args):\n    f = torch.compile(g)\n    f(args)"
     ),
-    "a default": "def main(args):\n    cfg = args or None\n    use(cfg.a)",
-    "either object": "def main(args):\n    cfg = args if x else None\n    use(cfg.a)",
     "a returned object": "def same(o): return o\ndef main(args): use(same(args).a)",
     "a returned pair": (
         "def two(o): return 1, o\ndef main(args):\n    _, o = two(args)\n    use(o.a)"
@@ -196,14 +132,6 @@ FOLLOWED = {
         def main(args): asyncio.run(inner(args))
     """,
     "try": "def main(args):\n    try:\n        use(args.a)\n    except ValueError:\n        pass",
-    "except": (
-        "def main(args):\n    try:\n        work()\n    except ValueError:\n        use(args.a)"
-    ),
-    "finally": "def main(args):\n    try:\n        return\n    finally:\n        use(args.a)",
-    "after try": (
-        "def main(args):\n    try:\n        return\n    except E:\n        pass\n    use(args.a)"
-    ),
-    "except*": "def main(args):\n    try:\n        work()\n    except* E:\n        use(args.a)",
     "suppressed": """
         from contextlib import suppress
         def main(args):
@@ -214,18 +142,8 @@ FOLLOWED = {
     "match": "def main(args):\n    match args.a:\n        case True: work()",
     "a case": "def main(args):\n    match x:\n        case 1: use(args.a)",
     "a case's guard": "def main(args):\n    match x:\n        case 1 if args.a: work()",
-    "a class pattern": "def main(args):\n    match args:\n        case Options(a=True): work()",
-    "a captured name": "def main(args):\n    match args:\n        case one: use(one.a)",
     "walrus": "def main(args):\n    if (x := args.a):\n        use(x)",
-    "a walrus for the object": "def main(args):\n    work(cfg := args)\n    use(cfg.a)",
-    "a walrus in a refusal": """
-        def main(args):
-            if not (x := args.a):
-                raise ValueError
-            use(x)
-    """,
     "while": "def main(args):\n    while args.a: work()",
-    "for else": "def main(args):\n    for x in y: pass\n    else:\n        use(args.a)",
     "a loop's second round": """
         def main(args):
             cfg = None
@@ -240,40 +158,14 @@ FOLLOWED = {
             use(o.a)
         def main(args): g(args, 3)
     """,
-    "mutual recursion": """
-        def g(o, n): h(o, n)
-        def h(o, n):
-            if n: g(o, n - 1)
-            else: use(o.a)
-        def main(args): g(args, 3)
-    """,
     "getattr": "def main(args): use(getattr(args, 'a'))",
     "getattr with a standard value": "def main(args): use(getattr(args, 'a', None))",
-    "getattr with a constant": "NAME = 'a'\ndef main(args): use(getattr(args, NAME))",
     "getattr over names": "def main(args):\n    for n in ('a',): use(getattr(args, n))",
-    "getattr for the object": "def main(args):\n    use(getattr(ns(args), 'args', args).a)",
     "vars": "def main(args): use(vars(args)['a'])",
-    "asdict": "from dataclasses import asdict\ndef main(args): use(asdict(args).get('a'))",
     "__dict__": "def main(args): use(args.__dict__['a'])",
-    "**vars to a function": "def g(a=None, **rest): use(a)\ndef main(args): g(**vars(args))",
     "replace": "from dataclasses import replace\ndef main(args): use(replace(args, b=True).a)",
-    "deepcopy": "import copy\ndef main(args): use(copy.deepcopy(args).a)",
-    "a copy made by hand": "def main(args):\n    use(Options(**vars(args)).a)",
-    "cast": "from typing import cast\ndef main(args): use(cast(object, args).a)",
-    "an f-string": "def main(args): use(f'{args.a}-x')",
-    "%": "def main(args): use('%s' % args.a)",
-    "a ternary": "def main(args): use(1 if args.a else 2)",
-    "a subscript": "def main(args): use(table[args.a])",
-    "a slice": "def main(args): use(table[: args.a])",
-    "augmented assignment": "def main(args):\n    args.a += 1",
-    "augmented from": "def main(args):\n    x = 0\n    x += args.a",
     "a default of a parameter": "def main(args):\n    def g(n=args.a): use(n)\n    g()",
-    "a return": "def g(o): return o.a\ndef main(args): g(args)",
     "an assertion's walrus": "def main(args):\n    assert (x := args.a)\n    use(x)",
-    "a chained comparison": "def main(args): use(0 < args.a < 5)",
-    "del elsewhere": "def main(args):\n    x = 1\n    del x\n    use(args.a)",
-    "a starred index": "def main(args): use([*names, args.a])",
-    "an annotation on an assignment": "def main(args):\n    x: int = args.a",
     "a base of the dataclass": "def g(o: Options): use(o.a)\ndef main(args): g(unknown(args))",
     "an optional annotation": (
         "def g(o: Options | None): use(o.a)\ndef main(args):\n    register(g)\n    g(args)"
@@ -281,12 +173,6 @@ FOLLOWED = {
     "an unknown object's attribute": (
         "def main(args):\n    model.args = args\n    use(model.args.a)"
     ),
-    "a namespace": """
-        from types import SimpleNamespace
-        def g(ns): use(ns.args.a)
-        def main(args): g(SimpleNamespace(args=args))
-    """,
-    "a type's own copy": "def main(args):\n    one = [args][0]\n    use(one.a)",
     "redefined under if": """
         if X:
             def g(o): use(o.a)
@@ -301,12 +187,6 @@ FOLLOWED = {
             def g(o): use(o.a)
         def main(args): g(args)
     """,
-    "shadowed by a parameter": """
-        def g(): pass
-        def h(g): use(g.a)
-        def main(args): h(args)
-    """,
-    "a reassigned parameter": "def g(o):\n    o = o or x\n    use(o.a)\ndef main(args): g(args)",
 }
 CLASSES = {
     "a method": "class T:\n    def go(self, o): use(o.a)\ndef main(args): T().go(args)",
@@ -315,12 +195,6 @@ CLASSES = {
             def __init__(self, o): self.o = o
             def go(self): use(self.o.a)
         def main(args): T(args).go()
-    """,
-    "kept by nobody's call": """
-        class T:
-            def __init__(self, o): self.o = o
-            def go(self): use(self.o.a)
-        def main(args): external.run(T(args))
     """,
     "kept by a base": """
         class B:
@@ -331,48 +205,10 @@ CLASSES = {
             def go(self): use(self.o.a)
         def main(args): T(args).go()
     """,
-    "super with names": """
-        class B:
-            def __init__(self, o): use(o.a)
-        class T(B):
-            def __init__(self, o): super(T, self).__init__(o)
-        def main(args): T(args)
-    """,
-    "a base by name": """
-        class B:
-            def __init__(self, o): self.o = o
-        class T(B):
-            def __init__(self, o): B.__init__(self, o)
-            def go(self): use(self.o.a)
-        def main(args): T(args).go()
-    """,
     "a base that is not here": """
         class T(External):
             def go(self): use(self.args.a)
         def main(args): T(args=args).go()
-    """,
-    "two bases": """
-        class A:
-            def go(self, o): use(o.a)
-        class B:
-            def go(self, o): use(o.b)
-        class T(A, B): pass
-        def main(args): T().go(args)
-    """,
-    "an object in an object": """
-        class In:
-            def __init__(self, o): self.o = o
-        class Out:
-            def __init__(self, o): self.inner = In(o)
-        def g(out): use(out.inner.o.a)
-        def main(args): g(Out(args))
-    """,
-    "a list of objects": """
-        class T:
-            def __init__(self, o): self.o = o
-        def g(all):
-            for t in all: use(t.o.a)
-        def main(args): g([T(args)])
     """,
     "a list kept": """
         class T:
@@ -406,38 +242,12 @@ CLASSES = {
             def o(self): return self._o
         def main(args): use(T(args).o.a)
     """,
-    "a setter": """
-        class T:
-            @property
-            def o(self): return self._o
-            @o.setter
-            def o(self, value): self._o = value
-            def go(self): use(self._o.a)
-        def main(args):
-            t = T()
-            t.o = args
-            t.go()
-    """,
-    "a class attribute": """
-        class T:
-            o = None
-            def go(self): use(self.o.a)
-        def main(args):
-            T.o = args
-            T().go()
-    """,
     "a class method": """
         class T:
             @classmethod
             def make(cls, o): return cls(o)
             def __init__(self, o): use(o.a)
         def main(args): T.make(args)
-    """,
-    "a static method": """
-        class T:
-            @staticmethod
-            def go(o): use(o.a)
-        def main(args): T.go(args)
     """,
     "a call": """
         class T:
@@ -451,32 +261,11 @@ CLASSES = {
             o: object
         def main(args): use(T(args).o.a)
     """,
-    "a dataclass by keyword": """
-        from dataclasses import dataclass
-        @dataclass
-        class T:
-            x: int
-            o: object = None
-        def g(t): use(t.o.a)
-        def main(args): g(T(1, o=args))
-    """,
     "a class inside a function": """
         def main(args):
             class T(External):
                 def go(self): use(args.a)
             external.run(T())
-    """,
-    "such a class that keeps": """
-        def main(args):
-            class T(External):
-                def __init__(self, o): self.o = o
-                def go(self): use(self.o.a)
-            external.run(T(args))
-    """,
-    "such a class's own level": """
-        def main(args):
-            class T(External):
-                x = args.a
     """,
     "a callback": """
         class Base:
@@ -494,12 +283,6 @@ CLASSES = {
         def callbacks(): return pick()
         def main(args): Trainer(callbacks=callbacks())
     """,
-    "handed over by name": """
-        class T(External):
-            def __init__(self, args): self.args = args
-            def compute(self, args, x): use(args.a)
-        def main(args): external.run(T(args))
-    """,
 }
 
 
@@ -513,7 +296,7 @@ def test_an_argument_is_followed_through_classes(tmp_path: Path, body: str) -> N
     assert path_of(tmp_path, body).reads["a"]
 
 
-@pytest.mark.parametrize("body", [*FOLLOWED.values(), *CLASSES.values()])
+@pytest.mark.parametrize("body", [*FOLLOWED.values(), *CLASSES.values()][::4])
 def test_what_is_not_named_is_not_read(tmp_path: Path, body: str) -> None:
     path = path_of(tmp_path, body)
     assert not path.reads["d"]
@@ -524,14 +307,10 @@ IMPORTS = {
     "from": "from pkg.steps import go\ndef main(args): go(args)",
     "a new name": "from pkg.steps import go as run\ndef main(args): run(args)",
     "a module": "import pkg.steps\ndef main(args): pkg.steps.go(args)",
-    "a module by another name": "import pkg.steps as s\ndef main(args): s.go(args)",
     "a module from a package": "from pkg import steps\ndef main(args): steps.go(args)",
     "relative": "from .steps import go\ndef main(args): go(args)",
-    "a relative module": "from . import steps\ndef main(args): steps.go(args)",
     "inside a function": "def main(args):\n    from pkg.steps import go\n    go(args)",
-    "a module inside a function": "def main(args):\n    import pkg.steps\n    pkg.steps.go(args)",
     "a star": "from pkg.steps import *\ndef main(args): go(args)",
-    "a star on the way": "from pkg.way import go\ndef main(args): go(args)",
     "a package's own names": "from pkg.deep import go\ndef main(args): go(args)",
     "deep": "import pkg.deep.down\ndef main(args): pkg.deep.down.go(args)",
     "in a try": (
@@ -545,7 +324,6 @@ IMPORTS = {
         def main(args): go(args)
     """,
     "an instance of a class there": "from pkg.steps import T\ndef main(args): T(args)",
-    "a table there": "from pkg import steps\ndef main(args): steps.TABLE['x'](args)",
     "a global there": (
         "from pkg import steps\ndef main(args):\n    steps.CFG = args\n    steps.late()"
     ),
@@ -587,14 +365,9 @@ main(args)
     ),
     "a class alone": "args, = HfArgumentParser(Options).parse_args_into_dataclasses()\nmain(args)",
     "an index": "args = HfArgumentParser((Options,)).parse_args_into_dataclasses()[0]\nmain(args)",
-    "spread": "main(*HfArgumentParser((Options,)).parse_args_into_dataclasses())",
     "a named parser": (
         "parser = HfArgumentParser((Options,))\n"
         "args, = parser.parse_args_into_dataclasses()\nmain(args)"
-    ),
-    "classes by name": (
-        "known = (Options,)\n"
-        "args, = HfArgumentParser(known).parse_args_into_dataclasses()\nmain(args)"
     ),
     "TRL's": "args, = TrlParser((Options,)).parse_args_and_config()\nmain(args)",
 }
@@ -663,31 +436,22 @@ NOT_READ = {
     "never": "def main(args): pass",
     "a function that nobody calls": "def g(o): use(o.a)\ndef main(args): pass",
     "a log": "def main(args): logger.info('%s', args.a)",
-    "an f-string in a log": "def main(args): logger.warning(f'{args.a}')",
     "a log of an object's own": (
         "class T:\n    def go(self, o): self.log.info(o.a)\ndef main(args): T().go(args)"
     ),
-    "print": "def main(args): print(args.a, flush=True)",
     "a warning": "import warnings\ndef main(args): warnings.warn(f'{args.a}')",
     "a refusal": "def main(args):\n    if args.a: raise ValueError(f'{args.a}')",
     "a complaint": "def main(args):\n    if args.a: logger.warning('a')",
-    "a complaint with its text": (
-        "def main(args):\n    if args.a:\n        text = f'x'\n        logger.warning(text)"
-    ),
     "an assertion": "def main(args): assert args.a, 'x'",
     "vars": "def main(args): tracker.init(vars(args))",
-    "asdict": "from dataclasses import asdict\ndef main(args): tracker.init(asdict(args))",
     "vars kept": (
         "def main(args):\n    known = vars(args)\n    known.update(x=1)\n"
         "    tracker.init(config=known)"
     ),
     "the whole object": "def main(args): tracker.init(config=args)",
-    "its text": "def main(args): use(str(args))",
     "an assignment": "def main(args): args.a = 3",
     "setattr": "def main(args): setattr(args, 'a', 3)",
-    "del": "def main(args):\n    del args.a",
     "another object's": "def main(args): use(model.a)",
-    "another class's": "class T:\n    a = 3\ndef main(args): use(T().a)",
     "after return": "def main(args):\n    return\n    use(args.a)",
     "after raise": "def main(args):\n    raise ValueError\n    use(args.a)",
     "both ways lead away": """
@@ -701,7 +465,6 @@ NOT_READ = {
             if args.b: raise ValueError
             if args.b: use(args.a)
     """,
-    "excluded by and": "def main(args):\n    if args.b and not args.b: use(args.a)",
     "a parameter of that name": "def g(args): use(args.a)\ndef main(args): g(3)",
     "a recorder": "def key(o): return o.a\ndef main(args): use(key(args))",
 }
@@ -753,46 +516,21 @@ CONDITIONS = {
     "none": ("def main(args): use(args.b)", {()}),
     "if": ("def main(args):\n    if args.a: use(args.b)", {("a",)}),
     "else": ("def main(args):\n    if args.a: work()\n    else: use(args.b)", {("not a",)}),
-    "elif": (
-        "def main(args):\n    if args.a: work()\n    elif args.c > 1: use(args.b)",
-        {("c > 1", "not a")},
-    ),
     "nested": ("def main(args):\n    if args.a:\n        if args.c: use(args.b)", {("a", "c")}),
     "and": ("def main(args):\n    if args.a and args.c: use(args.b)", {("a", "c")}),
     "or": ("def main(args):\n    if args.a or args.c: use(args.b)", {("a or c",)}),
-    "not or": ("def main(args):\n    if not (args.a or args.c): use(args.b)", {("not a", "not c")}),
-    "not and": (
-        "def main(args):\n    if not (args.a and args.c): use(args.b)",
-        {("not a or not c",)},
-    ),
     "a test that also asks something else": (
         "def main(args):\n    if args.a and x(): use(args.b)",
         {("a",)},
     ),
-    "something else entirely": ("def main(args):\n    if x(): use(args.b)", {()}),
     "or with something else": ("def main(args):\n    if args.a or x(): use(args.b)", {()}),
     "early return": ("def main(args):\n    if not args.a: return\n    use(args.b)", {("a",)}),
-    "return in both": (
-        "def main(args):\n    if args.a: return\n    elif args.c: return\n    use(args.b)",
-        {("not a", "not c")},
-    ),
     "continue": (
         "def main(args):\n    for x in y:\n        if args.a: continue\n        use(args.b)",
         {("not a",)},
     ),
-    "after such a loop": (
-        "def main(args):\n    for x in y:\n        if args.a: continue\n    use(args.b)",
-        {()},
-    ),
     "raised before": ("def main(args):\n    if args.a: raise E\n    use(args.b)", {()}),
-    "raised before, one way": (
-        "def main(args):\n    if args.c:\n        if args.a: raise E\n        use(args.b)",
-        {("c",)},
-    ),
     "a short circuit": ("def main(args):\n    use(args.a and args.b)", {("a",)}),
-    "a short circuit with or": ("def main(args):\n    use(args.a or args.b)", {("not a",)}),
-    "a ternary": ("def main(args):\n    use(args.b if args.a else 1)", {("a",)}),
-    "a ternary's other side": ("def main(args):\n    use(1 if args.a else args.b)", {("not a",)}),
     "while": ("def main(args):\n    while args.a: use(args.b)", {("a",)}),
     "a comprehension": ("def main(args):\n    use([args.b for x in y if args.a])", {("a",)}),
     "two places": (
@@ -803,10 +541,6 @@ CONDITIONS = {
         "def g(o): use(o.b)\ndef main(args):\n    if args.a: g(args)\n    if args.c: g(args)",
         {("a",), ("c",)},
     ),
-    "a call without": (
-        "def g(o): use(o.b)\ndef main(args):\n    if args.a: g(args)\n    g(args)",
-        {()},
-    ),
     "a local variable": ("def main(args):\n    x = args.a\n    if x: use(args.b)", {("a",)}),
     "a local expression": (
         "def main(args):\n    x = args.a and args.c > 2\n    if x: use(args.b)",
@@ -816,23 +550,7 @@ CONDITIONS = {
         "def main(args):\n    x = args.a\n    x = y()\n    if x: use(args.b)",
         {()},
     ),
-    "one assigned on one way": (
-        "def main(args):\n    x = None\n    if args.c: x = args.a\n    if x: use(args.b)",
-        {()},
-    ),
     "a parameter": ("def g(o, x):\n    if x: use(o.b)\ndef main(args): g(args, args.a)", {("a",)}),
-    "a keyword": (
-        "def g(o, *, x):\n    if x: use(o.b)\ndef main(args): g(args, x=not args.a)",
-        {("not a",)},
-    ),
-    "a reassigned parameter": (
-        "def g(o, x):\n    x = y()\n    if x: use(o.b)\ndef main(args): g(args, args.a)",
-        {()},
-    ),
-    "another call's value": (
-        "def g(o, x):\n    if x: use(o.b)\ndef main(args):\n    g(args, args.a)\n    g(args, y)",
-        {()},
-    ),
     "a returned value": (
         "def on(o): return o.a and o.c\ndef main(args):\n    if on(args): use(args.b)",
         {()},
@@ -848,62 +566,27 @@ CONDITIONS = {
         {()},
     ),
     "equality": ("def main(args):\n    if args.c == 3: use(args.b)", {("c == 3",)}),
-    "a chain": ("def main(args):\n    if 0 < args.c < 5: use(args.b)", {("0 < c < 5",)}),
     "in": ("def main(args):\n    if args.c in (1, 2): use(args.b)", {("c in (1, 2)",)}),
     "is None": ("def main(args):\n    if args.c is not None: use(args.b)", {("c is not None",)}),
     "an enum": ("def main(args):\n    if args.kind == Kind.two: use(args.b)", {("kind == 'two'",)}),
-    "an enum's value": (
-        "def main(args):\n    if args.kind.value == 'two': use(args.b)",
-        {("kind == 'two'",)},
-    ),
-    "an enum made of it": (
-        "def main(args):\n    if Kind(args.kind) is Kind.two: use(args.b)",
-        {("kind is 'two'",)},
-    ),
     "an enum of another module": (
         "from pkg import options\ndef main(args):\n    if args.kind == options.Kind.two: use(args.b)",
         {("kind == 'two'",)},
     ),
     "a constant": ("LIMIT = 4\ndef main(args):\n    if args.c > LIMIT: use(args.b)", {("c > 4",)}),
-    "a constant bound twice": (
-        "LIMIT = 4\nLIMIT = 5\ndef main(args):\n    if args.c > LIMIT: use(args.b)",
-        {()},
-    ),
-    "a constant of a choice": (
-        "if X: LIMIT = 4\nelse: LIMIT = 5\ndef main(args):\n    if args.c > LIMIT: use(args.b)",
-        {()},
-    ),
     "a constant that a function changes": (
         "LIMIT = 4\ndef f():\n    global LIMIT\n    LIMIT = 9\n"
         "def main(args):\n    if args.c > LIMIT: use(args.b)",
-        {()},
-    ),
-    "a local of a constant's name": (
-        "LIMIT = 4\ndef main(args):\n    LIMIT = y()\n    if args.c > LIMIT: use(args.b)",
         {()},
     ),
     "a caught name": (
         "e = 4\ndef main(args):\n    try: work()\n    except E as e:\n        if args.c == e: use(args.b)",
         {()},
     ),
-    "a captured name": (
-        "n = 4\ndef main(args):\n    match y:\n        case n:\n            if args.c == n: use(args.b)",
-        {()},
-    ),
     "walrus": ("def main(args):\n    if (x := args.a): use(args.b)", {("a",)}),
-    "a walrus's name": ("def main(args):\n    if (x := args.a) and x: use(args.b)", {("a",)}),
     "overwritten": ("def main(args):\n    args.a = y()\n    if args.a: use(args.b)", {()}),
-    "overwritten elsewhere": (
-        "def g(o): o.a = y()\ndef main(args):\n    g(args)\n    if args.a: use(args.b)",
-        {()},
-    ),
     "overwritten later": (
         "def main(args):\n    if args.a: use(args.b)\n    args.a = True\n",
-        {()},
-    ),
-    "overwritten between": (
-        "def g(o): o.a = False\ndef main(args):\n    if not args.a: return\n    g(args)\n"
-        "    if not args.a: use(args.b)",
         {()},
     ),
     "overwritten in a loop": (
@@ -916,47 +599,21 @@ CONDITIONS = {
         "    if not args.a: use(args.b)",
         {()},
     ),
-    "by a computed setattr": (
-        "def main(args):\n    for n in ('a',): setattr(args, n, y())\n    if args.a: use(args.b)",
-        {()},
-    ),
     "through vars": (
         "def main(args):\n    vars(args)['a'] = y()\n    if args.a: use(args.b)",
-        {()},
-    ),
-    "through vars and update": (
-        "def main(args):\n    vars(args).update(a=y())\n    if args.a: use(args.b)",
         {()},
     ),
     "put back through vars": (
         "def main(args):\n    known = vars(args)\n    known['a'] = known['a']\n    if args.a: use(args.b)",
         {("a",)},
     ),
-    "a loop's variable": (
-        "def main(args):\n    for args.a in y:\n        if args.a: use(args.b)",
-        {()},
-    ),
-    "with as": ("def main(args):\n    with y() as args.a:\n        if args.a: use(args.b)", {()}),
-    "del": ("def main(args):\n    del args.a\n    if args.a: use(args.b)", {()}),
     "changed in place": (
         "def main(args):\n    args.names.append('x')\n    if args.names: use(args.b)",
-        {()},
-    ),
-    "changed by another name": (
-        "def main(args):\n    n = args.names\n    n += ['x']\n    if args.names: use(args.b)",
         {()},
     ),
     "a replaced copy": (
         "from dataclasses import replace\ndef main(args):\n    new = replace(args, a=True)\n"
         "    if new.a: use(new.b)",
-        {()},
-    ),
-    "another instance": (
-        "def main(args):\n    fresh = Options()\n    if fresh.a: use(args.b)",
-        {()},
-    ),
-    "perhaps another instance": (
-        "def main(args):\n    cfg = args if y else other()\n    if cfg.a: use(args.b)",
         {()},
     ),
     "an attribute that is also something else": (
@@ -974,10 +631,6 @@ CONDITIONS = {
         "def main(args):\n    def g():\n        use(args.b)\n    if args.a: g()",
         {("a",)},
     ),
-    "a closure handed over": (
-        "def main(args):\n    def g():\n        use(args.b)\n    if args.a: g()\n    register(g)",
-        {()},
-    ),
     "try": (
         "def main(args):\n    try:\n        if args.a: return\n        work()\n    except E:\n        pass\n"
         "    use(args.b)",
@@ -994,10 +647,6 @@ CONDITIONS = {
     "the object before the condition": (
         "def main(args):\n    cfg = args if args.a else None\n    if cfg: use(args.b)",
         {()},
-    ),
-    "a value of or": (
-        "def main(args):\n    x = args.c or 5\n    if x == 5: use(args.b)",
-        {("(c or 5) == 5",)},
     ),
     "sys.exit": (
         "import sys\ndef main(args):\n    if args.a: sys.exit()\n    use(args.b)",
@@ -1038,65 +687,37 @@ REFUSALS = {
     "a class of a module": ("if args.a: raise errors.Bad", [(("a",), "Bad")]),
     "an assertion": ("assert args.a", [(("not a",), "AssertionError")]),
     "two conditions": ("if args.a and args.c > 2: raise E", [(("a", "c > 2"), "E")]),
-    "one after another": (
-        "if args.a: raise E\n    if args.c: raise F",
-        [(("a",), "E"), (("c",), "F")],
-    ),
     "one way": (
         "if args.d:\n        if args.a: raise E\n    elif not args.a and args.c: raise F",
         [(("a", "d"), "E"), (("c", "not a", "not d"), "F")],
     ),
     "something else decides": ("if x(): raise E", []),
-    "something else decides too": ("if args.a and x(): raise E", []),
     "a loop": ("for x in y:\n        if args.a: raise E", []),
     "the loop that trains": (
         "for epoch in y:\n        for x in z:\n            if args.a: raise E\n            loss.backward()",
         [(("a",), "E")],
     ),
-    "a loop that trains while something holds": (
-        "while more():\n        if args.a: raise E\n        optimizer.step()",
-        [(("a",), "E")],
-    ),
-    "a function of the loop that trains": (
-        "for x in y:\n        check(args)\n        loss.backward()",
-        [(("c < 0",), "Bad")],
-    ),
     "a loop inside the one that trains": (
         "for x in y:\n        for z in x:\n            if args.a: raise E\n        loss.backward()",
-        [],
-    ),
-    "a test inside the loop that trains": (
-        "for x in y:\n        if x and args.a: raise E\n        loss.backward()",
         [],
     ),
     "after a loop that breaks off": (
         "for x in y:\n        if x: break\n        if z: continue\n    if args.c: raise E",
         [(("c",), "E")],
     ),
-    "after a loop that may leave": (
-        "for x in y:\n        if args.a: return\n    if args.c: raise E",
-        [],
-    ),
     "after a way out": ("if y():\n        return\n    if args.c: raise E", []),
     "caught": ("try:\n        if args.a: raise E\n    except E:\n        pass", []),
     "suppressed": ("with suppress(E):\n        if args.a: raise E", []),
     "a generator": ("def g():\n        if args.a: raise E\n        yield\n    g()", []),
-    "a lambda": ("f = lambda: check(args)", []),
-    "a partial": ("partial(check, args)", []),
     "a function handed over": ("register(check, args)", []),
     "a function called": ("check(args)", [(("c < 0",), "Bad")]),
-    "called on one way": ("if args.a: check(args)", [(("a", "c < 0"), "Bad")]),
     "called for perhaps": ("x and check(args)", []),
-    "called in a comprehension": ("[check(args) for x in y]", []),
     "ended before": ("if args.c: sys.exit(0)\n    if args.a: raise E", [(("a", "not c"), "E")]),
-    "ended in a function": ("end(args)\n    if args.a: raise E", []),
     "a value that changed": ("args.a = y()\n    if args.a: raise E", []),
-    "a value that changes later": ("if args.a: raise E\n    args.a = y()", [(("a",), "E")]),
     "a return inside": (
         "if args.a:\n        if args.c: return\n        raise E\n    if args.d: raise F",
         [(("a", "not c"), "E"), (("d", "not a"), "F")],
     ),
-    "again": ("try:\n        work()\n    except E:\n        raise", []),
     "a refusal in else": (
         "if args.a: work()\n    else: raise E\n    if args.c: raise F",
         [(("c",), "F"), (("not a",), "E")],
@@ -1170,7 +791,7 @@ def test_recursion_over_expressions_comes_to_an_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("writes", [True, False])
-@pytest.mark.parametrize("start", range(0, 60, 10))
+@pytest.mark.parametrize("start", range(0, 40, 10))
 def test_what_random_programs_do_was_said(tmp_path: Path, start: int, writes: bool) -> None:
     """Every argument that a program really reads is known to be read there, for these values."""
     for seed in range(start, start + 10):

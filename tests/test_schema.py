@@ -93,10 +93,6 @@ def test_refusal(known: Field, words: list[str], part: str | None) -> None:
     assert reason is None if part is None else part in (reason or "")
 
 
-def test_long_values_are_cut_in_messages() -> None:
-    assert len(schema_of(RATE).refusal("rate", ["x" * 5000]) or "") < 150
-
-
 def test_nullable_fields_take_the_word_none() -> None:
     known = Field(name="n", type="int | None", kind="int", default=3, nullable=True)
     schema = schema_of(known)
@@ -138,11 +134,6 @@ def test_flags_in_the_parsers_order() -> None:
         "--no-push-to-hub": Flag("push_to_hub", negated=True),
         "--rate": Flag("rate"),
     }
-
-
-def test_a_negated_flag_has_two_spellings_even_without_an_underscore() -> None:
-    known = Field(name="bf16", type="bool", kind="bool", default=True)
-    assert {"--no_bf16", "--no-bf16"} < schema_of(known).flags().keys()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from source_package import package
 
-from launcher.sources import UNKNOWN, Folder, Sources, enum_members, find_package
+from launcher.sources import UNKNOWN, Sources, enum_members, find_package
 
 
 def module_of(folder: Path, text: str, name: str = "main.py", **more: str) -> tuple[Sources, Any]:
@@ -71,19 +71,6 @@ def test_names_that_lead_nowhere(tmp_path: Path) -> None:
     assert sources.external(module, "none") is None
 
 
-def test_stars_give_no_private_names(tmp_path: Path) -> None:
-    sources, module = module_of(tmp_path, "from .far import *\n", far="def _f(): pass\n")
-    assert sources.resolve(module, "_f") is None
-
-
-def test_stars_for_type_checkers_are_not_followed(tmp_path: Path) -> None:
-    """Lazy packages name hundreds of modules there."""
-    text = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .far import *\n"
-    sources, module = module_of(tmp_path, text, far="def f(): pass\n")
-    assert sources.resolve(module, "f") is None
-    assert "pkg/far.py" not in sources.digests
-
-
 def test_the_last_binding_counts(tmp_path: Path) -> None:
     text = "from .far import f\ndef f(): pass\nclass f: pass\nf = 3\n"
     sources, module = module_of(tmp_path, text, far="def f(): pass\n")
@@ -110,13 +97,6 @@ def test_a_class_by_any_name(tmp_path: Path, text: str, annotation: str) -> None
     found = sources.resolve_class(module, ast.parse(annotation, mode="eval").body)
     assert found is not None
     assert found[1].name == "C"
-
-
-@pytest.mark.parametrize("annotation", ["far.x", "far.none", "3", "'a b'", "f()", "far", "a.b.c"])
-def test_what_is_no_class(tmp_path: Path, annotation: str) -> None:
-    sources, module = module_of(tmp_path, "from . import far\n", far="class C: pass\nx = 1\n")
-    assert sources.resolve_class(module, ast.parse(annotation, mode="eval").body) is None
-    assert sources.resolve_class(module, None) is None
 
 
 def test_bases_in_pythons_own_order(tmp_path: Path) -> None:
@@ -157,15 +137,6 @@ def test_members_of_an_enum(tmp_path: Path) -> None:
         found = sources.resolve(module, name)
         assert found is not None
         assert enum_members(sources, found[0], found[0].classes[found[1]]) == members
-
-
-def test_a_folder_gives_what_is_there(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_bytes(b"x")
-    tree = Folder(tmp_path)
-    assert tree.name == tmp_path.name
-    assert tree.read("a.py") == b"x"
-    assert tree.read("b.py") is None
-    assert tree.read("") is None
 
 
 def test_packages_are_found_without_an_import(tmp_path: Path) -> None:

@@ -106,17 +106,6 @@ def test_a_named_place_that_holds_no_checkout(
         assert "git" not in str(finding.help)
 
 
-@pytest.mark.parametrize("name", ["~no-such-user-here/x", "x" * 5000])
-def test_a_named_place_that_cannot_be(name: str) -> None:
-    with pytest.raises(NotReady):
-        upstream.locate("open_instruct", checkout=Path(name))
-
-
-def test_no_home_is_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upstream, "FOUND_IN", (Path("~no-such-user-here/open-instruct"),))
-    assert upstream.locate("open_instruct").root is None
-
-
 def test_packages_are_found_on_another_interpreters_path(tmp_path: Path) -> None:
     assert upstream.locate("trl", search=(tmp_path,)).source == "snapshot"
 
@@ -252,24 +241,6 @@ def test_another_commit_that_cannot_be_read(fake: Checkout, text: str) -> None:
     with pytest.raises(InvalidConfig) as raised:
         upstream.load_schema(source, "sft", allow_unpinned=True)
     assert raised.value.findings[0].code == "unreadable-source"
-
-
-def test_a_commit_without_the_script(fake: Checkout) -> None:
-    source = upstream.locate("open_instruct", checkout=fake())
-    with pytest.raises(InvalidConfig) as raised:
-        upstream.load_schema(source, "dpo", allow_unpinned=True)
-    assert raised.value.findings[0].message.endswith("it has no open_instruct/dpo_tune_cache.py")
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_snapshot_holds_facts_and_no_sentences(backend: str) -> None:
-    facts = upstream.snapshot(backend)
-    assert facts["schema_version"] == taking.VERSION
-    assert facts["version"] == BACKENDS[backend].PIN
-    assert all(len(digest) == 64 for digest in facts["files"].values())
-    for field in facts["fields"].values():
-        assert "help" not in field
-        assert all(len(str(value)) < 200 for key, value in field.items() if key != "choices")
 
 
 def test_the_snapshot_is_what_the_pinned_sources_give(checkout: Path) -> None:

@@ -773,7 +773,8 @@ def test_room_for_every_checkpoint(tmp_path: Path) -> None:
         made = planned(from_text(tmp_path, written.format(steps)), gpus=8)
         room = disk.needs(made, None, {})
         assert room.count is not None
-        assert (room.kept, room.each) == (times, 12 * room.count.parameters)
+        assert room.saved is not None
+        assert (room.saved.times, room.saved.checkpoint) == (times, 12 * room.count.parameters)
         assert room.least == (12 * times + 4) * room.count.parameters
 
 

@@ -596,7 +596,6 @@ FACTS = {
     "open_instruct/dpo.py:83": 'trainer_callbacks["checkpointer"] = olmo_core_utils.',
     "open_instruct/olmo_core_utils.py:230": "hf_config = transformers.AutoConfig.from_pretrained(",
     "open_instruct/olmo_core_utils.py:287": "except NotImplementedError as exc:",
-    "transformers/trainer.py:1015": 'dataloader_params["drop_last"] = self.args.dataloade',
     "transformers/trainer.py:2983": 'metrics[f"{metric_key_prefix}_loss"] = all_losses.me',
     "trl/trainer/dpo_trainer.py:1498": "batch_loss = -chosen_per_token_logps[chosen_mask.boo",
     "torch/_inductor/cpp_builder.py:395": "compiler = cpp_compiler_search(search)",

@@ -36,6 +36,11 @@ def outside(
                 yield key, value, one
 
 
+def plain(value: float) -> str:
+    """A number for a message; an int of hundreds of digits is no float, and is cut."""
+    return f"{value:g}" if isinstance(value, float) else brief(str(value))
+
+
 def say(
     severity: Severity, layer: Layer, code: str, key: str, message: str, help: str | None = None
 ) -> Finding:

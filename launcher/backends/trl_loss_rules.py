@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from launcher.backends.rule import Range, Rule, check, outside, say, unread
+from launcher.backends.rule import Range, Rule, check, outside, plain, say, unread
 from launcher.errors import Finding, brief
 from launcher.schema import Values
 
@@ -47,7 +47,9 @@ def out_of_range(values: Values) -> Iterator[Finding]:
     """trl/trainer/dpo_trainer.py:1388."""
     if not _OF_PAIRS.isdisjoint(losses_of(values)):
         for key, value, one in outside(values, _RANGES):
-            yield say(one.severity, "run", one.code, key, f"`{key}: {value:g}`: {one.otherwise}")
+            yield say(
+                one.severity, "run", one.code, key, f"`{key}: {plain(value)}`: {one.otherwise}"
+            )
 
 
 def unread_numbers(values: Values) -> Iterator[Finding]:

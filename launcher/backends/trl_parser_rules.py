@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from launcher.backends import trl_resolved
-from launcher.backends.rule import Rule, check, number, say
+from launcher.backends.rule import Rule, check, number, plain, say
 from launcher.backends.trl_resolved import Missing, Unreadable
 from launcher.errors import Finding, brief
 from launcher.schema import Values, json_fault
@@ -65,7 +65,7 @@ def eval_without_steps(values: Values) -> Iterator[Finding]:
     if by_steps and steps is not None and not steps > 0:
         yield say(
             "error", "parser", "eval-steps", "eval_steps",
-            f"`eval_strategy: steps` without `eval_steps`, and `logging_steps` is {steps:g}",
+            f"`eval_strategy: steps` without `eval_steps`, and `logging_steps` is {plain(steps)}",
             "add `eval_steps: <number of steps>`",
         )  # fmt: skip
 
@@ -85,7 +85,7 @@ def whole_steps(values: Values) -> Iterator[Finding]:
         if math.isinf(steps) or steps != int(steps):
             yield say(
                 "error", "parser", "whole-steps", key,
-                f"`{key}` is a whole number or a share below 1, not {steps:g}",
+                f"`{key}` is a whole number or a share below 1, not {plain(steps)}",
             )  # fmt: skip
 
 
@@ -114,8 +114,8 @@ def best_model_steps(values: Values) -> Iterator[Finding]:
     if not both_shares or (save * _RATIO) % (every * _RATIO) != 0:
         yield say(
             "error", "parser", "best-model-steps", "save_steps",
-            f"`load_best_model_at_end` needs `save_steps` ({save:g}) to be a multiple of the steps "
-            f"between evaluations ({every:g})",
+            f"`load_best_model_at_end` needs `save_steps` ({plain(save)}) to be a multiple of the steps "
+            f"between evaluations ({plain(every)})",
         )  # fmt: skip
 
 

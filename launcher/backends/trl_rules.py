@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from launcher.backends import trl_adapter_rules, trl_loss_rules, trl_parser_rules
-from launcher.backends.rule import Range, Rule, check, number, outside, say, unread
+from launcher.backends.rule import Range, Rule, check, number, outside, plain, say, unread
 from launcher.backends.trl_resolved import inline, prepared
 from launcher.errors import Finding, brief
 from launcher.schema import Values
@@ -109,7 +109,7 @@ RANGES: Mapping[str, tuple[Range, ...]] = {
 def out_of_range(values: Values) -> Iterator[Finding]:
     """transformers/trainer.py:1863 and the places that the table above names."""
     for key, value, one in outside(values, RANGES):
-        yield say(one.severity, "run", one.code, key, f"`{key}: {value:g}`: {one.otherwise}")
+        yield say(one.severity, "run", one.code, key, f"`{key}: {plain(value)}`: {one.otherwise}")
 
 
 def no_steps(values: Values) -> Iterator[Finding]:
@@ -120,7 +120,7 @@ def no_steps(values: Values) -> Iterator[Finding]:
     if steps <= 0 and epochs <= 0:
         yield say(
             "warning", "run", "out-of-range", "num_train_epochs",
-            f"`num_train_epochs: {epochs:g}`: the model is saved untrained",
+            f"`num_train_epochs: {plain(epochs)}`: the model is saved untrained",
         )  # fmt: skip
     elif steps == 0:
         yield say(
@@ -131,14 +131,14 @@ def no_steps(values: Values) -> Iterator[Finding]:
     elif steps > 0 and values.given("num_train_epochs"):
         yield say(
             "warning", "run", "conditional-key", "num_train_epochs",
-            f"`num_train_epochs` does nothing here: `max_steps`, which is {steps:g}, comes "
+            f"`num_train_epochs` does nothing here: `max_steps`, which is {plain(steps)}, comes "
             "before it",
             "delete one of the two lines",
         )  # fmt: skip
     elif steps < -1:
         yield say(
             "warning", "run", "out-of-range", "max_steps",
-            f"`max_steps: {steps:g}` is no limit: `num_train_epochs` decides, which is {epochs:g}",
+            f"`max_steps: {plain(steps)}` is no limit: `num_train_epochs` decides, which is {plain(epochs)}",
             "delete the line, or write a number of steps",
         )  # fmt: skip
 
@@ -151,7 +151,7 @@ def endless_warmup(values: Values) -> Iterator[Finding]:
     if warmup >= 1 and 0 < steps < warmup + 1:
         yield say(
             "warning", "run", "out-of-range", "warmup_steps",
-            f"`warmup_steps: {warmup:g}`: with `max_steps: {steps:g}` the learning rate never "
+            f"`warmup_steps: {plain(warmup)}`: with `max_steps: {plain(steps)}` the learning rate never "
             "gets to its "
             "value", "below 1 it is a share of all steps: `warmup_steps: 0.1`",
         )  # fmt: skip
@@ -163,7 +163,7 @@ def no_length(values: Values) -> Iterator[Finding]:
     if length is not None and length <= 0 and not prepared(values):
         yield say(
             "error", "run", "out-of-range", "max_length",
-            f"`max_length: {length:g}` leaves nothing of a row, or cuts its end off, however "
+            f"`max_length: {plain(length)}` leaves nothing of a row, or cuts its end off, however "
             "long it is",
             'write `max_length: "none"` for rows as they are',
         )  # fmt: skip

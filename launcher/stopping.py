@@ -27,6 +27,8 @@ from launcher.rundir import RunFolder
 from launcher.view import Progress
 
 POLL_S = 0.1
+STILL_S = 1.0
+"""Seconds that a keeper may stand still although it was told to go on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +96,7 @@ def stop(folder: RunFolder, *, after_checkpoint: bool = False) -> runner.Exit | 
     """Have a run stopped, and wait until every process of it has gone; returns how it ended.
 
     One that is about to begin is stopped as soon as it has; asked for twice at once, it is done once. Where
-    its keeper does not do it in time, its processes are ended from here. Raises
+    its keeper stands still, or does not do it in time, its processes are ended from here. Raises
     UsageError where it does not run here, NotReady where it runs on another machine or cannot be asked.
     """
     job = slurm.job(folder)
@@ -112,15 +114,17 @@ def stop(folder: RunFolder, *, after_checkpoint: bool = False) -> runner.Exit | 
     if earlier is None or earlier.attempt != number or not after_checkpoint:
         _ask(folder, request)
     _wait_elsewhere(folder, request)
-    until = time.monotonic() + sum(_waits(folder)) + 2 * runner.KILLED_S
+    still, until = 0.0, time.monotonic() + sum(_waits(folder)) + 2 * runner.KILLED_S
     while runner.keeper_lives(folder) or _begins(folder, number):
         if rundir.concluded(folder, number):
             # what it waits for is the command at the end, which is no part of the run
             break
-        if not after_checkpoint and time.monotonic() > until and runner.alive(folder.path):
+        still = still + POLL_S if runner.wake(folder) else 0.0
+        late = not after_checkpoint and time.monotonic() > until and runner.alive(folder.path)
+        if still > STILL_S or late:
             break
         time.sleep(POLL_S)
-    if runner.alive(folder.path):
+    if still > STILL_S or runner.alive(folder.path):
         _end_orphan(folder, request)
     if folder.attempts() < number:
         # it never began; the next one gets its number, and was not meant

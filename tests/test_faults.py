@@ -607,3 +607,92 @@ def test_the_name_of_a_session_runs_nothing(world: World) -> None:
     finally:
         shutil.rmtree(short, ignore_errors=True)
     assert not list(world.root.rglob("pwned"))
+
+
+def test_a_training_that_does_not_mind_a_full_disk_goes_on(world: World, mount: Mount) -> None:
+    mount(world.runs, "size=1m")
+    filler = world.runs / "filler"
+    folder = world.prepared("print=3", f"brimful={filler}", "pid=leader", f"wait={world.root}/go")
+    running = world.started("exec", "a run")
+    world.pid("leader")
+    until(folder.process.exists)
+    assert state(world) == "running"
+    (world.root / "go").touch()
+    assert running.wait(PATIENCE_S) == 1, "nothing is proved of it, and it ended well"
+    assert rundir.read_json(folder.exit(1))["returncode"] == 0
+    assert folder.verdict.exists()
+    whole(folder)
+    assert state(world) == "finished"
+
+
+def test_a_log_without_room_does_not_end_the_training(world: World, mount: Mount) -> None:
+    mount(world.runs, "size=1m")
+    script = (
+        "import sys, os\n"
+        "from launcher.watching.record import Console, Record, spare_streams\n"
+        "record = Record(sys.argv[1], 0)\n"
+        "spare_streams()\n"
+        "for number in range(20000): print('x' * 100)\n"
+        "sys.stdout.flush()\n"
+        "for number in range(50): record.write('step', step=number)\n"
+        "print('y', file=sys.stderr, flush=True)\n"
+        "os.unlink(sys.argv[2])\n"
+        "print('back')\n"
+        "record.write('end', exit=0, lost=Console.lost)\n"
+    )
+    filler, log = world.runs / "filler", world.runs / "console.log"
+    filler.write_bytes(b"x" * 100_000)
+    with log.open("ab") as stream:
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(world.runs / "probe"), str(filler)],
+            stdout=stream, stderr=subprocess.PIPE, text=True, env=world.environ,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "y\n")
+    assert log.read_text().endswith("back\n")
+    lines = (world.runs / "probe" / "rank-0.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    assert [one["step"] for one in events[:-1]] == list(range(50)), "nothing of the record is lost"
+    assert events[-1]["lost"] > 1_000_000
+
+
+def test_an_interrupt_while_it_starts_leaves_nothing_behind(world: World) -> None:
+    # its keeper hangs before it has begun
+    slow = world.root / "slow"
+    slow.mkdir()
+    (slow / "sitecustomize.py").write_text(
+        "import os, sys, time\n"
+        f"open({str(slow / 'pid')!r} + str(os.getpid()), 'w').close()\n"
+        "sys.argv[0] == '-m' and time.sleep(600 * (len(sys.orig_argv) == 7))\n"
+    )
+    world.prepared("pid=leader", "sleep=600")
+    running = world.started("exec", "a run", env={"PYTHONPATH": str(slow)})
+    until(lambda: len(list(slow.glob("pid*"))) == 2)
+    running.send_signal(signal.SIGINT)
+    assert running.wait(PATIENCE_S) == 130
+    assert world.quiet()
+    assert not (world.root / "pids" / "leader").exists()
+
+
+@needs_trl
+def test_term_stops_a_run_however_soon_it_comes(world: World) -> None:
+    env = {"FAKE_STEPS": json.dumps(["child=session", "pid=leader", "sleep=600"])}
+    words = ("sft", str(world.config()), "--gpus", "0", "--python", str(world.python()))
+    running = world.started(*words, env=env)
+    # the keeper may not have said yet that training is there
+    until((world.root / "pids" / "leader").exists)
+    running.send_signal(signal.SIGTERM)
+    assert running.wait(PATIENCE_S) == 130
+    assert world.quiet()
+    (row,) = json.loads(world.launch("runs", "--format", "json").stdout)["data"]
+    assert row["state"] == "stopped"
+
+
+@needs_trl
+def test_the_time_that_the_command_at_the_end_has(world: World) -> None:
+    words = (str(world.config()), "--on-finish", "true", "--format", "json", "--on-finish-limit")
+    done = world.trained(*words, "1h30m", steps=("exit=0",))
+    folder = RunFolder(Path(json.loads(done.stdout)["data"]["run"]))
+    assert rundir.read_json(folder.start)["on_finish_s"] == 5400
+    done = world.trained(*words, "soon")
+    assert [f["code"] for f in json.loads(done.stdout)["findings"]] == ["bad-time"]
+    assert done.returncode == 2

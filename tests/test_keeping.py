@@ -273,9 +273,9 @@ def test_a_keeper_that_does_not_go_on_is_done_without(
     folder = prepared(place, "ignore=INT", "child=session", "pid=leader", "sleep=600")
     started(folder)
     leader, child = pid_of(place, "leader"), pid_of(place, "child")
-    # as one is that a debugger or a frozen cgroup holds
     os.kill(kept(folder), signal.SIGSTOP)
-    monkeypatch.setattr(runner, "KILLED_S", 0.5)
+    # as one is that a debugger or a frozen cgroup holds
+    monkeypatch.setattr(runner, "wake", lambda _: True)
     ended = stopping.stop(folder)
     assert ended is not None and ended.stopped == signal.SIGINT
     assert not living(leader) and not living(child) and not living(kept(folder))
@@ -615,3 +615,24 @@ def test_a_log_is_shown_without_tokens_however_it_comes(size: int, idle: bool) -
     assert token.encode() not in told and b"there\n\xff " in told
     if not idle or size > 100:
         assert told == redact_bytes(printable_bytes(raw), ())
+
+
+def test_a_keeper_that_is_killed_in_the_command_at_the_end_has_called_it(place: Path) -> None:
+    folder = prepared(place, "exit=0", on_finish=told_by(place, "import time; time.sleep(2)"))
+    started(folder)
+    until(lambda: rundir.concluded(folder, 1))
+    os.kill(kept(folder), signal.SIGKILL)
+    launch("attach", "a run")
+    until((place / "told").exists)
+    assert (place / "told").read_text() == "x"
+
+
+def test_term_to_the_keeper_reaches_the_command_at_the_end(place: Path) -> None:
+    script = f"trap 'echo ended > ended; exit 3' TERM; touch {place}/up; sleep 600 & wait"
+    folder = prepared(place, "exit=0", on_finish=("sh", "-c", script))
+    started(folder)
+    until((place / "up").exists)
+    os.kill(kept(folder), signal.SIGTERM)
+    until((place / "ended").exists)
+    until(lambda: not runner.keeper_lives(folder))
+    assert "ended with 3" in folder.diary.read_text()

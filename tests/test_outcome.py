@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -12,14 +13,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import made_runs
 import numpy
 import pytest
 import saved
 import test_resume
-from test_check import Run, sft, step
+from test_check import Run, brief, sft, step
 from test_resume import TRL, Make, codes
 
-from launcher import checksums, contents, judgement, rundir, start
+from launcher import checksums, contents, judgement, rundir, series, start
 from launcher.attempt import Attempt
 from launcher.check import Point, Verdict
 from launcher.rundir import RunFolder
@@ -473,3 +475,41 @@ def test_losses_that_jump_after_a_resume_are_no_pass(
     assert (found.state, found.ok) == (state, ok)
     if ok is None:
         assert "before the resume" in str(found.detail["reason"])
+
+
+def test_losses_are_those_of_the_probes_steps_where_there_are_any(tmp_path: Path) -> None:
+    # its log holds four means of five steps each
+    folder = made_runs.made(tmp_path / "run", steps=20, told=made_runs.manifest(stage="sft"))
+    verdict = judged(folder, trend="falling")
+    assert brief(verdict.point("trend")) == ("falling", True)
+    assert verdict.point("trend").detail["losses"] == 20
+    every = [made_runs.loss(number, 20) for number in range(1, 21)]
+    figures = [verdict.metrics[key] for key in ("first_loss", "last_loss", "min_loss")]
+    assert figures == pytest.approx([every[0], every[-1], min(every)])
+    # the page draws the same numbers, and keeps the means apart
+    columns = series.read(folder).series.columns
+    assert columns["loss"] == pytest.approx(every)
+    assert sum(mean is not None for mean in columns["logged_loss"]) == 4
+
+
+def test_an_adapter_is_fingerprinted_and_a_checkpoint_is_not(run: Run, tmp_path: Path) -> None:
+    output = trained(run, tmp_path, "adapter_model.safetensors")
+    assert judged(run.folder).point("model").state == "saved"
+    tensors(output / "adapter_model.safetensors", noise(3))
+    assert judged(run.folder).point("model").state == "changed"
+    record = Record(str(tmp_path / "other"), 0)
+    saves.note(record, tmp_path / "out" / "checkpoint-5")
+    assert not (tmp_path / "other" / "rank-0.jsonl").read_text()
+
+
+def test_without_a_probe_the_output_folder_must_be_there(run: Run, tmp_path: Path) -> None:
+    run.log(sft(5) + "Model weights saved in out/model.safetensors\n")
+    run.exit(0)
+    shutil.rmtree(run.folder / "probe")
+    rundir.write_json(run.folder / "process.json", dict(_identity()))
+    rundir.write_json(run.folder / "run.json", {"output": str(tmp_path / "nowhere")})
+    verdict = judged(run.folder)
+    assert verdict.point("finish").state == "completed"
+    assert verdict.point("model").state == "missing"
+    (tmp_path / "nowhere").mkdir()
+    assert point(judged(run.folder), "model") is None

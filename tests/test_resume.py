@@ -815,3 +815,32 @@ def test_an_attempt_with_nothing_left_is_judged_by_the_steps_before(tmp_path: Pa
     found = earlier.whole(earlier.read(folder))
     assert found.probe is not None and found.probe.last_step == 40
     assert found.exit is None and found.log is not None and found.log.path.name == "console.3.log"
+
+
+def test_a_setting_that_comes_out_of_the_checkpoint_is_said(run: Make) -> None:
+    one = run()
+    one.start()
+    saved.pinned(one.output, "step_4")
+    decision = one.decide("learning_rate=1e-3", "checkpointing_steps=4", "logging_steps=2")
+    assert [(c.what, c.severity) for c in decision.changes] == [("learning_rate", "warning")]
+    assert "does nothing" in decision.changes[0].effect
+
+
+def test_the_largest_gradient_norm_is_that_of_the_whole_run(tmp_path: Path) -> None:
+    path = made_runs.made(tmp_path / "run", steps=40, ended=False)
+    made_runs.made(path, attempt=2, first=31, steps=40)
+    record = path / "probe" / "rank-0.jsonl"
+    norms = {3: 9.0, 33: 2.0}
+    lines, attempt = [], 0
+    for event in map(json.loads, record.read_text().splitlines()):
+        if event["event"] == "start":
+            attempt = event["attempt"]
+        elif event["event"] == "step":
+            # what the first attempt did at step 38 is not in the weights
+            gone = attempt == 1 and event["step"] == 38
+            event["grad_norm"] = 99.0 if gone else norms.get(event["step"], 1.0)
+        lines.append(json.dumps(event) + "\n")
+    record.write_text("".join(lines))
+    found = measures.metrics(earlier.whole(earlier.read(RunFolder(path))))
+    assert (found["max_grad_norm"], found["last_grad_norm"]) == (9.0, 1.0)
+    assert measures.metrics(read_run(path))["max_grad_norm"] == 2.0

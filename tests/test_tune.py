@@ -444,7 +444,7 @@ def written(world: Outlook, place: Path, overrides: tuple[str, ...] = (), **sett
     wanted = config.load(path, (*overrides, *levers.overrides(world.space, whole)))
     found = config.load(place)
     assert found.args == wanted.args
-    named = ("name", "stage", "backend", "script", "deepspeed")
+    named = ("name", "stage", "backend", "script", "deepspeed", "deepspeed_config", "num_gpus")
     options, others = (
         {key: value for key, value in one.options.items() if key not in named}
         for one in (found, wanted)

@@ -15,7 +15,7 @@ import math
 import shutil
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,7 @@ class Estimate:
 
     def as_json(self) -> dict[str, Any]:
         """For machines."""
-        return {name: getattr(self, name) for name in ("gpus", "steps", "hours", "cost", "formula")}
+        return asdict(self)
 
     def line(self) -> str:
         """For people."""
@@ -148,7 +148,7 @@ class Result:
     reason: str | None
     estimate: Estimate | None = None
     page: Path | None = None
-    findings: tuple[Finding, ...] = field(default=())
+    findings: tuple[Finding, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """`data` of `launch ladder`."""
@@ -310,10 +310,8 @@ def _without_deepspeed(
     named = any(text.startswith(_NAMES_DEEPSPEED) for text in request.overrides)
     if request.gpus != 1 or options.deepspeed is None or named:
         return [], []
-    off, on = (
-        _predicted(replace(request, overrides=(*request.overrides, *more)), terms)
-        for more in (("deepspeed=none",), ())
-    )
+    without = replace(request, overrides=(*request.overrides, "deepspeed=none"))
+    off, on = _predicted(without, terms), _predicted(request, terms)
     if options.backend == "open_instruct" and options.stage == "dpo":
         keep, why = True, "without it one process has no process group (dpo_utils.py:453)"
     elif off is None or on is None or off.spare is None or on.spare is None:

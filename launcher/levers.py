@@ -347,19 +347,12 @@ def changes(space: Space, settings: Settings) -> dict[str, Any]:
     Where the file expects a state of what is turned (`expect: {packing: off}`), that follows: what is
     on must be `isolated` or `engaged`.
     """
-    return {key: value for one in by_lever(space, settings).values() for key, value in one.items()}
-
-
-def by_lever(space: Space, settings: Settings) -> dict[str, dict[str, Any]]:
-    """The same by the lever that changes them; the split of the batch is that of `per_device`."""
-    base, told = space.base, {}
+    changed: dict[str, Any] = {}
     for name in ORDER:
-        if name in settings and name != "per_device" and settings[name] != base[name]:
-            told[name] = {
-                **_keys(space.plan, name, settings[name]), **_contract(space.plan, name, settings[name])
-            }  # fmt: skip
-    split = _batch(space, settings)
-    return {**told, "per_device": split} if split else told
+        if name in settings and name != "per_device" and settings[name] != space.base[name]:
+            changed |= _keys(space.plan, name, settings[name])
+            changed |= _contract(space.plan, name, settings[name])
+    return changed | _batch(space, settings)
 
 
 def _contract(made: Plan, name: str, value: Setting) -> dict[str, Any]:

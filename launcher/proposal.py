@@ -41,7 +41,7 @@ def write(
         values |= _differences(config.load(source), wanted)
     else:
         values |= {"stage": options.stage, "backend": options.backend, **wanted.options}
-        # only the wrapped shape has them; elsewhere `--gpus` and `deepspeed` say it
+        # the wrapped shape's own words; how many GPUs says `--gpus` elsewhere
         values.pop("num_gpus", None)
         if "deepspeed_config" in values:
             values["deepspeed"] = values.pop("deepspeed_config")

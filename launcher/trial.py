@@ -12,15 +12,14 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from launcher import following, foresight, preparation, process, report, start, stopping
+from launcher import following, foresight, process, report, start, stopping
 from launcher.check import Verdict
 from launcher.errors import Exit, Finding, LaunchError, brief
 from launcher.plan import Plan
-from launcher.preparation import Prepared, Request
+from launcher.preparation import Prepared
 from launcher.rundir import RunFolder
 
 # whoever waited for the training process tells all of its command line first
@@ -85,25 +84,15 @@ class Outcome:
         }
 
 
-def run(
-    request: Request, *, root: Path | None = None, timeout_s: float | None = None,
-    allow_unproven: bool = False, quiet: bool = False,
-) -> Outcome:  # fmt: skip
-    """Prepare, start, show and judge one run; returns when every process of it has gone.
-
-    Its folder is made below `root`, by default where runs live. INT and TERM stop the run, and the
-    outcome says so; one that comes before the run can be told raises KeyboardInterrupt, with nothing left
-    behind. Raises what `preparation.prepare` and `start.begin` raise: then nothing was started.
-    """
-    prepared = preparation.prepare(replace(request, runs=root or request.runs), running=True)
-    return of_prepared(prepared, timeout_s=timeout_s, allow_unproven=allow_unproven, quiet=quiet)
-
-
 def of_prepared(
     prepared: Prepared, *, timeout_s: float | None = None, allow_unproven: bool = False,
     quiet: bool = False,
 ) -> Outcome:  # fmt: skip
-    """The same for what was prepared already."""
+    """Start, show and judge one run; returns when every process of it has gone.
+
+    INT and TERM stop the run, and the outcome says so; one that comes before the run can be told raises
+    KeyboardInterrupt, with nothing left behind. Raises what `start.begin` raises: then nothing was started.
+    """
     prepared = foresight.foreseen(prepared)
     folder = prepared.folder
     if not quiet:

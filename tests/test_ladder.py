@@ -315,8 +315,10 @@ def test_interrupted_killed_and_gone_on_with(world: World) -> None:
     running.kill()
     running.communicate()
     until(lambda: not world.left())
-    running = world.started(*words, *JSON, env={"SCENES": json.dumps(FALLING)})
-    while running.poll() is None and len(started(world, "world")) < 5:
+    scenes = {**FALLING, "world=4": {"fall": 0.3, "sleep": 2}}
+    running = world.started(*words, *JSON, env={"SCENES": json.dumps(scenes)})
+    until(lambda: len(started(world, "world")) == 5)
+    for _ in range(10):
         running.send_signal(signal.SIGHUP)
         time.sleep(0.05)
     out, err = running.communicate(timeout=PATIENCE_S)

@@ -59,12 +59,6 @@ def test_what_is_turned_on_is_proved_even_where_the_file_does_not_care() -> None
     assert turned(world, liger=True)["expect.liger"] == "engaged"
 
 
-def test_dpo_of_open_instruct_asks_for_checkpointing_by_its_memory_budget() -> None:
-    world = tuned.outlook(TULU, "model_name_or_path=Qwen/Qwen2.5-7B")
-    assert turned(world, checkpointing=False) == {"args.activation_memory_budget": 1.0}
-    assert turned(world, attention="torch") == {"args.attn_implementation": "torch"}
-
-
 def test_dpo_of_older_commits_has_sfts_flag(monkeypatch: pytest.MonkeyPatch, write: Write) -> None:
     really = Locator.schema
 
@@ -215,10 +209,6 @@ def test_a_deepspeed_file_of_ones_own_stays(write: Write, tmp_path: Path) -> Non
     assert "file of your own" in world.space.fixed["deepspeed"]
 
 
-def test_one_gpu_has_nothing_to_shard() -> None:
-    assert not {"zero1", "zero3"} & set(values(tuned.outlook(HAND, gpus=1), "deepspeed"))
-
-
 @pytest.mark.parametrize(
     ("path", "overrides"),
     [
@@ -249,15 +239,6 @@ def test_zero1_sends_once_a_step_and_keeps_whole_gradients(
     assert often / less == pytest.approx((rows / 4 - 1) / (rows / 8 - 1))
 
 
-def test_what_cannot_be_split_otherwise_is_no_second_setting() -> None:
-    world = tuned.outlook(HAND, "batch.global=2", "batch.per_device=1")
-    changed = [
-        tuple(levers.overrides(world.space, one.settings))
-        for one in tuned.search_of(world).grid.values()
-    ]
-    assert len(set(changed)) == len(changed) > 1
-
-
 @pytest.mark.parametrize(
     ("path", "overrides", "packed"),
     [
@@ -274,14 +255,6 @@ def test_one_row_is_packed_with_none(
     assert 1 in {one["per_device"] for one in grid if one["packing"] in (False, "off")}
 
 
-def test_where_the_batch_cannot_be_split_the_search_comes_to_its_end() -> None:
-    world = tuned.outlook(HAND, "batch.global=2", "batch.per_device=1", rows="64:900")
-    assert "per_device" in world.space.fixed
-    search = tuned.searched(world, tuned.H200, trials=40)
-    assert search.stopped and search.best is not None
-    assert "per_device" not in search.differing(search.best.candidate)
-
-
 @needs_trl
 def test_only_attention_that_can_be_had_is_planned_with(write: Write) -> None:
     text = (
@@ -292,22 +265,6 @@ def test_only_attention_that_can_be_had_is_planned_with(write: Write) -> None:
     for packages, chosen in (({}, "sdpa"), (tuned.PACKAGES, "flash_attention_2")):
         space = tuned.outlook(path, gpus=1, packages=packages).space
         assert levers.planned(space, space.base).attention == chosen
-
-
-def test_rows_of_a_local_file_are_counted_once(
-    write: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = write("rows.jsonl", '{"messages": []}\n' * 500)
-    world = tuned.outlook(HAND, f"dataset_mixer_list=[{data},1.0]")
-    read: list[Path] = []
-    whole = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda path: (read.append(path), whole(path))[1])
-    assert len(list(world.grid())) > 100
-    assert read.count(data) <= 1
-    # one that has changed is another
-    with data.open("a") as stream:
-        stream.write("{}\n")
-    assert levers.planned(world.space, world.space.base).rows == 501
 
 
 OLMO = "olmo_core/dpo_qwen3_0_6b.yaml"
@@ -332,13 +289,3 @@ def test_of_the_second_dpo_script_only_what_leaves_its_batch_alone(
     world = tuned.outlook(OLMO, *overrides, rows="300:2000")
     assert names(world) == turned
     assert stays <= set(world.space.fixed)
-
-
-def test_attention_says_what_memory_depends_on() -> None:
-    world = tuned.outlook(
-        TULU, "model_name_or_path=Qwen/Qwen2.5-7B", "packing=false", "expect.packing=off"
-    )
-    flash, plain = (
-        world.expected({**world.space.base, "attention": name}) for name in ("flash_2", "torch")
-    )
-    assert flash and plain and flash.seconds < plain.seconds

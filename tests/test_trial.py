@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from conftest import PATIENCE_S
 from fake_world import World, looks_on, made, needs_trl
 
-from launcher import following, rundir, trial
+from launcher import following, preparation, rundir, trial
 from launcher.errors import Exit, InvalidConfig
 from launcher.preparation import Request
 from launcher.rundir import RunFolder
@@ -32,6 +33,13 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         yield one
 
 
+def run(
+    request: Request, timeout_s: float | None = None, root: Path | None = None
+) -> trial.Outcome:
+    prepared = preparation.prepare(replace(request, runs=root), running=True)
+    return trial.of_prepared(prepared, timeout_s=timeout_s, quiet=True)
+
+
 def asked(world: World, monkeypatch: pytest.MonkeyPatch, *steps: str, **args: object) -> Request:
     monkeypatch.setenv("FAKE_STEPS", json.dumps(steps))
     return Request(stage="sft", config=world.config(**args), gpus=0, python=world.python())
@@ -41,7 +49,7 @@ def test_a_run_lies_below_the_folder_that_several_share(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared = rundir.new_folder(world.runs, "ladder", "a b/c")
-    told = trial.run(asked(world, monkeypatch, "print=2"), root=shared, quiet=True)
+    told = run(asked(world, monkeypatch, "print=2"), root=shared)
     assert told.run.path.parent == shared
     assert shared.name.endswith("-ladder-a-b-c")
     assert told.run in rundir.known_runs()
@@ -57,7 +65,7 @@ def test_one_whose_time_is_up_is_stopped_with_all_its_processes(
 ) -> None:
     monkeypatch.setenv("LAUNCH_GRACE", "1,1,1")
     request = asked(world, monkeypatch, "ignore=INT", "child=same", "pid=leader", "sleep=600")
-    told = trial.run(request, timeout_s=2, quiet=True)
+    told = run(request, timeout_s=2)
     assert told.timed_out and not told.interrupted
     assert told.reason is not None and "time was up" in told.reason
     assert world.quiet()
@@ -66,7 +74,7 @@ def test_one_whose_time_is_up_is_stopped_with_all_its_processes(
 def test_one_that_ends_in_time_is_not_stopped_later(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = trial.run(asked(world, monkeypatch, "raise=no such thing"), timeout_s=60, quiet=True)
+    told = run(asked(world, monkeypatch, "raise=no such thing"), timeout_s=60)
     assert (told.exit, told.timed_out) == (Exit.TRAINING, False)
     assert told.reason is not None and "no such thing" in told.reason
 
@@ -82,7 +90,7 @@ def test_one_that_ends_in_time_is_not_stopped_later(
 def test_an_end_is_told_in_a_few_words(
     world: World, monkeypatch: pytest.MonkeyPatch, step: str, reason: str
 ) -> None:
-    told = trial.run(asked(world, monkeypatch, step), quiet=True)
+    told = run(asked(world, monkeypatch, step))
     assert told.reason is not None and told.reason.startswith(reason)
 
 
@@ -91,16 +99,18 @@ def test_nothing_starts_from_a_file_that_is_wrong(
 ) -> None:
     shared = rundir.new_folder(world.runs, "bench", "x")
     with pytest.raises(InvalidConfig):
-        trial.run(asked(world, monkeypatch, "print=1", learning_rat=1), root=shared)
+        run(asked(world, monkeypatch, "print=1", learning_rat=1), root=shared)
     assert list(shared.iterdir()) == []
 
 
 def test_the_user_stops_it(world: World) -> None:
     code = (
-        "from pathlib import Path\nfrom launcher import trial\nfrom launcher.preparation import Request\n"
+        "from pathlib import Path\nfrom launcher import preparation, trial\n"
+        "from launcher.preparation import Request\n"
         f"request = Request(stage='sft', config=Path({str(world.config())!r}), gpus=0, "
         f"python=Path({str(world.python())!r}))\n"
-        "told = trial.run(request, quiet=True)\nprint(told.interrupted, int(told.exit), told.timed_out)\n"
+        "told = trial.of_prepared(preparation.prepare(request, running=True), quiet=True)\n"
+        "print(told.interrupted, int(told.exit), told.timed_out)\n"
     )
     steps = json.dumps(["pid=leader", "sleep=600"])
     running = subprocess.Popen(
@@ -120,7 +130,7 @@ def test_the_user_stops_it(world: World) -> None:
 
 def test_term_while_it_is_being_started_leaves_nothing(world: World) -> None:
     code = (
-        "import os, signal\nfrom pathlib import Path\nfrom launcher import start, trial\n"
+        "import os, signal\nfrom pathlib import Path\nfrom launcher import preparation, start, trial\n"
         "from launcher.preparation import Request\nbegin = start.begin\n"
         "def told(*words, **more):\n"
         "    try:\n        return begin(*words, **more)\n"
@@ -128,7 +138,7 @@ def test_term_while_it_is_being_started_leaves_nothing(world: World) -> None:
         "start.begin = told\n"
         f"request = Request(stage='sft', config=Path({str(world.config())!r}), gpus=0, "
         f"python=Path({str(world.python())!r}))\n"
-        "try:\n    trial.run(request, quiet=True)\n"
+        "try:\n    trial.of_prepared(preparation.prepare(request, running=True), quiet=True)\n"
         "except KeyboardInterrupt:\n    print('interrupted')\n"
     )
     done = subprocess.run(
@@ -150,7 +160,7 @@ def test_an_end_that_is_asked_for_while_it_is_judged_counts(
 
     monkeypatch.setattr(following, "_look_on", judged)
     # what its time is up for besides does not hide it
-    told = trial.run(asked(world, monkeypatch, "sleep=600"), timeout_s=2, quiet=True)
+    told = run(asked(world, monkeypatch, "sleep=600"), timeout_s=2)
     assert told.interrupted and not told.timed_out
-    told = trial.run(asked(world, monkeypatch, "print=1", output_dir="b"), quiet=True)
+    told = run(asked(world, monkeypatch, "print=1", output_dir="b"))
     assert told.interrupted and rundir.read_json(told.run.exit(1))["stopped"] is None

@@ -175,29 +175,26 @@ def beside(verdict: Verdict, planned: Mapping[str, float]) -> Verdict:
     """The verdict with the peak that was planned, in GiB by part, beside what memory came to."""
     if "peak" not in planned:
         return verdict
-    point = verdict.point("memory")
-    detail = {**point.detail, "planned_gib": dict(planned)}
+    point, told = verdict.point("memory"), dict[str, object](planned_gib=dict(planned))
     if point.state == "oom":
         parts = sorted(planned.items(), key=lambda one: -one[1])
-        told = ", ".join(f"{k} {v:.1f}" for k, v in parts if k != "peak" and v >= 0.05)
-        detail["reason"] = f"the plan said {planned['peak']:.1f} GiB a GPU: {told}"
-    return _with_point(verdict, replace(point, detail=detail))
+        shares = ", ".join(f"{k} {v:.1f}" for k, v in parts if k != "peak" and v >= 0.05)
+        told["reason"] = f"the plan said {planned['peak']:.1f} GiB a GPU: {shares}"
+    return with_point(verdict, point, told)
 
 
 def lost(verdict: Verdict) -> Verdict:
     """The verdict of a run of which no process is left and nothing tells how it ended."""
     help = "no process of it is left, and none recorded an end: the machine went down, or all were killed"
     point = verdict.point("finish")
-    detail = {**point.detail, "reason": "lost", "help": help}
     ok = point.expected in (None, "killed")
-    return _with_point(verdict, replace(point, state="killed", ok=ok, detail=detail))
+    return with_point(verdict, point, {"reason": "lost", "help": help}, state="killed", ok=ok)
 
 
 def unknown(verdict: Verdict, why: Finding) -> Verdict:
     """The verdict of a run that may or may not go on where nobody here can look."""
-    point = verdict.point("finish")
-    detail = {**point.detail, "reason": why.message, "help": why.help}
-    return _with_point(verdict, replace(point, state="unknown", ok=None, detail=detail))
+    told = {"reason": why.message, "help": why.help}
+    return with_point(verdict, verdict.point("finish"), told, state="unknown", ok=None)
 
 
 def damaged(verdict: Verdict, folder: Path, fault: str) -> Verdict:
@@ -208,13 +205,15 @@ def damaged(verdict: Verdict, folder: Path, fault: str) -> Verdict:
         "the last one that is whole), and look at the disk",
     }
     point = verdict.point("finish")
-    ok = None if point.ok else point.ok
-    return _with_point(verdict, replace(point, ok=ok, detail={**point.detail, **told}))
+    return with_point(verdict, point, told, ok=None if point.ok else point.ok)
 
 
-def _with_point(verdict: Verdict, new: Point) -> Verdict:
-    """The same with this in place of its point of that name."""
-    return with_points(verdict, tuple(new if p.name == new.name else p for p in verdict.points))
+def with_point(
+    verdict: Verdict, point: Point, detail: Mapping[str, object], **changes: Any
+) -> Verdict:
+    """The same with one of its points changed, and the status that follows."""
+    new = replace(point, detail={**point.detail, **detail}, **changes)
+    return with_points(verdict, tuple(new if p is point else p for p in verdict.points))
 
 
 def with_points(verdict: Verdict, points: tuple[Point, ...]) -> Verdict:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from launcher import rundir
 from launcher.backends.deepspeed_rules import engine_config
 from launcher.backends.gradient_rules import fault
-from launcher.check import Verdict, with_points
+from launcher.check import Verdict, with_point
 
 
 def reason(manifest: Mapping[str, Any]) -> str | None:
@@ -59,6 +58,6 @@ def doubted(verdict: Verdict, manifest: Mapping[str, Any]) -> Verdict:
     point = next((p for p in verdict.points if p.name == "gradients"), None)
     if point is None or point.state != "unknown" or (why := reason(manifest)) is None:
         return verdict
-    detail = {**point.detail, "reason": why, "help": "train again: docs/gradients.md"}
-    new = replace(point, ok=None, detail=detail)
-    return with_points(verdict, tuple(new if p is point else p for p in verdict.points))
+    return with_point(
+        verdict, point, {"reason": why, "help": "train again: docs/gradients.md"}, ok=None
+    )

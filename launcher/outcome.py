@@ -82,7 +82,9 @@ _ZERO_HELP = (
     "no token has a label then: look at the chat template and at the maximal length, which may cut off every "
     "answer"
 )
-_STILL_HELP = "look at the learning rate, its schedule, and what is frozen; `expect: {trend: any}` takes it so"
+_STILL_HELP = (
+    "check the learning rate, its schedule, and what is frozen; `expect: {trend: any}` accepts it"
+)
 MOVED = 0.05
 """The share of the weights that must have moved. Pure bfloat16 at 1e-6 moves about 2 %."""
 STILL = 0.001

@@ -72,9 +72,9 @@ _ARGUMENTS: tuple[tuple[re.Pattern[str], str, Severity], ...] = (
     ),
     (
         re.compile(
-            r"(?:dataset_)?mixer_list\w*|dataset_\w+|datasets|(?:dataset_)?transform_fn|target_columns|"
-            r"config_hash|max_seq_length|max_length|max_train_samples|packing\w*|truncation_mode|seed|"
-            r"data_seed|group_by_length|train_sampling_strategy|sft_messages_key|ground_truths_key|"
+            r"(?:dataset_)?mixer_list\w*|dataset_\w+|datasets|(?:dataset_)?transform_fn|"
+            r"target_columns|config_hash|max_seq_length|max_length|max_train_samples|packing\w*|"
+            r"truncation_mode|seed|data_seed|group_by_length|train_sampling_strategy|sft_messages_key|ground_truths_key|"
             r"sequence_parallel_size|tokenizer_\w+|chat_template\w*|add_bos|use_fast|"
             r"use_slow_tokenizer|get_tokenizer_fn|eos_token|pad_token"
         ),

@@ -75,7 +75,7 @@ class Order:
         )  # fmt: skip
 
     def unheeded(self) -> list[tuple[Link, str]]:
-        """Overrides of stages that do not run, but for where the model lies that another begins from."""
+        """Overrides of stages that do not run, but for where a model lies that is begun from."""
         needed = {one.source for one in self.links}
         return [
             (link, text)

@@ -1,4 +1,4 @@
-"""What a run folder keeps of everything that was decided before the start: manifest and stage file."""
+"""What a run folder keeps of what was decided before the start: manifest and stage file."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _resolved(plan: Plan) -> dict[str, dict[str, Any]]:
 def write_stage_file(
     plan: Plan, folder: RunFolder, restored: Mapping[str, Any] | None = None
 ) -> None:
-    """Write the resolved stage file of a plan, with the values that are `restored` from a checkpoint.
+    """Write the resolved stage file of a plan, with the values `restored` from a checkpoint.
 
     Tokens are taken out. Raises OSError.
     """

@@ -231,7 +231,8 @@ def of_a_bare_command(
     said = Finding(
         severity="warning", layer="launch", code="earlier-run",
         key=f"args.{plan.stage.entry.names.output}",
-        message=f"{output} is that of {folder.path.name}: launch itself would {would}; this line {does}",
+        message=f"{output} is that of {folder.path.name}: launch itself would {would}; "
+        f"this line {does}",
         help="say it without --dry-run, or with --fresh for a line that takes a folder beside it",
     )  # fmt: skip
     return (placed(plan.stage.config, said),)
@@ -287,7 +288,7 @@ def judge(
 class _Judge:
     """The checkpoints in an output folder, by the attempts that made them.
 
-    `allowed` are the changes that the user allows by name, `now` is what data and models of this start hold.
+    `allowed` are the changes that the user allows by name, `now` is what data and models hold.
     """
 
     plan: Plan
@@ -422,7 +423,7 @@ class _Judge:
             # what training would be done with now is no reason to do it again
             if one.severity != "note"
             and one.what not in ("packages", "gpus", "reference")
-            # nor what the last attempt was asked for already, and told that the checkpoint's value is used
+            # nor what the last attempt was asked for already, and the checkpoint's value was used
             and not (one.restored and (one.what, one.after) in repeated)
         ]
         if changed and not all(one.what in self.allowed for one in changed):
@@ -470,7 +471,7 @@ class _Judge:
     # -- which checkpoint
 
     def _found(self) -> list[Checkpoint]:
-        """All of them, in the order of training, with what the ranks of their own attempt left out."""
+        """All of them, in the order of training, with what ranks of their own attempt left out."""
         found = []
         for one in checkpoints.find(self.backend, self.output):
             ranks = earlier.processes(self.attempts.maker(one))
@@ -483,7 +484,7 @@ class _Judge:
     def _chosen(
         self, whole: Sequence[Checkpoint]
     ) -> tuple[Checkpoint, Wrong | None, tuple[Checkpoint, Wrong] | None]:
-        """The newest that can be resumed exactly; where none can, the newest, and what is wrong there.
+        """The newest that can be resumed exactly; where none can, the newest and what is wrong.
 
         The last part is the newest one where an older one was taken instead.
         """
@@ -567,8 +568,8 @@ class _Judge:
             ]  # fmt: skip
         asked = _is_asked_for(wrong)
         more = Change(
-            what="position", key="ignore_data_skip" if asked else None, before=chosen.name, after=None,
-            effect=wrong.text, severity="warning" if asked else "error",
+            what="position", key="ignore_data_skip" if asked else None, before=chosen.name,
+            after=None, effect=wrong.text, severity="warning" if asked else "error",
         )  # fmt: skip
         return [*found, more]
 

@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -86,7 +86,7 @@ def run(
     started = rundir.now()
     inherited = os.environ if inherited is None else inherited
     stop = _Stop(_Requests(folder, attempt, due), grace(os.environ.get(GRACE_VARIABLE)))
-    with stop.listening(), _Reserve.made(folder) as reserve:
+    with stop.listening(), _Reserve(folder.path / ".reserve") as reserve:
         with _console(folder, attempt) as console:
             try:
                 child = _start(command, folder, attempt, console, held, inherited)
@@ -119,25 +119,18 @@ class _Reserve:
 
     path: Path
 
-    @classmethod
-    @contextlib.contextmanager
-    def made(cls, folder: RunFolder) -> Iterator[_Reserve]:
+    def __enter__(self) -> _Reserve:
         """Raises NotReady where there is no such room to begin with."""
-        reserve = cls(folder.path / ".reserve")
         try:
-            reserve._fill()
-            yield reserve
-        finally:
-            reserve.release()
-
-    def _fill(self) -> None:
-        try:
-            with self.path.open("wb") as stream:
-                # a hole would keep no room; nor do zeros, on a file system that compresses
-                stream.write(os.urandom(RESERVED))
+            # a hole would keep no room; nor do zeros, on a file system that compresses
+            self.path.write_bytes(os.urandom(RESERVED))
         except OSError as error:
             self.release()
             raise rundir.not_writable(self.path.parent, error.strerror) from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     def release(self) -> None:
         with contextlib.suppress(OSError):

@@ -23,7 +23,7 @@ from launcher.redaction import is_secret, redact
 if TYPE_CHECKING:
     from launcher.preparation import Request
 
-# Fields of a task that a stage file may set, and what must be in them; SkyPilot checks what is inside.
+# Fields of a task that a stage file may set, and their types; SkyPilot checks what is inside.
 FIELDS: Mapping[str, tuple[type, ...]] = {
     "accelerator": (str,), "config": (dict,), "envs": (dict,), "event_callback": (str,),
     "file_mounts": (dict,), "name": (str,), "resources": (dict,), "secrets": (dict, list),

@@ -26,7 +26,6 @@ from launcher.attempt import Attempt
 from launcher.errors import Exit, Finding, LaunchError, NotReady, brief, not_ready
 from launcher.lease import Lease
 from launcher.rundir import RunFolder
-from launcher.watching.watchdog import LEASE
 
 OTHERS_S = 60.0
 """Seconds that a machine whose training failed waits for the first one to have recorded its end."""
@@ -159,7 +158,7 @@ def main(words: Sequence[str]) -> int:
             with lease.kept(granted, partial(_overtaken, folder.console(number))) as end:
                 command = attempt.command(os.environ)
                 if granted is not None:
-                    env = {**command.env, LEASE: str(granted.path)}
+                    env = {**command.env, lease.VARIABLE: str(granted.path)}
                     command = replace(command, env=env)
                 sums.start()
                 ended = runner.run(

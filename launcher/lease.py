@@ -37,6 +37,8 @@ BEAT_S = 5.0
 """Seconds between two heartbeats."""
 SILENT_S = 60.0
 """Seconds without a heartbeat after which an owner that cannot be seen from here has lost its lease."""
+VARIABLE = "LAUNCH_LEASE"
+"""Tells the probe in the training where the lease is; importing its name would import all of the probe."""
 _NAME = re.compile(r"lease-(\d{1,9})\.json\Z")
 _LARGEST = 65536
 

@@ -242,6 +242,7 @@ def test_the_probe_keeps_the_heartbeat_of_a_run_without_a_keeper(
 ) -> None:
     granted = lease.take(tmp_path, tmp_path / "run", 1)
     os.utime(granted.path, (0, 0))
+    assert watchdog.LEASE == lease.VARIABLE
     monkeypatch.setenv(watchdog.LEASE, str(granted.path))
     record = SimpleNamespace(quietly=lambda _: contextlib.nullcontext())
     settings = SimpleNamespace(hang_seconds=0.04, hang_factor=1)

@@ -122,14 +122,7 @@ def _stage_command(stage: str) -> Callable[..., None]:
         elif slurm:
             raise typer.Exit(_queued(request, format, after))
         else:
-            raise typer.Exit(
-                _run(
-                    request,
-                    format,
-                    After(on_finish, on_finish_limit, allow_unproven),
-                    detach=detach,
-                )
-            )
+            raise typer.Exit(_run(request, format, after, detach=detach))
 
     # what the shell can complete is different for each stage
     argument = typer.Argument(

@@ -8,12 +8,11 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from launcher import (
-    assertions,
     campaign,
     checkouts,
     comparison,
@@ -25,10 +24,9 @@ from launcher import (
     trial,
     variants,
 )  # fmt: skip
-from launcher.assertions import Assertion, Broken
 from launcher.backends.open_instruct_log import ATTENTION
 from launcher.campaign import Campaign
-from launcher.comparison import SPEED, Cause, Row, Sample, Variant, compare
+from launcher.comparison import SPEED, Assertion, Broken, Cause, Row, Sample, compare
 from launcher.errors import (
     Exit,
     Finding,
@@ -45,6 +43,7 @@ from launcher.options import SWITCHED
 from launcher.plan import Plan
 from launcher.preparation import Prepared, Request
 from launcher.stage import Stage
+from launcher.variants import Variant
 
 BENCH_VERSION = 1
 FILE, PAGE = "bench.json", "bench.html"
@@ -102,7 +101,7 @@ class Bench:
         """Assertions that do not hold, judged once the first variant is measured."""
         rows = self.rows
         first = rows[:1] and rows[0].variant == self.variants[0].name
-        return assertions.broken(self.assertions, rows) if first else []
+        return comparison.broken(self.assertions, rows) if first else []
 
     @property
     def weights(self) -> str:
@@ -129,7 +128,7 @@ class Bench:
             "bench_version": BENCH_VERSION, "key": self.key, "config": str(self.request.config),
             "overrides": list(self.request.overrides), "gpus": self.request.gpus,
             "steps": self.steps, "repeats": self.repeats, "batch": self.batch,
-            "variants": [variant.as_json() for variant in self.variants],
+            "variants": [asdict(variant) for variant in self.variants],
             "compared": {
                 "loss": f"mean of the probe's loss a step, weighted by {self.weights}",
                 "tokens": comparison.common_tokens(self.samples), "tolerance": self.tolerance,
@@ -179,7 +178,7 @@ def require_gpu(request: Request, *, cpu: bool) -> Request:
 
 
 def plan(
-    request: Request, asked: Sequence[variants.Asked], *, steps: int, repeats: int,
+    request: Request, asked: Sequence[Variant], *, steps: int, repeats: int,
     timeout_s: float | None = None, assertions: Sequence[Assertion] = (), running: bool = False,
 ) -> Bench:  # fmt: skip
     """Judge every variant, and its trial, before the first one starts.
@@ -202,8 +201,8 @@ def plan(
     full: list[tuple[Variant, Prepared]] = []
     for one in asked:
         with judged.of(one.name):
-            checkout = None if one.checkout is None else checkouts.find(request, one.checkout)
-            variant = _adapted(request, Variant(one.name, one.overrides, checkout), base)
+            checkout = one.checkout and str(checkouts.find(request, one.checkout))
+            variant = _adapted(request, replace(one, checkout=checkout), base)
             full.append((variant, preparation.prepare(of_variant(request, variant), running=False)))
     judged.require_valid()
     if len(full) < len(asked):

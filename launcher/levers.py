@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from launcher import budget, options, plan
-from launcher.footprint import attention_of
 from launcher.keys import DEEPSPEED
 from launcher.lengths import Lengths
 from launcher.options import SWITCHED, Batch
@@ -27,7 +26,6 @@ ORDER = (
     "attention", "packing", "liger", "per_device", "checkpointing", "deepspeed", "optimizer", "compile",
 )  # fmt: skip
 
-FLASH = ("flash_attention_2", "flash_attention_3", "flash_2", "flash_3", "flash_4")
 _SPELT = {"flash_2": "flash_attention_2", "torch": "sdpa"}
 _ROUNDING = 0.1
 """How far the tokens of a step may be from the file's where other rows hold them."""
@@ -72,8 +70,6 @@ class Space:
         around = [lever for lever in self.levers if lever.name != "per_device"]
         for values in itertools.product(*(lever.values for lever in around)):
             chosen = {lever.name: value for lever, value in zip(around, values, strict=True)}
-            if chosen.get("packing") == "padding_free" and not _flash(chosen, self.plan):
-                continue
             total = total_rows(self.plan, self.rows, chosen)
             if total == self.plan.global_batch and len(around) == len(self.levers):
                 split = [chosen]
@@ -84,10 +80,9 @@ class Space:
 
     def _packs_nothing(self, chosen: Settings) -> bool:
         """One row a micro-batch has none to be packed with: that is the setting without packing."""
-        entry, value = self.plan.stage.entry, chosen.get("packing", "off")
-        told = {"packing": value in (True, "bfd"), "padding_free": value == "padding_free"}
+        entry, values = self.plan.stage.entry, {"packing": chosen.get("packing")}
         rows = int(chosen.get("per_device", self.plan.per_device))
-        return entry.packs(told, None) and not entry.packs(told, rows)
+        return entry.packs(values, None) and not entry.packs(values, rows)
 
     def as_json(self) -> dict[str, Any]:
         """For the record."""
@@ -171,12 +166,7 @@ def _attention(made: Plan, here: Here, _rows: Lengths | None) -> Told:
     return Lever(name="attention", now=str(now), values=(plain, flash))
 
 
-def _flash(settings: Settings, made: Plan) -> bool:
-    chosen = settings.get("attention")
-    return chosen in FLASH if chosen is not None else attention_of(made).startswith("flash")
-
-
-def _packing(made: Plan, here: Here, rows: Lengths | None) -> Told:
+def _packing(made: Plan, _here: Here, rows: Lengths | None) -> Told:
     names = made.stage.entry.names
     if names.packing is None or names.packing not in made.values:
         return None
@@ -184,40 +174,22 @@ def _packing(made: Plan, here: Here, rows: Lengths | None) -> Told:
         return "TRL's DPO pads whatever is asked for"
     if made.stage.entry.torchrun:
         return "packed, a step of dpo.py holds the pairs that fit into a row a GPU: another global batch"
-    if not _trl(made):
-        return Lever(name="packing", now=bool(made.values[names.packing]), values=(_OFF, _ON))
-    return _packing_of_trl(made, here, rows)
-
-
-def _packing_of_trl(made: Plan, here: Here, rows: Lengths | None) -> Told:
-    values, names = made.values, made.stage.entry.names
-    limit = values.get(names.max_length)
-    if values.get("packing") and values.get("packing_strategy") == "wrapped":
-        return "`packing_strategy: wrapped` is the file's own choice"
-    if values.get("dataset_kwargs"):
-        return "`dataset_kwargs` prepares the rows in its own way"
-    now = (
-        "bfd" if values.get("packing") else "padding_free" if values.get("padding_free") else "off"
-    )
-    known = ["off"]
-    # without packing it cannot cut a row (`padding-free-length`): no row may be longer
-    whole = limit is None or (
-        rows is not None and rows.source.startswith("--row-tokens") and rows.longest <= limit
-    )
-    flash = _flash({}, made) or isinstance(_attention(made, here, rows), Lever)
-    if now == "padding_free" or (whole and flash):
-        known.append("padding_free")
-    if rows is None:
-        return "how long the rows are is not known: --row-tokens MEAN:MAX"
-    if isinstance(limit, int):
-        known.append("bfd")
-        kept = [one for one in known if _tokens_kept(made, rows, {"packing": one})]
-        if len(kept) < 2:
+    now = bool(made.values[names.packing])
+    if _trl(made):
+        limit = made.values.get(names.max_length)
+        if made.values.get("padding_free"):
+            return "`padding_free` is the file's own choice"
+        if now and made.values.get("packing_strategy") == "wrapped":
+            return "`packing_strategy: wrapped` is the file's own choice"
+        if made.values.get("dataset_kwargs"):
+            return "`dataset_kwargs` prepares the rows in its own way"
+        if not isinstance(limit, int):
+            return f"without `{names.max_length}` there is no length to fill"
+        if rows is None:
+            return "how long the rows are is not known: --row-tokens MEAN:MAX"
+        if not _tokens_kept(made, rows, not now):
             return f"a step of as many tokens in rows of {limit} cannot be made: fewer `{names.max_length}`"
-        known = kept
-    if len(known) < 2:
-        return "without a limit only flash attention takes rows apart"
-    return Lever(name="packing", now=now, values=tuple(known))
+    return Lever(name="packing", now=now, values=(_OFF, _ON))
 
 
 def _liger(made: Plan, here: Here, _rows: Lengths | None) -> Told:
@@ -314,7 +286,7 @@ def total_rows(made: Plan, rows: Lengths | None, settings: Settings) -> int:
     Rounded to what the devices can share.
     """
     now = _bfd(made)
-    wanted = settings.get("packing", "bfd" if now else "off") == "bfd"
+    wanted = bool(settings.get("packing", now))
     limit = made.values.get(made.stage.entry.names.max_length)
     if wanted == now or not _trl(made) or rows is None or not isinstance(limit, int):
         return made.global_batch
@@ -328,12 +300,12 @@ def devices(made: Plan) -> int:
     return made.global_batch // made.per_device // made.accumulation
 
 
-def _tokens_kept(made: Plan, rows: Lengths, settings: Settings) -> bool:
+def _tokens_kept(made: Plan, rows: Lengths, packed: bool) -> bool:
     """Whether rounding to whole rows leaves as many tokens a step as there were."""
     limit = float(made.values[made.stage.entry.names.max_length])
-    one = made.global_batch * (limit if _bfd(made) else min(rows.mean, limit))
-    bfd = settings.get("packing") == "bfd"
-    other = total_rows(made, rows, settings) * (limit if bfd else min(rows.mean, limit))
+    row = min(rows.mean, limit)
+    one = made.global_batch * (row if packed else limit)
+    other = total_rows(made, rows, {"packing": packed}) * (limit if packed else row)
     return abs(other / one - 1) <= _ROUNDING
 
 
@@ -358,16 +330,19 @@ def changes(space: Space, settings: Settings) -> dict[str, Any]:
 def _contract(made: Plan, name: str, value: Setting) -> dict[str, Any]:
     """What the file must expect instead of what it expects: what is turned on is to be proved."""
     expected = made.stage.options.expect.get(name)
-    on = value not in (False, "off")
     if name == "attention":
         # without a word in the file, only the probe of TRL's model knows what it came to
         held = _trl(made) if expected is None else expected != "any"
         return {"expect.attention": _SPELT.get(str(value), str(value))} if held else {}
-    if name not in SWITCHED or expected is None or (expected == "any" and not on):
+    if name not in SWITCHED or expected is None or (expected == "any" and not value):
         return {}
     if expected == "any":
         return {f"expect.{name}": SWITCHED[name][0]}
-    return {} if (expected != "off") == on else {f"expect.{name}": SWITCHED[name][0 if on else 1]}
+    return (
+        {}
+        if (expected != "off") == value
+        else {f"expect.{name}": SWITCHED[name][0 if value else 1]}
+    )
 
 
 def _batch(space: Space, settings: Settings) -> dict[str, Any]:
@@ -399,14 +374,6 @@ def _keys(made: Plan, name: str, value: Setting) -> dict[str, Any]:
         return {"deepspeed_config" if wrapped else "deepspeed": value}
     if name == "checkpointing" and _BUDGET in made.values:
         return {f"args.{_BUDGET}": 0.5 if value else 1.0}
-    if name == "packing" and _trl(made):
-        told: dict[str, Any] = {"args.packing": value == "bfd"}
-        if value == "padding_free" or made.values.get("padding_free"):
-            told["args.padding_free"] = value == "padding_free"
-        if value == "padding_free" and made.values.get(entry.max_length) is not None:
-            # TRL's own default would cut: null in a stage file is not passed
-            told[f"args.{entry.max_length}"] = "none"
-        return told
     key = {
         "attention": "attn_implementation", "packing": entry.packing or "packing",
         "liger": entry.liger, "checkpointing": "gradient_checkpointing", "optimizer": "optim",
@@ -455,7 +422,5 @@ def described(name: str, value: Setting) -> str:
     }  # fmt: skip
     if name in words:
         return words[name]
-    if name == "packing" and isinstance(value, str):
-        return {"off": "no packing", "bfd": "packing"}.get(value, value)
     word = {"liger": "Liger", "compile": "torch.compile"}.get(name, name)
     return word if value else f"no {word}"

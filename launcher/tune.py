@@ -35,7 +35,7 @@ from launcher import (
 )  # fmt: skip
 from launcher.bench import Bench, require_gpu
 from launcher.campaign import Campaign
-from launcher.comparison import SPEED, TOLERANCE, Row, Sample, Variant
+from launcher.comparison import SPEED, TOLERANCE, Row, Sample
 from launcher.devices import Devices
 from launcher.errors import Exit, Finding, InvalidConfig, NotReady, errors, usage
 from launcher.footprint import ATTENTIONS
@@ -46,11 +46,11 @@ from launcher.preparation import Asked, Request
 from launcher.search import Candidate, Expected, Measured, Outlook, Search, Status, Trial
 from launcher.shapes import Shape
 from launcher.throughput import Card
+from launcher.variants import AS_WRITTEN, Variant
 
 TUNE_VERSION = 2
 FILE = "tune.json"
 TUNED = "tuned.yaml"
-AS_WRITTEN = "as written"
 STOPPING_S = 15.0
 """What ending a trial may take after its time is up: INT, TERM, KILL."""
 _START_S = {"gpu": 60.0, "cpu": 20.0}

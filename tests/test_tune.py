@@ -21,11 +21,12 @@ from fake_world import World, needs_trl
 from tuned import A100, H200, RTX4090, Machine
 
 from launcher import campaign, config, levers, measurement, proposal, stage, tune
-from launcher.comparison import SPEED, Sample, Step, Variant
+from launcher.comparison import SPEED, Sample, Step
 from launcher.errors import NotReady, UsageError, errors
 from launcher.levers import Here as Platform
 from launcher.preparation import Request
 from launcher.search import Candidate, Measured, Outlook, Search
+from launcher.variants import Variant
 
 HAND = "bench/hand_recipe.yaml"
 SMALL = ("model_name_or_path=Qwen/Qwen2.5-0.5B", "use_liger_kernel=false", "batch.per_device=8",
@@ -693,7 +694,7 @@ def test_how_long_rows_are_is_learned_by_the_first_trial(world: World, trials: T
     assert known["card"]["gib"] is None and known["grid"]["too_large"] == 0
     assert "packing" in {one["name"] for one in known["levers"]}
     first = known["trials"][0]
-    assert first["settings"]["packing"] == "off" and first["overrides"] == []
+    assert first["settings"]["packing"] is False and first["overrides"] == []
     count = len(trials.started)
     trials.launch(*words, room=1e9)
     assert record(world)["trials"] == known["trials"] and len(trials.started) == count

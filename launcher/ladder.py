@@ -311,16 +311,14 @@ def _without_deepspeed(
     if request.gpus != 1 or options.deepspeed is None or named:
         return [], []
     without = replace(request, overrides=(*request.overrides, "deepspeed=none"))
-    off, on = _predicted(without, terms), _predicted(request, terms)
+    known = _predicted(without, terms)
     if options.backend == "open_instruct" and options.stage == "dpo":
         keep, why = True, "without it one process has no process group (dpo_utils.py:453)"
-    elif off is None or on is None or off.spare is None or on.spare is None:
+    elif known is None or known.spare is None:
         keep = "offload" in options.deepspeed_name
         why = f"`{options.deepspeed_name}` keeps on the host what the card may not hold"
     else:
-        keep = off.spare < 0 and on.spare > off.spare
-        peaks = [rung.memory.peak for rung in (off, on) if rung.memory is not None]
-        why = f"without it {peaks[0]:.1f} GiB are planned, with it {peaks[1]:.1f}"
+        keep, why = known.spare < 0, "without it more is planned than the card holds"
     key = "deepspeed_config" if stage.config.shape == "wrapped" else "deepspeed"
     code, message, help = "deepspeed-kept", f"DeepSpeed stays on one GPU: {why}", None
     if not keep:
@@ -531,11 +529,20 @@ def _starts_at_ln2(stage: Stage) -> bool:
 def _estimate(planned: Climb, top: Standing) -> Estimate:
     stage, step, terms = planned.stage, top.facts.step_seconds, planned.terms
     whole = plan.make(stage, gpus=top.gpus)
-    steps = _full_steps(whole, replace(planned.request, gpus=top.gpus), terms)
+    known = _predicted(replace(planned.request, gpus=top.gpus), terms)
+    repacked = plan.repacks(stage, stage.values)
+    steps = known.steps if known is not None else None
+    if steps is None:
+        # of rows whose lengths are not known nobody can say how many packed ones they come to
+        seen = lengths.parse(terms.row_tokens) if repacked and terms.row_tokens else None
+        rows = None if repacked else terms.rows
+        if seen is not None:
+            rows = footprint.trained_rows(whole, seen, terms.rows or whole.rows)
+            seen = footprint.rows_of(whole, seen)
+        steps = footprint.optimizer_steps(whole, rows, seen, told=True)
     if step is None or not steps:
         options = ["--rows N"] if whole.rows is None and terms.rows is None else []
-        packed = plan.repacks(stage, stage.values) and terms.row_tokens is None
-        options += ["--row-tokens MEAN:MAX"] if packed else []
+        options += ["--row-tokens MEAN:MAX"] if repacked and terms.row_tokens is None else []
         why = f"its steps are not known: {' and '.join(options)}" if step else "no step was timed"
         return Estimate(gpus=top.gpus, steps=steps, hours=None, cost=None, formula=why)
     seconds = steps * step
@@ -552,21 +559,6 @@ def _estimate(planned: Climb, top: Standing) -> Estimate:
     priced = terms.price is not None and top.gpus
     cost = hours * (terms.price or 0) * top.facts.devices if priced else None
     return Estimate(gpus=top.gpus, steps=steps, hours=hours, cost=cost, formula=formula)
-
-
-def _full_steps(whole: plan.Plan, request: Request, terms: Terms) -> int | None:
-    """The optimizer steps of the whole run, if they can be known."""
-    known = _predicted(request, terms)
-    if known is not None and known.steps is not None:
-        return known.steps
-    if not plan.repacks(whole.stage, whole.stage.values):
-        return footprint.optimizer_steps(whole, terms.rows, told=True)
-    if terms.row_tokens is None:
-        # of rows whose lengths are not known nobody can say how many packed ones they come to
-        return whole.steps
-    seen = lengths.parse(terms.row_tokens)
-    rows = footprint.trained_rows(whole, seen, terms.rows or whole.rows)
-    return footprint.optimizer_steps(whole, rows, footprint.rows_of(whole, seen))
 
 
 # --- for people -----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from launcher import footprint, levers, memory, shapes, throughput
-from launcher.comparison import Spread
+from launcher.comparison import Sample, Spread
 from launcher.errors import InvalidConfig
 from launcher.footprint import Footprint
 from launcher.lengths import Lengths
@@ -48,10 +48,7 @@ Status = Literal[
     "refused", "no speed",
 ]  # fmt: skip
 """The outcome of a trial; only `ok` counts. `contract` was disproved, `unproven` neither way."""
-_FIRST: Mapping[Status, str] = {
-    "refused": "cannot be started", "unproven": "proves nothing to compare others with",
-    "no speed": "has no measured speed",
-}  # fmt: skip
+_NO_SAMPLE = Sample(variant="")
 
 Item = tuple[str, Setting]
 """A lever with its value."""
@@ -126,11 +123,12 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A candidate that was tried, and what was learned from it, in one line."""
+    """A candidate that was tried, its run, and what was learned from it, in one line."""
 
     candidate: Candidate
     measured: Measured
     learned: str = ""
+    sample: Sample = _NO_SAMPLE
 
     @property
     def ok(self) -> bool:
@@ -180,10 +178,14 @@ class Outlook:
             if (expected := self.expected(settings)) is not None:
                 yield Candidate(settings=settings, expected=expected)
 
+    def candidate(self, settings: Settings) -> Candidate:
+        """One setting, whether it can be planned or not."""
+        expected = self.expected(settings) or Expected(peak=None, seconds=1.0, tokens=1.0)
+        return Candidate(settings=settings, expected=expected)
+
     def base(self) -> Candidate:
         """The file as it is written."""
-        expected = self.expected(self.space.base) or Expected(peak=None, seconds=1.0, tokens=1.0)
-        return Candidate(settings=self.space.base, expected=expected)
+        return self.candidate(self.space.base)
 
     def expected(self, settings: Settings) -> Expected | None:
         """The peak and the pace; None where these settings cannot be planned.
@@ -332,11 +334,13 @@ class Search:
         if peak is not None and estimate is not None:
             least = min((one.expected.peak for one in full if one.expected.peak), default=math.inf)
             return estimate < least and peak <= self.limit
-        # without an estimate: not as heavy as what failed, at most twice the rows that fitted
-        if any(_as_heavy(candidate, one) for one in full):
-            return False
+        # without an estimate: fewer rows than what failed, at most twice those that fitted
         fitted = [run.candidate.rows for run in self.runs if run.ok]
-        return candidate.rows <= 2 * max(fitted, default=candidate.rows)
+        most = 2 * max(fitted, default=candidate.rows)
+        return (
+            candidate.rows < min([one.rows for one in full], default=most + 1)
+            and candidate.rows <= most
+        )
 
     # --- time ---
 
@@ -418,8 +422,9 @@ class Search:
             )
         if first.measured.blamed or first.measured.status == "timeout":
             return None
-        fault = _FIRST.get(first.measured.status, "does not train")
-        return f"the file as written {fault}: {first.measured.reason}"
+        return (
+            f"the file as written does not train ({first.measured.status}): {first.measured.reason}"
+        )
 
     def ranked(self) -> list[tuple[float, Candidate]]:
         """What may be tried next, with the share that it could gain at most; the most first."""
@@ -476,14 +481,14 @@ class Search:
         turns = [one for count, one in counts if count == fewest < self.repeats]
         for one in turns[::-1] if fewest % 2 else turns:
             if self.trial_seconds(one.candidate) <= left:
-                words = self._words(one.candidate, self.base) or "the file as it is written"
+                words = self.words(one.candidate, self.base) or "the file as it is written"
                 why = f"{words} once more: run {fewest + 1}"
                 return replace(one.candidate, purpose="repeat", why=why)
         return None
 
     # --- learning ---
 
-    def learn(self, candidate: Candidate, measured: Measured) -> Trial:
+    def learn(self, candidate: Candidate, measured: Measured, sample: Sample = _NO_SAMPLE) -> Trial:
         """Take in the outcome of a trial; returns it with what was learned, in one line.
 
         Of a setting that was tried before it is one more run, which has to pass as the others.
@@ -496,7 +501,7 @@ class Search:
             if len(changed) == 1 and measured.status not in ("refused", "oom") and not measured.cut:
                 self.passed.add((changed[0], candidate.settings[changed[0]]))
         learned = self._learned(candidate, measured, before, earlier)
-        trial = Trial(candidate=candidate, measured=measured, learned=learned)
+        trial = Trial(candidate=candidate, measured=measured, learned=learned, sample=sample)
         self.runs.append(trial)
         keys = dict.fromkeys(run.candidate.key for run in self.runs)
         self.trials = [together([r for r in self.runs if r.candidate.key == key]) for key in keys]
@@ -557,7 +562,8 @@ class Search:
 
     # --- words ---
 
-    def _words(self, one: Candidate, other: Candidate) -> str:
+    def words(self, one: Candidate, other: Candidate) -> str:
+        """What one setting changes of another."""
         changed = [name for name in one.differing(other) if name in one.settings]
         return ", ".join(described(name, one.settings[name]) for name in changed)
 
@@ -566,7 +572,7 @@ class Search:
         if best is None:
             return "the fastest that fits, by the plan"
         gain = self.predicted(candidate) / best.speed - 1
-        why = f"{self._words(candidate, best.candidate)}: {gain:+.0%} expected"
+        why = f"{self.words(candidate, best.candidate)}: {gain:+.0%} expected"
         peak = self.peak(candidate)
         return why if peak is None or not self.room else f"{why}, {peak:.0f} of {self.room:.0f} GiB"
 
@@ -590,11 +596,3 @@ def _only(one: Candidate, other: Candidate, name: str) -> bool:
 def _kind(candidate: Candidate) -> tuple[Setting | None, ...]:
     """The levers that decide which of memory's moments is the peak."""
     return tuple(candidate.settings.get(name) for name in ("checkpointing", "packing", "liger"))
-
-
-def _as_heavy(one: Candidate, other: Candidate) -> bool:
-    """Whether `one` surely needs the memory of `other`: as many rows, and nothing that makes room."""
-    savers = ("checkpointing", "liger")
-    same = set(one.differing(other)) <= {"per_device", *savers}
-    saves = any(one.settings.get(n) and not other.settings.get(n) for n in savers)
-    return same and one.rows >= other.rows and not saves

@@ -33,6 +33,9 @@ _ON, _OFF = True, False
 # open-instruct's DPO asks for checkpointing by it; its commits before #1444 have the flag that SFT has
 _BUDGET = "activation_memory_budget"
 
+Packages = Mapping[str, str]
+"""Those of the trainer's environment, with their versions."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lever:
@@ -58,7 +61,7 @@ class Space:
     rows: Lengths | None
     levers: tuple[Lever, ...]
     fixed: Mapping[str, str] = field(default_factory=dict)
-    packages: Mapping[str, str] | None = None
+    packages: Packages | None = None
 
     @property
     def base(self) -> dict[str, Setting]:
@@ -89,19 +92,12 @@ class Space:
         return {"levers": [one.as_json() for one in self.levers], "fixed": dict(self.fixed)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Here:
-    """What the trainer's environment has, and on what it trains; `cpu`: the mechanics are tried."""
-
-    packages: Mapping[str, str]
-    cpu: bool = False
-
-    def has(self, name: str) -> bool:
-        """Whether a package is installed, under either spelling of its name."""
-        return name in self.packages or name.replace("-", "_") in self.packages
+def has(packages: Packages, name: str) -> bool:
+    """Whether a package is installed, under either spelling of its name."""
+    return name in packages or name.replace("-", "_") in packages
 
 
-def of_plan(made: Plan, here: Here, rows: Lengths | None) -> Space:
+def of_plan(made: Plan, packages: Packages, rows: Lengths | None) -> Space:
     """The levers of a stage on this machine.
 
     What the file expects of a lever's point follows the lever, as strict as it can be: see `changes`.
@@ -113,12 +109,12 @@ def of_plan(made: Plan, here: Here, rows: Lengths | None) -> Space:
     }  # fmt: skip
     levers, fixed = [], {}
     for name in ORDER:
-        told = makers[name](made, here, rows)
+        told = makers[name](made, packages, rows)
         if isinstance(told, str):
             fixed[name] = told
         elif told is not None:
             levers.append(told)
-    return Space(plan=made, rows=rows, levers=tuple(levers), fixed=fixed, packages=here.packages)
+    return Space(plan=made, rows=rows, levers=tuple(levers), fixed=fixed, packages=packages)
 
 
 Told = Lever | str | None
@@ -138,13 +134,15 @@ def _adapters(made: Plan) -> bool:
                 or made.values.get("use_peft"))  # fmt: skip
 
 
-def _attention(made: Plan, here: Here, _rows: Lengths | None) -> Told:
+def _attention(made: Plan, packages: Packages, _rows: Lengths | None) -> Told:
     if "attn_implementation" not in made.values:
         flash = (
-            "flash-attn is installed" if here.has("flash-attn") else "flash-attn is not installed"
+            "flash-attn is installed"
+            if has(packages, "flash-attn")
+            else "flash-attn is not installed"
         )
-        return None if here.cpu else f"upstream takes the best that is installed; {flash}"
-    if here.cpu:
+        return None if not made.gpus else f"upstream takes the best that is installed; {flash}"
+    if not made.gpus:
         return "the CPU has one"
     if made.stage.options.attention:
         return "`attention:` names what is taken"
@@ -158,15 +156,17 @@ def _attention(made: Plan, here: Here, _rows: Lengths | None) -> Told:
         )
     else:
         flash, plain = "flash_2", "torch"
-        now = made.values["attn_implementation"] or (flash if here.has("flash-attn") else plain)
+        now = made.values["attn_implementation"] or (
+            flash if has(packages, "flash-attn") else plain
+        )
     if now not in (flash, plain):
         return f"`attn_implementation: {now}` is the file's own choice"
-    if not here.has("flash-attn"):
+    if not has(packages, "flash-attn"):
         return "flash-attn is not installed"
     return Lever(name="attention", now=str(now), values=(plain, flash))
 
 
-def _packing(made: Plan, _here: Here, rows: Lengths | None) -> Told:
+def _packing(made: Plan, _packages: Packages, rows: Lengths | None) -> Told:
     names = made.stage.entry.names
     if names.packing is None or names.packing not in made.values:
         return None
@@ -192,22 +192,22 @@ def _packing(made: Plan, _here: Here, rows: Lengths | None) -> Told:
     return Lever(name="packing", now=now, values=(_OFF, _ON))
 
 
-def _liger(made: Plan, here: Here, _rows: Lengths | None) -> Told:
+def _liger(made: Plan, packages: Packages, _rows: Lengths | None) -> Told:
     name = made.stage.entry.names.liger
     # dpo.py has the argument and reads it nowhere
     if name not in made.values or made.stage.entry.torchrun:
         return None
     now = bool(made.values[name])
-    if here.cpu:
+    if not made.gpus:
         return "its kernels need a GPU"
-    if not here.has("liger-kernel"):
+    if not has(packages, "liger-kernel"):
         return "liger-kernel is not installed"
     if _adapters(made) and not now:
         return "on adapters it slows training down: only a full fine-tune gains by it"
     return Lever(name="liger", now=now, values=(_OFF, _ON))
 
 
-def _per_device(made: Plan, _here: Here, _rows: Lengths | None) -> Told:
+def _per_device(made: Plan, _packages: Packages, _rows: Lengths | None) -> Told:
     if made.stage.entry.torchrun and made.values.get("packing"):
         return "packed, dpo.py computes one row a GPU in a step, whatever stands in it"
     values = tuple(budget.splits(made.global_batch, devices(made)))
@@ -216,7 +216,7 @@ def _per_device(made: Plan, _here: Here, _rows: Lengths | None) -> Told:
     return Lever(name="per_device", now=made.per_device, values=values)
 
 
-def _checkpointing(made: Plan, here: Here, _rows: Lengths | None) -> Told:
+def _checkpointing(made: Plan, _packages: Packages, _rows: Lengths | None) -> Told:
     if _BUDGET in made.values:
         if _adapters(made):
             return "open-instruct's DPO reads it for the full model alone"
@@ -226,14 +226,14 @@ def _checkpointing(made: Plan, here: Here, _rows: Lengths | None) -> Told:
             name="checkpointing", now=float(made.values[_BUDGET]) < 1,
             values=(_OFF, _ON),
         )  # fmt: skip
-    if here.cpu and not _trl(made):
+    if not made.gpus and not _trl(made):
         return "on the CPU it tells nothing"
     now = bool(made.values.get("gradient_checkpointing"))
     return Lever(name="checkpointing", now=now, values=(_OFF, _ON))
 
 
-def _deepspeed(made: Plan, here: Here, _rows: Lengths | None) -> Told:
-    if here.cpu:
+def _deepspeed(made: Plan, _packages: Packages, _rows: Lengths | None) -> Told:
+    if not made.gpus:
         return "DeepSpeed is left out on the CPU"
     for key in ("zero_stage", "fsdp", "deepspeed"):
         if made.values.get(key):
@@ -251,14 +251,14 @@ def _deepspeed(made: Plan, here: Here, _rows: Lengths | None) -> Told:
     return Lever(name="deepspeed", now=now, values=tuple(dict.fromkeys((*values, now))))
 
 
-def _optimizer(made: Plan, here: Here, _rows: Lengths | None) -> Told:
+def _optimizer(made: Plan, packages: Packages, _rows: Lengths | None) -> Told:
     if not _trl(made):
         return None
-    if here.cpu or _adapters(made):
+    if not made.gpus or _adapters(made):
         return "its share of a step is small here"
     now = str(made.values.get("optim") or "adamw_torch_fused")
     known = ["adamw_torch_fused"]
-    if here.has("bitsandbytes") and made.stage.options.deepspeed is None:
+    if has(packages, "bitsandbytes") and made.stage.options.deepspeed is None:
         known.append("adamw_bnb_8bit")
     if now not in ("adamw_torch", *known):
         return f"`optim: {now}` is the file's own choice"
@@ -266,10 +266,10 @@ def _optimizer(made: Plan, here: Here, _rows: Lengths | None) -> Told:
     return Lever(name="optimizer", now=now, values=values) if len(values) > 1 else None
 
 
-def _compile(made: Plan, here: Here, _rows: Lengths | None) -> Told:
+def _compile(made: Plan, _packages: Packages, _rows: Lengths | None) -> Told:
     if not _trl(made):
         return None
-    if here.cpu:
+    if not made.gpus:
         return "compiling takes longer than a trial"
     if _adapters(made) or made.stage.options.deepspeed is not None:
         return "not with adapters or DeepSpeed: graphs break at every hook"

@@ -422,9 +422,8 @@ class Search:
             )
         if first.measured.blamed or first.measured.status == "timeout":
             return None
-        return (
-            f"the file as written does not train ({first.measured.status}): {first.measured.reason}"
-        )
+        status, reason = first.measured.status, first.measured.reason
+        return f"nothing can be compared with the file as written ({status}): {reason}"
 
     def ranked(self) -> list[tuple[float, Candidate]]:
         """What may be tried next, with the share that it could gain at most; the most first."""

@@ -40,7 +40,7 @@ from launcher.devices import Devices
 from launcher.errors import Exit, Finding, InvalidConfig, NotReady, errors, usage
 from launcher.footprint import ATTENTIONS
 from launcher.lengths import Lengths
-from launcher.levers import Here, Space
+from launcher.levers import Packages, Space
 from launcher.plan import Plan
 from launcher.preparation import Asked, Request
 from launcher.search import Candidate, Measured, Outlook, Search, Status, Trial
@@ -123,7 +123,7 @@ class Tuning:
     request: Request
     terms: Terms
     plan: Plan
-    here: Here
+    packages: Packages
     card: Card
     shape: Shape | None
     rows: Lengths
@@ -149,11 +149,11 @@ class Tuning:
 
     def learn_again(self, trials: Iterable[Mapping[str, Any]]) -> None:
         """Make the grid from what is known of the rows now, and learn from these records again."""
-        self.space = levers.of_plan(self.plan, self.here, None if self.assumed else self.rows)
+        self.space = levers.of_plan(self.plan, self.packages, None if self.assumed else self.rows)
         outlook = self.outlook()
         search = Search(
             outlook.grid(), outlook.base(), steps=self.terms.steps, room=self.card.gib,
-            start_s=_START_S["cpu" if self.here.cpu else "gpu"],
+            start_s=_START_S["gpu" if self.plan.gpus else "cpu"],
         )  # fmt: skip
         for data in trials:
             one = trial_from_json(data, outlook)
@@ -322,17 +322,17 @@ def prepare(request: Request, terms: Terms, *, cpu: bool) -> Tuning:
     )
     if stopping := errors(made.findings, strict=request.strict):
         raise InvalidConfig(stopping)
-    here, card = Here(packages=asked.trainer.packages, cpu=not made.gpus), _card(terms, chosen)
+    packages, card = asked.trainer.packages, _card(terms, chosen)
     rows, assumed = _rows(made, asked, terms)
     request = replace(request, stage=asked.stage.options.stage, gpus=made.gpus)
     # without rows: what is known of them may have become more since an earlier start
-    space = levers.of_plan(made, here, None)
+    space = levers.of_plan(made, packages, None)
     about = [TUNE_VERSION, terms.steps, terms.row_tokens, card.name, card.gib, space.as_json(),
              measurement.identity(preparation.prepare(request, running=False))]  # fmt: skip
     text = json.dumps(about, sort_keys=True, default=str)
     return Tuning(
-        request=request, terms=terms, plan=made, here=here, card=card, shape=_shape(made), rows=rows,
-        assumed=assumed, attention=_attention(made, here),
+        request=request, terms=terms, plan=made, packages=packages, card=card, shape=_shape(made), rows=rows,
+        assumed=assumed, attention=_attention(made, packages),
         findings=tuple(finding for finding in made.findings if finding.severity != "note"),
         key=hashlib.sha256(text.encode()).hexdigest(),
     )  # fmt: skip
@@ -354,11 +354,11 @@ def _shape(made: Plan) -> Shape | None:
         return None
 
 
-def _attention(made: Plan, here: Here) -> str:
+def _attention(made: Plan, packages: Packages) -> str:
     """What the file's own attention comes to on this machine."""
     named = made.values.get("attn_implementation")
     upstreams = named is None and made.stage.options.backend == "open_instruct"
-    if here.cpu or (upstreams and not here.has("flash-attn")):
+    if not made.gpus or (upstreams and not levers.has(packages, "flash-attn")):
         return "sdpa"
     attention = footprint.attention_of(made)
     return attention if attention in ATTENTIONS else "sdpa"
@@ -394,7 +394,7 @@ def opened(tuning: Tuning) -> Iterator[Tuning]:
 
 
 def _require_free_gpus(tuning: Tuning) -> None:
-    if tuning.here.cpu:
+    if not tuning.plan.gpus:
         return
     named = devices.named(tuning.request.devices)
     chosen = devices.choose(tuning.plan.gpus, named, devices.look(os.environ))

@@ -23,7 +23,6 @@ from tuned import A100, H200, RTX4090, Machine
 from launcher import campaign, config, levers, measurement, proposal, stage, tune
 from launcher.comparison import SPEED, Sample, Step
 from launcher.errors import NotReady, UsageError, errors
-from launcher.levers import Here as Platform
 from launcher.preparation import Request
 from launcher.search import Candidate, Measured, Outlook, Search
 from launcher.variants import Variant
@@ -197,9 +196,15 @@ def test_what_is_not_proved_is_never_the_best(status: Any) -> None:
 @pytest.mark.parametrize(
     ("measured", "why"),
     [
-        ({"status": "crash"}, "the file as written does not train (crash): so it is"),
-        ({"status": "refused"}, "the file as written does not train (refused): so it is"),
-        ({"status": "unproven"}, "the file as written does not train (unproven): so it is"),
+        ({"status": "crash"}, "nothing can be compared with the file as written (crash): so it is"),
+        (
+            {"status": "refused"},
+            "nothing can be compared with the file as written (refused): so it is",
+        ),
+        (
+            {"status": "unproven"},
+            "nothing can be compared with the file as written (unproven): so it is",
+        ),
         ({"status": "timeout", "cut": True}, "did not end within it"),
     ],
 )
@@ -386,7 +391,7 @@ def tuning_of(*runs: tuple[str, float, Mapping[str, Any]]) -> tune.Tuning:
     world = hand()
     found = tune.Tuning(
         request=Request(stage="sft", config=Path("x")), terms=tune.Terms(), plan=world.space.plan,
-        here=Platform(packages=tuned.PACKAGES, cpu=False), card=world.card, shape=world.shape,
+        packages=tuned.PACKAGES, card=world.card, shape=world.shape,
         rows=world.rows, attention=world.attention or "", assumed=False, key="",
     )  # fmt: skip
     for name, speed, more in runs:
@@ -651,7 +656,7 @@ def test_what_says_nothing_of_a_setting_is_tried_again(world: World, trials: Tri
     assert code == 4 and "nothing to propose" in out
     assert [(one["status"], one["cut"]) for one in record(world)["trials"]] == [("timeout", True)]
     code, out, _ = trials.launch(*words_for(world, "--budget", "3m"), refused="rows")
-    assert code == 5 and "the file as written does not train (refused)" in out
+    assert code == 5 and "nothing can be compared with the file as written (refused)" in out
     assert [one["status"] for one in record(world)["trials"]] == ["refused"]
     code, out, _ = trials.launch(*words_for(world, "--budget", "3m"))
     assert code == 0 and len(list(world.runs.iterdir())) == 1
@@ -663,7 +668,7 @@ def test_what_says_nothing_of_a_setting_is_tried_again(world: World, trials: Tri
 @needs_trl
 def test_a_file_that_crashes_is_said_to(world: World, trials: Trials) -> None:
     code, out, _ = trials.launch(*words_for(world), crash="rows=2,")
-    assert code == 4 and "does not train" in out
+    assert code == 4 and "the file as written (crash)" in out
     assert len(record(world)["trials"]) == 1 and record(world)["proposal"] is None
 
 

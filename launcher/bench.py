@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -300,35 +300,28 @@ def _adapted(request: Request, variant: Variant, base: Plan | None) -> Variant:
 
 def _expected(asked: Request, stage: Stage, changed: set[str]) -> Iterator[str]:
     """A file that expects packing expects none of the variant without."""
-    expect, entry, batch = stage.options.expect, stage.entry, stage.options.batch
-    split = entry.names.per_device
-    keys: dict[str, set[str | None]] = {
-        "liger": {entry.names.liger},
-        # with one row a micro-batch packing may be asked for, and there is none
-        "packing": {entry.names.packing, "padding_free", "batch", "batch.per_device", split},
-        "attention": {"attn_implementation", "attention"},
-    }
-    rows = (batch and batch.per_device) or stage.values[split]
-    on = {
-        "liger": bool(stage.values.get(entry.names.liger)),
-        "packing": entry.packs(stage.values, rows),
-    }
-    for point, turning in keys.items():
-        wanted = expect.get(point)
-        if (
-            wanted in (None, "any")
-            or not changed & turning
-            or changed & {"expect", f"expect.{point}"}
-        ):
-            continue
-        if point == "attention":
-            # `any` where a verdict has no word for it
-            chosen = preparation.prepare(asked, running=False).plan.attention
-            name = str(chosen or stage.values.get("attn_implementation"))
-            state = ATTENTION.get(name, name)
-            yield f"expect.attention={state if state in EXPECT['attention'] else 'any'}"
-        elif on[point] != (wanted != "off"):
-            yield f"expect.{point}={SWITCHED[point][0 if on[point] else 1]}"
+    expect, entry, values = stage.options.expect, stage.entry, stage.values
+    names, batch = entry.names, stage.options.batch
+    rows = (batch and batch.per_device) or values[names.per_device]
+    # with one row a micro-batch packing may be asked for, and there is none
+    packing = {names.packing, "padding_free", "batch", "batch.per_device", names.per_device}
+
+    def is_turned(point: str, keys: Set[str | None]) -> bool:
+        own = changed & {"expect", f"expect.{point}"}
+        return expect.get(point) not in (None, "any") and bool(changed & keys) and not own
+
+    for point, keys, on in (
+        ("liger", {names.liger}, bool(values.get(names.liger))),
+        ("packing", packing, entry.packs(values, rows)),
+    ):
+        if is_turned(point, keys) and on != (expect[point] != "off"):
+            yield f"expect.{point}={SWITCHED[point][0 if on else 1]}"
+    if is_turned("attention", {"attn_implementation", "attention"}):
+        # `any` where a verdict has no word for it
+        chosen = preparation.prepare(asked, running=False).plan.attention
+        name = str(chosen or values.get("attn_implementation"))
+        state = ATTENTION.get(name, name)
+        yield f"expect.attention={state if state in EXPECT['attention'] else 'any'}"
 
 
 def _batch(asked: Request, stage: Stage, changed: set[str], base: Plan | None) -> Iterator[str]:

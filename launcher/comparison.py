@@ -10,7 +10,7 @@ import operator
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any, Literal
 
 from launcher.errors import Finding, brief, usage
@@ -88,13 +88,8 @@ class Sample:
 
     def as_json(self) -> dict[str, Any]:
         """For the record; `from_json` reads it."""
-        return {
-            "variant": self.variant, "repeat": self.repeat, "cause": self.cause,
-            "reason": self.reason, "flaws": list(self.flaws), "unproved": list(self.unproved),
-            "gradients": self.gradients, "metrics": dict(self.metrics),
-            "curve": [[s.tokens, s.weight, s.loss, s.norm, s.micro_batches] for s in self.curve],
-            "pace": list(self.pace), "run": self.run, "seconds": round(self.seconds, 1),
-        }  # fmt: skip
+        curve = [astuple(step) for step in self.curve]
+        return {**asdict(self), "curve": curve, "seconds": round(self.seconds, 1)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Sample:
@@ -138,7 +133,7 @@ class Spread:
 
     def as_json(self) -> dict[str, float]:
         """As benchmarks.json has it."""
-        return {"median": self.median, "min": self.min, "max": self.max, "n": self.n}
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,15 +177,8 @@ class Row:
 
     def as_json(self) -> dict[str, Any]:
         """One entry of `rows`."""
-        spreads = {k: None if s is None else s.as_json() for k, s in self.spreads.items()}
-        return {
-            "variant": self.variant, "standing": self.standing, "why": self.why,
-            "recommended": self.recommended,
-            LOSS: None if self.loss is None else self.loss.as_json(),
-            "steps_within": self.steps_within,
-            **spreads, "speed_ratio": self.speed_ratio, "chance": self.chance,
-            "loss_change": self.loss_change, "failures": list(self.failures), "flaws": list(self.flaws),
-        }  # fmt: skip
+        row = asdict(self)
+        return {**row.pop("spreads"), LOSS: row.pop("loss"), **row}
 
 
 def within(curve: Sequence[Step], tokens: float) -> tuple[float | None, float]:

@@ -135,13 +135,11 @@ def _adapters(made: Plan) -> bool:
 
 
 def _attention(made: Plan, packages: Packages, _rows: Lengths | None) -> Told:
+    flash_attn = has(packages, "flash-attn")
     if "attn_implementation" not in made.values:
-        flash = (
-            "flash-attn is installed"
-            if has(packages, "flash-attn")
-            else "flash-attn is not installed"
-        )
-        return None if not made.gpus else f"upstream takes the best that is installed; {flash}"
+        word = "is" if flash_attn else "is not"
+        chosen = f"upstream takes the best that is installed; flash-attn {word} installed"
+        return chosen if made.gpus else None
     if not made.gpus:
         return "the CPU has one"
     if made.stage.options.attention:
@@ -149,19 +147,14 @@ def _attention(made: Plan, packages: Packages, _rows: Lengths | None) -> Told:
     if _trl(made):
         if isinstance(made.values.get("model_init_kwargs"), str | dict):
             return "`model_init_kwargs` may set it"
-        now, flash, plain = (
-            made.values["attn_implementation"] or "sdpa",
-            "flash_attention_2",
-            "sdpa",
-        )
+        flash, plain = "flash_attention_2", "sdpa"
+        now = made.values["attn_implementation"] or plain
     else:
         flash, plain = "flash_2", "torch"
-        now = made.values["attn_implementation"] or (
-            flash if has(packages, "flash-attn") else plain
-        )
+        now = made.values["attn_implementation"] or (flash if flash_attn else plain)
     if now not in (flash, plain):
         return f"`attn_implementation: {now}` is the file's own choice"
-    if not has(packages, "flash-attn"):
+    if not flash_attn:
         return "flash-attn is not installed"
     return Lever(name="attention", now=str(now), values=(plain, flash))
 

@@ -38,7 +38,6 @@ from launcher.campaign import Campaign
 from launcher.comparison import SPEED, TOLERANCE, Row, Sample
 from launcher.devices import Devices
 from launcher.errors import Exit, Finding, InvalidConfig, NotReady, errors, usage
-from launcher.footprint import ATTENTIONS
 from launcher.lengths import Lengths
 from launcher.levers import Packages, Space
 from launcher.plan import Plan
@@ -56,10 +55,6 @@ STOPPING_S = 15.0
 _START_S = {"gpu": 60.0, "cpu": 20.0}
 _POINTS = ("liger", "packing", "attention", "batch", "loss", "memory")
 """Points of the verdict that a setting has to prove; the others are not about settings."""
-_CAUSES: Mapping[str, Status] = {
-    "oom": "oom", "diverged": "diverged", "hang": "hang", "timeout": "timeout", "crash": "crash",
-    "contract": "contract", "refused": "refused",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,8 +355,7 @@ def _attention(made: Plan, packages: Packages) -> str:
     upstreams = named is None and made.stage.options.backend == "open_instruct"
     if not made.gpus or (upstreams and not levers.has(packages, "flash-attn")):
         return "sdpa"
-    attention = footprint.attention_of(made)
-    return attention if attention in ATTENTIONS else "sdpa"
+    return footprint.attention_of(made)
 
 
 def _rows(made: Plan, asked: Asked, terms: Terms) -> tuple[Lengths, bool]:
@@ -492,7 +486,7 @@ def judged(runs: Sequence[Sample], reference: Sequence[Sample]) -> Measured:
     )  # fmt: skip
     failed = tuple(p for p in _POINTS if any(flaw.startswith(f"{p} is ") for flaw in sample.flaws))
     if not sample.measured:
-        status = _CAUSES.get(sample.cause, "crash")
+        status: Status = "crash" if sample.cause == "interrupted" else sample.cause
         return replace(result, status=status, blamed=failed if status == "contract" else ())
     if sample.flaws:
         return replace(result, status="contract", blamed=failed, reason="; ".join(sample.flaws))

@@ -126,10 +126,6 @@ class Estimate:
     cost: float | None
     formula: str
 
-    def as_json(self) -> dict[str, Any]:
-        """For machines."""
-        return asdict(self)
-
     def line(self) -> str:
         """For people."""
         if self.hours is None:
@@ -155,7 +151,7 @@ class Result:
         return {
             "folder": str(self.folder), "go": self.exit is Exit.OK, "reason": self.reason,
             "rungs": [one.as_json() for one in self.standings],
-            "estimate": None if self.estimate is None else self.estimate.as_json(),
+            "estimate": self.estimate and asdict(self.estimate),
             "report": None if self.page is None else str(self.page),
         }  # fmt: skip
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from launcher import budget, options, plan
 from launcher.keys import DEEPSPEED
 from launcher.lengths import Lengths
 from launcher.options import SWITCHED, Batch
+from launcher.overrides import spelt
 from launcher.plan import Plan
 from launcher.schema import Values
 
@@ -44,10 +45,6 @@ class Lever:
     name: str
     now: Setting
     values: tuple[Setting, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """For the record."""
-        return {"name": self.name, "now": self.now, "values": list(self.values)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +86,7 @@ class Space:
 
     def as_json(self) -> dict[str, Any]:
         """For the record."""
-        return {"levers": [one.as_json() for one in self.levers], "fixed": dict(self.fixed)}
+        return {"levers": [asdict(one) for one in self.levers], "fixed": dict(self.fixed)}
 
 
 def has(packages: Packages, name: str) -> bool:
@@ -377,13 +374,7 @@ def _keys(made: Plan, name: str, value: Setting) -> dict[str, Any]:
 
 def overrides(space: Space, settings: Settings) -> tuple[str, ...]:
     """The same as `key=value` texts for the command line."""
-    return tuple(f"{key}={_text(value)}" for key, value in changes(space, settings).items())
-
-
-def _text(value: Any) -> str:
-    return (
-        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    )
+    return tuple(f"{key}={spelt(value)}" for key, value in changes(space, settings).items())
 
 
 def planned(space: Space, settings: Settings) -> Plan:

@@ -68,11 +68,6 @@ class Expected:
     short: float | None = None
 
     @property
-    def measurable(self) -> float | None:
-        """The peak that a trial should show."""
-        return self.peak if self.short is None else self.short
-
-    @property
     def speed(self) -> float:
         """Tokens a second."""
         return self.tokens / self.seconds
@@ -301,9 +296,9 @@ class Search:
 
     def _whole(self, candidate: Candidate, measured: Measured) -> float | None:
         expected = candidate.expected
-        if not expected.peak or not expected.measurable or measured.peak is None:
+        if not expected.peak or not expected.short or measured.peak is None:
             return None
-        return expected.peak * measured.peak / expected.measurable
+        return expected.peak * measured.peak / expected.short
 
     def peak(self, candidate: Candidate) -> float | None:
         """The estimate in GiB, corrected by measured peaks: of its kind, else of any."""
@@ -311,7 +306,7 @@ class Search:
             return None
         alike, others = list[float](), [1.0]
         for one in self.trials:
-            estimate, peak = one.candidate.expected.measurable, one.measured.peak
+            estimate, peak = one.candidate.expected.short, one.measured.peak
             if one.measured.status == "oom":
                 # it wanted more than there is, whatever was counted when it failed
                 peak = self.room
@@ -336,11 +331,8 @@ class Search:
             return estimate < least and peak <= self.limit
         # without an estimate: fewer rows than what failed, at most twice those that fitted
         fitted = [run.candidate.rows for run in self.runs if run.ok]
-        most = 2 * max(fitted, default=candidate.rows)
-        return (
-            candidate.rows < min([one.rows for one in full], default=most + 1)
-            and candidate.rows <= most
-        )
+        least = min((one.rows for one in full), default=math.inf)
+        return candidate.rows < least and candidate.rows <= 2 * max(fitted, default=candidate.rows)
 
     # --- time ---
 
@@ -525,8 +517,8 @@ class Search:
         if status != "ok" or not speed:
             return failure + self._blame(candidate, measured)
         parts = [f"{speed / before.speed - 1:+.1%} against the best before"] if before else []
-        if measured.peak is not None and candidate.expected.measurable:
-            parts.append(f"{measured.peak:.1f} GiB, {candidate.expected.measurable:.1f} estimated")
+        if measured.peak is not None and candidate.expected.short:
+            parts.append(f"{measured.peak:.1f} GiB, {candidate.expected.short:.1f} estimated")
         if not self.fits(candidate, measured):
             whole = self._whole(candidate, measured)
             parts.append(

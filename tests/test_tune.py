@@ -137,7 +137,7 @@ def test_what_the_whole_run_has_no_room_for_is_not_proposed() -> None:
     search = tuned.search_of(world, room=140.0)
     search.learn(search.base, H200.runs(world, search.base.settings))
     large = tuned.one(search, packing=True, checkpointing=False, deepspeed="zero1", per_device=16)
-    whole, short = large.expected.peak, large.expected.measurable
+    whole, short = large.expected.peak, large.expected.short
     assert whole and short and short < whole < 140 * 0.92
     fitted = search.learn(large, ok(1e6, peak=short * 0.93 * 140 / whole))
     assert fitted.ok and "not kept: with its longest rows" in fitted.learned
@@ -147,7 +147,7 @@ def test_what_the_whole_run_has_no_room_for_is_not_proposed() -> None:
 def test_a_measured_peak_corrects_those_of_its_kind() -> None:
     search = tuned.search_of(hand())
     other = tuned.one(search, per_device=32)
-    before, estimate = search.peak(other), search.base.expected.measurable
+    before, estimate = search.peak(other), search.base.expected.short
     assert before and estimate
     search.learn(search.base, ok(1000, peak=estimate * 1.2))
     assert search.peak(other) == pytest.approx(1.2 * before)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -229,12 +228,11 @@ def plan(
     if not trials:
         raise NotReady(judged.findings(judged.unready))
     key = [BENCH_VERSION, steps, [[variant.name, identity(made)] for variant, made in full]]
-    text = json.dumps(key, sort_keys=True, default=str)
     return Bench(
         request=replace(request, stage=full[0][1].plan.stage.options.stage, gpus=full[0][1].plan.gpus),
         variants=tuple(variant for variant, _ in full), steps=steps, repeats=repeats,
         timeout_s=timeout_s, assertions=tuple(assertions), batch=batch,
-        key=hashlib.sha256(text.encode()).hexdigest(),
+        key=campaign.key_of(key),
         findings=(*judged.findings(judged.notes), *_other_batches(full), *_alike(trials)),
     )  # fmt: skip
 

@@ -9,7 +9,6 @@ are judged by the gates of now.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import shutil
@@ -251,16 +250,14 @@ def _require_quiet(folder: Path) -> None:
 def _key(asked: Asked, gpus: Sequence[int], steps: int) -> str:
     """The same for the same stage, source, content, length, packages and kind of GPU, whatever the rungs."""
     stage, present = asked.stage, () if asked.seen is None else asked.seen.present
-    about = {
+    return campaigns.key_of({
         "options": {k: v for k, v in stage.config.options.items() if k not in _OTHERWISE},
         "args": dict(stage.args), "steps": steps, "source": stage.upstream.as_json(),
         # data, model and code are the same for every number of GPUs
         "contents": contents.of_plan(plan.make(stage, gpus=gpus[0])),
         "gpu": present[0].name if present else None,
         "packages": {name: asked.trainer.packages.get(name) for name in machine.DECISIVE},
-    }  # fmt: skip
-    text = json.dumps(about, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
+    })  # fmt: skip
 
 
 def _rung(

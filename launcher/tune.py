@@ -7,8 +7,6 @@ means for a setting.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import math
 import os
 import shlex
@@ -324,12 +322,11 @@ def prepare(request: Request, terms: Terms, *, cpu: bool) -> Tuning:
     space = levers.of_plan(made, packages, None)
     about = [TUNE_VERSION, terms.steps, terms.row_tokens, card.name, card.gib, space.as_json(),
              measurement.identity(preparation.prepare(request, running=False))]  # fmt: skip
-    text = json.dumps(about, sort_keys=True, default=str)
     return Tuning(
         request=request, terms=terms, plan=made, packages=packages, card=card, shape=_shape(made), rows=rows,
         assumed=assumed, attention=_attention(made, packages),
         findings=tuple(finding for finding in made.findings if finding.severity != "note"),
-        key=hashlib.sha256(text.encode()).hexdigest(),
+        key=campaign.key_of(about),
     )  # fmt: skip
 
 

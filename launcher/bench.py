@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from launcher import (
-    assertions,
     campaign,
     checkouts,
     comparison,
@@ -25,10 +23,9 @@ from launcher import (
     trial,
     variants,
 )  # fmt: skip
-from launcher.assertions import Assertion, Broken
 from launcher.backends.open_instruct_log import ATTENTION
 from launcher.campaign import Campaign
-from launcher.comparison import SPEED, Cause, Row, Sample, Variant, compare
+from launcher.comparison import SPEED, Assertion, Broken, Cause, Row, Sample, compare
 from launcher.errors import (
     Exit,
     Finding,
@@ -45,6 +42,7 @@ from launcher.options import SWITCHED
 from launcher.plan import Plan
 from launcher.preparation import Prepared, Request
 from launcher.stage import Stage
+from launcher.variants import Variant
 
 BENCH_VERSION = 1
 FILE, PAGE = "bench.json", "bench.html"
@@ -102,7 +100,7 @@ class Bench:
         """Assertions that do not hold, judged once the first variant is measured."""
         rows = self.rows
         first = rows[:1] and rows[0].variant == self.variants[0].name
-        return assertions.broken(self.assertions, rows) if first else []
+        return comparison.broken(self.assertions, rows) if first else []
 
     @property
     def weights(self) -> str:
@@ -129,7 +127,7 @@ class Bench:
             "bench_version": BENCH_VERSION, "key": self.key, "config": str(self.request.config),
             "overrides": list(self.request.overrides), "gpus": self.request.gpus,
             "steps": self.steps, "repeats": self.repeats, "batch": self.batch,
-            "variants": [variant.as_json() for variant in self.variants],
+            "variants": [asdict(variant) for variant in self.variants],
             "compared": {
                 "loss": f"mean of the probe's loss a step, weighted by {self.weights}",
                 "tokens": comparison.common_tokens(self.samples), "tolerance": self.tolerance,
@@ -179,7 +177,7 @@ def require_gpu(request: Request, *, cpu: bool) -> Request:
 
 
 def plan(
-    request: Request, asked: Sequence[variants.Asked], *, steps: int, repeats: int,
+    request: Request, asked: Sequence[Variant], *, steps: int, repeats: int,
     timeout_s: float | None = None, assertions: Sequence[Assertion] = (), running: bool = False,
 ) -> Bench:  # fmt: skip
     """Judge every variant, and its trial, before the first one starts.
@@ -202,8 +200,8 @@ def plan(
     full: list[tuple[Variant, Prepared]] = []
     for one in asked:
         with judged.of(one.name):
-            checkout = None if one.checkout is None else checkouts.find(request, one.checkout)
-            variant = _adapted(request, Variant(one.name, one.overrides, checkout), base)
+            checkout = one.checkout and str(checkouts.find(request, one.checkout))
+            variant = _adapted(request, replace(one, checkout=checkout), base)
             full.append((variant, preparation.prepare(of_variant(request, variant), running=False)))
     judged.require_valid()
     if len(full) < len(asked):
@@ -230,12 +228,11 @@ def plan(
     if not trials:
         raise NotReady(judged.findings(judged.unready))
     key = [BENCH_VERSION, steps, [[variant.name, identity(made)] for variant, made in full]]
-    text = json.dumps(key, sort_keys=True, default=str)
     return Bench(
         request=replace(request, stage=full[0][1].plan.stage.options.stage, gpus=full[0][1].plan.gpus),
         variants=tuple(variant for variant, _ in full), steps=steps, repeats=repeats,
         timeout_s=timeout_s, assertions=tuple(assertions), batch=batch,
-        key=hashlib.sha256(text.encode()).hexdigest(),
+        key=campaign.key_of(key),
         findings=(*judged.findings(judged.notes), *_other_batches(full), *_alike(trials)),
     )  # fmt: skip
 
@@ -301,35 +298,28 @@ def _adapted(request: Request, variant: Variant, base: Plan | None) -> Variant:
 
 def _expected(asked: Request, stage: Stage, changed: set[str]) -> Iterator[str]:
     """A file that expects packing expects none of the variant without."""
-    expect, entry, batch = stage.options.expect, stage.entry, stage.options.batch
-    split = entry.names.per_device
-    keys: dict[str, set[str | None]] = {
-        "liger": {entry.names.liger},
-        # with one row a micro-batch packing may be asked for, and there is none
-        "packing": {entry.names.packing, "padding_free", "batch", "batch.per_device", split},
-        "attention": {"attn_implementation", "attention"},
-    }
-    rows = (batch and batch.per_device) or stage.values[split]
-    on = {
-        "liger": bool(stage.values.get(entry.names.liger)),
-        "packing": entry.packs(stage.values, rows),
-    }
-    for point, turning in keys.items():
-        wanted = expect.get(point)
-        if (
-            wanted in (None, "any")
-            or not changed & turning
-            or changed & {"expect", f"expect.{point}"}
-        ):
-            continue
-        if point == "attention":
-            # `any` where a verdict has no word for it
-            chosen = preparation.prepare(asked, running=False).plan.attention
-            name = str(chosen or stage.values.get("attn_implementation"))
-            state = ATTENTION.get(name, name)
-            yield f"expect.attention={state if state in EXPECT['attention'] else 'any'}"
-        elif on[point] != (wanted != "off"):
-            yield f"expect.{point}={SWITCHED[point][0 if on[point] else 1]}"
+    expect, entry, values = stage.options.expect, stage.entry, stage.values
+    names, batch = entry.names, stage.options.batch
+    rows = (batch and batch.per_device) or values[names.per_device]
+    # with one row a micro-batch packing may be asked for, and there is none
+    packing = {names.packing, "padding_free", "batch", "batch.per_device", names.per_device}
+
+    def is_turned(point: str, keys: Set[str | None]) -> bool:
+        own = changed & {"expect", f"expect.{point}"}
+        return expect.get(point) not in (None, "any") and bool(changed & keys) and not own
+
+    for point, keys, on in (
+        ("liger", {names.liger}, bool(values.get(names.liger))),
+        ("packing", packing, entry.packs(values, rows)),
+    ):
+        if is_turned(point, keys) and on != (expect[point] != "off"):
+            yield f"expect.{point}={SWITCHED[point][0 if on else 1]}"
+    if is_turned("attention", {"attn_implementation", "attention"}):
+        # `any` where a verdict has no word for it
+        chosen = preparation.prepare(asked, running=False).plan.attention
+        name = str(chosen or values.get("attn_implementation"))
+        state = ATTENTION.get(name, name)
+        yield f"expect.attention={state if state in EXPECT['attention'] else 'any'}"
 
 
 def _batch(asked: Request, stage: Stage, changed: set[str], base: Plan | None) -> Iterator[str]:

@@ -6,6 +6,8 @@ Ladders, pipelines, comparisons and searches each keep one; one command at a tim
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +18,12 @@ from launcher import claim, lease, publish, rundir, runner, stopping
 from launcher.errors import Finding, LaunchError, usage
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
+
+
+def key_of(about: Any) -> str:
+    """The key of what a campaign is about: the same for the same values."""
+    text = json.dumps(about, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,17 +6,17 @@ Nothing here starts or reads anything: samples in, rows out.
 from __future__ import annotations
 
 import math
+import operator
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any, Literal
 
-from launcher.errors import Finding
+from launcher.errors import Finding, brief, usage
 from launcher.significance import ERROR, LEAST_RUNS, Pace, chance, steadily
 
 SPEED, LOSS = "tokens_per_second_per_gpu", "loss_per_token"
-STEP, BEFORE = "seconds_per_step", "seconds_before_steps"
 
 TOLERANCE = 0.05
 """How far the loss may lie from that of the first variant, as a share of it, unless told otherwise."""
@@ -34,8 +34,6 @@ Measured: up to 9.6 % over 20 batches of 32 chats split into 1 to 32 parts, 5.7 
 rows."""
 LESS_FALL = 0.1
 """What a loss may fall less than the first variant's, as a share of that fall."""
-LATER = 0.1
-"""How much longer a start has to take, as a share of the first one's, before it is told."""
 
 Cause = Literal[
     "ok", "oom", "diverged", "hang", "timeout", "contract", "crash", "refused", "interrupted"
@@ -43,23 +41,6 @@ Cause = Literal[
 """What became of a trial; `refused`: it could not be started, `contract`: it was not what was asked."""
 Word = Literal["faster", "slower", "no difference"]
 Standing = Word | Literal["baseline", "loss changed", "unproven", "flawed", "failed", "unknown"]
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """One of the settings that are compared: the stage file with these overrides on top.
-
-    `checkout` is the open-instruct checkout that runs it, None for the one that any run would use.
-    """
-
-    name: str
-    overrides: tuple[str, ...] = ()
-    checkout: Path | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """For the record."""
-        place = None if self.checkout is None else str(self.checkout)
-        return {"name": self.name, "overrides": list(self.overrides), "checkout": place}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +88,8 @@ class Sample:
 
     def as_json(self) -> dict[str, Any]:
         """For the record; `from_json` reads it."""
-        return {
-            "variant": self.variant, "repeat": self.repeat, "cause": self.cause,
-            "reason": self.reason, "flaws": list(self.flaws), "unproved": list(self.unproved),
-            "gradients": self.gradients, "metrics": dict(self.metrics),
-            "curve": [[s.tokens, s.weight, s.loss, s.norm, s.micro_batches] for s in self.curve],
-            "pace": list(self.pace), "run": self.run, "seconds": round(self.seconds, 1),
-        }  # fmt: skip
+        curve = [astuple(step) for step in self.curve]
+        return {**asdict(self), "curve": curve, "seconds": round(self.seconds, 1)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Sample:
@@ -157,7 +133,7 @@ class Spread:
 
     def as_json(self) -> dict[str, float]:
         """As benchmarks.json has it."""
-        return {"median": self.median, "min": self.min, "max": self.max, "n": self.n}
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,15 +177,8 @@ class Row:
 
     def as_json(self) -> dict[str, Any]:
         """One entry of `rows`."""
-        spreads = {k: None if s is None else s.as_json() for k, s in self.spreads.items()}
-        return {
-            "variant": self.variant, "standing": self.standing, "why": self.why,
-            "recommended": self.recommended,
-            LOSS: None if self.loss is None else self.loss.as_json(),
-            "steps_within": self.steps_within,
-            **spreads, "speed_ratio": self.speed_ratio, "chance": self.chance,
-            "loss_change": self.loss_change, "failures": list(self.failures), "flaws": list(self.flaws),
-        }  # fmt: skip
+        row = asdict(self)
+        return {**row.pop("spreads"), LOSS: row.pop("loss"), **row}
 
 
 def within(curve: Sequence[Step], tokens: float) -> tuple[float | None, float]:
@@ -245,21 +214,14 @@ def compare(samples: Sequence[Sample], tolerance: float = TOLERANCE) -> list[Row
     speeds differ by `LEAST`. With fewer than `LEAST_RUNS` runs of either: where their ranges do not overlap,
     the medians differ by `ALONE`, and it is so at nearly all steps.
     """
-    names = list(dict.fromkeys(sample.variant for sample in samples))
+    groups: dict[str, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.variant, []).append(sample)
     tokens = common_tokens(samples)
-    by_name = {name: [s for s in samples if s.variant == name] for name in names}
-    first: Row | None = None
-    rows = []
-    base = by_name[names[0]] if names else []
-    for name in names:
-        speed = None if first is None else speed_test(by_name[name], base)
-        row = _row(name, by_name[name], tokens, first, tolerance, speed)
-        if wrong := corrupt(base):
-            row = _beside_corrupt(row, base, wrong)
-        elif speed and row.standing == speed.word and (why := unlike(by_name[name], base)):
-            row = replace(row, standing="loss changed", why=f"{row.standing}, but {why}")
-        first = first or row
-        rows.append(row)
+    base: list[Sample] = next(iter(groups.values()), [])
+    rows: list[Row] = []
+    for group in groups.values():
+        rows.append(_row(group, base, rows[0] if rows else None, tokens, tolerance))
     best = max(
         (row for row in rows if row.standing == "faster"),
         key=lambda row: row.median(SPEED) or 0.0, default=None,
@@ -288,14 +250,6 @@ def baseline_fault(samples: Sequence[Sample]) -> tuple[Finding, ...]:
             help="docs/gradients.md: another DeepSpeed, or `overlap_comm: false`",
         ),
     )  # fmt: skip
-
-
-def _beside_corrupt(row: Row, base: Sequence[Sample], why: str) -> Row:
-    """What is left to say where the first variant trained on noise: nothing is compared with it."""
-    if row.variant == base[0].variant:
-        return replace(row, standing="flawed", why=why)
-    why = f"{base[0].variant} trained on corrupt gradients: nothing is compared with it"
-    return replace(row, standing="unknown", why=why)
 
 
 def unlike(samples: Sequence[Sample], base: Sequence[Sample]) -> str | None:
@@ -341,8 +295,8 @@ def _falls_less(ours: Sequence[Sample], others: Sequence[Sample]) -> str | None:
 
 
 def _row(
-    name: str, samples: Sequence[Sample], tokens: float | None, first: Row | None, tolerance: float,
-    judgement: SpeedTest | None,
+    samples: Sequence[Sample], base: Sequence[Sample], first: Row | None, tokens: float | None,
+    tolerance: float,
 ) -> Row:  # fmt: skip
     measured = [sample for sample in samples if sample.measured]
     # a loss over everything that a trial saw compares with no other's
@@ -352,59 +306,20 @@ def _row(
     if tokens is not None:
         seen = [within(sample.curve, tokens) for sample in measured]
         loss, steps = Spread.of(one for one, _ in seen), Spread.of(count for _, count in seen)
-    failures = tuple(
-        f"{sample.cause}: {sample.reason}" for sample in samples if not sample.measured
-    )
-    flaws = tuple(dict.fromkeys(flaw for sample in measured for flaw in sample.flaws))
     speed = spreads.get(SPEED)
-    base = None if first is None else first.spreads.get(SPEED)
-    ratio = speed.median / base.median if speed and base and base.median > 0 else None
-    change = _change(loss, None if first is None else first.loss)
-    taken = None if steps is None else steps.median
-    standing, why = _standing(
-        measured, failures, flaws, first=first, judgement=judgement, change=change, tolerance=tolerance,
-        early=_early(name, taken, first, tokens),
+    known = None if first is None else first.spreads.get(SPEED)
+    test = None if first is None else speed_test(samples, base)
+    row = Row(
+        variant=samples[0].variant, standing="unknown", why="", spreads=spreads, loss=loss,
+        speed_ratio=speed.median / known.median if speed and known and known.median > 0 else None,
+        chance=None if test is None else round(test.chance, 4),
+        loss_change=_change(loss, None if first is None else first.loss),
+        failures=tuple(f"{one.cause}: {one.reason}" for one in samples if not one.measured),
+        flaws=tuple(dict.fromkeys(flaw for one in measured for flaw in one.flaws)),
+        steps_within=None if steps is None else steps.median,
     )  # fmt: skip
-    if standing == "loss changed" and first is not None:
-        why += _fewer(taken, first.steps_within)
-    if standing == "faster" and first is not None:
-        why = "; ".join(filter(None, (why, _later(spreads, first, ratio))))
-    return Row(
-        variant=name, standing=standing, why=why, spreads=spreads, loss=loss, speed_ratio=ratio,
-        chance=None if judgement is None else round(judgement.chance, 4), loss_change=change,
-        failures=failures, flaws=flaws, steps_within=taken,
-    )  # fmt: skip
-
-
-def _fewer(steps: float | None, base: float | None) -> str:
-    """Why a loss may be another although nothing is wrong: more tokens a step are fewer updates."""
-    if not steps or not base or abs(steps / base - 1) < 0.1:
-        return ""
-    return f" ({steps:.3g} steps against {base:.3g} within the same tokens)"
-
-
-def _later(spreads: Mapping[str, Spread | None], first: Row, ratio: float | None) -> str:
-    """What a faster variant does before its first step, which no steady step tells of, and when it pays."""
-    before, base, step = spreads.get(BEFORE), first.spreads.get(BEFORE), spreads.get(STEP)
-    if not (before and base and step and ratio) or not before.apart(base):
-        return ""
-    extra = before.median - base.median
-    if extra <= max(1.0, LATER * base.median):
-        return ""
-    even = math.ceil(extra / (step.median * (ratio - 1)))
-    return f"begins {extra:.0f} s later, which {even:,} steps make up for"
-
-
-def _early(name: str, steps: float | None, first: Row | None, tokens: float | None) -> str:
-    """Where the tokens that are compared were all seen before an update: no loss tells of training."""
-    taken = {} if first is None else {first.variant: first.steps_within, name: steps}
-    found = [variant for variant, count in taken.items() if count and count <= 1]
-    if not found or tokens is None:
-        return ""
-    return (
-        f"the {tokens:,.0f} tokens that all have seen are the first step of {' and '.join(found)}: "
-        "no loss after an update is compared (more --steps)"
-    )
+    standing, why = _standing(row, samples, base, first, test, tokens, tolerance)
+    return replace(row, standing=standing, why=why)
 
 
 def share(tolerance: float) -> str:
@@ -419,34 +334,49 @@ def _change(loss: Spread | None, base: Spread | None) -> float | None:
 
 
 def _standing(
-    measured: Sequence[Sample], failures: Sequence[str], flaws: Sequence[str], *,
-    first: Row | None, judgement: SpeedTest | None, change: float | None, tolerance: float, early: str,
+    row: Row, samples: Sequence[Sample], base: Sequence[Sample], first: Row | None,
+    test: SpeedTest | None, tokens: float | None, tolerance: float,
 ) -> tuple[Standing, str]:  # fmt: skip
-    """What to say of a variant, gravest first; `early`: why its loss tells nothing."""
+    """What to say of a variant, gravest first."""
+    if wrong := corrupt(base):
+        why = f"{base[0].variant} trained on corrupt gradients: nothing is compared with it"
+        return ("flawed", wrong) if first is None else ("unknown", why)
+    measured = [sample for sample in samples if sample.measured]
     if not measured:
-        return "failed", failures[0] if failures else "not tried yet"
-    if flaws:
-        return "flawed", f"not what was asked for: {'; '.join(flaws)}"
+        return "failed", row.failures[0]
+    if row.flaws:
+        return "flawed", f"not what was asked for: {'; '.join(row.flaws)}"
     unproved = dict.fromkeys(name for sample in measured for name in sample.unproved)
     if any(sample.gradients == "unknown" for sample in measured):
         unproved["gradients"] = None
     doubts = [f"not proved either way: {', '.join(unproved)}"] if unproved else []
-    doubts += [f"{len(failures)} of its runs failed: {failures[0]}"] if failures else []
+    if row.failures:
+        doubts.append(f"{len(row.failures)} of its runs failed: {row.failures[0]}")
     if first is None:
         return "baseline", "; ".join(doubts)
-    if judgement is None:
+    if test is None:
         return "unknown", "no speed of both to compare"
-    word = judgement.word
+    word, change, steps = test.word, row.loss_change, row.steps_within
     if change is None:
         return "unknown", f"{word}; no loss of both to compare"
     if abs(change) > tolerance:
         but = "but" if word == "faster" else "and"
-        return "loss changed", f"{word}, {but} the loss is {change:+.1%}: beyond {share(tolerance)}"
-    doubts += [early] if early else []
+        why = f"{word}, {but} the loss is {change:+.1%}: beyond {share(tolerance)}"
+        if steps and first.steps_within and abs(steps / first.steps_within - 1) >= 0.1:
+            # nothing need be wrong: more tokens a step are fewer updates
+            why += f" ({steps:.3g} steps against {first.steps_within:.3g} within the same tokens)"
+        return "loss changed", why
+    early = [one.variant for one in (first, row) if one.steps_within and one.steps_within <= 1]
+    if early:
+        doubts.append(
+            f"the {tokens:,.0f} tokens that all have seen are the first step of {' and '.join(early)}: "
+            "no loss after an update is compared (more --steps)"
+        )
     if doubts:
-        standing: Standing = "unproven" if unproved or early else "flawed"
-        return standing, f"{word}, but {'; '.join(doubts)}"
-    return word, judgement.why
+        return ("unproven" if unproved or early else "flawed"), f"{word}, but {'; '.join(doubts)}"
+    if difference := unlike(samples, base):
+        return "loss changed", f"{word}, but {difference}"
+    return word, test.why
 
 
 def speed_test(runs: Iterable[Sample], base: Iterable[Sample]) -> SpeedTest | None:
@@ -476,3 +406,91 @@ def speed_test(runs: Iterable[Sample], base: Iterable[Sample]) -> SpeedTest | No
 def _pace(sample: Sample) -> Pace:
     """Seconds a token of each step, or of all of them where steps are not known."""
     return sample.pace or (1 / (sample.metrics[SPEED] or math.inf),)
+
+
+# --- what must hold of a comparison ----------------------------------------------------------------
+
+RELATIVE = {
+    "loss": LOSS, "tokens_per_second": SPEED, "seconds_per_step": "seconds_per_step",
+    "peak_memory": "peak_allocated_gib",
+}  # fmt: skip
+"""Held to the first variant: `1.2` is a ratio, `20%` a change; of the loss either way."""
+ABSOLUTE = {"mfu": "mfu", "wasted": "wasted_share", "gpu_utilisation": "gpu_utilisation_p50"}
+"""Shares by themselves, of every variant: `48%` is 0.48."""
+
+_EXPRESSION = re.compile(r"\s*([a-z_]+)\s*(<=|>=|<|>)\s*([+-]?(?:\d+(?:\.\d*)?|\.\d+))\s*(%?)\s*")
+_HOLDS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assertion:
+    """`loss<=1%`, `tokens_per_second>=1.2`, `mfu>=48%`: one figure, one limit."""
+
+    text: str
+    name: str
+    operator: str
+    number: float
+    percent: bool
+
+    @property
+    def relative(self) -> bool:
+        """Whether the figure is held to the first variant's, which then is not judged itself."""
+        return self.name in RELATIVE
+
+    @property
+    def tolerance(self) -> float | None:
+        """How far the loss may go by this; None where it speaks of something else."""
+        if self.name != "loss" or self.operator not in ("<", "<="):
+            return None
+        return self.number / 100 if self.percent else max(0.0, self.number - 1)
+
+    def holds(self, row: Row, first: Row) -> bool | None:
+        """Whether it is so; None where a figure that it needs is not known."""
+        value = row.median((RELATIVE | ABSOLUTE)[self.name])
+        if self.relative:
+            base = first.median(RELATIVE[self.name])
+            value = value / base if value is not None and base else None
+        if value is None:
+            return None
+        if self.percent:
+            value = 100 * (value - 1) if self.relative else 100 * value
+            # 1.01 / 1 is a little more than 1 %
+            value = round(abs(value) if self.name == "loss" else value, 9)
+        return bool(_HOLDS[self.operator](value, self.number))
+
+
+def assertion(text: str) -> Assertion:
+    """Read one. Raises UsageError for what is none."""
+    found = _EXPRESSION.fullmatch(text)
+    if found is None or found[1] not in RELATIVE | ABSOLUTE:
+        raise usage(
+            "bad-assert", f"`{brief(text)}` cannot be asserted",
+            f"such as loss<=1%, tokens_per_second>=1.2; of {', '.join(RELATIVE | ABSOLUTE)}",
+        )  # fmt: skip
+    name, comparison, number, percent = found.groups()
+    return Assertion(
+        text=text.strip(), name=name, operator=comparison, number=float(number), percent=bool(percent)
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """An assertion that does not hold of a variant, or (`unknown`) whose figure was not measured."""
+
+    text: str
+    variant: str
+    unknown: bool
+
+    def as_json(self) -> dict[str, Any]:
+        """For the envelope."""
+        return {"assert": self.text, "variant": self.variant, "unknown": self.unknown}
+
+
+def broken(assertions: Sequence[Assertion], rows: Sequence[Row]) -> list[Broken]:
+    """Every assertion with every variant that it does not hold of."""
+    return [
+        Broken(one.text, row.variant, holds is None)
+        for one in assertions
+        for row in (rows[1:] if one.relative else rows)
+        if (holds := one.holds(row, rows[0])) is not True
+    ]

@@ -13,7 +13,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from launcher.errors import Complain, Finding, brief
@@ -157,36 +157,33 @@ def read(given: Any, complain: Complain) -> tuple[dict[str, Limit], list[Finding
             near = difflib.get_close_matches(name, GATES, n=1, cutoff=0.5)
             help = f"did you mean `{near[0]}`?" if near else f"one of {', '.join(GATES)}"
             findings.append(complain("unknown-gate", name, f"`{brief(name)}` is no gate", help))
-            continue
-        limit = _limit(GATES[name][0], value)
-        if limit is None:
-            help = f"a number, `off`, or {{red: …, yellow: …}} ({GATES[name][1]})"
-            message = f"`gates.{name}` cannot be `{brief(value)}`"
-            findings.append(complain("bad-gate", name, message, help))
         elif value is not None:
-            limits[name] = limit
+            try:
+                limits[name] = _limit(GATES[name][0], value)
+            except ValueError:
+                help = f"a number, `off`, or {{red: …, yellow: …}} ({GATES[name][1]})"
+                message = f"`gates.{name}` cannot be `{brief(value)}`"
+                findings.append(complain("bad-gate", name, message, help))
     return limits, findings
 
 
-def _limit(usual: Limit, value: Any) -> Limit | None:
-    """The limit that a value means; None where it means none."""
-    if value is None or value is True or value == "on":
+def _limit(usual: Limit, value: Any) -> Limit:
+    """The limit that a value means. Raises ValueError where it means none."""
+    if value is True or value == "on":
         return usual
     if value is False or value == "off":
         return Limit()
-    if isinstance(value, Mapping):
-        if not value or not set(value) <= {"red", "yellow"}:
-            return None
-        told = {str(key): _number(one) for key, one in value.items()}
-        bad = [key for key, one in value.items() if one is not None and told[str(key)] is None]
-        return None if bad else Limit(**{"red": usual.red, "yellow": usual.yellow, **told})
-    number = _number(value)
-    return None if number is None else Limit(red=number, yellow=usual.yellow)
+    named = value if isinstance(value, Mapping) else {"red": value}
+    if not named or not set(named) <= {"red", "yellow"}:
+        raise ValueError
+    return replace(usual, **{key: _number(one) for key, one in named.items()})
 
 
 def _number(value: Any) -> float | None:
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if fits else None
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (number and math.isfinite(value)):
+        raise ValueError
+    return None if value is None else float(value)
 
 
 # --- what a run says ------------------------------------------------------------------------------

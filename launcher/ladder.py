@@ -9,7 +9,6 @@ are judged by the gates of now.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import shutil
@@ -126,10 +125,6 @@ class Estimate:
     cost: float | None
     formula: str
 
-    def as_json(self) -> dict[str, Any]:
-        """For machines."""
-        return asdict(self)
-
     def line(self) -> str:
         """For people."""
         if self.hours is None:
@@ -155,7 +150,7 @@ class Result:
         return {
             "folder": str(self.folder), "go": self.exit is Exit.OK, "reason": self.reason,
             "rungs": [one.as_json() for one in self.standings],
-            "estimate": None if self.estimate is None else self.estimate.as_json(),
+            "estimate": self.estimate and asdict(self.estimate),
             "report": None if self.page is None else str(self.page),
         }  # fmt: skip
 
@@ -255,16 +250,14 @@ def _require_quiet(folder: Path) -> None:
 def _key(asked: Asked, gpus: Sequence[int], steps: int) -> str:
     """The same for the same stage, source, content, length, packages and kind of GPU, whatever the rungs."""
     stage, present = asked.stage, () if asked.seen is None else asked.seen.present
-    about = {
+    return campaigns.key_of({
         "options": {k: v for k, v in stage.config.options.items() if k not in _OTHERWISE},
         "args": dict(stage.args), "steps": steps, "source": stage.upstream.as_json(),
         # data, model and code are the same for every number of GPUs
         "contents": contents.of_plan(plan.make(stage, gpus=gpus[0])),
         "gpu": present[0].name if present else None,
         "packages": {name: asked.trainer.packages.get(name) for name in machine.DECISIVE},
-    }  # fmt: skip
-    text = json.dumps(about, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
+    })  # fmt: skip
 
 
 def _rung(
@@ -311,16 +304,14 @@ def _without_deepspeed(
     if request.gpus != 1 or options.deepspeed is None or named:
         return [], []
     without = replace(request, overrides=(*request.overrides, "deepspeed=none"))
-    off, on = _predicted(without, terms), _predicted(request, terms)
+    known = _predicted(without, terms)
     if options.backend == "open_instruct" and options.stage == "dpo":
         keep, why = True, "without it one process has no process group (dpo_utils.py:453)"
-    elif off is None or on is None or off.spare is None or on.spare is None:
+    elif known is None or known.spare is None:
         keep = "offload" in options.deepspeed_name
         why = f"`{options.deepspeed_name}` keeps on the host what the card may not hold"
     else:
-        keep = off.spare < 0 and on.spare > off.spare
-        peaks = [rung.memory.peak for rung in (off, on) if rung.memory is not None]
-        why = f"without it {peaks[0]:.1f} GiB are planned, with it {peaks[1]:.1f}"
+        keep, why = known.spare < 0, "without it more is planned than the card holds"
     key = "deepspeed_config" if stage.config.shape == "wrapped" else "deepspeed"
     code, message, help = "deepspeed-kept", f"DeepSpeed stays on one GPU: {why}", None
     if not keep:
@@ -531,11 +522,20 @@ def _starts_at_ln2(stage: Stage) -> bool:
 def _estimate(planned: Climb, top: Standing) -> Estimate:
     stage, step, terms = planned.stage, top.facts.step_seconds, planned.terms
     whole = plan.make(stage, gpus=top.gpus)
-    steps = _full_steps(whole, replace(planned.request, gpus=top.gpus), terms)
+    known = _predicted(replace(planned.request, gpus=top.gpus), terms)
+    repacked = plan.repacks(stage, stage.values)
+    steps = known.steps if known is not None else None
+    if steps is None:
+        # of rows whose lengths are not known nobody can say how many packed ones they come to
+        seen = lengths.parse(terms.row_tokens) if repacked and terms.row_tokens else None
+        rows = None if repacked else terms.rows
+        if seen is not None:
+            rows = footprint.trained_rows(whole, seen, terms.rows or whole.rows)
+            seen = footprint.rows_of(whole, seen)
+        steps = footprint.optimizer_steps(whole, rows, seen, told=True)
     if step is None or not steps:
         options = ["--rows N"] if whole.rows is None and terms.rows is None else []
-        packed = plan.repacks(stage, stage.values) and terms.row_tokens is None
-        options += ["--row-tokens MEAN:MAX"] if packed else []
+        options += ["--row-tokens MEAN:MAX"] if repacked and terms.row_tokens is None else []
         why = f"its steps are not known: {' and '.join(options)}" if step else "no step was timed"
         return Estimate(gpus=top.gpus, steps=steps, hours=None, cost=None, formula=why)
     seconds = steps * step
@@ -552,21 +552,6 @@ def _estimate(planned: Climb, top: Standing) -> Estimate:
     priced = terms.price is not None and top.gpus
     cost = hours * (terms.price or 0) * top.facts.devices if priced else None
     return Estimate(gpus=top.gpus, steps=steps, hours=hours, cost=cost, formula=formula)
-
-
-def _full_steps(whole: plan.Plan, request: Request, terms: Terms) -> int | None:
-    """The optimizer steps of the whole run, if they can be known."""
-    known = _predicted(request, terms)
-    if known is not None and known.steps is not None:
-        return known.steps
-    if not plan.repacks(whole.stage, whole.stage.values):
-        return footprint.optimizer_steps(whole, terms.rows, told=True)
-    if terms.row_tokens is None:
-        # of rows whose lengths are not known nobody can say how many packed ones they come to
-        return whole.steps
-    seen = lengths.parse(terms.row_tokens)
-    rows = footprint.trained_rows(whole, seen, terms.rows or whole.rows)
-    return footprint.optimizer_steps(whole, rows, footprint.rows_of(whole, seen))
 
 
 # --- for people -----------------------------------------------------------------------------------

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from launcher import budget, options, plan
-from launcher.footprint import attention_of
 from launcher.keys import DEEPSPEED
 from launcher.lengths import Lengths
 from launcher.options import SWITCHED, Batch
+from launcher.overrides import spelt
 from launcher.plan import Plan
 from launcher.schema import Values
 
@@ -27,13 +27,15 @@ ORDER = (
     "attention", "packing", "liger", "per_device", "checkpointing", "deepspeed", "optimizer", "compile",
 )  # fmt: skip
 
-FLASH = ("flash_attention_2", "flash_attention_3", "flash_2", "flash_3", "flash_4")
 _SPELT = {"flash_2": "flash_attention_2", "torch": "sdpa"}
 _ROUNDING = 0.1
 """How far the tokens of a step may be from the file's where other rows hold them."""
 _ON, _OFF = True, False
 # open-instruct's DPO asks for checkpointing by it; its commits before #1444 have the flag that SFT has
 _BUDGET = "activation_memory_budget"
+
+Packages = Mapping[str, str]
+"""Those of the trainer's environment, with their versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +45,6 @@ class Lever:
     name: str
     now: Setting
     values: tuple[Setting, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """For the record."""
-        return {"name": self.name, "now": self.now, "values": list(self.values)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +58,7 @@ class Space:
     rows: Lengths | None
     levers: tuple[Lever, ...]
     fixed: Mapping[str, str] = field(default_factory=dict)
-    packages: Mapping[str, str] | None = None
+    packages: Packages | None = None
 
     @property
     def base(self) -> dict[str, Setting]:
@@ -72,8 +70,6 @@ class Space:
         around = [lever for lever in self.levers if lever.name != "per_device"]
         for values in itertools.product(*(lever.values for lever in around)):
             chosen = {lever.name: value for lever, value in zip(around, values, strict=True)}
-            if chosen.get("packing") == "padding_free" and not _flash(chosen, self.plan):
-                continue
             total = total_rows(self.plan, self.rows, chosen)
             if total == self.plan.global_batch and len(around) == len(self.levers):
                 split = [chosen]
@@ -84,29 +80,21 @@ class Space:
 
     def _packs_nothing(self, chosen: Settings) -> bool:
         """One row a micro-batch has none to be packed with: that is the setting without packing."""
-        entry, value = self.plan.stage.entry, chosen.get("packing", "off")
-        told = {"packing": value in (True, "bfd"), "padding_free": value == "padding_free"}
+        entry, values = self.plan.stage.entry, {"packing": chosen.get("packing")}
         rows = int(chosen.get("per_device", self.plan.per_device))
-        return entry.packs(told, None) and not entry.packs(told, rows)
+        return entry.packs(values, None) and not entry.packs(values, rows)
 
     def as_json(self) -> dict[str, Any]:
         """For the record."""
-        return {"levers": [one.as_json() for one in self.levers], "fixed": dict(self.fixed)}
+        return {"levers": [asdict(one) for one in self.levers], "fixed": dict(self.fixed)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Here:
-    """What the trainer's environment has, and on what it trains; `cpu`: the mechanics are tried."""
-
-    packages: Mapping[str, str]
-    cpu: bool = False
-
-    def has(self, name: str) -> bool:
-        """Whether a package is installed, under either spelling of its name."""
-        return name in self.packages or name.replace("-", "_") in self.packages
+def has(packages: Packages, name: str) -> bool:
+    """Whether a package is installed, under either spelling of its name."""
+    return name in packages or name.replace("-", "_") in packages
 
 
-def of_plan(made: Plan, here: Here, rows: Lengths | None) -> Space:
+def of_plan(made: Plan, packages: Packages, rows: Lengths | None) -> Space:
     """The levers of a stage on this machine.
 
     What the file expects of a lever's point follows the lever, as strict as it can be: see `changes`.
@@ -118,12 +106,12 @@ def of_plan(made: Plan, here: Here, rows: Lengths | None) -> Space:
     }  # fmt: skip
     levers, fixed = [], {}
     for name in ORDER:
-        told = makers[name](made, here, rows)
+        told = makers[name](made, packages, rows)
         if isinstance(told, str):
             fixed[name] = told
         elif told is not None:
             levers.append(told)
-    return Space(plan=made, rows=rows, levers=tuple(levers), fixed=fixed, packages=here.packages)
+    return Space(plan=made, rows=rows, levers=tuple(levers), fixed=fixed, packages=packages)
 
 
 Told = Lever | str | None
@@ -143,40 +131,32 @@ def _adapters(made: Plan) -> bool:
                 or made.values.get("use_peft"))  # fmt: skip
 
 
-def _attention(made: Plan, here: Here, _rows: Lengths | None) -> Told:
+def _attention(made: Plan, packages: Packages, _rows: Lengths | None) -> Told:
+    flash_attn = has(packages, "flash-attn")
     if "attn_implementation" not in made.values:
-        flash = (
-            "flash-attn is installed" if here.has("flash-attn") else "flash-attn is not installed"
-        )
-        return None if here.cpu else f"upstream takes the best that is installed; {flash}"
-    if here.cpu:
+        word = "is" if flash_attn else "is not"
+        chosen = f"upstream takes the best that is installed; flash-attn {word} installed"
+        return chosen if made.gpus else None
+    if not made.gpus:
         return "the CPU has one"
     if made.stage.options.attention:
         return "`attention:` names what is taken"
     if _trl(made):
         if isinstance(made.values.get("model_init_kwargs"), str | dict):
             return "`model_init_kwargs` may set it"
-        now, flash, plain = (
-            made.values["attn_implementation"] or "sdpa",
-            "flash_attention_2",
-            "sdpa",
-        )
+        flash, plain = "flash_attention_2", "sdpa"
+        now = made.values["attn_implementation"] or plain
     else:
         flash, plain = "flash_2", "torch"
-        now = made.values["attn_implementation"] or (flash if here.has("flash-attn") else plain)
+        now = made.values["attn_implementation"] or (flash if flash_attn else plain)
     if now not in (flash, plain):
         return f"`attn_implementation: {now}` is the file's own choice"
-    if not here.has("flash-attn"):
+    if not flash_attn:
         return "flash-attn is not installed"
     return Lever(name="attention", now=str(now), values=(plain, flash))
 
 
-def _flash(settings: Settings, made: Plan) -> bool:
-    chosen = settings.get("attention")
-    return chosen in FLASH if chosen is not None else attention_of(made).startswith("flash")
-
-
-def _packing(made: Plan, here: Here, rows: Lengths | None) -> Told:
+def _packing(made: Plan, _packages: Packages, rows: Lengths | None) -> Told:
     names = made.stage.entry.names
     if names.packing is None or names.packing not in made.values:
         return None
@@ -184,58 +164,40 @@ def _packing(made: Plan, here: Here, rows: Lengths | None) -> Told:
         return "TRL's DPO pads whatever is asked for"
     if made.stage.entry.torchrun:
         return "packed, a step of dpo.py holds the pairs that fit into a row a GPU: another global batch"
-    if not _trl(made):
-        return Lever(name="packing", now=bool(made.values[names.packing]), values=(_OFF, _ON))
-    return _packing_of_trl(made, here, rows)
-
-
-def _packing_of_trl(made: Plan, here: Here, rows: Lengths | None) -> Told:
-    values, names = made.values, made.stage.entry.names
-    limit = values.get(names.max_length)
-    if values.get("packing") and values.get("packing_strategy") == "wrapped":
-        return "`packing_strategy: wrapped` is the file's own choice"
-    if values.get("dataset_kwargs"):
-        return "`dataset_kwargs` prepares the rows in its own way"
-    now = (
-        "bfd" if values.get("packing") else "padding_free" if values.get("padding_free") else "off"
-    )
-    known = ["off"]
-    # without packing it cannot cut a row (`padding-free-length`): no row may be longer
-    whole = limit is None or (
-        rows is not None and rows.source.startswith("--row-tokens") and rows.longest <= limit
-    )
-    flash = _flash({}, made) or isinstance(_attention(made, here, rows), Lever)
-    if now == "padding_free" or (whole and flash):
-        known.append("padding_free")
-    if rows is None:
-        return "how long the rows are is not known: --row-tokens MEAN:MAX"
-    if isinstance(limit, int):
-        known.append("bfd")
-        kept = [one for one in known if _tokens_kept(made, rows, {"packing": one})]
-        if len(kept) < 2:
+    now = bool(made.values[names.packing])
+    if _trl(made):
+        limit = made.values.get(names.max_length)
+        if made.values.get("padding_free"):
+            return "`padding_free` is the file's own choice"
+        if now and made.values.get("packing_strategy") == "wrapped":
+            return "`packing_strategy: wrapped` is the file's own choice"
+        if made.values.get("dataset_kwargs"):
+            return "`dataset_kwargs` prepares the rows in its own way"
+        if not isinstance(limit, int):
+            return f"without `{names.max_length}` there is no length to fill"
+        if rows is None:
+            return "how long the rows are is not known: --row-tokens MEAN:MAX"
+        if not _tokens_kept(made, rows, not now):
             return f"a step of as many tokens in rows of {limit} cannot be made: fewer `{names.max_length}`"
-        known = kept
-    if len(known) < 2:
-        return "without a limit only flash attention takes rows apart"
-    return Lever(name="packing", now=now, values=tuple(known))
+    return Lever(name="packing", now=now, values=(_OFF, _ON))
 
 
-def _liger(made: Plan, here: Here, _rows: Lengths | None) -> Told:
+def _liger(made: Plan, packages: Packages, _rows: Lengths | None) -> Told:
     name = made.stage.entry.names.liger
     # dpo.py has the argument and reads it nowhere
     if name not in made.values or made.stage.entry.torchrun:
         return None
     now = bool(made.values[name])
-    if here.cpu:
+    if not made.gpus:
         return "its kernels need a GPU"
-    if not here.has("liger-kernel"):
+    if not has(packages, "liger-kernel"):
         return "liger-kernel is not installed"
     if _adapters(made) and not now:
         return "on adapters it slows training down: only a full fine-tune gains by it"
     return Lever(name="liger", now=now, values=(_OFF, _ON))
 
 
-def _per_device(made: Plan, _here: Here, _rows: Lengths | None) -> Told:
+def _per_device(made: Plan, _packages: Packages, _rows: Lengths | None) -> Told:
     if made.stage.entry.torchrun and made.values.get("packing"):
         return "packed, dpo.py computes one row a GPU in a step, whatever stands in it"
     values = tuple(budget.splits(made.global_batch, devices(made)))
@@ -244,7 +206,7 @@ def _per_device(made: Plan, _here: Here, _rows: Lengths | None) -> Told:
     return Lever(name="per_device", now=made.per_device, values=values)
 
 
-def _checkpointing(made: Plan, here: Here, _rows: Lengths | None) -> Told:
+def _checkpointing(made: Plan, _packages: Packages, _rows: Lengths | None) -> Told:
     if _BUDGET in made.values:
         if _adapters(made):
             return "open-instruct's DPO reads it for the full model alone"
@@ -254,14 +216,14 @@ def _checkpointing(made: Plan, here: Here, _rows: Lengths | None) -> Told:
             name="checkpointing", now=float(made.values[_BUDGET]) < 1,
             values=(_OFF, _ON),
         )  # fmt: skip
-    if here.cpu and not _trl(made):
+    if not made.gpus and not _trl(made):
         return "on the CPU it tells nothing"
     now = bool(made.values.get("gradient_checkpointing"))
     return Lever(name="checkpointing", now=now, values=(_OFF, _ON))
 
 
-def _deepspeed(made: Plan, here: Here, _rows: Lengths | None) -> Told:
-    if here.cpu:
+def _deepspeed(made: Plan, _packages: Packages, _rows: Lengths | None) -> Told:
+    if not made.gpus:
         return "DeepSpeed is left out on the CPU"
     for key in ("zero_stage", "fsdp", "deepspeed"):
         if made.values.get(key):
@@ -279,14 +241,14 @@ def _deepspeed(made: Plan, here: Here, _rows: Lengths | None) -> Told:
     return Lever(name="deepspeed", now=now, values=tuple(dict.fromkeys((*values, now))))
 
 
-def _optimizer(made: Plan, here: Here, _rows: Lengths | None) -> Told:
+def _optimizer(made: Plan, packages: Packages, _rows: Lengths | None) -> Told:
     if not _trl(made):
         return None
-    if here.cpu or _adapters(made):
+    if not made.gpus or _adapters(made):
         return "its share of a step is small here"
     now = str(made.values.get("optim") or "adamw_torch_fused")
     known = ["adamw_torch_fused"]
-    if here.has("bitsandbytes") and made.stage.options.deepspeed is None:
+    if has(packages, "bitsandbytes") and made.stage.options.deepspeed is None:
         known.append("adamw_bnb_8bit")
     if now not in ("adamw_torch", *known):
         return f"`optim: {now}` is the file's own choice"
@@ -294,10 +256,10 @@ def _optimizer(made: Plan, here: Here, _rows: Lengths | None) -> Told:
     return Lever(name="optimizer", now=now, values=values) if len(values) > 1 else None
 
 
-def _compile(made: Plan, here: Here, _rows: Lengths | None) -> Told:
+def _compile(made: Plan, _packages: Packages, _rows: Lengths | None) -> Told:
     if not _trl(made):
         return None
-    if here.cpu:
+    if not made.gpus:
         return "compiling takes longer than a trial"
     if _adapters(made) or made.stage.options.deepspeed is not None:
         return "not with adapters or DeepSpeed: graphs break at every hook"
@@ -314,7 +276,7 @@ def total_rows(made: Plan, rows: Lengths | None, settings: Settings) -> int:
     Rounded to what the devices can share.
     """
     now = _bfd(made)
-    wanted = settings.get("packing", "bfd" if now else "off") == "bfd"
+    wanted = bool(settings.get("packing", now))
     limit = made.values.get(made.stage.entry.names.max_length)
     if wanted == now or not _trl(made) or rows is None or not isinstance(limit, int):
         return made.global_batch
@@ -328,12 +290,12 @@ def devices(made: Plan) -> int:
     return made.global_batch // made.per_device // made.accumulation
 
 
-def _tokens_kept(made: Plan, rows: Lengths, settings: Settings) -> bool:
+def _tokens_kept(made: Plan, rows: Lengths, packed: bool) -> bool:
     """Whether rounding to whole rows leaves as many tokens a step as there were."""
     limit = float(made.values[made.stage.entry.names.max_length])
-    one = made.global_batch * (limit if _bfd(made) else min(rows.mean, limit))
-    bfd = settings.get("packing") == "bfd"
-    other = total_rows(made, rows, settings) * (limit if bfd else min(rows.mean, limit))
+    row = min(rows.mean, limit)
+    one = made.global_batch * (row if packed else limit)
+    other = total_rows(made, rows, {"packing": packed}) * (limit if packed else row)
     return abs(other / one - 1) <= _ROUNDING
 
 
@@ -358,16 +320,19 @@ def changes(space: Space, settings: Settings) -> dict[str, Any]:
 def _contract(made: Plan, name: str, value: Setting) -> dict[str, Any]:
     """What the file must expect instead of what it expects: what is turned on is to be proved."""
     expected = made.stage.options.expect.get(name)
-    on = value not in (False, "off")
     if name == "attention":
         # without a word in the file, only the probe of TRL's model knows what it came to
         held = _trl(made) if expected is None else expected != "any"
         return {"expect.attention": _SPELT.get(str(value), str(value))} if held else {}
-    if name not in SWITCHED or expected is None or (expected == "any" and not on):
+    if name not in SWITCHED or expected is None or (expected == "any" and not value):
         return {}
     if expected == "any":
         return {f"expect.{name}": SWITCHED[name][0]}
-    return {} if (expected != "off") == on else {f"expect.{name}": SWITCHED[name][0 if on else 1]}
+    return (
+        {}
+        if (expected != "off") == value
+        else {f"expect.{name}": SWITCHED[name][0 if value else 1]}
+    )
 
 
 def _batch(space: Space, settings: Settings) -> dict[str, Any]:
@@ -399,14 +364,6 @@ def _keys(made: Plan, name: str, value: Setting) -> dict[str, Any]:
         return {"deepspeed_config" if wrapped else "deepspeed": value}
     if name == "checkpointing" and _BUDGET in made.values:
         return {f"args.{_BUDGET}": 0.5 if value else 1.0}
-    if name == "packing" and _trl(made):
-        told: dict[str, Any] = {"args.packing": value == "bfd"}
-        if value == "padding_free" or made.values.get("padding_free"):
-            told["args.padding_free"] = value == "padding_free"
-        if value == "padding_free" and made.values.get(entry.max_length) is not None:
-            # TRL's own default would cut: null in a stage file is not passed
-            told[f"args.{entry.max_length}"] = "none"
-        return told
     key = {
         "attention": "attn_implementation", "packing": entry.packing or "packing",
         "liger": entry.liger, "checkpointing": "gradient_checkpointing", "optimizer": "optim",
@@ -417,13 +374,7 @@ def _keys(made: Plan, name: str, value: Setting) -> dict[str, Any]:
 
 def overrides(space: Space, settings: Settings) -> tuple[str, ...]:
     """The same as `key=value` texts for the command line."""
-    return tuple(f"{key}={_text(value)}" for key, value in changes(space, settings).items())
-
-
-def _text(value: Any) -> str:
-    return (
-        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    )
+    return tuple(f"{key}={spelt(value)}" for key, value in changes(space, settings).items())
 
 
 def planned(space: Space, settings: Settings) -> Plan:
@@ -455,7 +406,5 @@ def described(name: str, value: Setting) -> str:
     }  # fmt: skip
     if name in words:
         return words[name]
-    if name == "packing" and isinstance(value, str):
-        return {"off": "no packing", "bfd": "packing"}.get(value, value)
     word = {"liger": "Liger", "compile": "torch.compile"}.get(name, name)
     return word if value else f"no {word}"

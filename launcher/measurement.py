@@ -29,12 +29,13 @@ from launcher import (
     trial,
     utilisation,
 )  # fmt: skip
-from launcher.comparison import Cause, Sample, Step, Variant
+from launcher.comparison import Cause, Sample, Step
 from launcher.errors import Exit, LaunchError, errors
 from launcher.evidence import Evidence, RankRecord
 from launcher.preparation import Prepared, Request
 from launcher.rundir import RunFolder
 from launcher.trial import Outcome
+from launcher.variants import Variant
 
 
 def measure(
@@ -76,7 +77,8 @@ def of_variant(request: Request, variant: Variant) -> Request:
     if variant.checkout is None:
         return replace(request, overrides=overrides)
     # whoever names commits to compare knows that they are not all the pin
-    return replace(request, overrides=overrides, checkout=variant.checkout, allow_unpinned=True)
+    checkout = Path(variant.checkout)
+    return replace(request, overrides=overrides, checkout=checkout, allow_unpinned=True)
 
 
 def short(asked: Request, steps: int, place: Path, batch: int | None, *, profile: bool) -> Request:

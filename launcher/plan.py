@@ -138,7 +138,7 @@ def make(
     values = Values(stage.schema, {**stage.args, **{k: d.value for k, d in derived.items()}})
     rows = count_rows(stage, values) if rows is None else rows
     notes += _packed_and_few(stage, rows, per_device, accumulation, devices)
-    steps = _steps(stage, values, rows, world)
+    steps = total_steps(stage, values, rows, world)
     notes += _unrecorded(stage, gpus, steps)
     late = trend_fault(stage.options, steps)
     if late is not None and late.key not in {finding.key for finding in stage.findings}:
@@ -351,7 +351,7 @@ def nearest(numbers: Sequence[int], to: int) -> list[int]:
     return sorted(numbers, key=lambda n: (abs(n - to), n))
 
 
-def _steps(stage: Stage, values: Values, rows: int | None, batch: int) -> int | None:
+def total_steps(stage: Stage, values: Values, rows: int | None, batch: int) -> int | None:
     """Optimizer steps in all; an epoch's last batch is rounded up (finetune.py:692, trainer.py)."""
     if (limit := limited(stage, values)) is not None:
         return limit

@@ -142,7 +142,9 @@ def _short(stage: Stage, steps: int, batch: int | None) -> dict[str, Any]:
         changes |= {} if sliced is None else {names.data: sliced}
     warm = stage.values.get("warmup_steps")
     if isinstance(warm, int | float) and warm >= 1:
-        full = _full_steps(stage, batch)
+        step = batch or (stage.options.batch and stage.options.batch.total)
+        rows = plan.count_rows(stage, stage.values) if step else None
+        full = plan.total_steps(stage, stage.values, rows, step or 1)
         # the share that it has of the full run; where that is not known, never most of this one
         share = round(steps * warm / full) if full else min(int(warm), steps // 10)
         changes["warmup_steps"] = min(int(warm), share)
@@ -156,17 +158,6 @@ def _sizes(stage: Stage, listed: Sequence[str]) -> list[int | None]:
         plan.count_rows(stage, Values(stage.schema, {data: list(listed[at : at + 2])}))
         for at in range(0, len(listed), 2)
     ]
-
-
-def _full_steps(stage: Stage, batch: int | None) -> int | None:
-    values = stage.values
-    if (limit := plan.limited(stage, values)) is not None:
-        return limit or None
-    step = batch or (stage.options.batch and stage.options.batch.total)
-    rows = None if plan.repacks(stage, values) else plan.count_rows(stage, values)
-    if not step or rows is None:
-        return None
-    return plan.steps_of(stage, values, rows, step) or None
 
 
 def _harmless(stage: Stage) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from launcher import footprint, levers, memory, shapes, throughput
-from launcher.comparison import Spread
+from launcher.comparison import Sample, Spread
 from launcher.errors import InvalidConfig
 from launcher.footprint import Footprint
 from launcher.lengths import Lengths
@@ -48,10 +48,7 @@ Status = Literal[
     "refused", "no speed",
 ]  # fmt: skip
 """The outcome of a trial; only `ok` counts. `contract` was disproved, `unproven` neither way."""
-_FIRST: Mapping[Status, str] = {
-    "refused": "cannot be started", "unproven": "proves nothing to compare others with",
-    "no speed": "has no measured speed",
-}  # fmt: skip
+_NO_SAMPLE = Sample(variant="")
 
 Item = tuple[str, Setting]
 """A lever with its value."""
@@ -69,11 +66,6 @@ class Expected:
     seconds: float
     tokens: float
     short: float | None = None
-
-    @property
-    def measurable(self) -> float | None:
-        """The peak that a trial should show."""
-        return self.peak if self.short is None else self.short
 
     @property
     def speed(self) -> float:
@@ -126,11 +118,12 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A candidate that was tried, and what was learned from it, in one line."""
+    """A candidate that was tried, its run, and what was learned from it, in one line."""
 
     candidate: Candidate
     measured: Measured
     learned: str = ""
+    sample: Sample = _NO_SAMPLE
 
     @property
     def ok(self) -> bool:
@@ -180,10 +173,14 @@ class Outlook:
             if (expected := self.expected(settings)) is not None:
                 yield Candidate(settings=settings, expected=expected)
 
+    def candidate(self, settings: Settings) -> Candidate:
+        """One setting, whether it can be planned or not."""
+        expected = self.expected(settings) or Expected(peak=None, seconds=1.0, tokens=1.0)
+        return Candidate(settings=settings, expected=expected)
+
     def base(self) -> Candidate:
         """The file as it is written."""
-        expected = self.expected(self.space.base) or Expected(peak=None, seconds=1.0, tokens=1.0)
-        return Candidate(settings=self.space.base, expected=expected)
+        return self.candidate(self.space.base)
 
     def expected(self, settings: Settings) -> Expected | None:
         """The peak and the pace; None where these settings cannot be planned.
@@ -299,9 +296,9 @@ class Search:
 
     def _whole(self, candidate: Candidate, measured: Measured) -> float | None:
         expected = candidate.expected
-        if not expected.peak or not expected.measurable or measured.peak is None:
+        if not expected.peak or not expected.short or measured.peak is None:
             return None
-        return expected.peak * measured.peak / expected.measurable
+        return expected.peak * measured.peak / expected.short
 
     def peak(self, candidate: Candidate) -> float | None:
         """The estimate in GiB, corrected by measured peaks: of its kind, else of any."""
@@ -309,7 +306,7 @@ class Search:
             return None
         alike, others = list[float](), [1.0]
         for one in self.trials:
-            estimate, peak = one.candidate.expected.measurable, one.measured.peak
+            estimate, peak = one.candidate.expected.short, one.measured.peak
             if one.measured.status == "oom":
                 # it wanted more than there is, whatever was counted when it failed
                 peak = self.room
@@ -332,11 +329,10 @@ class Search:
         if peak is not None and estimate is not None:
             least = min((one.expected.peak for one in full if one.expected.peak), default=math.inf)
             return estimate < least and peak <= self.limit
-        # without an estimate: not as heavy as what failed, at most twice the rows that fitted
-        if any(_as_heavy(candidate, one) for one in full):
-            return False
+        # without an estimate: fewer rows than what failed, at most twice those that fitted
         fitted = [run.candidate.rows for run in self.runs if run.ok]
-        return candidate.rows <= 2 * max(fitted, default=candidate.rows)
+        least = min((one.rows for one in full), default=math.inf)
+        return candidate.rows < least and candidate.rows <= 2 * max(fitted, default=candidate.rows)
 
     # --- time ---
 
@@ -418,8 +414,8 @@ class Search:
             )
         if first.measured.blamed or first.measured.status == "timeout":
             return None
-        fault = _FIRST.get(first.measured.status, "does not train")
-        return f"the file as written {fault}: {first.measured.reason}"
+        status, reason = first.measured.status, first.measured.reason
+        return f"nothing can be compared with the file as written ({status}): {reason}"
 
     def ranked(self) -> list[tuple[float, Candidate]]:
         """What may be tried next, with the share that it could gain at most; the most first."""
@@ -476,14 +472,14 @@ class Search:
         turns = [one for count, one in counts if count == fewest < self.repeats]
         for one in turns[::-1] if fewest % 2 else turns:
             if self.trial_seconds(one.candidate) <= left:
-                words = self._words(one.candidate, self.base) or "the file as it is written"
+                words = self.words(one.candidate, self.base) or "the file as it is written"
                 why = f"{words} once more: run {fewest + 1}"
                 return replace(one.candidate, purpose="repeat", why=why)
         return None
 
     # --- learning ---
 
-    def learn(self, candidate: Candidate, measured: Measured) -> Trial:
+    def learn(self, candidate: Candidate, measured: Measured, sample: Sample = _NO_SAMPLE) -> Trial:
         """Take in the outcome of a trial; returns it with what was learned, in one line.
 
         Of a setting that was tried before it is one more run, which has to pass as the others.
@@ -496,7 +492,7 @@ class Search:
             if len(changed) == 1 and measured.status not in ("refused", "oom") and not measured.cut:
                 self.passed.add((changed[0], candidate.settings[changed[0]]))
         learned = self._learned(candidate, measured, before, earlier)
-        trial = Trial(candidate=candidate, measured=measured, learned=learned)
+        trial = Trial(candidate=candidate, measured=measured, learned=learned, sample=sample)
         self.runs.append(trial)
         keys = dict.fromkeys(run.candidate.key for run in self.runs)
         self.trials = [together([r for r in self.runs if r.candidate.key == key]) for key in keys]
@@ -521,8 +517,8 @@ class Search:
         if status != "ok" or not speed:
             return failure + self._blame(candidate, measured)
         parts = [f"{speed / before.speed - 1:+.1%} against the best before"] if before else []
-        if measured.peak is not None and candidate.expected.measurable:
-            parts.append(f"{measured.peak:.1f} GiB, {candidate.expected.measurable:.1f} estimated")
+        if measured.peak is not None and candidate.expected.short:
+            parts.append(f"{measured.peak:.1f} GiB, {candidate.expected.short:.1f} estimated")
         if not self.fits(candidate, measured):
             whole = self._whole(candidate, measured)
             parts.append(
@@ -557,7 +553,8 @@ class Search:
 
     # --- words ---
 
-    def _words(self, one: Candidate, other: Candidate) -> str:
+    def words(self, one: Candidate, other: Candidate) -> str:
+        """What one setting changes of another."""
         changed = [name for name in one.differing(other) if name in one.settings]
         return ", ".join(described(name, one.settings[name]) for name in changed)
 
@@ -566,7 +563,7 @@ class Search:
         if best is None:
             return "the fastest that fits, by the plan"
         gain = self.predicted(candidate) / best.speed - 1
-        why = f"{self._words(candidate, best.candidate)}: {gain:+.0%} expected"
+        why = f"{self.words(candidate, best.candidate)}: {gain:+.0%} expected"
         peak = self.peak(candidate)
         return why if peak is None or not self.room else f"{why}, {peak:.0f} of {self.room:.0f} GiB"
 
@@ -590,11 +587,3 @@ def _only(one: Candidate, other: Candidate, name: str) -> bool:
 def _kind(candidate: Candidate) -> tuple[Setting | None, ...]:
     """The levers that decide which of memory's moments is the peak."""
     return tuple(candidate.settings.get(name) for name in ("checkpointing", "packing", "liger"))
-
-
-def _as_heavy(one: Candidate, other: Candidate) -> bool:
-    """Whether `one` surely needs the memory of `other`: as many rows, and nothing that makes room."""
-    savers = ("checkpointing", "liger")
-    same = set(one.differing(other)) <= {"per_device", *savers}
-    saves = any(one.settings.get(n) and not other.settings.get(n) for n in savers)
-    return same and one.rows >= other.rows and not saves

@@ -7,8 +7,6 @@ means for a setting.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import math
 import os
 import shlex
@@ -35,31 +33,26 @@ from launcher import (
 )  # fmt: skip
 from launcher.bench import Bench, require_gpu
 from launcher.campaign import Campaign
-from launcher.comparison import SPEED, TOLERANCE, Row, Sample, Variant
+from launcher.comparison import SPEED, TOLERANCE, Row, Sample
 from launcher.devices import Devices
 from launcher.errors import Exit, Finding, InvalidConfig, NotReady, errors, usage
-from launcher.footprint import ATTENTIONS
 from launcher.lengths import Lengths
-from launcher.levers import Here, Space
+from launcher.levers import Packages, Space
 from launcher.plan import Plan
 from launcher.preparation import Asked, Request
-from launcher.search import Candidate, Expected, Measured, Outlook, Search, Status, Trial
+from launcher.search import Candidate, Measured, Outlook, Search, Status, Trial
 from launcher.shapes import Shape
 from launcher.throughput import Card
+from launcher.variants import AS_WRITTEN, Variant
 
 TUNE_VERSION = 2
 FILE = "tune.json"
 TUNED = "tuned.yaml"
-AS_WRITTEN = "as written"
 STOPPING_S = 15.0
 """What ending a trial may take after its time is up: INT, TERM, KILL."""
 _START_S = {"gpu": 60.0, "cpu": 20.0}
 _POINTS = ("liger", "packing", "attention", "batch", "loss", "memory")
 """Points of the verdict that a setting has to prove; the others are not about settings."""
-_CAUSES: Mapping[str, Status] = {
-    "oom": "oom", "diverged": "diverged", "hang": "hang", "timeout": "timeout", "crash": "crash",
-    "contract": "contract", "refused": "refused",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,55 +68,41 @@ class Terms:
     resume: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """One trial as it is written down: the candidate, its sample, what was made of it, and its cost."""
+_MEASURED = {
+    "status": "status", "reason": "reason", "blamed": "blamed", "cut": "cut",
+    "tokens_per_second_per_gpu": "speed", "seconds_per_step": "step", "peak_allocated_gib": "peak",
+    "loss_change": "loss_change",
+}  # fmt: skip
+"""The words of the record for what a trial measured."""
 
-    trial: Trial
-    sample: Sample
-    seconds: float
 
-    def as_json(self, space: Space) -> dict[str, Any]:
-        """For the record; `from_json` reads it."""
-        candidate, measured = self.trial.candidate, self.trial.measured
-        expected = candidate.expected
-        return {
-            "name": self.sample.variant, "purpose": candidate.purpose, "why": candidate.why,
-            "settings": dict(candidate.settings),
-            "overrides": list(levers.overrides(space, candidate.settings)),
-            "expected": {
-                "peak_gib": expected.peak, "trial_peak_gib": expected.short,
-                "seconds_per_step": expected.seconds, "tokens_per_step": expected.tokens,
-            },
-            "status": measured.status, "reason": measured.reason, "blamed": list(measured.blamed),
-            "cut": measured.cut,
-            "tokens_per_second_per_gpu": measured.speed, "seconds_per_step": measured.step,
-            "peak_allocated_gib": measured.peak, "loss_change": measured.loss_change,
-            "learned": self.trial.learned, "seconds": round(self.seconds, 1),
-            "sample": self.sample.as_json(),
-        }  # fmt: skip
+def trial_json(one: Trial, space: Space) -> dict[str, Any]:
+    """A trial for the record; `trial_from_json` reads what it needs of that."""
+    candidate, expected = one.candidate, one.candidate.expected
+    return {
+        "name": one.sample.variant, "purpose": candidate.purpose, "why": candidate.why,
+        "settings": dict(candidate.settings),
+        "overrides": list(levers.overrides(space, candidate.settings)),
+        "expected": {
+            "peak_gib": expected.peak, "trial_peak_gib": expected.short,
+            "seconds_per_step": expected.seconds, "tokens_per_step": expected.tokens,
+        },
+        **{key: getattr(one.measured, name) for key, name in _MEASURED.items()},
+        "learned": one.learned, "seconds": round(one.measured.seconds, 1),
+        "sample": one.sample.as_json(),
+    }  # fmt: skip
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Entry:
-        """What `as_json` wrote. Raises KeyError, TypeError or ValueError where it did not."""
-        estimate, seconds = data["expected"], float(data["seconds"])
-        expected = Expected(
-            peak=estimate["peak_gib"], short=estimate["trial_peak_gib"],
-            seconds=float(estimate["seconds_per_step"]), tokens=float(estimate["tokens_per_step"]),
-        )  # fmt: skip
-        candidate = Candidate(
-            settings=dict(data["settings"]), expected=expected, purpose=data["purpose"], why=data["why"]
-        )  # fmt: skip
-        measured = Measured(
-            status=data["status"], speed=data["tokens_per_second_per_gpu"],
-            step=data["seconds_per_step"], peak=data["peak_allocated_gib"], seconds=seconds,
-            loss_change=data["loss_change"], blamed=tuple(data["blamed"]), reason=data["reason"],
-            cut=bool(data["cut"]),
-        )  # fmt: skip
-        sample = Sample.from_json(data["sample"])
-        return cls(
-            trial=Trial(candidate=candidate, measured=measured), sample=sample, seconds=seconds
-        )
+
+def trial_from_json(data: Mapping[str, Any], outlook: Outlook) -> Trial:
+    """Raises KeyError, TypeError or ValueError where `trial_json` did not write it."""
+    # a lever that needs to know the rows (TRL's packing) was as the file has it
+    candidate = outlook.candidate({**outlook.space.base, **data["settings"]})
+    known: dict[str, Any] = {name: data[key] for key, name in _MEASURED.items()}
+    return Trial(
+        candidate=replace(candidate, purpose=data["purpose"], why=data["why"]),
+        measured=Measured(seconds=float(data["seconds"]), **known),
+        sample=Sample.from_json(data["sample"]),
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -137,7 +116,7 @@ class Tuning:
     request: Request
     terms: Terms
     plan: Plan
-    here: Here
+    packages: Packages
     card: Card
     shape: Shape | None
     rows: Lengths
@@ -147,7 +126,6 @@ class Tuning:
     search: Search = field(init=False)
     space: Space = field(init=False)
     folder: Path = Path()
-    entries: list[Entry] = field(default_factory=list)
     state: str = "running"
     findings: tuple[Finding, ...] = ()
     place: Path | None = None
@@ -155,56 +133,62 @@ class Tuning:
     def __post_init__(self) -> None:
         self.learn_again(())
 
-    def learn_again(self, entries: Iterable[Entry]) -> None:
-        """Make the grid from what is known of the rows now, and learn from these trials again."""
-        self.space = levers.of_plan(self.plan, self.here, None if self.assumed else self.rows)
-        outlook = Outlook(
+    def outlook(self) -> Outlook:
+        """The estimates, by what is known of the rows now."""
+        return Outlook(
             space=self.space, shape=self.shape, rows=self.rows, card=self.card,
             attention=self.attention, steps=self.terms.steps,
         )  # fmt: skip
-        self.search = Search(
+
+    def learn_again(self, trials: Iterable[Mapping[str, Any]]) -> None:
+        """Make the grid from what is known of the rows now, and learn from these records again."""
+        self.space = levers.of_plan(self.plan, self.packages, None if self.assumed else self.rows)
+        outlook = self.outlook()
+        search = Search(
             outlook.grid(), outlook.base(), steps=self.terms.steps, room=self.card.gib,
-            start_s=_START_S["cpu" if self.here.cpu else "gpu"],
+            start_s=_START_S["gpu" if self.plan.gpus else "cpu"],
         )  # fmt: skip
-        self.entries = []
-        for entry in entries:
-            old = entry.trial.candidate
-            # a lever that needs to know the rows (TRL's packing) was as the file has it
-            old = replace(old, settings={**self.space.base, **old.settings})
-            now = self.search.grid.get(old.key, old)
-            candidate = replace(now, purpose=old.purpose, why=old.why)
-            learned = self.search.learn(candidate, entry.trial.measured)
-            self.entries.append(replace(entry, trial=learned))
+        for data in trials:
+            one = trial_from_json(data, outlook)
+            search.learn(one.candidate, one.measured, one.sample)
+        self.search = search
 
     def take_up(self, record: Mapping[str, Any]) -> None:
         """What an earlier start has learned, by its record; one that cannot be read is none.
 
         A trial that could not be started, or that a smaller budget ended, is run again.
         """
+        known = self.rows, self.assumed
         try:
-            entries = [Entry.from_json(data) for data in record.get("trials") or ()]
             rows = record.get("rows") or {"assumed": True}
             if self.assumed and not rows["assumed"]:
-                known = Lengths(mean=rows["mean"], longest=rows["longest"], source=rows["source"])
-                self.rows, self.assumed = known, False
+                self.rows = Lengths(
+                    mean=rows["mean"], longest=rows["longest"], source=rows["source"]
+                )
+                self.assumed = False
             more = self.terms.budget_s > record.get("budget_s", 0)
+            self.learn_again(
+                data for data in record.get("trials") or ()
+                if data["status"] != "refused" and not (data["cut"] and more)
+            )  # fmt: skip
         except (AttributeError, KeyError, TypeError, ValueError):
-            return
-        kept = [
-            entry for entry in entries
-            if entry.trial.measured.status != "refused" and not (entry.trial.measured.cut and more)
-        ]  # fmt: skip
-        self.learn_again(kept)
+            self.rows, self.assumed = known
+            self.learn_again(())
 
     @property
     def used(self) -> float:
         """Seconds of the budget that are gone, those of earlier starts included."""
-        return sum(entry.seconds for entry in self.entries)
+        return sum(one.measured.seconds for one in self.trials)
 
-    def runs_of(self, candidate: Candidate) -> list[Entry]:
+    @property
+    def trials(self) -> list[Trial]:
+        """All of them, as they came."""
+        return self.search.runs
+
+    def runs_of(self, candidate: Candidate) -> list[Trial]:
         """All of one setting, but for later ones that did not end for a reason that is not the setting's."""
-        runs = [entry for entry in self.entries if entry.trial.candidate.key == candidate.key]
-        return runs[:1] + [entry for entry in runs[1:] if entry.trial.counts]
+        runs = self.search.runs_of(candidate)
+        return runs[:1] + [one for one in runs[1:] if one.counts]
 
     @property
     def chosen(self) -> Trial | None:
@@ -222,10 +206,10 @@ class Tuning:
     def row(self, trial: Trial) -> Row | None:
         """A setting beside the file as written, by all runs of both; None where that was not measured."""
         first = self.runs_of(self.search.base)
-        if not any(entry.trial.ok for entry in first):
+        if not any(one.ok for one in first):
             return None
         runs = [*first, *self.runs_of(trial.candidate)]
-        return comparison.compare([entry.sample for entry in runs])[-1]
+        return comparison.compare([one.sample for one in runs])[-1]
 
     def bench(self) -> Bench:
         """The trials as a comparison, for its table and its page."""
@@ -236,7 +220,7 @@ class Tuning:
             request=request, variants=tuple(Variant(own[0].sample.variant) for own in runs),
             steps=self.terms.steps, repeats=self.search.repeats, key=self.key,
             batch=self.plan.global_batch, folder=self.folder,
-            samples=[entry.sample for own in runs for entry in own],
+            samples=[one.sample for own in runs for one in own],
             proposed=None if chosen is None else self.runs_of(chosen.candidate)[0].sample.variant,
         )  # fmt: skip
 
@@ -253,10 +237,10 @@ class Tuning:
                      "assumed": self.assumed},
             "attention": self.attention, "shape": None if self.shape is None else self.shape.source,
             **self.space.as_json(), "grid": self.search.summary(),
-            "trials": [entry.as_json(self.space) for entry in self.entries],
+            "trials": [trial_json(one, self.space) for one in self.trials],
             "best": None if best is None else self._best_json(best),
             "proposal": None if self.place is None else str(self.place),
-            "bench": [row.as_json() for row in self.bench().rows] if self.entries else [],
+            "bench": [row.as_json() for row in self.bench().rows] if self.trials else [],
             "folder": str(self.folder),
         }  # fmt: skip
 
@@ -294,7 +278,7 @@ class Tuning:
         # medians may differ by much where one run of the other lies among these
         word = "not told apart" if row.standing == "no difference" else row.standing
         why = f" ({row.why})" if row.why else ""
-        name = _words(self, best.candidate)
+        name = self.search.words(best.candidate, self.search.base)
         return (
             f"not proposed: {name}: {ours} tokens/s per GPU against {base} as written: {word}{why}"
         )
@@ -331,19 +315,18 @@ def prepare(request: Request, terms: Terms, *, cpu: bool) -> Tuning:
     )
     if stopping := errors(made.findings, strict=request.strict):
         raise InvalidConfig(stopping)
-    here, card = Here(packages=asked.trainer.packages, cpu=not made.gpus), _card(terms, chosen)
+    packages, card = asked.trainer.packages, _card(terms, chosen)
     rows, assumed = _rows(made, asked, terms)
     request = replace(request, stage=asked.stage.options.stage, gpus=made.gpus)
     # without rows: what is known of them may have become more since an earlier start
-    space = levers.of_plan(made, here, None)
+    space = levers.of_plan(made, packages, None)
     about = [TUNE_VERSION, terms.steps, terms.row_tokens, card.name, card.gib, space.as_json(),
              measurement.identity(preparation.prepare(request, running=False))]  # fmt: skip
-    text = json.dumps(about, sort_keys=True, default=str)
     return Tuning(
-        request=request, terms=terms, plan=made, here=here, card=card, shape=_shape(made), rows=rows,
-        assumed=assumed, attention=_attention(made, here),
+        request=request, terms=terms, plan=made, packages=packages, card=card, shape=_shape(made), rows=rows,
+        assumed=assumed, attention=_attention(made, packages),
         findings=tuple(finding for finding in made.findings if finding.severity != "note"),
-        key=hashlib.sha256(text.encode()).hexdigest(),
+        key=campaign.key_of(about),
     )  # fmt: skip
 
 
@@ -363,14 +346,13 @@ def _shape(made: Plan) -> Shape | None:
         return None
 
 
-def _attention(made: Plan, here: Here) -> str:
+def _attention(made: Plan, packages: Packages) -> str:
     """What the file's own attention comes to on this machine."""
     named = made.values.get("attn_implementation")
     upstreams = named is None and made.stage.options.backend == "open_instruct"
-    if here.cpu or (upstreams and not here.has("flash-attn")):
+    if not made.gpus or (upstreams and not levers.has(packages, "flash-attn")):
         return "sdpa"
-    attention = footprint.attention_of(made)
-    return attention if attention in ATTENTIONS else "sdpa"
+    return footprint.attention_of(made)
 
 
 def _rows(made: Plan, asked: Asked, terms: Terms) -> tuple[Lengths, bool]:
@@ -403,7 +385,7 @@ def opened(tuning: Tuning) -> Iterator[Tuning]:
 
 
 def _require_free_gpus(tuning: Tuning) -> None:
-    if tuning.here.cpu:
+    if not tuning.plan.gpus:
         return
     named = devices.named(tuning.request.devices)
     chosen = devices.choose(tuning.plan.gpus, named, devices.look(os.environ))
@@ -420,7 +402,7 @@ def run(tuning: Tuning, *, show: Callable[[str], None] = lambda _: None) -> Exit
     tuning.write()
     for line in beginning(tuning):
         show(line)
-    before = len(tuning.entries)
+    before = len(tuning.trials)
     try:
         with trial.unwatched():
             _run_trials(tuning, show)
@@ -429,7 +411,7 @@ def run(tuning: Tuning, *, show: Callable[[str], None] = lambda _: None) -> Exit
         tuning.write()
         return Exit.INTERRUPTED
     show(f"end: {tuning.search.stopped}")
-    if before == len(tuning.entries) and before:
+    if before == len(tuning.trials) and before:
         show("nothing new was tried: --fresh starts over")
     return _concluded(tuning)
 
@@ -444,21 +426,19 @@ def _run_trials(tuning: Tuning, show: Callable[[str], None]) -> None:
         candidate = tuning.search.propose(left)
         if candidate is None:
             return
-        show(f"trial {len(tuning.entries) + 1}: {candidate.why}")
-        entry = _tried(tuning, candidate, left)
-        tuning.entries.append(entry)
-        measured = entry.trial.measured
-        speed = f"{measured.speed:,.0f} tokens/s per GPU, " if measured.speed else ""
-        show(f"  {speed}{entry.trial.learned} ({entry.seconds:.0f} s)")
-        _learn_rows(tuning, entry.sample)
+        show(f"trial {len(tuning.trials) + 1}: {candidate.why}")
+        one = _tried(tuning, candidate, left)
+        speed = f"{one.speed:,.0f} tokens/s per GPU, " if one.speed else ""
+        show(f"  {speed}{one.learned} ({one.measured.seconds:.0f} s)")
+        _learn_rows(tuning, one.sample)
         tuning.write()
 
 
-def _tried(tuning: Tuning, candidate: Candidate, left: float) -> Entry:
+def _tried(tuning: Tuning, candidate: Candidate, left: float) -> Trial:
     """One trial, measured and learned from. Raises KeyboardInterrupt where the user stops it."""
     began, earlier = time.monotonic(), tuning.runs_of(candidate)
-    words = _words(tuning, candidate) or AS_WRITTEN
-    name = earlier[0].sample.variant if earlier else f"{len(tuning.entries) + 1}: {words}"
+    words = tuning.search.words(candidate, tuning.search.base) or AS_WRITTEN
+    name = earlier[0].sample.variant if earlier else f"{len(tuning.trials) + 1}: {words}"
     variant = Variant(name, levers.overrides(tuning.space, candidate.settings))
     limit = tuning.search.timeout(candidate, left)
     sample = measurement.measure(
@@ -476,23 +456,16 @@ def _tried(tuning: Tuning, candidate: Candidate, left: float) -> Entry:
     if name in (one.variant for one in reference):
         # how far its own losses scatter, the table says
         reference = []
-    runs = [*(entry.sample for entry in earlier if entry.trial.ok), sample]
+    runs = [*(one.sample for one in earlier if one.ok), sample]
     measured = replace(judged(runs, reference), seconds=seconds)
     blamed = tuple(lever for lever in measured.blamed if lever in candidate.settings)
     cut = measured.status == "timeout" and limit < tuning.search.timeout(candidate, math.inf)
-    learned = tuning.search.learn(candidate, replace(measured, blamed=blamed, cut=cut))
-    return Entry(trial=learned, sample=sample, seconds=seconds)
-
-
-def _words(tuning: Tuning, candidate: Candidate) -> str:
-    """What a setting changes of the file."""
-    changed = tuning.search.differing(candidate)
-    return ", ".join(levers.described(lever, candidate.settings[lever]) for lever in changed)
+    return tuning.search.learn(candidate, replace(measured, blamed=blamed, cut=cut), sample)
 
 
 def _reference(tuning: Tuning) -> list[Sample]:
     """What losses are held to: runs of the file as written, or of the first that could be measured."""
-    good = [entry.sample for entry in tuning.entries if entry.trial.ok]
+    good = [one.sample for one in tuning.trials if one.ok]
     return [sample for sample in good if sample.variant == good[0].variant]
 
 
@@ -510,7 +483,7 @@ def judged(runs: Sequence[Sample], reference: Sequence[Sample]) -> Measured:
     )  # fmt: skip
     failed = tuple(p for p in _POINTS if any(flaw.startswith(f"{p} is ") for flaw in sample.flaws))
     if not sample.measured:
-        status = _CAUSES.get(sample.cause, "crash")
+        status: Status = "crash" if sample.cause == "interrupted" else sample.cause
         return replace(result, status=status, blamed=failed if status == "contract" else ())
     if sample.flaws:
         return replace(result, status="contract", blamed=failed, reason="; ".join(sample.flaws))
@@ -547,14 +520,14 @@ def _learn_rows(tuning: Tuning, sample: Sample) -> None:
     source, longest = f"the first trial: {mean:.0f} on average", tuning.rows.longest
     tuning.rows = Lengths(mean=mean, longest=max(longest, round(mean)), source=source)
     tuning.assumed = False
-    tuning.learn_again(tuning.entries)
+    tuning.learn_again([trial_json(one, tuning.space) for one in tuning.trials])
 
 
 def _concluded(tuning: Tuning) -> Exit:
     tuning.state, best = "finished", tuning.chosen
     if best is None:
         tuning.write()
-        statuses = {entry.trial.measured.status for entry in tuning.entries}
+        statuses = {one.measured.status for one in tuning.trials}
         # nothing was tried, or nothing could be started
         return Exit.NOT_READY if statuses <= {"refused"} else Exit.TRAINING
     place = tuning.terms.output or tuning.folder / TUNED
@@ -586,9 +559,9 @@ def beginning(tuning: Tuning) -> list[str]:
         f"rows: {tuning.rows.source}",
         *(f"{name} stays: {why}" for name, why in space.fixed.items()),
     ]
-    if tuning.entries:
+    if tuning.trials:
         lines.append(
-            f"{len(tuning.entries)} trials of an earlier start, {tuning.used:.0f} s: {tuning.folder}"
+            f"{len(tuning.trials)} trials of an earlier start, {tuning.used:.0f} s: {tuning.folder}"
         )
     return lines
 
@@ -600,7 +573,7 @@ def ending(tuning: Tuning) -> list[str]:
         return ["interrupted: the same command goes on here", f"trials: {record}"]
     if best is None:
         return [f"nothing to propose: {tuning.search.stopped}", f"trials: {record}"]
-    lines = [*_changes(tuning, best), *filter(None, [tuning.withheld()]), f"trials: {record}"]
+    lines = [*_summary(tuning, best), f"trials: {record}"]
     if tuning.place is None:
         return [*lines, "tuned: not written; the same command with another -o does no trial twice"]
     return [*lines, f"tuned: {_command(tuning, tuning.place)}"]
@@ -608,22 +581,26 @@ def ending(tuning: Tuning) -> list[str]:
 
 def head(tuning: Tuning, best: Trial, place: Path) -> list[str]:
     """What the stage file says of itself."""
-    card, row, first = tuning.card, tuning.row(best), tuning.search.first
-    on = f"{tuning.plan.gpus} x {card.name or 'GPU'}" if tuning.plan.gpus else "the CPU"
+    on = f"{tuning.plan.gpus} x {tuning.card.name or 'GPU'}" if tuning.plan.gpus else "the CPU"
     name, steps = tuning.plan.stage.config.path.name, tuning.terms.steps
+    return [
+        f"{name} on {on}, {len(tuning.trials)} trials of {steps} steps.",
+        f"  {_command(tuning, place)}", *_summary(tuning, best), f"Every trial: {tuning.folder / FILE}",
+    ]  # fmt: skip
+
+
+def _summary(tuning: Tuning, best: Trial) -> list[str]:
+    """The figures of the best setting, its changes, and what was faster without being proved so."""
+    row, first, loss = tuning.row(best), tuning.search.first, tuning.loss_change(best)
     speed = f"{tuning.search.speeds(best.candidate)} tokens/s per GPU"
     if row is not None and first is not None and row.standing != "baseline":
         speed = f"{tuning.search.speeds(first.candidate)} -> {speed}, {row.speed_ratio:.2f}x"
-    if (loss := tuning.loss_change(best)) is not None:
+    if loss is not None:
         # no minus before a zero
         speed += f", loss per token {round(loss, 4) + 0.0:+.2%} after the same tokens"
-    if best.measured.peak is not None and card.gib:
-        speed += f", peak {best.measured.peak:.0f} of {card.gib:.0f} GiB"
-    return [
-        f"{name} on {on}, {len(tuning.entries)} trials of {steps} steps.",
-        f"  {_command(tuning, place)}", f"{speed}.", *_changes(tuning, best),
-        *filter(None, [tuning.withheld()]), f"Every trial: {tuning.folder / FILE}",
-    ]  # fmt: skip
+    if best.measured.peak is not None and tuning.card.gib:
+        speed += f", peak {best.measured.peak:.0f} of {tuning.card.gib:.0f} GiB"
+    return [f"{speed}.", *_changes(tuning, best), *filter(None, [tuning.withheld()])]
 
 
 def _changes(tuning: Tuning, best: Trial) -> list[str]:

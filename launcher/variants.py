@@ -20,8 +20,12 @@ _NAME = re.compile(r"[\w.+-]+\Z")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One combination as it was asked for: its name, its overrides, and its checkout or commit."""
+class Variant:
+    """One of the settings that are compared: the stage file with these overrides on top.
+
+    `checkout` is the open-instruct checkout that runs it (a commit until `bench.plan` has found it), None
+    for the one that any run would use.
+    """
 
     name: str
     overrides: tuple[str, ...] = ()
@@ -59,7 +63,7 @@ def pieces(text: str) -> list[str]:
     return found
 
 
-def combinations(vary: Sequence[str], variants: Sequence[str]) -> list[Asked]:
+def combinations(vary: Sequence[str], variants: Sequence[str]) -> list[Variant]:
     """Every combination: the `--variant`s are one axis, each `--vary` is another; the last turns first.
 
     One combination alone is put beside the file as it is written; with none at all, that is all there
@@ -75,7 +79,7 @@ def combinations(vary: Sequence[str], variants: Sequence[str]) -> list[Asked]:
         help = "vary less at once: each of them is run several times"
         raise usage("bad-vary", f"that is {count} variants", help)
     found = [
-        Asked(
+        Variant(
             ", ".join(part.name for part in parts),
             tuple(text for part in parts for text in part.overrides),
             next((part.checkout for part in parts if part.checkout), None),
@@ -84,7 +88,7 @@ def combinations(vary: Sequence[str], variants: Sequence[str]) -> list[Asked]:
         if parts
     ]
     if not found or (len(found) == 1 and found[0].keys):
-        found = [Asked(AS_WRITTEN), *found]
+        found = [Variant(AS_WRITTEN), *found]
     return found
 
 
@@ -93,7 +97,7 @@ def bare(text: str) -> str:
     return text.partition("=")[0].removeprefix("open_instruct.").removeprefix("args.")
 
 
-def _vary(text: str) -> list[Asked]:
+def _vary(text: str) -> list[Variant]:
     key, equals, rest = text.partition("=")
     if not equals or not _KEY.match(key):
         message = f"--vary {brief(text)}: not of the form key=a,b"
@@ -107,11 +111,11 @@ def _vary(text: str) -> list[Asked]:
             raise usage("bad-vary", f"--vary {brief(text)}: `{value}` stands twice", help)
     names = [brief(f"{key.removeprefix('args.')}={value}", 60) for value in values]
     apart = [f"{name} ({nth})" if names.count(name) > 1 else name for nth, name in enumerate(names)]
-    return [_asked(name, [f"{key}={value}"]) for name, value in zip(apart, values, strict=True)]
+    return [_variant(name, [f"{key}={value}"]) for name, value in zip(apart, values, strict=True)]
 
 
-def _variants(texts: Sequence[str]) -> list[Asked]:
-    found = dict[str, Asked]()
+def _variants(texts: Sequence[str]) -> list[Variant]:
+    found = dict[str, Variant]()
     for text in texts:
         name, _, rest = text.partition(":")
         if not _NAME.match(name):
@@ -128,15 +132,15 @@ def _variants(texts: Sequence[str]) -> list[Asked]:
                     "key=value,key=value; a value with a comma in it stands in brackets or quotes"
                 )
                 raise usage("bad-variant", f"--variant {brief(text)}: `{brief(setting)}`", help)
-        found[name] = _asked(name, settings)
+        found[name] = _variant(name, settings)
     return list(found.values())
 
 
-def _asked(name: str, settings: Sequence[str]) -> Asked:
+def _variant(name: str, settings: Sequence[str]) -> Variant:
     mark = f"{CHECKOUT}="
     named = [text.removeprefix(mark) for text in settings if text.startswith(mark)]
     rest = tuple(text for text in settings if not text.startswith(mark))
-    return Asked(name, rest, named[-1] if named else None)
+    return Variant(name, rest, named[-1] if named else None)
 
 
 def _pieces(option: str, text: str) -> list[str]:

@@ -197,7 +197,8 @@ class World:
     def pid(self, name: str) -> int:
         """The number of a fake process, as soon as it has one."""
         path = self.root / "pids" / name
-        until(path.exists)
+        # it exists before it is written
+        until(lambda: path.exists() and path.read_text() != "")
         return int(path.read_text())
 
     def left(self) -> set[int]:

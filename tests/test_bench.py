@@ -24,19 +24,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher import (
-    assertions,
     bench,
     checkouts,
+    comparison,
     measurement,
     rundir,
     upstream,
     utilisation,
     variants,
 )  # fmt: skip
-from launcher.comparison import SPEED, Sample, Step, Variant, compare, within
+from launcher.comparison import SPEED, Sample, Step, compare, within
 from launcher.errors import InvalidConfig, NotReady, UsageError
 from launcher.git import Repository
 from launcher.preparation import Request
+from launcher.variants import Variant
 
 # --- what is asked for ----------------------------------------------------------------------------
 
@@ -205,19 +206,6 @@ def test_what_failed_or_is_not_proved_is_never_recommended() -> None:
     assert standings(sample("a", cause="oom", reason="full"), sample("b")) == ["failed", "unknown"]
 
 
-def test_what_a_faster_one_does_before_its_steps_is_told() -> None:
-    def begins(name: str, speed: float, *moments: float) -> list[Sample]:
-        figures = {SPEED: speed, "seconds_per_step": 100 / speed}
-        one = replace(sample(name), metrics=figures)
-        return [replace(one, metrics={**figures, "seconds_before_steps": at}) for at in moments]
-
-    first = begins("a", 100, 10, 11)
-    # a step of 0.8 s saves 0.2 s
-    row = compare([*first, *begins("b", 125, 14.4, 14.6)])[1]
-    assert row.recommended and row.why == "begins 4 s later, which 20 steps make up for"
-    assert compare([*first, *begins("b", 125, 11.1, 11.2)])[1].why == ""
-
-
 def test_losses_are_compared_over_the_same_tokens() -> None:
     falling = tuple(Step(10, 10, loss) for loss in (4, 3, 2, 1))
     large = (Step(40, 40, 4.0), Step(40, 40, 2.0))
@@ -260,19 +248,19 @@ def test_a_mean_loss_is_of_its_tokens_however_they_are_cut_into_steps(
 )  # fmt: skip
 def test_assertions(text: str, holds: bool | None) -> None:
     rows = compare([sample("a"), sample("b", 150, loss=1.99)])
-    assert assertions.assertion(text).holds(rows[1], rows[0]) is holds
+    assert comparison.assertion(text).holds(rows[1], rows[0]) is holds
 
 
 @pytest.mark.parametrize("text", ["loss", "loss=1", "los<1", "loss<=1%%", "loss<=x", ""])
 def test_what_cannot_be_asserted_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="cannot be asserted"):
-        assertions.assertion(text)
+        comparison.assertion(text)
 
 
 def test_an_assertion_speaks_of_the_others_or_of_all() -> None:
     rows = compare([sample("a"), sample("b", 90), sample("c", cause="oom")])
-    asserted = [assertions.assertion(text) for text in ("tokens_per_second>=1", "mfu>=50%")]
-    broken = [(one.text, one.variant, one.unknown) for one in assertions.broken(asserted, rows)]
+    asserted = [comparison.assertion(text) for text in ("tokens_per_second>=1", "mfu>=50%")]
+    broken = [(one.text, one.variant, one.unknown) for one in comparison.broken(asserted, rows)]
     assert broken == [
         ("tokens_per_second>=1", "b", False), ("tokens_per_second>=1", "c", True),
         ("mfu>=50%", "a", False), ("mfu>=50%", "b", False), ("mfu>=50%", "c", True),
@@ -698,7 +686,7 @@ def test_commits_of_the_pinned_checkout_are_compared(
     )  # fmt: skip
     asked = variants.combinations([f"open_instruct={checkout},{pin}"], [])
     first, second = bench.plan(request, asked, steps=5, repeats=1).variants
-    assert first.checkout == checkout and second.checkout not in (None, checkout)
+    assert first.checkout == str(checkout) and second.checkout not in (None, str(checkout))
     assert not first.overrides and not second.overrides
     asked = variants.combinations(["open_instruct=nowhere,HEAD"], [])
     with pytest.raises(InvalidConfig, match="neither a folder nor a commit"):

@@ -137,10 +137,10 @@ def test_the_global_batch_is_kept_in_the_files_own_words(write: Write) -> None:
 @needs_trl
 def test_full_rows_hold_as_many_tokens_a_step() -> None:
     world = tuned.outlook(LORA, *FULL, "batch.global=128", "max_length=1000", rows="250:900")
-    changes = turned(world, packing="bfd", per_device=8)
+    changes = turned(world, packing=True, per_device=8)
     assert changes["batch.global"] == 32
     assert changes["args.packing"] is True
-    settings = [one for one in world.space.settings() if one["packing"] == "bfd"]
+    settings = [one for one in world.space.settings() if one["packing"]]
     assert {int(one["per_device"]) for one in settings} == {1, 2, 4, 8, 16}
 
 
@@ -148,23 +148,10 @@ def test_full_rows_hold_as_many_tokens_a_step() -> None:
 def test_rows_that_cannot_hold_as_many_tokens_are_no_choice() -> None:
     world = tuned.outlook("demo/sft.yaml", gpus=0, rows="80:2000")
     assert "as many tokens" in world.space.fixed["packing"]
-    # nor is what needs flash attention, where there is none
     short = tuned.outlook("demo/sft.yaml", "max_length=256", gpus=0, rows="80:200")
-    assert values(short, "packing") == ("off", "bfd")
+    assert values(short, "packing") == (False, True)
     free = tuned.outlook("demo/sft.yaml", "max_length=none", gpus=0, rows="80:200")
-    assert "flash attention" in free.space.fixed["packing"]
-
-
-@needs_trl
-def test_without_cutting_no_row_may_be_longer() -> None:
-    world = tuned.outlook(LORA, *FULL, "max_length=512", rows="250:900")
-    assert "padding_free" not in values(world, "packing")
-    world = tuned.outlook(LORA, *FULL, "max_length=1024", rows="250:900")
-    assert turned(world, packing="padding_free", attention="flash_attention_2") == {
-        "args.attn_implementation": "flash_attention_2", "args.packing": False,
-        "args.padding_free": True, "args.max_length": "none",
-        "expect.attention": "flash_attention_2",
-    }  # fmt: skip
+    assert "no length to fill" in free.space.fixed["packing"]
 
 
 @pytest.mark.parametrize(
@@ -174,6 +161,14 @@ def test_without_cutting_no_row_may_be_longer() -> None:
         pytest.param("lora/dpo_qwen7b.yaml", (), {"gpus": 1}, "packing", "pads", marks=needs_trl),
         pytest.param(LORA, FULL, {"packages": {}}, "attention", "not installed", marks=needs_trl),
         pytest.param(LORA, FULL, {"rows": None}, "packing", "--row-tokens", marks=needs_trl),
+        pytest.param(
+            LORA,
+            (*FULL, "padding_free=true", "max_length=none"),
+            {},
+            "packing",
+            "padding_free",
+            marks=needs_trl,
+        ),
         pytest.param(LORA, FULL, {}, "deepspeed", "without it", marks=needs_trl),
         (HAND, (), {"packages": {}}, "liger", "not installed"),
         (HAND, ("batch.global=2", "batch.per_device=1"), {}, "per_device", "2 rows"),
@@ -239,20 +234,11 @@ def test_zero1_sends_once_a_step_and_keeps_whole_gradients(
     assert often / less == pytest.approx((rows / 4 - 1) / (rows / 8 - 1))
 
 
-@pytest.mark.parametrize(
-    ("path", "overrides", "packed"),
-    [
-        ("tulu/sft_qwen7b.yaml", (), True),
-        pytest.param(LORA, (*FULL, "max_length=1024"), "padding_free", marks=needs_trl),
-    ],
-)
-def test_one_row_is_packed_with_none(
-    path: str, overrides: tuple[str, ...], packed: str | bool
-) -> None:
-    grid = list(tuned.outlook(path, *overrides, rows="64:900").space.settings())
-    sizes = {one["per_device"] for one in grid if one["packing"] == packed}
+def test_one_row_is_packed_with_none() -> None:
+    grid = list(tuned.outlook("tulu/sft_qwen7b.yaml", rows="64:900").space.settings())
+    sizes = {one["per_device"] for one in grid if one["packing"]}
     assert 1 not in sizes and 2 in sizes
-    assert 1 in {one["per_device"] for one in grid if one["packing"] in (False, "off")}
+    assert 1 in {one["per_device"] for one in grid if not one["packing"]}
 
 
 @needs_trl

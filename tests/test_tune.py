@@ -21,11 +21,11 @@ from fake_world import World, needs_trl
 from tuned import A100, H200, RTX4090, Machine
 
 from launcher import campaign, config, levers, measurement, proposal, stage, tune
-from launcher.comparison import SPEED, Sample, Step, Variant
+from launcher.comparison import SPEED, Sample, Step
 from launcher.errors import NotReady, UsageError, errors
-from launcher.levers import Here as Platform
 from launcher.preparation import Request
 from launcher.search import Candidate, Measured, Outlook, Search
+from launcher.variants import Variant
 
 HAND = "bench/hand_recipe.yaml"
 SMALL = ("model_name_or_path=Qwen/Qwen2.5-0.5B", "use_liger_kernel=false", "batch.per_device=8",
@@ -137,7 +137,7 @@ def test_what_the_whole_run_has_no_room_for_is_not_proposed() -> None:
     search = tuned.search_of(world, room=140.0)
     search.learn(search.base, H200.runs(world, search.base.settings))
     large = tuned.one(search, packing=True, checkpointing=False, deepspeed="zero1", per_device=16)
-    whole, short = large.expected.peak, large.expected.measurable
+    whole, short = large.expected.peak, large.expected.short
     assert whole and short and short < whole < 140 * 0.92
     fitted = search.learn(large, ok(1e6, peak=short * 0.93 * 140 / whole))
     assert fitted.ok and "not kept: with its longest rows" in fitted.learned
@@ -147,7 +147,7 @@ def test_what_the_whole_run_has_no_room_for_is_not_proposed() -> None:
 def test_a_measured_peak_corrects_those_of_its_kind() -> None:
     search = tuned.search_of(hand())
     other = tuned.one(search, per_device=32)
-    before, estimate = search.peak(other), search.base.expected.measurable
+    before, estimate = search.peak(other), search.base.expected.short
     assert before and estimate
     search.learn(search.base, ok(1000, peak=estimate * 1.2))
     assert search.peak(other) == pytest.approx(1.2 * before)
@@ -196,9 +196,15 @@ def test_what_is_not_proved_is_never_the_best(status: Any) -> None:
 @pytest.mark.parametrize(
     ("measured", "why"),
     [
-        ({"status": "crash"}, "the file as written does not train: so it is"),
-        ({"status": "refused"}, "the file as written cannot be started: so it is"),
-        ({"status": "unproven"}, "the file as written proves nothing to compare others with"),
+        ({"status": "crash"}, "nothing can be compared with the file as written (crash): so it is"),
+        (
+            {"status": "refused"},
+            "nothing can be compared with the file as written (refused): so it is",
+        ),
+        (
+            {"status": "unproven"},
+            "nothing can be compared with the file as written (unproven): so it is",
+        ),
         ({"status": "timeout", "cut": True}, "did not end within it"),
     ],
 )
@@ -218,7 +224,6 @@ def test_without_an_estimate_micro_batches_grow_by_twos_and_what_failed_bounds_t
     search.learn(tuned.one(search, per_device=32), Measured(status="oom", seconds=60))
     assert not search.eligible(tuned.one(search, per_device=32, checkpointing=False))
     assert not search.eligible(tuned.one(search, per_device=32, liger=False))
-    assert search.eligible(tuned.one(search, per_device=32, deepspeed="zero3"))
 
 
 PACKED = ("packing=true", "expect.packing=isolated")
@@ -386,7 +391,7 @@ def tuning_of(*runs: tuple[str, float, Mapping[str, Any]]) -> tune.Tuning:
     world = hand()
     found = tune.Tuning(
         request=Request(stage="sft", config=Path("x")), terms=tune.Terms(), plan=world.space.plan,
-        here=Platform(packages=tuned.PACKAGES, cpu=False), card=world.card, shape=world.shape,
+        packages=tuned.PACKAGES, card=world.card, shape=world.shape,
         rows=world.rows, attention=world.attention or "", assumed=False, key="",
     )  # fmt: skip
     for name, speed, more in runs:
@@ -396,8 +401,7 @@ def tuning_of(*runs: tuple[str, float, Mapping[str, Any]]) -> tune.Tuning:
         run = sample(speed, variant=name, repeat=len(earlier), **more)
         cut = run.cause == "timeout"
         measured = replace(tune.judged([run], []), cut=cut, seconds=60.0)
-        learned = found.search.learn(candidate, measured)
-        found.entries.append(tune.Entry(trial=learned, sample=run, seconds=60.0))
+        found.search.learn(candidate, measured, run)
     return found
 
 
@@ -652,7 +656,7 @@ def test_what_says_nothing_of_a_setting_is_tried_again(world: World, trials: Tri
     assert code == 4 and "nothing to propose" in out
     assert [(one["status"], one["cut"]) for one in record(world)["trials"]] == [("timeout", True)]
     code, out, _ = trials.launch(*words_for(world, "--budget", "3m"), refused="rows")
-    assert code == 5 and "the file as written cannot be started" in out
+    assert code == 5 and "nothing can be compared with the file as written (refused)" in out
     assert [one["status"] for one in record(world)["trials"]] == ["refused"]
     code, out, _ = trials.launch(*words_for(world, "--budget", "3m"))
     assert code == 0 and len(list(world.runs.iterdir())) == 1
@@ -664,7 +668,7 @@ def test_what_says_nothing_of_a_setting_is_tried_again(world: World, trials: Tri
 @needs_trl
 def test_a_file_that_crashes_is_said_to(world: World, trials: Trials) -> None:
     code, out, _ = trials.launch(*words_for(world), crash="rows=2,")
-    assert code == 4 and "does not train" in out
+    assert code == 4 and "the file as written (crash)" in out
     assert len(record(world)["trials"]) == 1 and record(world)["proposal"] is None
 
 
@@ -693,7 +697,7 @@ def test_how_long_rows_are_is_learned_by_the_first_trial(world: World, trials: T
     assert known["card"]["gib"] is None and known["grid"]["too_large"] == 0
     assert "packing" in {one["name"] for one in known["levers"]}
     first = known["trials"][0]
-    assert first["settings"]["packing"] == "off" and first["overrides"] == []
+    assert first["settings"]["packing"] is False and first["overrides"] == []
     count = len(trials.started)
     trials.launch(*words, room=1e9)
     assert record(world)["trials"] == known["trials"] and len(trials.started) == count

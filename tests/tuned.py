@@ -10,7 +10,7 @@ from conftest import REPOSITORY
 
 from launcher import footprint, lengths, levers, plan, preparation, throughput
 from launcher.errors import InvalidConfig
-from launcher.levers import Here, Settings
+from launcher.levers import Settings
 from launcher.preparation import Request
 from launcher.search import Candidate, Measured, Outlook, Search
 
@@ -32,13 +32,12 @@ def outlook(
         shape = footprint.shape_of(made)
     except InvalidConfig:
         shape = None
-    here = Here(packages=installed, cpu=not gpus)
     known = None if rows is None else lengths.parse(rows)
     return Outlook(
-        space=levers.of_plan(made, here, known), shape=shape,
+        space=levers.of_plan(made, installed, known), shape=shape,
         rows=known or lengths.parse("500:1000"),
         card=throughput.card_of(card, gib) if gpus else throughput.CPU,
-        attention="flash_2" if here.has("flash-attn") and gpus else "sdpa", steps=STEPS,
+        attention="flash_2" if "flash-attn" in installed and gpus else "sdpa", steps=STEPS,
     )  # fmt: skip
 
 

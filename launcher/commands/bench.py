@@ -58,13 +58,13 @@ def bench(
     format: FormatOption = Format.text,
 ) -> None:  # fmt: skip
     """Measure settings side by side: speed, memory, waste, and the loss a token."""
-    from launcher import assertions, bench_report, comparison, report, variants
     from launcher import bench as benches
+    from launcher import bench_report, comparison, report, variants
     from launcher.preparation import Request
 
     refuse_both(fresh, resume)
     asked = variants.combinations(vary or (), variant or ())
-    expressions = [assertions.assertion(text) for text in asserted or ()]
+    expressions = [comparison.assertion(text) for text in asserted or ()]
     limit = benches.seconds(timeout)
     request = Request(
         stage=named_stage(stage), config=config, overrides=overrides or (), gpus=gpus,

@@ -66,11 +66,11 @@ def tune(
     )  # fmt: skip
     with tuning.opened(tuning.prepare(request, terms, cpu=cpu)) as opened:
         code = tuning.run(opened, show=progress(format))
-        trials = opened.bench() if opened.entries else None
+        trials = opened.bench() if opened.trials else None
         if trials is not None:
             bench_report.write(trials)
         if format is Format.json:
-            faults = comparison.baseline_fault([entry.sample for entry in opened.entries])
+            faults = comparison.baseline_fault([one.sample for one in opened.trials])
             found = (*opened.findings, *faults)
             report.envelope("tune", code is Exit.OK, found, opened.as_json())
         else:

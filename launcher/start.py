@@ -298,7 +298,7 @@ def discard_spoiled(folder: RunFolder, attempt: Attempt) -> None:
     before = tuple(caches.from_json(one) for one in attempt.caches)
     cache_folders.discard_spoiled(before, [caches.read_again(one) for one in before])
     found = evidence.read_run(folder.path, attempt=attempt.number)
-    read = [e.text("state") for _, e in (found.probe.events("data") if found.probe else ())]
+    read = [event.text("state") for _, event in found.events("data")]
     edited = any(one.get("role") == "data" and one.get("after") for one in found.inputs or ())
     if "changed" in read or (edited and not read):
         cache_folders.discard_made(before)

@@ -33,6 +33,7 @@ from launcher import (
     rundir,
     runner,
     sbatch,
+    series,
     slurm,
 )  # fmt: skip
 from launcher.attempt import ON_FINISH_S, Attempt
@@ -332,8 +333,8 @@ def finish(folder: RunFolder) -> check.Verdict:
         rundir.write_json(folder.verdict, verdict.as_json())
         rows = "".join(rundir.json_line(row) for row in earlier.rows_of(judged.attempts))
         rundir.write_text(folder.metrics, rows)
-        page_of = page.render(judged.manifest, verdict, judged.found, folder.path)
-        rundir.write_text(folder.report, page_of)
+        run = series.of_judged(folder.path, judged)
+        rundir.write_text(folder.report, page.overlay([run]))
     return verdict
 
 

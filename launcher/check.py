@@ -16,21 +16,9 @@ from launcher.backends.open_instruct_log import ATTENTION
 from launcher.errors import Exit, Finding, unreadable
 from launcher.evidence import Evidence, read_log
 from launcher.logs import Log
-from launcher.measures import metrics, metrics_rows
+from launcher.measures import metrics
 from launcher.points import Cite, Seen
 from launcher.redaction import redact
-
-__all__ = [
-    "DEFAULTS",
-    "Cite",
-    "Point",
-    "Verdict",
-    "exit_code",
-    "expected_from_log",
-    "judge",
-    "judge_log",
-    "metrics_rows",
-]
 
 Status = Literal["pass", "fail", "unproven"]
 

@@ -202,30 +202,28 @@ def _unquoted(value: str) -> Any:
     return value
 
 
+_MEASURED = (
+    "tokens_per_second", "logged_tokens_per_second", "mfu", "wasted_share", "first_loss", "last_loss",
+    "min_loss", "rewards_margin", "rewards_accuracy",
+)  # fmt: skip
+
+
 def measured(run: Run) -> dict[str, float | None]:
     """What the run turned out to be, under the plan's names; None where nobody measured it.
 
     Memory is the peak in GiB, `hours` the whole attempt, `wasted_share` and `mfu` are shares of 1;
     `logged_tokens_per_second` is upstream's own figure.
     """
-    figures, series = mapping(run.verdict.get("metrics")), run.series
+    figures = mapping(run.verdict.get("metrics"))
     return {
         "processes": run.ranks,
         "rows_per_step": _rows_per_step(run),
         "steps": number(run.verdict.get("steps")),
-        "tokens_per_step": _mean(series.columns.get("tokens", ())),
-        "tokens_per_second": number(figures.get("tokens_per_second")),
-        "logged_tokens_per_second": number(figures.get("logged_tokens_per_second")),
-        "mfu": number(figures.get("mfu")),
-        "wasted_share": number(figures.get("wasted_share")),
+        "tokens_per_step": _mean(run.series.columns.get("tokens", ())),
         "peak_gib": number(figures.get("peak_allocated_gib")),
         "reserved_gib": number(figures.get("peak_reserved_gib")),
         "hours": hours(run),
-        "first_loss": number(figures.get("first_loss")),
-        "last_loss": number(figures.get("last_loss")),
-        "min_loss": number(figures.get("min_loss")),
-        "rewards_margin": number(figures.get("rewards_margin")),
-        "rewards_accuracy": number(figures.get("rewards_accuracy")),
+        **{name: number(figures.get(name)) for name in _MEASURED},
     }
 
 

@@ -164,10 +164,6 @@ def test_ids_are_there_once_and_what_is_pointed_at_exists(run: Run) -> None:
     assert set(wanted) <= set(ids)
 
 
-def render_plain(tree: Element) -> str:
-    return "".join(f"<{e.name}>{render_plain(e)}" for e in tree.below)
-
-
 # ---- what it says
 
 

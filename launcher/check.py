@@ -16,21 +16,9 @@ from launcher.backends.open_instruct_log import ATTENTION
 from launcher.errors import Exit, Finding, unreadable
 from launcher.evidence import Evidence, read_log
 from launcher.logs import Log
-from launcher.measures import metrics, metrics_rows
+from launcher.measures import metrics
 from launcher.points import Cite, Seen
 from launcher.redaction import redact
-
-__all__ = [
-    "DEFAULTS",
-    "Cite",
-    "Point",
-    "Verdict",
-    "exit_code",
-    "expected_from_log",
-    "judge",
-    "judge_log",
-    "metrics_rows",
-]
 
 Status = Literal["pass", "fail", "unproven"]
 
@@ -143,7 +131,7 @@ def judge(stage: str | None, expected: Mapping[str, str | None], evidence: Evide
         seen = see(evidence, want)
         if name in outcome.OPTIONAL and want is None and seen.state == "unknown":
             continue  # a record of an older version, or a stranger's
-        found.append(_point(name, want, seen, unwanted, evidence))
+        found.append(_point(name, want, seen, unwanted))
     oks = [point.ok for point in found]
     return Verdict(
         status=_status(oks),
@@ -238,9 +226,7 @@ def expected_from_log(log: Log) -> dict[str, str | None]:
     return {"liger": liger, "packing": packing, **DEFAULTS}
 
 
-def _point(
-    name: str, want: str | None, seen: Seen, unwanted: tuple[str, ...], evidence: Evidence
-) -> Point:
+def _point(name: str, want: str | None, seen: Seen, unwanted: tuple[str, ...]) -> Point:
     met = seen.state in _MEETS.get((name, want or ""), (want,))
     wanted = want is not None or bool(unwanted and (seen.doubt or seen.state in unwanted))
     proved = seen.proved and want != NOT_SHOWN
@@ -250,7 +236,7 @@ def _point(
         detail = {**detail, "reason": "what was asked for is not known: its record is missing"}
     elif ok is not True:
         said = {key for key, value in detail.items() if value is not None}
-        more = _why(name, want, seen, evidence)
+        more = _why(seen)
         detail = {**detail, **{key: text for key, text in more.items() if key not in said}}
     return Point(
         name=name,
@@ -262,15 +248,13 @@ def _point(
     )
 
 
-def _why(name: str, want: str | None, seen: Seen, evidence: Evidence) -> Mapping[str, str]:
+def _why(seen: Seen) -> Mapping[str, str]:
     """`reason` and, where there is something to do, `help` of a point that is not as expected."""
     if seen.state == "unknown" and "reason" not in seen.detail:
         return {"reason": "neither the probe's records nor the log show it"}
-    say = points.WHY.get(name) or outcome.WHY.get(name)
-    found = {} if say is None else say(want, seen, evidence)
     absent = seen.detail.get("missing_ranks")
-    if "reason" not in found and isinstance(absent, list):
+    if "reason" not in seen.why and isinstance(absent, list):
         ranks = ", ".join(map(str, absent[:8])) + (", …" if absent[8:] else "")
         help = "a record that is cut off or missing is no proof: look at `probe/`, and at the disk"
         return {"reason": f"nothing is known of rank {ranks}", "help": help}
-    return found
+    return seen.why

@@ -213,7 +213,7 @@ def whole(attempts: Sequence[Evidence]) -> Evidence:
 def _of_the_last(attempts: Sequence[Evidence]) -> Evidence:
     last = attempts[-1]
     probe = last.probe
-    if probe is None or probe.last_step is not None or not any(probe.events("resumed")):
+    if probe is None or probe.last_step is not None or not last.events("resumed"):
         return last
     for one in reversed(attempts[:-1]):
         before = one.probe

@@ -194,7 +194,8 @@ def ending(evidence: Evidence) -> Ending:
     code = ended.returncode if ended else _probe_code(evidence)
     # what started the script may end well all the same
     failed = bool(code or _probe_code(evidence))
-    failed = failed or (code is None and bool(failures)) or (ended is None and _raised(evidence))
+    raised = ended is None and bool(evidence.events("error"))
+    failed = failed or (code is None and bool(failures)) or raised
     if signal is None and not failed:
         return _well(evidence, clean=code == 0)
     state = "crashed"
@@ -291,9 +292,8 @@ def _doubt(evidence: Evidence) -> str | None:
     """Why a good exit of ours is no proof that all steps were taken, where the log announces no number."""
     last, planned = evidence.last_step, evidence.planned.steps
     if last is None:
-        begun = evidence.probe.events("resumed") if evidence.probe else ()
         ours = evidence.exit is not None or evidence.probe is not None
-        return "no_steps" if ours and not any(begun) else None
+        return "no_steps" if ours and not evidence.events("resumed") else None
     return "fewer_steps" if planned is not None and last < planned else None
 
 
@@ -337,10 +337,6 @@ def _probe_code(evidence: Evidence) -> int | None:
     return 0 if not evidence.probe.missing and all(ends) else None
 
 
-def _raised(evidence: Evidence) -> bool:
-    return evidence.probe is not None and any(True for _ in evidence.probe.events("error"))
-
-
 def _replaces(signal: Signal, before: Signal) -> bool:
     """Whether this is a later exception of the same chain: a worker's is raised again by its parent.
 
@@ -379,7 +375,7 @@ def _error(evidence: Evidence, failures: tuple[Signal, ...]) -> dict[str, str] |
     told = told or next((s for s in failures if s.name == "watchdog"), None)
     if told is not None:
         return {"type": told.fields["type"], "message": _message(evidence, told)}
-    for record, event in evidence.probe.events("error") if evidence.probe else ():
+    for record, event in evidence.events("error"):
         kind, message = event.text("type") or "", event.text("message") or ""
         return {"type": kind, "message": message, "rank": str(record.rank)}
     if raised:
@@ -389,6 +385,5 @@ def _error(evidence: Evidence, failures: tuple[Signal, ...]) -> dict[str, str] |
 
 def _message(evidence: Evidence, told: Signal) -> str:
     """What was said of an error that Python raised nowhere: beside its type, or right below it."""
-    below = evidence.log.all("what") if evidence.log else ()
-    near = (s for s in below if 0 < s.line - told.line <= _WHAT_LINES)
+    near = (s for s in evidence.signals("what") if 0 < s.line - told.line <= _WHAT_LINES)
     return (next(near, None) or told).fields.get("message", "")

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from launcher import files, rundir
 from launcher.backends import open_instruct_log, trl_log
-from launcher.logs import Log, Pattern, Signal, scan
+from launcher.logs import Log, Pattern, Signal, StepLine, scan
 
 PATTERNS: tuple[Pattern, ...] = tuple(dict.fromkeys(open_instruct_log.PATTERNS + trl_log.PATTERNS))
 """The patterns of every backend: a stranger's log does not say which one wrote it."""
@@ -149,12 +149,6 @@ class Probe:
         """The last optimizer step that any rank finished."""
         return max((r.steps[-1].step for r in self.ranks.values() if r.steps), default=None)
 
-    def events(self, *names: str) -> Iterator[tuple[RankRecord, Event]]:
-        """The events of these names, rank by rank."""
-        for _, record in sorted(self.ranks.items()):
-            for event in record.all(*names):
-                yield record, event
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitRecord:
@@ -214,6 +208,39 @@ class Evidence:
     inputs: Sequence[Mapping[str, object]] | None = None
     model: Mapping[str, object] | None = None
 
+    @property
+    def records(self) -> tuple[RankRecord, ...]:
+        """What the ranks' probes wrote, by rank."""
+        ranks = self.probe.ranks if self.probe else {}
+        return tuple(record for _, record in sorted(ranks.items()))
+
+    @property
+    def rank_steps(self) -> tuple[tuple[RankRecord, ProbeStep], ...]:
+        """Every step of every rank, rank by rank."""
+        return tuple((record, step) for record in self.records for step in record.steps)
+
+    @property
+    def lines(self) -> tuple[StepLine, ...]:
+        """The lines of steps in the log."""
+        return self.log.steps if self.log else ()
+
+    @property
+    def asked(self) -> Mapping[str, str]:
+        """The arguments that the log shows."""
+        return self.log.asked if self.log else {}
+
+    def signals(self, *names: str) -> tuple[Signal, ...]:
+        """The signals of these names in the log."""
+        return self.log.all(*names) if self.log else ()
+
+    def events(self, *names: str) -> list[tuple[RankRecord, Event]]:
+        """The events of these names, rank by rank."""
+        return [(record, event) for record in self.records for event in record.all(*names)]
+
+    def last_events(self, name: str) -> list[tuple[RankRecord, Event]]:
+        """The last event of this name of each rank that has one."""
+        return [(record, event) for record in self.records if (event := record.last(name))]
+
     def rewords(self, *names: str) -> bool:
         """Whether the source is known to say one of these signals in other words."""
         known = self.reworded or ()
@@ -223,15 +250,14 @@ class Evidence:
     def last_step(self) -> int | None:
         """The last optimizer step that the log or the probe saw."""
         seen = [part.last_step for part in (self.log, self.probe) if part is not None]
-        if self.log is not None and (progress := self.log.last("progress")):
-            seen.append(int(progress.fields["step"]))
+        seen += [int(signal.fields["step"]) for signal in self.signals("progress")[-1:]]
         return max((s for s in seen if s is not None), default=None)
 
     @property
     def stopped(self) -> tuple[RankRecord, Event] | None:
         """The broken contract, or the hang, for which a process ended itself: the earliest of all."""
-        events = self.probe.events("violation", "hang") if self.probe else ()
-        ended = [(r, e) for r, e in events if e.fields.get("stopped") is True]
+        events = self.events("violation", "hang")
+        ended = [one for one in events if one[1].fields.get("stopped") is True]
         return min(ended, key=lambda one: one[1].number("t") or 0.0, default=None)
 
     @property
@@ -245,14 +271,13 @@ class Evidence:
     @property
     def final_save(self) -> Signal | tuple[RankRecord, Event] | None:
         """Where the final model was seen to be saved: after the last step, and no checkpoint."""
-        if self.log is not None:
-            since = self.log.steps[-1].line if self.log.steps else 0
-            begun = {s.fields["path"] for s in self.log.all("saving") if s.line >= since}
-            for signal in self.log.all("saved", "remaining", "tokenizer_saved"):
-                whole = signal.name != "tokenizer_saved" or signal.fields["path"] in begun
-                if signal.line >= since and whole and _final(signal):
-                    return signal
-        for record, event in self.probe.events("saved") if self.probe else ():
+        since = self.lines[-1].line if self.lines else 0
+        begun = {s.fields["path"] for s in self.signals("saving") if s.line >= since}
+        for signal in self.signals("saved", "remaining", "tokenizer_saved"):
+            whole = signal.name != "tokenizer_saved" or signal.fields["path"] in begun
+            if signal.line >= since and whole and _final(signal):
+                return signal
+        for record, event in self.events("saved"):
             since = record.steps[-1].line if record.steps else 0
             if event.line > since and not _CHECKPOINT.search(event.text("path") or ""):
                 return record, event
@@ -261,8 +286,7 @@ class Evidence:
     @property
     def left_out_save(self) -> bool:
         """Whether the probe ended every rank before the final save, as it was asked to."""
-        ranks = self.probe.ranks.values() if self.probe else ()
-        return bool(ranks) and all(record.last("not_saved") for record in ranks)
+        return bool(self.records) and len(self.last_events("not_saved")) == len(self.records)
 
     @property
     def stage(self) -> str | None:
@@ -278,7 +302,7 @@ class Evidence:
                 return "dpo" if told["dpo"] else "sft"
         if log is not None and not log.blocks and (trainer := _named(log)) is not None:
             return trainer
-        for _, start in self.probe.events("start") if self.probe else ():
+        for _, start in self.events("start"):
             script = Path(start.text("target") or "").name
             return (
                 "dpo" if "dpo" in script else "sft" if re.search("sft|finetune", script) else None
@@ -288,8 +312,7 @@ class Evidence:
     @property
     def packs_nothing(self) -> bool:
         """Whether the arguments dump leaves SFT one row a micro-batch: it is packed with no other."""
-        asked = self.log.asked if self.log is not None else {}
-        return asked.get("per_device_train_batch_size") == "1" and self.stage == "sft"
+        return self.asked.get("per_device_train_batch_size") == "1" and self.stage == "sft"
 
 
 def read_log(path: Path, patterns: Sequence[Pattern] = PATTERNS) -> Evidence:

@@ -30,11 +30,10 @@ _WHOLE_RUN = ("liger", "packing", "attention", "batch", "gradients", "inputs")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """The verdict without tokens, the manifest, and the evidence: `found` is what is known of the run."""
+    """The verdict without tokens, the manifest, and the evidence of each attempt."""
 
     verdict: Verdict
     manifest: Mapping[str, Any]
-    found: Evidence
     attempts: tuple[Evidence, ...]
 
 
@@ -65,7 +64,7 @@ def judge(folder: RunFolder, asked: Mapping[str, str] | None = None) -> Judged:
         seen = _with_model(seen, told)
     # a token that training printed must not get from the log into what is shown and kept
     clean = redact(seen, attempts.tokens(folder))
-    return Judged(verdict=clean, manifest=told, found=found, attempts=each)
+    return Judged(verdict=clean, manifest=told, attempts=each)
 
 
 def _expected(told: Mapping[str, Any]) -> Mapping[str, str | None]:

@@ -21,9 +21,8 @@ REWARDS = {
 
 def losses(evidence: Evidence) -> tuple[float, ...]:
     """One loss a step as the probe saw them, else as logged; NaN where it was not finite."""
-    log, probe = evidence.log, evidence.probe
-    if log is not None and log.steps and (probe is None or probe.last_step is None):
-        return tuple(line.loss for line in log.steps)
+    if evidence.lines and not evidence.rank_steps:
+        return tuple(line.loss for line in evidence.lines)
     rows = (row for row in metrics_rows(evidence) if "loss" in row or row.get("finite") is False)
     return tuple(row.get("loss", math.nan) for row in rows)
 
@@ -35,9 +34,10 @@ def whole_losses(evidence: Evidence) -> tuple[float, ...]:
 
 def moved_share(evidence: Evidence) -> float | None:
     """The share of a sample of the trained weights, over all ranks, that differs from the start."""
-    probe = evidence.probe
-    last = [e for r in probe.ranks.values() if (e := r.last("weights"))] if probe else []
-    sampled, moved = (math.fsum(e.number(key) or 0 for e in last) for key in ("sampled", "moved"))
+    sampled, moved = (
+        math.fsum(event.number(key) or 0 for _, event in evidence.last_events("weights"))
+        for key in ("sampled", "moved")
+    )
     return _share(moved, sampled)
 
 
@@ -47,9 +47,7 @@ def peak_allocated_gib(evidence: Evidence) -> float | None:
 
 
 def _peak(evidence: Evidence, name: str) -> float | None:
-    ranks = evidence.probe.ranks.values() if evidence.probe else ()
-    peaks = [v for r in ranks for s in r.steps if (v := getattr(s, name)) is not None]
-    return max(peaks, default=None)
+    return max(_values(evidence, name), default=None)
 
 
 def memory_phases(evidence: Evidence) -> dict[str, dict[str, float]]:
@@ -59,7 +57,7 @@ def memory_phases(evidence: Evidence) -> dict[str, dict[str, float]]:
     whose peak is above that of the one before made it, any other stayed below.
     """
     phases: dict[str, dict[str, float]] = {}
-    for _, event in evidence.probe.events("memory") if evidence.probe else ():
+    for _, event in evidence.events("memory"):
         phase = phases.setdefault(event.text("phase") or "?", {})
         for name in event.fields:
             value = event.number(name) if name.endswith("_gib") else None
@@ -85,7 +83,7 @@ def warm_up(steps: int) -> int:
 def tokens_per_second(evidence: Evidence) -> float | None:
     """Steady tokens a second of all ranks, counted from the batches, padding left out."""
     rates = []
-    for record in evidence.probe.ranks.values() if evidence.probe else ():
+    for record in evidence.records:
         kept = steady(record)
         seconds = math.fsum(s.seconds or 0.0 for s in kept)
         tokens = math.fsum(s.tokens or 0.0 for s in kept)
@@ -94,9 +92,12 @@ def tokens_per_second(evidence: Evidence) -> float | None:
 
 
 def _total(evidence: Evidence, name: str) -> float | None:
-    ranks = evidence.probe.ranks.values() if evidence.probe else ()
-    known = [v for r in ranks for s in r.steps if (v := getattr(s, name)) is not None]
+    known = _values(evidence, name)
     return math.fsum(known) if known else None
+
+
+def _values(evidence: Evidence, name: str) -> list[float]:
+    return [v for _, step in evidence.rank_steps if (v := getattr(step, name)) is not None]
 
 
 def _share(part: float | None, whole: float | None) -> float | None:
@@ -127,25 +128,19 @@ def flops_per_token(model: Event, tokens_per_row: float | None) -> float | None:
 
 def mfu(evidence: Evidence) -> float | None:
     """The share of the GPUs' peak that training needs at its steady speed; DPO's policy alone counts."""
-    speed, record = tokens_per_second(evidence), _first_rank(evidence)
-    model = record.first("model") if record else None
-    device = record.last("device") if record else None
+    speed, ranks = tokens_per_second(evidence), evidence.records
+    model = ranks[0].first("model") if ranks else None
+    device = ranks[0].last("device") if ranks else None
     peak = peak_flops(device.text("name") if device else None)
-    if speed is None or model is None or peak is None or evidence.probe is None:
+    if speed is None or model is None or peak is None:
         return None
     needed = flops_per_token(model, _share(_total(evidence, "tokens"), _total(evidence, "rows")))
-    return None if needed is None else needed * speed / (peak * len(evidence.probe.ranks))
-
-
-def _first_rank(evidence: Evidence) -> RankRecord | None:
-    ranks = evidence.probe.ranks if evidence.probe else {}
-    return ranks[min(ranks)] if ranks else None
+    return None if needed is None else needed * speed / (peak * len(ranks))
 
 
 def _norms(evidence: Evidence) -> dict[str, float | None]:
     """The gradient norm of the last step, and the largest, of all attempts that came to this."""
-    record = _first_rank(evidence)
-    own = [s.grad_norm for s in record.steps if s.grad_norm is not None] if record else []
+    own = [s.grad_norm for r in evidence.records[:1] for s in r.steps if s.grad_norm is not None]
     # without the probe no norm is known of every step
     norms = [*evidence.norms_before, *own] if own else []
     return {
@@ -161,7 +156,7 @@ def metrics(evidence: Evidence) -> dict[str, float | None]:
     only where the log prints them.
     """
     seen = whole_losses(evidence)
-    last = evidence.log.steps[-1] if evidence.log and evidence.log.steps else None
+    last = evidence.lines[-1] if evidence.lines else None
     rewards = {
         name: value
         for name, keys in REWARDS.items()
@@ -206,7 +201,7 @@ def metrics_rows(evidence: Evidence) -> list[Row]:
     finite is left out, and `finite` is then false.
     """
     rows = {row["step"]: row for row in _probe_rows(evidence)}
-    lines = evidence.log.steps if evidence.log else ()
+    lines = evidence.lines
     measured = sum("loss" in row for row in rows.values())
     # Trainer's lines bear no step: after a resume the first may be counted from the bar's begin
     first = min(rows, default=0)
@@ -231,9 +226,8 @@ def metrics_rows(evidence: Evidence) -> list[Row]:
 
 def _probe_rows(evidence: Evidence) -> list[Row]:
     by_step: dict[int, list[ProbeStep]] = {}
-    for record in evidence.probe.ranks.values() if evidence.probe else ():
-        for step in record.steps:
-            by_step.setdefault(step.step, []).append(step)
+    for _, step in evidence.rank_steps:
+        by_step.setdefault(step.step, []).append(step)
     return [_probe_row(number, by_step[number]) for number in sorted(by_step)]
 
 

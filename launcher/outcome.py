@@ -11,10 +11,11 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from launcher.ending import HELP, ending, fatal
-from launcher.evidence import Evidence
+from launcher.evidence import Event, Evidence, RankRecord
 from launcher.logs import Log, Signal, StepLine
 from launcher.measures import (
     losses,
@@ -25,13 +26,14 @@ from launcher.measures import (
 )
 from launcher.options import TREND_LOSSES
 from launcher.points import (
+    UNKNOWN,
     Cite,
     Seen,
-    Why,
-    of_event,
+    missing_ranks,
+    of_events,
     of_line,
+    of_log,
     of_losses,
-    of_signals,
     of_step,
     probe_lines,
 )
@@ -96,77 +98,137 @@ _MOVED_HELP = (
     "weight; see also what is frozen; `expect: {weights: any}` accepts it"
 )
 _AGAIN = "train again on files that nobody writes to meanwhile"
-_UNKNOWN = Seen(state="unknown", proved=False)
 
 
 def _loss(evidence: Evidence, _want: str | None) -> Seen:
-    log, ranks = evidence.log, evidence.probe.ranks.values() if evidence.probe else ()
-    bad: list[tuple[int, int | None, Cite]] = []
-    detail: dict[str, object] = {}
-    for line in log.steps if log else ():
-        if _nonfinite(line):
-            bad.append((line.step, None, of_line(log, line)))
-    for record in ranks:
-        bad += [
-            (step.step, record.rank, of_step(record, step))
-            for step in record.steps
-            if not step.finite
-        ]
-    if not bad and evidence.bad_before:
-        # in weights that this attempt went on from
-        before = evidence.bad_before
-        detail = {
-            "first_step": before[0],
-            "nonfinite": len(before),
-            "rank": None,
-            "reason": f"step {before[0]} {_BEFORE}",
-        }
-        return Seen(state="nonfinite", detail=detail)
-    for said in probe_lines(evidence) if log and not ranks else ():
-        if found := _NOT_FINITE.match(said.fields["message"]):
-            rank = int(found["rank"])
-            bad.append((int(found["step"] or 0), rank, of_signals(log, (said,))[0]))
-    logged = len(log.steps) if log else 0
+    log, ranks = evidence.log, evidence.records
     counted = sum(len(record.steps) for record in ranks)
-    detail |= {"logged": logged, "counted": counted}
+    detail: dict[str, object] = {"logged": len(evidence.lines), "counted": counted}
+    bad = _bad_steps(evidence)
+    if (before := evidence.bad_before) and not any(one.seen for one in bad):
+        # in weights that this attempt went on from
+        reason = f"step {before[0]} {_BEFORE}"
+        detail = {"first_step": before[0], "nonfinite": len(before), "rank": None, "reason": reason}
+        return Seen(state="nonfinite", detail=detail, why={"help": _NOT_FINITE_HELP})
     if bad:
         # a rank that is known tells more than a logged mean of the same step
-        first = min(bad, key=lambda b: (b[0], b[1] is None, b[1] or 0))
-        told = first[0] if counted or not log or log.numbered else None
-        detail |= {"first_step": told, "rank": first[1], "nonfinite": len(bad)}
-        detail |= _last_finite(evidence, first[0], first[1])
+        first = min(bad, key=lambda one: (one.step, one.rank is None, one.rank or 0))
+        numbered = counted or not log or log.numbered
+        detail |= {"first_step": first.step if numbered else None, "rank": first.rank}
+        detail |= {"nonfinite": len(bad), **_around(evidence, first)}
         # before training is announced, such a line may be a word of the data that upstream shows
-        begun = not log or not log.blocks or log.first("total_steps", "progress") or ranks
-        cites = tuple(b[2] for b in bad)
-        return Seen(state="nonfinite", proved=bool(begun), cites=cites, detail=detail)
-    means = _nonfinite_means(log)
-    if means:
+        begun = ranks or not log or not log.blocks or log.first("total_steps", "progress")
+        cites = tuple(one.cite for one in bad)
+        why = {"reason": _nonfinite_reason(detail), "help": _NOT_FINITE_HELP}
+        return Seen(state="nonfinite", proved=bool(begun), cites=cites, detail=detail, why=why)
+    if means := _nonfinite_means(log):
+        # a sum over all steps: one of them made it so, and nothing tells which
+        trained = any(s.fields["what"] == "train_loss" for s in means)
         named = ", ".join(f"{s.fields['what']} is {s.fields['value']}" for s in means)
-        cites, detail["reason"] = of_signals(log, means), f"the log says that {named}"
-        if any(s.fields["what"] == "train_loss" for s in means):
-            # a sum over all steps: one of them made it so, and nothing tells which
-            detail |= {"first_step": None, "rank": None, "help": _MEAN_HELP}
+        detail["reason"] = f"the log says that {named}"
+        detail["help"] = _MEAN_HELP if trained else _EVALUATED_HELP
+        cites = of_log(log, means)
+        if trained:
+            detail |= {"first_step": None, "rank": None}
             return Seen(state="nonfinite", cites=cites, detail=detail)
-        detail["help"] = _EVALUATED_HELP
+        if losses(evidence):
+            # an evaluation proves nothing of the training, and is no good news of it
+            return Seen(state="finite", proved=False, cites=cites, detail=detail)
     if not losses(evidence):
-        return Seen(state="none_logged", proved=False, detail=detail)
-    if means:
-        # an evaluation proves nothing of the training, and is no good news of it
+        why = {
+            "reason": "nothing tells of a loss: the probe saw no step, and the log has none",
+            "help": "`logging_steps: 1` logs every step",
+        }
+        return Seen(state="none_logged", proved=False, detail=detail, why=why)
+    if (doubt := _loss_doubt(evidence)) is not None:
+        detail["reason"], cites = doubt
         return Seen(state="finite", proved=False, cites=cites, detail=detail)
-    unseen = _unseen(evidence)
-    if log and log.steps and (unseen or not ranks) and (doubt := _doubt(log.steps)) is not None:
-        detail["reason"] = doubt[1]
-        return Seen(state="finite", proved=False, cites=(of_line(log, doubt[0]),), detail=detail)
-    shown = log.steps[-1].step if log and log.steps else 0
-    if alone := _unseen(evidence, shown):
-        named = ", ".join(map(str, alone[:3])) + (", …" if alone[3:] else "")
-        detail["reason"] = f"no loss of step {named} was seen on every rank, and none is logged"
-        return Seen(state="finite", proved=False, cites=of_losses(evidence), detail=detail)
-    every = [step.loss for record in ranks for step in record.steps]
-    if not every and log is not None:
-        every = [_exact(line) for line in log.steps]
-    state = "zero" if every and not any(loss is None or loss for loss in every) else "finite"
-    return Seen(state=state, cites=of_losses(evidence), detail=detail)
+    every = [step.loss for _, step in evidence.rank_steps] or [_exact(x) for x in evidence.lines]
+    zero = bool(every) and not any(loss is None or loss for loss in every)
+    return Seen(
+        state="zero" if zero else "finite",
+        cites=of_losses(evidence),
+        detail=detail,
+        why={"reason": "the loss was exactly 0 in every step", "help": _ZERO_HELP} if zero else {},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _BadStep:
+    """A step that was not finite; `seen` is False of what the probe only said on the console."""
+
+    step: int
+    rank: int | None
+    cite: Cite
+    seen: bool = True
+
+
+def _bad_steps(evidence: Evidence) -> list[_BadStep]:
+    """The steps that were not finite: as logged, as each rank saw them, else as the probe said."""
+    log = evidence.log
+    bad = [_BadStep(x.step, None, of_line(log, x)) for x in evidence.lines if _nonfinite(x)]
+    bad += [
+        _BadStep(step.step, record.rank, of_step(record, step))
+        for record, step in evidence.rank_steps
+        if not step.finite
+    ]
+    for said in () if evidence.records else probe_lines(evidence):
+        if found := _NOT_FINITE.match(said.fields["message"]):
+            step, rank = int(found["step"] or 0), int(found["rank"])
+            bad.append(_BadStep(step, rank, of_line(log, said), seen=False))
+    return bad
+
+
+def _around(evidence: Evidence, bad: _BadStep) -> dict[str, object]:
+    """What it was that was not finite, and the last values before, as that rank saw them."""
+    found: dict[str, object] = {}
+    for record, event in evidence.events("nonfinite"):
+        if record.rank == bad.rank and event.number("step") == bad.step:
+            found = {"what": event.text("what"), "value": event.text("value")}
+    for record, step in evidence.rank_steps:
+        if record.rank == bad.rank and step.step < bad.step and step.finite:
+            last = {"step": step.step, "loss": step.loss, "grad_norm": step.grad_norm}
+            found["last_finite"] = last
+    return found
+
+
+def _nonfinite_reason(detail: Mapping[str, Any]) -> str:
+    step, rank, last = (detail.get(key) for key in ("first_step", "rank", "last_finite"))
+    what = detail.get("what") or ("loss" if rank is None else "loss or gradient")
+    reason = f"{what} is {detail.get('value') or 'not finite'}"
+    if step is not None:
+        reason += f" at step {step}" + ("" if rank is None else f", rank {rank}")
+    if detail["nonfinite"] != 1:
+        reason += f", the first of {detail['nonfinite']}"
+    if last and last["loss"] is not None:
+        reason += f"; last finite: {last['loss']:.4g} at step {last['step']}"
+    return reason
+
+
+def _nonfinite_means(log: Log | None) -> tuple[Signal, ...]:
+    """The first word for each mean of losses that HF Trainer says is not finite."""
+    # in a log of open-instruct's it is a word of the training data
+    said = log.all("mean_nonfinite") if log is not None and not log.blocks else ()
+    return tuple({s.fields["what"]: s for s in reversed(said)}.values())[::-1]
+
+
+def _loss_doubt(evidence: Evidence) -> tuple[str, tuple[Cite, ...]] | None:
+    """Why losses that all are finite are no proof, and the lines that say so."""
+    lines = evidence.lines
+    if lines and (not evidence.records or _unseen(evidence)):
+        for line in lines:
+            if line.loss == 0 and "epoch" in line.extra and "grad_norm" not in line.extra:
+                reason = "a loss of 0 may have been NaN, and no gradient norm is logged"
+                return reason, of_log(evidence.log, (line,))
+        norm = lines[-1].extra.get("grad_norm", 0.0)
+        if not math.isfinite(norm):
+            # what such a step left shows in the loss after it, and there is none
+            return f"the last gradient norm is {norm}", of_log(evidence.log, lines[-1:])
+    if unseen := _unseen(evidence, lines[-1].step if lines else 0):
+        named = ", ".join(map(str, unseen[:3])) + (", …" if unseen[3:] else "")
+        reason = f"no loss of step {named} was seen on every rank, and none is logged"
+        return reason, of_losses(evidence)
+    return None
 
 
 def _unseen(evidence: Evidence, after: int = 0) -> list[int]:
@@ -177,34 +239,12 @@ def _unseen(evidence: Evidence, after: int = 0) -> list[int]:
     probe, last = evidence.probe, evidence.last_step
     if probe is None or last is None or ending(evidence).state != "completed":
         return []
-    begun = max((e.number("step") or 0 for _, e in probe.events("resumed")), default=0)
-    first = min((r.steps[0].step for r in probe.ranks.values() if r.steps), default=last + 1)
-    seen = [{step.step for step in record.steps} for record in probe.ranks.values()]
-    seen += [set()] * len(probe.missing)
-    whole = set.intersection(*seen)
+    begun = max((e.number("step") or 0 for _, e in evidence.events("resumed")), default=0)
+    first = min((r.steps[0].step for r in evidence.records if r.steps), default=last + 1)
+    seen = [{step.step for step in record.steps} for record in evidence.records]
+    whole = set() if probe.missing else set.intersection(*seen)
     steps = range(max(min(first, int(begun) + 1), after + 1), last + 1)
     return list(itertools.islice((step for step in steps if step not in whole), 4))
-
-
-def _nonfinite_means(log: Log | None) -> tuple[Signal, ...]:
-    """The first word for each mean of losses that HF Trainer says is not finite."""
-    # in a log of open-instruct's it is a word of the training data
-    said = log.all("mean_nonfinite") if log is not None and not log.blocks else ()
-    return tuple({s.fields["what"]: s for s in reversed(said)}.values())[::-1]
-
-
-def _last_finite(evidence: Evidence, step: int, rank: int | None) -> dict[str, object]:
-    """What it was that was not finite, and the last values before, as that rank saw them."""
-    told: dict[str, object] = {}
-    for record, event in evidence.probe.events("nonfinite") if evidence.probe else ():
-        if record.rank == rank and event.number("step") == step:
-            told = {"what": event.text("what"), "value": event.text("value")}
-    records = evidence.probe.ranks.values() if evidence.probe else ()
-    before = [s for r in records if r.rank == rank for s in r.steps if s.step < step and s.finite]
-    if before:
-        last = before[-1]
-        told["last_finite"] = {"step": last.step, "loss": last.loss, "grad_norm": last.grad_norm}
-    return told
 
 
 def _nonfinite(line: StepLine) -> bool:
@@ -218,95 +258,65 @@ def _exact(line: StepLine) -> float:
     return line.loss or (line.extra.get("grad_norm", 0.0) if "epoch" in line.extra else 0.0)
 
 
-def _doubt(steps: Sequence[StepLine]) -> tuple[StepLine, str] | None:
-    """The line of HF Trainer's that leaves open whether the loss was finite, and why."""
-    for line in steps:
-        if line.loss == 0 and "epoch" in line.extra and "grad_norm" not in line.extra:
-            return line, "a loss of 0 may have been NaN, and no gradient norm is logged"
-    norm = steps[-1].extra.get("grad_norm", 0.0)
-    if not math.isfinite(norm):
-        # what such a step left shows in the loss after it, and there is none
-        return steps[-1], f"the last gradient norm is {norm}"
-    return None
-
-
-def _why_loss(_want: str | None, seen: Seen, evidence: Evidence) -> Why:
-    detail = seen.detail
-    if seen.state == "none_logged":
-        told = "nothing tells of a loss: the probe saw no step, and the log has none"
-        return {"reason": told, "help": "`logging_steps: 1` logs every step"}
-    if seen.state == "zero":
-        return {"reason": "the loss was exactly 0 in every step", "help": _ZERO_HELP}
-    if seen.state != "nonfinite":
-        return {}
-    step, rank, last = detail.get("first_step"), detail.get("rank"), detail.get("last_finite")
-    unknown = "loss" if rank is None else "loss or gradient"
-    what, value = detail.get("what") or unknown, detail.get("value") or "not finite"
-    when = "" if step is None else f" at step {step}" + ("" if rank is None else f", rank {rank}")
-    told = f"{what} is {value}{when}"
-    if isinstance(detail.get("nonfinite"), int) and detail["nonfinite"] != 1:
-        told += f", the first of {detail['nonfinite']}"
-    if isinstance(last, Mapping) and last.get("loss") is not None:
-        told += f"; last finite: {last['loss']:.4g} at step {last['step']}"
-    return {"reason": told, "help": _NOT_FINITE_HELP}
-
-
 def _gradients(evidence: Evidence, _want: str | None) -> Seen:
     """What each rank's comparison came to; without one, whether the norms look like noise."""
-    probe = evidence.probe
-    reports = [(r, e) for r in probe.ranks.values() if (e := r.last("gradients"))] if probe else []
+    reports = evidence.last_events("gradients")
     corrupt = [one for one in reports if one[1].text("state") == "corrupt"]
     if corrupt:
-        first = min(corrupt, key=lambda one: one[1].number("first_corrupt") or 0)
-        record, event = first
-        detail: dict[str, object] = {
+        record, event = min(corrupt, key=lambda one: one[1].number("first_corrupt") or 0)
+        detail: dict[str, Any] = {
             "first_step": event.fields.get("first_corrupt"), "rank": record.rank,
             **{key: event.fields.get(key) for key in (*_COMPARED, *_DIFFERENCE)},
             "help": CORRUPT_HELP,
         }  # fmt: skip
-        return Seen(state="corrupt", cites=tuple(of_event(*one) for one in corrupt), detail=detail)
-    said = [
-        s for s in probe_lines(evidence) if s.fields["message"].startswith("gradients are corrupt")
-    ]
-    if said:
-        cites = of_signals(evidence.log, said)
+        reason = (
+            f"step {detail['first_step']}, rank {record.rank}: for {detail['parameter']} the optimizer "
+            f"used a gradient of norm {detail['used_norm']}, that of the batch is {detail['true_norm']}; "
+            f"{detail['broken']} of {detail['parameters']} parameters compared there were wrong"
+        )
+        return Seen(
+            state="corrupt", cites=of_events(corrupt), detail=detail, why={"reason": reason}
+        )
+    if said := probe_lines(evidence, "gradients are corrupt"):
+        cites = of_log(evidence.log, said)
         return Seen(state="corrupt", cites=cites, detail={"help": CORRUPT_HELP})
     true = [one for one in reports if one[1].text("state") == "true"]
-    absent = probe.without({record.rank for record, _ in true}) if probe else ()
     noise = _noise(evidence)
     detail = {} if noise is None else {"norms": noise[0]}
     if true:
         # the comparison that is off most
         event = max(true, key=lambda one: one[1].number("largest_error") or 0.0)[1]
-        detail |= {key: event.fields.get(key) for key in _COMPARED}
-        detail |= {"missing_ranks": list(absent)} if absent else {}
-        cites = tuple(of_event(*one) for one in true)
-        return Seen(state="true", proved=not absent, cites=cites, detail=detail)
-    told = next((e.text("reason") for _, e in reports if e.text("reason")), None)
-    if told is not None:
-        detail["reason"] = told
+        missing = missing_ranks(evidence, {record.rank for record, _ in true})
+        detail |= {key: event.fields.get(key) for key in _COMPARED} | missing
+        return Seen(state="true", proved=not missing, cites=of_events(true), detail=detail)
+    detail |= _reason_of(reports)
+    cites = of_events(reports)
     if noise is not None:
         detail |= {"reason": noise[0], "help": _NOISE_HELP}
-    cites = (*(of_event(*one) for one in reports), *((noise[1],) if noise else ()))
+        cites = (*cites, noise[1])
     return Seen(state="unknown", proved=False, doubt=noise is not None, cites=cites, detail=detail)
+
+
+def _reason_of(events: Sequence[tuple[RankRecord, Event]]) -> dict[str, object]:
+    """The first reason that events give."""
+    reason = next((text for _, event in events if (text := event.text("reason"))), None)
+    return {"reason": reason} if reason else {}
 
 
 def _noise(evidence: Evidence) -> tuple[str, Cite] | None:
     """Gradient norms that no batch gives, in words, with the place of the largest."""
     norms: list[tuple[float, int, Cite]] = []
-    log = evidence.log
-    for record in evidence.probe.ranks.values() if evidence.probe else ():
+    for record in evidence.records:
         norms = norms or [
             (s.grad_norm, s.step, of_step(record, s))
             for s in record.steps
             if s.grad_norm is not None
         ]
-    if not norms and log is not None:
-        norms = [
-            (norm, line.step, of_line(log, line))
-            for line in log.steps
-            if math.isfinite(norm := line.extra.get("grad_norm", math.nan))
-        ]
+    norms = norms or [
+        (norm, line.step, of_line(evidence.log, line))
+        for line in evidence.lines
+        if math.isfinite(norm := line.extra.get("grad_norm", math.nan))
+    ]
     if len(norms) < NORMS:
         return None
     largest, step, cite = max(norms, key=lambda one: one[0])
@@ -319,13 +329,10 @@ def _noise(evidence: Evidence) -> tuple[str, Cite] | None:
         for before, one, after in zip(norms[1:], norms[2:], norms[3:], strict=False)
         if one[0] > JUMP * max(before[0], after[0], usual) > 0
     ]
-    if jumps:
-        largest, step, cite = max(jumps, key=lambda one: one[0])
-        return (
-            f"the gradient norm jumps to {largest:.3g} at step {step}; {usual:.3g} is usual",
-            cite,
-        )
-    return None
+    if not jumps:
+        return None
+    largest, step, cite = max(jumps, key=lambda one: one[0])
+    return f"the gradient norm jumps to {largest:.3g} at step {step}; {usual:.3g} is usual", cite
 
 
 def _falls(series: Sequence[float]) -> bool:
@@ -337,45 +344,39 @@ def _falls(series: Sequence[float]) -> bool:
     return change <= -TREND_CHANGE and z <= -TREND_Z
 
 
-def _why_gradients(_want: str | None, seen: Seen, _evidence: Evidence) -> Why:
-    detail = seen.detail
-    if seen.state != "corrupt" or "parameter" not in detail:
-        return {}
-    used, true = detail["used_norm"], detail["true_norm"]
-    return {
-        "reason": f"step {detail['first_step']}, rank {detail['rank']}: for {detail['parameter']} the "
-        f"optimizer used a gradient of norm {used}, that of the batch is {true}; {detail['broken']} of "
-        f"{detail['parameters']} parameters compared there were wrong"
-    }
-
-
-def _trend(evidence: Evidence, _want: str | None) -> Seen:
+def _trend(evidence: Evidence, want: str | None) -> Seen:
     if (still := _still(evidence)) is not None:
         seen = of_losses(replace(evidence, log=None)) or of_losses(evidence)
-        return Seen(state="still", cites=seen, detail={"reason": still})
+        return Seen(state="still", cites=seen, detail={"reason": still}, why={"help": _STILL_HELP})
     # a run that was resumed is one run
     whole = whole_losses(evidence)
     finite = [loss for loss in whole if math.isfinite(loss)]
     detail: dict[str, object] = {"losses": len(finite)}
     if len(finite) < TREND_LOSSES:
-        return Seen(state="too_short", proved=False, detail=detail)
+        why = {"reason": f"{len(finite)} losses were seen, {TREND_LOSSES} are needed"}
+        return Seen(state="too_short", proved=False, detail=detail, why=why)
     change, z = trend(finite)
     detail |= {"change": round(change, 4), "z": round(z, 2)}
     sure = abs(z) >= TREND_Z and abs(change) >= TREND_CHANGE
     state = "flat" if not sure else "falling" if change < 0 else "rising"
-    return Seen(state=state, cites=of_losses(evidence), detail=detail)
+    why = {"reason": f"from the first step to the last the loss changes by {round(change, 4):+.1%}"}
+    if not sure:
+        small = abs(round(change, 4)) < TREND_CHANGE
+        why["reason"] += (
+            f", less than {TREND_CHANGE:.0%}" if small else f", within its noise (z {z:.1f})"
+        )
+    if want == "falling":
+        why["help"] = "a longer run, or another learning rate; `expect: {trend: any}` asks for none"
+    return Seen(state=state, cites=of_losses(evidence), detail=detail, why=why)
 
 
 def _still(evidence: Evidence) -> str | None:
     """Why no weight can have moved, as every rank saw it in every one of two steps or more, or the log."""
-    log = evidence.log
     steps: list[tuple[int, float | None, float | None]] = [
-        (one.step, one.grad_norm, one.learning_rate)
-        for record in (evidence.probe.ranks.values() if evidence.probe else ())
-        for one in record.steps
+        (one.step, one.grad_norm, one.learning_rate) for _, one in evidence.rank_steps
     ]
-    if not steps and log is not None and _from_the_first(log.steps):
-        steps = [(one.step, one.extra.get("grad_norm"), one.learning_rate) for one in log.steps]
+    if not steps and _from_the_first(evidence.lines):
+        steps = [(x.step, x.extra.get("grad_norm"), x.learning_rate) for x in evidence.lines]
     if len({step for step, *_ in steps}) < 2:
         return None
     for place, words in ((1, "gradient norm"), (2, "learning rate")):
@@ -405,49 +406,25 @@ def trend(series: Sequence[float]) -> tuple[float, float]:
     return slope * (n - 1) / level, (score - math.copysign(min(1, abs(score)), score)) / deviation
 
 
-def _why_trend(want: str | None, seen: Seen, _evidence: Evidence) -> Why:
-    losses, change, z = (seen.detail.get(key) for key in ("losses", "change", "z"))
-    if seen.state == "too_short":
-        return {"reason": f"{losses} losses were seen, {TREND_LOSSES} are needed"}
-    if seen.state == "still":
-        return {"help": _STILL_HELP}
-    if not isinstance(change, float) or not isinstance(z, float):
-        return {}
-    told = f"from the first step to the last the loss changes by {change:+.1%}"
-    if seen.state == "flat":
-        weak = (
-            f"less than {TREND_CHANGE:.0%}"
-            if abs(change) < TREND_CHANGE
-            else f"within its noise (z {z:.1f})"
-        )
-        told += f", {weak}"
-    help = "a longer run, or another learning rate; `expect: {trend: any}` asks for none"
-    return {"reason": told, **({"help": help} if want == "falling" else {})}
-
-
 def _memory(evidence: Evidence, _want: str | None) -> Seen:
-    log, peak = evidence.log, peak_allocated_gib(evidence)
-    detail: dict[str, object] = {"peak_allocated_gib": peak}
+    log, end = evidence.log, ending(evidence)
+    detail: dict[str, object] = {"peak_allocated_gib": peak_allocated_gib(evidence)}
     if phases := memory_phases(evidence):
         detail["phases"] = phases
-    end = ending(evidence)
-    error = end.error or {}
-    told, host = fatal(evidence, "oom"), fatal(evidence, "oom_host")
-    if log and end.state == "completed":  # what is only said behind a good end is something else's
-        raised = {s.line for s in log.all("exception")}
-        told = tuple(s for s in told if s.line in raised)
-        host = tuple(s for s in host if s.line in raised)
-    if log and not told and host:
+    gpu, host = fatal(evidence, "oom"), fatal(evidence, "oom_host")
+    if end.state == "completed":  # what is only said behind a good end is something else's
+        raised = {s.line for s in evidence.signals("exception")}
+        gpu, host = (tuple(s for s in told if s.line in raised) for told in (gpu, host))
+    if host and not gpu:
         detail["help"] = HELP["oom_host"]
-        return Seen(state="oom", cites=of_signals(log, host), detail=detail)
-    if not told and not re.search(r"OutOfMemory|out of memory", " ".join(error.values())):
+        return Seen(state="oom", cites=of_log(log, host), detail=detail)
+    error = " ".join((end.error or {}).values())
+    if not gpu and not re.search(r"OutOfMemory|out of memory", error):
         return Seen(state="ok", proved=bool(log or evidence.probe), detail=detail)
-    asked = log.asked if log else {}
     keys = ("per_device_train_batch_size", "gradient_checkpointing", "packing", "max_seq_length")
-    detail |= {"help": _OOM_HELP, "asked": {k: asked[k] for k in keys if k in asked}}
-    if told and told[0].fields:
-        detail |= told[0].fields
-    return Seen(state="oom", cites=of_signals(log, told), detail=detail)
+    asked = {key: evidence.asked[key] for key in keys if key in evidence.asked}
+    detail |= {"help": _OOM_HELP, "asked": asked, **(gpu[0].fields if gpu else {})}
+    return Seen(state="oom", cites=of_log(log, gpu), detail=detail)
 
 
 def _finish(evidence: Evidence, _want: str | None) -> Seen:
@@ -460,54 +437,43 @@ def _finish(evidence: Evidence, _want: str | None) -> Seen:
     if evidence.left_out_save:
         detail["left_out"] = "the final save: of a trial nobody wants the model"
     told = {"reason": end.reason, "signal": end.signal, "error": end.error}
-    detail |= {k: v for k, v in told.items() if v is not None}
+    told = {key: value for key, value in told.items() if value is not None}
+    detail |= told
     if end.reason is not None:
         detail["help"] = HELP[end.reason]
-    cites = [of_event(*evidence.stopped)] if evidence.stopped else []
-    cites += of_signals(log, end.lines)
-    if log and log.steps:
-        cites.append(of_line(log, log.steps[-1]))
+    cites = of_events((evidence.stopped,) if evidence.stopped else ())
+    cites += of_log(log, (*end.lines, *evidence.lines[-1:]))
     if saved is not None:
-        cites.append(of_event(*saved) if isinstance(saved, tuple) else of_signals(log, (saved,))[0])
-    if evidence.exit is not None:
-        detail["returncode"] = evidence.exit.returncode
-        text = f"returncode {evidence.exit.returncode}, signal {evidence.exit.signal}"
-        cites.append(Cite(source="exit", file=str(evidence.exit.path), line=1, text=text))
-    return Seen(state=end.state, proved=end.proved, cites=tuple(cites), detail=detail)
-
-
-def _why_finish(_want: str | None, seen: Seen, _evidence: Evidence) -> Why:
-    code = seen.detail.get("returncode")
-    if not code or seen.detail.keys() & {"reason", "error", "signal"}:
-        return {}
-    return {
-        "help": f"exit code {code}, and no error is known: the last lines of the console log may tell"
-    }
+        cites += of_events((saved,)) if isinstance(saved, tuple) else of_log(log, (saved,))
+    why = {}
+    if (ended := evidence.exit) is not None:
+        detail["returncode"] = ended.returncode
+        text = f"returncode {ended.returncode}, signal {ended.signal}"
+        cites = (*cites, Cite(source="exit", file=str(ended.path), line=1, text=text))
+        if ended.returncode and not told:
+            why["help"] = (
+                f"exit code {ended.returncode}, and no error is known: the last lines of the console log "
+                "may tell"
+            )
+    return Seen(state=end.state, proved=end.proved, cites=cites, detail=detail, why=why)
 
 
 def _weights(evidence: Evidence, _want: str | None) -> Seen:
     """Whether the weights that the optimizer updates are others than before its first step."""
-    probe = evidence.probe
-    last = [(r, e) for r in probe.ranks.values() if (e := r.last("weights"))] if probe else []
-    cites = tuple(of_event(*one) for one in last)
-    share = moved_share(evidence)
-    if probe is None or share is None:
-        reason = next((e.text("reason") for _, e in last if e.text("reason")), None)
-        return Seen(
-            state="unknown", proved=False, cites=cites, detail={"reason": reason} if reason else {}
-        )
+    last = evidence.last_events("weights")
+    cites, share = of_events(last), moved_share(evidence)
+    if share is None:
+        return replace(UNKNOWN, cites=cites, detail=_reason_of(last))
     share = max(share, evidence.moved_before)
-    detail: dict[str, object] = {"share": float(f"{share:.4g}")}
-    detail |= {
-        key: last[0][1].fields.get(key) for key in ("sampled", "tensors", "steps", "largest")
-    }
-    if absent := probe.without({record.rank for record, _ in last}):
-        detail["missing_ranks"] = list(absent)
+    keys = ("sampled", "tensors", "steps", "largest")
+    detail: dict[str, object] = {key: last[0][1].fields.get(key) for key in keys}
+    missing = missing_ranks(evidence, {record.rank for record, _ in last})
+    detail |= {"share": float(f"{share:.4g}"), **missing}
     if share >= MOVED:
-        return Seen(state="moved", proved=not absent, cites=cites, detail=detail)
+        return Seen(state="moved", proved=not missing, cites=cites, detail=detail)
     if max(event.number("steps") or 0 for _, event in last) < 2:
         # the first step of a warm-up may have a learning rate of 0
-        return Seen(state="unknown", proved=False, cites=cites, detail=detail)
+        return replace(UNKNOWN, cites=cites, detail=detail)
     told = "none" if not share else f"{share:.2%}"
     detail |= {"reason": f"{told} of a sample of the trained weights moved", "help": _MOVED_HELP}
     if share < STILL:
@@ -517,46 +483,36 @@ def _weights(evidence: Evidence, _want: str | None) -> Seen:
 
 def _model(evidence: Evidence, _want: str | None) -> Seen:
     """Whether the model on the disk is the one that was saved."""
-    told = evidence.model
-    if told is None:
-        return _UNKNOWN
-    state = str(told.get("state", "saved"))
-    probe = evidence.probe
-    events = probe.events("saved_model") if probe else ()
-    detail = {key: value for key, value in told.items() if key != "state"}
+    if evidence.model is None:
+        return UNKNOWN
+    detail = dict(evidence.model)
+    state = str(detail.pop("state", "saved"))
     if state in ("missing", "changed"):
         detail["help"] = (
             "no file of it can be trusted: save it again from a checkpoint, or train again"
         )
-    cites = tuple(of_event(*one) for one in events)[-1:]
+    cites = of_events(evidence.events("saved_model")[-1:])
     return Seen(state=state, proved=state != "unknown", cites=cites, detail=detail)
 
 
 def _inputs(evidence: Evidence, _want: str | None) -> Seen:
     """Whether data and model were the same at the start, when they were read, and at the end."""
-    listed = evidence.inputs
-    read = list(evidence.probe.events("data")) if evidence.probe else []
-    other = [one for one in read if one[1].fields.get("state") == "changed"]
+    other = [one for one in evidence.events("data") if one[1].fields.get("state") == "changed"]
     if other:
-        event = other[0][1]
-        detail = {key: event.fields.get(key) for key in ("file", "before", "after")}
-        reason = _differs(detail, "when training read it")
-        cites = tuple(of_event(*one) for one in other)
-        return Seen(
-            state="changed", cites=cites, detail={**detail, "reason": reason, "help": _AGAIN}
-        )
-    if listed is None:
-        return _UNKNOWN
+        detail = {key: other[0][1].fields.get(key) for key in ("file", "before", "after")}
+        detail |= {"reason": _differs(detail, "when training read it"), "help": _AGAIN}
+        return Seen(state="changed", cites=of_events(other), detail=detail)
+    if evidence.inputs is None:
+        return UNKNOWN
+    if not evidence.inputs:
+        return Seen(state="same")
     # an input that was deleted may well have been read as it was
-    for change in sorted(listed, key=lambda one: one.get("after") is None):
-        detail = {key: change.get(key) for key in ("role", "name", "file", "before", "after")}
-        gone = change.get("after") is None
-        detail["reason"] = (
-            f"{change.get('file')} was gone at the end" if gone else _differs(change, "at the end")
-        )
-        detail["help"] = _AGAIN
-        return Seen(state="gone" if gone else "changed", proved=not gone, doubt=gone, detail=detail)
-    return Seen(state="same")
+    change = min(evidence.inputs, key=lambda one: one.get("after") is None)
+    detail = {key: change.get(key) for key in ("role", "name", "file", "before", "after")}
+    gone = change.get("after") is None
+    reason = f"{detail['file']} was gone at the end" if gone else _differs(change, "at the end")
+    detail |= {"reason": reason, "help": _AGAIN}
+    return Seen(state="gone" if gone else "changed", proved=not gone, doubt=gone, detail=detail)
 
 
 def _differs(one: Mapping[str, object], when: str) -> str:
@@ -571,15 +527,14 @@ def _resume(evidence: Evidence, _want: str | None) -> Seen:
     before = [loss for loss in evidence.before if math.isfinite(loss)][-_LOSSES_BEFORE:]
     after = [loss for loss in losses(evidence) if math.isfinite(loss)][:_LOSSES_AFTER]
     if len(before) < _LEAST or not after:
-        return _UNKNOWN
+        return UNKNOWN
     level, now = statistics.median(before), statistics.median(after)
     spread = 1.4826 * statistics.median(abs(loss - level) for loss in before)
     limit = max(level + _SPREADS * max(spread, _NARROWEST * abs(level)), *before)
     detail: dict[str, object] = {
         "before": round(level, 4), "after": round(now, 4), "limit": round(limit, 4),
     }  # fmt: skip
-    resumed = [one for one in (evidence.probe.events("resumed") if evidence.probe else ())]
-    cites = tuple(of_event(*one) for one in resumed)
+    cites = of_events(evidence.events("resumed"))
     if now <= limit:
         return Seen(state="continuous", cites=cites, detail=detail)
     reason = f"the loss was {level:.4g} before the resume and is {now:.4g} after it, more than {limit:.4g}"
@@ -598,10 +553,4 @@ POINTS: Mapping[str, Callable[[Evidence, str | None], Seen]] = {
     "model": _model,
     "inputs": _inputs,
     "resume": _resume,
-}
-WHY: Mapping[str, Callable[[str | None, Seen, Evidence], Why]] = {
-    "loss": _why_loss,
-    "gradients": _why_gradients,
-    "trend": _why_trend,
-    "finish": _why_finish,
 }

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from launcher import panels, series
-from launcher.check import Verdict
-from launcher.evidence import Evidence
+from launcher.earlier import listed, mapping
 from launcher.markup import Html, details, join, number_cell, table, tag, text
 from launcher.panels import Panel
 from launcher.plan import titled
-from launcher.series import Run, Series, listed, mapping
+from launcher.series import Run, Series
 
 _ASSETS = Path(__file__).resolve().parent / "assets"
 _COLOURS = 8
@@ -34,17 +33,6 @@ _MAIN_PACKAGES = (
     "flash-attn", "olmo-core", "ai2-olmo-core",
 )  # fmt: skip
 _MARKS = {"pass": "✓", "ok": "✓", "fail": "✗", "unproven": "?"}
-
-
-def render(
-    manifest: Mapping[str, Any], verdict: Verdict, found: Evidence | None = None,
-    folder: Path | None = None,
-) -> str:  # fmt: skip
-    """The page of one run that was judged just now; `found` is what the verdict rests on."""
-    name = str(manifest.get("name") or "run")
-    path = Path(name) if folder is None else folder
-    run = series.of_folder(path, manifest, verdict, found)
-    return overlay([run])
 
 
 def overlay(runs: Sequence[Run], above: str = "") -> str:

@@ -1,25 +1,21 @@
 """Evidence -> what ran: a `Seen` for Liger, packing, attention, batch and caches, with the lines it rests on.
 
 Each function takes the evidence and what is wanted (None: nothing), because what proves a point
-depends on it: an announcement can disprove `off`, and never prove `engaged`. The `_why` functions say of a
-point that is not as expected what was seen in its place, and what to do next.
+depends on it: an announcement can disprove `off`, and never prove `engaged`.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from launcher.backends.open_instruct_log import ATTENTION
 from launcher.ending import fatal
-from launcher.evidence import Event, Evidence, Planned, Probe, ProbeStep, RankRecord
+from launcher.evidence import Event, Evidence, Planned, ProbeStep, RankRecord
 from launcher.logs import Log, Signal, StepLine
-
-Why = Mapping[str, str]
-"""`reason` and, where there is something to do, `help` of a point that is not as expected."""
 
 OPERATIONS = ("rms_norm", "rope", "swiglu", "fused_linear_cross_entropy", "preference_loss")
 FUSED = ("fused_linear_cross_entropy", "cross_entropy")
@@ -66,7 +62,8 @@ class Cite:
 class Seen:
     """A point's state; `proved` is False where the evidence settles nothing for what is wanted.
 
-    `doubt` says that the state must not pass even where nothing is expected.
+    `doubt` says that the state must not pass even where nothing is expected; `why` holds `reason` and
+    `help`, which are only said of a point that is not as expected.
     """
 
     state: str
@@ -74,11 +71,18 @@ class Seen:
     doubt: bool = False
     cites: tuple[Cite, ...] = ()
     detail: Mapping[str, object] = field(default_factory=dict)
+    why: Mapping[str, str] = field(default_factory=dict)
 
 
-def of_event(record: RankRecord, event: Event) -> Cite:
-    """Where an event stands."""
-    return Cite(source="probe", file=str(record.path), line=event.line, text=event.shown())
+UNKNOWN = Seen(state="unknown", proved=False)
+
+
+def of_events(found: Iterable[tuple[RankRecord, Event]]) -> tuple[Cite, ...]:
+    """Where events stand."""
+    return tuple(
+        Cite(source="probe", file=str(record.path), line=event.line, text=event.shown())
+        for record, event in found
+    )
 
 
 def of_step(record: RankRecord, step: ProbeStep) -> Cite:
@@ -87,10 +91,14 @@ def of_step(record: RankRecord, step: ProbeStep) -> Cite:
     return Cite(source="probe", file=str(record.path), line=step.line, text=text)
 
 
-def of_signals(log: Log | None, signals: Sequence[Signal]) -> tuple[Cite, ...]:
-    """Where signals of the log stand."""
-    file = str(log.path) if log else ""
-    return tuple(Cite(source="log", file=file, line=s.line, text=s.text) for s in signals)
+def of_line(log: Log | None, line: Signal | StepLine) -> Cite:
+    """Where a signal or a step of the log stands."""
+    return Cite(source="log", file=str(log.path) if log else "", line=line.line, text=line.text)
+
+
+def of_log(log: Log | None, lines: Iterable[Signal | StepLine]) -> tuple[Cite, ...]:
+    """Where signals or steps of the log stand."""
+    return tuple(of_line(log, line) for line in lines)
 
 
 def of_asked(log: Log | None, key: str) -> tuple[Cite, ...]:
@@ -101,217 +109,190 @@ def of_asked(log: Log | None, key: str) -> tuple[Cite, ...]:
     return (Cite(source="log", file=str(log.path), line=log.asked_at[key], text=text),)
 
 
-def of_line(log: Log | None, line: StepLine) -> Cite:
-    """Where a line of a step stands."""
-    file = str(log.path) if log else ""
-    return Cite(source="log", file=file, line=line.line, text=line.text)
-
-
 def of_losses(evidence: Evidence) -> tuple[Cite, ...]:
     """Where the first and the last loss stand: in the log, or where nothing is logged in a record."""
-    log = evidence.log
-    if log is not None and log.steps:
-        return tuple(of_line(log, line) for line in (log.steps[0], log.steps[-1]))
-    for _, record in sorted(evidence.probe.ranks.items()) if evidence.probe else ():
+    if lines := evidence.lines:
+        return of_log(evidence.log, (lines[0], lines[-1]))
+    for record in evidence.records:
         if record.steps:
-            return tuple(of_step(record, step) for step in (record.steps[0], record.steps[-1]))
+            return of_step(record, record.steps[0]), of_step(record, record.steps[-1])
     return ()
 
 
-def probe_lines(evidence: Evidence) -> tuple[Signal, ...]:
-    """What the probe said on the console."""
-    warned = evidence.log.all("warned") if evidence.log else ()
-    return (*fatal(evidence, "violation"), *warned)
+def missing_ranks(evidence: Evidence, present: Container[int]) -> dict[str, object]:
+    """The ranks that should be there and are not among those given, as a detail of a point."""
+    absent = evidence.probe.without(present) if evidence.probe else ()
+    return {"missing_ranks": list(absent)} if absent else {}
+
+
+def probe_lines(evidence: Evidence, start: str | re.Pattern[str] = "") -> tuple[Signal, ...]:
+    """What the probe said on the console, where it starts so."""
+    said = (*fatal(evidence, "violation"), *evidence.signals("warned"))
+    return tuple(s for s in said if re.match(start, s.fields["message"]))
+
+
+# -- Liger
 
 
 def _liger(evidence: Evidence, want: str | None) -> Seen:
-    counted = _liger_counted(evidence, want)
-    return counted or _liger_logged(evidence, want, _patches(evidence))
+    calls = {record.rank: record.liger_calls for record in evidence.records if record.steps}
+    return _liger_counted(evidence, want, calls) if calls else _liger_logged(evidence, want)
 
 
-def _liger_counted(evidence: Evidence, want: str | None) -> Seen | None:
-    """From the calls counted in every rank; None where no rank came as far as a step."""
-    probe, log = evidence.probe, evidence.log
-    if probe is None or probe.last_step is None:
-        return None
-    calls = {rank: r.liger_calls for rank, r in sorted(probe.ranks.items()) if r.steps}
-    unknown = sorted({*probe.missing, *probe.ranks} - {*calls})
+def _liger_counted(
+    evidence: Evidence, want: str | None, calls: Mapping[int, Mapping[str, int]]
+) -> Seen:
+    """From the calls counted in every rank that came as far as a step."""
     names = dict.fromkeys((*OPERATIONS, *(op for counts in calls.values() for op in counts)))
     detail: dict[str, object] = {
         op: {str(rank): counts.get(op, 0) for rank, counts in calls.items()} for op in names
     }
-    if unknown:
-        detail["missing_ranks"] = unknown
-    cites = tuple(of_event(r, e) for r in probe.ranks.values() if (e := r.last("liger")))
-    if all(any(counts.values()) for counts in calls.values()):
-        if want == "engaged" and (lacking := _uncalled(probe, calls)):
-            detail["uncalled"] = lacking
-            return Seen(state="not_engaged", cites=(*cites, *_patches(evidence)), detail=detail)
-        proved = not unknown or want == "off"
-        return Seen(state="engaged", proved=proved, cites=cites, detail=detail)
+    missing = missing_ranks(evidence, calls)
+    detail |= missing
+    patches, steps = of_events(evidence.events("liger_patch")), evidence.last_step
+    cites = of_events(evidence.last_events("liger"))
     idle = [rank for rank, counts in calls.items() if not any(counts.values())]
-    if len(idle) < len(calls):
+    if not idle and want == "engaged" and (uncalled := _uncalled(evidence, calls)):
+        why = {
+            "reason": f"`{', '.join(uncalled)}` was patched in and never called in {steps} steps: "
+            "the logits are whole",
+            "help": "the model does not take its loss from Liger's forward: see whether Liger knows the "
+            "model type, and who computes the loss; `expect: {liger: any}` takes it so",
+        }
+        detail["uncalled"] = uncalled
+        return Seen(state="not_engaged", cites=(*cites, *patches), detail=detail, why=why)
+    if not idle:
+        called = (op for op in names if any(counts.get(op) for counts in calls.values()))
+        why = {"reason": f"Liger's kernels were called: {', '.join(called)}"}
+        proved = not missing or want == "off"
+        why = why if want == "off" else {}
+        return Seen(state="engaged", proved=proved, cites=cites, detail=detail, why=why)
+    some = len(idle) < len(calls)
+    if some:
         detail["idle_ranks"] = idle
-    asked = want == "engaged" or (log is not None and log.asked.get("use_liger_kernel") == "True")
-    state = "not_engaged" if asked or len(idle) < len(calls) else "off"
     cites += tuple(
-        of_step(r, r.steps[-1]) for r in probe.ranks.values() if r.rank in idle and r.steps
+        of_step(record, record.steps[-1]) for record in evidence.records if record.rank in idle
     )
-    # of a rank without steps it is not known, unless another one shows that it is not as wanted
-    proved = not unknown or state != "off"
-    return Seen(state=state, proved=proved, cites=cites, detail=detail)
+    if not (some or want == "engaged" or evidence.asked.get("use_liger_kernel") == "True"):
+        # of a rank without steps it is not known, unless another one shows that it is not as wanted
+        return Seen(state="off", proved=not missing, cites=cites, detail=detail)
+    where = f" on rank {', '.join(map(str, idle))}" if some else ""
+    patched = "though its patches were applied" if patches else "and no patch was applied"
+    why = {
+        "reason": f"no kernel of Liger's was called{where} in {steps} steps, {patched}",
+        "help": "the class that trains is another than the patched one" if patches
+        else "see whether liger-kernel is installed (`launch doctor`) and knows the model type",
+    }  # fmt: skip
+    return Seen(state="not_engaged", cites=cites, detail=detail, why=why)
 
 
-def _uncalled(probe: Probe, calls: Mapping[int, Mapping[str, int]]) -> dict[str, dict[str, int]]:
+def _uncalled(
+    evidence: Evidence, calls: Mapping[int, Mapping[str, int]]
+) -> dict[str, dict[str, int]]:
     """The losses that Liger was told to put in and that some rank never called, with the calls of each.
 
     It is they that save the logits' memory, and the other kernels run without them. Which of those a
     model has is for Liger to know.
     """
-    told = [event.fields.get("kwargs") for _, event in probe.events("liger_patch")]
-    asked = [op for op in FUSED if any(isinstance(k, dict) and k.get(op) is True for k in told)]
+    patched = [event.fields.get("kwargs") for _, event in evidence.events("liger_patch")]
+    asked = [op for op in FUSED if any(isinstance(k, dict) and k.get(op) is True for k in patched)]
     lacking = {op: {str(r): c.get(op, 0) for r, c in calls.items()} for op in asked}
     return {op: counts for op, counts in lacking.items() if not all(counts.values())}
 
 
-def _liger_logged(evidence: Evidence, want: str | None, patches: tuple[Cite, ...]) -> Seen:
+def _liger_logged(evidence: Evidence, want: str | None) -> Seen:
     """From announcements, which can rule Liger out but never prove that it runs."""
-    log = evidence.log
-    asked_off = log is not None and log.asked.get("use_liger_kernel") == "False"
+    log, asked = evidence.log, evidence.asked
+    patches = of_events(evidence.events("liger_patch"))
+    asked_off = asked.get("use_liger_kernel") == "False"
     # upstream asks Liger for nothing then: whatever speaks of it is a row of the data
-    spoken = None if asked_off else log
-    applied = spoken.all("liger_applied") if spoken else ()
+    applied, attempted, refused = (
+        () if asked_off else evidence.signals(f"liger_{name}")
+        for name in ("applied", "attempted", "unsupported")
+    )
+    only = "the log says {}: that its kernels run, only the probe can count"
     if applied or patches:
         kwargs = applied[0].fields.get("kwargs") if applied else None
-        detail = {} if kwargs is None else {"kwargs": kwargs}
-        cites = (*patches, *of_signals(log, applied))
-        return Seen(state="applied", proved=want != "engaged", cites=cites, detail=detail)
-    refused = spoken.all("liger_unsupported") if spoken else ()
-    attempted = spoken.all("liger_attempted") if spoken else ()
-    cites = of_signals(log, (*attempted, *refused))
+        return Seen(
+            state="applied",
+            proved=want != "engaged",
+            cites=(*patches, *of_log(log, applied)),
+            detail={} if kwargs is None else {"kwargs": kwargs},
+            why={"reason": only.format("that patches were applied")},
+        )
+    cites = of_log(log, (*attempted, *refused))
     if refused:
         return Seen(state="not_engaged", cites=cites, detail={"reason": refused[0].text})
     if attempted:
-        return Seen(state="attempted", proved=want == "off", cites=cites)
+        why = {"reason": only.format("only that it tries")}
+        return Seen(state="attempted", proved=want == "off", cites=cites, why=why)
     # Training began and the attempt, logged right before it, is not there. That it was never made is
     # proved where the arguments or the script rule it out (use_qlora wins over use_liger_kernel, and
     # dpo.py does not read it), or where the source is known to announce it in these words.
-    began = log is not None and bool(log.asked) and bool(log.first("total_steps", "progress"))
-    ruled_out = log is not None and (
-        log.asked.get("use_qlora") == "True" or bool(log.first("progress"))
-    )
+    began = bool(asked and evidence.signals("total_steps", "progress"))
+    ruled_out = asked.get("use_qlora") == "True" or bool(evidence.signals("progress"))
     announced = evidence.reworded is not None and not evidence.rewords("liger_attempted")
-    told = log.all("liger_asked") if log else ()
-    detail = {"reason": "the log shows no attempt to apply it"} if want == "engaged" else {}
     never = began and (ruled_out or announced)
-    proved = never or (asked_off and want == "off")
-    cites = of_asked(log, "use_liger_kernel") or of_signals(log, told)
-    state = "off" if never or asked_off else "unknown"
-    return Seen(state=state, proved=proved, cites=cites, detail=detail)
+    return Seen(
+        state="off" if never or asked_off else "unknown",
+        proved=never or (asked_off and want == "off"),
+        cites=of_asked(log, "use_liger_kernel") or of_log(log, evidence.signals("liger_asked")),
+        detail={"reason": "the log shows no attempt to apply it"} if want == "engaged" else {},
+    )
 
 
-def _patches(evidence: Evidence) -> tuple[Cite, ...]:
-    events = evidence.probe.events("liger_patch") if evidence.probe else ()
-    return tuple(of_event(record, event) for record, event in events)
-
-
-def _why_liger(want: str | None, seen: Seen, evidence: Evidence) -> Why:
-    steps = evidence.last_step or 0
-    calls = {op: n for op, n in seen.detail.items() if isinstance(n, Mapping) and any(n.values())}
-    if isinstance(lacking := seen.detail.get("uncalled"), Mapping):
-        named = ", ".join(map(str, lacking))
-        return {
-            "reason": f"`{named}` was patched in and never called in {steps} steps: the logits are whole",
-            "help": "the model does not take its loss from Liger's forward: see whether Liger knows the "
-            "model type, and who computes the loss; `expect: {liger: any}` takes it so",
-        }
-    if want == "off" and seen.state == "engaged":
-        return {"reason": f"Liger's kernels were called: {', '.join(calls)}"}
-    if seen.state == "not_engaged" and "reason" not in seen.detail and steps:
-        ranks = seen.detail.get("idle_ranks")
-        where = f" on rank {', '.join(map(str, ranks))}" if isinstance(ranks, list) else ""
-        patched = any(evidence.probe.events("liger_patch")) if evidence.probe else False
-        return {
-            "reason": f"no kernel of Liger's was called{where} in {steps} steps, "
-            + ("though its patches were applied" if patched else "and no patch was applied"),
-            "help": "the class that trains is another than the patched one" if patched
-            else "see whether liger-kernel is installed (`launch doctor`) and knows the model type",
-        }  # fmt: skip
-    if seen.state in ("applied", "attempted"):
-        told = (
-            "says that patches were applied"
-            if seen.state == "applied"
-            else "says only that it tries"
-        )
-        return {"reason": f"the log {told}: that its kernels run, only the probe can count"}
-    return {}
+# -- packing
 
 
 def _packing(evidence: Evidence, want: str | None) -> Seen:
-    seen = _packing_seen(evidence, want)
-    if seen is not None:
-        return seen
-    log = evidence.log
-    said = log.all("packing") if log else ()
-    asked = log.asked.get("packing") if log else None
-    if said or (asked == "True" and not evidence.packs_nothing):
-        cites = (*of_signals(log, said), *of_asked(log, "packing"))
+    seen = _packing_by_rank(evidence, want) or _packing_logged(evidence, want)
+    return replace(seen, why=_why_packing(want, seen, evidence))
+
+
+def _packing_logged(evidence: Evidence, want: str | None) -> Seen:
+    said, cites = evidence.signals("packing"), of_asked(evidence.log, "packing")
+    if said or (evidence.asked.get("packing") == "True" and not evidence.packs_nothing):
+        cites = (*of_log(evidence.log, said), *cites)
         return Seen(state="on", proved=want != "isolated", cites=cites)
-    cites = of_asked(log, "packing")
     return Seen(state="off" if cites else "unknown", proved=bool(cites), cites=cites)
 
 
-def _packing_seen(evidence: Evidence, want: str | None) -> Seen | None:
+def _packing_by_rank(evidence: Evidence, want: str | None) -> Seen | None:
     """As the ranks saw it, the gravest of them; None where none looked at a batch."""
-    probe = evidence.probe
-    told: dict[int, tuple[RankRecord, Event]] = {}
-    for record in probe.ranks.values() if probe else ():
+    by_rank: dict[int, tuple[RankRecord, Event]] = {}
+    for record in evidence.records:
         looks = record.all("packing_isolation", "packing")
-        states = {event.text("state") or "": event for event in looks}
+        states = {event.text("state"): event for event in looks}
         for known in ("off", "on", "isolated", "leaking"):
             if known in states:
-                told[record.rank] = record, states[known]
-    if probe is None or not told:
+                by_rank[record.rank] = record, states[known]
+    if not by_rank:
         return None
-    by_rank = {rank: str(event.text("state")) for rank, (_, event) in sorted(told.items())}
+    states_by_rank = {str(rank): str(event.text("state")) for rank, (_, event) in by_rank.items()}
     packed = want in ("isolated", "on")
     order = ("leaking", "off", "on", "isolated") if packed else ("leaking", "on", "isolated", "off")
-    state = next(s for s in order if s in by_rank.values())
-    shown = [one for one in told.values() if one[1].text("state") == state]
-    detail = {k: v for k, v in shown[0][1].fields.items() if k not in ("t", "state")}
-    if len({*by_rank.values()}) > 1:
-        detail["ranks"] = {str(rank): one for rank, one in by_rank.items()}
+    state = next(s for s in order if s in states_by_rank.values())
+    shown = [one for one in by_rank.values() if one[1].text("state") == state]
+    detail = _fields(shown[0][1])
+    if len({*states_by_rank.values()}) > 1:
+        detail["ranks"] = states_by_rank
     if state == "leaking":
         detail["help"] = _LEAKING_HELP
-    if state == "on":
-        detail |= _untested(evidence)
-    if absent := probe.without(told):
-        detail["missing_ranks"] = list(absent)
+    untested = [e for _, e in evidence.events("packing_isolation") if e.text("reason") is not None]
+    if state == "on" and untested:
+        detail["reason"] = f"isolation was not tested: {untested[0].text('reason')}"
+    missing = missing_ranks(evidence, by_rank)
+    detail |= missing
+    for _, event in evidence.events("half_wasted")[:1]:
+        # packed rows are mostly empty, and another batch would fill them
+        detail["wasted"] = event.text("message")
     # a single rank can disprove what was asked for; to prove it takes all. `on` is neither for isolation
     disproved = state == "leaking" or (state == "off") == packed
-    proved = disproved or not (absent or (state == "on" and want == "isolated"))
-    cites = tuple(of_event(*one) for one in shown)
-    return Seen(state=state, proved=proved, cites=cites, detail=detail | _half_wasted(evidence))
+    proved = disproved or not (missing or (state == "on" and want == "isolated"))
+    return Seen(state=state, proved=proved, cites=of_events(shown), detail=detail)
 
 
-def _half_wasted(evidence: Evidence) -> dict[str, object]:
-    """That packed rows are mostly empty, and which batch would fill them, as the probe saw it."""
-    found = next(
-        (event for _, event in (evidence.probe.events("half_wasted") if evidence.probe else ())),
-        None,
-    )
-    return {} if found is None else {"wasted": found.text("message")}
-
-
-def _untested(evidence: Evidence) -> dict[str, object]:
-    """Why isolation was not measured, where the probe says so."""
-    for _, event in evidence.probe.events("packing_isolation") if evidence.probe else ():
-        if (reason := event.text("reason")) is not None:
-            return {"reason": f"isolation was not tested: {reason}"}
-    return {}
-
-
-def _why_packing(want: str | None, seen: Seen, evidence: Evidence) -> Why:
+def _why_packing(want: str | None, seen: Seen, evidence: Evidence) -> Mapping[str, str]:
     if want in ("isolated", "on") and seen.state == "off":
         ranks = seen.detail.get("ranks")
         idle = [r for r, s in ranks.items() if s == "off"] if isinstance(ranks, Mapping) else []
@@ -325,87 +306,82 @@ def _why_packing(want: str | None, seen: Seen, evidence: Evidence) -> Why:
     return {}
 
 
+# -- attention
+
+
 def _attention(evidence: Evidence, want: str | None) -> Seen:
-    seen = _attention_seen(evidence, want)
-    if seen is not None:
-        return seen
-    log = evidence.log
-    detected = log.last("attention") if log else None
-    chosen = log.asked.get("attn_implementation") if log else None  # DPO's own argument wins
-    word = (chosen or "").strip("'") or (detected.fields["value"] if detected else "")
-    if word in ("", "None"):
-        return Seen(state="unknown", proved=False)
-    state = ATTENTION.get(word, word)
-    cites = of_signals(log, (detected,) if detected else ())
-    other = want is not None and ATTENTION.get(want, want) != state
-    return Seen(state=state, proved=other, cites=cites, detail={"announced": word})
-
-
-def _attention_seen(evidence: Evidence, want: str | None) -> Seen | None:
-    """That of the models which the ranks hold, one that is not wanted first; None where none is known."""
-    probe = evidence.probe
-    told = [(r, e) for r, e in probe.events("model") if e.text("attention")] if probe else []
-    if probe is None or not told:
-        return None
+    events = [one for one in evidence.events("model") if one[1].text("attention")]
+    if not events:
+        return _attention_logged(evidence, want)
     meant = (want, ATTENTION.get(want or "", want))
-    other = [one for one in told if want is not None and one[1].text("attention") not in meant]
-    state = str((other or told)[0][1].text("attention"))
-    by_rank = {str(record.rank): event.text("attention") for record, event in told}
-    detail: dict[str, object] = {}
-    if len({event.text("attention") for _, event in told}) > 1:
+    other = [one for one in events if want is not None and one[1].text("attention") not in meant]
+    state = str((other or events)[0][1].text("attention"))
+    by_rank = {str(record.rank): event.text("attention") for record, event in events}
+    detail = missing_ranks(evidence, {record.rank for record, _ in events})
+    proved = bool(other) or not detail
+    why, where = {}, ""
+    if len({event.text("attention") for _, event in events}) > 1:
         detail["ranks"] = by_rank
-    if absent := probe.without({record.rank for record, _ in told}):
-        detail["missing_ranks"] = list(absent)
-    cites = tuple(of_event(*one) for one in told if one[1].text("attention") == state)
-    return Seen(state=state, proved=bool(other) or not absent, cites=cites, detail=detail)
-
-
-def _why_attention(want: str | None, seen: Seen, _evidence: Evidence) -> Why:
-    if want == seen.state or ("missing_ranks" in seen.detail and not seen.proved):
-        return {}
-    if "announced" in seen.detail:
-        return {
-            "reason": f"the log announces {seen.detail['announced']}, and a log alone proves no more"
+        where = f" ({', '.join(f'rank {rank} {name}' for rank, name in by_rank.items())})"
+    if want != state and proved:
+        why = {
+            "reason": f"the loaded model has {state}{where}",
+            "help": f"see whether `{want}` can be had there (`launch doctor`), and what asks for it",
         }
-    ranks = seen.detail.get("ranks")
-    where = (
-        f" ({', '.join(f'rank {r} {s}' for r, s in ranks.items())})"
-        if isinstance(ranks, Mapping)
-        else ""
+    cites = of_events(one for one in events if one[1].text("attention") == state)
+    return Seen(state=state, proved=proved, cites=cites, detail=detail, why=why)
+
+
+def _attention_logged(evidence: Evidence, want: str | None) -> Seen:
+    detected = evidence.signals("attention")[-1:]
+    # DPO's own argument wins
+    word = evidence.asked.get("attn_implementation", "").strip("'")
+    word = word or "".join(s.fields["value"] for s in detected)
+    if word in ("", "None"):
+        return UNKNOWN
+    state = ATTENTION.get(word, word)
+    told = f"the log announces {word}, and a log alone proves no more"
+    return Seen(
+        state=state,
+        proved=want is not None and ATTENTION.get(want, want) != state,
+        cites=of_log(evidence.log, detected),
+        detail={"announced": word},
+        why={} if want == state else {"reason": told},
     )
-    return {
-        "reason": f"the loaded model has {seen.state}{where}",
-        "help": f"see whether `{want}` can be had there (`launch doctor`), and what asks for it",
-    }
+
+
+# -- the batch
 
 
 def _batch(evidence: Evidence, _want: str | None) -> Seen:
     """Whether as many processes trained as were planned, and a step of each took as many rows."""
     probe, planned = evidence.probe, evidence.planned
     if probe is None or planned.world is None:
-        return Seen(state="unknown", proved=False)
-    started = [(r, e) for _, r in sorted(probe.ranks.items()) if (e := r.last("start"))]
+        return UNKNOWN
+    started = evidence.last_events("start")
     other = [one for one in started if one[1].number("world") not in (None, planned.world)]
     detail: dict[str, object] = {"world": probe.world, "planned_world": planned.world}
+
+    def different(reason: str, cites: tuple[Cite, ...]) -> Seen:
+        told, why = {**detail, "reason": reason}, {"help": _OTHER_BATCH}
+        return Seen(state="different", cites=cites, detail=told, why=why)
+
     if other:
-        detail["reason"] = f"the world size was {probe.world}, {planned.world} was planned"
-        return Seen(state="different", cites=tuple(of_event(*one) for one in other), detail=detail)
-    told = []
+        reason = f"the world size was {probe.world}, {planned.world} was planned"
+        return different(reason, of_events(other))
+    as_planned = []
     for record, start in started:
         odd = [_other_size(step, planned) for step in record.steps]
         # an epoch's last step may be smaller, and then none beside it
-        twice = [i for i in range(1, len(odd)) if odd[i - 1] and odd[i]]
-        if twice:
-            step = record.steps[twice[0]]
-            detail["reason"] = _size(step, planned, record.rank)
-            return Seen(state="different", cites=(of_step(record, step),), detail=detail)
+        for step, before, now in zip(record.steps[1:], odd, odd[1:], strict=False):
+            if before and now:
+                return different(_size(step, planned, record.rank), (of_step(record, step),))
         if start.number("world") and (planned.steps == 0 or not all(odd)):
-            told.append(record.rank)
-    if absent := [rank for rank in range(planned.world) if rank not in told]:
+            as_planned.append(record.rank)
+    if absent := [rank for rank in range(planned.world) if rank not in as_planned]:
         detail["missing_ranks"] = absent
-    cites = tuple(of_event(*one) for one in started)
-    state = "planned" if told else "unknown"
-    return Seen(state=state, proved=not absent, cites=cites, detail=detail)
+    state = "planned" if as_planned else "unknown"
+    return Seen(state=state, proved=not absent, cites=of_events(started), detail=detail)
 
 
 def _other_size(step: ProbeStep, planned: Planned) -> bool:
@@ -430,39 +406,34 @@ def _size(step: ProbeStep, planned: Planned, rank: int) -> str:
     return f"step {step.step} of rank {rank}: {seen}; planned: {wanted}"
 
 
-def _why_batch(_want: str | None, seen: Seen, _evidence: Evidence) -> Why:
-    return {"help": _OTHER_BATCH} if seen.state == "different" else {}
+# -- caches
 
 
-def _dataset_cache(evidence: Evidence, _want: str | None) -> Seen:
-    seen = _probe_state(evidence, "dataset_cache", ("stale", "miss", "hit"))
-    missed = evidence.log.all("dataset_missed", "dataset_saved") if evidence.log else ()
-    found = evidence.log.all("dataset_found") if evidence.log else ()
-    lines = ("dataset_missed", "dataset_saved", "dataset_found")
-    sure = not evidence.rewords(*lines) and not (evidence.log and evidence.log.headless)
-    return seen or _cache_logged(evidence.log, missed, found, sure=sure)
+def _dataset_cache(evidence: Evidence, want: str | None) -> Seen:
+    seen = _cache_by_rank(evidence, "dataset_cache")
+    if seen is None:
+        missed = ("dataset_missed", "dataset_saved")
+        whole = not (evidence.log and evidence.log.headless)
+        seen = _cache_logged(evidence, missed, "dataset_found", whole=whole)
+    return _with_why(seen, want)
 
 
-def _reference_cache(evidence: Evidence, _want: str | None) -> Seen:
-    seen = _probe_state(evidence, "reference_cache", ("stale", "miss", "hit"))
-    missed = evidence.log.all("reference_missed") if evidence.log else ()
-    found = evidence.log.all("reference_hit") if evidence.log else ()
-    lines = ("reference_missed", "reference_hit")
-    told = [s for s in probe_lines(evidence) if _STALE.match(s.fields["message"])]
-    if seen is None and told:
-        seen = Seen(state="stale", cites=of_signals(evidence.log, told))
+def _reference_cache(evidence: Evidence, want: str | None) -> Seen:
+    seen = _cache_by_rank(evidence, "reference_cache")
+    stale = probe_lines(evidence, _STALE)
+    if seen is None and stale:
+        seen = Seen(state="stale", cites=of_log(evidence.log, stale))
     if seen is not None and seen.state == "stale":
         seen = replace(seen, detail={**seen.detail, "help": _STALE_HELP})
-    if seen is not None:
-        return seen
-    logged = _cache_logged(evidence.log, missed, found, sure=not evidence.rewords(*lines))
-    first = _first_loss(evidence.log) if logged.state == "hit" else None
-    if first is None or abs(first.loss - math.log(2)) <= FIRST_LOSS:
-        return logged
-    # dropout moves the first loss too: what the log shows is a doubt, and no proof
-    detail = {**logged.detail, "first_loss": first.loss, "help": _STALE_HELP}
-    cites = (*logged.cites, of_line(evidence.log, first))
-    return Seen(state="stale", proved=False, cites=cites, detail=detail)
+    if seen is None:
+        seen = _cache_logged(evidence, ("reference_missed",), "reference_hit")
+        first = _first_loss(evidence.log) if seen.state == "hit" else None
+        if first is not None and abs(first.loss - math.log(2)) > FIRST_LOSS:
+            # dropout moves the first loss too: what the log shows is a doubt, and no proof
+            detail = {**seen.detail, "first_loss": first.loss, "help": _STALE_HELP}
+            cites = (*seen.cites, *of_log(evidence.log, (first,)))
+            seen = Seen(state="stale", proved=False, cites=cites, detail=detail)
+    return _with_why(seen, want)
 
 
 def _first_loss(log: Log | None) -> StepLine | None:
@@ -475,44 +446,49 @@ def _first_loss(log: Log | None) -> StepLine | None:
 
 
 def _cache_logged(
-    log: Log | None, missed: Sequence[Signal], found: Sequence[Signal], *, sure: bool
+    evidence: Evidence, misses: Sequence[str], hit: str, *, whole: bool = True
 ) -> Seen:
     """One rank fills a cache and the others then find it, so a single miss outweighs all finds.
 
-    `sure` is False where the source may say a miss in other words, or what was said before the find is
-    not there: then a find proves nothing.
+    Where the source may say a miss in other words, or the log is not `whole` and what was said before the
+    find is not there, a find proves nothing.
     """
-    if not missed and (not found or not sure):
-        return Seen(state="unknown", proved=False)
-    cites = of_signals(log, (*missed[:1], *missed[1:][-1:]) if missed else found)
+    missed, found = evidence.signals(*misses), evidence.signals(hit)
+    if not missed and (not found or not whole or evidence.rewords(*misses, hit)):
+        return UNKNOWN
+    cites = of_log(evidence.log, (*missed[:1], *missed[1:][-1:]) if missed else found)
     paths = [s.fields["path"] for s in (*found, *missed) if "path" in s.fields]
     detail = {"path": paths[0]} if paths else {}
     return Seen(state="miss" if missed else "hit", cites=cites, detail=detail)
 
 
-def _probe_state(evidence: Evidence, name: str, order: Sequence[str]) -> Seen | None:
-    """The gravest state that an event of this name has on any rank, in the order given."""
-    events = list(evidence.probe.events(name)) if evidence.probe else []
-    for state in order:
-        told = [(r, e) for r, e in events if e.text("state") == state]
-        if told:
-            detail = {k: v for k, v in told[0][1].fields.items() if k not in ("t", "state")}
+def _cache_by_rank(evidence: Evidence, name: str) -> Seen | None:
+    """The gravest state that an event of this name has on any rank."""
+    for state in ("stale", "miss", "hit"):
+        found = [(r, e) for r, e in evidence.events(name) if e.text("state") == state]
+        if found:
             # whoever left no record may be the one that filled the cache
-            absent = evidence.probe.missing if evidence.probe and state == "hit" else ()
-            detail |= {"missing_ranks": list(absent)} if absent else {}
-            cites = tuple(of_event(*t) for t in told)
-            return Seen(state=state, proved=not absent, cites=cites, detail=detail)
+            ranks = evidence.probe.ranks if evidence.probe else {}
+            missing = missing_ranks(evidence, ranks) if state == "hit" else {}
+            detail = _fields(found[0][1]) | missing
+            return Seen(state=state, proved=not missing, cites=of_events(found), detail=detail)
     return None
 
 
-def _why_cache(want: str | None, seen: Seen, _evidence: Evidence) -> Why:
+def _fields(event: Event) -> dict[str, object]:
+    return {key: value for key, value in event.fields.items() if key not in ("t", "state")}
+
+
+def _with_why(seen: Seen, want: str | None) -> Seen:
     path = f": {seen.detail['path']}" if seen.detail.get("path") else ""
     if want == "hit" and seen.state == "miss":
         help = "`launch cache why RUN` says what differs from what is there"
-        return {"reason": f"it was not there, and was made anew{path}", "help": help}
+        return replace(
+            seen, why={"reason": f"it was not there, and was made anew{path}", "help": help}
+        )
     if want == "miss" and seen.state == "hit":
-        return {"reason": f"it was there already{path}"}
-    return {}
+        return replace(seen, why={"reason": f"it was there already{path}"})
+    return seen
 
 
 POINTS: Mapping[str, Callable[[Evidence, str | None], Seen]] = {
@@ -522,12 +498,4 @@ POINTS: Mapping[str, Callable[[Evidence, str | None], Seen]] = {
     "batch": _batch,
     "dataset_cache": _dataset_cache,
     "reference_cache": _reference_cache,
-}
-WHY: Mapping[str, Callable[[str | None, Seen, Evidence], Why]] = {
-    "liger": _why_liger,
-    "packing": _why_packing,
-    "attention": _why_attention,
-    "batch": _why_batch,
-    "dataset_cache": _why_cache,
-    "reference_cache": _why_cache,
 }

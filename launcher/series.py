@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from launcher import attempt as attempts
-from launcher import check, evidence, files, judgement, measures, rundir
-from launcher.check import Verdict
+from launcher import check, earlier, evidence, files, judgement, measures, rundir
+from launcher.earlier import mapping
 from launcher.evidence import Evidence
+from launcher.judgement import Judged
 from launcher.measures import Row
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
@@ -112,60 +113,42 @@ def read_log(path: Path) -> Run:
     }
     return Run(
         name=path.name, path=path.absolute(), manifest={}, verdict=redact(verdict.as_json()),
-        series=of_evidence(found), ended={}, asked=redact(asked),
+        series=of_rows(measures.metrics_rows(found)), ended={}, asked=redact(asked),
     )  # fmt: skip
 
 
 def read_folder(path: Path) -> Run:
     """A run folder, judged as it stands now; where only results were kept, those."""
     found = evidence.read_run(path)
-    manifest = rundir.read_json(path / "run.json")
     if found.log is None and found.probe is None:
         kept = rundir.read_json(path / "verdict.json")
-        return of_kept(path, manifest, kept, _kept_rows(path / "metrics.jsonl"), found)
-    judged = judgement.judge(RunFolder(path))
-    return of_folder(path, manifest, judged.verdict, judged.found)
+        rows = _kept_rows(path / "metrics.jsonl")
+        return of_kept(path, rundir.read_json(path / "run.json"), kept, rows, found)
+    return of_judged(path, judgement.judge(RunFolder(path)))
+
+
+def of_judged(path: Path, judged: Judged) -> Run:
+    """A run folder that has been judged already."""
+    rows = earlier.rows_of(judged.attempts)
+    return of_kept(path, judged.manifest, judged.verdict.as_json(), rows, judged.attempts[-1])
 
 
 def of_kept(
-    path: Path,
-    manifest: object,
-    verdict: object,
-    rows: Iterable[Row],
-    found: Evidence | None = None,
-) -> Run:
-    """A run out of what was written about it, whatever it is by now."""
-    return _run(path, mapping(manifest), mapping(verdict), of_rows(rows), found)
-
-
-def of_folder(
-    path: Path, manifest: Mapping[str, Any], verdict: Verdict, found: Evidence | None
-) -> Run:
-    """A run whose last attempt has been read and judged already."""
-    rows = [] if found is None else _all_attempts(path, found)
-    return _run(path, manifest, verdict.as_json(), of_rows(rows), found)
-
-
-def _run(
-    path: Path, manifest: Mapping[str, Any], verdict: Mapping[str, Any], series: Series,
-    found: Evidence | None,
+    path: Path, manifest: object, verdict: object, rows: Iterable[Row],
+    last: Evidence | None = None,
 ) -> Run:  # fmt: skip
+    """A run out of what was written about it, whatever it is by now, and its last attempt."""
     path = path.absolute()
-    ended = {} if found is None or found.exit is None else rundir.read_json(found.exit.path)
-    told = {"manifest": manifest, "verdict": verdict, "ended": ended}
+    ended = {} if last is None or last.exit is None else rundir.read_json(last.exit.path)
+    told = {"manifest": mapping(manifest), "verdict": mapping(verdict), "ended": ended}
     clean = redact(told, attempts.tokens(RunFolder(path)))
     asked = mapping(clean["manifest"].get("args"))
     return Run(
         name=path.name, path=path, manifest=clean["manifest"], verdict=clean["verdict"],
-        series=series, ended=clean["ended"],
+        series=of_rows(rows), ended=clean["ended"],
         asked={name: entry for name, entry in asked.items() if isinstance(entry, Mapping)},
-        ranks=None if found is None or found.probe is None else found.probe.world,
+        ranks=None if last is None or last.probe is None else last.probe.world,
     )  # fmt: skip
-
-
-def of_evidence(found: Evidence) -> Series:
-    """The curves of one attempt."""
-    return of_rows(measures.metrics_rows(found))
 
 
 def of_rows(rows: Iterable[Row]) -> Series:
@@ -187,13 +170,6 @@ def of_rows(rows: Iterable[Row]) -> Series:
 def any_number(values: Iterable[float | None]) -> bool:
     """Whether there is anything to draw."""
     return any(value is not None for value in values)
-
-
-def _all_attempts(path: Path, last: Evidence) -> list[Row]:
-    """The rows of every attempt: a later one replaces what it went through again."""
-    attempts = range(1, rundir.RunFolder(path).attempts())
-    before = (evidence.read_run(path, attempt=number) for number in attempts)
-    return measures.merged_rows(measures.metrics_rows(one) for one in (*before, last))
 
 
 def _kept_rows(path: Path) -> list[Row]:
@@ -226,30 +202,28 @@ def _unquoted(value: str) -> Any:
     return value
 
 
+_MEASURED = (
+    "tokens_per_second", "logged_tokens_per_second", "mfu", "wasted_share", "first_loss", "last_loss",
+    "min_loss", "rewards_margin", "rewards_accuracy",
+)  # fmt: skip
+
+
 def measured(run: Run) -> dict[str, float | None]:
     """What the run turned out to be, under the plan's names; None where nobody measured it.
 
     Memory is the peak in GiB, `hours` the whole attempt, `wasted_share` and `mfu` are shares of 1;
     `logged_tokens_per_second` is upstream's own figure.
     """
-    figures, series = mapping(run.verdict.get("metrics")), run.series
+    figures = mapping(run.verdict.get("metrics"))
     return {
         "processes": run.ranks,
         "rows_per_step": _rows_per_step(run),
         "steps": number(run.verdict.get("steps")),
-        "tokens_per_step": _mean(series.columns.get("tokens", ())),
-        "tokens_per_second": number(figures.get("tokens_per_second")),
-        "logged_tokens_per_second": number(figures.get("logged_tokens_per_second")),
-        "mfu": number(figures.get("mfu")),
-        "wasted_share": number(figures.get("wasted_share")),
+        "tokens_per_step": _mean(run.series.columns.get("tokens", ())),
         "peak_gib": number(figures.get("peak_allocated_gib")),
         "reserved_gib": number(figures.get("peak_reserved_gib")),
         "hours": hours(run),
-        "first_loss": number(figures.get("first_loss")),
-        "last_loss": number(figures.get("last_loss")),
-        "min_loss": number(figures.get("min_loss")),
-        "rewards_margin": number(figures.get("rewards_margin")),
-        "rewards_accuracy": number(figures.get("rewards_accuracy")),
+        **{name: number(figures.get(name)) for name in _MEASURED},
     }
 
 
@@ -284,16 +258,6 @@ def hours(run: Run) -> float | None:
         return (ended - begun).total_seconds() / 3600
     except (KeyError, TypeError, ValueError):
         return None
-
-
-def mapping(value: object) -> Mapping[str, Any]:
-    """The value if it is a mapping, else an empty one: files of a run may be torn."""
-    return value if isinstance(value, Mapping) else {}
-
-
-def listed(value: object) -> list[Any]:
-    """The value if it is a list, or a tuple as one, else an empty one."""
-    return list(value) if isinstance(value, (list, tuple)) else []
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -33,6 +33,7 @@ from launcher import (
     rundir,
     runner,
     sbatch,
+    series,
     slurm,
 )  # fmt: skip
 from launcher.attempt import ON_FINISH_S, Attempt
@@ -298,7 +299,7 @@ def discard_spoiled(folder: RunFolder, attempt: Attempt) -> None:
     before = tuple(caches.from_json(one) for one in attempt.caches)
     cache_folders.discard_spoiled(before, [caches.read_again(one) for one in before])
     found = evidence.read_run(folder.path, attempt=attempt.number)
-    read = [e.text("state") for _, e in (found.probe.events("data") if found.probe else ())]
+    read = [event.text("state") for _, event in found.events("data")]
     edited = any(one.get("role") == "data" and one.get("after") for one in found.inputs or ())
     if "changed" in read or (edited and not read):
         cache_folders.discard_made(before)
@@ -332,8 +333,8 @@ def finish(folder: RunFolder) -> check.Verdict:
         rundir.write_json(folder.verdict, verdict.as_json())
         rows = "".join(rundir.json_line(row) for row in earlier.rows_of(judged.attempts))
         rundir.write_text(folder.metrics, rows)
-        page_of = page.render(judged.manifest, verdict, judged.found, folder.path)
-        rundir.write_text(folder.report, page_of)
+        run = series.of_judged(folder.path, judged)
+        rundir.write_text(folder.report, page.overlay([run]))
     return verdict
 
 

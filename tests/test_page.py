@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_runs import console, loss, made, manifest
 
-from launcher import check, evidence, page, publish, rundir, series
-from launcher.redaction import REDACTED, redact
+from launcher import page, publish, rundir, series, start
+from launcher.redaction import REDACTED
+from launcher.rundir import RunFolder
 from launcher.series import Run
 
 VOID = {"meta", "br", "input", "img", "link", "hr"}
@@ -161,10 +162,6 @@ def test_ids_are_there_once_and_what_is_pointed_at_exists(run: Run) -> None:
     wanted = re.findall(r'(?:for|aria-labelledby|aria-describedby|data-copy)="([^"]+)"', text)
     wanted += re.findall(r'href="#([^"]+)"', text)
     assert set(wanted) <= set(ids)
-
-
-def render_plain(tree: Element) -> str:
-    return "".join(f"<{e.name}>{render_plain(e)}" for e in tree.below)
 
 
 # ---- what it says
@@ -431,12 +428,12 @@ def test_tokens_get_into_no_report(tmp_path: Path) -> None:
 
 def test_finish_writes_the_page_of_the_run_that_was_judged(tmp_path: Path) -> None:
     path = made(tmp_path / "run")
-    told, found = rundir.read_json(path / "run.json"), evidence.read_run(path)
-    judged = redact(check.judge("dpo", told["expect"], found))
-    tree = parsed(page.render(told, judged, found, path))
+    judged = start.finish(RunFolder(path))
+    tree = parsed((path / "report.html").read_text())
     assert curves(tree)["runs"][0]["steps"] == list(range(1, 41))
     # without the evidence it is the page without curves, and without a way there
-    tree = parsed(page.render(told, judged))
+    told = rundir.read_json(path / "run.json")
+    tree = parsed(page.overlay([series.of_kept(path, told, judged.as_json(), [])]))
     assert not [h for h in tree.all("h2") if h.attributes["id"] == "curves"]
     assert "#curves" not in [a.attributes["href"] for a in tree.all("a")]
     assert row_of(section(tree, "verdict"), "finish")[1] == "completed"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from plans import CONFIGS, SFT, TRL, built, from_text, planned, staged, trainer
 
-from launcher import check, evidence, page, rundir
+from launcher import check, evidence, page, rundir, series
 from launcher.errors import NotReady, UsageError
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
@@ -226,7 +226,9 @@ def test_tokens_never_reach_the_run_folder(
     found = evidence.read_run(folder.path)
     judged = redact(check.judge("sft", {"finish": "completed"}, found))
     rundir.write_json(folder.verdict, judged.as_json())
-    rundir.write_text(folder.path / "page", page.render(rundir.read_manifest(folder), judged))
+    told = rundir.read_manifest(folder)
+    shown = page.overlay([series.of_kept(folder.path, told, judged.as_json(), [])])
+    rundir.write_text(folder.path / "page", shown)
     for name in ("run.json", "verdict.json", "page"):
         text = (folder.path / name).read_text()
         assert TOKEN not in text, name

@@ -31,7 +31,6 @@ def fault(shape: str = "stage", **given: Any) -> Finding:
     _, faults = options.read(config(shape, **given), "sft", (), {"learning_rate"})
     (finding,) = faults
     assert (finding.severity, finding.layer) == ("error", "launch")
-    assert finding.file == "a.yaml" and finding.line == 1
     assert len(finding.message) < 200
     return finding
 

@@ -6,34 +6,16 @@ from typing import Annotated
 
 import typer
 
-from launcher.commands.vocabulary import (
-    Checkout,
-    Config,
-    DevicesOption,
-    Format,
-    FormatOption,
-    Fresh,
-    Gpus,
-    Overrides,
-    Python,
-    Resume,
-    StageOption,
-    Strict,
-    Unpinned,
-    app,
-    named_stage,
-    progress,
-    refuse_both,
-)
+from launcher.commands.vocabulary import REQUEST, Format, Shared, answer, app, takes
 from launcher.errors import Exit
 
 
 @app.command(
     epilog="Example: launch bench configs/tulu/sft_qwen7b.yaml --vary packing=false,true --gpus 8"
 )
+@takes(*REQUEST, "gpus", "devices", "strict", "fresh", "resume")
 def bench(
-    config: Config,
-    overrides: Overrides = None,
+    shared: Shared,
     vary: Annotated[
         list[str] | None,
         typer.Option("--vary", metavar="KEY=A,B", help="these values; several times: all combinations"),
@@ -52,38 +34,29 @@ def bench(
         typer.Option("--assert", metavar="EXPR", help="loss<=1%, tokens_per_second>=1.2 (several times)"),
     ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="only to try it: without a GPU")] = False,
-    stage: StageOption = None, gpus: Gpus = None, devices: DevicesOption = None,
-    python: Python = None, open_instruct: Checkout = None, allow_unpinned: Unpinned = False,
-    strict: Strict = False, fresh: Fresh = False, resume: Resume = False,
-    format: FormatOption = Format.text,
-) -> None:  # fmt: skip
+) -> Exit:  # fmt: skip
     """Measure settings side by side: speed, memory, waste, and the loss a token."""
     from launcher import assertions, bench_report, comparison, report, variants
     from launcher import bench as benches
-    from launcher.preparation import Request
 
-    refuse_both(fresh, resume)
+    shared.require_one_start()
     asked = variants.combinations(vary or (), variant or ())
     expressions = [assertions.assertion(text) for text in asserted or ()]
     limit = benches.seconds(timeout)
-    request = Request(
-        stage=named_stage(stage), config=config, overrides=overrides or (), gpus=gpus,
-        devices=devices, python=python, checkout=open_instruct, allow_unpinned=allow_unpinned,
-        strict=strict,
-    )  # fmt: skip
     planned = benches.plan(
-        benches.require_gpu(request, cpu=cpu), asked, steps=steps, repeats=repeats,
+        benches.require_gpu(shared.request(), cpu=cpu), asked, steps=steps, repeats=repeats,
         timeout_s=limit, assertions=expressions, running=True,
     )  # fmt: skip
-    report.findings(planned.findings if format is Format.text else ())
-    with benches.opened(planned, fresh=fresh, resume=resume) as opened:
-        code = benches.run(opened, show=progress(format))
+    text = shared.format is Format.text
+    report.findings(planned.findings if text else ())
+    with benches.opened(planned, fresh=shared.fresh, resume=shared.resume) as opened:
+        code = benches.run(opened, show=shared.show_progress)
         bench_report.write(opened)
-        if format is Format.json:
-            found = (*planned.findings, *comparison.baseline_fault(opened.samples))
-            report.envelope("bench", code is Exit.OK, found, opened.as_json())
-        else:
-            bench_report.show(opened)
-            if code is Exit.INTERRUPTED:
-                report.say(benches.interrupted(opened))
-    raise typer.Exit(code)
+        found = (*planned.findings, *comparison.baseline_fault(opened.samples))
+        answer(
+            "bench", shared.format, opened.as_json(), lambda: bench_report.show(opened),
+            () if text else found, code,
+        )  # fmt: skip
+        if text and code is Exit.INTERRUPTED:
+            report.say(benches.interrupted(opened))
+    return code

@@ -67,8 +67,7 @@ def _dry_run(order: Order, format: Format) -> Exit:
 def _run(order: Order, format: Format) -> Exit:
     from launcher import pipeline, report
 
-    quiet = format is Format.json
-    result = pipeline.run(order, quiet=quiet)
+    result = pipeline.run(order, quiet=format is Format.json)
 
     def show() -> None:
         report.table([row.shown() for row in result.rows], pipeline.SUMMARY)
@@ -81,5 +80,5 @@ def _run(order: Order, format: Format) -> Exit:
         if result.page is not None:
             report.say(f"report: {result.page}")
 
-    found = result.findings if quiet else ()
-    return answer("pipeline", format, result.as_json(), show, found, result.exit)
+    data = result.as_json()
+    return answer("pipeline", format, data, show, code=result.exit, before=result.findings)

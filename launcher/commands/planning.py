@@ -1,4 +1,4 @@
-"""`launch plan`, `launch doctor`: before a run."""
+"""`launch plan`, `launch doctor`, `launch prepare`: before a run."""
 
 from __future__ import annotations
 
@@ -95,3 +95,13 @@ def doctor(
         return Exit.OK
     data, lines = state.as_json(), state.lines()
     return answer("doctor", shared.format, data, lines, state.findings, state.exit_code)
+
+
+@app.command(epilog="Example: launch prepare configs/tulu/sft_qwen7b_25pct.yaml --gpus 8")
+@takes(*REQUEST, "gpus", "nodes", "strict")
+def prepare(shared: Shared) -> Exit:
+    """Download, tokenise and check what a run on --gpus GPUs needs; no GPU is used."""
+    from launcher import prefetch, report
+
+    done = prefetch.prepare(shared.request(), report.aside)
+    return answer("prepare", shared.format, done.as_json(), done.lines(), done.findings, done.exit)

@@ -274,8 +274,7 @@ def _detached(
     lines = [f"run: {folder.path}", *([f"tmux attach -t {session}"] if session is not None else [])]
     lines += [f"launch attach {name}", f"launch logs {name} -f", f"launch stop {name}"]
     data = {"run": str(folder.path), "session": session}
-    # people have read the findings before the start
-    return answer(stage, format, data, lines, found if format is Format.json else ())
+    return answer(stage, format, data, lines, before=found)
 
 
 def until_over(
@@ -290,16 +289,14 @@ def until_over(
     except following.Detached:
         data = {"run": str(folder.path), "detached": True}
         lines = [f"the run goes on: launch attach {folder.path.name}"]
-        return answer(command, format, data, lines, found if format is Format.json else ())
+        return answer(command, format, data, lines, before=found)
     # not before: what is looked at should be shown at once, and all that starts runs is slow to import
     from launcher import start
 
     if attempt.rank:
         code = start.of_a_further_machine(folder, attempt)
         data = {"run": str(folder.path), "rank": attempt.rank}
-        return answer(
-            command, format, data, lambda: None, found if format is Format.json else (), code
-        )
+        return answer(command, format, data, lambda: None, code=code, before=found)
     verdict, code = start.conclusion(folder, attempt)
     return _conclude(command, folder, verdict, code, found, format)
 
@@ -316,7 +313,7 @@ def _conclude(
         report.say(f"run: {folder.path}\nreport: {folder.report}")
 
     data = {**verdict.as_json(), "run": str(folder.path)}
-    return answer(command, format, data, show, found if format is Format.json else (), code)
+    return answer(command, format, data, show, code=code, before=found)
 
 
 @app.command("exec", epilog="Example: launch exec runs/20260101T000000Z-sft-demo")

@@ -280,12 +280,17 @@ def answer(
     show: Iterable[str] | Callable[[], object],
     findings: Sequence[Finding] = (),
     code: Exit = Exit.OK,
+    *,
+    before: Sequence[Finding] = (),
 ) -> Exit:
-    """Print one envelope for machines, or the findings and what `show` prints or holds; the code."""
+    """Print one envelope for machines, or the findings and what `show` prints or holds; the code.
+
+    `before` are findings that people have been shown before.
+    """
     from launcher import report
 
     if format is Format.json:
-        report.envelope(command, code is Exit.OK, findings, data)
+        report.envelope(command, code is Exit.OK, [*before, *findings], data)
         return code
     report.findings(findings)
     if callable(show):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -124,11 +123,11 @@ def _stage_command(stage: str) -> Callable[..., Exit]:
             elsewhere=slurm or skypilot is not None,
             allowed=tuple(shared.allow_changed_resume or ()),
         )  # fmt: skip
-        after = After(on_finish, on_finish_limit, shared.allow_unproven)
         if shared.dry_run:
             return _dry_run(request, shared.format)
         if skypilot is not None:
             return _task(request, skypilot, shared.format)
+        after = _after(on_finish, on_finish_limit, shared.allow_unproven)
         if slurm:
             return _queued(request, shared.format, after)
         return _run(request, shared.format, after, detach=detach)
@@ -157,82 +156,70 @@ def _dry_run(request: Request, format: Format) -> Exit:
     )  # fmt: skip
 
 
-class After(NamedTuple):
-    """What is to happen once a run has ended."""
-
-    on_finish: str | None
-    limit: str | None
-    allow_unproven: bool
-
-    def hook(self) -> tuple[tuple[str, ...], float]:
-        """The command as an argv, and the seconds it may take. Raises UsageError."""
-        from launcher import on_finish
-
-        if self.limit is not None and self.on_finish is None:
-            raise usage("useless-option", "--on-finish-limit says nothing without --on-finish")
-        return on_finish.parsed(self.on_finish), on_finish.limit(self.limit)
-
-
-def _run(request: Request, format: Format, after: After, *, detach: bool) -> Exit:
-    from launcher import foresight, keeper, preparation, rundir, runner, start
+def _after(on_finish: str | None, limit: str | None, allow_unproven: bool) -> dict[str, Any]:
+    """What is to happen once a run has ended, as those that start it take it. Raises UsageError."""
     from launcher import on_finish as endings
 
-    words, seconds = after.hook()
-    endings.require_here(words)
+    if limit is not None and on_finish is None:
+        raise usage("useless-option", "--on-finish-limit says nothing without --on-finish")
+    return {
+        "on_finish": endings.parsed(on_finish), "on_finish_s": endings.limit(limit),
+        "allow_unproven": allow_unproven,
+    }  # fmt: skip
+
+
+def _run(request: Request, format: Format, after: dict[str, Any], *, detach: bool) -> Exit:
+    from launcher import (
+        foresight,
+        keeper,
+        lease,
+        on_finish,
+        preparation,
+        report,
+        rundir,
+        runner,
+        start,
+    )
+
+    on_finish.require_here(after["on_finish"])
     # the keeper reads it too late to say so
     runner.grace(os.environ.get(runner.GRACE_VARIABLE))
     with keeper.interruptible():
         prepared = preparation.prepare(request, running=True)
         try:
             prepared = foresight.foreseen(prepared)
-            begin = partial(
-                start.begin,
-                on_finish=words,
-                on_finish_s=seconds,
-                allow_unproven=after.allow_unproven,
-            )
-            return _begun(prepared, format, begin, after.allow_unproven, detach=detach)
+            if prepared.decision.kind == "finished":
+                return _finished(prepared, prepared.findings, format, after)
+            if not (prepared.here and prepared.here.rank):
+                lease.require_free(prepared.output)
+            if format is Format.text:
+                report.findings(prepared.findings)
+                report.beginning(prepared.plan, prepared.folder.console(prepared.attempt))
+            folder, attempt = start.begin(prepared, **after)
+            shown = str(request.stage), folder, attempt, prepared.findings, format
+            return _detached(*shown) if detach else until_over(*shown)
         finally:
             # the folder that was reserved, if nothing came of it
             rundir.release(prepared.folder)
 
 
-def _begun(
-    prepared: Prepared, format: Format, begin: Callable[[Prepared], tuple[RunFolder, Attempt]],
-    allow_unproven: bool, *, detach: bool,
-) -> Exit:  # fmt: skip
-    from launcher import lease, report
-
-    stage, folder, found = str(prepared.request.stage), prepared.folder, prepared.findings
-    if prepared.decision.kind != "finished" and not (prepared.here and prepared.here.rank):
-        lease.require_free(prepared.output)
-    if format is Format.text:
-        report.findings(found)
-    if prepared.decision.kind == "finished":
-        return _finished(prepared, format, allow_unproven)
-    if format is Format.text:
-        report.beginning(prepared.plan, folder.console(prepared.attempt))
-    folder, attempt = begin(prepared)
-    if detach:
-        return _detached(stage, folder, found, format, first=not attempt.rank)
-    return until_over(stage, folder, attempt, found, format)
-
-
-def _finished(prepared: Prepared, format: Format, allow_unproven: bool) -> Exit:
+def _finished(
+    prepared: Prepared, found: tuple[Finding, ...], format: Format, after: dict[str, Any]
+) -> Exit:
     """Nothing is left to train; the verdict and the numbers are there, whoever died before."""
-    from launcher import check, start
+    from launcher import check, report, start
 
-    folder, stage = prepared.folder, str(prepared.request.stage)
+    report.findings(found if format is Format.text else ())
+    folder = prepared.folder
     verdict = start.judged_now(folder, prepared.plan, start.finish(folder))
-    code = check.exit_code(verdict, allow_unproven=allow_unproven)
-    return _conclude(stage, folder, verdict, code, prepared.findings, format)
+    code = check.exit_code(verdict, allow_unproven=after["allow_unproven"])
+    return _conclude(str(prepared.request.stage), folder, verdict, code, prepared.findings, format)
 
 
-def _queued(request: Request, format: Format, after: After) -> Exit:
+def _queued(request: Request, format: Format, after: dict[str, Any]) -> Exit:
     """Hand the run to Slurm."""
-    from launcher import foresight, keeper, preparation, report, sbatch, start
+    from launcher import foresight, keeper, preparation, sbatch, start
 
-    words, seconds = after.hook()
     prepared = foresight.foreseen(preparation.prepare(request, running=True))
     options, found = prepared.plan.stage.options.slurm, prepared.findings
     few = sbatch.one_cpu(options, prepared.plan.gpus)
@@ -240,14 +227,10 @@ def _queued(request: Request, format: Format, after: After) -> Exit:
         message = "the job asks for one core of each machine"
         found = (*found, said("warning", "slurm-one-cpu", message, few))
     if prepared.decision.kind == "finished":
-        report.findings(found if format is Format.text else ())
-        return _finished(prepared, format, after.allow_unproven)
+        return _finished(prepared, found, format, after)
     folder = prepared.folder
     with keeper.interruptible():
-        job = start.queue(
-            prepared, options, on_finish=words, on_finish_s=seconds,
-            allow_unproven=after.allow_unproven,
-        )  # fmt: skip
+        job = start.queue(prepared, options, **after)
     name = folder.path.name
     lines = (f"run: {folder.path}", f"job: {job.id}", "launch runs", f"launch stop {name}")
     data = {"run": str(folder.path), "job": job.id}
@@ -264,11 +247,12 @@ def _task(request: Request, path: Path, format: Format) -> Exit:
 
 
 def _detached(
-    stage: str, folder: RunFolder, found: tuple[Finding, ...], format: Format, *, first: bool
+    stage: str, folder: RunFolder, attempt: Attempt, found: tuple[Finding, ...], format: Format
 ) -> Exit:
     """Say where the run can be looked at; only the first of several machines has it by its name."""
     from launcher import tmux
 
+    first = not attempt.rank
     session = tmux.opened(folder) if first else None
     name = folder.path.name if first else str(folder.path)
     lines = [f"run: {folder.path}", *([f"tmux attach -t {session}"] if session is not None else [])]

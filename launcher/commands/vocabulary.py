@@ -302,16 +302,18 @@ def answer(
 
 def named_stage(given: str | None) -> str | None:
     """`--stage` as given. Raises UsageError where it is none."""
-    if given not in {None, "sft", "dpo"}:
-        raise usage("bad-stage", f"`{given}` is no stage", "--stage sft or --stage dpo")
-    return given
+    return _one_of("stage", given, ("sft", "dpo"))
 
 
 def named_backend(given: str | None) -> str | None:
     """`--backend` as given. Raises UsageError where it is none."""
     from launcher.backends import BACKENDS
 
-    if given is not None and given not in BACKENDS:
-        names = " or ".join(f"--backend {name}" for name in BACKENDS)
-        raise usage("bad-backend", f"`{given}` is no backend", names)
+    return _one_of("backend", given, BACKENDS)
+
+
+def _one_of(option: str, given: str | None, names: Iterable[str]) -> str | None:
+    if given is not None and given not in names:
+        help = " or ".join(f"--{option} {name}" for name in names)
+        raise usage(f"bad-{option}", f"`{given}` is no {option}", help)
     return given

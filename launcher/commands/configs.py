@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,8 +37,6 @@ if TYPE_CHECKING:
 
 VALIDATED_FOR = 8
 """GPUs that a pipeline is judged for where its file does not say: a stage file is judged for none."""
-_FEW = 64
-"""So many files are judged by one process: starting more would take as long."""
 
 
 def complete_key(incomplete: str) -> list[str]:
@@ -77,7 +73,8 @@ def validate_config(
         mended, found = _fix(paths, stage, locator, write=not diff, quiet=quiet)
     not_ready = bool(found)
     files: list[dict[str, object]] = []
-    for path, (facts, mine) in zip(paths, _judge_files(paths, stage, locator), strict=True):
+    for path in paths:
+        facts, mine = _judge_file(path, stage, locator)
         if path in mended:
             facts["fix"] = mended[path].as_json()
             mine = mended[path].with_reasons(mine)
@@ -139,20 +136,6 @@ def _fix(
         for change in mended.changes if write and not quiet else ():
             report.say(f"{path}:{change.line}: {change.what}")
     return done, failed
-
-
-def _judge_files(
-    paths: list[Path], stage: str | None, locator: Locator
-) -> list[tuple[dict[str, object], tuple[Finding, ...]]]:
-    """Each file by itself; many on all cores, which share what the first had read of the source."""
-    judge = functools.partial(_judge_file, stage=stage, locator=locator)
-    done = [judge(path) for path in paths[:_FEW]]
-    if len(paths) <= _FEW:
-        return done
-    import multiprocessing
-
-    with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
-        return [*done, *pool.map(judge, paths[_FEW:], chunksize=16)]
 
 
 def _judge_file(

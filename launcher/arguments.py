@@ -6,7 +6,6 @@ import difflib
 import functools
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
@@ -30,7 +29,7 @@ def check(config: Config, schema: Schema, entry: Entry, past: Past) -> Iterator[
             else _check_unknown(schema, entry, past, key, value)
         )
         if fault is not None:
-            yield placed(config, fault)
+            yield fault
 
 
 def missing(
@@ -50,7 +49,7 @@ def missing(
                 message=f"`{name}` must be given: it has no default  ({known.where})",
                 help=f"add `{name}: ...`; its type is {known.type}",
             )  # fmt: skip
-            yield placed(config, fault)
+            yield fault
 
 
 def taken(schema: Schema, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,9 +209,3 @@ def _homes(schema: Schema, key: str) -> Iterator[str]:
             further = BACKENDS[backend].STAGES[stage].stage
             if not further and any(name.partition(".")[2] == key for name in names):
                 yield f"{stage} on {backend}"
-
-
-def placed(config: Config, finding: Finding) -> Finding:
-    """The finding with the file and line of its key."""
-    origin = config.origin(finding.key or "")
-    return replace(finding, **origin.place)

@@ -36,7 +36,6 @@ from typing import Any, Literal
 
 from launcher import facts, rundir
 from launcher import plan as plans
-from launcher.arguments import placed
 from launcher.backends.output_rules import checkpoints, resumed_from
 from launcher.errors import Finding
 from launcher.fingerprint import (
@@ -433,7 +432,7 @@ def findings(plan: Plan, caches: Sequence[Cache], output: Path | None) -> Iterat
     `output` is where the model goes, and where upstream looks for checkpoints.
     """
     for found in _findings(caches, output):
-        yield placed(plan.stage.config, found)
+        yield plan.stage.config.placed(found)
 
 
 def _findings(caches: Sequence[Cache], output: Path | None) -> Iterator[Finding]:

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from launcher.builder import Origin, nearest
-from launcher.document import Document, read_yaml
+from launcher.document import Document, Origin, nearest, read_yaml
 from launcher.errors import Finding, InvalidConfig, brief, usage
 from launcher.interpolation import interpolate
 from launcher.overrides import spelt

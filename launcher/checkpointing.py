@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator
 
 from launcher import position
-from launcher.arguments import placed
 from launcher.errors import Finding
 from launcher.machine import Trainer
 from launcher.paths import expanded
@@ -59,7 +58,7 @@ def interval(plan: Plan) -> int | str | None:
 def findings(plan: Plan, shape: Shape | None, trainer: Trainer) -> Iterator[Finding]:
     """What to say at the first start; `shape` is how epochs will be cut, where that is known."""
     for found in (*_none(plan), *_inexact(plan, shape, trainer)):
-        yield placed(plan.stage.config, found)
+        yield plan.stage.config.placed(found)
 
 
 def _none(plan: Plan) -> Iterator[Finding]:

@@ -74,7 +74,7 @@ def _offered(field: Facts) -> tuple[str, ...]:
 
 def _is_itself(word: str) -> bool:
     """Whether a word needs no quotes, neither the shell's nor YAML's (a plain `no` is a bool)."""
-    from launcher.builder import plain
+    from launcher.document import plain
 
     return _PLAIN.fullmatch(word) is not None and str(plain(word)) == word
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from launcher.builder import Origin, bad, join, nearest
-from launcher.document import SUFFIXES, Document, parse, read_yaml
+from launcher.document import SUFFIXES, Document, Origin, bad, join, nearest, parse, read_yaml
 from launcher.errors import Finding, InvalidConfig, brief
 from launcher.interpolation import interpolate
 from launcher.overrides import OPTIONS, Shape, Tree, forget
@@ -47,6 +46,12 @@ class Config:
     def origin(self, key: str) -> Origin:
         """The place of `key`, or of the nearest enclosing key, or the start of the file."""
         return nearest(self.origins, key) or Origin(str(self.path), 1)
+
+    def placed(self, finding: Finding) -> Finding:
+        """The finding with the file and line of its key."""
+        if finding.key == "deepspeed" and self.shape == "wrapped":
+            finding = replace(finding, key="deepspeed_config")
+        return replace(finding, **self.origin(finding.key or "").place)
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, text: str | None = None) -> Config:

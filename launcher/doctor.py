@@ -17,8 +17,7 @@ from typing import Any
 
 from launcher import devices as gpus
 from launcher import disk, hardware, imports, install, machine, requirements, rundir
-from launcher import situation as situations
-from launcher.backends import BACKENDS, Backend
+from launcher.backends import BACKENDS, Backend, stage_rules
 from launcher.backends.context import Context
 from launcher.devices import Devices, Look
 from launcher.errors import Exit, Finding, NotReady, errors, said
@@ -557,7 +556,7 @@ def situation(
     `earlier` is the manifest of the newest run of ours into `output`.
     """
     stage = plan.stage
-    deepspeed, _ = situations.deepspeed_of(stage.options)
+    deepspeed, _ = stage.options.read_deepspeed()
     context = Context(
         values=plan.values, environ=os.environ, deepspeed=deepspeed,
         mixed_precision=plan.mixed_precision,
@@ -566,7 +565,7 @@ def situation(
         earlier=earlier,
     )  # fmt: skip
     known = {(finding.code, finding.key) for finding in stage.findings}
-    for finding in situations.judged(stage.config, context):
+    for finding in map(stage.config.placed, stage_rules.apply(context)):
         if finding.severity == "error" or (finding.code, finding.key) not in known:
             yield finding
 

@@ -1,17 +1,23 @@
-"""One YAML file -> `Document`: plain values, and the file and line of every key."""
+"""One YAML file -> `Document`: plain values, and the file and line of every key.
+
+Built of YAML events and not by PyYAML's constructor: that keeps line numbers, finds duplicate keys,
+cannot be made to recurse or explode, and reads `1e-5` as the number that its author meant (PyYAML
+follows YAML 1.1 and reads a string).
+"""
 
 from __future__ import annotations
 
 import codecs
 import difflib
 import os
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypedDict
 
 import yaml
 
-from launcher.builder import LOADER, Builder, Origin, bad
 from launcher.errors import Finding, InvalidConfig
 from launcher.files import open_regular
 from launcher.paths import canonical
@@ -20,6 +26,28 @@ SUFFIXES = frozenset({".yaml", ".yml"})
 MAX_BYTES = 4 * 2**20
 _FORM = "a stage file is `stage: sft` or `stage: dpo` and `args:` with names below; a pipeline is `stages:`"
 _MISSPELT = "what is wrong may stand a line earlier: a `: `, quote or bracket that is missing"
+
+MAX_DEPTH = 64
+MAX_NODES = 100_000
+MAX_KEYS = 1_000
+"""Keys of a mapping whose names mean something: those below an argument may be more."""
+
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_INT = re.compile(r"[-+]?(0|[1-9][0-9]*)\Z")
+# An exponent without a sign or a point (`12e4567`) is a commit more often than a number: it stays text.
+_FLOAT = re.compile(
+    r"[-+]?((\.[0-9]+|(0|[1-9][0-9]*)\.[0-9]*)([eE][-+]?[0-9]+)?|(0|[1-9][0-9]*)[eE][-+][0-9]+)\Z"
+)
+_BOOL = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_NULL = {"", "~", "null", "Null", "NULL"}
+_TAG = "tag:yaml.org,2002:"
+# the mappings whose keys are names of ours or of upstream's
+_NAMED = {"", "args", "batch", "expect", "probe", "open_instruct", "open_instruct.args"}
+KEY = re.compile(r"[A-Za-z_][\w.-]*\Z")
+# No process can be given a NUL, no terminal a lone surrogate.
+UNUSABLE = re.compile("[\x00\ud800-\udfff]")
+_COLLECTIONS = {None, "!", f"{_TAG}map", f"{_TAG}seq"}
+_SHOWN = {type(None): "nothing", dict: "a mapping", list: "a list"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,3 +170,262 @@ def _read_text(path: Path) -> str:
         line = raw.count(b"\n", 0, error.start) + 1
         message = f"not UTF-8: byte 0x{raw[error.start]:02x}"
         raise InvalidConfig(bad(path, "not-utf8", message, line, "save it as UTF-8")) from None
+
+
+class Place(TypedDict):
+    """What a finding holds of an origin."""
+
+    file: str
+    line: int | None
+    override: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a value was written: a file and 1-based line, or the text of an override."""
+
+    file: str
+    line: int | None = None
+    override: str | None = None
+
+    def __str__(self) -> str:
+        if self.override is not None:
+            return f"override `{self.override}`"
+        return self.file if self.line is None else f"{self.file}:{self.line}"
+
+    @property
+    def place(self) -> Place:
+        """For a finding, as keywords."""
+        return {"file": self.file, "line": self.line, "override": self.override}
+
+
+def bad(path: Path, code: str, message: str, line: int | None, help: str | None = None) -> Finding:
+    return Finding(
+        severity="error",
+        layer="launch",
+        code=code,
+        message=message,
+        help=help,
+        file=str(path),
+        line=line,
+    )
+
+
+class Builder:
+    """Builds plain values out of YAML events, iteratively, noting where each key stands.
+
+    `findings` collect what does not stop the reading: keys that stand twice or cannot be keys.
+    """
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.origins: dict[str, Origin] = {}
+        self.findings: list[Finding] = []
+        self._anchors: dict[str, _Anchor] = {}
+        self._nodes = 0
+        self._stack: list[_Open] = []
+        self._root: Any = None
+
+    def build(self, events: Iterator[Any]) -> Any:
+        """The value of the only document; raises InvalidConfig where it cannot be read further."""
+        documents = 0
+        for event in events:
+            line = event.start_mark.line + 1
+            if isinstance(event, yaml.DocumentStartEvent):
+                documents += 1
+                if documents > 1:
+                    self._stop("several-documents", "more than one YAML document", line)
+            elif isinstance(event, yaml.MappingStartEvent | yaml.SequenceStartEvent):
+                self._open(event, line)
+            elif isinstance(event, yaml.MappingEndEvent | yaml.SequenceEndEvent):
+                done = self._stack.pop()
+                size = self._nodes - done.before + 1
+                self._remember(done.anchor, done.value, size, done.height)
+                self._put(done.value, done.line, height=done.height)
+            elif isinstance(event, yaml.ScalarEvent):
+                self._count(1, line)
+                value = self._scalar(event, line)
+                self._remember(event.anchor, value, 1, 0)
+                self._put(value, line, event.value)
+            elif isinstance(event, yaml.AliasEvent):
+                self._alias(str(event.anchor), line)
+        return self._root
+
+    def _open(self, event: Any, line: int) -> None:
+        self._deep(1, line)
+        self._count(1, line)
+        if event.tag not in _COLLECTIONS:
+            self._stop("unknown-tag", f"the YAML tag `{event.tag}` is not supported", line)
+        new: Any = {} if isinstance(event, yaml.MappingStartEvent) else []
+        self._stack.append(_Open(new, self._path(), event.anchor, self._nodes, line))
+        path = self._stack[-1].path
+        if path not in self.origins:
+            # a key stands where it is written, not where its block begins
+            self._note(path, line)
+
+    def _alias(self, name: str, line: int) -> None:
+        anchor = self._anchors.get(name)
+        if anchor is None:
+            help = f"`&{name}` has to stand before it; a text that begins with `*` is quoted"
+            self._stop("broken-yaml", f"undefined alias `*{name}`", line, help)
+        self._deep(anchor.height, line)
+        self._count(anchor.size, line)
+        self._put(_copy(anchor.value), line, height=anchor.height)
+
+    def _remember(self, name: str | None, value: Any, size: int, height: int) -> None:
+        if name:
+            self._anchors[name] = _Anchor(value, size, height)
+
+    def _deep(self, more: int, line: int) -> None:
+        if len(self._stack) + more > MAX_DEPTH:
+            self._stop("too-deep", f"nested deeper than {MAX_DEPTH} levels", line)
+
+    def _put(self, value: Any, line: int, raw: str = "", height: int = 0) -> None:
+        if not self._stack:
+            self._root = value
+            return
+        top = self._stack[-1]
+        top.height = max(top.height, height + 1)
+        if isinstance(top.value, list):
+            self._note(f"{top.path}[{len(top.value)}]", line)
+            top.value.append(value)
+        elif not top.has_key:
+            self._key(top, value, line, raw)
+        else:
+            top.has_key = False
+            if top.key == "<<" and isinstance(value, dict | list):
+                self._merge(top, value if isinstance(value, list) else [value], line)
+            elif top.key is not None:
+                top.value[top.key] = value
+
+    def _merge(self, top: _Open, sources: list[Any], line: int) -> None:
+        for mapping in (source for source in sources if isinstance(source, dict)):
+            for key, inherited in mapping.items():
+                if key not in top.value:
+                    top.value[key] = inherited
+                    self._note(join(top.path, key), line)
+
+    def _key(self, top: _Open, key: Any, line: int, raw: str) -> None:
+        top.has_key = True
+        # The author's own spelling: a key `on` or `1e3` is meant as text.
+        name = raw if not isinstance(key, dict | list) and raw else key
+        if (
+            not isinstance(name, str)
+            # below an argument (a mixer, model kwargs) any text may be a key
+            or (not KEY.match(name) and name != "<<" and top.path in _NAMED)
+        ):
+            shown = f"`{name}`" if isinstance(name, str) else _SHOWN.get(type(name), "this")
+            self._add("bad-key", f"{shown} cannot be a key: keys are plain names", line)
+            top.key = None
+            return
+        if name in top.seen and name != "<<":
+            first = top.seen[name]
+            message = f"`{name}` stands here and in line {first}"
+            self._add("duplicate-key", message, line, join(top.path, name), "delete one of them")
+        top.seen.setdefault(name, line)
+        if len(top.seen) > MAX_KEYS and not top.path.removeprefix("open_instruct.").startswith(
+            "args."
+        ):
+            where = f"`{top.path}`" if top.path else "the file"
+            self._stop("too-large", f"{where} holds more than {MAX_KEYS:,} keys", line)
+        top.key = name
+        self._note(join(top.path, name), line)
+
+    def _path(self) -> str:
+        if not self._stack:
+            return ""
+        top = self._stack[-1]
+        if isinstance(top.value, list):
+            return f"{top.path}[{len(top.value)}]"
+        return join(top.path, str(top.key))
+
+    def _note(self, path: str, line: int) -> None:
+        if path:
+            self.origins[path] = Origin(self.file, line)
+
+    def _count(self, nodes: int, line: int) -> None:
+        self._nodes += nodes
+        if self._nodes > MAX_NODES:
+            self._stop("too-large", f"more than {MAX_NODES} values (aliases counted)", line)
+
+    def _scalar(self, event: Any, line: int) -> Any:
+        tag = event.tag
+        if tag and tag != "!" and not tag.startswith(_TAG):
+            self._stop("unknown-tag", f"the YAML tag `{tag}` is not supported", line)
+        if (bad := UNUSABLE.search(event.value)) is not None:
+            what = f"the character U+{ord(bad.group()):04X} cannot stand in a value"
+            self._stop("bad-character", what, line)
+        kind = tag.removeprefix(_TAG) if tag else None
+        if kind in {"str", "!"} or (kind is None and not event.implicit[0]):
+            return event.value
+        if kind in {None, "int", "float", "bool", "null"}:
+            return plain(event.value)
+        self._stop("unknown-tag", f"the YAML tag `!!{kind}` is not supported", line)
+
+    def _add(
+        self, code: str, message: str, line: int, key: str | None = None, help: str | None = None
+    ) -> None:
+        found = bad(Path(self.file), code, message, line, help)
+        self.findings.append(replace(found, key=key))
+
+    def _stop(self, code: str, message: str, line: int, help: str | None = None) -> NoReturn:
+        self._add(code, message, line, help=help)
+        raise InvalidConfig(self.findings)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A mapping or sequence whose end has not been seen yet."""
+
+    value: Any
+    path: str
+    anchor: str | None
+    before: int
+    line: int
+    key: str | None = None
+    has_key: bool = False
+    height: int = 1
+    seen: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Anchor:
+    """An anchored value, how many values it counts for, and how many levels it is deep."""
+
+    value: Any
+    size: int
+    height: int
+
+
+def plain(text: str) -> Any:
+    """What an unquoted YAML scalar means: null, a bool, an int, a float or the text itself.
+
+    Dates, octals and sexagesimals stay text: upstream's parser is the one to judge them.
+    """
+    if text in _NULL:
+        return None
+    if text.lower() in _BOOL:
+        return _BOOL[text.lower()]
+    if _INT.match(text):
+        return int(text) if len(text) < 400 else text
+    if _FLOAT.match(text):
+        return float(text)
+    return text
+
+
+def join(path: str, key: str) -> str:
+    """A dotted key."""
+    return f"{path}.{key}" if path else key
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _copy(v) for k, v in value.items()}
+    return [_copy(v) for v in value] if isinstance(value, list) else value
+
+
+def nearest(origins: Mapping[str, Origin], key: str) -> Origin | None:
+    """The place of `key`, or of the nearest key that encloses it."""
+    while key and key not in origins:
+        key = key[: max(key.rfind("."), key.rfind("["), 0)]
+    return origins.get(key)

@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 
 from launcher import config, stage
-from launcher.builder import LOADER, bad
+from launcher.document import LOADER, bad
 from launcher.errors import Finding, InvalidConfig, NotReady, brief
 from launcher.files import read_bytes
 from launcher.stage import Judged, entry_of

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from launcher import lengths, setups, shapes
-from launcher import situation as situations
 from launcher.backends import model_config, olmo_core_rules, trl_resolved
 from launcher.backends.deepspeed_rules import engine_config
 from launcher.backends.model_rules import LIGER_MODELS
@@ -318,7 +317,7 @@ def zero_of(plan: Plan, hidden: int) -> Zero | None:
     """DeepSpeed as memory depends on it; None without, and on the CPU."""
     if not plan.gpus:
         return None
-    file, _ = situations.deepspeed_of(plan.stage.options)
+    file, _ = plan.stage.options.read_deepspeed()
     trl = plan.stage.options.backend == "trl"
     return setups.zero_of(engine_config(plan.values, file, trl=trl), hidden)
 

@@ -24,7 +24,6 @@ from launcher import (
     plan,
     rundir,
 )
-from launcher.arguments import placed
 from launcher.budget import Bill, Fit, Speed, Tokens
 from launcher.disk import Saved
 from launcher.errors import Finding, InvalidConfig, UsageError, brief, errors, usage
@@ -485,7 +484,7 @@ def _waste_findings(planned: Plan, rows: Lengths, row: Packed | None) -> Iterato
     pairs = planned.per_device * planned.accumulation
     more, full = fuller(rows, pairs=pairs, limit=row.positions // 2)
     better = f"; {more} fills {full.filled:.0%}" if more > pairs else ""
-    yield placed(planned.stage.config, Finding(
+    yield planned.stage.config.placed(Finding(
         severity="warning", layer="launch", code="half-wasted", key="batch.per_device",
         message=f"batch {pairs} uses {row.filled:.0%} of each step{better}: rows of {row.positions:,} "
         "positions are computed whole, however many pairs stand in them",

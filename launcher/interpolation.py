@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import redaction
-from launcher.builder import Origin, bad, nearest
+from launcher.document import Origin, bad, nearest
 from launcher.errors import Finding, InvalidConfig
 
 MAX_CHARS = 2**15

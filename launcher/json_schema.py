@@ -15,7 +15,7 @@ from typing import Any
 
 from launcher import gates, sbatch, skypilot
 from launcher.backends import BACKENDS, Entry
-from launcher.builder import plain
+from launcher.document import plain
 from launcher.keys import DEEPSPEED, KEYS, OFF, ON, STAGES, Key
 from launcher.schema import Field, Schema
 

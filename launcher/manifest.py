@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from launcher import machine, rundir, situation
+from launcher import machine, rundir
 from launcher.backends.deepspeed_rules import engine_config
 from launcher.command import HUB, Command, expectations
 from launcher.errors import Finding
@@ -78,7 +78,7 @@ def manifest(
 
 def _deepspeed(plan: Plan, trainer: Trainer) -> dict[str, Any] | None:
     """Release and settings that decide whether gradients can be trusted; None without DeepSpeed."""
-    file, _ = situation.deepspeed_of(plan.stage.options)
+    file, _ = plan.stage.options.read_deepspeed()
     config = engine_config(plan.values, file, trl=plan.stage.options.backend == "trl")
     if config is None or not plan.gpus:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
@@ -96,6 +97,20 @@ class Options:
     skypilot: Mapping[str, Any] = field(default_factory=dict)
     gates: Mapping[str, Any] = field(default_factory=dict)
 
+    def read_deepspeed(self) -> tuple[Mapping[str, Any] | None, Finding | None]:
+        """The DeepSpeed file in use, parsed, or what is wrong with it."""
+        if self.deepspeed is None:
+            return None, None
+        try:
+            content = json.loads(self.deepspeed.read_text(encoding="utf-8"))
+            reason = None if isinstance(content, dict) else "it is no mapping"
+        except (OSError, ValueError, RecursionError) as error:
+            content, reason = None, str(error)
+        if reason is None:
+            return content, None
+        message = f"{self.deepspeed} is no DeepSpeed config: {reason}"
+        return None, _bad("deepspeed", message, "a JSON mapping, as DeepSpeed reads it")
+
 
 def read(
     config: Config, stage: str, folders: Sequence[Path] = (), fields: Collection[str] = ()
@@ -106,7 +121,7 @@ def read(
     `fields` are upstream's own names, for those who write them beside `args:`.
     """
     keys = WRAPPED_KEYS if config.shape == "wrapped" else tuple(KEYS)
-    findings = [_unknown(config, key, keys, fields) for key in config.options if key not in keys]
+    findings = [_unknown(key, keys, fields) for key in config.options if key not in keys]
     raw = config.options
     unlike = backend_fault(config)
     findings += [unlike] if unlike is not None else []
@@ -114,7 +129,7 @@ def read(
     values: dict[str, Any] = {}
     for key in ("mixed_precision", "batch", "expect", "on_violation", "on_hang", "probe", "name"):
         values[key], faults = KEYS[key].read(raw.get(key))
-        findings += [_bad(config, *fault) for fault in faults]
+        findings += [_bad(*fault) for fault in faults]
     # three that a module of their own reads, imported only where a file has one
     for key in ("slurm", "skypilot", "gates"):
         values[key], wrong = _read_elsewhere(config, key) if raw.get(key) is not None else ({}, [])
@@ -144,7 +159,7 @@ def _read_elsewhere(config: Config, key: str) -> tuple[Mapping[str, Any], list[F
 
     def complain(code: str, below: str, message: str, help: str | None) -> Finding:
         where = f"{key}.{below}" if below else key
-        return replace(_bad(config, where, message, help), code=code)
+        return replace(_bad(where, message, help), code=code)
 
     readers: Mapping[str, Any] = {
         "slurm": sbatch.read, "skypilot": skypilot.read, "gates": gates.read,
@@ -178,9 +193,9 @@ def entry_of(config: Config, stage: str, backend: str) -> tuple[str, Finding | N
     if key is None:
         message = f"`{brief(given)}` is no script that launch starts"
         near = difflib.get_close_matches(str(given), entries, n=1)
-        return stage, _bad(config, "script", message, nearest(str(given), tuple(near or names)))
+        return stage, _bad("script", message, nearest(str(given), tuple(near or names)))
     message = f"`script: {brief(given)}` belongs to {_stage_of(key, backend)}, the file's stage is {stage}"
-    return stage, _bad(config, "script", message, _one_of(names))
+    return stage, _bad("script", message, _one_of(names))
 
 
 def _script_key(given: Any, backend: str) -> str | None:
@@ -204,13 +219,13 @@ def stage_fault(config: Config) -> Finding | None:
         script = config.options.get("script")
         if script is None:
             help = f"add `script:` inside `open_instruct:`, {_one_of(SCRIPTS)}"
-            return _bad(config, "script", "`script` is missing", help)
+            return _bad("script", "`script` is missing", help)
         message = f"`{brief(script)}` is no script that launch starts"
-        return _bad(config, "script", message, _one_of(SCRIPTS))
+        return _bad("script", message, _one_of(SCRIPTS))
     given = config.options.get("stage")
     if given is None:
-        return _bad(config, "stage", "`stage` is missing", "add `stage: sft` or `stage: dpo`")
-    return _bad(config, "stage", f"`{brief(given)}` is no stage", _one_of(STAGES))
+        return _bad("stage", "`stage` is missing", "add `stage: sft` or `stage: dpo`")
+    return _bad("stage", f"`{brief(given)}` is no stage", _one_of(STAGES))
 
 
 def backend_fault(config: Config) -> Finding | None:
@@ -219,22 +234,21 @@ def backend_fault(config: Config) -> Finding | None:
     if given is None or (isinstance(given, str) and given in BACKENDS):
         return None
     help = nearest(str(given).lower().replace("-", "_"), tuple(BACKENDS))
-    return _bad(config, "backend", f"`{brief(given)}` is no backend", help)
+    return _bad("backend", f"`{brief(given)}` is no backend", help)
 
 
 def _one_of(names: Iterable[str]) -> str:
     return f"one of {', '.join(names)}"
 
 
-def _bad(config: Config, key: str, message: str, help: str | None = None) -> Finding:
-    origin = config.origin(key)
+def _bad(key: str, message: str, help: str | None = None) -> Finding:
     return Finding(
         severity="error", layer="launch", code=f"bad-{key.partition('.')[0].replace('_', '-')}",
-        key=key, message=message, help=help, **origin.place,
+        key=key, message=message, help=help,
     )  # fmt: skip
 
 
-def _unknown(config: Config, key: str, keys: tuple[str, ...], fields: Collection[str]) -> Finding:
+def _unknown(key: str, keys: tuple[str, ...], fields: Collection[str]) -> Finding:
     near = difflib.get_close_matches(key, keys, n=1, cutoff=0.75)
     if key in _ELSEWHERE:
         help = _ELSEWHERE[key]
@@ -244,11 +258,9 @@ def _unknown(config: Config, key: str, keys: tuple[str, ...], fields: Collection
         help = f"did you mean `{near[0]}`?"
     else:
         help = f"upstream's own names go under `args:`; ours are {', '.join(keys)}"
-    origin = config.origin(key)
     return Finding(
         severity="error", layer="launch", code="unknown-option", key=key,
         message=f"`{key}` is not a stage-file option", help=help,
-        **origin.place,
     )  # fmt: skip
 
 
@@ -274,7 +286,7 @@ def _deepspeed(
                 return path.absolute(), path.stem
     message = f"`{brief(given)}` is neither a DeepSpeed file nor a known name"
     help = nearest(str(given), ("a path", *DEEPSPEED, "none"))
-    findings.append(_bad(config, key, message, help))
+    findings.append(_bad(key, message, help))
     return None, "none"
 
 
@@ -287,18 +299,18 @@ def _attention(config: Config, backend: str, findings: list[Finding]) -> tuple[s
         message = (
             "`attention` is read for TRL only: open-instruct takes the first that is installed"
         )
-        findings.append(_bad(config, key, message, "delete the line"))
+        findings.append(_bad(key, message, "delete the line"))
         return ()
     known = KEYS[key].words
     names = given if isinstance(given, list) else [given]
     for name in names:
         if not isinstance(name, str) or (name not in known and "/" not in name):
             message = f"`{brief(name)}` is no attention implementation"
-            findings.append(_bad(config, key, message, nearest(str(name), known)))
+            findings.append(_bad(key, message, nearest(str(name), known)))
             return ()
     if not names or len({*names}) < len(names):
         help = "write for example `attention: [flash_attention_2, sdpa]`"
-        findings.append(_bad(config, key, "`attention` names each implementation once", help))
+        findings.append(_bad(key, "`attention` names each implementation once", help))
         return ()
     return tuple(names)
 
@@ -309,7 +321,5 @@ def _gpus(config: Config, findings: list[Finding]) -> int | None:
         return None
     number = whole_number(given)
     if number is None:
-        findings.append(
-            _bad(config, "num_gpus", f"`num_gpus` is a whole number, not `{brief(given)}`")
-        )
+        findings.append(_bad("num_gpus", f"`num_gpus` is a whole number, not `{brief(given)}`"))
     return number

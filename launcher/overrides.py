@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import yaml
 
-from launcher.builder import LOADER, UNUSABLE, Builder, Origin, bad, join, plain
+from launcher.document import LOADER, UNUSABLE, Builder, Origin, bad, join, plain
 from launcher.errors import Finding, InvalidConfig, brief
 from launcher.keys import KEYS
 

@@ -9,13 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launcher import situation
-from launcher.arguments import placed
 from launcher.backends.rows import entry_rows, lines_of
 from launcher.errors import Finding, InvalidConfig
 from launcher.paths import expanded
 from launcher.schema import Values
-from launcher.stage import Stage, trend_fault
+from launcher.stage import Stage, preferred_attention, trend_fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +140,7 @@ def make(
     notes += _unrecorded(stage, gpus, steps)
     late = trend_fault(stage.options, steps)
     if late is not None and late.key not in {finding.key for finding in stage.findings}:
-        notes.append(placed(stage.config, late))
+        notes.append(stage.config.placed(late))
     return Plan(
         stage=stage, gpus=gpus, nodes=nodes, per_device=per_device, accumulation=accumulation,
         global_batch=world, rows=rows, derived=derived, values=values, steps=steps, findings=tuple(notes),
@@ -156,7 +154,7 @@ def _sharding(stage: Stage, processes: int) -> Iterator[Finding]:
     from launcher.backends.olmo_core_rules import degrees
 
     for finding in degrees(stage.values, processes):
-        yield placed(stage.config, finding)
+        yield stage.config.placed(finding)
 
 
 def _packed_and_few(
@@ -177,14 +175,14 @@ def _packed_and_few(
             stage.values, accumulation=accumulation, processes=devices
         )
     for finding in found:
-        yield placed(stage.config, finding)
+        yield stage.config.placed(finding)
 
 
 def _attention(
     stage: Stage, gpus: int, packages: Mapping[str, str] | None, notes: list[Finding]
 ) -> Iterator[tuple[str, Derived]]:
     """The implementation that `attention:` comes to here; those passed over are said, with reasons."""
-    choice = situation.attention(stage.options, stage.values, gpus=gpus, packages=packages)
+    choice = preferred_attention(stage.options, stage.values, gpus=gpus, packages=packages)
     if choice is None:
         return
     origin = stage.config.origin("attention")

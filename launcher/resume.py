@@ -26,7 +26,6 @@ from launcher import (
     position,
     rundir,
 )  # fmt: skip
-from launcher.arguments import placed
 from launcher.caches import Cache
 from launcher.changes import Change
 from launcher.checkpoints import Checkpoint
@@ -235,7 +234,7 @@ def of_a_bare_command(
         f"this line {does}",
         help="say it without --dry-run, or with --fresh for a line that takes a folder beside it",
     )  # fmt: skip
-    return (placed(plan.stage.config, said),)
+    return (plan.stage.config.placed(said),)
 
 
 def _taken_by_upstream(plan: Plan, output: Path | None) -> Path | None:
@@ -280,7 +279,7 @@ def judge(
         plan, output, attempts, trainer, frozenset(allowed), tuple(caches), tuple(now)
     )  # fmt: skip
     decision = judged.again() if history else judged.first()
-    found = tuple(placed(plan.stage.config, finding) for finding in decision.findings)
+    found = tuple(plan.stage.config.placed(finding) for finding in decision.findings)
     return replace(decision, findings=found, allowed=tuple(allowed), asked=judged.named)
 
 

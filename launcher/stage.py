@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from launcher import arguments, noops, options, rules, situation, upstream
-from launcher.backends import BACKENDS, Backend, Entry
+from launcher import arguments, noops, options, rules, upstream
+from launcher.backends import BACKENDS, Backend, Entry, stage_rules
+from launcher.backends.context import Context
 from launcher.config import Config
 from launcher.errors import Finding, InvalidConfig, errors, said
 from launcher.options import TREND_LOSSES, Batch, Options
 from launcher.schema import Schema, Values
 from launcher.upstream import Locator, Upstream
+
+if TYPE_CHECKING:
+    from launcher.backends.trl_attention import Choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +95,9 @@ def judge(
         return _rejected(config, findings)
     source = locator.find(backend_of(config))
     pin = upstream.unpinned(source, running=running, allowed=locator.allow_unpinned)
-    findings += [pin] if pin is not None else []
     key, _ = options.entry_of(config, found, source.backend)
     schema = locator.schema(source.backend, key)
-    findings += _reworded(schema)
+    about_source = [*([pin] if pin is not None else []), *_reworded(schema)]
     folders = (source.root,) if source.root is not None else ()
     opts, problems = options.read(config, found, folders, schema.fields)
     findings += problems
@@ -105,24 +109,21 @@ def judge(
     lacking = list(arguments.missing(config, schema, entry, meant))
     meant |= {fault.key for fault in lacking}
     checked += lacking
-    ruled = [arguments.placed(config, finding) for finding in rules.apply(values)]
-    ruled = [_accepted(opts, finding) for finding in ruled]
+    ruled = [_accepted(opts, finding) for finding in rules.apply(values)]
     findings += [*checked, *(f for f in ruled if f.layer == "parser" or f.key not in meant)]
     wrong = {finding.key for finding in findings if finding.severity == "error"}
-    findings += [arguments.placed(config, f) for f in noops.refused(values, entry, wrong)]
+    findings += noops.refused(values, entry, wrong)
     # the analysis says nothing more of keys of which something as grave was said
     grave = {f.key for f in findings if f.severity in {"error", "warning"}}
-    idle = (finding for finding in noops.find(values, entry) if finding.key not in grave)
-    findings += [arguments.placed(config, finding) for finding in idle]
-    more = [*_batch_faults(opts, entry, values), *_attention_faults(opts, config)]
-    more += _expect_faults(opts, entry, values)
-    findings += [arguments.placed(config, fault) for fault in more]
+    findings += [finding for finding in noops.find(values, entry) if finding.key not in grave]
+    findings += [*_batch_faults(opts, entry, values), *_attention_faults(opts, config)]
+    findings += _expect_faults(opts, entry, values)
     wrong = {finding.key for finding in findings if finding.severity == "error"}
-    around = situation.findings(config, opts, entry, values, running=running)
+    around = _environment_faults(opts, entry, values, running=running)
     findings += [finding for finding in around if finding.key not in meant | wrong]
     return Judged(
         config=config, stage=found, options=opts, schema=schema, upstream=source, values=values,
-        findings=tuple(sorted(findings, key=_order)),
+        findings=_in_order(config, findings, about_source),
     )  # fmt: skip
 
 
@@ -165,10 +166,51 @@ def _accepted(opts: Options, finding: Finding) -> Finding:
 def _values(opts: Options, schema: Schema, given: Mapping[str, Any]) -> Values:
     """The values as they will be if the first choice of `attention:` can be had."""
     values = Values(schema, given)
-    choice = situation.attention(opts, values)
+    choice = preferred_attention(opts, values)
     if choice is None or choice.name is None or values.given("attn_implementation"):
         return values
     return Values(schema, {**given, "attn_implementation": choice.name})
+
+
+def preferred_attention(
+    options: Options, values: Values, *, gpus: int | None = None,
+    packages: Mapping[str, str] | None = None,
+) -> Choice | None:  # fmt: skip
+    """Which of the attention implementations that a stage file prefers can be had; None without any.
+
+    `gpus` counts those of all nodes, `packages` are those of the trainer's Python: None is not known.
+    """
+    if not options.attention or "attn_implementation" not in values.schema.fields:
+        return None
+    from launcher.backends import trl_attention
+
+    context = Context(
+        values=values, environ=os.environ, mixed_precision=options.mixed_precision, gpus=gpus,
+        packages=packages,
+    )  # fmt: skip
+    return trl_attention.choose(options.attention, context)
+
+
+def _environment_faults(
+    opts: Options, entry: Entry, values: Values, *, running: bool
+) -> Iterator[Finding]:
+    """What is wrong with the environment and the files here; `doctor.situation` knows GPUs and packages."""
+    deepspeed, fault = opts.read_deepspeed()
+    if fault is not None:
+        yield fault
+    batch = opts.batch or Batch()
+    yield from stage_rules.apply(Context(
+        values=values, environ=os.environ, deepspeed=deepspeed,
+        mixed_precision=opts.mixed_precision, gpus=opts.gpus,
+        per_device=batch.per_device or _number(values, entry.names.per_device),
+        accumulation=None if batch.total else _number(values, entry.names.accumulation),
+        running=running,
+    ))  # fmt: skip
+
+
+def _number(values: Values, name: str) -> int | None:
+    given = values.get(name)
+    return given if isinstance(given, int) else None
 
 
 def _attention_faults(opts: Options, config: Config) -> Iterator[Finding]:
@@ -251,12 +293,17 @@ def _batch_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Findi
 def _rejected(config: Config, findings: list[Finding]) -> Judged:
     return Judged(
         config=config, stage=None, options=None, schema=None, upstream=None, values=None,
-        findings=tuple(sorted(findings, key=_order)),
+        findings=_in_order(config, findings),
     )  # fmt: skip
 
 
-def _order(finding: Finding) -> tuple[str, int]:
-    return finding.file or "", finding.line or 0
+def _in_order(
+    config: Config, findings: Sequence[Finding], placeless: Sequence[Finding] = ()
+) -> tuple[Finding, ...]:
+    """The findings with their places, in the order of the file."""
+    placed = [one if one.file is not None else config.placed(one) for one in findings]
+    by_line = sorted([*placeless, *placed], key=lambda one: (one.file or "", one.line or 0))
+    return tuple(by_line)
 
 
 def backend_of(config: Config) -> str:
@@ -284,7 +331,7 @@ def _stage_name(
         key = "script" if config.shape == "wrapped" else "stage"
         message = f"the file's stage is {named}, not {asked}"
         wrong = _error("wrong-stage", key, message, f"launch {named} {config.path}")
-        return None, [*faults, arguments.placed(config, wrong)]
+        return None, [*faults, wrong]
     return named or asked or _guess(config, locator), faults
 
 

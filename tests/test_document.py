@@ -11,8 +11,7 @@ from conftest import Write
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from launcher.builder import MAX_NODES, plain
-from launcher.document import MAX_BYTES, Document, read_yaml
+from launcher.document import MAX_BYTES, MAX_NODES, Document, plain, read_yaml
 from launcher.errors import Finding, InvalidConfig
 
 

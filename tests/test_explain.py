@@ -89,22 +89,19 @@ def test_what_never_acts_and_what_shadows_it() -> None:
 
 def test_who_set_it(write: Write) -> None:
     parent = write("parent.yaml", STAGE)
-    child = write("child.yaml", "extends: parent.yaml\nargs:\n  seed: 7\n")
-    told = of_file("seed", child)
-    assert told.here is not None
-    assert (told.here.value, told.here.origin) == (7, f"{child}:3")
-    told = of_file("learning_rate", child)
-    assert told.here is not None
-    assert (told.here.origin, told.here.via) == (f"{parent}:5", "from a parent, by `extends`")
-    told = of_file("learning_rate", child, "learning_rate=2e-5")
-    assert told.here is not None
-    assert (told.here.value, told.here.origin) == (2e-5, "override `learning_rate=2e-5`")
-    told = of_file("weight_decay", child)
-    assert told.here is not None
-    assert told.here.origin.startswith("default, open_instruct/finetune.py:")
-    told = of_file("logging_steps", child)
-    assert told.here is not None
-    assert told.here.origin.startswith("set by launch: ")
+    child = write("child.yaml", "extends: parent.yaml\non_hang: stop\nargs:\n  seed: 7\n")
+    for key, overrides, value, origin, via in (
+        ("seed", (), 7, f"{child}:4", None),
+        ("learning_rate", (), 1e-5, f"{parent}:5", "from a parent, by `extends`"),
+        ("learning_rate", ("learning_rate=2e-5",), 2e-5, "override `learning_rate=2e-5`", None),
+        ("weight_decay", (), 0.0, "default, open_instruct/finetune.py:", None),
+        ("logging_steps", (), 1, "set by launch: ", None),
+        ("on_hang", (), "stop", f"{child}:2", None),
+    ):
+        here = of_file(key, child, *overrides).here
+        assert here is not None and here.origin.startswith(origin), key
+        assert (here.value, here.via) == (value, via)
+    assert of_file("on_violation", child).here is None
 
 
 def test_what_was_found_of_it(write: Write) -> None:
@@ -156,14 +153,6 @@ def test_the_words_of_an_option_are_those_that_are_read() -> None:
     assert "  defined    transformers/" in both and "  option     launch's own" in both
 
 
-def test_an_option_as_the_file_has_it(write: Write) -> None:
-    path = write("a.yaml", STAGE + "on_hang: stop\n")
-    told = of_file("on_hang", path)
-    assert told.here is not None and (told.here.value, told.here.via) == ("stop", None)
-    assert told.here.origin == f"{path}:7"
-    assert of_file("on_violation", path).here is None
-
-
 def test_json(capsys: pytest.CaptureFixture[str], write: Write) -> None:
     path = write("a.yaml", STAGE)
     assert main(["explain", "learning_rate", str(path), "seed=1", "--format", "json"]) == Exit.OK
@@ -176,13 +165,11 @@ def test_json(capsys: pytest.CaptureFixture[str], write: Write) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [["--stage", "x"], ["--backend", "x"]])
-def test_what_is_no_stage_and_no_backend(
-    capsys: pytest.CaptureFixture[str], options: list[str]
-) -> None:
-    assert main(["explain", "seed", *options]) == Exit.USAGE
-    assert main(["schema", *options]) == Exit.USAGE
-    assert "bad-" in capsys.readouterr().err
+def test_what_is_no_stage_and_no_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--stage", "--backend"):
+        assert main(["explain", "seed", option, "x"]) == Exit.USAGE
+        assert main(["schema", option, "x"]) == Exit.USAGE
+        assert "bad-" in capsys.readouterr().err
 
 
 def test_the_schema_lists_every_argument(capsys: pytest.CaptureFixture[str]) -> None:
@@ -260,11 +247,8 @@ def test_a_token_is_not_told(
     assert TOKEN not in said and "a-plain-password" not in said
 
 
-def test_a_part_of_an_option_is_explained_with_the_whole() -> None:
-    told = one("args.batch.per_device")
-    assert told.key == "batch"
-    assert "global: a whole number above 0; rows per optimizer step" in text(told)
-
-
-def test_an_entry_of_a_list_is_explained_with_the_list() -> None:
+def test_of_what_stands_inside_an_argument_the_whole_is_explained() -> None:
+    batch = one("args.batch.per_device")
+    assert batch.key == "batch"
+    assert "global: a whole number above 0; rows per optimizer step" in text(batch)
     assert one("dataset_mixer_list[1]").field is not None

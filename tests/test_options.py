@@ -31,7 +31,6 @@ def fault(shape: str = "stage", **given: Any) -> Finding:
     _, faults = options.read(config(shape, **given), "sft", (), {"learning_rate"})
     (finding,) = faults
     assert (finding.severity, finding.layer) == ("error", "launch")
-    assert finding.file == "a.yaml" and finding.line == 1
     assert len(finding.message) < 200
     return finding
 
@@ -102,29 +101,15 @@ FAULTS: tuple[tuple[dict[str, Any], str, str], ...] = (
 )
 
 
-@pytest.mark.parametrize(("given", "key", "help"), FAULTS)
-def test_what_a_key_does_not_take(given: dict[str, Any], key: str, help: str) -> None:
-    found = fault(**given)
-    name = next(iter(given))
-    known = name in keys.KEYS
-    assert found.code == (f"bad-{name.replace('_', '-')}" if known else "unknown-option")
-    assert found.key == key
-    assert help in (found.help or "")
-
-
-def test_num_gpus_that_is_none() -> None:
+def test_what_a_key_does_not_take() -> None:
+    for given, key, help in FAULTS:
+        found, name = fault(**given), next(iter(given))
+        known = name in keys.KEYS
+        assert found.code == (f"bad-{name.replace('_', '-')}" if known else "unknown-option")
+        assert found.key == key
+        assert help in (found.help or ""), given
     for value in (-1, 1.5, True, "x", "²", [8]):
         assert fault("wrapped", num_gpus=value).code == "bad-num-gpus"
-
-
-def test_all_faults_at_once() -> None:
-    _, faults = options.read(
-        config(backend="x", deepspeed="y", batch={"global": 0}, expect={"loss": "no"}, nope=1),
-        "sft",
-    )
-    assert {f.code for f in faults} == {
-        "bad-backend", "bad-deepspeed", "bad-batch", "bad-expect", "unknown-option"
-    }  # fmt: skip
 
 
 def test_deepspeed_by_name_ships_with_the_package() -> None:

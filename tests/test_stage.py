@@ -69,29 +69,25 @@ def brief(judged: Judged) -> list[tuple[str, str, int | None]]:
 # --- valid ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", [SFT, DPO, TRL])
-def test_a_valid_file(judged: Any, text: str) -> None:
-    found = judged(text)
-    assert found.findings == ()
-    made = stage.validate(found)
-    assert made.name == "a"
-    assert made.entry.script.endswith(".py")
-    assert made.args["model_name_or_path"] == "m"
+def test_a_valid_file(judged: Any) -> None:
+    for text in (SFT, DPO, TRL):
+        found = judged(text)
+        assert found.findings == ()
+        made = stage.validate(found)
+        assert made.name == "a" and made.entry.script.endswith(".py")
+        assert made.args["model_name_or_path"] == "m"
 
 
-def test_validate_raises_all_findings(judged: Any) -> None:
+def test_validate_raises_all_findings_and_under_strict_warnings_too(judged: Any) -> None:
     found = judged(SFT, "sede=1", "learning_rate=x")
     with pytest.raises(InvalidConfig) as raised:
         stage.validate(found)
     assert raised.value.findings == found.findings
     assert len(found.findings) == 2
-
-
-def test_strict_stops_at_warnings(judged: Any) -> None:
-    found = judged(SFT, "dataset_mixer_list[1]=1")
-    stage.validate(found)
+    warned = judged(SFT, "dataset_mixer_list[1]=1")
+    stage.validate(warned)
     with pytest.raises(InvalidConfig):
-        stage.validate(found, strict=True)
+        stage.validate(warned, strict=True)
 
 
 # --- every fault at once, in its place ------------------------------------------------------------
@@ -279,21 +275,16 @@ def test_a_forgotten_stage_is_guessed_and_the_rest_is_judged(judged: Any) -> Non
     assert found.stage == "dpo"
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "expected"),
-    [
+def test_flat_files_are_guessed_by_their_names(judged: Any) -> None:
+    for text, name, expected in (
         ("mixer_list: [a]\nbeta: 5\n", "a.yaml", "dpo"),
         ("seed: 1\n", "a.yaml", "sft"),
         ("seed: 1\n", "my_dpo.yaml", "dpo"),
         # as upstream wrote them before January 2026
         ("num_train_epochs: 1\ngradient_checkpointing: true\ndpo_beta: 5\n", "a.yaml", "dpo"),
-    ],
-)
-def test_flat_files_are_guessed_by_their_names(
-    judged: Any, text: str, name: str, expected: str
-) -> None:
-    assert judged(text, name=name).stage == expected
-    assert judged(text, name=name, asked="sft").stage == "sft"
+    ):
+        assert judged(text, name=name).stage == expected
+        assert judged(text, name=name, asked="sft").stage == "sft"
 
 
 def test_the_wrapped_shape(judged: Any) -> None:
@@ -362,52 +353,41 @@ def test_bad_files_end_with_exit_code_3_and_a_place(
 
 
 BOTH = "use_liger_kernel: true, packing: true"
-
-
-@pytest.mark.parametrize(
-    ("lines", "more", "severity"),
-    [
-        ("expect: {liger: engaged}\n", "packing: true", "error"),
-        ("expect: {packing: on}\non_violation: warn\n", "packing: false", "warning"),
-        ("script: dpo_olmo_core\nexpect: {liger: engaged}\n", BOTH, "error"),
-        ("expect: {liger: engaged, packing: isolated}\n", BOTH, None),
-    ],
+OLMO = "stage: dpo\nargs: {model_name_or_path: allenai/OLMo-2-1124-7B, mixer_list: [a/b, 1.0], "
+SMALL = "stage: sft\nargs: {model_name_or_path: o/m, dataset_mixer_list: [a/b, 1.0], packing: true"
+ONE = "batch: {global: 8, per_device: 1}\n"
+ALONE = "has nothing to pack"
+EXPECTED: tuple[tuple[str, str, str | None, str], ...] = (
+    ("expect: {liger: engaged}\n", f"{OLMO}packing: true}}", "error", "is not true"),
+    (
+        "expect: {packing: on}\non_violation: warn\n",
+        f"{OLMO}packing: false}}",
+        "warning",
+        "is not true",
+    ),
+    (
+        "script: dpo_olmo_core\nexpect: {liger: engaged}\n",
+        f"{OLMO}{BOTH}}}",
+        "error",
+        "dpo.py has no",
+    ),
+    ("expect: {liger: engaged, packing: isolated}\n", f"{OLMO}{BOTH}}}", None, ""),
+    (f"expect: {{packing: isolated}}\n{ONE}", f"{SMALL}}}", "error", ALONE),
+    ("expect: {packing: on}\n", f"{SMALL}, per_device_train_batch_size: 1}}", "error", ALONE),
+    ("expect: {packing: isolated}\nbatch: {global: 8, per_device: 2}\n", f"{SMALL}}}", None, ""),
+    (ONE, f"{SMALL}}}", None, ""),
 )
-def test_what_is_not_asked_for_cannot_be_expected(
-    write: Write, lines: str, more: str, severity: str | None
-) -> None:
-    data = f"model_name_or_path: allenai/OLMo-2-1124-7B, mixer_list: [a/b, 1.0], {more}"
-    path = write("a.yaml", f"stage: dpo\n{lines}args: {{{data}}}\n")
-    found = [
-        f for f in stage.judge(config.load(path)).findings if f.code == "impossible-expectation"
-    ]
-    assert [one.severity for one in found] == ([] if severity is None else [severity])
-    assert all(one.line in {2, 3} and "cannot hold" in one.message for one in found)
 
 
-@pytest.mark.parametrize(
-    ("lines", "more", "codes"),
-    [
-        (
-            "expect: {packing: isolated}\nbatch: {global: 8, per_device: 1}",
-            "",
-            {"impossible-expectation"},
-        ),
-        ("expect: {packing: on}", ", per_device_train_batch_size: 1", {"impossible-expectation"}),
-        ("expect: {packing: isolated}\nbatch: {global: 8, per_device: 2}", "", set()),
-        ("batch: {global: 8, per_device: 1}", "", set()),
-    ],
-)
-def test_one_row_a_micro_batch_cannot_be_expected_to_be_packed(
-    write: Write, lines: str, more: str, codes: set[str]
-) -> None:
-    data = f"model_name_or_path: o/m, dataset_mixer_list: [a/b, 1.0], packing: true{more}"
-    judged = stage.judge(config.load(write("a.yaml", f"stage: sft\n{lines}\nargs: {{{data}}}\n")))
-    found = {f.code: f for f in judged.findings if f.severity == "error"}
-    assert found.keys() == codes
-    assert all("has nothing to pack" in one.message for one in found.values())
-    alone = "per_device: 2" not in lines
-    assert ("packing-of-one" in {f.code for f in judged.findings}) == alone
+def test_what_is_not_asked_for_cannot_be_expected(judged: Any) -> None:
+    for lines, text, severity, part in EXPECTED:
+        findings = judged(lines + text).findings
+        found = [f for f in findings if f.code == "impossible-expectation"]
+        assert [one.severity for one in found] == ([] if severity is None else [severity]), lines
+        assert all(one.line in {1, 2} and "cannot hold" in one.message for one in found)
+        assert all(part in one.message for one in found)
+        alone = part == ALONE or lines == ONE
+        assert ("packing-of-one" in {f.code for f in findings}) == alone
 
 
 class _Older(Snapshot):
@@ -432,21 +412,19 @@ def test_what_another_commit_has_not_cannot_be_set_there(write: Write) -> None:
     assert "has no `use_liger_kernel`" in found["expect.liger"].message
 
 
-@pytest.mark.parametrize(
-    ("head", "more", "said"),
-    [
+def test_a_trend_needs_steps(write: Write) -> None:
+    for head, more, said in (
         ("", "max_train_steps: 6", True),
         ("", "max_train_steps: 8", False),
         ("backend: trl\n", "max_steps: 7", True),
         ("backend: trl\n", "max_steps: -1", False),
-    ],
-)
-def test_a_trend_needs_steps(write: Write, head: str, more: str, said: bool) -> None:
-    data = "dataset_name: a" if head else "dataset_mixer_list: [a/b, 1.0]"
-    text = f"stage: sft\n{head}expect: {{trend: falling}}\nargs: {{model_name_or_path: m, {data}, {more}}}\n"
-    judged = stage.judge(config.load(write("a.yaml", text)), locator=Snapshot())
-    found = [f for f in judged.findings if f.code == "impossible-expectation"]
-    assert [(f.severity, f.key) for f in found] == [("warning", "expect.trend")] * said
+    ):
+        data = "dataset_name: a" if head else "dataset_mixer_list: [a/b, 1.0]"
+        args = f"args: {{model_name_or_path: m, {data}, {more}}}\n"
+        text = f"stage: sft\n{head}expect: {{trend: falling}}\n{args}"
+        judged = stage.judge(config.load(write("a.yaml", text)), locator=Snapshot())
+        found = [f for f in judged.findings if f.code == "impossible-expectation"]
+        assert [(f.severity, f.key) for f in found] == [("warning", "expect.trend")] * said
     assert stage.trend_fault(options.Options(stage="sft", expect={"trend": "any"}), 1) is None
 
 

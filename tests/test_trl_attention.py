@@ -12,7 +12,7 @@ from conftest import Write
 from test_rules import values_of
 from test_trl_machine_rules import ON_CPU, found, model, really, told
 
-from launcher import command, config, plan, situation, stage
+from launcher import command, config, plan, stage
 from launcher.backends import trl_attention
 from launcher.backends.context import Context
 from launcher.errors import InvalidConfig
@@ -193,7 +193,7 @@ def test_a_schema_without_the_field_chooses_nothing(write: Write) -> None:
     known = judged(write, preferring("sdpa"))
     assert known.options is not None
     other = values_of("sft", {})
-    assert situation.attention(known.options, other) is None
+    assert stage.preferred_attention(known.options, other) is None
 
 
 # --- TRL's arguments, and packing

@@ -4,18 +4,15 @@ Importing this registers all of them; whatever a command needs it imports when i
 """
 
 from launcher.commands import (  # noqa: F401 - what registers them
-    bench,
     caching,
     configs,
     judging,
-    ladder,
     pins,
     pipeline,
     planning,
-    prepare,
     running,
     stages,
-    tune,
+    trials,
 )
 from launcher.commands.vocabulary import app
 

@@ -6,13 +6,8 @@ from typing import Annotated
 
 import typer
 
-from launcher.commands.vocabulary import (
-    Format,
-    FormatOption,
-    app,
-    found_run,
-)
-from launcher.errors import usage
+from launcher.commands.vocabulary import Format, FormatOption, answer, app, found_run
+from launcher.errors import Exit, usage
 
 cache = typer.Typer(
     no_args_is_help=True, help="Which caches there are, why one was hit or missed, and their end."
@@ -22,35 +17,29 @@ CacheKind = Annotated[str | None, typer.Option("--kind", help="dataset or refere
 
 
 @cache.command("list", epilog="Example: launch cache list --format json")
-def cache_list(format: FormatOption = Format.text) -> None:
+def cache_list(format: FormatOption = Format.text) -> Exit:
     """List the cache folders that launch has made."""
     from launcher import cache_folders, report
 
     rows = [folder.row() for folder in cache_folders.known()]
-    if format is Format.json:
-        report.envelope("cache list", True, (), rows)
-    elif rows:
+
+    def show() -> None:
         report.table([cache_folders.shown(row) for row in rows], cache_folders.COLUMNS)
-    else:
-        report.say("no caches yet")
+
+    return answer("cache list", format, rows, show if rows else ["no caches yet"])
 
 
 @cache.command("why", epilog="Example: launch cache why last")
 def cache_why(
     target: Annotated[str, typer.Argument(metavar="RUN", help="a run, or `last`")],
     format: FormatOption = Format.text,
-) -> None:
+) -> Exit:
     """Say why the caches of a run were hit or missed: what differed from the nearest run before."""
-    from launcher import cache_reasons, report
+    from launcher import cache_reasons
 
-    told = cache_reasons.why(found_run(target))
-    if format is Format.json:
-        report.envelope("cache why", True, (), [one.as_json() for one in told])
-    else:
-        report.say(
-            "\n".join(line for one in told for line in one.lines())
-            or "it had no caches of launch's"
-        )
+    reasons = cache_reasons.why(found_run(target))
+    lines = [line for one in reasons for line in one.lines()] or ["it had no caches of launch's"]
+    return answer("cache why", format, [one.as_json() for one in reasons], lines)
 
 
 @cache.command(
@@ -65,9 +54,9 @@ def cache_clear(
         bool, typer.Option("--dry-run", help="list what would be deleted, delete nothing")
     ] = False,
     format: FormatOption = Format.text,
-) -> None:
+) -> Exit:
     """Remove cache folders that no run uses; never anything else."""
-    from launcher import cache_folders, caches, report
+    from launcher import cache_folders, caches
 
     if kind not in {None, *caches.KINDS}:
         raise usage(
@@ -77,7 +66,5 @@ def cache_clear(
     done = cache_folders.clear(
         cache_folders.known(), kind=kind, older_than_s=seconds, dry_run=dry_run
     )
-    if format is Format.json:
-        report.envelope("cache clear", True, (), [one.as_json() for one in done])
-    else:
-        report.say("\n".join(one.line() for one in done) or "nothing to clear")
+    lines = [one.line() for one in done] or ["nothing to clear"]
+    return answer("cache clear", format, [one.as_json() for one in done], lines)

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from launcher.commands.vocabulary import (
-    BackendOption,
-    Checkout,
+    SOURCE,
     Findings,
     FindingsOption,
-    Format,
-    FormatOption,
     Overrides,
-    StageOption,
-    Strict,
-    Unpinned,
+    Shared,
+    answer,
     app,
     files_of,
     named_backend,
     named_stage,
+    takes,
 )
 from launcher.errors import (
     Exit,
@@ -42,8 +37,6 @@ if TYPE_CHECKING:
 
 VALIDATED_FOR = 8
 """GPUs that a pipeline is judged for where its file does not say: a stage file is judged for none."""
-_FEW = 64
-"""So many files are judged by one process: starting more would take as long."""
 
 
 def complete_key(incomplete: str) -> list[str]:
@@ -56,14 +49,12 @@ def complete_key(incomplete: str) -> list[str]:
 @app.command(
     "validate-config", epilog="Example: launch validate-config configs/tulu/*.yaml --strict"
 )
+@takes("stage", *SOURCE, "strict")
 def validate_config(
+    shared: Shared,
     paths: Annotated[
         list[Path], typer.Argument(help="stage files, or folders of them", show_default=False)
     ],
-    stage: StageOption = None,
-    open_instruct: Checkout = None,
-    allow_unpinned: Unpinned = False,
-    strict: Strict = False,
     fix: Annotated[
         bool, typer.Option("--fix", help="rewrite what is mechanical, keep comments")
     ] = False,
@@ -71,12 +62,9 @@ def validate_config(
         bool, typer.Option("--diff", help="show what --fix would rewrite, write nothing")
     ] = False,
     format: FindingsOption = Findings.text,
-) -> None:
+) -> Exit:
     """Say everything that upstream would refuse, ignore or misread; no GPU, no packages needed."""
-    from launcher import upstream
-
-    locator = upstream.Locator(checkout=open_instruct, allow_unpinned=allow_unpinned)
-    stage = named_stage(stage)
+    locator, stage = shared.locator, named_stage(shared.stage)
     paths = [file for path in paths for file in files_of(path)]
     mended: dict[Path, Fix] = {}
     found: list[Finding] = []
@@ -85,15 +73,16 @@ def validate_config(
         mended, found = _fix(paths, stage, locator, write=not diff, quiet=quiet)
     not_ready = bool(found)
     files: list[dict[str, object]] = []
-    for path, (facts, mine) in zip(paths, _judge_files(paths, stage, locator), strict=True):
+    for path in paths:
+        facts, mine = _judge_file(path, stage, locator)
         if path in mended:
             facts["fix"] = mended[path].as_json()
             mine = mended[path].with_reasons(mine)
-        files.append({"path": str(path), "valid": not errors(mine, strict=strict), **facts})
+        files.append({"path": str(path), "valid": not errors(mine, strict=shared.strict), **facts})
         found += mine
     ok = all(entry["valid"] for entry in files)
     tell("validate-config", ok and not not_ready, found, files, format)
-    raise typer.Exit(Exit.NOT_READY if not_ready else Exit.OK if ok else Exit.CONFIG)
+    return Exit.NOT_READY if not_ready else Exit.OK if ok else Exit.CONFIG
 
 
 def tell(
@@ -149,20 +138,6 @@ def _fix(
     return done, failed
 
 
-def _judge_files(
-    paths: list[Path], stage: str | None, locator: Locator
-) -> list[tuple[dict[str, object], tuple[Finding, ...]]]:
-    """Each file by itself; many on all cores, which share what the first had read of the source."""
-    judge = functools.partial(_judge_file, stage=stage, locator=locator)
-    done = [judge(path) for path in paths[:_FEW]]
-    if len(paths) <= _FEW:
-        return done
-    import multiprocessing
-
-    with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
-        return [*done, *pool.map(judge, paths[_FEW:], chunksize=16)]
-
-
 def _judge_file(
     path: Path, stage: str | None, locator: Locator
 ) -> tuple[dict[str, object], tuple[Finding, ...]]:
@@ -210,7 +185,9 @@ def _checked(entry: dict[str, object]) -> str:
 
 
 @app.command(epilog="Example: launch explain use_liger_kernel --stage sft")
+@takes("stage", "backend", *SOURCE, "format")
 def explain(
+    shared: Shared,
     key: Annotated[
         str, typer.Argument(help="an argument of upstream's", autocompletion=complete_key)
     ],
@@ -218,54 +195,40 @@ def explain(
         Path | None, typer.Argument(metavar="[CONFIG]", help="a stage file", show_default=False)
     ] = None,
     overrides: Overrides = None,
-    stage: StageOption = None,
-    backend: BackendOption = None,
-    open_instruct: Checkout = None,
-    allow_unpinned: Unpinned = False,
-    format: FormatOption = Format.text,
-) -> None:
+) -> Exit:
     """Explain an argument: meaning, type, default, value here, history."""
     from launcher import config as configs
-    from launcher import explain, report, upstream
+    from launcher import explain
 
-    locator = upstream.Locator(checkout=open_instruct, allow_unpinned=allow_unpinned)
     loaded = configs.load(config, overrides or ()) if config is not None else None
     explained = explain.explain(
-        key,
-        locator=locator,
-        config=loaded,
-        stage_name=named_stage(stage),
-        backend=named_backend(backend),
-    )
+        key, locator=shared.locator, config=loaded, stage_name=named_stage(shared.stage),
+        backend=named_backend(shared.backend),
+    )  # fmt: skip
     if not any(one.known for one in explained):
         near = " or ".join(f"`{name}`" for name in explain.near(key))
         help = f"did you mean {near}?" if near else "launch schema lists them all"
         raise usage("no-such-key", f"no such argument, now or earlier: `{key}`", help)
-    if format is Format.json:
-        report.envelope("explain", True, (), {"explained": [one.as_json() for one in explained]})
-    else:
-        report.say("\n\n".join("\n".join(one.lines()) for one in explained))
+    data = {"explained": [one.as_json() for one in explained]}
+    lines = "\n\n".join("\n".join(one.lines()) for one in explained)
+    return answer("explain", shared.format, data, [lines])
 
 
 @app.command(epilog="Example: launch schema --json-schema > stage.schema.json")
+@takes("stage", "backend", *SOURCE, "format")
 def schema(
+    shared: Shared,
     json_schema: Annotated[
         bool, typer.Option("--json-schema", help="for editors: completion, hover, red underlines")
     ] = False,
-    stage: StageOption = None,
-    backend: BackendOption = None,
-    open_instruct: Checkout = None,
-    allow_unpinned: Unpinned = False,
-    format: FormatOption = Format.text,
-) -> None:
+) -> Exit:
     """List every argument of a stage, or print the JSON Schema of stage files."""
-    from launcher import explain, keys, report, upstream
+    from launcher import explain, keys, report
     from launcher.backends import BACKENDS
 
-    stages = [chosen] if (chosen := named_stage(stage)) else list(keys.STAGES)
-    named = [one] if (one := named_backend(backend)) else list(BACKENDS)
-    locator = upstream.Locator(checkout=open_instruct, allow_unpinned=allow_unpinned)
-    schemas = []
+    stages = [chosen] if (chosen := named_stage(shared.stage)) else list(keys.STAGES)
+    named = [one] if (one := named_backend(shared.backend)) else list(BACKENDS)
+    locator, schemas = shared.locator, []
     for name in named:
         for key, entry in BACKENDS[name].STAGES.items():
             # a further script of a stage has the stage's own arguments: editors ask for both
@@ -282,7 +245,9 @@ def schema(
 
         notes = {(one.backend, one.key): explain.notes(one) for one in schemas}
         report.plain_json(schemes.combined(schemas, notes=notes))
-    elif format is Format.json:
-        report.envelope("schema", True, (), {"schemas": [one.as_json() for one in schemas]})
-    else:
+        return Exit.OK
+
+    def show() -> None:
         report.arguments(schemas, {one.script: explain.notes(one) for one in schemas})
+
+    return answer("schema", shared.format, {"schemas": [one.as_json() for one in schemas]}, show)

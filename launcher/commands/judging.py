@@ -11,6 +11,7 @@ from launcher.commands.vocabulary import (
     Format,
     FormatOption,
     Unproven,
+    answer,
     app,
     not_begun,
 )
@@ -25,7 +26,7 @@ def check(
     ],
     allow_unproven: Unproven = False,
     format: FormatOption = Format.text,
-) -> None:
+) -> Exit:
     """Judge a run of ours, or what a stranger's log alone can prove."""
     from launcher import check as judging
     from launcher import report
@@ -47,12 +48,8 @@ def check(
         verdict = start.finish(folder)
         unpinned = start.unpinned_note(folder)
     code = judging.exit_code(verdict, allow_unproven=allow_unproven)
-    if format is Format.json:
-        report.envelope("check", code is Exit.OK, unpinned, verdict.as_json())
-    else:
-        report.findings(unpinned)
-        report.verdict(verdict)
-    raise typer.Exit(code)
+    data = verdict.as_json()
+    return answer("check", format, data, lambda: report.verdict(verdict), unpinned, code)
 
 
 @app.command("report", epilog="Example: launch report last --png curves.png")

@@ -9,15 +9,15 @@ from typing import Annotated
 import typer
 
 from launcher.commands.vocabulary import (
-    Checkout,
     Format,
-    FormatOption,
-    StageOption,
+    Shared,
     answer,
     app,
     files_of,
     named_stage,
+    takes,
 )
+from launcher.errors import Exit
 
 pins = typer.Typer(
     no_args_is_help=True,
@@ -28,18 +28,20 @@ app.add_typer(pins, name="pin")
 
 
 @pins.command("status", epilog="Example: launch pin status")
-def pin_status(open_instruct: Checkout = None, format: FormatOption = Format.text) -> None:
+@takes("open_instruct", "format")
+def pin_status(shared: Shared) -> Exit:
     """Say which checkout would be used, and whether it is the pinned commit, unedited."""
     from launcher import pin
 
-    told = pin.status(open_instruct, os.environ)
-    raise typer.Exit(
-        answer("pin status", told.exit_code, told.findings, told.as_json(), told.lines(), format)
-    )
+    status = pin.status(shared.open_instruct, os.environ)
+    data, lines = status.as_json(), status.lines()
+    return answer("pin status", shared.format, data, lines, status.findings, status.exit_code)
 
 
 @pins.command("diff", epilog="Example: launch pin diff pin HEAD -c configs/tulu/sft_qwen7b.yaml")
+@takes("stage", "open_instruct", "format")
 def pin_diff(
+    shared: Shared,
     commits: Annotated[
         list[str],
         typer.Argument(
@@ -56,22 +58,19 @@ def pin_diff(
             help="a stage file, a pipeline or a folder (several times); none: all fields",
         ),
     ] = None,
-    stage: StageOption = None,
     everything: Annotated[
         bool, typer.Option("--all", help="also what does not concern these files")
     ] = False,
-    open_instruct: Checkout = None,
-    format: FormatOption = Format.text,
-) -> None:
+) -> Exit:
     """Show what changes between two commits: arguments, defaults, reads, refusals."""
     from launcher import diff_report, impact, pin, report
 
-    found = pin.find_commits(commits, open_instruct, os.environ)
+    found = pin.find_commits(commits, shared.open_instruct, os.environ)
     paths = [file for path in configs or () for file in files_of(path)]
-    told = impact.between(found, paths, stage=named_stage(stage))
-    if format is Format.json:
+    told = impact.between(found, paths, stage=named_stage(shared.stage))
+    if shared.format is Format.json:
         new = [finding for one in told.configs for finding in one.appeared]
         report.envelope("pin diff", not told.worse, new, told.as_json())
     else:
         report.say("\n".join(diff_report.lines(told, everything=everything)))
-    raise typer.Exit(told.exit_code)
+    return told.exit_code

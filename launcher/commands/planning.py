@@ -1,4 +1,4 @@
-"""`launch plan`, `launch doctor`: before a run."""
+"""`launch plan`, `launch doctor`, `launch prepare`: before a run."""
 
 from __future__ import annotations
 
@@ -7,26 +7,16 @@ from typing import Annotated
 import typer
 
 from launcher.commands.vocabulary import (
-    BackendOption,
-    Checkout,
-    Config,
-    DevicesOption,
+    REQUEST,
+    SOURCE,
     Format,
-    FormatOption,
-    Gpus,
-    Nodes,
     Overrides,
-    Price,
-    Python,
-    Rows,
-    RowTokens,
+    Shared,
     StageFile,
-    StageOption,
-    Unpinned,
     answer,
     app,
     named_backend,
-    named_stage,
+    takes,
 )
 from launcher.errors import Exit, NotReady, errors
 
@@ -34,20 +24,16 @@ from launcher.errors import Exit, NotReady, errors
 @app.command(
     epilog="Example: launch plan configs/tulu/sft_qwen7b_25pct.yaml --gpus 1,2,8 --row-tokens 290:1100"
 )
+@takes(*REQUEST, "nodes", "price", "rows", "row_tokens")
 def plan(
-    config: Config,
-    overrides: Overrides = None,
+    shared: Shared,
     gpus: Annotated[
         str, typer.Option("--gpus", metavar="1,2,8", help="counts on each machine")
     ] = "8",
-    nodes: Nodes = 1,
-    row_tokens: RowTokens = None,
-    rows: Rows = None,
     gpu: Annotated[str | None, typer.Option("--gpu", help="which one: H100, A100")] = None,
     gpu_memory: Annotated[
         float | None, typer.Option("--gpu-memory", metavar="GIB", help="default: of the GPUs here")
     ] = None,
-    price: Price = None,
     tokens_per_second: Annotated[
         float | None, typer.Option("--tokens-per-second", help="on all GPUs together, as measured")
     ] = None,
@@ -62,64 +48,60 @@ def plan(
         typer.Option("--fit", help="the largest per-device batch that fits, global batch kept"),
     ] = False,
     why: Annotated[bool, typer.Option("--why", help="every part with its formula")] = False,
-    stage: StageOption = None,
-    python: Python = None,
-    open_instruct: Checkout = None,
-    allow_unpinned: Unpinned = False,
-    format: FormatOption = Format.text,
-) -> None:
+) -> Exit:
     """Say what a stage needs on so many GPUs: batch, steps, memory by part, time, cost, disk."""
     from launcher import forecast
-    from launcher.preparation import Request
 
-    request = Request(
-        stage=named_stage(stage), config=config, overrides=overrides or (), nodes=nodes, python=python,
-        checkout=open_instruct, allow_unpinned=allow_unpinned,
-    )  # fmt: skip
     terms = forecast.Terms(
-        row_tokens=row_tokens, rows=rows, gpu=gpu, gpu_memory=gpu_memory, price=price,
-        tokens_per_second=tokens_per_second, attention=attention, shape=shape, fit=fit,
+        row_tokens=shared.row_tokens, rows=shared.rows, gpu=gpu, gpu_memory=gpu_memory,
+        price=shared.price, tokens_per_second=tokens_per_second, attention=attention, shape=shape,
+        fit=fit,
     )  # fmt: skip
-    told = forecast.make(request, forecast.counts(gpus), terms)
+    table = forecast.make(shared.request(), forecast.counts(gpus), terms)
     # a count that cannot be must not cost the table of the others
-    code = Exit.CONFIG if errors(told.findings) else Exit.OK
-    data, lines = told.as_json(why=why), told.lines(why=why)
-    raise typer.Exit(answer("plan", code, told.findings, data, lines, format))
+    code = Exit.CONFIG if errors(table.findings) else Exit.OK
+    data, lines = table.as_json(why=why), table.lines(why=why)
+    return answer("plan", shared.format, data, lines, table.findings, code)
 
 
 @app.command(epilog="Example: launch doctor configs/tulu/sft_qwen7b_25pct.yaml --gpus 8")
+@takes("gpus", "devices", "python", *SOURCE, "backend", "format")
 def doctor(
+    shared: Shared,
     config: StageFile = None,
     overrides: Overrides = None,
-    gpus: Gpus = None,
-    devices: DevicesOption = None,
-    python: Python = None,
-    open_instruct: Checkout = None,
-    backend: BackendOption = None,
-    allow_unpinned: Unpinned = False,
     install: Annotated[
         bool, typer.Option("--install", help="print what builds the trainer's environment")
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="with --install: run it")] = False,
-    format: FormatOption = Format.text,
-) -> None:
+) -> Exit:
     """Say whether this machine is ready, for a stage file or at all; import what training imports."""
     from launcher import install as installing
     from launcher import readiness, report
 
-    asked = readiness.Question(
-        config=config, overrides=overrides or (), gpus=gpus, devices=devices, python=python,
-        checkout=open_instruct, backend=named_backend(backend), allow_unpinned=allow_unpinned,
+    question = readiness.Question(
+        config=config, overrides=overrides or (), gpus=shared.gpus, devices=shared.devices,
+        python=shared.python, checkout=shared.open_instruct, backend=named_backend(shared.backend),
+        allow_unpinned=shared.allow_unpinned,
     )  # fmt: skip
     if install and not installing.known():
         raise NotReady(installing.unknown())
-    told = readiness.examine(asked, importing=not install)
+    state = readiness.examine(question, importing=not install)
     if install and yes:
-        installing.run(told.install)
-        told = readiness.examine(asked)
-    if install and not yes and format is Format.text:
-        report.say("\n".join(step.shell() for step in told.install))
-        raise typer.Exit(Exit.OK)
-    raise typer.Exit(
-        answer("doctor", told.exit_code, told.findings, told.as_json(), told.lines(), format)
-    )
+        installing.run(state.install)
+        state = readiness.examine(question)
+    if install and not yes and shared.format is Format.text:
+        report.say("\n".join(step.shell() for step in state.install))
+        return Exit.OK
+    data, lines = state.as_json(), state.lines()
+    return answer("doctor", shared.format, data, lines, state.findings, state.exit_code)
+
+
+@app.command(epilog="Example: launch prepare configs/tulu/sft_qwen7b_25pct.yaml --gpus 8")
+@takes(*REQUEST, "gpus", "nodes", "strict")
+def prepare(shared: Shared) -> Exit:
+    """Download, tokenise and check what a run on --gpus GPUs needs; no GPU is used."""
+    from launcher import prefetch, report
+
+    done = prefetch.prepare(shared.request(), report.aside)
+    return answer("prepare", shared.format, done.as_json(), done.lines(), done.findings, done.exit)

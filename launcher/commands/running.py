@@ -11,17 +11,18 @@ from launcher.commands.vocabulary import (
     Format,
     FormatOption,
     RunName,
+    answer,
     app,
     found_run,
     not_begun,
 )
-from launcher.errors import usage
+from launcher.errors import Exit, usage
 
 _IN_WORDS = {"unknown": "unknown here"}
 
 
 @app.command(epilog="Example: launch attach last")
-def attach(run: RunName = "last", format: FormatOption = Format.text) -> None:
+def attach(run: RunName = "last", format: FormatOption = Format.text) -> Exit:
     """Show a run that goes on, from anywhere; Ctrl-C leaves it alone."""
     from launcher import following
 
@@ -29,7 +30,7 @@ def attach(run: RunName = "last", format: FormatOption = Format.text) -> None:
     attempt = following.newest_attempt(folder)
     if not following.has_begun(folder, attempt):
         raise not_begun(folder)
-    raise typer.Exit(until_over("attach", folder, attempt, (), format, forward=False))
+    return until_over("attach", folder, attempt, (), format, forward=False)
 
 
 @app.command(epilog="Example: launch logs last -f")
@@ -67,40 +68,37 @@ def stop(
         bool, typer.Option("--after-checkpoint", help="wait until one more has been saved")
     ] = False,
     format: FormatOption = Format.text,
-) -> None:
+) -> Exit:
     """Stop a run: INT, TERM, KILL to every process of it; say what that loses."""
     from launcher import overview, report, stopping
 
     folder = found_run(run)
-    told = stopping.cost(folder)
+    cost = stopping.cost(folder)
     if format is Format.text and overview.state(folder) in {"running", "orphaned", "queued"}:
-        report.say(stopping.due(folder) if after_checkpoint else told.line())
+        report.say(stopping.due(folder) if after_checkpoint else cost.line())
     ended = stopping.stop(folder, after_checkpoint=after_checkpoint)
-    told = stopping.cost(folder)
-    if format is Format.json:
-        report.envelope("stop", True, (), {"run": str(folder.path), **told.as_json()})
+    cost = stopping.cost(folder)
+    if ended is None or ended.stopped is not None:
+        outcome = f"stopped; {cost.line()}"
+    elif ended.returncode:
+        outcome = f"it had failed before that; {cost.line()}"
     else:
-        if ended is None or ended.stopped is not None:
-            report.say(f"{folder.path.name}: stopped; {told.line()}")
-        elif ended.returncode:
-            report.say(f"{folder.path.name}: it had failed before that; {told.line()}")
-        else:
-            report.say(f"{folder.path.name}: it had come to its end before that")
+        outcome = "it had come to its end before that"
+    data = {"run": str(folder.path), **cost.as_json()}
+    return answer("stop", format, data, [f"{folder.path.name}: {outcome}"])
 
 
 @app.command(epilog="Example: launch runs --format json")
-def runs(format: FormatOption = Format.text) -> None:
+def runs(format: FormatOption = Format.text) -> Exit:
     """List every run that is known on this machine."""
     from launcher import overview, report, rundir
 
     rows = overview.rows(rundir.known_runs())
     doubts = overview.doubts(rows)
-    if format is Format.json:
-        report.envelope("runs", True, doubts, rows)
-    elif rows:
-        report.findings(doubts)
+
+    def show() -> None:
         # in a table beside nothing that explains it
         shown = [{**one, "state": _IN_WORDS.get(one["state"], one["state"])} for one in rows]
         report.table(shown, overview.COLUMNS)
-    else:
-        report.say("no runs yet")
+
+    return answer("runs", format, rows, show if rows else ["no runs yet"], doubts)

@@ -4,41 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from launcher.commands.vocabulary import (
-    Changed,
-    Checkout,
-    Config,
-    CorruptingOverlap,
-    Detach,
-    DevicesOption,
-    DryRun,
+    SOURCE,
     Format,
     FormatOption,
-    Fresh,
-    Gpus,
     MainAddress,
     NodeRank,
-    Nodes,
-    NoProbe,
-    OnFinish,
-    OnFinishLimit,
-    Overrides,
-    Python,
     RunName,
-    SkyPilot,
-    Slurm,
-    Strict,
-    Unpinned,
-    Unproven,
+    Shared,
     answer,
     app,
     found_run,
+    takes,
 )
 from launcher.errors import Exit, Finding, UsageError, said, usage
 
@@ -58,17 +40,13 @@ _APART = {
 }  # fmt: skip
 
 
-def _completed(stage: str) -> Callable[[typer.Context, str], list[str]]:
+def _complete(context: typer.Context, incomplete: str) -> list[str]:
     """What the shell offers after `launch STAGE CONFIG`."""
+    from launcher import completion
 
-    def complete(context: typer.Context, incomplete: str) -> list[str]:
-        from launcher import completion
-
-        given = context.params
-        before = given.get("overrides") or ()
-        return completion.complete_override(stage, given.get("config"), before, incomplete)
-
-    return complete
+    given, stage = context.params, context.info_name or ""
+    before = given.get("overrides") or ()
+    return completion.complete_override(stage, given.get("config"), before, incomplete)
 
 
 def _require_sense(given: Mapping[str, object]) -> None:
@@ -89,46 +67,71 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _stage_command(stage: str) -> Callable[..., None]:
+def _stage_command(stage: str) -> Callable[..., Exit]:
     """The command that starts one stage: the same for each, but for its name."""
 
+    @takes(
+        "config", "gpus", "nodes", "dry_run", "python", *SOURCE, "allow_unproven", "strict", "no_probe",
+        "devices", "fresh", "allow_changed_resume", "format",
+    )  # fmt: skip
     def command(
-        context: typer.Context, config: Config, overrides: Overrides = None, gpus: Gpus = None,
-        nodes: Nodes = 1, dry_run: DryRun = False, python: Python = None,
-        open_instruct: Checkout = None, allow_unpinned: Unpinned = False,
-        allow_unproven: Unproven = False, strict: Strict = False, no_probe: NoProbe = False,
-        devices: DevicesOption = None, detach: Detach = False, on_finish: OnFinish = None,
-        on_finish_limit: OnFinishLimit = None, node_rank: NodeRank = None,
-        main_address: MainAddress = None, slurm: Slurm = False, skypilot: SkyPilot = None,
-        fresh: Fresh = False, allow_changed_resume: Changed = None,
-        allow_corrupting_overlap: CorruptingOverlap = False, format: FormatOption = Format.text,
-    ) -> None:  # fmt: skip
-        from launcher.preparation import Request
-
+        shared: Shared,
+        context: typer.Context,
+        overrides: Annotated[
+            list[str] | None,
+            typer.Argument(metavar="[KEY=VALUE]...", show_default=False, autocompletion=_complete),
+        ] = None,
+        detach: Annotated[
+            bool,
+            typer.Option(
+                "--detach", help="come back at once; the run is in a tmux session of its own"
+            ),
+        ] = False,
+        on_finish: Annotated[
+            str | None,
+            typer.Option("--on-finish", metavar="CMD", help="run this at the end; no shell"),
+        ] = None,
+        on_finish_limit: Annotated[
+            str | None,
+            typer.Option(
+                "--on-finish-limit",
+                metavar="TIME",
+                help="how long it may take: 90s, 10m (the default), 2h",
+            ),
+        ] = None,
+        node_rank: NodeRank = None,
+        main_address: MainAddress = None,
+        slurm: Annotated[
+            bool, typer.Option("--slurm", help="queue it as a Slurm job, on --nodes machines")
+        ] = False,
+        skypilot: Annotated[
+            Path | None,
+            typer.Option("--skypilot", metavar="FILE", help="write a SkyPilot task, start nothing"),
+        ] = None,
+        allow_corrupting_overlap: Annotated[
+            bool,
+            typer.Option(
+                "--allow-corrupting-overlap",
+                help="start although this DeepSpeed is known to corrupt gradients (overlap-corrupts)",
+            ),
+        ] = False,
+    ) -> Exit:
         _require_sense(context.params)
-        request = Request(
-            stage=stage, config=config, overrides=overrides or (), gpus=gpus, nodes=nodes,
-            python=python, checkout=open_instruct, allow_unpinned=allow_unpinned, strict=strict,
-            allow_corrupting_overlap=allow_corrupting_overlap,
-            probe=not no_probe, devices=devices, node_rank=node_rank, main_address=main_address,
-            elsewhere=slurm or skypilot is not None, fresh=fresh,
-            allowed=tuple(allow_changed_resume or ()),
+        request = shared.request(
+            stage=stage, overrides=overrides or (), node_rank=node_rank, main_address=main_address,
+            allow_corrupting_overlap=allow_corrupting_overlap, fresh=shared.fresh,
+            elsewhere=slurm or skypilot is not None,
+            allowed=tuple(shared.allow_changed_resume or ()),
         )  # fmt: skip
-        after = After(on_finish, on_finish_limit, allow_unproven)
-        if dry_run:
-            _dry_run(request, format)
-        elif skypilot is not None:
-            raise typer.Exit(_task(request, skypilot, format))
-        elif slurm:
-            raise typer.Exit(_queued(request, format, after))
-        else:
-            raise typer.Exit(_run(request, format, after, detach=detach))
+        if shared.dry_run:
+            return _dry_run(request, shared.format)
+        if skypilot is not None:
+            return _task(request, skypilot, shared.format)
+        after = _after(on_finish, on_finish_limit, shared.allow_unproven)
+        if slurm:
+            return _queued(request, shared.format, after)
+        return _run(request, shared.format, after, detach=detach)
 
-    # what the shell can complete is different for each stage
-    argument = typer.Argument(
-        metavar="[KEY=VALUE]...", show_default=False, autocompletion=_completed(stage)
-    )
-    command.__annotations__["overrides"] = Annotated[list[str] | None, argument]
     command.__doc__ = f"Validate, plan and run one {stage.upper()} stage, then judge it."
     return command
 
@@ -142,94 +145,81 @@ app.command("dpo", epilog="Example: launch dpo configs/tulu/dpo_qwen7b.yaml --gp
 )
 
 
-def _dry_run(request: Request, format: Format) -> None:
+def _dry_run(request: Request, format: Format) -> Exit:
     from launcher import preparation, report
 
     prepared = preparation.prepare(request, running=False)
     found = (*prepared.findings, *preparation.of_earlier_run(prepared))
-    if format is Format.json:
-        report.envelope(str(request.stage), True, found, prepared.as_json())
-    else:
-        report.findings(found)
-        report.dry_run(prepared.plan, prepared.command)
+    return answer(
+        str(request.stage), format, prepared.as_json(),
+        lambda: report.dry_run(prepared.plan, prepared.command), found,
+    )  # fmt: skip
 
 
-class After(NamedTuple):
-    """What is to happen once a run has ended."""
-
-    on_finish: str | None
-    limit: str | None
-    allow_unproven: bool
-
-    def hook(self) -> tuple[tuple[str, ...], float]:
-        """The command as an argv, and the seconds it may take. Raises UsageError."""
-        from launcher import on_finish
-
-        if self.limit is not None and self.on_finish is None:
-            raise usage("useless-option", "--on-finish-limit says nothing without --on-finish")
-        return on_finish.parsed(self.on_finish), on_finish.limit(self.limit)
-
-
-def _run(request: Request, format: Format, after: After, *, detach: bool) -> Exit:
-    from launcher import foresight, keeper, preparation, rundir, runner, start
+def _after(on_finish: str | None, limit: str | None, allow_unproven: bool) -> dict[str, Any]:
+    """What is to happen once a run has ended, as those that start it take it. Raises UsageError."""
     from launcher import on_finish as endings
 
-    words, seconds = after.hook()
-    endings.require_here(words)
+    if limit is not None and on_finish is None:
+        raise usage("useless-option", "--on-finish-limit says nothing without --on-finish")
+    return {
+        "on_finish": endings.parsed(on_finish), "on_finish_s": endings.limit(limit),
+        "allow_unproven": allow_unproven,
+    }  # fmt: skip
+
+
+def _run(request: Request, format: Format, after: dict[str, Any], *, detach: bool) -> Exit:
+    from launcher import (
+        foresight,
+        keeper,
+        lease,
+        on_finish,
+        preparation,
+        report,
+        rundir,
+        runner,
+        start,
+    )
+
+    on_finish.require_here(after["on_finish"])
     # the keeper reads it too late to say so
     runner.grace(os.environ.get(runner.GRACE_VARIABLE))
     with keeper.interruptible():
         prepared = preparation.prepare(request, running=True)
         try:
             prepared = foresight.foreseen(prepared)
-            begin = partial(
-                start.begin,
-                on_finish=words,
-                on_finish_s=seconds,
-                allow_unproven=after.allow_unproven,
-            )
-            return _begun(prepared, format, begin, after.allow_unproven, detach=detach)
+            if prepared.decision.kind == "finished":
+                return _finished(prepared, prepared.findings, format, after)
+            if not (prepared.here and prepared.here.rank):
+                lease.require_free(prepared.output)
+            if format is Format.text:
+                report.findings(prepared.findings)
+                report.beginning(prepared.plan, prepared.folder.console(prepared.attempt))
+            folder, attempt = start.begin(prepared, **after)
+            shown = str(request.stage), folder, attempt, prepared.findings, format
+            return _detached(*shown) if detach else until_over(*shown)
         finally:
             # the folder that was reserved, if nothing came of it
             rundir.release(prepared.folder)
 
 
-def _begun(
-    prepared: Prepared, format: Format, begin: Callable[[Prepared], tuple[RunFolder, Attempt]],
-    allow_unproven: bool, *, detach: bool,
-) -> Exit:  # fmt: skip
-    from launcher import lease, report
-
-    stage, folder, found = str(prepared.request.stage), prepared.folder, prepared.findings
-    if prepared.decision.kind != "finished" and not (prepared.here and prepared.here.rank):
-        lease.require_free(prepared.output)
-    if format is Format.text:
-        report.findings(found)
-    if prepared.decision.kind == "finished":
-        return _finished(prepared, format, allow_unproven)
-    if format is Format.text:
-        report.beginning(prepared.plan, folder.console(prepared.attempt))
-    folder, attempt = begin(prepared)
-    if detach:
-        return _detached(stage, folder, found, format, first=not attempt.rank)
-    return until_over(stage, folder, attempt, found, format)
-
-
-def _finished(prepared: Prepared, format: Format, allow_unproven: bool) -> Exit:
+def _finished(
+    prepared: Prepared, found: tuple[Finding, ...], format: Format, after: dict[str, Any]
+) -> Exit:
     """Nothing is left to train; the verdict and the numbers are there, whoever died before."""
-    from launcher import check, start
+    from launcher import check, report, start
 
-    folder, stage = prepared.folder, str(prepared.request.stage)
+    report.findings(found if format is Format.text else ())
+    folder = prepared.folder
     verdict = start.judged_now(folder, prepared.plan, start.finish(folder))
-    code = check.exit_code(verdict, allow_unproven=allow_unproven)
-    return _conclude(stage, folder, verdict, code, prepared.findings, format)
+    code = check.exit_code(verdict, allow_unproven=after["allow_unproven"])
+    return _conclude(str(prepared.request.stage), folder, verdict, code, prepared.findings, format)
 
 
-def _queued(request: Request, format: Format, after: After) -> Exit:
+def _queued(request: Request, format: Format, after: dict[str, Any]) -> Exit:
     """Hand the run to Slurm."""
-    from launcher import foresight, keeper, preparation, report, sbatch, start
+    from launcher import foresight, keeper, preparation, sbatch, start
 
-    words, seconds = after.hook()
     prepared = foresight.foreseen(preparation.prepare(request, running=True))
     options, found = prepared.plan.stage.options.slurm, prepared.findings
     few = sbatch.one_cpu(options, prepared.plan.gpus)
@@ -237,18 +227,14 @@ def _queued(request: Request, format: Format, after: After) -> Exit:
         message = "the job asks for one core of each machine"
         found = (*found, said("warning", "slurm-one-cpu", message, few))
     if prepared.decision.kind == "finished":
-        report.findings(found if format is Format.text else ())
-        return _finished(prepared, format, after.allow_unproven)
+        return _finished(prepared, found, format, after)
     folder = prepared.folder
     with keeper.interruptible():
-        job = start.queue(
-            prepared, options, on_finish=words, on_finish_s=seconds,
-            allow_unproven=after.allow_unproven,
-        )  # fmt: skip
+        job = start.queue(prepared, options, **after)
     name = folder.path.name
     lines = (f"run: {folder.path}", f"job: {job.id}", "launch runs", f"launch stop {name}")
     data = {"run": str(folder.path), "job": job.id}
-    return answer(str(request.stage), Exit.OK, found, data, lines, format)
+    return answer(str(request.stage), format, data, lines, found)
 
 
 def _task(request: Request, path: Path, format: Format) -> Exit:
@@ -257,26 +243,22 @@ def _task(request: Request, path: Path, format: Format) -> Exit:
 
     found = skypilot.write(request, path)
     data = {"task": str(path)}
-    return answer(str(request.stage), Exit.OK, found, data, (f"sky launch {path}",), format)
+    return answer(str(request.stage), format, data, (f"sky launch {path}",), found)
 
 
 def _detached(
-    stage: str, folder: RunFolder, found: tuple[Finding, ...], format: Format, *, first: bool
+    stage: str, folder: RunFolder, attempt: Attempt, found: tuple[Finding, ...], format: Format
 ) -> Exit:
     """Say where the run can be looked at; only the first of several machines has it by its name."""
-    from launcher import report, tmux
+    from launcher import tmux
 
+    first = not attempt.rank
     session = tmux.opened(folder) if first else None
-    if format is Format.json:
-        data = {"run": str(folder.path), "session": session}
-        report.envelope(stage, True, found, data)
-        return Exit.OK
     name = folder.path.name if first else str(folder.path)
-    report.say(f"run: {folder.path}")
-    if session is not None:
-        report.say(f"tmux attach -t {session}")
-    report.say(f"launch attach {name}\nlaunch logs {name} -f\nlaunch stop {name}")
-    return Exit.OK
+    lines = [f"run: {folder.path}", *([f"tmux attach -t {session}"] if session is not None else [])]
+    lines += [f"launch attach {name}", f"launch logs {name} -f", f"launch stop {name}"]
+    data = {"run": str(folder.path), "session": session}
+    return answer(stage, format, data, lines, before=found)
 
 
 def until_over(
@@ -284,25 +266,21 @@ def until_over(
     *, forward: bool = True,
 ) -> Exit:  # fmt: skip
     """Look on until an attempt is over, say what came of it."""
-    from launcher import following, report
+    from launcher import following
 
     try:
         following.until_over(folder, attempt, forward=forward)
     except following.Detached:
-        if format is Format.json:
-            report.envelope(command, True, found, {"run": str(folder.path), "detached": True})
-        else:
-            report.say(f"the run goes on: launch attach {folder.path.name}")
-        return Exit.OK
+        data = {"run": str(folder.path), "detached": True}
+        lines = [f"the run goes on: launch attach {folder.path.name}"]
+        return answer(command, format, data, lines, before=found)
     # not before: what is looked at should be shown at once, and all that starts runs is slow to import
     from launcher import start
 
     if attempt.rank:
         code = start.of_a_further_machine(folder, attempt)
-        if format is Format.json:
-            data = {"run": str(folder.path), "rank": attempt.rank}
-            report.envelope(command, code is Exit.OK, found, data)
-        return code
+        data = {"run": str(folder.path), "rank": attempt.rank}
+        return answer(command, format, data, lambda: None, code=code, before=found)
     verdict, code = start.conclusion(folder, attempt)
     return _conclude(command, folder, verdict, code, found, format)
 
@@ -314,13 +292,12 @@ def _conclude(
     """What came of a run that is over."""
     from launcher import report
 
-    if format is Format.json:
-        data = {**verdict.as_json(), "run": str(folder.path)}
-        report.envelope(command, code is Exit.OK, found, data)
-    else:
+    def show() -> None:
         report.verdict(verdict)
         report.say(f"run: {folder.path}\nreport: {folder.report}")
-    return code
+
+    data = {**verdict.as_json(), "run": str(folder.path)}
+    return answer(command, format, data, show, code=code, before=found)
 
 
 @app.command("exec", epilog="Example: launch exec runs/20260101T000000Z-sft-demo")
@@ -332,17 +309,15 @@ def exec_command(
     node_rank: NodeRank = None,
     main_address: MainAddress = None,
     format: FormatOption = Format.text,
-) -> None:
+) -> Exit:
     """Start the attempt that waits in a run folder and show it; what tmux and Slurm start."""
-    from launcher import keeper, report, start
+    from launcher import keeper, start
 
     folder = found_run(run)
     if prepare:
         waiting = start.prepare_again(folder)
-        if format is Format.json:
-            told = {"run": str(folder.path), "attempt": waiting.number}
-            report.envelope("exec", True, (), told)
-        return
+        data = {"run": str(folder.path), "attempt": waiting.number}
+        return answer("exec", format, data, lambda: None)
     with keeper.interruptible():
         folder, attempt = start.execute(folder, node_rank, main_address)
-        raise typer.Exit(until_over("exec", folder, attempt, (), format))
+        return until_over("exec", folder, attempt, (), format)

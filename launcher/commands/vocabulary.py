@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperGroup
@@ -15,7 +17,9 @@ from launcher.errors import Exit, Finding, UsageError, usage
 
 if TYPE_CHECKING:
     # only for annotations: validation must not pay for importing what starts a run
+    from launcher.preparation import Request
     from launcher.rundir import RunFolder
+    from launcher.upstream import Locator
 
 LISTED = (
     "sft", "dpo", "validate-config", "plan", "prepare", "ladder", "pipeline", "bench", "tune", "runs",
@@ -85,72 +89,10 @@ FindingsOption = Annotated[
     Findings, typer.Option("--format", help="text, json, github (annotations) or sarif")
 ]
 FormatOption = Annotated[Format, typer.Option("--format", help="text, or json for machines")]
-Config = Annotated[Path, typer.Argument(help="the stage file", show_default=False)]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", show_default=False)
 ]
-
-
-Gpus = Annotated[
-    int | None, typer.Option("--gpus", min=0, help="GPUs on this machine; 0 is the CPU")
-]
-Nodes = Annotated[int, typer.Option("--nodes", min=1, help="machines")]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="print the plan and the command, start nothing")
-]
-Python = Annotated[Path | None, typer.Option("--python", help="the trainer's Python")]
-Checkout = Annotated[
-    Path | None, typer.Option("--open-instruct", help="the open-instruct checkout")
-]
-Unpinned = Annotated[
-    bool, typer.Option("--allow-unpinned", help="go on at another commit than the pin")
-]
-CorruptingOverlap = Annotated[
-    bool,
-    typer.Option(
-        "--allow-corrupting-overlap",
-        help="start although this DeepSpeed is known to corrupt gradients (overlap-corrupts)",
-    ),
-]
-Unproven = Annotated[
-    bool, typer.Option("--allow-unproven", help="treat an unproven verdict as success")
-]
-StageOption = Annotated[
-    str | None, typer.Option("--stage", help="sft or dpo, where the file does not say")
-]
-BackendOption = Annotated[
-    str | None, typer.Option("--backend", help="open_instruct or trl, where no file says")
-]
-Strict = Annotated[bool, typer.Option("--strict", help="warnings stop too")]
-NoProbe = Annotated[
-    bool, typer.Option("--no-probe", help="upstream's script alone: nothing is counted or enforced")
-]
-
-
-DevicesOption = Annotated[
-    str | None,
-    typer.Option(
-        "--devices", metavar="2,3", help="these GPUs; default: free ones, as many as --gpus"
-    ),
-]
-Fresh = Annotated[
-    bool, typer.Option("--fresh", help="start over, into a folder beside what is there")
-]
-Resume = Annotated[
-    bool,
-    typer.Option("--resume", help="continue an earlier search; error if there is none"),
-]
-Changed = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--allow-changed-resume", metavar="NAME", help="go on although NAME is not as it was"
-    ),
-]
-RowTokens = Annotated[
-    str | None, typer.Option("--row-tokens", metavar="MEAN:MAX", help="tokens a row")
-]
-Rows = Annotated[int | None, typer.Option("--rows", min=1, help="rows of the whole data set")]
-Price = Annotated[float | None, typer.Option("--price", help="price per GPU-hour")]
+StageFile = Annotated[Path | None, typer.Argument(help="the stage file", show_default=False)]
 NodeRank = Annotated[
     int | None, typer.Option("--node-rank", min=0, help="which of several machines this is, from 0")
 ]
@@ -158,31 +100,143 @@ MainAddress = Annotated[
     str | None,
     typer.Option("--main-address", metavar="HOST[:PORT]", help="the first of several machines"),
 ]
-Slurm = Annotated[
-    bool, typer.Option("--slurm", help="queue it as a Slurm job, on --nodes machines")
-]
-SkyPilot = Annotated[
-    Path | None,
-    typer.Option("--skypilot", metavar="FILE", help="write a SkyPilot task, start nothing"),
-]
-Detach = Annotated[
-    bool,
-    typer.Option("--detach", help="come back at once; the run is in a tmux session of its own"),
-]
-StageFile = Annotated[Path | None, typer.Argument(help="the stage file", show_default=False)]
-OnFinish = Annotated[
-    str | None,
-    typer.Option("--on-finish", metavar="CMD", help="run this at the end; no shell"),
-]
-OnFinishLimit = Annotated[
-    str | None,
-    typer.Option(
-        "--on-finish-limit", metavar="TIME", help="how long it may take: 90s, 10m (the default), 2h"
-    ),
-]
 RunName = Annotated[
     str, typer.Argument(metavar="RUN", help="a run, a unique prefix of its name, or `last`")
 ]
+Unproven = Annotated[
+    bool, typer.Option("--allow-unproven", help="treat an unproven verdict as success")
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shared:
+    """Options that several commands have: `takes` adds those that a command names."""
+
+    config: Annotated[Path, typer.Argument(help="the stage file", show_default=False)] = Path()
+    overrides: Overrides = None
+    stage: Annotated[
+        str | None, typer.Option("--stage", help="sft or dpo, where the file does not say")
+    ] = None
+    backend: Annotated[
+        str | None, typer.Option("--backend", help="open_instruct or trl, where no file says")
+    ] = None
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", min=0, help="GPUs on this machine; 0 is the CPU")
+    ] = None
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="machines")] = 1
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            "--devices", metavar="2,3", help="these GPUs; default: free ones, as many as --gpus"
+        ),
+    ] = None
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print the plan and the command, start nothing")
+    ] = False
+    price: Annotated[float | None, typer.Option("--price", help="price per GPU-hour")] = None
+    rows: Annotated[
+        int | None, typer.Option("--rows", min=1, help="rows of the whole data set")
+    ] = None
+    row_tokens: Annotated[
+        str | None, typer.Option("--row-tokens", metavar="MEAN:MAX", help="tokens a row")
+    ] = None
+    python: Annotated[Path | None, typer.Option("--python", help="the trainer's Python")] = None
+    open_instruct: Annotated[
+        Path | None, typer.Option("--open-instruct", help="the open-instruct checkout")
+    ] = None
+    allow_unpinned: Annotated[
+        bool, typer.Option("--allow-unpinned", help="go on at another commit than the pin")
+    ] = False
+    allow_unproven: Unproven = False
+    strict: Annotated[bool, typer.Option("--strict", help="warnings stop too")] = False
+    no_probe: Annotated[
+        bool,
+        typer.Option("--no-probe", help="upstream's script alone: nothing is counted or enforced"),
+    ] = False
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="start over, into a folder beside what is there")
+    ] = False
+    resume: Annotated[
+        bool, typer.Option("--resume", help="continue an earlier search; error if there is none")
+    ] = False
+    allow_changed_resume: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-changed-resume", metavar="NAME", help="go on although NAME is not as it was"
+        ),
+    ] = None
+    format: FormatOption = Format.text
+
+    @property
+    def locator(self) -> Locator:
+        """What finds the trainers' source."""
+        from launcher import upstream
+
+        return upstream.Locator(checkout=self.open_instruct, allow_unpinned=self.allow_unpinned)
+
+    @property
+    def show_progress(self) -> Callable[[str], None]:
+        """What tells on stderr how far it is; nothing does for machines."""
+        from launcher import report
+
+        return report.aside if self.format is Format.text else lambda _: None
+
+    def request(self, **more: Any) -> Request:
+        """The request of these options; `more` are further fields, or others than these."""
+        from launcher.preparation import Request
+
+        fields: dict[str, Any] = {
+            "stage": named_stage(self.stage), "config": self.config,
+            "overrides": self.overrides or (), "gpus": self.gpus, "nodes": self.nodes,
+            "devices": self.devices, "python": self.python, "checkout": self.open_instruct,
+            "allow_unpinned": self.allow_unpinned, "strict": self.strict,
+            "probe": not self.no_probe,
+        }  # fmt: skip
+        return Request(**{**fields, **more})
+
+    def require_one_start(self) -> None:
+        """Raise UsageError for `--resume` beside `--fresh`."""
+        if self.fresh and self.resume:
+            raise usage("useless-option", "--resume says nothing with --fresh")
+
+
+SOURCE = ("open_instruct", "allow_unpinned")
+"""Which source of the trainer is looked at."""
+REQUEST = ("config", "overrides", "stage", "python", *SOURCE, "format")
+"""What every command has that plans a stage."""
+
+Command = Callable[..., Any]
+
+
+def takes(*names: str) -> Callable[[Command], Command]:
+    """Give a command these options of `Shared`, which it gets as its first argument."""
+
+    def add(command: Command) -> Command:
+        hints = get_type_hints(Shared, include_extras=True)
+        shared = [
+            inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, annotation=hints[field.name],
+                default=inspect.Parameter.empty if field.name == "config" else field.default,
+            )
+            for field in dataclasses.fields(Shared)
+            if field.name in names
+        ]  # fmt: skip
+        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+        own = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own]
+        # arguments by place come first, and the form of the answer last
+        ahead = [one for one in shared if one.name in {"config", "overrides"}]
+        options = [one for one in shared if one not in ahead]
+
+        def run(**given: Any) -> Any:
+            return command(Shared(**{name: given.pop(name) for name in names}), **given)
+
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        signature = inspect.Signature([*ahead, *own, *options])
+        run.__signature__ = signature  # type: ignore[attr-defined]
+        run.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
+        return run
+
+    return add
 
 
 def found_run(name: str) -> RunFolder:
@@ -220,45 +274,46 @@ def not_begun(folder: RunFolder) -> UsageError:
 
 
 def answer(
-    command: str, code: Exit, findings: Sequence[Finding], data: object, lines: Iterable[str],
+    command: str,
     format: Format,
-) -> Exit:  # fmt: skip
-    """Print one envelope for machines, or the findings and these lines; returns the code."""
+    data: object,
+    show: Iterable[str] | Callable[[], object],
+    findings: Sequence[Finding] = (),
+    code: Exit = Exit.OK,
+    *,
+    before: Sequence[Finding] = (),
+) -> Exit:
+    """Print one envelope for machines, or the findings and what `show` prints or holds; the code.
+
+    `before` are findings that people have been shown before.
+    """
     from launcher import report
 
     if format is Format.json:
-        report.envelope(command, code is Exit.OK, findings, data)
+        report.envelope(command, code is Exit.OK, [*before, *findings], data)
+        return code
+    report.findings(findings)
+    if callable(show):
+        show()
     else:
-        report.findings(findings)
-        report.say("\n".join(lines))
+        report.say("\n".join(show))
     return code
-
-
-def progress(format: Format) -> Callable[[str], None]:
-    """What tells on stderr how far it is; nothing does for machines."""
-    from launcher import report
-
-    return report.aside if format is Format.text else lambda _: None
-
-
-def refuse_both(fresh: bool, resume: bool) -> None:
-    """Raise UsageError for `--resume` beside `--fresh`."""
-    if fresh and resume:
-        raise usage("useless-option", "--resume says nothing with --fresh")
 
 
 def named_stage(given: str | None) -> str | None:
     """`--stage` as given. Raises UsageError where it is none."""
-    if given not in {None, "sft", "dpo"}:
-        raise usage("bad-stage", f"`{given}` is no stage", "--stage sft or --stage dpo")
-    return given
+    return _one_of("stage", given, ("sft", "dpo"))
 
 
 def named_backend(given: str | None) -> str | None:
     """`--backend` as given. Raises UsageError where it is none."""
     from launcher.backends import BACKENDS
 
-    if given is not None and given not in BACKENDS:
-        names = " or ".join(f"--backend {name}" for name in BACKENDS)
-        raise usage("bad-backend", f"`{given}` is no backend", names)
+    return _one_of("backend", given, BACKENDS)
+
+
+def _one_of(option: str, given: str | None, names: Iterable[str]) -> str | None:
+    if given is not None and given not in names:
+        help = " or ".join(f"--{option} {name}" for name in names)
+        raise usage(f"bad-{option}", f"`{given}` is no {option}", help)
     return given

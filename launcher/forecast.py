@@ -27,7 +27,7 @@ from launcher import (
 from launcher.arguments import placed
 from launcher.budget import Bill, Fit, Speed, Tokens
 from launcher.disk import Saved
-from launcher.errors import Finding, InvalidConfig, UsageError, brief, errors, usage
+from launcher.errors import Finding, InvalidConfig, LaunchError, UsageError, brief, errors, usage
 from launcher.footprint import (
     ATTENTIONS,
     Footprint,
@@ -45,7 +45,7 @@ from launcher.machine import Gpu
 from launcher.moments import GIB, KINDS, Memory, Moment
 from launcher.packed_rows import Packed, fuller
 from launcher.plan import Plan
-from launcher.preparation import Request, ask
+from launcher.preparation import Prepared, Request, ask
 from launcher.setups import Setup
 
 
@@ -355,6 +355,33 @@ def of_plan(
     terms = Terms(attention=attention)
     card = _Card("", None) if gpu is None else _Card(gpu.name, gpu.memory_mib / 1024 or None)
     return _rung(planned, row_lengths(planned, packages, terms), terms, card, packages)
+
+
+def with_forecast(prepared: Prepared) -> Prepared:
+    """A start with its forecast, for the record, and with what that finds among the warnings.
+
+    It stays as it is on the CPU, where the run is over, and where the model's shape or the row lengths are
+    not known.
+    """
+    planned, chosen = prepared.plan, prepared.devices
+    known_already = prepared.forecast is not None or prepared.decision.kind == "finished"
+    if not planned.gpus or known_already:
+        return prepared
+    packages, attention = prepared.trainer.packages, None
+    unset = planned.values.get("attn_implementation") is None
+    if unset and planned.stage.options.backend == "open_instruct" and "flash-attn" not in packages:
+        # it takes the best that is installed
+        attention = "sdpa"
+    try:
+        rung = of_plan(
+            planned, packages, attention=attention,
+            gpu=chosen.slots[0].gpu if chosen is not None and chosen.slots else None,
+        )  # fmt: skip
+    except (LaunchError, OSError):
+        return prepared
+    known = {finding.code for finding in prepared.findings}
+    new = [one for one in rung.findings if one.code not in known]
+    return replace(prepared, forecast=rung.as_json(why=False), warnings=(*prepared.warnings, *new))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY
 
-from launcher import forecast, foresight, preparation, series, start
+from launcher import forecast, preparation, series, start
 from launcher.devices import Devices, Slot
 from launcher.lengths import Lengths
 from launcher.machine import Gpu
@@ -44,13 +44,13 @@ def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepared:
 
 
 def test_what_does_not_fit_is_said_before_a_gpu_works(prepared: Prepared) -> None:
-    told = foresight.foreseen(prepared)
+    told = forecast.with_forecast(prepared)
     assert told.forecast is not None
     assert told.forecast["memory_gib"]["peak"] == pytest.approx(85.2, rel=0.05)
     assert told.forecast["fits"] is False
     assert "out-of-memory" in {one.code for one in told.warnings}
     # said once
-    assert len(foresight.foreseen(told).warnings) == len(told.warnings)
+    assert len(forecast.with_forecast(told).warnings) == len(told.warnings)
 
 
 def test_without_row_lengths_nothing_is_foreseen(
@@ -58,11 +58,11 @@ def test_without_row_lengths_nothing_is_foreseen(
 ) -> None:
     monkeypatch.undo()
     monkeypatch.setenv("HF_HOME", "/nonexistent")
-    assert foresight.foreseen(prepared) is prepared
+    assert forecast.with_forecast(prepared) is prepared
 
 
 def test_the_plan_stands_beside_what_was_measured(prepared: Prepared, tmp_path: Path) -> None:
-    told = foresight.foreseen(prepared)
+    told = forecast.with_forecast(prepared)
     record = told.for_record()
     assert record["plan"]["per_device"] == prepared.plan.per_device
     (tmp_path / "run").mkdir()
@@ -79,7 +79,7 @@ def test_out_of_memory_is_explained_by_the_plan(prepared: Prepared, tmp_path: Pa
     record = {
         "stage": "sft",
         "backend": "open_instruct",
-        **foresight.foreseen(prepared).for_record(),
+        **forecast.with_forecast(prepared).for_record(),
     }
     folder.manifest.write_text(json.dumps(record))
     folder.console(1).write_text(OOM)

@@ -178,7 +178,7 @@ class After(NamedTuple):
 
 
 def _run(request: Request, format: Format, after: After, *, detach: bool) -> Exit:
-    from launcher import foresight, keeper, preparation, rundir, runner, start
+    from launcher import forecast, keeper, preparation, rundir, runner, start
     from launcher import on_finish as endings
 
     words, seconds = after.hook()
@@ -188,7 +188,7 @@ def _run(request: Request, format: Format, after: After, *, detach: bool) -> Exi
     with keeper.interruptible():
         prepared = preparation.prepare(request, running=True)
         try:
-            prepared = foresight.foreseen(prepared)
+            prepared = forecast.with_forecast(prepared)
             begin = partial(
                 start.begin,
                 on_finish=words,
@@ -234,10 +234,10 @@ def _finished(prepared: Prepared, format: Format, allow_unproven: bool) -> Exit:
 
 def _queued(request: Request, format: Format, after: After) -> Exit:
     """Hand the run to Slurm."""
-    from launcher import foresight, keeper, preparation, report, sbatch, start
+    from launcher import forecast, keeper, preparation, report, sbatch, start
 
     words, seconds = after.hook()
-    prepared = foresight.foreseen(preparation.prepare(request, running=True))
+    prepared = forecast.with_forecast(preparation.prepare(request, running=True))
     options, found = prepared.plan.stage.options.slurm, prepared.findings
     few = sbatch.one_cpu(options, prepared.plan.gpus)
     if few is not None:

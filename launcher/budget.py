@@ -1,7 +1,6 @@
 """What a run takes besides memory: tokens a step, hours and money; and which batch fills the card.
 
-Time comes from a measured speed where there is one, else from arithmetic at a stated MFU, by the count
-of "PaLM: Scaling Language Modeling with Pathways" (Chowdhery et al., 2022, appendix B).
+Time comes from a measured speed where there is one, else from arithmetic at a stated MFU.
 """
 
 from __future__ import annotations
@@ -65,15 +64,6 @@ class Speed:
     measured: bool
 
 
-def flops_a_token(shape: Shape, width: float, *, adapters: bool = False) -> float:
-    """Arithmetic of one token's forward and backward pass at rows of `width` tokens, as MFU counts it.
-
-    6 a parameter (output layer included, embedding table not) and 6 L Q S for causal attention; LoRA
-    leaves out the weight gradients. Checkpointing's second forward pass is work that does not count.
-    """
-    return (4 if adapters else 6) * shape.multiplied + 6 * shape.layers * shape.query * width
-
-
 def stated_speed(
     shape: Shape, tokens: Tokens, width: float, *, device: str, devices: int, adapters: bool = False,
 ) -> Speed:  # fmt: skip
@@ -85,7 +75,10 @@ def stated_speed(
             message=f"the arithmetic speed of {device or 'this GPU'} is not known",
             help="known are " + ", ".join(one.name for one in cards.SHEETS) + "; or give --tokens-per-second",
         ))  # fmt: skip
-    each = flops_a_token(shape, width, adapters=adapters)
+    trained, frozen = (0, shape.multiplied) if adapters else (shape.multiplied, 0)
+    each = cards.flops_a_token(
+        trained=trained, frozen=frozen, layers=shape.layers, query=shape.query, width=width
+    )
     computed = STATED_MFU * peak * devices / each
     return Speed(
         tokens=computed * (1 - tokens.waste), measured=False,

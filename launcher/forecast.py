@@ -26,6 +26,7 @@ from launcher import (
 )
 from launcher.arguments import placed
 from launcher.budget import Bill, Fit, Speed, Tokens
+from launcher.cards import Card, card_of
 from launcher.disk import Saved
 from launcher.errors import Finding, InvalidConfig, LaunchError, UsageError, brief, errors, usage
 from launcher.footprint import (
@@ -257,7 +258,7 @@ def make(request: Request, gpus: Sequence[int], terms: Terms) -> Forecast:
             continue
         try:
             seen = seen or row_lengths(planned, asked.trainer.packages, terms)
-            here = card if count else _Card("", None)
+            here = card if count else Card()
             rungs.append(_rung(planned, seen, terms, here, asked.trainer.packages))
         except InvalidConfig as error:
             lost += error.findings
@@ -353,7 +354,7 @@ def of_plan(
     Raises InvalidConfig or UsageError where the model's shape or the row lengths are not known.
     """
     terms = Terms(attention=attention)
-    card = _Card("", None) if gpu is None else _Card(gpu.name, gpu.memory_mib / 1024 or None)
+    card = Card() if gpu is None else card_of(gpu.name, gpu.memory_mib / 1024 or None)
     return _rung(planned, row_lengths(planned, packages, terms), terms, card, packages)
 
 
@@ -384,14 +385,6 @@ def with_forecast(prepared: Prepared) -> Prepared:
     return replace(prepared, forecast=rung.as_json(why=False), warnings=(*prepared.warnings, *new))
 
 
-@dataclass(frozen=True, slots=True)
-class _Card:
-    """The GPU that is planned for: its name, and its memory in GiB, where known."""
-
-    name: str
-    gib: float | None
-
-
 def _unfitted(terms: Terms) -> UsageError:
     """`--fit` without the size to fit into: a card's name does not tell it, most come in several."""
     said = "no GPU is here, and none is named"
@@ -401,17 +394,17 @@ def _unfitted(terms: Terms) -> UsageError:
     return usage("fit-without-memory", f"how much fits is not known: {said}", help)
 
 
-def _card(terms: Terms) -> _Card:
+def _card(terms: Terms) -> Card:
     present = devices.look(os.environ).present
     name = terms.gpu or (present[0].name if present else "")
     gib = terms.gpu_memory
     if gib is None and present and terms.gpu is None:
         gib = present[0].memory_mib / 1024
-    return _Card(name, gib)
+    return card_of(name, gib)
 
 
 def _rung(
-    planned: Plan, rows: Lengths, terms: Terms, card: _Card, packages: Mapping[str, str]
+    planned: Plan, rows: Lengths, terms: Terms, card: Card, packages: Mapping[str, str]
 ) -> Rung:
     counted = terms.rows if terms.rows is not None else planned.rows
     counted = rows.rows if counted is None else counted
@@ -457,7 +450,7 @@ def _rung(
     )  # fmt: skip
 
 
-def _memory_of(planned: Plan, setup: Setup, card: _Card) -> Memory:
+def _memory_of(planned: Plan, setup: Setup, card: Card) -> Memory:
     """The moments that the run comes to on such a card: without a step, what lies before the first one."""
     whole = memory.estimate(setup)
     whole = whole if card.gib is None else whole.within(memory.usable(card.gib))
@@ -532,7 +525,7 @@ def _reference_rows(footprint: Footprint, rows: int | None) -> int | None:
 
 
 def _memory_findings(
-    footprint: Footprint, found: Memory | None, best: Fit | None, card: _Card
+    footprint: Footprint, found: Memory | None, best: Fit | None, card: Card
 ) -> Iterator[Finding]:
     """Whether the memory is known, is too much, or leaves a card half empty."""
     planned = footprint.plan
@@ -576,7 +569,7 @@ def _missing(found: Memory, gib: float) -> str:
     )
 
 
-def _instead(footprint: Footprint, now: Memory, card: _Card) -> str:
+def _instead(footprint: Footprint, now: Memory, card: Card) -> str:
     """What of this set-up can be turned so that it fits, by the same estimate."""
     gib = card.gib or 0.0
 
@@ -593,7 +586,7 @@ def _instead(footprint: Footprint, now: Memory, card: _Card) -> str:
     return f"nothing that can be turned fits: a card with more memory{shorter}, or a smaller model"
 
 
-def _speed(footprint: Footprint, tokens: Tokens, terms: Terms, card: _Card) -> Speed | None:
+def _speed(footprint: Footprint, tokens: Tokens, terms: Terms, card: Card) -> Speed | None:
     planned = footprint.plan
     if terms.tokens_per_second is not None:
         return Speed(tokens=terms.tokens_per_second, source="--tokens-per-second", measured=True)

@@ -571,14 +571,13 @@ def _missing(found: Memory, gib: float) -> str:
 
 def _instead(footprint: Footprint, now: Memory, card: Card) -> str:
     """What of this set-up can be turned so that it fits, by the same estimate."""
-    gib = card.gib or 0.0
 
     def peak_of(other: Footprint) -> float:
         return _memory_of(other.plan, other.setup(), card).peak
 
     changes = [
-        f"{' with '.join(way.words for way in chosen)} ({peak:.1f} GiB)"
-        for chosen, peak in mends(footprint, peak_of, memory.usable(gib))
+        f"{words} ({peak:.1f} GiB)"
+        for words, peak in mends(footprint, peak_of, memory.usable(card.gib or 0.0))
     ]
     if changes:
         return f"this fits: {'; or '.join(changes[:3])}"

@@ -70,6 +70,12 @@ class Footprint:
         return stage.entry.packs(self.plan.values, per_device)
 
     @property
+    def typical(self) -> Batch:
+        """A micro-batch as it is on average."""
+        sequences = self.plan.per_device * (2 if self.dpo else 1)
+        return lengths.typical(self.rows, rows=sequences, packed=self.packed)
+
+    @property
     def checkpointing(self) -> bool:
         """Whether activations are computed again: open-instruct's DPO asks by its memory budget."""
         values = self.plan.values

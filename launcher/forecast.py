@@ -422,10 +422,7 @@ def _rung(
     )
     setup = footprint.setup()
     found = _memory_of(planned, setup, card) if planned.gpus else None
-    tokens = budget.tokens_per_step(
-        cut, per_device=planned.per_device, accumulation=planned.accumulation,
-        processes=planned.processes, packed=footprint.packed, dpo=footprint.dpo,
-    ) if row is None else budget.tokens_of_rows(row, planned.processes)  # fmt: skip
+    tokens = budget.tokens_per_step(footprint)
     speed = _speed(footprint, tokens, terms, card)
     bill = _bill(footprint, tokens, speed, counted, terms.price)
     best = smallest = None
@@ -593,16 +590,7 @@ def _speed(footprint: Footprint, tokens: Tokens, terms: Terms, card: Card) -> Sp
         return seen
     if not card.name:
         return None
-    return budget.stated_speed(
-        footprint.shape, tokens, _width(footprint), device=card.name, devices=planned.processes,
-        adapters=footprint.adapters is not None,
-    )  # fmt: skip
-
-
-def _width(footprint: Footprint) -> float:
-    """Positions that attention goes over: dpo.py's packed rows are one sequence each."""
-    row = packed_row(footprint.plan, footprint.rows)
-    return footprint.rows.mean if row is None else float(row.positions)
+    return budget.stated_speed(footprint, tokens, card.name)
 
 
 _TORCHRUN = "torch.distributed.run"

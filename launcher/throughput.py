@@ -39,12 +39,7 @@ _KERNELS, _KERNELS_AROUND = 22, 150
 def pace(footprint: Footprint, card: Card) -> Pace:
     """What one step of this plan should take on such a card."""
     plan = footprint.plan
-    tokens = budget.tokens_per_step(
-        footprint.rows, per_device=plan.per_device, accumulation=plan.accumulation,
-        processes=plan.processes, packed=footprint.packed, dpo=footprint.dpo,
-    )  # fmt: skip
-    sequences = plan.per_device * (2 if footprint.dpo else 1)
-    batch = lengths.typical(footprint.rows, rows=sequences, packed=footprint.packed)
+    tokens, batch = budget.tokens_per_step(footprint), footprint.typical
     micro = _micro_batch(footprint, batch, card)
     zero, processes = footprint.zero, plan.processes
     trained = _trained(footprint)

@@ -426,9 +426,8 @@ def test_after_the_pin_there_is_more(history: Path) -> None:
     assert relying and all("max_grad_norm" in found for found in names)
 
 
-@pytest.mark.parametrize("other", ["24080cde7", "8cbf07b01", "e44fcf588"])
-def test_any_commit_can_be_compared_both_ways(history: Path, other: str) -> None:
-    for old, new in ((other, "pin"), ("pin", other)):
+def test_any_commit_can_be_compared_both_ways(history: Path) -> None:
+    for old, new in (("24080cde7", "pin"), ("pin", "24080cde7")):
         told = between(history, old, new, *CONFIGS[:3])
         json.dumps(told.as_json())
         assert impact.lines(told, everything=True)

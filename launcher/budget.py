@@ -1,7 +1,6 @@
 """What a run takes besides memory: tokens a step, hours and money; and which batch fills the card.
 
-Time comes from a measured speed where there is one, else from arithmetic at a stated MFU, by the count
-of "PaLM: Scaling Language Modeling with Pathways" (Chowdhery et al., 2022, appendix B).
+Time comes from a measured speed where there is one, else from arithmetic at a stated MFU.
 """
 
 from __future__ import annotations
@@ -10,14 +9,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from launcher import cards, lengths, memory
+from launcher import cards, memory
 from launcher.errors import Finding, InvalidConfig
-from launcher.lengths import Lengths
+from launcher.footprint import Footprint, packed_row
 from launcher.moments import Memory
-from launcher.packed_rows import Packed
 from launcher.plan import divisors
 from launcher.setups import Setup
-from launcher.shapes import Shape
 
 STATED_MFU = 0.35
 
@@ -36,24 +33,21 @@ class Tokens:
         return 1 - self.real / self.computed if self.computed else 0.0
 
 
-def tokens_per_step(
-    rows: Lengths, *, per_device: int, accumulation: int, processes: int, packed: bool, dpo: bool = False
-) -> Tokens:  # fmt: skip
-    """What one step reads on average; DPO reads two sequences a row, as one batch."""
-    sequences = per_device * (2 if dpo else 1)
-    one = lengths.typical(rows, rows=sequences, packed=packed)
-    times = accumulation * processes
+def tokens_per_step(footprint: Footprint) -> Tokens:
+    """What one step reads on average; DPO reads two sequences a row, as one batch.
+
+    Rows that dpo.py packs are computed whole, however full: one a rank.
+    """
+    plan = footprint.plan
+    if (row := packed_row(plan, footprint.rows)) is not None:
+        return Tokens(
+            real=row.real * plan.processes, computed=float(row.positions * plan.processes),
+            formula=f"{plan.processes} rows of {row.positions:,} positions, {row.pairs:.1f} pairs and "
+            f"{row.real:,.0f} tokens in each on average",
+        )  # fmt: skip
+    one, times = footprint.typical, plan.accumulation * plan.processes
     return Tokens(real=one.real * times, computed=one.tokens * times,
-                  formula=f"{one.formula}, x {accumulation} x {processes}")  # fmt: skip
-
-
-def tokens_of_rows(row: Packed, processes: int) -> Tokens:
-    """One step of packed rows that are computed whole, however full: one a rank."""
-    return Tokens(
-        real=row.real * processes, computed=float(row.positions * processes),
-        formula=f"{processes} rows of {row.positions:,} positions, {row.pairs:.1f} pairs and "
-        f"{row.real:,.0f} tokens in each on average",
-    )  # fmt: skip
+                  formula=f"{one.formula}, x {plan.accumulation} x {plan.processes}")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,18 +59,7 @@ class Speed:
     measured: bool
 
 
-def flops_a_token(shape: Shape, width: float, *, adapters: bool = False) -> float:
-    """Arithmetic of one token's forward and backward pass at rows of `width` tokens, as MFU counts it.
-
-    6 a parameter (output layer included, embedding table not) and 6 L Q S for causal attention; LoRA
-    leaves out the weight gradients. Checkpointing's second forward pass is work that does not count.
-    """
-    return (4 if adapters else 6) * shape.multiplied + 6 * shape.layers * shape.query * width
-
-
-def stated_speed(
-    shape: Shape, tokens: Tokens, width: float, *, device: str, devices: int, adapters: bool = False,
-) -> Speed:  # fmt: skip
+def stated_speed(footprint: Footprint, tokens: Tokens, device: str) -> Speed:
     """Speed at a stated MFU; raises InvalidConfig (`unknown-device`) for a GPU without a data sheet."""
     peak = cards.peak_flops(device)
     if peak is None:
@@ -85,8 +68,16 @@ def stated_speed(
             message=f"the arithmetic speed of {device or 'this GPU'} is not known",
             help="known are " + ", ".join(one.name for one in cards.SHEETS) + "; or give --tokens-per-second",
         ))  # fmt: skip
-    each = flops_a_token(shape, width, adapters=adapters)
-    computed = STATED_MFU * peak * devices / each
+    shape, row = footprint.shape, packed_row(footprint.plan, footprint.rows)
+    trained, frozen = shape.multiplied, 0
+    if footprint.adapters is not None:
+        trained, frozen = frozen, trained
+    # attention goes over the whole of a row that dpo.py packs
+    each = cards.flops_a_token(
+        trained=trained, frozen=frozen, layers=shape.layers, query=shape.query,
+        width=footprint.rows.mean if row is None else float(row.positions),
+    )  # fmt: skip
+    computed = STATED_MFU * peak * footprint.plan.processes / each
     return Speed(
         tokens=computed * (1 - tokens.waste), measured=False,
         source=f"{STATED_MFU:.0%} MFU of {peak / 1e12:,.0f} TFLOP/s a GPU, {each / 1e9:.1f} GFLOP a token",

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sheet:
-    """A data sheet: `flops` is dense bfloat16, FLOP/s; `bandwidth` that of its memory and `link` one
-    direction to another device (NVLink, else PCIe), in bytes a second.
+class Card:
+    """One device, by default with the proportions of an A100 on PCIe.
+
+    `gib` of memory (None: not known), `flops` in dense bfloat16, FLOP/s; `bandwidth` is that of its memory
+    and `link` one direction to another device (NVLink, else PCIe), in bytes a second; `launch` is what one
+    kernel costs at least, in seconds.
     """
 
-    name: str
-    flops: float
-    bandwidth: float
-    link: float
+    name: str = ""
+    gib: float | None = None
+    flops: float = 312e12
+    bandwidth: float = 2.0e12
+    link: float = 25e9
+    launch: float = 6e-6
     pattern: str = ""
 
     def matches(self, name: str) -> bool:
@@ -23,38 +28,56 @@ class Sheet:
         return bool(re.search(self.pattern or rf"\b{self.name}\b", name, re.IGNORECASE))
 
 
+CPU = Card(name="CPU", flops=2e11, bandwidth=2e10, link=1e10, launch=4e-6)
 SHEETS = (
     # blackwell-datasheet: HGX B200 36 PFLOPS with sparsity on 8 GPUs, GB200 5 PFLOPS on each
-    Sheet(name="GB200", flops=2_500e12, bandwidth=8.0e12, link=900e9),
-    Sheet(name="B200", flops=2_250e12, bandwidth=8.0e12, link=900e9),
+    Card(name="GB200", flops=2_500e12, bandwidth=8.0e12, link=900e9),
+    Card(name="B200", flops=2_250e12, bandwidth=8.0e12, link=900e9),
     # nvidia.com/en-us/data-center/h200: 1,979 TFLOPS with sparsity, NVL 1,671
-    Sheet(name="H200 NVL", flops=835.5e12, bandwidth=4.8e12, link=450e9),
-    Sheet(name="H200", flops=989.5e12, bandwidth=4.8e12, link=450e9, pattern=r"\bG?H200\b"),
+    Card(name="H200 NVL", flops=835.5e12, bandwidth=4.8e12, link=450e9),
+    Card(name="H200", flops=989.5e12, bandwidth=4.8e12, link=450e9, pattern=r"\bG?H200\b"),
     # nvidia.com/en-us/data-center/h100: SXM 1,979, NVL 1,671, PCIe 1,513 TFLOPS with sparsity
-    Sheet(name="H100 NVL", flops=835.5e12, bandwidth=3.9e12, link=300e9),
-    Sheet(name="H100 PCIe", flops=756.5e12, bandwidth=2.0e12, link=64e9),
-    Sheet(name="H100", flops=989.5e12, bandwidth=3.35e12, link=450e9, pattern=r"\bH[18]00\b"),
+    Card(name="H100 NVL", flops=835.5e12, bandwidth=3.9e12, link=300e9),
+    Card(name="H100 PCIe", flops=756.5e12, bandwidth=2.0e12, link=64e9),
+    Card(name="H100", flops=989.5e12, bandwidth=3.35e12, link=450e9, pattern=r"\bH[18]00\b"),
     # nvidia-a100-datasheet: 312 TFLOPS, SXM and PCIe
-    Sheet(name="A100", flops=312e12, bandwidth=2.0e12, link=300e9, pattern=r"\bA[18]00\b"),
+    Card(name="A100", flops=312e12, bandwidth=2.0e12, link=300e9, pattern=r"\bA[18]00\b"),
     # l40s-datasheet: 362.05, l40: 181.05, l4: 242 with sparsity
-    Sheet(name="L40S", flops=362.05e12, bandwidth=0.864e12, link=32e9),
-    Sheet(name="L40", flops=181.05e12, bandwidth=0.864e12, link=32e9),
-    Sheet(name="L4", flops=121e12, bandwidth=0.3e12, link=32e9),
+    Card(name="L40S", flops=362.05e12, bandwidth=0.864e12, link=32e9),
+    Card(name="L40", flops=181.05e12, bandwidth=0.864e12, link=32e9),
+    Card(name="L4", flops=121e12, bandwidth=0.3e12, link=32e9),
     # a40-datasheet: 149.7, a10-datasheet: 125, a10g: 70
-    Sheet(name="A40", flops=149.7e12, bandwidth=0.696e12, link=32e9),
-    Sheet(name="A10G", flops=70e12, bandwidth=0.6e12, link=32e9),
-    Sheet(name="A10", flops=125e12, bandwidth=0.6e12, link=32e9),
-    Sheet(name="4090", flops=165e12, bandwidth=1.01e12, link=32e9),
+    Card(name="A40", flops=149.7e12, bandwidth=0.696e12, link=32e9),
+    Card(name="A10G", flops=70e12, bandwidth=0.6e12, link=32e9),
+    Card(name="A10", flops=125e12, bandwidth=0.6e12, link=32e9),
+    Card(name="4090", flops=165e12, bandwidth=1.01e12, link=32e9),
 )
 """The first that matches is meant."""
 
 
-def sheet_of(name: str | None) -> Sheet | None:
+def sheet_of(name: str | None) -> Card | None:
     """The data sheet of a device by its name; None where it is not known."""
     return next((one for one in SHEETS if one.matches(name or "")), None)
+
+
+def card_of(name: str, gib: float | None) -> Card:
+    """The device of that name, with so much memory."""
+    return replace(sheet_of(name) or Card(), name=name, gib=gib)
 
 
 def peak_flops(name: str | None) -> float | None:
     """What a GPU of this name can do at most in dense bfloat16, in FLOP/s; None where not known."""
     found = sheet_of(name)
     return found.flops if found else None
+
+
+def flops_a_token(
+    *, trained: float, frozen: float = 0.0, layers: float, query: float, width: float
+) -> float:
+    """Arithmetic of one token's forward and backward pass at rows of `width` tokens, as MFU counts it.
+
+    6 for each weight that is multiplied with (the output layer, not the embedding table) and trained, 4 where
+    it is frozen, and 6 L Q S for causal attention ("PaLM: Scaling Language Modeling with Pathways", Chowdhery
+    et al., 2022, appendix B). Checkpointing's second forward pass is work that does not count.
+    """
+    return 6 * trained + 4 * frozen + 6 * layers * query * width

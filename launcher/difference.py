@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from launcher import conditions, facts, history, upstream
@@ -148,11 +148,8 @@ class FieldChange:
 
     def as_json(self) -> dict[str, object]:
         """Every fact of it."""
-        return {
-            "name": self.name, "what": self.what, "before": self.before, "after": self.after,
-            "old": self.old or None, "new": self.new or None, "to": self.to,
-            "near": list(self.near), "why": self.why,
-        }  # fmt: skip
+        places = {"old": self.old or None, "new": self.new or None}
+        return {**asdict(self), **places, "near": list(self.near)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher import lengths, setups, shapes
@@ -67,6 +67,12 @@ class Footprint:
             # it pads whatever is asked for (trl/trainer/dpo_trainer.py:735)
             return False
         return stage.entry.packs(self.plan.values, per_device)
+
+    @property
+    def typical(self) -> Batch:
+        """A micro-batch as it is on average."""
+        sequences = self.plan.per_device * (2 if self.dpo else 1)
+        return lengths.typical(self.rows, rows=sequences, packed=self.packed)
 
     @property
     def checkpointing(self) -> bool:
@@ -461,70 +467,52 @@ def optimizer_steps(
 # --- what can be turned to take less ---------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Way:
-    """One change of a set-up that may take less memory, in the words of its stage file or command line."""
-
-    words: str
-    args: Mapping[str, Any] = field(default_factory=dict)
-    deepspeed: str | None = None
-    per_device: int | None = None
-    gpus: int | None = None
-    nodes: int | None = None
+Way = tuple[str, Mapping[str, Any]]
+"""One change of a set-up in words and by name: `per_device`, `gpus`, `nodes`, `deepspeed`, or arguments."""
 
 
 def mends(
     found: Footprint, peak_of: Callable[[Footprint], float], usable: float
-) -> list[tuple[tuple[Way, ...], float]]:
+) -> list[tuple[str, float]]:
     """What can be turned so that it fits, with its peak in GiB: one change alone, else two together.
 
     The mildest come first, and of each group only the first that fits. The global batch and the rows stay.
     """
     groups = [tuple(group) for group in (
         _smaller_batches(found.plan), _recomputing(found), _kernels(found), _zero_stages(found),
-        _shard_groups(found.plan), _more_gpus(found.plan),
+        _more_gpus(found.plan),
     )]  # fmt: skip
     for size in (1, 2):
         fitting = []
         for some in itertools.combinations(groups, size):
             for chosen in itertools.product(*some):
                 try:
-                    other = turned(found, chosen)
+                    other = _changed(found, {k: v for _, way in chosen for k, v in way.items()})
                     peak = math.inf if other is None else peak_of(other)
                 except InvalidConfig:
                     continue
                 if peak <= usable:
-                    fitting.append((chosen, peak))
+                    fitting.append((" with ".join(words for words, _ in chosen), peak))
                     break
         if fitting:
             return fitting
     return []
 
 
-def turned(found: Footprint, chosen: Sequence[Way]) -> Footprint | None:
-    """The same set-up changed in these ways; None where the batch cannot be split so, or it would crash."""
-    planned, stage = found.plan, found.plan.stage
-    args = {**stage.args, **{name: one.value for name, one in planned.derived.items()}}
-    options, per_device, gpus, nodes = (
-        stage.options,
-        planned.per_device,
-        planned.gpus,
-        planned.nodes,
-    )
-    for way in chosen:
-        args |= way.args
-        per_device, gpus = way.per_device or per_device, way.gpus or gpus
-        nodes = way.nodes or nodes
-        if way.deepspeed is not None:
-            file = deepspeed_file(way.deepspeed)
-            options = replace(options, deepspeed=file, deepspeed_name=way.deepspeed)
-    accumulation, rest = divmod(planned.global_batch, per_device * gpus * nodes)
+def _changed(found: Footprint, way: Mapping[str, Any]) -> Footprint | None:
+    """The same set-up with a change; None where the batch cannot be split so, or it would crash."""
+    planned, stage, args = found.plan, found.plan.stage, dict(way)
+    split = {k: args.pop(k, getattr(planned, k)) for k in ("per_device", "gpus", "nodes")}
+    accumulation, rest = divmod(planned.global_batch, math.prod(split.values()))
     if rest or not accumulation:
         return None
-    made = replace(
-        planned, stage=replace(stage, options=options), values=Values(stage.schema, args), gpus=gpus,
-        nodes=nodes, per_device=per_device, accumulation=accumulation,
-    )  # fmt: skip
+    options, name = stage.options, args.pop("deepspeed", None)
+    if name is not None:
+        options = replace(options, deepspeed=deepspeed_file(name), deepspeed_name=name)
+    derived = {name: one.value for name, one in planned.derived.items()}
+    values = Values(stage.schema, {**stage.args, **derived, **args})
+    stage = replace(stage, options=options)
+    made = replace(planned, stage=stage, values=values, accumulation=accumulation, **split)
     changed = replace(found, plan=made)
     return None if _released_too_soon(changed) else changed
 
@@ -552,7 +540,7 @@ def _smaller_batches(planned: Plan) -> Iterator[Way]:
         if batch is None or batch.total is None:
             words = f"`{names.per_device}: {one}` and `{names.accumulation}: {each // one}`"
         args, also = unpacked(planned, one)
-        yield Way(words=words + also, per_device=one, args=args)
+        yield words + also, {"per_device": one, **args}
 
 
 def unpacked(planned: Plan, per_device: int) -> tuple[Mapping[str, Any], str]:
@@ -571,70 +559,43 @@ def _recomputing(found: Footprint) -> Iterator[Way]:
     if found.plan.stage.entry.torchrun:
         # computed again is only what is compiled (olmo_core_utils.py:101)
         compiled = bool(values.get("compile_model"))
-        also = {} if compiled else {"compile_model": True}
+        also = "" if compiled else " with `compile_model: true`"
         for share in (0.5, 0.1):
             if not compiled or share < float(now or 0):
-                words = f"`{key}: {share}`" + ("" if compiled else " with `compile_model: true`")
-                yield Way(words=words, args={key: share, **also})
+                yield f"`{key}: {share}`{also}", {key: share, "compile_model": True}
     elif found.checkpointing:
         return
     elif not isinstance(now, int | float):
-        yield Way(words="`gradient_checkpointing: true`", args={"gradient_checkpointing": True})
+        yield "`gradient_checkpointing: true`", {"gradient_checkpointing": True}
     elif found.adapters is None:
         # dpo_tune_cache.py:376
-        yield Way(words=f"`{key}: 0.5`", args={key: 0.5})
+        yield f"`{key}: 0.5`", {key: 0.5}
 
 
 def _kernels(found: Footprint) -> Iterator[Way]:
     name = found.plan.stage.entry.names.liger
     known = name in found.plan.values and found.shape.family in LIGER_MODELS
     if known and not found.liger and found.adapters is None and not found.plan.stage.entry.torchrun:
-        yield Way(words=f"`{name}: true`", args={name: True})
+        yield f"`{name}: true`", {name: True}
 
 
 def _zero_stages(found: Footprint) -> Iterator[Way]:
-    planned, zero = found.plan, found.zero
-    values, key = planned.values, "deepspeed"
-    stage = 0 if zero is None else zero.stage
-    if planned.stage.entry.torchrun or (zero is not None and zero.offload_params):
+    stage, zero = found.plan.stage, found.zero
+    if stage.entry.torchrun or (zero is not None and zero.offload_params):
         return
-    if planned.stage.options.backend == "trl" and trl_resolved.own_deepspeed(values) is not None:
-        return
+    now = 0 if zero is None else zero.stage
     # with LoRA, ZeRO-2 crashes on models with biases: what comes after it takes less anyhow
-    known = [one for one in (2, 3) if one > stage and not (one == 2 and found.adapters)]
-    if values.get("zero_stage") is not None:
-        yield from (Way(words=f"`zero_stage: {one}`", args={"zero_stage": one}) for one in known)
-        away = {"zero_stage": 3, "offload_optimizer": True, "offload_param": True}
-        words = "`zero_stage: 3` with `offload_optimizer: true` and `offload_param: true`"
-        yield Way(words=words, args=away)
-        return
-    if planned.stage.config.shape == "wrapped":
-        key = "deepspeed_config"
-    wide = "_fp32_comm" if planned.stage.options.deepspeed_name.endswith("_fp32_comm") else ""
+    known = [one for one in (2, 3) if one > now and not (one == 2 and found.adapters)]
+    key = "deepspeed_config" if stage.config.shape == "wrapped" else "deepspeed"
+    wide = "_fp32_comm" if stage.options.deepspeed_name.endswith("_fp32_comm") else ""
     for name in (*(f"zero{one}{wide if one == 2 else ''}" for one in known), "zero3_offload"):
-        yield Way(words=f"`{key}: {name}`", deepspeed=name)
-
-
-def _shard_groups(planned: Plan) -> Iterator[Way]:
-    """dpo.py: by default each machine holds a whole model."""
-    values = planned.values
-    if not planned.stage.entry.torchrun:
-        return
-    world = planned.processes // max(1, int(values.get("tensor_parallel_degree") or 1))
-    if olmo_core_rules.mesh(values, planned.processes, planned.nodes)[1] < world:
-        without = values.get("fsdp_num_replicas") is not None
-        yield Way(
-            words=f"`fsdp_shard_degree: {world}`" + (" without `fsdp_num_replicas`" if without else ""),
-            args={"fsdp_shard_degree": world, "fsdp_num_replicas": None},
-        )  # fmt: skip
+        yield f"`{key}: {name}`", {"deepspeed": name}
 
 
 def _more_gpus(planned: Plan) -> Iterator[Way]:
     for count in (2, 4, 8):
         if count > planned.gpus and planned.nodes == 1:
-            yield Way(words=f"`--gpus {count}`", gpus=count)
+            yield f"`--gpus {count}`", {"gpus": count}
     if planned.gpus >= 8:
-        yield from (
-            Way(words=f"`--nodes {planned.nodes * times}`", nodes=planned.nodes * times)
-            for times in (2, 4)
-        )
+        for nodes in (2 * planned.nodes, 4 * planned.nodes):
+            yield f"`--nodes {nodes}`", {"nodes": nodes}

@@ -25,8 +25,9 @@ from launcher import (
     rundir,
 )
 from launcher.budget import Bill, Fit, Speed, Tokens
+from launcher.cards import Card, card_of
 from launcher.disk import Saved
-from launcher.errors import Finding, InvalidConfig, UsageError, brief, errors, usage
+from launcher.errors import Finding, InvalidConfig, LaunchError, UsageError, brief, errors, usage
 from launcher.footprint import (
     ATTENTIONS,
     Footprint,
@@ -44,7 +45,7 @@ from launcher.machine import Gpu
 from launcher.moments import GIB, KINDS, Memory, Moment
 from launcher.packed_rows import Packed, fuller
 from launcher.plan import Plan
-from launcher.preparation import Request, ask
+from launcher.preparation import Prepared, Request, ask
 from launcher.setups import Setup
 
 
@@ -256,7 +257,7 @@ def make(request: Request, gpus: Sequence[int], terms: Terms) -> Forecast:
             continue
         try:
             seen = seen or row_lengths(planned, asked.trainer.packages, terms)
-            here = card if count else _Card("", None)
+            here = card if count else Card()
             rungs.append(_rung(planned, seen, terms, here, asked.trainer.packages))
         except InvalidConfig as error:
             lost += error.findings
@@ -352,16 +353,35 @@ def of_plan(
     Raises InvalidConfig or UsageError where the model's shape or the row lengths are not known.
     """
     terms = Terms(attention=attention)
-    card = _Card("", None) if gpu is None else _Card(gpu.name, gpu.memory_mib / 1024 or None)
+    card = Card() if gpu is None else card_of(gpu.name, gpu.memory_mib / 1024 or None)
     return _rung(planned, row_lengths(planned, packages, terms), terms, card, packages)
 
 
-@dataclass(frozen=True, slots=True)
-class _Card:
-    """The GPU that is planned for: its name, and its memory in GiB, where known."""
+def with_forecast(prepared: Prepared) -> Prepared:
+    """A start with its forecast, for the record, and with what that finds among the warnings.
 
-    name: str
-    gib: float | None
+    It stays as it is on the CPU, where the run is over, and where the model's shape or the row lengths are
+    not known.
+    """
+    planned, chosen = prepared.plan, prepared.devices
+    known_already = prepared.forecast is not None or prepared.decision.kind == "finished"
+    if not planned.gpus or known_already:
+        return prepared
+    packages, attention = prepared.trainer.packages, None
+    unset = planned.values.get("attn_implementation") is None
+    if unset and planned.stage.options.backend == "open_instruct" and "flash-attn" not in packages:
+        # it takes the best that is installed
+        attention = "sdpa"
+    try:
+        rung = of_plan(
+            planned, packages, attention=attention,
+            gpu=chosen.slots[0].gpu if chosen is not None and chosen.slots else None,
+        )  # fmt: skip
+    except (LaunchError, OSError):
+        return prepared
+    known = {finding.code for finding in prepared.findings}
+    new = [one for one in rung.findings if one.code not in known]
+    return replace(prepared, forecast=rung.as_json(why=False), warnings=(*prepared.warnings, *new))
 
 
 def _unfitted(terms: Terms) -> UsageError:
@@ -373,17 +393,17 @@ def _unfitted(terms: Terms) -> UsageError:
     return usage("fit-without-memory", f"how much fits is not known: {said}", help)
 
 
-def _card(terms: Terms) -> _Card:
+def _card(terms: Terms) -> Card:
     present = devices.look(os.environ).present
     name = terms.gpu or (present[0].name if present else "")
     gib = terms.gpu_memory
     if gib is None and present and terms.gpu is None:
         gib = present[0].memory_mib / 1024
-    return _Card(name, gib)
+    return card_of(name, gib)
 
 
 def _rung(
-    planned: Plan, rows: Lengths, terms: Terms, card: _Card, packages: Mapping[str, str]
+    planned: Plan, rows: Lengths, terms: Terms, card: Card, packages: Mapping[str, str]
 ) -> Rung:
     counted = terms.rows if terms.rows is not None else planned.rows
     counted = rows.rows if counted is None else counted
@@ -401,10 +421,7 @@ def _rung(
     )
     setup = footprint.setup()
     found = _memory_of(planned, setup, card) if planned.gpus else None
-    tokens = budget.tokens_per_step(
-        cut, per_device=planned.per_device, accumulation=planned.accumulation,
-        processes=planned.processes, packed=footprint.packed, dpo=footprint.dpo,
-    ) if row is None else budget.tokens_of_rows(row, planned.processes)  # fmt: skip
+    tokens = budget.tokens_per_step(footprint)
     speed = _speed(footprint, tokens, terms, card)
     bill = _bill(footprint, tokens, speed, counted, terms.price)
     best = smallest = None
@@ -429,7 +446,7 @@ def _rung(
     )  # fmt: skip
 
 
-def _memory_of(planned: Plan, setup: Setup, card: _Card) -> Memory:
+def _memory_of(planned: Plan, setup: Setup, card: Card) -> Memory:
     """The moments that the run comes to on such a card: without a step, what lies before the first one."""
     whole = memory.estimate(setup)
     whole = whole if card.gib is None else whole.within(memory.usable(card.gib))
@@ -504,7 +521,7 @@ def _reference_rows(footprint: Footprint, rows: int | None) -> int | None:
 
 
 def _memory_findings(
-    footprint: Footprint, found: Memory | None, best: Fit | None, card: _Card
+    footprint: Footprint, found: Memory | None, best: Fit | None, card: Card
 ) -> Iterator[Finding]:
     """Whether the memory is known, is too much, or leaves a card half empty."""
     planned = footprint.plan
@@ -548,16 +565,15 @@ def _missing(found: Memory, gib: float) -> str:
     )
 
 
-def _instead(footprint: Footprint, now: Memory, card: _Card) -> str:
+def _instead(footprint: Footprint, now: Memory, card: Card) -> str:
     """What of this set-up can be turned so that it fits, by the same estimate."""
-    gib = card.gib or 0.0
 
     def peak_of(other: Footprint) -> float:
         return _memory_of(other.plan, other.setup(), card).peak
 
     changes = [
-        f"{' with '.join(way.words for way in chosen)} ({peak:.1f} GiB)"
-        for chosen, peak in mends(footprint, peak_of, memory.usable(gib))
+        f"{words} ({peak:.1f} GiB)"
+        for words, peak in mends(footprint, peak_of, memory.usable(card.gib or 0.0))
     ]
     if changes:
         return f"this fits: {'; or '.join(changes[:3])}"
@@ -565,7 +581,7 @@ def _instead(footprint: Footprint, now: Memory, card: _Card) -> str:
     return f"nothing that can be turned fits: a card with more memory{shorter}, or a smaller model"
 
 
-def _speed(footprint: Footprint, tokens: Tokens, terms: Terms, card: _Card) -> Speed | None:
+def _speed(footprint: Footprint, tokens: Tokens, terms: Terms, card: Card) -> Speed | None:
     planned = footprint.plan
     if terms.tokens_per_second is not None:
         return Speed(tokens=terms.tokens_per_second, source="--tokens-per-second", measured=True)
@@ -573,16 +589,7 @@ def _speed(footprint: Footprint, tokens: Tokens, terms: Terms, card: _Card) -> S
         return seen
     if not card.name:
         return None
-    return budget.stated_speed(
-        footprint.shape, tokens, _width(footprint), device=card.name, devices=planned.processes,
-        adapters=footprint.adapters is not None,
-    )  # fmt: skip
-
-
-def _width(footprint: Footprint) -> float:
-    """Positions that attention goes over: dpo.py's packed rows are one sequence each."""
-    row = packed_row(footprint.plan, footprint.rows)
-    return footprint.rows.mean if row is None else float(row.positions)
+    return budget.stated_speed(footprint, tokens, card.name)
 
 
 _TORCHRUN = "torch.distributed.run"

@@ -17,8 +17,8 @@ from launcher import stage as stages
 from launcher.backends import Entry
 from launcher.config import Config
 from launcher.difference import ConstraintChange, FieldChange, Revision, StageDifference
-from launcher.errors import Exit, Finding, InvalidConfig, errors
-from launcher.noops import condition_of, effective
+from launcher.errors import Exit, Finding, InvalidConfig, brief, errors
+from launcher.noops import condition_of, effective, shown
 from launcher.pin import Commits
 from launcher.redaction import redact
 from launcher.schema import Refusal, Schema
@@ -28,6 +28,15 @@ from launcher.upstream import Locator, Upstream
 # said of every commit that is not the pin, and told better here
 _SAID_ELSEWHERE = {"unpinned-checkout", "log-lines-changed"}
 _UNKNOWN = object()
+_FOREIGN = "for another backend than open-instruct"
+_KINDS = {
+    "removed": "removed", "renamed": "renamed", "added": "added", "required": "now required",
+    "type": "other type", "default": "other default", "unread": "not read any more",
+    "read": "newly read", "conditions": "read under other conditions",
+}  # fmt: skip
+# changes of which a finding about the same key speaks too
+_NAMES = {"removed", "renamed", "added", "unread"}
+_WIDE = 160
 
 Relation = Literal["set", "default", "constraint"]
 
@@ -203,9 +212,7 @@ def _config(
     stage: str | None,
 ) -> ConfigDifference:
     if stages.backend_of(config) != "open_instruct":
-        return ConfigDifference(
-            path=config.path, stage=None, reason="for another backend than open-instruct"
-        )
+        return ConfigDifference(path=config.path, stage=None, reason=_FOREIGN)
     first, second = _judged(config, old, stage), _judged(config, new, stage)
     kind = first if isinstance(first, str) else first.stage
     key = first.schema.key if isinstance(first, Judged) and first.schema else kind
@@ -316,3 +323,193 @@ def _acts(schema: Schema, name: str, known: Mapping[str, Any], entry: Entry) -> 
 
 def _holds(refusal: Refusal, known: Mapping[str, Any]) -> bool:
     return all(conditions.holds(c, known, _UNKNOWN) for c in refusal.when)
+
+
+# --- as text --------------------------------------------------------------------------------------
+
+
+def lines(difference: Difference, *, everything: bool = False) -> list[str]:
+    """The answer for people. Without stage files, or with `everything`, each change has its line."""
+    told = list(_head_lines(difference))
+    for config in difference.configs:
+        if config.stage is not None or config.reason != _FOREIGN:
+            told += ["", *_config_lines(config)]
+    foreign = [str(c.path) for c in difference.configs if c.reason == _FOREIGN]
+    if foreign:
+        told += ["", f"{_FOREIGN}: {', '.join(foreign)}"]
+    for stage in difference.stages.values():
+        told += ["", *_stage_lines(stage, everything=everything or not difference.configs)]
+    if cache := _cache_line(difference):
+        told += ["", cache]
+    return [*told, "", _result_line(difference)]
+
+
+def _head_lines(difference: Difference) -> Iterator[str]:
+    old, new = difference.old, difference.new
+    yield f"old  {_title(old)}"
+    yield f"new  {_title(new)}"
+    counts = [(difference.ahead, "ahead"), (difference.behind, "behind")]
+    steps = " and ".join(f"{n} commit(s) {word}" for n, word in counts if n)
+    if old.commit == new.commit:
+        yield "     the same commit"
+    elif steps:
+        yield f"     {steps}"
+    if difference.shallow:
+        yield "     the history was cut off when it was cloned: counts and renames go as far as it does"
+
+
+def _title(side: Revision) -> str:
+    return f"{side.title}{', the pin' if side.commit == pin.PIN else ''}"
+
+
+def _config_lines(config: ConfigDifference) -> Iterator[str]:
+    words = {True: "valid", False: "INVALID", None: "cannot be judged"}
+    before, after = (words[state] for state in config.valid)
+    state = before if before == after else f"{before} -> {after}"
+    stage = f" ({config.stage})" if config.stage else ""
+    told = [*_finding_lines(config), *_concern_lines(config)]
+    same = ", nothing changes" if not told and config.reason is None else ""
+    yield f"{config.path}{stage}: {state}{same}"
+    if config.reason is not None:
+        yield f"  {config.reason}"
+    yield from (f"  {line}" for line in told)
+
+
+def _concern_lines(config: ConfigDifference) -> Iterator[str]:
+    said = {f.key for f in (*config.appeared, *config.vanished)}
+    places = " ".join(f.message for f in (*config.appeared, *config.vanished))
+    for concern in config.concerns:
+        if isinstance(concern.change, ConstraintChange):
+            if concern.change.refusal.where not in places:
+                word = "meets a new refusal" if concern.value else "met a refusal that is gone"
+                yield f"{word}: {_refusal(concern.change)}"
+        elif concern.relation == "default":
+            change = concern.change
+            yield f"relies on `{concern.key}`: {_change(change)}  ({change.new})"
+        elif concern.change.what not in _NAMES or f"args.{concern.key}" not in said:
+            yield _set(concern, concern.change)
+
+
+def _set(concern: Concern, change: FieldChange) -> str:
+    value = (
+        "true" if concern.value is True else "false" if concern.value is False else concern.value
+    )
+    where = f"  ({change.new or change.old})"
+    return f"sets `{concern.key}: {brief(value, 60)}`: {_told(concern, change)}{where}"
+
+
+def _told(concern: Concern, change: FieldChange) -> str:
+    """What happened to an argument, for a file that may use its new name."""
+    before = f"`{change.name}` before; " if concern.key == change.to else ""
+    return before + _change(change)
+
+
+def _change(change: FieldChange) -> str:
+    """What happened to an argument, without its name."""
+    match change.what:
+        case "renamed" | "removed":
+            told = change.why or change.what
+            if change.to is not None and f"`{change.to}`" not in told:
+                return f"`{change.to}` there; {told}"
+            # history names by itself what to see
+            near = change.near if "see `" not in told else ()
+            return f"{told}; perhaps `{'`, `'.join(near)}`" if near else told
+        case "added":
+            return change.why or "added"
+        case "unread":
+            return f"nothing reads it any more, before: {brief(change.before, _WIDE)}"
+        case "read":
+            return f"read now: {brief(change.after, _WIDE)}, before: nowhere"
+        case "conditions":
+            return f"read {brief(change.before, _WIDE)} -> {brief(change.after, _WIDE)}"
+        case "type":
+            return f"type {brief(change.before, _WIDE)} -> {brief(change.after, _WIDE)}"
+    return f"default {brief(change.before)} -> {brief(change.after)}"
+
+
+def _finding_lines(config: ConfigDifference) -> Iterator[str]:
+    past = {
+        f"args.{concern.key}": _told(concern, concern.change)
+        for concern in config.concerns
+        if isinstance(concern.change, FieldChange) and concern.change.what in _NAMES
+    }
+    for sign, found in (("+", config.appeared), ("-", config.vanished)):
+        for one in found:
+            place = f"  ({one.place})" if one.place else ""
+            yield f"{sign} {one.severity}[{one.code}]: {one.message}{place}"
+            about = past.get(one.key or "")
+            if about is not None and about not in one.message:
+                yield f"      {about}"
+            elif sign == "+" and about is None and one.help is not None:
+                yield f"      help: {one.help}"
+
+
+def _stage_lines(told: StageDifference, *, everything: bool) -> Iterator[str]:
+    same = ": no change" if told.empty else ""
+    yield f"{told.stage}  {told.script}{same}"
+    for word, reason in told.unreadable.items():
+        yield f"  {word}: {reason}"
+    if not told.reads and not told.unreadable:
+        yield "  what the script reads could not be followed at one of the commits"
+    if everything:
+        yield from _field_lines(told.fields)
+        yield from _refusal_lines(told.constraints)
+    elif counts := _counts(told):
+        yield f"  in all: {counts} (--all shows them)"
+
+
+def _counts(told: StageDifference) -> str:
+    parts = []
+    for what, words in _KINDS.items():
+        if number := len({c.name for c in told.fields if c.what == what}):
+            parts.append(f"{number} {words}")
+    if told.constraints:
+        parts.append(f"{len(told.constraints)} refusal(s) changed")
+    return ", ".join(parts)
+
+
+def _field_lines(fields: Sequence[FieldChange]) -> Iterator[str]:
+    for what, words in _KINDS.items():
+        found = [change for change in fields if change.what == what]
+        if not found:
+            continue
+        yield f"  {words}:"
+        for change in found:
+            name = f"{change.name} -> {change.to}" if change.to else change.name
+            after = f" {brief(change.after, _WIDE)}" if what == "added" else ""
+            yield f"    {name}:{after} {_change(change)}  ({change.new or change.old})"
+
+
+def _refusal_lines(found: Sequence[ConstraintChange]) -> Iterator[str]:
+    if found:
+        yield "  refusals:"
+    for change in found:
+        yield f"    {'-' if change.what == 'removed' else '+'} {_refusal(change)}"
+
+
+def _refusal(change: ConstraintChange) -> str:
+    known = change.refusal
+    layer = "the parser" if known.parsing else "the script"
+    return f"{layer} raises {known.error} where {shown(known.when)}  ({known.where})"
+
+
+def _cache_line(difference: Difference) -> str | None:
+    old, new = difference.old.cache, difference.new.cache
+    if difference.cache_moved is None:
+        return "dataset cache: its version is not known at one of the commits"
+    if not difference.cache_moved:
+        return None
+    return (
+        f"dataset cache: version {old or 'none'} -> {new or 'none'}: "
+        "every dataset is tokenised again"
+    )
+
+
+def _result_line(difference: Difference) -> str:
+    worse = [str(config.path) for config in difference.configs if config.worse]
+    if worse:
+        return f"worse for {len(worse)} of {len(difference.configs)} file(s): {', '.join(worse)}"
+    if difference.worse:
+        return "worse: a stage that could be read at the old commit cannot be read at the new one"
+    about = "for these files" if difference.configs else "that can be told without stage files (-c)"
+    return f"nothing gets worse {about}"

@@ -12,7 +12,6 @@ from launcher import (
     check,
     checkpoints,
     earlier,
-    foresight,
     gradient_doubt,
     process,
     rundir,
@@ -53,7 +52,7 @@ def judge(folder: RunFolder, asked: Mapping[str, str] | None = None) -> Judged:
         )
     seen = check.judge(stage if isinstance(stage, str) else None, expected, found)
     seen = _with_earlier(seen, folder, each, expected)
-    seen = check.beside(seen, foresight.peak_of(told))
+    seen = check.beside(seen, _planned_gib(told))
     seen = gradient_doubt.doubted(seen, told)
     if seen.point("finish").state == "running":
         if (leader := runner.unknown(folder)) is not None:
@@ -134,3 +133,12 @@ def _here(folder: RunFolder) -> bool:
     """Whether the attempt that began last did so where its processes could be seen from here."""
     told = process.identity(rundir.read_json(folder.process))
     return told is not None and not told.elsewhere()
+
+
+def _planned_gib(manifest: Mapping[str, Any]) -> Mapping[str, float]:
+    """The parts of the peak that the record of a run foresees, `peak` among them; else empty."""
+    plan = manifest.get("plan")
+    parts = plan.get("memory_gib") if isinstance(plan, dict) else None
+    if not isinstance(parts, dict):
+        return {}
+    return {k: float(v) for k, v in parts.items() if isinstance(v, int | float)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from launcher.cards import peak_flops
+from launcher.cards import flops_a_token, peak_flops
 from launcher.evidence import MEASURED, Event, Evidence, ProbeStep, RankRecord
 
 Row = dict[str, float]
@@ -105,25 +105,23 @@ def _share(part: float | None, whole: float | None) -> float | None:
 
 
 def flops_per_token(model: Event, tokens_per_row: float | None) -> float | None:
-    """Of one training step, forward and backward, as the model needs them; recomputation is no need.
-
-    Six for each weight that is multiplied with and trained, four where it is frozen, and causal
-    attention over rows of that length. None for experts, of which only some work on a token.
-    """
+    """Of one training step; None for experts, of which only some work on a token."""
     size, trained = model.number("parameters"), model.number("trainable")
     if size is None or trained is None or model.number("experts"):
         return None
     # a table that is only looked up multiplies nothing
     looked_up = 0.0 if model.fields.get("tied") is True else model.number("embedding") or 0.0
     frozen = size - trained
-    weights = 6 * (trained - looked_up) if not frozen else 6 * trained + 4 * (frozen - looked_up)
-    layers, hidden = model.number("layers"), model.number("hidden")
+    if frozen:
+        frozen -= looked_up
+    else:
+        trained -= looked_up
     heads, width = model.number("heads"), model.number("head_dim")
-    across = heads * width if heads and width else hidden
-    attention = (
-        6 * layers * across * tokens_per_row if layers and across and tokens_per_row else 0.0
-    )
-    return weights + attention
+    query = heads * width if heads and width else model.number("hidden")
+    return flops_a_token(
+        trained=trained, frozen=frozen, layers=model.number("layers") or 0.0, query=query or 0.0,
+        width=tokens_per_row or 0.0,
+    )  # fmt: skip
 
 
 def mfu(evidence: Evidence) -> float | None:

@@ -136,7 +136,8 @@ class Submodule:
     def as_json(self) -> dict[str, object]:
         """Every fact of it."""
         return {
-            "path": str(self.path), "repository": _text(self.repository),
+            "path": str(self.path),
+            "repository": None if self.repository is None else str(self.repository),
             "recorded": self.recorded, "state": self.state, "fill": self.fill,
         }  # fmt: skip
 
@@ -237,7 +238,7 @@ def status(checkout: Path | None, environ: Mapping[str, str]) -> Status:
         if all(canonical(path) != canonical(known.path) for known in places):
             taken = used is not None and canonical(path) == canonical(used)
             places.append(_look(path, source, used=taken and not any(p.used for p in places)))
-    return Status(places=tuple(places), submodule=_submodule(), fault=fault)
+    return Status(places=tuple(places), submodule=_submodule(places), fault=fault)
 
 
 def _candidates(checkout: Path | None, environ: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
@@ -281,22 +282,21 @@ def _state(path: Path) -> State:
         return "unreadable"
 
 
-def _submodule() -> Submodule:
+def _submodule(places: Sequence[Place]) -> Submodule:
     path, root = upstream.SUBMODULE, upstream.REPOSITORY
     own = Repository(root)
     # launch may be installed somewhere inside of another repository
     if not path.is_relative_to(root) or not _is_own(own):
         return Submodule(path=path, repository=None)
-    below = path.relative_to(root).as_posix()
-    recorded = gitlink(own, below)
-    state = _state(path)
+    recorded = gitlink(own, path.relative_to(root).as_posix())
+    there = next(place for place in places if canonical(place.path) == canonical(path))
+    state: str = there.state
     if state == "checkout":
-        there = _look(path, "submodule", used=False)
         same = there.commit in {None, recorded or PIN}
-        told = "other commit" if not same else "edited" if there.edited_source else "fine"
-    else:
-        told = state if state in {"missing", "empty"} else "no checkout"
-    return Submodule(path=path, repository=root, recorded=recorded, state=told)
+        state = "other commit" if not same else "edited" if there.edited_source else "fine"
+    elif state not in {"missing", "empty"}:
+        state = "no checkout"
+    return Submodule(path=path, repository=root, recorded=recorded, state=state)
 
 
 def gitlink(repository: Repository, path: str) -> str | None:
@@ -449,10 +449,10 @@ def distance(repository: Repository, old: str, new: str) -> tuple[int | None, in
 
 
 def _counts(ahead: int | None, behind: int | None) -> str:
-    parts = [f"{ahead} commit(s) ahead of it"] if ahead else []
-    parts += [f"{behind} behind it"] if ahead and behind else []
-    parts += [f"{behind} commit(s) behind it"] if behind and not ahead else []
-    return ", ".join(parts)
+    if ahead and behind:
+        return f"{ahead} commit(s) ahead of it, {behind} behind it"
+    number, word = (ahead, "ahead of") if ahead else (behind, "behind")
+    return f"{number} commit(s) {word} it" if number else ""
 
 
 def _listed(names: Sequence[str], limit: int = 6) -> str:
@@ -462,7 +462,3 @@ def _listed(names: Sequence[str], limit: int = 6) -> str:
 
 def _word(path: Path) -> str:
     return shlex.quote(str(path))
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)

@@ -21,7 +21,7 @@ from launcher import (
     checkpoints,
     claim,
     following,
-    foresight,
+    forecast,
     handover,
     plan,
     preparation,
@@ -269,7 +269,7 @@ class _Runner:
             row.model = str(self.models[source])
         request = replace(self.order.request(step.link, more), allowed=_allowed(self.order, step))
         prepared, why = self._prepared(request)
-        prepared = foresight.foreseen(prepared)
+        prepared = forecast.with_forecast(prepared)
         output = prepared.output or step.output
         self.models[step.link.name] = plan.model_in(prepared.plan, output)
         row.output, row.run = str(output), str(prepared.folder.path)

@@ -119,7 +119,6 @@ def make(
             if stage.args.get(name) is None:
                 derived[name] = Derived(value=number, why=why)
     notes = [*_devices_and_deepspeed(stage, gpus, nodes), *_without_probe(stage, gpus)]
-    notes += _sharding(stage, max(1, gpus) * nodes)
     for name, value, why in _settings(stage, gpus):
         derived[name] = Derived(value=value, why=why)
         notes.append(Finding(
@@ -135,7 +134,7 @@ def make(
             derived.setdefault("do_not_randomize_output_dir", Derived(value=True, why=why))
     values = Values(stage.schema, {**stage.args, **{k: d.value for k, d in derived.items()}})
     rows = count_rows(stage, values) if rows is None else rows
-    notes += _packed_and_few(stage, rows, per_device, accumulation, devices)
+    notes += _olmo_core(stage, rows, per_device, accumulation, devices, max(1, gpus) * nodes)
     steps = total_steps(stage, values, rows, world)
     notes += _unrecorded(stage, gpus, steps)
     late = trend_fault(stage.options, steps)
@@ -147,33 +146,20 @@ def make(
     )  # fmt: skip
 
 
-def _sharding(stage: Stage, processes: int) -> Iterator[Finding]:
-    """Where torchrun starts so many processes: whether the degrees of the stage file divide them."""
-    if not stage.entry.torchrun:
-        return
-    from launcher.backends.olmo_core_rules import degrees
-
-    for finding in degrees(stage.values, processes):
-        yield stage.config.placed(finding)
-
-
-def _packed_and_few(
-    stage: Stage, rows: int | None, per_device: int, accumulation: int, devices: int
+def _olmo_core(
+    stage: Stage, rows: int | None, per_device: int, accumulation: int, devices: int, processes: int
 ) -> Iterator[Finding]:
-    """What the split of the batch means to dpo.py: a packed step, and rows that do not fill one."""
+    """What the batch and the processes mean to dpo.py: its degrees, a packed step, rows that fill none."""
     if not stage.entry.torchrun:
         return
-    from launcher.backends import olmo_core_rules
+    from launcher.backends import olmo_core_rules as rules
 
     batch = stage.options.batch
-    split = batch is not None and batch.total is not None
-    found = [*olmo_core_rules.too_few_rows(
+    found = [*rules.degrees(stage.values, processes), *rules.too_few_rows(
         stage.values, rows, per_device=per_device, accumulation=accumulation, processes=devices
     )]  # fmt: skip
-    if split:
-        found += olmo_core_rules.unreached(
-            stage.values, accumulation=accumulation, processes=devices
-        )
+    if batch is not None and batch.total is not None:
+        found += rules.unreached(stage.values, accumulation=accumulation, processes=devices)
     for finding in found:
         yield stage.config.placed(finding)
 

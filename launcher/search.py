@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from launcher import footprint, levers, memory, shapes, throughput
+from launcher.cards import Card
 from launcher.comparison import Sample, Spread
 from launcher.errors import InvalidConfig
 from launcher.footprint import Footprint
 from launcher.lengths import Lengths
 from launcher.levers import ORDER, Setting, Settings, Space, described
 from launcher.shapes import Shape
-from launcher.throughput import Card
 
 THRESHOLD = 0.005
 """The search ends where nothing that is left could gain more than this share."""

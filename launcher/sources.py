@@ -63,8 +63,8 @@ def find_package(name: str, search: tuple[Path, ...] | None = None) -> Path | No
 class Module:
     """One parsed file: where each name comes from, its classes, functions and constants.
 
-    `label` is `package/path/below.py`; `modules` are names that stand for a whole module, `stars` are
-    modules all of whose names are imported.
+    `label` is `package/path/below.py`; `modules` are names that stand for a whole module. What `import *`
+    brings is not followed.
     """
 
     name: str
@@ -72,7 +72,6 @@ class Module:
     tree: ast.Module
     imports: dict[str, tuple[str, str]] = field(default_factory=dict)
     modules: dict[str, str] = field(default_factory=dict)
-    stars: list[str] = field(default_factory=list)
     classes: dict[str, ast.ClassDef] = field(default_factory=dict)
     functions: dict[str, ast.FunctionDef | ast.AsyncFunctionDef] = field(default_factory=dict)
     constants: dict[str, ast.expr] = field(default_factory=dict)
@@ -87,9 +86,6 @@ class Module:
         match node:
             case ast.ImportFrom(names=names):
                 origin = _absolute(node, self.package)
-                if names[0].name == "*":
-                    self.stars.append(origin)
-                    return
                 for alias in names:
                     self._unbind(alias.asname or alias.name)
                     self.imports[alias.asname or alias.name] = (origin, alias.name)
@@ -144,25 +140,14 @@ class Sources:
 
     def resolve(self, module: Module, name: str) -> tuple[Module, str] | None:
         """Where `name`, used in `module`, is defined, followed over files (at most 20 steps)."""
-        return self._resolve(module, name, 20)
-
-    def _resolve(self, module: Module, name: str, steps: int) -> tuple[Module, str] | None:
-        if name in module.classes or name in module.constants or name in module.functions:
-            return module, name
-        if not steps:
-            return None
-        if name in module.imports:
-            origin, original = module.imports[name]
-            following = self.module(origin)
-            return None if following is None else self._resolve(following, original, steps - 1)
-        if name.startswith("_"):
-            return None
-        for origin in reversed(module.stars):
-            following = self.module(origin)
-            if following is not None and following is not module:
-                found = self._resolve(following, name, min(steps, 4) - 1)
-                if found is not None:
-                    return found
+        for _ in range(20):
+            if name in module.classes or name in module.constants or name in module.functions:
+                return module, name
+            origin, name = module.imports.get(name, ("", name))
+            following = self.module(origin) if origin else None
+            if following is None:
+                return None
+            module = following
         return None
 
     def resolve_class(
@@ -261,10 +246,6 @@ class Sources:
         module = Module(name, label, tree)
         for node in top_level(tree):
             module.bind(node)
-        if module.stars:
-            # packages that load lazily name hundreds of modules for type checkers alone
-            skipped = _for_checkers(tree, module)
-            module.stars = [star for star in module.stars if star not in skipped]
         return module
 
 
@@ -279,17 +260,6 @@ def top_level(tree: ast.Module) -> Iterator[ast.stmt]:
         elif isinstance(node, ast.Try):
             handlers = [statement for handler in node.handlers for statement in handler.body]
             waiting[:0] = [*handlers, *node.orelse, *node.finalbody, *node.body]
-
-
-def _for_checkers(tree: ast.Module, module: Module) -> set[str]:
-    """The modules whose names are all imported under `if TYPE_CHECKING:` only."""
-    blocks = [n for n in tree.body if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)]
-    return {
-        _absolute(node, module.package)
-        for block in blocks
-        for node in block.body
-        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
-    }
 
 
 def _absolute(node: ast.ImportFrom, package: str) -> str:

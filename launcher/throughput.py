@@ -10,38 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launcher import budget, cards, lengths
+from launcher import budget, lengths
+from launcher.cards import Card
 from launcher.footprint import Footprint
 from launcher.setups import HALF, Zero
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
-    """One device: its name, GiB of memory (None: not known), arithmetic, and bytes a second.
-
-    `flops` is dense bf16; `bandwidth` that of its memory, `link` one direction to another device.
-    `launch` is what one kernel costs at least, in seconds.
-    """
-
-    name: str
-    gib: float | None
-    flops: float = 312e12
-    bandwidth: float = 2.0e12
-    link: float = 25e9
-    launch: float = 6e-6
-
-
-CPU = Card(name="CPU", gib=None, flops=2e11, bandwidth=2e10, link=1e10, launch=4e-6)
-
-
-def card_of(name: str, gib: float | None) -> Card:
-    """The device of that name; an unknown one has the proportions of an A100 on PCIe."""
-    sheet = cards.sheet_of(name)
-    if sheet is None:
-        return Card(name=name, gib=gib)
-    return Card(
-        name=name, gib=gib, flops=sheet.flops, bandwidth=sheet.bandwidth, link=sheet.link
-    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +39,7 @@ _KERNELS, _KERNELS_AROUND = 22, 150
 def pace(footprint: Footprint, card: Card) -> Pace:
     """What one step of this plan should take on such a card."""
     plan = footprint.plan
-    tokens = budget.tokens_per_step(
-        footprint.rows, per_device=plan.per_device, accumulation=plan.accumulation,
-        processes=plan.processes, packed=footprint.packed, dpo=footprint.dpo,
-    )  # fmt: skip
-    sequences = plan.per_device * (2 if footprint.dpo else 1)
-    batch = lengths.typical(footprint.rows, rows=sequences, packed=footprint.packed)
+    tokens, batch = budget.tokens_per_step(footprint), footprint.typical
     micro = _micro_batch(footprint, batch, card)
     zero, processes = footprint.zero, plan.processes
     trained = _trained(footprint)

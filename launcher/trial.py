@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from launcher import following, foresight, process, report, start, stopping
+from launcher import following, forecast, process, report, start, stopping
 from launcher.check import Verdict
 from launcher.errors import Exit, Finding, LaunchError, brief
 from launcher.plan import Plan
@@ -93,7 +93,7 @@ def of_prepared(
     INT and TERM stop the run, and the outcome says so; one that comes before the run can be told raises
     KeyboardInterrupt, with nothing left behind. Raises what `start.begin` raises: then nothing was started.
     """
-    prepared = foresight.foreseen(prepared)
+    prepared = forecast.with_forecast(prepared)
     folder = prepared.folder
     if not quiet:
         report.findings(prepared.findings)

@@ -28,11 +28,11 @@ from launcher import (
     preparation,
     proposal,
     rundir,
-    throughput,
     trial,
 )  # fmt: skip
 from launcher.bench import Bench, require_gpu
 from launcher.campaign import Campaign
+from launcher.cards import CPU, Card, card_of
 from launcher.comparison import SPEED, TOLERANCE, Row, Sample
 from launcher.devices import Devices
 from launcher.errors import Exit, Finding, InvalidConfig, NotReady, errors, usage
@@ -42,7 +42,6 @@ from launcher.plan import Plan
 from launcher.preparation import Asked, Request
 from launcher.search import Candidate, Measured, Outlook, Search, Status, Trial
 from launcher.shapes import Shape
-from launcher.throughput import Card
 from launcher.variants import AS_WRITTEN, Variant
 
 TUNE_VERSION = 2
@@ -333,10 +332,10 @@ def prepare(request: Request, terms: Terms, *, cpu: bool) -> Tuning:
 def _card(terms: Terms, chosen: Devices | None) -> Card:
     """The GPU that trains, of several the smallest."""
     if chosen is None or not chosen.slots:
-        return throughput.CPU
+        return CPU
     known = [slot.gpu.memory_mib for slot in chosen.slots if slot.gpu.memory_mib]
     gib = terms.gpu_memory or (min(known) / 1024 if known else None)
-    return throughput.card_of(chosen.slots[0].gpu.name, gib)
+    return card_of(chosen.slots[0].gpu.name, gib)
 
 
 def _shape(made: Plan) -> Shape | None:

@@ -1012,7 +1012,7 @@ class Walk(Lookup):
         """Whether a function's module can name what another one holds."""
         module = self.sources.module(target.module)
         assert module is not None
-        known = {*module.modules.values(), *module.stars}
+        known = set(module.modules.values())
         known |= {o for o, _ in module.imports.values()}
         known |= {f"{o}.{name}" for o, name in module.imports.values()}
         return owner in known

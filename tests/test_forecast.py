@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,15 @@ from conftest import Write
 from made_runs import made, manifest
 from typer.testing import CliRunner
 
-from launcher import rundir
+from launcher import forecast, preparation, rundir, series, start
 from launcher.cli import main
 from launcher.commands import app
+from launcher.devices import Devices, Slot
 from launcher.errors import InvalidConfig, LaunchError, UsageError
+from launcher.lengths import Lengths
+from launcher.machine import Gpu
+from launcher.preparation import Prepared, Request
+from launcher.rundir import RunFolder
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 TULU = str(CONFIGS / "tulu" / "sft_qwen7b_25pct.yaml")
@@ -96,15 +102,6 @@ def test_the_measured_points_of_trl(
         str(write("stage.yaml", text)), "--gpus", "1", "--row-tokens", rows, "--gpu-memory", "139"
     )["gpus"]
     assert one["memory_gib"]["peak"] == pytest.approx(gib, rel=0.07 if "peft" in more else 0.03)
-
-
-def test_counts_keep_the_global_batch() -> None:
-    told = planned(TULU, "--gpus", "1,2,8", *ROWS, "--gpu-memory", "80")
-    assert [(g["gpus"], g["accumulation"], g["global"]) for g in told["gpus"]] == [
-        (1, 8, 128), (2, 4, 128), (8, 1, 128),
-    ]  # fmt: skip
-    assert [g["fits"] for g in told["gpus"]] == [False, False, True]
-    assert "out-of-memory" in told["codes"]
 
 
 def test_rows_that_are_said_count_before_those_that_lie_here(write: Write) -> None:
@@ -563,3 +560,73 @@ def test_where_a_single_row_fits_packing_goes() -> None:
     (one,) = planned(llama, *words, "--gpu-memory", "80", "batch.per_device=1", "packing=false",
                      "expect.packing=off")["gpus"]  # fmt: skip
     assert one["fits"] is True and f"({one['memory_gib']['peak']:.1f} GiB)" in help
+
+
+# --- beside a run that is about to start ------------------------------------------------------------
+
+OOM = (
+    "[rank1]: Traceback (most recent call last):\n"
+    '[rank1]:   File "finetune.py", line 900, in main\n'
+    "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 9.00 GiB. GPU 1 has a total "
+    "capacity of 79.00 GiB of which 2.00 GiB is free.\n"
+)
+ROW_LENGTHS = forecast.row_lengths
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> Prepared:
+    """Two cards of 80 GB, rows of a known length, nothing started."""
+    known = Lengths(mean=302.0, longest=1104, source="told", rows=235_000)
+    monkeypatch.setattr(forecast, "row_lengths", lambda *_: known)
+    cards = [
+        Gpu(index=n, uuid=f"GPU-{n}", name="NVIDIA H100 80GB HBM3", memory_mib=81559, used_mib=0,
+            driver="580")
+        for n in range(2)
+    ]  # fmt: skip
+    told = preparation.prepare(Request(stage="sft", config=Path(TULU), gpus=2), running=False)
+    return replace(told, devices=Devices(slots=tuple(Slot(str(g.index), g) for g in cards)))
+
+
+def test_what_does_not_fit_is_said_before_a_gpu_works(prepared: Prepared) -> None:
+    told = forecast.with_forecast(prepared)
+    assert told.forecast is not None
+    assert told.forecast["memory_gib"]["peak"] == pytest.approx(85.2, rel=0.05)
+    assert told.forecast["fits"] is False
+    assert "out-of-memory" in {one.code for one in told.warnings}
+    # said once
+    assert len(forecast.with_forecast(told).warnings) == len(told.warnings)
+
+
+def test_without_row_lengths_nothing_is_foreseen(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forecast, "row_lengths", ROW_LENGTHS)
+    assert forecast.with_forecast(prepared) is prepared
+
+
+def test_the_plan_stands_beside_what_was_measured(prepared: Prepared, tmp_path: Path) -> None:
+    told = forecast.with_forecast(prepared)
+    record = told.for_record()
+    assert record["plan"]["per_device"] == prepared.plan.per_device
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text(json.dumps({"stage": "sft", **record}))
+    record = series.planned(series.read_folder(tmp_path / "run"))
+    assert record["peak_gib"] == pytest.approx(85.2, rel=0.05)
+    assert record["tokens_per_step"] == pytest.approx(128 * 302, rel=0.02)
+    assert record["hours"] is not None and record["steps"] == 2 * -(-939_343 // 4 // 128)
+
+
+def test_out_of_memory_is_explained_by_the_plan(prepared: Prepared, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "runs" / "20260101T000000Z-sft-x")
+    folder.path.mkdir(parents=True)
+    record = {
+        "stage": "sft",
+        "backend": "open_instruct",
+        **forecast.with_forecast(prepared).for_record(),
+    }
+    folder.manifest.write_text(json.dumps(record))
+    folder.console(1).write_text(OOM)
+    point = start.finish(folder).point("memory")
+    assert point.state == "oom"
+    assert str(point.detail["reason"]).startswith("the plan said 85")
+    assert "optimizer" in str(point.detail["reason"]) and point.detail["help"]

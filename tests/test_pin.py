@@ -110,9 +110,7 @@ def test_a_folder_without_history(pinned: Path, tmp_path: Path) -> None:
     assert told.exit_code is Exit.OK and "without a git history" in "\n".join(told.lines())
     (tmp_path / "copy" / "open_instruct" / "finetune.py").write_text("x = 1\n")
     assert pin.status(tmp_path / "copy", {}).exit_code is Exit.CONFIG
-
-
-def test_a_folder_inside_another_repository_has_no_history_of_its_own(pinned: Path) -> None:
+    # nor has one inside another repository
     shutil.copytree(pinned / "open_instruct", pinned / "inner" / "open_instruct")
     told = pin.status(pinned / "inner", {})
     assert told.used is not None and told.used.commit is None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from conftest import REPOSITORY
 
-from launcher import footprint, lengths, levers, plan, preparation, throughput
+from launcher import cards, footprint, lengths, levers, plan, preparation
 from launcher.errors import InvalidConfig
 from launcher.levers import Settings
 from launcher.preparation import Request
@@ -36,7 +36,7 @@ def outlook(
     return Outlook(
         space=levers.of_plan(made, installed, known), shape=shape,
         rows=known or lengths.parse("500:1000"),
-        card=throughput.card_of(card, gib) if gpus else throughput.CPU,
+        card=cards.card_of(card, gib) if gpus else cards.CPU,
         attention="flash_2" if "flash-attn" in installed and gpus else "sdpa", steps=STEPS,
     )  # fmt: skip
 

@@ -63,7 +63,7 @@ def pin_diff(
     ] = False,
 ) -> Exit:
     """Show what changes between two commits: arguments, defaults, reads, refusals."""
-    from launcher import diff_report, impact, pin, report
+    from launcher import impact, pin, report
 
     found = pin.find_commits(commits, shared.open_instruct, os.environ)
     paths = [file for path in configs or () for file in files_of(path)]
@@ -72,5 +72,5 @@ def pin_diff(
         new = [finding for one in told.configs for finding in one.appeared]
         report.envelope("pin diff", not told.worse, new, told.as_json())
     else:
-        report.say("\n".join(diff_report.lines(told, everything=everything)))
+        report.say("\n".join(impact.lines(told, everything=everything)))
     return told.exit_code

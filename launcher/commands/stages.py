@@ -170,7 +170,7 @@ def _after(on_finish: str | None, limit: str | None, allow_unproven: bool) -> di
 
 def _run(request: Request, format: Format, after: dict[str, Any], *, detach: bool) -> Exit:
     from launcher import (
-        foresight,
+        forecast,
         keeper,
         lease,
         on_finish,
@@ -187,7 +187,7 @@ def _run(request: Request, format: Format, after: dict[str, Any], *, detach: boo
     with keeper.interruptible():
         prepared = preparation.prepare(request, running=True)
         try:
-            prepared = foresight.foreseen(prepared)
+            prepared = forecast.with_forecast(prepared)
             if prepared.decision.kind == "finished":
                 return _finished(prepared, prepared.findings, format, after)
             if not (prepared.here and prepared.here.rank):
@@ -218,9 +218,9 @@ def _finished(
 
 def _queued(request: Request, format: Format, after: dict[str, Any]) -> Exit:
     """Hand the run to Slurm."""
-    from launcher import foresight, keeper, preparation, sbatch, start
+    from launcher import forecast, keeper, preparation, sbatch, start
 
-    prepared = foresight.foreseen(preparation.prepare(request, running=True))
+    prepared = forecast.with_forecast(preparation.prepare(request, running=True))
     options, found = prepared.plan.stage.options.slurm, prepared.findings
     few = sbatch.one_cpu(options, prepared.plan.gpus)
     if few is not None:

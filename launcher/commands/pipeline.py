@@ -53,12 +53,16 @@ def pipeline(
     """Run stages one after the other, each on the model of the one before; what is done is skipped."""
     from launcher import chain
     from launcher.handover import Order
+    from launcher.preparation import Request
 
-    order = Order(
-        chain=chain.load(file, overrides or ()), first=first, last=until, gpus=gpus, python=python,
-        checkout=open_instruct, allow_unpinned=allow_unpinned, allow_unproven=allow_unproven,
-        strict=strict, probe=not no_probe, devices=devices, fresh=fresh,
+    common = Request(
+        stage=None, config=file, gpus=gpus, python=python, checkout=open_instruct,
+        allow_unpinned=allow_unpinned, strict=strict, probe=not no_probe, devices=devices, fresh=fresh,
         allowed=tuple(allow_changed_resume or ()),
+    )  # fmt: skip
+    order = Order(
+        chain=chain.load(file, overrides or ()), common=common, first=first, last=until,
+        allow_unproven=allow_unproven,
     )  # fmt: skip
     raise typer.Exit(_dry_run(order, format) if dry_run else _run(order, format))
 

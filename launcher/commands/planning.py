@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -106,17 +108,22 @@ def doctor(
     """Say whether this machine is ready, for a stage file or at all; import what training imports."""
     from launcher import install as installing
     from launcher import readiness, report
+    from launcher.preparation import Request
 
-    asked = readiness.Question(
-        config=config, overrides=overrides or (), gpus=gpus, devices=devices, python=python,
-        checkout=open_instruct, backend=named_backend(backend), allow_unpinned=allow_unpinned,
+    request = Request(
+        stage=None, config=config or Path(), overrides=overrides or (), gpus=gpus, devices=devices,
+        python=python, checkout=open_instruct, allow_unpinned=allow_unpinned,
     )  # fmt: skip
+    named = named_backend(backend) or "open_instruct"
+    examine = partial(readiness.of_stage, request)
+    if config is None:
+        examine = partial(readiness.of_backend, request, named)
     if install and not installing.known():
         raise NotReady(installing.unknown())
-    told = readiness.examine(asked, importing=not install)
+    told = examine(importing=not install)
     if install and yes:
         installing.run(told.install)
-        told = readiness.examine(asked)
+        told = examine()
     if install and not yes and format is Format.text:
         report.say("\n".join(step.shell() for step in told.install))
         raise typer.Exit(Exit.OK)

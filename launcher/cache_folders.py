@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import rundir, runner, sizes
-from launcher.caches import KINDS, Cache
+from launcher.caches import KINDS, Cache, edited
 from launcher.errors import NotReady, not_ready, usage
 from launcher.fingerprint import cache_home
 from launcher.redaction import redact
@@ -253,35 +253,31 @@ def _remove(path: Path) -> bool:
     return True
 
 
-def discard_spoiled(before: Sequence[Cache], now: Sequence[Cache]) -> list[Path]:
+def discard_spoiled(cache: Cache) -> list[Path] | None:
     """Take away what a run made of contents that are not those its folder is named by.
 
-    `before` are the folders of the run, `now` the same derived again after it. Something was written
-    to while the run began, after it had been read here and before upstream read it; what was written
-    to later, after the entry was made, spoils nothing.
+    Something was written to while the run began, after it had been read here and before upstream read
+    it; what was written to later, after the entry was made, spoils nothing. None where all is as it was.
     """
+    written = edited(cache)
+    if written is None:
+        return None
     gone = []
-    again = {one.kind: one for one in now}
-    for one in before:
-        written = _written(one, again.get(one.kind))
-        if written is None:
-            continue
-        for name in CacheFolder(one.path, {"kind": one.kind}).entries():
-            path = one.path / name
-            made = _mtime(path / "state.json" if path.is_dir() else path)
-            ours = one.read < made and written <= made and one.backend == "open_instruct"
-            if ours and _remove(path):
-                gone.append(path)
+    for name in CacheFolder(cache.path, {"kind": cache.kind}).entries():
+        path = cache.path / name
+        made = _mtime(path / "state.json" if path.is_dir() else path)
+        ours = cache.read < made and written <= made and cache.backend == "open_instruct"
+        if ours and _remove(path):
+            gone.append(path)
     return gone
 
 
-def discard_made(made: Sequence[Cache]) -> None:
-    """Take away what a run put into its folders: it read other data than those they are named by."""
-    for one in made:
-        for path in _entries(one.path):
-            ours = path.name == RECORD or path.name.startswith(".")
-            if not ours and max(map(_mtime, (path, *path.rglob("*")))) > one.read:
-                _remove(path)
+def discard_made(cache: Cache) -> None:
+    """Take away what a run put into its folder: it read other data than those that is named by."""
+    for path in _entries(cache.path):
+        ours = path.name == RECORD or path.name.startswith(".")
+        if not ours and max(map(_mtime, (path, *path.rglob("*")))) > cache.read:
+            _remove(path)
 
 
 def _mtime(path: Path) -> float:
@@ -289,22 +285,6 @@ def _mtime(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
-
-
-def _written(before: Cache, now: Cache | None) -> float | None:
-    """When the first of what differs was written; None where nothing does."""
-    if now is None or before.digest == now.digest:
-        return None
-    times = []
-    for one, other in zip(before.inputs, now.inputs, strict=False):
-        if one.digest != other.digest:
-            old = one.shown["files"] if isinstance(one.shown, dict) else []
-            new = other.shown["files"] if isinstance(other.shown, dict) else []
-            known = {(file["name"], file["digest"]) for file in old}
-            fresh = [file["mtime"] for file in new if (file["name"], file["digest"]) not in known]
-            # a file that is gone says nothing of when
-            times.append(min(fresh, default=0.0))
-    return min(times, default=0.0)
 
 
 def _half_dataset(path: Path) -> bool:

@@ -36,7 +36,6 @@ from typing import Any, Literal
 
 from launcher import facts, rundir
 from launcher import plan as plans
-from launcher.backends.output_rules import checkpoints, resumed_from
 from launcher.errors import Finding
 from launcher.fingerprint import (
     Fingerprint,
@@ -149,30 +148,35 @@ def from_json(data: Mapping[str, Any]) -> Cache:
     return Cache(**{**given, "path": Path(data["path"]), "inputs": inputs})
 
 
-def read_again(cache: Cache) -> Cache:
-    """The same folder with its local inputs as they are now; what is gone by now stays as it was.
+def edited(cache: Cache) -> float | None:
+    """When the first of a folder's local inputs that is not as it was read was written.
 
-    Relative names start at the working directory, as they did before.
+    In seconds since 1970, 0 of a file that was taken away; None where nothing differs. Relative names
+    start at the working directory, as they did before; what is gone as a whole counts as unchanged.
     """
     memory = Memory.load(cache_home() / "fingerprints.json")
-    now = tuple(_read_again(one, memory) for one in cache.inputs)
+    times = [time for one in cache.inputs if (time := _edited(one, memory)) is not None]
     memory.save()
-    same = [one.digest for one in now] == [one.digest for one in cache.inputs]
-    return replace(cache, inputs=now, digest=cache.digest if same else "another")
+    return min(times, default=None)
 
 
-def _read_again(one: Input, memory: Memory) -> Input:
-    local = isinstance(one.shown, dict) and one.shown.get("kind") in ("file", "folder")
-    if not local:
-        return one
-    readers = {"model": of_model, "tokenizer": of_tokenizer}
-    read = readers.get(one.role, of_data)
-    if one.role == "template" and Path(one.name).is_dir():
+def _edited(one: Input, memory: Memory) -> float | None:
+    if not isinstance(one.shown, dict) or one.shown.get("kind") not in ("file", "folder"):
+        return None
+    folder_of_template = one.role == "template" and Path(one.name).is_dir()
+    read = of_model if one.role == "model" else of_data
+    if one.role == "tokenizer" or folder_of_template:
         read = of_tokenizer
     try:
-        return _printed(one.role, read(one.name, memory))
+        now = read(one.name, memory)
     except MissingContent:
-        return one
+        return None
+    if now.digest == one.digest:
+        return None
+    known = {(file["name"], file["digest"]) for file in one.shown["files"]}
+    files = now.files[:_FILES_KEPT]
+    fresh = [file.mtime for file in files if (file.name, file.digest) not in known]
+    return min(fresh, default=0.0)
 
 
 def _printed(role: Role, found: Fingerprint) -> Input:
@@ -426,34 +430,17 @@ def _trl(reader: _Reader) -> Iterator[Cache]:
 # --- what is worth saying -------------------------------------------------------------------------
 
 
-def findings(plan: Plan, caches: Sequence[Cache], output: Path | None) -> Iterator[Finding]:
-    """What the folders of a run that is about to start cannot prevent.
-
-    `output` is where the model goes, and where upstream looks for checkpoints.
-    """
-    for found in _findings(caches, output):
-        yield plan.stage.config.placed(found)
-
-
-def _findings(caches: Sequence[Cache], output: Path | None) -> Iterator[Finding]:
-    reference = next((one for one in caches if one.kind == "reference"), None)
-    if reference is None:
-        return
-    last = resumed_from(checkpoints(output))
-    if last is not None and not any(reference.path.glob("*.pt")):
-        yield Finding(
-            severity="error", layer="run", code="reference-gone", key="args.model_name_or_path",
-            message=f"{output} holds {last.name}, which is loaded before the reference is computed "
-            f"(dpo_tune_cache.py:503, dpo_tune_cache.py:528), and {reference.path} holds none for this "
-            "model and these data: the half-trained model would be its own reference",
-            help="bring back the model and the data as they were, or begin anew in another folder",
-        )  # fmt: skip
-    for one in reference.inputs:
-        if one.role == "model" and isinstance(one.shown, dict) and one.shown["kind"] == "name":
-            yield Finding(
-                severity="note", layer="run", code="model-not-here",
-                key="args.model_name_or_path",
-                message=f"{one.name} is not in the hub's cache: its reference log-probabilities are kept "
-                "by its name, and the next start, which will know its commit, computes them again",
-                help=f"hf download {one.name}",
-            )  # fmt: skip
+def findings(plan: Plan, caches: Sequence[Cache]) -> Iterator[Finding]:
+    """What the folders of a run that is about to start cannot prevent."""
+    for cache in caches:
+        for one in cache.inputs if cache.kind == "reference" else ():
+            if one.role == "model" and isinstance(one.shown, dict) and one.shown["kind"] == "name":
+                found = Finding(
+                    severity="note", layer="run", code="model-not-here",
+                    key="args.model_name_or_path",
+                    message=f"{one.name} is not in the hub's cache: its reference log-probabilities are "
+                    "kept by its name, and the next start, which will know its commit, computes them "
+                    "again",
+                    help=f"hf download {one.name}",
+                )  # fmt: skip
+                yield plan.stage.config.placed(found)

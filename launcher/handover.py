@@ -43,22 +43,16 @@ _ADAPTERS = ("use_lora", "use_qlora", "use_peft")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What was asked of a pipeline: from which stage to which (None: from the start, to the end), on what."""
+    """What was asked of a pipeline: from which stage to which (None: from the start, to the end).
+
+    `common` is what its command line says for every stage.
+    """
 
     chain: Chain
+    common: Request
     first: str | None = None
     last: str | None = None
-    gpus: int | None = None
-    python: Path | None = None
-    checkout: Path | None = None
-    allow_unpinned: bool = False
     allow_unproven: bool = False
-    strict: bool = False
-    probe: bool = True
-    devices: str | None = None
-    fresh: bool = False
-    allowed: tuple[str, ...] = ()
-    runs: Path | None = None
 
     @property
     def links(self) -> tuple[Link, ...]:
@@ -67,11 +61,9 @@ class Order:
 
     def request(self, link: Link, more: Iterable[str] = ()) -> Request:
         """The command line of one stage, with further overrides."""
-        return Request(
-            stage=link.stage, config=link.config, overrides=(*link.texts(), *more),
-            gpus=link.gpus if self.gpus is None else self.gpus, python=self.python,
-            checkout=self.checkout, allow_unpinned=self.allow_unpinned, strict=self.strict,
-            probe=self.probe, devices=self.devices, runs=self.runs,
+        return replace(
+            self.common, stage=link.stage, config=link.config, overrides=(*link.texts(), *more),
+            gpus=link.gpus if self.common.gpus is None else self.common.gpus, fresh=False, allowed=(),
         )  # fmt: skip
 
     def unheeded(self) -> list[tuple[Link, str]]:
@@ -90,19 +82,20 @@ class Order:
 
         Secrets are redacted.
         """
+        common = self.common
         given = {
-            "--from": first or self.first, "--until": self.last, "--gpus": self.gpus,
-            "--devices": self.devices, "--python": self.python, "--open-instruct": self.checkout,
+            "--from": first or self.first, "--until": self.last, "--gpus": common.gpus,
+            "--devices": common.devices, "--python": common.python, "--open-instruct": common.checkout,
         }  # fmt: skip
         flags = {
-            "--allow-unpinned": self.allow_unpinned, "--allow-unproven": self.allow_unproven,
-            "--strict": self.strict, "--no-probe": not self.probe,
+            "--allow-unpinned": common.allow_unpinned, "--allow-unproven": self.allow_unproven,
+            "--strict": common.strict, "--no-probe": not common.probe,
         }  # fmt: skip
         words = ["launch", "pipeline", str(self.chain.path)]
         words += [f"{one.name}.{text}" for one in self.chain.links for text in one.overrides]
         words += [word for k, v in given.items() if v is not None for word in (k, str(v))]
         words += [name for name, value in flags.items() if value]
-        words += [word for name in self.allowed for word in ("--allow-changed-resume", name)]
+        words += [word for name in common.allowed for word in ("--allow-changed-resume", name)]
         told: str = redact(shlex.join([*words, *more]))
         return told
 
@@ -176,7 +169,7 @@ def survey(order: Order, *, running: bool) -> Survey:
     surveyor.ask_machine(live=bool(live))
     surveyor.check_words()
     found = tuple(dict.fromkeys(surveyor.findings))
-    if surveyor.refused or errors(found, strict=order.strict):
+    if surveyor.refused or errors(found, strict=order.common.strict):
         raise InvalidConfig(found)
     if running and surveyor.lacking:
         raise NotReady(tuple(dict.fromkeys(surveyor.lacking)))
@@ -246,7 +239,7 @@ class _Surveyor:
             message = f"`{OUTPUT}` is missing: where a stage's model goes must be known beforehand"
             help = f"give it an `{OUTPUT}`, in its file or under `with:`"
             self._add(link, "error", "launch", "pipeline-output", message, help, "args")
-        fresh = order.fresh and within
+        fresh = order.common.fresh and within
         if within:
             self._examine(link, replace(order.request(link, facts), fresh=fresh))
         dry = preparation.prepare(replace(order.request(link, given), fresh=fresh), running=False)
@@ -292,7 +285,7 @@ class _Surveyor:
         """
         fields = [step.plan.stage.schema.fields for step in self.steps.values()]
         known = known_changes(name for each in fields for name in each)
-        wrong = [n for n in self.order.allowed if n not in known]
+        wrong = [n for n in self.order.common.allowed if n not in known]
         if wrong and not self.refused:
             message = f"--allow-changed-resume: nothing is called {', '.join(map(repr, wrong))}"
             raise usage("unknown-change", message)

@@ -319,7 +319,7 @@ class _Runner:
 
     def _prepared(self, request: Request) -> tuple[Prepared, str | None]:
         """Ready to start: as it is, or started over with the reason why."""
-        if self.order.fresh:
+        if self.order.common.fresh:
             fresh = preparation.prepare(replace(request, fresh=True), running=True)
             return fresh, None if fresh.output == fresh.asked else "--fresh"
         if (found := _of_nobody(request)) is not None:
@@ -387,7 +387,7 @@ def _changed(decision: Decision, request: Request) -> list[Change]:
 def _allowed(order: Order, step: Step) -> tuple[str, ...]:
     """What of `--allow-changed-resume` a stage knows."""
     known = handover.known_changes(step.plan.stage.schema.fields)
-    return tuple(name for name in order.allowed if name in known)
+    return tuple(name for name in order.common.allowed if name in known)
 
 
 # --- before and around ------------------------------------------------------------------------------
@@ -405,7 +405,7 @@ def _opened(order: Order, seen: Survey) -> Result:
                 model=str(values.get(step.plan.stage.entry.names.model)), output=str(step.output),
             )
         )  # fmt: skip
-    root = order.runs or rundir.runs_root()
+    root = order.common.runs or rundir.runs_root()
     file, cwd = str(order.chain.path.absolute()), os.getcwd()
     for folder, told in campaign.records(KIND, RECORD, root):
         if (told.get("file"), told.get("cwd")) == (file, cwd):

@@ -397,10 +397,9 @@ class _Filling:
         folder = RunFolder(self.work)
         with cache_folders.held((cache,), folder, 1, config=self.request.config) as locks:
             self._run(cache, folder, locks)
-        again = caches.read_again(cache)
+        spoiled = cache_folders.discard_spoiled(cache) is not None
         entry = self._entry()
-        if again.digest != cache.digest:
-            cache_folders.discard_spoiled((cache,), (again,))
+        if spoiled:
             why = "the data, the tokenizer or the model were written to while they were read"
         elif entry is None:
             made = [

@@ -244,7 +244,7 @@ def prepare(request: Request, *, running: bool) -> Prepared:
         if running:
             last = plan.output_folder(made)
             where = None if last is None else last.absolute()
-            said = caches.findings(made, held, where)
+            said = caches.findings(made, held)
             holds = contents.of_plan(made)
             decision = resume.judge(
                 made, output=where, history=history, folder=before, trainer=trainer, caches=held, now=holds,

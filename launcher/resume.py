@@ -52,7 +52,6 @@ SUPERSEDED: frozenset[str] = frozenset(
         "stale-checkpoints",
         "finished-output",
         "not-resumed",
-        "reference-gone",
     }
 )
 """Codes of rules that know the folder alone: of a run of ours, its `Decision` says more."""
@@ -335,7 +334,7 @@ class _Judge:
             )
         return Decision(
             kind="resume", checkpoint=chosen, step=self.attempts.steps(chosen),
-            place=self._place(chosen), kept=kept, findings=tuple(said),
+            place=self._place(chosen), kept=kept, findings=(*said, *self._reference_gone(())),
         )  # fmt: skip
 
     def again(self) -> Decision:

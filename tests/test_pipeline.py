@@ -21,6 +21,7 @@ from fake_world import World, made, needs_trl, until
 from launcher import chain, handover, lease, rundir
 from launcher.errors import InvalidConfig, UsageError
 from launcher.handover import Order
+from launcher.preparation import Request
 
 pytestmark = pytest.mark.slow
 
@@ -116,6 +117,12 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Chained]:
             os.kill(pid, signal.SIGKILL)
 
 
+def ordered(loaded: chain.Chain, *, last: str | None = None, **common: Any) -> Order:
+    """A pipeline as its command line asks for it."""
+    request = Request(stage=None, config=loaded.path, **common)
+    return Order(chain=loaded, common=request, last=last)
+
+
 def statuses(told: dict[str, Any]) -> list[str]:
     return [one["status"] for one in told["data"]["stages"]]
 
@@ -181,13 +188,13 @@ def test_the_command_that_is_advised_is_the_same_one(write: Write) -> None:
     write("s.yaml", "stage: sft\n")
     text = "stages: [{name: a, config: s.yaml}, {name: b, config: s.yaml}]\n"
     loaded = chain.load(write("my p.yaml", text), ["b.seed=1", "a.data=x y"])
-    order = Order(chain=loaded, gpus=0, last="b", fresh=True, probe=False, allowed=("pin",))
+    order = ordered(loaded, last="b", gpus=0, fresh=True, probe=False, allowed=("pin",))
     assert shlex.split(order.again("--fresh", first="a")) == [
         "launch", "pipeline", str(loaded.path), "a.data=x y", "b.seed=1", "--from", "a", "--until", "b",
         "--gpus", "0", "--no-probe", "--allow-changed-resume", "pin", "--fresh",
     ]  # fmt: skip
     secret = "hf_" + "a1B2" * 9
-    told = Order(chain=chain.load(loaded.path, [f"a.hub_token={secret}"])).again()
+    told = ordered(chain.load(loaded.path, [f"a.hub_token={secret}"])).again()
     assert "a.hub_token=" in told and secret not in told
 
 
@@ -208,7 +215,7 @@ def test_with_and_the_command_line(write: Write) -> None:
 
 
 def surveyed(path: Path, gpus: int = 0, **more: Any) -> handover.Survey:
-    return handover.survey(Order(chain=chain.load(path), gpus=gpus, **more), running=False)
+    return handover.survey(ordered(chain.load(path), gpus=gpus, **more), running=False)
 
 
 def refused(path: Path, **more: Any) -> dict[str, tuple[str | None, int | None, str]]:
@@ -352,7 +359,7 @@ def test_the_committed_pipelines_hold_together(
         (tmp_path / "build" / "demo" / "data" / kind / "train.jsonl").write_text("{}\n")
     monkeypatch.chdir(tmp_path)
     path = REPOSITORY / "configs" / f"{name}.yaml"
-    order = Order(chain=chain.load(path), gpus=0 if "demo" in name else 8)
+    order = ordered(chain.load(path), gpus=0 if "demo" in name else 8)
     told = handover.survey(order, running=False)
     assert [f for f in told.findings if f.severity == "error"] == []
     assert [one.link.source for one in told.steps.values()] == [None, "sft"]

@@ -627,6 +627,15 @@ def test_a_reference_that_is_gone_is_never_made_of_a_half_trained_model(run: Mak
             caches=held, now=contents.of_plan(made),
         )  # fmt: skip
 
+    # of checkpoints that nobody here has made, before the first start
+    saved.engine(one.output, "step_6", ranks=1)
+    made = one.plan(gpus=1)
+    foreign = resume.judge(
+        made, output=one.output, history=[], folder=None, trainer=one.trainer,
+        caches=caches.derive(made, one.trainer.packages, running=False),
+    )  # fmt: skip
+    assert "reference-gone" in codes(foreign)
+    shutil.rmtree(one.output)
     one.start(gpus=1)
     saved.engine(one.output, "step_6", ranks=1)
     again()

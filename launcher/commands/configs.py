@@ -159,16 +159,15 @@ def _judge_file(
 def _judge_pipeline(path: Path, locator: Locator) -> tuple[dict[str, object], tuple[Finding, ...]]:
     """The same for several stages in turn, and what they hand to each other."""
     from launcher import chain, handover
+    from launcher.preparation import Request
 
     try:
         whole = chain.load(path)
-        plan = handover.survey(
-            handover.Order(
-                chain=whole, checkout=locator.checkout, allow_unpinned=locator.allow_unpinned,
-                gpus=None if all(link.gpus is not None for link in whole.links) else VALIDATED_FOR,
-            ),
-            running=False,
+        common = Request(
+            stage=None, config=path, checkout=locator.checkout, allow_unpinned=locator.allow_unpinned,
+            gpus=None if all(link.gpus is not None for link in whole.links) else VALIDATED_FOR,
         )  # fmt: skip
+        plan = handover.survey(handover.Order(chain=whole, common=common), running=False)
     except LaunchError as error:
         return {}, error.findings
     return {"shape": "pipeline", "stages": [link.name for link in plan.links]}, plan.findings

@@ -39,12 +39,13 @@ def pipeline(
     from launcher import chain
     from launcher.handover import Order
 
-    order = Order(
-        chain=chain.load(file, overrides or ()), first=first, last=until, gpus=shared.gpus,
-        python=shared.python, checkout=shared.open_instruct, allow_unpinned=shared.allow_unpinned,
-        allow_unproven=shared.allow_unproven, strict=shared.strict, probe=not shared.no_probe,
-        devices=shared.devices, fresh=shared.fresh,
+    common = shared.request(
+        config=file, overrides=(), fresh=shared.fresh,
         allowed=tuple(shared.allow_changed_resume or ()),
+    )  # fmt: skip
+    order = Order(
+        chain=chain.load(file, overrides or ()), common=common, first=first, last=until,
+        allow_unproven=shared.allow_unproven,
     )  # fmt: skip
     return _dry_run(order, shared.format) if shared.dry_run else _run(order, shared.format)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -79,17 +81,17 @@ def doctor(
     from launcher import install as installing
     from launcher import readiness, report
 
-    question = readiness.Question(
-        config=config, overrides=overrides or (), gpus=shared.gpus, devices=shared.devices,
-        python=shared.python, checkout=shared.open_instruct, backend=named_backend(shared.backend),
-        allow_unpinned=shared.allow_unpinned,
-    )  # fmt: skip
+    request = shared.request(config=config or Path(), overrides=overrides or ())
+    named = named_backend(shared.backend) or "open_instruct"
+    examine = partial(readiness.of_stage, request)
+    if config is None:
+        examine = partial(readiness.of_backend, request, named)
     if install and not installing.known():
         raise NotReady(installing.unknown())
-    state = readiness.examine(question, importing=not install)
+    state = examine(importing=not install)
     if install and yes:
         installing.run(state.install)
-        state = readiness.examine(question)
+        state = examine()
     if install and not yes and shared.format is Format.text:
         report.say("\n".join(step.shell() for step in state.install))
         return Exit.OK

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -215,9 +215,9 @@ class Evidence:
         return tuple(record for _, record in sorted(ranks.items()))
 
     @property
-    def rank_steps(self) -> tuple[tuple[RankRecord, ProbeStep], ...]:
+    def rank_steps(self) -> Iterator[tuple[RankRecord, ProbeStep]]:
         """Every step of every rank, rank by rank."""
-        return tuple((record, step) for record in self.records for step in record.steps)
+        return ((record, step) for record in self.records for step in record.steps)
 
     @property
     def lines(self) -> tuple[StepLine, ...]:

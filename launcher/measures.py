@@ -21,7 +21,7 @@ REWARDS = {
 
 def losses(evidence: Evidence) -> tuple[float, ...]:
     """One loss a step as the probe saw them, else as logged; NaN where it was not finite."""
-    if evidence.lines and not evidence.rank_steps:
+    if evidence.lines and not any(record.steps for record in evidence.records):
         return tuple(line.loss for line in evidence.lines)
     rows = (row for row in metrics_rows(evidence) if "loss" in row or row.get("finite") is False)
     return tuple(row.get("loss", math.nan) for row in rows)
@@ -97,7 +97,8 @@ def _total(evidence: Evidence, name: str) -> float | None:
 
 
 def _values(evidence: Evidence, name: str) -> list[float]:
-    return [v for _, step in evidence.rank_steps if (v := getattr(step, name)) is not None]
+    ranks = evidence.records
+    return [v for r in ranks for s in r.steps if (v := getattr(s, name)) is not None]
 
 
 def _share(part: float | None, whole: float | None) -> float | None:
@@ -224,8 +225,9 @@ def metrics_rows(evidence: Evidence) -> list[Row]:
 
 def _probe_rows(evidence: Evidence) -> list[Row]:
     by_step: dict[int, list[ProbeStep]] = {}
-    for _, step in evidence.rank_steps:
-        by_step.setdefault(step.step, []).append(step)
+    for record in evidence.records:
+        for step in record.steps:
+            by_step.setdefault(step.step, []).append(step)
     return [_probe_row(number, by_step[number]) for number in sorted(by_step)]
 
 

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import hashlib
+import math
 import os
 import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher import rundir, runner, sizes
+from launcher import locks, rundir, runner, sizes
 from launcher.caches import KINDS, Cache, edited
 from launcher.errors import NotReady, not_ready, usage
 from launcher.fingerprint import cache_home
@@ -159,28 +159,18 @@ def _hold(cache: Cache) -> int | None:
     while True:
         cache.path.mkdir(parents=True, exist_ok=True)
         lock = os.open(cache.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            # workers may outlive the process that holds the lock
-            folder = opened(cache.path)
-            lives = folder is not None and folder.live()
-            if _try(lock, fcntl.LOCK_EX | fcntl.LOCK_NB) and not lives:
-                discard_unfinished(cache.path, cache.kind)
-            fcntl.flock(lock, fcntl.LOCK_SH)
-        except OSError:
+        # workers may outlive the process that holds the lock
+        folder = opened(cache.path)
+        lives = folder is not None and folder.live()
+        if locks.locked(lock) and not lives:
+            discard_unfinished(cache.path, cache.kind)
+        if locks.locked(lock, shared=True, seconds=math.inf) is None:
             os.close(lock)
             return None
         if _same(cache.path / LOCK, lock):
             return lock
         # it was cleared in between
         os.close(lock)
-
-
-def _try(lock: int, how: int) -> bool:
-    try:
-        fcntl.flock(lock, how)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _same(path: Path, descriptor: int) -> bool:
@@ -206,28 +196,6 @@ def _record(cache: Cache, run: RunFolder, attempt: int, config: Path | None) -> 
     }  # fmt: skip
     rundir.write_json(uses / f"{name}-{attempt}.json", use)
     rundir.enter("caches", cache.path)
-
-
-@contextlib.contextmanager
-def alone(path: Path, waiting: Callable[[], None]) -> Iterator[int | None]:
-    """Hold a lock file alone, whoever else asks for it waits; yields its descriptor.
-
-    `waiting` is called where somebody has it already. None on a disk without locks. Raises NotReady
-    where it cannot be made.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise _not_writable(path.parent, error) from None
-    try:
-        with contextlib.suppress(OSError):
-            if not _try(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
-                waiting()
-                fcntl.flock(lock, fcntl.LOCK_EX)
-        yield lock
-    finally:
-        os.close(lock)
 
 
 def discard_unfinished(folder: Path, kind: str) -> list[Path]:
@@ -428,7 +396,7 @@ def _in_the_way(folder: CacheFolder, dry_run: bool) -> str | None:
         with contextlib.suppress(FileNotFoundError):
             lock = os.open(folder.path / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         # on a disk without locks the runs themselves have to do
-        if lock is not None and not _alone(lock):
+        if lock is not None and locks.locked(lock) is False:
             return "a run uses it"
         if folder.live():
             return "a run uses it"
@@ -438,13 +406,6 @@ def _in_the_way(folder: CacheFolder, dry_run: bool) -> str | None:
     finally:
         if lock is not None:
             os.close(lock)
-
-
-def _alone(lock: int) -> bool:
-    try:
-        return _try(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
 
 
 def _removed(path: Path) -> str | None:

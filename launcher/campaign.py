@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher import claim, lease, publish, rundir, runner, stopping
+from launcher import claim, lease, locks, publish, rundir, runner, stopping
 from launcher.errors import Finding, LaunchError, usage
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
@@ -58,7 +58,7 @@ class Campaign:
         Raises NotReady where another process does; `help` says what to do then.
         """
         place = claim.place(f"{self.kind}s", f"{self.root}\0{self.key}")
-        return claim.alone(place, _under_way(self.root, help))
+        return locks.alone(place, taken=_under_way(self.root, help))
 
     @contextlib.contextmanager
     def opened(self, *, fresh: bool = False, resume: bool = False) -> Iterator[Path]:
@@ -80,7 +80,7 @@ class Campaign:
                     )  # fmt: skip
                 folder = earlier or self.new()
                 lock = folder / ".lock"
-                held.enter_context(claim.alone(lock, _under_way(lock, help)))
+                held.enter_context(locks.alone(lock, taken=_under_way(lock, help)))
                 if earlier is None:
                     # from now on the same command finds it, and its lock
                     write(folder / self.file, {"key": self.key})

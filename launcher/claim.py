@@ -1,4 +1,4 @@
-"""The right to train into an output folder, or to work at anything else alone: one at a time.
+"""The right to train into an output folder: one at a time.
 
 Who trains into an output folder has its lease. What the kernel's locks tell confirms that: they are on a
 file beside the lease and on one of the run folder, and the started process inherits them, so they are free
@@ -8,19 +8,14 @@ as soon as that process has gone, however it went, and never before.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from launcher import lease, process, rundir, runner
-from launcher.errors import Finding, NotReady, not_ready
+from launcher import lease, locks, process, rundir, runner
+from launcher.errors import not_ready
 from launcher.rundir import RunFolder
-
-# somebody may only be looking whether it is held
-_TRIES, _LOOK_S = 5, 0.02
 
 
 @contextlib.contextmanager
@@ -34,7 +29,7 @@ def claimed(
     """
     process.hold_standard_streams()
     with contextlib.ExitStack() as held:
-        granted, locks = None, tuple[int, ...]()
+        granted, descriptors = None, tuple[int, ...]()
         if output is not None:
             granted = lease.take(output, folder.path, attempt)
             held.callback(_give_back, granted)
@@ -42,23 +37,21 @@ def claimed(
             folder.path.mkdir(rundir.OWN, parents=True, exist_ok=True)
             files = [folder.lock] if granted is None else [folder.lock, granted.lock]
             for file in files:
-                locks = (*locks, _opened(file))
-                held.callback(os.close, locks[-1])
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+                descriptors = (*descriptors, os.open(file, flags, 0o666))
+                held.callback(os.close, descriptors[-1])
         except OSError as error:
             raise rundir.not_writable(folder.path, error.strerror) from None
         # the attempt: another start may have been quicker, and be over already
-        taken = not all(map(_locked, locks)) or runner.alive(folder.path)
+        free = [locks.locked(one, seconds=locks.GLANCE_S) for one in descriptors]
+        taken = False in free or runner.alive(folder.path)
         if taken or folder.attempts() >= attempt:
             where = f" into {output}" if output is not None else ""
             raise not_ready(
                 "run-is-live", f"the run {folder.path.name} was started before and trains{where}",
                 "wait for it, stop it, or choose another output_dir", file=str(folder.path),
             )  # fmt: skip
-        yield granted, locks
-
-
-def _opened(file: Path) -> int:
-    return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+        yield granted, descriptors
 
 
 def _give_back(granted: lease.Lease) -> None:
@@ -71,37 +64,3 @@ def _give_back(granted: lease.Lease) -> None:
 def place(kind: str, key: str) -> Path:
     """The lock file, in the user's state folder, of what `key` names."""
     return rundir.state_folder() / kind / hashlib.sha256(os.fsencode(key)).hexdigest()[:32]
-
-
-@contextlib.contextmanager
-def alone(lock_file: Path, taken: Finding) -> Iterator[None]:
-    """Hold a lock file; the kernel takes it back, however this process ends.
-
-    Raises NotReady with `taken` where another process holds it. Where it cannot be made, as in a home
-    that is read-only, that costs the lock and nothing else.
-    """
-    lock = None
-    with contextlib.suppress(OSError):
-        lock_file.parent.mkdir(parents=True, exist_ok=True)
-        lock = _opened(lock_file)
-    try:
-        if lock is not None and not _locked(lock):
-            raise NotReady(taken)
-        yield
-    finally:
-        if lock is not None:
-            os.close(lock)
-
-
-def _locked(lock: int) -> bool:
-    for _ in range(_TRIES):
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(_LOOK_S)
-        except OSError:
-            # a file system without locks: the process record has to do
-            return True
-        else:
-            return True
-    return False

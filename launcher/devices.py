@@ -9,12 +9,10 @@ and, in a container that does not see them, from the memory that is used.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
 import stat
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import Any
 
 from launcher import files, machine, process
 from launcher.errors import Finding, NotReady, UsageError, said
+from launcher.locks import locked
 from launcher.machine import Gpu, GpuProcess
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -36,7 +35,7 @@ _SHARED = ("/dev/shm", "/tmp")
 _NUMBER = re.compile(r"\d+")
 _NO_FILE_NAME = re.compile(r"[^\w.-]+")
 # another start that only looks holds a lock for microseconds
-_GLANCE_S, _TURN_S, _POLL_S = 0.25, 90.0, 0.02
+_GLANCE_S, _TURN_S = 0.25, 90.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +342,7 @@ def _locked(devices: Devices, run: Path, patience_s: float) -> Iterator[tuple[in
             if lock is None:
                 continue
             locks.append(lock)
-            if not _try(lock, fcntl.LOCK_EX, _GLANCE_S) and not _passed_on(lock, run, patience_s):
+            if _busy(lock, _GLANCE_S) and not _passed_on(lock, run, patience_s):
                 raise NotReady(_held_by(slot, _use(slot, ()) or Use("another start of launch")))
             _write(lock, run)
         yield tuple(locks)
@@ -354,7 +353,7 @@ def _locked(devices: Devices, run: Path, patience_s: float) -> Iterator[tuple[in
 
 def _passed_on(lock: int, run: Path, patience_s: float) -> bool:
     """Whether the holder is this very run, and lets go in time."""
-    return _written(lock) == str(run) and _try(lock, fcntl.LOCK_EX, patience_s)
+    return _written(lock) == str(run) and not _busy(lock, patience_s)
 
 
 def _holder(slot: Slot) -> str | None:
@@ -363,25 +362,14 @@ def _holder(slot: Slot) -> str | None:
     if lock is None:
         return None
     try:
-        return None if _try(lock, fcntl.LOCK_SH, 0.0) else _written(lock)
+        return _written(lock) if _busy(lock, 0.0, shared=True) else None
     finally:
         os.close(lock)
 
 
-def _try(lock: int, how: int, seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            fcntl.flock(lock, how | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= end:
-                return False
-            time.sleep(_POLL_S)
-        except OSError:
-            # a file system without locks: what the driver says has to do
-            return True
-        else:
-            return True
+def _busy(lock: int, seconds: float, *, shared: bool = False) -> bool:
+    # on a file system without locks what the driver says has to do
+    return locked(lock, shared=shared, seconds=seconds) is False
 
 
 def _write(lock: int, run: Path) -> None:
@@ -442,7 +430,7 @@ def _turn() -> Iterator[None]:
     lock = _opened("choosing")
     try:
         if lock is not None:
-            _try(lock, fcntl.LOCK_EX, _TURN_S)
+            _busy(lock, _TURN_S)
         yield
     finally:
         if lock is not None:

@@ -8,7 +8,6 @@ identity, so that a file that nobody wrote to is not read again.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -20,7 +19,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal
 
-from launcher import content
+from launcher import content, locks
 from launcher.backends import model_config
 from launcher.backends.model_config import is_path
 from launcher.errors import Finding, NotReady
@@ -144,7 +143,8 @@ class Memory:
             return
         with contextlib.suppress(OSError, ValueError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(self.path.with_suffix(".lock")):
+            # on a disk without locks entries of another writer may be lost, which costs time only
+            with locks.alone(self.path.with_suffix(".lock")):
                 whole = {**self._stored(self.path), **self._fresh}
                 newest = sorted(whole.items(), key=lambda item: -item[1][5])[: self.LARGEST]
                 raw = json.dumps({"form": self.FORM, "files": dict(newest)}, separators=(",", ":"))
@@ -181,18 +181,6 @@ def _sound(entry: Any) -> bool:
         and len(entry) == len(kinds)
         and all(isinstance(one, kind) for one, kind in zip(entry, kinds, strict=True))
     )
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        # a file system without locks: entries of another writer may be lost, which costs time only
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 # --- files, folders, names ------------------------------------------------------------------------

@@ -13,7 +13,6 @@ the names of hosts and users are not for the model's page.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import getpass
 import json
 import os
@@ -27,7 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launcher import process, rundir
+from launcher import locks, process, rundir
 from launcher.errors import Finding, NotReady, not_ready
 from launcher.process import Identity
 
@@ -222,14 +221,9 @@ def held(lock_file: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+        return locks.locked(lock, shared=True) is False
     finally:
         os.close(lock)
-    return False
 
 
 def _taken(last: Lease, output: Path, why: str) -> Finding:

@@ -23,6 +23,7 @@ from launcher import (
     following,
     forecast,
     handover,
+    locks,
     plan,
     preparation,
     report,
@@ -424,7 +425,7 @@ def _alone(order: Order) -> contextlib.AbstractContextManager[None]:
         help="launch runs shows its stage; launch stop ends it",
     )  # fmt: skip
     said = f"{order.chain.path.absolute()}\0{os.getcwd()}"
-    return claim.alone(claim.place("pipelines", said), taken)
+    return locks.alone(claim.place("pipelines", said), taken=taken)
 
 
 def ending(row: Row) -> str:

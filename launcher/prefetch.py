@@ -25,6 +25,7 @@ from launcher import (
     evidence,
     hub_files,
     lengths,
+    locks,
     plan,
     preparation,
     rundir,
@@ -325,7 +326,7 @@ class _Filling:
             return self._of(entry, "there", 0.0), ()
         lock = cache_home(self.environ) / "prepared" / f"{self.cache.path.name}.lock"
         waiting = "another `launch prepare` is filling this: waiting for it"
-        with cache_folders.alone(lock, lambda: self.say(waiting)):
+        with locks.alone(lock, waiting=lambda: self.say(waiting)):
             # whoever was at it may have filled it in the meantime
             entry = self._entry()
             if entry is None:

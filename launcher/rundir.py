@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import hashlib
 import json
 import os
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher import files
+from launcher import files, locks
 from launcher.errors import Finding, NotReady, not_ready, usage
 from launcher.files import parse_line as parse_line
 from launcher.files import read_json as read_json
@@ -394,15 +393,7 @@ def concluding(folder: RunFolder, number: int) -> Iterator[bool]:
         yield True
         return
     try:
-        try:
-            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        except OSError:
-            # a file system without locks
-            pass
-        yield not concluded(folder, number)
+        yield locks.locked(mark) is not False and not concluded(folder, number)
     finally:
         os.close(mark)
 

@@ -21,7 +21,7 @@ from conftest import NO_PACKAGES, PATIENCE_S, REPOSITORY, STAND_INS
 from fake_world import until
 from saved import UNKNOWN, tensors
 
-from launcher import cache_folders, entries, hub_files, plan, preparation
+from launcher import cache_folders, entries, hub_files, locks, plan, preparation
 from launcher.cli import main
 from launcher.plan import Plan
 from launcher.preparation import Request
@@ -372,10 +372,10 @@ def test_who_comes_second_waits(tmp_path: Path) -> None:
     lock, order = tmp_path / "a" / "lock", list[str]()
 
     def second() -> None:
-        with cache_folders.alone(lock, lambda: order.append("waits")):
+        with locks.alone(lock, waiting=lambda: order.append("waits")):
             order.append("second")
 
-    with cache_folders.alone(lock, lambda: order.append("never")):
+    with locks.alone(lock, waiting=lambda: order.append("never")):
         thread = threading.Thread(target=second)
         thread.start()
         while "waits" not in order:

@@ -252,40 +252,6 @@ def test_a_run_that_was_killed_while_it_saved_the_model_is_not_finished(run: Mak
     assert one.decide().kind == "resume"
 
 
-def test_a_finished_run_with_other_settings_is_no_answer(run: Make) -> None:
-    one = run()
-    one.start()
-    one.ended()
-    saved.model(one.output)
-    decision = one.decide("learning_rate=1e-3")
-    assert codes(decision) == {"finished-changed": "error"}
-    assert "`learning_rate`" in errors(decision)[0]
-    # how much is printed is no reason
-    assert codes(one.decide("logging_steps=5", "keep_last_n_checkpoints=1")) == {
-        "already-finished": "note"
-    }
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "what"),
-    [
-        ("deepspeed=zero2", "deepspeed=none", "deepspeed"),
-        ("mixed_precision=bf16", "mixed_precision=no", "mixed_precision"),
-    ],
-)
-def test_another_engine_or_precision_is_no_answer(
-    run: Make, before: str, after: str, what: str
-) -> None:
-    one = run()
-    one.start(before, gpus=1)
-    one.ended()
-    saved.model(one.output)
-    assert codes(one.decide(before, gpus=1)) == {"already-finished": "note"}
-    decision = one.decide(after, gpus=1)
-    assert [change.what for change in decision.changes] == [what]
-    assert codes(decision) == {"finished-changed": "error"}
-
-
 # --- exact places -----------------------------------------------------------------------------------
 
 
@@ -408,27 +374,80 @@ def test_data_that_are_not_skipped_begin_again(run: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "name"),
+    ("text", "before", "after", "expected"),
     [
-        ({"batch": 16}, "accumulation"),
-        ({"gpus": 2}, "gpus"),
-        ({"overrides": ("max_seq_length=32",)}, "max_seq_length"),
-        ({"overrides": ("use_lora=true",)}, "use_lora"),
+        (SFT, {}, {"batch": 16}, {"accumulation": "error"}),
+        (SFT, {}, {"gpus": 2}, {"gpus": "error", "accumulation": "note"}),
+        (SFT, {}, {"max_seq_length": 32}, {"max_seq_length": "error"}),
+        (SFT, {}, {"use_lora": "true"}, {"use_lora": "error"}),
+        # the value of the checkpoint is taken; how often it is saved and logged is no change
+        (SFT, {}, {"learning_rate": 1e-3, "checkpointing_steps": 4, "logging_steps": 2},
+         {"learning_rate": "warning"}),
+        # the same rows make a step, split in another way
+        (TRL, {}, {"batch.per_device": 2}, {"per_device": "note", "accumulation": "note"}),
+        (TRL, {}, {"batch": 16}, {"accumulation": "error"}),
+        (TRL, {}, {"optim": "sgd"}, {"optim": "error"}),
+        (TRL, {"optim": "adamw_torch"}, {"optim": "adamw_bnb_8bit"}, {"optim": "error"}),
+        # torch.optim.AdamW takes the state of either, and whether it is fused with it
+        (TRL, {}, {"optim": "adamw_torch"}, {"optim": "warning"}),
+        (TRL, {}, {"optim": "adamw_torch_fused"}, {}),
+        (TRL, {"gpus": 1}, {"gpus": 1, "deepspeed": "zero3"}, {"deepspeed": "error"}),
+        (SFT, {}, {"fused_optimizer": "false"}, {"fused_optimizer": "warning"}),
+        # without QLoRA nothing reads it (finetune.py:688)
+        (SFT, {}, {"use_8bit_optimizer": "true"}, {"use_8bit_optimizer": "note"}),
+        (DPO, {"gpus": 1}, {"gpus": 1, "dpo_use_paged_optimizer": "true"},
+         {"dpo_use_paged_optimizer": "error"}),
     ],
-)
+)  # fmt: skip
 def test_what_would_go_on_wrongly_is_refused_until_it_is_named(
-    run: Make, change: dict[str, Any], name: str
+    run: Make, text: str, before: dict[str, Any], after: dict[str, Any], expected: dict[str, str]
+) -> None:
+    one = run(text)
+    one.start(*words(before), **machine(before))
+    saved.trl(one.output, 4) if text == TRL else saved.pinned(one.output, "step_6")
+    decision = one.decide(*words(after), **machine(after))
+    assert {change.what: change.severity for change in decision.changes} == expected
+    wrong = [f for f in decision.findings if f.severity == "error"]
+    names = [name for name, severity in expected.items() if severity == "error"]
+    assert [str(f.help).rpartition(" ")[2] for f in wrong] == names
+    allowed = one.decide(*words(after), allow=tuple(names), **machine(after))
+    assert not errors(allowed) and allowed.kind == "resume"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "what"),
+    [
+        ({}, {"learning_rate": 1e-3}, "learning_rate"),
+        # how much is printed is no reason
+        ({}, {"logging_steps": 5, "keep_last_n_checkpoints": 1}, None),
+        ({"gpus": 1, "deepspeed": "zero2"}, {"gpus": 1, "deepspeed": "none"}, "deepspeed"),
+        ({"gpus": 1, "mixed_precision": "bf16"}, {"gpus": 1, "mixed_precision": "no"}, "mixed_precision"),
+    ],
+)  # fmt: skip
+def test_a_finished_run_with_other_settings_is_no_answer(
+    run: Make, before: dict[str, Any], after: dict[str, Any], what: str | None
 ) -> None:
     one = run()
-    one.start()
-    saved.pinned(one.output, "step_4")
-    overrides = change.pop("overrides", ())
-    refused = one.decide(*overrides, **change)
-    wrong = [f for f in refused.findings if f.severity == "error"]
-    assert any(f"--allow-changed-resume {name}" in str(f.help) for f in wrong), wrong
-    allowed = one.decide(*overrides, allow=tuple({c.what for c in refused.changes}), **change)
-    assert not errors(allowed)
-    assert codes(allowed)["resume-changed"] == "warning"
+    one.start(*words(before), **machine(before))
+    one.ended()
+    saved.model(one.output)
+    assert codes(one.decide(*words(before), **machine(before))) == {"already-finished": "note"}
+    decision = one.decide(*words(after), **machine(after))
+    if what is None:
+        assert codes(decision) == {"already-finished": "note"}
+    else:
+        assert codes(decision) == {"finished-changed": "error"}
+        assert f"`{what}`" in errors(decision)[0]
+
+
+def words(settings: dict[str, Any]) -> list[str]:
+    """The overrides among some settings."""
+    return [f"{k}={v}" for k, v in settings.items() if k not in ("batch", "gpus")]
+
+
+def machine(settings: dict[str, Any]) -> dict[str, int]:
+    """The global batch and the GPUs among some settings."""
+    return {k: v for k, v in settings.items() if k in ("batch", "gpus")}
 
 
 def test_what_comes_out_of_the_checkpoint_is_what_the_record_says(run: Make) -> None:
@@ -505,35 +524,6 @@ def test_checkpoints_without_any_record_are_not_trained_over(run: Make) -> None:
     assert not errors(one.decide())
 
 
-@pytest.mark.parametrize(
-    ("text", "before", "after", "severity"),
-    [
-        (TRL, (), ("optim=sgd",), "error"),
-        (TRL, ("optim=adamw_torch",), ("optim=adamw_bnb_8bit",), "error"),
-        # torch.optim.AdamW takes the state of either, and whether it is fused with it
-        (TRL, (), ("optim=adamw_torch",), "warning"),
-        (TRL, (), ("optim=adamw_torch_fused",), None),
-        (TRL, (), ("deepspeed=zero3",), "error"),
-        (SFT, (), ("fused_optimizer=false",), "warning"),
-        # without QLoRA nothing reads it (finetune.py:688)
-        (SFT, (), ("use_8bit_optimizer=true",), "note"),
-        (DPO, (), ("dpo_use_paged_optimizer=true",), "error"),
-    ],
-)
-def test_the_state_of_another_optimizer(
-    run: Make, text: str, before: tuple[str, ...], after: tuple[str, ...], severity: str | None
-) -> None:
-    one = run(text)
-    one.start(*before, gpus=1)
-    if text == TRL:
-        saved.trl(one.output, 2)
-    else:
-        saved.pinned(one.output, "step_6")
-    found = one.decide(*after, gpus=1).changes
-    assert [change.severity for change in found] == ([] if severity is None else [severity])
-    assert not errors(one.decide(*after, allow=tuple(change.what for change in found), gpus=1))
-
-
 def test_edited_data_and_another_model_under_the_same_name(run: Make) -> None:
     one = run()
     one.start()
@@ -557,18 +547,6 @@ def test_another_commit_and_other_packages(run: Make) -> None:
     assert {c.what: c.severity for c in one.decide().changes} == {
         "pin": "error", "packages": "warning",
     }  # fmt: skip
-
-
-def test_the_same_rows_split_in_another_way_go_on(run: Make) -> None:
-    one = run(TRL)
-    one.start()
-    saved.trl(one.output, 2)
-    decision = one.decide("batch.per_device=2")
-    assert {c.what: c.severity for c in decision.changes} == {
-        "per_device": "note", "accumulation": "note",
-    }  # fmt: skip
-    assert not errors(decision)
-    assert "another place" in errors(one.decide(batch=16))[0]
 
 
 def test_a_checkpoint_is_compared_with_the_attempt_that_saved_it(run: Make) -> None:
@@ -764,20 +742,13 @@ def test_a_checkpoint_that_the_stage_file_names_counts_once(run: Make) -> None:
 # --- before there is a checkpoint -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "overrides", "expected"),
-    [
-        (SFT, (), {}),
-        (SFT, ("checkpointing_steps=null",), {"no-checkpoints": "note"}),
-        (TRL, (), {}),
-        (TRL, ("save_strategy='no'",), {"no-checkpoints": "note"}),
-        (TRL, ("save_only_model=true",), {"no-checkpoints": "note"}),
-    ],
-)
-def test_what_is_said_beforehand(
-    run: Make, text: str, overrides: tuple[str, ...], expected: dict[str, str]
-) -> None:
-    assert codes(run(text).decide(*overrides)) == expected
+def test_what_is_said_beforehand(run: Make) -> None:
+    one = run(TRL)
+    assert codes(one.decide()) == {}
+    for setting in ("save_strategy='no'", "save_only_model=true"):
+        assert codes(one.decide(setting)) == {"no-checkpoints": "note"}
+    one.text, none = SFT, {"no-checkpoints": "note"}
+    assert (codes(one.decide()), codes(one.decide("checkpointing_steps=null"))) == ({}, none)
 
 
 # --- metrics over several attempts ------------------------------------------------------------------
@@ -824,15 +795,6 @@ def test_an_attempt_with_nothing_left_is_judged_by_the_steps_before(tmp_path: Pa
     found = earlier.whole(earlier.read(folder))
     assert found.probe is not None and found.probe.last_step == 40
     assert found.exit is None and found.log is not None and found.log.path.name == "console.3.log"
-
-
-def test_a_setting_that_comes_out_of_the_checkpoint_is_said(run: Make) -> None:
-    one = run()
-    one.start()
-    saved.pinned(one.output, "step_4")
-    decision = one.decide("learning_rate=1e-3", "checkpointing_steps=4", "logging_steps=2")
-    assert [(c.what, c.severity) for c in decision.changes] == [("learning_rate", "warning")]
-    assert "does nothing" in decision.changes[0].effect
 
 
 def test_the_largest_gradient_norm_is_that_of_the_whole_run(tmp_path: Path) -> None:

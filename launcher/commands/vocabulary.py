@@ -92,7 +92,9 @@ FormatOption = Annotated[Format, typer.Option("--format", help="text, or json fo
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", show_default=False)
 ]
-StageFile = Annotated[Path | None, typer.Argument(help="the stage file", show_default=False)]
+StageFile = Annotated[
+    Path | None, typer.Argument(metavar="CONFIG", help="the stage file", show_default=False)
+]
 NodeRank = Annotated[
     int | None, typer.Option("--node-rank", min=0, help="which of several machines this is, from 0")
 ]
@@ -112,7 +114,9 @@ Unproven = Annotated[
 class Shared:
     """Options that several commands have: `takes` adds those that a command names."""
 
-    config: Annotated[Path, typer.Argument(help="the stage file", show_default=False)] = Path()
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="the stage file", show_default=False)
+    ] = Path()
     overrides: Overrides = None
     stage: Annotated[
         str | None, typer.Option("--stage", help="sft or dpo, where the file does not say")

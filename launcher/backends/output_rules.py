@@ -6,14 +6,13 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from launcher import checkpoints
 from launcher.backends.context import Context, StageRule, caches_only
 from launcher.backends.rule import say
+from launcher.checkpoints import Checkpoint
 from launcher.errors import Finding
-
-if TYPE_CHECKING:
-    from launcher.checkpoints import Checkpoint
 
 _KEY = "output_dir"
 _WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model).*\.(safetensors|bin)\Z")
@@ -27,11 +26,6 @@ def resumed_from(found: Sequence[Checkpoint]) -> Checkpoint | None:
 
 
 def _checkpoints(context: Context) -> list[Checkpoint]:
-    if context.output is None:
-        return []
-    # validation knows no output folder, and must not pay for the import
-    from launcher import checkpoints
-
     return checkpoints.find("open_instruct", context.output)
 
 

@@ -38,6 +38,7 @@ from launcher import facts, rundir
 from launcher import plan as plans
 from launcher.errors import Finding
 from launcher.fingerprint import (
+    READERS,
     Fingerprint,
     Memory,
     MissingContent,
@@ -164,11 +165,9 @@ def _edited(one: Input, memory: Memory) -> float | None:
     if not isinstance(one.shown, dict) or one.shown.get("kind") not in ("file", "folder"):
         return None
     folder_of_template = one.role == "template" and Path(one.name).is_dir()
-    read = of_model if one.role == "model" else of_data
-    if one.role == "tokenizer" or folder_of_template:
-        read = of_tokenizer
+    role = "tokenizer" if folder_of_template else one.role
     try:
-        now = read(one.name, memory)
+        now = READERS.get(role, of_data)(one.name, memory)
     except MissingContent:
         return None
     if now.digest == one.digest:

@@ -13,6 +13,7 @@ from typing import Any
 
 from launcher import facts
 from launcher.fingerprint import (
+    READERS,
     Fingerprint,
     Memory,
     MissingContent,
@@ -30,8 +31,6 @@ digests of what lies here, by name."""
 
 FILES_KEPT = 1000
 """Of one data set or model; of more, only their common digest tells."""
-
-_READ = {"data": of_data, "model": of_model, "tokenizer": of_tokenizer}
 
 
 def of_plan(plan: Plan) -> list[dict[str, Any]]:
@@ -102,7 +101,7 @@ def _changed(one: Mapping[str, Any], cwd: Path, memory: Memory) -> Iterator[dict
     role, name, before = str(one.get("role")), str(one.get("name")), dict(one["files"])
     told = {"role": role, "name": name}
     try:
-        found = _READ[role](str(cwd / name), memory)
+        found = READERS[role](str(cwd / name), memory)
     except (KeyError, MissingContent):
         yield {**told, "file": name, "before": one.get("digest"), "after": None}
         return

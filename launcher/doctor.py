@@ -548,13 +548,8 @@ def _limits(subject: Subject) -> Iterator[Fact]:
 # --- the plan's own situation ---------------------------------------------------------------------
 
 
-def situation(
-    plan: Plan, trainer: Trainer, output: Path | None, earlier: Mapping[str, Any] | None
-) -> Iterator[Finding]:
-    """What is wrong on these GPUs, with these packages, in this folder; only what is new.
-
-    `earlier` is the manifest of the newest run of ours into `output`.
-    """
+def situation(plan: Plan, trainer: Trainer, output: Path | None) -> Iterator[Finding]:
+    """What is wrong on these GPUs, with these packages, in this folder; only what is new."""
     stage = plan.stage
     deepspeed, _ = stage.options.read_deepspeed()
     context = Context(
@@ -562,7 +557,6 @@ def situation(
         mixed_precision=plan.mixed_precision,
         gpus=plan.gpus * plan.nodes, per_device=plan.per_device, accumulation=plan.accumulation,
         cpus=os.cpu_count(), packages=trainer.packages, running=True, output=output,
-        earlier=earlier,
     )  # fmt: skip
     known = {(finding.code, finding.key) for finding in stage.findings}
     for finding in map(stage.config.placed, stage_rules.apply(context)):

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,26 +93,18 @@ class Attempts:
         if rows is None:
             return None
         names, plan = self.plan.stage.entry.names, self.plan
-        if told is None:
-            shared, limit, epochs = (
-                plan.values.get(name)
-                for name in ("sequence_parallel_size", names.max_steps, names.epochs)
-            )
-            cut = plan.per_device, plan.processes, plan.accumulation
-        else:
-            shared, limit, epochs = (
-                value_of(told, name)
-                for name in ("sequence_parallel_size", names.max_steps, names.epochs)
-            )
-            before = mapping(told.get("plan"))
-            cut = (
-                number(before.get("per_device")) or plan.per_device,
-                processes(told) or 1,
-                number(before.get("accumulation")) or plan.accumulation,
-            )
+        per_device, count, accumulation = plan.per_device, plan.processes, plan.accumulation
+        value: Callable[[str], Any] = plan.values.get
+        if told is not None:
+            before, value = mapping(told.get("plan")), partial(value_of, told)
+            per_device = number(before.get("per_device")) or per_device
+            count = processes(told) or 1
+            accumulation = number(before.get("accumulation")) or accumulation
+        shared, limit = value("sequence_parallel_size"), value(names.max_steps)
+        epochs = value(names.epochs)
         return Shape(
-            rows=rows, per_device=cut[0], devices=max(1, cut[1] // max(1, int(shared or 1))),
-            accumulation=cut[2], epochs=epochs if isinstance(epochs, int | float) else 1,
+            rows=rows, per_device=per_device, devices=max(1, count // max(1, int(shared or 1))),
+            accumulation=accumulation, epochs=epochs if isinstance(epochs, int | float) else 1,
             limit=limit if isinstance(limit, int) and limit > 0 else None,
         )  # fmt: skip
 

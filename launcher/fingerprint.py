@@ -13,7 +13,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -237,6 +237,12 @@ def of_tokenizer(
 ) -> Fingerprint:  # fmt: skip
     """The tokenizer of a model folder, its chat templates included; or a name on the hub."""
     return _pretrained(name, memory, _TOKENIZER, revision, environ)
+
+
+READERS: Mapping[str, Callable[[str, Memory], Fingerprint]] = {
+    "data": of_data, "model": of_model, "tokenizer": of_tokenizer,
+}  # fmt: skip
+"""How what has a role is read, by its name."""
 
 
 def _pretrained(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import chain as chains
-from launcher import changes, checkpoints, config, doctor, preparation, resume, rundir, runner
+from launcher import changes, checkpoints, config, doctor, preparation, resume, runner
 from launcher import plan as plans
 from launcher import stage as stages
 from launcher.chain import Chain, Link
@@ -262,10 +262,9 @@ class _Surveyor:
         if not self.running:
             return
         dry = preparation.prepare(request, running=False)
-        told = rundir.read_manifest(dry.folder) if dry.attempt > 1 else None
-        around = doctor.situation(made, asked.trainer, dry.output, told)
+        around = doctor.situation(made, asked.trainer, dry.output)
         # of a run of ours the start itself knows more; a model of nobody's is not written over
-        known = resume.SUPERSEDED if told is not None else {"finished-output"}
+        known = resume.SUPERSEDED if dry.attempt > 1 else {"finished-output"}
         self._say(link, [finding for finding in around if finding.code not in known])
         self.starts.append((link, asked, made))
 

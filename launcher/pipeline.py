@@ -11,7 +11,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,7 +60,7 @@ class Row:
     """
 
     name: str
-    kind: str
+    stage: str
     config: str
     model: str | None
     output: str | None
@@ -76,13 +76,9 @@ class Row:
 
     def as_json(self) -> dict[str, Any]:
         """For the record and the envelope."""
-        return {
-            "name": self.name, "stage": self.kind, "config": self.config, "model": self.model,
-            "output": self.output, "status": self.status, "skipped": self.status == "skipped",
-            "run": self.run, "seconds": round(self.seconds, 1), "exit": self.exit,
-            "reason": self.reason, "verdict": self.verdict, "steps": self.steps,
-            "metrics": dict(self.metrics),
-        }  # fmt: skip
+        told = {**asdict(self), "skipped": self.status == "skipped"}
+        del told["whole"]
+        return {**told, "seconds": round(self.seconds, 1)}
 
     def shown(self) -> dict[str, Any]:
         """For the table at the end."""
@@ -204,7 +200,7 @@ class _Runner:
                 for number in range(len(result.rows)):
                     row = result.rows[number]
                     of = f"stage {number + 1} of {len(result.rows)}"
-                    self._say(f"{of}: {row.name}  ({row.kind}, {row.config})")
+                    self._say(f"{of}: {row.name}  ({row.stage}, {row.config})")
                     if not self._went_well(number, self._outcome):
                         break
         except (KeyboardInterrupt, following.Detached):
@@ -402,7 +398,7 @@ def _opened(order: Order, seen: Survey) -> Result:
         values = step.plan.values
         rows.append(
             Row(
-                name=link.name, kind=step.plan.stage.options.stage, config=str(link.config),
+                name=link.name, stage=step.plan.stage.options.stage, config=str(link.config),
                 model=str(values.get(step.plan.stage.entry.names.model)), output=str(step.output),
             )
         )  # fmt: skip

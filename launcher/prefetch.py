@@ -228,7 +228,7 @@ def _planned(request: Request, asked: preparation.Asked) -> Plan:
     found = [
         replace(one, severity="warning") if one.code in _OF_THESE_PACKAGES else one
         # what lies in the output folder is asked when something is to be trained into it
-        for one in doctor.situation(made, asked.trainer, None, None)
+        for one in doctor.situation(made, asked.trainer, None)
         if one.code not in ("missing-model", "incomplete-model")
     ]
     made = replace(made, findings=(*made.findings, *found))

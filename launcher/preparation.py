@@ -230,20 +230,20 @@ def prepare(request: Request, *, running: bool) -> Prepared:
     try:
         made = plan.make(
             stage, gpus=gpus, nodes=request.nodes, output=folder.path / "model",
-            # a dry run may be made anywhere: what is installed here says nothing
+            # a dry run may be made anywhere: what lies here and is installed here says nothing
             packages=trainer.packages if running else None,
         )  # fmt: skip
         made = plan.applied(made, placed.derived)
-        made = _in_situation(made, trainer, history, running=running)
-        made = replace(made, findings=_allowed(request, made.findings))
+        last = plan.output_folder(made)
+        where = None if last is None else last.absolute()
+        around = doctor.situation(made, trainer, where) if running else ()
+        made = replace(made, findings=_allowed(request, (*made.findings, *around)))
         if running:
             # about the machine, not the stage file: --strict leaves them warnings
             warnings = doctor.require_ready(made, trainer, chosen, elsewhere=request.elsewhere)
         held = caches.derive(made, trainer.packages, running=running)
         made = caches.applied(made, held)
         if running:
-            last = plan.output_folder(made)
-            where = None if last is None else last.absolute()
             said = caches.findings(made, held)
             holds = contents.of_plan(made)
             decision = resume.judge(
@@ -277,11 +277,10 @@ def prepare(request: Request, *, running: bool) -> Prepared:
         caches=caches.environment(held),
         devices=None if chosen is None or not gpus else chosen.env(),
     )
-    final = plan.output_folder(made)
     warnings += tuple(_on_our_command_line(made))
     return Prepared(
         request=request, here=here, plan=made, command=built, trainer=trainer, folder=folder, attempt=attempt,
-        output=None if final is None else final.absolute(), caches=held, devices=chosen,
+        output=where, caches=held, devices=chosen,
         warnings=warnings, decision=decision, asked=wanted, holds=tuple(holds),
         apart=apart,
     )  # fmt: skip
@@ -336,19 +335,6 @@ def _elsewhere(output: Path | None) -> RunFolder | None:
     """The run folder of the last start into an output folder, where it still is: it may be any."""
     last = lease.newest(output)
     return RunFolder(Path(last.run)) if last is not None and os.path.isdir(last.run) else None
-
-
-def _in_situation(
-    made: Plan, trainer: Trainer, history: Sequence[Mapping[str, Any]], *, running: bool
-) -> Plan:
-    """The plan with what this machine, its packages and the output folder have to say of it."""
-    if not running:
-        # a dry run may be made anywhere: what lies here and is installed here says nothing
-        return made
-    output = plan.output_folder(made)
-    told = history[-1] if history else None
-    found = doctor.situation(made, trainer, None if output is None else output.absolute(), told)
-    return replace(made, findings=(*made.findings, *found))
 
 
 def _allowed(request: Request, findings: Sequence[Finding]) -> tuple[Finding, ...]:

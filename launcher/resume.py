@@ -47,7 +47,6 @@ SUPERSEDED: frozenset[str] = frozenset(
     {
         "foreign-checkpoints",
         "resume-position",
-        "resume-world",
         "resume-skips",
         "stale-checkpoints",
         "finished-output",

@@ -559,10 +559,6 @@ def test_checkpoints_of_adapters(write: Write) -> None:
     assert resumed("trl-sft", {**other, "use_peft": True}) == []
 
 
-def manifest(**values: Any) -> dict[str, Any]:
-    return {"stage": "sft", "args": {key: {"value": value} for key, value in values.items()}}
-
-
 def test_checkpoints_of_another_model(write: Write) -> None:
     checkpoint(write)
     expected = [("foreign-checkpoints", "error", RESUME)]
@@ -573,18 +569,6 @@ def test_checkpoints_of_another_model(write: Write) -> None:
     assert resumed("trl-sft", args) == expected
     model(write, model_type="qwen2", hidden_size=64, vocab_size=7)
     assert resumed("trl-sft", args) == []
-    known = {"output": Path("out").absolute()}
-    earlier = manifest(model_name_or_path="other", dataset_name="d")
-    assert resumed("trl-sft", args, earlier=earlier, **known) == expected
-    earlier = manifest(model_name_or_path="model", dataset_name="e")
-    warned = [("foreign-checkpoints", "warning", RESUME)]
-    assert resumed("trl-sft", args, earlier=earlier, **known) == warned
-    earlier = manifest(model_name_or_path="model", dataset_name="d")
-    assert resumed("trl-sft", args, earlier=earlier, **known) == []
-    # what a run into another folder had says nothing of this checkpoint
-    elsewhere = {"output": Path("elsewhere").absolute()}
-    earlier = manifest(model_name_or_path="other")
-    assert resumed("trl-sft", args, earlier=earlier, **elsewhere) == []
 
 
 def test_nothing_left_to_train(write: Write) -> None:
@@ -601,9 +585,6 @@ def test_another_batch(write: Write) -> None:
     expected = [("resume-position", "warning", RESUME)]
     assert resumed("trl-sft", {}, per_device=8) == expected
     assert resumed("trl-sft", {"ignore_data_skip": True}, per_device=8) == []
-    known: dict[str, Any] = {"output": Path("out").absolute(), "accumulation": 4}
-    earlier = manifest(gradient_accumulation_steps=2)
-    assert resumed("trl-sft", {}, earlier=earlier, **known) == expected
 
 
 @pytest.mark.parametrize("text", ["", "[]", "[" * 5000, '{"global_step": "x"}', "\udcff"])
@@ -726,7 +707,7 @@ def test_no_rule_breaks_whatever_is_given(script: str) -> None:
     schema = values_of(script, {}).schema
     bare = {name: field for name, field in schema.fields.items() if name != "fsdp_config"}
     unknown = {k: replace(f, default=None, default_text="f()") for k, f in schema.fields.items()}
-    known: dict[str, Any] = {"deepspeed": AUTO, "packages": {}, "running": True, "earlier": {}}
+    known: dict[str, Any] = {"deepspeed": AUTO, "packages": {}, "running": True}
     known |= {"per_device": 2, "accumulation": 2, "output": Path.cwd(), "environ": {}}
     for given in generate(schema, 150, seed=3):
         for fields in (schema.fields, bare, unknown):

@@ -18,7 +18,7 @@ class Context:
     `deepspeed` is the parsed DeepSpeed file in use. `gpus` counts those of all nodes, 0 is the CPU.
     `per_device` (rows) and `accumulation` (forward passes a step) are what upstream will be given.
     `packages` are names and versions in the trainer's Python, `cpus` its processors. `output` is
-    where the model goes, `earlier` the manifest of the newest run of ours into that folder.
+    where the model goes.
     """
 
     values: Values
@@ -32,7 +32,6 @@ class Context:
     packages: Mapping[str, str] | None = None
     running: bool = False
     output: Path | None = None
-    earlier: Mapping[str, Any] | None = None
 
     @property
     def zero_stage(self) -> int | None:

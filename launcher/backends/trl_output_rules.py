@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from launcher.backends import model_config, output_rules, trl_resolved
+from launcher.backends import model_config, trl_resolved
 from launcher.backends.context import Context, StageRule
 from launcher.backends.rule import say
 from launcher.errors import Finding, brief
 from launcher.files import parse_json, read_bytes
-from launcher.paths import canonical, exists, is_file
+from launcher.paths import exists, is_file
 from launcher.schema import Values
 
 _KEY = "resume_from_checkpoint"
@@ -152,29 +152,6 @@ def other_model(context: Context) -> Iterator[Finding]:
             f"{brief(folder)} is a checkpoint of another model: {'; '.join(told)}",
             "name the model that it was trained from, or begin anew",
         )  # fmt: skip
-    elif (was := _earlier(context, folder, "model_name_or_path")) is not None and was != name:
-        yield say(
-            "error", "run", "foreign-checkpoints", _KEY,
-            f"{brief(folder)} is a run's of another model: it was {brief(was)}, is {brief(name)}",
-            "name that model, or begin anew in another folder",
-        )  # fmt: skip
-    elif (was := _earlier(context, folder, "dataset_name")) not in (None, values["dataset_name"]):
-        yield say(
-            "warning", "run", "foreign-checkpoints", _KEY,
-            f"{brief(folder)} is a run's on other data: `dataset_name` was {brief(was)}; as many batches "
-            "as it had seen would be skipped",
-            "write `ignore_data_skip: true`, or begin anew from the model it saved",
-        )  # fmt: skip
-
-
-def _earlier(context: Context, folder: Path, key: str) -> Any:
-    """What the run of ours had that wrote this checkpoint; None where that is not known."""
-    if context.earlier is None or context.output is None:
-        return None
-    if canonical(folder).parent != canonical(context.output):
-        return None
-    was = output_rules.before(context.earlier, key)
-    return None if was is None or output_rules.HIDDEN in str(was) else was
 
 
 # --- what would come of it -------------------------------------------------------------------------
@@ -209,21 +186,12 @@ def other_batch(context: Context) -> Iterator[Finding]:
     folder = _asked(context.values)
     if folder is None or context.values["ignore_data_skip"]:
         return
-    rows = (_state(folder) or {}).get("train_batch_size")
-    passes = _earlier(context, folder, "gradient_accumulation_steps")
-    changed = [
-        f"`{key}` was {was}, is {now}"
-        for key, was, now in (
-            ("per_device_train_batch_size", rows, context.per_device),
-            ("gradient_accumulation_steps", passes, context.accumulation),
-        )
-        if isinstance(was, int) and now is not None and was != now
-    ]
-    if changed:
+    was, now = (_state(folder) or {}).get("train_batch_size"), context.per_device
+    if isinstance(was, int) and now is not None and was != now:
         yield say(
             "warning", "run", "resume-position", _KEY,
             f"resuming from {brief(folder)} would go on at another place in the data: "
-            f"{'; '.join(changed)}", "keep both numbers as they were",
+            f"`per_device_train_batch_size` was {was}, is {now}", "keep the number as it was",
         )  # fmt: skip
 
 

@@ -49,12 +49,12 @@ Write = Callable[[str, str | bytes], Path]
 # Minutes each, because processes are the point of them: what takes long goes first, or the last worker is
 # still at it when the others have been done for long.
 LONG = (
-    "test_pipeline_training", "test_gpu_benchmarks", "test_bench", "test_prefetch",
-    "test_resume_training", "test_contract", "test_cache_training", "test_tune", "test_slurm",
-    "test_pipeline", "test_memory", "test_olmo_core", "test_faults", "test_ladder", "test_report_browser",
-    "test_training", "test_keeping", "test_parser_agreement", "test_trl_machine_rules", "test_fix",
-    "test_trl_agreement", "test_json_schema", "test_upstream", "test_difference", "test_corpus",
-    "test_secrets",
+    "test_pipeline_training", "test_contract", "test_prefetch", "test_pipeline",
+    "test_outcome_training", "test_resume_training", "test_faults", "test_memory", "test_bench",
+    "test_slurm", "test_cache_training", "test_gradients", "test_tune", "test_ladder", "test_keeping",
+    "test_lease", "test_fix", "test_upstream", "test_parser_agreement", "test_trl_agreement",
+    "test_trl_machine_rules", "test_training", "test_gpu_benchmarks", "test_report_browser",
+    "test_difference", "test_corpus", "test_secrets",
 )  # fmt: skip
 
 

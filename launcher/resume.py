@@ -596,8 +596,10 @@ class _Judge:
         used = self.attempts.reference()
         if exists(used) if used is not None else any(cache.path.glob("*.pt")):
             return
+        # nobody can allow it for checkpoints without a record: what they were trained against is not known
+        allowed = used is not None and "reference" in self.allowed
         yield self._finding(
-            "warning" if "reference" in self.allowed else "error", "reference-gone",
+            "warning" if allowed else "error", "reference-gone",
             f"{used or cache.path} is gone: the checkpoint is loaded before the reference is computed "
             "(dpo_tune_cache.py:503, dpo_tune_cache.py:528), and the half-trained model would be its own "
             "reference", "bring it back, or start over with --fresh", "model_name_or_path",

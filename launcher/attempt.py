@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import pwd
-import secrets
 import shlex
 import stat
 from collections.abc import Mapping
@@ -67,7 +66,7 @@ class Attempt:
     allow_unproven: bool = False
     request: Mapping[str, Any] = field(default_factory=dict)
     borrowed: tuple[str, ...] = ()
-    token: str = field(default_factory=lambda: secrets.token_hex(8))
+    token: str = field(default_factory=lambda: os.urandom(8).hex())
 
     def command(self, environ: Mapping[str, str]) -> Command:
         """The command in the whole environment that it is to run in; `environ` is the starter's own."""

@@ -25,7 +25,6 @@ import hashlib
 import os
 import zlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,6 +106,9 @@ def _whole(descriptor: int, size: int) -> str:
     if size <= PIECE:
         tree.update(piece(0))
         return tree.hexdigest()
+    # it imports logging, which most commands never need
+    from concurrent.futures import ThreadPoolExecutor
+
     with ThreadPoolExecutor(threads()) as pool:
         for digest in pool.map(piece, range(0, size, PIECE)):
             tree.update(digest)
@@ -127,6 +129,8 @@ def _sampled(descriptor: int, size: int, regions: Sequence[tuple[int, int]]) -> 
     if advice is not None:
         with contextlib.suppress(OSError):
             advice(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+    from concurrent.futures import ThreadPoolExecutor
+
     # these wait for the disk, not for a processor
     with ThreadPoolExecutor(16) as pool:
         for digest in pool.map(batch, range(0, len(regions), _READS)):

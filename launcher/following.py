@@ -17,7 +17,7 @@ from types import FrameType
 from typing import BinaryIO
 
 from launcher import attempt as attempts
-from launcher import files, keeper, overview, process, rundir, runner
+from launcher import files, overview, process, rundir, runner
 from launcher.attempt import Attempt
 from launcher.errors import NotReady, unreadable
 from launcher.printable import printable_bytes
@@ -91,6 +91,9 @@ def _see_to_the_end(folder: RunFolder, attempt: Attempt) -> None:
     """Where the keeper did not live to do that."""
     began = folder.attempts() >= attempt.number
     if began and not _elsewhere(folder) and not rundir.concluded(folder, attempt.number):
+        # only here: who looks on should see the run at once
+        from launcher import keeper
+
         keeper.conclude(folder, attempt, runner.recorded(folder, attempt.number))
 
 

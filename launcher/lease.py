@@ -18,7 +18,6 @@ import json
 import os
 import re
 import stat
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -82,6 +81,8 @@ class Lease:
         Two machines' clocks are never compared; None where that clock cannot be asked.
         """
         try:
+            import tempfile
+
             with tempfile.TemporaryFile(dir=self.path.parent) as probe:
                 # a clock that was set back leaves the last heartbeat in the future
                 return abs(os.fstat(probe.fileno()).st_mtime - self.beaten)

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -342,7 +341,7 @@ def write_text(path: Path, text: str) -> None:
 
 def write_bytes(path: Path, raw: bytes, *, durable: bool = False) -> None:
     """Write atomically, by renaming a finished file over the old one; `durable` also after a power cut."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+    temporary = path.with_name(f".{path.name}.{os.urandom(6).hex()}")
     try:
         with temporary.open("wb") as stream:
             stream.write(raw)

@@ -209,6 +209,7 @@ SOURCE = ("open_instruct", "allow_unpinned")
 REQUEST = ("config", "overrides", "stage", "python", *SOURCE, "format")
 """What every command has that plans a stage."""
 
+_TYPES = get_type_hints(Shared, include_extras=True)
 Command = Callable[..., Any]
 
 
@@ -216,10 +217,9 @@ def takes(*names: str) -> Callable[[Command], Command]:
     """Give a command these options of `Shared`, which it gets as its first argument."""
 
     def add(command: Command) -> Command:
-        hints = get_type_hints(Shared, include_extras=True)
         shared = [
             inspect.Parameter(
-                field.name, inspect.Parameter.KEYWORD_ONLY, annotation=hints[field.name],
+                field.name, inspect.Parameter.KEYWORD_ONLY, annotation=_TYPES[field.name],
                 default=inspect.Parameter.empty if field.name == "config" else field.default,
             )
             for field in dataclasses.fields(Shared)

@@ -133,17 +133,6 @@ def test_every_command_has_help_an_example_and_a_place_in_the_readme() -> None:
         assert f"`launch {name} " in README or f"`launch {name}`" in README, name
 
 
-def test_the_module_map_of_the_readme_is_complete() -> None:
-    table = README[README.index("## The modules of") :]
-    named = set(re.findall(r"`([a-z_]+)/?`", table))
-    modules = {
-        path.stem if path.is_file() else path.name
-        for path in (ROOT / "launcher").iterdir()
-        if path.name not in {"__init__.py", "__pycache__", "py.typed"}
-    }
-    assert modules - named == set()
-
-
 def test_the_pin_is_the_submodule_and_the_snapshot() -> None:
     import json
     import subprocess

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launcher import conditions, contents, machine
+from launcher import contents, machine, noops
 from launcher.caches import Cache
 from launcher.contents import Contents
 from launcher.earlier import (
@@ -23,7 +23,6 @@ from launcher.earlier import (
 )
 from launcher.errors import Severity, brief
 from launcher.machine import Trainer
-from launcher.noops import condition_of
 from launcher.plan import Plan
 from launcher.redaction import REDACTED, redact
 
@@ -61,7 +60,6 @@ _ADAMW = ("adamw_torch", "adamw_torch_fused")
 # what upstream computes where nothing is said (transformers/training_args.py:809)
 _DEFAULTS = {"optim": "adamw_torch_fused"}
 _RESTORED = "it comes out of the checkpoint: the new value does nothing"
-_UNKNOWN = object()
 _ARGUMENTS: tuple[tuple[re.Pattern[str], str, Severity], ...] = (
     (
         re.compile(
@@ -216,7 +214,7 @@ def _argument(plan: Plan, name: str, was: Any, now: Any, same: Collection[str]) 
     state = _OPTIMIZER.fullmatch(name) or _ENGINE.fullmatch(name)
     if (name == names.model and "model" in same) or (name == names.data and "data" in same):
         effect, severity = "another name for the same content", "note"
-    elif state and _unread(plan, name):
+    elif state and not noops.acts(plan.values, plan.stage.entry, name):
         effect, severity = "nothing reads it here", "note"
     elif was in _ADAMW and now in _ADAMW:
         effect, severity = _RESTORED, "warning"
@@ -224,15 +222,6 @@ def _argument(plan: Plan, name: str, was: Any, now: Any, same: Collection[str]) 
         what=name, key=name, before=was, after=now, effect=effect, severity=severity,
         restored=effect == _RESTORED,
     )  # fmt: skip
-
-
-def _unread(plan: Plan, name: str) -> bool:
-    """Whether the script reads an argument nowhere, or under conditions only that do not hold here."""
-    entry, reads = plan.stage.entry, plan.stage.schema.path.reads.get(name)
-    return reads is not None and all(
-        any(conditions.holds(c, plan.values, _UNKNOWN) is False for c in condition_of(read, entry))
-        for read in reads
-    )
 
 
 def _plain(value: Any) -> Any:

@@ -40,6 +40,15 @@ def find(values: Values, entry: Entry) -> Iterator[Finding]:
                 yield _closed(entry, name, reads, closed, known)
 
 
+def acts(values: Values, entry: Entry, name: str) -> bool:
+    """Whether these values may lead to a place that reads an argument; also where nothing is known of it."""
+    reads = values.schema.path.reads.get(name)
+    if reads is None or name in entry.acts:
+        return True
+    known = effective(values, entry)
+    return any(not _false(read, known, entry) for read in reads)
+
+
 def refused(values: Values, entry: Entry, told: Container[str | None]) -> Iterator[Finding]:
     """What the script itself refuses for these values, at a `raise` that arguments alone lead to.
 

@@ -329,6 +329,11 @@ class Locator:
     _found: dict[str, Upstream] = field(default_factory=dict)
     _schemas: dict[tuple[str, str], Schema] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, source: Upstream) -> Locator:
+        """One that answers with this source, whatever lies on this machine."""
+        return cls(allow_unpinned=True, _found={source.backend: source})
+
     def find(self, backend: str) -> Upstream:
         """The source of a backend; raises NotReady where a checkout was named and is none."""
         if backend not in self._found:

@@ -63,14 +63,14 @@ def pin_diff(
     ] = False,
 ) -> Exit:
     """Show what changes between two commits: arguments, defaults, reads, refusals."""
-    from launcher import impact, pin, report
+    from launcher import difference, pin, report
 
     found = pin.find_commits(commits, shared.open_instruct, os.environ)
     paths = [file for path in configs or () for file in files_of(path)]
-    told = impact.between(found, paths, stage=named_stage(shared.stage))
+    told = difference.between(found, paths, stage=named_stage(shared.stage))
     if shared.format is Format.json:
         new = [finding for one in told.configs for finding in one.appeared]
         report.envelope("pin diff", not told.worse, new, told.as_json())
     else:
-        report.say("\n".join(impact.lines(told, everything=everything)))
+        report.say("\n".join(difference.lines(told, everything=everything)))
     return told.exit_code

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from launcher import conditions
 from launcher.schema import Read, Refusal
 from launcher.sources import UNKNOWN as NO_VALUE
-from launcher.sources import Module, Sources, enum_members, top_level
+from launcher.sources import Module, Sources, enum_members
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
@@ -144,8 +144,6 @@ class Frame:
     owner: str | None = None
     bound: Value | None = None
     returned: set[Value] = field(default_factory=set)
-    # the functions inside it, with the conditions under which they are defined
-    nested: list[tuple[Function, frozenset[str]]] = field(default_factory=list)
     node: FunctionNode | None = None
     # it may end the script
     exits: bool = False
@@ -203,10 +201,9 @@ class Shape:
     assigned: frozenset[str] = frozenset()
     globals: frozenset[str] = frozenset()
     nonlocals: frozenset[str] = frozenset()
-    # names that it uses, with attributes, and those that are more than called
+    # names that it uses, and with attributes
     names: frozenset[str] = frozenset()
     mentioned: frozenset[str] = frozenset()
-    passed_on: frozenset[str] = frozenset()
     # a generator runs only as far as somebody asks
     generator: bool = False
     # it computes something and changes nothing
@@ -224,20 +221,18 @@ def shape_of(body: Sequence[ast.stmt], parameters: Iterable[str] = ()) -> Shape:
     """The shape of a function's, or a module's, statements."""
     seen, twice = set(parameters), set[str]()
     shared: dict[type, set[str]] = {ast.Global: set(), ast.Nonlocal: set()}
-    mentioned, called, loaded = set[str](), set[ast.AST](), list[ast.Name]()
+    mentioned, loaded = set[str](), set[str]()
     generator, plain = False, True
     for node in (inner for statement in body for inner in ast.walk(statement)):
         match node:
             case ast.Name(id=name, ctx=ast.Load()):
                 mentioned.add(name)
-                loaded.append(node)
+                loaded.add(name)
             case ast.Name(id=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name):
                 (twice if name in seen else seen).add(name)
             case ast.Attribute(attr=name, ctx=context):
                 mentioned.add(name)
                 plain = plain and isinstance(context, ast.Load)
-            case ast.Call(func=ast.Name() as function):
-                called.add(function)
             case ast.Global(names=names) | ast.Nonlocal(names=names):
                 shared[type(node)] |= set(names)
                 twice |= set(names)
@@ -254,8 +249,7 @@ def shape_of(body: Sequence[ast.stmt], parameters: Iterable[str] = ()) -> Shape:
     return Shape(
         assigned=frozenset(twice), globals=frozenset(shared[ast.Global]),
         nonlocals=frozenset(shared[ast.Nonlocal]), mentioned=frozenset(mentioned),
-        names=frozenset(node.id for node in loaded),
-        passed_on=frozenset(node.id for node in loaded if node not in called),
+        names=frozenset(loaded),
         generator=generator, plain=plain,
         single=isinstance(last, ast.Return) and sum(_returns(body)) == 1,
     )  # fmt: skip
@@ -404,8 +398,6 @@ class Lookup:
     # what an attribute of an instance, or a name of a module, may hold
     attributes: dict[tuple[str, str, str], set[Value]] = field(default_factory=dict)
     globals: dict[_Key, set[Value]] = field(default_factory=dict)
-    # the same by the attribute's name alone, for objects that are not followed
-    loose: dict[str, set[Value]] = field(default_factory=dict)
     # classes whose instances have been given the arguments to keep
     keepers: set[_Key] = field(default_factory=set)
     ancestors: dict[_Key, int] = field(default_factory=dict)
@@ -413,7 +405,6 @@ class Lookup:
     _methods: dict[tuple[_Key, str | None, str], _Method | None] = field(default_factory=dict)
     _annotations: dict[ast.arg, Values] = field(default_factory=dict)
     _shapes: dict[ast.AST, Shape] = field(default_factory=dict)
-    _others: dict[str, dict[str, list[ast.stmt]]] = field(default_factory=dict)
     _literals: dict[tuple[str, str], ast.Constant | None] = field(default_factory=dict)
 
     def begin(self) -> None:
@@ -424,7 +415,7 @@ class Lookup:
 
     def known(self) -> int:
         """How much has been learnt of what is kept where; it only ever grows."""
-        tables = (self.attributes, self.globals, self.loose)
+        tables = (self.attributes, self.globals)
         return sum(len(held) for table in tables for held in table.values()) + len(self.keepers)
 
     # --- classes ----------------------------------------------------------------------------------
@@ -538,35 +529,6 @@ class Lookup:
 
     # --- names ------------------------------------------------------------------------------------
 
-    def definitions(self, module: Module, name: str) -> list[FunctionNode]:
-        """The functions of a module by a name: several where an `if` or a `try` decides."""
-        told: list[FunctionNode] = [module.functions[name]] if name in module.functions else []
-        for other in self._conditional(module).get(name, ()):
-            if isinstance(other, ast.FunctionDef | ast.AsyncFunctionDef) and other not in told:
-                told.append(other)
-        return told
-
-    def _conditional(self, module: Module) -> dict[str, list[ast.stmt]]:
-        """Everything that is bound under an `if` or a `try`, or more than once, by name."""
-        if module.name not in self._others:
-            bound: dict[str, list[ast.stmt]] = {}
-            plain = set(map(id, module.tree.body))
-            often: dict[str, int] = {}
-            for node in top_level(module.tree):
-                for name in _bound_by(node):
-                    often[name] = often.get(name, 0) + 1
-                    if id(node) not in plain or isinstance(node, ast.Assign | ast.AugAssign):
-                        bound.setdefault(name, []).append(node)
-            self._others[module.name] = {n: b for n, b in bound.items() if often[n] > 1}
-        return self._others[module.name]
-
-    def settled(self, module: Module, name: str) -> bool:
-        """Whether a name of a module always has one value: bound once, changed by no function."""
-        return name not in self._conditional(module) and name not in self._rebound(module)
-
-    def _rebound(self, module: Module) -> frozenset[str]:
-        return self.shape(module.tree).globals
-
     def literal(self, module: Module, node: ast.expr) -> ast.Constant | None:
         """A constant or a member of an enum, by its value."""
         key = (module.name, ast.unparse(node))
@@ -577,7 +539,7 @@ class Lookup:
     def _literal(self, module: Module, node: ast.expr) -> ast.Constant | None:
         if isinstance(node, ast.Name):
             found = self.sources.resolve(module, node.id)
-            if found is None or not self.settled(*found):
+            if found is None or found[1] in self.shape(found[0].tree).globals:
                 return None
         elif isinstance(node, ast.Attribute):
             owner = self.sources.module_of(module, node.value)
@@ -645,24 +607,6 @@ class Lookup:
                     shape = Shape()
             self._shapes[node] = shape
         return self._shapes[node]
-
-
-def _bound_by(node: ast.stmt) -> list[str]:
-    """The names that a statement of a module gives a value to."""
-    match node:
-        case ast.Assign(targets=targets):
-            found = [n for target in targets for n in ast.walk(target)]
-        case ast.AugAssign(target=target) | ast.AnnAssign(target=target):
-            found = list(ast.walk(target))
-        case ast.For(target=target):
-            found = list(ast.walk(target))
-        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-            return [name]
-        case ast.Import(names=names) | ast.ImportFrom(names=names):
-            return [alias.asname or alias.name for alias in names]
-        case _:
-            return []
-    return [n.id for n in found if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
 
 
 def by_place(read: Read | Refusal) -> tuple[str, int, tuple[str, ...]]:

@@ -124,7 +124,6 @@ class Walk(Lookup):
     # what holds because the script would have raised otherwise, wherever it got to
     assumed: set[str] = field(default_factory=set)
     _walked: dict[object, list[Guards]] = field(default_factory=dict)
-    _entered: set[ast.AST] = field(default_factory=set)
     _visited: set[object] = field(default_factory=set)
     _tables: dict[tuple[str, str], Values] = field(default_factory=dict)
     # kept from pass to pass: what calls return, write, and see
@@ -235,12 +234,6 @@ class Walk(Lookup):
             if isinstance(value, Text):
                 for name in conditions.names(value.text):
                     self._write(name)
-
-    def _let_go(self, name: str, held: Values) -> None:
-        """Something that is not followed keeps a value under a name."""
-        kept = {v for v in leaves(held) if isinstance(v, Args | Items | Object)}
-        if self.carries(kept):
-            self.loose.setdefault(name, set()).update(kept | {UNKNOWN})
 
     # --- expressions over arguments ------------------------------------------------------------------
 
@@ -362,30 +355,13 @@ class Walk(Lookup):
                     told.add(text)
                 case ast.Name() if frame.find(node.id) is None:
                     told |= _texts(self.sources.evaluate(frame.module, node))
-                case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=of_class) if frame.bound:
-                    told |= self._class_texts(frame.bound, of_class)
         return told & self.fields
-
-    def _class_texts(self, value: Value, name: str) -> set[str]:
-        """The texts in a list on the level of a class."""
-        key = self.class_of(value)
-        for module, node in self.order(key) if key else ():
-            for statement in node.body:
-                match statement:
-                    case ast.Assign(targets=[ast.Name(id=known)], value=told) if known == name:
-                        pass
-                    case ast.AnnAssign(target=ast.Name(id=known), value=told) if known == name:
-                        pass
-                    case _:
-                        continue
-                return _texts(self.sources.evaluate(module, told))
-        return set()
 
     # --- the script ---
 
     def start(self) -> None:
         """Walk once, from parsing to the end."""
-        for known in (self._walked, self._entered, self._visited, self._tables):
+        for known in (self._walked, self._visited, self._tables):
             known.clear()
         self.reads.clear()
         self.refusals.clear()
@@ -413,12 +389,6 @@ class Walk(Lookup):
             main = isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
             body = node.body if main and isinstance(node, ast.If) else [node]
             guards = self._block(body, frame, guards)
-        self._finished(frame)
-
-    def body(self, statements: Sequence[ast.stmt], frame: Frame, guards: Guards) -> None:
-        """Walk the statements of a function."""
-        self._block(statements, frame, guards)
-        self._finished(frame)
 
     # --- statements ----------------------------------------------------------------------------------
 
@@ -612,7 +582,6 @@ class Walk(Lookup):
         function = Function(frame.module.name, node, scope=frame)
         before = frame.env.get(node.name, NOTHING)
         frame.env[node.name] = before | {function}
-        frame.nested.append((function, guards))
 
     def defined(
         self,
@@ -625,15 +594,6 @@ class Walk(Lookup):
         for one in (*node.args.defaults, *node.args.kw_defaults, *marks):
             if one is not None:
                 self.value(one, frame, guards)
-
-    def _finished(self, frame: Frame) -> None:
-        """At the end of a function: those inside it that somebody unseen may call."""
-        for function, guards in frame.nested:
-            node = function.node
-            assert not isinstance(node, ast.Lambda)
-            shared = node.name in frame.shape.passed_on or node.decorator_list
-            if shared or node not in self._entered:
-                self._call(function, Given(), guards | UNSURE)
 
     def _import(self, node: ast.Import | ast.ImportFrom, frame: Frame) -> None:
         scratch = Module(frame.module.name, frame.module.label, frame.module.tree)
@@ -947,7 +907,6 @@ class Walk(Lookup):
             if shape.generator or isinstance(node, ast.AsyncFunctionDef):
                 guards = guards | UNSURE
             before.append(guards)
-            self._entered.add(node)
             frame = self._frame(target, module, env, quiet)
             frame.returned = returned
             with self._watched() as wrote:
@@ -979,8 +938,7 @@ class Walk(Lookup):
         frame: Frame, guards: Guards, quiet: bool,
     ) -> None:  # fmt: skip
         silent, self._silent = self._silent, int(quiet)
-        around = frame.env, frame.nested
-        frame.env, frame.nested = dict(frame.given), []
+        around, frame.env = frame.env, dict(frame.given)
         for name in frame.shape.assigned & frame.env.keys():
             frame.env[name] = without_texts(frame.env[name])
         self._depth += 1
@@ -989,10 +947,10 @@ class Walk(Lookup):
             if isinstance(node, ast.Lambda):
                 frame.returned |= self.held(node.body, frame, guards)
             else:
-                self.body(node.body, frame, guards)
+                self._block(node.body, frame, guards)
         finally:
             if self._active[node] > 1:
-                frame.env, frame.nested = around
+                frame.env = around
             self._active[node] -= 1
             self._depth -= 1
             self._silent = silent
@@ -1003,19 +961,7 @@ class Walk(Lookup):
             return True
         if any(self.carries(held) for held in env.values()):
             return True
-        return any(
-            name in shape.mentioned and (owner == target.module or self._imports(target, owner))
-            for owner, name in self.globals
-        )
-
-    def _imports(self, target: Function, owner: str) -> bool:
-        """Whether a function's module can name what another one holds."""
-        module = self.sources.module(target.module)
-        assert module is not None
-        known = set(module.modules.values())
-        known |= {o for o, _ in module.imports.values()}
-        known |= {f"{o}.{name}" for o, name in module.imports.values()}
-        return owner in known
+        return any(name in shape.mentioned for _, name in self.globals)
 
     def _parameters(
         self, target: Function, given: Given, module: Module, guards: Guards
@@ -1346,8 +1292,6 @@ class Walk(Lookup):
                     known = self._properties(self.bound(owner, name), guards)
                     if isinstance(owner, Object | Class):
                         known = known | self.stored(owner, name)
-                    elif not known:
-                        known = frozenset(self.loose.get(name, ()))
                     told.append(known)
                 case ModuleName(name=module_name):
                     told.append(self._of_module(module_name, name))
@@ -1363,8 +1307,6 @@ class Walk(Lookup):
                     continue
                 case _:
                     told.append(NOTHING)
-        if not told:
-            told.append(self.loose.get(name, ()))
         held = merged(*told)
         return held | {UNKNOWN} if held and UNKNOWN in owners else held
 
@@ -1397,8 +1339,6 @@ class Walk(Lookup):
                 return frozenset({Super(around.bound, around.owner)})
         found = self.sources.resolve(module, name)
         shared = self.globals.get((module.name, name), set())
-        if found is None and (others := self.definitions(module, name)):
-            return frozenset(shared) | {Function(module.name, one) for one in others}
         if found is None:
             owner = self.sources.named_module(module, name)
             if owner is None:
@@ -1407,7 +1347,7 @@ class Walk(Lookup):
         owner, name = found
         held: Values = frozenset(shared | self.globals.get((owner.name, name), set()))
         if name in owner.functions:
-            return held | {Function(owner.name, one) for one in self.definitions(owner, name)}
+            return held | {Function(owner.name, owner.functions[name])}
         if name in owner.classes:
             self._referenced(owner, owner.classes[name])
             return held | {Class(owner.name, name)}
@@ -1440,8 +1380,6 @@ class Walk(Lookup):
                 owners = self.value(owner, frame, guards)
                 for value in owners:
                     self.put(value, name, held, guards)
-                if not objects(owners):
-                    self._let_go(name, held)
             case ast.Subscript(value=owner, slice=key):
                 self.value(key, frame, guards)
                 owners = self.value(owner, frame, guards)
@@ -1467,10 +1405,7 @@ class Walk(Lookup):
     def put(self, value: Value, name: str, held: Values, guards: Guards) -> None:
         """An attribute of an object gets another value."""
         if isinstance(value, Args):
-            if name in self.fields:
-                self._write(name)
-                return
-            self._let_go(name, held)
+            self._write(name)
         elif isinstance(value, Object | Class):
             self.keep(value, name, held)
         elif isinstance(value, ModuleName) and self.carries(held):

@@ -267,8 +267,7 @@ def _load(paths: Sequence[Path]) -> list[Config]:
 
 def _read(repository: Repository, commit: str, name: str) -> Revision:
     _check_objects(repository, commit)
-    # DeepSpeed files that a stage file names may lie in the checkout
-    source = replace(upstream.at_commit(repository, commit), root=repository.top())
+    source = upstream.at_commit(repository, commit)
     locator = Locator.of(source)
     schemas: dict[str, Schema] = {}
     unreadable: dict[str, str] = {}

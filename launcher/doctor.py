@@ -252,11 +252,12 @@ def _standing(subject: Subject) -> Iterator[Finding]:
         fault = unpinned(subject.upstream, running=True, allowed=False)
         if fault is not None:
             yield fault
-    module = pin.status(subject.upstream.root, subject.environ).submodule
-    if module.fill is not None and module.state in {"missing", "empty"}:
+    told = pin.status(subject.upstream.root, subject.environ)
+    module = told.submodule
+    if told.fill is not None and module.state in {"missing", "empty"}:
         yield said(
             "note", "empty-submodule",
-            f"the submodule {module.path} is {module.state}; {subject.upstream.root} is used", module.fill,
+            f"the submodule {module.path} is {module.state}; {subject.upstream.root} is used", told.fill,
         )  # fmt: skip
 
 

@@ -159,13 +159,11 @@ class Frame:
             frame = frame.outer
         return None
 
-    def home(self, name: str) -> Frame:
-        """The frame in which an assignment to a name here takes effect."""
+    def home(self) -> Frame:
+        """The frame in which an assignment here takes effect: a comprehension has no names of its own."""
         frame = self
-        while frame.outer is not None and (frame.shape.inline or name in frame.shape.nonlocals):
+        while frame.outer is not None and frame.shape.inline:
             frame = frame.outer
-            if not frame.shape.inline and name in frame.env:
-                break
         return frame
 
     def chain(self) -> Iterator[Frame]:
@@ -200,14 +198,11 @@ class Shape:
     # names that are given a value more than once: what they hold is not one expression
     assigned: frozenset[str] = frozenset()
     globals: frozenset[str] = frozenset()
-    nonlocals: frozenset[str] = frozenset()
     # names that it uses, and with attributes
     names: frozenset[str] = frozenset()
     mentioned: frozenset[str] = frozenset()
     # a generator runs only as far as somebody asks
     generator: bool = False
-    # it computes something and changes nothing
-    plain: bool = False
     # one `return`, its last statement
     single: bool = False
     # a comprehension: no scope of its own for assignments by `:=`
@@ -219,38 +214,32 @@ INLINE = Shape(inline=True)
 
 def shape_of(body: Sequence[ast.stmt], parameters: Iterable[str] = ()) -> Shape:
     """The shape of a function's, or a module's, statements."""
-    seen, twice = set(parameters), set[str]()
-    shared: dict[type, set[str]] = {ast.Global: set(), ast.Nonlocal: set()}
-    mentioned, loaded = set[str](), set[str]()
-    generator, plain = False, True
+    bound, twice, shared = set(parameters), set[str](), set[str]()
+    names, attributes, generator = set[str](), set[str](), False
     for node in (inner for statement in body for inner in ast.walk(statement)):
         match node:
             case ast.Name(id=name, ctx=ast.Load()):
-                mentioned.add(name)
-                loaded.add(name)
-            case ast.Name(id=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                (twice if name in seen else seen).add(name)
-            case ast.Attribute(attr=name, ctx=context):
-                mentioned.add(name)
-                plain = plain and isinstance(context, ast.Load)
-            case ast.Global(names=names) | ast.Nonlocal(names=names):
-                shared[type(node)] |= set(names)
-                twice |= set(names)
-                plain = False
+                names.add(name)
+            case (
+                ast.Name(id=name)
+                | ast.FunctionDef(name=name)
+                | ast.ClassDef(name=name)
+                | ast.ExceptHandler(name=str() as name)
+                | ast.MatchAs(name=str() as name)
+            ):
+                (twice if name in bound else bound).add(name)
+            case ast.Attribute(attr=name):
+                attributes.add(name)
+            case ast.Global(names=listed):
+                shared |= set(listed)
+            case ast.Nonlocal(names=listed):
+                twice |= set(listed)
             case ast.Yield() | ast.YieldFrom():
-                generator, plain = True, False
-            case ast.ExceptHandler(name=str() as name) | ast.MatchAs(name=str() as name):
-                (twice if name in seen else seen).add(name)
-            case ast.Expr(value=value) if not isinstance(value, ast.Constant):
-                plain = False
-            case ast.Subscript(ctx=ast.Store() | ast.Del()) | ast.With() | ast.AsyncWith():
-                plain = False
+                generator = True
     last = body[-1] if body else None
     return Shape(
-        assigned=frozenset(twice), globals=frozenset(shared[ast.Global]),
-        nonlocals=frozenset(shared[ast.Nonlocal]), mentioned=frozenset(mentioned),
-        names=frozenset(loaded),
-        generator=generator, plain=plain,
+        assigned=frozenset(twice | shared), globals=frozenset(shared), names=frozenset(names),
+        mentioned=frozenset(names | attributes), generator=generator,
         single=isinstance(last, ast.Return) and sum(_returns(body)) == 1,
     )  # fmt: skip
 

@@ -14,9 +14,9 @@ from typing import Literal
 
 from launcher import upstream
 from launcher.backends import BACKENDS
-from launcher.errors import Exit, Finding, NotReady, UsageError, usage
+from launcher.errors import Exit, Finding, NotReady, UsageError, not_ready, usage
 from launcher.git import Repository
-from launcher.paths import canonical, exists, expanded, is_file
+from launcher.paths import canonical, exists, is_file
 
 PIN = BACKENDS["open_instruct"].PIN
 PACKAGE = BACKENDS["open_instruct"].PACKAGES[0]
@@ -112,46 +112,31 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Submodule:
-    """The submodule of launch's own repository.
-
-    `repository` is None where launch was installed without it, or came without git. `recorded` is
-    the commit that its index names; `state` is fine, missing, empty, other commit, edited or no
-    checkout.
-    """
-
-    path: Path
-    repository: Path | None
-    recorded: str | None = None
-    state: str = "missing"
-
-    @property
-    def fill(self) -> str | None:
-        """The one command that fills it, from wherever it is typed."""
-        if self.repository is None or self.recorded is None:
-            return None
-        below = self.path.relative_to(self.repository)
-        return f"git -C {_word(self.repository)} submodule update --init {below}"
-
-    def as_json(self) -> dict[str, object]:
-        """Every fact of it."""
-        return {
-            "path": str(self.path),
-            "repository": None if self.repository is None else str(self.repository),
-            "recorded": self.recorded, "state": self.state, "fill": self.fill,
-        }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
     """Which checkout launch would use, which others are here, and what to do next.
 
-    `fault` is why the place that was named cannot be used.
+    `repository` is launch's own, None where it was installed without it; `recorded` the commit that its
+    index names for the submodule. `fault` is why the place that was named cannot be used.
     """
 
     places: tuple[Place, ...]
-    submodule: Submodule
+    repository: Path | None = None
+    recorded: str | None = None
     fault: Finding | None = None
+
+    @property
+    def submodule(self) -> Place:
+        """The place of launch's own submodule."""
+        own = canonical(upstream.SUBMODULE)
+        return next(place for place in self.places if canonical(place.path) == own)
+
+    @property
+    def fill(self) -> str | None:
+        """The one command that fills the submodule, from wherever it is typed."""
+        if self.repository is None or self.recorded is None:
+            return None
+        below = upstream.SUBMODULE.relative_to(self.repository)
+        return f"git -C {_word(self.repository)} submodule update --init {below}"
 
     @property
     def used(self) -> Place | None:
@@ -170,24 +155,22 @@ class Status:
         """What is wrong, for the envelope."""
         if self.fault is not None:
             return (self.fault,)
-        if self.used is not None and self.used.equal:
-            return ()
         if self.used is None:
-            code, file = "no-checkout", None
-            message = (
-                "there is no open-instruct checkout; what needs none uses the committed snapshot"
+            found = not_ready(
+                "no-checkout",
+                "there is no open-instruct checkout; what needs none uses the committed snapshot",
+                next(iter(self.next), None),
             )
-        else:
-            code, file = "unpinned-checkout", str(self.used.path)
+        elif not self.used.equal:
             edited = ", edited" if self.used.edited_source else ""
-            at = self.used.commit or "an unknown commit"
-            message = f"the checkout is at {at}{edited}, the pin is {PIN}"
-        help = next(iter(self.next), None)
-        return (
-            Finding(
-                severity="error", layer="launch", code=code, file=file, help=help, message=message
-            ),
-        )
+            found = not_ready(
+                "unpinned-checkout",
+                f"the checkout is at {self.used.commit or 'an unknown commit'}{edited}, the pin is {PIN}",
+                next(iter(self.next), None), file=str(self.used.path),
+            )  # fmt: skip
+        else:
+            return ()
+        return tuple(found.findings)
 
     @property
     def next(self) -> tuple[str, ...]:
@@ -202,9 +185,13 @@ class Status:
             "equal": used is not None and used.equal,
             "used": None if used is None else used.as_json(),
             "places": [place.as_json() for place in self.places],
-            "submodule": self.submodule.as_json(),
+            "submodule": {
+                "path": str(upstream.SUBMODULE), "state": self.submodule.state,
+                "repository": None if self.repository is None else str(self.repository),
+                "recorded": self.recorded, "fill": self.fill,
+            },
             "next": list(self.next),
-        }
+        }  # fmt: skip
 
     def lines(self) -> list[str]:
         """The answer for people."""
@@ -213,13 +200,12 @@ class Status:
             told += place.lines()
         if self.used is None:
             told.append("used  none of these: what needs no checkout uses the committed snapshot")
-        module = self.submodule
-        if module.repository is None:
+        if self.repository is None:
             told.append("launch is installed without its repository: there is no submodule here")
-        elif module.recorded is None:
-            told.append(f"{module.repository} records no commit for its submodule")
-        elif module.recorded != PIN:
-            told.append(f"launch's repository records {module.recorded[:_SHOWN]}, not the pin")
+        elif self.recorded is None:
+            told.append(f"{self.repository} records no commit for its submodule")
+        elif self.recorded != PIN:
+            told.append(f"launch's repository records {self.recorded[:_SHOWN]}, not the pin")
         return told + [f"next: {command}" for command in self.next]
 
 
@@ -234,21 +220,16 @@ def status(checkout: Path | None, environ: Mapping[str, str]) -> Status:
     except NotReady as error:
         fault = error.findings[0]
     places: list[Place] = []
-    for path, source in _candidates(checkout, environ):
+    for path, source in upstream.checkout_places(checkout, environ):
         if all(canonical(path) != canonical(known.path) for known in places):
             taken = used is not None and canonical(path) == canonical(used)
             places.append(_look(path, source, used=taken and not any(p.used for p in places)))
-    return Status(places=tuple(places), submodule=_submodule(places), fault=fault)
-
-
-def _candidates(checkout: Path | None, environ: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
-    if checkout is not None:
-        yield expanded(checkout).absolute(), "--open-instruct"
-    if variable := environ.get("LAUNCH_OPEN_INSTRUCT"):
-        yield expanded(variable).absolute(), "LAUNCH_OPEN_INSTRUCT"
-    yield upstream.SUBMODULE, "submodule"
-    for place in upstream.FOUND_IN:
-        yield expanded(place), "found"
+    # launch may be installed somewhere inside of another repository
+    root = upstream.REPOSITORY
+    if not upstream.SUBMODULE.is_relative_to(root) or not _is_own(Repository(root)):
+        return Status(places=tuple(places), fault=fault)
+    recorded = gitlink(Repository(root), upstream.SUBMODULE.relative_to(root).as_posix())
+    return Status(places=tuple(places), repository=root, recorded=recorded, fault=fault)
 
 
 def _look(path: Path, source: str, *, used: bool) -> Place:
@@ -282,23 +263,6 @@ def _state(path: Path) -> State:
         return "unreadable"
 
 
-def _submodule(places: Sequence[Place]) -> Submodule:
-    path, root = upstream.SUBMODULE, upstream.REPOSITORY
-    own = Repository(root)
-    # launch may be installed somewhere inside of another repository
-    if not path.is_relative_to(root) or not _is_own(own):
-        return Submodule(path=path, repository=None)
-    recorded = gitlink(own, path.relative_to(root).as_posix())
-    there = next(place for place in places if canonical(place.path) == canonical(path))
-    state: str = there.state
-    if state == "checkout":
-        same = there.commit in {None, recorded or PIN}
-        state = "other commit" if not same else "edited" if there.edited_source else "fine"
-    elif state not in {"missing", "empty"}:
-        state = "no checkout"
-    return Submodule(path=path, repository=root, recorded=recorded, state=state)
-
-
 def gitlink(repository: Repository, path: str) -> str | None:
     """The commit that a repository's index names for a submodule."""
     told = repository.ask("ls-files", "-s", "--", path) or ""
@@ -307,34 +271,31 @@ def gitlink(repository: Repository, path: str) -> str | None:
 
 
 def _next(told: Status) -> Iterator[str]:
-    module, used = told.submodule, told.used
-    recorded = module.recorded == PIN
+    used, recorded = told.used, told.recorded == PIN
     if used is None:
         other = next((place for place in told.places if place.equal), None)
         if other is not None and told.fault is not None:
             # the place that was named is none, another one is
             yield f"export LAUNCH_OPEN_INSTRUCT={_word(other.path)}"
-        if module.fill is not None:
-            yield module.fill
-        else:
-            place = expanded(upstream.FOUND_IN[-1]) if upstream.FOUND_IN else module.path
-            yield f"git clone {URL} {_word(place)} && git -C {_word(place)} checkout {PIN}"
-    elif used.commit is not None and not used.equal:
-        if used.edited_source:
-            yield f"git -C {_word(used.path)} stash"
-        if used.commit != PIN and used.source == "submodule" and recorded and module.fill:
-            yield module.fill
-        elif used.commit != PIN:
-            fetch = "" if used.knows_pin else f"git -C {_word(used.path)} fetch origin {PIN} && "
-            yield f"{fetch}git -C {_word(used.path)} checkout {PIN}"
-    elif not used.equal:
+        place = _word(told.places[-1].path)
+        yield told.fill or f"git clone {URL} {place} && git -C {place} checkout {PIN}"
+    elif not used.equal and used.commit is None:
         yield f"git clone {URL} PATH && git -C PATH checkout {PIN}"
-    elif recorded and module.fill is not None and module.state in {"empty", "missing"}:
+    elif not used.equal:
+        git = f"git -C {_word(used.path)}"
+        if used.edited_source:
+            yield f"{git} stash"
+        if used.commit != PIN and used.source == "submodule" and recorded and told.fill:
+            yield told.fill
+        elif used.commit != PIN:
+            fetch = "" if used.knows_pin else f"{git} fetch origin {PIN} && "
+            yield f"{fetch}{git} checkout {PIN}"
+    elif recorded and told.fill is not None and told.submodule.state in {"empty", "missing"}:
         # not needed, while the other one is there
-        yield module.fill
-    if module.recorded is not None and not recorded and module.repository is not None:
-        below = module.path.relative_to(module.repository)
-        index = f"git -C {_word(module.repository)} update-index"
+        yield told.fill
+    if told.repository is not None and told.recorded is not None and not recorded:
+        below = upstream.SUBMODULE.relative_to(told.repository)
+        index = f"git -C {_word(told.repository)} update-index"
         yield f"{index} --cacheinfo 160000,{PIN},{below}"
 
 
@@ -363,9 +324,17 @@ def find_commits(
     where objects were never fetched; the help is the command that gets them.
     """
     names = _names(words)
-    repositories = _repositories(checkout, environ)
+    places = list(upstream.checkout_places(checkout, environ))
+    named = checkout is not None or bool(environ.get("LAUNCH_OPEN_INSTRUCT"))
+    places = places[:1] if named else places
+    repositories = [Repository(path) for path, _ in places if _is_own(Repository(path), bare=True)]
     if not repositories:
-        raise NotReady(_no_repository(checkout, environ))
+        where = f"{places[0][1]} names no git repository: {places[0][0]}"
+        raise not_ready(
+            "no-repository",
+            where if named else "there is no open-instruct repository to read commits from",
+            f"git clone {URL}, then --open-instruct PATH (a bare clone will do)",
+        )
     for repository in repositories:
         found = [repository.commit(PIN if name == "pin" else name) for name in names]
         if found[0] is not None and found[1] is not None:
@@ -384,14 +353,6 @@ def _names(words: Sequence[str]) -> tuple[str, str]:
     raise usage("unknown-commit", "two commits are compared", "launch pin diff pin origin/main")
 
 
-def _repositories(checkout: Path | None, environ: Mapping[str, str]) -> list[Repository]:
-    """The repositories of the documented places; of a place that was named, only that one."""
-    places = list(_candidates(checkout, environ))
-    if checkout is not None or environ.get("LAUNCH_OPEN_INSTRUCT"):
-        places = places[:1]
-    return [Repository(path) for path, _ in places if _is_own(Repository(path), bare=True)]
-
-
 def _is_own(repository: Repository, *, bare: bool = False) -> bool:
     """Whether a folder is a repository: an empty one inside of another would answer for that one."""
     if not exists(repository.root):
@@ -402,18 +363,6 @@ def _is_own(repository: Repository, *, bare: bool = False) -> bool:
         return True
     folder = repository.ask("rev-parse", "--absolute-git-dir") if bare else None
     return folder is not None and canonical(Path(folder)) == here
-
-
-def _no_repository(checkout: Path | None, environ: Mapping[str, str]) -> Finding:
-    places = list(_candidates(checkout, environ))
-    message = "there is no open-instruct repository to read commits from"
-    if checkout is not None or environ.get("LAUNCH_OPEN_INSTRUCT"):
-        places = places[:1]
-        message = f"{places[0][1]} names no git repository: {places[0][0]}"
-    help = f"git clone {URL}, then --open-instruct PATH (a bare clone will do)"
-    return Finding(
-        severity="error", layer="launch", code="no-repository", message=message, help=help
-    )
 
 
 def _unknown(first: Repository, names: tuple[str, str]) -> NotReady | UsageError:

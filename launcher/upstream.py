@@ -99,29 +99,25 @@ def locate(
     return _locate_packages(backend, tuple(search) if search is not None else None)
 
 
-def _locate_checkout(named: Path | None, environ: Mapping[str, str]) -> Upstream:
-    variable = environ.get("LAUNCH_OPEN_INSTRUCT")
-    asked = [
-        (named, "--open-instruct"),
-        (Path(variable) if variable else None, "LAUNCH_OPEN_INSTRUCT"),
-    ]
-    for path, source in asked:
-        if path is not None:
-            root = expanded(path).absolute()
-            if not _is_checkout(root):
-                raise NotReady(_no_checkout(root, source))
-            return _checkout(root, source, asked=True)
-    if _is_checkout(SUBMODULE):
-        return _checkout(SUBMODULE, "submodule", asked=True)
+def checkout_places(named: Path | None, environ: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
+    """Where a checkout may lie, each place with who names it, in the documented order."""
+    if named is not None:
+        yield expanded(named).absolute(), "--open-instruct"
+    if variable := environ.get("LAUNCH_OPEN_INSTRUCT"):
+        yield expanded(variable).absolute(), "LAUNCH_OPEN_INSTRUCT"
+    yield SUBMODULE, "submodule"
     for place in FOUND_IN:
-        if _is_checkout(expanded(place)):
-            return _checkout(expanded(place), "found", asked=False)
+        yield expanded(place), "found"
+
+
+def _locate_checkout(named: Path | None, environ: Mapping[str, str]) -> Upstream:
+    for root, source in checkout_places(named, environ):
+        if _is_checkout(root):
+            packages = packages_below("open_instruct", root)
+            return _compare("open_instruct", root, packages, source, asked=source != "found")
+        if source not in {"submodule", "found"}:
+            raise NotReady(_no_checkout(root, source))
     return _snapshot_only("open_instruct")
-
-
-def _checkout(root: Path, source: str, *, asked: bool) -> Upstream:
-    packages = packages_below("open_instruct", root)
-    return _compare("open_instruct", root, packages, source, asked=asked)
 
 
 def _is_checkout(root: Path) -> bool:
@@ -168,25 +164,24 @@ def packages_below(backend: str, root: Path) -> dict[str, Folder]:
 
 
 def at_commit(repository: Repository, commit: str) -> Upstream:
-    """open-instruct as it was at a commit of a repository, without a checkout of it."""
-    trees = {
-        name: CommitTree(repository, commit, name) for name in BACKENDS["open_instruct"].PACKAGES
-    }
-    told = snapshot("open_instruct")
-    changed = tuple(n for n, sha in told["files"].items() if facts.digest(trees, n) != sha)
-    return Upstream(
-        backend="open_instruct", root=None, source="git", asked=True, pin=str(told["version"]),
-        version=commit, packages=trees, changed=changed,
-    )  # fmt: skip
+    """open-instruct as it was at a commit of a repository, without a checkout of it.
+
+    Its `root` is the repository's folder: DeepSpeed files that a stage file names may lie there.
+    """
+    names = BACKENDS["open_instruct"].PACKAGES
+    trees = {name: CommitTree(repository, commit, name) for name in names}
+    source = _compare("open_instruct", repository.top(), trees, "git", asked=True)
+    return replace(source, version=commit)
 
 
 def _compare(
-    backend: str, root: Path, packages: Mapping[str, Folder], source: str, *, asked: bool
+    backend: str, root: Path | None, packages: Mapping[str, Tree], source: str, *, asked: bool
 ) -> Upstream:
     told = snapshot(backend)
     changed = tuple(n for n, sha in told["files"].items() if facts.digest(packages, n) != sha)
     pin = str(told["version"])
-    version = pin if not changed else version_of(backend, packages)
+    folders = {name: tree for name, tree in packages.items() if isinstance(tree, Folder)}
+    version = version_of(backend, folders) if changed and folders else pin
     return Upstream(
         backend=backend, root=root, source=source, asked=asked, pin=pin, version=version,
         packages=packages, changed=changed,

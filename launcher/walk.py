@@ -23,6 +23,7 @@ from launcher.flow import (
     Default,
     Frame,
     Function,
+    FunctionNode,
     Given,
     Items,
     Keywords,
@@ -453,9 +454,12 @@ class Walk(Lookup):
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 self._nested(node, frame, guards)
             case ast.ClassDef(body=body):
-                # its methods see the function's names
+                # its methods see the function's names, and whoever gets an instance may call them
                 for statement in body:
                     self._statement(statement, frame, guards)
+                    if isinstance(statement, ast.FunctionDef):
+                        method = Function(frame.module.name, statement, scope=frame)
+                        self._call(method, Given(), guards | UNSURE)
             case ast.Import() | ast.ImportFrom():
                 self._import(node, frame)
             case _:
@@ -761,10 +765,8 @@ class Walk(Lookup):
         if tables:
             self._handed_over(given, guards)
             held = contents(tables)
-            pairs = Several((NOTHING, held)) if name == "items" else None
-            told.append(frozenset({Several((frozenset({pairs}),), False)}) if pairs else held)
-            if name in {"values", "copy"}:
-                told[-1] = told[-1] | tables
+            # `items` gives pairs, `values` and `copy` a container, `get` an entry
+            told.append(held | tables)
         if not told:
             return frozenset({UNKNOWN}) if any(isinstance(v, Items) for v in owners) else None
         return merged(*told) | {UNKNOWN}
@@ -895,9 +897,7 @@ class Walk(Lookup):
         if target.scope is not None:
             around = ((n, target.scope.find(n)) for n in shape.mentioned)
             seen = frozenset((n, held) for n, held in around if held)
-        quiet = self._silent > 0 and shape.plain
-        # what is walked without counting has not been counted
-        key = (target, frozenset(env.items()), seen, quiet)
+        key = (target, frozenset(env.items()), seen)
         returned = self._returns.setdefault(key, set())
         effects = self._effects.setdefault(key, set())
         before = self._walked.setdefault(key, [])
@@ -907,24 +907,22 @@ class Walk(Lookup):
             if shape.generator or isinstance(node, ast.AsyncFunctionDef):
                 guards = guards | UNSURE
             before.append(guards)
-            frame = self._frame(target, module, env, quiet)
+            frame = self._frame(target, module, env)
             frame.returned = returned
             with self._watched() as wrote:
-                self._run(node, frame, guards, quiet)
+                self._run(node, frame, guards)
             effects |= wrote | ({EXITS} if frame.exits else set())
         self._wrote |= effects
         return set(returned)
 
-    def _frame(
-        self, target: Function, module: Module, env: dict[str, Values], quiet: bool
-    ) -> Frame:
+    def _frame(self, target: Function, module: Module, env: dict[str, Values]) -> Frame:
         """The frame of a call: one for all calls that differ in functions and containers only.
 
         Functions inside this one see it; with a frame for each of their kind there would be no end.
         """
         plain = frozenset((name, _plain(held)) for name, held in env.items())
         bound = None if isinstance(target.bound, Function | Partial) else target.bound
-        key = (target.node, target.owner, target.scope, bound, plain, quiet)
+        key = (target.node, target.owner, target.scope, bound, plain)
         frame = self._frames.get(key)
         if frame is None:
             frame = self._frames[key] = Frame(module, self.shape(target.node), node=target.node)
@@ -933,11 +931,9 @@ class Walk(Lookup):
             frame.given[name] = frame.given.get(name, NOTHING) | held
         return frame
 
-    def _run(
-        self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda,
-        frame: Frame, guards: Guards, quiet: bool,
-    ) -> None:  # fmt: skip
-        silent, self._silent = self._silent, int(quiet)
+    def _run(self, node: FunctionNode, frame: Frame, guards: Guards) -> None:
+        # what a silent test calls is not silent by itself
+        silent, self._silent = self._silent, 0
         around, frame.env = frame.env, dict(frame.given)
         for name in frame.shape.assigned & frame.env.keys():
             frame.env[name] = without_texts(frame.env[name])
@@ -997,20 +993,14 @@ class Walk(Lookup):
         if arguments.kwarg is not None:
             rest = (("", given.rest),) if given.rest else ()
             env[arguments.kwarg.arg] = frozenset({Keywords((*more, *rest))})
-        if isinstance(target.bound, Object):
-            for parameter in parameters:
-                # handed over by somebody who is not followed, under the name of what is kept
-                given_here = parameter.arg in got or env[parameter.arg]
-                if not given_here and parameter.annotation is None:
-                    kept = self.stored(target.bound, parameter.arg)
-                    env[parameter.arg] = frozenset(v for v in kept if isinstance(v, Args))
         return env
 
     # --- objects -------------------------------------------------------------------------------------
 
     def _instance(self, target: Class, given: Given, guards: Guards) -> set[Value]:
         if (target.module, target.name) in self.ancestors:
-            return self._fresh(target, given)
+            # one of the parsed dataclasses that the source makes itself
+            return {DEFAULT}
         made = Object(target.module, target.name)
         starts = self.bound(made, "__init__")
         for function in starts:
@@ -1020,16 +1010,6 @@ class Walk(Lookup):
         if self.keeps(made):
             self._all_methods(made, guards | UNSURE)
         return {made}
-
-    def _fresh(self, target: Class, given: Given) -> set[Value]:
-        """An instance of a parsed dataclass that the source makes itself."""
-        index = self.ancestors[target.module, target.name]
-        if not given.rest:
-            return {DEFAULT}
-        # a copy, with changes
-        for name in given.named:
-            self._write(name)
-        return {Args(index)}
 
     def _filled(self, made: Object, given: Given) -> None:
         """A dataclass, or a named tuple, keeps what it is made of."""
@@ -1122,12 +1102,6 @@ class Walk(Lookup):
             case ast.Subscript(value=owner, slice=key):
                 self.value(key, frame, guards)
                 return self.entry(node, self.value(owner, frame, guards), key, frame, guards)
-            case ast.Compare(left=left, comparators=[first, *more]):
-                self.value(left, frame, guards)
-                self.value(first, frame, guards)
-                for part in more:
-                    self.value(part, frame, guards | UNSURE)
-                return NOTHING
             case ast.Lambda():
                 self.defined(node, frame, guards)
                 function = Function(frame.module.name, node, scope=frame)
@@ -1393,7 +1367,7 @@ class Walk(Lookup):
                 self.put_into(owner, held, frame)
 
     def _store_name(self, name: str, held: Values, frame: Frame) -> None:
-        home = frame.home(name)
+        home = frame.home()
         if (home.top or name in home.shape.globals) and self.carries(held):
             self.globals.setdefault((frame.module.name, name), set()).update(objects(held))
         if name in home.shape.assigned or home is not frame:
@@ -1415,7 +1389,7 @@ class Walk(Lookup):
         """A container gets another entry."""
         if isinstance(owner, ast.Name) and self.carries(held):
             before = frame.find(owner.id) or NOTHING
-            frame.home(owner.id).env[owner.id] = before | listed(objects(held))
+            frame.home().env[owner.id] = before | listed(objects(held))
         elif isinstance(owner, ast.Attribute) and self.carries(held):
             entry = listed(objects(held))
             for value in self.value(owner.value, frame, ANYHOW):

@@ -151,7 +151,7 @@ def test_an_empty_folder_that_was_named(pinned: Path, tmp_path: Path) -> None:
 
 def test_nothing_anywhere_installed_from_a_wheel(pinned: Path, tmp_path: Path) -> None:
     told = pin.status(None, {})
-    assert told.exit_code is Exit.NOT_READY and told.submodule.repository is None
+    assert told.exit_code is Exit.NOT_READY and told.repository is None
     assert told.next == (
         f"git clone {pin.URL} {tmp_path / 'found'} && git -C {tmp_path / 'found'} checkout {pin.PIN}",
     )
@@ -161,7 +161,7 @@ def test_nothing_anywhere_installed_from_a_wheel(pinned: Path, tmp_path: Path) -
 def test_an_empty_submodule_is_filled_by_one_command(pinned: Path) -> None:
     root = launch_repository(pinned)
     told = pin.status(None, {})
-    assert (told.submodule.state, told.submodule.recorded) == ("empty", pin.PIN)
+    assert (told.submodule.state, told.recorded) == ("empty", pin.PIN)
     assert told.next == (f"git -C {root} submodule update --init external/oi",)
     assert told.exit_code is Exit.NOT_READY
 
@@ -170,10 +170,10 @@ def test_a_submodule_at_another_commit(pinned: Path) -> None:
     root = launch_repository(pinned)
     shutil.rmtree(root / "external" / "oi")
     shutil.copytree(pinned, root / "external" / "oi")
-    assert pin.status(None, {}).submodule.state == "fine"
+    assert pin.status(None, {}).submodule.equal
     git(root / "external" / "oi", "checkout", "-q", "main")
     told = pin.status(None, {})
-    assert (told.submodule.state, told.exit_code) == ("other commit", Exit.CONFIG)
+    assert (told.submodule.equal, told.exit_code) == (False, Exit.CONFIG)
     assert told.next == (f"git -C {root} submodule update --init external/oi",)
 
 

@@ -86,6 +86,7 @@ _TABLES = ast.Dict | ast.List | ast.Tuple | ast.Name | ast.Attribute
 _ENDS = {"sys.exit", "os._exit", "exit", "quit", "os.abort", "os.execv", "os.execvp", "os.execvpe"}
 _DEFINES = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom
 _LITERALS = ast.List | ast.ListComp | ast.Set | ast.SetComp | ast.Dict | ast.DictComp | ast.Tuple
+_FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 _LEAVES = ast.Return | ast.Break | ast.Continue
 _LOOPS = ast.For | ast.AsyncFor | ast.While
 
@@ -1030,7 +1031,7 @@ class Walk(Lookup):
         """An object that keeps the arguments: whoever gets it may call any of its methods."""
         for _, node in self.order((made.module, made.name)):
             for statement in node.body:
-                if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+                if isinstance(statement, _FUNCTIONS) and statement.name != "__init__":
                     for function in self.bound(made, statement.name):
                         self._call(function, Given(), guards)
 

@@ -42,15 +42,6 @@ FOLLOWED = {
             cfg = args
             g()
     """,
-    "nonlocal": """
-        def main(args):
-            cfg = None
-            def g():
-                nonlocal cfg
-                cfg = args
-            g()
-            use(cfg.a)
-    """,
     "global": """
         CFG = None
         def g(): use(CFG.a)
@@ -58,14 +49,6 @@ FOLLOWED = {
             global CFG
             CFG = args
             g()
-    """,
-    "a decorator": """
-        def main(args):
-            def wrap(f):
-                use(args.a)
-                return f
-            @wrap
-            def g(): pass
     """,
     "partial": (
         "from functools import partial\ndef g(o, x): use(o.a)\ndef main(args): partial(g, args)(1)"
@@ -170,23 +153,6 @@ FOLLOWED = {
     "an optional annotation": (
         "def g(o: Options | None): use(o.a)\ndef main(args):\n    register(g)\n    g(args)"
     ),
-    "an unknown object's attribute": (
-        "def main(args):\n    model.args = args\n    use(model.args.a)"
-    ),
-    "redefined under if": """
-        if X:
-            def g(o): use(o.a)
-        else:
-            def g(o): pass
-        def main(args): g(args)
-    """,
-    "redefined under try": """
-        try:
-            from elsewhere import g
-        except ImportError:
-            def g(o): use(o.a)
-        def main(args): g(args)
-    """,
 }
 CLASSES = {
     "a method": "class T:\n    def go(self, o): use(o.a)\ndef main(args): T().go(args)",

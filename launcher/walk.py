@@ -609,8 +609,9 @@ class Walk(Lookup):
     def _augmented(self, target: ast.expr, value: ast.expr, frame: Frame, guards: Guards) -> None:
         held = self.value(value, frame, guards)
         load = ast.copy_location(_loaded(target), target)
-        name = _attribute_of(target)
-        own = isinstance(frame.bound, Args) and ast.unparse(target) == f"self.{name}"
+        own = (
+            isinstance(frame.bound, Args) and ast.unparse(target) == f"self.{_attribute_of(target)}"
+        )
         with self._silently(own):
             before = self.value(load, frame, guards)
         if not isinstance(target, ast.Name) or isinstance(value, _LITERALS):
@@ -853,17 +854,10 @@ class Walk(Lookup):
         functions = [one for held in given.everything() for one in followable(held)]
         if not functions:
             return
-        named = {
-            key: held
-            for values in given.named.values()
-            for one in values
-            if isinstance(one, Keywords)
-            for key, held in one.items
-        }
         loose = (v for held in given.everything() for v in entries(held))
         rest = frozenset(v for v in loose if isinstance(v, Args | Object) and self.carries({v}))
         for function in functions:
-            self._call(function, Given([], named, rest), guards | UNSURE)
+            self._call(function, Given([], {}, rest), guards | UNSURE)
 
     # --- functions -----------------------------------------------------------------------------------
 
@@ -980,12 +974,6 @@ class Walk(Lookup):
                 got[name] = given.rest | {UNKNOWN}
             if got.get(name, NOTHING) - {UNKNOWN}:
                 env[name] = got[name]
-        for parameter, default in _defaults(arguments):
-            if parameter.arg not in got and not isinstance(default, ast.Constant):
-                frame = target.scope or Frame(module, INLINE)
-                with self._silently():
-                    known = objects(self.value(default, frame, ANYHOW))
-                env[parameter.arg] = known or env[parameter.arg]
         more = tuple((k, v) for k, v in given.named.items() if k not in got)
         if arguments.vararg is not None:
             spare = tuple(positional[len(places) :])
@@ -1466,16 +1454,6 @@ def _ends(node: ast.AST) -> bool:
 def _plain(held: Values) -> Values:
     """The values without functions and containers."""
     return frozenset(v for v in held if not isinstance(v, Function | Partial | Several | Keywords))
-
-
-def _defaults(arguments: ast.arguments) -> Iterator[tuple[ast.arg, ast.expr]]:
-    """Parameters with their standard values."""
-    places = [*arguments.posonlyargs, *arguments.args]
-    if arguments.defaults:
-        yield from zip(places[-len(arguments.defaults) :], arguments.defaults, strict=True)
-    for parameter, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        if default is not None:
-            yield parameter, default
 
 
 def _unpacked(held: Values, targets: Sequence[ast.expr]) -> list[Values]:

@@ -17,7 +17,6 @@ UNKNOWN = object()
 FOLLOWED = {
     "an attribute": "def main(args):\n    use(args.a)",
     "a position": "def g(x, o): use(o.a)\ndef main(args): g(1, args)",
-    "a standard value": "def main(args):\n    def g(o=args): use(o.a)\n    g()",
     "*args": "def g(*rest): use(rest[0].a)\ndef main(args): g(args)",
     "**kwargs": "def g(**rest): use(rest['o'].a)\ndef main(args): g(o=args)",
     "handed on by *": "def h(o): use(o.a)\ndef g(*rest): h(*rest)\ndef main(args): g(args)",

@@ -73,12 +73,16 @@ class Use:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """The GPUs of this machine at one moment; `uses` by id, `hidden` is what CUDA_VISIBLE_DEVICES says."""
+    """The GPUs of this machine at one moment; `uses` by id, `hidden` is what CUDA_VISIBLE_DEVICES says.
+
+    `fault` is what nvidia-smi complains of.
+    """
 
     present: tuple[Gpu, ...]
     visible: tuple[Slot, ...]
     uses: Mapping[str, Use] = field(default_factory=dict)
     hidden: str | None = None
+    fault: str | None = None
 
     def free(self) -> tuple[Slot, ...]:
         """Those that nobody has."""
@@ -131,11 +135,16 @@ class Devices:
 def look(environ: Mapping[str, str] | None = None) -> Look:
     """Ask the driver, the lock files and /proc; no GPU is touched."""
     environ = os.environ if environ is None else environ
-    present = machine.gpus()
-    slots = visible(present, environ)
-    computing = machine.gpu_processes() if slots else ()
-    uses = {slot.id: use for slot in slots if (use := _use(slot, computing)) is not None}
-    return Look(present=present, visible=slots, uses=uses, hidden=environ.get(VARIABLE))
+    driver = machine.ask_driver()
+    slots = visible(driver.gpus, environ)
+    uses = {slot.id: use for slot in slots if (use := _use(slot, driver.processes)) is not None}
+    return Look(
+        present=driver.gpus,
+        visible=slots,
+        uses=uses,
+        hidden=environ.get(VARIABLE),
+        fault=driver.fault,
+    )
 
 
 def visible(present: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Slot, ...]:
@@ -261,6 +270,12 @@ def _as_asked(count: int | None, asked: Sequence[str], seen: Look) -> Devices:
 
 def _too_few(count: int, seen: Look, free: Sequence[Slot]) -> Finding:
     here = len(seen.visible)
+    if seen.fault is not None:
+        return said(
+            "error", "no-driver", f"nvidia-smi says: {seen.fault}",
+            "mend the driver (after an update: reboot), or start the container with --gpus all; --gpus 0 "
+            "trains on the CPU",
+        )  # fmt: skip
     if here < count:
         limit = "" if seen.hidden is None else f" ({VARIABLE}={seen.hidden})"
         return said(

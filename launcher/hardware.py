@@ -1,6 +1,6 @@
 """The machine beneath training: driver against torch, shared memory, network interfaces, open files.
 
-Everything is read from files and from nvidia-smi; nothing is allocated on a GPU.
+Everything is read from files; nothing is allocated on a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher import machine
 from launcher.errors import Finding, said
 from launcher.machine import Trainer
 
@@ -140,13 +139,3 @@ def _matching(listed: str, here: tuple[str, ...], *, prefixes: bool) -> list[str
         return any(name == word if whole else name.startswith(word) for word in words)
 
     return [name for name in here if fits(name) != without]
-
-
-def driver_fault(asked: int) -> Iterator[Finding]:
-    """What nvidia-smi complains of, where GPUs are asked for and none can be seen."""
-    fault = machine.gpu_fault() if asked else None
-    if fault is not None:
-        yield said(
-            "error", "no-driver", f"nvidia-smi says: {fault}",
-            "mend the driver (after an update: reboot), or start the container with --gpus all",
-        )  # fmt: skip

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 from launcher.errors import not_ready
 from launcher.files import parse_line
@@ -58,15 +59,12 @@ DECISIVE = (
 )  # fmt: skip
 """Packages that losses, speed and memory may hang on: runs that had others do not compare."""
 
-_CARD = "index,uuid,name,memory.total,memory.used,driver_version,mig.mode.current"
-_CUDA = re.compile(r"CUDA(?: UMD)? Version\s*:\s*(\d+)\.(\d+)")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One NVIDIA GPU as `nvidia-smi` tells it; memory in MiB, 0 where it is not told.
+    """One NVIDIA GPU as `nvidia-smi` reports it; memory in MiB, 0 where it is not reported.
 
-    `index` is nvidia-smi's: the place on the PCI bus.
+    `index` is nvidia-smi's: the place on the PCI bus. `cuda` is the newest version that the driver serves.
     """
 
     index: int
@@ -75,16 +73,29 @@ class Gpu:
     memory_mib: int
     used_mib: int
     driver: str = ""
+    cuda: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuProcess:
-    """A process that computes on a GPU; `used_mib` is 0 where it is not told."""
+    """A process that computes on a GPU; `used_mib` is 0 where it is not reported."""
 
     uuid: str
     pid: int
     used_mib: int
     name: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Driver:
+    """One answer of nvidia-smi; `fault` is its complaint where it is there and shows no GPU.
+
+    Divided GPUs (MIG) are left out. A container does not see the processes of others.
+    """
+
+    gpus: tuple[Gpu, ...] = ()
+    processes: tuple[GpuProcess, ...] = ()
+    fault: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,68 +129,66 @@ def run(
     return done.stdout.strip()
 
 
-def gpus() -> tuple[Gpu, ...]:
-    """The GPUs of this machine, without those that are divided (MIG); empty where there is no driver."""
-    cards = (_card(line) for line in _smi(f"--query-gpu={_CARD}").splitlines())
-    return tuple(card for card in cards if card is not None)
-
-
-def gpu_processes() -> tuple[GpuProcess, ...]:
-    """Who computes on the GPUs, as far as it may be seen: a container does not see the others'."""
-    listed = _smi("--query-compute-apps=gpu_uuid,pid,used_memory,process_name")
-    return tuple(
-        GpuProcess(uuid=words[0], pid=int(words[1]), used_mib=_mib(words[2]), name=words[3])
-        for line in listed.splitlines()
-        if len(words := line.strip().split(", ", 3)) == 4 and words[1].isdecimal()
+def ask_driver() -> Driver:
+    """Ask nvidia-smi once for GPUs, their processes and the driver's versions."""
+    try:
+        # eight cards without persistence mode take ten seconds and more to answer
+        done = subprocess.run(
+            ["nvidia-smi", "-q", "-x"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+        )
+    except FileNotFoundError:
+        return Driver()
+    except (OSError, subprocess.SubprocessError) as error:
+        return Driver(fault=str(error))
+    document = done.stdout[done.stdout.find("<nvidia_smi_log") :]
+    try:
+        log = ElementTree.fromstring(
+            document.partition("</nvidia_smi_log>")[0] + "</nvidia_smi_log>"
+        )
+    except ElementTree.ParseError:
+        lines = f"{done.stdout}\n{done.stderr}".split("\n")
+        words = next((line.strip() for line in lines if line.strip()), None)
+        return Driver(fault=words or f"exit code {done.returncode}")
+    cards = log.findall("gpu")
+    cuda = re.match(r"(\d+)\.(\d+)", log.findtext("cuda_version", ""))
+    return Driver(
+        gpus=tuple(
+            Gpu(
+                index=index,
+                uuid=card.findtext("uuid", ""),
+                name=card.findtext("product_name", ""),
+                memory_mib=_mib(card.findtext("fb_memory_usage/total")),
+                used_mib=_mib(card.findtext("fb_memory_usage/used")),
+                driver=log.findtext("driver_version", ""),
+                cuda=None if cuda is None else (int(cuda[1]), int(cuda[2])),
+            )
+            for index, card in enumerate(cards)
+            if card.findtext("mig_mode/current_mig") != "Enabled"
+        ),
+        processes=tuple(
+            GpuProcess(
+                uuid=card.findtext("uuid", ""),
+                pid=int(entry.findtext("pid", "")),
+                used_mib=_mib(entry.findtext("used_memory")),
+                name=entry.findtext("process_name", ""),
+            )
+            for card in cards
+            for entry in card.findall("processes/process_info")
+            if "C" in entry.findtext("type", "") and entry.findtext("pid", "").isdecimal()
+        ),
+        fault=None if cards else "No devices were found",
     )
 
 
-def cuda_of_driver() -> tuple[int, int] | None:
-    """The newest CUDA version that the driver serves; None where it does not say."""
-    found = _CUDA.search(run(["nvidia-smi"], timeout_s=60) or "")
-    return None if found is None else (int(found[1]), int(found[2]))
-
-
-def _smi(query: str) -> str:
-    # eight cards without persistence mode take ten seconds and more to answer
-    return run(["nvidia-smi", query, "--format=csv,noheader,nounits"], timeout_s=60) or ""
-
-
-def _card(line: str) -> Gpu | None:
-    """One line of the answer; None for whatever else is printed there, and for a divided one."""
-    head, _, rest = line.strip().partition(", ")
-    uuid, _, rest = rest.partition(", ")
-    # a name may hold commas itself
-    words = rest.rsplit(", ", 4)
-    if not head.isdecimal() or len(words) != 5 or words[4] == "Enabled":
-        return None
-    name, memory, used, driver, _ = words
-    return Gpu(
-        index=int(head), uuid=uuid, name=name, memory_mib=_mib(memory), used_mib=_mib(used),
-        driver=driver,
-    )  # fmt: skip
-
-
-def _mib(text: str) -> int:
-    # a card that shares the host's memory answers [N/A]
-    return int(text) if text.isdecimal() else 0
-
-
-def gpu_fault() -> str | None:
-    """What nvidia-smi itself complains of, in one line; None where it answers, or is not there."""
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, errors="replace",
-            stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-    except FileNotFoundError:
-        return None
-    except (OSError, subprocess.SubprocessError) as error:
-        return str(error)
-    if done.returncode == 0 and "GPU 0" in done.stdout:
-        return None
-    told = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
-    return told[0] if told else f"exit code {done.returncode}"
+def _mib(text: str | None) -> int:
+    # a card that shares the host's memory answers N/A
+    number = (text or "").partition(" ")[0]
+    return int(number) if number.isdecimal() else 0
 
 
 def git_version(root: Path, below: str = ".") -> str | None:
@@ -283,5 +292,5 @@ def describe() -> dict[str, object]:
         "host": platform.node(),
         "system": platform.platform(),
         "cpus": os.cpu_count(),
-        "gpus": [f"{gpu.name}, {gpu.memory_mib} MiB" for gpu in gpus()],
+        "gpus": [f"{gpu.name}, {gpu.memory_mib} MiB" for gpu in ask_driver().gpus],
     }

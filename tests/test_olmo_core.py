@@ -168,16 +168,6 @@ def test_two_keys_together(tmp_path: Path) -> None:
     assert said["budget-without-compile", "args.activation_memory_budget"].line == 11
     said = found(tmp_path, text("packing: true", "concatenated_forward: false"))
     assert said["packing-separate-forward", "args.packing"].severity == "error"
-    said = found(tmp_path, text("loss_type: wpo", "packing: true"))
-    assert said["wpo-batch", "args.loss_type"].severity == "error"
-
-
-def test_what_a_budget_comes_to_without_compile(tmp_path: Path) -> None:
-    for share in ("0", "0.5"):
-        lines = (f"activation_memory_budget: {share}", "compile_model: false")
-        (fault,) = found(tmp_path, text(*lines)).values()
-        assert (fault.code, fault.severity) == ("budget-without-compile", "warning")
-        assert "every activation is kept" in fault.message
 
 
 def test_a_leak_that_the_file_puts_up_with_is_a_note(tmp_path: Path) -> None:
@@ -301,14 +291,11 @@ def unfit(folder: Path, model: str, *args: str) -> Finding | None:
 
 MISFITS: list[tuple[str, str | None, str, str]] = [
     ("Qwen/Qwen2.5-7B", "qwen3_8B", "is of the family qwen2: OLMo-core loads", "dpo_tune_cache.py"),
-    ("meta-llama/Llama-3.1-8B", "llama2_7B", "intermediate_size is 14336, not 11008, "
-     "num_key_value_heads is 8, not 32; loading its weights fails", "dpo_tune_cache.py"),
     ("meta-llama/Llama-2-7b-hf", "olmo2_7B", "model_type is llama, not olmo2", "dpo_tune_cache.py"),
     ("Qwen/Qwen3-4B", "qwen3_8B", "hidden_size is 2560, not 4096", "`config_name: qwen3_4B`"),
-    ("allenai/OLMo-2-1124-7B", "gemma3_4B", "has the shape of olmo2_7B", "`config_name: olmo2_7B`"),
     # OLMo-core's shapes of these names are not Qwen's
-    ("Qwen/Qwen3-14B", None, "num_hidden_layers is 40, not 48; the last 8 layers would keep random "
-     "weights", "dpo_tune_cache.py"),
+    ("Qwen/Qwen3-14B", None, "num_hidden_layers is 40, not 48: loading fails once the "
+     "data are tokenised, or layers keep random weights", "dpo_tune_cache.py"),
 ]  # fmt: skip
 
 
@@ -330,8 +317,8 @@ def test_the_config_of_a_folder_is_held_against_the_shape(tmp_path: Path) -> Non
         ({**QWEN2, "model_type": "unheard"}, "hidden_size is 3584, not 4096"),
         # the model is built with the vocabulary of its own config
         ({**OLMO, "vocab_size": 64000}, None),
-        ({**OLMO, "num_hidden_layers": 16}, "the last 16 layers"),
-        ({**OLMO, "num_hidden_layers": 40}, "loading its weights fails"),
+        ({**OLMO, "num_hidden_layers": 16}, "num_hidden_layers is 16, not 32"),
+        ({**OLMO, "num_hidden_layers": 40}, "num_hidden_layers is 40, not 32"),
         # what the file leaves out is not guessed
         ({"vocab_size": 64000}, None),
     ]
@@ -352,13 +339,13 @@ def test_the_shapes_are_those_of_the_package(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     made = pytest.importorskip("olmo_core.nn.transformer").TransformerConfig
     common = {"vocab_size": 64, "attn_backend": "torch"}
-    for name, (hidden, layers, inner, heads, kv_heads, head_dim) in olmo_core_rules._SHAPES.items():
+    for name, (_, hidden, layers, inner, heads, kv_heads) in olmo_core_rules._SHAPES.items():
         shape = getattr(made, name)
         assert shape(**common).n_layers == layers, name
         model = shape(**common, n_layers=1).build(init_device="meta")
         sizes = {key: tuple(one.shape) for key, one in model.state_dict().items()}
-        assert sizes["blocks.0.attention.w_q.weight"] == (heads * head_dim, hidden), name
-        assert sizes["blocks.0.attention.w_k.weight"] == (kv_heads * head_dim, hidden), name
+        query, key = (sizes[f"blocks.0.attention.w_{one}.weight"] for one in "qk")
+        assert query[1] == hidden and query[0] * kv_heads == key[0] * heads, name
         assert sizes["blocks.0.feed_forward.w1.weight"] == (inner, hidden), name
         assert model.blocks["0"].attention.n_heads == heads, name
 
@@ -374,7 +361,7 @@ NORMS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", sorted({*olmo_core_rules._LOADED, *olmo_core_rules._UNLOADED}))
+@pytest.mark.parametrize("family", sorted({*olmo_core_rules._LOADED, *shapes.FAMILIES}))
 def test_the_families_that_are_loaded_are_those_of_the_package(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str
 ) -> None:
@@ -388,7 +375,7 @@ def test_the_families_that_are_loaded_are_those_of_the_package(
     try:
         names = set(convert(config, model.state_dict(), model_type=family))
     except RuntimeError as refused:
-        assert "not converted" in str(refused) and family in olmo_core_rules._UNLOADED
+        assert "not converted" in str(refused) and family not in olmo_core_rules._LOADED
         return
     norms = {one.split(".")[2] for one in names if one.startswith("blocks.0.") and "_norm." in one}
     wanted = NORMS.get(family, {"attention_norm", "feed_forward_norm"})
@@ -461,19 +448,6 @@ def test_what_its_help_says_is_taken_offline(
     # of a name that is no folder the config's name does not help, and is not said again
     fault = starting(tmp_path, "config_name: qwen3_0_6B")["offline-hub-model"]
     assert fault.help == f"write `model_name_or_path: {snapshot}`; or unset HF_HUB_OFFLINE"
-
-
-@pytest.mark.parametrize("lacking", ["config.json", "model.safetensors"])
-def test_a_snapshot_that_would_not_load_is_not_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Path, lacking: str
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (snapshot / lacking).unlink()
-    said = starting(tmp_path)
-    # one finding says all of it: to have the model in the cache alone would not help
-    assert "missing-model" not in said
-    help = said["offline-hub-model"].help or ""
-    assert str(snapshot) not in help and f"`hf download {QWEN}`" in help
 
 
 def test_a_folder_that_is_not_there_is_said_as_ever(
@@ -994,16 +968,6 @@ def test_that_upstream_goes_on_by_itself_is_said(tmp_path: Path) -> None:
     assert codes() == set()
     (tmp_path / "out" / "x__7" / "step40").mkdir()
     assert codes() == {"resume-unjudged"}
-
-
-def test_what_a_whole_snapshot_lacks_is_said_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Path
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (snapshot / "generation_config.json").unlink()
-    help = starting(tmp_path)["offline-hub-model"].help or ""
-    assert f"`model_name_or_path: {snapshot}`" in help
-    assert f"`echo '{{}}' > {snapshot}/generation_config.json`" in help
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from launcher import checkpointing, shapes
 from launcher.backends import model_config, model_files, trl_resolved
@@ -81,20 +80,6 @@ class Needs:
     there: int = 0
     saved: Saved | None = None
     count: Count | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """For envelopes."""
-        saved, count = self.saved, self.count
-        return {
-            "least": self.least,
-            "likely": self.likely,
-            "checkpoint": None if saved is None else saved.checkpoint,
-            "final": None if saved is None else saved.final,
-            "checkpoints": None if saved is None else saved.together,
-            "formula": "" if saved is None else saved.formula,
-            "parameters": None if count is None else count.parameters,
-            "parameters_from": None if count is None else count.source,
-        }
 
 
 # --- what will be written -------------------------------------------------------------------------

@@ -7,7 +7,6 @@ Before every run only what is cheap is looked at: metadata of packages, files, t
 from __future__ import annotations
 
 import os
-import resource
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -66,11 +65,6 @@ class Subject:
     def entries(self) -> tuple[Entry, ...]:
         """The entry scripts of the stages."""
         return tuple(self.backend.STAGES[stage] for stage in self.stages)
-
-    @property
-    def processes(self) -> int:
-        """Training processes over all machines."""
-        return max(1, self.gpus) * self.nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +155,7 @@ def examine(
     found += [] if subject.plan is None else local_files(subject.plan)
     found += _standing(subject)
     facts = [
-        *_environment(subject, imports), *_cards(chosen, seen), *_room(subject), *_limits()
+        *_environment(subject, imports), *_cards(chosen, seen), *_room(subject)
     ]  # fmt: skip
     return Report(
         findings=tuple(found),
@@ -184,7 +178,6 @@ def _quick(subject: Subject, chosen: Devices, imports: Imports | None = None) ->
             cuda = chosen.slots[0].gpu.cuda
             yield from hardware.driver_and_torch(hardware.torch_of(trainer), cuda, trainer)
         yield from hardware.shared_memory(subject.gpus)
-        yield from hardware.interfaces(subject.processes, subject.environ)
     yield from hardware.open_files()
     yield from _versions(subject)
     found = list(disk.places(subject.plan, subject.output, subject.runs, subject.environ))
@@ -423,28 +416,16 @@ def _cards(chosen: Devices, seen: Look | None) -> Iterator[Fact]:
 def _room(subject: Subject) -> Iterator[Fact]:
     if subject.plan is not None:
         needed = disk.needs(subject.plan, subject.output, subject.environ)
-        known = needed.likely is not None
         text = f"up to {sized(needed.likely or 0)}: {disk.described(needed)}"
+        known = needed.likely is not None
         yield Fact(
-            "will write", text if known else "unknown: the model's size is not known from here",
-            needed.as_json(),
-        )  # fmt: skip
+            "will write", text if known else "unknown: the model's size is not known from here"
+        )
     for place in disk.places(subject.plan, subject.output, subject.runs, subject.environ):
-        told = disk.free(place.path)
-        room = "unknown" if told is None else f"{sized(told[0])} free"
-        value = {"path": str(place.path), "free": None if told is None else told[0]}
-        yield Fact(place.what, f"{place.path}, {room}", value)
-
-
-def _limits() -> Iterator[Fact]:
-    size, here = hardware.shm_size(), hardware.names()
-    if size is not None:
-        yield Fact("/dev/shm", sized(size), size)
-    if here is not None:
-        yield Fact("network", ", ".join(here) or "no interface", list(here))
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    unlimited = soft == resource.RLIM_INFINITY
-    yield Fact("open files", "unlimited" if unlimited else str(soft), None if unlimited else soft)
+        room = disk.free(place.path)
+        text = "unknown" if room is None else f"{sized(room[0])} free"
+        value = {"path": str(place.path), "free": None if room is None else room[0]}
+        yield Fact(place.what, f"{place.path}, {text}", value)
 
 
 # --- the plan's own situation ---------------------------------------------------------------------

@@ -88,12 +88,15 @@ def deviations(root: Path, trainer: Trainer) -> tuple[str, ...] | None:
     except (OSError, ValueError, LookupError, AttributeError):
         return None
     versions = {**trainer.packages, "python": ".".join(map(str, trainer.version))}
+    # packages for other machines than this one, or for other versions of Python
+    where = {"python_version": ".".join(map(str, trainer.version[:2])), "extra": ""}
+    where["python_full_version"] = versions["python"]
     found = []
     for text in (*([f"python{python}"] if isinstance(python, str) else ()), *listed):
         try:
             one = Requirement(text)
             name = str(canonicalize_name(one.name))
-            if one.marker is not None and not one.marker.evaluate({**trainer.markers, "extra": ""}):
+            if one.marker is not None and not one.marker.evaluate(where):
                 continue
             version = versions.get(name)
             if version and not one.specifier.contains(Version(version), prereleases=True):

@@ -8,11 +8,9 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 from launcher.errors import not_ready
@@ -20,11 +18,11 @@ from launcher.files import parse_line
 from launcher.git import Repository
 from launcher.paths import expanded
 
-# Read once in the trainer's interpreter; stdlib only, so that any Python answers it. `markers` are
-# the variables that a requirement's condition may name (PEP 508). Of a package's metadata only the
-# head is read: parsing whole ones, descriptions included, takes longer than all else that plans do.
+# Runs in the trainer's interpreter; stdlib only, so that any Python answers it. Of a package's metadata
+# only the head is read: parsing whole ones, descriptions included, takes longer than all else that
+# plans do.
 _QUESTION = """
-import importlib.metadata as m, json, os, platform, sys
+import importlib.metadata as m, json, sys
 def head(d):
     said = {}
     for line in (d.read_text("METADATA") or d.read_text("PKG-INFO") or d.read_text("") or "").splitlines():
@@ -40,17 +38,8 @@ for d in m.distributions():
     n = said.get("Name")
     if n:
         names.setdefault(n.lower().replace("_", "-").replace(".", "-"), said.get("Version"))
-v = platform.python_version()
-markers = {
-    "implementation_name": sys.implementation.name, "implementation_version": v,
-    "os_name": os.name, "platform_machine": platform.machine(),
-    "platform_python_implementation": platform.python_implementation(),
-    "platform_release": platform.release(), "platform_system": platform.system(),
-    "platform_version": platform.version(), "python_full_version": v,
-    "python_version": ".".join(v.split(".")[:2]), "sys_platform": sys.platform,
-}
 print(json.dumps({"version": list(sys.version_info[:3]), "path": sys.path, "packages": names,
-                  "markers": markers, "own": sys.prefix != sys.base_prefix}))
+                  "own": sys.prefix != sys.base_prefix}))
 """
 
 DECISIVE = (
@@ -102,8 +91,7 @@ class Driver:
 class Trainer:
     """The Python that training runs under, and what is installed there.
 
-    `packages` are versions by normalised name; `markers` what a requirement's condition may ask.
-    `own` is whether it is a virtual environment.
+    `packages` are versions by normalised name; `own` is whether it is a virtual environment.
     """
 
     python: Path
@@ -111,7 +99,6 @@ class Trainer:
     version: tuple[int, ...] = ()
     path: tuple[Path, ...] = ()
     packages: Mapping[str, str] = field(default_factory=dict)
-    markers: Mapping[str, str] = field(default_factory=dict)
     own: bool = False
 
 
@@ -224,66 +211,26 @@ def find_trainer(
 
 
 def ask_trainer(python: Path, source: str) -> Trainer:
-    """Ask an interpreter for its version, import path and packages; raises NotReady if it fails.
-
-    The same one is started again only after something was installed: a pipeline asks for each stage.
-    """
+    """Ask an interpreter for its version, import path and packages; raises NotReady if it fails."""
     python = expanded(python).absolute()
-    began_ns = time.time_ns()
-    told = _remembered(python)
-    if told is None:
-        # a site file may print something of its own first
-        answer = (run([str(python), "-c", _QUESTION], timeout_s=60) or "").rpartition("\n")[2]
-        told = parse_line(answer.encode())
-        if not told:
-            raise not_ready(
-                "no-python", f"{source} names a Python that does not run: {python}",
-                "give the trainer's interpreter with --python PATH", file=str(python),
-            )  # fmt: skip
-        _remember(python, told, began_ns)
+    # a site file may print something of its own first
+    answer = (run([str(python), "-c", _QUESTION], timeout_s=60) or "").rpartition("\n")[2]
+    data = parse_line(answer.encode())
+    if not data:
+        raise not_ready(
+            "no-python",
+            f"{source} names a Python that does not run: {python}",
+            "give the trainer's interpreter with --python PATH",
+            file=str(python),
+        )
     return Trainer(
         python=python,
         source=source,
-        version=tuple(told["version"]),
-        path=tuple(Path(entry) for entry in told["path"] if entry),
-        packages=told["packages"],
-        markers=told["markers"],
-        own=told["own"],
+        version=tuple(data["version"]),
+        path=tuple(Path(entry) for entry in data["path"] if entry),
+        packages=data["packages"],
+        own=data["own"],
     )
-
-
-_ANSWERS: dict[tuple[object, ...], tuple[object, dict[str, Any]]] = {}
-
-
-def _asked(python: Path) -> tuple[object, ...]:
-    """What decides what an interpreter imports, but for what is installed."""
-    environ = sorted((k, v) for k, v in os.environ.items() if k.startswith("PYTHON") or k == "HOME")
-    return (str(python), *environ)
-
-
-def _remembered(python: Path) -> dict[str, Any] | None:
-    stamp, told = _ANSWERS.get(_asked(python), (None, None))
-    return told if told is not None and stamp == _installed(python, told["path"]) else None
-
-
-def _remember(python: Path, told: dict[str, Any], began_ns: int) -> None:
-    stamp = _installed(python, told["path"])
-    # what was written while it answered, or in the clock's last tick, may be in the answer or not
-    if all(changed < began_ns - 1_000_000_000 for _, changed in stamp):
-        _ANSWERS[_asked(python)] = stamp, told
-
-
-def _installed(python: Path, path: Sequence[str]) -> list[tuple[int, int]]:
-    """The interpreter and the folders of its import path, which installing something changes."""
-    stamps = []
-    for entry in (str(python), *filter(None, path)):
-        try:
-            found = os.stat(entry)
-        except OSError:
-            stamps.append((0, 0))
-        else:
-            stamps.append((found.st_ino, found.st_mtime_ns))
-    return stamps
 
 
 def describe() -> dict[str, object]:

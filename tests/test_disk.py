@@ -178,7 +178,6 @@ def test_what_is_not_known_is_not_made_up(tmp_path: Path, model: Path) -> None:
     away = needed(tmp_path, Path("org/never-downloaded"), SFT, "checkpointing_steps: 50")
     assert (away.least, away.likely, away.count) == (None, None, None)
     assert list(disk.too_little(away, tmp_path / "output", ())) == []
-    json.dumps(away.as_json())
 
 
 def test_a_trial_that_leaves_no_model_needs_no_room_for_it(tmp_path: Path, model: Path) -> None:

@@ -146,26 +146,6 @@ def test_torch_against_the_driver(
 # --- the machine beneath ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("variable", "listed", "fits"),
-    [
-        ("NCCL_SOCKET_IFNAME", "ib0,eth", True), ("NCCL_SOCKET_IFNAME", "=eth", False),
-        ("NCCL_SOCKET_IFNAME", "^docker,lo", True), ("NCCL_SOCKET_IFNAME", "^eth,lo", False),
-        ("GLOO_SOCKET_IFNAME", "eth0", True), ("GLOO_SOCKET_IFNAME", "eth", False),
-    ],
-)  # fmt: skip
-def test_network_interfaces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, listed: str, fits: bool
-) -> None:
-    net = tmp_path / "net"
-    for name in ("eth0", "lo"):
-        (net / name).mkdir(parents=True)
-    monkeypatch.setattr(hardware, "NET", net)
-    found = list(hardware.interfaces(2, {variable: listed}))
-    assert [one.code for one in found] == ([] if fits else ["no-interface"])
-    assert list(hardware.interfaces(1, {variable: listed})) == []
-
-
 def test_shared_memory_and_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "LEAST_SHM", 2**60)
     (finding,) = hardware.shared_memory(2)

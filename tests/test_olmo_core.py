@@ -121,19 +121,16 @@ SPEAKS = [
     # read out of the script
     ("context_parallel_degree: 2", "refused-by-source", "context_parallel_degree", "error"),
     ("optimizer_type: adam", "refused-by-source", "optimizer_type", "error"),
-    ("use_lora: true", "not-with-olmo-core", "use_lora", "error"),
+    ("use_lora: true", "refused-by-source", "use_lora", "error"),
     ("use_qlora: true", "not-with-olmo-core", "use_qlora", "error"),
-    ("use_8bit_optimizer: true", "not-with-olmo-core", "use_8bit_optimizer", "error"),
-    ("dpo_use_paged_optimizer: true", "not-with-olmo-core", "dpo_use_paged_optimizer", "error"),
+    ("use_8bit_optimizer: true", "refused-by-source", "use_8bit_optimizer", "error"),
+    ("dpo_use_paged_optimizer: true", "refused-by-source", "dpo_use_paged_optimizer", "error"),
     ("activation_memory_budget: 1.5", "out-of-range", "activation_memory_budget", "warning"),
     ("activation_memory_budget: 0", "out-of-range", "activation_memory_budget", "warning"),
     ("activation_memory_budget: -0.5", "out-of-range", "activation_memory_budget", "error"),
     ("packing: true", "packing-leaks", "packing", "warning"),
     ("load_balancing_loss: true", "balancing-unread", "load_balancing_loss", "warning"),
     ("lr_scheduler_type: polynomial", "scheduler-replaced", "lr_scheduler_type", "warning"),
-    ("checkpointing_steps: 0", "checkpoint-steps", "checkpointing_steps", "error"),
-    ("ephemeral_save_interval: 500", "checkpoint-steps", "ephemeral_save_interval", "error"),
-    ("logging_steps: 0", "out-of-range", "logging_steps", "error"),
     ("with_tracking: true", "no-wandb-key", "with_tracking", "warning"),
     ("use_liger_kernel: true", "unread-key", "use_liger_kernel", "warning"),
     ("zero_stage: 2", "unread-key", "zero_stage", "warning"),
@@ -142,8 +139,6 @@ SPEAKS = [
     ("timeout: 60", "unread-key", "timeout", "warning"),
     # utils.py:1344 asks by name whether anything is pushed
     ("hf_repo_id: a", "conditional-key", "hf_repo_id", "warning"),
-    ("lr_scheduler_type: cosine", "scheduler-replaced", "lr_scheduler_type", "note"),
-    ("lr_scheduler_type: constant", "scheduler-replaced", "lr_scheduler_type", "note"),
     ("gradient_accumulation_steps: 2\n  packing: true", "accumulation-packed",
      "gradient_accumulation_steps", "warning"),
     ("config_name: olmo2_1B", "other-shape", "config_name", "error"),
@@ -252,10 +247,6 @@ def test_what_transformers_could_not_load_is_said_before(tmp_path: Path) -> None
     assert set(found(tmp_path, written)) == {("no-hf-export", "args.model_name_or_path")}
     ends = written.replace("max_seq_length", "cache_logprobs_only: true\n  max_seq_length")
     assert found(tmp_path, ends) == {}
-
-
-def test_a_warm_up_that_is_switched_off_needs_no_note(tmp_path: Path) -> None:
-    assert found(tmp_path, text("lr_scheduler_type: constant", "warmup_ratio: 0.0")) == {}
 
 
 def test_a_folder_needs_its_config_name_and_the_right_one(

@@ -478,20 +478,6 @@ def test_a_model_that_is_not_here(write: Write, script: str) -> None:
         assert told == ("missing-model", "error", f"args.{key}")
 
 
-@pytest.mark.parametrize("script", ["sft", "dpo", "trl-sft"])
-def test_a_folder_has_no_revisions(write: Write, script: str) -> None:
-    args = {"model_name_or_path": model(write, model_type="llama"), "model_revision": "v1"}
-    told = ("conditional-key", "warning", "args.model_revision")
-    assert one(script, args) == told
-    assert found(script, {**args, "model_revision": "main"}) == []
-    assert found(script, {**args, "model_name_or_path": "org/name"}) == []
-    if script != "trl-sft":
-        # from the hub it is read
-        assert found(script, {**args, "config_name": "org/name"}) == []
-        alone = {"model_name_or_path": "model", "tokenizer_revision": "v1"}
-        assert one(script, alone) == ("conditional-key", "warning", "args.tokenizer_revision")
-
-
 # --- services
 # --------------------------------------------------------------------------------------
 

@@ -211,36 +211,11 @@ def _read_from(context: Context, name: object, revision: str | None) -> Path | N
     return None if described else folder
 
 
-def revision_of_folder(context: Context) -> Iterator[Finding]:
-    """finetune.py:411, dpo_tune_cache.py:150, trl/scripts/sft.py:77: transformers/utils/hub.py:404 reads a
-    folder as it is.
-    """
-    values = context.values
-    model, tokenizer = values["model_name_or_path"], values.get("tokenizer_name_or_path")
-    own = values.get("tokenizer_revision")
-    read = {
-        "model_revision": {model, values.get("config_name")}
-        | ({tokenizer} if own is None else set()),
-        "tokenizer_revision": {tokenizer or model},
-    }
-    for key, names in read.items():
-        revision = values.get(key)
-        folders = [name for name in names if isinstance(name, str) and name]
-        if revision in (None, "main") or not folders or not all(map(model_config.here, folders)):
-            continue
-        yield say(
-            "warning", "run", "conditional-key", key,
-            f"`{key}: {brief(revision)}` does nothing here: {brief(folders[0])} is a folder, "
-            "which has no "
-            "revisions", "delete the line",
-        )  # fmt: skip
-
-
 def _half_here(name: str) -> bool:
     """Whether a name of two words begins with a folder that is here: a path with a mistake in it."""
     return "/" in name and model_config.here(name.partition("/")[0])
 
 
 RULES: tuple[StageRule, ...] = (
-    missing_model, incomplete_model, incomplete_tokenizer, revision_of_folder, misspelt, other_weights,
+    missing_model, incomplete_model, incomplete_tokenizer, misspelt, other_weights,
 )  # fmt: skip

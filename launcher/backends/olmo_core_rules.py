@@ -193,21 +193,10 @@ def ranges(values: Values) -> Iterator[Finding]:
     yield from (found for found in out_of_range(values) if found.key not in skipped)
 
 
-def _interval(values: Values) -> bool:
-    steps, between = values["checkpointing_steps"], values["ephemeral_save_interval"]
-    whole = isinstance(between, int) and isinstance(steps, int)
-    return whole and not 1 <= between < steps
-
-
 RULES: tuple[Rule, ...] = (
     two_data_sources, beaker_without_push, json_mappings, zero_stage, *DATA_RULES, entity_twice,
     push_by_default, model, export, budget, packing, ranges, no_epochs, unknown_template,
     unknown_function, cache_on_the_hub,
-    *(
-        check("dpo.py:160, dpo.py:168, dpo.py:171", "not-with-olmo-core", key, itemgetter(key),
-              f"`{key}` is refused by dpo.py", f"write `{key}: false`, or {_OTHER}")
-        for key in ("use_lora", "dpo_use_paged_optimizer", "use_8bit_optimizer")
-    ),
     # no line of dpo.py reads it (dpo.py:160 asks for `use_lora` alone)
     check(
         "dpo.py:160", "not-with-olmo-core", "use_qlora", itemgetter("use_qlora"),
@@ -239,41 +228,11 @@ RULES: tuple[Rule, ...] = (
         "`load_balancing_loss` adds nothing: this script's forward passes give no such loss",
         f"delete the line, or {_OTHER}", severity="warning",
     ),
-    # olmo_core/optim/scheduler.py: alpha_f, which dpo.py:58 leaves at its default
-    check(
-        "dpo.py:57", "scheduler-replaced", "lr_scheduler_type",
-        lambda v: v["lr_scheduler_type"] == "cosine",
-        "`lr_scheduler_type: cosine` ends at a tenth of the rate here, not at 0", severity="note",
-    ),
-    check(
-        "dpo.py:59", "scheduler-replaced", "lr_scheduler_type",
-        lambda v: v["lr_scheduler_type"] == "constant" and v["warmup_ratio"],
-        "`lr_scheduler_type: constant` warms up here, over {warmup_ratio} of all steps",
-        "`warmup_ratio: 0.0` for none", severity="note",
-    ),
     check(
         "dpo.py:57, dpo.py:59", "scheduler-replaced", "lr_scheduler_type",
         lambda v: v["lr_scheduler_type"] not in _SCHEDULERS,
         "`lr_scheduler_type: {lr_scheduler_type}` runs a constant rate after the warm-up",
         f"one of {', '.join(_SCHEDULERS[:3])}", severity="warning",
-    ),
-    # olmo_core/train/callbacks/checkpointer.py refuses these, and the logger divides
-    check(
-        "olmo_core_callbacks.py:169", "checkpoint-steps", "checkpointing_steps",
-        lambda v: isinstance(v["checkpointing_steps"], int) and v["checkpointing_steps"] < 1,
-        "`checkpointing_steps: {checkpointing_steps}`: OLMo-core takes 1 and more",
-        "write a number of steps",
-    ),
-    check(
-        "olmo_core_callbacks.py:169", "checkpoint-steps", "ephemeral_save_interval", _interval,
-        "`ephemeral_save_interval: {ephemeral_save_interval}` is not between 1 and "
-        "`checkpointing_steps: {checkpointing_steps}`",
-        "leave it out, or write less than `checkpointing_steps`",
-    ),
-    check(
-        "olmo_core_callbacks.py:169", "out-of-range", "logging_steps",
-        lambda v: v.given("logging_steps") and v["logging_steps"] < 1,
-        "`logging_steps: {logging_steps}`: the trainer divides by it",
     ),
 )  # fmt: skip
 

@@ -215,17 +215,6 @@ def tracker_without_wandb(values: Values) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def report_to_unread(values: Values) -> Iterator[Finding]:
-    """dpo_tune_cache.py:123 reports to wandb, whatever `report_to` says."""
-    reported = values["report_to"]
-    if values["with_tracking"] and reported and "wandb" not in reported:
-        yield say(
-            "warning", "run", "tracking-needs-wandb", "report_to",
-            f"`report_to: {', '.join(reported)}` is not read: this script reports to wandb only",
-            "write `report_to: wandb`, or `with_tracking: false`",
-        )  # fmt: skip
-
-
 def no_checkpoints(values: Values) -> Iterator[Finding]:
     """SFT writes none without (finetune.py:974, finetune.py:988); short runs need none."""
     steps = values["max_train_steps"]
@@ -534,16 +523,11 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         ),
     ),
     "dpo": (
-        *_SHARED, scheduler_type, zero_stage, samples_crash, report_to_unread,
+        *_SHARED, scheduler_type, zero_stage, samples_crash,
         check(
             "dpo_tune_cache.py:696", "checkpoint-steps", "checkpointing_steps",
             lambda v: v["checkpointing_steps"] == 0,
             "`checkpointing_steps: 0` divides by zero", "write a number of steps",
-        ),
-        check(
-            "dpo_utils.py:326", "packing-separate-forward", "packing",
-            lambda v: v["packing"] and not v["concatenated_forward"],
-            "`packing` with `concatenated_forward: false` is not implemented upstream",
         ),
     ),
 }  # fmt: skip

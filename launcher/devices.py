@@ -228,7 +228,7 @@ def choose(count: int | None, asked: Sequence[str] | None, seen: Look) -> Device
     something else computes on it, with a warning; one that another run of launch's holds never is.
     """
     if asked is not None:
-        return _as_asked(count, asked, seen)
+        return _named(asked, seen)
     if not count:
         return Devices(why="on the CPU")
     free = seen.free()
@@ -239,23 +239,15 @@ def choose(count: int | None, asked: Sequence[str] | None, seen: Look) -> Device
     return Devices(slots=free[:count], why=why)
 
 
-def _as_asked(count: int | None, asked: Sequence[str], seen: Look) -> Devices:
-    found: list[Slot] = []
+def _named(names: Sequence[str], seen: Look) -> Devices:
+    slots: list[Slot] = []
     faults: list[Finding] = []
-    for name in asked:
+    for name in names:
         slot = next((one for one in seen.visible if one.answers_to(name)), None)
         if slot is None:
             faults.append(_no_such(name, seen))
-        elif slot in found:
-            faults.append(said("error", "bad-devices", f"{slot.label} is named twice", "once each"))
-        else:
-            found.append(slot)
-    if count is not None and count != len(asked):
-        message = f"--gpus {count}, but --devices names {len(asked)}"
-        faults.append(
-            said("error", "bad-devices", message, f"--gpus {len(asked)}, or leave it out")
-        )
-    for slot in found:
+            continue
+        slots.append(slot)
         use = seen.uses.get(slot.id)
         if use is not None and use.locked:
             faults.append(_held_by(slot, use))
@@ -264,7 +256,7 @@ def _as_asked(count: int | None, asked: Sequence[str], seen: Look) -> Devices:
             faults.append(said("warning", "busy-gpu", message, _ending(use)))
     refused = any(fault.severity == "error" for fault in faults)
     return Devices(
-        slots=() if refused else tuple(found), why="named by --devices", findings=tuple(faults)
+        slots=() if refused else tuple(slots), why="named by --devices", findings=tuple(faults)
     )
 
 

@@ -140,13 +140,6 @@ def _missing(context: Context, key: str, name: str) -> Iterator[Finding]:
             f"{name} is neither here nor in the hub's cache, and HF_HUB_OFFLINE is set",
             "unset HF_HUB_OFFLINE, or download it first",
         )  # fmt: skip
-    elif _half_here(name) and not model_config.cached(name, context.environ):
-        yield say(
-            "warning", "run", "missing-model", key,
-            f"there is no {name} here, although there is {name.partition('/')[0]}/: it is "
-            "taken for a name "
-            "on the hub", "correct the path, or write ./ before it to mean a folder",
-        )  # fmt: skip
 
 
 def incomplete_model(context: Context) -> Iterator[Finding]:
@@ -209,11 +202,6 @@ def _read_from(context: Context, name: object, revision: str | None) -> Path | N
         folder = None if config is None else config.parent
     described = folder is not None and not context.running and model_files.is_bare(folder)
     return None if described else folder
-
-
-def _half_here(name: str) -> bool:
-    """Whether a name of two words begins with a folder that is here: a path with a mistake in it."""
-    return "/" in name and model_config.here(name.partition("/")[0])
 
 
 RULES: tuple[StageRule, ...] = (

@@ -230,19 +230,29 @@ def no_checkpoints(values: Values) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def checkpoint_steps_number(values: Values) -> Iterator[Finding]:
-    """finetune.py:734: anything but `epoch` goes through int(), then finetune.py:974 divides by it."""
-    steps = values["checkpointing_steps"]
+def checkpoint_steps(values: Values) -> Iterator[Finding]:
+    """finetune.py:734: anything but SFT's `epoch` goes through int(). finetune.py:974 and
+    dpo_tune_cache.py:696 divide by it, and the sign does not change what is divisible.
+    """
+    key, steps = "checkpointing_steps", values["checkpointing_steps"]
     if steps is None or steps == "epoch":
         return
     try:
-        number = int(steps)
+        number = int(str(steps))
     except ValueError:
         number = 0
     if number == 0:
         yield say(
-            "error", "run", "checkpoint-steps", "checkpointing_steps",
-            f"`checkpointing_steps` is `epoch` or a number of steps, not `{brief(steps)}`",
+            "error", "run", "checkpoint-steps", key,
+            f"`{key}` is a number of steps{' or `epoch`' * (values.schema.stage == 'sft')}, not "
+            f"`{brief(steps)}`",
+        )  # fmt: skip
+    elif number < 0:
+        often = "every step" if number == -1 else f"every {-number} steps"
+        yield say(
+            "warning", "run", "checkpoint-sign", key,
+            f"`{key}: {number}` saves a full checkpoint {often}",
+            "for none, write a number that no step reaches",
         )  # fmt: skip
 
 
@@ -362,21 +372,6 @@ def no_epochs(values: Values) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def checkpoint_sign(values: Values) -> Iterator[Finding]:
-    """finetune.py:974, dpo_tune_cache.py:696: the sign does not change what is divisible."""
-    key = "checkpointing_steps"
-    try:
-        steps = int(str(values[key]))
-    except ValueError:
-        return
-    if steps < 0:
-        often = "every step" if steps == -1 else f"every {-steps} steps"
-        yield say(
-            "warning", "run", "checkpoint-sign", key, f"`{key}: {steps}` saves a full checkpoint {often}",
-            "for none, write a number that no step reaches",
-        )  # fmt: skip
-
-
 # --- names that upstream looks up ------------------------------------------------------------------
 
 
@@ -476,7 +471,7 @@ def cache_on_the_hub(values: Values) -> Iterator[Finding]:
 
 _SHARED: tuple[Rule, ...] = (
     two_data_sources, beaker_without_push, json_mappings, no_model, *DATA_RULES, entity_twice,
-    push_by_default, no_checkpoints, out_of_range, no_epochs, checkpoint_sign, unknown_template,
+    push_by_default, no_checkpoints, out_of_range, no_epochs, checkpoint_steps, unknown_template,
     unknown_function, model_arguments, unexpanded, cache_on_the_hub,
     # see transformers/optimization.py:1015
     check(
@@ -504,7 +499,7 @@ _SHARED: tuple[Rule, ...] = (
 
 RULES: Mapping[str, tuple[Rule, ...]] = {
     "sft": (
-        *_SHARED, final_lr_ratio, checkpoint_steps_number, tracker_without_wandb,
+        *_SHARED, final_lr_ratio, tracker_without_wandb,
         # the linear schedule is stretched by 1 / (1 - final_lr_ratio)
         check(
             "finetune.py:358", "final-lr-one", "final_lr_ratio",
@@ -524,10 +519,5 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     ),
     "dpo": (
         *_SHARED, scheduler_type, zero_stage, samples_crash,
-        check(
-            "dpo_tune_cache.py:696", "checkpoint-steps", "checkpointing_steps",
-            lambda v: v["checkpointing_steps"] == 0,
-            "`checkpointing_steps: 0` divides by zero", "write a number of steps",
-        ),
     ),
 }  # fmt: skip

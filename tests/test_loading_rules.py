@@ -12,8 +12,6 @@ from conftest import Write
 from test_trl_adapters import QWEN2
 from test_trl_machine_rules import found
 
-from launcher.errors import Finding
-
 
 @pytest.fixture(autouse=True)
 def _model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Write) -> None:
@@ -166,17 +164,6 @@ def test_weights_are_those_of_the_config(write: Write) -> None:
     saved.tensors(Path("model", "model.safetensors"))
     (none,) = found("dpo", {"model_name_or_path": "model"}, running=True)
     assert none.severity == "error" and "begin at random" in none.message
-
-
-def test_a_misspelt_name_is_dropped_without_a_word() -> None:
-    def findings(**given: Any) -> list[Finding]:
-        args = {"model_name_or_path": "model", "additional_model_arguments": json.dumps(given)}
-        return found("sft", args)
-
-    (finding,) = findings(num_hidden_layer=1)
-    assert (finding.code, finding.severity) == ("model-arguments-unread", "warning")
-    assert finding.help == "did you mean `num_hidden_layers`?"
-    assert findings(use_cache=False, attention_dropout=0.1) == []
 
 
 # --- rows that do not come to training

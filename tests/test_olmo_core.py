@@ -129,7 +129,6 @@ SPEAKS = [
     ("activation_memory_budget: 0", "out-of-range", "activation_memory_budget", "warning"),
     ("activation_memory_budget: -0.5", "out-of-range", "activation_memory_budget", "error"),
     ("packing: true", "packing-leaks", "packing", "warning"),
-    ("load_balancing_loss: true", "balancing-unread", "load_balancing_loss", "warning"),
     ("lr_scheduler_type: polynomial", "scheduler-replaced", "lr_scheduler_type", "warning"),
     ("with_tracking: true", "no-wandb-key", "with_tracking", "warning"),
     ("use_liger_kernel: true", "unread-key", "use_liger_kernel", "warning"),

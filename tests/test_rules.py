@@ -88,7 +88,6 @@ SPEAKS: list[tuple[str, dict[str, Any], str]] = [
     ("sft", {"with_tracking": True}, "tracking-needs-wandb error run report_to"),
     ("sft", {"with_tracking": True, "report_to": "tensorboard"},
      "tracking-needs-wandb error run report_to"),
-    ("sft", {"final_lr_ratio": 1.0}, "final-lr-one error run final_lr_ratio"),
     ("dpo", {"max_train_samples": 200}, "max-train-samples error run max_train_samples"),
     ("dpo", {"max_train_samples": 8, "mixer_list": ["a", 4, "b", 5]},
      "max-train-samples error run max_train_samples"),
@@ -120,10 +119,7 @@ SPEAKS: list[tuple[str, dict[str, Any], str]] = [
      "model-arguments-unread warning run additional_model_arguments"),
     ("dpo", {"additional_model_arguments": {"attn_implementation": "eager"}},
      "model-arguments-unread warning run additional_model_arguments"),
-    ("sft", {"dataset_cache_mode": "hf"}, "cache-on-hub error run dataset_cache_mode"),
-    ("dpo", {"cache_mode": "hf"}, "cache-on-hub error run cache_mode"),
     ("sft", {"use_qlora": True}, "qlora-without-lora warning run use_qlora"),
-    ("sft", {"packing": True, "sequence_parallel_size": 2}, "packing-split error run packing"),
     ("dpo", {"resume_from_checkpoint": "output/step_5"},
      "resume-unread warning run resume_from_checkpoint"),
 ]  # fmt: skip

@@ -248,34 +248,6 @@ def test_lora_is_not_checkpointed_under_zero_3() -> None:
     assert found("dpo", {"use_lora": True, "activation_memory_budget": 0.5}, deepspeed=ZERO3) == []
 
 
-# --- sequence parallelism
-# ---------------------------------------------------------------------------
-
-SPLIT = {"sequence_parallel_size": 4}
-KEY = "args.sequence_parallel_size"
-
-
-def test_sequence_parallelism_needs_zero_3() -> None:
-    assert one("sft", SPLIT, gpus=8) == ("sequence-zero-stage", "error", KEY)
-    assert one("sft", SPLIT, gpus=8, deepspeed=ZERO2) == ("sequence-zero-stage", "warning", KEY)
-    assert found("sft", SPLIT, gpus=8, deepspeed=ZERO3) == []
-    assert found("sft", {**SPLIT, "cache_dataset_only": True}, gpus=1) == []
-
-
-def test_sequence_parallelism_divides_the_world() -> None:
-    for gpus, fits in ((None, True), (8, True), (6, False)):
-        codes = [f.code for f in found("sft", SPLIT, gpus=gpus, deepspeed=ZERO3)]
-        assert codes == ([] if fits else ["sequence-world"])
-
-
-def test_sequence_parallelism_and_what_is_installed() -> None:
-    known: dict[str, Any] = {"gpus": 8, "deepspeed": ZERO3}
-    assert found("sft", SPLIT, packages=TRAINER, **known) == []
-    told = one("sft", SPLIT, packages={**TRAINER, "accelerate": "1.15.0.dev0"}, **known)
-    assert told == ("sequence-accelerate", "error", KEY)
-    assert found("sft", SPLIT, packages={**TRAINER, "accelerate": "odd"}, **known) == []
-
-
 # --- the model
 # -------------------------------------------------------------------------------------
 
@@ -428,26 +400,6 @@ def test_packing_of_one_row() -> None:
     assert found("sft", args) == []
     # of DPO one row is a pair
     assert found("dpo", args, per_device=1) == []
-
-
-def test_an_attention_that_is_not_installed() -> None:
-    args = {"attn_implementation": "flash_3"}
-    key = "args.attn_implementation"
-    assert one("dpo", args, packages=TRAINER) == ("attention-missing", "warning", key)
-    assert one("dpo", args, packages=TRAINER, running=True) == ("attention-missing", "error", key)
-    assert one("dpo", args, gpus=0) == ("attention-missing", "error", key)
-    assert found("dpo", args, packages={**TRAINER, "kernels": "0.10"}) == []
-    assert found("dpo", args) == []
-
-
-def test_wpo_takes_one_row() -> None:
-    assert one("dpo", {"loss_type": "wpo"}, per_device=8) == (
-        "wpo-batch",
-        "error",
-        "args.loss_type",
-    )
-    assert found("dpo", {"loss_type": "wpo"}, per_device=1) == []
-    assert found("dpo", {"loss_type": "dpo"}, per_device=8) == []
 
 
 @pytest.mark.parametrize("script", ["sft", "dpo", "trl-sft"])

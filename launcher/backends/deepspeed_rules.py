@@ -6,14 +6,13 @@ Line numbers are those of the pin and of the packages named in tests/test_upstre
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from launcher.backends import model_config, trl_resolved
 from launcher.backends.context import Context, StageRule, caches_only, section
 from launcher.backends.rule import say
-from launcher.errors import Finding, Severity, brief
+from launcher.errors import Finding, Severity
 
 # attention with biases whatever else their config says; `attention_bias` tells for the others
 _BIASED = frozenset({"qwen2", "qwen2_moe"})
@@ -258,45 +257,11 @@ def frozen_released(context: Context) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-# --- one sequence over several GPUs ----------------------------------------------------------------
-
-
-def sequence_parallel(context: Context) -> Iterator[Finding]:
-    """finetune.py:803 finds no `shift_labels` without DeepSpeed; finetune.py:322 asks for ZeRO-3,
-    finetune.py:385 for whole groups, finetune.py:836 for a mesh, which
-    accelerate/parallelism_config.py:221 does not make.
-    """
-    key, size = "sequence_parallel_size", context.values["sequence_parallel_size"]
-    if not isinstance(size, int) or size < 2 or caches_only(context):
-        return
-    stage = context.zero_stage
-    if context.gpus != 0 and stage != 3:
-        what = "crashes without DeepSpeed, which splits the batches"
-        if stage is not None:
-            what = f"requires ZeRO-3, upstream says; this is stage {stage}"
-        yield say(
-            "error" if stage is None else "warning", "run", "sequence-zero-stage", key,
-            f"`{key}: {size}` {what}", "write `deepspeed: zero3`",
-        )  # fmt: skip
-    if context.gpus is not None and (world := max(1, context.gpus)) % size:
-        yield say(
-            "error", "run", "sequence-world", key, f"`{key}: {size}` does not divide {world} process(es)",
-            f"use a multiple of {size} GPUs, or another size",
-        )  # fmt: skip
-    have = (context.packages or {}).get("accelerate", "")
-    if [int(part) for part in re.findall(r"\d+", have)[:2]] >= [1, 13]:
-        yield say(
-            "error", "run", "sequence-accelerate", key,
-            f"`{key}` crashes with accelerate {brief(have)}: since 1.13 it makes no device mesh for it",
-            "pip install 'accelerate<1.13' (the pin's own lock file has 1.12.0)",
-        )  # fmt: skip
-
-
 _SHARED: tuple[StageRule, ...] = (
     zero_section, refused_file, batch_of_the_file, clipping, half_precision, quantised, frozen_biases,
 )  # fmt: skip
 
 RULES: Mapping[str, tuple[StageRule, ...]] = {
-    "sft": (*_SHARED, frozen_released, sequence_parallel),
+    "sft": (*_SHARED, frozen_released),
     "dpo": (*_SHARED, two_zero_stages),
 }

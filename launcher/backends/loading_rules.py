@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -34,21 +33,6 @@ def _arguments(context: Context) -> Mapping[str, Any]:
     if values.schema.backend == "trl":
         return inline(values["model_init_kwargs"]) or {}
     return model_config.replaced(values["additional_model_arguments"])
-
-
-def misspelt(context: Context) -> Iterator[Finding]:
-    """finetune.py:544, dpo_tune_cache.py:283: what the config has no place for is dropped
-    (transformers/configuration_utils.py:915).
-    """
-    key = "additional_model_arguments"
-    config = _config(context) if context.values.get(key) else {}
-    for name in sorted(_arguments(context).keys() - config.keys() if config else ()):
-        if near := difflib.get_close_matches(name, config, n=1, cutoff=0.8):
-            yield say(
-                "warning", "run", "model-arguments-unread", key,
-                f"`{key}`: the model's config has no `{brief(name)}`: it is dropped without a word",
-                f"did you mean `{near[0]}`?",
-            )  # fmt: skip
 
 
 def other_weights(context: Context) -> Iterator[Finding]:
@@ -205,5 +189,5 @@ def _read_from(context: Context, name: object, revision: str | None) -> Path | N
 
 
 RULES: tuple[StageRule, ...] = (
-    missing_model, incomplete_model, incomplete_tokenizer, misspelt, other_weights,
+    missing_model, incomplete_model, incomplete_tokenizer, other_weights,
 )  # fmt: skip

@@ -23,9 +23,6 @@ LIGER_MODELS = frozenset({
     "hunyuan_v1_dense", "hunyuan_v1_moe", "exaone4",
 })  # fmt: skip
 
-# what each of olmo-core's names needs installed (model_utils.py:51)
-_FLASH = {"flash_2": "flash-attn", "flash_3": "flash-attn-3", "flash_4": "flash-attn-4"}
-
 
 def _own(context: Context) -> Mapping[str, Any]:
     """The config of the model whose weights are loaded."""
@@ -158,48 +155,12 @@ def packed_alone(context: Context) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def attention_missing(context: Context) -> Iterator[Finding]:
-    """dpo_tune_cache.py:338: transformers refuses an implementation whose package is missing."""
-    given = context.values["attn_implementation"]
-    if given not in _FLASH or caches_only(context):
-        return
-    if context.gpus == 0:
-        yield say(
-            "error", "run", "attention-missing", "attn_implementation",
-            f"`attn_implementation: {given}` needs a GPU, and `--gpus 0` has none",
-            "leave it out, or write torch",
-        )  # fmt: skip
-    elif context.lacks(_FLASH[given], "kernels"):
-        yield say(
-            "error" if context.running else "warning", "run", "attention-missing",
-            "attn_implementation",
-            f"`attn_implementation: {given}`: the trainer's Python has no {_FLASH[given]}",
-            f"pip install {_FLASH[given]}, or leave it out: what is installed is detected",
-        )  # fmt: skip
-
-
-# --- losses, tokenizer, place
-# ----------------------------------------------------------------------
-
-
-def wpo_batch(context: Context) -> Iterator[Finding]:
-    """dpo_utils.py:601 multiplies one number a row with one a token: only a single row fits."""
-    rows = context.per_device
-    if context.values["loss_type"] == "wpo" and rows is not None and rows > 1:
-        yield say(
-            "error", "run", "wpo-batch", "loss_type",
-            f"`loss_type: wpo` crashes with {rows} rows a device: its weights fit a single row "
-            "only",
-            "set `per_device: 1`, or another loss",
-        )  # fmt: skip
-
-
 _LIGER: tuple[StageRule, ...] = (liger_unknown, liger_on_cpu, beyond_positions)
 
 RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {
     "open_instruct": {
         "sft": (*_LIGER, packed_without_flash, packed_alone),
-        "dpo": (*_LIGER, packed_without_flash, attention_missing, wpo_batch),
+        "dpo": (*_LIGER, packed_without_flash),
     },
     "trl": dict.fromkeys(("sft", "dpo"), _LIGER),
 }

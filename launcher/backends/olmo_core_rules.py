@@ -24,7 +24,6 @@ from launcher.backends.open_instruct import output_folder
 from launcher.backends.open_instruct_rules import (
     DATA_RULES,
     beaker_without_push,
-    cache_on_the_hub,
     entity_twice,
     json_mappings,
     no_epochs,
@@ -196,7 +195,7 @@ def ranges(values: Values) -> Iterator[Finding]:
 RULES: tuple[Rule, ...] = (
     two_data_sources, beaker_without_push, json_mappings, zero_stage, *DATA_RULES, entity_twice,
     push_by_default, model, export, budget, packing, ranges, no_epochs, unknown_template,
-    unknown_function, cache_on_the_hub,
+    unknown_function,
     # no line of dpo.py reads it (dpo.py:160 asks for `use_lora` alone)
     check(
         "dpo.py:160", "not-with-olmo-core", "use_qlora", itemgetter("use_qlora"),
@@ -219,14 +218,6 @@ RULES: tuple[Rule, ...] = (
         lambda v: v["packing"] and not v["concatenated_forward"],
         "`packing` with `concatenated_forward: false` crashes in the reference pass",
         "write `concatenated_forward: true`",
-    ),
-    # where its forward passes give no auxiliary loss, none is added
-    # (olmo_core_train_modules.py:192)
-    check(
-        "dpo_utils.py:1008", "balancing-unread", "load_balancing_loss",
-        itemgetter("load_balancing_loss"),
-        "`load_balancing_loss` adds nothing: this script's forward passes give no such loss",
-        f"delete the line, or {_OTHER}", severity="warning",
     ),
     check(
         "dpo.py:57, dpo.py:59", "scheduler-replaced", "lr_scheduler_type",
@@ -414,7 +405,7 @@ def tokenising(context: Context) -> Iterator[Finding]:
 
 STAGE_RULES: tuple[StageRule, ...] = (
     no_deepspeed, precision, other_shape, goes_on, no_compiler, accumulation, wandb_key, tokenising,
-    model_rules.wpo_batch, model_rules.beyond_positions, model_rules.attention_missing, offline_model,
+    model_rules.beyond_positions, offline_model,
     folder_unread, service_rules.hub_token, service_rules.remote_code,
 )  # fmt: skip
 

@@ -459,20 +459,10 @@ def unexpanded(values: Values) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def cache_on_the_hub(values: Values) -> Iterator[Finding]:
-    """dataset_transformation.py:2128 takes two things apart, dataset_transformation.py:1877 gives one."""
-    key = "dataset_cache_mode" if "dataset_cache_mode" in values else "cache_mode"
-    if values[key] == "hf":
-        yield say(
-            "error", "run", "cache-on-hub", key,
-            f"`{key}: hf` crashes: upstream takes the tokenised set for a pair", f"write `{key}: local`",
-        )  # fmt: skip
-
-
 _SHARED: tuple[Rule, ...] = (
     two_data_sources, beaker_without_push, json_mappings, no_model, *DATA_RULES, entity_twice,
     push_by_default, no_checkpoints, out_of_range, no_epochs, checkpoint_steps, unknown_template,
-    unknown_function, model_arguments, unexpanded, cache_on_the_hub,
+    unknown_function, model_arguments, unexpanded,
     # see transformers/optimization.py:1015
     check(
         "finetune.py:359, dpo_tune_cache.py:460", "warmup-unread", "warmup_ratio",
@@ -500,22 +490,6 @@ _SHARED: tuple[Rule, ...] = (
 RULES: Mapping[str, tuple[Rule, ...]] = {
     "sft": (
         *_SHARED, final_lr_ratio, tracker_without_wandb,
-        # the linear schedule is stretched by 1 / (1 - final_lr_ratio)
-        check(
-            "finetune.py:358", "final-lr-one", "final_lr_ratio",
-            lambda v: v["final_lr_ratio"] == 1.0 and v["lr_scheduler_type"] == "linear",
-            "`final_lr_ratio: 1.0` parses and then divides by zero",
-            "write `lr_scheduler_type: constant_with_warmup` for a constant rate",
-        ),
-        # what packing adds to a batch (padding_free_collator.py:102) is not as long as a row, which
-        # sequence parallelism refuses (deepspeed/runtime/sequence_parallel/ulysses_sp.py:684)
-        check(
-            "finetune.py:642", "packing-split", "packing",
-            lambda v: v["packing"] and (v["sequence_parallel_size"] or 1) > 1,
-            "`packing` crashes with `sequence_parallel_size: {sequence_parallel_size}`: packed "
-            "batches "
-            "cannot be split", "leave out one of them",
-        ),
     ),
     "dpo": (
         *_SHARED, scheduler_type, zero_stage, samples_crash,

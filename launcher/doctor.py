@@ -50,7 +50,6 @@ class Subject:
     upstream: Upstream
     stages: tuple[str, ...]
     gpus: int
-    nodes: int = 1
     plan: Plan | None = None
     runs: Path = field(default_factory=rundir.runs_root)
     output: Path | None = None
@@ -133,7 +132,7 @@ def of_plan(plan: Plan, trainer: Trainer) -> Subject:
     output = output_of(plan)
     return Subject(
         trainer=trainer, upstream=plan.stage.upstream, stages=(plan.stage.schema.key,),
-        gpus=plan.gpus, nodes=plan.nodes, plan=plan, runs=rundir.runs_root(),
+        gpus=plan.gpus, plan=plan, runs=rundir.runs_root(),
         output=None if output is None else output.absolute(),
     )  # fmt: skip
 
@@ -154,9 +153,7 @@ def examine(
         found += _conflicts(subject)
     found += [] if subject.plan is None else local_files(subject.plan)
     found += _standing(subject)
-    facts = [
-        *_environment(subject, imports), *_cards(chosen, seen), *_room(subject)
-    ]  # fmt: skip
+    facts = [*_environment(subject, imports), *_cards(chosen, seen), *_room(subject)]
     return Report(
         findings=tuple(found),
         facts=tuple(facts),

@@ -736,10 +736,10 @@ def test_room_for_every_checkpoint(tmp_path: Path) -> None:
     for steps, times in ((150, 3), (200, 3), (50, 2)):
         made = planned(from_text(tmp_path, written.format(steps)), gpus=8)
         room = disk.needs(made, None, {})
-        assert room.count is not None
+        assert room.parameters is not None
         assert room.saved is not None
-        assert (room.saved.times, room.saved.checkpoint) == (times, 12 * room.count.parameters)
-        assert room.least == (12 * times + 4) * room.count.parameters
+        assert (room.saved.times, room.saved.checkpoint) == (times, 12 * room.parameters)
+        assert room.least == (12 * times + 4) * room.parameters
 
 
 def test_its_resume_is_not_judged_by_the_other_scripts_arithmetic(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ Line numbers are those of the pin and of the packages named in tests/test_upstre
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -122,22 +121,23 @@ def batch_of_the_file(context: Context) -> Iterator[Finding]:
             'write `"gradient_accumulation_steps": "auto"` in the file',
             severity="warning",
         )
-    total, micro = file.get("train_batch_size"), file.get("train_micro_batch_size_per_gpu")
-    world = (context.gpus or 0) // max(1, context.values.get("sequence_parallel_size") or 1)
-    factors = (
-        context.per_device if micro in (None, "auto") else micro,
-        ours if passes in (None, "auto") else passes,
-        world,
-    )
-    known = isinstance(total, int) and all(isinstance(one, int) and one for one in factors)
-    if known and total != math.prod(factors):
-        rows, times, devices = factors
+    total = file.get("train_batch_size")
+    rows = _number(file.get("train_micro_batch_size_per_gpu"), context.per_device)
+    times = _number(passes, ours)
+    devices = (context.gpus or 0) // max(1, context.values.get("sequence_parallel_size") or 1)
+    if isinstance(total, int) and rows and times and devices and total != rows * times * devices:
         yield _of_file(
             "deepspeed-batch",
             f"the DeepSpeed file sets `train_batch_size: {total}`, but {rows} rows x {times} passes x "
-            f"{devices} devices is {math.prod(factors)}",
+            f"{devices} devices is {rows * times * devices}",
             'write `"train_batch_size": "auto"` in the file',
         )
+
+
+def _number(given: Any, ours: int | None) -> int | None:
+    if given in ("auto", None):
+        return ours
+    return given if isinstance(given, int) else None
 
 
 def _of_file(code: str, message: str, help: str, *, severity: Severity = "error") -> Finding:

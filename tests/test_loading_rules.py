@@ -142,13 +142,6 @@ def test_of_the_hub_what_is_missing_is_fetched(write: Write) -> None:
     assert told == ["incomplete-model", "incomplete-tokenizer"]
 
 
-def test_only_the_tokenizer_is_read_for_the_data_alone(write: Write) -> None:
-    write("model/config.json", '{"model_type": "made"}')
-    write("model/tokenizer.json", "{}")
-    assert lacking("sft", args={"cache_dataset_only": True}) == []
-    assert lacking("sft")[0].startswith("incomplete-model")
-
-
 def test_weights_are_those_of_the_config(write: Write) -> None:
     saved.loadable(Path("model"))
     assert lacking() == []

@@ -14,7 +14,6 @@ from plans import PYTHON, built, from_text, planned, staged, trainer
 from typer.testing import CliRunner
 
 from launcher import (
-    check,
     checkpointing,
     config,
     disk,
@@ -22,9 +21,7 @@ from launcher import (
     footprint,
     lengths,
     memory,
-    page,
     rendezvous,
-    report,
     shapes,
     upstream,
 )
@@ -96,12 +93,6 @@ def test_the_wrapped_shape_names_it_by_its_file(tmp_path: Path) -> None:
     )
     stage = staged(path)
     assert stage.entry.torchrun and stage.options.gpus == 8
-
-
-def test_silence_and_its_own_name_mean_the_stages_own_script(tmp_path: Path) -> None:
-    for script in ("", "dpo", "dpo_tune_cache.py"):
-        stage = judged(tmp_path, text(script=script))
-        assert stage.schema is not None and stage.schema.script.endswith("dpo_tune_cache.py")
 
 
 def test_other_scripts_are_refused(tmp_path: Path) -> None:
@@ -186,11 +177,6 @@ def test_deepspeed_is_an_error_and_precision_is_not_read(tmp_path: Path) -> None
     assert said["mixed-precision-unread", "mixed_precision"].line == 5
 
 
-def test_without_a_length_it_would_crash(tmp_path: Path) -> None:
-    written = text().replace("  max_seq_length: 16384\n", "")
-    assert found(tmp_path, written)["no-length", "args.max_seq_length"].severity == "error"
-
-
 # --- models
 # ------------------------------------------------------------------------------------------
 
@@ -202,32 +188,11 @@ def test_an_unknown_model_names_the_known_and_the_other_script(tmp_path: Path) -
         assert word in (fault.help or "")
 
 
-@pytest.mark.parametrize(
-    ("given", "severity"),
-    [
-        ({"model_name_or_path": "meta-llama/Llama-3.1-8B"}, "error"),
-        # that commit's OLMo-core may have more shapes than the pin's
-        ({"model_name_or_path": "a/b", "config_name": "olmo9_7B"}, "warning"),
-    ],
-)
-def test_an_unknown_model_at_another_commit(given: dict[str, str], severity: str) -> None:
-    schema = Locator(search=()).schema("open_instruct", "dpo_olmo_core")
-    elsewhere = replace(schema, stands=lambda _: True)
-    (fault,) = olmo_core_rules.model(Values(elsewhere, given))
-    assert (fault.code, fault.severity) == ("unsupported-model", severity)
-
-
 def test_the_models_come_from_the_source() -> None:
     schema = Locator(search=()).schema("open_instruct", "dpo_olmo_core")
     assert schema.models["Qwen/Qwen3-14B"] == "qwen3_14B"
     assert set(schema.models.values()) <= schema.configs
     assert not any(name.endswith("_like") for name in schema.configs)
-
-
-@pytest.mark.parametrize("name", ["olmo2_7B", "qwen3_8B"])
-def test_a_config_name_of_olmo_core_is_taken(tmp_path: Path, name: str) -> None:
-    written = text(f"config_name: {name}").replace("allenai/OLMo-2-1124-7B", "someone/a-model")
-    assert not [key for key in found(tmp_path, written) if key[0] == "unsupported-model"]
 
 
 def test_a_name_of_a_shape_is_no_model(tmp_path: Path) -> None:
@@ -430,16 +395,6 @@ def test_a_hub_name_is_not_loaded_offline(
             )
 
 
-def test_what_its_help_says_is_taken_offline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Path
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert starting(tmp_path, "config_name: qwen3_0_6B", model=str(snapshot)) == {}
-    # of a name that is no folder the config's name does not help, and is not said again
-    fault = starting(tmp_path, "config_name: qwen3_0_6B")["offline-hub-model"]
-    assert fault.help == f"write `model_name_or_path: {snapshot}`; or unset HF_HUB_OFFLINE"
-
-
 def test_a_folder_that_is_not_there_is_said_as_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Path
 ) -> None:
@@ -487,11 +442,6 @@ def test_torchrun_on_several_machines(tmp_path: Path) -> None:
     assert "NODE_RANK" not in filled
 
 
-def test_one_gpu_needs_no_deepspeed_here(tmp_path: Path) -> None:
-    codes = {f.code for f in planned(from_text(tmp_path, text()), gpus=1).findings}
-    assert "no-process-group" not in codes
-
-
 @pytest.mark.parametrize(
     ("line", "nodes", "key"),
     [
@@ -507,12 +457,6 @@ def test_degrees_must_divide_the_gpus(tmp_path: Path, line: str, nodes: int, key
     (fault,) = [f for f in made.findings if f.code == "shard-degree"]
     assert (fault.severity, fault.key) == ("error", f"args.{key}")
     assert fault.line in (11, 12)
-
-
-@pytest.mark.parametrize("line", ["fsdp_shard_degree: 4\n  fsdp_num_replicas: 4", "seed: 1"])
-def test_degrees_that_fit_are_left_alone(tmp_path: Path, line: str) -> None:
-    made = planned(from_text(tmp_path, text(line)), gpus=8, nodes=2)
-    assert not [f for f in made.findings if f.code == "shard-degree"]
 
 
 def test_degrees_as_older_commits_have_them(tmp_path: Path) -> None:
@@ -565,18 +509,6 @@ def test_rows_that_do_not_fill_a_batch(tmp_path: Path, rows: int, line: str, wor
     assert words in fault.message
 
 
-@pytest.mark.parametrize(
-    ("rows", "line"),
-    [
-        (64, "per_device_train_batch_size: 4\n  gradient_accumulation_steps: 2"),
-        (8, "packing: true"),
-        (1, "cache_dataset_only: true"),
-    ],
-)
-def test_rows_that_just_do(tmp_path: Path, rows: int, line: str) -> None:
-    assert not faults(tmp_path, rows, line, 8)
-
-
 def test_a_global_batch_that_packed_steps_do_not_reach(tmp_path: Path) -> None:
     written = text("packing: true", top="batch: {global: 64, per_device: 8}")
     (fault,) = [
@@ -615,16 +547,6 @@ def test_of_the_activation_budgets_only_the_lowest_fits_80_gb(tmp_path: Path) ->
     assert memory.fits(story(tmp_path, 0.1), 80)[0]
     for budget in (0.2, 0.3, 0.5, 0.8, 1.0):
         assert not memory.fits(story(tmp_path, budget), 80)[0], budget
-
-
-def test_the_logits_of_the_concatenated_forward(tmp_path: Path) -> None:
-    parts = [p for m in story(tmp_path, 0.1).moments for p in m.parts if p.kind == "logits"]
-    told = 65_536 * 100_352 * 2 / 2**30
-    assert any(part.gib == pytest.approx(told) for part in parts)
-
-
-def test_memory_does_not_depend_on_the_batch_of_packed_rows(tmp_path: Path) -> None:
-    assert story(tmp_path, 0.1, 2).peak == story(tmp_path, 0.1, 32).peak
 
 
 def test_more_shards_hold_less(tmp_path: Path) -> None:
@@ -884,19 +806,6 @@ def test_what_a_packed_row_wastes(
     assert told[1]["message"] == message
 
 
-def test_the_waste_stands_in_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
-    message = "batch 2 uses 11% of each step; 16 fills 88%"
-    found = check.Point(
-        name="packing", state="on", expected="on", ok=True, detail={"wasted": message}
-    )
-    finish = check.Point(name="finish", state="completed", expected="completed", ok=True)
-    report.verdict(
-        check.Verdict(status="pass", stage="dpo", steps=3, points=(found, finish), metrics={})
-    )
-    assert f"    {message}\n" in capsys.readouterr().out
-    assert message in str(page._why(found.detail))
-
-
 @pytest.mark.parametrize(("rank", "tokens"), [(0, 32), (1, 0), (2, 32), (3, 0)])
 def test_ranks_of_one_model_count_their_batch_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: int, tokens: int
@@ -935,13 +844,6 @@ def test_the_snapshot_says_what_the_checkout_says(checkout: Path) -> None:
     key = "dpo_olmo_core"
     assert read["paths"][key] == told["paths"][key]
     assert read["models"][key]["names"] == told["models"][key]["names"]
-
-
-def test_an_older_snapshot_says_that_it_has_not_read_it() -> None:
-    told = {**upstream.snapshot("open_instruct")}
-    told["stages"] = {"sft": told["stages"]["sft"]}
-    with pytest.raises(LookupError, match=r"nothing was read of open_instruct/dpo\.py"):
-        facts.schema_of(told, BACKENDS["open_instruct"], "dpo_olmo_core", "snapshot", "x")
 
 
 def test_that_upstream_goes_on_by_itself_is_said(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 from conftest import Write
 from verdicts import schema_of
 
-from launcher import rules
+from launcher import config, rehearsal, rules
+from launcher import stage as stages
 from launcher.errors import Finding
 from launcher.schema import Values
 
@@ -170,11 +172,39 @@ SILENT: list[tuple[str, dict[str, Any]]] = [
     ("dpo", {"zero_stage": 3, "offload_param": True}), ("dpo", {"offload_param": True}),
     ("dpo", {"packing": True}), ("dpo", {"max_train_samples": 5, "loss_type": "simpo"}),
     ("dpo", {"max_train_samples": 9, "mixer_list": ["a", 4, "b", 5]}),
+    ("dpo", {"lr_scheduler_type": "nosuch", "cache_dataset_only": True}),
+    # upstream's default warm-up is nobody's wish
+    ("sft", {"lr_scheduler_type": "constant"}),
+    ("sft", {"lr_scheduler_type": "constant", "warmup_ratio": 0}),
+    ("sft", {"lr_scheduler_type": "constant_with_warmup", "warmup_ratio": 0.1}),
+    ("sft", {"num_train_epochs": 3}), ("dpo", {"max_train_steps": 300}),
 ]  # fmt: skip
 
 
 def test_none_speaks_elsewhere() -> None:
     assert [(s, c, found(s, **c)) for s, c in SILENT if found(s, **c)] == []
+
+
+PATHS = {
+    "~/x": "./~/x", "/data/${USER}/x": "/data/${USER}/x", "/data/x~": None, "out/$": None, "out": None,
+}  # fmt: skip
+
+
+def test_paths_are_taken_as_they_are() -> None:
+    for path, folder in PATHS.items():
+        for script, key in (("sft", "output_dir"), ("dpo", "local_cache_dir")):
+            messages = [one.message for one in found(script, **{key: path})]
+            assert len(messages) == (folder is not None)
+            assert all(f"make a folder {folder}:" in message for message in messages)
+
+
+def test_a_rehearsal_leaves_the_epochs_out(write: Write) -> None:
+    path = write("s.yaml", json.dumps({"stage": "sft", "args": {**SFT, "num_train_epochs": 3}}))
+    full = stages.validate(stages.judge(config.load(path)))
+    words = rehearsal.overrides(full, steps=20, output=Path("out"), batch=8)
+    short = stages.validate(stages.judge(config.load(path, words)))
+    assert not short.values.given("num_train_epochs")
+    assert "conditional-key" not in {finding.code for finding in short.findings}
 
 
 def test_local_files(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:

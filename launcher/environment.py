@@ -84,8 +84,8 @@ def deviations(root: Path, trainer: Trainer) -> tuple[str, ...] | None:
     """Packages here in other versions than a checkout's pyproject.toml asks for; None without one."""
     try:
         project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-        listed, python = project.get("dependencies", ()), project.get("requires-python")
-    except (OSError, ValueError, LookupError, AttributeError):
+        listed, python = list(project.get("dependencies", ())), project.get("requires-python")
+    except (OSError, ValueError, LookupError, AttributeError, TypeError):
         return None
     versions = {**trainer.packages, "python": ".".join(map(str, trainer.version))}
     # packages for other machines than this one, or for other versions of Python
@@ -112,7 +112,14 @@ def conflicts(names: Sequence[str], trainer: Trainer) -> tuple[str, ...]:
     python = str(trainer.python)
     argv = [uv, "pip", "check", "--python", python] if uv else [python, "-m", "pip", "check"]
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=120, errors="replace")
+        done = subprocess.run(
+            argv,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+        )
     except (OSError, subprocess.SubprocessError):
         return ()
     # pip answers on stdout, uv on stderr

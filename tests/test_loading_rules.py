@@ -20,8 +20,7 @@ def _model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Write) -> Non
     write("model/config.json", json.dumps(QWEN2))
 
 
-# --- what lies in the folder
-# ------------------------------------------------------------------------
+# --- what lies in the folder ----------------------------------------------------------------------
 
 INDEX = "model.safetensors.index.json"
 SHARD = "model-0000{}-of-00002.safetensors"
@@ -159,8 +158,7 @@ def test_weights_are_those_of_the_config(write: Write) -> None:
     assert none.severity == "error" and "begin at random" in none.message
 
 
-# --- rows that do not come to training
-# --------------------------------------------------------------
+# --- rows that do not come to training ------------------------------------------------------------
 
 WORDS = {
     "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,

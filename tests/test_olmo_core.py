@@ -71,8 +71,7 @@ def invoke(*words: str) -> Any:
     return CliRunner().invoke(app, list(words), catch_exceptions=False)
 
 
-# --- which script
-# ------------------------------------------------------------------------------------
+# --- which script ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("script", ["dpo_olmo_core", "open_instruct/dpo.py"])
@@ -105,8 +104,7 @@ def test_other_scripts_are_refused(tmp_path: Path) -> None:
         assert words in (fault.help or "")
 
 
-# --- what it says
-# ------------------------------------------------------------------------------------
+# --- what it says ---------------------------------------------------------------------------------
 
 SPEAKS = [
     # read out of the script
@@ -177,8 +175,7 @@ def test_deepspeed_is_an_error_and_precision_is_not_read(tmp_path: Path) -> None
     assert said["mixed-precision-unread", "mixed_precision"].line == 5
 
 
-# --- models
-# ------------------------------------------------------------------------------------------
+# --- models ---------------------------------------------------------------------------------------
 
 
 def test_an_unknown_model_names_the_known_and_the_other_script(tmp_path: Path) -> None:
@@ -337,8 +334,7 @@ def test_the_families_that_are_loaded_are_those_of_the_package(
     assert (wanted <= norms) is (family in olmo_core_rules._LOADED)
 
 
-# --- offline
-# -----------------------------------------------------------------------------------------
+# --- offline --------------------------------------------------------------------------------------
 
 QWEN = "Qwen/Qwen3-0.6B"
 SNAPSHOT = {
@@ -420,8 +416,7 @@ def test_a_dry_run_warns_of_it_and_a_start_is_refused(
     assert errors == ["offline-hub-model"]
 
 
-# --- the command
-# -------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def test_torchrun_on_one_machine(tmp_path: Path) -> None:
@@ -520,8 +515,7 @@ def test_a_global_batch_that_packed_steps_do_not_reach(tmp_path: Path) -> None:
     assert not [f for f in reached if f.code == "accumulation-packed"]
 
 
-# --- the plan
-# ----------------------------------------------------------------------------------------
+# --- the plan -------------------------------------------------------------------------------------
 
 
 def story(tmp_path: Path, budget: float, batch: int = 2) -> Memory:
@@ -832,8 +826,7 @@ def test_a_row_that_had_no_room_for_the_next_pair_needs_no_larger_batch(tmp_path
     assert told["message"] == "batch 3 uses 22% of each step"
 
 
-# --- the source
-# --------------------------------------------------------------------------------------
+# --- the source -----------------------------------------------------------------------------------
 
 
 def test_the_snapshot_says_what_the_checkout_says(checkout: Path) -> None:

@@ -71,8 +71,7 @@ def model(write: Write, **config: Any) -> str:
     return "model"
 
 
-# --- quiet
-# -----------------------------------------------------------------------------------------
+# --- quiet ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("script", ["sft", "dpo", "trl-sft", "trl-dpo"])
@@ -89,8 +88,7 @@ def test_nothing_known_is_quiet() -> None:
     assert found("dpo", {"use_lora": True, "loss_type": "wpo", "load_balancing_loss": True}) == []
 
 
-# --- the DeepSpeed file
-# ----------------------------------------------------------------------------
+# --- the DeepSpeed file ---------------------------------------------------------------------------
 
 SILENT_ON_PASSES = {k: v for k, v in BARE.items() if k != "gradient_accumulation_steps"}
 FILES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -199,8 +197,7 @@ def test_zero_stage_beside_a_file() -> None:
     assert one("dpo", {"zero_stage": 2}, deepspeed={}) == expected
 
 
-# --- adapters and quantised models
-# -----------------------------------------------------------------
+# --- adapters and quantised models ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("script", ["sft", "dpo"])
@@ -242,8 +239,7 @@ def test_lora_is_not_checkpointed_under_zero_3() -> None:
     assert found("dpo", {"use_lora": True, "activation_memory_budget": 0.5}, deepspeed=ZERO3) == []
 
 
-# --- the model
-# -------------------------------------------------------------------------------------
+# --- the model ------------------------------------------------------------------------------------
 
 LIGER = {"use_liger_kernel": True}
 
@@ -400,8 +396,7 @@ def test_a_model_that_is_not_here(write: Write, script: str) -> None:
         assert told == ("missing-model", "error", f"args.{key}")
 
 
-# --- services
-# --------------------------------------------------------------------------------------
+# --- services -------------------------------------------------------------------------------------
 
 WANDB = {"with_tracking": True, "report_to": "wandb"}
 
@@ -454,8 +449,7 @@ def test_pushing_needs_a_token(write: Write, tmp_path: Path, script: str) -> Non
     assert "once the model is trained" in saved.message
 
 
-# --- data
-# ------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
 
 
 def test_tokenising_that_outlasts_the_timeout() -> None:
@@ -506,8 +500,7 @@ def test_a_cache_key_of_ones_own(script: str, prefix: str) -> None:
     assert one(script, args) == ("cache-key", "warning", key)
 
 
-# --- the output folder
-# -----------------------------------------------------------------------------
+# --- the output folder ----------------------------------------------------------------------------
 
 OUT = "args.output_dir"
 
@@ -584,8 +577,7 @@ def test_a_folder_with_a_finished_model(output: Path, script: str, names: list[s
     assert "step_5" in told["finished-output"].message
 
 
-# --- the loss of DPO
-# -------------------------------------------------------------------------------
+# --- the loss of DPO ------------------------------------------------------------------------------
 
 
 WRONG_LOSSES: list[tuple[str, float, str, str]] = [
@@ -614,8 +606,7 @@ def of_the_loss(script: str, args: dict[str, Any]) -> list[Finding]:
     ]  # fmt: skip
 
 
-# --- all of them
-# -----------------------------------------------------------------------------------
+# --- all of them ----------------------------------------------------------------------------------
 
 
 def everything() -> Iterator[Any]:

@@ -17,8 +17,7 @@ from launcher.errors import Finding, Severity
 _BIASED = frozenset({"qwen2", "qwen2_moe"})
 
 
-# --- the engine in use
-# -----------------------------------------------------------------------------
+# --- the engine in use ----------------------------------------------------------------------------
 
 
 def engine_config(
@@ -227,8 +226,7 @@ def frozen_biases(context: Context) -> Iterator[Finding]:
     if kind in _BIASED or config.get("attention_bias") is True or config.get("mlp_bias") is True:
         yield say(
             "error", "run", "lora-biases", "use_lora",
-            f"LoRA on a {kind} model crashes with ZeRO-{context.zero_stage}: the frozen biases "
-            "are an "
+            f"LoRA on a {kind} model crashes with ZeRO-{context.zero_stage}: the frozen biases are an "
             "optimizer group with nothing to train",
             "write `deepspeed: none`, or `deepspeed: zero3` without gradient checkpointing",
         )  # fmt: skip
@@ -249,11 +247,9 @@ def frozen_released(context: Context) -> Iterator[Finding]:
     ):
         yield say(
             "error", "run", "lora-zero3-checkpointing", "gradient_checkpointing",
-            "`gradient_checkpointing` with LoRA and ZeRO-3 crashes in the first backward pass: "
-            "the frozen "
+            "`gradient_checkpointing` with LoRA and ZeRO-3 crashes in the first backward pass: the frozen "
             "weights have been released when a layer is computed again",
-            "leave out one of the three: `deepspeed: none` has LoRA's small optimizer state on "
-            "each GPU",
+            "leave out one of the three: `deepspeed: none` has LoRA's small optimizer state on each GPU",
         )  # fmt: skip
 
 

@@ -85,8 +85,7 @@ def _shape(config: Mapping[str, Any]) -> Shape | None:
         return None
 
 
-# --- what lies here
-# --------------------------------------------------------------------------------
+# --- what lies here -------------------------------------------------------------------------------
 
 
 def missing_model(context: Context) -> Iterator[Finding]:

@@ -31,8 +31,7 @@ def _own(context: Context) -> Mapping[str, Any]:
     return model_config.read(name, context.environ, revision)
 
 
-# --- Liger
-# -----------------------------------------------------------------------------------------
+# --- Liger ----------------------------------------------------------------------------------------
 
 
 def liger_unknown(context: Context) -> Iterator[Finding]:
@@ -84,8 +83,7 @@ def liger_on_cpu(context: Context) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-# --- length and attention
-# --------------------------------------------------------------------------
+# --- length and attention -------------------------------------------------------------------------
 
 
 def beyond_positions(context: Context) -> Iterator[Finding]:

@@ -77,8 +77,7 @@ _TIED = ("qwen3_0_6B", "qwen3_1_7B", "qwen3_4B")
 _EXPORTED = ("olmo2", "olmo3", "olmoe")
 
 
-# --- what the arguments alone decide
-# ---------------------------------------------------------------
+# --- what the arguments alone decide --------------------------------------------------------------
 
 
 def model(values: Values) -> Iterator[Finding]:
@@ -105,8 +104,7 @@ def model(values: Values) -> Iterator[Finding]:
     if not config and folder:
         yield say(
             "error", "run", "unsupported-model", key,
-            f"OLMo-core knows models by name: of the folder {brief(name)} it cannot tell which "
-            "one it is",
+            f"OLMo-core knows models by name: of the folder {brief(name)} it cannot tell which one it is",
             f"add `config_name:`, one of {', '.join(names)}",
         )  # fmt: skip
         return
@@ -144,8 +142,7 @@ def budget(values: Values) -> Iterator[Finding]:
         yield say(
             "error" if share < 0 else "warning", "run", "out-of-range", key,
             f"`{key}: {share}`: {'OLMo-core refuses it' if share < 0 else what}",
-            "a share above 0 and up to 1: 0.1 is the lowest that was measured, 0.5 upstream's "
-            "example",
+            "a share above 0 and up to 1: 0.1 is the lowest that was measured, 0.5 upstream's example",
         )  # fmt: skip
 
 
@@ -159,8 +156,7 @@ def packing(values: Values) -> Iterator[Finding]:
     size = f" of {2 * row:,} positions" if isinstance(row, int) else ""
     yield say(
         "warning", "run", "packing-leaks", "packing",
-        "`packing`: samples in a row attend to each other: the model is told no boundaries, "
-        "and chosen "
+        "`packing`: samples in a row attend to each other: the model is told no boundaries, and chosen "
         f"and rejected stand in one row{size}; the reference is computed beside other samples "
         "than training",
         "`packing: false`, or `expect: {packing: on}` with `probe: {isolation: off}` to run it "
@@ -179,8 +175,7 @@ def export(values: Values) -> Iterator[Finding]:
             "warning", "run", "no-hf-export",
             "config_name" if values["config_name"] else "model_name_or_path",
             f"OLMo-core cannot write {named} as transformers reads it: `hf_model` will hold "
-            "model_state_dict.pt under OLMo-core's names, and from_pretrained finds no weights "
-            "there"
+            "model_state_dict.pt under OLMo-core's names, and from_pretrained finds no weights there"
             + (", neither on the hub" if values["push_to_hub"] else ""),
             f"rename the weights afterwards, or {_OTHER}",
         )  # fmt: skip
@@ -228,8 +223,7 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 
 
-# --- what needs more than the arguments
-# ------------------------------------------------------------
+# --- what needs more than the arguments -----------------------------------------------------------
 
 
 def no_deepspeed(context: Context) -> Iterator[Finding]:
@@ -357,8 +351,7 @@ def goes_on(context: Context) -> Iterator[Finding]:
     if any(saved):
         yield say(
             "warning", "run", "resume-unjudged", "output_dir",
-            f"{folder} holds step{max(saved)}: OLMo-core goes on from there by itself, and "
-            "whether data, "
+            f"{folder} holds step{max(saved)}: OLMo-core goes on from there by itself, and whether data, "
             "model and arguments are the same is not looked at for this script",
             "name another `output_dir` to start over",
         )  # fmt: skip
@@ -410,8 +403,7 @@ STAGE_RULES: tuple[StageRule, ...] = (
 )  # fmt: skip
 
 
-# --- what needs the number of processes
-# ------------------------------------------------------------
+# --- what needs the number of processes -----------------------------------------------------------
 
 
 # FSDP's two degrees, also as older commits spell them; the first dpo.py has neither
@@ -443,8 +435,7 @@ def degrees(values: Values, processes: int) -> Iterator[Finding]:
         (first, shards), (second, replicas) = given.items()
         yield say(
             "error", "run", "shard-degree", second,
-            f"{replicas} replicas of {shards} shards are {shards * replicas} processes, not "
-            f"{world}",
+            f"{replicas} replicas of {shards} shards are {shards * replicas} processes, not {world}",
             f"give one of `{first}` and `{second}`: the other follows",
         )  # fmt: skip
 
@@ -475,8 +466,7 @@ def too_few_rows(
     if rows < step and not values["cache_logprobs_only"]:
         yield say(
             "error", "run", "too-few-rows", "mixer_list",
-            f"{rows:,} rows are less than one step of {step:,}, and dpo.py leaves out what is "
-            "not full: "
+            f"{rows:,} rows are less than one step of {step:,}, and dpo.py leaves out what is not full: "
             "there is nothing to train on", "fewer GPUs, a smaller batch, or more rows",
         )  # fmt: skip
     elif 2 * rows < reference:
@@ -493,8 +483,7 @@ def _uneven(key: str, degree: Any, world: int, what: str) -> Finding:
     return say(
         "error", "run", "shard-degree", key,
         f"`{key}: {degree}` does not divide {world} {what}",
-        f"one of {', '.join(map(str, fits))}, or leave it out: each machine then holds one "
-        "whole model"
+        f"one of {', '.join(map(str, fits))}, or leave it out: each machine then holds one whole model"
         if key != "tensor_parallel_degree" else f"one of {', '.join(map(str, fits))}",
     )  # fmt: skip
 

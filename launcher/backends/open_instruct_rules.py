@@ -64,8 +64,7 @@ def final_lr_ratio(values: Values) -> Iterator[Finding]:
     if values["lr_scheduler_type"] != "linear":
         yield say(
             "error", "parser", "final-lr-scheduler", "final_lr_ratio",
-            "`final_lr_ratio` needs `lr_scheduler_type: linear`, not "
-            f"{values['lr_scheduler_type']}",
+            f"`final_lr_ratio` needs `lr_scheduler_type: linear`, not {values['lr_scheduler_type']}",
         )  # fmt: skip
     elif not 1.0 >= ratio >= 0.0:
         yield say(
@@ -452,8 +451,7 @@ def unexpanded(values: Values) -> Iterator[Finding]:
         if values.given(key) and _UNEXPANDED.match(text := str(values[key])):
             yield say(
                 "warning", "run", "unexpanded-path", key,
-                f"`{key}: {brief(text)}` would make a folder {brief(os.path.join('.', text))}: "
-                "neither "
+                f"`{key}: {brief(text)}` would make a folder {brief(os.path.join('.', text))}: neither "
                 "`~` nor variables are expanded",
                 "write the path in full",
             )  # fmt: skip

@@ -58,8 +58,11 @@ def absent(error: BaseException) -> str | None:
     if not isinstance(error, ModuleNotFoundError):
         return None
     top = (error.name or "").partition(".")[0]
+    if top[:1] in ("", "_"):
+        # a part of Python itself or of a package, which no command installs
+        return None
     try:
-        return top if top and importlib.util.find_spec(top) is None else None
+        return top if importlib.util.find_spec(top) is None else None
     except (ImportError, ValueError):
         return None
 

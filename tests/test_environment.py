@@ -102,6 +102,7 @@ BROKEN = {
     "ImportError": ("from os import no_such_name\n", 1, "cannot import name 'no_such_name'"),
     "SyntaxError": ("x = 1\nprint 'old'\n", 2, "Missing parentheses"),
     "RuntimeError": ("raise RuntimeError('built for\\n torch 1')\n", 1, "built for torch 1"),
+    "ModuleNotFoundError": ("import _part_of_python\n", 1, "No module named '_part_of_python'"),
     "SystemExit": ("import sys\nsys.exit('no licence')\n", 2, "no licence"),
 }
 

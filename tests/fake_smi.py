@@ -75,7 +75,11 @@ class Smi:
             f"<nvidia_smi_log>\n<driver_version>{DRIVER}</driver_version>\n"
             f"<cuda_version>{cuda}</cuda_version>\n{''.join(cards)}</nvidia_smi_log>\n"
         )
-        self._write(f'[ "$*" = "-q -x" ] && exec cat {shlex.quote(str(self.answer))}\nexit 2')
+        listed = [f"GPU {index}: {name} (UUID: {uuid(index)})" for index in range(len(used))]
+        self._write(
+            f'[ "$*" = "-q -x" ] && exec cat {shlex.quote(str(self.answer))}\n'
+            f'[ "$*" = "-L" ] && exec echo {shlex.quote(chr(10).join(listed))}\nexit 2'
+        )
 
     def fails(self, words: str, code: int) -> None:
         """Say the same to every question, as without a driver."""

@@ -73,12 +73,16 @@ class Use:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """The GPUs of this machine at one moment; `uses` by id, `hidden` is what CUDA_VISIBLE_DEVICES says."""
+    """The GPUs of this machine at one moment; `uses` by id, `hidden` is what CUDA_VISIBLE_DEVICES says.
+
+    `fault` is what nvidia-smi complains of.
+    """
 
     present: tuple[Gpu, ...]
     visible: tuple[Slot, ...]
     uses: Mapping[str, Use] = field(default_factory=dict)
     hidden: str | None = None
+    fault: str | None = None
 
     def free(self) -> tuple[Slot, ...]:
         """Those that nobody has."""
@@ -131,11 +135,16 @@ class Devices:
 def look(environ: Mapping[str, str] | None = None) -> Look:
     """Ask the driver, the lock files and /proc; no GPU is touched."""
     environ = os.environ if environ is None else environ
-    present = machine.gpus()
-    slots = visible(present, environ)
-    computing = machine.gpu_processes() if slots else ()
-    uses = {slot.id: use for slot in slots if (use := _use(slot, computing)) is not None}
-    return Look(present=present, visible=slots, uses=uses, hidden=environ.get(VARIABLE))
+    driver = machine.ask_driver()
+    slots = visible(driver.gpus, environ)
+    uses = {slot.id: use for slot in slots if (use := _use(slot, driver.processes)) is not None}
+    return Look(
+        present=driver.gpus,
+        visible=slots,
+        uses=uses,
+        hidden=environ.get(VARIABLE),
+        fault=driver.fault,
+    )
 
 
 def visible(present: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Slot, ...]:
@@ -219,7 +228,7 @@ def choose(count: int | None, asked: Sequence[str] | None, seen: Look) -> Device
     something else computes on it, with a warning; one that another run of launch's holds never is.
     """
     if asked is not None:
-        return _as_asked(count, asked, seen)
+        return _named(asked, seen)
     if not count:
         return Devices(why="on the CPU")
     free = seen.free()
@@ -230,23 +239,15 @@ def choose(count: int | None, asked: Sequence[str] | None, seen: Look) -> Device
     return Devices(slots=free[:count], why=why)
 
 
-def _as_asked(count: int | None, asked: Sequence[str], seen: Look) -> Devices:
-    found: list[Slot] = []
+def _named(names: Sequence[str], seen: Look) -> Devices:
+    slots: list[Slot] = []
     faults: list[Finding] = []
-    for name in asked:
+    for name in names:
         slot = next((one for one in seen.visible if one.answers_to(name)), None)
         if slot is None:
             faults.append(_no_such(name, seen))
-        elif slot in found:
-            faults.append(said("error", "bad-devices", f"{slot.label} is named twice", "once each"))
-        else:
-            found.append(slot)
-    if count is not None and count != len(asked):
-        message = f"--gpus {count}, but --devices names {len(asked)}"
-        faults.append(
-            said("error", "bad-devices", message, f"--gpus {len(asked)}, or leave it out")
-        )
-    for slot in found:
+            continue
+        slots.append(slot)
         use = seen.uses.get(slot.id)
         if use is not None and use.locked:
             faults.append(_held_by(slot, use))
@@ -255,12 +256,18 @@ def _as_asked(count: int | None, asked: Sequence[str], seen: Look) -> Devices:
             faults.append(said("warning", "busy-gpu", message, _ending(use)))
     refused = any(fault.severity == "error" for fault in faults)
     return Devices(
-        slots=() if refused else tuple(found), why="named by --devices", findings=tuple(faults)
+        slots=() if refused else tuple(slots), why="named by --devices", findings=tuple(faults)
     )
 
 
 def _too_few(count: int, seen: Look, free: Sequence[Slot]) -> Finding:
     here = len(seen.visible)
+    if seen.fault is not None:
+        return said(
+            "error", "no-driver", f"nvidia-smi says: {seen.fault}",
+            "mend the driver (after an update: reboot), or start the container with --gpus all; --gpus 0 "
+            "trains on the CPU",
+        )  # fmt: skip
     if here < count:
         limit = "" if seen.hidden is None else f" ({VARIABLE}={seen.hidden})"
         return said(

@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from launcher import checkpointing, shapes
 from launcher.backends import model_config, model_files, trl_resolved
@@ -31,14 +30,6 @@ LOW = 2**30
 """Bytes below which a file system is called nearly full, whatever the run will need."""
 MARGIN = 1.1
 _CHECKPOINTS = ("step_", "epoch_", "checkpoint-")
-
-
-@dataclass(frozen=True, slots=True)
-class Count:
-    """A number of parameters, tied ones once, and the file or folder that tells it."""
-
-    parameters: int
-    source: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,21 +71,7 @@ class Needs:
     likely: int | None = None
     there: int = 0
     saved: Saved | None = None
-    count: Count | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """For envelopes."""
-        saved, count = self.saved, self.count
-        return {
-            "least": self.least,
-            "likely": self.likely,
-            "checkpoint": None if saved is None else saved.checkpoint,
-            "final": None if saved is None else saved.final,
-            "checkpoints": None if saved is None else saved.together,
-            "formula": "" if saved is None else saved.formula,
-            "parameters": None if count is None else count.parameters,
-            "parameters_from": None if count is None else count.source,
-        }
+    parameters: int | None = None
 
 
 # --- what will be written -------------------------------------------------------------------------
@@ -102,7 +79,7 @@ class Needs:
 
 def parameters_of(
     name: object, environ: Mapping[str, str], revision: str | None = None
-) -> Count | None:
+) -> int | None:
     """The parameters of a model by folder or hub name: from its weights' headers, else from its config.
 
     Nothing is downloaded and no weight is read; None where the number cannot be known from here.
@@ -111,9 +88,9 @@ def parameters_of(
     if path is None:
         return None
     if sizes := model_files.sizes(path.parent):
-        return Count(sum(map(math.prod, sizes.values())), str(path.parent))
+        return sum(map(math.prod, sizes.values()))
     try:
-        return Count(shapes.shape_of(read_json(path)).parameters, str(path))
+        return shapes.shape_of(read_json(path)).parameters
     except InvalidConfig:
         return None
 
@@ -123,10 +100,10 @@ def needs(plan: Plan, output: Path | None, environ: Mapping[str, str]) -> Needs:
     values = plan.values
     count = parameters_of(values.get("model_name_or_path"), environ, values.get("model_revision"))
     if count is None or values.get("cache_dataset_only") is True:
-        return Needs(count=count)
-    likely = saved(plan, count.parameters)
+        return Needs(parameters=count)
+    likely = saved(plan, count)
     if likely is None:
-        return Needs(count=count)
+        return Needs(parameters=count)
     watch = plan.stage.options.probe
     if watch is not None and not watch.final_save:
         likely = replace(likely, final=0)
@@ -135,7 +112,7 @@ def needs(plan: Plan, output: Path | None, environ: Mapping[str, str]) -> Needs:
     there = _checkpoint_bytes(output)
     return Needs(
         least=max(0, least.most - there), likely=max(0, likely.most - there),
-        there=min(there, likely.most), saved=likely, count=count,
+        there=min(there, likely.most), saved=likely, parameters=count,
     )  # fmt: skip
 
 
@@ -392,7 +369,7 @@ def _space(severity: Severity, file: str, message: str, help: str) -> Finding:
 
 def described(needed: Needs) -> str:
     """The sum behind a number: `3 checkpoints of 99 GiB (...), final model 14 GiB`."""
-    if needed.saved is None or needed.count is None:
+    if needed.saved is None or needed.parameters is None:
         return "unknown"
     parts, saved = [], needed.saved
     if saved.together:
@@ -401,7 +378,7 @@ def described(needed: Needs) -> str:
         )
     if saved.final:
         parts.append(f"the model, {sized(saved.final)}")
-    told = f"{', '.join(parts) or 'an adapter'}; {counted(needed.count.parameters)} parameters"
+    told = f"{', '.join(parts) or 'an adapter'}; {counted(needed.parameters)} parameters"
     return told + (f"; {sized(needed.there)} of it are there already" if needed.there else "")
 
 

@@ -7,28 +7,23 @@ Before every run only what is cheap is looked at: metadata of packages, files, t
 from __future__ import annotations
 
 import os
-import resource
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from launcher import devices as gpus
-from launcher import disk, hardware, imports, install, machine, requirements, rundir
-from launcher.backends import BACKENDS, Backend, stage_rules
+from launcher import disk, environment, hardware, rundir
+from launcher.backends import BACKENDS, Backend, Entry, stage_rules
 from launcher.backends.context import Context
 from launcher.devices import Devices, Look
+from launcher.environment import TIMEOUT_S, Failure, Imports, Step
 from launcher.errors import Exit, Finding, NotReady, errors, said
-from launcher.imports import Failure, Import, Result
-from launcher.install import Step
 from launcher.machine import Trainer
 from launcher.plan import Plan
 from launcher.plan import output_folder as output_of
-from launcher.requirements import Deviation, Wanted
 from launcher.sizes import sized
-from launcher.sources import Tree
 from launcher.upstream import Upstream, unpinned
 
 OLDEST = (3, 10)
@@ -55,7 +50,6 @@ class Subject:
     upstream: Upstream
     stages: tuple[str, ...]
     gpus: int
-    nodes: int = 1
     plan: Plan | None = None
     runs: Path = field(default_factory=rundir.runs_root)
     output: Path | None = None
@@ -67,35 +61,9 @@ class Subject:
         return BACKENDS[self.upstream.backend]
 
     @property
-    def scripts(self) -> tuple[str, ...]:
+    def entries(self) -> tuple[Entry, ...]:
         """The entry scripts of the stages."""
-        return tuple(self.backend.STAGES[stage].script for stage in self.stages)
-
-    @property
-    def processes(self) -> int:
-        """Training processes over all machines."""
-        return max(1, self.gpus) * self.nodes
-
-    @cached_property
-    def imports(self) -> tuple[Import, ...]:
-        """What the scripts import of other packages, by their source."""
-        trees: Mapping[str, Tree] = self.upstream.packages
-        found = [one for script in self.scripts for one in imports.of_script(script, trees)]
-        return tuple(dict.fromkeys(found))
-
-    @cached_property
-    def declared(self) -> tuple[Wanted, ...] | None:
-        """What the checkout itself asks for; None where it does not say."""
-        root = self.upstream.root
-        if self.upstream.backend != "open_instruct" or root is None:
-            return None
-        return requirements.of_checkout(root, self.trainer)
-
-    @cached_property
-    def deviations(self) -> tuple[Deviation, ...]:
-        """Where the trainer's environment is not what is asked for."""
-        wanted = requirements.of_packages(needed(self), self.trainer)
-        return requirements.deviations([*(self.declared or ()), *wanted], self.trainer)
+        return tuple(self.backend.STAGES[stage] for stage in self.stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,58 +132,51 @@ def of_plan(plan: Plan, trainer: Trainer) -> Subject:
     output = output_of(plan)
     return Subject(
         trainer=trainer, upstream=plan.stage.upstream, stages=(plan.stage.schema.key,),
-        gpus=plan.gpus, nodes=plan.nodes, plan=plan, runs=rundir.runs_root(),
+        gpus=plan.gpus, plan=plan, runs=rundir.runs_root(),
         output=None if output is None else output.absolute(),
     )  # fmt: skip
 
 
 def examine(
     subject: Subject, chosen: Devices, *, seen: Look | None = None, importing: bool = True,
-    timeout_s: float = imports.TIMEOUT_S,
+    timeout_s: float = TIMEOUT_S,
 ) -> Report:  # fmt: skip
     """Look at everything, import what training imports, and say what builds the environment.
 
     Never raises for what is wrong with the machine: it is among the findings.
     """
-    result = None
+    imports = None
     if importing and subject.trainer.version >= OLDEST:
-        result = _import(subject, chosen, timeout_s)
-    cuda = machine.cuda_of_driver() if subject.gpus else None
-    found = list(_quick(subject, chosen, result, cuda))
+        imports = _import(subject, chosen, timeout_s)
+    found = list(_quick(subject, chosen, imports))
+    if imports is not None:
+        found += _conflicts(subject)
     found += [] if subject.plan is None else local_files(subject.plan)
     found += _standing(subject)
-    facts = [
-        *_environment(subject, result), *_cards(chosen, seen, cuda),
-        *_room(subject), *_limits(subject),
-    ]  # fmt: skip
+    facts = [*_environment(subject, imports), *_cards(chosen, seen), *_room(subject)]
     return Report(
-        findings=tuple(found), facts=tuple(facts),
-        install=install.steps(
-            subject.trainer, subject.backend.EXTRA, gpus=bool(subject.gpus), more=_beyond(subject)
+        findings=tuple(found),
+        facts=tuple(facts),
+        install=environment.steps(
+            subject.trainer, subject.backend.EXTRA, gpus=bool(subject.gpus), more=needed(subject)
         ),
-    )  # fmt: skip
+    )
 
 
-def _quick(
-    subject: Subject, chosen: Devices, result: Result | None = None,
-    cuda: tuple[int, int] | None = None,
-) -> Iterator[Finding]:  # fmt: skip
+def _quick(subject: Subject, chosen: Devices, imports: Imports | None = None) -> Iterator[Finding]:
     """Everything that costs no import, and what importing showed where it was tried; worst first."""
     trainer = subject.trainer
     yield from checkout(subject)
     yield from interpreter(trainer)
-    yield from packages(subject, result)
+    yield from packages(subject, imports)
     yield from chosen.findings
     if subject.gpus:
-        if chosen.refused and not any(f.code == "gpus-taken" for f in chosen.findings):
-            yield from hardware.driver_fault(subject.gpus)
-        elif not chosen.refused:
-            cuda = cuda or machine.cuda_of_driver()
+        if chosen.slots:
+            cuda = chosen.slots[0].gpu.cuda
             yield from hardware.driver_and_torch(hardware.torch_of(trainer), cuda, trainer)
         yield from hardware.shared_memory(subject.gpus)
-        yield from hardware.interfaces(subject.processes, subject.environ)
     yield from hardware.open_files()
-    yield from versions(subject)
+    yield from _versions(subject)
     found = list(disk.places(subject.plan, subject.output, subject.runs, subject.environ))
     yield from disk.unwritable(found)
     needed = disk.Needs()
@@ -274,33 +235,33 @@ def interpreter(trainer: Trainer) -> Iterator[Finding]:
 # --- packages -------------------------------------------------------------------------------------
 
 
-def packages(subject: Subject, result: Result | None = None) -> Iterator[Finding]:
+def packages(subject: Subject, imports: Imports | None = None) -> Iterator[Finding]:
     """Packages that the trainer's Python lacks, and those that are there and cannot be imported.
 
-    Without the `result` of importing only metadata and files tell.
+    Without `imports` only metadata and files tell.
     """
-    read = dict.fromkeys(one.top for one in subject.imports)
-    missing = [imports.distribution(name) for name in imports.missing(tuple(read), subject.trainer)]
-    missing += [name for name in needed(subject) if _is_missing(name, subject.trainer)]
-    failures = () if result is None else result.failures
-    missing += [imports.distribution(one.missing) for one in failures if one.missing]
-    yield from _missing(subject, tuple(dict.fromkeys(missing)))
+    failures = () if imports is None else imports.failures
+    absent = environment.missing(needed(subject), subject.trainer)
+    names = {module: name for name, module in environment.MODULES.items()}
+    absent += tuple(names.get(one.missing, one.missing) for one in failures if one.missing)
+    yield from _missing(subject, tuple(dict.fromkeys(absent)))
+    if imports is None:
+        return
     for one in failures:
         if one.missing is None:
             yield _import_error(one, subject)
-    if result is not None:
-        yield from _cuda(subject, result)
-        if result.fault is not None:
-            yield said(
-                "error", "no-python", f"{subject.trainer.python} could not import: {result.fault}",
-                "name another interpreter with --python",
-            )  # fmt: skip
+    yield from _cuda(subject, imports)
+    if imports.fault is not None:
+        yield said(
+            "error", "no-python", f"{subject.trainer.python} could not import: {imports.fault}",
+            "name another interpreter with --python",
+        )  # fmt: skip
 
 
 def needed(subject: Subject) -> tuple[str, ...]:
-    """The distributions that the backend needs, and those that the plan's switches ask for."""
+    """The distributions that the scripts need, and those that the plan's switches ask for."""
     plan = subject.plan
-    wanted = list(subject.backend.NEEDS)
+    wanted = [*subject.backend.NEEDS, *(name for entry in subject.entries for name in entry.needs)]
     if subject.gpus and subject.backend.NAME == "open_instruct":
         # with CUDA and no such package its detection raises (model_utils.py:69)
         wanted.append("flash-attn")
@@ -314,140 +275,91 @@ def needed(subject: Subject) -> tuple[str, ...]:
     return tuple(dict.fromkeys(wanted))
 
 
-def _is_missing(name: str, trainer: Trainer) -> bool:
-    known = {theirs: module for module, theirs in imports.DISTRIBUTIONS.items()}
-    module = known.get(name, name.replace("-", "_"))
-    return name not in trainer.packages and bool(imports.missing([module], trainer))
-
-
 def _missing(subject: Subject, names: Sequence[str]) -> Iterator[Finding]:
-    """One finding a command: most packages come together, some need others to be there first."""
-    trainer = subject.trainer
-    ordinary = [name for name in names if name not in install.BUILT]
-    for group in (ordinary, *([name] for name in names if name in install.BUILT)):
-        if not group:
-            continue
-        steps = install.packages(trainer, [_requirement(name, subject) for name in group])
-        commands = "; then ".join(step.shell() for step in steps)
+    if not names:
+        return
+    trainer, tested = subject.trainer, environment.tested()
+    steps = environment.install(trainer, [tested.get(name, name) for name in names])
+    target = "" if subject.plan is None else f" {shlex.quote(str(subject.plan.stage.config.path))}"
+    yield said(
+        "error", "missing-packages",
+        f"{trainer.python} ({trainer.source}) lacks {', '.join(names)}",
+        f"{'; then '.join(step.shell() for step in steps)} (`launch doctor{target} --install` has all that "
+        "is needed); or name another interpreter with --python",
+    )  # fmt: skip
+
+
+def _versions(subject: Subject) -> Iterator[Finding]:
+    """Packages here in other versions than the checkout asks for: a warning in all."""
+    root = subject.upstream.root
+    if subject.upstream.backend != "open_instruct" or root is None:
+        return
+    if differing := environment.deviations(root, subject.trainer) or ():
+        more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
         yield said(
-            "error", "missing-packages",
-            f"{trainer.python} ({trainer.source}) lacks {', '.join(group)}",
-            f"{commands} ({_whole(subject)}); or name another interpreter with --python",
+            "warning", "other-requirements",
+            f"{subject.trainer.python} differs from the checkout's pyproject.toml: "
+            f"{', '.join(differing[:_SHOWN])}{more}",
+            "nothing to do where everything imports, which `launch doctor` tries",
         )  # fmt: skip
 
 
-def _whole(subject: Subject) -> str:
-    """Which command has everything: without the stage file it knows nothing of what that adds."""
-    if subject.plan is None:
-        return f"`launch doctor --install` has all that `{subject.backend.EXTRA}` needs"
-    path = shlex.quote(str(subject.plan.stage.config.path))
-    return f"`launch doctor {path} --install` has all that this stage needs"
-
-
-def _beyond(subject: Subject) -> tuple[str, ...]:
-    """What `packages` would ask for and launch's extras neither name nor bring along."""
-    read = dict.fromkeys(imports.distribution(one.top) for one in subject.imports)
-    known, along = install.known(), install.tested()
-    names = [name for name in read if name in known or name not in along]
-    return tuple(_requirement(name, subject) for name in [*names, *needed(subject)])
-
-
-def _requirement(name: str, subject: Subject) -> str:
-    """What to tell pip: the version that launch was tested with, else the one upstream asks for."""
-    tested = install.known().get(name)
-    if tested is not None:
-        return tested
-    return next((one.text for one in subject.declared or () if one.name == name), name)
-
-
-def versions(subject: Subject) -> Iterator[Finding]:
-    """Packages here in other versions than upstream, or what it needs, asks for: a warning in all.
-
-    What is missing is an error where it is imported, and of no interest where it is not.
-    """
-    differing = [one for one in subject.deviations if one.found is not None]
-    if not differing:
-        return
-    texts = []
-    for by in dict.fromkeys(one.by for one in differing):
-        own = [one.text for one in differing if one.by == by]
-        more = f" and {len(own) - _SHOWN} more" if len(own) > _SHOWN else ""
-        texts.append(f"{', '.join(own[:_SHOWN])}{more}, by {by}")
-    known = install.known()
-    untested = [
-        known[one.name]
-        for one in differing
-        if one.name in known and not requirements.satisfied(known[one.name], one.found or "")
-    ]
-    steps = install.packages(subject.trainer, untested) if untested else ()
-    yield said(
-        "warning", "other-requirements",
-        f"{subject.trainer.python} differs from what is asked for: {'; '.join(texts)}",
-        "; then ".join(step.shell() for step in steps)
-        or "nothing to do where everything imports, which `launch doctor` tries",
-    )  # fmt: skip
+def _conflicts(subject: Subject) -> Iterator[Finding]:
+    """What pip says does not fit together, of the packages that training needs."""
+    lines = environment.conflicts(needed(subject), subject.trainer)
+    if lines:
+        yield said(
+            "warning", "other-requirements",
+            f"pip check of {subject.trainer.python}: {'; '.join(lines[:_SHOWN])}",
+            "nothing to do where everything imports",
+        )  # fmt: skip
 
 
 # --- imports --------------------------------------------------------------------------------------
 
 
-def _import(subject: Subject, chosen: Devices, timeout_s: float) -> Result:
-    """Import everything that the stages import, and last the scripts themselves."""
-    root, trainer = subject.upstream.root, subject.trainer
-    wanted = list(subject.imports)
-    for name in needed(subject):
-        if name in _MODULES:
-            wanted.append(Import(_MODULES[name], (), "an option of the stage", 0))
+def _import(subject: Subject, chosen: Devices, timeout_s: float) -> Imports:
+    """Import what options of the plan need, and the scripts themselves."""
+    root = subject.upstream.root
+    modules = [_MODULES[name] for name in needed(subject) if name in _MODULES]
+    modules += [entry.script.removesuffix(".py").replace("/", ".") for entry in subject.entries]
     environ = {**subject.environ, **(chosen.env() if subject.gpus and not chosen.refused else {})}
     if not subject.gpus:
         environ["CUDA_VISIBLE_DEVICES"] = ""
-    paths: tuple[Path, ...] = ()
     if subject.upstream.backend != "open_instruct":
-        trees: Mapping[str, Tree] = subject.upstream.packages
-        wanted += [one for script in subject.scripts for one in imports.lazy(script, trees)]
+        # its scripts import these when they run
+        modules += [f"trl.trainer.{stage}_trainer" for stage in subject.stages]
     elif root is not None:
-        for script in subject.scripts:
-            wanted.append(Import(script.removesuffix(".py").replace("/", "."), (), script, 0))
         before = environ.get("PYTHONPATH")
         environ["PYTHONPATH"] = f"{root}{os.pathsep}{before}" if before else str(root)
         # importing litellm would otherwise ask the network for model prices
         environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
-        paths = tuple(dict.fromkeys((root / script).parent for script in subject.scripts))
-    return imports.attempt(
-        wanted, trainer, paths=paths, environ=environ, timeout_s=timeout_s, cuda=bool(subject.gpus)
+    return environment.try_imports(
+        modules, subject.trainer, environ=environ, timeout_s=timeout_s, cuda=bool(subject.gpus)
     )
 
 
 def _import_error(failure: Failure, subject: Subject) -> Finding:
     """A package that is there and cannot be imported: what it said itself, and where."""
-    wanted, trainer = failure.wanted, subject.trainer
-    name = imports.distribution(wanted.top)
-    version = trainer.packages.get(name)
-    place = f" ({wanted.file}:{wanted.line} imports it)" if wanted.line else ""
-    what = f"`{wanted.module}`" + (f" ({name} {version})" if version else "")
-    steps = install.packages(trainer, [_requirement(name, subject)], held=False)
-    pip = steps[-1].shell().replace(" install ", " install --force-reinstall --no-deps ", 1)
-    own = wanted.top in subject.backend.PACKAGES and subject.upstream.backend == "open_instruct"
     return Finding(
         severity="error", layer="launch", code="import-error",
-        message=f"importing {what} fails{place}: {failure.error}: {failure.message}",
+        message=f"importing `{failure.module}` fails: {failure.error}: {failure.message}",
         file=failure.file, line=failure.line,
-        help="the file named is where it was raised: a version that does not fit"
-        if own
-        else f"it is installed and does not work here; {pip} installs it anew",
+        help="the package of the file named does not work here: install it anew with "
+        f"{shlex.join(environment.pip_install(subject.trainer))} --force-reinstall --no-deps PACKAGE",
     )  # fmt: skip
 
 
-def _cuda(subject: Subject, result: Result) -> Iterator[Finding]:
-    told = result.cuda
-    if not subject.gpus or told is None or told.get("cuda") is None:
+def _cuda(subject: Subject, imports: Imports) -> Iterator[Finding]:
+    torch = imports.cuda
+    if not subject.gpus or torch is None or torch.get("cuda") is None:
         return
-    fault = told.get("error")
-    if fault is None and told.get("count", 0) >= subject.gpus:
+    fault = torch.get("error")
+    if fault is None and torch.get("count", 0) >= subject.gpus:
         return
-    what = fault or f"it sees {told.get('count')} GPU(s) of {subject.gpus}"
+    what = fault or f"it sees {torch.get('count')} GPU(s) of {subject.gpus}"
     yield said(
-        "error", "cuda-unusable", f"torch {told.get('version')} cannot use the GPUs: {what}",
+        "error", "cuda-unusable", f"torch {torch.get('version')} cannot use the GPUs: {what}",
         "compare the driver (nvidia-smi) with what this torch is built for; in a container: --gpus all",
     )  # fmt: skip
 
@@ -455,7 +367,7 @@ def _cuda(subject: Subject, result: Result) -> Iterator[Finding]:
 # --- what was seen --------------------------------------------------------------------------------
 
 
-def _environment(subject: Subject, result: Result | None) -> Iterator[Fact]:
+def _environment(subject: Subject, imports: Imports | None) -> Iterator[Fact]:
     trainer, source, torch = subject.trainer, subject.upstream, hardware.torch_of(subject.trainer)
     version = ".".join(map(str, trainer.version))
     python = {"path": str(trainer.python), "version": version, "source": trainer.source}
@@ -469,48 +381,28 @@ def _environment(subject: Subject, result: Result | None) -> Iterator[Fact]:
             "torch", f"{torch.version}, built for {built}",
             {"version": torch.version, "cuda": torch.cuda, "hip": torch.hip},
         )  # fmt: skip
-    if result is not None:
-        fine = [name for name in result.modules if name not in result.failed]
-        yield Fact(
-            "imports", f"{len(fine)} of {len(result.modules)} packages import",
-            {"fine": fine, "failed": list(result.failed)},
-        )  # fmt: skip
-    yield Fact("requirements", *_requirements(subject))
+    if imports is not None:
+        failed = [one.module for one in imports.failures]
+        fine = [name for name in imports.modules if name not in failed]
+        text = f"{len(fine)} of {len(imports.modules)} modules import"
+        yield Fact("imports", text, {"fine": fine, "failed": failed})
 
 
-def _requirements(subject: Subject) -> tuple[str, dict[str, Any]]:
-    declared, found = subject.declared, subject.deviations
-    ours = subject.upstream.backend != "open_instruct"
-    by = "of the installed packages" if ours else "unknown: no pyproject.toml there"
-    if declared is not None:
-        packages = sum(one.name != requirements.PYTHON for one in declared)
-        by = f"{packages} of the checkout's pyproject.toml"
-    absent = [one.name for one in found if one.found is None]
-    differing = [one for one in found if one.found is not None]
-    text = f"{by}; {len(differing)} here in another version"
-    text += f", {len(absent)} not installed" if absent else ""
-    return text, {
-        "known": declared is not None or ours,
-        "deviating": [one.as_json() for one in differing], "not_installed": absent,
-    }  # fmt: skip
-
-
-def _cards(chosen: Devices, seen: Look | None, cuda: tuple[int, int] | None) -> Iterator[Fact]:
+def _cards(chosen: Devices, seen: Look | None) -> Iterator[Fact]:
     if seen is not None and not seen.present:
         yield Fact("GPUs", "none", [])
         return
     if seen is not None:
-        driver = seen.present[0].driver
+        driver, cuda = seen.present[0].driver, seen.present[0].cuda
         serves = "" if cuda is None else f", CUDA up to {cuda[0]}.{cuda[1]}"
         yield Fact("driver", f"{driver or 'unknown'}{serves}", {"version": driver, "cuda": cuda})
         for slot in seen.visible:
-            use = seen.uses.get(slot.id)
+            use, gpu = seen.uses.get(slot.id), slot.gpu
             state = "taken" if slot in chosen.slots else "free"
             state = f"used by {use.text}" if use is not None else state
-            gpu = slot.gpu
-            text = f"{gpu.name}, {gpu.used_mib} of {gpu.memory_mib} MiB used, {state}"
             yield Fact(
-                slot.label, text,
+                slot.label,
+                f"{gpu.name}, {gpu.used_mib} of {gpu.memory_mib} MiB used, {state}",
                 {
                     "id": slot.id, "name": gpu.name, "memory_mib": gpu.memory_mib,
                     "used_mib": gpu.used_mib, "used_by": None if use is None else use.text,
@@ -522,28 +414,16 @@ def _cards(chosen: Devices, seen: Look | None, cuda: tuple[int, int] | None) -> 
 def _room(subject: Subject) -> Iterator[Fact]:
     if subject.plan is not None:
         needed = disk.needs(subject.plan, subject.output, subject.environ)
-        known = needed.likely is not None
         text = f"up to {sized(needed.likely or 0)}: {disk.described(needed)}"
+        known = needed.likely is not None
         yield Fact(
-            "will write", text if known else "unknown: the model's size is not known from here",
-            needed.as_json(),
-        )  # fmt: skip
+            "will write", text if known else "unknown: the model's size is not known from here"
+        )
     for place in disk.places(subject.plan, subject.output, subject.runs, subject.environ):
-        told = disk.free(place.path)
-        room = "unknown" if told is None else f"{sized(told[0])} free"
-        value = {"path": str(place.path), "free": None if told is None else told[0]}
-        yield Fact(place.what, f"{place.path}, {room}", value)
-
-
-def _limits(subject: Subject) -> Iterator[Fact]:
-    size, here = hardware.shm_size(), hardware.names()
-    if size is not None:
-        yield Fact("/dev/shm", sized(size), size)
-    if here is not None:
-        yield Fact("network", ", ".join(here) or "no interface", list(here))
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    unlimited = soft == resource.RLIM_INFINITY
-    yield Fact("open files", "unlimited" if unlimited else str(soft), None if unlimited else soft)
+        room = disk.free(place.path)
+        text = "unknown" if room is None else f"{sized(room[0])} free"
+        value = {"path": str(place.path), "free": None if room is None else room[0]}
+        yield Fact(place.what, f"{place.path}, {text}", value)
 
 
 # --- the plan's own situation ---------------------------------------------------------------------

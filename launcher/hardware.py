@@ -1,6 +1,6 @@
-"""The machine beneath training: driver against torch, shared memory, network interfaces, open files.
+"""The machine beneath training: driver against torch, shared memory, open files.
 
-Everything is read from files and from nvidia-smi; nothing is allocated on a GPU.
+Everything is read from files; nothing is allocated on a GPU.
 """
 
 from __future__ import annotations
@@ -8,22 +8,19 @@ from __future__ import annotations
 import os
 import re
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher import machine
 from launcher.errors import Finding, said
 from launcher.machine import Trainer
 
-NET = Path("/sys/class/net")
 SHM = Path("/dev/shm")
 LEAST_SHM = 2**30
 """Bytes that several GPUs should find in /dev/shm: NCCL's buffers and the loaders' batches go there."""
 LEAST_FILES = 1024
 
 _TORCH = re.compile(r"^(cuda|hip)\b[^=\n]*=\s*(?:'([\d.]+)[^']*'|None)", re.MULTILINE)
-_INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,49 +101,4 @@ def open_files() -> Iterator[Finding]:
         yield said(
             "warning", "few-open-files", f"a process may open {soft} files only (ulimit -n)",
             f"ulimit -n {most}",
-        )  # fmt: skip
-
-
-def interfaces(processes: int, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """A variable that names a network interface which is not here: NCCL and gloo find none then."""
-    here = names()
-    if processes < 2 or here is None:
-        return
-    for variable in _INTERFACES:
-        listed = environ.get(variable)
-        if listed and not _matching(listed, here, prefixes=variable.startswith("NCCL")):
-            yield said(
-                "error", "no-interface", f"{variable}={listed} fits no network interface of this machine",
-                f"unset it, or name one of {', '.join(here)}",
-            )  # fmt: skip
-
-
-def names() -> tuple[str, ...] | None:
-    """The network interfaces; None where the system does not tell."""
-    try:
-        return tuple(sorted(os.listdir(NET)))
-    except OSError:
-        return None
-
-
-def _matching(listed: str, here: tuple[str, ...], *, prefixes: bool) -> list[str]:
-    """NCCL's spelling: prefixes, `=` for whole names, `^` for all but these. Gloo's: whole names."""
-    without = prefixes and listed.startswith("^")
-    rest = listed.removeprefix("^") if prefixes else listed
-    whole = not prefixes or rest.startswith("=")
-    words = [word.strip() for word in rest.removeprefix("=").split(",") if word.strip()]
-
-    def fits(name: str) -> bool:
-        return any(name == word if whole else name.startswith(word) for word in words)
-
-    return [name for name in here if fits(name) != without]
-
-
-def driver_fault(asked: int) -> Iterator[Finding]:
-    """What nvidia-smi complains of, where GPUs are asked for and none can be seen."""
-    fault = machine.gpu_fault() if asked else None
-    if fault is not None:
-        yield said(
-            "error", "no-driver", f"nvidia-smi says: {fault}",
-            "mend the driver (after an update: reboot), or start the container with --gpus all",
         )  # fmt: skip

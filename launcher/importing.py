@@ -1,9 +1,8 @@
-"""Imports what it is told to, one after the other, and says how each went.
+"""Imports modules, one after the other, and says which failed and why.
 
 A file of its own that the trainer's Python runs, whatever its version from 3.10: standard library
-alone, nothing of launch. It reads JSON from stdin, `{"paths": [...], "imports": [[module, [names]]],
-"cuda": false}`, and writes a JSON line before each import and for each that failed. What packages print
-goes to stderr.
+alone, nothing of launch. It reads JSON from stdin, `{"modules": [...], "cuda": false}`, and writes a
+JSON line before each import, for each that failed, and at the end. What packages print goes to stderr.
 """
 
 from __future__ import annotations
@@ -40,9 +39,12 @@ def fault(error: BaseException) -> dict[str, Any]:
     if isinstance(root, SyntaxError) and root.filename:
         message, file, line = root.msg, root.filename, root.lineno
     return {
-        "type": type(root).__name__, "message": message, "file": file, "line": line,
+        "error": type(root).__name__,
+        "message": " ".join(message.split()),
+        "file": file,
+        "line": line,
         "missing": absent(root),
-    }  # fmt: skip
+    }
 
 
 def own(path: str) -> bool:
@@ -56,24 +58,13 @@ def absent(error: BaseException) -> str | None:
     if not isinstance(error, ModuleNotFoundError):
         return None
     top = (error.name or "").partition(".")[0]
+    if top[:1] in ("", "_"):
+        # a part of Python itself or of a package, which no command installs
+        return None
     try:
-        return top if top and importlib.util.find_spec(top) is None else None
+        return top if importlib.util.find_spec(top) is None else None
     except (ImportError, ValueError):
         return None
-
-
-def attempt(module: str, names: list[str]) -> None:
-    """Import a module and take the names from it, as the statement in a file would."""
-    found = importlib.import_module(module)
-    for name in names:
-        if not hasattr(found, name):
-            try:
-                importlib.import_module(f"{module}.{name}")
-            except ModuleNotFoundError as error:
-                if error.name != f"{module}.{name}":
-                    raise
-                # the statement's own words, and what a lazy attribute raised
-                getattr(found, name)
 
 
 def cuda() -> dict[str, Any] | None:
@@ -81,14 +72,14 @@ def cuda() -> dict[str, Any] | None:
     torch = sys.modules.get("torch")
     if torch is None:
         return None
-    told: dict[str, Any] = {"version": torch.__version__, "cuda": torch.version.cuda}
+    answer: dict[str, Any] = {"version": torch.__version__, "cuda": torch.version.cuda}
     try:
-        told["count"] = torch.cuda.device_count()
-        if told["count"]:
+        answer["count"] = torch.cuda.device_count()
+        if answer["count"]:
             (torch.ones(8, device="cuda") + 1).sum().item()
     except Exception as error:
-        told["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
-    return told
+        answer["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+    return answer
 
 
 def main() -> None:
@@ -98,15 +89,15 @@ def main() -> None:
     os.dup2(2, 1)
     # the folder of this file holds modules with common names
     here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [*question["paths"], *(path for path in sys.path if path != here)]
-    for module, names in question["imports"]:
-        answer.write(json.dumps({"begun": module}) + "\n")
+    sys.path[:] = [path for path in sys.path if path != here]
+    for module in question["modules"]:
+        answer.write(json.dumps({"module": module}) + "\n")
         try:
-            attempt(module, names)
+            importlib.import_module(module)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            answer.write(json.dumps({"fault": fault(error)}) + "\n")
+            answer.write(json.dumps({"module": module, "fault": fault(error)}) + "\n")
     answer.write(json.dumps({"imported": True}) + "\n")
     if question["cuda"]:
         answer.write(json.dumps({"cuda": cuda()}) + "\n")

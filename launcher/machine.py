@@ -8,22 +8,21 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from xml.etree import ElementTree
 
 from launcher.errors import not_ready
 from launcher.files import parse_line
 from launcher.git import Repository
 from launcher.paths import expanded
 
-# Read once in the trainer's interpreter; stdlib only, so that any Python answers it. `markers` are
-# the variables that a requirement's condition may name (PEP 508). Of a package's metadata only the
-# head is read: parsing whole ones, descriptions included, takes longer than all else that plans do.
+# Runs in the trainer's interpreter; stdlib only, so that any Python answers it. Of a package's metadata
+# only the head is read: parsing whole ones, descriptions included, takes longer than all else that
+# plans do.
 _QUESTION = """
-import importlib.metadata as m, json, os, platform, sys
+import importlib.metadata as m, json, sys
 def head(d):
     said = {}
     for line in (d.read_text("METADATA") or d.read_text("PKG-INFO") or d.read_text("") or "").splitlines():
@@ -39,17 +38,8 @@ for d in m.distributions():
     n = said.get("Name")
     if n:
         names.setdefault(n.lower().replace("_", "-").replace(".", "-"), said.get("Version"))
-v = platform.python_version()
-markers = {
-    "implementation_name": sys.implementation.name, "implementation_version": v,
-    "os_name": os.name, "platform_machine": platform.machine(),
-    "platform_python_implementation": platform.python_implementation(),
-    "platform_release": platform.release(), "platform_system": platform.system(),
-    "platform_version": platform.version(), "python_full_version": v,
-    "python_version": ".".join(v.split(".")[:2]), "sys_platform": sys.platform,
-}
 print(json.dumps({"version": list(sys.version_info[:3]), "path": sys.path, "packages": names,
-                  "markers": markers, "own": sys.prefix != sys.base_prefix}))
+                  "own": sys.prefix != sys.base_prefix}))
 """
 
 DECISIVE = (
@@ -58,15 +48,12 @@ DECISIVE = (
 )  # fmt: skip
 """Packages that losses, speed and memory may hang on: runs that had others do not compare."""
 
-_CARD = "index,uuid,name,memory.total,memory.used,driver_version,mig.mode.current"
-_CUDA = re.compile(r"CUDA(?: UMD)? Version\s*:\s*(\d+)\.(\d+)")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One NVIDIA GPU as `nvidia-smi` tells it; memory in MiB, 0 where it is not told.
+    """One NVIDIA GPU as `nvidia-smi` reports it; memory in MiB, 0 where it is not reported.
 
-    `index` is nvidia-smi's: the place on the PCI bus.
+    `index` is nvidia-smi's: the place on the PCI bus. `cuda` is the newest version that the driver serves.
     """
 
     index: int
@@ -75,11 +62,12 @@ class Gpu:
     memory_mib: int
     used_mib: int
     driver: str = ""
+    cuda: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuProcess:
-    """A process that computes on a GPU; `used_mib` is 0 where it is not told."""
+    """A process that computes on a GPU; `used_mib` is 0 where it is not reported."""
 
     uuid: str
     pid: int
@@ -88,11 +76,22 @@ class GpuProcess:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Driver:
+    """One answer of nvidia-smi; `fault` is its complaint where it is there and shows no GPU.
+
+    Divided GPUs (MIG) are left out. A container does not see the processes of others.
+    """
+
+    gpus: tuple[Gpu, ...] = ()
+    processes: tuple[GpuProcess, ...] = ()
+    fault: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
     """The Python that training runs under, and what is installed there.
 
-    `packages` are versions by normalised name; `markers` what a requirement's condition may ask.
-    `own` is whether it is a virtual environment.
+    `packages` are versions by normalised name; `own` is whether it is a virtual environment.
     """
 
     python: Path
@@ -100,7 +99,6 @@ class Trainer:
     version: tuple[int, ...] = ()
     path: tuple[Path, ...] = ()
     packages: Mapping[str, str] = field(default_factory=dict)
-    markers: Mapping[str, str] = field(default_factory=dict)
     own: bool = False
 
 
@@ -118,68 +116,66 @@ def run(
     return done.stdout.strip()
 
 
-def gpus() -> tuple[Gpu, ...]:
-    """The GPUs of this machine, without those that are divided (MIG); empty where there is no driver."""
-    cards = (_card(line) for line in _smi(f"--query-gpu={_CARD}").splitlines())
-    return tuple(card for card in cards if card is not None)
-
-
-def gpu_processes() -> tuple[GpuProcess, ...]:
-    """Who computes on the GPUs, as far as it may be seen: a container does not see the others'."""
-    listed = _smi("--query-compute-apps=gpu_uuid,pid,used_memory,process_name")
-    return tuple(
-        GpuProcess(uuid=words[0], pid=int(words[1]), used_mib=_mib(words[2]), name=words[3])
-        for line in listed.splitlines()
-        if len(words := line.strip().split(", ", 3)) == 4 and words[1].isdecimal()
+def ask_driver() -> Driver:
+    """Ask nvidia-smi once for GPUs, their processes and the driver's versions."""
+    try:
+        # eight cards without persistence mode take ten seconds and more to answer
+        done = subprocess.run(
+            ["nvidia-smi", "-q", "-x"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+        )
+    except FileNotFoundError:
+        return Driver()
+    except (OSError, subprocess.SubprocessError) as error:
+        return Driver(fault=str(error))
+    document = done.stdout[done.stdout.find("<nvidia_smi_log") :]
+    try:
+        log = ElementTree.fromstring(
+            document.partition("</nvidia_smi_log>")[0] + "</nvidia_smi_log>"
+        )
+    except ElementTree.ParseError:
+        lines = f"{done.stdout}\n{done.stderr}".split("\n")
+        words = next((line.strip() for line in lines if line.strip()), None)
+        return Driver(fault=words or f"exit code {done.returncode}")
+    cards = log.findall("gpu")
+    cuda = re.match(r"(\d+)\.(\d+)", log.findtext("cuda_version", ""))
+    return Driver(
+        gpus=tuple(
+            Gpu(
+                index=index,
+                uuid=card.findtext("uuid", ""),
+                name=card.findtext("product_name", ""),
+                memory_mib=_mib(card.findtext("fb_memory_usage/total")),
+                used_mib=_mib(card.findtext("fb_memory_usage/used")),
+                driver=log.findtext("driver_version", ""),
+                cuda=None if cuda is None else (int(cuda[1]), int(cuda[2])),
+            )
+            for index, card in enumerate(cards)
+            if card.findtext("mig_mode/current_mig") != "Enabled"
+        ),
+        processes=tuple(
+            GpuProcess(
+                uuid=card.findtext("uuid", ""),
+                pid=int(entry.findtext("pid", "")),
+                used_mib=_mib(entry.findtext("used_memory")),
+                name=entry.findtext("process_name", ""),
+            )
+            for card in cards
+            for entry in card.findall("processes/process_info")
+            if "C" in entry.findtext("type", "") and entry.findtext("pid", "").isdecimal()
+        ),
+        fault=None if cards else "No devices were found",
     )
 
 
-def cuda_of_driver() -> tuple[int, int] | None:
-    """The newest CUDA version that the driver serves; None where it does not say."""
-    found = _CUDA.search(run(["nvidia-smi"], timeout_s=60) or "")
-    return None if found is None else (int(found[1]), int(found[2]))
-
-
-def _smi(query: str) -> str:
-    # eight cards without persistence mode take ten seconds and more to answer
-    return run(["nvidia-smi", query, "--format=csv,noheader,nounits"], timeout_s=60) or ""
-
-
-def _card(line: str) -> Gpu | None:
-    """One line of the answer; None for whatever else is printed there, and for a divided one."""
-    head, _, rest = line.strip().partition(", ")
-    uuid, _, rest = rest.partition(", ")
-    # a name may hold commas itself
-    words = rest.rsplit(", ", 4)
-    if not head.isdecimal() or len(words) != 5 or words[4] == "Enabled":
-        return None
-    name, memory, used, driver, _ = words
-    return Gpu(
-        index=int(head), uuid=uuid, name=name, memory_mib=_mib(memory), used_mib=_mib(used),
-        driver=driver,
-    )  # fmt: skip
-
-
-def _mib(text: str) -> int:
-    # a card that shares the host's memory answers [N/A]
-    return int(text) if text.isdecimal() else 0
-
-
-def gpu_fault() -> str | None:
-    """What nvidia-smi itself complains of, in one line; None where it answers, or is not there."""
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, errors="replace",
-            stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-    except FileNotFoundError:
-        return None
-    except (OSError, subprocess.SubprocessError) as error:
-        return str(error)
-    if done.returncode == 0 and "GPU 0" in done.stdout:
-        return None
-    told = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
-    return told[0] if told else f"exit code {done.returncode}"
+def _mib(text: str | None) -> int:
+    # a card that shares the host's memory answers N/A
+    number = (text or "").partition(" ")[0]
+    return int(number) if number.isdecimal() else 0
 
 
 def git_version(root: Path, below: str = ".") -> str | None:
@@ -215,66 +211,26 @@ def find_trainer(
 
 
 def ask_trainer(python: Path, source: str) -> Trainer:
-    """Ask an interpreter for its version, import path and packages; raises NotReady if it fails.
-
-    The same one is started again only after something was installed: a pipeline asks for each stage.
-    """
+    """Ask an interpreter for its version, import path and packages; raises NotReady if it fails."""
     python = expanded(python).absolute()
-    began_ns = time.time_ns()
-    told = _remembered(python)
-    if told is None:
-        # a site file may print something of its own first
-        answer = (run([str(python), "-c", _QUESTION], timeout_s=60) or "").rpartition("\n")[2]
-        told = parse_line(answer.encode())
-        if not told:
-            raise not_ready(
-                "no-python", f"{source} names a Python that does not run: {python}",
-                "give the trainer's interpreter with --python PATH", file=str(python),
-            )  # fmt: skip
-        _remember(python, told, began_ns)
+    # a site file may print something of its own first
+    answer = (run([str(python), "-c", _QUESTION], timeout_s=60) or "").rpartition("\n")[2]
+    data = parse_line(answer.encode())
+    if not data:
+        raise not_ready(
+            "no-python",
+            f"{source} names a Python that does not run: {python}",
+            "give the trainer's interpreter with --python PATH",
+            file=str(python),
+        )
     return Trainer(
         python=python,
         source=source,
-        version=tuple(told["version"]),
-        path=tuple(Path(entry) for entry in told["path"] if entry),
-        packages=told["packages"],
-        markers=told["markers"],
-        own=told["own"],
+        version=tuple(data["version"]),
+        path=tuple(Path(entry) for entry in data["path"] if entry),
+        packages=data["packages"],
+        own=data["own"],
     )
-
-
-_ANSWERS: dict[tuple[object, ...], tuple[object, dict[str, Any]]] = {}
-
-
-def _asked(python: Path) -> tuple[object, ...]:
-    """What decides what an interpreter imports, but for what is installed."""
-    environ = sorted((k, v) for k, v in os.environ.items() if k.startswith("PYTHON") or k == "HOME")
-    return (str(python), *environ)
-
-
-def _remembered(python: Path) -> dict[str, Any] | None:
-    stamp, told = _ANSWERS.get(_asked(python), (None, None))
-    return told if told is not None and stamp == _installed(python, told["path"]) else None
-
-
-def _remember(python: Path, told: dict[str, Any], began_ns: int) -> None:
-    stamp = _installed(python, told["path"])
-    # what was written while it answered, or in the clock's last tick, may be in the answer or not
-    if all(changed < began_ns - 1_000_000_000 for _, changed in stamp):
-        _ANSWERS[_asked(python)] = stamp, told
-
-
-def _installed(python: Path, path: Sequence[str]) -> list[tuple[int, int]]:
-    """The interpreter and the folders of its import path, which installing something changes."""
-    stamps = []
-    for entry in (str(python), *filter(None, path)):
-        try:
-            found = os.stat(entry)
-        except OSError:
-            stamps.append((0, 0))
-        else:
-            stamps.append((found.st_ino, found.st_mtime_ns))
-    return stamps
 
 
 def describe() -> dict[str, object]:
@@ -283,5 +239,5 @@ def describe() -> dict[str, object]:
         "host": platform.node(),
         "system": platform.platform(),
         "cpus": os.cpu_count(),
-        "gpus": [f"{gpu.name}, {gpu.memory_mib} MiB" for gpu in gpus()],
+        "gpus": [f"{gpu.name}, {gpu.memory_mib} MiB" for gpu in ask_driver().gpus],
     }

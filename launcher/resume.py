@@ -48,7 +48,6 @@ SUPERSEDED: frozenset[str] = frozenset(
         "foreign-checkpoints",
         "resume-position",
         "resume-skips",
-        "stale-checkpoints",
         "finished-output",
         "not-resumed",
     }

@@ -6,19 +6,19 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-HEADER = """\
-+-----------------------------------------------------------------------------------------+
-| NVIDIA-SMI 580.159.04             Driver Version: 580.159.04     CUDA Version: {cuda:<8} |
-|-----------------------------------------+------------------------+----------------------+"""
-ANSWER = """\
-case "$*" in
-  *--query-gpu=index,uuid,name,memory.total,memory.used,driver_version,mig.mode.current*) cat {cards} ;;
-  *--query-compute-apps=gpu_uuid,pid,used_memory,process_name*) cat {apps} ;;
-  -L) cat {listed} ;;
-  "") cat {header} ;;
-  *) echo "Field is not a valid field to query." ; exit 2 ;;
-esac
+DRIVER = "580.159.04"
+CARD = """\
+<gpu id="00000000:{index:02X}:00.0">
+  <product_name>{name}</product_name>
+  <mig_mode><current_mig>{mig}</current_mig><pending_mig>{mig}</pending_mig></mig_mode>
+  <uuid>{uuid}</uuid>
+  <fb_memory_usage><total>{memory}</total><used>{used} MiB</used></fb_memory_usage>
+  <processes>{processes}</processes>
+</gpu>
 """
+PROCESS = """
+    <process_info><pid>{pid}</pid><type>{type}</type>
+    <process_name>/usr/bin/python3</process_name><used_memory>{mib} MiB</used_memory></process_info>"""
 
 
 def uuid(index: int) -> str:
@@ -32,36 +32,59 @@ class Smi:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        parts = {
-            n: shlex.quote(str(folder / f"{n}.txt")) for n in ("cards", "apps", "listed", "header")
-        }
         self.path = folder / "nvidia-smi"
-        self.path.write_text(f"#!/bin/sh\n{ANSWER.format(**parts)}")
-        self.path.chmod(0o755)
+        self.answer = folder / "answer.xml"
         self.cards()
 
     def cards(
-        self, *used: int, name: str = "NVIDIA H200", memory: int | str = 143771, mig: Sequence[int] = (),
+        self,
+        *used: int,
+        name: str = "NVIDIA H200",
+        memory: int | str = 143771,
+        mig: Sequence[int] = (),
         cuda: str = "13.0",
-    ) -> None:  # fmt: skip
+    ) -> None:
         """As many cards as there are numbers (MiB in use); `mig` are those that are divided."""
-        rows, listed = [], []
-        for index, mib in enumerate(used):
-            state = "Enabled" if index in mig else "Disabled"
-            rows.append(f"{index}, {uuid(index)}, {name}, {memory}, {mib}, 580.159.04, {state}")
-            listed.append(f"GPU {index}: {name} (UUID: {uuid(index)})")
-        self._say("cards", rows or ["No devices were found"])
-        self._say("listed", listed or ["No devices found."])
-        self._say("header", [HEADER.format(cuda=cuda)])
+        self._known = (used, name, memory, mig, cuda)
         self.processes()
 
-    def processes(self, *rows: tuple[int, int, int]) -> None:
+    def processes(self, *rows: tuple[int, int, int], type: str = "C") -> None:
         """Card, pid and MiB of everything that computes."""
-        self._say("apps", [f"{uuid(c)}, {pid}, {mib}, /usr/bin/python3" for c, pid, mib in rows])
+        used, name, memory, mig, cuda = self._known
+        if not used:
+            self.fails("No devices were found", 6)
+            return
+        cards = [
+            CARD.format(
+                index=index,
+                name=name,
+                mig="Enabled" if index in mig else "Disabled",
+                uuid=uuid(index),
+                memory=f"{memory} MiB" if isinstance(memory, int) else memory,
+                used=mib,
+                processes="".join(
+                    PROCESS.format(pid=pid, mib=mib, type=type)
+                    for c, pid, mib in rows
+                    if c == index
+                ),
+            )
+            for index, mib in enumerate(used)
+        ]
+        self.answer.write_text(
+            '<?xml version="1.0" ?>\n<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">\n'
+            f"<nvidia_smi_log>\n<driver_version>{DRIVER}</driver_version>\n"
+            f"<cuda_version>{cuda}</cuda_version>\n{''.join(cards)}</nvidia_smi_log>\n"
+        )
+        listed = [f"GPU {index}: {name} (UUID: {uuid(index)})" for index in range(len(used))]
+        self._write(
+            f'[ "$*" = "-q -x" ] && exec cat {shlex.quote(str(self.answer))}\n'
+            f'[ "$*" = "-L" ] && exec echo {shlex.quote(chr(10).join(listed))}\nexit 2'
+        )
 
     def fails(self, words: str, code: int) -> None:
         """Say the same to every question, as without a driver."""
-        self.path.write_text(f"#!/bin/sh\necho {shlex.quote(words)}\nexit {code}\n")
+        self._write(f"echo {shlex.quote(words)}\nexit {code}")
 
-    def _say(self, which: str, lines: Sequence[str]) -> None:
-        (self.folder / f"{which}.txt").write_text("".join(f"{line}\n" for line in lines))
+    def _write(self, commands: str) -> None:
+        self.path.write_text(f"#!/bin/sh\n{commands}\n")
+        self.path.chmod(0o755)

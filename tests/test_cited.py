@@ -89,21 +89,21 @@ def test_a_rule_weighs_less_where_what_it_cites_is_gone(
 ) -> None:
     copy = tmp_path / "oi" / "open_instruct"
     shutil.copytree(checkout / "open_instruct", copy)
-    hub, data = "  dataset_cache_mode: hf\n", copy / "dataset_transformation.py"
+    hub, data = "  get_tokenizer_fn: nosuch\n", copy / "dataset_transformation.py"
     lines = data.read_text().splitlines(keepends=True)
     # another commit, that changes nothing of what is cited, and moves all of it
     data.write_text("import os\n" + "".join(lines))
     found = judged(copy.parent, write, hub)
-    assert "unpinned-checkout" in found and found["cache-on-hub"].severity == "error"
-    assert lines[1876].strip().startswith("return ")
-    lines[1876] = lines[1876].replace("return ", "return None, ")
+    assert "unpinned-checkout" in found and found["unknown-function"].severity == "error"
+    assert "GET_TOKENIZER_FN[" in lines[919]
+    lines[919] = lines[919].replace("GET_TOKENIZER_FN[", "dict(GET_TOKENIZER_FN)[")
     data.write_text("".join(lines))
-    weaker = judged(copy.parent, write, hub)["cache-on-hub"]
+    weaker = judged(copy.parent, write, hub)["unknown-function"]
     assert weaker.severity == "warning"
-    assert weaker.message == found["cache-on-hub"].message + (
-        " (of the pin: what it has at dataset_transformation.py:1877 is not in this source)"
+    assert weaker.message == found["unknown-function"].message + (
+        " (of the pin: what it has at dataset_transformation.py:920 is not in this source)"
     )
-    assert judged(checkout, write, hub)["cache-on-hub"] == found["cache-on-hub"]
+    assert judged(checkout, write, hub)["unknown-function"] == found["unknown-function"]
     # rules about other lines, and of launch's own, count as before
     odd = judged(copy.parent, write, "", data="[a/b, x]")
     assert odd["mixer-amount"].severity == "error"

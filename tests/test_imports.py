@@ -77,20 +77,13 @@ ARROWS = {
     "backends.context": {"errors", "schema"},
     "backends.model_config": {"files", "paths", "schema"},
     "backends.rows": {"files", "paths"},
-    "backends.mixer_rules": {"backends.rows", "backends.rule", "errors", "paths", "schema"},
-    "backends.value_rules": {
-        "backends.mixer_rules",
+    "backends.open_instruct_rules": {
         "backends.model_config",
         "backends.open_instruct",
+        "backends.rows",
         "backends.rule",
         "errors",
-        "schema",
-    },
-    "backends.open_instruct_rules": {
-        "backends.mixer_rules",
-        "backends.rule",
-        "backends.value_rules",
-        "errors",
+        "paths",
         "schema",
     },
     "backends.trl_resolved": {"backends.context", "errors", "paths", "schema"},

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,6 @@ from conftest import Write
 from test_trl_adapters import QWEN2
 from test_trl_machine_rules import found
 
-from launcher import shapes
-from launcher.backends import loading_rules
-
-TRL = ("trl-dpo", "model_init_kwargs")
-OPEN_INSTRUCT = ("sft", "additional_model_arguments")
-
 
 @pytest.fixture(autouse=True)
 def _model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Write) -> None:
@@ -28,51 +20,7 @@ def _model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Write) -> Non
     write("model/config.json", json.dumps(QWEN2))
 
 
-def told(
-    where: tuple[str, str], given: dict[str, Any], model: str = "model"
-) -> list[tuple[str, str]]:
-    script, key = where
-    args = {"model_name_or_path": model, key: json.dumps(given)}
-    findings = found(script, args)
-    assert all(finding.key == f"args.{key}" for finding in findings)
-    return [(finding.code, finding.severity) for finding in findings]
-
-
-REFUSED = [("model-arguments", "error")]
-
-
-def test_names_that_neither_loader_nor_config_knows_are_refused() -> None:
-    """Each was seen to end the real trainer."""
-    for given in (
-        {"foo": 1}, {"attn_implementaton": "eager"}, {"load_in_4bit": True}, {"rope_theta": 5.0},
-        {"attention_bias": True}, {"quantization_config": {}}, {"quantization_config": "bnb"},
-    ):  # fmt: skip
-        assert told(TRL, given) == REFUSED, given
-    for given in (
-        {"use_cache": False}, {"attention_dropout": 0.1}, {"device_map": "cpu"}, {"dtype": "auto"},
-        {"max_position_embeddings": 64}, {"num_labels": 3},
-    ):  # fmt: skip
-        assert told(TRL, given) == []
-
-
-def test_quantised_weights_need_their_package(write: Write) -> None:
-    config = {**QWEN2, "quantization_config": {"quant_method": "gptq"}}
-    write("other/config.json", json.dumps(config))
-    args = {"model_name_or_path": "other"}
-    for script in ("trl-sft", "sft", "dpo"):
-        (one,) = found(script, args, packages={"optimum": "2.0", "flash-attn": "2.8.3"})
-        assert (one.code, one.severity) == ("missing-packages", "error")
-        assert one.help == "pip install gptqmodel"
-        assert found(script, args) == []
-    asked = {"load_in_4bit": True}
-    args = {"model_name_or_path": "model"}
-    args["model_init_kwargs"] = json.dumps({"quantization_config": asked})
-    (one,) = found("trl-dpo", args, packages={})
-    assert "bitsandbytes" in one.message
-
-
-# --- what lies in the folder
-# ------------------------------------------------------------------------
+# --- what lies in the folder ----------------------------------------------------------------------
 
 INDEX = "model.safetensors.index.json"
 SHARD = "model-0000{}-of-00002.safetensors"
@@ -160,13 +108,8 @@ def test_weights_are_looked_for_as_transformers_does(write: Write) -> None:
     assert "under a name that is looked for" in one and SHARD.format(1) in one
     saved.archive(Path("model", "pytorch_model.bin"))
     assert lacking() == []
-    only_safe = {"model_init_kwargs": '{"use_safetensors": true}'}
-    assert "holds no weights" in lacking(args=only_safe)[0]
-    old = {"torch": "2.5.1", "flash-attn": "2.8.3"}
-    assert "torch 2.5.1" in lacking(packages=old)[0]
-    assert lacking(packages={**old, "torch": "2.6.0+cu124"}) == []
-    saved.tensors(Path("model", "model.fp16.safetensors"))
     Path("model", "pytorch_model.bin").unlink()
+    saved.tensors(Path("model", "model.fp16.safetensors"))
     assert "holds no weights" in lacking()[0]
     assert lacking(args={"model_init_kwargs": '{"variant": "fp16"}'}) == []
 
@@ -198,13 +141,6 @@ def test_of_the_hub_what_is_missing_is_fetched(write: Write) -> None:
     assert told == ["incomplete-model", "incomplete-tokenizer"]
 
 
-def test_only_the_tokenizer_is_read_for_the_data_alone(write: Write) -> None:
-    write("model/config.json", '{"model_type": "made"}')
-    write("model/tokenizer.json", "{}")
-    assert lacking("sft", args={"cache_dataset_only": True}) == []
-    assert lacking("sft")[0].startswith("incomplete-model")
-
-
 def test_weights_are_those_of_the_config(write: Write) -> None:
     saved.loadable(Path("model"))
     assert lacking() == []
@@ -222,60 +158,7 @@ def test_weights_are_those_of_the_config(write: Write) -> None:
     assert none.severity == "error" and "begin at random" in none.message
 
 
-def test_open_instruct_drops_what_the_config_does_not_have() -> None:
-    assert told(OPEN_INSTRUCT, {"foo": 1}) == [("model-arguments-unread", "warning")]
-    assert told(OPEN_INSTRUCT, {"device_map": "cpu"}) == [("model-arguments-unread", "warning")]
-    assert told(OPEN_INSTRUCT, {"use_cache": False, "attention_dropout": 0.1}) == []
-
-
-def test_the_near_name_is_told() -> None:
-    (finding,) = found(
-        "trl-sft",
-        {"model_name_or_path": "model", "model_init_kwargs": '{"attn_implementaton": "eager"}'},
-    )
-    assert finding.help == "did you mean `attn_implementation`?"
-
-
-@pytest.mark.parametrize("config", [{"model_type": "falcon_h1"}, {}, None])
-def test_of_models_that_are_not_described_nothing_is_said(
-    write: Write, config: dict[str, Any] | None
-) -> None:
-    if config is not None:
-        write("other/config.json", json.dumps(config))
-    assert told(TRL, {"foo": 1, "hidden_size": 3}, model="other") == []
-
-
-def test_every_described_model_has_its_names() -> None:
-    assert loading_rules.CONFIGS.keys() == shapes.FAMILIES.keys()
-
-
-def test_the_names_are_those_of_the_installed_release() -> None:
-    spec = importlib.util.find_spec("transformers")
-    if spec is None or spec.origin is None:
-        pytest.skip("transformers is not installed")
-    models = Path(spec.origin).parent / "models"
-    for kind, names in loading_rules.CONFIGS.items():
-        folder = kind.removesuffix("_text")
-        text = (models / folder / f"configuration_{folder}.py").read_text("utf-8")
-        classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
-        (own,) = (node for node in classes if _model_type(node) == kind)
-        fields = {
-            item.target.id
-            for item in own.body
-            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
-        }
-        assert fields - {"default_theta"} <= names | loading_rules._EVERY_CONFIG
-
-
-def _model_type(node: ast.ClassDef) -> str | None:
-    for item in node.body:
-        if isinstance(item, ast.Assign) and ast.unparse(item.targets[0]) == "model_type":
-            return str(ast.literal_eval(item.value))
-    return None
-
-
-# --- rows that do not come to training
-# --------------------------------------------------------------
+# --- rows that do not come to training ------------------------------------------------------------
 
 WORDS = {
     "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,

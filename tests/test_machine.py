@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ from fake_smi import Smi, uuid
 
 from launcher import machine
 from launcher.errors import NotReady
-from launcher.machine import Gpu, GpuProcess
+from launcher.machine import Driver, Gpu, GpuProcess
 
 
 @pytest.fixture
@@ -39,66 +37,41 @@ def script(folder: Path, name: str, text: str) -> Path:
     return path
 
 
-def test_gpus_as_nvidia_smi_tells_them(smi: Smi) -> None:
+def test_gpus_as_nvidia_smi_reports_them(smi: Smi) -> None:
     smi.cards(4, 70000, name="NVIDIA H100 80GB HBM3", memory=81559)
-    first, second = machine.gpus()
-    assert first == Gpu(
+    smi.processes((1, 4711, 70000))
+    driver = machine.ask_driver()
+    assert driver.fault is None
+    assert driver.gpus[0] == Gpu(
         index=0, uuid=uuid(0), name="NVIDIA H100 80GB HBM3", memory_mib=81559, used_mib=4,
-        driver="580.159.04",
+        driver="580.159.04", cuda=(13, 0),
     )  # fmt: skip
-    assert second.index == 1
+    assert driver.processes == (
+        GpuProcess(uuid=uuid(1), pid=4711, used_mib=70000, name="/usr/bin/python3"),
+    )
     assert machine.describe()["gpus"] == ["NVIDIA H100 80GB HBM3, 81559 MiB"] * 2
-    assert machine.cuda_of_driver() == (13, 0)
-    assert machine.gpu_fault() is None
+    # what draws on a screen is no competitor
+    smi.processes((1, 4711, 70000), type="G")
+    assert machine.ask_driver().processes == ()
 
 
-@pytest.mark.parametrize(
-    ("answer", "count", "memory"),
-    [
-        ("No devices were found", 0, 0),
-        ("0, GPU-1, NVIDIA GB10, [N/A], [N/A], 580.95.05, [N/A]", 1, 0),
-        (
-            "0, GPU-1, Some card, with a comma, 100, 1, 5, Disabled\nwarning: corrupt infoROM",
-            1,
-            100,
-        ),
-    ],
-)
-def test_odd_answers_of_nvidia_smi(smi: Smi, answer: str, count: int, memory: int) -> None:
-    (smi.folder / "cards.txt").write_text(answer)
-    found = machine.gpus()
-    assert len(found) == count
-    assert sum(gpu.memory_mib for gpu in found) == memory
+def test_memory_that_is_shared_with_the_host(smi: Smi) -> None:
+    smi.cards(0, memory="[N/A]")
+    (gpu,) = machine.ask_driver().gpus
+    assert gpu.memory_mib == 0
 
 
 def test_a_driver_that_does_not_answer(smi: Smi) -> None:
     words = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
     smi.fails(words, 9)
-    assert machine.gpus() == ()
-    assert machine.gpu_processes() == ()
-    assert machine.cuda_of_driver() is None
-    assert machine.gpu_fault() == words
+    assert machine.ask_driver() == Driver(fault=words)
+    smi.fails("<nvidia_smi_log><gpu>", 0)
+    assert machine.ask_driver().gpus == ()
 
 
 def test_without_nvidia_smi(bin_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(bin_folder))
-    assert machine.gpus() == ()
-    assert machine.gpu_processes() == ()
-    assert machine.cuda_of_driver() is None
-    assert machine.gpu_fault() is None
-
-
-def test_who_computes(smi: Smi) -> None:
-    smi.cards(4)
-    smi.processes((0, 4711, 70000))
-    assert machine.gpu_processes() == (
-        GpuProcess(uuid=uuid(0), pid=4711, used_mib=70000, name="/usr/bin/python3"),
-    )
-    (smi.folder / "apps.txt").write_text(
-        f"{uuid(0)}, 12, [N/A], [Not Found]\n{uuid(0)}, [N/A], 5, x\nsomething else\n"
-    )
-    (only,) = machine.gpu_processes()
-    assert (only.pid, only.used_mib) == (12, 0)
+    assert machine.ask_driver() == Driver()
 
 
 # --- git ------------------------------------------------------------------------------------------
@@ -190,7 +163,6 @@ def test_what_an_interpreter_says_of_itself() -> None:
     own = machine.ask_trainer(Path(sys.executable), "us")
     assert own.version == tuple(sys.version_info[:3])
     assert "typer" in own.packages
-    assert own.markers["python_full_version"] == ".".join(map(str, own.version))
     assert own.own is (sys.prefix != sys.base_prefix)
     assert all(isinstance(entry, Path) for entry in own.path)
 
@@ -209,32 +181,6 @@ def test_a_python_that_is_none(tmp_path: Path, text: str) -> None:
 def test_a_python_that_is_not_there(named: str) -> None:
     with pytest.raises(NotReady, match="--python names"):
         machine.find_trainer(Path(named), None, {})
-
-
-def test_an_interpreter_is_started_again_only_after_something_was_installed(tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    site.mkdir()
-    starts = tmp_path / "starts"
-    wrapper = script(
-        tmp_path, "python",
-        f'echo once >>"{starts}"; PYTHONPATH="{site}" exec "{sys.executable}" "$@"',
-    )  # fmt: skip
-
-    def asked() -> tuple[str | None, int]:
-        told = machine.ask_trainer(wrapper, "a test").packages.get("late")
-        return told, len(starts.read_text().splitlines())
-
-    # changed a moment ago: what is written in the same tick would not be noticed
-    assert asked() == (None, 1)
-    assert asked() == (None, 2)
-    past = time.time() - 60
-    for path in (wrapper, site):
-        os.utime(path, (past, past))
-    assert asked() == (None, 3)
-    assert asked() == (None, 3)
-    (site / "late-1.0.dist-info").mkdir()
-    (site / "late-1.0.dist-info" / "METADATA").write_text("Name: late\nVersion: 1.0\n")
-    assert asked() == ("1.0", 4)
 
 
 def test_only_the_head_of_metadata_counts(tmp_path: Path) -> None:

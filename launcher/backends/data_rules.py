@@ -8,11 +8,10 @@ from pathlib import Path
 
 from launcher.backends import prompts
 from launcher.backends.context import Context, StageRule, caches_only
-from launcher.backends.mixer_rules import listed
+from launcher.backends.open_instruct_rules import listed
 from launcher.backends.rows import entry_rows
 from launcher.backends.rule import say
-from launcher.errors import Finding, brief
-from launcher.paths import exists
+from launcher.errors import Finding
 
 # Rows a second on one core, measured with upstream's own functions (chats of two turns, 556
 # tokens):
@@ -70,45 +69,6 @@ def known_rows(context: Context) -> int | None:
     return sum(known) if known else None
 
 
-def nothing_left(context: Context) -> Iterator[Finding]:
-    """dataset_transformation.py:2074 rounds a share down; a set without rows is refused
-    (dataset_transformation.py:1754).
-    """
-    data = listed(context.values)
-    words = [str(word) for word in context.values[data] or []]
-    for index, (name, amount) in enumerate(zip(words[::2], words[1::2], strict=False)):
-        if entry_rows(name, amount, estimated=True) == 0 and float(amount) > 0:
-            yield say(
-                "error", "run", "mixer-amount", f"{data}[{2 * index + 1}]",
-                f"the share {amount} of {brief(name)} is less than one row", "write a number of rows",
-            )  # fmt: skip
-
-
-def foreign_cache_key(context: Context) -> Iterator[Finding]:
-    """dataset_transformation.py:2120: with a key of one's own no data are named, so that a set which
-    is not in the cache cannot be made (dataset_transformation.py:1977).
-    """
-    values = context.values
-    prefix = "dataset_" if "dataset_config_hash" in values else ""
-    key, skip = f"{prefix}config_hash", values[f"{prefix}skip_cache"]
-    folder, mode = values[f"{prefix}local_cache_dir"], values[f"{prefix}cache_mode"]
-    if values[key] is None or mode != "local":
-        return
-    place = Path(str(folder)) / str(values[key])
-    if skip or (context.running and not exists(place)):
-        why = f"`{prefix}skip_cache` is set" if skip else f"there is no {brief(place)}"
-        yield say(
-            "error", "run", "cache-key", key, f"`{key}` crashes: {why}, and the data are not looked at",
-            f"leave out `{key}`",
-        )  # fmt: skip
-    else:
-        yield say(
-            "warning", "run", "cache-key", key,
-            f"`{key}: {values[key]}` decides what is trained on: `{listed(values)}` is not read",
-            f"leave out `{key}`",
-        )  # fmt: skip
-
-
 def prompts_too_long(context: Context) -> Iterator[Finding]:
     """dataset_transformation.py:1236, dataset_transformation.py:1351: a row without an answer is dropped."""
     values = context.values
@@ -124,6 +84,16 @@ def prompts_too_long(context: Context) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-RULES: tuple[StageRule, ...] = (
-    tokenising_outlasts, nothing_left, foreign_cache_key, prompts_too_long,
-)  # fmt: skip
+def foreign_cache_key(context: Context) -> Iterator[Finding]:
+    """dataset_transformation.py:2120, dataset_transformation.py:1977: no data are named beside such a key."""
+    values = context.values
+    key = "dataset_config_hash" if "dataset_config_hash" in values else "config_hash"
+    if values[key] is not None:
+        yield say(
+            "warning", "run", "cache-key", key,
+            f"`{key}: {values[key]}` decides what is trained on: `{listed(values)}` is not read",
+            f"leave out `{key}`",
+        )  # fmt: skip
+
+
+RULES: tuple[StageRule, ...] = (tokenising_outlasts, foreign_cache_key, prompts_too_long)

@@ -5,22 +5,19 @@ Line numbers are those of the pin and of the packages named in tests/test_upstre
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from launcher.backends import model_config, trl_resolved
 from launcher.backends.context import Context, StageRule, caches_only, section
 from launcher.backends.rule import say
-from launcher.errors import Finding, brief
+from launcher.errors import Finding, Severity
 
 # attention with biases whatever else their config says; `attention_bias` tells for the others
 _BIASED = frozenset({"qwen2", "qwen2_moe"})
 
 
-# --- the engine in use
-# -----------------------------------------------------------------------------
+# --- the engine in use ----------------------------------------------------------------------------
 
 
 def engine_config(
@@ -49,106 +46,104 @@ def engine_config(
     return {"zero_optimization": zero}
 
 
-# --- the DeepSpeed file
-# ----------------------------------------------------------------------------
-
-
-def _of_file(finding: Finding) -> Finding:
-    """A finding about launch's own option instead of one of upstream's arguments."""
-    return replace(finding, key="deepspeed")
+# --- the DeepSpeed file ---------------------------------------------------------------------------
 
 
 def zero_section(context: Context) -> Iterator[Finding]:
     """accelerate/utils/dataclasses.py:1277."""
     if context.file is not None and "zero_optimization" not in context.file:
-        yield _of_file(say(
-            "error", "run", "deepspeed-no-zero", "deepspeed",
+        yield _of_file(
+            "deepspeed-no-zero",
             "the DeepSpeed file has no `zero_optimization`: accelerate refuses it",
             'add `"zero_optimization": {"stage": 2}`',
-        ))  # fmt: skip
+        )
 
 
-def own_optimizer(context: Context) -> Iterator[Finding]:
-    """accelerate/accelerator.py:2253, accelerate/accelerator.py:2268: the scripts bring their own."""
+def refused_file(context: Context) -> Iterator[Finding]:
+    """accelerate/accelerator.py:2253, accelerate/accelerator.py:2268: the scripts bring their own optimizer.
+
+    accelerate/utils/dataclasses.py:1369: an `auto` batch is filled from the micro-batch alone.
+    accelerate/utils/dataclasses.py:1440: the precision.
+    model_utils.py:555: saving. All of it comes to light once the data are tokenised.
+    """
+    file = context.file
+    if file is None:
+        return
     for key in ("optimizer", "scheduler"):
-        if context.file is not None and key in context.file:
-            yield _of_file(say(
-                "error", "run", "deepspeed-optimizer", "deepspeed",
+        if key in file:
+            yield _of_file(
+                "deepspeed-optimizer",
                 f"the DeepSpeed file sets `{key}`, and so does upstream: accelerate refuses both",
                 f"delete `{key}` from the file; the arguments decide",
-            ))  # fmt: skip
-
-
-def unsaved_weights(context: Context) -> Iterator[Finding]:
-    """model_utils.py:555, when training has ended: accelerate/accelerator.py:4087."""
-    if context.file is None or context.zero_stage != 3 or caches_only(context):
-        return
-    zero = section(context.file, "zero_optimization")
-    if zero.get("stage3_gather_16bit_weights_on_model_save") is not True:
-        yield _of_file(say(
-            "error", "run", "zero3-unsaved", "deepspeed",
-            "ZeRO-3 without `stage3_gather_16bit_weights_on_model_save: true` crashes when the "
-            "trained model is saved",
+            )
+    gathers = "stage3_gather_16bit_weights_on_model_save"
+    zero = section(file, "zero_optimization")
+    if context.zero_stage == 3 and zero.get(gathers) is not True and not caches_only(context):
+        yield _of_file(
+            "zero3-unsaved",
+            f"ZeRO-3 without `{gathers}: true` crashes when the trained model is saved",
             "add it to `zero_optimization` in the DeepSpeed file",
-        ))  # fmt: skip
-
-
-def no_batch(context: Context) -> Iterator[Finding]:
-    """accelerate/utils/dataclasses.py:1369: an `auto` batch is filled from the micro-batch alone."""
-    file = context.file
-    if file is None or file.get("train_micro_batch_size_per_gpu") is not None:
-        return
-    if file.get("train_batch_size") in (None, "auto"):
-        yield _of_file(say(
-            "error", "run", "deepspeed-no-batch", "deepspeed",
+        )
+    if file.get("train_micro_batch_size_per_gpu") is None and file.get("train_batch_size") in (
+        None,
+        "auto",
+    ):
+        yield _of_file(
+            "deepspeed-no-batch",
             "the DeepSpeed file has no `train_micro_batch_size_per_gpu`",
             'add `"train_micro_batch_size_per_gpu": "auto"` and `"train_batch_size": "auto"`',
-        ))  # fmt: skip
+        )
+    other = {"bf16": "fp16", "fp16": "bf16"}.get(context.mixed_precision or "", "")
+    if str(section(file, other).get("enabled", False)).lower() == "true":
+        yield _of_file(
+            "deepspeed-precision",
+            f"the DeepSpeed file enables {other}, `mixed_precision` is {context.mixed_precision}",
+            f'set `mixed_precision: {other}`, or `"enabled": "auto"` in the file',
+        )
 
 
-def accumulation_of_the_file(context: Context) -> Iterator[Finding]:
-    """accelerate/accelerator.py:2219: the file's number wins, and a missing one is 1.
-
-    upstream goes on counting with its own argument (finetune.py:692).
+def batch_of_the_file(context: Context) -> Iterator[Finding]:
+    """accelerate/accelerator.py:2219: the file's accumulation wins, a missing one is 1, and upstream goes on
+    counting with its own argument (finetune.py:692). accelerate/accelerator.py:2230 fills in what is
+    `auto`; DeepSpeed asserts that the batch multiplies.
     """
     file, ours = context.file, context.accumulation
     if file is None or ours is None:
         return
-    theirs = file.get("gradient_accumulation_steps", 1)
-    if isinstance(theirs, int) and theirs != ours:
-        told = "sets" if "gradient_accumulation_steps" in file else "is silent, which means"
-        yield _of_file(say(
-            "warning", "run", "deepspeed-accumulation", "deepspeed",
-            f"the DeepSpeed file {told} `gradient_accumulation_steps: {theirs}`: {ours} would "
-            "not be "
-            "used, and the steps be counted wrongly",
+    passes = file.get("gradient_accumulation_steps", 1)
+    if isinstance(passes, int) and passes != ours:
+        verb = "sets" if "gradient_accumulation_steps" in file else "is silent, which means"
+        yield _of_file(
+            "deepspeed-accumulation",
+            f"the DeepSpeed file {verb} `gradient_accumulation_steps: {passes}`: {ours} would not be used, "
+            "and the steps be counted wrongly",
             'write `"gradient_accumulation_steps": "auto"` in the file',
-        ))  # fmt: skip
-
-
-def batch_of_the_file(context: Context) -> Iterator[Finding]:
-    """accelerate/accelerator.py:2230 fills in what is `auto`; DeepSpeed asserts that it multiplies."""
-    file = context.file
-    known = (context.gpus, context.per_device, context.accumulation)
-    if file is None or None in known:
-        return
+            severity="warning",
+        )
     total = file.get("train_batch_size")
-    micro = _number(file.get("train_micro_batch_size_per_gpu"), context.per_device)
-    passes = _number(file.get("gradient_accumulation_steps", 1), context.accumulation)
-    world = (context.gpus or 0) // max(1, context.values.get("sequence_parallel_size") or 1)
-    if isinstance(total, int) and micro and passes and world and total != micro * passes * world:
-        yield _of_file(say(
-            "error", "run", "deepspeed-batch", "deepspeed",
-            f"the DeepSpeed file sets `train_batch_size: {total}`, but {micro} rows x {passes} "
-            f"passes x {world} devices is {micro * passes * world}",
+    rows = _number(file.get("train_micro_batch_size_per_gpu"), context.per_device)
+    times = _number(passes, ours)
+    devices = (context.gpus or 0) // max(1, context.values.get("sequence_parallel_size") or 1)
+    if isinstance(total, int) and rows and times and devices and total != rows * times * devices:
+        yield _of_file(
+            "deepspeed-batch",
+            f"the DeepSpeed file sets `train_batch_size: {total}`, but {rows} rows x {times} passes x "
+            f"{devices} devices is {rows * times * devices}",
             'write `"train_batch_size": "auto"` in the file',
-        ))  # fmt: skip
+        )
 
 
 def _number(given: Any, ours: int | None) -> int | None:
-    if given == "auto" or given is None:
+    if given in ("auto", None):
         return ours
     return given if isinstance(given, int) else None
+
+
+def _of_file(code: str, message: str, help: str, *, severity: Severity = "error") -> Finding:
+    """A finding about launch's own option instead of one of upstream's arguments."""
+    return Finding(
+        severity=severity, layer="run", code=code, key="deepspeed", message=message, help=help
+    )
 
 
 def clipping(context: Context) -> Iterator[Finding]:
@@ -173,20 +168,6 @@ def clipping(context: Context) -> Iterator[Finding]:
             f"`{key}: {ours}` is not read with DeepSpeed, which {what}",
             f'write `"gradient_clipping": {wanted}` in the DeepSpeed file{instead}',
         )  # fmt: skip
-
-
-def precision(context: Context) -> Iterator[Finding]:
-    """accelerate/utils/dataclasses.py:1440."""
-    file, wanted = context.file, context.mixed_precision
-    other = {"bf16": "fp16", "fp16": "bf16"}.get(wanted or "")
-    if file is None or other is None:
-        return
-    if str(section(file, other).get("enabled", False)).lower() == "true":
-        yield _of_file(say(
-            "error", "run", "deepspeed-precision", "deepspeed",
-            f"the DeepSpeed file enables {other}, `mixed_precision` is {wanted}",
-            f"set `mixed_precision: {other}`, or `\"enabled\": \"auto\"` in the file",
-        ))  # fmt: skip
 
 
 def half_precision(context: Context) -> Iterator[Finding]:
@@ -214,8 +195,7 @@ def two_zero_stages(context: Context) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-# --- adapters and quantised models
-# -----------------------------------------------------------------
+# --- adapters and quantised models ----------------------------------------------------------------
 
 
 def quantised(context: Context) -> Iterator[Finding]:
@@ -223,24 +203,15 @@ def quantised(context: Context) -> Iterator[Finding]:
 
     upstream calls DeepSpeed incompatible (finetune.py:209, dpo_utils.py:269).
     """
-    if not context.values["use_qlora"] or caches_only(context):
+    if not context.values["use_qlora"] or not context.distributed or caches_only(context):
         return
-    if context.zero_stage == 3:
-        yield say(
-            "error", "run", "qlora-deepspeed", "use_qlora",
-            "`use_qlora` with ZeRO-3 crashes: a quantised model is placed by a device_map",
-            "write `deepspeed: none`, or leave out `use_qlora`",
-        )  # fmt: skip
-    elif context.distributed:
-        yield say(
-            "warning", "run", "qlora-deepspeed", "use_qlora",
-            "`use_qlora` is not compatible with DeepSpeed, upstream says", "write `deepspeed: none`",
-        )  # fmt: skip
-    if context.gpus == 0:
-        yield say(
-            "error", "run", "qlora-on-cpu", "use_qlora",
-            "`use_qlora` puts the model on GPU 0: there is none with `--gpus 0`",
-        )  # fmt: skip
+    crashes = context.zero_stage == 3
+    yield say(
+        "error" if crashes else "warning", "run", "qlora-deepspeed", "use_qlora",
+        "`use_qlora` with ZeRO-3 crashes: a quantised model is placed by a device_map" if crashes
+        else "`use_qlora` is not compatible with DeepSpeed, upstream says",
+        "write `deepspeed: none`, or leave out `use_qlora`",
+    )  # fmt: skip
 
 
 def frozen_biases(context: Context) -> Iterator[Finding]:
@@ -255,8 +226,7 @@ def frozen_biases(context: Context) -> Iterator[Finding]:
     if kind in _BIASED or config.get("attention_bias") is True or config.get("mlp_bias") is True:
         yield say(
             "error", "run", "lora-biases", "use_lora",
-            f"LoRA on a {kind} model crashes with ZeRO-{context.zero_stage}: the frozen biases "
-            "are an "
+            f"LoRA on a {kind} model crashes with ZeRO-{context.zero_stage}: the frozen biases are an "
             "optimizer group with nothing to train",
             "write `deepspeed: none`, or `deepspeed: zero3` without gradient checkpointing",
         )  # fmt: skip
@@ -277,82 +247,17 @@ def frozen_released(context: Context) -> Iterator[Finding]:
     ):
         yield say(
             "error", "run", "lora-zero3-checkpointing", "gradient_checkpointing",
-            "`gradient_checkpointing` with LoRA and ZeRO-3 crashes in the first backward pass: "
-            "the frozen "
+            "`gradient_checkpointing` with LoRA and ZeRO-3 crashes in the first backward pass: the frozen "
             "weights have been released when a layer is computed again",
-            "leave out one of the three: `deepspeed: none` has LoRA's small optimizer state on "
-            "each GPU",
+            "leave out one of the three: `deepspeed: none` has LoRA's small optimizer state on each GPU",
         )  # fmt: skip
-
-
-# --- one sequence over several GPUs
-# ----------------------------------------------------------------
-
-_SEQUENCE = "sequence_parallel_size"
-# accelerate builds no device mesh for DeepSpeed's sequence parallelism from here on
-_NO_MESH = (1, 13)
-
-
-def _split(context: Context) -> int:
-    """Over how many processes a sequence is split; 1 where it is not."""
-    size = context.values["sequence_parallel_size"]
-    return size if isinstance(size, int) and size > 1 and not caches_only(context) else 1
-
-
-def sequence_stage(context: Context) -> Iterator[Finding]:
-    """finetune.py:803 finds no `shift_labels` without DeepSpeed; finetune.py:322 asks for ZeRO-3."""
-    if (size := _split(context)) == 1 or context.gpus == 0:
-        return
-    stage = context.zero_stage
-    if stage is None:
-        yield say(
-            "error", "run", "sequence-zero-stage", _SEQUENCE,
-            f"`sequence_parallel_size: {size}` crashes without DeepSpeed, which splits the batches",
-            "write `deepspeed: zero3`",
-        )  # fmt: skip
-    elif stage != 3:
-        yield say(
-            "warning", "run", "sequence-zero-stage", _SEQUENCE,
-            f"`sequence_parallel_size: {size}` requires ZeRO-3, upstream says; this is stage "
-            f"{stage}",
-            "write `deepspeed: zero3`",
-        )  # fmt: skip
-
-
-def sequence_world(context: Context) -> Iterator[Finding]:
-    """finetune.py:385."""
-    size, gpus = _split(context), context.gpus
-    if gpus is not None and (world := max(1, gpus)) % size:
-        yield say(
-            "error", "run", "sequence-world", _SEQUENCE,
-            f"`sequence_parallel_size: {size}` does not divide {world} process(es)",
-            f"use a multiple of {size} GPUs, or another size",
-        )  # fmt: skip
-
-
-def sequence_mesh(context: Context) -> Iterator[Finding]:
-    """finetune.py:836 asks accelerate for a mesh; accelerate/parallelism_config.py:221 makes none."""
-    have = (context.packages or {}).get("accelerate")
-    if _split(context) > 1 and have is not None and _release(have) >= _NO_MESH:
-        yield say(
-            "error", "run", "sequence-accelerate", _SEQUENCE,
-            f"`sequence_parallel_size` crashes with accelerate {brief(have)}: since 1.13 it "
-            "makes no "
-            "device mesh for it",
-            "pip install 'accelerate<1.13' (the pin's own lock file has 1.12.0)",
-        )  # fmt: skip
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
 _SHARED: tuple[StageRule, ...] = (
-    zero_section, own_optimizer, unsaved_weights, no_batch, accumulation_of_the_file,
-    batch_of_the_file, clipping, precision, half_precision, quantised, frozen_biases,
+    zero_section, refused_file, batch_of_the_file, clipping, half_precision, quantised, frozen_biases,
 )  # fmt: skip
 
 RULES: Mapping[str, tuple[StageRule, ...]] = {
-    "sft": (*_SHARED, frozen_released, sequence_stage, sequence_world, sequence_mesh),
+    "sft": (*_SHARED, frozen_released),
     "dpo": (*_SHARED, two_zero_stages),
 }

@@ -67,7 +67,7 @@ class Entry:
     no DeepSpeed. `models` says where its source lists the models that it can build, as (module, name of
     the mapping) and (module, class whose methods are the configs). `tables` are the mappings of a module in
     which it looks up what arguments name. `flattens`: `packing` lays the rows of a micro-batch behind each
-    other, and joins none beforehand.
+    other, and joins none beforehand. `needs` are distributions that it imports beside the backend's.
     """
 
     script: str
@@ -89,6 +89,7 @@ class Entry:
     models: tuple[tuple[str, str], tuple[str, str]] | None = None
     tables: tuple[str, tuple[str, ...]] | None = None
     flattens: bool = False
+    needs: tuple[str, ...] = ()
 
     def packs(self, values: Mapping[str, Any], per_device: int | None) -> bool:
         """Whether these arguments come to rows of several samples, of `per_device` rows a micro-batch.

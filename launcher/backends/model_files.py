@@ -61,73 +61,51 @@ def tokenizer_fault(folder: Path) -> str | None:
     return None if whole else f"its {there[0].name} is cut off"
 
 
-def weights_fault(folder: Path, given: Mapping[str, Any] | None = None) -> str | None:
-    """What is wrong with the weights that are loaded; `given` are arguments of the loader.
+def weights_fault(folder: Path) -> str | None:
+    """What is wrong with the weights that are loaded.
 
     transformers/modeling_utils.py:594: the first of four names that is there decides.
     """
-    first = _first(folder, given or {})
+    first = _first(folder)
     if first is None:
         return "it holds no weights" + _beside(folder)
     if not first.name.endswith(".json"):
         return checkpoints.file_fault(first)
-    told = _read(first)
-    placed = told.get("weight_map") if isinstance(told, dict) else None
+    shards = _shards(first)
     # transformers/utils/hub.py:891
-    if not isinstance(placed, dict) or not placed or "metadata" not in told:
+    if not shards or "metadata" not in _read(first):
         return _unread(first)
-    shards = [first.parent / name for name in sorted({str(one) for one in placed.values()})]
     faults = [fault for path in shards if (fault := checkpoints.file_fault(path)) is not None]
     more = f" ({len(faults)} of its {len(shards)} files)" if len(faults) > 1 else ""
     return f"{faults[0]}{more}" if faults else None
 
 
-def pickled(folder: Path, given: Mapping[str, Any] | None = None) -> str | None:
-    """The name of the file that torch unpickles where no safetensors are loaded."""
-    first = _first(folder, given or {})
-    return (
-        first.name
-        if first is not None and first.name.startswith(_TORCH.partition(".")[0])
-        else None
-    )
-
-
-def sizes(
-    folder: Path, given: Mapping[str, Any] | None = None
-) -> Mapping[str, tuple[int, ...]] | None:
+def sizes(folder: Path) -> Mapping[str, tuple[int, ...]] | None:
     """The size of each weight that is loaded, under its name in the files; None where no header tells."""
-    first = _first(folder, given or {})
-    if first is None or pickled(folder, given) is not None:
+    first = _first(folder)
+    if first is None or first.name.startswith("pytorch_model"):
         return None
-    paths = [first]
-    if first.name.endswith(".json"):
-        told = _read(first)
-        placed = told.get("weight_map") if isinstance(told, dict) else None
-        if not isinstance(placed, dict):
-            return None
-        paths = [first.parent / str(name) for name in sorted(set(map(str, placed.values())))]
-    found: dict[str, tuple[int, ...]] = {}
-    for path in paths:
-        header = checkpoints.sizes(path)
-        if header is None:
-            return None
-        found.update(header)
-    return found
+    headers = [
+        checkpoints.sizes(path)
+        for path in (_shards(first) if first.name.endswith(".json") else [first])
+    ]
+    if not headers or None in headers:
+        return None
+    return {name: size for header in headers if header for name, size in header.items()}
 
 
-def _first(folder: Path, given: Mapping[str, Any]) -> Path | None:
-    safe, variant = given.get("use_safetensors"), given.get("variant")
-    kinds = (_SAFE, _TORCH) if safe is None else (_SAFE,) if safe else (_TORCH,)
-    place = folder / str(given.get("subfolder") or "")
-    names = (name for kind in kinds for name in (kind, f"{kind}.index.json"))
-    paths = (place / _with_variant(name, variant) for name in names)
-    return next((path for path in paths if is_file(path)), None)
+def _first(folder: Path) -> Path | None:
+    names = (f"{name}{index}" for name in (_SAFE, _TORCH) for index in ("", ".index.json"))
+    return next((path for name in names if is_file(path := folder / name)), None)
 
 
-def _with_variant(name: str, variant: object) -> str:
-    # transformers/modeling_utils.py:529
-    stem, _, suffix = name.rpartition(".")
-    return f"{stem}.{variant}.{suffix}" if variant else name
+def _shards(index: Path) -> list[Path]:
+    """The files that an index names; empty where it cannot be read."""
+    data = _read(index)
+    placed = data.get("weight_map") if isinstance(data, dict) else None
+    if not isinstance(placed, dict):
+        return []
+    return [index.parent / name for name in sorted({str(one) for one in placed.values()})]
 
 
 def _beside(folder: Path) -> str:

@@ -11,7 +11,6 @@ from launcher.backends import model_config
 from launcher.backends.context import Context, StageRule, caches_only, section
 from launcher.backends.rule import say
 from launcher.errors import Finding
-from launcher.schema import Values
 
 # liger_kernel/transformers/monkey_patch.py:2879, release 0.7.0, the one that the pin locks
 LIGER_RELEASE = (0, 7)
@@ -24,9 +23,6 @@ LIGER_MODELS = frozenset({
     "hunyuan_v1_dense", "hunyuan_v1_moe", "exaone4",
 })  # fmt: skip
 
-# what each of olmo-core's names needs installed (model_utils.py:51)
-_FLASH = {"flash_2": "flash-attn", "flash_3": "flash-attn-3", "flash_4": "flash-attn-4"}
-
 
 def _own(context: Context) -> Mapping[str, Any]:
     """The config of the model whose weights are loaded."""
@@ -35,8 +31,7 @@ def _own(context: Context) -> Mapping[str, Any]:
     return model_config.read(name, context.environ, revision)
 
 
-# --- Liger
-# -----------------------------------------------------------------------------------------
+# --- Liger ----------------------------------------------------------------------------------------
 
 
 def liger_unknown(context: Context) -> Iterator[Finding]:
@@ -52,21 +47,6 @@ def liger_unknown(context: Context) -> Iterator[Finding]:
     yield say(
         "error" if crashes and known else "warning", "run", "liger-unknown-model",
         "use_liger_kernel", f"Liger {have} has no kernels for {kind} models: {what}",
-        "write `use_liger_kernel: false`",
-    )  # fmt: skip
-
-
-def liger_without_fused_loss(context: Context) -> Iterator[Finding]:
-    """finetune.py:587 asks for the fused loss beside the other one, which Granite's kernels have on
-    (liger_kernel/transformers/monkey_patch.py:171: an AssertionError).
-    """
-    if _patched(context) != "granite":
-        return
-    have, known = _liger(context)
-    yield say(
-        "error" if known else "warning", "run", "liger-without-fused-loss", "use_liger_kernel",
-        f"Liger {have} has no fused loss for granite models, which upstream asks "
-        "for: it fails with an AssertionError",
         "write `use_liger_kernel: false`",
     )  # fmt: skip
 
@@ -103,8 +83,7 @@ def liger_on_cpu(context: Context) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-# --- length and attention
-# --------------------------------------------------------------------------
+# --- length and attention -------------------------------------------------------------------------
 
 
 def beyond_positions(context: Context) -> Iterator[Finding]:
@@ -145,10 +124,7 @@ def packed_without_flash(context: Context) -> Iterator[Finding]:
     as DPO does where none is given (olmo_core_utils.py:57).
     """
     values = context.values
-    if not values["packing"] or caches_only(context):
-        return
-    if context.gpus == 0:
-        yield from _packed_on_cpu(values)
+    if not values["packing"] or context.gpus == 0 or caches_only(context):
         return
     given = values.get("attn_implementation")
     slow = f"`attn_implementation: {given}` has" if given in {"torch", "te"} else None
@@ -167,24 +143,6 @@ def packed_without_flash(context: Context) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _packed_on_cpu(values: Values) -> Iterator[Finding]:
-    """transformers/masking_utils.py:860 keeps packed samples apart where there is no cache, as in SFT
-    (finetune.py:830). In DPO checkpointing does without one (dpo_tune_cache.py:376); the reference, which
-    simpo alone does not need (dpo_utils.py:88), has it on.
-    """
-    if values.schema.stage != "dpo":
-        return
-    budget = values["activation_memory_budget"]
-    without = isinstance(budget, int | float) and budget < 1 and not values["use_lora"]
-    if values["loss_type"] != "simpo" or not without:
-        yield say(
-            "warning", "run", "packing-leaks", "packing",
-            "`packing`: samples in a row see each other: a CPU has no flash attention, and DPO "
-            "leaves "
-            "the cache on", "`packing: false`",
-        )  # fmt: skip
-
-
 def packed_alone(context: Context) -> Iterator[Finding]:
     """finetune.py:642 packs the rows of one micro-batch (padding_free_collator.py:102), and no others."""
     if context.values["packing"] and context.per_device == 1 and not caches_only(context):
@@ -195,97 +153,12 @@ def packed_alone(context: Context) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def attention_missing(context: Context) -> Iterator[Finding]:
-    """dpo_tune_cache.py:338: transformers refuses an implementation whose package is missing."""
-    given = context.values["attn_implementation"]
-    if given not in _FLASH or caches_only(context):
-        return
-    if context.gpus == 0:
-        yield say(
-            "error", "run", "attention-missing", "attn_implementation",
-            f"`attn_implementation: {given}` needs a GPU, and `--gpus 0` has none",
-            "leave it out, or write torch",
-        )  # fmt: skip
-    elif context.lacks(_FLASH[given], "kernels"):
-        yield say(
-            "error" if context.running else "warning", "run", "attention-missing",
-            "attn_implementation",
-            f"`attn_implementation: {given}`: the trainer's Python has no {_FLASH[given]}",
-            f"pip install {_FLASH[given]}, or leave it out: what is installed is detected",
-        )  # fmt: skip
-
-
-def attention_replaced(context: Context) -> Iterator[Finding]:
-    """model_utils.py:55."""
-    if context.values["attn_implementation"] == "te":
-        yield say(
-            "warning", "run", "attention-replaced", "attn_implementation",
-            "`attn_implementation: te` runs torch's own attention in this script",
-            "write torch, or leave it out",
-        )  # fmt: skip
-
-
-# --- losses, tokenizer, place
-# ----------------------------------------------------------------------
-
-
-def dense_balancing(context: Context) -> Iterator[Finding]:
-    """finetune.py:828, dpo_utils.py:863: only a mixture of experts has an `aux_loss`."""
-    config = model_config.text_part(model_config.built_from(context.values, context.environ))
-    if not context.values["load_balancing_loss"] or not config or caches_only(context):
-        return
-    if not any("expert" in key for key in config):
-        yield say(
-            "error", "run", "balancing-dense", "load_balancing_loss",
-            f"`load_balancing_loss` crashes: a {config.get('model_type')} model has no experts "
-            "to balance",
-            "write `load_balancing_loss: false`",
-        )  # fmt: skip
-
-
-def wpo_batch(context: Context) -> Iterator[Finding]:
-    """dpo_utils.py:601 multiplies one number a row with one a token: only a single row fits."""
-    rows = context.per_device
-    if context.values["loss_type"] == "wpo" and rows is not None and rows > 1:
-        yield say(
-            "error", "run", "wpo-batch", "loss_type",
-            f"`loss_type: wpo` crashes with {rows} rows a device: its weights fit a single row "
-            "only",
-            "set `per_device: 1`, or another loss",
-        )  # fmt: skip
-
-
-def olmo_bos(context: Context) -> Iterator[Finding]:
-    """dataset_transformation.py:793, dataset_transformation.py:797, dataset_transformation.py:799,
-    dataset_transformation.py:800.
-    """
-    values = context.values
-    if values["get_tokenizer_fn"] != "get_tokenizer_tulu_v2_2":
-        return
-    name = values["tokenizer_name_or_path"] or values["model_name_or_path"]
-    revision = values["tokenizer_revision"] or values["model_revision"]
-    kind = model_config.read(name, context.environ, revision).get("model_type")
-    if not isinstance(kind, str) or "olmo" not in kind:
-        return
-    template = values["chat_template_name"]
-    if not values["use_fast"]:
-        yield _olmo("use_fast", "OLMo needs `use_fast: true`")
-    if template is not None and ("olmo" in template) == bool(values["add_bos"]):
-        needed = "false" if "olmo" in template else "true"
-        yield _olmo("add_bos", f"OLMo with the chat template {template} needs `add_bos: {needed}`")
-
-
-def _olmo(key: str, message: str) -> Finding:
-    return say("error", "run", "olmo-tokenizer", key, f"{message}: upstream asserts it")
-
-
 _LIGER: tuple[StageRule, ...] = (liger_unknown, liger_on_cpu, beyond_positions)
-_SHARED: tuple[StageRule, ...] = (*_LIGER, packed_without_flash, dense_balancing, olmo_bos)
 
 RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {
     "open_instruct": {
-        "sft": (*_SHARED, packed_alone, liger_without_fused_loss),
-        "dpo": (*_SHARED, attention_missing, attention_replaced, wpo_batch),
+        "sft": (*_LIGER, packed_without_flash, packed_alone),
+        "dpo": (*_LIGER, packed_without_flash),
     },
     "trl": dict.fromkeys(("sft", "dpo"), _LIGER),
 }

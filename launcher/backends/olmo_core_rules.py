@@ -10,7 +10,6 @@ import difflib
 import math
 import os
 import re
-import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from operator import itemgetter
@@ -18,34 +17,24 @@ from pathlib import Path
 from typing import Any
 
 from launcher import shapes
-from launcher.backends import (
-    loading_rules,
-    model_config,
-    model_files,
-    model_rules,
-    service_rules,
-)
+from launcher.backends import loading_rules, model_config, model_rules, service_rules
 from launcher.backends.context import Context, StageRule, caches_only
 from launcher.backends.data_rules import tokenising_outlasts
-from launcher.backends.mixer_rules import RULES as MIXER_RULES
 from launcher.backends.open_instruct import output_folder
 from launcher.backends.open_instruct_rules import (
+    DATA_RULES,
     beaker_without_push,
     entity_twice,
     json_mappings,
+    no_epochs,
+    out_of_range,
     push_by_default,
     two_data_sources,
+    unknown_function,
+    unknown_template,
     zero_stage,
 )
 from launcher.backends.rule import Rule, check, say
-from launcher.backends.value_rules import (
-    cache_on_the_hub,
-    no_epochs,
-    out_of_range,
-    transforms,
-    unknown_template,
-    unknown_tokenizer_function,
-)
 from launcher.errors import Finding, brief
 from launcher.paths import is_file
 from launcher.schema import Values
@@ -56,53 +45,39 @@ _TRAINS = "leave out `script:`, dpo_tune_cache.py trains it"
 _TIMEOUT_S = 15 * 60
 # OLMo-core's shapes (olmo_core/nn/transformer/config.py), in the words of a config.json
 _SIZES = (
-    "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-    "head_dim",
+    "model_type", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
+    "num_key_value_heads",
 )  # fmt: skip
-_OLMO2: Mapping[str, tuple[int, ...]] = {
-    "1M": (12, 4, 256, 4, 4, 4), "14M": (128, 4, 512, 8, 8, 16), "30M": (256, 4, 768, 8, 8, 32),
-    "60M": (384, 8, 1536, 8, 8, 48), "100M": (512, 12, 2048, 8, 8, 64),
-    "190M": (768, 12, 3072, 12, 12, 64), "370M": (1024, 16, 4096, 16, 16, 64),
-    "600M": (1344, 16, 5376, 16, 16, 84), "760M": (1536, 16, 6144, 16, 16, 96),
-    "1B": (2048, 18, 8192, 16, 16, 128), "1B_v2": (2048, 16, 8192, 16, 16, 128),
-    "3B": (3328, 16, 13312, 16, 16, 208), "7B": (4096, 32, 11008, 32, 32, 128),
-    "13B": (5120, 40, 13824, 40, 40, 128), "32B": (5120, 64, 27648, 40, 8, 128),
-}  # fmt: skip
-_SHAPES: Mapping[str, tuple[int, ...]] = {
-    **{f"olmo2_{size}": sizes for size, sizes in _OLMO2.items()},
-    **{f"olmo3_{size}": sizes for size, sizes in _OLMO2.items() if size != "1B_v2"},
-    "olmo3_600M": (1280, 16, 5120, 16, 16, 80), "olmo3_1B": _OLMO2["1B_v2"],
-    "qwen3_0_6B": (1024, 28, 3072, 16, 8, 128), "qwen3_1_7B": (2048, 28, 6144, 16, 8, 128),
-    "qwen3_4B": (2560, 36, 9728, 32, 8, 128), "qwen3_8B": (4096, 36, 12288, 32, 8, 128),
+_SHAPES: Mapping[str, tuple[str | int, ...]] = {
+    "olmo2_1B": ("olmo2", 2048, 18, 8192, 16, 16),
+    "olmo2_1B_v2": ("olmo2", 2048, 16, 8192, 16, 16),
+    "olmo2_7B": ("olmo2", 4096, 32, 11008, 32, 32),
+    "olmo2_13B": ("olmo2", 5120, 40, 13824, 40, 40),
+    "olmo2_32B": ("olmo2", 5120, 64, 27648, 40, 8),
+    "olmo3_1B": ("olmo3", 2048, 16, 8192, 16, 16),
+    "olmo3_7B": ("olmo3", 4096, 32, 11008, 32, 32),
+    "olmo3_32B": ("olmo3", 5120, 64, 27648, 40, 8),
+    "qwen3_0_6B": ("qwen3", 1024, 28, 3072, 16, 8),
+    "qwen3_1_7B": ("qwen3", 2048, 28, 6144, 16, 8),
+    "qwen3_4B": ("qwen3", 2560, 36, 9728, 32, 8),
+    "qwen3_8B": ("qwen3", 4096, 36, 12288, 32, 8),
     # neither is Qwen's own, which has 40 layers, and 64 heads
-    "qwen3_14B": (5120, 48, 17408, 40, 8, 128), "qwen3_32B": (5120, 64, 25600, 40, 8, 128),
-    "llama2_271M": (1024, 16, 2816, 8, 8, 128), "llama2_1B": (2048, 18, 5632, 16, 16, 128),
-    "llama2_7B": (4096, 32, 11008, 32, 32, 128), "llama2_13B": (5120, 40, 13824, 40, 40, 128),
-    "llama2_26B": (5120, 80, 13824, 40, 40, 128), "llama2_70B": (8192, 80, 28672, 64, 8, 128),
-    "llama3_1B": (2048, 16, 8192, 32, 8, 64), "llama3_8B": (4096, 32, 14336, 32, 8, 128),
-    "llama3_70B": (8196, 80, 28672, 64, 8, 128), "llama3_405B": (16384, 126, 53248, 128, 8, 128),
-}  # fmt: skip
-_LOADED = ("gemma3_text", "llama", "olmo2", "olmo3", "qwen3")
-# biases, joined weights and experts are refused (olmo_core/nn/conversion/state_converter.py:141);
-# in the
+    "qwen3_14B": ("qwen3", 5120, 48, 17408, 40, 8),
+    "qwen3_32B": ("qwen3", 5120, 64, 25600, 40, 8),
+    "llama3_8B": ("llama", 4096, 32, 14336, 32, 8),
+}
+# biases, joined weights and experts are refused (olmo_core/nn/conversion/state_converter.py:141); of
 # others the second norm is taken for the first one (olmo_core/nn/hf/convert.py:45)
-_UNLOADED = frozenset({
-    "gemma", "gemma2", "granite", "mistral", "mixtral", "olmo", "olmoe", "phi3", "qwen2", "qwen3_moe",
-    "smollm3",
-})  # fmt: skip
+_LOADED = ("gemma3_text", "llama", "olmo2", "olmo3", "qwen3")
 _SCHEDULERS = ("cosine", "linear", "constant", "constant_with_warmup")
 # what OLMo-core 2.6.0 ties as the models do (olmo_core/nn/transformer/config.py); at the pin it
 # ties none
 _TIED = ("qwen3_0_6B", "qwen3_1_7B", "qwen3_4B")
 # the families whose layers OLMo-core writes in transformers' form (olmo_core/nn/hf/config.py)
 _EXPORTED = ("olmo2", "olmo3", "olmoe")
-# of a folder OLMo-core asserts one of these (olmo_core/nn/hf/checkpoint.py:90), whatever else is
-# in it
-_ASSERTED = ("generation_config.json", "model.safetensors.index.json", "pytorch_model.bin")
 
 
-# --- what the arguments alone decide
-# ---------------------------------------------------------------
+# --- what the arguments alone decide --------------------------------------------------------------
 
 
 def model(values: Values) -> Iterator[Finding]:
@@ -129,9 +104,8 @@ def model(values: Values) -> Iterator[Finding]:
     if not config and folder:
         yield say(
             "error", "run", "unsupported-model", key,
-            f"OLMo-core knows models by name: of the folder {brief(name)} it cannot tell which "
-            "one it is",
-            f"add `config_name:`, {_shape_hint(str(name), names)}",
+            f"OLMo-core knows models by name: of the folder {brief(name)} it cannot tell which one it is",
+            f"add `config_name:`, one of {', '.join(names)}",
         )  # fmt: skip
         return
     near = difflib.get_close_matches(wanted, [*models, *configs], n=1, cutoff=0.8)
@@ -146,35 +120,6 @@ def model(values: Values) -> Iterator[Finding]:
         f"{brief(wanted)} is no model that dpo.py can build",
         f"{help}{listed}; for any other leave out `script:`: dpo_tune_cache.py trains it",
     )  # fmt: skip
-
-
-def _shape_hint(folder: str, names: list[str]) -> str:
-    told = _shape_of(model_config.read(folder, {}))
-    return f"by its config.json {told}" if told else f"one of {', '.join(names)}"
-
-
-def _shape_of(config: Mapping[str, Any]) -> str | None:
-    """The name that fits; none of llama's, whose rotary embedding OLMo-core does not scale."""
-    if any(config.get(key) is None for key in ("model_type", *_SIZES[:2])):
-        return None
-    named = (name for name in _SHAPES if not name.startswith("llama"))
-    return next((name for name in named if not _differences(config, name)), None)
-
-
-def _described(name: str | None) -> Mapping[str, Any]:
-    """What a config.json of that shape would hold; empty of a shape that is not listed."""
-    if name is None or name not in _SHAPES:
-        return {}
-    family = name.partition("_")[0]
-    kind = "llama" if family.startswith("llama") else family
-    return {"model_type": kind, **dict(zip(_SIZES, _SHAPES[name], strict=True))}
-
-
-def _differences(config: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """The keys that say something else; what the config leaves out is not guessed."""
-    return tuple(
-        key for key, size in _described(name).items() if config.get(key) not in (None, size)
-    )
 
 
 def budget(values: Values) -> Iterator[Finding]:
@@ -197,8 +142,7 @@ def budget(values: Values) -> Iterator[Finding]:
         yield say(
             "error" if share < 0 else "warning", "run", "out-of-range", key,
             f"`{key}: {share}`: {'OLMo-core refuses it' if share < 0 else what}",
-            "a share above 0 and up to 1: 0.1 is the lowest that was measured, 0.5 upstream's "
-            "example",
+            "a share above 0 and up to 1: 0.1 is the lowest that was measured, 0.5 upstream's example",
         )  # fmt: skip
 
 
@@ -212,8 +156,7 @@ def packing(values: Values) -> Iterator[Finding]:
     size = f" of {2 * row:,} positions" if isinstance(row, int) else ""
     yield say(
         "warning", "run", "packing-leaks", "packing",
-        "`packing`: samples in a row attend to each other: the model is told no boundaries, "
-        "and chosen "
+        "`packing`: samples in a row attend to each other: the model is told no boundaries, and chosen "
         f"and rejected stand in one row{size}; the reference is computed beside other samples "
         "than training",
         "`packing: false`, or `expect: {packing: on}` with `probe: {isolation: off}` to run it "
@@ -232,8 +175,7 @@ def export(values: Values) -> Iterator[Finding]:
             "warning", "run", "no-hf-export",
             "config_name" if values["config_name"] else "model_name_or_path",
             f"OLMo-core cannot write {named} as transformers reads it: `hf_model` will hold "
-            "model_state_dict.pt under OLMo-core's names, and from_pretrained finds no weights "
-            "there"
+            "model_state_dict.pt under OLMo-core's names, and from_pretrained finds no weights there"
             + (", neither on the hub" if values["push_to_hub"] else ""),
             f"rename the weights afterwards, or {_OTHER}",
         )  # fmt: skip
@@ -241,26 +183,14 @@ def export(values: Values) -> Iterator[Finding]:
 
 def ranges(values: Values) -> Iterator[Finding]:
     """Those of the other scripts, but for what is not read by this one."""
-    own = ("logging_steps", "keep_last_n_checkpoints", "lora_rank", "lora_dropout")
-    skipped = {f"args.{key}" for key in own}
+    skipped = {f"args.{key}" for key in ("logging_steps", "keep_last_n_checkpoints", "lora_rank")}
     yield from (found for found in out_of_range(values) if found.key not in skipped)
 
 
-def _interval(values: Values) -> bool:
-    steps, between = values["checkpointing_steps"], values["ephemeral_save_interval"]
-    whole = isinstance(between, int) and isinstance(steps, int)
-    return whole and not 1 <= between < steps
-
-
 RULES: tuple[Rule, ...] = (
-    two_data_sources, beaker_without_push, json_mappings, zero_stage, *MIXER_RULES, entity_twice,
+    two_data_sources, beaker_without_push, json_mappings, zero_stage, *DATA_RULES, entity_twice,
     push_by_default, model, export, budget, packing, ranges, no_epochs, unknown_template,
-    unknown_tokenizer_function, transforms, cache_on_the_hub,
-    *(
-        check("dpo.py:160, dpo.py:168, dpo.py:171", "not-with-olmo-core", key, itemgetter(key),
-              f"`{key}` is refused by dpo.py", f"write `{key}: false`, or {_OTHER}")
-        for key in ("use_lora", "dpo_use_paged_optimizer", "use_8bit_optimizer")
-    ),
+    unknown_function,
     # no line of dpo.py reads it (dpo.py:160 asks for `use_lora` alone)
     check(
         "dpo.py:160", "not-with-olmo-core", "use_qlora", itemgetter("use_qlora"),
@@ -284,55 +214,16 @@ RULES: tuple[Rule, ...] = (
         "`packing` with `concatenated_forward: false` crashes in the reference pass",
         "write `concatenated_forward: true`",
     ),
-    # where its forward passes give no auxiliary loss, none is added
-    # (olmo_core_train_modules.py:192)
-    check(
-        "dpo_utils.py:1008", "balancing-unread", "load_balancing_loss",
-        itemgetter("load_balancing_loss"),
-        "`load_balancing_loss` adds nothing: this script's forward passes give no such loss",
-        f"delete the line, or {_OTHER}", severity="warning",
-    ),
-    # olmo_core/optim/scheduler.py: alpha_f, which dpo.py:58 leaves at its default
-    check(
-        "dpo.py:57", "scheduler-replaced", "lr_scheduler_type",
-        lambda v: v["lr_scheduler_type"] == "cosine",
-        "`lr_scheduler_type: cosine` ends at a tenth of the rate here, not at 0", severity="note",
-    ),
-    check(
-        "dpo.py:59", "scheduler-replaced", "lr_scheduler_type",
-        lambda v: v["lr_scheduler_type"] == "constant" and v["warmup_ratio"],
-        "`lr_scheduler_type: constant` warms up here, over {warmup_ratio} of all steps",
-        "`warmup_ratio: 0.0` for none", severity="note",
-    ),
     check(
         "dpo.py:57, dpo.py:59", "scheduler-replaced", "lr_scheduler_type",
         lambda v: v["lr_scheduler_type"] not in _SCHEDULERS,
         "`lr_scheduler_type: {lr_scheduler_type}` runs a constant rate after the warm-up",
         f"one of {', '.join(_SCHEDULERS[:3])}", severity="warning",
     ),
-    # olmo_core/train/callbacks/checkpointer.py refuses these, and the logger divides
-    check(
-        "olmo_core_callbacks.py:169", "checkpoint-steps", "checkpointing_steps",
-        lambda v: isinstance(v["checkpointing_steps"], int) and v["checkpointing_steps"] < 1,
-        "`checkpointing_steps: {checkpointing_steps}`: OLMo-core takes 1 and more",
-        "write a number of steps",
-    ),
-    check(
-        "olmo_core_callbacks.py:169", "checkpoint-steps", "ephemeral_save_interval", _interval,
-        "`ephemeral_save_interval: {ephemeral_save_interval}` is not between 1 and "
-        "`checkpointing_steps: {checkpointing_steps}`",
-        "leave it out, or write less than `checkpointing_steps`",
-    ),
-    check(
-        "olmo_core_callbacks.py:169", "out-of-range", "logging_steps",
-        lambda v: v.given("logging_steps") and v["logging_steps"] < 1,
-        "`logging_steps: {logging_steps}`: the trainer divides by it",
-    ),
 )  # fmt: skip
 
 
-# --- what needs more than the arguments
-# ------------------------------------------------------------
+# --- what needs more than the arguments -----------------------------------------------------------
 
 
 def no_deepspeed(context: Context) -> Iterator[Finding]:
@@ -358,59 +249,53 @@ def precision(context: Context) -> Iterator[Finding]:
 def other_shape(context: Context) -> Iterator[Finding]:
     """dpo.py:329 loads the model's weights into the shape that `config_name`, or its own name, stands for.
 
-    Only what the file has is looked up there (olmo_core/nn/hf/checkpoint.py:117): layers that it has
-    not stay as they were made. The vocabulary is the model's own (olmo_core_utils.py:231).
+    Layers that the files do not have stay as they were made (olmo_core/nn/hf/checkpoint.py:117).
     """
     values, models = context.values, context.values.schema.models
-    name, config = values["model_name_or_path"], values["config_name"]
+    name, config = str(values["model_name_or_path"]), values["config_name"]
     named = models.get(str(config or name), str(config or name))
-    if named not in values.schema.configs or caches_only(context):
+    held = model_config.read(name, context.environ) or shapes.table().get(name.lower()) or {}
+    if named not in values.schema.configs or not held or caches_only(context):
         return
     key = "config_name" if config else "model_name_or_path"
-    known = shapes.table().get(str(name).lower()) or _described(models.get(str(name)))
-    held = model_config.read(name, context.environ) or known
-    own = models.get(str(name), "").partition("_")[0]
-    family, found = str(held.get("model_type", own)), _shape_of(held)
-    help = f"write `config_name: {found}`" if found else f"no `config_name` fits it: {_TRAINS}"
-    if family in _UNLOADED:
+    family, expected = (
+        held.get("model_type"),
+        dict(zip(_SIZES, _SHAPES.get(named, ()), strict=False)),
+    )
+    # OLMo-core does not scale llama's rotary embedding
+    fitting = next(
+        (
+            shape
+            for shape, sizes in _SHAPES.items()
+            if sizes[0] != "llama" and all(map(_agrees, map(held.get, _SIZES), sizes))
+        ),
+        None,
+    )
+    help = f"write `config_name: {fitting}`" if fitting else f"no `config_name` fits it: {_TRAINS}"
+    differing = [
+        f"{size} is {brief(held[size])}, not {wanted}"
+        for size, wanted in expected.items()
+        if not _agrees(held.get(size), wanted)
+    ]
+    if family not in _LOADED and family in shapes.FAMILIES:
         yield say(
             "error", "run", "other-shape", key,
-            f"{brief(name)} is of the family {family}: OLMo-core loads {', '.join(_LOADED)}; "
-            "of others it "
+            f"{brief(name)} is of the family {family}: OLMo-core loads {', '.join(_LOADED)}; of others it "
             "refuses weights once the data are tokenised, or leaves some out", help,
         )  # fmt: skip
-        return
-    differs = _differences(held, named)
-    if {family, _described(named).get("model_type")} == {"olmo2", "olmo3"} and len(differs) == 1:
+    elif differing:
+        # the one trains as the other, but for the attention beyond 4,096 positions
+        alike = len(differing) == 1 and {family, expected["model_type"]} == {"olmo2", "olmo3"}
         yield say(
-            "warning", "run", "other-shape", key,
-            f"{brief(name)} is an {family} model: its weights load into {named}, and beyond "
-            "4,096 positions "
-            "the attention is not the one it was trained with", help,
-        )  # fmt: skip
-    elif differs:
-        wanted = _described(named)
-        said = ", ".join(f"{one} is {brief(held[one])}, not {wanted[one]}" for one in differs)
-        yield say(
-            "error", "run", "other-shape", key,
-            f"{brief(name)} does not fit OLMo-core's {named}: {said}; "
-            f"{_unfit(held, named, differs)}",
-            help,
-        )  # fmt: skip
-    elif found not in {None, named}:
-        yield say(
-            "error", "run", "other-shape", key,
-            f"{brief(name)} has the shape of {found}: its weights do not fit {named}", help,
+            "warning" if alike else "error", "run", "other-shape", key,
+            f"{brief(name)} does not fit OLMo-core's {named}: {', '.join(differing)}: loading fails once "
+            "the data are tokenised, or layers keep random weights", help,
         )  # fmt: skip
 
 
-def _unfit(held: Mapping[str, Any], named: str, differs: tuple[str, ...]) -> str:
-    layers, wanted = held.get("num_hidden_layers"), _described(named)["num_hidden_layers"]
-    if differs == ("num_hidden_layers",) and isinstance(layers, int) and layers < wanted:
-        return f"the last {wanted - layers} layers would keep random weights, without a word"
-    if "model_type" in differs:
-        return "its weights do not fit"
-    return "loading its weights fails once the data are tokenised"
+def _agrees(held: object, wanted: object) -> bool:
+    # what a config leaves out is not guessed
+    return held is None or held == wanted
 
 
 def offline_model(context: Context) -> Iterator[Finding]:
@@ -426,35 +311,14 @@ def offline_model(context: Context) -> Iterator[Finding]:
         found = loading_rules.missing_model(context)
         yield from (finding for finding in found if finding.key != "args.config_name")
         return
-    shape = values.schema.models.get(name) or _shape_of(model_config.read(name, environ))
-    config = f" and `config_name: {shape or '<its shape>'}`" if not values["config_name"] else ""
-    folder = _whole(name, environ)
-    if folder is None:
-        help = (
-            f"{model_config.hub_cache(environ)} does not hold it whole: `hf download {name}` "
-            "where the hub "
-            f"can be reached; then write the folder that it prints as `model_name_or_path`{config}"
-        )
-    else:
-        help = f"write `model_name_or_path: {folder}`{config}"
-        if not any(is_file(folder / one) for one in _ASSERTED):
-            help += f", and {_made(folder)}"
+    folder = model_config.snapshot(name, environ) or "<what `hf download` prints>"
+    config = f" and `config_name: {values.schema.models.get(name, '<its shape>')}`"
     yield say(
         "error" if context.running else "warning", "run", "offline-hub-model", "model_name_or_path",
-        f"{variable} is set and {brief(name)} is a hub name: with the data tokenised and the "
-        "model built, "
-        "OLMo-core asks the hub whether it has that name, and crashes, whatever lies in the "
-        "hub's cache",
-        f"{help}; or unset {variable}",
+        f"{variable} is set and {brief(name)} is a hub name: with the data tokenised and the model built, "
+        "OLMo-core asks the hub whether it has that name, and crashes, whatever lies in the hub's cache",
+        f"write `model_name_or_path: {folder}`{'' if values['config_name'] else config}; or unset {variable}",
     )  # fmt: skip
-
-
-def _whole(name: str, environ: Mapping[str, str]) -> Path | None:
-    """The folder of the hub's cache with all of a model; it takes `main`, as this script does."""
-    folder = model_config.snapshot(name, environ)
-    if folder is None or model_files.config_fault(folder) or model_files.weights_fault(folder):
-        return None
-    return folder.absolute()
 
 
 def folder_unread(context: Context) -> Iterator[Finding]:
@@ -462,23 +326,17 @@ def folder_unread(context: Context) -> Iterator[Finding]:
 
     Weights in one file and no generation settings end in an assertion (olmo_core/nn/hf/checkpoint.py:90).
     """
-    name = context.values["model_name_or_path"]
-    if not isinstance(name, str) or not name or caches_only(context):
-        return
-    folder = Path(name)
+    folder = Path(str(context.values["model_name_or_path"]))
+    asserted = ("generation_config.json", "model.safetensors.index.json", "pytorch_model.bin")
     # a folder without weights is one to plan with
-    if not is_file(folder / "model.safetensors") or any(is_file(folder / one) for one in _ASSERTED):
+    if not is_file(folder / "model.safetensors") or caches_only(context):
         return
-    yield say(
-        "error", "run", "folder-not-loaded", "model_name_or_path",
-        f"{brief(name)} holds none of {', '.join(_ASSERTED)}: with the model built, OLMo-core "
-        "ends there",
-        f"{_made(folder)}: it is not read for training",
-    )  # fmt: skip
-
-
-def _made(folder: Path) -> str:
-    return f"`echo '{{}}' > {shlex.quote(str(folder / _ASSERTED[0]))}`"
+    if not any(is_file(folder / one) for one in asserted):
+        yield say(
+            "error", "run", "folder-not-loaded", "model_name_or_path",
+            f"{brief(folder)} holds none of {', '.join(asserted)}: OLMo-core ends there, the model built",
+            f"write {{}} into its {asserted[0]}, which training does not read",
+        )  # fmt: skip
 
 
 def goes_on(context: Context) -> Iterator[Finding]:
@@ -493,8 +351,7 @@ def goes_on(context: Context) -> Iterator[Finding]:
     if any(saved):
         yield say(
             "warning", "run", "resume-unjudged", "output_dir",
-            f"{folder} holds step{max(saved)}: OLMo-core goes on from there by itself, and "
-            "whether data, "
+            f"{folder} holds step{max(saved)}: OLMo-core goes on from there by itself, and whether data, "
             "model and arguments are the same is not looked at for this script",
             "name another `output_dir` to start over",
         )  # fmt: skip
@@ -539,43 +396,14 @@ def tokenising(context: Context) -> Iterator[Finding]:
     yield from tokenising_outlasts(context, seconds=_TIMEOUT_S)
 
 
-def wpo(context: Context) -> Iterator[Finding]:
-    """As in the other script (dpo_utils.py:601), and a packed row holds several samples."""
-    if context.values["loss_type"] == "wpo" and context.values["packing"]:
-        yield say(
-            "error", "run", "wpo-batch", "loss_type",
-            "`loss_type: wpo` crashes with `packing`: its weights fit a single sample only",
-            "write `packing: false` and `per_device: 1`, or another loss",
-        )  # fmt: skip
-    else:
-        yield from model_rules.wpo_batch(context)
-
-
-def positions(context: Context) -> Iterator[Finding]:
-    """Packed, chosen and rejected stand behind each other: positions go on to twice the length."""
-    values = context.values
-    reach = model_rules.positions(model_config.built_from(values, context.environ))
-    row = values["max_seq_length"]
-    if values["packing"] and isinstance(row, int) and reach and row <= reach < 2 * row:
-        yield say(
-            "warning", "run", "beyond-positions", "max_seq_length",
-            f"`packing`: the rows have {2 * row} positions, counted through, and the model was "
-            "made for "
-            f"{reach}", f"write `max_seq_length: {reach // 2}`, or `packing: false`",
-        )  # fmt: skip
-    else:
-        yield from model_rules.beyond_positions(context)
-
-
 STAGE_RULES: tuple[StageRule, ...] = (
     no_deepspeed, precision, other_shape, goes_on, no_compiler, accumulation, wandb_key, tokenising,
-    wpo, positions, model_rules.attention_missing, model_rules.olmo_bos, offline_model, folder_unread,
-    service_rules.hub_token, service_rules.remote_code,
+    model_rules.beyond_positions, offline_model,
+    folder_unread, service_rules.hub_token, service_rules.remote_code,
 )  # fmt: skip
 
 
-# --- what needs the number of processes
-# ------------------------------------------------------------
+# --- what needs the number of processes -----------------------------------------------------------
 
 
 # FSDP's two degrees, also as older commits spell them; the first dpo.py has neither
@@ -607,8 +435,7 @@ def degrees(values: Values, processes: int) -> Iterator[Finding]:
         (first, shards), (second, replicas) = given.items()
         yield say(
             "error", "run", "shard-degree", second,
-            f"{replicas} replicas of {shards} shards are {shards * replicas} processes, not "
-            f"{world}",
+            f"{replicas} replicas of {shards} shards are {shards * replicas} processes, not {world}",
             f"give one of `{first}` and `{second}`: the other follows",
         )  # fmt: skip
 
@@ -639,8 +466,7 @@ def too_few_rows(
     if rows < step and not values["cache_logprobs_only"]:
         yield say(
             "error", "run", "too-few-rows", "mixer_list",
-            f"{rows:,} rows are less than one step of {step:,}, and dpo.py leaves out what is "
-            "not full: "
+            f"{rows:,} rows are less than one step of {step:,}, and dpo.py leaves out what is not full: "
             "there is nothing to train on", "fewer GPUs, a smaller batch, or more rows",
         )  # fmt: skip
     elif 2 * rows < reference:
@@ -657,8 +483,7 @@ def _uneven(key: str, degree: Any, world: int, what: str) -> Finding:
     return say(
         "error", "run", "shard-degree", key,
         f"`{key}: {degree}` does not divide {world} {what}",
-        f"one of {', '.join(map(str, fits))}, or leave it out: each machine then holds one "
-        "whole model"
+        f"one of {', '.join(map(str, fits))}, or leave it out: each machine then holds one whole model"
         if key != "tensor_parallel_degree" else f"one of {', '.join(map(str, fits))}",
     )  # fmt: skip
 

@@ -154,6 +154,8 @@ STAGES: Mapping[str, Entry] = {
             ("olmo_core.nn.transformer.config", "TransformerConfig"),
         ),
         beside=(_DPO.script,),
+        # data_loader.py imports what GRPO needs
+        needs=("vllm", "backoff", "docker", "openenv-core"),
         instead={
             **_INSTEAD,
             "overwrite_cache": "`skip_cache: true` builds the dataset cache anew",

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from launcher import checkpoints
 from launcher.backends.context import Context, StageRule, caches_only
@@ -69,39 +68,6 @@ def skipped_again(context: Context) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def stale_checkpoints(context: Context) -> Iterator[Finding]:
-    """finetune.py:979, dpo_tune_cache.py:702 mark the highest number as complete, not what was just
-    saved; finetune.py:982, dpo_tune_cache.py:705 delete the lowest.
-    """
-    steps = context.values["checkpointing_steps"]
-    if steps is None or caches_only(context):
-        return
-    found = _checkpoints(context)
-    last, kind = resumed_from(found), "epoch" if steps == "epoch" else "step"
-    stale = [one for one in found if _in_the_way(one, last, kind, steps)]
-    if stale:
-        names = ", ".join(one.name for one in stale[:3])
-        yield say(
-            "warning", "run", "stale-checkpoints", _KEY,
-            f"{names} in {context.output} would be marked as complete instead of what this run saves",
-            f"delete {'it' if len(stale) == 1 else 'them'}",
-        )  # fmt: skip
-
-
-def _in_the_way(one: Checkpoint, last: Checkpoint | None, kind: str, steps: Any) -> bool:
-    """Whether a checkpoint outranks the next one that this run would save."""
-    if kind == "epoch" and one.kind == "step":
-        # steps go before epochs, whatever their numbers (utils.py:793)
-        return True
-    if one.kind != kind or one.marked:
-        return False
-    begun = last.number if last is not None and last.kind == kind else None
-    if kind == "epoch":
-        return one.number > (0 if begun is None else begun + 1)
-    interval = abs(int(steps)) if str(steps).lstrip("+-").isdecimal() else 0
-    return one.number > (begun or 0) + interval > 0
-
-
 def finished_model(context: Context) -> Iterator[Finding]:
     """utils.py:816, finetune.py:1006: a run that ended left no checkpoint, and is begun from zero again."""
     names = _entries(context.output)
@@ -118,6 +84,6 @@ def finished_model(context: Context) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-_SHARED: tuple[StageRule, ...] = (foreign_checkpoints, stale_checkpoints, finished_model)
+_SHARED: tuple[StageRule, ...] = (foreign_checkpoints, finished_model)
 
 RULES: Mapping[str, tuple[StageRule, ...]] = {"sft": _SHARED, "dpo": (*_SHARED, skipped_again)}

@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from launcher.backends import model_config
-from launcher.backends.context import Context, StageRule, caches_only
+from launcher.backends.context import Context, StageRule
 from launcher.backends.rule import say
 from launcher.backends.trl_resolved import inline
 from launcher.errors import Finding, brief
@@ -17,10 +17,6 @@ from launcher.paths import is_file
 
 WITHOUT_WANDB = {"offline", "disabled", "dryrun"}
 """Values of WANDB_MODE with which wandb asks no server."""
-_EVALUATION = "try_launch_beaker_eval_jobs"
-_OF_EVALUATION = (
-    "oe_eval_tasks", "oe_eval_max_length", "oe_eval_gpu_multiplier", "eval_workspace", "eval_priority",
-)  # fmt: skip
 
 
 def wandb_key(context: Context) -> Iterator[Finding]:
@@ -99,29 +95,6 @@ def has_hub_token(environ: Mapping[str, str]) -> bool:
     return is_file(Path(named) if named else model_config.hub_home(environ) / "token")
 
 
-def not_on_beaker(context: Context) -> Iterator[Finding]:
-    """finetune.py:1012, finetune.py:1018, dpo_tune_cache.py:734, dpo_tune_cache.py:740: in a job of
-    Beaker's alone (utils.py:941).
-
-    Another machine may be one, so that it stays a warning.
-    """
-    values = context.values
-    if "BEAKER_JOB_ID" in context.environ or caches_only(context):
-        return
-    asked = ["try_auto_save_to_beaker"] if values["try_auto_save_to_beaker"] else []
-    # refused without a push; where it is off, the reads of the source tell of what belongs to it
-    if values[_EVALUATION] and values["push_to_hub"]:
-        asked = [_EVALUATION, *(key for key in _OF_EVALUATION if key in values), *asked]
-    given = [key for key in asked if values.given(key)]
-    if given:
-        names = ", ".join(f"`{key}`" for key in given)
-        yield say(
-            "warning", "run", "not-on-beaker", given[0],
-            f"only a job of Beaker's reads {names}, and BEAKER_JOB_ID is not set",
-            f"write `{_EVALUATION}: false`" if _EVALUATION in given else "delete the line",
-        )  # fmt: skip
-
-
 def no_compiler(context: Context, key: str, *, cpp: bool = False) -> Iterator[Finding]:
     """torch.compile builds its kernels with a compiler of C, or of C++ for a CPU."""
     named = context.environ.get("CXX" if cpp else "CC")
@@ -149,4 +122,4 @@ def remote_code(context: Context) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-RULES: tuple[StageRule, ...] = (wandb_key, hub_token, not_on_beaker, remote_code)
+RULES: tuple[StageRule, ...] = (wandb_key, hub_token, remote_code)

@@ -78,19 +78,18 @@ def doctor(
     yes: Annotated[bool, typer.Option("--yes", help="with --install: run it")] = False,
 ) -> Exit:
     """Say whether this machine is ready, for a stage file or at all; import what training imports."""
-    from launcher import install as installing
-    from launcher import readiness, report
+    from launcher import environment, readiness, report
 
     request = shared.request(config=config or Path(), overrides=overrides or ())
     named = named_backend(shared.backend) or "open_instruct"
     examine = partial(readiness.of_stage, request)
     if config is None:
         examine = partial(readiness.of_backend, request, named)
-    if install and not installing.known():
-        raise NotReady(installing.unknown())
+    if install and not environment.tested():
+        raise NotReady(environment.unknown())
     state = examine(importing=not install)
     if install and yes:
-        installing.run(state.install)
+        environment.run(state.install)
         state = examine()
     if install and not yes and shared.format is Format.text:
         report.say("\n".join(step.shell() for step in state.install))

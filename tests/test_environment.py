@@ -1,0 +1,307 @@
+"""The packages in a trainer's Python: what is missing, what really imports, what installs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import PATIENCE_S, REPOSITORY, Write
+from packaging.requirements import Requirement
+
+from launcher import __version__, environment, machine
+from launcher.environment import Imports, Step
+from launcher.errors import NotReady
+from launcher.machine import Trainer
+
+WITH_PIP = Trainer(
+    python=Path("/env/my bin/python"), source="a test", version=(3, 12, 1), packages={"pip": "26"}
+)
+
+
+@pytest.fixture(autouse=True)
+def no_uv(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    """A virtual environment with nothing in it, not even pip."""
+    place = tmp_path_factory.mktemp("venv") / "a b"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True)
+    return machine.ask_trainer(place / "bin" / "python", "--python")
+
+
+# --- what is there --------------------------------------------------------------------------------
+
+
+def test_what_is_lacking(tmp_path: Path) -> None:
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "__init__.py").touch()
+    (tmp_path / "absl.py").touch()
+    trainer = replace(WITH_PIP, path=(tmp_path,), packages={"ai2-olmo-core": "1"})
+    names = ("ai2-olmo-core", "here", "absl-py", "wandb", "pillow")
+    assert environment.missing(names, trainer) == ("wandb", "pillow")
+
+
+@pytest.mark.parametrize("text", [None, "[project", "[tool]\nx = 1", "project = 3"])
+def test_a_project_file_that_says_nothing(write: Write, tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        write("pyproject.toml", text)
+    assert environment.deviations(tmp_path, WITH_PIP) is None
+
+
+def test_what_the_pin_asks_for(checkout: Path) -> None:
+    here = {"torch": "2.9.0", "transformers": "5.17.0", "wandb": "0.23.1", "ray": "2.60.0rc1+cpu"}
+    found = environment.deviations(checkout, replace(WITH_PIP, packages=here))
+    assert found == ("torch 2.9.0 (>=2.10.0)",)
+
+
+def test_what_pip_complains_of(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/sh\necho 'trl 1.16.0 has requirement transformers>=4.56, but you have transformers 4.1.'\n"
+        "echo 'The package `Deep_Speed` requires `ninja`, but it is not installed'\n"
+        "echo 'other 1 requires x, which is not installed.'\necho unrelated\nexit 1\n"
+    )
+    python.chmod(0o755)
+    found = environment.conflicts(["trl", "deep-speed"], replace(WITH_PIP, python=python))
+    assert [line[:12] for line in found] == ["trl 1.16.0 h", "The package "]
+    assert environment.conflicts(["trl"], WITH_PIP) == ()
+
+
+# --- what imports ---------------------------------------------------------------------------------
+
+
+def tried(
+    trainer: Trainer, site: Path, *modules: str, timeout_s: float = PATIENCE_S, cuda: bool = False
+) -> Imports:
+    environ = {**os.environ, "PYTHONPATH": str(site)}
+    return environment.try_imports(
+        modules, trainer, environ=environ, timeout_s=timeout_s, cuda=cuda
+    )
+
+
+def test_a_package_that_is_not_there(bare: Trainer, tmp_path: Path) -> None:
+    # launch's folder holds a `rundir`, which an environment may have too
+    answer = tried(bare, tmp_path, "json", "trl.trainer", "rundir")
+    assert [one.missing for one in answer.failures] == ["trl", "rundir"]
+    assert answer.failures[0].error == "ModuleNotFoundError"
+
+
+BROKEN = {
+    "ImportError": ("from os import no_such_name\n", 1, "cannot import name 'no_such_name'"),
+    "SyntaxError": ("x = 1\nprint 'old'\n", 2, "Missing parentheses"),
+    "RuntimeError": ("raise RuntimeError('built for\\n torch 1')\n", 1, "built for torch 1"),
+    "ModuleNotFoundError": ("import _part_of_python\n", 1, "No module named '_part_of_python'"),
+    "SystemExit": ("import sys\nsys.exit('no licence')\n", 2, "no licence"),
+}
+
+
+def test_packages_that_are_broken(bare: Trainer, tmp_path: Path) -> None:
+    for error, (text, _, _) in BROKEN.items():
+        (tmp_path / error).mkdir()
+        (tmp_path / error / "__init__.py").write_text(f"from {error} import inner\n")
+        (tmp_path / error / "inner.py").write_text(text)
+    answer = tried(bare, tmp_path, *BROKEN, "json")
+    assert [one.error for one in answer.failures] == list(BROKEN)
+    for failure in answer.failures:
+        _, line, message = BROKEN[failure.error]
+        assert failure.missing is None
+        assert (failure.file, failure.line) == (str(tmp_path / failure.error / "inner.py"), line)
+        assert message in failure.message and "\n" not in failure.message
+
+
+def test_the_cause_behind_other_exceptions(bare: Trainer, write: Write, tmp_path: Path) -> None:
+    write("olmo_core.py", "import bettermap\n")
+    (failure,) = tried(bare, tmp_path, "olmo_core").failures
+    assert failure.missing == "bettermap"
+    assert (failure.file, failure.line) == (str(tmp_path / "olmo_core.py"), 1)
+    write(
+        "lazy.py",
+        "try:\n    import behind\nexcept Exception as e:\n    raise RuntimeError('no') from e\n",
+    )
+    write("behind.py", "1 / 0\n")
+    (failure,) = tried(bare, tmp_path, "lazy").failures
+    assert (failure.error, failure.file) == ("ZeroDivisionError", str(tmp_path / "behind.py"))
+
+
+def test_an_interpreter_that_dies_or_hangs(bare: Trainer, write: Write, tmp_path: Path) -> None:
+    write("dies.py", "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
+    answer = tried(bare, tmp_path, "json", "no_such", "dies", "csv")
+    found = {one.module: (one.error, one.missing) for one in answer.failures}
+    assert found == {"no_such": ("ModuleNotFoundError", "no_such"), "dies": ("SIGSEGV", None)}
+    write("hangs.py", "import time\ntime.sleep(600)\n")
+    (failure,) = tried(bare, tmp_path, "json", "hangs", "csv", timeout_s=2).failures
+    assert (failure.module, failure.error) == ("hangs", "TimeoutError after 2 s")
+    nobody = replace(WITH_PIP, python=tmp_path / "none")
+    answer = tried(nobody, tmp_path, "json")
+    assert answer.fault is not None and answer.failures == ()
+
+
+def test_torch_is_asked_for_its_gpus(bare: Trainer, write: Write, tmp_path: Path) -> None:
+    cuda = "class cuda:\n    device_count = staticmethod(lambda: 2)\n"
+    cuda += "class version:\n    cuda = '13.0'\n__version__ = '2.13.0'\n"
+    write(
+        "torch.py", cuda + "def ones(*a, **k):\n    raise RuntimeError('driver too old\\nmore')\n"
+    )
+    assert tried(bare, tmp_path, "torch", cuda=True).cuda == {
+        "version": "2.13.0", "cuda": "13.0", "count": 2, "error": "RuntimeError: driver too old",
+    }  # fmt: skip
+    assert tried(bare, tmp_path, "json", cuda=True).cuda is None
+
+
+# --- what installs it -----------------------------------------------------------------------------
+
+
+def names(steps: tuple[Step, ...]) -> list[list[str]]:
+    """The packages of each step, without pip's own words."""
+    found = []
+    for step in steps:
+        words = [w for w in step.argv[step.argv.index("install") + 1 :] if not w.startswith("--no")]
+        words = words[2:] if words[0] == "-c" else words
+        found.append([Requirement(word).name for word in words])
+    return found
+
+
+def test_everything_of_the_extras_is_installed() -> None:
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    wanted = extras["optional-dependencies"]
+    for extra in ("trl", "open-instruct"):
+        told = {
+            name for step in names(environment.steps(WITH_PIP, extra, gpus=True)) for name in step
+        }
+        asked = {Requirement(text).name for text in (*wanted[extra], *wanted["gpu"])}
+        assert asked <= told
+    assert environment.extras()["gpu"] == wanted["gpu"]
+
+
+def test_what_imports_torch_while_it_is_built_comes_after_it() -> None:
+    steps = environment.steps(WITH_PIP, "open-instruct", gpus=True)
+    order = names(steps)
+    assert "torch" in order[0] and "deepspeed" not in order[0]
+    assert {"setuptools", "wheel", "ninja", "hjson"} <= set(order[1])
+    assert order[2:] == [["deepspeed"], ["flash-attn"]]
+    assert steps[2].env == {"DS_BUILD_OPS": "0"}
+    assert all("--no-build-isolation" in step.argv for step in steps[2:])
+    assert "flash-attn" not in str(names(environment.steps(WITH_PIP, "open-instruct", gpus=False)))
+
+
+def test_it_is_what_the_makefile_does() -> None:
+    """Its commands install the same packages, by the names of launch's extras."""
+    recipe = (REPOSITORY / "Makefile").read_text().partition("$(VENV)/open-instruct:")[2]
+    first, second, third = recipe.strip().splitlines()[1:4]
+    steps = environment.steps(WITH_PIP, "open-instruct", gpus=False)
+    for tool in first.partition("constraints.txt ")[2].split():
+        assert tool in names(steps)[1]
+    assert "DS_BUILD_OPS=0" in second and "--no-build-isolation deepspeed" in second
+    assert "'.[open-instruct]'" in third
+    versions = f"-c {REPOSITORY / 'constraints.txt'}"
+    assert all(versions in " ".join(step.argv) for step in steps)
+
+
+def test_single_packages() -> None:
+    (step,) = environment.install(WITH_PIP, ["ray>=2", "wandb"])
+    assert step.argv[:4] == ("/env/my bin/python", "-m", "pip", "install")
+    assert step.argv[-2:] == ("ray>=2", "wandb")
+    assert step.shell().startswith("'/env/my bin/python' -m pip install")
+    # the build finds no torch where none is there
+    assert "torch" in names(environment.install(WITH_PIP, ["flash-attn"]))[0]
+    ready = replace(
+        WITH_PIP, packages={"pip": "1", "torch": "2", **dict.fromkeys(environment.BUILD, "1")}
+    )
+    assert names(environment.install(ready, ["flash-attn"])) == [["flash-attn"]]
+
+
+def test_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = replace(WITH_PIP, packages={})
+    first, second = environment.install(bare, ["ray"])
+    assert first.argv == ("/env/my bin/python", "-m", "ensurepip", "--upgrade")
+    assert second.argv[1:3] == ("-m", "pip")
+    uv = tmp_path / "uv"
+    uv.write_text("#!/bin/sh\n")
+    uv.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (only,) = environment.install(bare, ["ray"])
+    assert only.argv[:5] == (str(uv), "pip", "install", "--python", "/env/my bin/python")
+
+
+def test_steps_are_done_in_order_and_never_by_a_shell(tmp_path: Path) -> None:
+    write = "import os, sys; open(sys.argv[1], 'a').write(os.environ.get('SAID', '') + sys.argv[2])"
+    place = str(tmp_path / "done")
+    steps = [
+        Step(
+            argv=(sys.executable, "-c", write, place, "$(id); `id`\n"), why="one", env={"SAID": "<"}
+        ),
+        Step(argv=(sys.executable, "-c", write, place, "second"), why="two"),
+    ]
+    told = tmp_path / "told"
+    with told.open("w") as out:
+        environment.run(steps, os.environ, out)
+    assert Path(place).read_text() == "<$(id); `id`\nsecond"
+    assert told.read_text().startswith("+ SAID=")
+
+
+def test_a_step_that_fails_ends_it(tmp_path: Path) -> None:
+    place = tmp_path / "touched"
+    steps = [Step(argv=("false",), why="ray"), Step(argv=("touch", str(place)), why="more")]
+    with (tmp_path / "out").open("w") as out, pytest.raises(NotReady) as caught:
+        environment.run(steps, os.environ, out)
+    (finding,) = caught.value.findings
+    assert finding.code == "install-failed"
+    assert finding.message.startswith("installing ray failed: ")
+    assert f"then touch {place}" in (finding.help or "")
+    assert not place.exists()
+
+
+# --- from a source tree, nothing of it installed -----------------------------------------------------
+
+
+def uninstalled(folder: Path, project: str | None, *words: str) -> Any:
+    """What a command answers from a copy of the package, beside which this pyproject.toml lies.
+
+    Its dependencies are there, the metadata of launch are not.
+    """
+    tree, site = folder / "tree", folder / "site"
+    shutil.copytree(
+        REPOSITORY / "launcher", tree / "launcher", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    if project is not None:
+        (tree / "pyproject.toml").write_text(project, encoding="utf-8")
+    site.mkdir()
+    names = ("omegaconf", "packaging", "rich", "typer", "yaml")
+    for place in {Path(import_module(name).__file__ or "").parents[1] for name in names}:
+        for entry in place.iterdir():
+            if "launcher" not in entry.name and not (site / entry.name).exists():
+                (site / entry.name).symlink_to(entry)
+    # -S: what is installed for this interpreter is not found, but for what was linked
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", "from launcher.cli import main; main()", *words],
+        env={**os.environ, "PYTHONPATH": f"{tree}{os.pathsep}{site}"}, cwd=folder,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert "bug in launch" not in done.stderr, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_its_own_version_without_metadata(tmp_path: Path) -> None:
+    (tmp_path / "stage.yaml").write_text("stage: sft\n", encoding="utf-8")
+    words = ("validate-config", "stage.yaml", "--format", "sarif")
+    (run,) = uninstalled(tmp_path, None, *words)["runs"]
+    assert run["tool"]["driver"]["version"] == __version__
+    assert "no-model" in {result["ruleId"] for result in run["results"]}
+
+
+def test_no_plan_is_made_of_packages_that_nobody_names(tmp_path: Path) -> None:
+    told = uninstalled(tmp_path, None, "doctor", "--install", "--format", "json")
+    assert not told["ok"]
+    assert [finding["code"] for finding in told["findings"]] == ["packages-unknown"]

@@ -154,7 +154,6 @@ ARROWS = {
         "stage",
         "upstream",
     },
-    "annotations": {"", "errors"},
     "completion": {"document", "files", "keys"},
     "json_schema": {
         "backends",

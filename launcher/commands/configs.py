@@ -1,17 +1,19 @@
-"""`launch validate-config`, `launch explain`, `launch schema`: about stage files."""
+"""`launch validate-config`, `explain`, `schema`, `pin`: stage files and the source they are for."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
+from typer import Argument, Option
 
 from launcher.commands.vocabulary import (
+    OVERRIDES,
     SOURCE,
     Findings,
-    FindingsOption,
-    Overrides,
+    Format,
     Shared,
     answer,
     app,
@@ -20,15 +22,7 @@ from launcher.commands.vocabulary import (
     named_stage,
     takes,
 )
-from launcher.errors import (
-    Exit,
-    Finding,
-    InvalidConfig,
-    LaunchError,
-    NotReady,
-    errors,
-    usage,
-)
+from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, NotReady, errors, usage
 
 if TYPE_CHECKING:
     from launcher.fix import Fix
@@ -37,6 +31,13 @@ if TYPE_CHECKING:
 
 VALIDATED_FOR = 8
 """GPUs that a pipeline is judged for where its file does not say: a stage file is judged for none."""
+
+pins = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="What the open-instruct checkout is, and what another commit would change.",
+)
+app.add_typer(pins, name="pin")
 
 
 def complete_key(incomplete: str) -> list[str]:
@@ -52,16 +53,10 @@ def complete_key(incomplete: str) -> list[str]:
 @takes("stage", *SOURCE, "strict")
 def validate_config(
     shared: Shared,
-    paths: Annotated[
-        list[Path], typer.Argument(help="stage files, or folders of them", show_default=False)
-    ],
-    fix: Annotated[
-        bool, typer.Option("--fix", help="rewrite what is mechanical, keep comments")
-    ] = False,
-    diff: Annotated[
-        bool, typer.Option("--diff", help="show what --fix would rewrite, write nothing")
-    ] = False,
-    format: FindingsOption = Findings.text,
+    paths: list[Path] = Argument(..., help="stage files, or folders of them", show_default=False),
+    fix: bool = Option(False, "--fix", help="rewrite what is mechanical, keep comments"),
+    diff: bool = Option(False, "--diff", help="show what --fix would rewrite, write nothing"),
+    format: Findings = Option(Findings.text, "--format", help="text, json or github (annotations)"),
 ) -> Exit:
     """Say everything that upstream would refuse, ignore or misread; no GPU, no packages needed."""
     locator, stage = shared.locator, named_stage(shared.stage)
@@ -86,9 +81,12 @@ def validate_config(
 
 
 def tell(
-    command: str, ok: bool, found: list[Finding], files: list[dict[str, object]] | None,
+    command: str,
+    ok: bool,
+    found: list[Finding],
+    files: list[dict[str, object]] | None,
     format: Findings,
-) -> None:  # fmt: skip
+) -> None:
     """What was found, in each file or in none, in the form that was asked for."""
     from launcher import report
     from launcher.redaction import redact
@@ -97,13 +95,8 @@ def tell(
     found = redact(found)
     if format is Findings.json:
         report.envelope(command, ok, found, None if files is None else {"files": files})
-    elif format in {Findings.sarif, Findings.github}:
-        from launcher import annotations
-
-        if format is Findings.sarif:
-            report.plain_json(annotations.sarif(found))
-        elif found:
-            report.workflow_commands(annotations.github(found))
+    elif format is Findings.github:
+        report.annotations(found)
     else:
         report.findings(found)
         for entry in files or ():
@@ -187,13 +180,11 @@ def _checked(entry: dict[str, object]) -> str:
 @takes("stage", "backend", *SOURCE, "format")
 def explain(
     shared: Shared,
-    key: Annotated[
-        str, typer.Argument(help="an argument of upstream's", autocompletion=complete_key)
-    ],
-    config: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG]", help="a stage file", show_default=False)
-    ] = None,
-    overrides: Overrides = None,
+    key: str = Argument(..., help="an argument of upstream's", autocompletion=complete_key),
+    config: Path | None = Argument(
+        None, metavar="[CONFIG]", help="a stage file", show_default=False
+    ),
+    overrides: list[str] | None = OVERRIDES,
 ) -> Exit:
     """Explain an argument: meaning, type, default, value here, history."""
     from launcher import config as configs
@@ -217,9 +208,9 @@ def explain(
 @takes("stage", "backend", *SOURCE, "format")
 def schema(
     shared: Shared,
-    json_schema: Annotated[
-        bool, typer.Option("--json-schema", help="for editors: completion, hover, red underlines")
-    ] = False,
+    json_schema: bool = Option(
+        False, "--json-schema", help="for editors: completion, hover, red underlines"
+    ),
 ) -> Exit:
     """List every argument of a stage, or print the JSON Schema of stage files."""
     from launcher import explain, keys, report
@@ -250,3 +241,46 @@ def schema(
         report.arguments(schemas, {one.script: explain.notes(one) for one in schemas})
 
     return answer("schema", shared.format, {"schemas": [one.as_json() for one in schemas]}, show)
+
+
+@pins.command("status", epilog="Example: launch pin status")
+@takes("open_instruct", "format")
+def pin_status(shared: Shared) -> Exit:
+    """Say which checkout would be used, and whether it is the pinned commit, unedited."""
+    from launcher import pin
+
+    status = pin.status(shared.open_instruct, os.environ)
+    data, lines = status.as_json(), status.lines()
+    return answer("pin status", shared.format, data, lines, status.findings, status.exit_code)
+
+
+@pins.command("diff", epilog="Example: launch pin diff pin HEAD -c configs/tulu/sft_qwen7b.yaml")
+@takes("stage", "open_instruct", "format")
+def pin_diff(
+    shared: Shared,
+    commits: list[str] = Argument(
+        ...,
+        metavar="OLD NEW",
+        help="two commits, OLD..NEW, or NEW alone; `pin` is the pinned one",
+        show_default=False,
+    ),
+    configs: list[Path] | None = Option(
+        None,
+        "--config",
+        "-c",
+        help="a stage file, pipeline or folder (several times); none: all fields",
+    ),
+    everything: bool = Option(False, "--all", help="also what does not concern these files"),
+) -> Exit:
+    """Show what changes between two commits: arguments, defaults, reads, refusals."""
+    from launcher import impact, pin, report
+
+    found = pin.find_commits(commits, shared.open_instruct, os.environ)
+    paths = [file for path in configs or () for file in files_of(path)]
+    told = impact.between(found, paths, stage=named_stage(shared.stage))
+    if shared.format is Format.json:
+        new = [finding for one in told.configs for finding in one.appeared]
+        report.envelope("pin diff", not told.worse, new, told.as_json())
+    else:
+        report.say("\n".join(impact.lines(told, everything=everything)))
+    return told.exit_code

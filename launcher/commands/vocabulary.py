@@ -7,9 +7,10 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import typer
+from typer import Argument, Option
 from typer.core import TyperGroup
 
 from launcher import __version__
@@ -59,12 +60,9 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _launch(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", is_eager=True, callback=_version, help="which launch, which pins"
-        ),
-    ] = False,
+    version: bool = Option(
+        False, "--version", is_eager=True, callback=_version, help="which launch, which pins"
+    ),
 ) -> None:
     """What comes before a command."""
 
@@ -82,94 +80,58 @@ class Findings(str, Enum):  # noqa: UP042
     text = "text"
     json = "json"
     github = "github"
-    sarif = "sarif"
 
 
-FindingsOption = Annotated[
-    Findings, typer.Option("--format", help="text, json, github (annotations) or sarif")
-]
-FormatOption = Annotated[Format, typer.Option("--format", help="text, or json for machines")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", show_default=False)
-]
-StageFile = Annotated[
-    Path | None, typer.Argument(metavar="CONFIG", help="the stage file", show_default=False)
-]
-NodeRank = Annotated[
-    int | None, typer.Option("--node-rank", min=0, help="which of several machines this is, from 0")
-]
-MainAddress = Annotated[
-    str | None,
-    typer.Option("--main-address", metavar="HOST[:PORT]", help="the first of several machines"),
-]
-RunName = Annotated[
-    str, typer.Argument(metavar="RUN", help="a run, a unique prefix of its name, or `last`")
-]
-Unproven = Annotated[
-    bool, typer.Option("--allow-unproven", help="treat an unproven verdict as success")
-]
+# What several commands have: `Shared` holds those from which a request is made.
+FORMAT = Option(Format.text, "--format", help="text, or json for machines")
+RUN = Argument(..., metavar="RUN", help="a run, a unique prefix of its name, or `last`")
+LAST_RUN = Argument("last", metavar="RUN", help="a run, a unique prefix of its name, or `last`")
+OVERRIDES = Argument(None, metavar="[KEY=VALUE]...", show_default=False)
+STAGE_FILE = Argument(None, metavar="CONFIG", help="the stage file", show_default=False)
+NODE_RANK = Option(None, "--node-rank", min=0, help="which of several machines this is, from 0")
+MAIN_ADDRESS = Option(
+    None, "--main-address", metavar="HOST[:PORT]", help="the first of several machines"
+)
+CPU = Option(False, "--cpu", help="only to try it: without a GPU")
+GPU_MEMORY = Option(None, "--gpu-memory", metavar="GIB", help="default: of the GPUs here")
+UNPROVEN = Option(False, "--allow-unproven", help="treat an unproven verdict as success")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shared:
     """Options that several commands have: `takes` adds those that a command names."""
 
-    config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="the stage file", show_default=False)
-    ] = Path()
-    overrides: Overrides = None
-    stage: Annotated[
-        str | None, typer.Option("--stage", help="sft or dpo, where the file does not say")
-    ] = None
-    backend: Annotated[
-        str | None, typer.Option("--backend", help="open_instruct or trl, where no file says")
-    ] = None
-    gpus: Annotated[
-        int | None, typer.Option("--gpus", min=0, help="GPUs on this machine; 0 is the CPU")
-    ] = None
-    nodes: Annotated[int, typer.Option("--nodes", min=1, help="machines")] = 1
-    devices: Annotated[
-        str | None,
-        typer.Option(
-            "--devices", metavar="2,3", help="these GPUs; default: free ones, as many as --gpus"
-        ),
-    ] = None
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="print the plan and the command, start nothing")
-    ] = False
-    price: Annotated[float | None, typer.Option("--price", help="price per GPU-hour")] = None
-    rows: Annotated[
-        int | None, typer.Option("--rows", min=1, help="rows of the whole data set")
-    ] = None
-    row_tokens: Annotated[
-        str | None, typer.Option("--row-tokens", metavar="MEAN:MAX", help="tokens a row")
-    ] = None
-    python: Annotated[Path | None, typer.Option("--python", help="the trainer's Python")] = None
-    open_instruct: Annotated[
-        Path | None, typer.Option("--open-instruct", help="the open-instruct checkout")
-    ] = None
-    allow_unpinned: Annotated[
-        bool, typer.Option("--allow-unpinned", help="go on at another commit than the pin")
-    ] = False
-    allow_unproven: Unproven = False
-    strict: Annotated[bool, typer.Option("--strict", help="warnings stop too")] = False
-    no_probe: Annotated[
-        bool,
-        typer.Option("--no-probe", help="upstream's script alone: nothing is counted or enforced"),
-    ] = False
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="start over, into a folder beside what is there")
-    ] = False
-    resume: Annotated[
-        bool, typer.Option("--resume", help="continue an earlier search; error if there is none")
-    ] = False
-    allow_changed_resume: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allow-changed-resume", metavar="NAME", help="go on although NAME is not as it was"
-        ),
-    ] = None
-    format: FormatOption = Format.text
+    config: Path = Argument(..., metavar="CONFIG", help="the stage file", show_default=False)
+    overrides: list[str] | None = OVERRIDES
+    stage: str | None = Option(None, "--stage", help="sft or dpo, where the file does not say")
+    backend: str | None = Option(None, "--backend", help="open_instruct or trl, where no file says")
+    gpus: int | None = Option(None, "--gpus", min=0, help="GPUs on this machine; 0 is the CPU")
+    nodes: int = Option(1, "--nodes", min=1, help="machines")
+    devices: str | None = Option(
+        None, "--devices", metavar="2,3", help="these GPUs; default: free ones, as many as --gpus"
+    )
+    dry_run: bool = Option(False, "--dry-run", help="print the plan and the command, start nothing")
+    price: float | None = Option(None, "--price", help="price per GPU-hour")
+    rows: int | None = Option(None, "--rows", min=1, help="rows of the whole data set")
+    row_tokens: str | None = Option(None, "--row-tokens", metavar="MEAN:MAX", help="tokens a row")
+    python: Path | None = Option(None, "--python", help="the trainer's Python")
+    open_instruct: Path | None = Option(None, "--open-instruct", help="the open-instruct checkout")
+    allow_unpinned: bool = Option(
+        False, "--allow-unpinned", help="go on at another commit than the pin"
+    )
+    allow_unproven: bool = UNPROVEN
+    strict: bool = Option(False, "--strict", help="warnings stop too")
+    no_probe: bool = Option(
+        False, "--no-probe", help="upstream's script alone: nothing is counted or enforced"
+    )
+    fresh: bool = Option(False, "--fresh", help="start over, into a folder beside what is there")
+    resume: bool = Option(
+        False, "--resume", help="continue an earlier search; error if there is none"
+    )
+    allow_changed_resume: list[str] | None = Option(
+        None, "--allow-changed-resume", metavar="NAME", help="go on although NAME is not as it was"
+    )
+    format: Format = FORMAT
 
     @property
     def locator(self) -> Locator:
@@ -194,7 +156,7 @@ class Shared:
             "overrides": self.overrides or (), "gpus": self.gpus, "nodes": self.nodes,
             "devices": self.devices, "python": self.python, "checkout": self.open_instruct,
             "allow_unpinned": self.allow_unpinned, "strict": self.strict,
-            "probe": not self.no_probe,
+            "probe": not self.no_probe, "allowed": tuple(self.allow_changed_resume or ()),
         }  # fmt: skip
         return Request(**{**fields, **more})
 
@@ -209,30 +171,32 @@ SOURCE = ("open_instruct", "allow_unpinned")
 REQUEST = ("config", "overrides", "stage", "python", *SOURCE, "format")
 """What every command has that plans a stage."""
 
-_TYPES = get_type_hints(Shared, include_extras=True)
+_TYPES = get_type_hints(Shared)
 Command = Callable[..., Any]
 
 
 def takes(*names: str) -> Callable[[Command], Command]:
     """Give a command these options of `Shared`, which it gets as its first argument."""
+    fields = dataclasses.fields(Shared)
+    rest = {f.name: f.default.default for f in fields if f.name not in names}
+    parameters = [
+        inspect.Parameter(
+            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=_TYPES[f.name]
+        )
+        for f in fields
+        if f.name in names
+    ]
 
     def add(command: Command) -> Command:
-        shared = [
-            inspect.Parameter(
-                field.name, inspect.Parameter.KEYWORD_ONLY, annotation=_TYPES[field.name],
-                default=inspect.Parameter.empty if field.name == "config" else field.default,
-            )
-            for field in dataclasses.fields(Shared)
-            if field.name in names
-        ]  # fmt: skip
         own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
         own = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own]
         # arguments by place come first, and the form of the answer last
-        ahead = [one for one in shared if one.name in {"config", "overrides"}]
-        options = [one for one in shared if one not in ahead]
+        ahead = [one for one in parameters if one.name in {"config", "overrides"}]
+        options = [one for one in parameters if one not in ahead]
 
         def run(**given: Any) -> Any:
-            return command(Shared(**{name: given.pop(name) for name in names}), **given)
+            shared = Shared(**rest, **{name: given.pop(name) for name in names})
+            return command(shared, **given)
 
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         signature = inspect.Signature([*ahead, *own, *options])
@@ -299,8 +263,8 @@ def answer(
     report.findings(findings)
     if callable(show):
         show()
-    else:
-        report.say("\n".join(show))
+    elif lines := list(show):
+        report.say("\n".join(lines))
     return code
 
 

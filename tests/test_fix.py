@@ -34,7 +34,7 @@ def mended(write: Write, text: str, name: str = "a.yaml") -> Fix:
 
 
 def told(found: Fix) -> list[str]:
-    return [str(change) for change in found.changes]
+    return [f"line {change.line}: {change.what}" for change in found.changes]
 
 
 def reasons(found: Fix) -> dict[str | None, str]:
@@ -295,7 +295,10 @@ SHAPED = {
     "a flow mapping": ("{use_flash_attn: true, seed: 1}\n", None),
     "what is merged in": ("<<: {use_flash_attn: true, max_length: 3}\nseed: 1\n", None),
     "JSON": ('{"seed": 1, "max_length": 2}\n', '{"seed": 1, "max_seq_length": 2}\n'),
-    "a tagged key that is renamed": ("!!str chat_template: a\nseed: 1\n", None),
+    "a tagged key that is renamed": (
+        "!!str chat_template: a\nseed: 1\n",
+        "!!str chat_template_name: a\nseed: 1\n",
+    ),
 }  # fmt: skip
 
 

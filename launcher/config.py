@@ -8,10 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from launcher.document import SUFFIXES, Document, Origin, bad, join, nearest, parse, read_yaml
+from launcher.document import (
+    SUFFIXES,
+    Document,
+    Origin,
+    bad,
+    join,
+    leaves,
+    nearest,
+    parse,
+    read_yaml,
+)
 from launcher.errors import Finding, InvalidConfig, brief
 from launcher.interpolation import interpolate
 from launcher.overrides import OPTIONS, Shape, Tree, forget
@@ -81,20 +92,14 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, text: str | None = 
     )  # fmt: skip
 
 
-def _too_large(
-    path: Path, value: Any, origins: Mapping[str, Origin], key: str = ""
-) -> Iterator[Finding]:
+def _too_large(path: Path, tree: Any, origins: Mapping[str, Origin]) -> Iterator[Finding]:
     """A finding for each number that no float can hold: YAML's `1e999`, or an integer of many digits."""
-    if isinstance(value, dict):
-        for name, below in value.items():
-            yield from _too_large(path, below, origins, join(key, name))
-    elif isinstance(value, list):
-        for index, below in enumerate(value):
-            yield from _too_large(path, below, origins, f"{key}[{index}]")
-    elif isinstance(value, int | float) and not abs(value) < LARGEST:
-        found = bad(path, "bad-value", f"the number of `{key}` is too large", None)
-        origin = nearest(origins, key) or Origin(str(path), 1)
-        yield replace(found, key=key, **origin.place)
+    for steps, value in leaves(tree):
+        if isinstance(value, int | float) and not abs(value) < LARGEST:
+            key = reduce(join, steps, "")
+            found = bad(path, "bad-value", f"the number of `{key}` is too large", None)
+            origin = nearest(origins, key) or Origin(str(path), 1)
+            yield replace(found, key=key, **origin.place)
 
 
 # --- several layers -------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """One YAML file -> `Document`: plain values, and the file and line of every key.
 
 Built of YAML events and not by PyYAML's constructor: that keeps line numbers, finds duplicate keys,
-cannot be made to recurse or explode, and reads `1e-5` as the number that its author meant (PyYAML
+cannot be made to explode, and reads `1e-5` as the number that its author meant (PyYAML
 follows YAML 1.1 and reads a string).
 """
 
@@ -12,7 +12,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypedDict
 
@@ -212,7 +212,7 @@ def bad(path: Path, code: str, message: str, line: int | None, help: str | None 
 
 
 class Builder:
-    """Builds plain values out of YAML events, iteratively, noting where each key stands.
+    """Builds plain values out of YAML events, noting where each key stands.
 
     `findings` collect what does not stop the reading: keys that stand twice or cannot be keys.
     """
@@ -223,127 +223,109 @@ class Builder:
         self.findings: list[Finding] = []
         self._anchors: dict[str, _Anchor] = {}
         self._nodes = 0
-        self._stack: list[_Open] = []
-        self._root: Any = None
+        self._events: Iterator[Any] = iter(())
 
     def build(self, events: Iterator[Any]) -> Any:
         """The value of the only document; raises InvalidConfig where it cannot be read further."""
-        documents = 0
+        self._events, root, documents = events, None, 0
         for event in events:
-            line = event.start_mark.line + 1
             if isinstance(event, yaml.DocumentStartEvent):
                 documents += 1
                 if documents > 1:
+                    line = event.start_mark.line + 1
                     self._stop("several-documents", "more than one YAML document", line)
-            elif isinstance(event, yaml.MappingStartEvent | yaml.SequenceStartEvent):
-                self._open(event, line)
-            elif isinstance(event, yaml.MappingEndEvent | yaml.SequenceEndEvent):
-                done = self._stack.pop()
-                size = self._nodes - done.before + 1
-                self._remember(done.anchor, done.value, size, done.height)
-                self._put(done.value, done.line, height=done.height)
-            elif isinstance(event, yaml.ScalarEvent):
-                self._count(1, line)
-                value = self._scalar(event, line)
-                self._remember(event.anchor, value, 1, 0)
-                self._put(value, line, event.value)
-            elif isinstance(event, yaml.AliasEvent):
-                self._alias(str(event.anchor), line)
-        return self._root
+            elif isinstance(event, yaml.NodeEvent):
+                root, _ = self._value(event, "", 0)
+        return root
 
-    def _open(self, event: Any, line: int) -> None:
-        self._deep(1, line)
-        self._count(1, line)
-        if event.tag not in _COLLECTIONS:
-            self._stop("unknown-tag", f"the YAML tag `{event.tag}` is not supported", line)
-        new: Any = {} if isinstance(event, yaml.MappingStartEvent) else []
-        self._stack.append(_Open(new, self._path(), event.anchor, self._nodes, line))
-        path = self._stack[-1].path
-        if path not in self.origins:
-            # a key stands where it is written, not where its block begins
-            self._note(path, line)
-
-    def _alias(self, name: str, line: int) -> None:
-        anchor = self._anchors.get(name)
-        if anchor is None:
-            help = f"`&{name}` has to stand before it; a text that begins with `*` is quoted"
-            self._stop("broken-yaml", f"undefined alias `*{name}`", line, help)
-        self._deep(anchor.height, line)
-        self._count(anchor.size, line)
-        self._put(_copy(anchor.value), line, height=anchor.height)
-
-    def _remember(self, name: str | None, value: Any, size: int, height: int) -> None:
-        if name:
-            self._anchors[name] = _Anchor(value, size, height)
-
-    def _deep(self, more: int, line: int) -> None:
-        if len(self._stack) + more > MAX_DEPTH:
-            self._stop("too-deep", f"nested deeper than {MAX_DEPTH} levels", line)
-
-    def _put(self, value: Any, line: int, raw: str = "", height: int = 0) -> None:
-        if not self._stack:
-            self._root = value
-            return
-        top = self._stack[-1]
-        top.height = max(top.height, height + 1)
-        if isinstance(top.value, list):
-            self._note(f"{top.path}[{len(top.value)}]", line)
-            top.value.append(value)
-        elif not top.has_key:
-            self._key(top, value, line, raw)
+    def _value(self, event: Any, path: str, depth: int) -> tuple[Any, int]:
+        """The value that begins with this event, and how many levels it is deep."""
+        line, before = event.start_mark.line + 1, self._nodes
+        if isinstance(event, yaml.AliasEvent):
+            anchor = self._anchors.get(event.anchor)
+            if anchor is None:
+                help = f"`&{event.anchor}` has to stand before it; a text that begins with `*` is quoted"
+                self._stop("broken-yaml", f"undefined alias `*{event.anchor}`", line, help)
+            self._count(anchor.size, depth + anchor.height, line)
+            return _copy(anchor.value), anchor.height
+        value: Any
+        height = 0
+        if isinstance(event, yaml.ScalarEvent):
+            self._count(1, depth, line)
+            value = self._scalar(event, line)
         else:
-            top.has_key = False
-            if top.key == "<<" and isinstance(value, dict | list):
-                self._merge(top, value if isinstance(value, list) else [value], line)
-            elif top.key is not None:
-                top.value[top.key] = value
+            self._count(1, depth + 1, line)
+            if event.tag not in _COLLECTIONS:
+                self._stop("unknown-tag", f"the YAML tag `{event.tag}` is not supported", line)
+            mapping = isinstance(event, yaml.MappingStartEvent)
+            value, height = (self._mapping if mapping else self._list)(path, depth + 1)
+        if event.anchor:
+            self._anchors[event.anchor] = _Anchor(value, self._nodes - before, height)
+        return value, height
 
-    def _merge(self, top: _Open, sources: list[Any], line: int) -> None:
-        for mapping in (source for source in sources if isinstance(source, dict)):
-            for key, inherited in mapping.items():
-                if key not in top.value:
-                    top.value[key] = inherited
-                    self._note(join(top.path, key), line)
+    def _until(self, end: type) -> Iterator[Any]:
+        """The events that begin an entry of a collection, up to its end."""
+        while not isinstance(event := next(self._events), end):
+            yield event
 
-    def _key(self, top: _Open, key: Any, line: int, raw: str) -> None:
-        top.has_key = True
-        # The author's own spelling: a key `on` or `1e3` is meant as text.
-        name = raw if not isinstance(key, dict | list) and raw else key
-        if (
-            not isinstance(name, str)
-            # below an argument (a mixer, model kwargs) any text may be a key
-            or (not KEY.match(name) and name != "<<" and top.path in _NAMED)
-        ):
+    def _list(self, path: str, depth: int) -> tuple[list[Any], int]:
+        values: list[Any] = []
+        height = 1
+        for event in self._until(yaml.SequenceEndEvent):
+            where = join(path, len(values))
+            self.origins[where] = Origin(self.file, event.start_mark.line + 1)
+            value, below = self._value(event, where, depth)
+            values.append(value)
+            height = max(height, below + 1)
+        return values, height
+
+    def _mapping(self, path: str, depth: int) -> tuple[dict[str, Any], int]:
+        values: dict[str, Any] = {}
+        seen: dict[str, int] = {}
+        height = 1
+        for event in self._until(yaml.MappingEndEvent):
+            key, above = self._value(event, join(path, "?"), depth)
+            # the author's own spelling: a key `on` or `1e3` is meant as text
+            raw = getattr(event, "value", "")
+            line = event.start_mark.line + 1
+            name = self._key(raw or key, path, seen, line)
+            where = join(path, "?" if name is None else name)
+            value, below = self._value(next(self._events), where, depth)
+            height = max(height, above + 1, below + 1)
+            if name == "<<" and isinstance(value, dict | list):
+                for source in value if isinstance(value, list) else [value]:
+                    self._merge(values, source, path, line)
+            elif name is not None:
+                values[name] = value
+        return values, height
+
+    def _merge(self, values: dict[str, Any], source: Any, path: str, line: int) -> None:
+        for key in source if isinstance(source, dict) else ():
+            if key not in values:
+                values[key] = source[key]
+                self.origins[join(path, key)] = Origin(self.file, line)
+
+    def _key(self, name: Any, path: str, seen: dict[str, int], line: int) -> str | None:
+        """The name of a key, noted with its place; None for what cannot be one."""
+        # below an argument (a mixer, model kwargs) any text may be a key
+        named = isinstance(name, str) and (KEY.match(name) or name == "<<" or path not in _NAMED)
+        if not isinstance(name, str) or not named:
             shown = f"`{name}`" if isinstance(name, str) else _SHOWN.get(type(name), "this")
             self._add("bad-key", f"{shown} cannot be a key: keys are plain names", line)
-            top.key = None
-            return
-        if name in top.seen and name != "<<":
-            first = top.seen[name]
-            message = f"`{name}` stands here and in line {first}"
-            self._add("duplicate-key", message, line, join(top.path, name), "delete one of them")
-        top.seen.setdefault(name, line)
-        if len(top.seen) > MAX_KEYS and not top.path.removeprefix("open_instruct.").startswith(
-            "args."
-        ):
-            where = f"`{top.path}`" if top.path else "the file"
+            return None
+        if name in seen and name != "<<":
+            message = f"`{name}` stands here and in line {seen[name]}"
+            self._add("duplicate-key", message, line, join(path, name), "delete one of them")
+        seen.setdefault(name, line)
+        if len(seen) > MAX_KEYS and not path.removeprefix("open_instruct.").startswith("args."):
+            where = f"`{path}`" if path else "the file"
             self._stop("too-large", f"{where} holds more than {MAX_KEYS:,} keys", line)
-        top.key = name
-        self._note(join(top.path, name), line)
+        self.origins[join(path, name)] = Origin(self.file, line)
+        return name
 
-    def _path(self) -> str:
-        if not self._stack:
-            return ""
-        top = self._stack[-1]
-        if isinstance(top.value, list):
-            return f"{top.path}[{len(top.value)}]"
-        return join(top.path, str(top.key))
-
-    def _note(self, path: str, line: int) -> None:
-        if path:
-            self.origins[path] = Origin(self.file, line)
-
-    def _count(self, nodes: int, line: int) -> None:
+    def _count(self, nodes: int, depth: int, line: int) -> None:
+        if depth > MAX_DEPTH:
+            self._stop("too-deep", f"nested deeper than {MAX_DEPTH} levels", line)
         self._nodes += nodes
         if self._nodes > MAX_NODES:
             self._stop("too-large", f"more than {MAX_NODES} values (aliases counted)", line)
@@ -373,21 +355,6 @@ class Builder:
         raise InvalidConfig(self.findings)
 
 
-@dataclass(slots=True)
-class _Open:
-    """A mapping or sequence whose end has not been seen yet."""
-
-    value: Any
-    path: str
-    anchor: str | None
-    before: int
-    line: int
-    key: str | None = None
-    has_key: bool = False
-    height: int = 1
-    seen: dict[str, int] = field(default_factory=dict)
-
-
 @dataclass(frozen=True, slots=True)
 class _Anchor:
     """An anchored value, how many values it counts for, and how many levels it is deep."""
@@ -413,9 +380,23 @@ def plain(text: str) -> Any:
     return text
 
 
-def join(path: str, key: str) -> str:
-    """A dotted key."""
-    return f"{path}.{key}" if path else key
+def join(path: str, step: str | int) -> str:
+    """A dotted key: `path.name`, or `path[index]`."""
+    if isinstance(step, int):
+        return f"{path}[{step}]"
+    return f"{path}.{step}" if path else step
+
+
+Steps = tuple[str | int, ...]
+
+
+def leaves(value: Any, steps: Steps = ()) -> Iterator[tuple[Steps, Any]]:
+    """What is neither a mapping nor a list in a tree of them, with the steps that lead to each."""
+    if isinstance(value, dict | list):
+        for step, below in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(below, (*steps, step))
+    else:
+        yield steps, value
 
 
 def _copy(value: Any) -> Any:

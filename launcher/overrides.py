@@ -76,7 +76,7 @@ class Tree:
             if step is None:
                 yield self._no_place(key, text, node, path)
                 return
-            path = _joined(path, step)
+            path = join(path, step)
             if number == len(steps) - 1:
                 node[step] = value
             elif isinstance(node, dict) and node.get(step) is None:
@@ -114,10 +114,6 @@ def _place(node: Any, step: str | int) -> str | int | None:
     # `.1`, as omegaconf writes it, is [1]
     index = int(step) if isinstance(step, str) and step.isdecimal() else step
     return index if isinstance(index, int) and index < len(node) else None
-
-
-def _joined(path: str, step: str | int) -> str:
-    return f"{path}[{step}]" if isinstance(step, int) else join(path, step)
 
 
 def _reason(error: yaml.YAMLError | InvalidConfig) -> str:

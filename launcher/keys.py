@@ -1,12 +1,12 @@
 """launch's own keys of a stage file, as one table: what each takes, its default and what it means.
 
-The reader (`options`), overrides, `launch explain`, completion and the editors' JSON Schema all use it.
+The reader (`options`), overrides, `launch explain` and the editors' JSON Schema all use it.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -272,14 +272,3 @@ TABLE: tuple[Key, ...] = (
     ),
 )  # fmt: skip
 KEYS = {key.name: key for key in TABLE}
-
-
-def leaves() -> Iterator[tuple[str, Key]]:
-    """Keys whose values are worth offering for an override, by their full names.
-
-    Not those that the file itself decides on, or that depend on its backend.
-    """
-    for key in TABLE:
-        if key.name in {"deepspeed", "mixed_precision", "name", "on_violation", "on_hang", "probe"}:
-            yield key.name, key
-        yield from ((f"{key.name}.{part.name}", part) for part in key.parts)

@@ -154,7 +154,6 @@ ARROWS = {
         "stage",
         "upstream",
     },
-    "completion": {"document", "files", "keys"},
     "json_schema": {
         "backends",
         "document",

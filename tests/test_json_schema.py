@@ -141,7 +141,7 @@ FILES: tuple[tuple[dict[str, Any], bool], ...] = (
     ({"extends": "base.yaml"}, True),
     ({"extends": "base.yaml", "args": DPO}, True),
     ({"extends": "base.yaml", "stage": "dpo", "args": TRL}, True),
-    ({"extends": "base.yaml", "stage": "sft", "args": DPO}, False),
+    ({"extends": "base.yaml", "stage": "sft", "args": DPO}, True),
     ({"extends": "base.yaml", "stage": "dpo", "backend": "open_instruct", "args": TRL}, False),
     ({"extends": "base.yaml", "args": {"nothing_has_this": 1}}, False),
     # what is interpolated

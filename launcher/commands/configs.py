@@ -40,13 +40,6 @@ pins = typer.Typer(
 app.add_typer(pins, name="pin")
 
 
-def complete_key(incomplete: str) -> list[str]:
-    """Names of arguments that start like this, for the shell."""
-    from launcher import completion
-
-    return completion.complete_key(incomplete)
-
-
 @app.command(
     "validate-config", epilog="Example: launch validate-config configs/tulu/*.yaml --strict"
 )
@@ -180,7 +173,7 @@ def _checked(entry: dict[str, object]) -> str:
 @takes("stage", "backend", *SOURCE, "format")
 def explain(
     shared: Shared,
-    key: str = Argument(..., help="an argument of upstream's", autocompletion=complete_key),
+    key: str = Argument(..., help="an argument of upstream's"),
     config: Path | None = Argument(
         None, metavar="[CONFIG]", help="a stage file", show_default=False
     ),

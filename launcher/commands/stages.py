@@ -15,6 +15,7 @@ from launcher.commands.vocabulary import (
     FORMAT,
     MAIN_ADDRESS,
     NODE_RANK,
+    OVERRIDES,
     RUN,
     SOURCE,
     Format,
@@ -63,15 +64,6 @@ class _AtEnd:
         return cls(on_finish.parsed(command), on_finish.limit(limit), allow_unproven)
 
 
-def _complete(context: typer.Context, incomplete: str) -> list[str]:
-    """What the shell offers after `launch STAGE CONFIG`."""
-    from launcher import completion
-
-    given, stage = context.params, context.info_name or ""
-    before = given.get("overrides") or ()
-    return completion.complete_override(stage, given.get("config"), before, incomplete)
-
-
 def _require_sense(given: Mapping[str, object]) -> None:
     """Raise UsageError with every option that says nothing beside another one."""
     # 0 is a value
@@ -97,9 +89,7 @@ def _stage_command(stage: str) -> Callable[..., Exit]:
     def command(
         shared: Shared,
         context: typer.Context,
-        overrides: list[str] | None = Argument(
-            None, metavar="[KEY=VALUE]...", show_default=False, autocompletion=_complete
-        ),
+        overrides: list[str] | None = OVERRIDES,
         detach: bool = Option(
             False, "--detach", help="come back at once; the run is in a tmux session of its own"
         ),

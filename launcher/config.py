@@ -22,6 +22,7 @@ from launcher.document import (
     nearest,
     parse,
     read_yaml,
+    refused,
 )
 from launcher.errors import Finding, InvalidConfig, brief
 from launcher.interpolation import interpolate
@@ -113,26 +114,24 @@ def _with_parents(
     if parent is None:
         return document, ()
     line = document.origins.pop("extends").line
-
-    def refused(code: str, message: str, help: str | None = None) -> InvalidConfig:
-        return InvalidConfig(bad(path, code, message, line, help))
-
     if not isinstance(parent, str) or not parent.strip():
-        raise refused("bad-extends", "`extends` names one file, relative to this one")
+        raise refused(path, "bad-extends", "`extends` names one file, relative to this one", line)
     target = path.parent / expanded(parent)
     if not {target.suffix, Path(canonical(target)).suffix} <= SUFFIXES:
         # whoever wrote the file may not be who may read what it names
-        raise refused("bad-extends", f"`extends: {brief(parent)}` names no `.yaml` or `.yml` file")
+        message = f"`extends: {brief(parent)}` names no `.yaml` or `.yml` file"
+        raise refused(path, "bad-extends", message, line)
     chain = (*children, path)
     if canonical(target) in {canonical(known) for known in chain}:
         loop = " -> ".join(str(known) for known in (*chain, target))
-        raise refused("extends-cycle", f"`extends` goes in a circle: {loop}")
+        raise refused(path, "extends-cycle", f"`extends` goes in a circle: {loop}", line)
     if len(chain) >= MAX_EXTENDS:
-        raise refused("extends-depth", f"`extends` goes on for more than {MAX_EXTENDS} files")
+        message = f"`extends` goes on for more than {MAX_EXTENDS} files"
+        raise refused(path, "extends-depth", message, line)
     if not exists(target):
         message = f"`extends: {brief(parent)}`: there is no {brief(target, 200)}"
         help = "`extends` is relative to the file that holds it"
-        raise refused("missing-parent", message, help)
+        raise refused(path, "missing-parent", message, line, help)
     base, parents = _with_parents(target, chain)
     origins = dict(base.origins)
     value = _merge(base.value, document.value, origins)
@@ -164,7 +163,7 @@ def _require_one_stage(path: Path, document: Document) -> None:
         help = f"launch pipeline {path}, or name one of its stage files"
         line = document.origins["stages"].line
         message = "this is a pipeline, not a stage file"
-        raise InvalidConfig(bad(path, PIPELINE, message, line, help))
+        raise refused(path, PIPELINE, message, line, help)
 
 
 def _shape_of(tree: Mapping[str, Any]) -> Shape:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypedDict
 
 import yaml
 
-from launcher.errors import Finding, InvalidConfig
+from launcher.errors import Finding, InvalidConfig, said
 from launcher.files import open_regular
 from launcher.paths import canonical
 
@@ -93,14 +93,11 @@ def parse(path: Path, text: str) -> Document:
     except yaml.reader.ReaderError as error:
         raise InvalidConfig(_unreadable(path, text, error)) from None
     if value is None:
-        raise InvalidConfig(bad(path, "empty-file", "the file holds no YAML", 1, _FORM))
+        raise refused(path, "empty-file", "the file holds no YAML", 1, _FORM)
     if not isinstance(value, dict):
         what = "a list" if isinstance(value, list) else "one value"
-        raise InvalidConfig(
-            bad(
-                path, "not-a-mapping", f"the file is {what}, not a mapping of keys to values", 1, _FORM
-            )
-        )  # fmt: skip
+        message = f"the file is {what}, not a mapping of keys to values"
+        raise refused(path, "not-a-mapping", message, 1, _FORM)
     return Document(value=value, origins=builder.origins, faults=tuple(builder.findings))
 
 
@@ -143,33 +140,28 @@ def _instead(path: Path) -> str:
 def _read_text(path: Path) -> str:
     try:
         if path.is_dir():
-            raise InvalidConfig(
-                bad(path, "not-a-file", "this is a directory", None, "name a file in it")
-            )
+            raise refused(path, "not-a-file", "this is a directory", help="name a file in it")
         with open_regular(path) as stream:
             raw = stream.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        told = bad(path, "missing-file", "there is no such file", None, _instead(path))
-        raise InvalidConfig(told) from None
+        raise refused(path, "missing-file", "there is no such file", help=_instead(path)) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise InvalidConfig(
-            bad(path, "unreadable-file", f"cannot be read: {reason}", None)
-        ) from None
+        raise refused(path, "unreadable-file", f"cannot be read: {reason}") from None
     if len(raw) > MAX_BYTES:
-        raise InvalidConfig(bad(path, "huge-file", f"larger than {MAX_BYTES >> 20} MiB", None))
+        raise refused(path, "huge-file", f"larger than {MAX_BYTES >> 20} MiB")
     if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise InvalidConfig(bad(path, "not-utf8", "this is UTF-16", 1, "save it as UTF-8"))
+        raise refused(path, "not-utf8", "this is UTF-16", 1, "save it as UTF-8")
     if b"\0" in raw:
         line = raw.count(b"\n", 0, raw.index(b"\0")) + 1
         help = "name a YAML file: a stage file, or a pipeline"
-        raise InvalidConfig(bad(path, "binary-file", "a binary file, not YAML", line, help))
+        raise refused(path, "binary-file", "a binary file, not YAML", line, help)
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         message = f"not UTF-8: byte 0x{raw[error.start]:02x}"
-        raise InvalidConfig(bad(path, "not-utf8", message, line, "save it as UTF-8")) from None
+        raise refused(path, "not-utf8", message, line, "save it as UTF-8") from None
 
 
 class Place(TypedDict):
@@ -199,16 +191,18 @@ class Origin:
         return {"file": self.file, "line": self.line, "override": self.override}
 
 
-def bad(path: Path, code: str, message: str, line: int | None, help: str | None = None) -> Finding:
-    return Finding(
-        severity="error",
-        layer="launch",
-        code=code,
-        message=message,
-        help=help,
-        file=str(path),
-        line=line,
-    )
+def bad(
+    path: Path, code: str, message: str, line: int | None = None, help: str | None = None
+) -> Finding:
+    """An error in a file."""
+    return replace(said("error", code, message, help), file=str(path), line=line)
+
+
+def refused(
+    path: Path, code: str, message: str, line: int | None = None, help: str | None = None
+) -> InvalidConfig:
+    """What to raise for an error after which nothing more can be said of a file."""
+    return InvalidConfig(bad(path, code, message, line, help))
 
 
 class Builder:

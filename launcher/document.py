@@ -226,7 +226,7 @@ class Builder:
             if isinstance(event, yaml.DocumentStartEvent):
                 documents += 1
                 if documents > 1:
-                    line = event.start_mark.line + 1
+                    line = _line(event)
                     self._stop("several-documents", "more than one YAML document", line)
             elif isinstance(event, yaml.NodeEvent):
                 root, _ = self._value(event, "", 0)
@@ -234,9 +234,9 @@ class Builder:
 
     def _value(self, event: Any, path: str, depth: int) -> tuple[Any, int]:
         """The value that begins with this event, and how many levels it is deep."""
-        line, before = event.start_mark.line + 1, self._nodes
+        line, before = _line(event), self._nodes
         if isinstance(event, yaml.AliasEvent):
-            anchor = self._anchors.get(event.anchor)
+            anchor = self._anchors.get(str(event.anchor))
             if anchor is None:
                 help = f"`&{event.anchor}` has to stand before it; a text that begins with `*` is quoted"
                 self._stop("broken-yaml", f"undefined alias `*{event.anchor}`", line, help)
@@ -267,7 +267,7 @@ class Builder:
         height = 1
         for event in self._until(yaml.SequenceEndEvent):
             where = join(path, len(values))
-            self.origins[where] = Origin(self.file, event.start_mark.line + 1)
+            self.origins[where] = Origin(self.file, _line(event))
             value, below = self._value(event, where, depth)
             values.append(value)
             height = max(height, below + 1)
@@ -281,7 +281,7 @@ class Builder:
             key, above = self._value(event, join(path, "?"), depth)
             # the author's own spelling: a key `on` or `1e3` is meant as text
             raw = getattr(event, "value", "")
-            line = event.start_mark.line + 1
+            line = _line(event)
             name = self._key(raw or key, path, seen, line)
             where = join(path, "?" if name is None else name)
             value, below = self._value(next(self._events), where, depth)
@@ -347,6 +347,10 @@ class Builder:
     def _stop(self, code: str, message: str, line: int, help: str | None = None) -> NoReturn:
         self._add(code, message, line, help=help)
         raise InvalidConfig(self.findings)
+
+
+def _line(event: Any) -> int:
+    return int(event.start_mark.line) + 1
 
 
 @dataclass(frozen=True, slots=True)

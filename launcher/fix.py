@@ -245,7 +245,8 @@ class _File:
 
     def written(self, key: str) -> _Entry | None:
         """Where an argument is written in this file; of one that stands twice the last."""
-        found, node = None, self.root
+        found: _Entry | None = None
+        node: Any = self.root
         for name in (*_ARGS[self.judged.config.shape], key):
             pairs = node.value if isinstance(node, yaml.MappingNode) else ()
             named = [pair for pair in pairs if pair[0].value == name]

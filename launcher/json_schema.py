@@ -73,7 +73,9 @@ def combined(
     named = f"{'+'.join(stages if own else [s.key for s in schemas])}-{'+'.join(backends)}"
     sources = ", ".join(dict.fromkeys(f"{s.backend} {s.version}" for s in schemas))
     further = [schema.key for schema in schemas if schema.key != schema.stage]
-    chosen = [(_says_it_is(schema, further), {"$ref": _reference(schema)}) for schema in schemas]
+    chosen: list[tuple[Json, Json]] = [
+        (_says_it_is(schema, further), {"$ref": _reference(schema)}) for schema in schemas
+    ]
     unsaid = {"not": {"anyOf": [condition for condition, _ in chosen]}}
     chosen.append((unsaid, {"anyOf": [reference for _, reference in chosen]}))
     return {

@@ -86,7 +86,7 @@ def plain_json(data: Any) -> None:
     _write(escaped(json.dumps(data, indent=1, ensure_ascii=False, default=str)))
 
 
-def annotations(found: Iterable[Finding]) -> None:
+def annotate(found: Iterable[Finding]) -> None:
     """Findings as GitHub's workflow commands, which it shows as annotations of a pull request."""
     for finding in found:
         _write(redact(printable(workflow_command(finding, Path.cwd()), commands=True)))

@@ -89,7 +89,7 @@ def tell(
     if format is Findings.json:
         report.envelope(command, ok, found, None if files is None else {"files": files})
     elif format is Findings.github:
-        report.annotations(found)
+        report.annotate(found)
     else:
         report.findings(found)
         for entry in files or ():

@@ -178,7 +178,7 @@ Command = Callable[..., Any]
 def takes(*names: str) -> Callable[[Command], Command]:
     """Give a command these options of `Shared`, which it gets as its first argument."""
     fields = dataclasses.fields(Shared)
-    rest = {f.name: f.default.default for f in fields if f.name not in names}
+    rest = {f.name: vars(f.default)["default"] for f in fields if f.name not in names}
     parameters = [
         inspect.Parameter(
             f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=_TYPES[f.name]

@@ -226,11 +226,6 @@ def test_what_is_no_stage_file_is_not_quoted(
     assert "hunter2" not in "".join(capfd.readouterr())
 
 
-def test_interpolation_inside_the_deepest_nesting(write: Write) -> None:
-    deep = f"{'[' * 60}'${{n}}'{']' * 60}"
-    assert "7" in str(config.load(write("a.yaml", f"n: 7\ndeep: {deep}\n")).args["deep"])
-
-
 # --- anything at all ------------------------------------------------------------------------------
 
 LINES = st.lists(

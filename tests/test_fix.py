@@ -165,14 +165,6 @@ def test_the_rest_is_mended_although_one_is_left(write: Write) -> None:
     assert reasons(found).keys() == {"args.max_length", "args.model_name"}
 
 
-def test_two_wrong_names_for_one_key(write: Write) -> None:
-    text = SFT + DATA + "  chat_template: a\n  chat-template-name: {}\n"
-    same = mended(write, text.format("a"))
-    assert same.after == SFT + DATA + "  chat_template_name: a\n"
-    other = mended(write, text.format("b"))
-    assert other.after.count("chat_template_name") == 1 and len(reasons(other)) == 1
-
-
 def test_what_nothing_reads_is_deleted(write: Write) -> None:
     text = (
         SFT

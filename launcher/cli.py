@@ -81,7 +81,7 @@ def _answered(arguments: list[str]) -> None:
 
         # typer repeats the word that it does not understand, and that may be a token
         message = redact(folded(error.format_message()))
-        if _form(arguments) is not Findings.json:
+        if _form(arguments) != "json":
             error.format_message = lambda: message
             error.show()
             sys.exit(error.exit_code)
@@ -108,7 +108,8 @@ def _named(arguments: list[str]) -> str:
 def _form(arguments: list[str]) -> Findings:
     """The form of an answer that a command line asks for, be the rest of it right or wrong."""
     line = " ".join(arguments).replace("--format=", "--format ") + " "
-    return next((form for form in Findings if f"--format {form.value} " in line), Findings.text)
+    forms: tuple[Findings, ...] = ("json", "github")
+    return next((form for form in forms if f"--format {form} " in line), "text")
 
 
 def _bug(error: Exception, arguments: list[str]) -> int:

@@ -152,7 +152,7 @@ def test_what_is_no_stage_and_no_backend(capsys: pytest.CaptureFixture[str]) -> 
     for option in ("--stage", "--backend"):
         assert main(["explain", "seed", option, "x"]) == Exit.USAGE
         assert main(["schema", option, "x"]) == Exit.USAGE
-        assert "bad-" in capsys.readouterr().err
+        assert capsys.readouterr().err.count("is not one of") == 2
 
 
 def test_the_schema_lists_every_argument(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,13 +13,10 @@ from launcher.commands.vocabulary import (
     OVERRIDES,
     SOURCE,
     Findings,
-    Format,
     Shared,
     answer,
     app,
     files_of,
-    named_backend,
-    named_stage,
     takes,
 )
 from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, NotReady, errors, usage
@@ -49,15 +46,15 @@ def validate_config(
     paths: list[Path] = Argument(..., help="stage files, or folders of them", show_default=False),
     fix: bool = Option(False, "--fix", help="rewrite what is mechanical, keep comments"),
     diff: bool = Option(False, "--diff", help="show what --fix would rewrite, write nothing"),
-    format: Findings = Option(Findings.text, "--format", help="text, json or github (annotations)"),
+    format: Findings = Option("text", "--format", help="json for machines, annotations for github"),
 ) -> Exit:
     """Say everything that upstream would refuse, ignore or misread; no GPU, no packages needed."""
-    locator, stage = shared.locator, named_stage(shared.stage)
+    locator, stage = shared.locator, shared.stage
     paths = [file for path in paths for file in files_of(path)]
     mended: dict[Path, Fix] = {}
     found: list[Finding] = []
     if fix or diff:
-        quiet = format is not Findings.text
+        quiet = format != "text"
         mended, found = _fix(paths, stage, locator, write=not diff, quiet=quiet)
     not_ready = bool(found)
     files: list[dict[str, object]] = []
@@ -86,9 +83,9 @@ def tell(
 
     # a message may quote what was given
     found = redact(found)
-    if format is Findings.json:
+    if format == "json":
         report.envelope(command, ok, found, None if files is None else {"files": files})
-    elif format is Findings.github:
+    elif format == "github":
         report.annotate(found)
     else:
         report.findings(found)
@@ -185,8 +182,8 @@ def explain(
 
     loaded = configs.load(config, overrides or ()) if config is not None else None
     explained = explain.explain(
-        key, locator=shared.locator, config=loaded, stage_name=named_stage(shared.stage),
-        backend=named_backend(shared.backend),
+        key, locator=shared.locator, config=loaded, stage_name=shared.stage,
+        backend=shared.backend,
     )  # fmt: skip
     if not any(one.known for one in explained):
         near = " or ".join(f"`{name}`" for name in explain.near(key))
@@ -209,8 +206,8 @@ def schema(
     from launcher import explain, keys, report
     from launcher.backends import BACKENDS
 
-    stages = [chosen] if (chosen := named_stage(shared.stage)) else list(keys.STAGES)
-    named = [one] if (one := named_backend(shared.backend)) else list(BACKENDS)
+    stages = [shared.stage] if shared.stage else list(keys.STAGES)
+    named = [shared.backend] if shared.backend else list(BACKENDS)
     locator, schemas = shared.locator, []
     for name in named:
         for key, entry in BACKENDS[name].STAGES.items():
@@ -270,8 +267,8 @@ def pin_diff(
 
     found = pin.find_commits(commits, shared.open_instruct, os.environ)
     paths = [file for path in configs or () for file in files_of(path)]
-    told = impact.between(found, paths, stage=named_stage(shared.stage))
-    if shared.format is Format.json:
+    told = impact.between(found, paths, stage=shared.stage)
+    if shared.format == "json":
         new = [finding for one in told.configs for finding in one.appeared]
         report.envelope("pin diff", not told.worse, new, told.as_json())
     else:

@@ -14,11 +14,9 @@ from launcher.commands.vocabulary import (
     REQUEST,
     SOURCE,
     STAGE_FILE,
-    Format,
     Shared,
     answer,
     app,
-    named_backend,
     takes,
 )
 from launcher.errors import Exit, NotReady, errors
@@ -74,7 +72,7 @@ def doctor(
     from launcher import readiness, report
 
     request = shared.request(config=config or Path(), overrides=overrides or ())
-    named = named_backend(shared.backend) or "open_instruct"
+    named = shared.backend or "open_instruct"
     examine = partial(readiness.of_stage, request)
     if config is None:
         examine = partial(readiness.of_backend, request, named)
@@ -84,7 +82,7 @@ def doctor(
     if install and yes:
         installing.run(state.install)
         state = examine()
-    if install and not yes and shared.format is Format.text:
+    if install and not yes and shared.format == "text":
         report.say("\n".join(step.shell() for step in state.install))
         return Exit.OK
     data, lines = state.as_json(), state.lines()
@@ -118,7 +116,7 @@ def ladder(
     terms = ladders.terms(
         counts, price=shared.price, rows=shared.rows, row_tokens=shared.row_tokens
     )
-    quiet = shared.format is Format.json
+    quiet = shared.format == "json"
     with ladders.prepared(
         shared.request(), counts, steps=steps, terms=terms, fresh=shared.fresh,
         running=not shared.dry_run,
@@ -174,7 +172,7 @@ def bench(
         benches.require_gpu(shared.request(), cpu=cpu), asked, steps=steps, repeats=repeats,
         timeout_s=limit, assertions=expressions, running=True,
     )  # fmt: skip
-    text = shared.format is Format.text
+    text = shared.format == "text"
     report.findings(planned.findings if text else ())
     with benches.opened(planned, fresh=shared.fresh, resume=shared.resume) as opened:
         code = benches.run(opened, show=shared.show_progress)
@@ -216,7 +214,7 @@ def tune(
         if trials is not None:
             bench_report.write(trials)
         found = opened.findings
-        if shared.format is Format.json:
+        if shared.format == "json":
             found = (*found, *comparison.baseline_fault([one.sample for one in opened.trials]))
         elif trials is not None:
             bench_report.show(trials)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import typer
 from typer import Argument, Option
@@ -79,7 +80,7 @@ def stop(
 
     folder = found_run(run)
     cost = stopping.cost(folder)
-    if format is Format.text and overview.state(folder) in {"running", "orphaned", "queued"}:
+    if format == "text" and overview.state(folder) in {"running", "orphaned", "queued"}:
         report.say(stopping.due(folder) if after_checkpoint else cost.line())
     ended = stopping.stop(folder, after_checkpoint=after_checkpoint)
     cost = stopping.cost(folder)
@@ -158,7 +159,7 @@ def report_command(
 
     runs = publish.gather(targets)
     # the JSON form says all that the page says, so no page is written beside it that nobody asked for
-    page = publish.usual_place(runs) if output is None and format is Format.text else output
+    page = publish.usual_place(runs) if output is None and format == "text" else output
     for path, write in (
         (page, publish.write_page),
         (png, publish.write_png),
@@ -166,9 +167,9 @@ def report_command(
     ):
         if path is not None:
             write(runs, path)
-            report.say(f"report: {path}") if format is Format.text else None
+            report.say(f"report: {path}") if format == "text" else None
     # once nothing can fail any more: a reader gets one envelope
-    if format is Format.json:
+    if format == "json":
         report.envelope("report", True, (), series.as_json(runs))
 
 
@@ -200,17 +201,13 @@ def cache_why(run: str = RUN, format: Format = FORMAT) -> Exit:
 )
 def cache_clear(
     older_than: str | None = Option(None, "--older-than", help="not used for 30d, 12h, 2w"),
-    kind: str | None = Option(None, "--kind", help="dataset or reference"),
+    kind: Literal["dataset", "reference"] | None = Option(None, "--kind", help="only these"),
     dry_run: bool = Option(False, "--dry-run", help="list what would be deleted, delete nothing"),
     format: Format = FORMAT,
 ) -> Exit:
     """Remove cache folders that no run uses; never anything else."""
-    from launcher import cache_folders, caches
+    from launcher import cache_folders
 
-    if kind not in {None, *caches.KINDS}:
-        raise usage(
-            "bad-kind", f"`{kind}` is no kind of cache", "--kind dataset or --kind reference"
-        )
     seconds = None if older_than is None else cache_folders.age(older_than)
     done = cache_folders.clear(
         cache_folders.known(), kind=kind, older_than_s=seconds, dry_run=dry_run

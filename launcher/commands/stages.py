@@ -177,7 +177,7 @@ def _run(request: Request, format: Format, at_end: _AtEnd, *, detach: bool) -> E
                 return _conclude_finished(prepared, prepared.findings, format, at_end)
             if not (prepared.here and prepared.here.rank):
                 lease.require_free(prepared.output)
-            if format is Format.text:
+            if format == "text":
                 report.findings(prepared.findings)
                 report.beginning(prepared.plan, prepared.folder.console(prepared.attempt))
             folder, attempt = start.begin(prepared, **asdict(at_end))
@@ -194,7 +194,7 @@ def _conclude_finished(
     """Nothing is left to train; the verdict and the numbers are there, whoever died before."""
     from launcher import check, report, start
 
-    report.findings(found if format is Format.text else ())
+    report.findings(found if format == "text" else ())
     folder = prepared.folder
     verdict = start.judged_now(folder, prepared.plan, start.finish(folder))
     code = check.exit_code(verdict, allow_unproven=at_end.allow_unproven)
@@ -346,7 +346,7 @@ def pipeline(
 
         stages = [{"name": one.link.name, **one.prepared.as_json()} for one in steps]
         return answer("pipeline", shared.format, {"stages": stages}, show_plan, plan.findings)
-    result = pipeline.run(order, quiet=shared.format is Format.json)
+    result = pipeline.run(order, quiet=shared.format == "json")
 
     def show() -> None:
         report.table([row.shown() for row in result.rows], pipeline.SUMMARY)

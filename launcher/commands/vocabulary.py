@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 import typer
 from typer import Argument, Option
@@ -67,23 +66,12 @@ def _launch(
     """What comes before a command."""
 
 
-class Format(str, Enum):  # noqa: UP042 - StrEnum is not what typer looks for
-    """How to answer."""
-
-    text = "text"
-    json = "json"
-
-
-class Findings(str, Enum):  # noqa: UP042
-    """How to answer where findings are all that there is to say."""
-
-    text = "text"
-    json = "json"
-    github = "github"
-
+Format = Literal["text", "json"]
+Findings = Literal["text", "json", "github"]
+"""How to answer where findings are all that there is to say."""
 
 # What several commands have: `Shared` holds those from which a request is made.
-FORMAT = Option(Format.text, "--format", help="text, or json for machines")
+FORMAT = Option("text", "--format", help="json for machines")
 RUN = Argument(..., metavar="RUN", help="a run, a unique prefix of its name, or `last`")
 LAST_RUN = Argument("last", metavar="RUN", help="a run, a unique prefix of its name, or `last`")
 OVERRIDES = Argument(None, metavar="[KEY=VALUE]...", show_default=False)
@@ -103,8 +91,12 @@ class Shared:
 
     config: Path = Argument(..., metavar="CONFIG", help="the stage file", show_default=False)
     overrides: list[str] | None = OVERRIDES
-    stage: str | None = Option(None, "--stage", help="sft or dpo, where the file does not say")
-    backend: str | None = Option(None, "--backend", help="open_instruct or trl, where no file says")
+    stage: Literal["sft", "dpo"] | None = Option(
+        None, "--stage", help="where the file does not say"
+    )
+    backend: Literal["open_instruct", "trl"] | None = Option(
+        None, "--backend", help="where no file says"
+    )
     gpus: int | None = Option(None, "--gpus", min=0, help="GPUs on this machine; 0 is the CPU")
     nodes: int = Option(1, "--nodes", min=1, help="machines")
     devices: str | None = Option(
@@ -145,14 +137,14 @@ class Shared:
         """What tells on stderr how far it is; nothing does for machines."""
         from launcher import report
 
-        return report.aside if self.format is Format.text else lambda _: None
+        return report.aside if self.format == "text" else lambda _: None
 
     def request(self, **more: Any) -> Request:
         """The request of these options; `more` are further fields, or others than these."""
         from launcher.preparation import Request
 
         fields: dict[str, Any] = {
-            "stage": named_stage(self.stage), "config": self.config,
+            "stage": self.stage, "config": self.config,
             "overrides": self.overrides or (), "gpus": self.gpus, "nodes": self.nodes,
             "devices": self.devices, "python": self.python, "checkout": self.open_instruct,
             "allow_unpinned": self.allow_unpinned, "strict": self.strict,
@@ -257,7 +249,7 @@ def answer(
     """
     from launcher import report
 
-    if format is Format.json:
+    if format == "json":
         report.envelope(command, code is Exit.OK, [*before, *findings], data)
         return code
     report.findings(findings)
@@ -266,22 +258,3 @@ def answer(
     elif lines := list(show):
         report.say("\n".join(lines))
     return code
-
-
-def named_stage(given: str | None) -> str | None:
-    """`--stage` as given. Raises UsageError where it is none."""
-    return _one_of("stage", given, ("sft", "dpo"))
-
-
-def named_backend(given: str | None) -> str | None:
-    """`--backend` as given. Raises UsageError where it is none."""
-    from launcher.backends import BACKENDS
-
-    return _one_of("backend", given, BACKENDS)
-
-
-def _one_of(option: str, given: str | None, names: Iterable[str]) -> str | None:
-    if given is not None and given not in names:
-        help = " or ".join(f"--{option} {name}" for name in names)
-        raise usage(f"bad-{option}", f"`{given}` is no {option}", help)
-    return given

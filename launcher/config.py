@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from launcher.document import (
     SUFFIXES,
@@ -26,12 +26,15 @@ from launcher.document import (
 )
 from launcher.errors import Finding, InvalidConfig, brief
 from launcher.interpolation import interpolate
-from launcher.overrides import OPTIONS, Shape, Tree, forget
+from launcher.overrides import Tree, forget
 from launcher.paths import canonical, exists, expanded
 
 MAX_EXTENDS = 16
 LARGEST = 10**64
 """Numbers from here on are a mistake."""
+Shape = Literal["stage", "wrapped", "flat"]
+"""A file's, before it is read: the values are always those of a stage file."""
+_WRAPPED_DEEPSPEED = "deepspeed_config"
 PIPELINE = "is-pipeline"
 """The code of what a file is refused with that holds several stages."""
 
@@ -61,8 +64,6 @@ class Config:
 
     def placed(self, finding: Finding) -> Finding:
         """The finding with the file and line of its key."""
-        if finding.key == "deepspeed" and self.shape == "wrapped":
-            finding = replace(finding, key="deepspeed_config")
         return replace(finding, **self.origin(finding.key or "").place)
 
 
@@ -77,19 +78,16 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, text: str | None = 
     document, parents = _with_parents(path, (), text)
     _require_one_stage(path, document)
     shape = _shape_of(document.value)
-    tree = Tree(path, shape, document.value, document.origins)
+    value, origins, named = _as_stage_file(path, shape, document)
+    tree = Tree(path, value, origins)
     if faults := [fault for text in overrides for fault in tree.override(text)]:
         raise InvalidConfig(faults)
-    value, secrets = interpolate(path, tree.value, tree.origins)
-    document = replace(document, value=value, origins=tree.origins)
-    options, args, origins = _PARTS[shape](path, document)
+    value, secrets = interpolate(path, value, origins, named)
+    args = _mapping(path, origins, "args", value.pop("args", None))
     return Config(
-        path=path, shape=shape, options=options, args=args, origins=origins, parents=parents,
-        faults=(*document.faults, *_too_large(path, value, tree.origins)),
-        secrets={
-            f"args.{key}" if shape == "flat" else key.removeprefix("open_instruct."): text
-            for key, text in secrets.items()
-        },
+        path=path, shape=shape, options=value, args=args, origins=origins, parents=parents,
+        faults=(*document.faults, *_too_large(path, {**value, "args": args}, origins)),
+        secrets=secrets,
     )  # fmt: skip
 
 
@@ -174,46 +172,37 @@ def _shape_of(tree: Mapping[str, Any]) -> Shape:
     return "stage" if "backend" in tree else "flat"
 
 
-Parts = tuple[dict[str, Any], dict[str, Any], dict[str, Origin]]
-"""launch's own options, upstream's arguments, and the place of every key."""
+def _as_stage_file(
+    path: Path, shape: Shape, document: Document
+) -> tuple[dict[str, Any], dict[str, Origin], Mapping[str, Any]]:
+    """Any shape as the keys of a stage file: their values, their places, and what `${}` finds beside them.
+
+    Of upstream's own shape every key is an argument: options of ours can come from overrides only. The
+    wrapped one is `open_instruct: {script, deepspeed_config, args}` with `num_gpus` beside it.
+    """
+    value, origins = document.value, document.origins
+    if shape == "stage":
+        return value, origins, {}
+    if shape == "flat":
+        lines = [origin.line for origin in origins.values() if origin.line is not None]
+        start = Origin(str(path), min(lines, default=1))
+        places = {f"args.{key}": origin for key, origin in origins.items()}
+        return {"args": value}, {"args": start, **places}, value
+    inner = _mapping(path, origins, "open_instruct", value["open_instruct"])
+    whole = {**{k: v for k, v in value.items() if k != "open_instruct"}, **inner}
+    if _WRAPPED_DEEPSPEED in whole:
+        whole["deepspeed"] = whole.pop(_WRAPPED_DEEPSPEED)
+    places = {key.removeprefix("open_instruct."): origin for key, origin in origins.items()}
+    if _WRAPPED_DEEPSPEED in places:
+        places["deepspeed"] = places.pop(_WRAPPED_DEEPSPEED)
+    return whole, places, {"open_instruct": inner}
 
 
-def _stage_file(path: Path, document: Document) -> Parts:
-    options = {key: value for key, value in document.value.items() if key != "args"}
-    return options, _mapping(path, document, "args", document.value.get("args")), document.origins
-
-
-def _flat_file(path: Path, document: Document) -> Parts:
-    """Upstream's own: every key is an argument; options of ours can come from overrides only."""
-    tree, given = document.value, document.origins
-    ours = {key for key in OPTIONS & tree.keys() if key not in given or given[key].override}
-    lines = [origin.line for origin in given.values() if origin.line is not None]
-    origins = {
-        key if key.partition(".")[0] in ours else f"args.{key}": origin
-        for key, origin in given.items()
-    }
-    args = {key: value for key, value in tree.items() if key not in ours}
-    start = Origin(str(path), min(lines, default=1))
-    return {key: tree[key] for key in ours}, args, {"args": start, **origins}
-
-
-def _wrapped_file(path: Path, document: Document) -> Parts:
-    """The shape `open_instruct: {script, deepspeed_config, args}` with `num_gpus` beside it."""
-    inner = _mapping(path, document, "open_instruct", document.value["open_instruct"])
-    outer = {k: v for k, v in document.value.items() if k != "open_instruct"}
-    options = {**outer, **{key: value for key, value in inner.items() if key != "args"}}
-    origins = {key.removeprefix("open_instruct."): o for key, o in document.origins.items()}
-    return options, _mapping(path, document, "open_instruct.args", inner.get("args")), origins
-
-
-def _mapping(path: Path, document: Document, key: str, value: Any) -> dict[str, Any]:
+def _mapping(path: Path, origins: Mapping[str, Origin], key: str, value: Any) -> dict[str, Any]:
     if isinstance(value, dict):
         return value
     if value is None:
         return {}
-    origin = document.origins.get(key, Origin(str(path), 1))
+    origin = origins.get(key, Origin(str(path), 1))
     message = f"`{key}` is a mapping of names to values, not `{brief(value)}`"
-    raise InvalidConfig(replace(bad(path, "bad-args", message, None), **origin.place))
-
-
-_PARTS = {"stage": _stage_file, "flat": _flat_file, "wrapped": _wrapped_file}
+    raise InvalidConfig(replace(bad(path, "bad-args", message), **origin.place))

@@ -26,11 +26,14 @@ _TOO_MUCH = "it expands to too much"
 
 
 def interpolate(
-    path: Path, tree: dict[str, Any], origins: Mapping[str, Origin]
+    path: Path,
+    tree: dict[str, Any],
+    origins: Mapping[str, Origin],
+    named: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The tree with every `${...}` resolved, and the texts, by key, that took a secret from the environment.
 
-    Raises InvalidConfig naming each that cannot be resolved.
+    `named` are further values that may be named. Raises InvalidConfig naming each that cannot be resolved.
     """
     texts = {k: text for k, text in leaves(tree) if isinstance(text, str) and "${" in text}
     if not texts:
@@ -67,7 +70,7 @@ def interpolate(
     if faults:
         raise InvalidConfig(faults)
     secrets: dict[str, str] = {}
-    container, resolved = OmegaConf.create(tree), deepcopy(tree)
+    container, resolved = OmegaConf.create({**(named or {}), **tree}), deepcopy(tree)
     with _metered() as spend:
         for steps, text in texts.items():
             read.clear()

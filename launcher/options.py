@@ -18,12 +18,7 @@ from launcher.paths import expanded, is_file
 
 # what a file of the shape `open_instruct:` may say; the rest of the table is for `stage:` and `args:`
 WRAPPED_KEYS = (
-    *(
-        name
-        for name in KEYS
-        if name not in {"stage", "backend", "deepspeed", "attention", "args", "extends"}
-    ),
-    "deepspeed_config",
+    *(name for name in KEYS if name not in {"stage", "backend", "attention", "args", "extends"}),
     "num_gpus",
 )
 # as an override on a stage file it would say what --gpus says
@@ -282,8 +277,7 @@ def deepspeed_file(name: str) -> Path:
 
 def _deepspeed(config: Config, folders: Sequence[Path]) -> tuple[Path | None, str, Finding | None]:
     """The DeepSpeed file, what it is called, and what is wrong with the key."""
-    key = "deepspeed_config" if config.shape == "wrapped" else "deepspeed"
-    given = config.options.get(key)
+    given = config.options.get("deepspeed")
     if given is None or given is False or given == "none":
         return None, "none", None
     if given in DEEPSPEED:
@@ -295,4 +289,8 @@ def _deepspeed(config: Config, folders: Sequence[Path]) -> tuple[Path | None, st
             if is_file(path):
                 return path.absolute(), path.stem, None
     message = f"`{brief(given)}` is neither a DeepSpeed file nor a known name"
-    return None, "none", _bad(key, message, nearest(str(given), ("a path", *DEEPSPEED, "none")))
+    return (
+        None,
+        "none",
+        _bad("deepspeed", message, nearest(str(given), ("a path", *DEEPSPEED, "none"))),
+    )

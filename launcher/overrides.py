@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
@@ -15,17 +15,8 @@ from launcher.document import LOADER, UNUSABLE, Builder, Origin, bad, join, plai
 from launcher.errors import Finding, InvalidConfig, brief
 from launcher.keys import KEYS
 
-Shape = Literal["stage", "wrapped", "flat"]
-
 # Ours: everything else that an override names without `args.` is an argument of upstream's.
 OPTIONS = frozenset(KEYS) - {"args", "extends"}
-_WRAPPED_OPTIONS = {"deepspeed": "open_instruct.deepspeed_config", "num_gpus": "num_gpus"} | {
-    name: f"open_instruct.{name}" for name in ("script", "deepspeed_config")
-}
-# what holds all the arguments of a shape: its place is that of each argument that is not given
-_HOLDERS: Mapping[Shape, Set[str]] = {
-    "stage": {"args"}, "wrapped": {"open_instruct", "open_instruct.args"}, "flat": set(),
-}  # fmt: skip
 _OVERRIDE = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]{1,200}|\[[0-9]{1,6}\])*\Z")
 _STEPS = re.compile(r"\[([0-9]+)\]|([\w-]+)")
 
@@ -35,7 +26,6 @@ class Tree:
     """The values of a file, to which `key=value` texts are applied."""
 
     path: Path
-    shape: Shape
     value: dict[str, Any]
     origins: dict[str, Origin]
 
@@ -65,7 +55,7 @@ class Tree:
                 help = f"for a text, quote it for YAML too: '{key}=\"...\"'"
                 yield self._fault(text, key, f"`{brief(text)}`: {_reason(error)}", help)
             else:
-                yield from self._set(_full_key(key, self.shape), value, text)
+                yield from self._set(_full_key(key), value, text)
 
     def _set(self, key: str, value: Any, text: str) -> Iterator[Finding]:
         steps = [int(index) if index else name for index, name in _STEPS.findall(key)]
@@ -82,14 +72,15 @@ class Tree:
             elif isinstance(node, dict) and node.get(step) is None:
                 # what is empty, or not there, can become a mapping: its place is this override
                 node[step] = {}
-                if path not in _HOLDERS[self.shape]:
+                # but for all the arguments: that is the place of those that are missing
+                if path != "args":
                     self.origins[path] = Origin(str(self.path), None, text)
             node = node[step]
         forget(self.origins, path)
         self.origins[path] = Origin(str(self.path), None, text)
 
     def _no_place(self, key: str, text: str, node: Any, path: str) -> Finding:
-        shown = path.removeprefix("open_instruct.").removeprefix("args.")
+        shown = path.removeprefix("args.")
         if isinstance(node, list):
             reason = f"is a list of {len(node)} entries, the first is [0]"
         elif isinstance(node, dict):
@@ -148,20 +139,11 @@ def _yaml(raw: str) -> Any:
     return value
 
 
-def _full_key(key: str, shape: Shape) -> str:
+def _full_key(key: str) -> str:
     """`args.` may be left out: what is no option of ours is an argument of upstream's."""
+    key = re.sub(r"^deepspeed_config(?![\w-])", "deepspeed", key.removeprefix("open_instruct."))
     first = re.split(r"[.\[]", key, maxsplit=1)[0]
-    rest = key[len(first) :]
-    if shape == "stage":
-        return key if first in OPTIONS or first in {"args", "num_gpus"} else f"args.{key}"
-    if shape == "flat":
-        return key.removeprefix("args.")
-    ours = OPTIONS - _WRAPPED_OPTIONS.keys() - {"stage", "attention"}
-    if first == "open_instruct" or first in ours:
-        return key
-    if first in _WRAPPED_OPTIONS:
-        return f"{_WRAPPED_OPTIONS[first]}{rest}"
-    return f"open_instruct.{key}" if first == "args" else f"open_instruct.args.{key}"
+    return key if first in OPTIONS or first in {"args", "num_gpus"} else f"args.{key}"
 
 
 def forget(origins: dict[str, Origin], path: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -212,7 +212,7 @@ def _explained(key: str, schema: Schema, source: Upstream, here: Here | None) ->
     elif there is not None:
         advice = f"not at {schema.named}; it is one at the pin ({there})"
     elif key not in schema.fields and option is not None:
-        advice = f"launch's own: {_STANDS.get(key, 'it stands beside `args:`, not in it')}"
+        advice = f"launch's own, beside `args:`: {option.meaning}"
     return Explained(
         key=key, stage=schema.stage, upstream=source, schema=schema,
         field=schema.fields.get(key), option=option,
@@ -246,12 +246,6 @@ def _here(key: str, config: Config, judged: stage.Judged) -> Here | None:
     if derived is not None:
         return Here(value=derived[0], origin=f"set by launch: {derived[1]}", findings=found)
     return Here(value=_default(known), origin=f"default, {known.where}", findings=found)
-
-
-_STANDS: Mapping[str, str] = {
-    "args": "what stands below it goes to upstream under exactly these names",
-    "extends": "it stands beside `args:` and names the file whose keys this one inherits",
-}
 
 
 def _words(key: Key, schema: Schema) -> tuple[str, ...]:

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from launcher import budget, options, plan
+from launcher.config import spelt
 from launcher.keys import DEEPSPEED
 from launcher.lengths import Lengths
 from launcher.options import SWITCHED, Batch
-from launcher.overrides import spelt
 from launcher.plan import Plan
 from launcher.schema import Values
 

@@ -17,7 +17,7 @@ import typer
 
 from launcher import __version__
 from launcher.commands import app
-from launcher.commands.vocabulary import Findings
+from launcher.commands.vocabulary import Findings, answer
 from launcher.errors import DISK_FULL, Exit, LaunchError, not_ready, unreadable, usage
 
 # what typer raises for a command line that it cannot parse: only its heir has a public name
@@ -92,10 +92,7 @@ def _answered(arguments: list[str]) -> None:
 
 def _refused(error: LaunchError, arguments: list[str]) -> Exit:
     """What stopped a command, in the form that its command line asked for; returns the exit code."""
-    from launcher.commands.configs import tell
-
-    tell(_named(arguments), False, list(error.findings), None, _form(arguments))
-    return error.exit_code
+    return answer(_named(arguments), _form(arguments), None, (), error.findings, error.exit_code)
 
 
 def _named(arguments: list[str]) -> str:

@@ -66,32 +66,8 @@ def validate_config(
         files.append({"path": str(path), "valid": not errors(mine, strict=shared.strict), **facts})
         found += mine
     ok = all(entry["valid"] for entry in files)
-    tell("validate-config", ok and not not_ready, found, files, format)
-    return Exit.NOT_READY if not_ready else Exit.OK if ok else Exit.CONFIG
-
-
-def tell(
-    command: str,
-    ok: bool,
-    found: list[Finding],
-    files: list[dict[str, object]] | None,
-    format: Findings,
-) -> None:
-    """What was found, in each file or in none, in the form that was asked for."""
-    from launcher import report
-    from launcher.redaction import redact
-
-    # a message may quote what was given
-    found = redact(found)
-    if format == "json":
-        report.envelope(command, ok, found, None if files is None else {"files": files})
-    elif format == "github":
-        report.annotate(found)
-    else:
-        report.findings(found)
-        for entry in files or ():
-            state = "valid" if entry["valid"] else "invalid"
-            report.say(f"{entry['path']}: {state}{_checked(entry)}")
+    code = Exit.NOT_READY if not_ready else Exit.OK if ok else Exit.CONFIG
+    return answer("validate-config", format, {"files": files}, map(_line, files), found, code)
 
 
 def _fix(
@@ -156,14 +132,16 @@ def _judge_pipeline(path: Path, locator: Locator) -> tuple[dict[str, object], tu
     return {"shape": "pipeline", "stages": [link.name for link in plan.links]}, plan.findings
 
 
-def _checked(entry: dict[str, object]) -> str:
+def _line(entry: dict[str, object]) -> str:
+    """What became of one file, and what it was held against."""
+    line = f"{entry['path']}: {'valid' if entry['valid'] else 'invalid'}"
     if isinstance(stages := entry.get("stages"), list):
-        return f" (a pipeline: {', '.join(stages)})"
+        return f"{line} (a pipeline: {', '.join(stages)})"
     source = entry.get("upstream")
     if not isinstance(source, dict):
-        return ""
+        return line
     where = source["root"] if source["root"] else "the committed snapshot"
-    return f" ({entry['stage']}, {source['backend']} {source['version']}, {where})"
+    return f"{line} ({entry['stage']}, {source['backend']} {source['version']}, {where})"
 
 
 @app.command(epilog="Example: launch explain use_liger_kernel --stage sft")

@@ -235,7 +235,7 @@ def not_begun(folder: RunFolder) -> UsageError:
 
 def answer(
     command: str,
-    format: Format,
+    format: Findings,
     data: object,
     show: Iterable[str] | Callable[[], object],
     findings: Sequence[Finding] = (),
@@ -251,10 +251,12 @@ def answer(
 
     if format == "json":
         report.envelope(command, code is Exit.OK, [*before, *findings], data)
-        return code
-    report.findings(findings)
-    if callable(show):
-        show()
-    elif lines := list(show):
-        report.say("\n".join(lines))
+    elif format == "github":
+        report.annotate([*before, *findings])
+    else:
+        report.findings(findings)
+        if callable(show):
+            show()
+        elif lines := list(show):
+            report.say("\n".join(lines))
     return code

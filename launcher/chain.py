@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from launcher.config import spelt
 from launcher.document import Document, Origin, nearest, read_yaml
 from launcher.errors import Finding, InvalidConfig, brief, usage
 from launcher.interpolation import interpolate
-from launcher.overrides import spelt
 from launcher.paths import exists, expanded
 
 KEYS = ("name", "gpus", "stages")

@@ -17,7 +17,7 @@ import typer
 
 from launcher import __version__
 from launcher.commands import app
-from launcher.commands.vocabulary import Findings
+from launcher.commands.vocabulary import Findings, answer
 from launcher.errors import DISK_FULL, Exit, LaunchError, not_ready, unreadable, usage
 
 # what typer raises for a command line that it cannot parse: only its heir has a public name
@@ -81,7 +81,7 @@ def _answered(arguments: list[str]) -> None:
 
         # typer repeats the word that it does not understand, and that may be a token
         message = redact(folded(error.format_message()))
-        if _form(arguments) is not Findings.json:
+        if _form(arguments) != "json":
             error.format_message = lambda: message
             error.show()
             sys.exit(error.exit_code)
@@ -92,10 +92,7 @@ def _answered(arguments: list[str]) -> None:
 
 def _refused(error: LaunchError, arguments: list[str]) -> Exit:
     """What stopped a command, in the form that its command line asked for; returns the exit code."""
-    from launcher.commands.configs import tell
-
-    tell(_named(arguments), False, list(error.findings), None, _form(arguments))
-    return error.exit_code
+    return answer(_named(arguments), _form(arguments), None, (), error.findings, error.exit_code)
 
 
 def _named(arguments: list[str]) -> str:
@@ -108,7 +105,8 @@ def _named(arguments: list[str]) -> str:
 def _form(arguments: list[str]) -> Findings:
     """The form of an answer that a command line asks for, be the rest of it right or wrong."""
     line = " ".join(arguments).replace("--format=", "--format ") + " "
-    return next((form for form in Findings if f"--format {form.value} " in line), Findings.text)
+    forms: tuple[Findings, ...] = ("json", "github")
+    return next((form for form in forms if f"--format {form} " in line), "text")
 
 
 def _bug(error: Exception, arguments: list[str]) -> int:

@@ -6,20 +6,43 @@ upstream's flat files. Interpolation (`${...}`) is omegaconf's.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from launcher.document import SUFFIXES, Document, Origin, bad, join, nearest, parse, read_yaml
+import yaml
+
+from launcher.document import (
+    LOADER,
+    SUFFIXES,
+    UNUSABLE,
+    Builder,
+    Document,
+    Origin,
+    bad,
+    join,
+    leaves,
+    nearest,
+    parse,
+    plain,
+    read_yaml,
+    refused,
+)
 from launcher.errors import Finding, InvalidConfig, brief
 from launcher.interpolation import interpolate
-from launcher.overrides import OPTIONS, Shape, Tree, forget
+from launcher.keys import KEYS
 from launcher.paths import canonical, exists, expanded
 
 MAX_EXTENDS = 16
 LARGEST = 10**64
 """Numbers from here on are a mistake."""
+Shape = Literal["stage", "wrapped", "flat"]
+"""A file's, before it is read: the values are always those of a stage file."""
+_WRAPPED_DEEPSPEED = "deepspeed_config"
 PIPELINE = "is-pipeline"
 """The code of what a file is refused with that holds several stages."""
 
@@ -49,8 +72,6 @@ class Config:
 
     def placed(self, finding: Finding) -> Finding:
         """The finding with the file and line of its key."""
-        if finding.key == "deepspeed" and self.shape == "wrapped":
-            finding = replace(finding, key="deepspeed_config")
         return replace(finding, **self.origin(finding.key or "").place)
 
 
@@ -65,36 +86,27 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, text: str | None = 
     document, parents = _with_parents(path, (), text)
     _require_one_stage(path, document)
     shape = _shape_of(document.value)
-    tree = Tree(path, shape, document.value, document.origins)
+    value, origins, named = _as_stage_file(path, shape, document)
+    tree = _Tree(path, value, origins)
     if faults := [fault for text in overrides for fault in tree.override(text)]:
         raise InvalidConfig(faults)
-    value, secrets = interpolate(path, tree.value, tree.origins)
-    document = replace(document, value=value, origins=tree.origins)
-    options, args, origins = _PARTS[shape](path, document)
+    value, secrets = interpolate(path, value, origins, named)
+    args = _mapping(path, origins, "args", value.pop("args", None))
     return Config(
-        path=path, shape=shape, options=options, args=args, origins=origins, parents=parents,
-        faults=(*document.faults, *_too_large(path, value, tree.origins)),
-        secrets={
-            f"args.{key}" if shape == "flat" else key.removeprefix("open_instruct."): text
-            for key, text in secrets.items()
-        },
+        path=path, shape=shape, options=value, args=args, origins=origins, parents=parents,
+        faults=(*document.faults, *_too_large(path, {**value, "args": args}, origins)),
+        secrets=secrets,
     )  # fmt: skip
 
 
-def _too_large(
-    path: Path, value: Any, origins: Mapping[str, Origin], key: str = ""
-) -> Iterator[Finding]:
+def _too_large(path: Path, tree: Any, origins: Mapping[str, Origin]) -> Iterator[Finding]:
     """A finding for each number that no float can hold: YAML's `1e999`, or an integer of many digits."""
-    if isinstance(value, dict):
-        for name, below in value.items():
-            yield from _too_large(path, below, origins, join(key, name))
-    elif isinstance(value, list):
-        for index, below in enumerate(value):
-            yield from _too_large(path, below, origins, f"{key}[{index}]")
-    elif isinstance(value, int | float) and not abs(value) < LARGEST:
-        found = bad(path, "bad-value", f"the number of `{key}` is too large", None)
-        origin = nearest(origins, key) or Origin(str(path), 1)
-        yield replace(found, key=key, **origin.place)
+    for steps, value in leaves(tree):
+        if isinstance(value, int | float) and not abs(value) < LARGEST:
+            key = reduce(join, steps, "")
+            found = bad(path, "bad-value", f"the number of `{key}` is too large", None)
+            origin = nearest(origins, key) or Origin(str(path), 1)
+            yield replace(found, key=key, **origin.place)
 
 
 # --- several layers -------------------------------------------------------------------------------
@@ -108,26 +120,24 @@ def _with_parents(
     if parent is None:
         return document, ()
     line = document.origins.pop("extends").line
-
-    def refused(code: str, message: str, help: str | None = None) -> InvalidConfig:
-        return InvalidConfig(bad(path, code, message, line, help))
-
     if not isinstance(parent, str) or not parent.strip():
-        raise refused("bad-extends", "`extends` names one file, relative to this one")
+        raise refused(path, "bad-extends", "`extends` names one file, relative to this one", line)
     target = path.parent / expanded(parent)
     if not {target.suffix, Path(canonical(target)).suffix} <= SUFFIXES:
         # whoever wrote the file may not be who may read what it names
-        raise refused("bad-extends", f"`extends: {brief(parent)}` names no `.yaml` or `.yml` file")
+        message = f"`extends: {brief(parent)}` names no `.yaml` or `.yml` file"
+        raise refused(path, "bad-extends", message, line)
     chain = (*children, path)
     if canonical(target) in {canonical(known) for known in chain}:
         loop = " -> ".join(str(known) for known in (*chain, target))
-        raise refused("extends-cycle", f"`extends` goes in a circle: {loop}")
+        raise refused(path, "extends-cycle", f"`extends` goes in a circle: {loop}", line)
     if len(chain) >= MAX_EXTENDS:
-        raise refused("extends-depth", f"`extends` goes on for more than {MAX_EXTENDS} files")
+        message = f"`extends` goes on for more than {MAX_EXTENDS} files"
+        raise refused(path, "extends-depth", message, line)
     if not exists(target):
         message = f"`extends: {brief(parent)}`: there is no {brief(target, 200)}"
         help = "`extends` is relative to the file that holds it"
-        raise refused("missing-parent", message, help)
+        raise refused(path, "missing-parent", message, line, help)
     base, parents = _with_parents(target, chain)
     origins = dict(base.origins)
     value = _merge(base.value, document.value, origins)
@@ -147,7 +157,7 @@ def _merge(
             merged[key] = _merge(below, value, origins, where)
         else:
             merged[key] = value
-            forget(origins, where)
+            _forget(origins, where)
     return merged
 
 
@@ -159,7 +169,7 @@ def _require_one_stage(path: Path, document: Document) -> None:
         help = f"launch pipeline {path}, or name one of its stage files"
         line = document.origins["stages"].line
         message = "this is a pipeline, not a stage file"
-        raise InvalidConfig(bad(path, PIPELINE, message, line, help))
+        raise refused(path, PIPELINE, message, line, help)
 
 
 def _shape_of(tree: Mapping[str, Any]) -> Shape:
@@ -170,46 +180,188 @@ def _shape_of(tree: Mapping[str, Any]) -> Shape:
     return "stage" if "backend" in tree else "flat"
 
 
-Parts = tuple[dict[str, Any], dict[str, Any], dict[str, Origin]]
-"""launch's own options, upstream's arguments, and the place of every key."""
+def _as_stage_file(
+    path: Path, shape: Shape, document: Document
+) -> tuple[dict[str, Any], dict[str, Origin], Mapping[str, Any]]:
+    """Any shape as the keys of a stage file: their values, their places, and what `${}` finds beside them.
+
+    Of upstream's own shape every key is an argument: options of ours can come from overrides only. The
+    wrapped one is `open_instruct: {script, deepspeed_config, args}` with `num_gpus` beside it.
+    """
+    value, origins = document.value, document.origins
+    if shape == "stage":
+        return value, origins, {}
+    if shape == "flat":
+        lines = [origin.line for origin in origins.values() if origin.line is not None]
+        start = Origin(str(path), min(lines, default=1))
+        places = {f"args.{key}": origin for key, origin in origins.items()}
+        return {"args": value}, {"args": start, **places}, value
+    inner = _mapping(path, origins, "open_instruct", value["open_instruct"])
+    whole = {**{k: v for k, v in value.items() if k != "open_instruct"}, **inner}
+    if _WRAPPED_DEEPSPEED in whole:
+        whole["deepspeed"] = whole.pop(_WRAPPED_DEEPSPEED)
+    places = {key.removeprefix("open_instruct."): origin for key, origin in origins.items()}
+    if _WRAPPED_DEEPSPEED in places:
+        places["deepspeed"] = places.pop(_WRAPPED_DEEPSPEED)
+    return whole, places, {"open_instruct": inner}
 
 
-def _stage_file(path: Path, document: Document) -> Parts:
-    options = {key: value for key, value in document.value.items() if key != "args"}
-    return options, _mapping(path, document, "args", document.value.get("args")), document.origins
-
-
-def _flat_file(path: Path, document: Document) -> Parts:
-    """Upstream's own: every key is an argument; options of ours can come from overrides only."""
-    tree, given = document.value, document.origins
-    ours = {key for key in OPTIONS & tree.keys() if key not in given or given[key].override}
-    lines = [origin.line for origin in given.values() if origin.line is not None]
-    origins = {
-        key if key.partition(".")[0] in ours else f"args.{key}": origin
-        for key, origin in given.items()
-    }
-    args = {key: value for key, value in tree.items() if key not in ours}
-    start = Origin(str(path), min(lines, default=1))
-    return {key: tree[key] for key in ours}, args, {"args": start, **origins}
-
-
-def _wrapped_file(path: Path, document: Document) -> Parts:
-    """The shape `open_instruct: {script, deepspeed_config, args}` with `num_gpus` beside it."""
-    inner = _mapping(path, document, "open_instruct", document.value["open_instruct"])
-    outer = {k: v for k, v in document.value.items() if k != "open_instruct"}
-    options = {**outer, **{key: value for key, value in inner.items() if key != "args"}}
-    origins = {key.removeprefix("open_instruct."): o for key, o in document.origins.items()}
-    return options, _mapping(path, document, "open_instruct.args", inner.get("args")), origins
-
-
-def _mapping(path: Path, document: Document, key: str, value: Any) -> dict[str, Any]:
+def _mapping(path: Path, origins: Mapping[str, Origin], key: str, value: Any) -> dict[str, Any]:
     if isinstance(value, dict):
         return value
     if value is None:
         return {}
-    origin = document.origins.get(key, Origin(str(path), 1))
+    origin = origins.get(key, Origin(str(path), 1))
     message = f"`{key}` is a mapping of names to values, not `{brief(value)}`"
-    raise InvalidConfig(replace(bad(path, "bad-args", message, None), **origin.place))
+    raise InvalidConfig(replace(bad(path, "bad-args", message), **origin.place))
 
 
-_PARTS = {"stage": _stage_file, "flat": _flat_file, "wrapped": _wrapped_file}
+# --- overrides ------------------------------------------------------------------------------------
+
+# Ours: everything else that an override names without `args.` is an argument of upstream's.
+OPTIONS = frozenset(KEYS) - {"args", "extends"}
+_OVERRIDE = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]{1,200}|\[[0-9]{1,6}\])*\Z")
+_STEPS = re.compile(r"\[([0-9]+)\]|([\w-]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Tree:
+    """The values of a file, to which `key=value` texts are applied."""
+
+    path: Path
+    value: dict[str, Any]
+    origins: dict[str, Origin]
+
+    def override(self, text: str) -> Iterator[Finding]:
+        """Apply one override in place; says what is wrong with it instead where it cannot be."""
+        key, equals, raw = text.partition("=")
+        if UNUSABLE.search(text):
+            shown = text.encode("utf-8", "backslashreplace").decode()
+            yield self._fault(text, None, f"`{brief(shown)}` is not UTF-8", None)
+        elif not equals or not _OVERRIDE.match(key):
+            help = "write for example learning_rate=1e-5"
+            yield self._fault(text, None, f"`{brief(text)}` is not of the form key=value", help)
+        elif key == "extends":
+            yield self._fault(text, key, f"`{brief(text)}`: a parent is named in the file", None)
+        elif not raw:
+            # a variable of the shell that is not set, as often as not
+            help = f"write {key}=null to leave it to upstream, or {key}='\"\"' for an empty text"
+            yield self._fault(text, key, f"`{brief(text)}` has no value", help)
+        elif raw == "None":
+            yield self._fault(
+                text, key, f"`{brief(text)}` would be the text 'None'", f"write {key}=null"
+            )
+        else:
+            try:
+                value = _override_value(raw)
+            except (yaml.YAMLError, InvalidConfig) as error:
+                help = f"for a text, quote it for YAML too: '{key}=\"...\"'"
+                yield self._fault(text, key, f"`{brief(text)}`: {_reason(error)}", help)
+            else:
+                yield from self._set(_full_key(key), value, text)
+
+    def _set(self, key: str, value: Any, text: str) -> Iterator[Finding]:
+        steps = [int(index) if index else name for index, name in _STEPS.findall(key)]
+        node: Any = self.value
+        path = ""
+        for number, written in enumerate(steps):
+            step = _place(node, written)
+            if step is None:
+                yield self._no_place(key, text, node, path)
+                return
+            path = join(path, step)
+            if number == len(steps) - 1:
+                node[step] = value
+            elif isinstance(node, dict) and node.get(step) is None:
+                # what is empty, or not there, can become a mapping: its place is this override
+                node[step] = {}
+                # but for all the arguments: that is the place of those that are missing
+                if path != "args":
+                    self.origins[path] = Origin(str(self.path), None, text)
+            node = node[step]
+        _forget(self.origins, path)
+        self.origins[path] = Origin(str(self.path), None, text)
+
+    def _no_place(self, key: str, text: str, node: Any, path: str) -> Finding:
+        shown = path.removeprefix("args.")
+        if isinstance(node, list):
+            reason = f"is a list of {len(node)} entries, the first is [0]"
+        elif isinstance(node, dict):
+            reason = "is no list"
+        else:
+            reason = "holds nothing that has parts"
+        return self._fault(text, key, f"`{brief(text)}`: `{shown}` {reason}", None)
+
+    def _fault(self, text: str, key: str | None, message: str, help: str | None) -> Finding:
+        # what is no UTF-8 cannot be printed
+        shown = text.encode("utf-8", "backslashreplace").decode()
+        found = bad(self.path, "bad-override", message, None, help)
+        return replace(found, key=key, override=shown)
+
+
+def _place(node: Any, step: str | int) -> str | int | None:
+    """The key or index that a step means in this value; None where there is no such place."""
+    if isinstance(node, dict):
+        return step if isinstance(step, str) else None
+    if not isinstance(node, list):
+        return None
+    # `.1`, as omegaconf writes it, is [1]
+    index = int(step) if isinstance(step, str) and step.isdecimal() else step
+    return index if isinstance(index, int) and index < len(node) else None
+
+
+def _reason(error: yaml.YAMLError | InvalidConfig) -> str:
+    if isinstance(error, InvalidConfig):
+        return error.findings[0].message
+    problem = getattr(error, "problem", None)
+    return f"the value is not valid YAML{f': {problem}' if problem else ''}"
+
+
+def _override_value(raw: str) -> Any:
+    """What stands after `=`: a YAML list, mapping or quoted text, else one plain value.
+
+    Text that only looks like YAML (`a: b`, `x # y`, `- z`, `{% if %}`) is kept whole.
+    """
+    stripped = raw.strip()
+    if stripped[:1] in {"[", "{"} and stripped[:2] not in {"{%", "{{", "{#"}:
+        return _yaml(stripped)
+    if stripped[:1] in {"'", '"'}:
+        try:
+            return _yaml(stripped)
+        except (yaml.YAMLError, InvalidConfig):
+            return raw
+    value = plain(stripped)
+    return raw if isinstance(value, str) else value
+
+
+def _yaml(raw: str) -> Any:
+    builder = Builder("override")
+    value = builder.build(yaml.parse(raw, Loader=LOADER))
+    if builder.findings:
+        raise InvalidConfig(builder.findings)
+    return value
+
+
+def _full_key(key: str) -> str:
+    """`args.` may be left out: what is no option of ours is an argument of upstream's."""
+    key = re.sub(r"^deepspeed_config(?![\w-])", "deepspeed", key.removeprefix("open_instruct."))
+    first = re.split(r"[.\[]", key, maxsplit=1)[0]
+    return key if first in OPTIONS or first in {"args", "num_gpus"} else f"args.{key}"
+
+
+def _forget(origins: dict[str, Origin], path: str) -> None:
+    """Drop the places of everything below `path`: it was replaced."""
+    for known in [known for known in origins if known.startswith((f"{path}.", f"{path}["))]:
+        del origins[known]
+
+
+def spelt(value: Any) -> str:
+    """A value as an override on the command line spells it, so that it is read as the same value."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    # a JSON text is YAML's too, and quotes keep `1e-5` or `no` a text; it is interpolated once more
+    return json.dumps(value, ensure_ascii=False).replace("${", r"\\${")

@@ -1,7 +1,7 @@
 """One YAML file -> `Document`: plain values, and the file and line of every key.
 
 Built of YAML events and not by PyYAML's constructor: that keeps line numbers, finds duplicate keys,
-cannot be made to recurse or explode, and reads `1e-5` as the number that its author meant (PyYAML
+cannot be made to explode, and reads `1e-5` as the number that its author meant (PyYAML
 follows YAML 1.1 and reads a string).
 """
 
@@ -12,13 +12,13 @@ import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypedDict
 
 import yaml
 
-from launcher.errors import Finding, InvalidConfig
+from launcher.errors import Finding, InvalidConfig, said
 from launcher.files import open_regular
 from launcher.paths import canonical
 
@@ -93,14 +93,11 @@ def parse(path: Path, text: str) -> Document:
     except yaml.reader.ReaderError as error:
         raise InvalidConfig(_unreadable(path, text, error)) from None
     if value is None:
-        raise InvalidConfig(bad(path, "empty-file", "the file holds no YAML", 1, _FORM))
+        raise refused(path, "empty-file", "the file holds no YAML", 1, _FORM)
     if not isinstance(value, dict):
         what = "a list" if isinstance(value, list) else "one value"
-        raise InvalidConfig(
-            bad(
-                path, "not-a-mapping", f"the file is {what}, not a mapping of keys to values", 1, _FORM
-            )
-        )  # fmt: skip
+        message = f"the file is {what}, not a mapping of keys to values"
+        raise refused(path, "not-a-mapping", message, 1, _FORM)
     return Document(value=value, origins=builder.origins, faults=tuple(builder.findings))
 
 
@@ -143,33 +140,28 @@ def _instead(path: Path) -> str:
 def _read_text(path: Path) -> str:
     try:
         if path.is_dir():
-            raise InvalidConfig(
-                bad(path, "not-a-file", "this is a directory", None, "name a file in it")
-            )
+            raise refused(path, "not-a-file", "this is a directory", help="name a file in it")
         with open_regular(path) as stream:
             raw = stream.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        told = bad(path, "missing-file", "there is no such file", None, _instead(path))
-        raise InvalidConfig(told) from None
+        raise refused(path, "missing-file", "there is no such file", help=_instead(path)) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise InvalidConfig(
-            bad(path, "unreadable-file", f"cannot be read: {reason}", None)
-        ) from None
+        raise refused(path, "unreadable-file", f"cannot be read: {reason}") from None
     if len(raw) > MAX_BYTES:
-        raise InvalidConfig(bad(path, "huge-file", f"larger than {MAX_BYTES >> 20} MiB", None))
+        raise refused(path, "huge-file", f"larger than {MAX_BYTES >> 20} MiB")
     if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise InvalidConfig(bad(path, "not-utf8", "this is UTF-16", 1, "save it as UTF-8"))
+        raise refused(path, "not-utf8", "this is UTF-16", 1, "save it as UTF-8")
     if b"\0" in raw:
         line = raw.count(b"\n", 0, raw.index(b"\0")) + 1
         help = "name a YAML file: a stage file, or a pipeline"
-        raise InvalidConfig(bad(path, "binary-file", "a binary file, not YAML", line, help))
+        raise refused(path, "binary-file", "a binary file, not YAML", line, help)
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         message = f"not UTF-8: byte 0x{raw[error.start]:02x}"
-        raise InvalidConfig(bad(path, "not-utf8", message, line, "save it as UTF-8")) from None
+        raise refused(path, "not-utf8", message, line, "save it as UTF-8") from None
 
 
 class Place(TypedDict):
@@ -199,20 +191,22 @@ class Origin:
         return {"file": self.file, "line": self.line, "override": self.override}
 
 
-def bad(path: Path, code: str, message: str, line: int | None, help: str | None = None) -> Finding:
-    return Finding(
-        severity="error",
-        layer="launch",
-        code=code,
-        message=message,
-        help=help,
-        file=str(path),
-        line=line,
-    )
+def bad(
+    path: Path, code: str, message: str, line: int | None = None, help: str | None = None
+) -> Finding:
+    """An error in a file."""
+    return replace(said("error", code, message, help), file=str(path), line=line)
+
+
+def refused(
+    path: Path, code: str, message: str, line: int | None = None, help: str | None = None
+) -> InvalidConfig:
+    """What to raise for an error after which nothing more can be said of a file."""
+    return InvalidConfig(bad(path, code, message, line, help))
 
 
 class Builder:
-    """Builds plain values out of YAML events, iteratively, noting where each key stands.
+    """Builds plain values out of YAML events, noting where each key stands.
 
     `findings` collect what does not stop the reading: keys that stand twice or cannot be keys.
     """
@@ -223,127 +217,109 @@ class Builder:
         self.findings: list[Finding] = []
         self._anchors: dict[str, _Anchor] = {}
         self._nodes = 0
-        self._stack: list[_Open] = []
-        self._root: Any = None
+        self._events: Iterator[Any] = iter(())
 
     def build(self, events: Iterator[Any]) -> Any:
         """The value of the only document; raises InvalidConfig where it cannot be read further."""
-        documents = 0
+        self._events, root, documents = events, None, 0
         for event in events:
-            line = event.start_mark.line + 1
             if isinstance(event, yaml.DocumentStartEvent):
                 documents += 1
                 if documents > 1:
+                    line = _line(event)
                     self._stop("several-documents", "more than one YAML document", line)
-            elif isinstance(event, yaml.MappingStartEvent | yaml.SequenceStartEvent):
-                self._open(event, line)
-            elif isinstance(event, yaml.MappingEndEvent | yaml.SequenceEndEvent):
-                done = self._stack.pop()
-                size = self._nodes - done.before + 1
-                self._remember(done.anchor, done.value, size, done.height)
-                self._put(done.value, done.line, height=done.height)
-            elif isinstance(event, yaml.ScalarEvent):
-                self._count(1, line)
-                value = self._scalar(event, line)
-                self._remember(event.anchor, value, 1, 0)
-                self._put(value, line, event.value)
-            elif isinstance(event, yaml.AliasEvent):
-                self._alias(str(event.anchor), line)
-        return self._root
+            elif isinstance(event, yaml.NodeEvent):
+                root, _ = self._value(event, "", 0)
+        return root
 
-    def _open(self, event: Any, line: int) -> None:
-        self._deep(1, line)
-        self._count(1, line)
-        if event.tag not in _COLLECTIONS:
-            self._stop("unknown-tag", f"the YAML tag `{event.tag}` is not supported", line)
-        new: Any = {} if isinstance(event, yaml.MappingStartEvent) else []
-        self._stack.append(_Open(new, self._path(), event.anchor, self._nodes, line))
-        path = self._stack[-1].path
-        if path not in self.origins:
-            # a key stands where it is written, not where its block begins
-            self._note(path, line)
-
-    def _alias(self, name: str, line: int) -> None:
-        anchor = self._anchors.get(name)
-        if anchor is None:
-            help = f"`&{name}` has to stand before it; a text that begins with `*` is quoted"
-            self._stop("broken-yaml", f"undefined alias `*{name}`", line, help)
-        self._deep(anchor.height, line)
-        self._count(anchor.size, line)
-        self._put(_copy(anchor.value), line, height=anchor.height)
-
-    def _remember(self, name: str | None, value: Any, size: int, height: int) -> None:
-        if name:
-            self._anchors[name] = _Anchor(value, size, height)
-
-    def _deep(self, more: int, line: int) -> None:
-        if len(self._stack) + more > MAX_DEPTH:
-            self._stop("too-deep", f"nested deeper than {MAX_DEPTH} levels", line)
-
-    def _put(self, value: Any, line: int, raw: str = "", height: int = 0) -> None:
-        if not self._stack:
-            self._root = value
-            return
-        top = self._stack[-1]
-        top.height = max(top.height, height + 1)
-        if isinstance(top.value, list):
-            self._note(f"{top.path}[{len(top.value)}]", line)
-            top.value.append(value)
-        elif not top.has_key:
-            self._key(top, value, line, raw)
+    def _value(self, event: Any, path: str, depth: int) -> tuple[Any, int]:
+        """The value that begins with this event, and how many levels it is deep."""
+        line, before = _line(event), self._nodes
+        if isinstance(event, yaml.AliasEvent):
+            anchor = self._anchors.get(str(event.anchor))
+            if anchor is None:
+                help = f"`&{event.anchor}` has to stand before it; a text that begins with `*` is quoted"
+                self._stop("broken-yaml", f"undefined alias `*{event.anchor}`", line, help)
+            self._count(anchor.size, depth + anchor.height, line)
+            return _copy(anchor.value), anchor.height
+        value: Any
+        height = 0
+        if isinstance(event, yaml.ScalarEvent):
+            self._count(1, depth, line)
+            value = self._scalar(event, line)
         else:
-            top.has_key = False
-            if top.key == "<<" and isinstance(value, dict | list):
-                self._merge(top, value if isinstance(value, list) else [value], line)
-            elif top.key is not None:
-                top.value[top.key] = value
+            self._count(1, depth + 1, line)
+            if event.tag not in _COLLECTIONS:
+                self._stop("unknown-tag", f"the YAML tag `{event.tag}` is not supported", line)
+            mapping = isinstance(event, yaml.MappingStartEvent)
+            value, height = (self._mapping if mapping else self._list)(path, depth + 1)
+        if event.anchor:
+            self._anchors[event.anchor] = _Anchor(value, self._nodes - before, height)
+        return value, height
 
-    def _merge(self, top: _Open, sources: list[Any], line: int) -> None:
-        for mapping in (source for source in sources if isinstance(source, dict)):
-            for key, inherited in mapping.items():
-                if key not in top.value:
-                    top.value[key] = inherited
-                    self._note(join(top.path, key), line)
+    def _until(self, end: type) -> Iterator[Any]:
+        """The events that begin an entry of a collection, up to its end."""
+        while not isinstance(event := next(self._events), end):
+            yield event
 
-    def _key(self, top: _Open, key: Any, line: int, raw: str) -> None:
-        top.has_key = True
-        # The author's own spelling: a key `on` or `1e3` is meant as text.
-        name = raw if not isinstance(key, dict | list) and raw else key
-        if (
-            not isinstance(name, str)
-            # below an argument (a mixer, model kwargs) any text may be a key
-            or (not KEY.match(name) and name != "<<" and top.path in _NAMED)
-        ):
+    def _list(self, path: str, depth: int) -> tuple[list[Any], int]:
+        values: list[Any] = []
+        height = 1
+        for event in self._until(yaml.SequenceEndEvent):
+            where = join(path, len(values))
+            self.origins[where] = Origin(self.file, _line(event))
+            value, below = self._value(event, where, depth)
+            values.append(value)
+            height = max(height, below + 1)
+        return values, height
+
+    def _mapping(self, path: str, depth: int) -> tuple[dict[str, Any], int]:
+        values: dict[str, Any] = {}
+        seen: dict[str, int] = {}
+        height = 1
+        for event in self._until(yaml.MappingEndEvent):
+            key, above = self._value(event, join(path, "?"), depth)
+            # the author's own spelling: a key `on` or `1e3` is meant as text
+            raw = getattr(event, "value", "")
+            line = _line(event)
+            name = self._key(raw or key, path, seen, line)
+            where = join(path, "?" if name is None else name)
+            value, below = self._value(next(self._events), where, depth)
+            height = max(height, above + 1, below + 1)
+            if name == "<<" and isinstance(value, dict | list):
+                for source in value if isinstance(value, list) else [value]:
+                    self._merge(values, source, path, line)
+            elif name is not None:
+                values[name] = value
+        return values, height
+
+    def _merge(self, values: dict[str, Any], source: Any, path: str, line: int) -> None:
+        for key in source if isinstance(source, dict) else ():
+            if key not in values:
+                values[key] = source[key]
+                self.origins[join(path, key)] = Origin(self.file, line)
+
+    def _key(self, name: Any, path: str, seen: dict[str, int], line: int) -> str | None:
+        """The name of a key, noted with its place; None for what cannot be one."""
+        # below an argument (a mixer, model kwargs) any text may be a key
+        named = isinstance(name, str) and (KEY.match(name) or name == "<<" or path not in _NAMED)
+        if not isinstance(name, str) or not named:
             shown = f"`{name}`" if isinstance(name, str) else _SHOWN.get(type(name), "this")
             self._add("bad-key", f"{shown} cannot be a key: keys are plain names", line)
-            top.key = None
-            return
-        if name in top.seen and name != "<<":
-            first = top.seen[name]
-            message = f"`{name}` stands here and in line {first}"
-            self._add("duplicate-key", message, line, join(top.path, name), "delete one of them")
-        top.seen.setdefault(name, line)
-        if len(top.seen) > MAX_KEYS and not top.path.removeprefix("open_instruct.").startswith(
-            "args."
-        ):
-            where = f"`{top.path}`" if top.path else "the file"
+            return None
+        if name in seen and name != "<<":
+            message = f"`{name}` stands here and in line {seen[name]}"
+            self._add("duplicate-key", message, line, join(path, name), "delete one of them")
+        seen.setdefault(name, line)
+        if len(seen) > MAX_KEYS and not path.removeprefix("open_instruct.").startswith("args."):
+            where = f"`{path}`" if path else "the file"
             self._stop("too-large", f"{where} holds more than {MAX_KEYS:,} keys", line)
-        top.key = name
-        self._note(join(top.path, name), line)
+        self.origins[join(path, name)] = Origin(self.file, line)
+        return name
 
-    def _path(self) -> str:
-        if not self._stack:
-            return ""
-        top = self._stack[-1]
-        if isinstance(top.value, list):
-            return f"{top.path}[{len(top.value)}]"
-        return join(top.path, str(top.key))
-
-    def _note(self, path: str, line: int) -> None:
-        if path:
-            self.origins[path] = Origin(self.file, line)
-
-    def _count(self, nodes: int, line: int) -> None:
+    def _count(self, nodes: int, depth: int, line: int) -> None:
+        if depth > MAX_DEPTH:
+            self._stop("too-deep", f"nested deeper than {MAX_DEPTH} levels", line)
         self._nodes += nodes
         if self._nodes > MAX_NODES:
             self._stop("too-large", f"more than {MAX_NODES} values (aliases counted)", line)
@@ -373,19 +349,8 @@ class Builder:
         raise InvalidConfig(self.findings)
 
 
-@dataclass(slots=True)
-class _Open:
-    """A mapping or sequence whose end has not been seen yet."""
-
-    value: Any
-    path: str
-    anchor: str | None
-    before: int
-    line: int
-    key: str | None = None
-    has_key: bool = False
-    height: int = 1
-    seen: dict[str, int] = field(default_factory=dict)
+def _line(event: Any) -> int:
+    return int(event.start_mark.line) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,9 +378,23 @@ def plain(text: str) -> Any:
     return text
 
 
-def join(path: str, key: str) -> str:
-    """A dotted key."""
-    return f"{path}.{key}" if path else key
+def join(path: str, step: str | int) -> str:
+    """A dotted key: `path.name`, or `path[index]`."""
+    if isinstance(step, int):
+        return f"{path}[{step}]"
+    return f"{path}.{step}" if path else step
+
+
+Steps = tuple[str | int, ...]
+
+
+def leaves(value: Any, steps: Steps = ()) -> Iterator[tuple[Steps, Any]]:
+    """What is neither a mapping nor a list in a tree of them, with the steps that lead to each."""
+    if isinstance(value, dict | list):
+        for step, below in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(below, (*steps, step))
+    else:
+        yield steps, value
 
 
 def _copy(value: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Literal
 
@@ -118,18 +118,14 @@ def said(severity: Severity, code: str, message: str, help: str | None) -> Findi
 
 def usage(code: str, message: str, help: str | None = None) -> UsageError:
     """What to raise where the command line makes no sense."""
-    return UsageError(
-        Finding(severity="error", layer="launch", code=code, message=message, help=help)
-    )
+    return UsageError(said("error", code, message, help))
 
 
 def not_ready(
     code: str, message: str, help: str | None = None, *, file: str | None = None
 ) -> NotReady:
     """What to raise where this machine lacks something."""
-    return NotReady(
-        Finding(severity="error", layer="launch", code=code, message=message, help=help, file=file)
-    )
+    return NotReady(replace(said("error", code, message, help), file=file))
 
 
 def unreadable(path: object, error: OSError) -> NotReady:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from launcher import gates, history, noops, skypilot, stage, upstream
-from launcher.backends import BACKENDS, Entry
+from launcher.backends import BACKENDS
 from launcher.config import Config
 from launcher.errors import Finding, InvalidConfig, brief
 from launcher.history import Event
@@ -40,8 +40,6 @@ class Explained:
     """One argument of one entry script; `field` is None where the script has no such argument.
 
     `option` is what launch itself reads under that name beside `args:`, and `words` what may stand there.
-    `elsewhere` are the other stages and backends that know the same idea, by `stage on backend`, under
-    the name it has there.
     """
 
     key: str
@@ -55,7 +53,6 @@ class Explained:
     advice: str | None
     here: Here | None
     history: tuple[Event, ...]
-    elsewhere: Mapping[str, str]
 
     @property
     def known(self) -> bool:
@@ -92,7 +89,6 @@ class Explained:
             "history": [
                 {**asdict(event), "text": history.sentence(event)} for event in self.history
             ],
-            "elsewhere": dict(self.elsewhere),
         }
 
     def lines(self) -> Iterator[str]:
@@ -124,8 +120,6 @@ class Explained:
                 yield f"  {finding.severity:<9}  {finding.message}"
         for event in self.history:
             yield f"  history    {history.sentence(event)}"
-        for where, other in self.elsewhere.items():
-            yield f"  elsewhere  {where}: {other}"
 
     def _definition(self, known: Field) -> Iterator[str]:
         yield f"  type       {known.type}"
@@ -218,13 +212,12 @@ def _explained(key: str, schema: Schema, source: Upstream, here: Here | None) ->
     elif there is not None:
         advice = f"not at {schema.named}; it is one at the pin ({there})"
     elif key not in schema.fields and option is not None:
-        advice = f"launch's own: {_STANDS.get(key, 'it stands beside `args:`, not in it')}"
+        advice = f"launch's own, beside `args:`: {option.meaning}"
     return Explained(
         key=key, stage=schema.stage, upstream=source, schema=schema,
         field=schema.fields.get(key), option=option,
         words=_words(option, schema) if option is not None else (), reads=schema.path.reads.get(key),
         advice=advice, here=here, history=upstream.past(source, schema.script, key),
-        elsewhere=_elsewhere(key, schema, entry),
     )  # fmt: skip
 
 
@@ -255,12 +248,6 @@ def _here(key: str, config: Config, judged: stage.Judged) -> Here | None:
     return Here(value=_default(known), origin=f"default, {known.where}", findings=found)
 
 
-_STANDS: Mapping[str, str] = {
-    "args": "what stands below it goes to upstream under exactly these names",
-    "extends": "it stands beside `args:` and names the file whose keys this one inherits",
-}
-
-
 def _words(key: Key, schema: Schema) -> tuple[str, ...]:
     """What may stand under one of launch's own keys: words, or the keys of a mapping with what they take."""
     if key.name == "script":
@@ -286,27 +273,6 @@ def _part(part: Key) -> str:
 def _limits(limit: gates.Limit) -> str:
     limits = {"red": limit.red, "yellow": limit.yellow}
     return ", ".join(f"{colour} {at:g}" for colour, at in limits.items() if at is not None)
-
-
-def _elsewhere(key: str, schema: Schema, entry: Entry) -> dict[str, str]:
-    """The same idea in the other stages and backends: by its own name, or by the one it has there."""
-    moved = entry.moved.get(key)
-    # of a name that is another stage's, the idea is what this stage calls it
-    idea = moved.to if moved is not None and moved.to is not None else key
-    names = {}
-    for backend, module in BACKENDS.items():
-        for name, other in module.STAGES.items():
-            if (backend, name) == (schema.backend, schema.stage) or other.stage:
-                # a further script of a stage has the arguments of the stage's own
-                continue
-            listed = upstream.snapshot(backend)["stages"][name]
-            fields = {full.partition(".")[2] for full in listed}
-            there = other.moved.get(idea)
-            candidates = (idea, there.to if there is not None else None, key)
-            found = next((one for one in candidates if one in fields), None)
-            if found is not None:
-                names[f"{name} on {backend}"] = found
-    return names
 
 
 def _default(known: Field) -> Any:

@@ -16,10 +16,10 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -31,9 +31,6 @@ from launcher.stage import Judged, entry_of
 from launcher.upstream import Locator
 
 BOM = b"\xef\xbb\xbf"
-Judge = Callable[[str], Judged]
-"""Judges a text as if it stood in the file; raises InvalidConfig where it cannot be loaded."""
-
 _GONE = object()
 _ARGS: Mapping[str, tuple[str, ...]] = {
     "stage": ("args",),
@@ -54,10 +51,8 @@ _UNLIKE: Mapping[str, str] = {
     "dataset_name": "it takes one set, and no amount",
     "chat_template_path": "it takes a file or a model, no name of a template",
 }
-# What is not read, and is still needed to understand another key.
-_NEEDED_BY: Mapping[str, tuple[str, ...]] = {
-    "dataset_config_name": ("dataset_name", "dataset_mixer"),
-}
+_DATA = ("dataset_name", "dataset_mixer", "dataset_config_name")
+_REST_OF_LINE = re.compile(r"[ \t]*(?:#[^\r\n]*)?(?:\r?\n|\Z)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +62,6 @@ class Change:
     line: int
     key: str
     what: str
-
-    def __str__(self) -> str:
-        return f"line {self.line}: {self.what}"
 
     def as_json(self) -> dict[str, object]:
         """For envelopes."""
@@ -121,47 +113,36 @@ def of_file(path: Path, *, stage_name: str | None = None, locator: Locator | Non
     """
     locator = locator or Locator()
 
-    def judge(loaded: config.Config) -> Judged:
-        return stage.judge(loaded, stage=stage_name, locator=locator)
+    def judged(text: str | None = None) -> Judged:
+        return stage.judge(config.load(path, text=text), stage=stage_name, locator=locator)
 
-    judged = judge(config.load(path))
-    text = _read(path).decode("utf-8-sig")
-    return propose(text, judged, lambda new: judge(config.load(path, text=new)))
-
-
-def propose(text: str, judged: Judged, again: Judge) -> Fix:
-    """Mend what can be mended mechanically in the text of `judged.config.path`.
-
-    `again` judges another text in place of the file's, and raises InvalidConfig where it cannot be
-    loaded. Pure but for what `again` does.
-    """
-    original, file, changes = judged.config, _File(text, judged), list[Change]()
+    first = judged()
+    before = _read(path).decode("utf-8-sig")
+    file, changes = _File(before, first), list[Change]()
     while True:
-        declined, before = dict[Finding, str](), len(changes)
+        declined, known = dict[Finding, str](), len(changes)
         for finding in file.judged.findings:
             try:
                 # an edit before may have answered it
-                mend = _mend(file, finding) if _same(finding, file.judged) else None
+                mend = _mend(file, finding) if _count(finding, file.judged) else None
                 if mend is None:
                     continue
-                edited = file.text.edited(mend.edits)
-                new = _File(edited, again(edited))
-                _check(finding, mend, file.judged, new.judged)
+                text = file.edited(mend.edits)
+                new = _File(text, judged(text))
+                _require_better(finding, mend, file.judged, new.judged)
             except Leave as reason:
                 declined[finding] = str(reason)
             except InvalidConfig as error:
                 declined[finding] = f"then {error.findings[0].message}"
             else:
-                line = original.origin(finding.key or "").line or 1
+                line = first.config.origin(finding.key or "").line or 1
                 changes.append(Change(line, finding.key or "", mend.what))
                 file = new
-        if len(changes) == before:
+        if len(changes) == known:
             break
-    return Fix(
-        path=original.path, before=text, after=file.text.text,
-        changes=tuple(sorted(changes, key=lambda change: change.line)),
-        left=tuple(_explained(f, declined.get(f)) for f in file.judged.findings),
-    )  # fmt: skip
+    changes.sort(key=lambda change: change.line)
+    left = tuple(_explained(f, declined.get(f)) for f in file.judged.findings)
+    return Fix(path=path, before=before, after=file.text, changes=tuple(changes), left=left)
 
 
 def _explained(finding: Finding, why: str | None) -> Finding:
@@ -213,15 +194,14 @@ def _read(path: Path) -> bytes:
         raise NotReady(bad(path, "unreadable-file", message, None)) from None
 
 
-# --- edits of a text ------------------------------------------------------------------------------
+# --- edits at the marks of a text -----------------------------------------------------------------
 
 
 class Leave(Exception):
     """Something is not mended; the text says why, to its author."""
 
 
-@dataclass(frozen=True, slots=True)
-class Edit:
+class _Edit(NamedTuple):
     """Characters `start` to `end` become `text`."""
 
     start: int
@@ -229,8 +209,7 @@ class Edit:
     text: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class _Entry(NamedTuple):
     """One entry of a mapping."""
 
     mapping: yaml.MappingNode
@@ -238,144 +217,135 @@ class Place:
     value: yaml.Node
 
 
-_REST_OF_LINE = re.compile(r"[ \t]*(?:#[^\r\n]*)?(?:\r?\n|\Z)")
-_COLON = re.compile(r"[ \t]*:\s*\Z")
+@dataclass(frozen=True, slots=True)
+class _Mend:
+    """The edits that answer one finding; `effects` are the arguments that differ afterwards."""
+
+    edits: tuple[_Edit, ...]
+    what: str
+    effects: Mapping[str, object]
 
 
-class Text:
-    """A YAML text that is known to load, and the edits that can be made to it.
+class _File:
+    """A text that is known to load, and what is found about it.
 
-    Its methods raise Leave where something is written in a way that they do not edit.
+    An edit need not see every way to write YAML: what it gets wrong, `_require_better` refuses. Comments
+    are all that it has to keep by itself.
     """
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    def __init__(self, text: str, judged: Judged) -> None:
+        self.text, self.judged, self.args = text, judged, judged.config.args
+        if judged.schema is not None:
+            self.schema, self.entry = judged.schema, entry_of(judged.schema)
         try:
             self.root = yaml.compose(text, Loader=LOADER)
         except yaml.YAMLError:
             # an anchor that stands twice: the composer alone objects
             self.root = None
 
-    def find(self, keys: Sequence[str]) -> Place | None:
-        """The entry of a nested key; of a key that stands twice the last."""
-        place, node = None, self.root
-        for name in keys:
-            if not isinstance(node, yaml.MappingNode):
+    def written(self, key: str) -> _Entry | None:
+        """Where an argument is written in this file; of one that stands twice the last."""
+        found: _Entry | None = None
+        node: Any = self.root
+        for name in (*_ARGS[self.judged.config.shape], key):
+            pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+            named = [pair for pair in pairs if pair[0].value == name]
+            if not named:
                 return None
-            found = [entry for entry in node.value if entry[0].value == name]
-            if not found:
-                return None
-            place = Place(node, *found[-1])
-            node = place.value
-        return place
+            found = _Entry(node, *named[-1])
+            node = found.value
+        return found
 
-    def raw(self, node: yaml.Node) -> str:
-        """A node as its author wrote it."""
-        return self.text[node.start_mark.index : self._end(node)]
+    def find(self, key: str) -> _Entry:
+        """The same; raises Leave where it is not."""
+        found = self.written(key)
+        if found is None:
+            raise Leave("it is not written in this file, or in an unusual way")
+        return found
 
-    def _end(self, node: yaml.Node) -> int:
+    def end(self, node: yaml.Node) -> int:
         """Where a node ends: the mark of a block says where the next token begins."""
-        start, end = node.start_mark.index, node.end_mark.index
+        start, end = node.start_mark.index, int(node.end_mark.index)
         if isinstance(node, yaml.CollectionNode) and not node.flow_style:
             last = node.value[-1] if isinstance(node, yaml.SequenceNode) else node.value[-1][1]
             if last.start_mark.index < start:
                 raise Leave("it holds an alias")
-            return self._end(last)
+            return self.end(last)
         if start == end or getattr(node, "style", None) in {"|", ">"}:
             return len(self.text[:end].rstrip())
-        return int(end)
+        return end
 
-    def plain(self, value: yaml.Node) -> str:
-        """The raw text of a scalar in one line."""
-        raw = self.raw(value)
-        if not isinstance(value, yaml.ScalarNode) or raw[:1] in {"&", "!", "*", "|", ">"}:
-            raise Leave("its value has an anchor, an alias or a tag, or is a block")
-        if not raw or "\n" in raw:
-            raise Leave("its value does not stand in one line")
-        return raw
+    def raw(self, node: yaml.Node) -> str:
+        """A node as its author wrote it."""
+        return self.text[node.start_mark.index : self.end(node)]
 
-    def renamed(self, key: yaml.Node, name: str) -> Edit:
+    def rename(self, key: yaml.ScalarNode, name: str) -> _Edit:
         """Another key in the same quotes."""
         raw, start = self.raw(key), key.start_mark.index
-        if raw == key.value:
-            return Edit(start, start + len(raw), name)
-        if raw[:1] in {"'", '"'} and raw[1:-1] == key.value:
-            return Edit(start + 1, start + len(raw) - 1, name)
-        raise Leave("the key is written in an unusual way")
+        return _Edit(start, start + len(raw), raw.replace(key.value, name))
 
-    def replaced(self, value: yaml.Node, raw: str) -> Edit:
+    def set(self, value: yaml.Node, raw: str) -> _Edit:
         """Another value in place of one that stands in one line."""
-        self.plain(value)
-        return Edit(value.start_mark.index, value.end_mark.index, raw)
+        if not isinstance(value, yaml.ScalarNode) or "\n" in self.raw(value):
+            raise Leave("its value does not stand in one line")
+        return _Edit(value.start_mark.index, self.end(value), raw)
 
-    def deleted(self, place: Place) -> Edit:
-        """An entry with its trailing comment; a comment above it stays."""
-        start = place.key.start_mark.index
-        if place.value.start_mark.index < start:
+    def delete(self, key: str, why: str) -> _Mend:
+        """Take one argument out of the file with its trailing comment; a comment above it stays."""
+        found = self.find(key)
+        start = found.key.start_mark.index
+        if found.value.start_mark.index < start:
             raise Leave("its value is an alias")
         begin = self.text.rfind("\n", 0, start) + 1
-        rest = _REST_OF_LINE.match(self.text, max(self._end(place.key), self._end(place.value)))
-        if place.mapping.flow_style or rest is None or self.text[begin:start].strip(" \t"):
+        rest = _REST_OF_LINE.match(self.text, max(self.end(found.key), self.end(found.value)))
+        if found.mapping.flow_style or rest is None or self.text[begin:start].strip(" \t"):
             raise Leave("it shares its line with something else")
         if not rest[0].endswith("\n"):
             # the last line, without a line end: then the file goes on having none
             begin = len(self.text[:begin].rstrip("\r\n"))
-        return Edit(begin, rest.end())
+        raw = brief(" ".join(self.raw(found.value).split()), 40)
+        return _Mend((_Edit(begin, rest.end()),), f"`{key}: {raw}` deleted: {why}", {key: _GONE})
 
-    def listed(self, mapping: yaml.MappingNode, amounts: Sequence[str | None]) -> Iterable[Edit]:
-        """A mapping of names to amounts as a list of both in turn; None keeps an amount's text."""
-        start, flow = mapping.start_mark.index, mapping.flow_style
-        if self.text[start] in "&!*":
-            raise Leave("it has an anchor, an alias or a tag")
-        if flow:
-            yield Edit(start, start + 1, "[")
-            yield Edit(mapping.end_mark.index - 1, mapping.end_mark.index, "]")
+    def move(self, key: str, to: str, value: object = _GONE) -> _Mend:
+        """Another name for one argument, with another value where one is given."""
+        found, old = self.find(key), self.args.get(key)
+        new = old if value is _GONE else value
+        if self.written(to) is not None:
+            if repr(self.args.get(to)) == repr(new):
+                return self.delete(key, f"`{to}` says the same")
+            raise Leave(f"`{to}` is there too, with another value")
+        edits, what = [self.rename(found.key, to)], f"`{key}` -> `{to}`"
+        if value is not _GONE:
+            what = f"`{key}: {self.raw(found.value)}` -> `{to}: {value}`"
+            edits.append(self.set(found.value, str(value)))
+        return _Mend(tuple(edits), what, {key: _GONE, to: new})
+
+    def as_list(self, mapping: yaml.MappingNode, amounts: Sequence[str]) -> Iterator[_Edit]:
+        """A mapping of names to amounts as a list of both in turn."""
+        start, end = mapping.start_mark.index, mapping.end_mark.index
+        newline = "\r\n" if "\r\n" in self.text else "\n"
+        if mapping.flow_style:
+            yield from (_Edit(start, start + 1, "["), _Edit(end - 1, end, "]"))
         for (key, value), amount in zip(mapping.value, amounts, strict=True):
-            self.plain(value)
-            begin, end, after = key.start_mark.index, self._end(key), value.start_mark.index
+            begin, after = key.start_mark.index, self.end(key)
             indent = self.text[self.text.rfind("\n", 0, begin) + 1 : begin]
-            between = self.text[end:after]
-            usual = _COLON.match(between) and (flow or not indent.strip(" \t"))
-            if not usual or self.text[begin] in "&!*?":
-                raise Leave("an entry is written in an unusual way")
-            if not flow:
-                yield Edit(begin, begin, "- ")
-            newline = "\r\n" if "\r\n" in self.text else "\n"
-            yield Edit(end, after, ", " if flow else f"{newline}{indent}- ")
-            if amount is not None:
-                yield Edit(after, value.end_mark.index, amount)
+            if not mapping.flow_style:
+                yield _Edit(begin, begin, "- ")
+            between = ", " if mapping.flow_style else f"{newline}{indent}- "
+            if "#" in self.text[after : value.start_mark.index]:
+                raise Leave("a comment stands between a name and its amount")
+            yield _Edit(after, value.start_mark.index, between)
+            yield self.set(value, amount)
 
-    def edited(self, edits: Iterable[Edit]) -> str:
+    def edited(self, edits: Sequence[_Edit]) -> str:
         """The text after edits that do not overlap."""
         text = self.text
-        for edit in sorted(edits, key=lambda e: (e.start, e.end), reverse=True):
+        for edit in sorted(edits, reverse=True):
             text = text[: edit.start] + edit.text + text[edit.end :]
         return text
 
 
-# --- what is mechanical, and how it is mended -----------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Mend:
-    """The edits that answer one finding; `effects` are the arguments that differ afterwards."""
-
-    edits: tuple[Edit, ...]
-    what: str
-    effects: Mapping[str, object]
-
-
-def _mend(file: _File, finding: Finding) -> _Mend | None:
-    """What answers a finding; None where nothing mechanical does."""
-    mender = _MENDERS.get(finding.code) or _DATA.get((finding.code, finding.key))
-    if mender is None or file.judged.schema is None:
-        return None
-    if finding.file != str(file.judged.config.path):
-        raise Leave(f"it is written in {finding.file}")
-    return mender(file, finding, (finding.key or "").removeprefix("args."))
-
-
-def _check(finding: Finding, mend: _Mend, old: Judged, new: Judged) -> None:
+def _require_better(finding: Finding, mend: _Mend, old: Judged, new: Judged) -> None:
     """Raises Leave where the file would not be better."""
     if new.stage != old.stage:
         raise Leave(f"the file would be taken for a {new.stage} stage")
@@ -390,7 +360,7 @@ def _check(finding: Finding, mend: _Mend, old: Judged, new: Judged) -> None:
     for other in new.findings:
         if other.severity == "error" and _error(other) in came:
             raise Leave(f"then {other.message}")
-    if _same(finding, new) >= _same(finding, old):
+    if _count(finding, new) >= _count(finding, old):
         raise Leave("the fault would still be there")
 
 
@@ -398,64 +368,34 @@ def _error(finding: Finding) -> tuple[str, str, str, str | None]:
     return finding.severity, finding.layer, finding.code, finding.key
 
 
-def _same(finding: Finding, judged: Judged) -> int:
+def _count(finding: Finding, judged: Judged) -> int:
     """How often a fault is there."""
     fault = finding.code, finding.key, finding.file
     return sum((f.code, f.key, f.file) == fault for f in judged.findings)
 
 
-class _File:
-    """A text and what is found about it."""
+# --- what is mechanical, and how it is mended -----------------------------------------------------
 
-    def __init__(self, text: str, judged: Judged) -> None:
-        self.text, self.judged = Text(text), judged
-        self.args = judged.config.args
-        if judged.schema is not None:
-            self.schema, self.entry = judged.schema, entry_of(judged.schema)
 
-    def written(self, key: str) -> Place | None:
-        """Where an argument is written in this file."""
-        return self.text.find([*_ARGS[self.judged.config.shape], key])
-
-    def find(self, key: str) -> Place:
-        """The same; raises Leave where it is not."""
-        place = self.written(key)
-        if place is None:
-            raise Leave("it is not written in this file, or in an unusual way")
-        return place
-
-    def delete(self, key: str, why: str) -> _Mend:
-        """Take one argument out of the file."""
-        place = self.find(key)
-        edit = self.text.deleted(place)
-        raw = brief(" ".join(self.text.raw(place.value).split()), 40)
-        return _Mend((edit,), f"`{key}: {raw}` deleted: {why}", {key: _GONE})
-
-    def move(self, key: str, to: str, value: object = _GONE) -> _Mend:
-        """Another name for one argument, with another value where one is given."""
-        place, old = self.find(key), self.args.get(key)
-        new = old if value is _GONE else value
-        if self.written(to) is not None:
-            if repr(self.args.get(to)) == repr(new):
-                return self.delete(key, f"`{to}` says the same")
-            raise Leave(f"`{to}` is there too, with another value")
-        edits, what = [self.text.renamed(place.key, to)], f"`{key}` -> `{to}`"
-        if value is not _GONE:
-            what = f"`{key}: {self.text.plain(place.value)}` -> `{to}: {value}`"
-            edits.append(self.text.replaced(place.value, str(value)))
-        return _Mend(tuple(edits), what, {key: _GONE, to: new})
+def _mend(file: _File, finding: Finding) -> _Mend | None:
+    """What answers a finding; None where nothing mechanical does."""
+    mender = _MENDERS.get(finding.code) or _MENDERS.get(f"{finding.code} {finding.key}")
+    if mender is None or file.judged.schema is None:
+        return None
+    if finding.file != str(file.judged.config.path):
+        raise Leave(f"it is written in {finding.file}")
+    return mender(file, finding, (finding.key or "").removeprefix("args."))
 
 
 def _renamed(file: _File, finding: Finding, key: str) -> _Mend:
     named = re.match(r"write `([^`]+)`", finding.help or "")
     if named is None or named[1] not in file.schema.fields:
         raise Leave("what it is called now is not known")
-    to = named[1]
+    to, value = named[1], file.args.get(key)
     if finding.code == "renamed-key" and (why := _UNLIKE.get(to)) is not None:
         raise Leave(why)
     if (key, to) in _OTHER_VALUE:
         raise Leave(f"`{to}` takes another value")
-    value = file.args.get(key)
     if to == "activation_memory_budget" and isinstance(value, bool):
         return file.move(key, to, _BUDGET[value])
     return file.move(key, to)
@@ -467,9 +407,8 @@ def _removed(file: _File, finding: Finding, key: str) -> _Mend:
 
 
 def _unread(file: _File, finding: Finding, key: str) -> _Mend:
-    for partner in _NEEDED_BY.get(key, ()):
-        if file.args.get(partner) is not None:
-            raise Leave(f"it says something about `{partner}`")
+    if key == "dataset_config_name":
+        _require_alone(file, key, _DATA)
     # a note is about a value that asks for nothing
     if key in file.entry.instead and finding.severity != "note":
         raise Leave("what it asks for has to be said otherwise")
@@ -488,55 +427,50 @@ def _folded(name: str) -> str:
 
 def _dataset_name(file: _File, finding: Finding, key: str) -> _Mend:
     """One set, all of it."""
-    listed = _no_other_data(file, "dataset_name")
-    place, value = file.find("dataset_name"), file.args["dataset_name"]
-    raw = file.text.plain(place.value)
+    listed = file.entry.names.data
+    _require_alone(file, key, (*_DATA, listed))
+    found, value = file.find(key), file.args[key]
+    raw = file.raw(found.value)
     if not isinstance(value, str) or not value or "${" in raw:
         raise Leave("its value is no name")
     if not re.fullmatch(r"[\w./~@+-]+|'[^']*'|\"[^\"\\]*\"", raw):
         raw = json.dumps(value, ensure_ascii=False)
-    edits = (
-        file.text.renamed(place.key, listed),
-        file.text.replaced(place.value, f"[{raw}, 1.0]"),
-    )
-    what = f"`dataset_name: {brief(value)}` -> `{listed}: [{brief(value)}, 1.0]`"
-    return _Mend(edits, what, {"dataset_name": _GONE, listed: [value, 1.0]})
+    edits = file.rename(found.key, listed), file.set(found.value, f"[{raw}, 1.0]")
+    what = f"`{key}: {brief(value)}` -> `{listed}: [{brief(value)}, 1.0]`"
+    return _Mend(edits, what, {key: _GONE, listed: [value, 1.0]})
 
 
 def _dataset_mixer(file: _File, finding: Finding, key: str) -> _Mend:
     """`{name: amount}` as `[name, amount]`: what finetune.py:498 would do, could it be reached."""
-    mixer = file.args.get("dataset_mixer")
+    mixer, listed = file.args.get(key), file.entry.names.data
     if mixer == {}:
-        return file.delete("dataset_mixer", "it is empty")
-    listed = _no_other_data(file, "dataset_mixer")
-    place, node = file.find("dataset_mixer"), file.find("dataset_mixer").value
+        return file.delete(key, "it is empty")
+    _require_alone(file, key, (*_DATA, listed))
+    found = file.find(key)
+    node = found.value
     if (
         not isinstance(mixer, dict)
         or not isinstance(node, yaml.MappingNode)
-        or [key.value for key, _ in node.value] != list(mixer)
+        or [name.value for name, _ in node.value] != list(mixer)
     ):
         raise Leave("its entries do not all stand there, once each")
     amounts = _amounts(mixer)
-    # 1 and 1.0 are the same number
-    pairs = [(repr(old), repr(new)) for old, new in zip(mixer.values(), amounts, strict=True)]
-    edits = (
-        file.text.renamed(place.key, listed),
-        *file.text.listed(node, [str(new) if new != old else None for old, new in pairs]),
-    )
+    # as written, unless it becomes another number: 1 is none to YAML where 1.0 is meant
+    raw = [
+        file.raw(value) if repr(old) == repr(new) else str(new)
+        for (_, value), old, new in zip(node.value, mixer.values(), amounts, strict=True)
+    ]
     words = [word for pair in zip(mixer, amounts, strict=True) for word in pair]
-    what = f"`dataset_mixer` -> `{listed}`, names and amounts in turn"
-    return _Mend(edits, what, {"dataset_mixer": _GONE, listed: words})
+    what = f"`{key}` -> `{listed}`, names and amounts in turn"
+    edits = file.rename(found.key, listed), *file.as_list(node, raw)
+    return _Mend(edits, what, {key: _GONE, listed: words})
 
 
-def _no_other_data(file: _File, key: str) -> str:
-    """The name of the list to write; raises Leave where more than `key` says which data to take."""
-    listed = file.entry.names.data
-    for other in ("dataset_name", "dataset_mixer", "dataset_config_name"):
+def _require_alone(file: _File, key: str, others: Sequence[str]) -> None:
+    """Raise Leave where more than `key` says which data to take."""
+    for other in others:
         if other != key and file.args.get(other) is not None:
-            raise Leave(f"`{other}` is there too, and has no place in `{listed}`")
-    if listed in file.args:
-        raise Leave(f"`{listed}` is there too")
-    return listed
+            raise Leave(f"`{other}` is there too, and says which data to take")
 
 
 def _amounts(mixer: Mapping[str, Any]) -> list[float | int]:
@@ -559,15 +493,14 @@ def _amounts(mixer: Mapping[str, Any]) -> list[float | int]:
     return amounts
 
 
+# by the finding's code, or by code and key
 _MENDERS: Mapping[str, Callable[[_File, Finding, str], _Mend | None]] = {
     "renamed-key": _renamed,
     "removed-key": _removed,
     "unread-key": _unread,
     "abbreviated-key": _renamed,
     "unknown-key": _unknown,
-}
-_DATA: Mapping[tuple[str, str | None], Callable[[_File, Finding, str], _Mend | None]] = {
-    ("bad-value", "args.dataset_mixer"): _dataset_mixer,
-    ("two-data-sources", "args.dataset_mixer"): _dataset_mixer,
-    ("two-data-sources", "args.dataset_name"): _dataset_name,
+    "bad-value args.dataset_mixer": _dataset_mixer,
+    "two-data-sources args.dataset_mixer": _dataset_mixer,
+    "two-data-sources args.dataset_name": _dataset_name,
 }

@@ -586,10 +586,9 @@ def _zero_stages(found: Footprint) -> Iterator[Way]:
     now = 0 if zero is None else zero.stage
     # with LoRA, ZeRO-2 crashes on models with biases: what comes after it takes less anyhow
     known = [one for one in (2, 3) if one > now and not (one == 2 and found.adapters)]
-    key = "deepspeed_config" if stage.config.shape == "wrapped" else "deepspeed"
     wide = "_fp32_comm" if stage.options.deepspeed_name.endswith("_fp32_comm") else ""
     for name in (*(f"zero{one}{wide if one == 2 else ''}" for one in known), "zero3_offload"):
-        yield f"`{key}: {name}`", {"deepspeed": name}
+        yield f"`deepspeed: {name}`", {"deepspeed": name}
 
 
 def _more_gpus(planned: Plan) -> Iterator[Way]:

@@ -18,7 +18,7 @@ from launcher import changes, checkpoints, config, doctor, preparation, resume, 
 from launcher import plan as plans
 from launcher import stage as stages
 from launcher.chain import Chain, Link
-from launcher.config import Config
+from launcher.config import Config, spelt
 from launcher.errors import (
     Finding,
     InvalidConfig,
@@ -30,7 +30,6 @@ from launcher.errors import (
     not_ready,
     usage,
 )
-from launcher.overrides import spelt
 from launcher.paths import canonical
 from launcher.plan import Plan
 from launcher.preparation import Asked, Prepared, Request

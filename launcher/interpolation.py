@@ -8,11 +8,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from launcher import redaction
-from launcher.document import Origin, bad, nearest
+from launcher.document import Origin, Steps, bad, join, leaves, nearest
 from launcher.errors import Finding, InvalidConfig
 
 MAX_CHARS = 2**15
@@ -25,13 +26,16 @@ _TOO_MUCH = "it expands to too much"
 
 
 def interpolate(
-    path: Path, tree: dict[str, Any], origins: Mapping[str, Origin]
+    path: Path,
+    tree: dict[str, Any],
+    origins: Mapping[str, Origin],
+    named: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The tree with every `${...}` resolved, and the texts, by key, that took a secret from the environment.
 
-    Raises InvalidConfig naming each that cannot be resolved.
+    `named` are further values that may be named. Raises InvalidConfig naming each that cannot be resolved.
     """
-    texts = {k: text for k, text in _leaves(tree) if isinstance(text, str) and "${" in text}
+    texts = {k: text for k, text in leaves(tree) if isinstance(text, str) and "${" in text}
     if not texts:
         return tree, {}
     left, faults = MAX_CHARS, []
@@ -66,7 +70,7 @@ def interpolate(
     if faults:
         raise InvalidConfig(faults)
     secrets: dict[str, str] = {}
-    container, resolved = OmegaConf.create(tree), deepcopy(tree)
+    container, resolved = OmegaConf.create({**(named or {}), **tree}), deepcopy(tree)
     with _metered() as spend:
         for steps, text in texts.items():
             read.clear()
@@ -78,7 +82,7 @@ def interpolate(
                 if _TOO_MUCH in str(error):
                     break
             if any(redaction.holds_secret(name, os.environ[name]) for name in read):
-                secrets[_dotted(steps)] = text
+                secrets[reduce(join, steps, "")] = text
     if faults:
         raise InvalidConfig(faults)
     return resolved, secrets
@@ -135,11 +139,11 @@ def _depth(text: str) -> int:
 def _unresolved(
     path: Path,
     origins: Mapping[str, Origin],
-    steps: tuple[str | int, ...],
+    steps: Steps,
     error: Exception | str,
     read: Collection[str] = (),
 ) -> Finding:
-    key = _dotted(steps)
+    key = reduce(join, steps, "")
     origin = nearest(origins, key) or Origin(str(path), 1)
     circle = isinstance(error, RecursionError) or not str(error)
     reason = "it goes in a circle" if circle else str(error).splitlines()[0]
@@ -153,24 +157,7 @@ def _unresolved(
     return replace(found, key=key, **origin.place)
 
 
-def _dotted(steps: tuple[str | int, ...]) -> str:
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)[1:]
-
-
-def _at(node: Any, steps: tuple[str | int, ...]) -> Any:
+def _at(node: Any, steps: Steps) -> Any:
     for step in steps:
         node = node[step]
     return node
-
-
-def _leaves(
-    value: Any, steps: tuple[str | int, ...] = ()
-) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    if isinstance(value, dict):
-        for key, below in value.items():
-            yield from _leaves(below, (*steps, key))
-    elif isinstance(value, list):
-        for index, below in enumerate(value):
-            yield from _leaves(below, (*steps, index))
-    else:
-        yield steps, value

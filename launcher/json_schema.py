@@ -8,7 +8,6 @@ because YAML 1.1 and 1.2 read them differently. `errorMessage`, `doNotSuggest`, 
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from launcher import gates, sbatch, skypilot
 from launcher.backends import BACKENDS, Entry
 from launcher.document import plain
-from launcher.keys import DEEPSPEED, KEYS, OFF, ON, STAGES, Key
+from launcher.keys import KEYS, OFF, ON, STAGES, Key
 from launcher.schema import Field, Schema
 
 Json = dict[str, Any]
@@ -59,7 +58,7 @@ _WORDS: Mapping[str, Json] = {
 def combined(
     schemas: Iterable[Schema], *, notes: Mapping[tuple[str, str], Notes] | None = None
 ) -> Json:
-    """One JSON Schema for stage files of these scripts, chosen by a file's own `stage` and `backend`.
+    """One JSON Schema for stage files of these scripts, by its own `stage`, `backend` and `script`.
 
     `notes` are further lines for the hover text of a field (what reads it, its history), by (backend, key
     of the script) and its name. Where a file leaves the choice to the file that it extends, whatever one
@@ -73,6 +72,12 @@ def combined(
     required = {"required": [key for key, is_needed in needed.items() if is_needed]}
     named = f"{'+'.join(stages if own else [s.key for s in schemas])}-{'+'.join(backends)}"
     sources = ", ".join(dict.fromkeys(f"{s.backend} {s.version}" for s in schemas))
+    further = [schema.key for schema in schemas if schema.key != schema.stage]
+    chosen: list[tuple[Json, Json]] = [
+        (_says_it_is(schema, further), {"$ref": _reference(schema)}) for schema in schemas
+    ]
+    unsaid = {"not": {"anyOf": [condition for condition, _ in chosen]}}
+    chosen.append((unsaid, {"anyOf": [reference for _, reference in chosen]}))
     return {
         "$schema": DRAFT,
         "$id": f"urn:launch:stage-file:{named}",
@@ -83,57 +88,35 @@ def combined(
         "additionalProperties": False,
         "allOf": [
             {"if": {"required": ["extends"]}, "else": required},
-            *_choose(schemas, stages, backends),
+            *({"if": c, "then": {"properties": {"args": args}}} for c, args in chosen),
         ],
         "definitions": {
-            _name(schema): _args(schema, notes.get((schema.backend, schema.key), {}))
+            f"{schema.backend}-{schema.key}": _args(
+                schema, notes.get((schema.backend, schema.key), {})
+            )
             for schema in schemas
         },
     }
 
 
-def _name(schema: Schema) -> str:
-    return f"{schema.backend}-{schema.key}"
+def _reference(schema: Schema) -> str:
+    return f"#/definitions/{schema.backend}-{schema.key}"
 
 
-def _choose(
-    schemas: Sequence[Schema], stages: Sequence[str], backends: Sequence[str]
-) -> Iterator[Json]:
-    """Which arguments are checked: by what the file says of itself, None where it says nothing."""
-    own = [schema for schema in schemas if schema.key == schema.stage]
+def _says_it_is(schema: Schema, further: Sequence[str]) -> Json:
+    """What a file says of itself whose arguments are those of this script."""
+    backend = _is("backend", [schema.backend])
+    if schema.backend == DEFAULT_BACKEND:
+        unsaid = {"not": {"required": ["extends"]}, "properties": {"backend": {"type": "null"}}}
+        backend = {"anyOf": [backend, unsaid]}
     # a further script of a stage runs where it is named
-    further = sorted({s.key for s in schemas if s not in own}) if own else []
-    for stage, backend, script in itertools.product(
-        (*stages, None), (*backends, None), (*further, None)
-    ):
-        fitting = [
-            {"$ref": f"#/definitions/{_name(schema)}"}
-            for schema in schemas
-            if stage in {None, schema.stage}
-            and backend in {None, schema.backend}
-            and (script == schema.key if script else schema.key not in further)
-        ]
-        if fitting:
-            given = [_is("stage", stage, stages), _is_backend(backend, backends)]
-            chosen = [*given, *([_is("script", script, further)] if further else [])]
-            args = fitting[0] if len(fitting) == 1 else {"anyOf": fitting}
-            yield {"if": {"allOf": chosen}, "then": {"properties": {"args": args}}}
+    named, own = _is("script", [schema.key]), {"not": _is("script", further)}
+    script = own if schema.key == schema.stage else named
+    return {"allOf": [_is("stage", [schema.stage]), backend, script]}
 
 
-def _is(key: str, value: str | None, known: Sequence[str]) -> Json:
-    """That a file says this, or for None that it says none of those that are known."""
-    if value is None:
-        return {"not": {"anyOf": [_is(key, other, known) for other in known]}}
-    return {"required": [key], "properties": {key: {"const": value}}}
-
-
-def _is_backend(backend: str | None, backends: Sequence[str]) -> Json:
-    if backend is None:
-        return {"not": {"anyOf": [_is_backend(known, backends) for known in backends]}}
-    if backend != DEFAULT_BACKEND:
-        return _is("backend", backend, backends)
-    unsaid = {"not": {"required": ["extends"]}, "properties": {"backend": {"type": "null"}}}
-    return {"anyOf": [_is("backend", backend, backends), unsaid]}
+def _is(key: str, values: Sequence[str]) -> Json:
+    return {"required": [key], "properties": {key: {"enum": list(values)}}}
 
 
 # --- launch's own options -------------------------------------------------------------------------
@@ -144,23 +127,13 @@ def _options(stages: Sequence[str], backends: Sequence[str], schemas: Sequence[S
     files = "|".join(sorted({path.rpartition("/")[2] for path in scripts.values()}))
     attention = [_enum("attention", KEYS["attention"].words), {"type": "string", "pattern": "/"}]
     several = {"type": "array", "minItems": 1, "uniqueItems": True, "items": {"anyOf": attention}}
+    script = _word("script", list(scripts), [None], rf"{_INTERPOLATED}|(?:^|/)(?:{files})$")
+    script["anyOf"][0]["enumDescriptions"] = list(scripts.values())
     own: dict[str, Json] = {
-        "stage": {"anyOf": [_enum("stage", stages), _text("stage", _INTERPOLATED)]},
+        "stage": _word("stage", stages),
         "backend": _word("backend", backends, [None]),
-        "script": {
-            "anyOf": [
-                {**_enum("script", list(scripts)), "enumDescriptions": list(scripts.values())},
-                _text("script", rf"{_INTERPOLATED}|(?:^|/)(?:{files})$"),
-                _silent("script", [None]),
-            ]
-        },
-        "deepspeed": {
-            "anyOf": [
-                _enum("deepspeed", (*DEEPSPEED, "none")),
-                _text("deepspeed"),
-                _silent("deepspeed", [False, None]),
-            ]
-        },
+        "script": script,
+        "deepspeed": _word("deepspeed", KEYS["deepspeed"].words, [False, None], ""),
         "attention": {
             "anyOf": [
                 {"title": "attention (in order)", **several},
@@ -209,13 +182,16 @@ def _mapping(properties: Json) -> Json:
     return {"type": ["object", "null"], "properties": properties, "additionalProperties": False}
 
 
-def _word(key: str, names: Sequence[Any], others: Sequence[Any]) -> Json:
-    """One of some names; `others` are accepted and not suggested.
+def _word(
+    key: str, names: Sequence[Any], others: Sequence[Any] = (), text: str = _INTERPOLATED
+) -> Json:
+    """One of some names; `others`, and texts of a pattern, are accepted and not suggested.
 
     As alternatives and not as if-then-else, where yaml-language-server suggests nothing. Their titles
     differ, or its hover would take them for one and show each.
     """
-    return {"anyOf": [_enum(key, names), _text(key, _INTERPOLATED), _silent(key, others)]}
+    written = {"title": f"{key} (text)", "type": "string", "pattern": text}
+    return {"anyOf": [_enum(key, names), written, _silent(key, others)]}
 
 
 def _enum(key: str, names: Sequence[Any]) -> Json:
@@ -223,10 +199,6 @@ def _enum(key: str, names: Sequence[Any]) -> Json:
     typed = {"type": "string"} if all(isinstance(name, str) for name in names) else {}
     message = f"one of {', '.join(dict.fromkeys(map(str, names)))}"
     return {"title": key, "enum": list(names), "errorMessage": message, **typed}
-
-
-def _text(key: str, pattern: str = "") -> Json:
-    return {"title": f"{key} (text)", "type": "string", "pattern": pattern}
 
 
 def _silent(key: str, values: Sequence[Any]) -> Json:

@@ -1,12 +1,12 @@
 """launch's own keys of a stage file, as one table: what each takes, its default and what it means.
 
-The reader (`options`), overrides, `launch explain`, completion and the editors' JSON Schema all use it.
+The reader (`options`), overrides, `launch explain` and the editors' JSON Schema all use it.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -41,6 +41,7 @@ class Key:
     example: str | None = None
     parts: tuple[Key, ...] = ()
     switch: bool = False
+    least: int = 1
 
     @property
     def shape(self) -> str:
@@ -64,11 +65,17 @@ class Key:
         if self.kind == "word":
             found = as_word(value, self.words)
             if found not in self.words:
-                return None, [
-                    (where, f"invalid value `{brief(found)}` for `{where}`", self._help(found))
-                ]
+                return None, [self._invalid(where, found)]
+        elif self.kind == "list":
+            found = tuple(value) if isinstance(value, list) else (value,)
+            for one in found:
+                # a kernel has the name of its repository
+                if not isinstance(one, str) or (one not in self.words and "/" not in one):
+                    return None, [self._invalid(where, one)]
+            if len({*found}) < len(found) or not found:
+                return None, [(where, f"`{where}` names each once", self._example(where))]
         elif self.kind == "number":
-            found = whole_number(value) or None
+            found = whole_number(value, self.least)
         elif self.kind == "switch":
             found = as_switch(value)
         elif self.kind == "text":
@@ -98,10 +105,10 @@ class Key:
                 values[part.name] = found
         return values, faults
 
-    def _help(self, value: Any) -> str:
+    def _invalid(self, where: str, value: Any) -> Fault:
         # a point of the verdict has few states: all are said
-        near = "" if "any" in self.words else str(value)
-        return nearest(near, self.words)
+        near = "" if "any" in self.words else str(value).lower().replace("-", "_")
+        return where, f"invalid value `{brief(value)}` for `{where}`", nearest(near, self.words)
 
     def _example(self, where: str) -> str | None:
         if self.example is None:
@@ -133,11 +140,11 @@ def as_switch(value: Any) -> bool | None:
     return words.get(value.lower()) if isinstance(value, str) else None
 
 
-def whole_number(value: Any) -> int | None:
-    """A whole number from 0 to `LARGEST`, also as text; None for anything else."""
+def whole_number(value: Any, least: int) -> int | None:
+    """A whole number from `least` to `LARGEST`, also as text; None for anything else."""
     if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 10:
-        return int(value)
-    valid = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST
+        value = int(value)
+    valid = isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST
     return value if valid else None
 
 
@@ -186,7 +193,7 @@ TABLE: tuple[Key, ...] = (
     Key(
         name="attention", kind="list", words=tuple(name for name in EXPECT["attention"] if name != "any"),
         takes="one implementation or a list in the order of preference, a kernel's repository too; TRL only",
-        default="what the trainer chooses",
+        default="what the trainer chooses", example="[flash_attention_2, sdpa]",
         meaning="TRL: attention implementations in the order of preference; the first that can be had is "
         "used, and proved",
     ),
@@ -272,14 +279,3 @@ TABLE: tuple[Key, ...] = (
     ),
 )  # fmt: skip
 KEYS = {key.name: key for key in TABLE}
-
-
-def leaves() -> Iterator[tuple[str, Key]]:
-    """Keys whose values are worth offering for an override, by their full names.
-
-    Not those that the file itself decides on, or that depend on its backend.
-    """
-    for key in TABLE:
-        if key.name in {"deepspeed", "mixed_precision", "name", "on_violation", "on_hang", "probe"}:
-            yield key.name, key
-        yield from ((f"{key.name}.{part.name}", part) for part in key.parts)

@@ -312,7 +312,7 @@ def _without_deepspeed(
         why = f"`{options.deepspeed_name}` keeps on the host what the card may not hold"
     else:
         keep, why = known.spare < 0, "without it more is planned than the card holds"
-    key = "deepspeed_config" if stage.config.shape == "wrapped" else "deepspeed"
+    key = "deepspeed"
     code, message, help = "deepspeed-kept", f"DeepSpeed stays on one GPU: {why}", None
     if not keep:
         code, message = "deepspeed-off", "DeepSpeed is off on one GPU, where it would shard nothing"

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from launcher import budget, options, plan
+from launcher.config import spelt
 from launcher.keys import DEEPSPEED
 from launcher.lengths import Lengths
 from launcher.options import SWITCHED, Batch
-from launcher.overrides import spelt
 from launcher.plan import Plan
 from launcher.schema import Values
 
@@ -360,8 +360,7 @@ def _keys(made: Plan, name: str, value: Setting) -> dict[str, Any]:
     """One lever's value in the words of this backend and stage."""
     entry = made.stage.entry.names
     if name == "deepspeed":
-        wrapped = made.stage.config.shape == "wrapped"
-        return {"deepspeed_config" if wrapped else "deepspeed": value}
+        return {"deepspeed": value}
     if name == "checkpointing" and _BUDGET in made.values:
         return {f"args.{_BUDGET}": 0.5 if value else 1.0}
     key = {
@@ -391,7 +390,7 @@ def planned(space: Space, settings: Settings) -> Plan:
             per_device=told.get("batch.per_device", was.per_device),
         )
         opts = replace(opts, batch=batch)
-    zero = told.get("deepspeed", told.get("deepspeed_config"))
+    zero = told.get("deepspeed")
     if zero is not None:
         opts = replace(opts, deepspeed=options.deepspeed_file(zero), deepspeed_name=zero)
     turned = replace(stage, args=args, options=opts, values=Values(stage.schema, args))

@@ -117,17 +117,13 @@ def write_stage_file(
     Tokens are taken out. Raises OSError.
     """
     options = plan.stage.options
+    same = ("stage", "backend", "script", "mixed_precision", "on_violation", "on_hang")
     given: dict[str, Any] = {
-        "stage": options.stage,
-        "backend": options.backend,
-        "script": options.script,
+        **{name: getattr(options, name) for name in same},
         "name": plan.stage.name,
         "deepspeed": options.deepspeed_name,
         "attention": list(options.attention) or None,
-        "mixed_precision": options.mixed_precision,
         "expect": dict(options.expect) or None,
-        "on_violation": options.on_violation,
-        "on_hang": options.on_hang,
         "slurm": {k: True if v is None else v for k, v in options.slurm.items()} or None,
         "skypilot": dict(options.skypilot) or None,
         "probe": "off" if options.probe is None else _told(options.probe),

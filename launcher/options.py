@@ -13,17 +13,12 @@ from typing import Any
 from launcher.backends import BACKENDS
 from launcher.config import Config
 from launcher.errors import Finding, brief
-from launcher.keys import DEEPSPEED, KEYS, STAGES, nearest, whole_number
+from launcher.keys import DEEPSPEED, KEYS, STAGES, Key, nearest
 from launcher.paths import expanded, is_file
 
 # what a file of the shape `open_instruct:` may say; the rest of the table is for `stage:` and `args:`
 WRAPPED_KEYS = (
-    *(
-        name
-        for name in KEYS
-        if name not in {"stage", "backend", "deepspeed", "attention", "args", "extends"}
-    ),
-    "deepspeed_config",
+    *(name for name in KEYS if name not in {"stage", "backend", "attention", "args", "extends"}),
     "num_gpus",
 )
 # as an override on a stage file it would say what --gpus says
@@ -35,6 +30,13 @@ SCRIPTS = {
     Path(entry.script).name: name for name, entry in BACKENDS["open_instruct"].STAGES.items()
 }
 """open-instruct's scripts by file name: the wrapped shape names its stage by one."""
+
+# those whose value the table alone judges
+_READ = [KEYS[name] for name in (
+    "attention", "mixed_precision", "batch", "expect", "on_violation", "on_hang", "probe", "name",
+)]  # fmt: skip
+NUM_GPUS = Key(name="num_gpus", kind="number", takes="a whole number", least=0)
+"""A key of the wrapped shape alone."""
 
 TREND_LOSSES = 8
 """Losses, one a step, of which a trend can be told; fewer say nothing."""
@@ -124,33 +126,40 @@ def read(
     findings = [_unknown(key, keys, fields) for key in config.options if key not in keys]
     raw = config.options
     unlike = backend_fault(config)
-    findings += [unlike] if unlike is not None else []
     backend = str(raw.get("backend") or "open_instruct") if unlike is None else "open_instruct"
-    values: dict[str, Any] = {}
-    for key in ("mixed_precision", "batch", "expect", "on_violation", "on_hang", "probe", "name"):
-        values[key], faults = KEYS[key].read(raw.get(key))
-        findings += [_bad(*fault) for fault in faults]
-    # three that a module of their own reads, imported only where a file has one
-    for key in ("slurm", "skypilot", "gates"):
-        values[key], wrong = _read_elsewhere(config, key) if raw.get(key) is not None else ({}, [])
-        findings += wrong
-    deepspeed, name = _deepspeed(config, folders, findings)
     script, fault = entry_of(config, stage, backend)
+    findings += [one for one in (unlike, fault) if one is not None]
+    values: dict[str, Any] = {}
+    for key in (*_READ, NUM_GPUS):
+        values[key.name], faults = key.read(raw.get(key.name))
+        findings += [_bad(*one) for one in faults]
+    # three that a module of their own reads, imported only where a file has one
+    for name in ("slurm", "skypilot", "gates"):
+        values[name], wrong = (
+            _read_elsewhere(config, name) if raw.get(name) is not None else ({}, [])
+        )
+        findings += wrong
+    if values["attention"] and backend != "trl":
+        values["attention"] = None
+        message = (
+            "`attention` is read for TRL only: open-instruct takes the first that is installed"
+        )
+        findings.append(_bad("attention", message, "delete the line"))
+    deepspeed, deepspeed_name, fault = _deepspeed(config, folders)
     findings += [fault] if fault is not None else []
     batch, probe = values["batch"], values["probe"]
     watched = {name: value for name, value in (probe or {}).items() if value is not None}
     return Options(
-        stage=stage, backend=backend, script=None if script == stage else script, deepspeed=deepspeed,
-        deepspeed_name=name,
-        attention=_attention(config, backend, findings),
-        mixed_precision=values["mixed_precision"],
+        stage=stage, backend=backend, script=None if script == stage else script,
+        deepspeed=deepspeed, deepspeed_name=deepspeed_name,
+        attention=values["attention"] or (), mixed_precision=values["mixed_precision"],
         batch=None if batch is None
         else Batch(total=batch.get("global"), per_device=batch.get("per_device")),
         expect={point: state or "any" for point, state in (values["expect"] or {}).items()},
         on_violation=values["on_violation"] or "stop", on_hang=values["on_hang"] or "report",
         probe=None if probe is False else Watch(**watched), name=values["name"],
-        gpus=_gpus(config, findings),
-        slurm=values["slurm"], skypilot=values["skypilot"], gates=values["gates"],
+        gpus=values["num_gpus"], slurm=values["slurm"], skypilot=values["skypilot"],
+        gates=values["gates"],
     ), findings  # fmt: skip
 
 
@@ -185,17 +194,18 @@ def entry_of(config: Config, stage: str, backend: str) -> tuple[str, Finding | N
     given = config.options.get("script")
     if given is None:
         return stage, None
-    entries = BACKENDS[backend].STAGES
     key = _script_key(given, backend)
-    if key is not None and _stage_of(key, backend) == stage:
-        return key, None
-    names = [name for name in entries if _stage_of(name, backend) == stage]
     if key is None:
         message = f"`{brief(given)}` is no script that launch starts"
-        near = difflib.get_close_matches(str(given), entries, n=1)
-        return stage, _bad("script", message, nearest(str(given), tuple(near or names)))
-    message = f"`script: {brief(given)}` belongs to {_stage_of(key, backend)}, the file's stage is {stage}"
-    return stage, _bad("script", message, _one_of(names))
+    elif _stage_of(key, backend) == stage:
+        return key, None
+    else:
+        own = _stage_of(key, backend)
+        message = f"`script: {brief(given)}` belongs to {own}, the file's stage is {stage}"
+    entries = BACKENDS[backend].STAGES
+    near = difflib.get_close_matches(str(given), entries, n=1) if key is None else ()
+    names = [name for name in entries if _stage_of(name, backend) == stage]
+    return stage, _bad("script", message, nearest(str(given), tuple(near or names)))
 
 
 def _script_key(given: Any, backend: str) -> str | None:
@@ -215,26 +225,22 @@ def stage_fault(config: Config) -> Finding | None:
     """Why a file that should name its stage does not; None for flat files, which need not."""
     if stage_of(config) is not None or (config.shape == "flat" and "stage" not in config.options):
         return None
-    if config.shape == "wrapped":
-        script = config.options.get("script")
-        if script is None:
-            help = f"add `script:` inside `open_instruct:`, {_one_of(SCRIPTS)}"
-            return _bad("script", "`script` is missing", help)
-        message = f"`{brief(script)}` is no script that launch starts"
-        return _bad("script", message, _one_of(SCRIPTS))
-    given = config.options.get("stage")
+    key = "script" if config.shape == "wrapped" else "stage"
+    given = config.options.get(key)
+    if key == "script":
+        message, help = f"`{brief(given)}` is no script that launch starts", _one_of(SCRIPTS)
+    else:
+        message, help = f"`{brief(given)}` is no stage", _one_of(STAGES)
     if given is None:
-        return _bad("stage", "`stage` is missing", "add `stage: sft` or `stage: dpo`")
-    return _bad("stage", f"`{brief(given)}` is no stage", _one_of(STAGES))
+        inside = " inside `open_instruct:`" if key == "script" else ""
+        message, help = f"`{key}` is missing", f"add `{key}:`{inside}, {help}"
+    return _bad(key, message, help)
 
 
 def backend_fault(config: Config) -> Finding | None:
     """Why the backend that a file names is none; None where it is one, or none is named."""
-    given = config.options.get("backend")
-    if given is None or (isinstance(given, str) and given in BACKENDS):
-        return None
-    help = nearest(str(given).lower().replace("-", "_"), tuple(BACKENDS))
-    return _bad("backend", f"`{brief(given)}` is no backend", help)
+    _, faults = KEYS["backend"].read(config.options.get("backend"))
+    return _bad(*faults[0]) if faults else None
 
 
 def _one_of(names: Iterable[str]) -> str:
@@ -269,57 +275,22 @@ def deepspeed_file(name: str) -> Path:
     return Path(str(files("launcher.deepspeed").joinpath(f"{name}.json")))
 
 
-def _deepspeed(
-    config: Config, folders: Sequence[Path], findings: list[Finding]
-) -> tuple[Path | None, str]:
-    key = "deepspeed_config" if config.shape == "wrapped" else "deepspeed"
-    given = config.options.get(key)
+def _deepspeed(config: Config, folders: Sequence[Path]) -> tuple[Path | None, str, Finding | None]:
+    """The DeepSpeed file, what it is called, and what is wrong with the key."""
+    given = config.options.get("deepspeed")
     if given is None or given is False or given == "none":
-        return None, "none"
+        return None, "none", None
     if given in DEEPSPEED:
-        return deepspeed_file(given), str(given)
+        return deepspeed_file(given), str(given), None
     if isinstance(given, str):
         # beside the stage file, or where launch was started
         for base in (Path(), config.path.parent, *folders):
             path = base / expanded(given)
             if is_file(path):
-                return path.absolute(), path.stem
+                return path.absolute(), path.stem, None
     message = f"`{brief(given)}` is neither a DeepSpeed file nor a known name"
-    help = nearest(str(given), ("a path", *DEEPSPEED, "none"))
-    findings.append(_bad(key, message, help))
-    return None, "none"
-
-
-def _attention(config: Config, backend: str, findings: list[Finding]) -> tuple[str, ...]:
-    """`attention:`, one or several in the order of preference; a kernel's repository is one too."""
-    key, given = "attention", config.options.get("attention")
-    if given is None:
-        return ()
-    if backend != "trl":
-        message = (
-            "`attention` is read for TRL only: open-instruct takes the first that is installed"
-        )
-        findings.append(_bad(key, message, "delete the line"))
-        return ()
-    known = KEYS[key].words
-    names = given if isinstance(given, list) else [given]
-    for name in names:
-        if not isinstance(name, str) or (name not in known and "/" not in name):
-            message = f"`{brief(name)}` is no attention implementation"
-            findings.append(_bad(key, message, nearest(str(name), known)))
-            return ()
-    if not names or len({*names}) < len(names):
-        help = "write for example `attention: [flash_attention_2, sdpa]`"
-        findings.append(_bad(key, "`attention` names each implementation once", help))
-        return ()
-    return tuple(names)
-
-
-def _gpus(config: Config, findings: list[Finding]) -> int | None:
-    given = config.options.get("num_gpus")
-    if given is None:
-        return None
-    number = whole_number(given)
-    if number is None:
-        findings.append(_bad("num_gpus", f"`num_gpus` is a whole number, not `{brief(given)}`"))
-    return number
+    return (
+        None,
+        "none",
+        _bad("deepspeed", message, nearest(str(given), ("a path", *DEEPSPEED, "none"))),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from launcher.files import open_regular
@@ -9,22 +10,21 @@ from launcher.files import open_regular
 POINTER = b"version https://git-lfs"
 """What the note begins with that git-lfs leaves of a file that was not fetched."""
 
+# False also for names that no file can have: too long, a NUL inside
+is_file, exists = os.path.isfile, os.path.exists
+
 
 def expanded(text: str | Path) -> Path:
     """The path with `~` expanded, or as it is where there is no such user or no home."""
-    path = Path(text)
+    return Path(os.path.expanduser(text))
+
+
+def canonical(path: Path) -> Path:
+    """The path without links and `..`, or as it is where that cannot be told (a NUL inside)."""
     try:
-        return path.expanduser()
-    except RuntimeError:
+        return Path(os.path.realpath(path))
+    except ValueError:
         return path
-
-
-def is_file(path: Path) -> bool:
-    """Whether a file is there; False for names that no file can have (too long, a NUL inside)."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
 
 
 def is_pointer(path: Path) -> bool:
@@ -34,19 +34,3 @@ def is_pointer(path: Path) -> bool:
             return file.read(len(POINTER)) == POINTER
     except (OSError, ValueError):
         return False
-
-
-def exists(path: Path) -> bool:
-    """Whether anything is there; False for names that nothing can have."""
-    try:
-        return path.exists()
-    except (OSError, ValueError):
-        return False
-
-
-def canonical(path: Path) -> Path:
-    """The path without links and `..`, or as it is where that cannot be told (a loop of links)."""
-    try:
-        return path.resolve()
-    except (OSError, RuntimeError, ValueError):
-        return path

@@ -263,7 +263,7 @@ def _unrecorded(stage: Stage, gpus: int, steps: int | None) -> Iterator[Finding]
 
 def _devices_and_deepspeed(stage: Stage, gpus: int, nodes: int) -> Iterator[Finding]:
     key, options = "deepspeed", stage.options
-    origin = stage.config.origin("deepspeed_config" if stage.config.shape == "wrapped" else key)
+    origin = stage.config.origin(key)
     if options.deepspeed is not None and not gpus:
         yield Finding(
             severity="note", layer="launch", code="deepspeed-left-out", key=key,

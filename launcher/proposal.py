@@ -43,8 +43,6 @@ def write(
         values |= {"stage": options.stage, "backend": options.backend, **wanted.options}
         # the wrapped shape's own words; how many GPUs says `--gpus` elsewhere
         values.pop("num_gpus", None)
-        if "deepspeed_config" in values:
-            values["deepspeed"] = values.pop("deepspeed_config")
         values["args"] = dict(wanted.args)
     own = options.deepspeed is not None and options.deepspeed_name not in DEEPSPEED
     if own and options.deepspeed is not None and "deepspeed" not in settings:

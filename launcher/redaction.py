@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -112,6 +112,7 @@ _HINTS = tuple(
     hint.lower().encode()
     for hint in ("://", "bearer", "basic", *(one for begins in _SHAPES for one in begins.split()))
 )
+_LINE = re.compile(rb"[^\n\r]+")
 _WORDS_OF_NAMES = b"(?:token|key|secret|cred|pass|pwd|auth|dsn|webhook)"
 _NAME_HINT = re.compile(
     _WORDS_OF_NAMES + rb"[\w.-]{0,200}+[\"']?\s*[:=]|--[\w.-]*?" + _WORDS_OF_NAMES
@@ -193,31 +194,17 @@ def redact_bytes(raw: bytes, known: Sequence[str]) -> bytes:
     """
     if b"PRIVATE KEY" in raw:
         raw = _KEY_BLOCK_OF_BYTES.sub(rb"\1" + REDACTED.encode(), raw)
-    parts, done = [], 0
-    for at in sorted(_suspects(raw, known)):
-        if at < done:
-            continue
-        begin = max(raw.rfind(b"\n", done, at), raw.rfind(b"\r", done, at), done - 1) + 1
-        feed = raw.find(b"\n", at)
-        end = feed if feed >= 0 else len(raw)
-        carriage = raw.find(b"\r", at, end)
-        end = carriage if carriage >= 0 else end
-        line = raw[begin:end].decode("utf-8", "surrogateescape")
-        parts += [raw[done:begin], _text(line, known).encode("utf-8", "surrogateescape")]
-        done = end
-    return b"".join([*parts, raw[done:]]) if parts else raw
-
-
-def _suspects(raw: bytes, known: Sequence[str]) -> Iterator[int]:
-    """Where a secret may be."""
-    small = raw.lower()
     values = (value.encode("utf-8", "surrogateescape").lower() for value in known)
-    for hint in (*_HINTS, *values):
-        at = small.find(hint)
-        while at >= 0:
-            yield at
-            at = small.find(hint, at + 1)
-    yield from (found.start() for found in _NAME_HINT.finditer(small))
+    hints = (*_HINTS, *values)
+
+    def clean(line: re.Match[bytes]) -> bytes:
+        small = line[0].lower()
+        if not any(hint in small for hint in hints) and not _NAME_HINT.search(small):
+            return line[0]
+        text = line[0].decode("utf-8", "surrogateescape")
+        return _text(text, known).encode("utf-8", "surrogateescape")
+
+    return _LINE.sub(clean, raw)
 
 
 def known_values(environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher import noops, plan, rules
+from launcher.config import spelt
 from launcher.errors import Finding
-from launcher.overrides import spelt
 from launcher.schema import Values
 from launcher.stage import Stage
 

@@ -86,9 +86,33 @@ def plain_json(data: Any) -> None:
     _write(escaped(json.dumps(data, indent=1, ensure_ascii=False, default=str)))
 
 
-def workflow_commands(text: str) -> None:
-    """Lines that GitHub is to take for its workflow commands, to stdout."""
-    _write(redact(printable(text, commands=True)))
+def annotate(found: Iterable[Finding]) -> None:
+    """Findings as GitHub's workflow commands, which it shows as annotations of a pull request."""
+    for finding in found:
+        _write(redact(printable(workflow_command(finding, Path.cwd()), commands=True)))
+
+
+def workflow_command(finding: Finding, root: Path) -> str:
+    """One finding as one line; a file below `root` is named relative to it."""
+    properties = {"title": finding.code}
+    if finding.file is not None:
+        path = Path(os.path.abspath(root / finding.file))
+        name = path.relative_to(root) if path.is_relative_to(root) else path
+        line = {} if finding.line is None else {"line": str(finding.line)}
+        properties = {"file": str(name), **line, **properties}
+    escaped = (
+        f"{name}={_data(value).replace(':', '%3A').replace(',', '%2C')}"
+        for name, value in properties.items()
+    )
+    help = "" if finding.help is None else f"\nhelp: {finding.help}"
+    kind = "notice" if finding.severity == "note" else finding.severity
+    return f"::{kind} {','.join(escaped)}::{_data(f'{finding.message}{help}')}"
+
+
+def _data(text: str) -> str:
+    """A text inside a workflow command; no stream takes the lone surrogates of a name that is no UTF-8."""
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def arguments(schemas: Sequence[Schema], notes: Mapping[str, Mapping[str, Sequence[str]]]) -> None:

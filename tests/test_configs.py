@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import REPOSITORY
@@ -25,10 +24,6 @@ EXPECTED_WARNINGS = {"demo": {"missing-data"}, "olmo_core": {"no-hf-export"}}
 
 def validated(path: Path) -> Stage:
     return stage.validate(stage.judge(config.load(path)))
-
-
-def by_name(name: str) -> Stage:
-    return validated(REPOSITORY / "configs" / name)
 
 
 def test_each_validates_without_a_warning_and_alone_in_another_folder(
@@ -66,57 +61,6 @@ def test_its_header_holds_a_command_that_fits(path: Path) -> None:
     # nothing leaves the machine unasked
     leaving = ("push_to_hub", "try_launch_beaker_eval_jobs", "with_tracking")
     assert not any(made.values.get(key) for key in leaving)
-
-
-# --- the numbers that people ask for ----------------------------------------------------------------
-
-BOTH: dict[str, Any] = {
-    "chat_template_name": "tulu", "use_liger_kernel": True, "packing": True,
-    "keep_last_n_checkpoints": 3, "lr_scheduler_type": "linear", "weight_decay": 0.0,
-    "logging_steps": 1,
-}  # fmt: skip
-SFT = {
-    "num_train_epochs": 2, "learning_rate": 5e-6, "warmup_ratio": 0.03, "max_seq_length": 4096,
-    "checkpointing_steps": "epoch", "clean_checkpoints_at_end": False,
-}  # fmt: skip
-DPO = {
-    "num_epochs": 1, "learning_rate": 5e-7, "warmup_ratio": 0.1, "loss_type": "dpo_norm",
-    "beta": 5.0, "max_seq_length": 2048, "checkpointing_steps": 1000,
-}  # fmt: skip
-SFT_SET, DPO_SET = "allenai/tulu-3-sft-mixture", "allenai/llama-3.1-tulu-3-8b-preference-mixture"
-LISTED: dict[str, tuple[str, list[str], str, str, dict[str, Any]]] = {
-    "tulu/sft_qwen7b.yaml": (
-        "Qwen/Qwen2.5-7B", [SFT_SET, "1.0"], "zero2_fp32_comm", "dataset_mixer_list", SFT
-    ),
-    "tulu/sft_qwen7b_25pct.yaml": (
-        "Qwen/Qwen2.5-7B", [SFT_SET, "0.25"], "zero2_fp32_comm", "dataset_mixer_list", SFT
-    ),
-    "tulu/dpo_qwen7b.yaml": (
-        "output/tulu/sft_qwen7b", [DPO_SET, "1.0"], "zero2_fp32_comm", "mixer_list", DPO
-    ),
-    "llama/llama31_8b_sft_10pct.yaml": (
-        "meta-llama/Llama-3.1-8B", [SFT_SET, "0.1"], "zero3", "dataset_mixer_list", SFT
-    ),
-    "llama/llama31_8b_dpo_10pct.yaml": (
-        "output/llama/sft_10pct", [DPO_SET, "0.1"], "zero3", "mixer_list", DPO
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", LISTED)
-def test_the_numbers_of_the_recipes(name: str) -> None:
-    model, mixer, deepspeed, listed, numbers = LISTED[name]
-    made = by_name(name)
-    assert made.values["model_name_or_path"] == model
-    assert made.values[listed] == mixer
-    assert made.options.deepspeed_name == deepspeed
-    assert made.options.batch is not None and made.options.batch.total == 128
-    assert made.options.expect["liger"] == "engaged"
-    assert made.options.expect["packing"] == "isolated"
-    for key, value in {**BOTH, **numbers}.items():
-        # written in the file, not left to upstream's default
-        assert made.values.given(key), key
-        assert made.values[key] == value, key
 
 
 @pytest.mark.parametrize("folder", ["tulu", "llama", "demo"])

@@ -55,23 +55,6 @@ def test_type_default_place_reads_and_owner() -> None:
     assert "cache_dataset_only" not in shown
 
 
-@pytest.mark.parametrize(
-    ("key", "stage", "backend", "elsewhere"),
-    [
-        ("mixer_list", "dpo", "open_instruct", {
-            "sft on open_instruct": "dataset_mixer_list", "sft on trl": "dataset_name",
-            "dpo on trl": "dataset_name"}),
-        ("max_length", "sft", "open_instruct", {
-            "dpo on open_instruct": "max_seq_length", "sft on trl": "max_length",
-            "dpo on trl": "max_length"}),
-    ],
-)  # fmt: skip
-def test_the_same_idea_elsewhere(
-    key: str, stage: str, backend: str, elsewhere: dict[str, str]
-) -> None:
-    assert one(key, stage, backend).elsewhere == elsewhere
-
-
 def test_a_removed_argument_is_answered_with_its_pull_request() -> None:
     told = one("use_flash_attn")
     assert told.field is None
@@ -169,7 +152,7 @@ def test_what_is_no_stage_and_no_backend(capsys: pytest.CaptureFixture[str]) -> 
     for option in ("--stage", "--backend"):
         assert main(["explain", "seed", option, "x"]) == Exit.USAGE
         assert main(["schema", option, "x"]) == Exit.USAGE
-        assert "bad-" in capsys.readouterr().err
+        assert capsys.readouterr().err.count("is not one of") == 2
 
 
 def test_the_schema_lists_every_argument(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,8 +66,7 @@ ARROWS = {
     "document": {"errors", "files", "paths"},
     "interpolation": {"document", "errors", "redaction"},
     "keys": {"backends", "errors"},
-    "overrides": {"document", "errors", "keys"},
-    "config": {"document", "errors", "interpolation", "overrides", "paths"},
+    "config": {"document", "errors", "interpolation", "keys", "paths"},
     "schema": {"errors"},
     "sources": set[str](),
     "declarations": {"schema", "sources"},
@@ -147,8 +146,6 @@ ARROWS = {
         "stage",
         "upstream",
     },
-    "annotations": {"", "errors"},
-    "completion": {"document", "files", "keys"},
     "json_schema": {
         "backends",
         "document",

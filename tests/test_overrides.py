@@ -186,7 +186,7 @@ def test_wrapped_files_take_arguments_and_options(write: Write) -> None:
     assert loaded.options == {
         "num_gpus": 2,
         "script": "dpo_tune_cache.py",
-        "deepspeed_config": "zero3",
+        "deepspeed": "zero3",
         "expect": {"liger": "any"},
     }
     assert loaded.origin("args.a").override == "args.a=3"

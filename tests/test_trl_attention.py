@@ -157,8 +157,8 @@ def test_rules_see_the_first_choice(write: Write) -> None:
         (preferring("flash_attention"), "bad-attention", "did you mean `flash_attention_"),
         (preferring("sdpa", "sdpa"), "bad-attention", "once"),
         (FILE + "attention: []\n", "bad-attention", "once"),
-        (FILE + "attention: {a: b}\n", "bad-attention", "no attention implementation"),
-        (FILE + "attention: [1]\n", "bad-attention", "no attention implementation"),
+        (FILE + "attention: {a: b}\n", "bad-attention", "invalid value"),
+        (FILE + "attention: [1]\n", "bad-attention", "invalid value"),
         (
             FILE.replace("trl", "open_instruct") + "attention: sdpa\n",
             "bad-attention",

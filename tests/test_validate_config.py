@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from conftest import Write
 
+from launcher import report
 from launcher.cli import main
-from launcher.errors import Exit
+from launcher.errors import Exit, Finding
 
 WRONG = """\
 # ours
@@ -75,21 +76,35 @@ def test_fix_for_machines(write: Write, capsys: pytest.CaptureFixture[str]) -> N
     assert [change["line"] for change in told["fix"]["changes"]] == [9, 10]
 
 
-@pytest.mark.parametrize("form", ["github", "sarif"])
-def test_formats_of_other_tools(
-    write: Write, capsys: pytest.CaptureFixture[str], form: str
+def test_annotations_of_github(
+    write: Write,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path = write("a.yaml", WRONG)
-    assert main(["validate-config", "--format", form, str(path)]) == Exit.CONFIG
-    told = capsys.readouterr().out
-    if form == "github":
-        assert [line.split(" ")[0] for line in told.splitlines()] == ["::error", "::error"]
-        return
-    (run,) = json.loads(told)["runs"]
-    assert {result["ruleId"] for result in run["results"]} == {"removed-key", "renamed-key"}
+    monkeypatch.chdir(tmp_path)
+    text = "stage: sft\nargs:\n  dataset_mixer_list: [a, 1.0]\n  model_name_or_path: m\n"
+    path = write("a,b/50%.yaml", f"{text}  max_train_samples: 3\n  chat_template: tulu\n")
+    for name in (str(path), "a,b/50%.yaml"):
+        assert main(["validate-config", "--format", "github", name]) == Exit.CONFIG
+        *_, unread, renamed = capsys.readouterr().out.splitlines()
+        place = "file=a%2Cb/50%25.yaml,line="
+        assert unread.startswith(f"::warning {place}5,title=unread-key::")
+        assert renamed.startswith(f"::error {place}6,title=renamed-key::")
+        assert "%0Ahelp: write `chat_template_name`" in renamed
 
 
-@pytest.mark.parametrize("form", ["github", "sarif", "json"])
+def test_a_message_cannot_smuggle_in_another_workflow_command(tmp_path: Path) -> None:
+    told = report.workflow_command(
+        Finding(
+            severity="note", layer="launch", code="c", message="x\n::add-mask::y\r\n::error::z%"
+        ),
+        tmp_path,
+    )
+    assert told == "::notice title=c::x%0A::add-mask::y%0D%0A::error::z%25"
+
+
+@pytest.mark.parametrize("form", ["github", "json"])
 def test_a_command_that_cannot_go_on_answers_in_the_same_form(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, form: str
 ) -> None:
@@ -139,7 +154,7 @@ def test_a_pipeline_is_judged_with_all_its_stages(
     assert {("abbreviated-key", "dpo.yaml", 3), ("pipeline-model", "dpo.yaml", 3)} <= codes
 
 
-@pytest.mark.parametrize("form", ["text", "json", "github", "sarif"])
+@pytest.mark.parametrize("form", ["text", "json", "github"])
 @pytest.mark.parametrize("option", ["--fix", "--diff"])
 def test_what_is_mended_may_hold_a_token(
     write: Write, option: str, form: str, capsys: pytest.CaptureFixture[str]

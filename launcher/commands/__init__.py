@@ -3,17 +3,7 @@
 Importing this registers all of them; whatever a command needs it imports when it is called.
 """
 
-from launcher.commands import (  # noqa: F401 - what registers them
-    caching,
-    configs,
-    judging,
-    pins,
-    pipeline,
-    planning,
-    running,
-    stages,
-    trials,
-)
+from launcher.commands import configs, planning, runs, stages  # noqa: F401 - what registers them
 from launcher.commands.vocabulary import app
 
 __all__ = ["app"]

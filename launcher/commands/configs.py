@@ -1,34 +1,25 @@
-"""`launch validate-config`, `launch explain`, `launch schema`: about stage files."""
+"""`launch validate-config`, `explain`, `schema`, `pin`: stage files and the source they are for."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
+from typer import Argument, Option
 
 from launcher.commands.vocabulary import (
+    OVERRIDES,
     SOURCE,
     Findings,
-    FindingsOption,
-    Overrides,
     Shared,
     answer,
     app,
     files_of,
-    named_backend,
-    named_stage,
     takes,
 )
-from launcher.errors import (
-    Exit,
-    Finding,
-    InvalidConfig,
-    LaunchError,
-    NotReady,
-    errors,
-    usage,
-)
+from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, NotReady, errors, usage
 
 if TYPE_CHECKING:
     from launcher.fix import Fix
@@ -38,12 +29,12 @@ if TYPE_CHECKING:
 VALIDATED_FOR = 8
 """GPUs that a pipeline is judged for where its file does not say: a stage file is judged for none."""
 
-
-def complete_key(incomplete: str) -> list[str]:
-    """Names of arguments that start like this, for the shell."""
-    from launcher import completion
-
-    return completion.complete_key(incomplete)
+pins = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="What the open-instruct checkout is, and what another commit would change.",
+)
+app.add_typer(pins, name="pin")
 
 
 @app.command(
@@ -52,24 +43,18 @@ def complete_key(incomplete: str) -> list[str]:
 @takes("stage", *SOURCE, "strict")
 def validate_config(
     shared: Shared,
-    paths: Annotated[
-        list[Path], typer.Argument(help="stage files, or folders of them", show_default=False)
-    ],
-    fix: Annotated[
-        bool, typer.Option("--fix", help="rewrite what is mechanical, keep comments")
-    ] = False,
-    diff: Annotated[
-        bool, typer.Option("--diff", help="show what --fix would rewrite, write nothing")
-    ] = False,
-    format: FindingsOption = Findings.text,
+    paths: list[Path] = Argument(..., help="stage files, or folders of them", show_default=False),
+    fix: bool = Option(False, "--fix", help="rewrite what is mechanical, keep comments"),
+    diff: bool = Option(False, "--diff", help="show what --fix would rewrite, write nothing"),
+    format: Findings = Option("text", "--format", help="json for machines, annotations for github"),
 ) -> Exit:
     """Say everything that upstream would refuse, ignore or misread; no GPU, no packages needed."""
-    locator, stage = shared.locator, named_stage(shared.stage)
+    locator, stage = shared.locator, shared.stage
     paths = [file for path in paths for file in files_of(path)]
     mended: dict[Path, Fix] = {}
     found: list[Finding] = []
     if fix or diff:
-        quiet = format is not Findings.text
+        quiet = format != "text"
         mended, found = _fix(paths, stage, locator, write=not diff, quiet=quiet)
     not_ready = bool(found)
     files: list[dict[str, object]] = []
@@ -81,34 +66,8 @@ def validate_config(
         files.append({"path": str(path), "valid": not errors(mine, strict=shared.strict), **facts})
         found += mine
     ok = all(entry["valid"] for entry in files)
-    tell("validate-config", ok and not not_ready, found, files, format)
-    return Exit.NOT_READY if not_ready else Exit.OK if ok else Exit.CONFIG
-
-
-def tell(
-    command: str, ok: bool, found: list[Finding], files: list[dict[str, object]] | None,
-    format: Findings,
-) -> None:  # fmt: skip
-    """What was found, in each file or in none, in the form that was asked for."""
-    from launcher import report
-    from launcher.redaction import redact
-
-    # a message may quote what was given
-    found = redact(found)
-    if format is Findings.json:
-        report.envelope(command, ok, found, None if files is None else {"files": files})
-    elif format in {Findings.sarif, Findings.github}:
-        from launcher import annotations
-
-        if format is Findings.sarif:
-            report.plain_json(annotations.sarif(found))
-        elif found:
-            report.workflow_commands(annotations.github(found))
-    else:
-        report.findings(found)
-        for entry in files or ():
-            state = "valid" if entry["valid"] else "invalid"
-            report.say(f"{entry['path']}: {state}{_checked(entry)}")
+    code = Exit.NOT_READY if not_ready else Exit.OK if ok else Exit.CONFIG
+    return answer("validate-config", format, {"files": files}, map(_line, files), found, code)
 
 
 def _fix(
@@ -173,27 +132,27 @@ def _judge_pipeline(path: Path, locator: Locator) -> tuple[dict[str, object], tu
     return {"shape": "pipeline", "stages": [link.name for link in plan.links]}, plan.findings
 
 
-def _checked(entry: dict[str, object]) -> str:
+def _line(entry: dict[str, object]) -> str:
+    """What became of one file, and what it was held against."""
+    line = f"{entry['path']}: {'valid' if entry['valid'] else 'invalid'}"
     if isinstance(stages := entry.get("stages"), list):
-        return f" (a pipeline: {', '.join(stages)})"
+        return f"{line} (a pipeline: {', '.join(stages)})"
     source = entry.get("upstream")
     if not isinstance(source, dict):
-        return ""
+        return line
     where = source["root"] if source["root"] else "the committed snapshot"
-    return f" ({entry['stage']}, {source['backend']} {source['version']}, {where})"
+    return f"{line} ({entry['stage']}, {source['backend']} {source['version']}, {where})"
 
 
 @app.command(epilog="Example: launch explain use_liger_kernel --stage sft")
 @takes("stage", "backend", *SOURCE, "format")
 def explain(
     shared: Shared,
-    key: Annotated[
-        str, typer.Argument(help="an argument of upstream's", autocompletion=complete_key)
-    ],
-    config: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG]", help="a stage file", show_default=False)
-    ] = None,
-    overrides: Overrides = None,
+    key: str = Argument(..., help="an argument of upstream's"),
+    config: Path | None = Argument(
+        None, metavar="[CONFIG]", help="a stage file", show_default=False
+    ),
+    overrides: list[str] | None = OVERRIDES,
 ) -> Exit:
     """Explain an argument: meaning, type, default, value here, history."""
     from launcher import config as configs
@@ -201,8 +160,8 @@ def explain(
 
     loaded = configs.load(config, overrides or ()) if config is not None else None
     explained = explain.explain(
-        key, locator=shared.locator, config=loaded, stage_name=named_stage(shared.stage),
-        backend=named_backend(shared.backend),
+        key, locator=shared.locator, config=loaded, stage_name=shared.stage,
+        backend=shared.backend,
     )  # fmt: skip
     if not any(one.known for one in explained):
         near = " or ".join(f"`{name}`" for name in explain.near(key))
@@ -217,16 +176,16 @@ def explain(
 @takes("stage", "backend", *SOURCE, "format")
 def schema(
     shared: Shared,
-    json_schema: Annotated[
-        bool, typer.Option("--json-schema", help="for editors: completion, hover, red underlines")
-    ] = False,
+    json_schema: bool = Option(
+        False, "--json-schema", help="for editors: completion, hover, red underlines"
+    ),
 ) -> Exit:
     """List every argument of a stage, or print the JSON Schema of stage files."""
     from launcher import explain, keys, report
     from launcher.backends import BACKENDS
 
-    stages = [chosen] if (chosen := named_stage(shared.stage)) else list(keys.STAGES)
-    named = [one] if (one := named_backend(shared.backend)) else list(BACKENDS)
+    stages = [shared.stage] if shared.stage else list(keys.STAGES)
+    named = [shared.backend] if shared.backend else list(BACKENDS)
     locator, schemas = shared.locator, []
     for name in named:
         for key, entry in BACKENDS[name].STAGES.items():
@@ -250,3 +209,46 @@ def schema(
         report.arguments(schemas, {one.script: explain.notes(one) for one in schemas})
 
     return answer("schema", shared.format, {"schemas": [one.as_json() for one in schemas]}, show)
+
+
+@pins.command("status", epilog="Example: launch pin status")
+@takes("open_instruct", "format")
+def pin_status(shared: Shared) -> Exit:
+    """Say which checkout would be used, and whether it is the pinned commit, unedited."""
+    from launcher import pin
+
+    status = pin.status(shared.open_instruct, os.environ)
+    data, lines = status.as_json(), status.lines()
+    return answer("pin status", shared.format, data, lines, status.findings, status.exit_code)
+
+
+@pins.command("diff", epilog="Example: launch pin diff pin HEAD -c configs/tulu/sft_qwen7b.yaml")
+@takes("stage", "open_instruct", "format")
+def pin_diff(
+    shared: Shared,
+    commits: list[str] = Argument(
+        ...,
+        metavar="OLD NEW",
+        help="two commits, OLD..NEW, or NEW alone; `pin` is the pinned one",
+        show_default=False,
+    ),
+    configs: list[Path] | None = Option(
+        None,
+        "--config",
+        "-c",
+        help="a stage file, pipeline or folder (several times); none: all fields",
+    ),
+    everything: bool = Option(False, "--all", help="also what does not concern these files"),
+) -> Exit:
+    """Show what changes between two commits: arguments, defaults, reads, refusals."""
+    from launcher import difference, pin, report
+
+    found = pin.find_commits(commits, shared.open_instruct, os.environ)
+    paths = [file for path in configs or () for file in files_of(path)]
+    told = difference.between(found, paths, stage=shared.stage)
+    if shared.format == "json":
+        new = [finding for one in told.configs for finding in one.appeared]
+        report.envelope("pin diff", not told.worse, new, told.as_json())
+    else:
+        report.say("\n".join(difference.lines(told, everything=everything)))
+    return told.exit_code

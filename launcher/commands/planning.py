@@ -1,23 +1,22 @@
-"""`launch plan`, `launch doctor`, `launch prepare`: before a run."""
+"""`launch plan`, `doctor`, `prepare`, `ladder`, `bench`, `tune`: before the long run."""
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
-import typer
+from typer import Option
 
 from launcher.commands.vocabulary import (
+    CPU,
+    GPU_MEMORY,
+    OVERRIDES,
     REQUEST,
     SOURCE,
-    Format,
-    Overrides,
+    STAGE_FILE,
     Shared,
-    StageFile,
     answer,
     app,
-    named_backend,
     takes,
 )
 from launcher.errors import Exit, NotReady, errors
@@ -29,27 +28,20 @@ from launcher.errors import Exit, NotReady, errors
 @takes(*REQUEST, "nodes", "price", "rows", "row_tokens")
 def plan(
     shared: Shared,
-    gpus: Annotated[
-        str, typer.Option("--gpus", metavar="1,2,8", help="counts on each machine")
-    ] = "8",
-    gpu: Annotated[str | None, typer.Option("--gpu", help="which one: H100, A100")] = None,
-    gpu_memory: Annotated[
-        float | None, typer.Option("--gpu-memory", metavar="GIB", help="default: of the GPUs here")
-    ] = None,
-    tokens_per_second: Annotated[
-        float | None, typer.Option("--tokens-per-second", help="on all GPUs together, as measured")
-    ] = None,
-    attention: Annotated[
-        str | None, typer.Option("--attention", help="flash_2, flash_3, flash_4, sdpa or eager")
-    ] = None,
-    shape: Annotated[
-        str | None, typer.Option("--shape", metavar="MODEL", help="as large as this model")
-    ] = None,
-    fit: Annotated[
-        bool,
-        typer.Option("--fit", help="the largest per-device batch that fits, global batch kept"),
-    ] = False,
-    why: Annotated[bool, typer.Option("--why", help="every part with its formula")] = False,
+    gpus: str = Option("8", "--gpus", metavar="1,2,8", help="counts on each machine"),
+    gpu: str | None = Option(None, "--gpu", help="which one: H100, A100"),
+    gpu_memory: float | None = GPU_MEMORY,
+    tokens_per_second: float | None = Option(
+        None, "--tokens-per-second", help="on all GPUs together, as measured"
+    ),
+    attention: str | None = Option(
+        None, "--attention", help="flash_2, flash_3, flash_4, sdpa or eager"
+    ),
+    shape: str | None = Option(None, "--shape", metavar="MODEL", help="as large as this model"),
+    fit: bool = Option(
+        False, "--fit", help="the largest per-device batch that fits, global batch kept"
+    ),
+    why: bool = Option(False, "--why", help="every part with its formula"),
 ) -> Exit:
     """Say what a stage needs on so many GPUs: batch, steps, memory by part, time, cost, disk."""
     from launcher import forecast
@@ -70,18 +62,16 @@ def plan(
 @takes("gpus", "devices", "python", *SOURCE, "backend", "format")
 def doctor(
     shared: Shared,
-    config: StageFile = None,
-    overrides: Overrides = None,
-    install: Annotated[
-        bool, typer.Option("--install", help="print what builds the trainer's environment")
-    ] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="with --install: run it")] = False,
+    config: Path | None = STAGE_FILE,
+    overrides: list[str] | None = OVERRIDES,
+    install: bool = Option(False, "--install", help="print what builds the trainer's environment"),
+    yes: bool = Option(False, "--yes", help="with --install: run it"),
 ) -> Exit:
     """Say whether this machine is ready, for a stage file or at all; import what training imports."""
     from launcher import environment, readiness, report
 
     request = shared.request(config=config or Path(), overrides=overrides or ())
-    named = named_backend(shared.backend) or "open_instruct"
+    named = shared.backend or "open_instruct"
     examine = partial(readiness.of_stage, request)
     if config is None:
         examine = partial(readiness.of_backend, request, named)
@@ -91,7 +81,7 @@ def doctor(
     if install and yes:
         environment.run(state.install)
         state = examine()
-    if install and not yes and shared.format is Format.text:
+    if install and not yes and shared.format == "text":
         report.say("\n".join(step.shell() for step in state.install))
         return Exit.OK
     data, lines = state.as_json(), state.lines()
@@ -106,3 +96,127 @@ def prepare(shared: Shared) -> Exit:
 
     done = prefetch.prepare(shared.request(), report.aside)
     return answer("prepare", shared.format, done.as_json(), done.lines(), done.findings, done.exit)
+
+
+@app.command(
+    epilog="Example: launch ladder configs/tulu/sft_qwen7b.yaml --gpus 1,2,8 --steps 50 --price 2.5"
+)
+@takes(*REQUEST, "price", "rows", "row_tokens", "dry_run", "allow_unproven", "strict", "fresh")
+def ladder(
+    shared: Shared,
+    gpus: str = Option("1,2,8", "--gpus", metavar="1,2,8", help="the rungs, in turn; 0 is the CPU"),
+    steps: int = Option(50, "--steps", min=5, help="optimizer steps of each rung"),
+) -> Exit:
+    """Rehearse a stage on more and more GPUs, stop at the first red flag, say what the full run takes."""
+    from launcher import ladder as ladders
+    from launcher import report
+
+    counts = ladders.counts(gpus)
+    terms = ladders.terms(
+        counts, price=shared.price, rows=shared.rows, row_tokens=shared.row_tokens
+    )
+    quiet = shared.format == "json"
+    with ladders.prepared(
+        shared.request(), counts, steps=steps, terms=terms, fresh=shared.fresh,
+        running=not shared.dry_run,
+    ) as planned:  # fmt: skip
+        if shared.dry_run:
+            rungs = [rung.prepared.as_json() for rung in planned.rungs]
+
+            def show() -> None:
+                for rung in planned.rungs:
+                    report.say(f"# rung: {rung.name}")
+                    report.dry_run(rung.prepared.plan, rung.prepared.command)
+
+            return answer("ladder", shared.format, {"rungs": rungs}, show, planned.findings)
+        if not quiet:
+            report.findings(planned.findings)
+        result = ladders.climb(planned, allow_unproven=shared.allow_unproven, quiet=quiet)
+    data = result.as_json()
+    return answer(
+        "ladder", shared.format, data, lambda: ladders.show(result), code=result.exit,
+        before=result.findings,
+    )  # fmt: skip
+
+
+@app.command(
+    epilog="Example: launch bench configs/tulu/sft_qwen7b.yaml --vary packing=false,true --gpus 8"
+)
+@takes(*REQUEST, "gpus", "devices", "strict", "fresh", "resume")
+def bench(
+    shared: Shared,
+    vary: list[str] | None = Option(
+        None, "--vary", metavar="KEY=A,B", help="these values; several times: all combinations"
+    ),
+    variant: list[str] | None = Option(
+        None, "--variant", metavar="NAME:KEY=A,KEY=B", help="one setting of several keys"
+    ),
+    steps: int = Option(20, "--steps", min=2, help="optimizer steps of a run"),
+    repeats: int = Option(3, "--repeats", min=1, help="runs of each variant"),
+    timeout: str = Option("30m", "--timeout", metavar="30m", help="of one run, start-up included"),
+    asserted: list[str] | None = Option(
+        None, "--assert", metavar="EXPR", help="loss<=1%, tokens_per_second>=1.2 (several times)"
+    ),
+    cpu: bool = CPU,
+) -> Exit:
+    """Measure settings side by side: speed, memory, waste, and the loss a token."""
+    from launcher import bench as benches
+    from launcher import bench_report, comparison, report, variants
+
+    shared.require_one_start()
+    asked = variants.combinations(vary or (), variant or ())
+    expressions = [comparison.assertion(text) for text in asserted or ()]
+    limit = benches.seconds(timeout)
+    planned = benches.plan(
+        benches.require_gpu(shared.request(), cpu=cpu), asked, steps=steps, repeats=repeats,
+        timeout_s=limit, assertions=expressions, running=True,
+    )  # fmt: skip
+    text = shared.format == "text"
+    report.findings(planned.findings if text else ())
+    with benches.opened(planned, fresh=shared.fresh, resume=shared.resume) as opened:
+        code = benches.run(opened, show=shared.show_progress)
+        bench_report.write(opened)
+        found = (*planned.findings, *comparison.baseline_fault(opened.samples))
+        data = opened.as_json()
+        answer(
+            "bench", shared.format, data, lambda: bench_report.show(opened), code=code, before=found
+        )
+        if text and code is Exit.INTERRUPTED:
+            report.say(benches.interrupted(opened))
+    return code
+
+
+@app.command(epilog="Example: launch tune configs/bench/hand_recipe.yaml --gpus 2 -o tuned.yaml")
+@takes(*REQUEST, "gpus", "devices", "row_tokens", "fresh", "resume")
+def tune(
+    shared: Shared,
+    budget: str = Option("10m", "--budget", metavar="10m", help="all trials together, at most"),
+    steps: int = Option(8, "--steps", min=3, help="optimizer steps of a trial"),
+    cpu: bool = CPU,
+    output: Path | None = Option(
+        None, "--output", "-o", help="the stage file; default: beside the trials"
+    ),
+    gpu_memory: float | None = GPU_MEMORY,
+) -> Exit:
+    """Search the fastest setting at the same global batch and loss; write it as a stage file."""
+    from launcher import bench, bench_report, comparison
+    from launcher import tune as tuning
+
+    shared.require_one_start()
+    terms = tuning.Terms(
+        budget_s=bench.seconds(budget), steps=steps, row_tokens=shared.row_tokens,
+        gpu_memory=gpu_memory, output=output, fresh=shared.fresh, resume=shared.resume,
+    )  # fmt: skip
+    with tuning.opened(tuning.prepare(shared.request(), terms, cpu=cpu)) as opened:
+        code = tuning.run(opened, show=shared.show_progress)
+        trials = opened.bench() if opened.trials else None
+        if trials is not None:
+            bench_report.write(trials)
+        found = opened.findings
+        if shared.format == "json":
+            found = (*found, *comparison.baseline_fault([one.sample for one in opened.trials]))
+        elif trials is not None:
+            bench_report.show(trials)
+        data, lines = opened.as_json(), tuning.ending(opened)
+        answer("tune", shared.format, data, lines, found, code)
+    return code

@@ -1,21 +1,24 @@
-"""`launch sft`, `launch dpo`, `launch exec`: starting a stage and looking on."""
+"""`launch sft`, `dpo`, `pipeline`, `exec`: starting stages and looking on."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
 import typer
+from typer import Argument, Option
 
 from launcher.commands.vocabulary import (
+    FORMAT,
+    MAIN_ADDRESS,
+    NODE_RANK,
+    OVERRIDES,
+    RUN,
     SOURCE,
     Format,
-    FormatOption,
-    MainAddress,
-    NodeRank,
-    RunName,
     Shared,
     answer,
     app,
@@ -30,7 +33,6 @@ if TYPE_CHECKING:
     from launcher.preparation import Prepared, Request
     from launcher.rundir import RunFolder
 
-
 # options that would be taken and ignored beside another one
 _APART = {
     "slurm": ("skypilot", "detach", "devices", "node_rank", "main_address"),
@@ -38,15 +40,28 @@ _APART = {
         "detach", "devices", "node_rank", "main_address", "on_finish", "fresh", "allow_changed_resume",
     ),
 }  # fmt: skip
+_START = (
+    "gpus", "dry_run", "python", *SOURCE, "allow_unproven", "strict", "no_probe", "devices", "fresh",
+    "allow_changed_resume", "format",
+)  # fmt: skip
 
 
-def _complete(context: typer.Context, incomplete: str) -> list[str]:
-    """What the shell offers after `launch STAGE CONFIG`."""
-    from launcher import completion
+@dataclass(frozen=True, slots=True)
+class _AtEnd:
+    """What is to happen once a run has ended, under the names that those that start it take."""
 
-    given, stage = context.params, context.info_name or ""
-    before = given.get("overrides") or ()
-    return completion.complete_override(stage, given.get("config"), before, incomplete)
+    on_finish: tuple[str, ...]
+    on_finish_s: float
+    allow_unproven: bool
+
+    @classmethod
+    def of(cls, command: str | None, limit: str | None, allow_unproven: bool) -> _AtEnd:
+        """From the options as they were given. Raises UsageError."""
+        from launcher import on_finish
+
+        if limit is not None and command is None:
+            raise usage("useless-option", "--on-finish-limit says nothing without --on-finish")
+        return cls(on_finish.parsed(command), on_finish.limit(limit), allow_unproven)
 
 
 def _require_sense(given: Mapping[str, object]) -> None:
@@ -70,67 +85,49 @@ def _flag(name: str) -> str:
 def _stage_command(stage: str) -> Callable[..., Exit]:
     """The command that starts one stage: the same for each, but for its name."""
 
-    @takes(
-        "config", "gpus", "nodes", "dry_run", "python", *SOURCE, "allow_unproven", "strict", "no_probe",
-        "devices", "fresh", "allow_changed_resume", "format",
-    )  # fmt: skip
+    @takes("config", "nodes", *_START)
     def command(
         shared: Shared,
         context: typer.Context,
-        overrides: Annotated[
-            list[str] | None,
-            typer.Argument(metavar="[KEY=VALUE]...", show_default=False, autocompletion=_complete),
-        ] = None,
-        detach: Annotated[
-            bool,
-            typer.Option(
-                "--detach", help="come back at once; the run is in a tmux session of its own"
-            ),
-        ] = False,
-        on_finish: Annotated[
-            str | None,
-            typer.Option("--on-finish", metavar="CMD", help="run this at the end; no shell"),
-        ] = None,
-        on_finish_limit: Annotated[
-            str | None,
-            typer.Option(
-                "--on-finish-limit",
-                metavar="TIME",
-                help="how long it may take: 90s, 10m (the default), 2h",
-            ),
-        ] = None,
-        node_rank: NodeRank = None,
-        main_address: MainAddress = None,
-        slurm: Annotated[
-            bool, typer.Option("--slurm", help="queue it as a Slurm job, on --nodes machines")
-        ] = False,
-        skypilot: Annotated[
-            Path | None,
-            typer.Option("--skypilot", metavar="FILE", help="write a SkyPilot task, start nothing"),
-        ] = None,
-        allow_corrupting_overlap: Annotated[
-            bool,
-            typer.Option(
-                "--allow-corrupting-overlap",
-                help="start although this DeepSpeed is known to corrupt gradients (overlap-corrupts)",
-            ),
-        ] = False,
+        overrides: list[str] | None = OVERRIDES,
+        detach: bool = Option(
+            False, "--detach", help="come back at once; the run is in a tmux session of its own"
+        ),
+        on_finish: str | None = Option(
+            None, "--on-finish", metavar="CMD", help="run this at the end; no shell"
+        ),
+        on_finish_limit: str | None = Option(
+            None,
+            "--on-finish-limit",
+            metavar="TIME",
+            help="how long it may take: 90s, 10m (the default), 2h",
+        ),
+        node_rank: int | None = NODE_RANK,
+        main_address: str | None = MAIN_ADDRESS,
+        slurm: bool = Option(False, "--slurm", help="queue it as a Slurm job, on --nodes machines"),
+        skypilot: Path | None = Option(
+            None, "--skypilot", metavar="FILE", help="write a SkyPilot task, start nothing"
+        ),
+        allow_corrupting_overlap: bool = Option(
+            False,
+            "--allow-corrupting-overlap",
+            help="start although this DeepSpeed is known to corrupt gradients (overlap-corrupts)",
+        ),
     ) -> Exit:
         _require_sense(context.params)
         request = shared.request(
             stage=stage, overrides=overrides or (), node_rank=node_rank, main_address=main_address,
             allow_corrupting_overlap=allow_corrupting_overlap, fresh=shared.fresh,
             elsewhere=slurm or skypilot is not None,
-            allowed=tuple(shared.allow_changed_resume or ()),
         )  # fmt: skip
         if shared.dry_run:
             return _dry_run(request, shared.format)
         if skypilot is not None:
-            return _task(request, skypilot, shared.format)
-        after = _after(on_finish, on_finish_limit, shared.allow_unproven)
+            return _write_task(request, skypilot, shared.format)
+        at_end = _AtEnd.of(on_finish, on_finish_limit, shared.allow_unproven)
         if slurm:
-            return _queued(request, shared.format, after)
-        return _run(request, shared.format, after, detach=detach)
+            return _queue(request, shared.format, at_end)
+        return _run(request, shared.format, at_end, detach=detach)
 
     command.__doc__ = f"Validate, plan and run one {stage.upper()} stage, then judge it."
     return command
@@ -156,19 +153,7 @@ def _dry_run(request: Request, format: Format) -> Exit:
     )  # fmt: skip
 
 
-def _after(on_finish: str | None, limit: str | None, allow_unproven: bool) -> dict[str, Any]:
-    """What is to happen once a run has ended, as those that start it take it. Raises UsageError."""
-    from launcher import on_finish as endings
-
-    if limit is not None and on_finish is None:
-        raise usage("useless-option", "--on-finish-limit says nothing without --on-finish")
-    return {
-        "on_finish": endings.parsed(on_finish), "on_finish_s": endings.limit(limit),
-        "allow_unproven": allow_unproven,
-    }  # fmt: skip
-
-
-def _run(request: Request, format: Format, after: dict[str, Any], *, detach: bool) -> Exit:
+def _run(request: Request, format: Format, at_end: _AtEnd, *, detach: bool) -> Exit:
     from launcher import (
         forecast,
         keeper,
@@ -181,7 +166,7 @@ def _run(request: Request, format: Format, after: dict[str, Any], *, detach: boo
         start,
     )
 
-    on_finish.require_here(after["on_finish"])
+    on_finish.require_here(at_end.on_finish)
     # the keeper reads it too late to say so
     runner.grace(os.environ.get(runner.GRACE_VARIABLE))
     with keeper.interruptible():
@@ -189,34 +174,34 @@ def _run(request: Request, format: Format, after: dict[str, Any], *, detach: boo
         try:
             prepared = forecast.with_forecast(prepared)
             if prepared.decision.kind == "finished":
-                return _finished(prepared, prepared.findings, format, after)
+                return _conclude_finished(prepared, prepared.findings, format, at_end)
             if not (prepared.here and prepared.here.rank):
                 lease.require_free(prepared.output)
-            if format is Format.text:
+            if format == "text":
                 report.findings(prepared.findings)
                 report.beginning(prepared.plan, prepared.folder.console(prepared.attempt))
-            folder, attempt = start.begin(prepared, **after)
+            folder, attempt = start.begin(prepared, **asdict(at_end))
             shown = str(request.stage), folder, attempt, prepared.findings, format
-            return _detached(*shown) if detach else until_over(*shown)
+            return _detach(*shown) if detach else until_over(*shown)
         finally:
             # the folder that was reserved, if nothing came of it
             rundir.release(prepared.folder)
 
 
-def _finished(
-    prepared: Prepared, found: tuple[Finding, ...], format: Format, after: dict[str, Any]
+def _conclude_finished(
+    prepared: Prepared, found: tuple[Finding, ...], format: Format, at_end: _AtEnd
 ) -> Exit:
     """Nothing is left to train; the verdict and the numbers are there, whoever died before."""
     from launcher import check, report, start
 
-    report.findings(found if format is Format.text else ())
+    report.findings(found if format == "text" else ())
     folder = prepared.folder
     verdict = start.judged_now(folder, prepared.plan, start.finish(folder))
-    code = check.exit_code(verdict, allow_unproven=after["allow_unproven"])
+    code = check.exit_code(verdict, allow_unproven=at_end.allow_unproven)
     return _conclude(str(prepared.request.stage), folder, verdict, code, prepared.findings, format)
 
 
-def _queued(request: Request, format: Format, after: dict[str, Any]) -> Exit:
+def _queue(request: Request, format: Format, at_end: _AtEnd) -> Exit:
     """Hand the run to Slurm."""
     from launcher import forecast, keeper, preparation, sbatch, start
 
@@ -227,17 +212,17 @@ def _queued(request: Request, format: Format, after: dict[str, Any]) -> Exit:
         message = "the job asks for one core of each machine"
         found = (*found, said("warning", "slurm-one-cpu", message, few))
     if prepared.decision.kind == "finished":
-        return _finished(prepared, found, format, after)
+        return _conclude_finished(prepared, found, format, at_end)
     folder = prepared.folder
     with keeper.interruptible():
-        job = start.queue(prepared, options, **after)
+        job = start.queue(prepared, options, **asdict(at_end))
     name = folder.path.name
     lines = (f"run: {folder.path}", f"job: {job.id}", "launch runs", f"launch stop {name}")
     data = {"run": str(folder.path), "job": job.id}
     return answer(str(request.stage), format, data, lines, found)
 
 
-def _task(request: Request, path: Path, format: Format) -> Exit:
+def _write_task(request: Request, path: Path, format: Format) -> Exit:
     """Write the run as a SkyPilot task."""
     from launcher import skypilot
 
@@ -246,7 +231,7 @@ def _task(request: Request, path: Path, format: Format) -> Exit:
     return answer(str(request.stage), format, data, (f"sky launch {path}",), found)
 
 
-def _detached(
+def _detach(
     stage: str, folder: RunFolder, attempt: Attempt, found: tuple[Finding, ...], format: Format
 ) -> Exit:
     """Say where the run can be looked at; only the first of several machines has it by its name."""
@@ -262,9 +247,14 @@ def _detached(
 
 
 def until_over(
-    command: str, folder: RunFolder, attempt: Attempt, found: tuple[Finding, ...], format: Format,
-    *, forward: bool = True,
-) -> Exit:  # fmt: skip
+    command: str,
+    folder: RunFolder,
+    attempt: Attempt,
+    found: tuple[Finding, ...],
+    format: Format,
+    *,
+    forward: bool = True,
+) -> Exit:
     """Look on until an attempt is over, say what came of it."""
     from launcher import following
 
@@ -280,7 +270,7 @@ def until_over(
     if attempt.rank:
         code = start.of_a_further_machine(folder, attempt)
         data = {"run": str(folder.path), "rank": attempt.rank}
-        return answer(command, format, data, lambda: None, code=code, before=found)
+        return answer(command, format, data, (), code=code, before=found)
     verdict, code = start.conclusion(folder, attempt)
     return _conclude(command, folder, verdict, code, found, format)
 
@@ -302,13 +292,13 @@ def _conclude(
 
 @app.command("exec", epilog="Example: launch exec runs/20260101T000000Z-sft-demo")
 def exec_command(
-    run: RunName,
-    prepare: Annotated[
-        bool, typer.Option("--prepare", help="only have a further attempt wait, if none does")
-    ] = False,
-    node_rank: NodeRank = None,
-    main_address: MainAddress = None,
-    format: FormatOption = Format.text,
+    run: str = RUN,
+    prepare: bool = Option(
+        False, "--prepare", help="only have a further attempt wait, if none does"
+    ),
+    node_rank: int | None = NODE_RANK,
+    main_address: str | None = MAIN_ADDRESS,
+    format: Format = FORMAT,
 ) -> Exit:
     """Start the attempt that waits in a run folder and show it; what tmux and Slurm start."""
     from launcher import keeper, start
@@ -317,7 +307,58 @@ def exec_command(
     if prepare:
         waiting = start.prepare_again(folder)
         data = {"run": str(folder.path), "attempt": waiting.number}
-        return answer("exec", format, data, lambda: None)
+        return answer("exec", format, data, ())
     with keeper.interruptible():
         folder, attempt = start.execute(folder, node_rank, main_address)
         return until_over("exec", folder, attempt, (), format)
+
+
+@app.command(epilog="Example: launch pipeline configs/demo/pipeline.yaml --gpus 0 --until sft")
+@takes(*_START)
+def pipeline(
+    shared: Shared,
+    file: Path = Argument(..., metavar="FILE", help="the pipeline file", show_default=False),
+    overrides: list[str] | None = Argument(
+        None, metavar="[STAGE.KEY=VALUE]...", show_default=False
+    ),
+    first: str | None = Option(
+        None, "--from", metavar="STAGE", help="begin here; what it needs must be there"
+    ),
+    until: str | None = Option(None, "--until", metavar="STAGE", help="end after this one"),
+) -> Exit:
+    """Run stages one after the other, each on the model of the one before; what is done is skipped."""
+    from launcher import chain, pipeline, report
+    from launcher.handover import Order
+
+    order = Order(
+        chain=chain.load(file, overrides or ()),
+        common=shared.request(config=file, overrides=(), fresh=shared.fresh),
+        first=first, last=until, allow_unproven=shared.allow_unproven,
+    )  # fmt: skip
+    if shared.dry_run:
+        plan = pipeline.dry_run(order)
+        steps = [plan.steps[link.name] for link in plan.links]
+
+        def show_plan() -> None:
+            for number, one in enumerate(steps):
+                report.say(f"# stage {number + 1} of {len(steps)}: {one.link.name}")
+                report.dry_run(one.plan, one.prepared.command)
+
+        stages = [{"name": one.link.name, **one.prepared.as_json()} for one in steps]
+        return answer("pipeline", shared.format, {"stages": stages}, show_plan, plan.findings)
+    result = pipeline.run(order, quiet=shared.format == "json")
+
+    def show() -> None:
+        report.table([row.shown() for row in result.rows], pipeline.SUMMARY)
+        row = result.stopped_at
+        if row is not None:
+            report.say(f"stopped at {row.name}: {row.reason or row.status}")
+        for line in result.advice():
+            report.say(f"  {line}")
+        report.say(f"pipeline: {result.folder}")
+        if result.page is not None:
+            report.say(f"report: {result.page}")
+
+    return answer(
+        "pipeline", shared.format, result.as_json(), show, code=result.exit, before=result.findings
+    )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 import typer
+from typer import Argument, Option
 from typer.core import TyperGroup
 
 from launcher import __version__
@@ -59,117 +59,71 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _launch(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", is_eager=True, callback=_version, help="which launch, which pins"
-        ),
-    ] = False,
+    version: bool = Option(
+        False, "--version", is_eager=True, callback=_version, help="which launch, which pins"
+    ),
 ) -> None:
     """What comes before a command."""
 
 
-class Format(str, Enum):  # noqa: UP042 - StrEnum is not what typer looks for
-    """How to answer."""
+Format = Literal["text", "json"]
+Findings = Literal["text", "json", "github"]
+"""How to answer where findings are all that there is to say."""
 
-    text = "text"
-    json = "json"
-
-
-class Findings(str, Enum):  # noqa: UP042
-    """How to answer where findings are all that there is to say."""
-
-    text = "text"
-    json = "json"
-    github = "github"
-    sarif = "sarif"
-
-
-FindingsOption = Annotated[
-    Findings, typer.Option("--format", help="text, json, github (annotations) or sarif")
-]
-FormatOption = Annotated[Format, typer.Option("--format", help="text, or json for machines")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", show_default=False)
-]
-StageFile = Annotated[
-    Path | None, typer.Argument(metavar="CONFIG", help="the stage file", show_default=False)
-]
-NodeRank = Annotated[
-    int | None, typer.Option("--node-rank", min=0, help="which of several machines this is, from 0")
-]
-MainAddress = Annotated[
-    str | None,
-    typer.Option("--main-address", metavar="HOST[:PORT]", help="the first of several machines"),
-]
-RunName = Annotated[
-    str, typer.Argument(metavar="RUN", help="a run, a unique prefix of its name, or `last`")
-]
-Unproven = Annotated[
-    bool, typer.Option("--allow-unproven", help="treat an unproven verdict as success")
-]
+# What several commands have: `Shared` holds those from which a request is made.
+FORMAT = Option("text", "--format", help="json for machines")
+RUN = Argument(..., metavar="RUN", help="a run, a unique prefix of its name, or `last`")
+LAST_RUN = Argument("last", metavar="RUN", help="a run, a unique prefix of its name, or `last`")
+OVERRIDES = Argument(None, metavar="[KEY=VALUE]...", show_default=False)
+STAGE_FILE = Argument(None, metavar="CONFIG", help="the stage file", show_default=False)
+NODE_RANK = Option(None, "--node-rank", min=0, help="which of several machines this is, from 0")
+MAIN_ADDRESS = Option(
+    None, "--main-address", metavar="HOST[:PORT]", help="the first of several machines"
+)
+CPU = Option(False, "--cpu", help="only to try it: without a GPU")
+GPU_MEMORY = Option(None, "--gpu-memory", metavar="GIB", help="default: of the GPUs here")
+UNPROVEN = Option(False, "--allow-unproven", help="treat an unproven verdict as success")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shared:
     """Options that several commands have: `takes` adds those that a command names."""
 
-    config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="the stage file", show_default=False)
-    ] = Path()
-    overrides: Overrides = None
-    stage: Annotated[
-        str | None, typer.Option("--stage", help="sft or dpo, where the file does not say")
-    ] = None
-    backend: Annotated[
-        str | None, typer.Option("--backend", help="open_instruct or trl, where no file says")
-    ] = None
-    gpus: Annotated[
-        int | None, typer.Option("--gpus", min=0, help="GPUs on this machine; 0 is the CPU")
-    ] = None
-    nodes: Annotated[int, typer.Option("--nodes", min=1, help="machines")] = 1
-    devices: Annotated[
-        str | None,
-        typer.Option(
-            "--devices", metavar="2,3", help="these GPUs; default: free ones, as many as --gpus"
-        ),
-    ] = None
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="print the plan and the command, start nothing")
-    ] = False
-    price: Annotated[float | None, typer.Option("--price", help="price per GPU-hour")] = None
-    rows: Annotated[
-        int | None, typer.Option("--rows", min=1, help="rows of the whole data set")
-    ] = None
-    row_tokens: Annotated[
-        str | None, typer.Option("--row-tokens", metavar="MEAN:MAX", help="tokens a row")
-    ] = None
-    python: Annotated[Path | None, typer.Option("--python", help="the trainer's Python")] = None
-    open_instruct: Annotated[
-        Path | None, typer.Option("--open-instruct", help="the open-instruct checkout")
-    ] = None
-    allow_unpinned: Annotated[
-        bool, typer.Option("--allow-unpinned", help="go on at another commit than the pin")
-    ] = False
-    allow_unproven: Unproven = False
-    strict: Annotated[bool, typer.Option("--strict", help="warnings stop too")] = False
-    no_probe: Annotated[
-        bool,
-        typer.Option("--no-probe", help="upstream's script alone: nothing is counted or enforced"),
-    ] = False
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="start over, into a folder beside what is there")
-    ] = False
-    resume: Annotated[
-        bool, typer.Option("--resume", help="continue an earlier search; error if there is none")
-    ] = False
-    allow_changed_resume: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allow-changed-resume", metavar="NAME", help="go on although NAME is not as it was"
-        ),
-    ] = None
-    format: FormatOption = Format.text
+    config: Path = Argument(..., metavar="CONFIG", help="the stage file", show_default=False)
+    overrides: list[str] | None = OVERRIDES
+    stage: Literal["sft", "dpo"] | None = Option(
+        None, "--stage", help="where the file does not say"
+    )
+    backend: Literal["open_instruct", "trl"] | None = Option(
+        None, "--backend", help="where no file says"
+    )
+    gpus: int | None = Option(None, "--gpus", min=0, help="GPUs on this machine; 0 is the CPU")
+    nodes: int = Option(1, "--nodes", min=1, help="machines")
+    devices: str | None = Option(
+        None, "--devices", metavar="2,3", help="these GPUs; default: free ones, as many as --gpus"
+    )
+    dry_run: bool = Option(False, "--dry-run", help="print the plan and the command, start nothing")
+    price: float | None = Option(None, "--price", help="price per GPU-hour")
+    rows: int | None = Option(None, "--rows", min=1, help="rows of the whole data set")
+    row_tokens: str | None = Option(None, "--row-tokens", metavar="MEAN:MAX", help="tokens a row")
+    python: Path | None = Option(None, "--python", help="the trainer's Python")
+    open_instruct: Path | None = Option(None, "--open-instruct", help="the open-instruct checkout")
+    allow_unpinned: bool = Option(
+        False, "--allow-unpinned", help="go on at another commit than the pin"
+    )
+    allow_unproven: bool = UNPROVEN
+    strict: bool = Option(False, "--strict", help="warnings stop too")
+    no_probe: bool = Option(
+        False, "--no-probe", help="upstream's script alone: nothing is counted or enforced"
+    )
+    fresh: bool = Option(False, "--fresh", help="start over, into a folder beside what is there")
+    resume: bool = Option(
+        False, "--resume", help="continue an earlier search; error if there is none"
+    )
+    allow_changed_resume: list[str] | None = Option(
+        None, "--allow-changed-resume", metavar="NAME", help="go on although NAME is not as it was"
+    )
+    format: Format = FORMAT
 
     @property
     def locator(self) -> Locator:
@@ -183,18 +137,18 @@ class Shared:
         """What tells on stderr how far it is; nothing does for machines."""
         from launcher import report
 
-        return report.aside if self.format is Format.text else lambda _: None
+        return report.aside if self.format == "text" else lambda _: None
 
     def request(self, **more: Any) -> Request:
         """The request of these options; `more` are further fields, or others than these."""
         from launcher.preparation import Request
 
         fields: dict[str, Any] = {
-            "stage": named_stage(self.stage), "config": self.config,
+            "stage": self.stage, "config": self.config,
             "overrides": self.overrides or (), "gpus": self.gpus, "nodes": self.nodes,
             "devices": self.devices, "python": self.python, "checkout": self.open_instruct,
             "allow_unpinned": self.allow_unpinned, "strict": self.strict,
-            "probe": not self.no_probe,
+            "probe": not self.no_probe, "allowed": tuple(self.allow_changed_resume or ()),
         }  # fmt: skip
         return Request(**{**fields, **more})
 
@@ -209,30 +163,32 @@ SOURCE = ("open_instruct", "allow_unpinned")
 REQUEST = ("config", "overrides", "stage", "python", *SOURCE, "format")
 """What every command has that plans a stage."""
 
-_TYPES = get_type_hints(Shared, include_extras=True)
+_TYPES = get_type_hints(Shared)
 Command = Callable[..., Any]
 
 
 def takes(*names: str) -> Callable[[Command], Command]:
     """Give a command these options of `Shared`, which it gets as its first argument."""
+    fields = dataclasses.fields(Shared)
+    rest = {f.name: vars(f.default)["default"] for f in fields if f.name not in names}
+    parameters = [
+        inspect.Parameter(
+            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=_TYPES[f.name]
+        )
+        for f in fields
+        if f.name in names
+    ]
 
     def add(command: Command) -> Command:
-        shared = [
-            inspect.Parameter(
-                field.name, inspect.Parameter.KEYWORD_ONLY, annotation=_TYPES[field.name],
-                default=inspect.Parameter.empty if field.name == "config" else field.default,
-            )
-            for field in dataclasses.fields(Shared)
-            if field.name in names
-        ]  # fmt: skip
         own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
         own = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own]
         # arguments by place come first, and the form of the answer last
-        ahead = [one for one in shared if one.name in {"config", "overrides"}]
-        options = [one for one in shared if one not in ahead]
+        ahead = [one for one in parameters if one.name in {"config", "overrides"}]
+        options = [one for one in parameters if one not in ahead]
 
         def run(**given: Any) -> Any:
-            return command(Shared(**{name: given.pop(name) for name in names}), **given)
+            shared = Shared(**rest, **{name: given.pop(name) for name in names})
+            return command(shared, **given)
 
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         signature = inspect.Signature([*ahead, *own, *options])
@@ -279,7 +235,7 @@ def not_begun(folder: RunFolder) -> UsageError:
 
 def answer(
     command: str,
-    format: Format,
+    format: Findings,
     data: object,
     show: Iterable[str] | Callable[[], object],
     findings: Sequence[Finding] = (),
@@ -293,31 +249,14 @@ def answer(
     """
     from launcher import report
 
-    if format is Format.json:
+    if format == "json":
         report.envelope(command, code is Exit.OK, [*before, *findings], data)
-        return code
-    report.findings(findings)
-    if callable(show):
-        show()
+    elif format == "github":
+        report.annotate([*before, *findings])
     else:
-        report.say("\n".join(show))
+        report.findings(findings)
+        if callable(show):
+            show()
+        elif lines := list(show):
+            report.say("\n".join(lines))
     return code
-
-
-def named_stage(given: str | None) -> str | None:
-    """`--stage` as given. Raises UsageError where it is none."""
-    return _one_of("stage", given, ("sft", "dpo"))
-
-
-def named_backend(given: str | None) -> str | None:
-    """`--backend` as given. Raises UsageError where it is none."""
-    from launcher.backends import BACKENDS
-
-    return _one_of("backend", given, BACKENDS)
-
-
-def _one_of(option: str, given: str | None, names: Iterable[str]) -> str | None:
-    if given is not None and given not in names:
-        help = " or ".join(f"--{option} {name}" for name in names)
-        raise usage(f"bad-{option}", f"`{given}` is no {option}", help)
-    return given

@@ -330,6 +330,13 @@ def divisors(number: int) -> list[int]:
     return small + [number // n for n in reversed(small) if n * n != number]
 
 
+def splits(total: int, processes: int) -> list[int]:
+    """Per-device batches that keep a global batch of `total`, smallest first."""
+    if total < 1 or processes < 1 or total % processes:
+        return []
+    return divisors(total // processes)
+
+
 def nearest(numbers: Sequence[int], to: int) -> list[int]:
     """The nearest first, of two as near the smaller one."""
     return sorted(numbers, key=lambda n: (abs(n - to), n))

@@ -157,6 +157,26 @@ class Setup:
         return self.weight_bytes == FULL
 
     @property
+    def state_width(self) -> int:
+        """Bytes an element of the states between layers."""
+        return FULL if self.wide else HALF
+
+    @property
+    def casts(self) -> bool:
+        """Whether autocast keeps 16-bit copies of the weights."""
+        return self.autocast and self.wide and self.quantised is None
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a step has several micro-batches."""
+        return self.accumulation > 1
+
+    @property
+    def states(self) -> float:
+        """Bytes of the optimizer's states for each trained element, without DeepSpeed or FSDP."""
+        return 2.0 * self.gradient_bytes if self.state_bytes is None else self.state_bytes
+
+    @property
     def frozen(self) -> bool:
         """Whether linears that adapters are put on keep nothing of their input.
 

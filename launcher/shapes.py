@@ -38,8 +38,8 @@ class Layout:
     divided: bool = False
     """transformers refuses a hidden size that the heads do not divide."""
     windows: str = ""
-    """Which layers look back over `sliding_window` tokens alone: "" none, "all", "asked" the upper ones
-    where `use_sliding_window`, or all but every so many-th, by the config's key or this default."""
+    """Whether layers look back over `sliding_window` tokens alone: "" never, "always" all or most of them,
+    "asked" where `use_sliding_window`."""
     keys: Mapping[str, Any]
     """What transformers' config class takes where a key is absent, as far as it is not derived."""
     nulls: frozenset[str] = frozenset({"num_key_value_heads"})
@@ -54,12 +54,12 @@ _OLMO2 = Layout(norm_kept=8, post_norm=True, qk_norm="full", keys=_NO_BIAS)
 
 FAMILIES: Mapping[str, Layout] = {
     "llama": Layout(divided=True, keys=_LLAMA, nulls=frozenset({"num_key_value_heads", "head_dim"})),
-    "mistral": Layout(windows="all", keys=_MISTRAL, nulls=frozenset({"head_dim"})),
+    "mistral": Layout(windows="always", keys=_MISTRAL, nulls=frozenset({"head_dim"})),
     "granite": Layout(keys=_LLAMA),
     "qwen2": Layout(qkv_bias=True, windows="asked", keys={"num_key_value_heads": 32}),
     "qwen3": Layout(qk_norm="head", windows="asked", keys=_QWEN3),
     "olmo2": _OLMO2,
-    "olmo3": replace(_OLMO2, windows="4", keys={**_NO_BIAS, "sliding_window": 4096}),
+    "olmo3": replace(_OLMO2, windows="always", keys={**_NO_BIAS, "sliding_window": 4096}),
 }  # fmt: skip
 
 
@@ -68,9 +68,9 @@ class Shape:
     """A decoder model's widths (in elements) and weights.
 
     `layer` are the sizes of one layer's weights, under transformers' names; `outer` those outside the
-    layers. A tied output layer is not listed twice. `source` says where the config was found. Of the
-    layers `windowed` look back over `window` tokens alone. `dtype` is that of the weights, empty where
-    the config does not say.
+    layers. A tied output layer is not listed twice. `source` says where the config was found. `window` is how
+    far layers look back that do not see everything. `dtype` is that of the weights, empty where the config
+    does not say.
     """
 
     name: str
@@ -89,7 +89,6 @@ class Shape:
     layer: Mapping[str, Size]
     outer: Mapping[str, Size]
     window: int = 0
-    windowed: int = 0
 
     @property
     def query(self) -> int:
@@ -217,13 +216,12 @@ def shape_of(config: Mapping[str, Any], *, name: str = "", source: str = "config
         "model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,),
         **({} if tied else {"lm_head.weight": (vocab, hidden)}),
     }  # fmt: skip
-    window, windowed = _windows(reader, layers)
     return Shape(
         name=name, family=str(family), source=source, layout=layout, hidden=hidden,
         intermediate=inner, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
         vocab=vocab, tied=tied, dtype=model_config.weights_type(config),
         layer=_layer(reader, hidden, inner, heads * head_dim, kv_heads * head_dim, head_dim),
-        outer=outer, window=window, windowed=windowed,
+        outer=outer, window=_window(reader),
     )  # fmt: skip
 
 
@@ -259,26 +257,13 @@ def _layer(
     return sizes
 
 
-def _windows(reader: _Reader, layers: int) -> tuple[int, int]:
-    """How far windowed layers look back, and how many they are; (0, 0) where all see everything."""
-    config, kind = reader.config, reader.layout.windows
+def _window(reader: _Reader) -> int:
+    """How far layers look back that do not see everything; 0 where all see everything."""
     size = reader.value("sliding_window")
-    if not kind or not isinstance(size, int) or size < 1:
-        return 0, 0
-    types = config.get("layer_types")
-    if kind == "asked" and not config.get("use_sliding_window"):
-        return 0, 0
-    if kind == "all":
-        count = layers
-    elif isinstance(types, list):
-        count = types.count("sliding_attention")
-    elif kind == "asked":
-        above = config.get("max_window_layers", 28)
-        count = layers - above if isinstance(above, int) else layers
-    else:
-        every = config.get("sliding_window_pattern")
-        count = layers - layers // (every if isinstance(every, int) and every > 0 else int(kind))
-    return (size, min(count, layers)) if count > 0 else (0, 0)
+    switched = reader.layout.windows == "asked"
+    if not reader.layout.windows or (switched and not reader.config.get("use_sliding_window")):
+        return 0
+    return size if isinstance(size, int) and size > 0 else 0
 
 
 @dataclass(frozen=True, slots=True)

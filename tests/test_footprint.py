@@ -89,9 +89,8 @@ def test_open_instruct_prepares_4_bit_models_in_fp32(write: Write) -> None:
     sft = open_instruct(write, "use_qlora: true\n  gradient_checkpointing: true")
     # embedding, output layer and norms
     assert sft["other weights"] == pytest.approx(4 * (2 * 128256 + 65) * 4096 / 2**30, abs=0.01)
-    # all but the smallest adapters' states are in pages
-    small = open_instruct(write, "use_qlora: true\n  gradient_checkpointing: true", rank=8)
-    assert sft["Adam's two states"] < small["Adam's two states"]
+    # the states are in pages
+    assert "Adam's two states" not in sft
     # Liger is not applied to them (finetune.py:572), `activation_memory_budget` acts on them alone
     asked = "use_qlora: true\n  gradient_checkpointing: true\n  use_liger_kernel: true"
     assert open_instruct(write, asked) == sft
@@ -110,11 +109,8 @@ def test_states_of_8_bits_are_smaller_but_the_embeddings(write: Write) -> None:
     assert found["Adam's two states"] * 2**30 == pytest.approx(
         8 * 32000 * 4096 + (2 + 8 / 256) * rest, rel=0.001
     )
-    # in pages none of them is torch's, but those of small tensors
-    paged = trl(write, "optim: paged_adamw_32bit")["Adam's two states"]
-    assert paged * 2**30 == pytest.approx(8 * 65 * 4096, abs=2**20)
-    narrow = trl(write, f"{LORA}\n  optim: paged_adamw_8bit")["Adam's two states"]
-    assert narrow == trl(write, f"{LORA}\n  optim: adamw_bnb_8bit")["Adam's two states"]
+    # in pages none of them is torch's
+    assert "Adam's two states" not in trl(write, "optim: paged_adamw_32bit")
     lora = trl(write, f"{LORA}\n  optim: adamw_bnb_8bit")
     assert lora["Adam's two states"] * 2**30 == pytest.approx((2 + 8 / 256) * 13_631_488, rel=0.05)
 
@@ -123,7 +119,7 @@ def test_states_of_8_bits_are_smaller_but_the_embeddings(write: Write) -> None:
     ("more", "model", "said"),
     [
         (f"{LORA}\n  load_in_8bit: true", MISTRAL, "8 bits"),
-        ("optim: adamw_torch_8bit", MISTRAL, "less than 32 bits"),
+        ("optim: adamw_torch_8bit", MISTRAL, "`optim: adamw_torch_8bit`"),
     ],
 )  # fmt: skip
 def test_what_is_not_described_is_refused(write: Write, more: str, model: str, said: str) -> None:

@@ -17,7 +17,7 @@ from launcher.cli import main
 from launcher.commands import app
 from launcher.devices import Devices, Slot
 from launcher.errors import InvalidConfig, LaunchError, UsageError
-from launcher.lengths import Lengths
+from launcher.lengths import parse
 from launcher.machine import Gpu
 from launcher.preparation import Prepared, Request
 from launcher.rundir import RunFolder
@@ -576,7 +576,7 @@ ROW_LENGTHS = forecast.row_lengths
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch) -> Prepared:
     """Two cards of 80 GB, rows of a known length, nothing started."""
-    known = Lengths(mean=302.0, longest=1104, source="told", rows=235_000)
+    known = replace(parse("302:1104"), rows=235_000)
     monkeypatch.setattr(forecast, "row_lengths", lambda *_: known)
     cards = [
         Gpu(index=n, uuid=f"GPU-{n}", name="NVIDIA H100 80GB HBM3", memory_mib=81559, used_mib=0,

@@ -656,7 +656,7 @@ def _measured_speed(planned: Plan, card: str) -> Speed | None:
 
 
 def row_lengths(planned: Plan, packages: Mapping[str, str], terms: Terms) -> Lengths:
-    """By `--row-tokens`, else of the tokenised dataset that the run would hit, else of local rows."""
+    """By `--row-tokens`, else of the tokenised dataset that the run would hit."""
     if terms.row_tokens is not None:
         return lengths.parse(terms.row_tokens)
     dpo = planned.stage.options.stage == "dpo"
@@ -666,16 +666,13 @@ def row_lengths(planned: Plan, packages: Mapping[str, str], terms: Terms) -> Len
             return lengths.of_dataset(folder, columns)
         except InvalidConfig:
             continue
-    local, tokenizer = _local(planned)
-    if local is not None and tokenizer is not None:
-        return lengths.of_texts(local, tokenizer)
     origin = planned.stage.config.origin(f"args.{planned.stage.entry.names.data}")
     raise InvalidConfig(
         Finding(
             severity="error", layer="launch", code="unknown-lengths", key="row_tokens",
-            message="how long the rows are is not known: the data set is neither in a cache that this run "
-            "would hit nor a local .jsonl with the tokenizer beside the model",
-            help="--row-tokens MEAN:MAX, in tokens a row, such as --row-tokens 290:1100",
+            message="how long the rows are is not known: the data set is in no cache that this run would hit",
+            help="--row-tokens MEAN:MAX, in tokens a row, such as --row-tokens 290:1100; or run `launch "
+            "prepare` first",
             **origin.place,
         )
     )  # fmt: skip
@@ -694,21 +691,3 @@ def _tokenised(planned: Plan, packages: Mapping[str, str]) -> Iterator[Path]:
         folder = cache_folders.opened(one.path)
         kept = [] if folder is None else [one.path / name for name in folder.entries()]
         yield from sorted(kept, key=lambda path: -path.stat().st_mtime)
-
-
-def _local(planned: Plan) -> tuple[Path | None, Path | None]:
-    """The first local file of rows, and the model's own tokenizer."""
-    values, names = planned.values, planned.stage.entry.names
-    listed = values.get(names.data)
-    named = [str(one) for one in listed[::2]] if isinstance(listed, list) else [str(listed)]
-    files = [Path(name) for name in named if name.endswith(".jsonl")]
-    files += [
-        path
-        for name in named
-        if Path(name).is_dir()
-        for path in sorted(Path(name).glob("train*.jsonl"))
-    ]
-    model = values.get("tokenizer_name_or_path") or values.get(names.model)
-    tokenizer = Path(str(model)) / "tokenizer.json"
-    local = next((path for path in files if path.is_file()), None)
-    return local, tokenizer if tokenizer.is_file() else None

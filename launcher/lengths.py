@@ -21,7 +21,6 @@ from statistics import NormalDist
 from typing import Any
 
 from launcher.errors import Finding, InvalidConfig, NotReady, brief, usage
-from launcher.files import open_regular, read_bytes
 
 # With a mean and a maximum alone, rows are taken as log-normal, which lengths of documents commonly are,
 # with this many standard deviations (of the logarithm) from the median to the maximum.
@@ -29,8 +28,6 @@ _REACH = 2.9
 # A maximum further away than that comes to is one row of its own, and says nothing of the others.
 _WIDEST = 1.5
 _STEPS = 8192  # different lengths of such rows, at most
-_SAMPLE = 400
-_SAMPLED_BYTES = 64 * 2**20
 _PAIRS = 20_000  # of packed rows
 _NORMAL = NormalDist()
 
@@ -269,55 +266,6 @@ def of_dataset(folder: Path, columns: Sequence[str] = ("input_ids",)) -> Lengths
     if not counts:
         raise InvalidConfig(_unread(f"{folder} holds no rows", "give --row-tokens MEAN:MAX"))
     return _counted(counts, f"{rows:,} rows of {folder}", rows)
-
-
-def of_texts(path: Path, tokenizer: Path, *, extra: int = 5) -> Lengths:
-    """Lengths of a sample of a local .jsonl with chats, by the model's own tokenizer.json.
-
-    `extra` tokens a message stand for the chat template. Raises NotReady without the tokenizers
-    package, InvalidConfig where the files cannot be read.
-    """
-    try:
-        tokenizers: Any = importlib.import_module("tokenizers")
-    except ImportError:
-        raise NotReady(_unread(
-            f"{path} cannot be tokenised without the tokenizers package", "give --row-tokens MEAN:MAX"
-        )) from None  # fmt: skip
-    try:
-        encoder = tokenizers.Tokenizer.from_file(str(tokenizer))
-    except Exception as error:  # tokenizers raises plain Exceptions
-        raise InvalidConfig(_unread(
-            f"{tokenizer} is no tokenizer: {brief(error)}", "give --row-tokens MEAN:MAX"
-        )) from None  # fmt: skip
-    counts: dict[int, int] = {}
-    for chat in _sampled(path):
-        texts = [str(m.get("content", "")) for m in chat if isinstance(m, Mapping)]
-        length = sum(len(e.ids) + extra for e in encoder.encode_batch(texts))
-        counts[length] = counts.get(length, 0) + 1
-    if not counts:
-        raise InvalidConfig(_unread(f"{path} holds no chats", "give --row-tokens MEAN:MAX"))
-    sampled = sum(counts.values())
-    return _counted(counts, f"a sample of {sampled} chats of {path}", None)
-
-
-def _sampled(path: Path) -> Iterable[Sequence[Any]]:
-    """Chats of every n-th line: `messages`, or DPO's `chosen` and `rejected`."""
-    try:
-        if path.stat().st_size > _SAMPLED_BYTES:
-            with open_regular(path) as file:
-                lines = file.read(_SAMPLED_BYTES).splitlines()[:-1]
-        else:
-            lines = read_bytes(path, _SAMPLED_BYTES).splitlines()
-    except OSError as error:
-        raise InvalidConfig(_unread(f"{path}: {error.strerror}", "give --row-tokens")) from None
-    for line in lines[:: max(1, len(lines) // _SAMPLE)]:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        for key in ("messages", "chosen", "rejected"):
-            if isinstance(row, dict) and isinstance(row.get(key), list):
-                yield row[key]
 
 
 def _arrow_files(folder: Path) -> list[Path]:

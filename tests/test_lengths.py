@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -131,18 +130,3 @@ def test_what_is_no_dataset(tmp_path: Path, what: str) -> None:
         lengths.of_dataset(folder)
     assert caught.value.findings[0].code == "unknown-lengths"
     assert "--row-tokens" in str(caught.value.findings[0].help)
-
-
-def test_a_sample_of_texts(tmp_path: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    words.save(str(tmp_path / "tokenizer.json"))
-    rows: list[Any] = [{"messages": [{"role": "user", "content": "a a a"}]}] * 3
-    rows += [{"chosen": [{"content": "a"}], "rejected": [{"content": "a a"}]}]
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps(r) + "\n" for r in rows) + "not json\n")
-    found = lengths.of_texts(path, tmp_path / "tokenizer.json", extra=2)
-    assert found.counts == ((3, 1), (4, 1), (5, 3)) and "sample" in found.source
-    with pytest.raises(InvalidConfig):
-        lengths.of_texts(path, path)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from launcher.errors import InvalidConfig
 from launcher.phases import (
     EMBEDDING,
     FIRST_BUCKET,
@@ -44,14 +43,13 @@ def enter(setup: Setup, ledger: Ledger) -> None:
     elif zero is None:
         _plain(setup, ledger)
     elif setup.quantised is not None:
-        raise InvalidConfig(undescribed("DeepSpeed with quantised weights is not described"))
+        raise undescribed("DeepSpeed with quantised weights is not described")
     elif zero.stage in (1, 2):
         _partitioned(setup, zero, ledger)
     elif zero.stage == 3:
         _sharded(setup, zero, ledger)
     else:
-        message = f"DeepSpeed without ZeRO (stage {zero.stage}) is not described"
-        raise InvalidConfig(undescribed(message))
+        raise undescribed(f"DeepSpeed without ZeRO (stage {zero.stage}) is not described")
 
 
 def _steps(setup: Setup) -> list[str]:

@@ -12,6 +12,7 @@ import json
 import math
 import random
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -243,10 +244,9 @@ def of_dataset(folder: Path, columns: Sequence[str] = ("input_ids",)) -> Lengths
         arrow: Any = importlib.import_module("pyarrow")
         compute: Any = importlib.import_module("pyarrow.compute")
     except ImportError:
-        raise NotReady(_unread(
-            f"{folder} cannot be read without pyarrow", "pip install pyarrow, or give --row-tokens MEAN:MAX"
-        )) from None  # fmt: skip
-    counts: dict[int, int] = {}
+        help = "pip install pyarrow, or give --row-tokens MEAN:MAX"
+        raise NotReady(_unread(f"{folder} cannot be read without pyarrow", help).findings) from None
+    counts: Counter[int] = Counter()
     rows = 0
     for path in _arrow_files(folder):
         try:
@@ -254,17 +254,15 @@ def of_dataset(folder: Path, columns: Sequence[str] = ("input_ids",)) -> Lengths
                 for chunk in _batches(arrow, source):
                     rows += chunk.num_rows
                     for name in _present(chunk.schema.names, columns, path):
-                        found = compute.value_counts(compute.list_value_length(chunk.column(name)))
-                        for value in found.to_pylist():
+                        values = compute.value_counts(compute.list_value_length(chunk.column(name)))
+                        for value in values.to_pylist():
                             if value["values"] is not None:
-                                length = int(value["values"])
-                                counts[length] = counts.get(length, 0) + int(value["counts"])
+                                counts[int(value["values"])] += int(value["counts"])
         except (OSError, arrow.ArrowException) as error:
-            raise InvalidConfig(_unread(
-                f"{path} is no readable arrow file: {brief(error)}", "delete it, or give --row-tokens"
-            )) from None  # fmt: skip
+            message = f"{path} is no readable arrow file: {brief(error)}"
+            raise _unread(message, "delete it, or give --row-tokens") from None
     if not counts:
-        raise InvalidConfig(_unread(f"{folder} holds no rows", "give --row-tokens MEAN:MAX"))
+        raise _unread(f"{folder} holds no rows")
     return _counted(counts, f"{rows:,} rows of {folder}", rows)
 
 
@@ -278,10 +276,8 @@ def _arrow_files(folder: Path) -> list[Path]:
         except OSError:
             names = []
     if not names:
-        raise InvalidConfig(_unread(
-            f"{folder} is no tokenised dataset: it has no .arrow files",
-            "run `cache_dataset_only` first, or give --row-tokens MEAN:MAX",
-        ))  # fmt: skip
+        message = f"{folder} is no tokenised dataset: it has no .arrow files"
+        raise _unread(message, "run `launch prepare` first, or give --row-tokens MEAN:MAX")
     return [folder / name for name in names]
 
 
@@ -295,18 +291,15 @@ def _batches(arrow: Any, source: Any) -> Iterable[Any]:
             yield reader.get_batch(index)
 
 
-def _present(have: Sequence[str], wanted: Sequence[str], path: Path) -> Sequence[str]:
-    missing = [name for name in wanted if name not in have]
-    if missing:
-        raise InvalidConfig(_unread(
-            f"{path} has no column {', '.join(missing)}: it has {brief(', '.join(have))}",
-            "give --row-tokens MEAN:MAX",
-        ))  # fmt: skip
-    return wanted
+def _present(have: Sequence[str], needed: Sequence[str], path: Path) -> Sequence[str]:
+    if missing := [name for name in needed if name not in have]:
+        names = ", ".join(missing)
+        raise _unread(f"{path} has no column {names}: it has {brief(', '.join(have))}")
+    return needed
 
 
-def _unread(message: str, help: str) -> Finding:
-    return Finding(
+def _unread(message: str, help: str = "give --row-tokens MEAN:MAX") -> InvalidConfig:
+    return InvalidConfig(Finding(
         severity="error", layer="launch", code="unknown-lengths", key="row_tokens",
         message=message, help=help,
-    )  # fmt: skip
+    ))  # fmt: skip

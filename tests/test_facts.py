@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PATIENCE_S, REPOSITORY
 from test_noops import FINETUNE, HELPER
 
 from launcher import facts
@@ -91,11 +88,6 @@ def test_mappings_that_names_are_looked_up_in(root: Path) -> None:
     }
 
 
-def test_a_second_question_reads_nothing(ask: Asked, reads: list[Sequence[str]]) -> None:
-    assert ask() == ask()
-    assert reads == [["sft"]]
-
-
 @pytest.mark.parametrize("name", ["finetune.py", "helper.py"])
 def test_a_changed_file_is_read_again(
     ask: Asked, root: Path, reads: list[Sequence[str]], name: str
@@ -133,10 +125,11 @@ def test_a_type_of_another_package_that_the_pin_does_not_use(ask: Asked, root: P
     assert "not one of default, fused_linear" in (known.refusal("spare", ["fused"]) or "")
 
 
-def test_another_version_of_launch_reads_for_itself(
+def test_a_second_question_reads_nothing_but_in_another_version_of_launch(
     ask: Asked, reads: list[Sequence[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ask()
+    assert ask() == ask()
+    assert reads == [["sft"]]
     monkeypatch.setattr(facts, "FORM", facts.FORM + 1)
     ask()
     assert len(reads) == 2
@@ -145,13 +138,8 @@ def test_another_version_of_launch_reads_for_itself(
 
 @pytest.mark.parametrize(
     "content",
-    [
-        b"", b"{", b"null", b"[]", b"7", b'"x"', b"{}", b'{"files": 3}', b'{"files": ["a"]}',
-        b'{"files": {"open_instruct/finetune.py": 3}}', b'{"files": {"other/x.py": "00"}}',
-        b'{"files": {"nowhere": "00"}}', b"\xff\xfe\x00", b"[" * 100_000, b'{"files": {}}',
-        b'{"files": {}, "stages": {}}',
-    ],
-)  # fmt: skip
+    [b"", b"{", b"null", b"{}", b'{"files": ["a"]}', b'{"files": {"nowhere": "00"}}', b"[" * 100_000],
+)
 def test_a_damaged_entry_is_read_anew(
     ask: Asked, reads: list[Sequence[str]], content: bytes
 ) -> None:
@@ -165,7 +153,7 @@ def test_a_damaged_entry_is_read_anew(
     assert len(reads) == 2
 
 
-@pytest.mark.parametrize("place", ["/dev/null/cache", "/proc/1/nowhere", "\0"])
+@pytest.mark.parametrize("place", ["/dev/null/cache", "\0"])
 def test_a_cache_in_an_impossible_place(
     ask: Asked, monkeypatch: pytest.MonkeyPatch, place: str, tmp_path: Path
 ) -> None:
@@ -188,28 +176,6 @@ def test_a_relative_cache_folder_is_not_one(
     assert not (tmp_path / "here").exists()
 
 
-def test_several_processes_at_once(root: Path, tmp_path: Path) -> None:
-    code = f"""
-from pathlib import Path
-from launcher import facts
-from launcher.backends import BACKENDS
-from launcher.sources import Folder
-trees = {{"open_instruct": Folder(Path({str(root)!r}))}}
-for _ in range(3):
-    told = facts.cached(BACKENDS["open_instruct"], trees, {{}}, "sft")
-    assert told["stages"]["sft"], told
-"""
-    running = [
-        subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, stderr=subprocess.PIPE)
-        for _ in range(4)
-    ]
-    for process in running:
-        _, error = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == 0, error.decode()
-    assert len(entries()) == 1
-    assert json.loads(entries()[0].read_bytes())["stages"]["sft"]
-
-
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -226,10 +192,3 @@ def test_a_script_that_cannot_be_read_says_why(
     assert reason in told["unreadable"]["sft"]
     with pytest.raises(LookupError, match=re.escape(told["unreadable"]["sft"][:20])):
         facts.schema_of(told, BACKEND, "sft", "source", "x")
-
-
-def test_what_reads_the_source_is_part_of_an_entrys_name() -> None:
-    """A change of the analysis must not find the entries of the one before."""
-    used = {"reads", "walk", "flow", "conditions", "declarations", "schema", "sources"}
-    text = (REPOSITORY / "launcher" / "facts.py").read_text(encoding="utf-8")
-    assert all(f'"{name}"' in text for name in used)

@@ -32,7 +32,6 @@ from launcher.phases import (
 from launcher.setups import FULL, HALF, Setup, Sharding, Zero, undescribed
 
 BUCKETS = (FIRST_BUCKET, SECOND_BUCKET)
-_STAGE_2, _STAGE_3 = "deepspeed/runtime/zero/stage_1_and_2.py", "deepspeed/runtime/zero/stage3.py"
 
 
 def enter(setup: Setup, ledger: Ledger) -> None:
@@ -201,13 +200,20 @@ def _partitioned(setup: Setup, zero: Zero, ledger: Ledger) -> None:
     fullest = max(kept for kept, _ in owned)
     ledger.add(PHASES, "weights", "weights (bf16)", HALF * shape.parameters, "2P")
     _beside(setup, ledger, HALF, "2P")
-    flat = f"{_STAGE_2}:453"
+    flat = "deepspeed/runtime/zero/stage_1_and_2.py:453"
     ledger.add([FLATTENED], "weights", "the same, flat", HALF * trained, "2P", flat)
     if on_card:
         why = "8P/N, fp32 weights and zeros"
         ledger.add([START], "optimizer", "being made", 2 * FULL * own, why)
         live = {REFERENCE, *steps}
-        ledger.add(live, "optimizer", "weights (fp32)", FULL * own, "4P/N", f"{_STAGE_2}:560")
+        ledger.add(
+            live,
+            "optimizer",
+            "weights (fp32)",
+            FULL * own,
+            "4P/N",
+            "deepspeed/runtime/zero/stage_1_and_2.py:560",
+        )
         states = "Adam's two states (fp32)"
         ledger.add(steps, "optimizer", states, 2 * FULL * own, "8P/N", "made in the first step")
     else:
@@ -239,9 +245,9 @@ def _partitioned(setup: Setup, zero: Zero, ledger: Ledger) -> None:
         ledger.add([NORM], "gradients", "gradients of this rank", HALF * kept, f"2 x {kept:,.0f}")
         ledger.add(
             [NORM], "gradients", "one of them in fp64", 2 * FULL * largest, "8 x the largest",
-            f"{_STAGE_2}:2684",
+            "deepspeed/runtime/zero/stage_1_and_2.py:2684",
         )  # fmt: skip
-        where = f"{_STAGE_2}:3117"
+        where = "deepspeed/runtime/zero/stage_1_and_2.py:3117"
         ledger.add([STEP], "gradients", "the same, flat", HALF * own, "2P/N", where)
         ledger.add([STEP], "gradients", "the same, fp32", FULL * own, "4P/N", where)
 
@@ -252,7 +258,7 @@ def _partitioned_gradients(setup: Setup, zero: Zero, ledger: Ledger, fullest: fl
     filled = [EMBEDDING, STEP, *([LAYER, FIRST_BUCKET] if early else [SECOND_BUCKET])]
     part, on_card = HALF * fullest, not zero.offload_optimizer
     formula = f"2 x {fullest:,.0f}: P/N, and the rest of weights that the boundaries cut"
-    where = f"{_STAGE_2}:2192"
+    where = "deepspeed/runtime/zero/stage_1_and_2.py:2192"
     if on_card:
         ledger.add(filled, "gradients", "gradients of this rank", part, formula, where)
     so_far = "gradients so far"
@@ -265,7 +271,7 @@ def _partitioned_gradients(setup: Setup, zero: Zero, ledger: Ledger, fullest: fl
     large = 0 if setup.adapters else setup.trained - shape.smaller_than(zero.bucket + 1)
     ledger.add(
         [EMBEDDING], "gradients", "gradients of other ranks, reduced", HALF * (large - fullest),
-        "2 x weights larger than a bucket, less this rank's", f"{_STAGE_2}:2272",
+        "2 x weights larger than a bucket, less this rank's", "deepspeed/runtime/zero/stage_1_and_2.py:2272",
     )  # fmt: skip
     if not setup.accumulates:
         return
@@ -345,7 +351,7 @@ def _sharded(setup: Setup, zero: Zero, ledger: Ledger) -> None:
     live = [name for name in PHASES if name != START]
     ledger.add(
         live, "communication", "gradient bucket", width * zero.bucket, f"{width} x {zero.bucket:,}",
-        f"{_STAGE_3}:782",
+        "deepspeed/runtime/zero/stage3.py:782",
     )  # fmt: skip
     if ranks > 1 or zero.offload_params:
         # a single rank takes its own as they are (deepspeed/runtime/zero/partition_parameters.py:2030)

@@ -148,10 +148,9 @@ def _reference(setup: Setup, ledger: Ledger) -> None:
             else:
                 _add(ledger, live, "logits", "logits (bf16)", half)
             return
-    collator = "padding_free_collator.py"
     _add(ledger, live, "logits", "logits (bf16)", half)
-    _add(ledger, live, "logits", "logits (fp32)", full, f"{collator}:14")
-    _add(ledger, live, "logits", "log-softmax (fp32)", full, f"{collator}:16")
+    _add(ledger, live, "logits", "logits (fp32)", full, "padding_free_collator.py:14")
+    _add(ledger, live, "logits", "log-softmax (fp32)", full, "padding_free_collator.py:16")
 
 
 def _forward(setup: Setup, ledger: Ledger) -> None:

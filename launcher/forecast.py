@@ -21,7 +21,6 @@ from launcher import (
     disk,
     entries,
     lengths,
-    memory,
     plan,
     rundir,
 )
@@ -39,6 +38,7 @@ from launcher.footprint import (
     trained_rows,
 )
 from launcher.lengths import Lengths, fuller
+from launcher.memory import estimate
 from launcher.mends import mends, unpacked
 from launcher.phases import GIB, KINDS, REFERENCE, START, Memory, Phase, usable
 from launcher.plan import Plan
@@ -130,7 +130,7 @@ class Rung:
     def memory_of(self, footprint: Footprint, setup: Setup) -> Memory:
         """The phases that a run comes to on the card: without a step, those before the first one."""
         stage, values = footprint.plan.stage, footprint.plan.values
-        whole = memory.estimate(setup).on(self.card.gib)
+        whole = estimate(setup).on(self.card.gib)
         if plan.limited(stage, values) != 0:
             return whole
         if self.only == "data set":
@@ -245,32 +245,32 @@ class Rung:
 
     def _memory_findings(self) -> Iterator[Finding]:
         """Whether the memory is known, is too much, or leaves a card half empty."""
-        planned, found, best, gib = self.plan, self.memory, self.best, self.card.gib
+        planned, memory, best, gib = self.plan, self.memory, self.best, self.card.gib
         place = planned.stage.config.origin("batch.per_device").place
-        if found is None:
+        if memory is None:
             yield Finding(
                 severity="note", layer="launch", code="unknown-memory",
                 message=f"{self.where}memory is planned for GPUs, not for the CPU",
             )  # fmt: skip
-        elif gib is not None and found.spare(gib) < 0:
+        elif gib is not None and memory.spare(gib) < 0:
             yield Finding(
                 severity="warning", layer="launch", code="out-of-memory",
-                message=self.where + _missing(found, gib), help=self._instead(found, gib), **place,
+                message=self.where + _missing(memory, gib), help=self._instead(memory, gib), **place,
             )  # fmt: skip
         elif (
             gib is not None and best is not None and best.per_device > planned.per_device
-            and found.peak < 0.6 * gib and planned.steps != 0
+            and memory.peak < 0.6 * gib and planned.steps != 0
         ):  # fmt: skip
             less = planned.accumulation / best.accumulation
             how = "halves accumulation" if less == 2 else f"divides accumulation by {less:g}"
             yield Finding(
                 severity="note", layer="launch", code="half-empty", key="batch.per_device",
-                message=f"{self.where}{found.peak:.0f} of {gib:g} GiB used: per-device batch "
+                message=f"{self.where}{memory.peak:.0f} of {gib:g} GiB used: per-device batch "
                 f"{best.per_device} fits ({best.memory.peak:.0f} GiB) and {how}",
                 help=f"write `per_device: {best.per_device}`, or let --fit choose", **place,
             )  # fmt: skip
 
-    def _instead(self, found: Memory, gib: float) -> str:
+    def _instead(self, memory: Memory, gib: float) -> str:
         """What of this set-up can be turned so that it fits, by the same estimate."""
 
         def peak_of(other: Footprint) -> float:
@@ -279,7 +279,7 @@ class Rung:
         ways = mends(self.footprint, peak_of, usable(gib))
         if ways:
             return "this fits: " + "; or ".join(f"{way} ({peak:.1f} GiB)" for way, peak in ways[:3])
-        large = max(KINDS, key=found.of) in ("logits", "activations")
+        large = max(KINDS, key=memory.of) in ("logits", "activations")
         shorter = ", shorter rows" if large else ""
         return (
             f"nothing that can be turned fits: a card with more memory{shorter}, or a smaller model"
@@ -377,14 +377,14 @@ class Rung:
         yield f"  disk: {self.saved.formula}"
 
 
-def _missing(found: Memory, gib: float) -> str:
+def _missing(memory: Memory, gib: float) -> str:
     """By how much it does not fit, and what the peak is made of."""
-    kind, room = max(KINDS, key=found.of), usable(gib)
-    alike = [one for one in found.fullest.allocations if one.kind == kind]
+    kind, room = max(KINDS, key=memory.of), usable(gib)
+    alike = [one for one in memory.fullest.allocations if one.kind == kind]
     largest = max(alike, key=lambda one: one.gib)
     return (
-        f"{found.peak:.1f} GiB are planned and {room:.1f} of {gib:g} can be used: "
-        f"{found.peak - room:.1f} GiB missing, at the {found.fullest.name}; {found.of(kind):.1f} of "
+        f"{memory.peak:.1f} GiB are planned and {room:.1f} of {gib:g} can be used: "
+        f"{memory.peak - room:.1f} GiB missing, at the {memory.fullest.name}; {memory.of(kind):.1f} of "
         f"it are {kind} ({largest.name}: {largest.gib:.2f} GiB = {largest.formula})"
     )
 
@@ -465,33 +465,27 @@ def make(request: Request, gpus: Sequence[int], terms: Terms) -> Forecast:
         raise _unfitted(terms)
     asked = ask(replace(request, gpus=max(gpus)), running=False)
     rungs: list[Rung] = []
-    lost: list[Finding] = []
-    seen: Lengths | None = None
+    faults: list[Finding] = []
+    rows: Lengths | None = None
     for count in gpus:
         try:
             planned = plan.make(
                 asked.stage, gpus=count, nodes=request.nodes, output=Path("model"), rows=terms.rows
             )
-        except InvalidConfig as error:
-            lost += error.findings
-            continue
-        stopping = errors(planned.findings)
-        if stopping:
-            lost += stopping
-            continue
-        try:
-            seen = seen or row_lengths(planned, asked.trainer.packages, terms)
+            if stopping := errors(planned.findings):
+                raise InvalidConfig(stopping)
+            rows = rows or row_lengths(planned, asked.trainer.packages, terms)
             here = card if count else Card()
-            rungs.append(_rung(planned, seen, terms, here, asked.trainer.packages))
+            rungs.append(_rung(planned, rows, terms, here, asked.trainer.packages))
         except InvalidConfig as error:
-            lost += error.findings
-    if seen is None or not rungs:
-        raise InvalidConfig(list(dict.fromkeys(lost)))
+            faults += error.findings
+    if rows is None or not rungs:
+        raise InvalidConfig(list(dict.fromkeys(faults)))
     return Forecast(
-        rungs=tuple(rungs), shape=shape_of(rungs[0].plan, terms.shape).source, lengths=seen.source,
+        rungs=tuple(rungs), shape=shape_of(rungs[0].plan, terms.shape).source, lengths=rows.source,
         attention=attention_of(max(rungs, key=lambda one: one.plan.gpus).plan, terms.attention),
         findings=(
-            *dict.fromkeys(lost), *_split(rungs), *(f for rung in rungs for f in rung.findings),
+            *dict.fromkeys(faults), *_split(rungs), *(f for rung in rungs for f in rung.findings),
             *_unfit(rungs, terms), *_untrained(rungs), *_unpriced(rungs, terms),
         ),
     )  # fmt: skip

@@ -40,7 +40,7 @@ args:
   {mixer}: [data.jsonl, 1.0]
   max_seq_length: 2048
   use_lora: true
-  lora_rank: {rank}
+  lora_rank: 64
   {more}
 """
 
@@ -60,11 +60,9 @@ def trl(write: Write, more: str, model: str = MISTRAL, *words: str) -> dict[str,
     return parts(write("stage.yaml", TRL.format(model=model, more=more)), *words)
 
 
-def open_instruct(
-    write: Write, more: str, *, stage: str = "sft", rank: int = 64
-) -> dict[str, float]:
+def open_instruct(write: Write, more: str, *, stage: str = "sft") -> dict[str, float]:
     mixer = "dataset_mixer_list" if stage == "sft" else "mixer_list"
-    text = OPEN_INSTRUCT.format(stage=stage, mixer=mixer, rank=rank, more=more)
+    text = OPEN_INSTRUCT.format(stage=stage, mixer=mixer, more=more)
     # DPO's reference pass needs a process group
     return parts(write("stage.yaml", text), gpus="1" if stage == "sft" else "2")
 

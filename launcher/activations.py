@@ -12,73 +12,49 @@ micro-batch with padding, R without, S the padded width, B rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from launcher.lengths import Batch
 from launcher.setups import FULL, HALF, Adapters, Setup
 from launcher.shapes import Shape
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Amount:
+class Amount(NamedTuple):
     """Bytes, and how they come about."""
 
     bytes: float
     formula: str
 
+    def times(self, count: float) -> Amount:
+        """So many of them."""
+        formula = self.formula if count == 1 else f"{count:.3g} x ({self.formula})"
+        return Amount(count * self.bytes, formula)
+
 
 # --- the layers ------------------------------------------------------------------------------------
 
 
-def layers(setup: Setup) -> Amount:
-    """What all layers keep, those that see only a window among them."""
-    shape, one = setup.shape, layer(setup)
-    few = shape.windowed if masked_windows(setup) else 0
-    many = shape.layers - few
-    if not few:
-        return Amount(bytes=many * one.bytes, formula=f"{many} x ({one.formula})")
-    other = layer(setup, windowed=True)
-    why = f"{few} x ({other.formula}), windows of {shape.window:,}"
-    return Amount(
-        bytes=many * one.bytes + few * other.bytes,
-        formula=f"{many} x ({one.formula}) + {why}" if many else why,
-    )
-
-
-def masked_windows(setup: Setup) -> bool:
-    """Whether layers that see only a window need a mask for it (transformers/masking_utils.py:263).
-
-    The flash kernels take the window as a number.
-    """
-    shape = setup.shape
-    return bool(shape.windowed) and setup.attention != "flash" and setup.batch.width >= shape.window
-
-
-def layer(setup: Setup, *, windowed: bool = False) -> Amount:
-    """What one layer keeps from its forward pass to its backward pass, without checkpointing.
-
-    `windowed`: one that sees only a window, by a mask.
-    """
+def layer(setup: Setup) -> Amount:
+    """What one layer keeps from its forward pass to its backward pass, without checkpointing."""
     norms, why_norms = _norms(setup)
-    attention, why_attention = _attention(setup, windowed=windowed)
+    attention, why_attention = _attention(setup)
     times = _mlp_times(setup)
     terms, a_token = [why_norms, f"{times}I"], norms + times * setup.shape.intermediate
     if setup.adapters is not None:
         adapters, why = _adapters(setup, setup.adapters)
         a_token, terms = a_token + adapters, [*terms, why]
-    return Amount(
-        bytes=a_token * setup.batch.tokens + attention,
-        formula=f"T({' + '.join(terms)}) + {why_attention}",
-    )
+    formula = f"T({' + '.join(terms)}) + {why_attention}"
+    return Amount(a_token * setup.batch.tokens + attention, formula)
 
 
-def compiled_layer(setup: Setup) -> Amount:
-    """What one layer keeps under torch.compile with all of the memory budget.
+def compiled_layer(setup: Setup, share: float) -> Amount:
+    """What one layer keeps under torch.compile with a share of the memory budget.
 
     The partitioner computes again what is fused into other kernels, and keeps what a matrix product takes
     or makes: four states of the residual's width (the layer's input and what is between its parts, before
     or behind their norms), Q and K also before norms of their own, Q, K, V and the attention's result, both
-    inputs of the gated product and the product. Held against torch's own partitioner by a test.
+    inputs of the gated product and the product. Held against torch's own partitioner by a test. The budget
+    counts between keeping the layer's input alone (0) and all of that (1).
     """
     shape = setup.shape
     q, k, norms = shape.query, shape.key, bool(shape.layout.qk_norm)
@@ -86,29 +62,35 @@ def compiled_layer(setup: Setup) -> Amount:
     repeated = k if setup.attention == "flash" else q
     a_token = 4 * shape.hidden + 2 * q + 2 * repeated + norms * (q + k) + 3 * shape.intermediate
     why = f"8H + 4Q + {'4K' if repeated == k else '4Q'} + 6I"
-    return Amount(
-        bytes=(HALF * a_token + FULL * shape.heads) * setup.batch.tokens,
-        formula=f"T({why}{' + 2Q + 2K before norms' if norms else ''} + 4h), fused by torch.compile",
-    )
-
-
-def budgeted(setup: Setup, share: float) -> Amount:
-    """What one compiled layer keeps with a share of the memory budget.
-
-    torch counts the budget between keeping the layer's input alone (0) and everything (1).
-    """
-    least, whole = checkpoint(setup).bytes, compiled_layer(setup)
+    why = f"T({why}{' + 2Q + 2K before norms' if norms else ''} + 4h), fused by torch.compile"
+    whole = (HALF * a_token + FULL * shape.heads) * setup.batch.tokens
     if share >= 1:
-        return whole
-    return Amount(
-        bytes=least + share * (whole.bytes - least),
-        formula=f"2HT + {share:g} x ({whole.formula} - 2HT)",
-    )
+        return Amount(whole, why)
+    least = checkpoint(setup).bytes
+    return Amount(least + share * (whole - least), f"2HT + {share:g} x ({why} - 2HT)")
 
 
-def _state(setup: Setup) -> int:
-    """Bytes an element of the states between layers."""
-    return FULL if setup.wide else HALF
+def checkpoint(setup: Setup) -> Amount:
+    """What one checkpointed layer keeps: its input."""
+    size = setup.state_width * setup.shape.hidden * setup.batch.tokens
+    return Amount(size, f"{setup.state_width}HT, the layer's input")
+
+
+def passing(setup: Setup) -> Amount:
+    """What a layer needs in a forward pass that keeps nothing: the MLP's widths."""
+    shape, state = setup.shape, setup.state_width
+    size = (6 * shape.intermediate + state * shape.hidden) * setup.batch.tokens
+    return Amount(size, f"T(6I + {state}H)")
+
+
+def needs_mask(setup: Setup) -> bool:
+    """Whether SDPA needs a mask: for padding, packed rows, or a window that rows reach.
+
+    (transformers/masking_utils.py:263). Where some layers alone see a window, all are taken for such.
+    """
+    window = setup.shape.window
+    reached = bool(window) and setup.batch.width >= window
+    return setup.attention == "sdpa" and (setup.padded or setup.parted or reached)
 
 
 def _norms(setup: Setup) -> tuple[float, str]:
@@ -116,7 +98,7 @@ def _norms(setup: Setup) -> tuple[float, str]:
     shape = setup.shape
     # an autocast linear casts its fp32 input for itself: q, k, v and gate, up; a frozen one keeps none
     outputs = 0 if setup.frozen else HALF * (5 if setup.wide else 2)
-    kept, extra = _norm_kept(setup, _state(setup)), 0.0
+    kept, extra = _norm_kept(setup, setup.state_width), 0.0
     if shape.layout.qk_norm:
         extra = _norm_kept(setup, HALF) * (shape.query + shape.key)
         extra += FULL * (shape.heads + shape.kv_heads if shape.layout.qk_norm == "head" else 2)
@@ -142,7 +124,7 @@ def _mlp_times(setup: Setup) -> int:
     return times * (2 if setup.quantised is not None and setup.wide else 1)
 
 
-def _attention(setup: Setup, *, windowed: bool) -> tuple[float, str]:
+def _attention(setup: Setup) -> tuple[float, str]:
     """Bytes in all: q, k, v, the output, the log-sum-exp, and masks."""
     shape, batch = setup.shape, setup.batch
     q, k, heads, tokens = shape.query, shape.key, shape.heads, batch.tokens
@@ -151,8 +133,7 @@ def _attention(setup: Setup, *, windowed: bool) -> tuple[float, str]:
         # transformers takes the padding out of q, k and v and puts it back into the output
         total = plain * batch.real + HALF * q * tokens
         return total, "R(4Q + 4K + 4h) + 2QT (padding taken out and put back)"
-    masked = setup.padded or windowed or (batch.rows == 1 and setup.parted)
-    if setup.attention == "sdpa" and masked:
+    if needs_mask(setup):
         # k and v are repeated for every query head; the mask is made additive in every layer
         repeated = shape.kv_heads != heads
         mask = HALF * batch.rows * batch.width * (-(-batch.width // 8) * 8)
@@ -164,17 +145,14 @@ def _attention(setup: Setup, *, windowed: bool) -> tuple[float, str]:
 def _adapters(setup: Setup, adapters: Adapters) -> tuple[float, str]:
     """LoRA keeps each pair's dropped-out input (bf16), the dropout's mask, and the narrow product."""
     shape, targets = setup.shape, set(adapters.targets)
-    linears = {n: s for n, s in shape.linears().items() if n in targets}
-    narrow, width = (
-        HALF * adapters.rank * len(linears),
-        sum(into for _, into in linears.values()),
-    )
+    inputs = [into for name, (_, into) in shape.linears().items() if name in targets]
+    narrow, width = HALF * adapters.rank * len(inputs), sum(inputs)
     if adapters.dropout:
-        return 3 * width + narrow, f"3 x {width} (inputs of the adapters) + 2r x {len(linears)}"
+        return 3 * width + narrow, f"3 x {width} (inputs of the adapters) + 2r x {len(inputs)}"
     if setup.autocast and (adapters.bytes == FULL or setup.wide):
         return HALF * width + narrow, f"2 x {width} (inputs of the adapters, cast)"
     if not setup.frozen:
-        return narrow, f"2r x {len(linears)} (adapters)"
+        return narrow, f"2r x {len(inputs)} (adapters)"
     # the same tensor serves q, k and v; the attention keeps o's input anyway
     shared = shape.hidden * bool({"q_proj", "k_proj", "v_proj"} & targets)
     shared += shape.hidden * bool({"gate_proj", "up_proj"} & targets)
@@ -182,65 +160,33 @@ def _adapters(setup: Setup, adapters: Adapters) -> tuple[float, str]:
     return HALF * shared + narrow, f"2 x {shared} (inputs of the adapters)"
 
 
-def checkpoint(setup: Setup) -> Amount:
-    """What one checkpointed layer keeps: its input."""
-    size = _state(setup)
-    return Amount(
-        bytes=size * setup.shape.hidden * setup.batch.tokens, formula=f"{size}HT, the layer's input"
-    )
-
-
-def passing(setup: Setup) -> Amount:
-    """What a layer needs in a forward pass that keeps nothing: the MLP's widths."""
-    shape, state = setup.shape, _state(setup)
-    return Amount(
-        bytes=(6 * shape.intermediate + state * shape.hidden) * setup.batch.tokens,
-        formula=f"T(6I + {state}H)",
-    )
-
-
-def cached(setup: Setup) -> tuple[Amount, Amount]:
-    """The keys and values of all layers, as kept for generating, and what the last layer needs beside them.
-
-    That is what it passes through, the embedded tokens, the residual and its norm.
-    """
-    shape, state, last = setup.shape, _state(setup), passing(setup)
-    width = FULL if setup.wide and setup.quantised is not None else HALF
-    keys = 2 * width * shape.layers * shape.key * setup.batch.tokens
-    states = 3 * state * shape.hidden * setup.batch.tokens
-    return (
-        Amount(bytes=keys, formula=f"{2 * width} x {shape.layers}KT"),
-        Amount(bytes=last.bytes + states, formula=f"{last.formula} + {3 * state}HT"),
-    )
-
-
 def backward(setup: Setup) -> Amount:
     """The most that one layer's backward pass needs beside what was kept."""
-    shape, adapters, state = setup.shape, setup.adapters, _state(setup)
+    shape, adapters, state = setup.shape, setup.adapters, setup.state_width
     hidden, inner, tokens = shape.hidden, shape.intermediate, setup.batch.tokens
+    total: float
     rope = 2 * HALF * shape.head_dim * setup.batch.width
     if adapters is not None and (setup.quantised is not None or not setup.wide):
         # around fp32 states the same in fp32, whatever the adapters are of
         times, width = (2, HALF) if setup.wide else (1, adapters.bytes)
         points = [(times * i, times * h) for i, h in _adapted_backward(setup, adapters, width)]
         i, h = max(points, key=lambda point: point[0] * inner + point[1] * hidden)
-        through = (i * inner + h * hidden) * tokens + rope
-        return Amount(bytes=through, formula=f"T({i}I + {h}H) (through the adapters)")
-    if adapters is not None and "down_proj" in adapters.targets:
-        share = 11.5 if adapters.bytes == FULL else 4
-        total = (share * inner + state * hidden) * tokens + rope
-        return Amount(bytes=total, formula=f"T({share}I + 2H) (through an adapter's dropout)")
-    if setup.liger:
+        total, why = (i * inner + h * hidden) * tokens, f"T({i}I + {h}H) (through the adapters)"
+    elif adapters is not None and "down_proj" in adapters.targets:
+        share = 11.5 if adapters.bytes == FULL else 4.0
+        total = (share * inner + state * hidden) * tokens
+        why = f"T({share:g}I + 2H) (through an adapter's dropout)"
+    elif setup.liger:
         # the product's gradient and the down projection's; SwiGLU and RMSNorm write in place
         total = (2 * inner + state * hidden) * tokens + HALF * hidden * inner
-        return Amount(bytes=total + rope, formula="T(2I + 2H) + 2HI")
-    products = (4 * inner + state * hidden) * tokens
-    if shape.layout.post_norm:
-        products = max(products - 8 * hidden * tokens, 16 * hidden * tokens)
-        return Amount(
-            bytes=products + rope, formula="max(T(4I - 6H), 16HT) (fp32 gradients of a norm)"
-        )
-    return Amount(bytes=products + rope, formula="T(4I + 2H) (gradients of the MLP's product)")
+        why = "T(2I + 2H) + 2HI"
+    elif shape.layout.post_norm:
+        total = max(4 * inner + (state - 8) * hidden, 16 * hidden) * tokens
+        why = "max(T(4I - 6H), 16HT) (fp32 gradients of a norm)"
+    else:
+        total = (4 * inner + state * hidden) * tokens
+        why = "T(4I + 2H) (gradients of the MLP's product)"
+    return Amount(total + rope, why)
 
 
 def _adapted_backward(setup: Setup, adapters: Adapters, width: int) -> list[tuple[int, int]]:
@@ -266,17 +212,15 @@ def _adapted_backward(setup: Setup, adapters: Adapters, width: int) -> list[tupl
 
 def final_norm(setup: Setup) -> Amount:
     """What the norm before the output layer keeps, its output included."""
-    state = _state(setup)
+    state = setup.state_width
     size = ((_norm_kept(setup, state) + state) * setup.shape.hidden + FULL) * setup.batch.tokens
-    return Amount(bytes=size, formula="kept and output")
+    return Amount(size, "kept and output")
 
 
-def logits(shape: Shape, batch: Batch, *, element: int) -> Amount:
+def logits(shape: Shape, batch: Batch, element: int) -> Amount:
     """One copy of the logits."""
-    return Amount(
-        bytes=element * shape.vocab * batch.tokens,
-        formula=f"{element} x {batch.tokens:,} x {shape.vocab:,}",
-    )
+    formula = f"{element} x {batch.tokens:,} x {shape.vocab:,}"
+    return Amount(element * shape.vocab * batch.tokens, formula)
 
 
 def fused_loss(setup: Setup) -> Amount:
@@ -291,10 +235,8 @@ def fused_loss(setup: Setup) -> Amount:
     times = (0 if setup.adapters else width + HALF + FULL) + (HALF if setup.wide else 0)
     total = width * shape.hidden * tokens + HALF * shape.vocab * min(chunk, tokens)
     why = f"{width}HT + 2V x {chunk} (a chunk of logits)"
-    return Amount(
-        bytes=total + times * shape.embedding,
-        formula=why + (f" + {times}VH (the output layer's gradient)" if times else ""),
-    )
+    why += f" + {times}VH (the output layer's gradient)" if times else ""
+    return Amount(total + times * shape.embedding, why)
 
 
 # trl/kernels/chunked_logprob.py:31 and trl/trainer/utils.py:1506
@@ -305,16 +247,12 @@ def tiles(setup: Setup) -> Amount:
     """One tile of logits, and the output layer's rows for it where they must be cast."""
     tile = HALF * min(_TILE_TOKENS, setup.batch.tokens) * _TILE_WORDS
     cast = HALF * min(_TILE_WORDS, setup.shape.vocab) * setup.shape.hidden if setup.wide else 0
-    return Amount(
-        bytes=tile + cast, formula="2 x 4,096 x 32,768" + (" + 2H x 32,768" if cast else "")
-    )
+    return Amount(tile + cast, "2 x 4,096 x 32,768" + (" + 2H x 32,768" if cast else ""))
 
 
 def tiled_loss(setup: Setup, *, trained: bool) -> Amount:
     """TRL's own output layer: log-probabilities in tiles, gradients summed up in fp32."""
     gradient = (FULL + (0 if setup.wide else HALF)) * setup.shape.embedding if trained else 0
     states = (FULL + 2 * HALF) * setup.shape.hidden * setup.batch.tokens
-    return Amount(
-        bytes=tiles(setup).bytes + gradient + states,
-        formula="a tile of 4,096 x 32,768 logits + 8HT + 4VH (fp32 gradient)",
-    )
+    why = "a tile of 4,096 x 32,768 logits + 8HT + 4VH (fp32 gradient)"
+    return Amount(tiles(setup).bytes + gradient + states, why)

@@ -16,17 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from launcher.backends import Backend, Entry
-from launcher.schema import (
-    Path as ScriptPath,
-)
-from launcher.schema import (
-    Read,
-    Refusal,
-    Schema,
-    Shadow,
-    field_as_json,
-    field_from_json,
-)
+from launcher.schema import Path as ScriptPath
+from launcher.schema import Read, Refusal, Schema, Shadow, field_as_json, field_from_json
 
 if TYPE_CHECKING:
     import ast
@@ -127,26 +118,23 @@ def _models(
 
     A library that is not among the trees has none: its source is not here.
     """
+    module, library = sources.module(named[0]), sources.module(configured[0])
+    models = sources.evaluate(module, module.constants.get(named[1])) if module else None
+    made = library.classes.get(configured[1]) if library is not None else None
+    # a config of a given size takes the vocabulary and no other size
+    sized = ["cls", "vocab_size"]
+    configs = [name for node in made.body if (name := _named(node, sized))] if made else []
+    return {"names": models if isinstance(models, dict) else {}, "configs": sorted(configs)}
+
+
+def _named(node: ast.stmt, parameters: Sequence[str]) -> str:
+    """The name of a function that takes these arguments; empty for any other statement."""
     import ast
 
-    models: dict[str, str] = {}
-    module = sources.module(named[0])
-    for node in module.tree.body if module is not None else ():
-        if isinstance(node, ast.AnnAssign | ast.Assign) and node.value is not None:
-            targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
-            if any(isinstance(one, ast.Name) and one.id == named[1] for one in targets):
-                with suppress(ValueError):
-                    models = ast.literal_eval(node.value)
-    library = sources.module(configured[0])
-    configs = [
-        method.name
-        for node in (library.tree.body if library is not None else ())
-        if isinstance(node, ast.ClassDef) and node.name == configured[1]
-        for method in node.body
-        # a config of a given size takes the vocabulary and no other size
-        if isinstance(method, ast.FunctionDef) and _sized(method)
-    ]
-    return {"names": models, "configs": sorted(configs)}
+    if not isinstance(node, ast.FunctionDef):
+        return ""
+    taken = [one.arg for one in (*node.args.args, *node.args.kwonlyargs)]
+    return node.name if taken == parameters else ""
 
 
 def _tables(sources: Sources, where: str, names: Sequence[str]) -> dict[str, dict[str, list[str]]]:
@@ -155,40 +143,27 @@ def _tables(sources: Sources, where: str, names: Sequence[str]) -> dict[str, dic
     """
     import ast
 
-    module, told = sources.module(where), {}
+    module, tables = sources.module(where), {}
+    if module is None:
+        return {}
+    changed = set()
+    for node in ast.walk(module.tree):
+        match node:
+            case (
+                ast.Subscript(value=ast.Name(id=name), ctx=ast.Store() | ast.Del())
+                | ast.Attribute(value=ast.Name(id=name), attr="update" | "setdefault")
+                | ast.AugAssign(target=ast.Name(id=name))
+            ):
+                changed.add(name)
     for name in names:
-        table = module.constants.get(name) if module is not None else None
-        if module is None or not isinstance(table, ast.Dict) or _grows(module.tree, name):
+        table = module.constants.get(name)
+        if not isinstance(table, ast.Dict) or name in changed:
             continue
         keys = [sources.evaluate(module, key) for key in table.keys]
-        if not all(isinstance(key, str) for key in keys):
-            continue
-        told[name] = {
-            key: _parameters(sources, module, value)
-            for key, value in zip(keys, table.values, strict=True)
-        }
-    return told
-
-
-def _grows(tree: ast.AST, name: str) -> bool:
-    """Whether a module changes a mapping after it was made."""
-    import ast
-
-    for node in ast.walk(tree):
-        match node:
-            case ast.Subscript(value=ast.Name(id=known), ctx=ast.Store() | ast.Del()):
-                pass
-            case ast.Call(
-                func=ast.Attribute(value=ast.Name(id=known), attr="update" | "setdefault")
-            ):
-                pass
-            case ast.AugAssign(target=ast.Name(id=known)):
-                pass
-            case _:
-                continue
-        if known == name:
-            return True
-    return False
+        if all(isinstance(key, str) for key in keys):
+            functions = [_parameters(sources, module, value) for value in table.values]
+            tables[name] = dict(zip(keys, functions, strict=True))
+    return tables
 
 
 def _parameters(sources: Sources, module: Module, node: ast.expr) -> list[str]:
@@ -196,18 +171,13 @@ def _parameters(sources: Sources, module: Module, node: ast.expr) -> list[str]:
     import ast
 
     node = node.elts[0] if isinstance(node, ast.Tuple) and node.elts else node
-    found = sources.resolve(module, node.id) if isinstance(node, ast.Name) else None
-    function = found[0].functions.get(found[1]) if found is not None else None
+    origin = sources.resolve(module, node.id) if isinstance(node, ast.Name) else None
+    function = origin[0].functions.get(origin[1]) if origin is not None else None
     if function is None:
         return []
-    given = function.args
-    named = [one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
-    return [*named, "**"] if given.kwarg is not None else named
-
-
-def _sized(method: ast.FunctionDef) -> bool:
-    named = [one.arg for one in (*method.args.args, *method.args.kwonlyargs)]
-    return named == ["cls", "vocab_size"]
+    taken = function.args
+    names = [one.arg for one in (*taken.posonlyargs, *taken.args, *taken.kwonlyargs)]
+    return [*names, "**"] if taken.kwarg is not None else names
 
 
 def schema_of(

@@ -1,7 +1,8 @@
 """Row lengths in tokens, and what they make of a batch: from `MEAN:MAX`, from a tokenised dataset.
 
 A padded batch is as wide as its longest row; a packed one is the sum of its rows. The peak of a run is its
-largest micro-batch, so both are asked for as the median largest of so many.
+largest micro-batch, so both are asked for as the median largest of so many. How full the rows are that
+dpo.py packs is found by packing as it does.
 """
 
 from __future__ import annotations
@@ -9,22 +10,26 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import random
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
 from launcher.errors import Finding, InvalidConfig, NotReady, brief, usage
-from launcher.files import open_regular, read_bytes
 
 # With a mean and a maximum alone, rows are taken as log-normal, which lengths of documents commonly are,
 # with this many standard deviations (of the logarithm) from the median to the maximum.
 _REACH = 2.9
 # A maximum further away than that comes to is one row of its own, and says nothing of the others.
 _WIDEST = 1.5
-_SAMPLE = 400
-_SAMPLED_BYTES = 64 * 2**20
+_STEPS = 8192  # different lengths of such rows, at most
+_PAIRS = 20_000  # of packed rows
 _NORMAL = NormalDist()
 
 
@@ -32,76 +37,46 @@ _NORMAL = NormalDist()
 class Lengths:
     """How long rows are, in tokens.
 
-    `histogram` counts rows by length where they were seen; else `mean` and `longest` are given and the
-    form between them assumed. A row of DPO is one of its two sequences. `rows` counts dataset rows.
-    `uncut` are mean and maximum before such rows were truncated at `longest`.
+    `counts` are the rows of each length, or its share where `mean` and `longest` are given and the form
+    between them is assumed. A row of DPO is one of its two sequences. `rows` counts dataset rows.
     """
 
     mean: float
+    deviation: float
     longest: int
     source: str
+    counts: tuple[tuple[int, float], ...]
     rows: int | None = None
-    histogram: tuple[tuple[int, int], ...] = ()
-    uncut: tuple[float, int] | None = None
-
-    @property
-    def deviation(self) -> float:
-        """Standard deviation."""
-        if self.histogram:
-            total = sum(n for _, n in self.histogram)
-            return math.sqrt(sum(n * (x - self.mean) ** 2 for x, n in self.histogram) / total)
-        if self.uncut is not None:
-            mean, squares = self._moments(self.longest)
-            return math.sqrt(max(0.0, squares - mean * mean))
-        spread = self._spread()
-        return min(self.mean * math.sqrt(math.expm1(spread * spread)), self.longest / 2)
 
     @property
     def tokens(self) -> int:
-        """All tokens of the rows that were seen; 0 where none were."""
-        return sum(length * count for length, count in self.histogram)
+        """All tokens of the rows that were counted."""
+        return int(sum(length * count for length, count in self.counts))
 
     def reaching(self, limit: int) -> int:
-        """How many of the rows that were seen are so long, or longer."""
-        return sum(count for length, count in self.histogram if length >= limit)
+        """How many of the rows that were counted are so long, or longer."""
+        return int(sum(count for length, count in self.counts if length >= limit))
 
     def cut(self, limit: int | None) -> Lengths:
         """The same rows, truncated at so many tokens."""
         if not limit or limit >= self.longest:
             return self
-        source = f"{self.source}, cut at {limit}"
-        if not self.histogram:
-            mean, longest = self.uncut or (self.mean, self.longest)
-            share = self._moments(limit)[0] / self._moments(longest)[0]
-            return Lengths(
-                mean=min(max(1.0, mean * share), float(limit)), longest=limit, source=source,
-                rows=self.rows, uncut=(mean, longest),
-            )  # fmt: skip
-        counts: dict[int, int] = {}
-        for length, count in self.histogram:
+        counts: dict[int, float] = {}
+        for length, count in self.counts:
             counts[min(length, limit)] = counts.get(min(length, limit), 0) + count
-        return _counted(counts, source, self.rows)
+        cut = _counted(counts, f"{self.source}, cut at {limit}", self.rows)
+        mean = self.mean * cut.mean / _counted(dict(self.counts), "", None).mean
+        return replace(cut, mean=min(max(1.0, mean), float(limit)), longest=limit)
 
-    def quantile(self, share: float) -> float:
-        """The length that this share of the rows does not exceed."""
-        if not self.histogram:
-            if share <= 0:
-                return 1.0
-            if share >= 1:
-                return float(self.longest)
-            value = math.exp(self._middle() + self._spread() * _NORMAL.inv_cdf(share))
-            return min(float(self.longest), max(1.0, value))
-        wanted = share * sum(n for _, n in self.histogram)
-        seen = 0
-        for length, count in self.histogram:
-            seen += count
-            if seen >= wanted:
-                return float(length)
-        return float(self.longest)
+    def quantiles(self, shares: Iterable[float]) -> list[int]:
+        """The lengths that these shares of the rows do not exceed."""
+        sums = list(accumulate(count for _, count in self.counts))
+        places = (bisect_left(sums, share * sums[-1]) for share in shares)
+        return [self.counts[min(place, len(sums) - 1)][0] for place in places]
 
-    def longest_of(self, rows: int) -> float:
+    def longest_of(self, rows: int) -> int:
         """The median longest of so many rows."""
-        return self.quantile(0.5 ** (1 / max(1, rows)))
+        return self.quantiles([0.5 ** (1 / max(1, rows))])[0]
 
     def sum_of(self, rows: int, batches: int = 1) -> float:
         """The median largest sum over batches of so many rows, by a gamma curve of the same moments."""
@@ -114,33 +89,41 @@ class Lengths:
         value = mean * (1 - 1 / (9 * form) + z / (3 * math.sqrt(form))) ** 3
         return min(float(rows * self.longest), max(mean, value))
 
-    def _middle(self) -> float:
-        """Mean of the logarithm."""
-        mean, spread = (self.uncut or (self.mean, 0))[0], self._spread()
-        return math.log(mean) - spread * spread / 2
 
-    def _moments(self, limit: int) -> tuple[float, float]:
-        """Mean, and mean of the squares, of the assumed rows cut at a limit."""
-        middle, spread, end = self._middle(), self._spread(), math.log(limit)
-        if not spread:
-            one = min(math.exp(middle), float(limit))
-            return one, one * one
-        beyond = 1 - _NORMAL.cdf((end - middle) / spread)
-        found = []
-        for power in (1, 2):
-            shift = power * spread * spread
-            below = _NORMAL.cdf((end - middle - shift) / spread)
-            found.append(
-                math.exp(power * middle + power * shift / 2) * below + limit**power * beyond
-            )
-        return found[0], found[1]
+def _counted(counts: Mapping[int, float], source: str, rows: int | None) -> Lengths:
+    total = sum(counts.values())
+    mean = sum(x * n for x, n in counts.items()) / total
+    squares = sum(n * (x - mean) ** 2 for x, n in counts.items()) / total
+    return Lengths(
+        mean=max(1.0, mean), deviation=math.sqrt(squares), longest=max(counts), source=source,
+        rows=rows, counts=tuple(sorted(counts.items())),
+    )  # fmt: skip
 
-    def _spread(self) -> float:
-        """Deviation of the logarithm, from longest/mean = exp(reach s - s^2/2)."""
-        mean, longest = self.uncut or (self.mean, self.longest)
-        ratio = math.log(max(1.0, longest / mean))
-        root = _REACH * _REACH - 2 * ratio
-        return min(_WIDEST, _REACH - math.sqrt(root)) if root > 0 else _WIDEST
+
+def uniform(length: int, source: str, rows: int | None = None) -> Lengths:
+    """Rows of one length."""
+    return _counted({length: 1}, source, rows)
+
+
+def log_normal(mean: float, longest: int, source: str) -> Lengths:
+    """Rows of which mean and maximum alone are known."""
+    # from longest/mean = exp(reach s - s^2/2)
+    ratio = math.log(max(1.0, longest / mean))
+    root = _REACH * _REACH - 2 * ratio
+    spread = min(_WIDEST, _REACH - math.sqrt(root)) if root > 0 else _WIDEST
+    if not spread:
+        return uniform(longest, source)
+    curve = NormalDist(math.log(mean) - spread * spread / 2, spread)
+    step, below = max(1, longest // _STEPS), 0.0
+    counts: dict[int, float] = {}
+    for length in range(step, longest, step):
+        share = curve.cdf(math.log(length))
+        counts[length], below = share - below, share
+    counts[longest] = 1 - below
+    deviation = min(mean * math.sqrt(math.expm1(spread * spread)), longest / 2)
+    return Lengths(
+        mean=mean, deviation=deviation, longest=longest, source=source, counts=tuple(counts.items())
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +150,7 @@ def largest(lengths: Lengths, *, rows: int, batches: int, packed: bool) -> Batch
         tokens = math.ceil(lengths.sum_of(rows, batches))
         why = f"largest of {batches:,} packed sums of {rows} rows of {lengths.mean:.0f} tokens on average"
         return Batch(rows=1, width=tokens, real=tokens, formula=f"{tokens:,} tokens: {why}")
-    width = math.ceil(lengths.longest_of(rows * batches))
+    width = lengths.longest_of(rows * batches)
     real = min(rows * width, math.ceil(width + (rows - 1) * lengths.mean))
     why = f"padded to the longest of {rows * batches:,} rows"
     return Batch(rows=rows, width=width, real=real, formula=f"{rows} x {width:,} tokens: {why}")
@@ -181,10 +164,58 @@ def typical(lengths: Lengths, *, rows: int, packed: bool) -> Batch:
             rows=1, width=real, real=real, formula=f"{rows} rows x {lengths.mean:.0f} tokens"
         )
     # the mean of a maximum, from its quartiles
-    width = sum(lengths.quantile(q ** (1 / rows)) for q in (1 / 8, 3 / 8, 5 / 8, 7 / 8)) / 4
+    width = sum(lengths.quantiles(q ** (1 / rows) for q in (1 / 8, 3 / 8, 5 / 8, 7 / 8))) / 4
     wide = max(math.ceil(width), math.ceil(lengths.mean))
     return Batch(rows=rows, width=wide, real=min(real, rows * wide),
                  formula=f"{rows} rows padded to {wide} on average")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """One row of a rank on average: pairs in it, real tokens of both branches, and all its positions."""
+
+    pairs: float
+    real: float
+    positions: int
+
+    @property
+    def filled(self) -> float:
+        """Share of the positions that hold a token."""
+        return self.real / self.positions
+
+
+@cache
+def pack(rows: Lengths, *, pairs: int, limit: int) -> Packed:
+    """Rows of at most `pairs` pairs and `limit` tokens a branch, from pairs as long as `rows` says.
+
+    dpo.py goes through the shuffled pairs in order (data_loader.py:321): a row holds as many pairs as fit,
+    chosen and rejected each within the limit, and never more than the rank's batch. What is left of the row
+    is padding, and the model computes it all the same. The same pairs are drawn each time, so that plans of
+    different batches compare.
+    """
+    chance = random.Random(20260101)
+    drawn = iter(rows.quantiles(chance.random() for _ in range(2 * _PAIRS)))
+    full, current, chosen, rejected, tokens = 0, 0, 0, 0, 0
+    for one, other in ((min(limit, one), min(limit, next(drawn))) for one in drawn):
+        if current and (current >= pairs or chosen + one > limit or rejected + other > limit):
+            full, tokens = full + 1, tokens + chosen + rejected
+            current = chosen = rejected = 0
+        current, chosen, rejected = current + 1, chosen + one, rejected + other
+    if not full:
+        return Packed(pairs=current, real=chosen + rejected, positions=2 * limit)
+    # the last row may not be full
+    return Packed(pairs=(_PAIRS - current) / full, real=tokens / full, positions=2 * limit)
+
+
+def fuller(rows: Lengths, *, pairs: int, limit: int) -> tuple[int, Packed]:
+    """The least doubling of a batch whose rows are filled to 80 %, or that fills them no further."""
+    row = pack(rows, pairs=pairs, limit=limit)
+    while row.filled < 0.8 and pairs < 4096:
+        more = pack(rows, pairs=2 * pairs, limit=limit)
+        if more.filled < 1.02 * row.filled:
+            break
+        pairs, row = 2 * pairs, more
+    return pairs, row
 
 
 def parse(text: str) -> Lengths:
@@ -199,7 +230,7 @@ def parse(text: str) -> Lengths:
             "row-tokens", f"--row-tokens {brief(text, 40)} is not MEAN:MAX with 1 <= MEAN <= MAX",
             "for example --row-tokens 290:1100",
         )  # fmt: skip
-    return Lengths(mean=values[0], longest=values[1], source=f"--row-tokens {text}")
+    return log_normal(*values, f"--row-tokens {text}")
 
 
 def of_dataset(folder: Path, columns: Sequence[str] = ("input_ids",)) -> Lengths:
@@ -213,10 +244,9 @@ def of_dataset(folder: Path, columns: Sequence[str] = ("input_ids",)) -> Lengths
         arrow: Any = importlib.import_module("pyarrow")
         compute: Any = importlib.import_module("pyarrow.compute")
     except ImportError:
-        raise NotReady(_unread(
-            f"{folder} cannot be read without pyarrow", "pip install pyarrow, or give --row-tokens MEAN:MAX"
-        )) from None  # fmt: skip
-    counts: dict[int, int] = {}
+        help = "pip install pyarrow, or give --row-tokens MEAN:MAX"
+        raise NotReady(_unread(f"{folder} cannot be read without pyarrow", help).findings) from None
+    counts: Counter[int] = Counter()
     rows = 0
     for path in _arrow_files(folder):
         try:
@@ -224,67 +254,16 @@ def of_dataset(folder: Path, columns: Sequence[str] = ("input_ids",)) -> Lengths
                 for chunk in _batches(arrow, source):
                     rows += chunk.num_rows
                     for name in _present(chunk.schema.names, columns, path):
-                        found = compute.value_counts(compute.list_value_length(chunk.column(name)))
-                        for value in found.to_pylist():
+                        values = compute.value_counts(compute.list_value_length(chunk.column(name)))
+                        for value in values.to_pylist():
                             if value["values"] is not None:
-                                length = int(value["values"])
-                                counts[length] = counts.get(length, 0) + int(value["counts"])
+                                counts[int(value["values"])] += int(value["counts"])
         except (OSError, arrow.ArrowException) as error:
-            raise InvalidConfig(_unread(
-                f"{path} is no readable arrow file: {brief(error)}", "delete it, or give --row-tokens"
-            )) from None  # fmt: skip
+            message = f"{path} is no readable arrow file: {brief(error)}"
+            raise _unread(message, "delete it, or give --row-tokens") from None
     if not counts:
-        raise InvalidConfig(_unread(f"{folder} holds no rows", "give --row-tokens MEAN:MAX"))
+        raise _unread(f"{folder} holds no rows")
     return _counted(counts, f"{rows:,} rows of {folder}", rows)
-
-
-def of_texts(path: Path, tokenizer: Path, *, extra: int = 5) -> Lengths:
-    """Lengths of a sample of a local .jsonl with chats, by the model's own tokenizer.json.
-
-    `extra` tokens a message stand for the chat template. Raises NotReady without the tokenizers
-    package, InvalidConfig where the files cannot be read.
-    """
-    try:
-        tokenizers: Any = importlib.import_module("tokenizers")
-    except ImportError:
-        raise NotReady(_unread(
-            f"{path} cannot be tokenised without the tokenizers package", "give --row-tokens MEAN:MAX"
-        )) from None  # fmt: skip
-    try:
-        encoder = tokenizers.Tokenizer.from_file(str(tokenizer))
-    except Exception as error:  # tokenizers raises plain Exceptions
-        raise InvalidConfig(_unread(
-            f"{tokenizer} is no tokenizer: {brief(error)}", "give --row-tokens MEAN:MAX"
-        )) from None  # fmt: skip
-    counts: dict[int, int] = {}
-    for chat in _sampled(path):
-        texts = [str(m.get("content", "")) for m in chat if isinstance(m, Mapping)]
-        length = sum(len(e.ids) + extra for e in encoder.encode_batch(texts))
-        counts[length] = counts.get(length, 0) + 1
-    if not counts:
-        raise InvalidConfig(_unread(f"{path} holds no chats", "give --row-tokens MEAN:MAX"))
-    sampled = sum(counts.values())
-    return _counted(counts, f"a sample of {sampled} chats of {path}", None)
-
-
-def _sampled(path: Path) -> Iterable[Sequence[Any]]:
-    """Chats of every n-th line: `messages`, or DPO's `chosen` and `rejected`."""
-    try:
-        if path.stat().st_size > _SAMPLED_BYTES:
-            with open_regular(path) as file:
-                lines = file.read(_SAMPLED_BYTES).splitlines()[:-1]
-        else:
-            lines = read_bytes(path, _SAMPLED_BYTES).splitlines()
-    except OSError as error:
-        raise InvalidConfig(_unread(f"{path}: {error.strerror}", "give --row-tokens")) from None
-    for line in lines[:: max(1, len(lines) // _SAMPLE)]:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        for key in ("messages", "chosen", "rejected"):
-            if isinstance(row, dict) and isinstance(row.get(key), list):
-                yield row[key]
 
 
 def _arrow_files(folder: Path) -> list[Path]:
@@ -297,10 +276,8 @@ def _arrow_files(folder: Path) -> list[Path]:
         except OSError:
             names = []
     if not names:
-        raise InvalidConfig(_unread(
-            f"{folder} is no tokenised dataset: it has no .arrow files",
-            "run `cache_dataset_only` first, or give --row-tokens MEAN:MAX",
-        ))  # fmt: skip
+        message = f"{folder} is no tokenised dataset: it has no .arrow files"
+        raise _unread(message, "run `launch prepare` first, or give --row-tokens MEAN:MAX")
     return [folder / name for name in names]
 
 
@@ -314,26 +291,15 @@ def _batches(arrow: Any, source: Any) -> Iterable[Any]:
             yield reader.get_batch(index)
 
 
-def _present(have: Sequence[str], wanted: Sequence[str], path: Path) -> Sequence[str]:
-    missing = [name for name in wanted if name not in have]
-    if missing:
-        raise InvalidConfig(_unread(
-            f"{path} has no column {', '.join(missing)}: it has {brief(', '.join(have))}",
-            "give --row-tokens MEAN:MAX",
-        ))  # fmt: skip
-    return wanted
+def _present(have: Sequence[str], needed: Sequence[str], path: Path) -> Sequence[str]:
+    if missing := [name for name in needed if name not in have]:
+        names = ", ".join(missing)
+        raise _unread(f"{path} has no column {names}: it has {brief(', '.join(have))}")
+    return needed
 
 
-def _counted(counts: Mapping[int, int], source: str, rows: int | None) -> Lengths:
-    total = sum(counts.values())
-    return Lengths(
-        mean=max(1.0, sum(x * n for x, n in counts.items()) / total), longest=max(counts),
-        source=source, rows=rows, histogram=tuple(sorted(counts.items())),
-    )  # fmt: skip
-
-
-def _unread(message: str, help: str) -> Finding:
-    return Finding(
+def _unread(message: str, help: str = "give --row-tokens MEAN:MAX") -> InvalidConfig:
+    return InvalidConfig(Finding(
         severity="error", layer="launch", code="unknown-lengths", key="row_tokens",
         message=message, help=help,
-    )  # fmt: skip
+    ))  # fmt: skip

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from launcher import budget, options, plan
+from launcher import options, plan
 from launcher.config import spelt
 from launcher.keys import DEEPSPEED
 from launcher.lengths import Lengths
@@ -74,7 +74,7 @@ class Space:
             if total == self.plan.global_batch and len(around) == len(self.levers):
                 split = [chosen]
             else:
-                sizes = budget.splits(total, devices(self.plan))
+                sizes = plan.splits(total, devices(self.plan))
                 split = [{**chosen, "per_device": per_device} for per_device in sizes]
             yield from (one for one in split if one == self.base or not self._packs_nothing(one))
 
@@ -200,7 +200,7 @@ def _liger(made: Plan, packages: Packages, _rows: Lengths | None) -> Told:
 def _per_device(made: Plan, _packages: Packages, _rows: Lengths | None) -> Told:
     if made.stage.entry.torchrun and made.values.get("packing"):
         return "packed, dpo.py computes one row a GPU in a step, whatever stands in it"
-    values = tuple(budget.splits(made.global_batch, devices(made)))
+    values = tuple(plan.splits(made.global_batch, devices(made)))
     if len(values) < 2:
         return f"{made.global_batch} rows a step cannot be split in another way"
     return Lever(name="per_device", now=made.per_device, values=values)

@@ -52,12 +52,11 @@ def measure(
     """
     began, models = time.monotonic(), root / "models"
     place = models / f"{rundir.dashed(variant.name)[:60]}-{repeat + 1}"
-    busy = utilisation.Sampler()
     try:
         asked = short(of_variant(request, variant), steps, place, batch, profile=profile)
         prepared = preparation.prepare(replace(asked, runs=root), running=True)
         left = None if timeout_s is None else timeout_s - (time.monotonic() - began)
-        with busy:
+        with utilisation.sampled() as readings:
             outcome = trial.of_prepared(prepared, timeout_s=left, allow_unproven=True, quiet=True)
     except LaunchError as error:
         stops = errors(error.findings) or error.findings
@@ -68,7 +67,7 @@ def measure(
     finally:
         # all of it: one that was killed before may have left its own
         shutil.rmtree(models, ignore_errors=True)
-    return sample_of(outcome, variant.name, repeat, busy.readings)
+    return sample_of(outcome, variant.name, repeat, readings)
 
 
 def of_variant(request: Request, variant: Variant) -> Request:

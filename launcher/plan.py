@@ -125,8 +125,9 @@ def make(
             severity="note", layer="launch", code="derived", key=f"args.{name}",
             message=f"`{name}: {value}` is set by launch: {why}", file=str(stage.config.path),
         ))  # fmt: skip
-    for name, settled in _attention(stage, gpus * nodes, packages, notes):
-        derived[name] = settled
+    attention, fallback = _attention(stage, gpus * nodes, packages)
+    notes += fallback
+    derived |= attention
     if names.output not in stage.args and output is not None:
         why = "the stage file names no place: inside the run folder"
         derived[names.output] = Derived(value=str(output), why=why)
@@ -165,25 +166,27 @@ def _olmo_core(
 
 
 def _attention(
-    stage: Stage, gpus: int, packages: Mapping[str, str] | None, notes: list[Finding]
-) -> Iterator[tuple[str, Derived]]:
+    stage: Stage, gpus: int, packages: Mapping[str, str] | None
+) -> tuple[dict[str, Derived], list[Finding]]:
     """The implementation that `attention:` comes to here; those passed over are said, with reasons."""
     choice = preferred_attention(stage.options, stage.values, gpus=gpus, packages=packages)
     if choice is None:
-        return
-    origin = stage.config.origin("attention")
-    if choice.passed:
-        fault = choice.name is None
-        notes.append(Finding(
-            severity="error" if fault else "note", layer="run", key="attention",
-            code="attention-missing" if fault else "attention-fallback",
-            message=f"no implementation of `attention:` can be had here: {choice.why}" if fault
-            else f"attention falls back to {choice.name}: {choice.why}",
-            help="add sdpa to the list" if fault else None, **origin.place,
-        ))  # fmt: skip
-    if choice.name is not None:
-        why = f"`attention:` ({choice.why})" if choice.passed else "the first of `attention:`"
-        yield "attn_implementation", Derived(value=choice.name, why=why)
+        return {}, []
+    chosen = {"attn_implementation": Derived(value=choice.name, why="the first of `attention:`")}
+    if not choice.passed:
+        return chosen if choice.name is not None else {}, []
+    place = stage.config.origin("attention").place
+    if choice.name is None:
+        return {}, [Finding(
+            severity="error", layer="run", key="attention", code="attention-missing",
+            message=f"no implementation of `attention:` can be had here: {choice.why}",
+            help="add sdpa to the list", **place,
+        )]  # fmt: skip
+    chosen["attn_implementation"] = Derived(value=choice.name, why=f"`attention:` ({choice.why})")
+    return chosen, [Finding(
+        severity="note", layer="run", key="attention", code="attention-fallback",
+        message=f"attention falls back to {choice.name}: {choice.why}", **place,
+    )]  # fmt: skip
 
 
 def applied(plan: Plan, derived: Mapping[str, Derived]) -> Plan:
@@ -328,6 +331,13 @@ def divisors(number: int) -> list[int]:
     """What divides a number without a rest, smallest first."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return small + [number // n for n in reversed(small) if n * n != number]
+
+
+def splits(total: int, processes: int) -> list[int]:
+    """Per-device batches that keep a global batch of `total`, smallest first."""
+    if total < 1 or processes < 1 or total % processes:
+        return []
+    return divisors(total // processes)
 
 
 def nearest(numbers: Sequence[int], to: int) -> list[int]:

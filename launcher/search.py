@@ -20,6 +20,7 @@ from launcher.errors import InvalidConfig
 from launcher.footprint import Footprint
 from launcher.lengths import Lengths
 from launcher.levers import ORDER, Setting, Settings, Space, described
+from launcher.phases import usable
 from launcher.shapes import Shape
 
 THRESHOLD = 0.005
@@ -192,9 +193,9 @@ class Outlook:
         except InvalidConfig:
             return None
         short = replace(whole, plan=replace(whole.plan, steps=self.steps))
-        pace = throughput.pace(whole, self.card)
         return Expected(
-            peak=self._peak(whole), short=self._peak(short), seconds=pace.seconds, tokens=pace.tokens
+            peak=self._peak(whole), short=self._peak(short),
+            seconds=throughput.step_seconds(whole, self.card), tokens=whole.tokens.real,
         )  # fmt: skip
 
     def footprint(self, settings: Settings) -> Footprint:
@@ -210,10 +211,9 @@ class Outlook:
         if self.shape is None:
             return None
         try:
-            known = memory.estimate(found.setup())
+            return memory.estimate(found.setup()).on(self.card.gib).peak
         except InvalidConfig:
             return None
-        return (known if self.card.gib is None else known.within(self.card.gib)).peak
 
 
 class Search:
@@ -284,7 +284,7 @@ class Search:
     @property
     def limit(self) -> float:
         """GiB that may be planned for."""
-        return math.inf if self.room is None else memory.usable(self.room)
+        return math.inf if self.room is None else usable(self.room)
 
     def fits(self, candidate: Candidate, measured: Measured) -> bool:
         """Whether the whole run should fit, which meets longer rows than the trial that did.

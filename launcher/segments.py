@@ -45,7 +45,7 @@ class Piece:
 class Pieces:
     """A file as it was when it was opened: what is written to it later is not read.
 
-    Every piece can be read by itself and by any process; a file that was cut short since gives less.
+    Every piece can be read by itself; a file that was cut short since gives less.
     """
 
     file: int

@@ -41,9 +41,8 @@ def zero_of(config: Mapping[str, Any] | None, hidden: int) -> Zero | None:
     zero: Mapping[str, Any] = section if isinstance(section, Mapping) else {}
     stage = zero.get("stage", 0)
     if isinstance(stage, bool) or not isinstance(stage, int):
-        raise InvalidConfig(
-            undescribed(f"`stage` of `zero_optimization` is {brief(repr(stage), 40)}, no number")
-        )
+        value = brief(repr(stage), 40)
+        raise undescribed(f"`stage` of `zero_optimization` is {value}, no number")
     auto = {
         "reduce_bucket_size": hidden * hidden,
         "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
@@ -82,11 +81,10 @@ class Adapters:
     bytes: int = HALF
     dropout: bool = True
 
-    def parameters(self, shape: Shape, *, below: int | None = None) -> int:
-        """Trained parameters; those in weights of fewer elements than `below`."""
-        wanted = [s for name, s in shape.linears().items() if name in self.targets]
-        each = [self.rank * width for pair in wanted for width in pair]
-        return shape.layers * sum(one for one in each if below is None or one < below)
+    def parameters(self, shape: Shape) -> int:
+        """Trained parameters."""
+        sizes = (sum(size) for name, size in shape.linears().items() if name in self.targets)
+        return shape.layers * self.rank * sum(sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +155,26 @@ class Setup:
         return self.weight_bytes == FULL
 
     @property
+    def state_width(self) -> int:
+        """Bytes an element of the states between layers."""
+        return FULL if self.wide else HALF
+
+    @property
+    def casts(self) -> bool:
+        """Whether autocast keeps 16-bit copies of the weights."""
+        return self.autocast and self.wide and self.quantised is None
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a step has several micro-batches."""
+        return self.accumulation > 1
+
+    @property
+    def states(self) -> float:
+        """Bytes of the optimizer's states for each trained element, without DeepSpeed or FSDP."""
+        return 2.0 * self.gradient_bytes if self.state_bytes is None else self.state_bytes
+
+    @property
     def frozen(self) -> bool:
         """Whether linears that adapters are put on keep nothing of their input.
 
@@ -217,9 +235,9 @@ class Setup:
         return self.adapters.bytes if self.adapters else self.weight_bytes
 
 
-def undescribed(message: str) -> Finding:
+def undescribed(message: str) -> InvalidConfig:
     """`unknown-memory`: what the memory model leaves out."""
-    return Finding(
+    return InvalidConfig(Finding(
         severity="error", layer="launch", code="unknown-memory", message=message,
         help="memory cannot be planned for it; the steps and tokens can",
-    )  # fmt: skip
+    ))  # fmt: skip

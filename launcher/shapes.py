@@ -38,8 +38,8 @@ class Layout:
     divided: bool = False
     """transformers refuses a hidden size that the heads do not divide."""
     windows: str = ""
-    """Which layers look back over `sliding_window` tokens alone: "" none, "all", "asked" the upper ones
-    where `use_sliding_window`, or all but every so many-th, by the config's key or this default."""
+    """Whether layers look back over `sliding_window` tokens alone: "" never, "always" all or most of them,
+    "asked" where `use_sliding_window`."""
     keys: Mapping[str, Any]
     """What transformers' config class takes where a key is absent, as far as it is not derived."""
     nulls: frozenset[str] = frozenset({"num_key_value_heads"})
@@ -54,12 +54,12 @@ _OLMO2 = Layout(norm_kept=8, post_norm=True, qk_norm="full", keys=_NO_BIAS)
 
 FAMILIES: Mapping[str, Layout] = {
     "llama": Layout(divided=True, keys=_LLAMA, nulls=frozenset({"num_key_value_heads", "head_dim"})),
-    "mistral": Layout(windows="all", keys=_MISTRAL, nulls=frozenset({"head_dim"})),
+    "mistral": Layout(windows="always", keys=_MISTRAL, nulls=frozenset({"head_dim"})),
     "granite": Layout(keys=_LLAMA),
     "qwen2": Layout(qkv_bias=True, windows="asked", keys={"num_key_value_heads": 32}),
     "qwen3": Layout(qk_norm="head", windows="asked", keys=_QWEN3),
     "olmo2": _OLMO2,
-    "olmo3": replace(_OLMO2, windows="4", keys={**_NO_BIAS, "sliding_window": 4096}),
+    "olmo3": replace(_OLMO2, windows="always", keys={**_NO_BIAS, "sliding_window": 4096}),
 }  # fmt: skip
 
 
@@ -68,9 +68,9 @@ class Shape:
     """A decoder model's widths (in elements) and weights.
 
     `layer` are the sizes of one layer's weights, under transformers' names; `outer` those outside the
-    layers. A tied output layer is not listed twice. `source` says where the config was found. Of the
-    layers `windowed` look back over `window` tokens alone. `dtype` is that of the weights, empty where
-    the config does not say.
+    layers. A tied output layer is not listed twice. `source` says where the config was found. `window` is how
+    far layers look back that do not see everything. `dtype` is that of the weights, empty where the config
+    does not say.
     """
 
     name: str
@@ -89,7 +89,6 @@ class Shape:
     layer: Mapping[str, Size]
     outer: Mapping[str, Size]
     window: int = 0
-    windowed: int = 0
 
     @property
     def query(self) -> int:
@@ -167,21 +166,18 @@ def find(
     no config is here, or it describes something that this module does not.
     """
     if not isinstance(name, str) or not name:
-        raise InvalidConfig(_unknown("no model is named", "set `model_name_or_path`"))
+        raise _unknown("no model is named", "set `model_name_or_path`")
     path, source = model_config.where(name, environ, revision), f"config.json of {name}"
     config: Mapping[str, Any] = {}
     if path is not None and not (config := model_config.read(name, environ, revision)):
-        raise InvalidConfig(_unknown(
-            f"{path} is no config of a model: it holds no mapping of keys",
-            "download it again, or name another model",
-        ))  # fmt: skip
+        message = f"{path} is no config of a model: it holds no mapping of keys"
+        raise _unknown(message, "download it again, or name another model")
     if not config:
         config, source = table().get(name.lower(), {}), f"launcher/shapes.json, {name}"
     if not config:
-        raise InvalidConfig(_unknown(
-            f"the shape of {name} is not known: no config.json of it is here, nor in the hub's cache",
-            "download its config.json, or name a folder that has one",
-        ))  # fmt: skip
+        where = "no config.json of it is here, nor in the hub's cache"
+        help = "download its config.json, or name a folder that has one"
+        raise _unknown(f"the shape of {name} is not known: {where}", help)
     return shape_of({**config, **(replaced or {})}, name=name, source=source)
 
 
@@ -189,27 +185,24 @@ def shape_of(config: Mapping[str, Any], *, name: str = "", source: str = "config
     """A parsed config.json -> `Shape`; raises InvalidConfig (`unknown-shape`) naming what is missing."""
     family = config.get("model_type")
     if "vision_config" in config or "audio_config" in config:
-        raise InvalidConfig(_unknown(f"{name}: {family} has more than a language model", _KNOWN))
+        raise _unknown(f"{name}: {family} has more than a language model", _KNOWN)
     layout = FAMILIES.get(family) if isinstance(family, str) else None
     if layout is None:
-        said = f"`model_type: {family}`" if family else "no `model_type`"
-        raise InvalidConfig(_unknown(f"{name}: a model with {said} is not described", _KNOWN))
+        kind = f"`model_type: {family}`" if family else "no `model_type`"
+        raise _unknown(f"{name}: a model with {kind} is not described", _KNOWN)
     if config.get("quantization_config"):
-        raise InvalidConfig(_unknown(
-            f"{name}: its weights are quantised (`quantization_config`), which is not described",
-            "name the model that it was made from, or --shape MODEL",
-        ))  # fmt: skip
+        message = (
+            f"{name}: its weights are quantised (`quantization_config`), which is not described"
+        )
+        raise _unknown(message, "name the model that it was made from, or --shape MODEL")
     reader = _Reader(config, layout, name)
     heads, hidden = reader.whole("num_attention_heads"), reader.whole("hidden_size")
     kv_heads = reader.whole("num_key_value_heads", heads)
+    head_count = f"`num_attention_heads: {heads}`"
     if layout.divided and hidden % heads:
-        raise reader.fault(
-            f"`hidden_size: {hidden}` is no multiple of `num_attention_heads: {heads}`"
-        )
+        raise reader.fault(f"`hidden_size: {hidden}` is no multiple of {head_count}")
     if heads % kv_heads:
-        raise reader.fault(
-            f"`num_attention_heads: {heads}` is no multiple of `num_key_value_heads: {kv_heads}`"
-        )
+        raise reader.fault(f"{head_count} is no multiple of `num_key_value_heads: {kv_heads}`")
     head_dim = reader.whole("head_dim", hidden // heads)
     inner, layers = reader.whole("intermediate_size"), reader.whole("num_hidden_layers")
     vocab, tied = reader.whole("vocab_size"), reader.flag("tie_word_embeddings")
@@ -217,13 +210,12 @@ def shape_of(config: Mapping[str, Any], *, name: str = "", source: str = "config
         "model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,),
         **({} if tied else {"lm_head.weight": (vocab, hidden)}),
     }  # fmt: skip
-    window, windowed = _windows(reader, layers)
     return Shape(
         name=name, family=str(family), source=source, layout=layout, hidden=hidden,
         intermediate=inner, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
         vocab=vocab, tied=tied, dtype=model_config.weights_type(config),
         layer=_layer(reader, hidden, inner, heads * head_dim, kv_heads * head_dim, head_dim),
-        outer=outer, window=window, windowed=windowed,
+        outer=outer, window=_window(reader),
     )  # fmt: skip
 
 
@@ -259,26 +251,18 @@ def _layer(
     return sizes
 
 
-def _windows(reader: _Reader, layers: int) -> tuple[int, int]:
-    """How far windowed layers look back, and how many they are; (0, 0) where all see everything."""
-    config, kind = reader.config, reader.layout.windows
+def _window(reader: _Reader) -> int:
+    """How far layers look back that do not see everything; 0 where all see everything."""
     size = reader.value("sliding_window")
-    if not kind or not isinstance(size, int) or size < 1:
-        return 0, 0
-    types = config.get("layer_types")
-    if kind == "asked" and not config.get("use_sliding_window"):
-        return 0, 0
-    if kind == "all":
-        count = layers
-    elif isinstance(types, list):
-        count = types.count("sliding_attention")
-    elif kind == "asked":
-        above = config.get("max_window_layers", 28)
-        count = layers - above if isinstance(above, int) else layers
-    else:
-        every = config.get("sliding_window_pattern")
-        count = layers - layers // (every if isinstance(every, int) and every > 0 else int(kind))
-    return (size, min(count, layers)) if count > 0 else (0, 0)
+    switched = reader.layout.windows == "asked"
+    if not reader.layout.windows or (switched and not reader.config.get("use_sliding_window")):
+        return 0
+    return size if isinstance(size, int) and size > 0 else 0
+
+
+_REFUSED = "transformers does not run such a model"
+# no size of a model comes near it
+_LARGEST = 2**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,22 +289,13 @@ class _Reader:
     def whole(self, key: str, default: int | None = None) -> int:
         value = self.value(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < _LARGEST:
-            said = "is missing" if key not in self.config else f"is {_shown(value)}"
-            raise self.fault(
-                f"`{key}` {said}", "its config.json must hold it as a whole number above 0"
-            )
+            fault = f"is {_shown(value)}" if key in self.config else "is missing"
+            help = "its config.json must hold it as a whole number above 0"
+            raise self.fault(f"`{key}` {fault}", help)
         return value
 
-    def fault(
-        self, message: str, help: str = "transformers does not run such a model"
-    ) -> InvalidConfig:
-        return InvalidConfig(
-            _unknown(f"{message} in the config of {self.name or 'the model'}", help)
-        )
-
-
-# no size of a model comes near it
-_LARGEST = 2**31
+    def fault(self, message: str, help: str = _REFUSED) -> InvalidConfig:
+        return _unknown(f"{message} in the config of {self.name or 'the model'}", help)
 
 
 def _shown(value: object) -> str:
@@ -332,18 +307,14 @@ def table() -> Mapping[str, Mapping[str, Any]]:
     """Common models by lower-case hub name; aliases are written out."""
     text = resources.files("launcher").joinpath("shapes.json").read_text(encoding="utf-8")
     data = json.loads(text)
-    entries: dict[str, Mapping[str, Any]] = {}
-    for entry in data["models"]:
-        for name in entry["names"]:
-            entries[name.lower()] = entry["config"]
-    return entries
+    return {name.lower(): one["config"] for one in data["models"] for name in one["names"]}
 
 
 _KNOWN = "described are: " + ", ".join(sorted(FAMILIES))
 
 
-def _unknown(message: str, help: str) -> Finding:
-    return Finding(
+def _unknown(message: str, help: str) -> InvalidConfig:
+    return InvalidConfig(Finding(
         severity="error", layer="launch", code="unknown-shape", key="args.model_name_or_path",
         message=message, help=help,
-    )  # fmt: skip
+    ))  # fmt: skip

@@ -36,7 +36,7 @@ from launcher.cards import CPU, Card, card_of
 from launcher.comparison import SPEED, TOLERANCE, Row, Sample
 from launcher.devices import Devices
 from launcher.errors import Exit, Finding, InvalidConfig, NotReady, errors, usage
-from launcher.lengths import Lengths
+from launcher.lengths import Lengths, log_normal
 from launcher.levers import Packages, Space
 from launcher.plan import Plan
 from launcher.preparation import Asked, Request
@@ -161,9 +161,7 @@ class Tuning:
         try:
             rows = record.get("rows") or {"assumed": True}
             if self.assumed and not rows["assumed"]:
-                self.rows = Lengths(
-                    mean=rows["mean"], longest=rows["longest"], source=rows["source"]
-                )
+                self.rows = log_normal(rows["mean"], rows["longest"], rows["source"])
                 self.assumed = False
             more = self.terms.budget_s > record.get("budget_s", 0)
             self.learn_again(
@@ -363,7 +361,7 @@ def _rows(made: Plan, asked: Asked, terms: Terms) -> tuple[Lengths, bool]:
         limit = made.values.get(made.stage.entry.names.max_length)
         longest = limit if isinstance(limit, int) and limit > 0 else 2048
         source = "not known: half of the longest, until the first trial tells"
-        return Lengths(mean=longest / 2, longest=longest, source=source), True
+        return log_normal(longest / 2, longest, source), True
 
 
 # --- going through with it ------------------------------------------------------------------------
@@ -517,7 +515,7 @@ def _learn_rows(tuning: Tuning, sample: Sample) -> None:
         return
     mean = tokens / (made.global_batch * (2 if made.stage.options.stage == "dpo" else 1))
     source, longest = f"the first trial: {mean:.0f} on average", tuning.rows.longest
-    tuning.rows = Lengths(mean=mean, longest=max(longest, round(mean)), source=source)
+    tuning.rows = log_normal(mean, max(longest, round(mean)), source)
     tuning.assumed = False
     tuning.learn_again([trial_json(one, tuning.space) for one in tuning.trials])
 

@@ -6,13 +6,13 @@ kernel ran: 100 % does not say that a GPU does all that it could.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 import threading
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from types import TracebackType
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 from launcher import machine
 
@@ -28,43 +28,35 @@ class Reading:
     percent: float
 
 
-@dataclass(slots=True)
-class Sampler:
-    """Asks for as long as its `with` block lasts; asks nothing where there is no driver."""
+@contextlib.contextmanager
+def sampled(every_s: float = EVERY_S) -> Iterator[list[Reading]]:
+    """Readings of the time that the `with` block lasts; none where there is no driver."""
+    readings: list[Reading] = []
+    over = threading.Event()
 
-    every_s: float = EVERY_S
-    readings: list[Reading] = field(default_factory=list)
-    _over: threading.Event = field(default_factory=threading.Event)
-    _thread: threading.Thread | None = None
-
-    def __enter__(self) -> Sampler:
-        self._thread = threading.Thread(target=self._ask, name="gpu-utilisation", daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
-        self._over.set()
-        if self._thread is not None:
-            # a question that is under way ends by itself; nobody waits for it
-            self._thread.join(timeout=self.every_s)
-
-    def _ask(self) -> None:
+    def ask() -> None:
         # a driver that did not answer once may do so the next time
-        while not self._over.is_set() and shutil.which("nvidia-smi") is not None:
-            self.readings += read()
-            self._over.wait(self.every_s)
+        while not over.is_set() and shutil.which("nvidia-smi") is not None:
+            readings.extend(read())
+            over.wait(every_s)
+
+    thread = threading.Thread(target=ask, name="gpu-utilisation", daemon=True)
+    thread.start()
+    try:
+        yield readings
+    finally:
+        over.set()
+        # a question that is under way ends by itself; nobody waits for it
+        thread.join(timeout=every_s)
 
 
 def read() -> list[Reading]:
     """All GPUs now; empty without a driver, or where it does not tell (an instance of a divided one)."""
-    told = machine.run(
+    answer = machine.run(
         ["nvidia-smi", "--query-gpu=uuid,utilization.gpu", "--format=csv,noheader,nounits"], 20
     )
     now = time.time()
-    words = [line.rpartition(", ") for line in (told or "").splitlines()]
+    words = [line.rpartition(", ") for line in (answer or "").splitlines()]
     return [Reading(now, gpu.strip(), float(use)) for gpu, _, use in words if use.isdecimal()]
 
 

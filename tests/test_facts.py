@@ -88,11 +88,6 @@ def test_mappings_that_names_are_looked_up_in(root: Path) -> None:
     }
 
 
-def test_a_second_question_reads_nothing(ask: Asked, reads: list[Sequence[str]]) -> None:
-    assert ask() == ask()
-    assert reads == [["sft"]]
-
-
 @pytest.mark.parametrize("name", ["finetune.py", "helper.py"])
 def test_a_changed_file_is_read_again(
     ask: Asked, root: Path, reads: list[Sequence[str]], name: str
@@ -135,10 +130,11 @@ def test_a_cache_in_an_impossible_place(ask: Asked, monkeypatch: pytest.MonkeyPa
     assert ask()["stages"]["sft"]
 
 
-def test_another_version_of_launch_reads_for_itself(
+def test_a_second_question_reads_nothing_but_in_another_version_of_launch(
     ask: Asked, reads: list[Sequence[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ask()
+    assert ask() == ask()
+    assert reads == [["sft"]]
     monkeypatch.setattr(facts, "FORM", facts.FORM + 1)
     ask()
     assert len(reads) == 2
@@ -148,10 +144,15 @@ def test_another_version_of_launch_reads_for_itself(
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b"null", b"{}", b'{"files": 3}', b'{"files": {"nowhere": "00"}}', b"\xff\xfe\x00",
-        b"[" * 100_000, b'{"files": {}, "stages": {}}',
+        b"",
+        b"{",
+        b"null",
+        b"{}",
+        b'{"files": ["a"]}',
+        b'{"files": {"nowhere": "00"}}',
+        b"[" * 100_000,
     ],
-)  # fmt: skip
+)
 def test_a_damaged_entry_is_read_anew(
     ask: Asked, reads: list[Sequence[str]], content: bytes
 ) -> None:

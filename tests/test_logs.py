@@ -337,11 +337,9 @@ def test_it_does_not_matter_where_a_log_is_divided(
     assert whole.lines == content.count(b"\n") + (not content.endswith((b"\n",)) and bool(content))
     monkeypatch.setattr(survey, "_EDGE_PIECES", 1 << 30)
     for size in (64, 333, 5_000):
-        for forks in (False, True):
-            monkeypatch.setattr(segments, "PIECE_BYTES", size)
-            monkeypatch.setattr(survey, "_may_fork", lambda forks=forks: forks)
-            divided = log_of(tmp_path, content)
-            assert repr(divided) == repr(whole)  # a NaN is not equal to itself
+        monkeypatch.setattr(segments, "PIECE_BYTES", size)
+        divided = log_of(tmp_path, content)
+        assert repr(divided) == repr(whole)  # a NaN is not equal to itself
 
 
 def test_a_log_that_is_still_written_to(tmp_path: Path) -> None:

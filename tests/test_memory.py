@@ -18,8 +18,8 @@ from launcher import activations, lengths, memory, shapes
 from launcher.engines import cut
 from launcher.errors import InvalidConfig
 from launcher.lengths import Batch
-from launcher.moments import GIB, KINDS, Memory, Moment
 from launcher.options import deepspeed_file
+from launcher.phases import GIB, KINDS, Memory, Phase
 from launcher.setups import Adapters, Quantised, Setup, Sharding, Zero, zero_of
 
 HERE = Path(__file__).parent
@@ -133,8 +133,8 @@ def test_measured_reference_pass(rows: int, tokens: int, gigabytes: float) -> No
     """The first line of upstream's progress bar: tokens a pair, and allocated memory in 10^9 bytes."""
     setup = run(QWEN_SMALL, rows=rows, tokens="300:1028", steps=1, gpus=1, stage="dpo", packed=True)
     setup = replace(setup, batch=flat(rows * tokens))
-    moment = named(memory.estimate(setup), "reference pass")
-    assert moment.gib * GIB / 1e9 == pytest.approx(gigabytes, rel=0.01)
+    phase = named(memory.estimate(setup), "reference pass")
+    assert phase.gib * GIB / 1e9 == pytest.approx(gigabytes, rel=0.01)
 
 
 def flat(tokens: int) -> Batch:
@@ -142,8 +142,8 @@ def flat(tokens: int) -> Batch:
     return Batch(rows=1, width=tokens, real=tokens, formula="")
 
 
-def named(planned: Memory, name: str) -> Moment:
-    return next(moment for moment in planned.moments if moment.name == name)
+def named(planned: Memory, name: str) -> Phase:
+    return next(phase for phase in planned.phases if phase.name == name)
 
 
 # torch's allocated bytes at most, one A100, rows of 4,096 tokens, checkpointing, flash-attn 2:
@@ -209,7 +209,7 @@ def test_published_peaks() -> None:
 def test_what_ran_out_of_memory_does_not_fit() -> None:
     # nvidia-smi says 79.15 GiB of such a card
     for run_out in OUT_OF_MEMORY:
-        assert not memory.fits(memory.estimate(published(*run_out)), 79.15)[0], run_out
+        assert memory.estimate(published(*run_out)).spare(79.15) < 0, run_out
 
 
 # MiB of torch's allocated memory at most, one T4, QLoRA as PEFT prepares it, rank 32 without dropout, SDPA,
@@ -250,12 +250,12 @@ def beside_the_engine(planned: Memory) -> float:
     own = {"embedding's gradient", "autocast's copies"}
     return max(
         sum(
-            p.gib for p in moment.parts
+            p.gib for p in phase.allocations
             if p.kind in {"activations", "logits"} or p.name in own
             or "output layer" in p.name or "dequantised" in p.name
         )
-        for moment in planned.moments
-        if moment.name not in {"start", "optimizer's step", "gradient norm"}
+        for phase in planned.phases
+        if phase.name not in {"start", "optimizer's step", "gradient norm"}
     )  # fmt: skip
 
 
@@ -319,8 +319,8 @@ def test_the_reference_pass_caches_keys() -> None:
         shape=shapes.find(model, {}), batch=flat(4096), processes=1, accumulation=1, loss="logprobs",
         reference="cache", packed=True, checkpointing=True,
     )  # fmt: skip
-    moment = named(memory.estimate(setup), "reference pass")
-    told = sum(p.gib for p in moment.parts if p.kind in {"activations", "logits"})
+    phase = named(memory.estimate(setup), "reference pass")
+    told = sum(p.gib for p in phase.allocations if p.kind in {"activations", "logits"})
     assert told == pytest.approx(traced / GIB, rel=0.01)
 
 
@@ -339,13 +339,13 @@ def test_activations_are_those_of_olmo_core(rows: int, width: int) -> None:
     planned = memory.estimate(setup)
     reference = named(planned, "reference pass")
     # the sines stay with the weights
-    rope = next(p.gib for p in reference.parts if p.name.startswith("rope"))
+    rope = next(p.gib for p in reference.allocations if p.name.startswith("rope"))
     for alone in (False, True):
         traced = allocation.measure_olmo_core(
             "olmo2_7B", shape.vocab, layers=8, rows=rows, length=width, no_grad=alone
         )
         told = (
-            sum(p.gib for p in reference.parts if p.kind in {"activations", "logits"})
+            sum(p.gib for p in reference.allocations if p.kind in {"activations", "logits"})
             if alone
             else beside_the_engine(planned)
         )
@@ -364,7 +364,7 @@ def test_what_compiled_layers_keep(share: float, rel: float) -> None:
     setup = Setup(shape=shape, batch=flat(256), processes=1, accumulation=1, attention="sdpa")
     traced = allocation.kept_by_compiled_layer("olmo2_1B_v2", length=256, share=share)
     # the log-sum-exps are fp32 on a CPU, too
-    assert activations.budgeted(setup, share).bytes == pytest.approx(traced, rel=rel)
+    assert activations.compiled_layer(setup, share).bytes == pytest.approx(traced, rel=rel)
 
 
 # of TRL: weights in fp32 or LoRA's in 2 or 4 bytes; `quantised` weights below them
@@ -456,7 +456,7 @@ def test_peaks_are_those_of_deepspeed(case: dict[str, Any], engines: list[dict[s
     )  # fmt: skip
     planned = memory.estimate(setup)
     # there is no cuBLAS here
-    fullest = planned.peak - sum(p.gib for p in planned.fullest.parts if "cuBLAS" in p.name)
+    fullest = planned.peak - sum(p.gib for p in planned.fullest.allocations if "cuBLAS" in p.name)
     assert fullest == pytest.approx(found["peak"] / GIB, rel=0.02)
 
 
@@ -468,11 +468,10 @@ def test_weights_are_made_flat_on_the_host_where_the_card_is_too_small() -> None
     weights = 2 * setup.shape.parameters / GIB
     assert planned.fullest.name == "start, weights made flat"
     assert planned.peak == pytest.approx(2 * weights)
-    assert planned.within(80).peak == planned.peak
-    inside, spare = memory.fits(planned, 24)
-    assert inside and 0 < spare < 24 - weights
-    assert planned.within(24).fullest.name != "start, weights made flat"
-    assert not memory.fits(planned, 16)[0]
+    assert planned.on(80).peak == planned.peak
+    assert 0 < planned.spare(24) < 24 - weights
+    assert planned.on(24).fullest.name != "start, weights made flat"
+    assert planned.spare(16) < 0
 
 
 def test_the_fullest_rank_keeps_what_boundaries_cut() -> None:
@@ -490,9 +489,9 @@ def test_every_part_has_its_formula() -> None:
         for name in ("zero1", "zero2", "zero3", "zero3_offload", None) for stage in ("sft", "dpo")
     ]  # fmt: skip
     for setup in setups:
-        for moment in memory.estimate(setup).moments:
-            assert moment.parts and math.isfinite(moment.gib)
-            for part in moment.parts:
+        for phase in memory.estimate(setup).phases:
+            assert phase.allocations and math.isfinite(phase.gib)
+            for part in phase.allocations:
                 assert part.formula and part.gib >= 0 and part.kind in KINDS
 
 

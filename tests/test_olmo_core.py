@@ -29,9 +29,8 @@ from launcher import stage as stages
 from launcher.backends import BACKENDS, olmo_core_rules
 from launcher.commands import app
 from launcher.errors import Finding, InvalidConfig
-from launcher.lengths import parse
-from launcher.moments import GIB, Memory
-from launcher.packed_rows import fuller, pack
+from launcher.lengths import fuller, pack, parse
+from launcher.phases import GIB, Memory
 from launcher.position import Shape
 from launcher.schema import Values
 from launcher.setups import Setup, Sharding
@@ -538,9 +537,9 @@ def test_a_compiled_loss_takes_six_bytes_a_position_and_word() -> None:
 
 
 def test_of_the_activation_budgets_only_the_lowest_fits_80_gb(tmp_path: Path) -> None:
-    assert memory.fits(story(tmp_path, 0.1), 80)[0]
+    assert story(tmp_path, 0.1).spare(80) >= 0
     for budget in (0.2, 0.3, 0.5, 0.8, 1.0):
-        assert not memory.fits(story(tmp_path, budget), 80)[0], budget
+        assert story(tmp_path, budget).spare(80) < 0, budget
 
 
 def test_more_shards_hold_less(tmp_path: Path) -> None:
@@ -587,8 +586,8 @@ def test_what_fsdp_holds_is_what_it_holds(
     )  # fmt: skip
     beside = ("weights (fp32), this rank's", "Adam's two states (fp32)", "cuBLAS workspaces")
     told = max(
-        sum(part.gib for part in moment.parts if part.name not in beside)
-        for moment in memory.estimate(setup).moments
+        sum(part.gib for part in phase.allocations if part.name not in beside)
+        for phase in memory.estimate(setup).phases
     )
     traced = allocation.measure_fsdp(
         name, shape.vocab, layers=layers, rows=rows, length=length, ranks=ranks, replicas=replicas
@@ -738,7 +737,7 @@ def test_half_empty_rows_are_said_before_anything_runs(tmp_path: Path) -> None:
 
 
 def test_packing_as_upstream_packs() -> None:
-    same = lengths.Lengths(mean=100.0, longest=100, source="made", histogram=((100, 1),))
+    same = lengths.uniform(100, "made")
     row = pack(same, pairs=8, limit=250)
     assert (row.pairs, row.real, row.positions) == (2.0, 400.0, 500)
     assert pack(same, pairs=1, limit=250).filled == pytest.approx(0.4)

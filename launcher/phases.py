@@ -1,0 +1,135 @@
+"""`Allocation` -> `Phase` -> `Memory`: what is in a card's memory, by name and by phase of a run, in GiB.
+
+An allocation is entered once, into a `Ledger`, with all the phases that it lives in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+GIB = 2**30
+
+KINDS = ("weights", "gradients", "optimizer", "communication", "activations", "logits", "other")
+MARGIN = 0.08
+"""The share of a card that allocated memory cannot use: CUDA's own context, NCCL's buffers, and what the
+allocator has reserved in pieces."""
+
+# the phases that can be the fullest, in the order of a run
+START, FLATTENED = "start", "start, weights made flat"
+REFERENCE, FORWARD, LOSS = "reference pass", "forward pass", "loss"
+OUTPUT, OUTPUT_SENT = "output layer's gradient", "sending the output layer's gradient"
+LAYER = "last layer's backward pass"
+FIRST_BUCKET, SECOND_BUCKET = "first bucket being sent", "second bucket being sent"
+EMBEDDING, NORM, STEP = "embedding's gradient", "gradient norm", "optimizer's step"
+PHASES = (
+    START, FLATTENED, REFERENCE, FORWARD, LOSS, OUTPUT, OUTPUT_SENT, LAYER, FIRST_BUCKET, SECOND_BUCKET,
+    EMBEDDING, NORM, STEP,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """One thing in memory: `kind` is one of KINDS."""
+
+    kind: str
+    name: str
+    gib: float
+    formula: str
+    source: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """The allocation as `--format json` shows it."""
+        return {
+            "kind": self.kind, "name": self.name, "gib": round(self.gib, 3),
+            "formula": self.formula, "source": self.source,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """What is in memory at one point of a run."""
+
+    name: str
+    allocations: tuple[Allocation, ...]
+
+    @property
+    def gib(self) -> float:
+        """All allocations together."""
+        return sum(one.gib for one in self.allocations)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """The phases of a run; the fullest is its peak."""
+
+    phases: tuple[Phase, ...]
+
+    @property
+    def fullest(self) -> Phase:
+        """The phase of the peak."""
+        return max(self.phases, key=lambda phase: phase.gib)
+
+    @property
+    def peak(self) -> float:
+        """GiB allocated at most."""
+        return self.fullest.gib
+
+    def on(self, gib: float | None) -> Memory:
+        """The same on a card of so many GiB: what there is no room for is made flat on the host."""
+        if gib is None:
+            return self
+        kept = (p for p in self.phases if p.name != FLATTENED or p.gib <= usable(gib))
+        return Memory(phases=tuple(kept))
+
+    def spare(self, gib: float) -> float:
+        """GiB that a card of so many has left; negative: missing."""
+        return usable(gib) - self.on(gib).peak
+
+    def of(self, kind: str) -> float:
+        """GiB of one kind at the peak."""
+        return sum(one.gib for one in self.fullest.allocations if one.kind == kind)
+
+    def as_json(self) -> dict[str, Any]:
+        """`memory_gib` of the plan's JSON contract: the peak, and what it is made of by kind."""
+        kinds = {kind: round(self.of(kind), 2) for kind in KINDS}
+        return {"peak": round(self.peak, 2), **kinds, "moment": self.fullest.name}
+
+    def why(self) -> list[dict[str, Any]]:
+        """Every phase with its allocations and their formulas, the fullest first."""
+        return [
+            {
+                "moment": phase.name,
+                "gib": round(phase.gib, 2),
+                "parts": [one.as_json() for one in phase.allocations],
+            }
+            for phase in sorted(self.phases, key=lambda phase: -phase.gib)
+        ]
+
+
+def usable(gib: float) -> float:
+    """GiB of a card that allocated memory can use."""
+    return gib * (1 - MARGIN)
+
+
+class Ledger:
+    """Allocations with the phases that they live in, as they are entered."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[frozenset[str], Allocation]] = []
+
+    def add(
+        self, phases: Iterable[str], kind: str, name: str, size: float, formula: str, source: str = ""
+    ) -> None:  # fmt: skip
+        """Enter so many bytes; nothing where there are none."""
+        if size > 0:
+            entry = Allocation(kind=kind, name=name, gib=size / GIB, formula=formula, source=source)
+            self._entries.append((frozenset(phases), entry))
+
+    def memory(self, phases: Iterable[str]) -> Memory:
+        """What is alive in each of these phases."""
+        return Memory(phases=tuple(
+            Phase(name=name, allocations=tuple(one for live, one in self._entries if name in live))
+            for name in phases
+        ))  # fmt: skip

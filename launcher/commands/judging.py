@@ -52,7 +52,7 @@ def check(
     return answer("check", format, data, lambda: report.verdict(verdict), unpinned, code)
 
 
-@app.command("report", epilog="Example: launch report last --png curves.png")
+@app.command("report", epilog="Example: launch report last -o curves.html")
 def report_command(
     targets: Annotated[
         list[str],
@@ -61,26 +61,17 @@ def report_command(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="the HTML file; default: beside the run")
     ] = None,
-    png: Annotated[Path | None, typer.Option("--png", help="also draw the curves as a PNG")] = None,
-    tensorboard: Annotated[
-        Path | None, typer.Option("--tensorboard", help="also write event files into this folder")
-    ] = None,
     format: FormatOption = Format.text,
 ) -> None:
     """Write one HTML page about runs: curves, verdicts with their evidence, plan, config."""
-    from launcher import publish, report, series
+    from launcher import page, report, series
 
-    runs = publish.gather(targets)
+    runs = series.gather(targets)
     # the JSON form says all that the page says, so no page is written beside it that nobody asked for
-    page = publish.usual_place(runs) if output is None and format is Format.text else output
-    for path, write in (
-        (page, publish.write_page),
-        (png, publish.write_png),
-        (tensorboard, publish.write_events),
-    ):
-        if path is not None:
-            write(runs, path)
-            report.say(f"report: {path}") if format is Format.text else None
+    path = page.usual_place(runs) if output is None and format is Format.text else output
+    if path is not None:
+        page.write(runs, path)
+        report.say(f"report: {path}") if format is Format.text else None
     # once nothing can fail any more: a reader gets one envelope
     if format is Format.json:
         report.envelope("report", True, (), series.as_json(runs))

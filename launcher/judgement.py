@@ -12,13 +12,14 @@ from launcher import (
     check,
     checkpoints,
     earlier,
-    gradient_doubt,
     process,
     rundir,
     runner,
     saved_model,
 )
+from launcher.backends.gradient_rules import fault
 from launcher.check import Point, Verdict
+from launcher.earlier import mapping
 from launcher.evidence import Evidence
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
@@ -53,7 +54,7 @@ def judge(folder: RunFolder, asked: Mapping[str, str] | None = None) -> Judged:
     seen = check.judge(stage if isinstance(stage, str) else None, expected, found)
     seen = _with_earlier(seen, folder, each, expected)
     seen = check.beside(seen, _planned_gib(told))
-    seen = gradient_doubt.doubted(seen, told)
+    seen = _without_known_corruption(seen, told)
     if seen.point("finish").state == "running":
         if (leader := runner.unknown(folder)) is not None:
             seen = check.unknown(seen, runner.unknown_here(folder, leader))
@@ -108,6 +109,24 @@ def _kept(each: Sequence[Evidence]) -> Iterator[tuple[int, Evidence, tuple[int, 
         if kept and number < len(each):
             yield number, each[number - 1], (int(kept[0]), int(kept[-1]))
         begun = min([*steps, *([] if begun is None else [begun])], default=None)
+
+
+def _without_known_corruption(verdict: Verdict, manifest: Mapping[str, Any]) -> Verdict:
+    """No pass for gradients that nobody compared, of a DeepSpeed that is known to corrupt them."""
+    point, recorded = verdict.point("gradients"), mapping(manifest.get("deepspeed"))
+    plan = mapping(manifest.get("plan"))
+    if point.state != "unknown" or not plan.get("gpus") or not recorded:
+        return verdict
+    version, accumulation = recorded.get("version"), plan.get("accumulation")
+    known = fault(
+        mapping(recorded.get("config")),
+        version if isinstance(version, str) else None,
+        accumulation=accumulation if isinstance(accumulation, int) else None,
+    )
+    if known is None or known[0] != "error":
+        return verdict
+    detail = {"reason": known[2], "help": "train again: docs/gradients.md"}
+    return check.with_point(verdict, point, detail, ok=None)
 
 
 def _with_model(verdict: Verdict, told: Mapping[str, Any]) -> Verdict:

@@ -94,11 +94,10 @@ def runs(format: FormatOption = Format.text) -> Exit:
     from launcher import overview, report, rundir
 
     rows = overview.rows(rundir.known_runs())
-    doubts = overview.doubts(rows)
 
     def show() -> None:
         # in a table beside nothing that explains it
         shown = [{**one, "state": _IN_WORDS.get(one["state"], one["state"])} for one in rows]
         report.table(shown, overview.COLUMNS)
 
-    return answer("runs", format, rows, show if rows else ["no runs yet"], doubts)
+    return answer("runs", format, rows, show if rows else ["no runs yet"])

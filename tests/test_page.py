@@ -297,9 +297,8 @@ def test_a_log_alone_is_enough(tmp_path: Path) -> None:
 def test_the_probes_loss_is_not_mixed_with_means_of_the_log(run: Run) -> None:
     # the log's every fifth loss is rounded to four digits
     assert run.series.columns["loss"] == pytest.approx([loss(s) for s in range(1, 41)], abs=1e-12)
-    steps, logged = run.series.points("logged_loss")
-    assert steps == list(range(5, 41, 5))
-    assert logged[0] == float(f"{loss(5):.4g}")
+    logged = [value for value in run.series.columns["logged_loss"] if value is not None]
+    assert (len(logged), logged[0]) == (8, float(f"{loss(5):.4g}"))
 
 
 def test_attempts_are_one_curve(tmp_path: Path) -> None:
@@ -352,10 +351,10 @@ def test_steps_that_were_not_finite_are_told(tmp_path: Path) -> None:
 
 
 def test_the_page_goes_into_the_folder_of_the_run(tmp_path: Path, run: Run) -> None:
-    place = page.usual_place([run])
+    place = page.usual_path([run])
     page.write([run], place)
     assert parsed((run.path / "report.html").read_text())
-    assert page.usual_place([run, run]) == Path("report.html")
+    assert page.usual_path([run, run]) == Path("report.html")
 
 
 # ---- for machines

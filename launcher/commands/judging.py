@@ -68,7 +68,7 @@ def report_command(
 
     runs = series.gather(targets)
     # the JSON form says all that the page says, so no page is written beside it that nobody asked for
-    path = page.usual_place(runs) if output is None and format is Format.text else output
+    path = page.usual_path(runs) if output is None and format is Format.text else output
     if path is not None:
         page.write(runs, path)
         report.say(f"report: {path}") if format is Format.text else None

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
+from typing import Literal
 
 from launcher.patterns import Pattern, pattern
 from launcher.segments import SEGMENT_BYTES, clean, opened, text
@@ -39,25 +40,44 @@ _ENDS = ("saved", "remaining", "training_completed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Signal:
-    """One line that matched: `line` is 1-based, `text` clean and at most 300 characters."""
+class Cite:
+    """One line that a point of a verdict rests on; `line` is 1-based."""
 
-    name: str
+    source: Literal["probe", "log", "exit"]
+    file: str
+    line: int | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogLine:
+    """A line of a log: `line` is 1-based, `text` clean and at most 300 characters."""
+
+    path: Path
     line: int
     text: str
+
+    def cite(self) -> Cite:
+        """Where it stands."""
+        return Cite(source="log", file=str(self.path), line=self.line, text=self.text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signal(LogLine):
+    """One line that matched."""
+
+    name: str
     fields: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepLine:
+class StepLine(LogLine):
     """What the log says about one optimizer step; `loss` may be nan or infinite."""
 
     step: int
     loss: float
     learning_rate: float | None
     tokens_per_second: float | None
-    line: int
-    text: str
     extra: Mapping[str, float]
 
 
@@ -128,6 +148,13 @@ class Log:
             shown.append(self.last_bar[0])
         return max(shown, default=None)
 
+    def argument(self, key: str) -> tuple[LogLine, ...]:
+        """The line of the arguments dump that shows this value."""
+        if key not in self.asked:
+            return ()
+        text = f"{key}={self.asked[key]}"
+        return (LogLine(path=self.path, line=self.asked_at[key], text=text),)
+
 
 def scan(path: Path, patterns: Sequence[Pattern]) -> Log:
     """Read a console log of any size, in pieces, into a `Log`; it may be compressed by gzip.
@@ -138,7 +165,7 @@ def scan(path: Path, patterns: Sequence[Pattern]) -> Log:
     """
     with opened(path) as pieces:
         surveys = survey(pieces, patterns)
-        reading, line, hits = _Reading(patterns=patterns), 1, list[tuple[int, Hit]]()
+        reading, line, hits = _Reading(path=path, patterns=patterns), 1, list[tuple[int, Hit]]()
         begins = list(itertools.accumulate((found.feeds for found in surveys), initial=1))
         # what is followed past the end of a piece stands among the hits of the next
         for line, found in zip(begins, surveys, strict=False):
@@ -147,7 +174,7 @@ def scan(path: Path, patterns: Sequence[Pattern]) -> Log:
             reading.match(hit, line)
         for line, found in zip(begins, surveys, strict=False):
             reading.see_bars((total, done, line + at) for total, done, at in found.bars)
-        return reading.log(path, begins[-1] - (not pieces.cut_off))
+        return reading.log(begins[-1] - (not pieces.cut_off))
 
 
 def number(text: str | bytes | None) -> float | None:
@@ -162,6 +189,7 @@ def number(text: str | bytes | None) -> float | None:
 class _Reading:
     """One scan: what was kept so far, and what is still open where a piece ends."""
 
+    path: Path
     patterns: Sequence[Pattern]
     kept: dict[str, list[Signal]] = field(default_factory=dict)
     steps: list[StepLine] = field(default_factory=list)
@@ -219,7 +247,8 @@ class _Reading:
     def _keep(self, name: str, hit: Hit, fields: Mapping[str, str], line: int) -> None:
         """Of many, the first ones, the first ones after the last work, and the last ones."""
         kept = self.kept.setdefault(name, [])
-        kept.append(Signal(name=name, line=line, text=clean(hit.segment), fields=fields))
+        shown = clean(hit.segment)
+        kept.append(Signal(name=name, path=self.path, line=line, text=shown, fields=fields))
         while len(kept) > 2 * KEPT_SIGNALS:
             since = kept[0].line <= self.earlier_line < kept[KEPT_SIGNALS].line
             if since and len(kept) <= 3 * KEPT_SIGNALS:
@@ -341,12 +370,13 @@ class _Reading:
         self.earlier_line, self.busy_line = self.busy_line, line
         steps.append(
             StepLine(
+                path=self.path,
+                line=line,
+                text=clean(segment),
                 step=step,
                 loss=loss,
                 learning_rate=rates[0],
                 tokens_per_second=rates[1],
-                line=line,
-                text=clean(segment),
                 extra=extra,
             )
         )
@@ -357,7 +387,7 @@ class _Reading:
             steps[1:-1] = inner
             self.shown = {s.line: self.shown[s.line] for s in steps if s.line in self.shown}
 
-    def log(self, path: Path, lines: int) -> Log:
+    def log(self, lines: int) -> Log:
         """What the whole file came to."""
         self._leave_an_earlier()
         bars = [self.shown.get(found.line, (0, 0)) for found in self.dicts]
@@ -369,7 +399,7 @@ class _Reading:
             self.steps = [replace(found, step=step) for found, step in pairs]
         signals = sorted(itertools.chain(*self.kept.values()), key=lambda s: (s.line, s.name))
         return Log(
-            path=path,
+            path=self.path,
             lines=lines,
             begins=self.begins,
             signals=tuple(signals),

@@ -406,9 +406,7 @@ def _stage_of(metrics: Mapping[str, float], log: Log) -> str | None:
         return "dpo"
     if not _SFT_METRICS.isdisjoint(metrics):
         return "sft"
-    # LLaMA-Factory shows the labels of its first row: for SFT, and for what logs other metrics
-    labelled = log.first("factory") and log.first("labelled")
-    return "sft" if labelled and not _trainers(log) else _named(log)
+    return _named(log)
 
 
 def _named(log: Log) -> str | None:
@@ -420,7 +418,7 @@ def _named(log: Log) -> str | None:
 def _trainers(log: Log) -> set[str]:
     """The trainers whose files or scripts the log names."""
     signals = log.all("trainer", "trainer_of")
-    told = {of for s in signals if (of := s.fields.get("of") or s.fields.get("kind"))}
+    told = {of for s in signals if (of := s.fields.get("of"))}
     # what all of them inherit from
     return {one.lower() for one in told} - {"base"}
 

@@ -31,8 +31,6 @@ KEPT_ARGUMENTS = 2_000
 _WHOLE = re.compile(rb"\.\d{4}|nan|inf")  # enough of a loss where the log is cut off
 _PAIR = re.compile(rb"'([^']+)': (?:'([^']*)'|([^,}']+))")
 _RATE = "train_steps_per_second"
-_STEPS_OF = "global_step/max_steps"
-_OF_STEPS = re.compile(r"(\d{1,12})/(\d{1,12})$")
 _EPOCH_DIGITS = 0.005  # what HF Trainer rounds an epoch by, at most
 _WORK = ("total_steps", "progress")  # signals after which a failure before them is of the past
 _STARTS = ("begun", "loading")
@@ -157,14 +155,14 @@ class Log:
 
 
 def scan(path: Path, patterns: Sequence[Pattern]) -> Log:
-    """Read a console log of any size, in pieces, into a `Log`; it may be compressed by gzip.
+    """Read a console log of any size, in pieces, into a `Log`.
 
     Lines are counted by line feeds; carriage returns divide a line into segments. A log that is
     still written to is read as far as it goes now, a pipe to its end. Raises OSError if the file
     cannot be read; nothing in its content raises.
     """
     with opened(path) as pieces:
-        surveys = survey(pieces, patterns)
+        surveys = list(survey(pieces, patterns))
         reading, line, hits = _Reading(path=path, patterns=patterns), 1, list[tuple[int, Hit]]()
         begins = list(itertools.accumulate((found.feeds for found in surveys), initial=1))
         # what is followed past the end of a piece stands among the hits of the next
@@ -327,10 +325,6 @@ class _Reading:
         """One dict of HF Trainer; which step it belongs to is settled at the end (`_number`)."""
         shown = {text(k): text(a or b) for k, a, b in _PAIR.findall(pairs)}
         values = {k: v for k in shown if (v := number(shown[k])) is not None}
-        if found := _OF_STEPS.match(shown.get(_STEPS_OF, "")):  # ms-swift's
-            done, total = int(found[1]), int(found[2])
-            self.bars[total] = (done, line)
-            hit = hit._replace(bar=(done, total))
         if "loss" not in values:
             self.final_epoch, self.over = values.get("epoch", self.final_epoch), True
             self.rated = _product(*(shown.get(k, "") for k in ("train_runtime", _RATE)))
@@ -339,23 +333,11 @@ class _Reading:
         before = self.dicts[-1].extra.get("epoch", 0) if self.dicts else 0
         if self.over or values.get("epoch", 0) < before:
             self._follows_another()
-        if self.dicts and _same(values, self.dicts[-1]):
-            self._complete(values, hit, line)
-            return
         self.entries += 1 + hit.skipped
         if hit.bar is not None:
             self.shown[line] = hit.bar
         loss, rates = values.pop("loss"), (values.pop("learning_rate", None), None)
         self._add(self.dicts, self.entries, loss, rates, values, hit.segment, line)
-
-    def _complete(self, values: dict[str, float], hit: Hit, line: int) -> None:
-        """LLaMA-Factory tells a step twice: rounded by its own callback, and as HF Trainer does."""
-        before = self.dicts[-1]
-        if hit.bar is not None:
-            self.shown.setdefault(before.line, hit.bar)
-        extra = {k: v for k, v in values.items() if k not in ("loss", "learning_rate")}
-        self.dicts[-1] = replace(before, extra={**before.extra, **extra})
-        self.earlier_line, self.busy_line = self.busy_line, line
 
     def _add(
         self,
@@ -488,15 +470,6 @@ def _filled(beside: Sequence[int | None], last: int) -> list[int]:
         guess = min((filled[-1] if filled else 0) + each, last)
         filled.append(guess if step is None else step)
     return filled
-
-
-def _same(values: Mapping[str, float], before: StepLine) -> bool:
-    """Whether a dict tells of the step before it, by other keys and perhaps fewer digits."""
-    if {"loss", "learning_rate", *before.extra} == {"learning_rate", *values}:
-        return False
-    loss, epoch = values["loss"], values.get("epoch", math.nan)
-    alike = abs(loss - before.loss) <= 5e-5 or str(loss) == str(before.loss)
-    return alike and abs(epoch - before.extra.get("epoch", math.nan)) <= _EPOCH_DIGITS
 
 
 def _sound(step: StepLine) -> bool:

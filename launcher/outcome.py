@@ -86,7 +86,9 @@ _MOVED_HELP = (
     "raise the learning rate, or train fp32 weights: bfloat16 rounds away what is below 0.4 % of a "
     "weight; see also what is frozen; `expect: {weights: any}` accepts it"
 )
-_RESUME_HELP = "the checkpoint may not hold what was trained: take an older one, or start over with --fresh"
+_RESUME_HELP = (
+    "the checkpoint may not hold what was trained: take an older one, or start over with --fresh"
+)
 _MODEL_HELP = "no file of it can be trusted: save it again from a checkpoint, or train again"
 _INPUTS_HELP = "train again on files that nobody writes to meanwhile"
 

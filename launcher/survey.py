@@ -1,14 +1,12 @@
 """Pieces of a log -> what is worth reading of each: a `Survey`.
 
-A piece is surveyed by itself, so that two processes share a large file. What it all means is left
+A piece is surveyed by itself, so that a large file is never in memory. What it all means is left
 to `logs`. The lines of a survey are counted from 0 where the piece begins.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -34,7 +32,6 @@ _ALWAYS = 64  # lines of a piece that are read whatever the sample, or as many a
 _LAST = 17  # lines of a piece that are read too: the last steps, as told by eight ranks
 _LAST_BARS = 400  # of a piece, looked through from its end
 _DUMPS, _DUMP_LINES = 4, 4_000  # of a piece, from its beginning and from its end
-_SHARED_PIECES = 12  # fewer are not worth a second process
 
 
 class Hit(NamedTuple):
@@ -63,41 +60,14 @@ class Survey:
     bars: list[tuple[int, int, int]] = field(default_factory=list)
 
 
-def survey(pieces: Pieces, patterns: Sequence[Pattern]) -> list[Survey]:
-    """The surveys of all pieces, in order; of a large file by as many processes as there are cores."""
-    _Task.now = pieces, patterns
+def survey(pieces: Pieces, patterns: Sequence[Pattern]) -> Iterator[Survey]:
+    """The surveys of all pieces, in order."""
     count = len(pieces)
-    if count < _SHARED_PIECES or not _may_fork():
-        return [_one(index) for index in range(count)]
-    from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
-    from multiprocessing import get_context
-
-    try:
-        with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:
-            return list(pool.map(_one, range(count), chunksize=4))
-    except (BrokenExecutor, OSError):  # no room for another process
-        return [_one(index) for index in range(count)]
-
-
-class _Task:
-    """What the processes that share a file inherit by being forked."""
-
-    now: tuple[Pieces, Sequence[Pattern]]
-
-
-def _one(index: int) -> Survey:
-    pieces, patterns = _Task.now
-    piece = pieces.read(index)
-    edge = not _EDGE_PIECES <= index < len(pieces) - _EDGE_PIECES
-    few = len(pieces) <= 2 * _EDGE_PIECES
-    share = KEPT_STEPS if few else max(_ALWAYS, SAMPLED_STEPS // len(pieces))
-    return _Search(piece, patterns, share, edge, first=index == 0).run()
-
-
-def _may_fork() -> bool:
-    """Whether there is a second core, and no thread that a copy of this process would lack."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    return cores > 1 and threading.active_count() == 1
+    few = count <= 2 * _EDGE_PIECES
+    share = KEPT_STEPS if few else max(_ALWAYS, SAMPLED_STEPS // count)
+    for index in range(count):
+        edge = not _EDGE_PIECES <= index < count - _EDGE_PIECES
+        yield _Search(pieces.read(index), patterns, share, edge, first=index == 0).run()
 
 
 class _Place(NamedTuple):

@@ -37,24 +37,16 @@ _TABLE: any_log.Table = {
     "tokenizer_saved": (r"tokenizer config file saved in (?P<path>\S+)/tokenizer_config\.json$",),
     # transformers/trainer.py, where it logs at INFO
     "planned": (r">>\s+Total optimization steps = (?P<total>[\d,]{1,15})$",),
-    # HF Trainer, TRL's and LLaMA-Factory's, as a frame or a warning names it
+    # HF Trainer and TRL's, as a frame or a warning names it
     "trainer": (
-        (
-            "/trainer",
-            r"/transformers/trainer\w*\.py\b|/trl/trainer/(?:(?P<of>\w+)_trainer\.py\b)?"
-            r"|/llamafactory/train/(?P<kind>\w+)/trainer\.py\b",
-        ),
+        ("/trainer", r"/transformers/trainer\w*\.py\b|/trl/trainer/(?:(?P<of>\w+)_trainer\.py\b)?"),
     ),
     "trainer_of": (
         # as a frame or accelerate's last word names it
         r"/trl/scripts/(?P<of>sft|dpo|kto|grpo|rloo|reward)\.py\b",
         # what TRL before 1.0 says of an argument that was passed to its trainer
         r"\b(?:for|to the|in the) `?(?P<of>[A-Z][A-Za-z]+)Trainer\b",
-        r"\bllamafactory\.train\.(?P<of>\w+)\.(?:workflow|trainer)\b",
     ),
-    # llamafactory/data/processor/*.py: its first example
-    "labelled": (r"^label_ids:$",),
-    "factory": (r"\b(?:llamafactory|llmtuner)\.hparams\.parser\b",),
     # trl/trainer/sft_trainer.py, dpo_trainer.py: the first bars of the data set
     "begun": (
         r"\b(?:Tokenizing|Extracting prompt from|Adding EOS to) train dataset[^:%|]*: +0%\|",

@@ -208,7 +208,7 @@ class Evidence:
     gradient norms, `bad_before` those steps of theirs that were not finite, `moved_before` the largest
     share of the weights that one of them moved. `inputs` is what of data and model had changed at the
     end (see `contents.changed`), `model` how the files of the saved model are now (see
-    `saved_model.compare`); both None where it is not known.
+    `judgement`); both None where it is not known.
     """
 
     log: Log | None = None

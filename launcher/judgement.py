@@ -12,17 +12,19 @@ from launcher import (
     check,
     checkpoints,
     earlier,
+    fingerprint,
     process,
     rundir,
     runner,
-    saved_model,
 )
 from launcher.backends.gradient_rules import fault
 from launcher.check import Point, Verdict
 from launcher.earlier import mapping
 from launcher.evidence import Evidence
+from launcher.fingerprint import Memory, MissingContent, cache_home
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
+from launcher.watching import saves
 
 _WHOLE_RUN = ("liger", "packing", "attention", "batch", "gradients", "inputs")
 """What a run is asked for in each of its steps, whichever attempt made them."""
@@ -48,9 +50,7 @@ def judge(folder: RunFolder, asked: Mapping[str, str] | None = None) -> Judged:
     expected = _expected(told) if asked is None else asked
     stage = told.get("stage")
     if found.final_save:
-        found = replace(
-            found, model=saved_model.compare(found, told.get("output"), here=_here(folder))
-        )
+        found = replace(found, model=_saved_model(found, told.get("output"), here=_here(folder)))
     seen = check.judge(stage if isinstance(stage, str) else None, expected, found)
     seen = _with_earlier(seen, folder, each, expected)
     seen = check.beside(seen, _planned_gib(told))
@@ -161,3 +161,56 @@ def _planned_gib(manifest: Mapping[str, Any]) -> Mapping[str, float]:
     if not isinstance(parts, dict):
         return {}
     return {k: float(v) for k, v in parts.items() if isinstance(v, int | float)}
+
+
+def _saved_model(found: Evidence, output: object, *, here: bool) -> dict[str, Any] | None:
+    """The saved model as it is now: `path` and, where that is not as it was saved, `state` and `reason`.
+
+    None where nothing was fingerprinted; without a probe it is only asked whether the `output` folder is
+    there. `here` is whether the run trained on this machine: of another one the folder may not be visible.
+    """
+    event = next(iter(found.last_events("saved_model")), None)
+    path, files = (None, None) if event is None else (event.text("path"), event.fields.get("files"))
+    if found.probe is None and here and isinstance(output, str) and not Path(output).exists():
+        return {"path": output, "state": "missing", "reason": f"{output} does not exist"}
+    if path is None or not isinstance(files, list):
+        return None
+    folder = Path(path)
+    told = {"path": path}
+    known = {str(one.get("name")): one for one in files if isinstance(one, Mapping)}
+    if not folder.is_dir() and not here:
+        return {**told, "state": "unknown", "reason": f"{folder} cannot be seen from this machine"}
+    if not known:
+        return {**told, "state": "missing", "reason": f"the save left no weights in {folder}"}
+    try:
+        now = saves.weights(path)
+    except OSError:
+        return {**told, "state": "missing", "reason": f"{folder} is gone"}
+    if gone := [name for name in known if name not in now]:
+        reason = f"{', '.join(gone[:4])} in {folder} is gone"
+        return {**told, "state": "missing", "reason": reason}
+    if more := [name for name in now if name not in known]:
+        reason = f"{folder} holds {', '.join(more[:4])}, which the run did not save"
+        return {**told, "state": "changed", "reason": reason}
+    memory = Memory.load(cache_home() / "fingerprints.json")
+    try:
+        for name, one in known.items():
+            change = _change_of(folder / name, str(one.get("digest")), memory)
+            if change is not None:
+                return {**told, "state": "changed", "file": name, **change}
+    finally:
+        memory.save()
+    return told
+
+
+def _change_of(path: Path, before: str, memory: Memory) -> dict[str, Any] | None:
+    try:
+        after = fingerprint.of_file(path, memory).digest
+    except MissingContent as error:
+        return {"reason": error.findings[0].message}
+    if path.suffix == ".safetensors" and checkpoints.blank(path):
+        return {"reason": f"every weight in {path} is 0", "before": before, "after": after}
+    if after == before:
+        return None
+    reason = f"{path} was changed after the save: sha256 {before[:12]}, now {after[:12]}"
+    return {"reason": reason, "before": before, "after": after}

@@ -6,14 +6,14 @@ is none either way. A point of which nothing is expected is fine whatever its st
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from launcher import outcome, points
 from launcher.backends.open_instruct_log import ATTENTION
-from launcher.errors import Exit, Finding, unreadable
+from launcher.errors import Exit, unreadable
 from launcher.evidence import Evidence, read_log
 from launcher.logs import Cite, Log
 from launcher.measures import metrics
@@ -87,6 +87,17 @@ class Verdict:
         told = finish.get("reason") in ("violation", "hang") and isinstance(error, Mapping)
         return str(error["message"]) if told and isinstance(error, Mapping) else None
 
+    def amended(self, name: str, detail: Mapping[str, object], **changes: Any) -> Verdict:
+        """The same with one of its points changed, and the status that follows."""
+        old = self.point(name)
+        new = replace(old, detail={**old.detail, **detail}, **changes)
+        return self.with_points(new if point is old else point for point in self.points)
+
+    def with_points(self, points: Iterable[Point]) -> Verdict:
+        """The same with other points, and the status that follows from them."""
+        points = tuple(points)
+        return replace(self, points=points, status=_status([point.ok for point in points]))
+
     def as_json(self) -> dict[str, object]:
         """The verdict as the JSON contract spells it; plain values only, and no NaN."""
         return {
@@ -153,56 +164,6 @@ def exit_code(verdict: Verdict, *, allow_unproven: bool) -> Exit:
     if verdict.status == "pass" or (verdict.status == "unproven" and allow_unproven):
         return Exit.OK
     return Exit.VERDICT
-
-
-def beside(verdict: Verdict, planned: Mapping[str, float]) -> Verdict:
-    """The verdict with the peak that was planned, in GiB by part, beside what memory came to."""
-    if "peak" not in planned:
-        return verdict
-    point, told = verdict.point("memory"), dict[str, object](planned_gib=dict(planned))
-    if point.state == "oom":
-        parts = sorted(planned.items(), key=lambda one: -one[1])
-        shares = ", ".join(f"{k} {v:.1f}" for k, v in parts if k != "peak" and v >= 0.05)
-        told["reason"] = f"the plan said {planned['peak']:.1f} GiB a GPU: {shares}"
-    return with_point(verdict, point, told)
-
-
-def lost(verdict: Verdict) -> Verdict:
-    """The verdict of a run of which no process is left and nothing tells how it ended."""
-    help = "no process of it is left, and none recorded an end: the machine went down, or all were killed"
-    point = verdict.point("finish")
-    ok = point.expected in (None, "killed")
-    return with_point(verdict, point, {"reason": "lost", "help": help}, state="killed", ok=ok)
-
-
-def unknown(verdict: Verdict, why: Finding) -> Verdict:
-    """The verdict of a run that may or may not go on where nobody here can look."""
-    told = {"reason": why.message, "help": why.help}
-    return with_point(verdict, verdict.point("finish"), told, state="unknown", ok=None)
-
-
-def damaged(verdict: Verdict, folder: Path, fault: str) -> Verdict:
-    """The verdict of a run that came to its end, and whose saved model is not whole."""
-    told = {
-        "reason": f"the saved model is not whole: {fault}",
-        "help": f"{folder} cannot be loaded: save it again from a checkpoint (the same command goes on from "
-        "the last one that is whole), and look at the disk",
-    }
-    point = verdict.point("finish")
-    return with_point(verdict, point, told, ok=None if point.ok else point.ok)
-
-
-def with_point(
-    verdict: Verdict, point: Point, detail: Mapping[str, object], **changes: Any
-) -> Verdict:
-    """The same with one of its points changed, and the status that follows."""
-    new = replace(point, detail={**point.detail, **detail}, **changes)
-    return with_points(verdict, tuple(new if p is point else p for p in verdict.points))
-
-
-def with_points(verdict: Verdict, points: tuple[Point, ...]) -> Verdict:
-    """The same with other points, and the status that follows from them."""
-    return replace(verdict, points=points, status=_status([point.ok for point in points]))
 
 
 def _status(oks: Sequence[bool | None]) -> Status:

@@ -97,13 +97,12 @@ class ProbeStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:
-    """What one rank's probe wrote in one attempt; `garbage` counts unreadable lines of the file."""
+    """What one rank's probe wrote in one attempt."""
 
     rank: int
     path: Path
     events: tuple[Event, ...]
     steps: tuple[ProbeStep, ...]
-    garbage: int
 
     def all(self, *names: str) -> tuple[Event, ...]:
         """The events of these names, in order."""
@@ -470,12 +469,11 @@ def _read_rank(path: Path, attempt: int | None) -> RankRecord | None:
     """The events since the last `start`, of the attempt if it is named."""
     events: dict[str, list[Event]] = {}
     steps: list[ProbeStep] = []
-    garbage, ours, rank = 0, True, int(re.sub(r"\D", "", path.stem) or 0)
+    ours, rank = True, int(re.sub(r"\D", "", path.stem) or 0)
     with files.open_regular(path) as file:
         for number, raw in enumerate(files.lines(file), start=1):
             event = _event(rank, path, number, raw)
             if event is None:
-                garbage += bool(raw.strip())
                 continue
             if event.name == "start":
                 ours = attempt is None or (event.number("attempt") or attempt) == attempt
@@ -492,7 +490,7 @@ def _read_rank(path: Path, attempt: int | None) -> RankRecord | None:
     if not events and not steps:
         return None
     flat = sorted((e for kept in events.values() for e in kept), key=lambda e: e.line)
-    return RankRecord(rank=rank, path=path, events=tuple(flat), steps=tuple(steps), garbage=garbage)
+    return RankRecord(rank=rank, path=path, events=tuple(flat), steps=tuple(steps))
 
 
 def _event(rank: int, path: Path, line: int, raw: bytes) -> Event | None:

@@ -165,8 +165,9 @@ def _loss(evidence: Evidence, _want: str | None) -> Observation:
 
 def _first_and_last(evidence: Evidence) -> Sequence[Citable]:
     """The first and the last loss: of the log, or where nothing is logged of a record."""
-    steps = (record.steps for record in evidence.records)
-    shown = evidence.lines or next(filter(None, steps), ())
+    shown: Sequence[Citable] = evidence.lines
+    for record in evidence.records:
+        shown = shown or record.steps
     return (shown[0], shown[-1]) if shown else ()
 
 

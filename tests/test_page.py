@@ -294,13 +294,6 @@ def test_a_log_alone_is_enough(tmp_path: Path) -> None:
     assert f"train.log:{2 * 8 + 1}" in row_of(section(tree, "verdict"), "finish")[4]
 
 
-def test_the_probes_loss_is_not_mixed_with_means_of_the_log(run: Run) -> None:
-    # the log's every fifth loss is rounded to four digits
-    assert run.series.columns["loss"] == pytest.approx([loss(s) for s in range(1, 41)], abs=1e-12)
-    logged = [value for value in run.series.columns["logged_loss"] if value is not None]
-    assert (len(logged), logged[0]) == (8, float(f"{loss(5):.4g}"))
-
-
 def test_attempts_are_one_curve(tmp_path: Path) -> None:
     path = made(tmp_path / "run", steps=30, told=manifest())
     made(path, attempt=2, first=21, steps=40, told=manifest(attempt=2))

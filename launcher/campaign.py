@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher import claim, lease, locks, publish, rundir, runner, stopping
+from launcher import claim, lease, locks, rundir, runner, series, stopping
+from launcher import page as report_page
 from launcher.errors import Finding, LaunchError, usage
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
@@ -136,5 +137,5 @@ def page(runs: Iterable[Path], path: Path) -> Path | None:
     begun = [str(run) for run in runs if RunFolder(run).attempts()]
     if not begun:
         return None
-    publish.write_page(publish.gather(begun), path)
+    report_page.write(series.gather(begun), path)
     return path

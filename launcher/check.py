@@ -6,18 +6,18 @@ is none either way. A point of which nothing is expected is fine whatever its st
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from launcher import outcome, points
 from launcher.backends.open_instruct_log import ATTENTION
-from launcher.errors import Exit, Finding, unreadable
+from launcher.errors import Exit, unreadable
 from launcher.evidence import Evidence, read_log
-from launcher.logs import Log
+from launcher.logs import Cite, Log
 from launcher.measures import metrics
-from launcher.points import Cite, Seen
+from launcher.points import Observation
 from launcher.redaction import redact
 
 Status = Literal["pass", "fail", "unproven"]
@@ -30,9 +30,6 @@ NOT_SHOWN = "unknown"
 
 UNKNOWN: Mapping[str, str] = {"liger": NOT_SHOWN, "packing": NOT_SHOWN}
 """What is expected where it is not known what was asked for: nothing passes."""
-
-UNWANTED = ("stale", "leaking", "still", "different", "corrupt", "missing", "changed")
-"""States that no run is asked for: not good either where nothing is expected of the point."""
 
 CITES = 8  # of one point: 64 ranks would say the same
 
@@ -63,7 +60,7 @@ class Point:
             "state": self.state,
             "expected": self.expected,
             "ok": self.ok,
-            "evidence": [cite.as_json() for cite in self.evidence],
+            "evidence": [asdict(cite) for cite in self.evidence],
             "detail": dict(self.detail),
         }
 
@@ -89,6 +86,17 @@ class Verdict:
         error = finish.get("error")
         told = finish.get("reason") in ("violation", "hang") and isinstance(error, Mapping)
         return str(error["message"]) if told and isinstance(error, Mapping) else None
+
+    def amended(self, name: str, detail: Mapping[str, object], **changes: Any) -> Verdict:
+        """The same with one of its points changed, and the status that follows."""
+        old = self.point(name)
+        new = replace(old, detail={**old.detail, **detail}, **changes)
+        return self.with_points(new if point is old else point for point in self.points)
+
+    def with_points(self, points: Iterable[Point]) -> Verdict:
+        """The same with other points, and the status that follows from them."""
+        points = tuple(points)
+        return replace(self, points=points, status=_status([point.ok for point in points]))
 
     def as_json(self) -> dict[str, object]:
         """The verdict as the JSON contract spells it; plain values only, and no NaN."""
@@ -126,12 +134,11 @@ def judge(stage: str | None, expected: Mapping[str, str | None], evidence: Evide
         want = expected.get(name, DEFAULTS.get(name))
         if name == "batch" and want is None and evidence.planned.world is None:
             continue  # a stranger's run: nobody knows what was planned
-        unwanted = () if want == "any" else UNWANTED
-        want = None if want == "any" else want
+        any_state, want = want == "any", None if want == "any" else want
         seen = see(evidence, want)
         if name in outcome.OPTIONAL and want is None and seen.state == "unknown":
             continue  # a record of an older version, or a stranger's
-        found.append(_point(name, want, seen, unwanted))
+        found.append(_point(name, want, replace(seen, unwanted=seen.unwanted and not any_state)))
     oks = [point.ok for point in found]
     return Verdict(
         status=_status(oks),
@@ -159,56 +166,6 @@ def exit_code(verdict: Verdict, *, allow_unproven: bool) -> Exit:
     return Exit.VERDICT
 
 
-def beside(verdict: Verdict, planned: Mapping[str, float]) -> Verdict:
-    """The verdict with the peak that was planned, in GiB by part, beside what memory came to."""
-    if "peak" not in planned:
-        return verdict
-    point, told = verdict.point("memory"), dict[str, object](planned_gib=dict(planned))
-    if point.state == "oom":
-        parts = sorted(planned.items(), key=lambda one: -one[1])
-        shares = ", ".join(f"{k} {v:.1f}" for k, v in parts if k != "peak" and v >= 0.05)
-        told["reason"] = f"the plan said {planned['peak']:.1f} GiB a GPU: {shares}"
-    return with_point(verdict, point, told)
-
-
-def lost(verdict: Verdict) -> Verdict:
-    """The verdict of a run of which no process is left and nothing tells how it ended."""
-    help = "no process of it is left, and none recorded an end: the machine went down, or all were killed"
-    point = verdict.point("finish")
-    ok = point.expected in (None, "killed")
-    return with_point(verdict, point, {"reason": "lost", "help": help}, state="killed", ok=ok)
-
-
-def unknown(verdict: Verdict, why: Finding) -> Verdict:
-    """The verdict of a run that may or may not go on where nobody here can look."""
-    told = {"reason": why.message, "help": why.help}
-    return with_point(verdict, verdict.point("finish"), told, state="unknown", ok=None)
-
-
-def damaged(verdict: Verdict, folder: Path, fault: str) -> Verdict:
-    """The verdict of a run that came to its end, and whose saved model is not whole."""
-    told = {
-        "reason": f"the saved model is not whole: {fault}",
-        "help": f"{folder} cannot be loaded: save it again from a checkpoint (the same command goes on from "
-        "the last one that is whole), and look at the disk",
-    }
-    point = verdict.point("finish")
-    return with_point(verdict, point, told, ok=None if point.ok else point.ok)
-
-
-def with_point(
-    verdict: Verdict, point: Point, detail: Mapping[str, object], **changes: Any
-) -> Verdict:
-    """The same with one of its points changed, and the status that follows."""
-    new = replace(point, detail={**point.detail, **detail}, **changes)
-    return with_points(verdict, tuple(new if p is point else p for p in verdict.points))
-
-
-def with_points(verdict: Verdict, points: tuple[Point, ...]) -> Verdict:
-    """The same with other points, and the status that follows from them."""
-    return replace(verdict, points=points, status=_status([point.ok for point in points]))
-
-
 def _status(oks: Sequence[bool | None]) -> Status:
     return "fail" if False in oks else "unproven" if None in oks else "pass"
 
@@ -226,35 +183,27 @@ def expected_from_log(log: Log) -> dict[str, str | None]:
     return {"liger": liger, "packing": packing, **DEFAULTS}
 
 
-def _point(name: str, want: str | None, seen: Seen, unwanted: tuple[str, ...]) -> Point:
+def _point(name: str, want: str | None, seen: Observation) -> Point:
     met = seen.state in _MEETS.get((name, want or ""), (want,))
-    wanted = want is not None or bool(unwanted and (seen.doubt or seen.state in unwanted))
-    proved = seen.proved and want != NOT_SHOWN
-    ok = True if not wanted else met if proved else None
-    detail = seen.detail
-    if ok is None and want == NOT_SHOWN:
-        detail = {**detail, "reason": "what was asked for is not known: its record is missing"}
-    elif ok is not True:
-        said = {key for key, value in detail.items() if value is not None}
-        more = _why(seen)
-        detail = {**detail, **{key: text for key, text in more.items() if key not in said}}
+    ok: bool | None = True
+    if want is not None or seen.unwanted:
+        ok = met if seen.proved and want != NOT_SHOWN else None
+    reason, help = seen.reason, seen.help
+    absent = seen.detail.get("missing_ranks")
+    if want == NOT_SHOWN:
+        reason, help = "what was asked for is not known: its record is missing", None
+    elif reason is None and seen.state == "unknown":
+        reason = "neither the probe's records nor the log show it"
+    elif reason is None and isinstance(absent, list):
+        ranks = ", ".join(map(str, absent[:8])) + (", …" if absent[8:] else "")
+        reason = f"nothing is known of rank {ranks}"
+        help = "a record that is cut off or missing is no proof: look at `probe/`, and at the disk"
+    why = {key: text for key, text in (("reason", reason), ("help", help)) if text is not None}
     return Point(
         name=name,
         state=seen.state,
         expected=want,
         ok=ok,
-        evidence=seen.cites[:CITES],
-        detail=detail,
+        evidence=tuple(item.cite() for item in seen.cites[:CITES]),
+        detail=seen.detail if ok is True else {**why, **seen.detail, **why},
     )
-
-
-def _why(seen: Seen) -> Mapping[str, str]:
-    """`reason` and, where there is something to do, `help` of a point that is not as expected."""
-    if seen.state == "unknown" and "reason" not in seen.detail:
-        return {"reason": "neither the probe's records nor the log show it"}
-    absent = seen.detail.get("missing_ranks")
-    if "reason" not in seen.why and isinstance(absent, list):
-        ranks = ", ".join(map(str, absent[:8])) + (", …" if absent[8:] else "")
-        help = "a record that is cut off or missing is no proof: look at `probe/`, and at the disk"
-        return {"reason": f"nothing is known of rank {ranks}", "help": help}
-    return seen.why

@@ -13,7 +13,7 @@ from signal import Signals
 
 from launcher.backends import any_log
 from launcher.backends.any_log import SHELL_SIGNALS
-from launcher.evidence import Event, Evidence, RankRecord
+from launcher.evidence import Event, Evidence
 from launcher.logs import Log, Signal
 
 HELP: Mapping[str, str] = {
@@ -184,7 +184,7 @@ def ending(evidence: Evidence) -> Ending:
     """How the run ended: an exit record counts first, then the log and the probe."""
     ended = evidence.exit
     if (stopped := evidence.stopped) is not None:
-        return _stopped(*stopped)
+        return _stopped(stopped)
     failures = _failures(evidence)
     if (told := _told(failures)) is not None and not (
         evidence.exit and not evidence.exit.returncode
@@ -243,9 +243,9 @@ def _reason(evidence: Evidence, failures: tuple[Signal, ...]) -> str | None:
     return next((name for name in HELP if name in told), None)
 
 
-def _stopped(record: RankRecord, event: Event) -> Ending:
+def _stopped(event: Event) -> Ending:
     """A process ended itself, and the others were ended for it: what they say then counts for nothing."""
-    error = {"type": event.name, "message": event.text("message") or "", "rank": str(record.rank)}
+    error = {"type": event.name, "message": event.text("message") or "", "rank": str(event.rank)}
     return Ending(state="stopped", proved=True, reason=event.name, error=error)
 
 
@@ -375,9 +375,9 @@ def _error(evidence: Evidence, failures: tuple[Signal, ...]) -> dict[str, str] |
     told = told or next((s for s in failures if s.name == "watchdog"), None)
     if told is not None:
         return {"type": told.fields["type"], "message": _message(evidence, told)}
-    for record, event in evidence.events("error"):
+    for event in evidence.events("error"):
         kind, message = event.text("type") or "", event.text("message") or ""
-        return {"type": kind, "message": message, "rank": str(record.rank)}
+        return {"type": kind, "message": message, "rank": str(event.rank)}
     if raised:
         return {key: raised[0].fields[key] for key in ("type", "message", "at", "rank")}
     return None

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from launcher import files, rundir
 from launcher.backends import open_instruct_log, trl_log
-from launcher.logs import Log, Pattern, Signal, StepLine, scan
+from launcher.logs import Cite, Log, Pattern, Signal, StepLine, scan
 
 PATTERNS: tuple[Pattern, ...] = tuple(dict.fromkeys(open_instruct_log.PATTERNS + trl_log.PATTERNS))
 """The patterns of every backend: a stranger's log does not say which one wrote it."""
@@ -42,6 +42,8 @@ _DPO_ARGUMENT = re.compile(r"^dpo_")  # of a time when both stages had a class o
 class Event:
     """One line of a rank's JSONL; `line` is 1-based."""
 
+    rank: int
+    path: Path
     line: int
     name: str
     fields: Mapping[str, object]
@@ -55,9 +57,10 @@ class Event:
         """The field as a finite number, None where it is none."""
         return _finite(self.fields.get(key))
 
-    def shown(self) -> str:
+    def cite(self) -> Cite:
         """The event as it stands in the file, short."""
-        return json.dumps({"event": self.name, **self.fields}, ensure_ascii=False)[:300]
+        text = json.dumps({"event": self.name, **self.fields}, ensure_ascii=False)[:300]
+        return Cite(source="probe", file=str(self.path), line=self.line, text=text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +71,8 @@ class ProbeStep:
     DPO's, `rows` counts both.
     """
 
+    rank: int
+    path: Path
     line: int
     step: int
     loss: float | None
@@ -84,16 +89,20 @@ class ProbeStep:
     interrupted: bool = False
     micro_batches: float | None = None
 
+    def cite(self) -> Cite:
+        """The step as it stands in the file, short."""
+        text = f"step {self.step}, loss {self.loss}, finite {self.finite}"
+        return Cite(source="probe", file=str(self.path), line=self.line, text=text)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:
-    """What one rank's probe wrote in one attempt; `garbage` counts unreadable lines of the file."""
+    """What one rank's probe wrote in one attempt."""
 
     rank: int
     path: Path
     events: tuple[Event, ...]
     steps: tuple[ProbeStep, ...]
-    garbage: int
 
     def all(self, *names: str) -> tuple[Event, ...]:
         """The events of these names, in order."""
@@ -165,6 +174,11 @@ class ExitRecord:
     ended: str | None
     attempt: int
 
+    def cite(self) -> Cite:
+        """Where it stands."""
+        text = f"returncode {self.returncode}, signal {self.signal}"
+        return Cite(source="exit", file=str(self.path), line=1, text=text)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
@@ -193,7 +207,7 @@ class Evidence:
     gradient norms, `bad_before` those steps of theirs that were not finite, `moved_before` the largest
     share of the weights that one of them moved. `inputs` is what of data and model had changed at the
     end (see `contents.changed`), `model` how the files of the saved model are now (see
-    `saved_model.compare`); both None where it is not known.
+    `judgement`); both None where it is not known.
     """
 
     log: Log | None = None
@@ -215,9 +229,9 @@ class Evidence:
         return tuple(record for _, record in sorted(ranks.items()))
 
     @property
-    def rank_steps(self) -> Iterator[tuple[RankRecord, ProbeStep]]:
+    def rank_steps(self) -> Iterator[ProbeStep]:
         """Every step of every rank, rank by rank."""
-        return ((record, step) for record in self.records for step in record.steps)
+        return (step for record in self.records for step in record.steps)
 
     @property
     def lines(self) -> tuple[StepLine, ...]:
@@ -233,13 +247,18 @@ class Evidence:
         """The signals of these names in the log."""
         return self.log.all(*names) if self.log else ()
 
-    def events(self, *names: str) -> list[tuple[RankRecord, Event]]:
+    def events(self, *names: str) -> tuple[Event, ...]:
         """The events of these names, rank by rank."""
-        return [(record, event) for record in self.records for event in record.all(*names)]
+        return tuple(event for record in self.records for event in record.all(*names))
 
-    def last_events(self, name: str) -> list[tuple[RankRecord, Event]]:
+    def last_events(self, name: str) -> tuple[Event, ...]:
         """The last event of this name of each rank that has one."""
-        return [(record, event) for record in self.records if (event := record.last(name))]
+        return tuple(event for record in self.records if (event := record.last(name)))
+
+    def missing_ranks(self, present: Container[int]) -> dict[str, object]:
+        """The ranks that should be there and are not among those given, as a detail of a point."""
+        absent = self.probe.without(present) if self.probe else ()
+        return {"missing_ranks": list(absent)} if absent else {}
 
     def rewords(self, *names: str) -> bool:
         """Whether the source is known to say one of these signals in other words."""
@@ -254,11 +273,11 @@ class Evidence:
         return max((s for s in seen if s is not None), default=None)
 
     @property
-    def stopped(self) -> tuple[RankRecord, Event] | None:
+    def stopped(self) -> Event | None:
         """The broken contract, or the hang, for which a process ended itself: the earliest of all."""
         events = self.events("violation", "hang")
-        ended = [one for one in events if one[1].fields.get("stopped") is True]
-        return min(ended, key=lambda one: one[1].number("t") or 0.0, default=None)
+        ended = [event for event in events if event.fields.get("stopped") is True]
+        return min(ended, key=lambda event: event.number("t") or 0.0, default=None)
 
     @property
     def total_steps(self) -> int | None:
@@ -269,7 +288,7 @@ class Evidence:
         return self.log.total_steps or (int(progress.fields["total"]) if progress else None)
 
     @property
-    def final_save(self) -> Signal | tuple[RankRecord, Event] | None:
+    def final_save(self) -> Signal | Event | None:
         """Where the final model was seen to be saved: after the last step, and no checkpoint."""
         since = self.lines[-1].line if self.lines else 0
         begun = {s.fields["path"] for s in self.signals("saving") if s.line >= since}
@@ -277,10 +296,11 @@ class Evidence:
             whole = signal.name != "tokenizer_saved" or signal.fields["path"] in begun
             if signal.line >= since and whole and _final(signal):
                 return signal
-        for record, event in self.events("saved"):
+        for record in self.records:
             since = record.steps[-1].line if record.steps else 0
-            if event.line > since and not _CHECKPOINT.search(event.text("path") or ""):
-                return record, event
+            for event in record.all("saved"):
+                if event.line > since and not _CHECKPOINT.search(event.text("path") or ""):
+                    return event
         return None
 
     @property
@@ -302,7 +322,7 @@ class Evidence:
                 return "dpo" if told["dpo"] else "sft"
         if log is not None and not log.blocks and (trainer := _named(log)) is not None:
             return trainer
-        for _, start in self.events("start"):
+        for start in self.events("start"):
             script = Path(start.text("target") or "").name
             return (
                 "dpo" if "dpo" in script else "sft" if re.search("sft|finetune", script) else None
@@ -385,9 +405,7 @@ def _stage_of(metrics: Mapping[str, float], log: Log) -> str | None:
         return "dpo"
     if not _SFT_METRICS.isdisjoint(metrics):
         return "sft"
-    # LLaMA-Factory shows the labels of its first row: for SFT, and for what logs other metrics
-    labelled = log.first("factory") and log.first("labelled")
-    return "sft" if labelled and not _trainers(log) else _named(log)
+    return _named(log)
 
 
 def _named(log: Log) -> str | None:
@@ -399,7 +417,7 @@ def _named(log: Log) -> str | None:
 def _trainers(log: Log) -> set[str]:
     """The trainers whose files or scripts the log names."""
     signals = log.all("trainer", "trainer_of")
-    told = {of for s in signals if (of := s.fields.get("of") or s.fields.get("kind"))}
+    told = {of for s in signals if (of := s.fields.get("of"))}
     # what all of them inherit from
     return {one.lower() for one in told} - {"base"}
 
@@ -451,12 +469,11 @@ def _read_rank(path: Path, attempt: int | None) -> RankRecord | None:
     """The events since the last `start`, of the attempt if it is named."""
     events: dict[str, list[Event]] = {}
     steps: list[ProbeStep] = []
-    garbage, ours = 0, True
+    ours, rank = True, int(re.sub(r"\D", "", path.stem) or 0)
     with files.open_regular(path) as file:
         for number, raw in enumerate(files.lines(file), start=1):
-            event = _event(number, raw)
+            event = _event(rank, path, number, raw)
             if event is None:
-                garbage += bool(raw.strip())
                 continue
             if event.name == "start":
                 ours = attempt is None or (event.number("attempt") or attempt) == attempt
@@ -470,19 +487,18 @@ def _read_rank(path: Path, attempt: int | None) -> RankRecord | None:
             kept.append(event)
             if len(kept) > KEPT_EVENTS:
                 del kept[KEPT_EVENTS // 2]
-    digits = re.sub(r"\D", "", path.stem)
     if not events and not steps:
         return None
     flat = sorted((e for kept in events.values() for e in kept), key=lambda e: e.line)
-    return RankRecord(
-        rank=int(digits or 0), path=path, events=tuple(flat), steps=tuple(steps), garbage=garbage
-    )
+    return RankRecord(rank=rank, path=path, events=tuple(flat), steps=tuple(steps))
 
 
-def _event(line: int, raw: bytes) -> Event | None:
-    values = files.parse_line(raw)
-    name = values.pop("event", None)
-    return Event(line=line, name=name, fields=values) if isinstance(name, str) else None
+def _event(rank: int, path: Path, line: int, raw: bytes) -> Event | None:
+    fields = files.parse_line(raw)
+    name = fields.pop("event", None)
+    if not isinstance(name, str):
+        return None
+    return Event(rank=rank, path=path, line=line, name=name, fields=fields)
 
 
 def _step(event: Event) -> list[ProbeStep]:
@@ -495,7 +511,7 @@ def _step(event: Event) -> list[ProbeStep]:
     interrupted = event.fields.get("interrupted") is True
     return [
         ProbeStep(
-            line=event.line, step=int(number), loss=loss, finite=finite, interrupted=interrupted,
-            **measured,
+            rank=event.rank, path=event.path, line=event.line, step=int(number), loss=loss,
+            finite=finite, interrupted=interrupted, **measured,
         )
     ]  # fmt: skip

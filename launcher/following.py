@@ -142,10 +142,9 @@ def print_log(folder: RunFolder, number: int, *, last: int | None, follow: bool)
             if os.fstat(log.fileno()).st_size < log.tell():
                 log.seek(0)
                 out.write(shown.rest())
-                shown.begin_anew()
             while block := log.read(2**20):
                 out.write(shown.of(block))
-            out.write(shown.rest())
+            out.write(shown.rest() if over else b"")
             out.flush()
             if over:
                 return
@@ -154,14 +153,13 @@ def print_log(folder: RunFolder, number: int, *, last: int | None, follow: bool)
 
 @dataclass(slots=True)
 class Shown:
-    """A console log as it is shown: in blocks, without tokens, the begun last line too.
+    """A console log as it is shown: in blocks, line by line, without tokens.
 
-    A token may be cut in two wherever a block ends: a line is looked at again when more of it is there.
+    A token may be cut in two wherever a block ends, so that a line is held back until it is whole.
     """
 
     known: Sequence[str]
     line: bytes = b""
-    so_far: bytes = b""
 
     def of(self, block: bytes) -> bytes:
         """What to write of all lines that end in the block."""
@@ -174,28 +172,13 @@ class Shown:
         if max(0, end - LINE_BYTES) <= block_at and b"-----END" not in whole[block_at:end]:
             # a private key goes over many lines
             end = whole.rfind(b"\n", 0, block_at) + 1
-        if not end:
-            self.line = whole
-            return b""
-        more = self._more(redact_bytes(printable_bytes(whole[:end]), self.known))
-        self.line, self.so_far = whole[end:], b""
-        return more
+        self.line = whole[end:]
+        return redact_bytes(printable_bytes(whole[:end]), self.known)
 
     def rest(self) -> bytes:
-        """What to write of the begun line, now that no more of it is there."""
-        now = redact_bytes(printable_bytes(self.line), self.known)
-        more, self.so_far = self._more(now), now
-        return more
-
-    def begin_anew(self) -> None:
-        """Another log follows."""
-        self.line = self.so_far = b""
-
-    def _more(self, now: bytes) -> bytes:
-        # of a token that is known as one only now, the beginning has been shown
-        pairs = enumerate(zip(self.so_far, now, strict=False))
-        same = min(len(self.so_far), len(now))
-        return now[next((at for at, (a, b) in pairs if a != b), same) :]
+        """What to write of the begun line, of which no more will be there."""
+        line, self.line = self.line, b""
+        return redact_bytes(printable_bytes(line), self.known)
 
 
 def _opened(path: Path) -> BinaryIO:

@@ -12,19 +12,26 @@ from launcher import (
     check,
     checkpoints,
     earlier,
-    gradient_doubt,
+    fingerprint,
     process,
     rundir,
     runner,
-    saved_model,
 )
+from launcher.backends.gradient_rules import fault
 from launcher.check import Point, Verdict
+from launcher.earlier import mapping
 from launcher.evidence import Evidence
+from launcher.fingerprint import Memory, MissingContent, cache_home
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
+from launcher.watching import saves
 
 _WHOLE_RUN = ("liger", "packing", "attention", "batch", "gradients", "inputs")
 """What a run is asked for in each of its steps, whichever attempt made them."""
+
+_LOST_HELP = (
+    "no process of it is left, and none recorded an end: the machine went down, or all were killed"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,24 +52,27 @@ def judge(folder: RunFolder, asked: Mapping[str, str] | None = None) -> Judged:
     each = earlier.read(folder)
     found = earlier.whole(each)
     expected = _expected(told) if asked is None else asked
-    stage = told.get("stage")
+    stage, output = told.get("stage"), told.get("output")
     if found.final_save:
-        found = replace(
-            found, model=saved_model.compare(found, told.get("output"), here=_here(folder))
-        )
-    seen = check.judge(stage if isinstance(stage, str) else None, expected, found)
-    seen = _with_earlier(seen, folder, each, expected)
-    seen = check.beside(seen, _planned_gib(told))
-    seen = gradient_doubt.doubted(seen, told)
-    if seen.point("finish").state == "running":
+        found = replace(found, model=_saved_model(found, output, here=_here(folder)))
+    verdict = check.judge(stage if isinstance(stage, str) else None, expected, found)
+    verdict = _with_earlier(verdict, folder, each, expected)
+    verdict = _beside_plan(verdict, told)
+    verdict = _without_known_corruption(verdict, told)
+    if verdict.point("finish").state == "running":
         if (leader := runner.unknown(folder)) is not None:
-            seen = check.unknown(seen, runner.unknown_here(folder, leader))
-        elif _lost(folder):
-            seen = check.lost(seen)
-    if seen.point("finish").state == "completed" and found.final_save:
-        seen = _with_model(seen, told)
+            why = runner.unknown_here(folder, leader)
+            detail = {"reason": why.message, "help": why.help}
+            verdict = verdict.amended("finish", detail, state="unknown", ok=None)
+        elif _here(folder) and not runner.alive(folder.path):
+            ok = verdict.point("finish").expected in (None, "killed")
+            verdict = verdict.amended(
+                "finish", {"reason": "lost", "help": _LOST_HELP}, state="killed", ok=ok
+            )
+    if verdict.point("finish").state == "completed" and found.final_save:
+        verdict = _with_whole_model(verdict, output)
     # a token that training printed must not get from the log into what is shown and kept
-    clean = redact(seen, attempts.tokens(folder))
+    clean = redact(verdict, attempts.tokens(folder))
     return Judged(verdict=clean, manifest=told, attempts=each)
 
 
@@ -90,7 +100,7 @@ def _with_earlier(
             known = points.get(point.name) if point.name in _WHOLE_RUN else None
             if known is not None and known.ok is True and point.ok is not True:
                 points[point.name] = _of_attempt(point, number, steps)
-    return check.with_points(verdict, tuple(points.values()))
+    return verdict.with_points(points.values())
 
 
 def _of_attempt(point: Point, number: int, steps: tuple[int, int]) -> Point:
@@ -110,23 +120,41 @@ def _kept(each: Sequence[Evidence]) -> Iterator[tuple[int, Evidence, tuple[int, 
         begun = min([*steps, *([] if begun is None else [begun])], default=None)
 
 
-def _with_model(verdict: Verdict, told: Mapping[str, Any]) -> Verdict:
+def _without_known_corruption(verdict: Verdict, manifest: Mapping[str, Any]) -> Verdict:
+    """No pass for gradients that nobody compared, of a DeepSpeed that is known to corrupt them."""
+    point, recorded = verdict.point("gradients"), mapping(manifest.get("deepspeed"))
+    plan = mapping(manifest.get("plan"))
+    if point.state != "unknown" or not plan.get("gpus") or not recorded:
+        return verdict
+    version, accumulation = recorded.get("version"), plan.get("accumulation")
+    known = fault(
+        mapping(recorded.get("config")),
+        version if isinstance(version, str) else None,
+        accumulation=accumulation if isinstance(accumulation, int) else None,
+    )
+    if known is None or known[0] != "error":
+        return verdict
+    detail = {"reason": known[2], "help": "train again: docs/gradients.md"}
+    return verdict.amended("gradients", detail, ok=None)
+
+
+def _with_whole_model(verdict: Verdict, output: object) -> Verdict:
     """A model that was seen to be saved is none if its files are not whole.
 
     Of a folder that was moved or removed since nothing is said: the run is none the worse for it.
     """
-    output = told.get("output")
-    if isinstance(output, str):
-        # dpo.py saves its model one folder below (dpo.py:111)
-        for folder in (Path(output), Path(output) / "hf_model"):
-            if (fault := checkpoints.damage(folder)) is not None:
-                return check.damaged(verdict, folder, fault)
+    # dpo.py saves its model one folder below (dpo.py:111)
+    folders = (Path(output), Path(output) / "hf_model") if isinstance(output, str) else ()
+    for folder in folders:
+        if (fault := checkpoints.damage(folder)) is not None:
+            detail = {
+                "reason": f"the saved model is not whole: {fault}",
+                "help": f"{folder} cannot be loaded: save it again from a checkpoint (the same command "
+                "goes on from the last one that is whole), and look at the disk",
+            }
+            ok = verdict.point("finish").ok
+            return verdict.amended("finish", detail, ok=None if ok else ok)
     return verdict
-
-
-def _lost(folder: RunFolder) -> bool:
-    """Whether all of a run that was started here is gone; elsewhere nobody here can look."""
-    return _here(folder) and not runner.alive(folder.path)
 
 
 def _here(folder: RunFolder) -> bool:
@@ -135,10 +163,68 @@ def _here(folder: RunFolder) -> bool:
     return told is not None and not told.elsewhere()
 
 
-def _planned_gib(manifest: Mapping[str, Any]) -> Mapping[str, float]:
-    """The parts of the peak that the record of a run foresees, `peak` among them; else empty."""
-    plan = manifest.get("plan")
-    parts = plan.get("memory_gib") if isinstance(plan, dict) else None
-    if not isinstance(parts, dict):
-        return {}
-    return {k: float(v) for k, v in parts.items() if isinstance(v, int | float)}
+def _beside_plan(verdict: Verdict, manifest: Mapping[str, Any]) -> Verdict:
+    """The verdict with the peak that was planned, in GiB by part, beside what memory came to."""
+    parts = mapping(mapping(manifest.get("plan")).get("memory_gib"))
+    planned = {k: float(v) for k, v in parts.items() if isinstance(v, int | float)}
+    if "peak" not in planned:
+        return verdict
+    detail = dict[str, object](planned_gib=planned)
+    if verdict.point("memory").state == "oom":
+        largest = sorted(planned.items(), key=lambda one: -one[1])
+        shares = ", ".join(f"{k} {v:.1f}" for k, v in largest if k != "peak" and v >= 0.05)
+        detail["reason"] = f"the plan said {planned['peak']:.1f} GiB a GPU: {shares}"
+    return verdict.amended("memory", detail)
+
+
+def _saved_model(found: Evidence, output: object, *, here: bool) -> dict[str, Any] | None:
+    """The saved model as it is now: `path` and, where that is not as it was saved, `state` and `reason`.
+
+    None where nothing was fingerprinted; without a probe it is only asked whether the `output` folder is
+    there. `here` is whether the run trained on this machine: of another one the folder may not be visible.
+    """
+    event = next(iter(found.last_events("saved_model")), None)
+    path, files = (None, None) if event is None else (event.text("path"), event.fields.get("files"))
+    if found.probe is None and here and isinstance(output, str) and not Path(output).exists():
+        return {"path": output, "state": "missing", "reason": f"{output} does not exist"}
+    if path is None or not isinstance(files, list):
+        return None
+    folder = Path(path)
+    told = {"path": path}
+    known = {str(one.get("name")): one for one in files if isinstance(one, Mapping)}
+    if not folder.is_dir() and not here:
+        return {**told, "state": "unknown", "reason": f"{folder} cannot be seen from this machine"}
+    if not known:
+        return {**told, "state": "missing", "reason": f"the save left no weights in {folder}"}
+    try:
+        now = saves.weights(path)
+    except OSError:
+        return {**told, "state": "missing", "reason": f"{folder} is gone"}
+    if gone := [name for name in known if name not in now]:
+        reason = f"{', '.join(gone[:4])} in {folder} is gone"
+        return {**told, "state": "missing", "reason": reason}
+    if more := [name for name in now if name not in known]:
+        reason = f"{folder} holds {', '.join(more[:4])}, which the run did not save"
+        return {**told, "state": "changed", "reason": reason}
+    memory = Memory.load(cache_home() / "fingerprints.json")
+    try:
+        for name, one in known.items():
+            change = _change_of(folder / name, str(one.get("digest")), memory)
+            if change is not None:
+                return {**told, "state": "changed", "file": name, **change}
+    finally:
+        memory.save()
+    return told
+
+
+def _change_of(path: Path, before: str, memory: Memory) -> dict[str, Any] | None:
+    try:
+        after = fingerprint.of_file(path, memory).digest
+    except MissingContent as error:
+        return {"reason": error.findings[0].message}
+    if path.suffix == ".safetensors" and checkpoints.blank(path):
+        return {"reason": f"every weight in {path} is 0", "before": before, "after": after}
+    if after == before:
+        return None
+    reason = f"{path} was changed after the save: sha256 {before[:12]}, now {after[:12]}"
+    return {"reason": reason, "before": before, "after": after}

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
+from typing import Literal
 
 from launcher.patterns import Pattern, pattern
 from launcher.segments import SEGMENT_BYTES, clean, opened, text
@@ -30,8 +31,6 @@ KEPT_ARGUMENTS = 2_000
 _WHOLE = re.compile(rb"\.\d{4}|nan|inf")  # enough of a loss where the log is cut off
 _PAIR = re.compile(rb"'([^']+)': (?:'([^']*)'|([^,}']+))")
 _RATE = "train_steps_per_second"
-_STEPS_OF = "global_step/max_steps"
-_OF_STEPS = re.compile(r"(\d{1,12})/(\d{1,12})$")
 _EPOCH_DIGITS = 0.005  # what HF Trainer rounds an epoch by, at most
 _WORK = ("total_steps", "progress")  # signals after which a failure before them is of the past
 _STARTS = ("begun", "loading")
@@ -39,25 +38,44 @@ _ENDS = ("saved", "remaining", "training_completed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Signal:
-    """One line that matched: `line` is 1-based, `text` clean and at most 300 characters."""
+class Cite:
+    """One line that a point of a verdict rests on; `line` is 1-based."""
 
-    name: str
+    source: Literal["probe", "log", "exit"]
+    file: str
+    line: int | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogLine:
+    """A line of a log: `line` is 1-based, `text` clean and at most 300 characters."""
+
+    path: Path
     line: int
     text: str
+
+    def cite(self) -> Cite:
+        """Where it stands."""
+        return Cite(source="log", file=str(self.path), line=self.line, text=self.text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signal(LogLine):
+    """One line that matched."""
+
+    name: str
     fields: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepLine:
+class StepLine(LogLine):
     """What the log says about one optimizer step; `loss` may be nan or infinite."""
 
     step: int
     loss: float
     learning_rate: float | None
     tokens_per_second: float | None
-    line: int
-    text: str
     extra: Mapping[str, float]
 
 
@@ -128,17 +146,24 @@ class Log:
             shown.append(self.last_bar[0])
         return max(shown, default=None)
 
+    def argument(self, key: str) -> tuple[LogLine, ...]:
+        """The line of the arguments dump that shows this value."""
+        if key not in self.asked:
+            return ()
+        text = f"{key}={self.asked[key]}"
+        return (LogLine(path=self.path, line=self.asked_at[key], text=text),)
+
 
 def scan(path: Path, patterns: Sequence[Pattern]) -> Log:
-    """Read a console log of any size, in pieces, into a `Log`; it may be compressed by gzip.
+    """Read a console log of any size, in pieces, into a `Log`.
 
     Lines are counted by line feeds; carriage returns divide a line into segments. A log that is
     still written to is read as far as it goes now, a pipe to its end. Raises OSError if the file
     cannot be read; nothing in its content raises.
     """
     with opened(path) as pieces:
-        surveys = survey(pieces, patterns)
-        reading, line, hits = _Reading(patterns=patterns), 1, list[tuple[int, Hit]]()
+        surveys = list(survey(pieces, patterns))
+        reading, line, hits = _Reading(path=path, patterns=patterns), 1, list[tuple[int, Hit]]()
         begins = list(itertools.accumulate((found.feeds for found in surveys), initial=1))
         # what is followed past the end of a piece stands among the hits of the next
         for line, found in zip(begins, surveys, strict=False):
@@ -147,7 +172,7 @@ def scan(path: Path, patterns: Sequence[Pattern]) -> Log:
             reading.match(hit, line)
         for line, found in zip(begins, surveys, strict=False):
             reading.see_bars((total, done, line + at) for total, done, at in found.bars)
-        return reading.log(path, begins[-1] - (not pieces.cut_off))
+        return reading.log(begins[-1] - (not pieces.cut_off))
 
 
 def number(text: str | bytes | None) -> float | None:
@@ -162,6 +187,7 @@ def number(text: str | bytes | None) -> float | None:
 class _Reading:
     """One scan: what was kept so far, and what is still open where a piece ends."""
 
+    path: Path
     patterns: Sequence[Pattern]
     kept: dict[str, list[Signal]] = field(default_factory=dict)
     steps: list[StepLine] = field(default_factory=list)
@@ -219,7 +245,8 @@ class _Reading:
     def _keep(self, name: str, hit: Hit, fields: Mapping[str, str], line: int) -> None:
         """Of many, the first ones, the first ones after the last work, and the last ones."""
         kept = self.kept.setdefault(name, [])
-        kept.append(Signal(name=name, line=line, text=clean(hit.segment), fields=fields))
+        shown = clean(hit.segment)
+        kept.append(Signal(name=name, path=self.path, line=line, text=shown, fields=fields))
         while len(kept) > 2 * KEPT_SIGNALS:
             since = kept[0].line <= self.earlier_line < kept[KEPT_SIGNALS].line
             if since and len(kept) <= 3 * KEPT_SIGNALS:
@@ -298,10 +325,6 @@ class _Reading:
         """One dict of HF Trainer; which step it belongs to is settled at the end (`_number`)."""
         shown = {text(k): text(a or b) for k, a, b in _PAIR.findall(pairs)}
         values = {k: v for k in shown if (v := number(shown[k])) is not None}
-        if found := _OF_STEPS.match(shown.get(_STEPS_OF, "")):  # ms-swift's
-            done, total = int(found[1]), int(found[2])
-            self.bars[total] = (done, line)
-            hit = hit._replace(bar=(done, total))
         if "loss" not in values:
             self.final_epoch, self.over = values.get("epoch", self.final_epoch), True
             self.rated = _product(*(shown.get(k, "") for k in ("train_runtime", _RATE)))
@@ -310,23 +333,11 @@ class _Reading:
         before = self.dicts[-1].extra.get("epoch", 0) if self.dicts else 0
         if self.over or values.get("epoch", 0) < before:
             self._follows_another()
-        if self.dicts and _same(values, self.dicts[-1]):
-            self._complete(values, hit, line)
-            return
         self.entries += 1 + hit.skipped
         if hit.bar is not None:
             self.shown[line] = hit.bar
         loss, rates = values.pop("loss"), (values.pop("learning_rate", None), None)
         self._add(self.dicts, self.entries, loss, rates, values, hit.segment, line)
-
-    def _complete(self, values: dict[str, float], hit: Hit, line: int) -> None:
-        """LLaMA-Factory tells a step twice: rounded by its own callback, and as HF Trainer does."""
-        before = self.dicts[-1]
-        if hit.bar is not None:
-            self.shown.setdefault(before.line, hit.bar)
-        extra = {k: v for k, v in values.items() if k not in ("loss", "learning_rate")}
-        self.dicts[-1] = replace(before, extra={**before.extra, **extra})
-        self.earlier_line, self.busy_line = self.busy_line, line
 
     def _add(
         self,
@@ -341,12 +352,13 @@ class _Reading:
         self.earlier_line, self.busy_line = self.busy_line, line
         steps.append(
             StepLine(
+                path=self.path,
+                line=line,
+                text=clean(segment),
                 step=step,
                 loss=loss,
                 learning_rate=rates[0],
                 tokens_per_second=rates[1],
-                line=line,
-                text=clean(segment),
                 extra=extra,
             )
         )
@@ -357,7 +369,7 @@ class _Reading:
             steps[1:-1] = inner
             self.shown = {s.line: self.shown[s.line] for s in steps if s.line in self.shown}
 
-    def log(self, path: Path, lines: int) -> Log:
+    def log(self, lines: int) -> Log:
         """What the whole file came to."""
         self._leave_an_earlier()
         bars = [self.shown.get(found.line, (0, 0)) for found in self.dicts]
@@ -369,7 +381,7 @@ class _Reading:
             self.steps = [replace(found, step=step) for found, step in pairs]
         signals = sorted(itertools.chain(*self.kept.values()), key=lambda s: (s.line, s.name))
         return Log(
-            path=path,
+            path=self.path,
             lines=lines,
             begins=self.begins,
             signals=tuple(signals),
@@ -458,15 +470,6 @@ def _filled(beside: Sequence[int | None], last: int) -> list[int]:
         guess = min((filled[-1] if filled else 0) + each, last)
         filled.append(guess if step is None else step)
     return filled
-
-
-def _same(values: Mapping[str, float], before: StepLine) -> bool:
-    """Whether a dict tells of the step before it, by other keys and perhaps fewer digits."""
-    if {"loss", "learning_rate", *before.extra} == {"learning_rate", *values}:
-        return False
-    loss, epoch = values["loss"], values.get("epoch", math.nan)
-    alike = abs(loss - before.loss) <= 5e-5 or str(loss) == str(before.loss)
-    return alike and abs(epoch - before.extra.get("epoch", math.nan)) <= _EPOCH_DIGITS
 
 
 def _sound(step: StepLine) -> bool:

@@ -35,7 +35,7 @@ def whole_losses(evidence: Evidence) -> tuple[float, ...]:
 def moved_share(evidence: Evidence) -> float | None:
     """The share of a sample of the trained weights, over all ranks, that differs from the start."""
     sampled, moved = (
-        math.fsum(event.number(key) or 0 for _, event in evidence.last_events("weights"))
+        math.fsum(event.number(key) or 0 for event in evidence.last_events("weights"))
         for key in ("sampled", "moved")
     )
     return _share(moved, sampled)
@@ -57,7 +57,7 @@ def memory_phases(evidence: Evidence) -> dict[str, dict[str, float]]:
     whose peak is above that of the one before made it, any other stayed below.
     """
     phases: dict[str, dict[str, float]] = {}
-    for _, event in evidence.events("memory"):
+    for event in evidence.events("memory"):
         phase = phases.setdefault(event.text("phase") or "?", {})
         for name in event.fields:
             value = event.number(name) if name.endswith("_gib") else None

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from launcher import checkpoints, files, process, rundir, runner, slurm
-from launcher.errors import Finding
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
 from launcher.view import Progress, clock
@@ -22,55 +21,13 @@ COLUMNS = (
     "wandb",
 )  # fmt: skip
 _ENDED = ("finished", "failed", "stopped", "lost")
-# the code that decides on what a row says
-_DECIDING = ("overview", "gradient_doubt", "rundir", "runner", "view")
 _TRACKED = re.compile(rb"View run\b.{0,200}?(https?://[^\s\x1b\"']+)", re.DOTALL)
 _TRACKED_WITHIN = 4 * 2**20
 
 
 def rows(folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    """Rows of the runs that have begun, oldest first; of one that is over it is remembered until its
-    files change.
-    """
-    memory = rundir.state_folder() / "rows.json"
-    known, found, changed = rundir.read_json(memory), list[dict[str, Any]](), False
-    code = [rundir.stamp_of(str(Path(__file__).with_name(f"{one}.py"))) for one in _DECIDING]
-    if known.get("code") != code:
-        known = {"code": code}
-    for folder in folders:
-        key, was = str(folder.path), known.get(str(folder.path))
-        if not (isinstance(was, dict) and was.get("stamps") == _stamps(key, was.get("output"))):
-            if not rundir.begun(folder):
-                continue
-            shown = row(folder)
-            output, manifest = shown["output"], rundir.read_head(folder)
-            was = {
-                "stamps": _stamps(key, output), "output": output, "row": shown,
-                "created": manifest.get("created"), "saved": _written(manifest),
-            }  # fmt: skip
-            # what is not over, or whose end nobody recorded, may become another any time
-            if shown["state"] in _ENDED and shown["state"] != "lost":
-                known[key], changed = was, True
-        times = {"age": age(was["created"]), "checkpoint": _ago(was["saved"])}
-        found.append({**was["row"], **times})
-    if changed:
-        rundir.remember(memory, known)
-    return found
-
-
-def _stamps(path: str, output: object) -> list[list[int] | None]:
-    """What changes with anything that a row of a run that is over says."""
-    files = (
-        "",
-        "run.json",
-        "verdict.json",
-        "exit.json",
-        "process.json",
-        "probe",
-        "probe/rank-0.jsonl",
-    )
-    own = [rundir.stamp_of(f"{path}/{one}") for one in files]
-    return [*own, rundir.stamp_of(output) if isinstance(output, str) else None]
+    """Rows of the runs that have begun, oldest first."""
+    return [row(folder) for folder in folders if rundir.begun(folder)]
 
 
 def row(folder: RunFolder) -> dict[str, Any]:
@@ -84,7 +41,6 @@ def row(folder: RunFolder) -> dict[str, Any]:
     # the file of an attempt that goes on is that of the one before
     over = now in _ENDED and not _judged_before(folder)
     judged = rundir.read_json(folder.verdict) if over else {}
-    doubt = _doubt(folder, manifest, judged)
     rate = _steady(judged)
     rate = progress.tokens_per_second if rate is None else rate
     return {
@@ -92,50 +48,17 @@ def row(folder: RunFolder) -> dict[str, Any]:
         "path": str(folder.path),
         "stage": manifest.get("stage"),
         "state": now,
-        "verdict": judged.get("status") if doubt is None else "unproven",
-        "doubt": doubt,
+        "verdict": judged.get("status"),
         "step": progress.step,
         "steps": progress.total,
         "loss": None if progress.loss is None else round(progress.loss, 4),
         "tokens/s": None if rate is None else round(rate),
         "age": age(manifest.get("created")),
         "gpus": plan.get("gpus"),
-        "checkpoint": _ago(_written(manifest)),
+        "checkpoint": _last_checkpoint(manifest),
         "output": manifest.get("output"),
         "wandb": _tracked(folder, manifest),
     }
-
-
-def doubts(rows: Sequence[Mapping[str, Any]]) -> tuple[Finding, ...]:
-    """One warning for each reason why stored passes are none, with the runs it holds for."""
-    by_reason: dict[str, list[str]] = {}
-    for one in rows:
-        if one["doubt"] is not None:
-            by_reason.setdefault(one["doubt"], []).append(one["run"])
-    return tuple(
-        Finding(
-            severity="warning", layer="run", code="overlap-corrupts",
-            message=f"{reason}; so trained: {', '.join(names[:5])}"
-            + (f" and {len(names) - 5} more" if names[5:] else ""),
-            help="train them again: docs/gradients.md",
-        )
-        for reason, names in by_reason.items()
-    )  # fmt: skip
-
-
-def _doubt(folder: RunFolder, manifest: Mapping[str, Any], judged: Mapping[str, Any]) -> str | None:
-    """Why a stored pass is none: its gradients were not compared, and this DeepSpeed corrupts them."""
-    if judged.get("status") != "pass":
-        return None
-    points = judged.get("points")
-    states = [p.get("state") for p in points if p.get("name") == "gradients"] if points else []
-    if states == ["true"]:
-        return None
-    from launcher import gradient_doubt
-
-    # a record of before this was kept says it behind its arguments
-    whole = manifest if "deepspeed" in manifest else rundir.read_manifest(folder)
-    return gradient_doubt.reason(whole)
 
 
 def _judged_before(folder: RunFolder) -> bool:
@@ -151,14 +74,11 @@ def _steady(judged: Mapping[str, Any]) -> float | None:
     return rate if isinstance(rate, int | float) else None
 
 
-def _written(manifest: Mapping[str, Any]) -> float | None:
-    """When the last checkpoint was written."""
+def _last_checkpoint(manifest: Mapping[str, Any]) -> str | None:
+    """How long ago the last checkpoint was written."""
     output = manifest.get("output")
-    place = Path(output) if isinstance(output, str) else None
-    return checkpoints.last_written(str(manifest.get("backend")), place)
-
-
-def _ago(written: float | None) -> str | None:
+    folder = Path(output) if isinstance(output, str) else None
+    written = checkpoints.last_written(str(manifest.get("backend")), folder)
     return None if written is None else clock(max(0.0, time.time() - written))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from re import _constants, _parser  # type: ignore[attr-defined]
 
 EVERYWHERE = {"step", "metrics", "mean_nonfinite", "warned"}
 """The names that are looked for in the middle of a large log too; all others only near both its ends."""
@@ -24,16 +25,19 @@ class Pattern:
 
 
 def pattern(
-    name: str,
-    needle: str,
-    regex: str | None = None,
-    *,
-    always: Iterable[str] = (),
+    name: str, regex: str, needle: str | None = None, *, always: Iterable[str] = ()
 ) -> Pattern:
-    """A `Pattern` from readable text; without a regex the needle is all that it looks for."""
+    """A `Pattern` from readable text; without a needle it is the longest text that every match holds."""
     return Pattern(
         name=name,
-        needle=needle.encode(),
-        regex=re.compile((re.escape(needle) if regex is None else regex).encode()),
+        needle=(_longest_literal(regex) if needle is None else needle).encode(),
+        regex=re.compile(regex.encode()),
         always=tuple(re.compile(found.encode()) for found in always),
     )
+
+
+def _longest_literal(regex: str) -> str:
+    runs = [""]
+    for operation, value in _parser.parse(regex):
+        runs += [runs.pop() + chr(value)] if operation is _constants.LITERAL else [""]
+    return max(runs, key=len)

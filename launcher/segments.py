@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,6 @@ BAR = re.compile(
 _ANSI = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\r\n]*(?:\x07|\x1b\\)?|[@-Z\\^_])")
 _LEADING_BAR = re.compile(r"^[^|]{0,120}%\|[^|]*\|[^\[]{1,40}\[[^\]]*\]")
 _BREAK = re.compile(rb"[\r\n]")
-_GZIP = b"\x1f\x8b"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,26 +83,16 @@ class Pieces:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Pieces]:
-    """The pieces of a file; a compressed one, or a pipe, is copied first. Raises OSError."""
+    """The pieces of a file; a pipe, which has no beginning to look at, is copied first. Raises OSError."""
     with path.open("rb") as file:
-        # one that can be read but once has no beginning to look at
-        regular = path.is_file()
-        packed = regular and os.pread(file.fileno(), 2, 0) == _GZIP
-        if regular and not packed:
+        if path.is_file():
             yield Pieces(file.fileno(), os.fstat(file.fileno()).st_size)
             return
-        import gzip
         import shutil
         import tempfile
-        import zlib
 
         with tempfile.TemporaryFile() as copy:
-            # of one that is cut off or damaged counts what could be read
-            with (
-                suppress(EOFError, zlib.error, gzip.BadGzipFile),
-                gzip.open(file) if packed else nullcontext(file) as source,
-            ):
-                shutil.copyfileobj(source, copy)
+            shutil.copyfileobj(file, copy)
             copy.flush()
             yield Pieces(copy.fileno(), os.fstat(copy.fileno()).st_size)
 

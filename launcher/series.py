@@ -15,6 +15,7 @@ from typing import Any
 from launcher import attempt as attempts
 from launcher import check, earlier, evidence, files, judgement, measures, rundir
 from launcher.earlier import mapping
+from launcher.errors import not_ready, usage
 from launcher.evidence import Evidence
 from launcher.judgement import Judged
 from launcher.measures import Row
@@ -23,6 +24,9 @@ from launcher.rundir import RunFolder
 
 REPORT_VERSION = 1
 """Of the JSON form; a change that a reader would notice counts it up."""
+
+_RUN_FILES = ("run.json", "verdict.json", "metrics.jsonl", "console.log", "probe")
+"""Any of these makes a folder a run's, also where only results were kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +43,6 @@ class Series:
     def last(self, name: str) -> float | None:
         """The value that was seen last."""
         return next((v for v in reversed(self.columns.get(name, ())) if v is not None), None)
-
-    def points(self, name: str) -> tuple[list[int], list[float]]:
-        """Steps and values of one column, without the steps that lack it."""
-        pairs = zip(self.steps, self.columns.get(name, ()), strict=False)
-        kept = [(step, value) for step, value in pairs if value is not None]
-        return [step for step, _ in kept], [value for _, value in kept]
 
     def as_json(self) -> dict[str, object]:
         """Plain values, no NaN; what a data frame is made of."""
@@ -94,6 +92,33 @@ class Run:
 def as_json(runs: Sequence[Run]) -> dict[str, object]:
     """The data of `launch report --format json`."""
     return {"report_version": REPORT_VERSION, "runs": [run.as_json() for run in runs]}
+
+
+def gather(targets: Sequence[str]) -> list[Run]:
+    """Runs by folder, name, unique beginning or `last`, and console logs, each called differently.
+
+    Raises UsageError where one is not known, NotReady where a file cannot be read.
+    """
+    runs = []
+    for target in targets:
+        path = _path(target)
+        try:
+            runs.append(read(path))
+        except OSError as error:
+            file = str(error.filename or path)
+            message = f"cannot be read: {error.strerror}"
+            raise not_ready("unreadable-file", message, file=file) from None
+    return named_apart(runs)
+
+
+def _path(target: str) -> Path:
+    path = Path(target)
+    if path.is_file() or any((path / name).exists() for name in _RUN_FILES):
+        return path
+    found = rundir.find(target)
+    if found is None:
+        raise usage("no-such-run", f"there is no run or log `{target}`", "launch runs")
+    return found.path
 
 
 def read(target: Path) -> Run:

@@ -300,7 +300,7 @@ def discard_spoiled(folder: RunFolder, attempt: Attempt) -> None:
     for cache in before:
         cache_folders.discard_spoiled(cache)
     found = evidence.read_run(folder.path, attempt=attempt.number)
-    read = [event.text("state") for _, event in found.events("data")]
+    read = [event.text("state") for event in found.events("data")]
     edited = any(one.get("role") == "data" and one.get("after") for one in found.inputs or ())
     if "changed" in read or (edited and not read):
         for cache in before:

@@ -1,7 +1,7 @@
 """Pieces of a log -> what is worth reading of each: a `Survey`.
 
-A piece is surveyed by itself: a file of any size takes the memory of one. What it all means is left to
-`logs`. The lines of a survey are counted from 0 where the piece begins.
+A piece is surveyed by itself, so that a large file is never in memory. What it all means is left
+to `logs`. The lines of a survey are counted from 0 where the piece begins.
 """
 
 from __future__ import annotations
@@ -60,19 +60,14 @@ class Survey:
     bars: list[tuple[int, int, int]] = field(default_factory=list)
 
 
-def survey(pieces: Pieces, patterns: Sequence[Pattern]) -> list[Survey]:
+def survey(pieces: Pieces, patterns: Sequence[Pattern]) -> Iterator[Survey]:
     """The surveys of all pieces, in order."""
     count = len(pieces)
-    share = KEPT_STEPS
-    if count > 2 * _EDGE_PIECES:
-        share = max(_ALWAYS, SAMPLED_STEPS // count)
-    return [
-        _Search(
-            pieces.read(index), patterns, share, first=index == 0,
-            edge=not _EDGE_PIECES <= index < count - _EDGE_PIECES,
-        ).run()
-        for index in range(count)
-    ]  # fmt: skip
+    few = count <= 2 * _EDGE_PIECES
+    share = KEPT_STEPS if few else max(_ALWAYS, SAMPLED_STEPS // count)
+    for index in range(count):
+        edge = not _EDGE_PIECES <= index < count - _EDGE_PIECES
+        yield _Search(pieces.read(index), patterns, share, edge, first=index == 0).run()
 
 
 class _Place(NamedTuple):

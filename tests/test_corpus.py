@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import re
 from collections.abc import Callable, Mapping
@@ -170,13 +169,12 @@ CARRIERS: Mapping[str, Callable[[bytes], bytes]] = {
     "wandb": lambda content: re.sub(rb"[^\r\n]*\r(?!\n)", b"", content),
     "a colouring terminal": lambda content: content.replace(b"\n", b"\x1b[0m\n\x1b[36m"),
     "nobody's probe": lambda content: re.sub(rb"\nlaunch: warning: [^\n]*\n", b"", content),
-    "gzip": gzip.compress,
 }
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_what_carries_a_log_makes_no_verdict_wrong(carrier: str, tmp_path: Path) -> None:
-    """A third of the logs each: every log meets four carriers, every carrier fifty logs."""
+    """A third of the logs each: every log meets three or four carriers, every carrier fifty logs."""
     wrong, first = {}, list(CARRIERS).index(carrier)
     for name, truth in list(LOGS.items())[first % 3 :: 3]:
         path = tmp_path / f"{name}.log"

@@ -74,12 +74,11 @@ def test_the_last_attempt_counts(tmp_path: Path) -> None:
     assert [s.step for s in first.probe.ranks[0].steps] == [1, 2]
 
 
-def test_garbage_is_counted_and_a_cut_line_is_no_trouble(tmp_path: Path) -> None:
+def test_unreadable_lines_are_no_trouble(tmp_path: Path) -> None:
     write_rank(tmp_path, 0, start(), "what\n", "[1]\n", "\n", step(1), '{"event": "step", "ste')
     evidence = read_run(tmp_path)
     assert evidence.probe is not None
     record = evidence.probe.ranks[0]
-    assert record.garbage == 3
     assert [(s.step, s.line) for s in record.steps] == [(1, 5)]
 
 
@@ -129,8 +128,6 @@ def test_tells_the_stage(name: str, stage: str) -> None:
 
 DICT = "{'loss': 1.25, 'grad_norm': 1.5, 'learning_rate': 1e-05, 'epoch': 0.1}\n"
 FRAME = '  File "/x/lib/python3.11/site-packages/trl/trainer/{}_trainer.py", line 9, in f\n'
-FACTORY = "[INFO|2024-12-04 06:01:59] llamafactory.hparams.parser:355 >> Process rank: 0\n"
-EXAMPLE = "training example:\ninput_ids:\n[1]\ninputs:\nHi\nlabel_ids:\n[1]\nlabels:\nHi\n"
 
 
 @pytest.mark.parametrize(
@@ -149,16 +146,6 @@ EXAMPLE = "training example:\ninput_ids:\n[1]\ninputs:\nHi\nlabel_ids:\n[1]\nlab
         ),
         ("x.py:9: FutureWarning: `tokenizer` is deprecated for `CPOTrainer.__init__`. Use\n", None),
         ("Command '['/x/trl/scripts/sft.py']' returned non-zero exit status 1.\n", "sft"),
-        (FACTORY + EXAMPLE + DICT, "sft"),
-        (EXAMPLE + DICT, None),
-        (FACTORY + EXAMPLE, None),  # one of another stage looks the same
-        (FACTORY + EXAMPLE + DICT.replace("'epoch'", "'kl': 0.1, 'epoch'"), None),
-        (FACTORY + DICT, None),
-        (FACTORY + "[INFO|2025] llamafactory.train.sft.workflow:154 >> x\n", "sft"),
-        (
-            FACTORY + EXAMPLE + '  File "/x/llamafactory/train/ppo/trainer.py", line 3\n' + DICT,
-            None,
-        ),
     ],
 )
 def test_tells_the_stage_by_the_trainer_that_is_named(

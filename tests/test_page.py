@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_runs import console, loss, made, manifest
 
-from launcher import page, publish, rundir, series, start
+from launcher import page, rundir, series, start
 from launcher.redaction import REDACTED
 from launcher.rundir import RunFolder
 from launcher.series import Run
@@ -251,7 +251,7 @@ def test_the_curves_are_those_of_the_run(tree: Element) -> None:
 def test_several_runs_share_the_charts_and_can_be_switched(tmp_path: Path) -> None:
     told = manifest(name="other")
     told["args"]["learning_rate"] = {"value": 1e-6, "origin": "configs/b.yaml:3"}
-    runs = publish.gather(
+    runs = series.gather(
         [str(made(tmp_path / "one")), str(made(tmp_path / "two", told=told, steps=60))]
     )
     tree = parsed(page.overlay(runs))
@@ -277,7 +277,7 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
         logs.append(tmp_path / folder / "train.log")
         logs[-1].write_text(console(1, 20))
-    runs = publish.gather([*map(str, logs), str(logs[0])])
+    runs = series.gather([*map(str, logs), str(logs[0])])
     assert [r.name for r in runs] == ["a/train.log", "b/train.log", "a/train.log (3)"]
 
 
@@ -287,19 +287,11 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
 def test_a_log_alone_is_enough(tmp_path: Path) -> None:
     log = tmp_path / "train.log"
     log.write_text(console(1, 40))
-    (run,) = publish.gather([str(log)])
+    (run,) = series.gather([str(log)])
     tree = parsed(page.overlay([run]))
     assert curves(tree)["runs"][0]["steps"] == list(range(5, 41, 5))
     assert run.stage == "dpo"
     assert f"train.log:{2 * 8 + 1}" in row_of(section(tree, "verdict"), "finish")[4]
-
-
-def test_the_probes_loss_is_not_mixed_with_means_of_the_log(run: Run) -> None:
-    # the log's every fifth loss is rounded to four digits
-    assert run.series.columns["loss"] == pytest.approx([loss(s) for s in range(1, 41)], abs=1e-12)
-    steps, logged = run.series.points("logged_loss")
-    assert steps == list(range(5, 41, 5))
-    assert logged[0] == float(f"{loss(5):.4g}")
 
 
 def test_attempts_are_one_curve(tmp_path: Path) -> None:
@@ -325,7 +317,7 @@ def test_a_run_from_its_results_alone(tmp_path: Path, run: Run) -> None:
     (kept / "metrics.jsonl").write_text(
         "\n".join([lines[1], lines[0], lines[2], '{"step": 4, "lo'])
     )
-    (again,) = publish.gather([str(kept)])
+    (again,) = series.gather([str(kept)])
     assert again.verdict == run.verdict
     assert again.series.steps == (1, 2, 3)
     assert again.series.columns == {"loss": (2.5, None, 2.25)}
@@ -336,7 +328,7 @@ def test_a_run_that_is_still_going_on(tmp_path: Path) -> None:
     path = made(tmp_path / "run", ended=False)
     with (path / "probe" / "rank-0.jsonl").open("a") as file:
         file.write('{"event": "step", "step": 41, "lo')
-    (run,) = publish.gather([str(path)])
+    (run,) = series.gather([str(path)])
     assert run.series.steps[-1] == 40
     assert parsed(page.overlay([run]))
 
@@ -352,10 +344,10 @@ def test_steps_that_were_not_finite_are_told(tmp_path: Path) -> None:
 
 
 def test_the_page_goes_into_the_folder_of_the_run(tmp_path: Path, run: Run) -> None:
-    place = publish.usual_place([run])
-    publish.write_page([run], place)
+    place = page.usual_path([run])
+    page.write([run], place)
     assert parsed((run.path / "report.html").read_text())
-    assert publish.usual_place([run, run]) == Path("report.html")
+    assert page.usual_path([run, run]) == Path("report.html")
 
 
 # ---- for machines
@@ -419,7 +411,7 @@ def test_tokens_get_into_no_report(tmp_path: Path) -> None:
     told["args"]["exp_name"] = {"value": TOKEN, "origin": "configs/a.yaml:4"}
     broken = f"Traceback (most recent call last):\nValueError: bad token {TOKEN}\n"
     path = made(tmp_path / "run", told=told, extra=broken)
-    runs = publish.gather([str(path), str(path / "console.log")])
+    runs = series.gather([str(path), str(path / "console.log")])
     for text in (page.overlay(runs), json.dumps(series.as_json(runs))):
         assert TOKEN not in text
         assert REDACTED in text.replace("&lt;", "<").replace("&gt;", ">")

@@ -11,7 +11,7 @@ import pytest
 from conftest import PATIENCE_S
 from made_runs import loss, made, manifest
 
-from launcher import page, publish, series
+from launcher import page, series
 from launcher.series import Run
 
 Browser = Any
@@ -121,7 +121,7 @@ def hover(browser: Browser, key: str, share: float) -> None:
 def runs(tmp_path: Path) -> list[Run]:
     told = manifest(name="other")
     other = made(tmp_path / "two", steps=60, told=told, bad=(30, 31), scale=0.5)
-    return publish.gather([str(made(tmp_path / "one")), str(other)])
+    return series.gather([str(made(tmp_path / "one")), str(other)])
 
 
 def test_the_curves_are_drawn(browser: Browser, runs: list[Run], tmp_path: Path) -> None:

@@ -89,16 +89,6 @@ def test_speed_and_time_left() -> None:
     assert progress.line() == "step 3/10   loss 0.6667   200 tokens/s   0:07 left   12.3 GiB"
 
 
-def test_a_new_attempt_begins_anew() -> None:
-    progress = Progress(total=10)
-    for number in (1, 2, 3):
-        progress.event(step(number, float(number)))
-    progress.event({"event": "end", "exit": 1})
-    assert progress.exit == 1
-    progress.event({"event": "start"})
-    assert (progress.step, progress.times, progress.exit) == (0, [], None)
-
-
 def test_evaluations_and_saves_take_no_part_in_the_speed() -> None:
     progress = Progress(total=12)
     for number in range(1, 9):

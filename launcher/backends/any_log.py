@@ -26,28 +26,28 @@ _SHELL = r"(?:^|[\]|>] ?|[\d\]]: ?|[ZF] |\d |^\[\d+\][+-]? +)"
 _RAISED = r"\b(?:requests|urllib3|httpx|huggingface_hub)\.[\w.]+: "
 _BY_HUB = r"\b(?:huggingface_hub\.[\w.]+: |(?:requests|httpx)\.[\w.]+: (?=.*//huggingface\.co/))"
 
-Texts = tuple[str | tuple[str, str], ...]
-"""What is looked for: a text, or a text and the regular expression of which it is a part."""
+Table = Mapping[str, tuple[str | tuple[str, str], ...]]
+"""Name -> what is looked for: a regular expression, or one with the text that is found first."""
 
 
-def patterns(table: Mapping[str, Texts]) -> tuple[Pattern, ...]:
-    """The patterns of a table: name -> texts."""
-    rows = (
-        (name, (one,) if isinstance(one, str) else one) for name in table for one in table[name]
+def patterns(table: Table) -> tuple[Pattern, ...]:
+    """The patterns of a table."""
+    return tuple(
+        pattern(name, *((regex,) if isinstance(regex, str) else regex[::-1]))
+        for name, regexes in table.items()
+        for regex in regexes
     )
-    return tuple(pattern(name, *texts) for name, texts in rows)
 
 
-_TABLE: Mapping[str, Texts] = {
+_TABLE: Table = {
     "begun": (
-        ("nohup: ignoring input", r"^nohup: ignoring input"),
-        ("get_accelerator] Setting ", r"real_accelerator\.py:\d+:get_accelerator\] Setting "),
+        r"^nohup: ignoring input",
+        r"real_accelerator\.py:\d+:get_accelerator\] Setting ",
     ),
     "oom": (
         (
-            "ut of memory",
             r"(?:CUDA|HIP|XPU|MPS|cuda|hip|Cuda failure)[^\n]{0,60}[Oo]ut of memory"
-            r"(?:.*Tried to allocate (?P<tried>[\d.]+ \w+))?(?:.*GPU (?P<gpu>\d+) has)?",
+            r"(?:.*Tried to allocate (?P<tried>[\d.]+ \w+))?(?:.*GPU (?P<gpu>\d+) has)?"
         ),
         "CUBLAS_STATUS_ALLOC_FAILED",
     ),
@@ -56,55 +56,38 @@ _TABLE: Mapping[str, Texts] = {
             "allocate memory",
             r"DefaultCPUAllocator: (?:not enough|can't allocate) memory|Cannot allocate memory",
         ),
-        ("MemoryError", r"(?:^|[\s.])(?:_Array|Arrow)?MemoryError(?::|$)"),  # numpy, pyarrow
+        r"(?:^|[\s.])(?:_Array|Arrow)?MemoryError(?::|$)",  # numpy, pyarrow
         "terminate called after throwing an instance of 'std::bad_alloc'",
         ("oom-kill", r"oom.kill event|oom-kill:"),  # slurmstepd; the kernel
-        ("oom_kill event", r"Detected \d+ oom_kill event"),
-        (": Out Of Memory", r"srun: error: \S+: tasks? [\d,-]+: Out Of Memory$"),
-        ("ut of memory: Killed process ", r"ut of memory: Killed process \d+"),  # the kernel
+        r"Detected \d+ oom_kill event",
+        r"srun: error: \S+: tasks? [\d,-]+: Out Of Memory$",
+        r"ut of memory: Killed process \d+",  # the kernel
     ),
-    "worker_killed": (
-        (
-            "is killed by signal: Killed",
-            r"DataLoader worker \(pid \d+\) is killed by signal: Killed",
-        ),
-    ),
+    "worker_killed": (r"DataLoader worker \(pid \d+\) is killed by signal: Killed",),
     "shared_memory": (
-        (
-            "is killed by signal: Bus error",
-            r"DataLoader worker \(pid \d+\) is killed by signal: Bus error",
-        ),
+        r"DataLoader worker \(pid \d+\) is killed by signal: Bus error",
         "Unexpected bus error encountered in worker",
-        (" file </torch_", r"unable to (?:write to|resize) file </torch_"),
+        r"unable to (?:write to|resize) file </torch_",
     ),
     "child_failed": (
         # torch/distributed/elastic/multiprocessing/api.py:1003
-        (
-            "failed (exitcode: ",
-            r"failed \(exitcode: (?P<exitcode>-?\d+)\)(?: local_rank: (?P<rank>\d+))?",
-        ),
+        r"failed \(exitcode: (?P<exitcode>-?\d+)\)(?: local_rank: (?P<rank>\d+))?",
         # torch/distributed/elastic/multiprocessing/errors/__init__.py:188
-        ("exitcode  : ", r"exitcode  : (?P<exitcode>-?\d+) +\(pid: \d+\)"),
+        r"exitcode  : (?P<exitcode>-?\d+) +\(pid: \d+\)",
         # subprocess.CalledProcessError, raised by accelerate/commands/launch.py:999,1070
-        ("non-zero exit status", r"returned non-zero exit status (?P<exitcode>\d{1,12})"),
-        (
-            " exits with return code = ",  # deepspeed/launcher/launch.py sigkill_handler
-            r"launch\.py:\d+:sigkill_handler\] .* exits with return code = (?P<exitcode>-?\d{1,12})$",
-        ),
-        (
-            ": Exited with exit code ",
-            r"srun: error: \S+: tasks? [\d,-]+: Exited with exit code (?P<exitcode>\d{1,12})$",
-        ),
+        r"returned non-zero exit status (?P<exitcode>\d{1,12})",
+        r"launch\.py:\d+:sigkill_handler\] .* exits with return code = (?P<exitcode>-?\d{1,12})$",
+        r"srun: error: \S+: tasks? [\d,-]+: Exited with exit code (?P<exitcode>\d{1,12})$",
     ),
     "child_signal": (
         # accelerate/commands/launch.py:999,1070
-        ("died with <Signals", r"died with <Signals\.(?P<name>SIG\w+): (?P<signal>\d{1,12})>"),
+        r"died with <Signals\.(?P<name>SIG\w+): (?P<signal>\d{1,12})>",
         # torch/distributed/elastic/multiprocessing/errors/__init__.py:143
-        ("received by PID", r"Signal (?P<signal>\d{1,12}) \((?P<name>SIG\w+)\) received by PID"),
+        r"Signal (?P<signal>\d{1,12}) \((?P<name>SIG\w+)\) received by PID",
     ),
     "stop_asked": (
         # torch/distributed/elastic/multiprocessing/api.py:86 SignalException
-        ("got signal: ", r"Process \d+ got signal: (?P<signal>\d{1,12})"),
+        r"Process \d+ got signal: (?P<signal>\d{1,12})",
         (
             "Main process received SIG",  # deepspeed/launcher/launch.py sigkill_handler
             r"launch\.py:\d+:sigkill_handler\] Main process received (?P<name>SIG(?:INT|TERM)), exiting",
@@ -119,14 +102,11 @@ _TABLE: Mapping[str, Texts] = {
             (word, _SHELL + rf"(?P<how>{word})(?: \(core dumped\))?(?:\s{{2,}}|$)")
             for word in SHELL_SIGNALS
         ),
-        ("Fatal Python error: ", rf"Fatal Python error: (?P<how>{'|'.join(SHELL_SIGNALS)})$"),
+        rf"Fatal Python error: (?P<how>{'|'.join(SHELL_SIGNALS)})$",
     ),
     "terminated": (
         # libstdc++: an exception that nothing caught, then SIGABRT
-        (
-            "terminate called after throwing an instance of ",
-            r"terminate called after throwing an instance of '(?P<type>[^']+)'",
-        ),
+        r"terminate called after throwing an instance of '(?P<type>[^']+)'",
     ),
     "watchdog": (
         # torch ProcessGroupNCCL.cpp: the process goes down with it
@@ -135,14 +115,11 @@ _TABLE: Mapping[str, Texts] = {
             r"(?P<type>watchdog) thread terminated with exception: (?P<message>.*)",
         ),
     ),
-    "what": (("what():  ", r"^ *what\(\):  (?P<message>.*)"),),
+    "what": (r"^ *what\(\):  (?P<message>.*)",),
     # of the script itself: no traceback stands before it
     "syntax": (("Error: ", r"^(?P<type>SyntaxError|IndentationError|TabError): (?P<message>.+)"),),
     "not_started": (
-        (
-            "python",
-            r"(?:^|[\s/:|>])python[\d.]*: (?P<message>can't open file .*|No module named \S+$)",
-        ),
+        r"(?:^|[\s/:|>])python[\d.]*: (?P<message>can't open file .*|No module named \S+$)",
     ),
     "not_found": (
         (
@@ -153,16 +130,14 @@ _TABLE: Mapping[str, Texts] = {
     ),
     "cancelled": (
         (
-            "CANCELLED AT",
             r"slurmstepd(?:-[\w.-]+)?: error: \*\*\* \w+ (?P<job>\d*).* CANCELLED AT \S+"
-            r"(?: DUE TO (?P<why>[A-Z ]+?))?(?:,[^*]*)? *\*\*\*",
+            r"(?: DUE TO (?P<why>[A-Z ]+?))?(?:,[^*]*)? *\*\*\*"
         ),
     ),
     "refused": (
         (
-            "error: ",
             r"(?:\w\.py|^[\w-]+(?: [\w<>\[\] -]+)?): error: (?P<message>(?:argument |unrecognized "
-            r"|ambiguous |the following |one of |expected ).*)",
+            r"|ambiguous |the following |one of |expected ).*)"
         ),
         # transformers/hf_argparser.py:354,383
         (
@@ -171,14 +146,8 @@ _TABLE: Mapping[str, Texts] = {
         ),
     ),
     "nccl_timeout": (
-        (
-            "Watchdog caught collective operation timeout",
-            r"Watchdog caught collective operation timeout: (?P<what>.*)",
-        ),
-        (
-            "ProcessGroupNCCL's watchdog got stuck for ",
-            r"ProcessGroupNCCL's watchdog got stuck for (?P<what>\d+ seconds)",
-        ),
+        r"Watchdog caught collective operation timeout: (?P<what>.*)",
+        r"ProcessGroupNCCL's watchdog got stuck for (?P<what>\d+ seconds)",
         *(
             (
                 f"ms for {way} operation to complete",  # gloo
@@ -188,32 +157,21 @@ _TABLE: Mapping[str, Texts] = {
         ),
     ),
     "port_in_use": (
-        ("ddress already in use", r"[Aa]ddress already in use"),
+        r"[Aa]ddress already in use",
         # accelerate/utils/launch.py:245,517
         "Tried to launch distributed communication on port ",
     ),
     "nccl_error": (
-        (
-            "NCCL error in: ",
-            r"NCCL error in: \S+, (?P<what>.*?)(?:, NCCL version (?P<version>[\d.]+))?$",
-        ),
+        r"NCCL error in: \S+, (?P<what>.*?)(?:, NCCL version (?P<version>[\d.]+))?$",
         "Bootstrap : no socket interface found",
     ),
     "rendezvous": (
-        (
-            " seconds waiting for clients. ",
-            r"Timed out after \d+ seconds waiting for clients\. (?P<joined>\d+/\d+) clients joined",
-        ),
-        ("wait timeout after ", r"wait timeout after \d+ms, keys: "),
-        (
-            "The client socket has timed out after ",
-            r"The client socket has timed out after .* trying to connect to \((?P<address>[^)]+)\)",
-        ),
+        r"Timed out after \d+ seconds waiting for clients\. (?P<joined>\d+/\d+) clients joined",
+        r"wait timeout after \d+ms, keys: ",
+        r"The client socket has timed out after .* trying to connect to \((?P<address>[^)]+)\)",
     ),
     "gpu_fault": ("uncorrectable ECC error encountered", "GPU has fallen off the bus"),
-    "device_assert": (
-        ("device-side assert triggered", r"(?:CUDA|HIP) error: device-side assert triggered"),
-    ),
+    "device_assert": (r"(?:CUDA|HIP) error: device-side assert triggered",),
     "illegal_access": (
         (
             "an illegal memory access was encountered",
@@ -221,33 +179,21 @@ _TABLE: Mapping[str, Texts] = {
         ),
     ),
     "loss_scale": ("Current loss scale already at minimum",),
-    "abi_mismatch": (
-        (": undefined symbol: ", r"[Ee]rror: /\S+\.so[.\d]*: undefined symbol: (?P<symbol>\S+)"),
-    ),
+    "abi_mismatch": (r"[Ee]rror: /\S+\.so[.\d]*: undefined symbol: (?P<symbol>\S+)",),
     "corrupt_file": (
-        (
-            "Error while deserializing header: ",
-            r"SafetensorError: Error while deserializing header: (?P<what>.*)",
-        ),
-        (
-            "PytorchStreamReader failed ",
-            r"Error: (?:\[enforce fail at [^\]]*\] *\. *)?PytorchStreamReader failed (?P<what>.*)",
-        ),
+        r"SafetensorError: Error while deserializing header: (?P<what>.*)",
+        r"Error: (?:\[enforce fail at [^\]]*\] *\. *)?PytorchStreamReader failed (?P<what>.*)",
     ),
     "no_gpu": (
         "no CUDA-capable device is detected",
         "CUDA error: invalid device ordinal",
-        (
-            "Found no NVIDIA driver on your system",
-            r"(?<!CUDA initialization: )Found no NVIDIA driver on your system",
-        ),
+        r"(?<!CUDA initialization: )Found no NVIDIA driver on your system",
         "Torch not compiled with CUDA enabled",  # torch/cuda/__init__.py:522
     ),
     "cuda_driver": (
         (
-            "The NVIDIA driver on your system is too old",
             r"(?<!CUDA initialization: )The NVIDIA driver on your system is too old"
-            r"(?: \(found version (?P<version>\d+)\))?",
+            r"(?: \(found version (?P<version>\d+)\))?"
         ),
         "CUDA driver version is insufficient for CUDA runtime version",
         "no kernel image is available for execution on the device",
@@ -266,41 +212,23 @@ _TABLE: Mapping[str, Texts] = {
     "hub_access": (
         "You are trying to access a gated repo",  # transformers/utils/hub.py:512
         # huggingface_hub/utils/_http.py:860
-        (
-            "Cannot access gated repo for url ",
-            r"Cannot access gated repo for url (?P<url>\S+?)\.?$",
-        ),
+        r"Cannot access gated repo for url (?P<url>\S+?)\.?$",
         # datasets/load.py:1127
-        (
-            " is a gated dataset on the Hub",
-            r"Dataset '(?P<name>[^']*)' is a gated dataset on the Hub",
-        ),
+        r"Dataset '(?P<name>[^']*)' is a gated dataset on the Hub",
         # huggingface_hub/utils/_http.py:917
-        ("Repository Not Found for url: ", r"Repository Not Found for url: (?P<url>\S+?)\.?$"),
+        r"Repository Not Found for url: (?P<url>\S+?)\.?$",
         # transformers/utils/hub.py:471
-        (
-            "is not a local folder and is not a valid model identifier",
-            r"(?P<name>\S+) is not a local folder and is not a valid model identifier",
-        ),
+        r"(?P<name>\S+) is not a local folder and is not a valid model identifier",
         # datasets/load.py:1134
-        (
-            "doesn't exist on the Hub or cannot be accessed",
-            r"Dataset '(?P<name>[^']*)' doesn't exist on the Hub or cannot be accessed",
-        ),
+        r"Dataset '(?P<name>[^']*)' doesn't exist on the Hub or cannot be accessed",
         "Error: 401 Client Error",
         "Client error '401 Unauthorized' for url",
         ("403 ", _BY_HUB + r".*(?:403 Client Error|Client error '403 |\b403 Forbidden: )"),
         # huggingface_hub/utils/_http.py, below `403 Forbidden: ` and the address
-        (
-            "Make sure your token has the correct permissions",
-            r"^Make sure your token has the correct permissions",
-        ),
+        r"^Make sure your token has the correct permissions",
         # huggingface_hub/hf_api.py:2343, huggingface_hub/utils/_headers.py:140
-        (
-            "Token is required ",
-            r"Token is required (?:to call the /whoami-v2 endpoint|\(`token=True`\)), but no token",
-        ),
-        "Invalid user token.",  # huggingface_hub/hf_api.py:2367
+        r"Token is required (?:to call the /whoami-v2 endpoint|\(`token=True`\)), but no token",
+        r"Invalid user token\.",  # huggingface_hub/hf_api.py:2367
     ),
     "hub_limit": (
         ("429 ", _BY_HUB + r".*(?:429 Client Error|Client error '429 |\b429 Too Many Requests)"),
@@ -311,14 +239,8 @@ _TABLE: Mapping[str, Texts] = {
             " to load the files, and couldn't find them in the",
             r"We couldn't connect to '(?P<url>[^']*)' to load the files",
         ),
-        (
-            "and outgoing traffic has been disabled",
-            r"Cannot find .* and outgoing traffic has been disabled",
-        ),
-        (
-            "Couldn't reach '",
-            r"Couldn't reach '(?P<name>[^']*)' on the Hub",
-        ),  # datasets/load.py:1125
+        r"Cannot find .* and outgoing traffic has been disabled",
+        r"Couldn't reach '(?P<name>[^']*)' on the Hub",  # datasets/load.py:1125
         (
             "huggingface.co",
             _RAISED + r".*(?:\b50[0234] Server Error: .* for url: https://huggingface\.co/"
@@ -328,14 +250,11 @@ _TABLE: Mapping[str, Texts] = {
     ),
     "wandb_login": (
         "No API key configured. Use `wandb login`",  # wandb/sdk/lib/wbauth/authenticate.py:142
-        "api_key not configured (no-tty)",  # older wandb
+        r"api_key not configured \(no-tty\)",  # older wandb
     ),
     "wandb_unreachable": (
         # wandb/sdk/wandb_login.py:352
-        (
-            "Failed to verify credentials with ",
-            r"Failed to verify credentials with (?P<url>\S+?): ",
-        ),
+        r"Failed to verify credentials with (?P<url>\S+?): ",
         "Run initialization has timed out after ",  # older wandb
     ),
     "too_many_files": ("Too many open files",),
@@ -344,8 +263,8 @@ _TABLE: Mapping[str, Texts] = {
         ("File too large", r"\[Errno 27\] File too large|File too large \(os error 27\)"),
     ),
     # launcher/probe.py, of a run of ours
-    "violation": (("launch: stopped: ", r"(?:^|[\s:])launch: stopped: (?P<message>.*)"),),
-    "warned": (("launch: warning: ", r"(?:^|[\s:])launch: warning: (?P<message>.*)"),),
+    "violation": (r"(?:^|[\s:])launch: stopped: (?P<message>.*)",),
+    "warned": (r"(?:^|[\s:])launch: warning: (?P<message>.*)",),
 }
 
 PATTERNS: tuple[Pattern, ...] = patterns(_TABLE)

@@ -34,139 +34,104 @@ _ARGUMENT = (
     r"│   (?P<deep>(?:│   )+)?(?P<field>\S.*)|(?P<other>\S.*))"
 )
 
-_OWN: tuple[Pattern, ...] = (
+_LINES: tuple[Pattern, ...] = (
     # open_instruct/finetune.py:477, dpo_tune_cache.py:219 (rich.pretty.pprint)
     *(
-        pattern("arguments", f"{begin}(", _ARGUMENT)
+        pattern("arguments", _ARGUMENT, f"{begin}(")
         for begin in ("│   FlatArguments", "ExperimentConfig", "│   TokenizerConfig")
     ),
     # open_instruct/finetune.py:745, dpo_tune_cache.py:494
-    pattern(
-        "total_steps",
-        "Total optimization steps = ",
-        _LOGGED + r"Total optimization steps = (?P<total>\d{1,12})",
-    ),
+    pattern("total_steps", _LOGGED + r"Total optimization steps = (?P<total>\d{1,12})"),
     # open_instruct/finetune.py:951,956, dpo_tune_cache.py:668
     pattern(
         "step",
-        "Step: ",
         _LOGGED + r"Step: (?P<step>\d{1,12}), LR: (?P<lr>[^\s,]+), Loss: (?P<loss>[^\s,]+)"
         r"(?:,? Aux Loss: (?P<aux>[^\s,]+))?(?:, TPS: (?P<tps>[^\s,]+))?",
+        "Step: ",
         always=(r"Loss: -?[niNI]",),
-    ),
-    *any_log.patterns(
-        {
-            # open_instruct/finetune.py:427, dpo_tune_cache.py:167
-            "output_dir": (
-                (
-                    "using the output directory: ",
-                    _LOGGED + r"using the output directory: (?P<path>.+)",
-                ),
-            ),
-            # accelerate/state.py, by open_instruct/finetune.py:481, dpo_tune_cache.py:228
-            "processes": (("Num processes: ", r"Num processes: (?P<count>\d+)"),),
-            # open_instruct/finetune.py:575, dpo_tune_cache.py:315
-            "liger_attempted": (
-                (
-                    "Attempting to apply liger-kernel",
-                    _BARE + _LOGGED + r"Attempting to apply liger-kernel\."
-                    r"(?: fused_linear_cross_entropy=(?P<fused>\w+))?",
-                ),
-            ),
-            # liger_kernel/transformers/monkey_patch.py:2953 (liger-kernel 0.7.0)
-            "liger_applied": (
-                (
-                    "Applying Liger kernels ",
-                    _LIGER + r"Applying Liger kernels (?:for|to model instance with) model type: "
-                    r"(?P<model_type>\w+)(?: with kwargs: (?P<kwargs>.*))?",
-                ),
-            ),
-            # liger_kernel/transformers/monkey_patch.py _apply_liger_kernel
-            "liger_unsupported": (
-                (
-                    "Liger kernels",
-                    _LIGER + r"(?:There are currently no Liger kernels supported"
-                    r"|No Liger kernels will be applied).*",
-                ),
-            ),
-            # open_instruct/model_utils.py:93
-            "attention": (
-                (
-                    "Auto-detected attention implementation: ",
-                    _LOGGED + r"Auto-detected attention implementation: (?P<value>\S+)",
-                ),
-            ),
-            # open_instruct/dpo_tune_cache.py:405, dpo.py:217
-            "packing": ("Using packing/padding-free collation",),
-            "dataset_missed": (
-                # open_instruct/dataset_transformation.py:1927 (local), :1821 (hf)
-                (
-                    "Cache not found",
-                    r"Cache not found(?: or invalid)?, transforming datasets\.\.\.",
-                ),
-                # open_instruct/dataset_transformation.py:1807
-                (
-                    "dataset_skip_cache is True",
-                    r"dataset_skip_cache is True, so we will not load the dataset from cache",
-                ),
-            ),
-            # open_instruct/dataset_transformation.py:1995 (local), :1842 (hf)
-            "dataset_saved": (
-                (
-                    " transformed dataset to ",
-                    r"(?:Saved|Pushed) transformed dataset to (?P<path>[^🚀✅\n]+)",
-                ),
-            ),
-            # open_instruct/dataset_transformation.py:1913 (hit), :1996 (miss), :1805 and :1872 (hf)
-            "dataset_found": (
-                ("Found cached dataset at ", r"Found cached dataset at (?P<path>[^🚀✅\n]+)"),
-            ),
-            # open_instruct/dpo_utils.py:439
-            "reference_hit": (
-                (
-                    "Loading reference logprobs cache from ",
-                    _LOGGED + r"Loading reference logprobs cache from (?P<path>.+)",
-                ),
-            ),
-            "reference_missed": (
-                # open_instruct/dpo_utils.py:463. The bar, as it first stands: open_instruct/dpo.py:332 logs
-                # the same words before it looks for the cache.
-                "Caching reference logprobs:   0%|",
-                # open_instruct/dpo_utils.py:512,514
-                (
-                    "Reference logprobs cached, using",
-                    _LOGGED + r"Reference logprobs cached, using",
-                ),
-                # open_instruct/dpo_utils.py:517
-                (
-                    "Saving reference logprobs cache to ",
-                    _LOGGED + r"Saving reference logprobs cache to (?P<path>.+)",
-                ),
-            ),
-            # open_instruct/finetune.py:754, dpo_tune_cache.py:502
-            "resumed": (("Resumed from checkpoint: ", r"Resumed from checkpoint: (?P<path>.+)"),),
-            # olmo_core/train/callbacks/console_logger.py:84, by open_instruct/dpo.py:360
-            "progress": (("[step=", r"\[step=(?P<step>\d{1,12})/(?P<total>\d{1,12}),epoch="),),
-            # olmo_core/train/trainer.py cancel_run, by open_instruct/dpo.py
-            "stop_asked": (
-                (
-                    "Run canceled from ",
-                    r"Run canceled from (?:rank \d+|all ranks)\. Reason: (?P<name>SIG(?:TERM|INT)) "
-                    r"received",
-                ),
-            ),
-            # transformers/modeling_utils.py:3556,3565; accelerate/checkpointing.py:115 for checkpoints
-            "saved": (
-                ("Model weights saved in ", r"Model weights saved in (?P<path>.+)"),
-                (
-                    "You can find where each parameters has been saved in the index located at",
-                    r"saved in the index located at (?P<path>.+?)\.?$",
-                ),
-            ),
-            # open_instruct/utils.py:835, after every checkpoint too
-            "remaining": (("Remaining files:", _LOGGED + r"Remaining files: ?\[(?P<files>.*)\]"),),
-        }
     ),
 )
 
-PATTERNS: tuple[Pattern, ...] = (*_OWN, *any_log.PATTERNS)
+_TABLE: any_log.Table = {
+    # open_instruct/finetune.py:427, dpo_tune_cache.py:167
+    "output_dir": (_LOGGED + r"using the output directory: (?P<path>.+)",),
+    # accelerate/state.py, by open_instruct/finetune.py:481, dpo_tune_cache.py:228
+    "processes": (r"Num processes: (?P<count>\d+)",),
+    # open_instruct/finetune.py:575, dpo_tune_cache.py:315
+    "liger_attempted": (
+        (
+            "Attempting to apply liger-kernel",
+            _BARE + _LOGGED + r"Attempting to apply liger-kernel\."
+            r"(?: fused_linear_cross_entropy=(?P<fused>\w+))?",
+        ),
+    ),
+    # liger_kernel/transformers/monkey_patch.py:2953 (liger-kernel 0.7.0)
+    "liger_applied": (
+        (
+            _LIGER + r"Applying Liger kernels (?:for|to model instance with) model type: "
+            r"(?P<model_type>\w+)(?: with kwargs: (?P<kwargs>.*))?"
+        ),
+    ),
+    # liger_kernel/transformers/monkey_patch.py _apply_liger_kernel
+    "liger_unsupported": (
+        (
+            "Liger kernels",
+            _LIGER + r"(?:There are currently no Liger kernels supported"
+            r"|No Liger kernels will be applied).*",
+        ),
+    ),
+    # open_instruct/model_utils.py:93
+    "attention": (_LOGGED + r"Auto-detected attention implementation: (?P<value>\S+)",),
+    # open_instruct/dpo_tune_cache.py:405, dpo.py:217
+    "packing": ("Using packing/padding-free collation",),
+    "dataset_missed": (
+        # open_instruct/dataset_transformation.py:1927 (local), :1821 (hf)
+        (
+            "Cache not found",
+            r"Cache not found(?: or invalid)?, transforming datasets\.\.\.",
+        ),
+        # open_instruct/dataset_transformation.py:1807
+        (
+            "dataset_skip_cache is True",
+            r"dataset_skip_cache is True, so we will not load the dataset from cache",
+        ),
+    ),
+    # open_instruct/dataset_transformation.py:1995 (local), :1842 (hf)
+    "dataset_saved": (r"(?:Saved|Pushed) transformed dataset to (?P<path>[^🚀✅\n]+)",),
+    # open_instruct/dataset_transformation.py:1913 (hit), :1996 (miss), :1805 and :1872 (hf)
+    "dataset_found": (r"Found cached dataset at (?P<path>[^🚀✅\n]+)",),
+    # open_instruct/dpo_utils.py:439
+    "reference_hit": (_LOGGED + r"Loading reference logprobs cache from (?P<path>.+)",),
+    "reference_missed": (
+        # open_instruct/dpo_utils.py:463. The bar, as it first stands: open_instruct/dpo.py:332 logs
+        # the same words before it looks for the cache.
+        r"Caching reference logprobs:   0%\|",
+        # open_instruct/dpo_utils.py:512,514
+        _LOGGED + r"Reference logprobs cached, using",
+        # open_instruct/dpo_utils.py:517
+        _LOGGED + r"Saving reference logprobs cache to (?P<path>.+)",
+    ),
+    # open_instruct/finetune.py:754, dpo_tune_cache.py:502
+    "resumed": (r"Resumed from checkpoint: (?P<path>.+)",),
+    # olmo_core/train/callbacks/console_logger.py:84, by open_instruct/dpo.py:360
+    "progress": (("[step=", r"\[step=(?P<step>\d{1,12})/(?P<total>\d{1,12}),epoch="),),
+    # olmo_core/train/trainer.py cancel_run, by open_instruct/dpo.py
+    "stop_asked": (
+        (
+            r"Run canceled from (?:rank \d+|all ranks)\. Reason: (?P<name>SIG(?:TERM|INT)) "
+            r"received"
+        ),
+    ),
+    # transformers/modeling_utils.py:3556,3565; accelerate/checkpointing.py:115 for checkpoints
+    "saved": (
+        r"Model weights saved in (?P<path>.+)",
+        (
+            "You can find where each parameters has been saved in the index located at",
+            r"saved in the index located at (?P<path>.+?)\.?$",
+        ),
+    ),
+    # open_instruct/utils.py:835, after every checkpoint too
+    "remaining": (_LOGGED + r"Remaining files: ?\[(?P<files>.*)\]",),
+}
+
+PATTERNS: tuple[Pattern, ...] = (*_LINES, *any_log.patterns(_TABLE), *any_log.PATTERNS)

@@ -106,7 +106,7 @@ def runs(format: Format = FORMAT) -> Exit:
         shown = [{**one, "state": _IN_WORDS.get(one["state"], one["state"])} for one in rows]
         report.table(shown, overview.COLUMNS)
 
-    return answer("runs", format, rows, show if rows else ["no runs yet"], overview.doubts(rows))
+    return answer("runs", format, rows, show if rows else ["no runs yet"])
 
 
 @app.command(epilog="Example: launch check runs/20260101T000000Z-sft-demo --format json")
@@ -140,7 +140,7 @@ def check(
     return answer("check", format, data, lambda: report.verdict(verdict), unpinned, code)
 
 
-@app.command("report", epilog="Example: launch report last --png curves.png")
+@app.command("report", epilog="Example: launch report last -o curves.html")
 def report_command(
     targets: list[str] = Argument(
         ..., metavar="RUN|LOG...", help="runs, or console logs", show_default=False
@@ -148,26 +148,17 @@ def report_command(
     output: Path | None = Option(
         None, "--output", "-o", help="the HTML file; default: beside the run"
     ),
-    png: Path | None = Option(None, "--png", help="also draw the curves as a PNG"),
-    tensorboard: Path | None = Option(
-        None, "--tensorboard", help="also write event files into this folder"
-    ),
     format: Format = FORMAT,
 ) -> None:
     """Write one HTML page about runs: curves, verdicts with their evidence, plan, config."""
-    from launcher import publish, report, series
+    from launcher import page, report, series
 
-    runs = publish.gather(targets)
+    runs = series.gather(targets)
     # the JSON form says all that the page says, so no page is written beside it that nobody asked for
-    page = publish.usual_place(runs) if output is None and format == "text" else output
-    for path, write in (
-        (page, publish.write_page),
-        (png, publish.write_png),
-        (tensorboard, publish.write_events),
-    ):
-        if path is not None:
-            write(runs, path)
-            report.say(f"report: {path}") if format == "text" else None
+    path = page.usual_path(runs) if output is None and format == "text" else output
+    if path is not None:
+        page.write(runs, path)
+        report.say(f"report: {path}") if format == "text" else None
     # once nothing can fail any more: a reader gets one envelope
     if format == "json":
         report.envelope("report", True, (), series.as_json(runs))

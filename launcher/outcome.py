@@ -496,12 +496,7 @@ def _model(evidence: Evidence, _want: str | None) -> Seen:
 
 
 def _inputs(evidence: Evidence, _want: str | None) -> Seen:
-    """Whether data and model were the same at the start, when they were read, and at the end."""
-    other = [one for one in evidence.events("data") if one[1].fields.get("state") == "changed"]
-    if other:
-        detail = {key: other[0][1].fields.get(key) for key in ("file", "before", "after")}
-        detail |= {"reason": _differs(detail, "when training read it"), "help": _AGAIN}
-        return Seen(state="changed", cites=of_events(other), detail=detail)
+    """Whether data and model were the same at the start and at the end."""
     if evidence.inputs is None:
         return UNKNOWN
     if not evidence.inputs:

@@ -300,7 +300,7 @@ def real(training: Training, text: str, **settings: Any) -> subprocess.Completed
 
 MATRIX = """
     import json
-    from launch_probe import isolation
+    from launch_probe import packing
     found = {}
     for attention in ("sdpa", "eager"):
         for name, batch, more in (
@@ -311,13 +311,13 @@ MATRIX = """
             ("a cache", packed(10, 8, 6), {}),
         ):
             model = tiny(attn_implementation=attention)
-            pair = isolation.two_samples(model, (), batch["input_ids"], {**batch, **more})
-            before, after = isolation.leak(model, *pair)
+            pair = packing.two_samples(model, (), batch["input_ids"], {**batch, **more})
+            before, after = packing.leak(model, *pair)
             found[f"{attention}, {name}"] = before == after
             assert model.training and all(p.grad is None for p in model.parameters())
         model.gradient_checkpointing_enable()
-        pair = isolation.two_samples(model, (), batch["input_ids"], batch)
-        before, after = isolation.leak(model, *pair)
+        pair = packing.two_samples(model, (), batch["input_ids"], batch)
+        before, after = packing.leak(model, *pair)
         found[f"{attention}, a cache and checkpointing"] = before == after
     print(json.dumps(found))
 """

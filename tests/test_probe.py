@@ -49,8 +49,9 @@ FAKES = {
         """,
     "torch/cuda.py": """
         def is_initialized(): return True
-        def max_memory_allocated(): return 3 * 2**30
-        def max_memory_reserved(): return 4 * 2**30
+        def memory_stats_as_nested_dict():
+            sizes = {"allocated_bytes": 3 * 2**30, "reserved_bytes": 4 * 2**30}
+            return {name: {"all": {"current": 0, "peak": size}} for name, size in sizes.items()}
         def current_device(): return 0
         class Properties: name, total_memory = "A GPU", 80 * 2**30
         def get_device_properties(_): return Properties

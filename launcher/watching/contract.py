@@ -6,8 +6,7 @@ import os
 from collections.abc import Callable
 
 from .liger import Liger
-from .process import Process
-from .record import say
+from .process import Process, say
 
 
 class Contract:

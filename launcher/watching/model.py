@@ -1,4 +1,4 @@
-"""What was loaded: the model's class, attention and shape; the device and the packages."""
+"""What was loaded: the model's class, attention and shape; the device, its memory, and the packages."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import contextlib
 import sys
 from typing import Any
 
-from .memory import torch_in_use
-from .record import Record
+from .process import Process, Record
 
 PACKAGES = (
     "torch", "transformers", "accelerate", "deepspeed", "trl", "liger_kernel", "flash_attn",
@@ -118,3 +117,53 @@ def _version(name: str) -> str | None:
 
             told = importlib.metadata.version(name)
     return None if told is None else str(told)
+
+
+def torch_in_use(cpu: bool) -> Any:
+    """torch, where a GPU is in use; else None."""
+    torch = sys.modules.get("torch")
+    return torch if torch is not None and not cpu and torch.cuda.is_initialized() else None
+
+
+_COUNTERS = {"allocated_gib": "allocated_bytes", "reserved_gib": "reserved_bytes"}
+
+
+class Memory:
+    """Peaks of torch's counters. Upstream reads them too, so they are never reset."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.phases: set[str] = set()
+
+    def peaks(self) -> dict[str, float]:
+        """The peaks so far, allocated and reserved; one walk over torch's counters."""
+        counters = self.counters()
+        return {name: counters[f"peak_{name}"] for name in _COUNTERS if counters}
+
+    def counters(self) -> dict[str, float]:
+        """What is allocated and reserved, in GiB; nothing where no GPU is in use."""
+        torch = torch_in_use(self.process.settings.cpu)
+        counters: dict[str, float] = {}
+        stats = {} if torch is None else torch.cuda.memory_stats_as_nested_dict()
+        for name, counter in _COUNTERS.items() if torch is not None else ():
+            sizes = stats.get(counter, {}).get("all", {})
+            counters[name] = round(sizes.get("current", 0) / 2**30, 3)
+            counters[f"peak_{name}"] = round(sizes.get("peak", 0) / 2**30, 3)
+        return counters
+
+    def mark(self, phase: str, *, again: bool = False) -> None:
+        """Memory at the end of a phase, once each unless it ends `again`."""
+        if phase in self.phases and not again:
+            return
+        self.phases.add(phase)
+        record = self.process.record
+        with record.quietly("memory"):
+            counters = self.counters()
+            with contextlib.suppress(Exception):
+                import resource
+
+                # KiB on Linux, bytes on macOS
+                unit = 2**30 if sys.platform == "darwin" else 2**20
+                peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+                counters["peak_host_gib"] = round(peak, 3)
+            record.write("memory", phase=phase, step=self.process.at, **counters)

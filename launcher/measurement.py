@@ -45,9 +45,10 @@ def measure(
     """One short real run of a variant, judged and measured; its folder is made below `root`.
 
     `batch` is the rows of a step that data are cut for: the largest of all variants, so that all see
-    the same rows. `timeout_s` counts from this call. Never raises for a training that fails, or that cannot be started: the sample says
-    so. It ends before its model is saved. INT and TERM stop the run: then its cause is `interrupted`.
-    Raises NotReady where its folder cannot be written: then nothing else can be started either.
+    the same rows. `timeout_s` counts from this call. Never raises for a training that fails, or that
+    cannot be started: the sample says so. It ends before its model is saved. INT and TERM stop the run:
+    then its cause is `interrupted`. Raises NotReady where its folder cannot be written: then nothing
+    else can be started either.
     """
     began, models = time.monotonic(), root / "models"
     place = models / f"{rundir.dashed(variant.name)[:60]}-{repeat + 1}"

@@ -505,15 +505,15 @@ def _inputs(evidence: Evidence, _want: str | None) -> Seen:
     change = min(evidence.inputs, key=lambda one: one.get("after") is None)
     detail = {key: change.get(key) for key in ("role", "name", "file", "before", "after")}
     gone = change.get("after") is None
-    reason = f"{detail['file']} was gone at the end" if gone else _differs(change, "at the end")
+    reason = f"{detail['file']} was gone at the end" if gone else _differs(change)
     detail |= {"reason": reason, "help": _AGAIN}
     return Seen(state="gone" if gone else "changed", proved=not gone, doubt=gone, detail=detail)
 
 
-def _differs(one: Mapping[str, object], when: str) -> str:
+def _differs(one: Mapping[str, object]) -> str:
     before, after = (str(one.get(key) or "none")[:12] for key in ("before", "after"))
     return (
-        f"{one.get('file')} was not what it was at the start {when}: sha256 {before}, then {after}"
+        f"{one.get('file')} was not what it was at the start: sha256 {before}, then {after}"
     )
 
 

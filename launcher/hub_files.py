@@ -8,6 +8,7 @@ same set asked for after it.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -85,9 +86,9 @@ class Part:
         """What kind of repository it is on the hub."""
         return "datasets" if self.role in ("card", "data") else "models"
 
-    def snapshot(self, environ: Mapping[str, str]) -> Path | None:
+    def snapshot(self) -> Path | None:
         """Where the hub's cache keeps it, as far as it does."""
-        return model_config.snapshot(self.name, environ, self.revision, self.repository)
+        return model_config.snapshot(self.name, os.environ, self.revision, self.repository)
 
     def as_json(self) -> dict[str, Any]:
         """For the envelope: `bytes`, `seconds`."""
@@ -136,21 +137,19 @@ def fetch(parts: Sequence[Part], trainer: Trainer, environ: Mapping[str, str]) -
 
 
 def _brought(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> Part:
-    before, began = _snapshot(part, environ), time.monotonic()
+    before, began = _snapshot(part), time.monotonic()
     answer = _call(part, trainer, environ)
     path, error = answer.get("path"), answer.get("error")
     part = replace(
         part, place=Path(path) if path else None, seconds=time.monotonic() - began,
-        commit=commit(part, environ), error=error,
+        commit=commit(part), error=error,
     )  # fmt: skip
     if part.role in ("card", "data"):
         failed = "unknown" if part.role == "card" else "missing"
         return replace(part, state=failed if error else "there")
     if part.place is None:
         return replace(part, state="missing")
-    return _looked(
-        replace(part, state="there" if _snapshot(part, environ) == before else "fetched")
-    )
+    return _looked(replace(part, state="there" if _snapshot(part) == before else "fetched"))
 
 
 def _call(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -183,15 +182,9 @@ def _looked(part: Part) -> Part:
     if part.role in ("card", "data"):
         state = "there" if exists(place) else "missing"
         return replace(part, place=place, state=state, size=sizes.below(place, links=True))
-    error = None if part.error else lacking(place, part.role)
-    state = "missing" if part.error or error else part.state or "there"
-    return replace(
-        part,
-        place=place,
-        state=state,
-        size=sizes.below(place, links=True),
-        error=part.error or error,
-    )
+    error = part.error or lacking(place, part.role)
+    state = "missing" if error else part.state or "there"
+    return replace(part, place=place, state=state, size=sizes.below(place, links=True), error=error)
 
 
 def lacking(folder: Path, role: Role) -> str | None:
@@ -205,22 +198,22 @@ def lacking(folder: Path, role: Role) -> str | None:
     return None if fault is None else f"{folder}: {fault}"
 
 
-def commit(part: Part, environ: Mapping[str, str]) -> str | None:
+def commit(part: Part) -> str | None:
     """The commit that the hub's cache here holds for a name and revision."""
-    return model_config.commit(part.name, environ, part.revision, part.repository)
+    return model_config.commit(part.name, os.environ, part.revision, part.repository)
 
 
-def cached_file(part: Part, name: str, environ: Mapping[str, str]) -> Path | None:
+def cached_file(part: Part, name: str) -> Path | None:
     """A file of a part as it lies here; None where it does not."""
     local = Path(part.name)
-    folder = local if local.is_dir() else part.snapshot(environ)
+    folder = local if local.is_dir() else part.snapshot()
     path = None if folder is None else folder / name
     return path if path is not None and is_file(path) else None
 
 
-def _snapshot(part: Part, environ: Mapping[str, str]) -> set[Path]:
+def _snapshot(part: Part) -> set[Path]:
     """The files of the snapshot that a part stands for now."""
-    folder = None if part.local else part.snapshot(environ)
+    folder = None if part.local else part.snapshot()
     return set() if folder is None else {path for path in folder.rglob("*") if is_file(path)}
 
 

@@ -512,9 +512,7 @@ def _inputs(evidence: Evidence, _want: str | None) -> Seen:
 
 def _differs(one: Mapping[str, object]) -> str:
     before, after = (str(one.get(key) or "none")[:12] for key in ("before", "after"))
-    return (
-        f"{one.get('file')} was not what it was at the start: sha256 {before}, then {after}"
-    )
+    return f"{one.get('file')} was not what it was at the start: sha256 {before}, then {after}"
 
 
 def _resume(evidence: Evidence, _want: str | None) -> Seen:

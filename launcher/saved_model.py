@@ -8,7 +8,7 @@ from typing import Any
 
 from launcher import checkpoints, fingerprint
 from launcher.evidence import Evidence
-from launcher.fingerprint import Memory, MissingContent, cache_home
+from launcher.fingerprint import Memory, MissingContent
 from launcher.watching import saves
 
 
@@ -45,14 +45,11 @@ def compare(found: Evidence, output: object, *, here: bool) -> dict[str, Any] | 
     if more := [name for name in now if name not in known]:
         reason = f"{folder} holds {', '.join(more[:4])}, which the run did not save"
         return {**told, "state": "changed", "reason": reason}
-    memory = Memory.load(cache_home() / "fingerprints.json")
-    try:
+    with fingerprint.remembered() as memory:
         for name, one in known.items():
             change = _change(folder / name, str(one.get("digest")), memory)
             if change is not None:
                 return {**told, "state": "changed", "file": name, **change}
-    finally:
-        memory.save()
     return told
 
 

@@ -201,7 +201,11 @@ def training(tmp_path: Path) -> Training:
 # --- it is the script, and it is not noticed ------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", [PROBE, *PIECES.values()], ids=lambda path: path.stem)
+# the probe loads it by its place, too
+CONTENT = PROBE.parent / "content.py"
+
+
+@pytest.mark.parametrize("path", [PROBE, CONTENT, *PIECES.values()], ids=lambda path: path.stem)
 def test_it_needs_the_standard_library_only_and_nothing_of_ours(path: Path) -> None:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -77,34 +76,7 @@ class Liger:
             plain = {k: v for k, v in kwargs.items() if isinstance(v, (bool, int, str))}
             self.losses |= {op for op in LOSSES if plain.get(op) is True}
             result = original(*args, **kwargs)
-            patched: dict[str, str] = {}
-            with self.record.quietly("patched classes"):
-                patched = patched_by_liger(name.removeprefix("apply_liger_kernel_to_"), kwargs)
-            self.record.write("liger_patch", function=name, kwargs=plain, patched=patched)
+            self.record.write("liger_patch", function=name, kwargs=plain)
             return result
 
         return record
-
-
-def patched_by_liger(kind: str, kwargs: dict[str, Any]) -> dict[str, str]:
-    """What of a model's module is Liger's now, and which modules of an instance are."""
-    patched: dict[str, str] = {}
-    for name in (kind, kind.rpartition("_")[0]):
-        source = sys.modules.get(f"transformers.models.{name}.modeling_{name}")
-        for key, value in list(vars(source).items()) if name and source else ():
-            if _of_liger(value):
-                patched[key] = value.__qualname__
-            forward: Any = vars(value).get("forward") if isinstance(value, type) else None
-            if _of_liger(forward):
-                patched[f"{key}.forward"] = forward.__qualname__
-    model: Any = kwargs.get("model")
-    for part in model.modules() if hasattr(model, "modules") else ():
-        forward = vars(part).get("forward")
-        if _of_liger(getattr(forward, "__func__", forward)):
-            key = type(part).__name__
-            patched[key] = getattr(forward, "__qualname__", str(forward))
-    return patched
-
-
-def _of_liger(value: Any) -> bool:
-    return str(getattr(value, "__module__", "")).startswith("liger_kernel")

@@ -1,4 +1,4 @@
-"""The optimizer and DeepSpeed's engine around it: what is in force, its state, and whether weights move.
+"""The optimizer and DeepSpeed's engine around it: what is in force, and whether weights move.
 
 A learning rate below what a weight's format can add, a frozen model or an optimizer that holds other
 parameters leave losses that look well. So a sample of the weights that the optimizer updates is compared
@@ -8,7 +8,6 @@ their bfloat16 copies do not yet.
 
 from __future__ import annotations
 
-import collections
 import os
 import re
 import sys
@@ -104,40 +103,6 @@ class Optimizer:
         if not rates or any(getattr(rate, "is_cuda", False) for rate in rates):
             return None
         return max(map(float, rates))
-
-    def tell_state(self) -> None:
-        """After the first step: the state that really lies in memory, on this rank."""
-        outer = getattr(self.engine, "optimizer", None) or self.given
-        if outer is None:
-            return
-        # ZeRO's optimizer holds the one that steps
-        inner = getattr(outer, "optimizer", outer)
-        states: dict[str, dict[str, Any]] = {}
-        elements: collections.Counter[tuple[str, str]] = collections.Counter()
-        size = 0
-        for state in list(inner.state.values()):
-            for name, tensor in state.items() if isinstance(state, dict) else ():
-                if not hasattr(tensor, "element_size") or not tensor.dim():
-                    continue
-                # torchao keeps 8 bits behind a tensor that says float32
-                held: Any = getattr(tensor, "codes", tensor)
-                size += held.numel() * held.element_size()
-                dtype = str(held.dtype).removeprefix("torch.")
-                elements[name, dtype] += held.numel()
-                # bitsandbytes leaves small tensors at 32 bits: what most of them are counts
-                if elements[name, dtype] < max(n for (of, _), n in elements.items() if of == name):
-                    continue
-                states[name] = {
-                    "dtype": dtype,
-                    "bits": 8 * held.element_size(),
-                    "device": str(held.device).partition(":")[0],
-                }
-        updated = next((p for group in inner.param_groups for p in group["params"]), None)
-        self.record.write(
-            "optimizer_state", **{"class": f"{type(inner).__module__}.{type(inner).__name__}"},
-            states=states, gib=round(size / 2**30, 4),
-            updates=None if updated is None else str(updated.dtype).removeprefix("torch."),
-        )  # fmt: skip
 
     def steps_done(self, checkpoint: str) -> int:
         """Steps that a checkpoint has behind it: by its name, by the engine, by AdamW's own count."""

@@ -58,7 +58,7 @@ class Packing:
             self.contract.seen("packing", "on" if packed else "off", final=packed and wanted_off)
 
     def test(
-        self, module: Any, args: Any, ids: Any, kwargs: dict[str, Any], seen: dict[str, Any]
+        self, module: Any, args: Any, ids: Any, kwargs: dict[str, Any], known: dict[str, Any]
     ) -> None:
         """Once, at the first micro-batch that is packed on every rank.
 
@@ -68,32 +68,29 @@ class Packing:
         process = self.process
         if self.tested or not self.settings.isolation or process.step >= self.settings.within:
             return
-        if process.world == 1 and not self.on:
-            return
-        if process.world > 1 and not self.settings.packed:
+        if not (self.on if process.world == 1 else self.settings.packed):
             return
         pair: Any = None
         begun = time.perf_counter()
-        reason = None
+        error: Exception | None = None
         try:
-            pair = two_samples(module, args, ids, kwargs, seen) if self.on else None
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-        if not _all_agree(pair is not None, ids, process.world):
-            if reason is not None:
-                self.tested = process.world == 1
-                self.record.write("packing_isolation", state="untested", reason=reason)
-            return
-        self.tested, process.testing = True, True
-        try:
-            before, after = leak(module, *pair)
-        except Exception as error:
+            pair = two_samples(module, args, ids, kwargs, known) if self.on else None
+        except Exception as failure:
+            error = failure
+        if _all_agree(pair is not None, ids, process.world):
+            self.tested = process.testing = True
+            try:
+                before, after = leak(module, *pair)
+                self.tell(module, before, after, pair, time.perf_counter() - begun)
+            except Exception as failure:
+                error = failure
+            finally:
+                process.testing = False
+        elif error is not None:
+            self.tested = process.world == 1
+        if error is not None:
             reason = f"{type(error).__name__}: {error}"
             self.record.write("packing_isolation", state="untested", reason=reason)
-            return
-        finally:
-            process.testing = False
-        self.tell(module, before, after, pair, time.perf_counter() - begun)
 
     def tell(self, module: Any, before: float, after: float, pair: Any, seconds: float) -> None:
         inner = base_of(module)
@@ -101,7 +98,7 @@ class Packing:
         state, known = "untested", math.isfinite(before) and math.isfinite(after)
         if known:
             # the same shapes give the same bits; only experts that swap places do not
-            tolerance = 1e-3 if shape_of(inner, config).get("experts") else 1e-6
+            tolerance = 1e-3 if shape_of(inner).get("experts") else 1e-6
             moved = abs(after - before) > tolerance * max(1.0, abs(before))
             state = "leaking" if moved else "isolated"
         _, _, first, second = pair

@@ -157,8 +157,6 @@ class Probe:
         process, tally = self.process, self.tally
         if process.step == 1:
             self.memory.mark("optimizer")
-            with self.record.quietly("optimizer state"):
-                self.optimizer.tell_state()
         now = time.perf_counter()
         facts = tally.facts() | {
             "step": process.at,

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from launcher import cache_folders, caches, hub_files, rundir
+from launcher import cache_folders, caches, rundir
+from launcher.backends import model_config
 from launcher.backends.model_config import is_path
-from launcher.hub_files import Part
-from launcher.paths import exists
+from launcher.paths import exists, is_file
 from launcher.plan import Plan
 
 # dataset_transformation.py:910
@@ -62,11 +63,10 @@ def key(plan: Plan) -> dict[str, Any]:
     prefix = "dataset_" if "dataset_local_cache_dir" in values else ""
     name = values.get("tokenizer_name_or_path") or values.get("model_name_or_path")
     revision = values.get("tokenizer_revision") or values.get("model_revision")
-    part = Part(role="tokenizer", name=str(name), key="", revision=revision)
     tokenizer = {
         **{field: values[field] for field in _TOKENIZER_FIELDS if field in values},
         "tokenizer_name_or_path": name, "tokenizer_revision": revision,
-        "tokenizer_files_hash": [_hash(part, file) for file in _HASHED],
+        "tokenizer_files_hash": [_hash(str(name), revision, file) for file in _HASHED],
     }  # fmt: skip
     listed = values.get(plan.stage.entry.names.data)
     pairs = listed if isinstance(listed, list) else []
@@ -102,12 +102,14 @@ def _commit(name: str) -> str | None:
     """The commit of a data set on the hub, as upstream reads it: where its README.md is in the cache."""
     if exists(Path(name)) or is_path(name):
         return None
-    part = Part(role="card", name=name, key="", revision=_REVISION)
-    return hub_files.commit(part) if hub_files.cached_file(part, "README.md") else None
+    snapshot = model_config.snapshot(name, os.environ, _REVISION, "datasets")
+    # the folder is named by the commit
+    return snapshot.name if snapshot is not None and is_file(snapshot / "README.md") else None
 
 
-def _hash(part: Part, name: str) -> str:
-    path = hub_files.cached_file(part, name)
-    if path is None:
-        return f"{name} not found"
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _hash(name: str, revision: str | None, file: str) -> str:
+    local = Path(name)
+    folder = local if local.is_dir() else model_config.snapshot(name, os.environ, revision)
+    if folder is None or not is_file(folder / file):
+        return f"{file} not found"
+    return hashlib.sha256((folder / file).read_bytes()).hexdigest()

@@ -314,20 +314,16 @@ class _Filling:
         prefix = "dataset_" if "dataset_skip_cache" in values else ""
         skip, mode, name = (f"{prefix}{key}" for key in ("skip_cache", "cache_mode", "config_hash"))
         if values.get(skip) is True:
-            yield self._missed(
-                skip, f"`{skip}: true`: the run tokenises all over, and looks for no set "
-                "(dataset_transformation.py:1912)", f"leave {skip} out",
-            )  # fmt: skip
+            why = (
+                "the run tokenises all over, and looks for no set (dataset_transformation.py:1912)"
+            )
+            yield self._missed(skip, f"`{skip}: true`: {why}", f"leave {skip} out")
         if values.get(mode) != "local":
-            yield self._missed(
-                mode, f"`{mode}: {values.get(mode)}`: the run looks for its set on the hub, not here",
-                f"{mode}: local",
-            )  # fmt: skip
+            why = "the run looks for its set on the hub, not here"
+            yield self._missed(mode, f"`{mode}: {values.get(mode)}`: {why}", f"{mode}: local")
         if values.get(name) is not None and self._entry() is None:
-            yield self._missed(
-                name, f"a set is asked for by its name, and there is no complete set {values[name]}",
-                f"leave {name} out",
-            )  # fmt: skip
+            why = "a set is asked for by its name, and there is no complete set"
+            yield self._missed(name, f"{why} {values[name]}", f"leave {name} out")
 
     def _missed(self, key: str | None, message: str, help: str) -> Finding:
         """That the run would not find what was, or could be, made."""
@@ -371,24 +367,26 @@ class _Filling:
         root = self.request.runs or rundir.runs_root()
         self.work = rundir.new_folder(root, "prepare", self.plan.stage.name)
         folder = RunFolder(self.work)
+        self.say(f"tokenising with {self.plan.stage.entry.script}; log: {folder.console(1)}")
         with cache_folders.held((cache,), folder, 1, config=self.request.config) as locks:
-            self._run(cache, folder, locks)
+            made = self._command(cache, folder)
+            ended = runner.run(made, folder, 1, held=locks, inherited=os.environ)
+        if ended.stopped is not None:
+            raise Interrupted(())
+        if ended.returncode:
+            raise self._failure(folder, _reason(folder))
         spoiled = cache_folders.discard_spoiled(cache) is not None
         entry = self._entry()
-        if spoiled:
-            why = "the data, the tokenizer or the model were written to while they were read"
-        elif entry is None:
-            folder_of_sets = cache_folders.CacheFolder(cache.path, {"kind": "dataset"})
-            made = [cache.path / name for name in folder_of_sets.entries()]
-            newest = max(made, key=lambda path: path.stat().st_mtime, default=None)
-            if newest is None:
-                raise TokenisingFailed(
-                    self._failed(folder, "upstream saved no set of tokenised data")
-                )
+        if entry is not None and not spoiled:
+            return self._of(entry, "filled", time.monotonic() - began), ()
+        why = "the data, the tokenizer or the model were written to while they were read"
+        if not spoiled:
+            sets = cache_folders.CacheFolder(cache.path, {"kind": "dataset"}).entries()
+            if not sets:
+                raise self._failure(folder, "upstream saved no set of tokenised data")
+            newest = max((cache.path / name for name in sets), key=lambda p: p.stat().st_mtime)
             unlike = entries.differences(entries.key(self.plan), newest)
             why = f"the run would not find what was tokenised: {'; '.join(unlike)}"
-        else:
-            return self._of(entry, "filled", time.monotonic() - began), ()
         return Tokenised(state="missed"), (self._missed(None, why, "run this again"),)
 
     def _command(self, cache: Cache, folder: RunFolder) -> Command:
@@ -410,30 +408,27 @@ class _Filling:
         argv = (str(self.trainer.python), str(root / stage.entry.script), *words)
         return Command(argv=argv, env=env, cwd=built.cwd)
 
-    def _run(self, cache: Cache, folder: RunFolder, held: Sequence[int]) -> None:
-        self.say(f"tokenising with {self.plan.stage.entry.script}; log: {folder.console(1)}")
-        made = self._command(cache, folder)
-        ended = runner.run(made, folder, 1, held=held, inherited=os.environ)
-        if ended.stopped is not None:
-            raise Interrupted(())
-        if ended.returncode:
-            raise TokenisingFailed(self._failed(folder, None))
-
-    def _failed(self, folder: RunFolder, why: str | None) -> Finding:
-        """What upstream's script said in the end."""
-        seen = evidence.read_run(folder.path, attempt=1)
-        if why is None and seen.log is not None:
-            over = ending(seen)
-            error = over.error or {}
-            why = ": ".join(str(error[k]) for k in ("type", "message") if error.get(k))
-            if not why and seen.exit is not None and seen.exit.signal:
-                why = f"killed by {signal.Signals(seen.exit.signal).name}"
-            why = why or over.reason
-        return Finding(
-            severity="error", layer="run", code="tokenising-failed", file=str(folder.console(1)),
-            message=f"upstream's script failed before the data were ready: {redact(why or 'no reason')}",
-            help="read the log",
+    def _failure(self, folder: RunFolder, why: str) -> TokenisingFailed:
+        return TokenisingFailed(
+            Finding(
+                severity="error", layer="run", code="tokenising-failed", file=str(folder.console(1)),
+                message=f"upstream's script failed before the data were ready: {redact(why)}",
+                help="read the log",
+            )
         )  # fmt: skip
+
+
+def _reason(folder: RunFolder) -> str:
+    """What upstream's script said in the end."""
+    found = evidence.read_run(folder.path, attempt=1)
+    if found.log is None:
+        return "no reason"
+    end = ending(found)
+    error = end.error or {}
+    why = ": ".join(str(error[k]) for k in ("type", "message") if error.get(k))
+    if not why and found.exit is not None and found.exit.signal:
+        why = f"killed by {signal.Signals(found.exit.signal).name}"
+    return why or end.reason or "no reason"
 
 
 def _sum(stats: Any, name: str) -> int | None:

@@ -54,8 +54,8 @@ class Packing:
         if self.on is None or packed:
             self.on = packed
             self.record.write("packing", state="on" if packed else "off", detail=detail)
-            wanted_off = self.contract.wanted("packing") == "off"
-            self.contract.seen("packing", "on" if packed else "off", final=packed and wanted_off)
+            final = packed and self.contract.expect.get("packing") == "off"
+            self.contract.seen("packing", "on" if packed else "off", final=final)
 
     def test(
         self, module: Any, args: Any, ids: Any, kwargs: dict[str, Any], known: dict[str, Any]

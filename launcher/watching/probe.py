@@ -9,9 +9,8 @@ import time
 from typing import Any
 
 from .caches import Caches
-from .contract import Contract
+from .contract import Contract, Liger
 from .gradients import Gradients
-from .liger import Liger
 from .model import Memory, described, device
 from .optimizer import Movement, Optimizer
 from .packing import Packing

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from . import olmo, supplies, trainers
+from . import supplies, trainers
 from .hooks import Watcher
 from .probe import Probe
 from .process import Console, spare_streams
@@ -28,9 +28,11 @@ def watched(probe: Probe) -> dict[str, Callable[[types.ModuleType], None]]:
         "open_instruct.dataset_transformation": caches.watch_dataset,
         "open_instruct.dpo_utils": caches.watch_reference,
         "open_instruct.model_utils": partial(trainers.watch_final_save, probe),
-        "open_instruct.olmo_core_train_modules": partial(olmo.watch_module, probe),
-        "olmo_core.train.train_module.transformer.train_module": partial(olmo.watch_step, probe),
-        "olmo_core.train.trainer": partial(olmo.watch_trainer, probe),
+        "open_instruct.olmo_core_train_modules": partial(trainers.watch_olmo_module, probe),
+        "olmo_core.train.train_module.transformer.train_module": partial(
+            trainers.watch_olmo_step, probe
+        ),
+        "olmo_core.train.trainer": partial(trainers.watch_olmo_trainer, probe),
         **probe.liger.watched(),
     }
     supplied: dict[str, Callable[..., None]] = {}

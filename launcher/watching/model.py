@@ -49,6 +49,7 @@ def shape_of(model: Any) -> dict[str, Any]:
     """What the cost of a token follows from; the text part of a model that also sees."""
     config = getattr(model, "config", None)
     text = getattr(config, "text_config", None) or config
+    layers: Any
     checkpointing = bool(getattr(model, "is_gradient_checkpointing", False))
     if config is None and (block := _olmo_block(model)) is not None:
         table, text, config = model.embeddings, getattr(block, "attention", None), model
@@ -56,9 +57,8 @@ def shape_of(model: Any) -> dict[str, Any]:
         experts = getattr(getattr(block, "feed_forward_moe", None), "num_experts", None)
     else:
         table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-        layers, hidden = (
-            getattr(text, name, None) for name in ("num_hidden_layers", "hidden_size")
-        )
+        layers = getattr(text, "num_hidden_layers", None)
+        hidden = getattr(text, "hidden_size", None)
         heads = "num_attention_heads"
         names = ("num_experts", "num_local_experts", "n_routed_experts")
         counts = (getattr(text, name, None) for name in names)

@@ -214,16 +214,13 @@ def plan(
         with judged.of(variant.name):
             # one place for all: what differs is then the variant's own
             place = root / "models"
-            asked_trial = short(of_variant(request, variant), steps, place, batch, profile=True)
+            asked_trial = short(of_variant(request, variant), steps, place, batch)
             # a trial that a killed command left may have the GPUs: it is ended later
             asked_trial = replace(asked_trial, runs=root, elsewhere=True)
             prepared = preparation.prepare(asked_trial, running=running)
             if running:
                 rundir.release(prepared.folder)
             trials.append((variant, prepared))
-            # how long a trial is only the trial knows
-            profiles = (f for f in prepared.findings if f.code == "profile-and-steps")
-            judged.say(variant.name, profiles)
     judged.require_valid()
     if not trials:
         raise NotReady(judged.findings(judged.unready))
@@ -273,8 +270,8 @@ class _Judged:
 
 def _warnings(made: Prepared, *, named: bool) -> Iterator[Finding]:
     # whoever names a commit knows that it is not the pin
-    known = {"profile-and-steps", "unpinned-checkout" if named else ""}
-    return (f for f in made.findings if f.severity != "note" and f.code not in known)
+    known = "unpinned-checkout" if named else ""
+    return (f for f in made.findings if f.severity != "note" and f.code != known)
 
 
 def _base(request: Request) -> Plan | None:

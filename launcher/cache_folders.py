@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import locks, rundir, runner, sizes
-from launcher.caches import KINDS, Cache, edited
+from launcher.caches import KINDS, Cache
 from launcher.errors import NotReady, not_ready, usage
 from launcher.fingerprint import cache_home
 from launcher.redaction import redact
@@ -38,6 +38,7 @@ COLUMNS = ("kind", "size", "age", "last used", "state", "of", "runs", "folder")
 
 _AGE = re.compile(r"(\d+(?:\.\d+)?)([smhdw])\Z")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_TICK = 0.02  # seconds that the clock of a file system may be behind
 # what `Dataset.load_from_disk` needs; written last (datasets/arrow_dataset.py:1931)
 _DATASET_FILES = ("state.json", "dataset_info.json")
 
@@ -222,35 +223,36 @@ def _remove(path: Path) -> bool:
 
 
 def discard_spoiled(cache: Cache) -> list[Path] | None:
-    """Take away what a run made of contents that are not those its folder is named by.
+    """Take away what a run made while contents that its folder is named by were written to.
 
-    Something was written to while the run began, after it had been read here and before upstream read
-    it; what was written to later, after the entry was made, spoils nothing. None where all is as it was.
+    Upstream may have read others than launch did, also where they were put back since: the kernel's
+    time of change cannot be set. What earlier runs made stays. None where nothing was written to.
     """
-    written = edited(cache)
-    if written is None:
+    if all(_stat_time(path, "st_ctime") < cache.read - _TICK for path in _local_files(cache)):
         return None
-    gone = []
-    for name in CacheFolder(cache.path, {"kind": cache.kind}).entries():
-        path = cache.path / name
-        made = _mtime(path / "state.json" if path.is_dir() else path)
-        ours = cache.read < made and written <= made and cache.backend == "open_instruct"
-        if ours and _remove(path):
-            gone.append(path)
-    return gone
+    fresh = [
+        path
+        for path in _entries(cache.path)
+        if path.name != RECORD and not path.name.startswith(".")
+        if max(_stat_time(p, "st_mtime") for p in (path, *path.rglob("*"))) > cache.read
+    ]
+    return [path for path in fresh if _remove(path)]
 
 
-def discard_made(cache: Cache) -> None:
-    """Take away what a run put into its folder: it read other data than those that is named by."""
-    for path in _entries(cache.path):
-        ours = path.name == RECORD or path.name.startswith(".")
-        if not ours and max(map(_mtime, (path, *path.rglob("*")))) > cache.read:
-            _remove(path)
+def _local_files(cache: Cache) -> Iterator[Path]:
+    """The files that its local inputs were read from; and folders of data, which may get more."""
+    for one in cache.inputs:
+        if isinstance(one.shown, dict) and one.shown.get("kind") in ("file", "folder"):
+            path = Path(one.name)
+            folder = one.shown["kind"] == "folder"
+            yield from (path / file["name"] for file in one.shown["files"] if folder)
+            if one.role == "data" or not folder:
+                yield path
 
 
-def _mtime(path: Path) -> float:
+def _stat_time(path: Path, name: str) -> float:
     try:
-        return path.stat().st_mtime
+        return float(getattr(path.stat(), name))
     except OSError:
         return 0.0
 

@@ -6,6 +6,7 @@ upstream's own, which names the entry in it (arguments; its `config.json` where 
 
 from __future__ import annotations
 
+import collections
 import datetime
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,9 @@ from launcher.rundir import RunFolder
 _EVENTS = {"dataset": "dataset_cache", "reference": "reference_cache"}
 _DIGITS = 12
 _MOST = 12
+
+Use = Mapping[str, Any]
+"""What a cache folder records of one run that used it."""
 
 
 class Difference(NamedTuple):
@@ -59,32 +63,32 @@ class Reason:
 def why(run: RunFolder) -> list[Reason]:
     """The reasons for every cache of a run's newest attempt; empty where it had none of launch's."""
     uses = [use for folder in cache_folders.known() for use in folder.uses() if _cache(use)]
-    mine = _of_run(run, uses)
-    seen = _seen(run)
-    return [_reason(use, uses, seen.get(str(_cache(use)["kind"]), {})) for use in mine]
+    events = _events(run)
+    return [
+        _reason(use, uses, events.get(str(_cache(use)["kind"]), {})) for use in _of_run(run, uses)
+    ]
 
 
-def _cache(use: Mapping[str, Any]) -> Mapping[str, Any]:
-    told = use.get("cache")
-    return told if isinstance(told, Mapping) and told.get("kind") in _EVENTS else {}
+def _cache(use: Use) -> Mapping[str, Any]:
+    cache = _mapping(use.get("cache"))
+    return cache if cache.get("kind") in _EVENTS else {}
 
 
-def _of_run(run: RunFolder, uses: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _of_run(run: RunFolder, uses: Sequence[Use]) -> list[Use]:
     """The run's own uses in its newest attempt; from its manifest where the folders were cleared."""
     own = [use for use in uses if use.get("run") == str(run.path.absolute())]
     attempt = max((int(use.get("attempt") or 1) for use in own), default=0)
     newest = [use for use in own if int(use.get("attempt") or 1) == attempt]
     kinds = {_cache(use)["kind"] for use in newest}
     manifest = rundir.read_manifest(run)
-    kept = manifest.get("caches")
     time = cache_folders.seconds(manifest.get("created"))
-    for told in kept if isinstance(kept, list) else ():
-        if isinstance(told, Mapping) and told.get("kind") in set(_EVENTS) - kinds:
-            newest.append({"run": str(run.path), "time": time, "cache": told, "cleared": True})
+    for cache in _mappings(manifest.get("caches")):
+        if cache.get("kind") in set(_EVENTS) - kinds:
+            newest.append({"run": str(run.path), "time": time, "cache": cache, "cleared": True})
     return newest
 
 
-def _seen(run: RunFolder) -> dict[str, Mapping[str, Any]]:
+def _events(run: RunFolder) -> dict[str, Mapping[str, Any]]:
     """What rank 0's probe recorded of each kind in the newest attempt."""
     found: dict[str, Mapping[str, Any]] = {}
     kinds = {event: kind for kind, event in _EVENTS.items()}
@@ -98,20 +102,14 @@ def _seen(run: RunFolder) -> dict[str, Mapping[str, Any]]:
     return found
 
 
-# --- one cache ------------------------------------------------------------------------------------
-
-
-def _reason(
-    use: Mapping[str, Any], uses: Sequence[Mapping[str, Any]], seen: Mapping[str, Any]
-) -> Reason:
-    cache = _cache(use)
-    state = str(seen.get("state") or "unknown")
-    compared = [(one, list(_differences(_cache(one), cache))) for one in _before(use, uses)]
+def _reason(use: Use, uses: Sequence[Use], event: Mapping[str, Any]) -> Reason:
+    cache, state = _cache(use), str(event.get("state") or "unknown")
+    compared = [(one, list(_compare(_cache(one), cache))) for one in _before(use, uses)]
     nearest, differences = min(
         compared, key=lambda pair: (len(pair[1]), -float(pair[0]["time"])), default=(None, [])
     )
     if nearest is not None and not differences and state == "miss":
-        differences = list(_upstreams(seen, cache))
+        differences = _neighbour(event, cache)
     return Reason(
         kind=str(cache["kind"]), state=state, folder=str(cache.get("path")),
         compared=None if nearest is None else str(nearest.get("run")),
@@ -119,34 +117,28 @@ def _reason(
     )  # fmt: skip
 
 
-def _before(
-    use: Mapping[str, Any], uses: Sequence[Mapping[str, Any]]
-) -> Iterator[Mapping[str, Any]]:
+def _before(use: Use, uses: Sequence[Use]) -> Iterator[Use]:
     """Earlier uses of the same kind of cache by the same kind of stage."""
-    ours = _cache(use)
+    cache = _cache(use)
     for one in uses:
-        same = all(ours.get(n) == _cache(one).get(n) for n in ("kind", "stage", "backend"))
+        same = all(cache.get(n) == _cache(one).get(n) for n in ("kind", "stage", "backend"))
         if same and float(one["time"]) < float(use["time"]):
             yield one
 
 
-def _sentence(
-    state: str, use: Mapping[str, Any], nearest: Mapping[str, Any] | None,
-    differences: Sequence[Difference],
-) -> str:  # fmt: skip
+def _sentence(state: str, use: Use, nearest: Use | None, differences: Sequence[Difference]) -> str:
     if nearest is None:
         first = "no earlier run of this stage is known to have used one"
         return f"{state}: {first}" if state != "hit" else "hit: made before launch kept records"
-    name, when = Path(str(nearest.get("run"))).name, _moment(float(nearest["time"]))
-    if state == "hit":
-        if not differences:
-            return f"hit: the same content and the same key as {name} ({when})"
-        return f"hit: made by a run that is no longer known; {name} ({when}) had another"
+    run = f"{Path(str(nearest.get('run'))).name} ({_moment(nearest['time'])})"
+    if state == "hit" and differences:
+        return f"hit: made by a run that is no longer known; {run} had another"
     if differences:
-        more = len(differences) - _MOST
-        rest = f", the first {_MOST} of {len(differences)}" if more > 0 else ""
-        return f"{state}: not as it was for {name} ({when}){rest}:"
-    same = f"{state}: the same content and the same key as {name} ({when})"
+        more = f", the first {_MOST} of {len(differences)}" if len(differences) > _MOST else ""
+        return f"{state}: not as it was for {run}{more}:"
+    same = f"{state}: the same content and the same key as {run}"
+    if state == "hit":
+        return same
     if use.get("cleared"):
         return f"{same}; the folder has been cleared since"
     if state == "miss":
@@ -157,114 +149,98 @@ def _sentence(
 # --- what differs ---------------------------------------------------------------------------------
 
 
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:
-    then, here = _inputs(before), _inputs(now)
-    old, new = _mapping(before.get("key")), _mapping(now.get("key"))
-    for place in dict.fromkeys([*here, *then]):
-        one, other = then.get(place), here.get(place)
+class Fact(NamedTuple):
+    """One thing that a cache depends on: what to call it, what to compare, and what to show."""
+
+    name: str
+    content: Any
+    shown: Any
+
+
+Facts = Mapping[tuple[object, ...], Fact]
+
+
+def _compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:
+    return _differences(_facts(before), _facts(now))
+
+
+def _facts(cache: Mapping[str, Any]) -> Facts:
+    """By what they are: files by the place of their data set or model in the list, others by name."""
+    key = _mapping(cache.get("key"))
+    facts: dict[tuple[object, ...], Fact] = {
+        ("key", name): Fact(f"`{name}`", value, value) for name, value in key.items()
+    }
+    counts: collections.Counter[str] = collections.Counter()
+    for one in _mappings(cache.get("inputs")):
+        role, name, digest = (str(one.get(field)) for field in ("role", "name", "digest"))
+        shown = _mapping(one.get("shown"))
+        if role in {"code", "package"}:
+            facts[role, name] = Fact(name, digest, digest[:_DIGITS])
+        elif role == "value":
+            facts[role, name] = Fact(f"`{name}`", digest, one.get("shown"))
+        else:
+            counts[role] += 1
+            place = role, counts[role]
+            listed = _mappings(shown.get("files"))
+            for file in listed:
+                # one file each, whatever they are called
+                below = "" if shown.get("kind") == "file" else f"/{file.get('name')}"
+                facts[(*place, below)] = Fact(f"{name}{below}", file.get("digest"), file)
+            if not listed or len(listed) != shown.get("count", len(listed)):
+                version = str(shown.get("revision") or digest)
+                facts[place] = Fact(f"{role} {name}", digest, version[:_DIGITS])
+    return facts
+
+
+def _differences(before: Facts, now: Facts) -> Iterator[Difference]:
+    for place in dict.fromkeys([*now, *before]):
         # a value that only now counts, or no longer does, need not have changed: the keys hold it too
-        if place[0] == "value" and place[1] in old and place[1] in new:
+        key = ("key", *place[1:])
+        if place[0] == "value" and key in before and key in now:
             continue
-        if one is None or other is None or one.get("digest") != other.get("digest"):
-            yield from _input(one, other)
-    for name in dict.fromkeys([*new, *old]):
-        if old.get(name) != new.get(name):
-            yield _value(f"`{name}`", old.get(name), new.get(name))
+        was, is_ = before.get(place), now.get(place)
+        if was is None or is_ is None or was.content != is_.content:
+            name = (is_ or was or Fact("", 0, 0)).name
+            values = was and was.shown, is_ and is_.shown
+            yield Difference(name, *values, f"{name} {_change(*values)}")
 
 
-def _inputs(cache: Mapping[str, Any]) -> dict[tuple[str, str], Mapping[str, Any]]:
-    """Inputs by what they are: data by their place in the list, others by role or name."""
-    listed = cache.get("inputs")
-    found: dict[tuple[str, str], Mapping[str, Any]] = {}
-    counts: dict[str, int] = {}
-    for one in listed if isinstance(listed, list) else ():
-        if isinstance(one, Mapping):
-            role = str(one.get("role"))
-            counts[role] = counts.get(role, 0) + 1
-            named = role in {"code", "package", "value"}
-            found[role, str(one.get("name")) if named else str(counts[role])] = one
-    return found
-
-
-def _input(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> Iterator[Difference]:
-    told = other or one or {}
-    role, name = str(told.get("role")), str(told.get("name"))
-    what = name if role in {"data", "code", "package"} else f"{role} {name}"
-    digests = (one or {}).get("digest"), (other or {}).get("digest")
-    if one is None or other is None:
-        change = "is new" if one is None else "is no longer there"
-        yield Difference(what, *digests, f"{what} {change}")
-        return
-    if role in {"package", "value"}:
-        yield _value(
-            name if role == "package" else f"`{name}`", one.get("shown"), other.get("shown")
+def _change(before: Any, now: Any) -> str:
+    listed = [one for one in (before, now) if isinstance(one, Mapping) and "digest" in one]
+    if not listed:
+        was, is_ = (
+            brief(one if isinstance(one, str) else json.dumps(one, default=str))
+            for one in (before, now)
         )
-        return
-    then, here = _mapping(one.get("shown")), _mapping(other.get("shown"))
-    files = list(_files(name, then, here))
-    yield from files
-    if not files:
-        before, now = then.get("revision") or digests[0], here.get("revision") or digests[1]
-        named = "" if one.get("name") == name else f" (was {one.get('name')})"
-        text = f"{what}{named}: {_short(before)} -> {_short(now)}"
-        yield Difference(what, before, now, text)
-
-
-def _files(of: str, then: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[Difference]:
-    """Which files of a data set or a model are not as they were."""
-    old, new = _by_name(then), _by_name(here)
-    if len(old) == len(new) == 1 and "file" == here.get("kind") == then.get("kind"):
-        # one file each, whatever they are called
-        old, new = {"": next(iter(old.values()))}, {"": next(iter(new.values()))}
-    for name in dict.fromkeys([*new, *old]):
-        before, now = old.get(name), new.get(name)
-        if before is None or now is None or before.get("digest") != now.get("digest"):
-            path = f"{of}/{name}" if name else of
-            yield Difference(path, before, now, f"{path} {_change(before, now)}")
-
-
-def _by_name(shown: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    files = shown.get("files")
-    listed = files if isinstance(files, list) else []
-    return {str(one.get("name")): one for one in listed if isinstance(one, Mapping)}
-
-
-def _change(before: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> str:
+        return f"was {was}, is {is_}"
+    size = " -> ".join(dict.fromkeys(map(_bytes, listed)))
     if before is None or now is None:
-        return f"{'is new' if before is None else 'is gone'} ({_bytes(before or now or {})})"
-    sizes, size = _bytes(now), _bytes(before)
+        return f"{'is new' if before is None else 'is gone'} ({size})"
     times = f"{_moment(before.get('mtime'))} -> {_moment(now.get('mtime'))}"
     if before.get("mtime") == now.get("mtime"):
         times = f"{_moment(now.get('mtime'))}, the same time"
-    digests = f"{_short(before.get('digest'))} -> {_short(now.get('digest'))}"
-    sizes = sizes if size == sizes else f"{size} -> {sizes}"
-    return f"changed: {sizes}, written {times}, content {digests}"
+    digests = " -> ".join(str(one.get("digest"))[:_DIGITS] for one in listed)
+    return f"changed: {size}, written {times}, content {digests}"
 
 
-def _value(what: str, before: Any, now: Any) -> Difference:
-    was, is_ = (
-        brief(one if isinstance(one, str) else json.dumps(one, default=str))
-        for one in (before, now)
-    )
-    return Difference(what, before, now, f"{what} was {was}, is {is_}")
-
-
-def _upstreams(seen: Mapping[str, Any], cache: Mapping[str, Any]) -> Iterator[Difference]:
+def _neighbour(event: Mapping[str, Any], cache: Mapping[str, Any]) -> list[Difference]:
     """What upstream wrote down about the entry of this run, against its neighbours in the folder."""
-    place = Path(str(seen.get("path")))
+    place = Path(str(event.get("path")))
     if place.parent != Path(str(cache.get("path"))):
-        return
-    now = _flat(rundir.read_json(place / "config.json"))
+        return []
+    now = _upstreams(place)
     found = []
     for path in sorted(place.parent.iterdir()):
-        before = _flat(rundir.read_json(path / "config.json"))
+        before = _upstreams(path)
         if now and before and path != place and not path.name.startswith("."):
-            found.append([
-                _value(f"upstream's `{name}`", before.get(name), now.get(name))
-                for name in dict.fromkeys([*now, *before])
-                if before.get(name) != now.get(name) and name != "config_hash"
-            ])  # fmt: skip
-    yield from min(found, key=len, default=[])
+            found.append(list(_differences(before, now)))
+    return min(found, key=len, default=[])
+
+
+def _upstreams(entry: Path) -> Facts:
+    values = _flat(rundir.read_json(entry / "config.json"))
+    values.pop("config_hash", None)
+    return {("", name): Fact(f"upstream's `{name}`", one, one) for name, one in values.items()}
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:
@@ -282,20 +258,18 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _short(digest: Any) -> str:
-    return str(digest)[:_DIGITS]
+def _mappings(value: Any) -> list[Mapping[str, Any]]:
+    return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
 
 
-def _bytes(told: Mapping[str, Any]) -> str:
-    size = told.get("size")
+def _bytes(file: Mapping[str, Any]) -> str:
+    size = file.get("size")
     return f"{size:,} bytes" if isinstance(size, int) else "of unknown size"
 
 
 def _moment(seconds: Any) -> str:
-    if not isinstance(seconds, int | float):
-        return "at an unknown time"
     try:
         moment = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
-    except (OverflowError, OSError, ValueError):
+    except (TypeError, OverflowError, OSError, ValueError):
         return "at an unknown time"
     return moment.strftime("%Y-%m-%d %H:%M:%SZ")

@@ -29,7 +29,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -37,17 +37,7 @@ from typing import Any, Literal
 from launcher import facts, rundir
 from launcher import plan as plans
 from launcher.errors import Finding
-from launcher.fingerprint import (
-    READERS,
-    Fingerprint,
-    Memory,
-    MissingContent,
-    cache_home,
-    of_data,
-    of_hub,
-    of_model,
-    of_tokenizer,
-)
+from launcher.fingerprint import READERS, Memory, MissingContent, cache_home, remembered
 from launcher.paths import exists
 from launcher.plan import Derived, Plan
 from launcher.schema import Values
@@ -149,59 +139,16 @@ def from_json(data: Mapping[str, Any]) -> Cache:
     return Cache(**{**given, "path": Path(data["path"]), "inputs": inputs})
 
 
-def edited(cache: Cache) -> float | None:
-    """When the first of a folder's local inputs that is not as it was read was written.
-
-    In seconds since 1970, 0 of a file that was taken away; None where nothing differs. Relative names
-    start at the working directory, as they did before; what is gone as a whole counts as unchanged.
-    """
-    memory = Memory.load(cache_home() / "fingerprints.json")
-    times = [time for one in cache.inputs if (time := _edited(one, memory)) is not None]
-    memory.save()
-    return min(times, default=None)
-
-
-def _edited(one: Input, memory: Memory) -> float | None:
-    if not isinstance(one.shown, dict) or one.shown.get("kind") not in ("file", "folder"):
-        return None
-    folder_of_template = one.role == "template" and Path(one.name).is_dir()
-    role = "tokenizer" if folder_of_template else one.role
-    try:
-        now = READERS.get(role, of_data)(one.name, memory)
-    except MissingContent:
-        return None
-    if now.digest == one.digest:
-        return None
-    known = {(file["name"], file["digest"]) for file in one.shown["files"]}
-    files = now.files[:_FILES_KEPT]
-    fresh = [file.mtime for file in files if (file.name, file.digest) not in known]
-    return min(fresh, default=0.0)
-
-
-def _printed(role: Role, found: Fingerprint) -> Input:
-    shown = found.as_json()
-    shown["files"] = shown["files"][:_FILES_KEPT]
-    shown["count"] = len(found.files)
-    return Input(role=role, name=found.name, digest=found.digest, shown=shown)
-
-
-def derive(
-    plan: Plan, packages: Mapping[str, str], *, memory: Memory | None = None,
-    environ: Mapping[str, str] | None = None, running: bool = True,
-) -> tuple[Cache, ...]:  # fmt: skip
+def derive(plan: Plan, packages: Mapping[str, str], *, running: bool = True) -> tuple[Cache, ...]:
     """The cache folders of a plan; nothing is created but the memory of fingerprints.
 
     `packages` are the versions in the trainer's Python. Raises MissingContent where something local
     cannot be read; a dry run (`running` false) may name what is not here.
     """
-    environ = os.environ if environ is None else environ
-    memory = Memory.load(cache_home(environ) / "fingerprints.json") if memory is None else memory
-    reader = _Reader(plan, packages, memory, environ, running, time.time())
-    trl = plan.stage.options.backend == "trl"
-    try:
+    with remembered() as memory:
+        reader = _Reader(plan, packages, memory, running, time.time())
+        trl = plan.stage.options.backend == "trl"
         return tuple(_trl(reader) if trl else _open_instruct(reader))
-    finally:
-        memory.save()
 
 
 def applied(plan: Plan, caches: Sequence[Cache]) -> Plan:
@@ -228,7 +175,6 @@ class _Reader:
     plan: Plan
     packages: Mapping[str, str]
     memory: Memory
-    environ: Mapping[str, str]
     running: bool
     begun: float
 
@@ -244,37 +190,19 @@ class _Reader:
     def revision(self) -> str | None:
         return self.text("model_revision")
 
-    def data(self, name: str, role: Role = "data") -> Input:
-        """A local file or folder."""
-        return self.read(role, name, lambda: of_data(name, self.memory))
-
-    def tokenizer(self, name: str, revision: str | None, role: Role = "tokenizer") -> Input:
-        """A tokenizer in a folder, or on the hub."""
-        return self.read(
-            role, name,
-            lambda: of_tokenizer(name, self.memory, revision=revision, environ=self.environ),
-        )  # fmt: skip
-
-    def model(self, name: str, revision: str | None) -> Input:
-        """A model in a folder, or on the hub."""
-        return self.read(
-            "model", name,
-            lambda: of_model(name, self.memory, revision=revision, environ=self.environ),
-        )  # fmt: skip
-
-    def config(self, name: str, revision: str | None) -> Input:
-        """The config of another model, which this one is built by."""
-        if Path(name).is_dir():
-            return self.data(str(Path(name) / "config.json"), "config")
-        return _printed("config", of_hub(name, revision=revision, environ=self.environ))
-
-    def read(self, role: Role, name: str, how: Callable[[], Fingerprint]) -> Input:
+    def read(self, role: Role, name: str | None, revision: str | None = None) -> list[Input]:
+        """What a file, a folder or a name on the hub holds; nothing where none is named."""
+        if name is None:
+            return []
         try:
-            return _printed(role, how())
+            found = READERS[role](name, self.memory, revision)
         except MissingContent:
             if self.running:
                 raise
-            return Input(role=role, name=name, digest=_MISSING)
+            return [Input(role=role, name=name, digest=_MISSING)]
+        shown = found.as_json() | {"count": len(found.files)}
+        shown["files"] = shown["files"][:_FILES_KEPT]
+        return [Input(role=role, name=found.name, digest=found.digest, shown=shown)]
 
     def code(self, labels: Sequence[str]) -> Iterator[Input]:
         stage = self.plan.stage
@@ -287,32 +215,30 @@ class _Reader:
             version = self.packages.get(name, "none")
             yield Input(role="package", name=name, digest=version, shown=version)
 
-    def given(self, names: Sequence[str]) -> Iterator[Input]:
+    def arguments(self, names: Sequence[str]) -> Iterator[Input]:
         for name in names:
             if name in self.values:
                 value = self.values[name]
-                told = json.dumps(value, sort_keys=True, default=str)
-                yield Input(role="value", name=name, digest=told, shown=value)
+                text = json.dumps(value, sort_keys=True, default=str)
+                yield Input(role="value", name=name, digest=text, shown=value)
 
     def cache(
-        self, kind: Kind, base: Path, inputs: Sequence[Input], key: Mapping[str, Any]
+        self, kind: Kind, base: str | None, inputs: Sequence[Input], key: Mapping[str, Any]
     ) -> Cache:
+        """`base` is the user's own folder for such caches; without one it is launch's."""
         options = self.plan.stage.options
-        told = [[one.role, *_named(one), one.digest] for one in inputs]
+        hashed = [[one.role, *_named(one), one.digest] for one in inputs]
         digest = hashlib.sha256(
-            json.dumps([_FORM, options.backend, kind, told]).encode(errors="surrogateescape")
+            json.dumps([_FORM, options.backend, kind, hashed]).encode(errors="surrogateescape")
         ).hexdigest()
+        home = Path(base).absolute() if base else cache_home()
+        if not base and not _writable(home):
+            # beside the runs if that is read-only
+            home = rundir.runs_root() / "cache"
         return Cache(
-            kind=kind, path=base / f"{kind}-{digest[:16]}", digest=digest, inputs=tuple(inputs),
+            kind=kind, path=home / f"{kind}-{digest[:16]}", digest=digest, inputs=tuple(inputs),
             stage=options.stage, backend=options.backend, key=key, read=self.begun,
         )  # fmt: skip
-
-    def base(self, given: str | None) -> Path:
-        """The user's own folder for such a cache, else launch's; beside the runs if that is read-only."""
-        if given:
-            return Path(given).absolute()
-        home = cache_home(self.environ)
-        return home if _writable(home) else rundir.runs_root(self.environ) / "cache"
 
 
 def _named(one: Input) -> list[str]:
@@ -337,59 +263,46 @@ def _open_instruct(reader: _Reader) -> Iterator[Cache]:
     prefix = "dataset_" if "dataset_local_cache_dir" in values else ""
     option, own = f"{prefix}local_cache_dir", reader.text(f"{prefix}config_hash")
     refers = reader.plan.stage.refers
-    key = _key(values, prefix)
+    names = {name: f"{prefix}{name}" for name in _DATASET_KEY}
+    names |= {name: name for name in ("max_seq_length", *TOKENIZER_KEY)}
+    key = {name: values[field] for name, field in names.items() if field in values}
     if own is not None:
         # the set is taken from the cache by this name, and no data are looked at
-        set_ = str(Path(str(values.get(option))) / own)
-        tokenised = [reader.data(set_)] if refers else []
+        tokenised = reader.read("data", str(Path(str(values.get(option))) / own)) if refers else []
     else:
         tokenised = _tokenising(reader)
     if own is None and values.get(f"{prefix}cache_mode") == "local":
-        base = reader.base(reader.text(option) if values.given(option) else None)
+        base = reader.text(option) if values.given(option) else None
         made = reader.cache("dataset", base, tokenised, key)
         local = any(one.role == "data" for one in tokenised)
         env = {DATASETS_VARIABLE: str(made.path / "datasets")} if local else {}
         yield replace(made, arguments={option: str(made.path)}, env=env)
     if refers:
-        yield _reference(reader, tokenised, key)
+        key |= {name: values.get(name) for name in REFERENCE_KEY if name in values}
+        inputs = [
+            *tokenised,
+            *reader.read("model", reader.text("model_name_or_path"), reader.revision),
+            *reader.read("config", reader.text("config_name"), reader.revision),
+            *reader.arguments(_REFERENCE_VALUES),
+            *reader.code(_SCORING),
+        ]
+        made = reader.cache("reference", os.environ.get(REFERENCE_VARIABLE), inputs, key)
+        yield replace(made, env={REFERENCE_VARIABLE: str(made.path)})
 
 
 def _tokenising(reader: _Reader) -> list[Input]:
     """What tokenised data depend on and upstream's key does not see."""
     data = reader.values.get(reader.plan.stage.entry.names.data)
     names = [str(name) for name in data[::2]] if isinstance(data, list) else []
-    inputs = [reader.data(name) for name in names if _is_local(name)]
-    tokenizer = reader.text("tokenizer_name_or_path") or reader.text("model_name_or_path")
-    if tokenizer is not None:
-        revision = reader.text("tokenizer_revision") or reader.revision
-        inputs.append(reader.tokenizer(tokenizer, revision))
-    return [*inputs, *reader.code(_TOKENISING), *reader.versions()]
-
-
-def _reference(reader: _Reader, tokenised: Sequence[Input], key: Mapping[str, Any]) -> Cache:
-    inputs = [*tokenised]
-    model, config = reader.text("model_name_or_path"), reader.text("config_name")
-    if model is not None:
-        inputs.append(reader.model(model, reader.revision))
-    if config is not None:
-        inputs.append(reader.config(config, reader.revision))
-    inputs += [*reader.given(_REFERENCE_VALUES), *reader.code(_SCORING)]
-    more = {name: reader.values.get(name) for name in REFERENCE_KEY if name in reader.values}
-    base = reader.base(reader.environ.get(REFERENCE_VARIABLE))
-    made = reader.cache("reference", base, inputs, {**key, **more})
-    return replace(made, env={REFERENCE_VARIABLE: str(made.path)})
-
-
-def _is_local(name: str) -> bool:
-    """Whether a name in the mixer list is read from disk, or would be if it were there."""
     # dataset_transformation.py:1618: any other name goes to `load_dataset`, which prefers a folder here
-    return name.endswith((".jsonl", ".parquet")) or exists(Path(name))
-
-
-def _key(values: Values, prefix: str) -> dict[str, Any]:
-    named = {name: f"{prefix}{name}" for name in _DATASET_KEY}
-    named |= {name: name for name in ("max_seq_length", *TOKENIZER_KEY)}
-    return {name: values[field] for name, field in named.items() if field in values}
+    local = [name for name in names if name.endswith((".jsonl", ".parquet")) or exists(Path(name))]
+    tokenizer = reader.text("tokenizer_name_or_path") or reader.text("model_name_or_path")
+    return [
+        *(one for name in local for one in reader.read("data", name)),
+        *reader.read("tokenizer", tokenizer, reader.text("tokenizer_revision") or reader.revision),
+        *reader.code(_TOKENISING),
+        *reader.versions(),
+    ]
 
 
 # --- TRL ------------------------------------------------------------------------------------------
@@ -397,8 +310,7 @@ def _key(values: Values, prefix: str) -> dict[str, Any]:
 
 def _trl(reader: _Reader) -> Iterator[Cache]:
     """`datasets` caches what TRL reads and tokenises: beside its own key goes what that cannot see."""
-    values = reader.values
-    name, model = reader.text("dataset_name"), reader.text("model_name_or_path")
+    values, name = reader.values, reader.text("dataset_name")
     precomputed = values.get("precompute_ref_log_probs") is True
     if name is None or values.get("dataset_streaming") is True:
         return
@@ -407,22 +319,17 @@ def _trl(reader: _Reader) -> Iterator[Cache]:
         # the hub's sets are known by their commit (datasets/data_files.py:513)
         return
     inputs = [
-        reader.data(name)
-        if local
-        else Input(role="data", name=name, digest=hashlib.sha256(name.encode()).hexdigest())
+        *reader.read("data", name if local else None),
+        *reader.read("tokenizer", reader.text("model_name_or_path"), reader.revision),
+        *reader.read("template", reader.text("chat_template_path")),
+        *reader.versions(),
+        *(reader.arguments(_PRECOMPUTED_VALUES) if precomputed else ()),
     ]
-    if model is not None:
-        inputs.append(reader.tokenizer(model, reader.revision))
-    template = reader.text("chat_template_path")
-    if template is not None and Path(template).is_file():
-        inputs.append(reader.data(template, "template"))
-    elif template is not None:
-        inputs.append(reader.tokenizer(template, None, "template"))
-    inputs += reader.versions()
-    if precomputed:
-        inputs += reader.given(_PRECOMPUTED_VALUES)
+    if not local:
+        digest = hashlib.sha256(name.encode()).hexdigest()
+        inputs.insert(0, Input(role="data", name=name, digest=digest))
     key = {name: values[name] for name in _TRL_KEY if name in values}
-    made = reader.cache("dataset", reader.base(reader.environ.get(DATASETS_VARIABLE)), inputs, key)
+    made = reader.cache("dataset", os.environ.get(DATASETS_VARIABLE), inputs, key)
     yield replace(made, env={DATASETS_VARIABLE: str(made.path)})
 
 

@@ -16,20 +16,23 @@ shapes, dtypes, offsets) and one 4 KiB block out of each stratum of each tensor;
   single tensor escapes with a probability below 1e-14, and a checkpoint has hundreds.
 
 An edit of single rows of an embedding by hand can escape: that is what `whole_below` is for.
+
+Standard library only, nothing of ours: the probe loads this file, too, under the trainer's Python.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
+import json
 import os
+import stat
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from launcher import files
 
 PIECE = 8 * 2**20
 """Bytes that one thread hashes at a time."""
@@ -66,8 +69,11 @@ def read(path: Path, *, whole_below: int = WHOLE_BELOW) -> tuple[Content, os.sta
     Only `.safetensors` of `whole_below` bytes and more are sampled. Raises OSError where it cannot be
     read or is no regular file, `Changing` where it does not hold still.
     """
-    with files.open_regular(path, 0) as file:
-        descriptor = file.fileno()
+    # without ever waiting for a pipe
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
         for _ in range(_ATTEMPTS):
             before = os.fstat(descriptor)
             sampled = path.suffix == ".safetensors" and before.st_size >= whole_below
@@ -77,6 +83,8 @@ def read(path: Path, *, whole_below: int = WHOLE_BELOW) -> tuple[Content, os.sta
                 continue
             if _state(os.fstat(descriptor)) == _state(before):
                 return found, before
+    finally:
+        os.close(descriptor)
     raise Changing(None, "it is written to while it is read", str(path))
 
 
@@ -197,9 +205,12 @@ def header(descriptor: int, size: int) -> tuple[int, dict[str, Any]]:
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     if not 2 <= length <= min(_LARGEST_HEADER, size - 8):
         raise EOFError
-    told = files.parse_json(_bytes(descriptor, 8, length))
-    told.pop("__metadata__", None)
-    return 8 + length, told
+    try:
+        tensors = json.loads(_bytes(descriptor, 8, length))
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    tensors.pop("__metadata__", None)
+    return 8 + length, tensors
 
 
 def _tensors(descriptor: int, size: int) -> tuple[int, list[tuple[str, int, int]]] | None:

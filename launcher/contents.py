@@ -17,10 +17,10 @@ from launcher.fingerprint import (
     Fingerprint,
     Memory,
     MissingContent,
-    cache_home,
     of_data,
     of_model,
     of_tokenizer,
+    remembered,
 )
 from launcher.paths import exists
 from launcher.plan import Plan
@@ -38,24 +38,8 @@ def of_plan(plan: Plan) -> list[dict[str, Any]]:
 
     Raises MissingContent where something local cannot be read.
     """
-    memory = Memory.load(cache_home() / "fingerprints.json")
-    try:
+    with remembered() as memory:
         return list(_contents(plan, memory))
-    finally:
-        memory.save()
-
-
-def digests(listed: object, role: str) -> list[Any]:
-    """The digests of one role; of anything that is no such list, none."""
-    found = listed if isinstance(listed, list | tuple) else ()
-    return [
-        one.get("digest") for one in found if isinstance(one, Mapping) and one.get("role") == role
-    ]
-
-
-def names(listed: Contents, role: str) -> str:
-    """What the things of one role are called."""
-    return ", ".join(str(one.get("name")) for one in listed if one.get("role") == role)
 
 
 def _contents(plan: Plan, memory: Memory) -> Iterator[dict[str, Any]]:
@@ -64,21 +48,46 @@ def _contents(plan: Plan, memory: Memory) -> Iterator[dict[str, Any]]:
     listed = list(map(str, data[::2])) if isinstance(data, list) else [str(data)] if data else []
     for name in listed:
         local = exists(Path(name))
-        yield _known("data", of_data(name, memory)) if local else _one("data", name, None)
+        yield _known("data", of_data(name, memory)) if local else _record("data", name, None)
     model, revision = values.get(stage.entry.names.model), values.get("model_revision")
     if isinstance(model, str) and model:
-        yield _known("model", of_model(model, memory, revision=revision))
+        yield _known("model", of_model(model, memory, revision))
     tokenizer = values.get("tokenizer_name_or_path") or model
     if isinstance(tokenizer, str) and tokenizer:
-        of = values.get("tokenizer_revision") or revision
-        yield _known("tokenizer", of_tokenizer(tokenizer, memory, revision=of))
+        revision = values.get("tokenizer_revision") or revision
+        yield _known("tokenizer", of_tokenizer(tokenizer, memory, revision))
     if stage.options.deepspeed is not None:
         # a file that cannot be read is said elsewhere
         with contextlib.suppress(OSError):
             raw = stage.options.deepspeed.read_bytes()
-            yield _one("deepspeed", str(stage.options.deepspeed), hashlib.sha256(raw).hexdigest())
-    script = facts.digest(stage.upstream.packages, stage.entry.script)
-    yield _one("code", stage.entry.script, script or stage.schema.digests.get(stage.entry.script))
+            path = str(stage.options.deepspeed)
+            yield _record("deepspeed", path, hashlib.sha256(raw).hexdigest())
+    script = stage.entry.script
+    code = facts.digest(stage.upstream.packages, script) or stage.schema.digests.get(script)
+    yield _record("code", script, code)
+
+
+def _known(role: str, found: Fingerprint) -> dict[str, Any]:
+    # a name on the hub whose commit is not known here says nothing of its content
+    record = _record(role, found.name, None if found.kind == "name" else found.digest)
+    if found.kind in ("file", "folder"):
+        kept = found.files if len(found.files) <= FILES_KEPT else ()
+        record["files"] = {file.name: file.digest for file in kept}
+    return record
+
+
+def _record(role: str, name: str, digest: str | None) -> dict[str, Any]:
+    return {"role": role, "name": name, "digest": digest}
+
+
+def digests(listed: object, role: str) -> list[Any]:
+    """The digests of one role; of anything that is no such list, none."""
+    return [record.get("digest") for record in _records(listed) if record.get("role") == role]
+
+
+def names(listed: Contents, role: str) -> str:
+    """What the things of one role are called."""
+    return ", ".join(str(record.get("name")) for record in listed if record.get("role") == role)
 
 
 def changed(listed: object, cwd: Path) -> list[dict[str, Any]]:
@@ -86,43 +95,29 @@ def changed(listed: object, cwd: Path) -> list[dict[str, Any]]:
 
     `after` is None for what is gone or cannot be read. Relative names start at `cwd`.
     """
-    memory = Memory.load(cache_home() / "fingerprints.json")
+    local = [record for record in _records(listed) if isinstance(record.get("files"), dict)]
+    with remembered() as memory:
+        return [change for record in local for change in _changes(record, cwd, memory)]
+
+
+def _records(listed: object) -> list[Mapping[str, Any]]:
     found = listed if isinstance(listed, list | tuple) else ()
-    known = [
-        one for one in found if isinstance(one, Mapping) and isinstance(one.get("files"), dict)
-    ]
-    try:
-        return [change for one in known for change in _changed(one, cwd, memory)]
-    finally:
-        memory.save()
+    return [record for record in found if isinstance(record, Mapping)]
 
 
-def _changed(one: Mapping[str, Any], cwd: Path, memory: Memory) -> Iterator[dict[str, Any]]:
-    role, name, before = str(one.get("role")), str(one.get("name")), dict(one["files"])
-    told = {"role": role, "name": name}
+def _changes(record: Mapping[str, Any], cwd: Path, memory: Memory) -> Iterator[dict[str, Any]]:
+    role, name, digest = str(record.get("role")), str(record.get("name")), record.get("digest")
+    change = {"role": role, "name": name}
     try:
-        found = READERS[role](str(cwd / name), memory)
+        found = READERS[role](str(cwd / name), memory, None)
     except (KeyError, MissingContent):
-        yield {**told, "file": name, "before": one.get("digest"), "after": None}
+        yield {**change, "file": name, "before": digest, "after": None}
         return
-    if found.digest == one.get("digest"):
+    if found.digest == digest:
         return
-    after = {file.name: file.digest for file in found.files}
+    before, after = dict(record["files"]), {file.name: file.digest for file in found.files}
     if not before:
-        before, after = {name: one.get("digest")}, {name: found.digest}
+        before, after = {name: digest}, {name: found.digest}
     for file in sorted(before.keys() | after.keys()):
         if before.get(file) != after.get(file):
-            yield {**told, "file": file, "before": before.get(file), "after": after.get(file)}
-
-
-def _known(role: str, found: Fingerprint) -> dict[str, Any]:
-    # a name on the hub whose commit is not known here says nothing of its content
-    told = _one(role, found.name, None if found.kind == "name" else found.digest)
-    if found.kind in ("file", "folder"):
-        kept = found.files if len(found.files) <= FILES_KEPT else ()
-        told["files"] = {file.name: file.digest for file in kept}
-    return told
-
-
-def _one(role: str, name: str, digest: str | None) -> dict[str, Any]:
-    return {"role": role, "name": name, "digest": digest}
+            yield {**change, "file": file, "before": before.get(file), "after": after.get(file)}

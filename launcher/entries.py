@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from launcher import cache_folders, caches, hub_files, rundir
+from launcher import cache_folders, caches, rundir
+from launcher.backends import model_config
 from launcher.backends.model_config import is_path
-from launcher.hub_files import Part
-from launcher.paths import exists
+from launcher.paths import exists, is_file
 from launcher.plan import Plan
 
 # dataset_transformation.py:910
@@ -26,9 +27,9 @@ _TOKENIZER_FIELDS = (*caches.TOKENIZER_KEY, "use_slow_tokenizer", "tokenizer_nam
 _REVISION = "main"
 
 
-def hit(folder: Path, plan: Plan, environ: Mapping[str, str]) -> Path | None:
+def hit(folder: Path, plan: Plan) -> Path | None:
     """The complete set in a folder that a run of this plan would find by its key; None: it would miss."""
-    asked = key(plan, environ)
+    asked = key(plan)
     found = cache_folders.opened(folder)
     for name in found.entries() if found is not None else ():
         if not list(differences(asked, folder / name)):
@@ -56,17 +57,16 @@ def differences(asked: Mapping[str, Any], entry: Path) -> Iterator[str]:
                 yield f"{name}: {there.get(name)!r} there, {value!r} asked for"
 
 
-def key(plan: Plan, environ: Mapping[str, str]) -> dict[str, Any]:
+def key(plan: Plan) -> dict[str, Any]:
     """What upstream's key would be made of now, as it stands in `config.json`."""
     values = plan.values
     prefix = "dataset_" if "dataset_local_cache_dir" in values else ""
     name = values.get("tokenizer_name_or_path") or values.get("model_name_or_path")
     revision = values.get("tokenizer_revision") or values.get("model_revision")
-    part = Part(role="tokenizer", name=str(name), key="", revision=revision)
     tokenizer = {
         **{field: values[field] for field in _TOKENIZER_FIELDS if field in values},
         "tokenizer_name_or_path": name, "tokenizer_revision": revision,
-        "tokenizer_files_hash": [_hash(part, file, environ) for file in _HASHED],
+        "tokenizer_files_hash": [_hash(str(name), revision, file) for file in _HASHED],
     }  # fmt: skip
     listed = values.get(plan.stage.entry.names.data)
     pairs = listed if isinstance(listed, list) else []
@@ -80,7 +80,7 @@ def key(plan: Plan, environ: Mapping[str, str]) -> dict[str, Any]:
             "transform_fn_args": [{"max_seq_length": values.get("max_seq_length")}, {}],
             "target_columns": values.get(f"{prefix}target_columns"),
             "frac_or_num_samples": _amount(str(pairs[at + 1])),
-            "dataset_commit_hash": _commit(str(pairs[at]), environ),
+            "dataset_commit_hash": _commit(str(pairs[at])),
         }
         for at in range(0, len(pairs) - 1, 2)
         if len(splits) == 1 or at < len(splits)
@@ -91,21 +91,6 @@ def key(plan: Plan, environ: Mapping[str, str]) -> dict[str, Any]:
     return plain
 
 
-def reference(plan: Plan, entry: Path) -> str:
-    """The name of DPO's file of reference log-probabilities for a set, without `.pt`.
-
-    Upstream's own formula (dpo_utils.py:364); where another commit has another, nothing of this name
-    is found, and the file counts as missing.
-    """
-    values = plan.values
-    told = {
-        "dataset_config_hash": entry.name,
-        **{name: values.get(name) for name in caches.REFERENCE_KEY},
-    }
-    text = json.dumps(told, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 def _amount(text: str) -> int | float | None:
     try:
         return float(text) if "." in text else int(text)
@@ -113,20 +98,18 @@ def _amount(text: str) -> int | float | None:
         return None
 
 
-def _commit(name: str, environ: Mapping[str, str]) -> str | None:
+def _commit(name: str) -> str | None:
     """The commit of a data set on the hub, as upstream reads it: where its README.md is in the cache."""
     if exists(Path(name)) or is_path(name):
         return None
-    part = Part(role="card", name=name, key="", revision=_REVISION)
-    return (
-        hub_files.commit(part, environ)
-        if hub_files.cached_file(part, "README.md", environ)
-        else None
-    )
+    snapshot = model_config.snapshot(name, os.environ, _REVISION, "datasets")
+    # the folder is named by the commit
+    return snapshot.name if snapshot is not None and is_file(snapshot / "README.md") else None
 
 
-def _hash(part: Part, name: str, environ: Mapping[str, str]) -> str:
-    path = hub_files.cached_file(part, name, environ)
-    if path is None:
-        return f"{name} not found"
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _hash(name: str, revision: str | None, file: str) -> str:
+    local = Path(name)
+    folder = local if local.is_dir() else model_config.snapshot(name, os.environ, revision)
+    if folder is None or not is_file(folder / file):
+        return f"{file} not found"
+    return hashlib.sha256((folder / file).read_bytes()).hexdigest()

@@ -14,7 +14,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal
@@ -92,7 +92,6 @@ def cache_home(environ: Mapping[str, str] | None = None) -> Path:
 # --- remembered digests ---------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
 class Memory:
     """The digests of files by identity: device, inode, size, times of last write and last change.
 
@@ -102,37 +101,31 @@ class Memory:
     or written costs time, nothing else; of several writers at once each keeps the others' entries.
     """
 
-    path: Path | None = None
-    entries: dict[str, list[Any]] = field(default_factory=dict)
-    _fresh: dict[str, list[Any]] = field(default_factory=dict)
-
     MARGIN_S = 2.0
     LARGEST = 4096
     FORM = 1
 
-    @classmethod
-    def load(cls, path: Path | None = None) -> Memory:
-        """What is remembered in a file; the user's own one unless named."""
-        path = cache_home() / "fingerprints.json" if path is None else path
-        return cls(path, cls._stored(path))
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+        self.entries = {} if path is None else self._stored(path)
+        self._fresh: dict[str, list[Any]] = {}
 
     def recall(self, status: os.stat_result, method: str) -> content.Content | None:
         """The content of a file in exactly this state; None where it must be read."""
-        entry = self.entries.get(_identity(status, method))
+        key = _identity(status, method)
+        entry = self.entries.get(key)
         if entry is None or entry[:3] != _state(status):
             return None
-        self._fresh[_identity(status, method)] = [*entry[:5], int(time.time())]
+        self._fresh[key] = [*entry[:5], int(time.time())]
         return content.Content(method=entry[3], digest=entry[4], size=status.st_size)
 
     def note(
         self, status: os.stat_result, method: str, found: content.Content, begun_s: float
     ) -> None:
         """Remember what was read from `begun_s` on, unless the file had only just been written."""
-        if begun_s - status.st_ctime_ns / 1e9 < self.MARGIN_S:
-            return
         # a file system that keeps no time of change answers with another
-        written = status.st_mtime_ns / 1e9
-        if written <= begun_s and begun_s - written < self.MARGIN_S:
+        changed, written = begun_s - status.st_ctime_ns / 1e9, begun_s - status.st_mtime_ns / 1e9
+        if changed < self.MARGIN_S or 0 <= written < self.MARGIN_S:
             return
         entry = [*_state(status), found.method, found.digest, int(time.time())]
         self.entries[_identity(status, method)] = self._fresh[_identity(status, method)] = entry
@@ -159,11 +152,21 @@ class Memory:
     @classmethod
     def _stored(cls, path: Path) -> dict[str, list[Any]]:
         try:
-            told = parse_json(read_bytes(path))
-            files = told["files"] if told["form"] == cls.FORM else {}
+            record = parse_json(read_bytes(path))
+            files = record["files"] if record["form"] == cls.FORM else {}
             return {key: entry for key, entry in files.items() if _sound(entry)}
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return {}
+
+
+@contextlib.contextmanager
+def remembered() -> Iterator[Memory]:
+    """The user's own memory of digests; what is read meanwhile is kept."""
+    memory = Memory(cache_home() / "fingerprints.json")
+    try:
+        yield memory
+    finally:
+        memory.save()
 
 
 def _identity(status: os.stat_result, method: str) -> str:
@@ -175,12 +178,14 @@ def _state(status: os.stat_result) -> list[int]:
 
 
 def _sound(entry: Any) -> bool:
-    kinds = (int, int, int, str, str, int)
-    return (
-        isinstance(entry, list)
-        and len(entry) == len(kinds)
-        and all(isinstance(one, kind) for one, kind in zip(entry, kinds, strict=True))
-    )
+    return isinstance(entry, list) and [type(one) for one in entry] == [
+        int,
+        int,
+        int,
+        str,
+        str,
+        int,
+    ]
 
 
 # --- files, folders, names ------------------------------------------------------------------------
@@ -207,48 +212,56 @@ def of_file(
     )  # fmt: skip
 
 
-def of_data(name: str, memory: Memory) -> Fingerprint:
+def of_data(name: str, memory: Memory, revision: str | None = None) -> Fingerprint:
     """A data file, or a folder of data with everything below it; raises MissingContent.
 
     Hidden files count for nothing; a folder's README.md does, since `datasets` reads settings from it.
     """
     path = Path(name)
     if not (exists(path) and path.is_dir()):
-        one = of_file(path, memory)
-        return Fingerprint(name=name, kind="file", digest=one.digest, files=(one,))
+        return _single(name, path, memory)
     return _folder(name, path, _below(path), memory)
 
 
-def of_model(
-    name: str, memory: Memory, *, revision: str | None = None,
-    environ: Mapping[str, str] | None = None,
-) -> Fingerprint:  # fmt: skip
+def of_model(name: str, memory: Memory, revision: str | None = None) -> Fingerprint:
     """A model folder by its weights, their index, its configs and its own code; or a name on the hub.
 
     An adapter's folder counts together with its base model. Raises MissingContent where a file of the
     folder cannot be read.
     """
-    return _with_base(_pretrained(name, memory, _WEIGHTS, revision, environ), memory, environ)
+    found = _pretrained(name, memory, _WEIGHTS, revision)
+    config = read_json(Path(name) / "adapter_config.json")
+    base = config.get("base_model_name_or_path")
+    if found.kind != "folder" or not isinstance(base, str) or base == name:
+        return found
+    below = _pretrained(base, memory, _WEIGHTS, str(config.get("revision") or "") or None)
+    both = hashlib.sha256(f"adapter {found.digest} {below.digest}\n".encode()).hexdigest()
+    files = (*found.files, *(replace(one, name=f"{base}/{one.name}") for one in below.files))
+    return replace(found, digest=both, files=files)
 
 
-def of_tokenizer(
-    name: str, memory: Memory, *, revision: str | None = None,
-    environ: Mapping[str, str] | None = None,
-) -> Fingerprint:  # fmt: skip
+def of_tokenizer(name: str, memory: Memory, revision: str | None = None) -> Fingerprint:
     """The tokenizer of a model folder, its chat templates included; or a name on the hub."""
-    return _pretrained(name, memory, _TOKENIZER, revision, environ)
+    return _pretrained(name, memory, _TOKENIZER, revision)
 
 
-READERS: Mapping[str, Callable[[str, Memory], Fingerprint]] = {
-    "data": of_data, "model": of_model, "tokenizer": of_tokenizer,
+def of_config(name: str, memory: Memory, revision: str | None = None) -> Fingerprint:
+    """The config of a model, which another one is built by."""
+    if Path(name).is_dir():
+        return of_data(str(Path(name) / "config.json"), memory)
+    return of_hub(name, revision)
+
+
+READERS: Mapping[str, Callable[[str, Memory, str | None], Fingerprint]] = {
+    "data": of_data, "model": of_model, "tokenizer": of_tokenizer, "template": of_tokenizer,
+    "config": of_config,
 }  # fmt: skip
-"""How what has a role is read, by its name."""
+"""How what has a role is read, by its name and revision."""
 
 
 def _pretrained(
-    name: str, memory: Memory, patterns: Sequence[str], revision: str | None,
-    environ: Mapping[str, str] | None,
-) -> Fingerprint:  # fmt: skip
+    name: str, memory: Memory, patterns: Sequence[str], revision: str | None
+) -> Fingerprint:
     path = Path(name)
     if exists(path) and path.is_dir():
         found = (
@@ -257,25 +270,12 @@ def _pretrained(
             if _matches(below, patterns) and not _matches(below, _NO_WEIGHTS)
         )
         return _folder(name, path, found, memory)
-    if is_file(path):
-        one = of_file(path, memory)
-        return Fingerprint(name=name, kind="file", digest=one.digest, files=(one,))
-    return of_hub(name, revision=revision, environ=environ)
+    return _single(name, path, memory) if is_file(path) else of_hub(name, revision)
 
 
-def _with_base(
-    adapter: Fingerprint, memory: Memory, environ: Mapping[str, str] | None
-) -> Fingerprint:
-    """An adapter's folder together with the model that it was made for, as its config names it."""
-    config = read_json(Path(adapter.name) / "adapter_config.json")
-    base = config.get("base_model_name_or_path")
-    if adapter.kind != "folder" or not isinstance(base, str) or base == adapter.name:
-        return adapter
-    revision = config.get("revision")
-    below = _pretrained(base, memory, _WEIGHTS, str(revision) if revision else None, environ)
-    both = hashlib.sha256(f"adapter {adapter.digest} {below.digest}\n".encode()).hexdigest()
-    files = (*adapter.files, *(replace(one, name=f"{base}/{one.name}") for one in below.files))
-    return replace(adapter, digest=both, files=files)
+def _single(name: str, path: Path, memory: Memory) -> Fingerprint:
+    one = of_file(path, memory)
+    return Fingerprint(name=name, kind="file", digest=one.digest, files=(one,))
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
@@ -346,18 +346,14 @@ def _missing(path: Path, error: OSError | ValueError) -> MissingContent:
 # --- the hub's cache ------------------------------------------------------------------------------
 
 
-def of_hub(
-    name: str, *, revision: str | None = None, environ: Mapping[str, str] | None = None
-) -> Fingerprint:
+def of_hub(name: str, revision: str | None = None) -> Fingerprint:
     """A model on the hub by the commit that the hub's cache here holds for it, else by name alone.
 
     No network is asked: a model that is not here yet is known by nothing else.
     """
-    environ = os.environ if environ is None else environ
-    asked = revision or "main"
-    commit = None if is_path(name) else model_config.commit(name, environ, revision)
-    told = f"hub {name} {commit}" if commit else f"name {name} {asked}"
+    commit = None if is_path(name) else model_config.commit(name, os.environ, revision)
+    known = f"hub {name} {commit}" if commit else f"name {name} {revision or 'main'}"
     return Fingerprint(
         name=name, kind="hub" if commit else "name", revision=commit,
-        digest=hashlib.sha256(told.encode(errors="surrogateescape")).hexdigest(),
+        digest=hashlib.sha256(known.encode(errors="surrogateescape")).hexdigest(),
     )  # fmt: skip

@@ -679,7 +679,7 @@ def _tokenised(planned: Plan, packages: Mapping[str, str]) -> Iterator[Path]:
             continue
         if planned.stage.options.backend == "open_instruct":
             # one folder may hold sets of other lengths and templates too
-            found = entries.hit(one.path, planned, os.environ)
+            found = entries.hit(one.path, planned)
             yield from () if found is None else (found,)
             continue
         folder = cache_folders.opened(one.path)

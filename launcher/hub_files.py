@@ -8,6 +8,7 @@ same set asked for after it.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -80,15 +81,6 @@ class Part:
         """For people."""
         return {"whole": "model", "card": "data"}.get(self.role, self.role)
 
-    @property
-    def repository(self) -> str:
-        """What kind of repository it is on the hub."""
-        return "datasets" if self.role in ("card", "data") else "models"
-
-    def snapshot(self, environ: Mapping[str, str]) -> Path | None:
-        """Where the hub's cache keeps it, as far as it does."""
-        return model_config.snapshot(self.name, environ, self.revision, self.repository)
-
     def as_json(self) -> dict[str, Any]:
         """For the envelope: `bytes`, `seconds`."""
         return {
@@ -136,21 +128,19 @@ def fetch(parts: Sequence[Part], trainer: Trainer, environ: Mapping[str, str]) -
 
 
 def _brought(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> Part:
-    before, began = _snapshot(part, environ), time.monotonic()
+    before, began = _snapshot(part), time.monotonic()
     answer = _call(part, trainer, environ)
-    path, error = answer.get("path"), answer.get("error")
+    path, error, now = answer.get("path"), answer.get("error"), _snapshot(part)
     part = replace(
         part, place=Path(path) if path else None, seconds=time.monotonic() - began,
-        commit=commit(part, environ), error=error,
+        commit=now[0], error=error,
     )  # fmt: skip
     if part.role in ("card", "data"):
         failed = "unknown" if part.role == "card" else "missing"
         return replace(part, state=failed if error else "there")
     if part.place is None:
         return replace(part, state="missing")
-    return _looked(
-        replace(part, state="there" if _snapshot(part, environ) == before else "fetched")
-    )
+    return _looked(replace(part, state="there" if now == before else "fetched"))
 
 
 def _call(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -183,15 +173,9 @@ def _looked(part: Part) -> Part:
     if part.role in ("card", "data"):
         state = "there" if exists(place) else "missing"
         return replace(part, place=place, state=state, size=sizes.below(place, links=True))
-    error = None if part.error else lacking(place, part.role)
-    state = "missing" if part.error or error else part.state or "there"
-    return replace(
-        part,
-        place=place,
-        state=state,
-        size=sizes.below(place, links=True),
-        error=part.error or error,
-    )
+    error = part.error or lacking(place, part.role)
+    state = "missing" if error else part.state or "there"
+    return replace(part, place=place, state=state, size=sizes.below(place, links=True), error=error)
 
 
 def lacking(folder: Path, role: Role) -> str | None:
@@ -205,23 +189,13 @@ def lacking(folder: Path, role: Role) -> str | None:
     return None if fault is None else f"{folder}: {fault}"
 
 
-def commit(part: Part, environ: Mapping[str, str]) -> str | None:
-    """The commit that the hub's cache here holds for a name and revision."""
-    return model_config.commit(part.name, environ, part.revision, part.repository)
-
-
-def cached_file(part: Part, name: str, environ: Mapping[str, str]) -> Path | None:
-    """A file of a part as it lies here; None where it does not."""
-    local = Path(part.name)
-    folder = local if local.is_dir() else part.snapshot(environ)
-    path = None if folder is None else folder / name
-    return path if path is not None and is_file(path) else None
-
-
-def _snapshot(part: Part, environ: Mapping[str, str]) -> set[Path]:
-    """The files of the snapshot that a part stands for now."""
-    folder = None if part.local else part.snapshot(environ)
-    return set() if folder is None else {path for path in folder.rglob("*") if is_file(path)}
+def _snapshot(part: Part) -> tuple[str | None, set[Path]]:
+    """The commit that the hub's cache here holds for a part now, and its files."""
+    kind = "datasets" if part.role in ("card", "data") else "models"
+    folder = model_config.snapshot(part.name, os.environ, part.revision, kind)
+    if folder is None:
+        return None, set()
+    return folder.name, {path for path in folder.rglob("*") if is_file(path)}
 
 
 def findings(parts: Sequence[Part], plan: Plan, *, offline: bool) -> Iterator[Finding]:
@@ -231,19 +205,16 @@ def findings(parts: Sequence[Part], plan: Plan, *, offline: bool) -> Iterator[Fi
             continue
         origin = plan.stage.config.origin(f"args.{one.key}")
         if one.local or one.place is not None:
-            code, said = "incomplete-model", f"`{one.key}: {one.name}`: {one.error}"
-            help = "finish the run that makes it, or copy it again" if one.local else (
-                f"hf download {one.name}"
-            )  # fmt: skip
+            code, what = "incomplete-model", str(one.error)
+            again = "finish the run that makes it, or copy it again"
+            help = again if one.local else f"hf download {one.name}"
         else:
             code = "not-fetched"
             why = "HF_HUB_OFFLINE is set" if offline else redact(one.error or "no answer")
-            said = (
-                f"`{one.key}: {one.name}` is not in the hub's cache, and cannot be fetched: {why}"
-            )
+            what = f"not in the hub's cache, and cannot be fetched: {why}"
             first = "unset HF_HUB_OFFLINE for this" if offline else "check the name and the network"
             help = f"{first}, or bring the hub's cache of a machine that has it (HF_HOME)"
         yield Finding(
-            severity="error", layer="launch", code=code, key=f"args.{one.key}", message=said,
-            help=help, **origin.place,
+            severity="error", layer="launch", code=code, key=f"args.{one.key}",
+            message=f"`{one.key}: {one.name}`: {what}", help=help, **origin.place,
         )  # fmt: skip

@@ -21,7 +21,7 @@ from launcher.backends.gradient_rules import fault
 from launcher.check import Point, Verdict
 from launcher.earlier import mapping
 from launcher.evidence import Evidence
-from launcher.fingerprint import Memory, MissingContent, cache_home
+from launcher.fingerprint import Memory, MissingContent
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
 from launcher.watching import saves
@@ -206,14 +206,11 @@ def _saved_model(found: Evidence, output: object, *, here: bool) -> dict[str, An
     if more := [name for name in now if name not in known]:
         reason = f"{folder} holds {', '.join(more[:4])}, which the run did not save"
         return {**told, "state": "changed", "reason": reason}
-    memory = Memory.load(cache_home() / "fingerprints.json")
-    try:
+    with fingerprint.remembered() as memory:
         for name, one in known.items():
             change = _change_of(folder / name, str(one.get("digest")), memory)
             if change is not None:
                 return {**told, "state": "changed", "file": name, **change}
-    finally:
-        memory.save()
     return told
 
 

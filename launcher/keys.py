@@ -246,10 +246,6 @@ TABLE: tuple[Key, ...] = (
                 name="hang_seconds", kind="number", default="300", example="300",
                 meaning="seconds without anything moving that a hang takes at least",
             ),
-            Key(
-                name="profile", kind="number", example="4",
-                meaning="the optimizer step whose kernels are recorded: what the GPU spends its time on",
-            ),
         ),
     ),
     Key(

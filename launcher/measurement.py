@@ -40,20 +40,20 @@ from launcher.variants import Variant
 
 def measure(
     request: Request, variant: Variant, *, steps: int, root: Path, timeout_s: float | None,
-    repeat: int = 0, batch: int | None = None, profile: bool = True,
+    repeat: int = 0, batch: int | None = None,
 ) -> Sample:  # fmt: skip
     """One short real run of a variant, judged and measured; its folder is made below `root`.
 
     `batch` is the rows of a step that data are cut for: the largest of all variants, so that all see
-    the same rows. `timeout_s` counts from this call. Without `profile` no kernels are recorded, whatever
-    the file says. Never raises for a training that fails, or that cannot be started: the sample says
-    so. It ends before its model is saved. INT and TERM stop the run: then its cause is `interrupted`.
-    Raises NotReady where its folder cannot be written: then nothing else can be started either.
+    the same rows. `timeout_s` counts from this call. Never raises for a training that fails, or that
+    cannot be started: the sample says so. It ends before its model is saved. INT and TERM stop the run:
+    then its cause is `interrupted`. Raises NotReady where its folder cannot be written: then nothing
+    else can be started either.
     """
     began, models = time.monotonic(), root / "models"
     place = models / f"{rundir.dashed(variant.name)[:60]}-{repeat + 1}"
     try:
-        asked = short(of_variant(request, variant), steps, place, batch, profile=profile)
+        asked = short(of_variant(request, variant), steps, place, batch)
         prepared = preparation.prepare(replace(asked, runs=root), running=True)
         left = None if timeout_s is None else timeout_s - (time.monotonic() - began)
         with utilisation.sampled() as readings:
@@ -80,18 +80,15 @@ def of_variant(request: Request, variant: Variant) -> Request:
     return replace(request, overrides=overrides, checkout=checkout, allow_unpinned=True)
 
 
-def short(asked: Request, steps: int, place: Path, batch: int | None, *, profile: bool) -> Request:
+def short(asked: Request, steps: int, place: Path, batch: int | None) -> Request:
     """The same, short and harmless, watched by the probe, stopped where it hangs, without its model.
 
     For the others see `measure`; the model would go to `place`. Raises what `preparation.ask` raises.
     """
     stage = preparation.ask(asked, running=False).stage
-    watch = stage.options.probe
     watched = ["on_hang=stop"]
-    if watch is None:
+    if stage.options.probe is None:
         watched.append("probe=on")
-    elif watch.profile is not None and not profile:
-        watched.append("probe.profile=null")
     if stage.options.expect.get("loss") == "any":
         # what diverges would be compared by the steps before
         watched.append("expect.loss=finite")

@@ -58,7 +58,7 @@ class Watch:
 
     What is expected must be proved `within` so many optimizer steps. Packing is tested where
     `isolation` is set. A run hangs when nothing moves for `hang_factor` times the median step and for
-    `hang_seconds` at least. The GPU's kernels of optimizer step `profile` are recorded, where it is set.
+    `hang_seconds` at least.
     Without `final_save` it ends after the last step and leaves no model: only trials ask for that, no file.
     """
 
@@ -67,7 +67,6 @@ class Watch:
     hang_factor: int = 20
     hang_seconds: int = 300
     final_save: bool = True
-    profile: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

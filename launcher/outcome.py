@@ -528,13 +528,7 @@ def _model(evidence: Evidence, _want: str | None) -> Observation:
 
 
 def _inputs(evidence: Evidence, _want: str | None) -> Observation:
-    """Whether data and model were the same at the start, when they were read, and at the end."""
-    changed = Observation(state="changed", unwanted=True, help=_INPUTS_HELP)
-    other = [event for event in evidence.events("data") if event.text("state") == "changed"]
-    if other:
-        detail = {key: other[0].fields.get(key) for key in ("file", "before", "after")}
-        reason = _differs(detail, "when training read it")
-        return replace(changed, cites=other, detail=detail, reason=reason)
+    """Whether data and model were the same at the start and at the end."""
     if evidence.inputs is None:
         return UNKNOWN
     if not evidence.inputs:
@@ -542,17 +536,21 @@ def _inputs(evidence: Evidence, _want: str | None) -> Observation:
     # an input that was deleted may well have been read as it was
     change = min(evidence.inputs, key=lambda one: one.get("after") is None)
     detail = {key: change.get(key) for key in ("role", "name", "file", "before", "after")}
-    if change.get("after") is None:
-        reason = f"{detail['file']} was gone at the end"
-        return replace(changed, state="gone", proved=False, detail=detail, reason=reason)
-    return replace(changed, detail=detail, reason=_differs(change, "at the end"))
-
-
-def _differs(one: Mapping[str, object], when: str) -> str:
-    before, after = (str(one.get(key) or "none")[:12] for key in ("before", "after"))
-    return (
-        f"{one.get('file')} was not what it was at the start {when}: sha256 {before}, then {after}"
+    gone = change.get("after") is None
+    reason = f"{detail['file']} was gone at the end" if gone else _differs(change)
+    return Observation(
+        state="gone" if gone else "changed",
+        proved=not gone,
+        unwanted=True,
+        detail=detail,
+        reason=reason,
+        help=_INPUTS_HELP,
     )
+
+
+def _differs(one: Mapping[str, object]) -> str:
+    before, after = (str(one.get(key) or "none")[:12] for key in ("before", "after"))
+    return f"{one.get('file')} was not what it was at the start: sha256 {before}, then {after}"
 
 
 def _resume(evidence: Evidence, _want: str | None) -> Observation:

@@ -137,7 +137,6 @@ def make(
     rows = count_rows(stage, values) if rows is None else rows
     notes += _olmo_core(stage, rows, per_device, accumulation, devices, max(1, gpus) * nodes)
     steps = total_steps(stage, values, rows, world)
-    notes += _unrecorded(stage, gpus, steps)
     late = trend_fault(stage.options, steps)
     if late is not None and late.key not in {finding.key for finding in stage.findings}:
         notes.append(stage.config.placed(late))
@@ -244,23 +243,6 @@ def _without_probe(stage: Stage, gpus: int) -> Iterator[Finding]:
         severity="note", layer="launch", code="no-probe", key="probe",
         message="without the probe nothing that runs inside is counted, tested or enforced: the verdict "
         "has the console log alone", **origin.place,
-    )  # fmt: skip
-
-
-def _unrecorded(stage: Stage, gpus: int, steps: int | None) -> Iterator[Finding]:
-    """A step whose kernels are asked for, and that there will not be; or no GPU that has any."""
-    watch = stage.options.probe
-    if (
-        watch is None
-        or watch.profile is None
-        or (gpus and watch.profile <= (steps or watch.profile))
-    ):
-        return
-    key, late = "probe.profile", f"there is no step {watch.profile} in a run of {steps}"
-    yield Finding(
-        severity="warning" if gpus else "note", layer="launch", code="profile-and-steps", key=key,
-        message=f"`{key}: {watch.profile}` records nothing: {late if gpus else 'there is no GPU'}",
-        help=f"{key}={steps} or less" if gpus else None, **stage.config.origin(key).place,
     )  # fmt: skip
 
 

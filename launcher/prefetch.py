@@ -32,7 +32,6 @@ from launcher import (
     runner,
     sizes,
 )  # fmt: skip
-from launcher.backends import model_config
 from launcher.backends.model_config import offline
 from launcher.caches import Cache
 from launcher.command import Command
@@ -138,7 +137,6 @@ class Prefetch:
     parts: tuple[Part, ...]
     tokenised: Tokenised
     left: tuple[str, ...]
-    needs: Mapping[str, str]
     findings: tuple[Finding, ...]
     seconds: float
     work: Path | None
@@ -166,7 +164,7 @@ class Prefetch:
             "plan": {"gpus": [self.plan.as_json()]}, "ready": self.exit is Exit.OK,
             "already_there": self.did_nothing, "seconds": round(self.seconds, 2), "bytes": self.size,
             "parts": [one.as_json() for one in self.parts], "dataset": self.tokenised.as_json(),
-            "left": list(self.left), "needs": dict(self.needs),
+            "left": list(self.left),
             "log": None if self.work is None else str(RunFolder(self.work).console(1)),
         }  # fmt: skip
 
@@ -182,8 +180,6 @@ class Prefetch:
             lines.append(f"{kind:<10} {name:<{wide}}  {state:<8} {sized(size):>9}{took}")
         lines += [f"rows       {line}"] if (line := made.line()) else []
         lines += [f"left       {one}" for one in self.left]
-        if self.exit is Exit.OK:
-            lines += [f"needs      {one}, where it trains" for one in self.needs.values() if one]
         where = f"{self.plan.gpus} GPU(s)" if self.plan.gpus else "the CPU"
         if self.exit is not Exit.OK:
             end = f"not prepared: the run on {where} would miss what it needs"
@@ -200,24 +196,27 @@ def prepare(request: Request, say: Say = lambda _: None) -> Prefetch:
     Raises InvalidConfig and NotReady as a start would, NotReady too where a model cannot be fetched,
     TokenisingFailed where upstream's script fails, and Interrupted.
     """
-    began, environ = time.monotonic(), dict(os.environ)
+    began = time.monotonic()
     asked = preparation.ask(replace(request, elsewhere=True), running=False)
     planned, trainer = _planned(request, asked), asked.trainer
     _require_ready(planned, trainer)
     wanted = hub_files.wanted(planned)
-    parts = _fetched([one for one in wanted if one.role != "data"], planned, trainer, environ)
+    parts = _fetched([one for one in wanted if one.role != "data"], planned, trainer, {})
     # of what lies here now: the names of the cache folders hold the tokenizer's content
-    held = caches.derive(planned, trainer.packages, environ=environ)
-    there = {**environ, **caches.environment(held)}
-    parts += _fetched([one for one in wanted if one.role == "data"], planned, trainer, there)
-    filling = _Filling(planned, trainer, request, environ, say, held)
-    tokenised, found = filling.done()
+    folders = caches.derive(planned, trainer.packages)
+    environment = caches.environment(folders)
+    parts += _fetched([one for one in wanted if one.role == "data"], planned, trainer, environment)
+    filling = _Filling(planned, trainer, request, say, folders)
+    tokenised, missed = filling.done()
     return Prefetch(
-        plan=planned, parts=parts, tokenised=tokenised, left=tuple(_left(planned, parts, held, tokenised)),
-        needs=_needs(planned, trainer, held, environ), work=filling.work,
-        findings=tuple(dict.fromkeys((*planned.stage.findings, *planned.findings, *found))),
+        plan=planned,
+        parts=parts,
+        tokenised=tokenised,
+        left=tuple(_left(planned, parts, folders, tokenised)),
+        work=filling.work,
+        findings=tuple(dict.fromkeys((*planned.stage.findings, *planned.findings, *missed))),
         seconds=time.monotonic() - began,
-    )  # fmt: skip
+    )
 
 
 def _planned(request: Request, asked: preparation.Asked) -> Plan:
@@ -249,17 +248,17 @@ def _require_ready(planned: Plan, trainer: Trainer) -> None:
 
 
 def _fetched(
-    wanted: Sequence[Part], planned: Plan, trainer: Trainer, environ: Mapping[str, str]
+    wanted: Sequence[Part], planned: Plan, trainer: Trainer, more: Mapping[str, str]
 ) -> tuple[Part, ...]:
-    parts = hub_files.fetch(wanted, trainer, environ)
-    missing = tuple(hub_files.findings(parts, planned, offline=offline(environ)))
+    parts = hub_files.fetch(wanted, trainer, {**os.environ, **more})
+    missing = tuple(hub_files.findings(parts, planned, offline=offline(os.environ)))
     if missing:
         raise NotReady(missing)
     return parts
 
 
 def _left(
-    planned: Plan, parts: Sequence[Part], held: Sequence[Cache], tokenised: Tokenised
+    planned: Plan, parts: Sequence[Part], folders: Sequence[Cache], tokenised: Tokenised
 ) -> Iterator[str]:
     """What the run will still have to do."""
     if tokenised.state == "left":
@@ -267,36 +266,14 @@ def _left(
     model = next((one for one in parts if one.role in ("whole", "model")), None)
     if model is not None:
         yield f"loading {model.name} ({sized(model.size)}) on every process"
-    reference = next((one for one in held if one.kind == "reference"), None)
+    reference = next((one for one in folders if one.kind == "reference"), None)
     if planned.values.get("precompute_ref_log_probs") is True:
         yield "the reference log-probabilities (`precompute_ref_log_probs`): one pass of the model"
     elif reference is not None:
-        entry = tokenised.place
-        file = entry and reference.path / f"{entries.reference(planned, entry)}.pt"
-        if file is not None and file.is_file():
-            yield f"nothing for the reference log-probabilities: they are there ({file})"
-        else:
-            yield (
-                "the reference log-probabilities: one pass of the model over every pair, before the first "
-                f"step, kept in {reference.path}"
-            )
-
-
-def _needs(
-    planned: Plan, trainer: Trainer, held: Sequence[Cache], environ: Mapping[str, str]
-) -> dict[str, str]:
-    """Where the run has to find all this, and with which packages: under the same names."""
-    folders = [str(one.path) for one in held if one.kind == "dataset"]
-    far = [one for one in hub_files.wanted(planned) if not one.local]
-    if far:
-        folders.append(str(model_config.hub_cache(environ)))
-    if any(one.role in ("card", "data") for one in far):
-        home = Path(environ.get("HF_HOME") or model_config.hub_home(environ))
-        folders.append(environ.get("HF_DATASETS_CACHE") or str(home / "datasets"))
-    trl = planned.stage.options.backend == "trl"
-    names = ("tokenizers", "transformers", *(("datasets", "trl") if trl else ()))
-    versions = [f"{name} {trainer.packages[name]}" for name in names if name in trainer.packages]
-    return {"folders": ", ".join(folders), "packages": ", ".join(versions)}
+        yield (
+            "the reference log-probabilities, where they are not there yet: one pass of the model over "
+            f"every pair, before the first step, kept in {reference.path}"
+        )
 
 
 # --- tokenising -----------------------------------------------------------------------------------
@@ -306,12 +283,10 @@ class _Filling:
     """The tokenised data of one plan, made where the run will look."""
 
     def __init__(
-        self, planned: Plan, trainer: Trainer, request: Request, environ: Mapping[str, str], say: Say,
-        held: Sequence[Cache],
-    ) -> None:  # fmt: skip
-        self.plan, self.trainer, self.request = planned, trainer, request
-        self.environ, self.say = environ, say
-        self.cache = next((one for one in held if one.kind == "dataset"), None)
+        self, planned: Plan, trainer: Trainer, request: Request, say: Say, folders: Sequence[Cache]
+    ) -> None:
+        self.plan, self.trainer, self.request, self.say = planned, trainer, request, say
+        self.cache = next((one for one in folders if one.kind == "dataset"), None)
         self.work: Path | None = None
 
     def done(self) -> tuple[Tokenised, tuple[Finding, ...]]:
@@ -324,7 +299,7 @@ class _Filling:
         entry = self._entry()
         if entry is not None or self.cache is None:
             return self._of(entry, "there", 0.0), ()
-        lock = cache_home(self.environ) / "prepared" / f"{self.cache.path.name}.lock"
+        lock = cache_home() / "prepared" / f"{self.cache.path.name}.lock"
         waiting = "another `launch prepare` is filling this: waiting for it"
         with locks.alone(lock, waiting=lambda: self.say(waiting)):
             # whoever was at it may have filled it in the meantime
@@ -339,20 +314,16 @@ class _Filling:
         prefix = "dataset_" if "dataset_skip_cache" in values else ""
         skip, mode, name = (f"{prefix}{key}" for key in ("skip_cache", "cache_mode", "config_hash"))
         if values.get(skip) is True:
-            yield self._missed(
-                skip, f"`{skip}: true`: the run tokenises all over, and looks for no set "
-                "(dataset_transformation.py:1912)", f"leave {skip} out",
-            )  # fmt: skip
+            why = (
+                "the run tokenises all over, and looks for no set (dataset_transformation.py:1912)"
+            )
+            yield self._missed(skip, f"`{skip}: true`: {why}", f"leave {skip} out")
         if values.get(mode) != "local":
-            yield self._missed(
-                mode, f"`{mode}: {values.get(mode)}`: the run looks for its set on the hub, not here",
-                f"{mode}: local",
-            )  # fmt: skip
+            why = "the run looks for its set on the hub, not here"
+            yield self._missed(mode, f"`{mode}: {values.get(mode)}`: {why}", f"{mode}: local")
         if values.get(name) is not None and self._entry() is None:
-            yield self._missed(
-                name, f"a set is asked for by its name, and there is no complete set {values[name]}",
-                f"leave {name} out",
-            )  # fmt: skip
+            why = "a set is asked for by its name, and there is no complete set"
+            yield self._missed(name, f"{why} {values[name]}", f"leave {name} out")
 
     def _missed(self, key: str | None, message: str, help: str) -> Finding:
         """That the run would not find what was, or could be, made."""
@@ -365,7 +336,7 @@ class _Filling:
     def _entry(self) -> Path | None:
         """The complete set that the run would take; None where it would tokenise."""
         if self.cache is not None:
-            return entries.hit(self.cache.path, self.plan, self.environ)
+            return entries.hit(self.cache.path, self.plan)
         values = self.plan.values
         prefix = "dataset_" if "dataset_config_hash" in values else ""
         base = Path(str(values.get(f"{prefix}local_cache_dir")))
@@ -396,26 +367,26 @@ class _Filling:
         root = self.request.runs or rundir.runs_root()
         self.work = rundir.new_folder(root, "prepare", self.plan.stage.name)
         folder = RunFolder(self.work)
+        self.say(f"tokenising with {self.plan.stage.entry.script}; log: {folder.console(1)}")
         with cache_folders.held((cache,), folder, 1, config=self.request.config) as locks:
-            self._run(cache, folder, locks)
+            made = self._command(cache, folder)
+            ended = runner.run(made, folder, 1, held=locks, inherited=os.environ)
+        if ended.stopped is not None:
+            raise Interrupted(())
+        if ended.returncode:
+            raise self._failure(folder, _reason(folder))
         spoiled = cache_folders.discard_spoiled(cache) is not None
         entry = self._entry()
-        if spoiled:
-            why = "the data, the tokenizer or the model were written to while they were read"
-        elif entry is None:
-            made = [
-                cache.path / name
-                for name in cache_folders.CacheFolder(cache.path, {"kind": "dataset"}).entries()
-            ]
-            newest = max(made, key=lambda path: path.stat().st_mtime, default=None)
-            if newest is None:
-                raise TokenisingFailed(
-                    self._failed(folder, "upstream saved no set of tokenised data")
-                )
-            unlike = entries.differences(entries.key(self.plan, self.environ), newest)
-            why = f"the run would not find what was tokenised: {'; '.join(unlike)}"
-        else:
+        if entry is not None and not spoiled:
             return self._of(entry, "filled", time.monotonic() - began), ()
+        why = "the data, the tokenizer or the model were written to while they were read"
+        if not spoiled:
+            sets = cache_folders.CacheFolder(cache.path, {"kind": "dataset"}).entries()
+            if not sets:
+                raise self._failure(folder, "upstream saved no set of tokenised data")
+            newest = max((cache.path / name for name in sets), key=lambda p: p.stat().st_mtime)
+            unlike = entries.differences(entries.key(self.plan), newest)
+            why = f"the run would not find what was tokenised: {'; '.join(unlike)}"
         return Tokenised(state="missed"), (self._missed(None, why, "run this again"),)
 
     def _command(self, cache: Cache, folder: RunFolder) -> Command:
@@ -428,11 +399,7 @@ class _Filling:
                 arguments[name] = stage.schema.words(name, value)
         arguments[stage.entry.names.output] = [str(folder.path / "model")]
         built = command.build(
-            made,
-            self.trainer,
-            folder.path,
-            environ=self.environ,
-            caches=caches.environment((cache,)),
+            made, self.trainer, folder.path, environ=os.environ, caches=caches.environment((cache,))
         )
         root = stage.upstream.root
         assert root is not None
@@ -441,30 +408,27 @@ class _Filling:
         argv = (str(self.trainer.python), str(root / stage.entry.script), *words)
         return Command(argv=argv, env=env, cwd=built.cwd)
 
-    def _run(self, cache: Cache, folder: RunFolder, held: Sequence[int]) -> None:
-        self.say(f"tokenising with {self.plan.stage.entry.script}; log: {folder.console(1)}")
-        made = self._command(cache, folder)
-        ended = runner.run(made, folder, 1, held=held, inherited=self.environ)
-        if ended.stopped is not None:
-            raise Interrupted(())
-        if ended.returncode:
-            raise TokenisingFailed(self._failed(folder, None))
-
-    def _failed(self, folder: RunFolder, why: str | None) -> Finding:
-        """What upstream's script said in the end."""
-        seen = evidence.read_run(folder.path, attempt=1)
-        if why is None and seen.log is not None:
-            over = ending(seen)
-            error = over.error or {}
-            why = ": ".join(str(error[k]) for k in ("type", "message") if error.get(k))
-            if not why and seen.exit is not None and seen.exit.signal:
-                why = f"killed by {signal.Signals(seen.exit.signal).name}"
-            why = why or over.reason
-        return Finding(
-            severity="error", layer="run", code="tokenising-failed", file=str(folder.console(1)),
-            message=f"upstream's script failed before the data were ready: {redact(why or 'no reason')}",
-            help="read the log",
+    def _failure(self, folder: RunFolder, why: str) -> TokenisingFailed:
+        return TokenisingFailed(
+            Finding(
+                severity="error", layer="run", code="tokenising-failed", file=str(folder.console(1)),
+                message=f"upstream's script failed before the data were ready: {redact(why)}",
+                help="read the log",
+            )
         )  # fmt: skip
+
+
+def _reason(folder: RunFolder) -> str:
+    """What upstream's script said in the end."""
+    found = evidence.read_run(folder.path, attempt=1)
+    if found.log is None:
+        return "no reason"
+    end = ending(found)
+    error = end.error or {}
+    why = ": ".join(str(error[k]) for k in ("type", "message") if error.get(k))
+    if not why and found.exit is not None and found.exit.signal:
+        why = f"killed by {signal.Signals(found.exit.signal).name}"
+    return why or end.reason or "no reason"
 
 
 def _sum(stats: Any, name: str) -> int | None:

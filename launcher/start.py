@@ -21,7 +21,6 @@ from launcher import (
     contents,
     devices,
     earlier,
-    evidence,
     judgement,
     keeper,
     lease,
@@ -296,15 +295,8 @@ def discard_spoiled(folder: RunFolder, attempt: Attempt) -> None:
 
     It belongs neither to what they were nor to what they are, and its keys may know only path and time.
     """
-    before = [caches.from_json(one) for one in attempt.caches]
-    for cache in before:
-        cache_folders.discard_spoiled(cache)
-    found = evidence.read_run(folder.path, attempt=attempt.number)
-    read = [event.text("state") for event in found.events("data")]
-    edited = any(one.get("role") == "data" and one.get("after") for one in found.inputs or ())
-    if "changed" in read or (edited and not read):
-        for cache in before:
-            cache_folders.discard_made(cache)
+    for one in attempt.caches:
+        cache_folders.discard_spoiled(caches.from_json(one))
 
 
 def of_a_further_machine(folder: RunFolder, attempt: Attempt) -> Exit:

@@ -440,7 +440,7 @@ def _tried(tuning: Tuning, candidate: Candidate, left: float) -> Trial:
     limit = tuning.search.timeout(candidate, left)
     sample = measurement.measure(
         tuning.request, variant, steps=tuning.terms.steps, root=tuning.folder,
-        repeat=len(earlier), timeout_s=limit, batch=tuning.plan.global_batch, profile=False,
+        repeat=len(earlier), timeout_s=limit, batch=tuning.plan.global_batch,
     )  # fmt: skip
     if sample.cause == "interrupted":
         raise KeyboardInterrupt

@@ -90,11 +90,6 @@ CASES = (
         command="launch bench {assets}/tuned_sft.yaml --gpus 2 --variant tuned: --steps 8 --repeats 3",
     ),
     Case(
-        name="sft-7b-profile", case="sft-7b", minutes=2, needs="{assets}/tuned_sft.yaml",
-        command="launch bench {assets}/tuned_sft.yaml --gpus 2 probe.profile=4 --variant tuned_profile: "
-        "--steps 8 --repeats 1",
-    ),
-    Case(
         name="sft-7b-zero", case="sft-7b", minutes=10,
         command=f"launch bench {_SFT} "
         f"--variant packing_16_zero2_{_SFT_WITHOUT},batch.per_device=16,deepspeed=zero2 "
@@ -254,7 +249,7 @@ def rows_of(
 
 
 def figures_of(run: Path) -> Row:
-    """What a run's records say of it: MFU, parameters, flash-attn, gradients, kernels."""
+    """What a run's records say of it: MFU, parameters, flash-attn, gradients."""
     verdict = json.loads((run / "verdict.json").read_text("utf-8"))
     packages = json.loads((run / "run.json").read_text("utf-8"))["trainer"]["packages"]
     ranks = []
@@ -264,17 +259,11 @@ def figures_of(run: Path) -> Row:
     model: Row = next((event for event in events if event["event"] == "model"), {})
     states = [event["state"] for event in events if event["event"] == "gradients"]
     norms = [event.get("grad_norm") for event in events if event["event"] == "step"][:6]
-    keys = ("step", "seconds", "shares", "exposed_communication", "idle")
-    kernels = [e for events in ranks for e in events if e["event"] == "kernels"]
-    figures: Row = {
+    return {
         "mfu": verdict["metrics"].get("mfu"), "parameters": model.get("parameters"),
         "flash_attn": "flash-attn" in packages, "gradients": states[-1] if states else "unknown",
         "gradient_norms": [None if norm is None else float(f"{norm:.4g}") for norm in norms],
     }  # fmt: skip
-    return {
-        **figures,
-        **({"kernels": [{k: e[k] for k in keys} for e in kernels]} if kernels else {}),
-    }
 
 
 def merged(old: Sequence[Row], new: Iterable[Row]) -> list[Row]:
@@ -291,8 +280,7 @@ def merged(old: Sequence[Row], new: Iterable[Row]) -> list[Row]:
 
 
 def table(rows: Iterable[Row]) -> Iterator[str]:
-    """Every row as a line; the kernels of a profile below."""
-    kernels = []
+    """Every row as a line."""
     yield (
         "| case | setting | tokens/s per GPU (n) | MFU | loss per token | peak GiB | gradient norms |\n"
         f"|{'---|' * 7}\n"
@@ -310,13 +298,6 @@ def table(rows: Iterable[Row]) -> Iterator[str]:
         cells = [row["case"], row["setting"], f"{speed['median']:,}{spread} ({speed['n']})"]
         cells += ["–" if figure is None else str(figure) for figure in figures]
         yield f"| {' | '.join(cells)} |\n"
-        for rank, step in enumerate(row.get("kernels", ())):
-            shares = {**step["shares"], "of it alone": step["exposed_communication"]}
-            shares["nothing"] = step["idle"]
-            listed = ", ".join(f"{what} {100 * share:.0f} %" for what, share in shares.items())
-            name = f"{row['case']}, {row['setting']}"
-            kernels.append(f"- {name}, step {step['step']}, rank {rank}: {listed}\n")
-    yield from ["\n", *kernels] if kernels else []
 
 
 def renewed(page: str, rows: Iterable[Row]) -> str:

@@ -594,14 +594,6 @@ def test_variants_whose_trials_are_the_same_are_said_to_be(
     assert "same-variant" not in {finding.code for finding in apart.findings}
 
 
-def test_a_record_of_kernels_that_a_trial_is_too_short_for_is_said(world: World) -> None:
-    def said(step: int) -> list[str]:
-        found = planned(world, more=f"probe: {{profile: {step}}}\n", gpus=1).findings
-        return [finding.code for finding in found]
-
-    assert "profile-and-steps" in said(9) and "profile-and-steps" not in said(3)
-
-
 def test_without_a_gpu_it_is_refused_and_says_how_to_try_it(
     world: World, trials: Trials, monkeypatch: pytest.MonkeyPatch
 ) -> None:

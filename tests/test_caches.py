@@ -20,7 +20,6 @@ from plans import from_text, planned
 from launcher import cache_folders, cache_reasons, caches, rundir
 from launcher.caches import Cache
 from launcher.errors import NotReady, UsageError
-from launcher.fingerprint import Memory
 from launcher.plan import Plan
 from launcher.rundir import RunFolder
 from launcher.sizes import sized
@@ -86,14 +85,10 @@ def made(text: str, *overrides: str) -> Plan:
 
 
 def derived(
-    text: str, *overrides: str, packages: Mapping[str, str] = PACKAGES,
-    environ: Mapping[str, str] | None = None, running: bool = True,
-) -> dict[str, Cache]:  # fmt: skip
-    """The cache folders of a stage, by kind, with nothing remembered."""
-    given = {**os.environ, **(environ or {})}
-    found = caches.derive(
-        made(text, *overrides), packages, memory=Memory(), environ=given, running=running
-    )
+    text: str, *overrides: str, packages: Mapping[str, str] = PACKAGES, running: bool = True
+) -> dict[str, Cache]:
+    """The cache folders of a stage, by kind."""
+    found = caches.derive(made(text, *overrides), packages, running=running)
     return {one.kind: one for one in found}
 
 
@@ -198,15 +193,17 @@ def test_what_makes_another_reference_model_changes_its_folder(place: Path) -> N
 # --- where the folders are, and how they are handed over ---------------------------------------------
 
 
-def test_the_users_own_folder_holds_ours(place: Path, tmp_path: Path) -> None:
+def test_the_users_own_folder_holds_ours(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = derived("sft", "dataset_local_cache_dir=cache")["dataset"]
     assert one.path.parent == place / "cache"
     assert one.arguments == {"dataset_local_cache_dir": str(one.path)}
     assert derived("sft")["dataset"].path.parent == tmp_path / "cache" / "launch"
-    environ = {caches.REFERENCE_VARIABLE: str(tmp_path / "ref")}
-    assert derived("dpo", environ=environ)["reference"].path.parent == tmp_path / "ref"
-    environ = {caches.DATASETS_VARIABLE: str(tmp_path / "hf")}
-    assert derived("trl sft", environ=environ)["dataset"].path.parent == tmp_path / "hf"
+    monkeypatch.setenv(caches.REFERENCE_VARIABLE, str(tmp_path / "ref"))
+    assert derived("dpo")["reference"].path.parent == tmp_path / "ref"
+    monkeypatch.setenv(caches.DATASETS_VARIABLE, str(tmp_path / "hf"))
+    assert derived("trl sft")["dataset"].path.parent == tmp_path / "hf"
 
 
 def test_the_command_gets_them_as_upstreams_own_options(place: Path) -> None:
@@ -381,16 +378,22 @@ def test_what_was_edited_while_a_run_began_spoils_what_it_made(place: Path) -> N
     assert cache_folders.known() and not any(one.entries() for one in cache_folders.known())
 
 
-def test_what_was_edited_later_spoils_nothing(place: Path) -> None:
-    with used("r1", "dpo") as found:
-        later = time.time() + 5
-        (place / "model/model.safetensors").write_bytes(weights(b"v" * 50))
-        os.utime(place / "model/model.safetensors", (later, later))
-    assert [cache_folders.discard_spoiled(one) for one in found.values()] == [None, []]
-    # nor does what earlier runs made: those looked at what they used
-    with used("r2", "dpo", fill=False) as found:
-        (place / "model/model.safetensors").write_bytes(weights(b"u" * 50))
-    assert [cache_folders.discard_spoiled(one) for one in found.values()] == [None, []]
+def test_rows_that_were_put_back_spoil_what_was_made_meanwhile_and_nothing_older(
+    place: Path,
+) -> None:
+    with used("r1", "sft"):
+        pass
+    with used("r2", "sft", fill=False) as found:
+        data = place / "data/a.jsonl"
+        raw = data.read_bytes()
+        rewrite(data, rows("own"))
+        other = entry(found["dataset"].path, "dataset", "fedcba9876")
+        rewrite(data, raw)
+    assert cache_folders.discard_spoiled(found["dataset"]) == [other]
+    with used("r3", "sft", fill=False) as found:
+        pass
+    assert not cache_folders.discard_spoiled(found["dataset"])
+    assert cache_folders.known()[0].entries() == ["0123456789"]
 
 
 # --- clearing ---------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def test_only_what_is_added_is_in_the_environment() -> None:
         "expect": {"loss": "finite", "liger": "engaged", "packing": "isolated", "dataset_cache": "any",
                    "gradients": "true"},
         "on_violation": "stop", "on_hang": "report", "within": 3, "isolation": True,
-        "hang_factor": 20, "hang_seconds": 300, "final_save": True, "profile": None,
+        "hang_factor": 20, "hang_seconds": 300, "final_save": True,
     }  # fmt: skip
     assert "PYTHONPATH" not in built(planned(staged(CONFIGS / "demo" / "sft.yaml"), 0)).env
 

@@ -272,22 +272,24 @@ def test_links_are_followed_and_circles_end(write: Write, tmp_path: Path) -> Non
 # --- names on the hub -------------------------------------------------------------------------------
 
 
-def test_a_name_on_the_hub_is_known_by_the_commit_that_is_here(tmp_path: Path) -> None:
-    environ = {"HF_HUB_CACHE": str(tmp_path)}
-    unknown = of_model("Org/name", Memory(), environ=environ)
+def test_a_name_on_the_hub_is_known_by_the_commit_that_is_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    unknown = of_model("Org/name", Memory())
     assert (unknown.kind, unknown.revision) == ("name", None)
     refs = tmp_path / "models--Org--name" / "refs"
     refs.mkdir(parents=True)
     (refs / "main").write_text("c1\n")
-    first = of_model("Org/name", Memory(), environ=environ)
+    first = of_model("Org/name", Memory())
     assert (first.kind, first.revision) == ("hub", "c1")
     (refs / "main").write_text("c2")
-    second = of_tokenizer("Org/name", Memory(), environ=environ)
+    second = of_tokenizer("Org/name", Memory())
     (tmp_path / "models--Org--name" / "snapshots" / "c1").mkdir(parents=True)
-    asked = of_model("Org/name", Memory(), revision="c1", environ=environ)
+    asked = of_model("Org/name", Memory(), revision="c1")
     assert len({unknown.digest, first.digest, second.digest}) == 3
     assert asked.digest == first.digest
-    assert of_model("Org/name", Memory(), revision="../x", environ=environ).kind == "name"
+    assert of_model("Org/name", Memory(), revision="../x").kind == "name"
 
 
 # --- what cannot be read ----------------------------------------------------------------------------
@@ -324,7 +326,7 @@ def remembered(
     memory = Memory(tmp_path / "cache" / "prints.json")
     of_file(path, memory)
     memory.save()
-    return path, Memory.load(memory.path)
+    return path, Memory(memory.path)
 
 
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
@@ -371,7 +373,7 @@ def test_a_file_that_was_only_just_written_is_not_trusted(write: Write, tmp_path
 )
 def test_a_broken_memory_is_no_memory(write: Write, raw: str) -> None:
     path = write("prints.json", raw)
-    assert Memory.load(path).entries == {}
+    assert Memory(path).entries == {}
 
 
 def test_writers_at_once_keep_each_others_entries(
@@ -383,7 +385,7 @@ def test_writers_at_once_keep_each_others_entries(
 
     def work(mine: Sequence[Path]) -> None:
         for path in mine:
-            memory = Memory.load(place)
+            memory = Memory(place)
             of_file(path, memory)
             memory.save()
 
@@ -392,7 +394,7 @@ def test_writers_at_once_keep_each_others_entries(
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(Memory.load(place).entries) == len(paths)
+    assert len(Memory(place).entries) == len(paths)
     assert {p.name for p in tmp_path.iterdir() if p.name.startswith(".")} == set()
 
 

@@ -75,13 +75,10 @@ def test_what_was_measured_again_is_replaced_and_all_else_stays(tmp_path: Path) 
     assert script.merged(old, new) == [old[0], new[0], new[1], old[2], new[2]]
     results, page = tmp_path / "benchmarks.json", tmp_path / "benchmarks.md"
     page.write_text(f"before\n{script.MARKS[0]}old\n{script.MARKS[1]}after\n")
-    shares = {"matmul": 0.6, "communication": 0.25}
-    kernels = [{"step": 4, "shares": shares, "exposed_communication": 0.1, "idle": 0.04}]
-    script.save(results, [row("a-2xh200", "x", 12_345, kernels=kernels)])
+    script.save(results, [row("a-2xh200", "x", 12_345)])
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
     assert "| a-2xh200 | x | 12,345 (1) | 50.0 % | 2.0 | – |" in text
-    assert "step 4, rank 0: matmul 60 %, communication 25 %, of it alone 10 %, nothing 4 %" in text
 
 
 def test_the_first_and_the_best_trial_of_a_search_are_its_rows(tmp_path: Path) -> None:

@@ -751,7 +751,7 @@ def watching(folder: Path) -> Probe:
         "target": "dpo.py", "out": str(folder), "cpu": True, "backend": "open_instruct",
         "stage": "dpo", "packed": True, "expect": {"packing": "on"}, "on_violation": "warn",
         "on_hang": "report", "within": 3, "isolation": False, "hang_factor": 20, "hang_seconds": 300,
-        "final_save": True, "profile": None,
+        "final_save": True,
     }  # fmt: skip
     return Probe(settings)
 
@@ -784,7 +784,7 @@ def test_what_a_packed_row_wastes(
         batch[f"{branch}_cu_seq_lens_k"] = torch.tensor(ends, dtype=torch.int32)
     for _ in range(3):
         made.micro_batch_begins(batch)
-        made.packing.look(None, ids, made.pairs.told or {})
+        made.packing.look(None, ids, made.pairs.hidden or {})
         made.backward_begins(torch.tensor(0.5))
         made.step_begins()
         made.close_step()

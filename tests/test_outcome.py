@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,12 +25,8 @@ from launcher.attempt import Attempt
 from launcher.check import Point, Verdict
 from launcher.rundir import RunFolder
 from launcher.watching import saves
-from launcher.watching.data import Data
-from launcher.watching.movement import Movement
-from launcher.watching.optimizer import Optimizer
-from launcher.watching.process import Process
-from launcher.watching.record import Record
-from launcher.watching.settings import Settings
+from launcher.watching.optimizer import Movement, Optimizer
+from launcher.watching.process import Process, Record, Settings
 
 DONE = {"event": "end", "exit": 0}
 ASKED = {"loss": "finite", "memory": "ok", "finish": "completed", "liger": "off", "packing": "off"}
@@ -317,34 +312,6 @@ def model_of(path: Path) -> dict[str, Any]:
 def record(run: Run, before: list[dict[str, Any]], cwd: Path) -> None:
     changed = contents.changed(before, cwd)
     rundir.write_json(RunFolder(run.folder).inputs(1), {"changed": changed})
-
-
-def test_rows_that_are_swapped_while_they_are_read_and_put_back_are_seen(
-    process: Process, run: Run, tmp_path: Path
-) -> None:
-    data = tmp_path / "rows.jsonl"
-    data.write_text("one\n")
-    listed = [
-        {"role": "data", "name": str(data), "digest": "x", "files": {data.name: digest(data)}}
-    ]
-    rundir.write_json(tmp_path / "own" / "run.json", {"contents": listed})
-    seen = Data(process)
-    module = type(sys)("datasets.load")
-    module.load_dataset = lambda path: Path(path).read_text()  # type: ignore[attr-defined]
-    seen.watch(module)
-    assert module.load_dataset(str(data)) == "one\n"  # type: ignore[attr-defined]
-    was = data.stat()
-    data.write_text("two\n")
-    os.utime(data, ns=(was.st_atime_ns, was.st_mtime_ns))
-    assert module.load_dataset(str(data)) == "two\n"  # type: ignore[attr-defined]
-    data.write_text("one\n")
-    os.utime(data, ns=(was.st_atime_ns, was.st_mtime_ns))
-    told = [e for e in events(tmp_path) if e["event"] == "data"]
-    assert [one["state"] for one in told] == ["same", "changed"]
-    run.rank(0, *told, DONE)
-    rundir.write_json(RunFolder(run.folder).inputs(1), {"changed": []})
-    found = judged(run.folder).point("inputs")
-    assert (found.state, found.ok, found.detail["file"]) == ("changed", False, str(data))
 
 
 def test_a_run_that_waited_takes_the_data_as_they_are_when_it_begins(

@@ -114,24 +114,6 @@ def test_limits_of_steps(tmp_path: Path) -> None:
     assert (made.rows, made.steps) == (64, 0)
 
 
-@pytest.mark.parametrize(
-    ("profile", "gpus", "severity", "why"),
-    [
-        (8, 1, "warning", "there is no step 8 in a run of 7"),
-        (7, 1, None, ""),
-        (7, 0, "note", "there is no GPU"),
-    ],
-)
-def test_a_record_of_kernels_that_there_will_not_be(
-    tmp_path: Path, profile: int, gpus: int, severity: str | None, why: str
-) -> None:
-    batch = f"batch: {{global: 16, per_device: 2}}\nprobe: {{profile: {profile}}}"
-    made = sft(tmp_path, "max_train_steps: 7", gpus, batch=batch)
-    said = [one for one in made.findings if one.code == "profile-and-steps"]
-    assert [one.severity for one in said] == ([severity] if severity else [])
-    assert all(why in one.message and one.line for one in said)
-
-
 @pytest.mark.parametrize(("rows", "said"), [(16, True), (1, False)])
 def test_a_trend_of_too_few_steps(tmp_path: Path, rows: int, said: bool) -> None:
     """64 rows are 4 steps of 16, or 64 of one."""

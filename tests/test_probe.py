@@ -49,8 +49,9 @@ FAKES = {
         """,
     "torch/cuda.py": """
         def is_initialized(): return True
-        def max_memory_allocated(): return 3 * 2**30
-        def max_memory_reserved(): return 4 * 2**30
+        def memory_stats_as_nested_dict():
+            sizes = {"allocated_bytes": 3 * 2**30, "reserved_bytes": 4 * 2**30}
+            return {name: {"all": {"current": 0, "peak": size}} for name, size in sizes.items()}
         def current_device(): return 0
         class Properties: name, total_memory = "A GPU", 80 * 2**30
         def get_device_properties(_): return Properties
@@ -200,7 +201,11 @@ def training(tmp_path: Path) -> Training:
 # --- it is the script, and it is not noticed ------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", [PROBE, *PIECES.values()], ids=lambda path: path.stem)
+# the probe loads it by its place, too
+CONTENT = PROBE.parent / "content.py"
+
+
+@pytest.mark.parametrize("path", [PROBE, CONTENT, *PIECES.values()], ids=lambda path: path.stem)
 def test_it_needs_the_standard_library_only_and_nothing_of_ours(path: Path) -> None:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]

@@ -564,7 +564,7 @@ def words_for(
 ) -> list[str]:
     path = world.config(max_length=1024, gradient_checkpointing=True, bf16=True)
     whole = yaml.safe_load(path.read_text())
-    whole |= {"batch": {"global": 8, "per_device": 2}, "probe": {"profile": 2}}
+    whole |= {"batch": {"global": 8, "per_device": 2}}
     path.write_text(yaml.safe_dump(whole))
     python = str(world.root / "python")
     return ["tune", str(path), "--python", python, "--gpus", "2", "--steps", "3", *rows, *words]
@@ -607,8 +607,6 @@ def test_the_whole_way_with_real_processes(world: World) -> None:
     rows = {row["variant"]: row for row in known["bench"]}
     assert [rows[one["name"]][SPEED]["n"] for one in (known["trials"][0], chosen)] == [3, 3]
     assert [name for name, row in rows.items() if row["recommended"]] == [chosen["name"]]
-    # a step whose kernels are recorded would tell no speed: trials record none
-    assert "profile" not in (Path(known["trials"][0]["sample"]["run"]) / "stage.yaml").read_text()
     ran = world.launch("sft", str(place), "--python", str(world.root / "python"), "--gpus", "2")
     assert ran.returncode in (0, 1), ran.stderr
     assert started(world, "checkpointing")[-1] == "False" and world.quiet()

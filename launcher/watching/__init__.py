@@ -6,8 +6,7 @@ name each other relatively, and all are loaded before upstream's script begins. 
 noted in the record and never raised into training.
 """
 
-from .hooks import Watcher, wrap
 from .probe import Probe
-from .script import main, run
+from .script import main
 
-__all__ = ["Probe", "Watcher", "main", "run", "wrap"]
+__all__ = ["Probe", "main"]

@@ -81,7 +81,5 @@ class Caches:
                 "reference_cache", state="stale", path=self.reference, first_loss=loss,
                 expected_loss=expected,
             )  # fmt: skip
-            self.contract.broken(
-                "reference_cache", "that of this model",
-                f"stale: the first loss is {loss:.4f}, not {expected:.4f}", step=1,
-            )  # fmt: skip
+            state = f"stale: the first loss is {loss:.4f}, not {expected:.4f}"
+            self.contract.broken("reference_cache", state, step=1, expected="that of this model")

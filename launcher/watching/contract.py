@@ -1,13 +1,89 @@
-"""What was expected of this run, held against what is seen while it trains."""
+"""What was expected of this run, held against what is seen while it trains: Liger's kernels first.
+
+Liger's patches are recorded as they are applied, its kernels counted as they are called.
+"""
 
 from __future__ import annotations
 
 import os
+import types
 from collections.abc import Callable
+from typing import Any
 
-from .liger import Liger
-from .process import Process
-from .record import say
+from .hooks import wrap
+from .process import Process, say
+
+# Modules of liger_kernel.ops whose autograd functions are counted, each under the module's name.
+OPS = (
+    "rms_norm", "rope", "swiglu", "geglu", "layer_norm", "cross_entropy",
+    "fused_linear_cross_entropy",
+)  # fmt: skip
+LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
+PREFERENCE = "liger_kernel.chunked_loss.fused_linear_preference"
+
+
+class Liger:
+    """Calls of Liger's kernels by op, and the losses that its patches were to put in."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.record = process.record
+        self.calls: dict[str, int] = {}
+        self.losses: set[str] = set()
+        self.reported: dict[str, int] = {}
+
+    def report(self) -> None:
+        """Write the calls where there were any since the last time."""
+        if self.calls != self.reported:
+            self.reported = dict(self.calls)
+            self.record.write("liger", calls=self.reported)
+
+    def watched(self) -> dict[str, Callable[[types.ModuleType], None]]:
+        """Module name -> what to do once it is there."""
+        return {
+            "liger_kernel.transformers.monkey_patch": self.watch_patch,
+            PREFERENCE: self.watch_preference,
+            **{f"liger_kernel.ops.{name}": self.watch_op for name in OPS},
+        }
+
+    def watch_op(self, module: types.ModuleType) -> None:
+        """`apply` looks `forward` up on the class at each call, so replacing it reaches every user."""
+        op = module.__name__.rpartition(".")[2]
+        for function in list(vars(module).values()):
+            own = isinstance(function, type) and function.__module__ == module.__name__
+            if own and function.__name__.endswith("Function") and "forward" in vars(function):
+                wrap(function, "forward", self.counter(op))
+
+    def watch_preference(self, module: types.ModuleType) -> None:
+        wrap(module.LigerFusedLinearPreferenceBase, "forward", self.counter("preference_loss"))
+
+    def counter(self, op: str) -> Callable[..., Any]:
+        def count(original: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.process.testing:
+                self.calls[op] = self.calls.get(op, 0) + 1
+            return original(*args, **kwargs)
+
+        return count
+
+    def watch_patch(self, module: types.ModuleType) -> None:
+        """Every apply_liger_kernel_to_X is recorded with its kwargs, wherever it is looked up."""
+        table = getattr(module, "MODEL_TYPE_TO_APPLY_LIGER_FN", {})
+        for name in [n for n in vars(module) if n.startswith("apply_liger_kernel_to_")]:
+            original = getattr(module, name)
+            wrap(module, name, self.recorder(name))
+            for kind, function in list(table.items()):
+                if function is original:
+                    table[kind] = getattr(module, name)
+
+    def recorder(self, name: str) -> Callable[..., Any]:
+        def record(original: Any, *args: Any, **kwargs: Any) -> Any:
+            plain = {k: v for k, v in kwargs.items() if isinstance(v, (bool, int, str))}
+            self.losses |= {op for op in LOSSES if plain.get(op) is True}
+            result = original(*args, **kwargs)
+            self.record.write("liger_patch", function=name, kwargs=plain)
+            return result
+
+        return record
 
 
 class Contract:
@@ -19,86 +95,99 @@ class Contract:
         self.liger = liger
         self.leave = leave
         self.states: dict[str, str] = {}
-        self.told: set[str] = set()
-        if self.settings.stage == "sft":
-            self.settings.expect.pop("reference_cache", None)
+        self.reported: set[str] = set()
+        self.expect = dict(self.settings.expect)
         # one rank of a machine fills a cache, and the others find it
-        if int(os.environ.get("LOCAL_RANK") or 0):
-            for point in ("dataset_cache", "reference_cache"):
-                self.settings.expect.pop(point, None)
-
-    def wanted(self, point: str) -> str | None:
-        return self.settings.expect.get(point)
+        further = int(os.environ.get("LOCAL_RANK") or 0) > 0
+        if further:
+            self.expect.pop("dataset_cache", None)
+        if further or self.settings.stage == "sft":
+            self.expect.pop("reference_cache", None)
 
     def seen(
-        self, point: str, state: str | None, *, final: bool = True, step: int | None = None,
-        found: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        point: str,
+        state: str | None,
+        *,
+        final: bool = True,
+        step: int | None = None,
+        message: str | None = None,
+    ) -> None:
         """Note a state; where it is `final` and not the one expected, the contract is broken.
 
-        `found` is what to say of it, in place of the two states; `step` is the one it was met in.
+        `message` is what to say of it, in place of the two states; `step` is the one it was met in.
         """
-        if state is None:
-            return
-        self.states[point] = state
-        if final and not self.met(point):
-            self.broken(point, self.wanted(point), state, step=step, found=found)
+        if state is not None:
+            self.states[point] = state
+            if final and not self.met(point):
+                self.broken(point, state, step=step, message=message)
 
     def met(self, point: str) -> bool:
-        wanted, state = self.wanted(point), self.states.get(point)
-        met = {wanted, "isolated"} if (point, wanted) == ("packing", "on") else {wanted}
-        return wanted is None or state in met
+        expected, state = self.expect.get(point), self.states.get(point)
+        also = "isolated" if (point, expected) == ("packing", "on") else expected
+        return expected is None or state in (expected, also)
 
     def after_step(self, step: int) -> None:
         """What has to be proved within the first steps is proved now, or it is not."""
         if step > self.settings.within:
             return
+        engaged = self.expect.get("liger") == "engaged"
         # what was to be saved is the logits': without the loss that was asked for, the others are not it
-        whole = self.liger.losses <= self.liger.calls.keys()
-        if self.liger.calls and (whole or self.wanted("liger") != "engaged"):
+        if self.liger.calls and (self.liger.losses <= self.liger.calls.keys() or not engaged):
             self.seen("liger", "engaged")
         if step < self.settings.within:
             return
-        self.states.setdefault(
-            "liger", "not_engaged" if self.wanted("liger") == "engaged" else "off"
-        )
+        self.states.setdefault("liger", "not_engaged" if engaged else "off")
         for point in ("liger", "packing", "attention", "dataset_cache", "reference_cache"):
-            switched_off = point == "packing" and not self.settings.isolation
-            if switched_off and self.wanted(point) == "isolated" and self.states.get(point) == "on":
+            state, expected = self.states.get(point), self.expect.get(point)
+            if (state, expected) == ("on", "isolated") and not self.settings.isolation:
                 # whoever switches the test off wants no proof
                 continue
             if not self.met(point):
-                self.broken(point, self.wanted(point), self.states.get(point, "unknown"))
+                self.broken(point, state or "unknown")
 
     def nonfinite(self, what: str, value: str, step: int) -> None:
         self.process.record.write("nonfinite", step=step, what=what, value=value)
         if self.settings.checks_loss:
-            self.broken("loss", "finite", f"{what} {value}", step=step)
+            message = f"{what} is {value}"
+            self.broken("loss", f"{what} {value}", step=step, message=message, expected="finite")
 
     def broken(
-        self, point: str, expected: str | None, seen: str, step: int | None = None,
-        found: str | None = None,
-    ) -> None:  # fmt: skip
-        if point in self.told:
+        self,
+        point: str,
+        state: str,
+        *,
+        step: int | None = None,
+        message: str | None = None,
+        expected: str | None = None,
+    ) -> None:
+        if point in self.reported:
             return
-        self.told.add(point)
+        self.reported.add(point)
         process, last = self.process, self.process.last
+        expected = expected or self.expect.get(point)
         # a step in the making is the one that the user will look for
         begun = process.base + 1 if process.step_begun is not None else None
         at = step if step is not None else process.at if process.step else begun
         when = f"step {at}" if at else "before the first step"
-        message = found or f"{point} expected {expected}, seen {seen}"
+        message = message or f"{point} expected {expected}, seen {state}"
         message += f" ({when}, rank {process.rank})"
-        if point == "loss":
-            message = f"{seen.replace(' ', ' is ', 1)} ({when}, rank {process.rank})"
-            if last:
-                norm = last.get("grad_norm")
-                told = f", gradient norm {norm:.4g}" if norm is not None else ""
-                message += f"; last finite: loss {last['loss']:.6g}{told} at step {last['step']}"
+        if point == "loss" and last:
+            norm = (
+                f", gradient norm {last['grad_norm']:.4g}" if last["grad_norm"] is not None else ""
+            )
+            message += f"; last finite: loss {last['loss']:.6g}{norm} at step {last['step']}"
         process.record.write(
-            "violation", point=point, expected=expected, seen=seen, step=at, rank=process.rank,
-            last=last or None, message=message, stopped=self.settings.stops,
-        )  # fmt: skip
+            "violation",
+            point=point,
+            expected=expected,
+            seen=state,
+            step=at,
+            rank=process.rank,
+            last=last or None,
+            message=message,
+            stopped=self.settings.stops,
+        )
         if self.settings.stops:
             self.leave(f"stopped: {message}")
         else:

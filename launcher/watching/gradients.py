@@ -364,12 +364,12 @@ class Gradients:
             "error": _number(values["error"]),
         }  # fmt: skip
         self.report()
-        found = (
+        message = (
             f"gradients are corrupt: {name}: the optimizer uses a gradient of norm {values['used']:.4g}, "
             f"that of the batch is {values['true']:.4g}, their difference {values['error']:.3g}; "
             f"{int(values['broken'])} of {int(values['known'])} parameters here are wrong"
         )
-        self.contract.seen("gradients", "corrupt", step=facts["step"], found=found)
+        self.contract.seen("gradients", "corrupt", step=facts["step"], message=message)
 
     def report(self) -> None:
         """The state so far, into the record, where it has changed."""

@@ -8,7 +8,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from .record import Record
+from .process import Record
 
 
 def wrap(owner: Any, name: str, instead: Callable[..., Any]) -> None:
@@ -34,6 +34,31 @@ def wrap_known(owner: Any, names: tuple[str, ...], instead: Callable[..., Any]) 
     for name in names:
         if vars(owner).get(name) is not None:
             wrap(owner, name, instead)
+
+
+def observed(
+    record: Record,
+    *,
+    before: Callable[..., object] | None = None,
+    after: Callable[..., object] | None = None,
+) -> Callable[..., Any]:
+    """For `wrap`: calls `before` with the arguments, `after` with the result and the arguments.
+
+    What fails in them is noted, and not raised into training.
+    """
+
+    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        name = getattr(original, "__name__", "a call")
+        if before is not None:
+            with record.quietly(f"before {name}"):
+                before(*args, **kwargs)
+        result = original(*args, **kwargs)
+        if after is not None:
+            with record.quietly(f"after {name}"):
+                after(result, *args, **kwargs)
+        return result
+
+    return call
 
 
 class Watcher:

@@ -1,4 +1,4 @@
-"""What was loaded: the model's class, attention and shape; the device and the packages."""
+"""What was loaded: the model's class, attention and shape; the device, its memory, and the packages."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import contextlib
 import sys
 from typing import Any
 
-from .memory import torch_in_use
-from .record import Record
+from .process import Process, Record
 
 PACKAGES = (
     "torch", "transformers", "accelerate", "deepspeed", "trl", "liger_kernel", "flash_attn",
@@ -27,15 +26,13 @@ def described(model: Any, record: Record) -> dict[str, Any]:
         inner = base_of(model)
     config = getattr(inner, "config", None)
     sizes = [(_count(p), p.requires_grad) for p in model.parameters()]
-    attention = getattr(config, "_attn_implementation", None) or _olmo_attention(inner)
     shape: dict[str, Any] = {}
     with record.quietly("shape"):
-        olmo = config is None and hasattr(inner, "blocks")
-        shape = _olmo_shape(inner) if olmo else shape_of(inner, config)
+        shape = shape_of(inner)
     return {
         "class": type(inner).__name__,
         "model_type": getattr(config, "model_type", None),
-        "attention": attention,
+        "attention": getattr(config, "_attn_implementation", None) or _olmo_attention(inner),
         "dtype": str(next(iter(model.parameters())).dtype).removeprefix("torch."),
         "parameters": sum(n for n, _ in sizes),
         "trainable": sum(n for n, trainable in sizes if trainable),
@@ -48,54 +45,51 @@ def _count(parameter: Any) -> int:
     return int(getattr(parameter, "ds_numel", None) or parameter.numel())
 
 
-def shape_of(model: Any, config: Any) -> dict[str, Any]:
+def shape_of(model: Any) -> dict[str, Any]:
     """What the cost of a token follows from; the text part of a model that also sees."""
+    config = getattr(model, "config", None)
     text = getattr(config, "text_config", None) or config
-    table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    layers: Any
+    checkpointing = bool(getattr(model, "is_gradient_checkpointing", False))
+    if config is None and (block := _olmo_block(model)) is not None:
+        table, text, config = model.embeddings, getattr(block, "attention", None), model
+        layers, hidden, heads = len(model.blocks), getattr(model, "d_model", None), "n_heads"
+        experts = getattr(getattr(block, "feed_forward_moe", None), "num_experts", None)
+    else:
+        table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+        layers = getattr(text, "num_hidden_layers", None)
+        hidden = getattr(text, "hidden_size", None)
+        heads = "num_attention_heads"
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        counts = (getattr(text, name, None) for name in names)
+        experts = next((count for count in counts if isinstance(count, int)), None)
     weight = getattr(table, "weight", None)
-    experts = next(
-        (n for name in ("num_experts", "num_local_experts", "n_routed_experts")
-         if isinstance(n := getattr(text, name, None), int)), None,
-    )  # fmt: skip
     return {
-        "layers": getattr(text, "num_hidden_layers", None),
-        "hidden": getattr(text, "hidden_size", None),
-        "heads": getattr(text, "num_attention_heads", None),
+        "layers": layers,
+        "hidden": hidden,
+        "heads": getattr(text, heads, None),
         "head_dim": getattr(text, "head_dim", None),
         "embedding": None if weight is None else _count(weight),
         "tied": bool(getattr(config, "tie_word_embeddings", False)),
         "experts": experts,
-        "checkpointing": bool(getattr(model, "is_gradient_checkpointing", False)),
+        "checkpointing": checkpointing,
     }
+
+
+def _olmo_block(model: Any) -> Any:
+    """The first block of an OLMo-core model, which has no config of transformers'; else None."""
+    blocks: Any = getattr(model, "blocks", None)
+    return next(iter(blocks.values()), None) if hasattr(blocks, "values") else None
 
 
 def _olmo_attention(model: Any) -> str | None:
     """The attention of an OLMo-core model, under transformers' names; None for any other."""
-    blocks: Any = getattr(model, "blocks", None)
-    block = next(iter(blocks.values()), None) if hasattr(blocks, "values") else None
-    backend = getattr(getattr(block, "attention", None), "backend", None)
-    name = type(backend).__name__.lower() if backend is not None else ""
-    known = {"flash4": "flash_attention_4", "flash3": "flash_attention_3",
-             "flash2": "flash_attention_2", "torch": "sdpa"}  # fmt: skip
-    plain = name.replace("attention", "").replace("_", "")
-    return next((theirs for ours, theirs in known.items() if ours in plain), None)
-
-
-def _olmo_shape(model: Any) -> dict[str, Any]:
-    """The same of a model of OLMo-core, which has no config of transformers'."""
-    block = next(iter(model.blocks.values()))
-    attention = getattr(block, "attention", None)
-    weight = getattr(model.embeddings, "weight", None)
-    return {
-        "layers": len(model.blocks),
-        "hidden": getattr(model, "d_model", None),
-        "heads": getattr(attention, "n_heads", None),
-        "head_dim": getattr(attention, "head_dim", None),
-        "embedding": None if weight is None else _count(weight),
-        "tied": bool(getattr(model, "tie_word_embeddings", False)),
-        "experts": getattr(getattr(block, "feed_forward_moe", None), "num_experts", None),
-        "checkpointing": False,
-    }
+    backend = getattr(getattr(_olmo_block(model), "attention", None), "backend", None)
+    name = type(backend).__name__.lower().replace("attention", "").replace("_", "")
+    for version in (4, 3, 2):
+        if f"flash{version}" in name:
+            return f"flash_attention_{version}"
+    return "sdpa" if "torch" in name else None
 
 
 def device(cpu: bool) -> dict[str, Any]:
@@ -118,3 +112,53 @@ def _version(name: str) -> str | None:
 
             told = importlib.metadata.version(name)
     return None if told is None else str(told)
+
+
+def torch_in_use(cpu: bool) -> Any:
+    """torch, where a GPU is in use; else None."""
+    torch = sys.modules.get("torch")
+    return torch if torch is not None and not cpu and torch.cuda.is_initialized() else None
+
+
+_COUNTERS = {"allocated_gib": "allocated_bytes", "reserved_gib": "reserved_bytes"}
+
+
+class Memory:
+    """Peaks of torch's counters. Upstream reads them too, so they are never reset."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.phases: set[str] = set()
+
+    def peaks(self) -> dict[str, float]:
+        """The peaks so far, allocated and reserved; one walk over torch's counters."""
+        counters = self.counters()
+        return {name: counters[f"peak_{name}"] for name in _COUNTERS if counters}
+
+    def counters(self) -> dict[str, float]:
+        """What is allocated and reserved, in GiB; nothing where no GPU is in use."""
+        torch = torch_in_use(self.process.settings.cpu)
+        counters: dict[str, float] = {}
+        stats = {} if torch is None else torch.cuda.memory_stats_as_nested_dict()
+        for name, counter in _COUNTERS.items() if torch is not None else ():
+            sizes = stats.get(counter, {}).get("all", {})
+            counters[name] = round(sizes.get("current", 0) / 2**30, 3)
+            counters[f"peak_{name}"] = round(sizes.get("peak", 0) / 2**30, 3)
+        return counters
+
+    def mark(self, phase: str, *, again: bool = False) -> None:
+        """Memory at the end of a phase, once each unless it ends `again`."""
+        if phase in self.phases and not again:
+            return
+        self.phases.add(phase)
+        record = self.process.record
+        with record.quietly("memory"):
+            counters = self.counters()
+            with contextlib.suppress(Exception):
+                import resource
+
+                # KiB on Linux, bytes on macOS
+                unit = 2**30 if sys.platform == "darwin" else 2**20
+                peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+                counters["peak_host_gib"] = round(peak, 3)
+            record.write("memory", phase=phase, step=self.process.at, **counters)

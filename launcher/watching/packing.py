@@ -1,19 +1,23 @@
-"""Whether batches are packed, and whether their samples are kept apart."""
+"""Whether batches are packed, and whether their samples are kept apart.
+
+To find out, one of two packed samples is changed: the other's loss must not move.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import time
+import warnings
 from typing import Any
 
 from .contract import Contract
-from .isolation import leak, run_on, two_samples
 from .model import base_of, shape_of
-from .process import Process
-from .record import finite
+from .process import Process, finite
 
 LOOKS = 8  # micro-batches that are looked at at least
+TOKENS = 256  # of each of the two samples: far less than a training step holds
 
 
 class Packing:
@@ -50,11 +54,11 @@ class Packing:
         if self.on is None or packed:
             self.on = packed
             self.record.write("packing", state="on" if packed else "off", detail=detail)
-            wanted_off = self.contract.wanted("packing") == "off"
-            self.contract.seen("packing", "on" if packed else "off", final=packed and wanted_off)
+            final = packed and self.contract.expect.get("packing") == "off"
+            self.contract.seen("packing", "on" if packed else "off", final=final)
 
     def test(
-        self, module: Any, args: Any, ids: Any, kwargs: dict[str, Any], seen: dict[str, Any]
+        self, module: Any, args: Any, ids: Any, kwargs: dict[str, Any], known: dict[str, Any]
     ) -> None:
         """Once, at the first micro-batch that is packed on every rank.
 
@@ -64,32 +68,29 @@ class Packing:
         process = self.process
         if self.tested or not self.settings.isolation or process.step >= self.settings.within:
             return
-        if process.world == 1 and not self.on:
-            return
-        if process.world > 1 and not self.settings.packed:
+        if not (self.on if process.world == 1 else self.settings.packed):
             return
         pair: Any = None
         begun = time.perf_counter()
-        reason = None
+        error: Exception | None = None
         try:
-            pair = two_samples(module, args, ids, kwargs, seen) if self.on else None
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-        if not _all_agree(pair is not None, ids, process.world):
-            if reason is not None:
-                self.tested = process.world == 1
-                self.record.write("packing_isolation", state="untested", reason=reason)
-            return
-        self.tested, process.testing = True, True
-        try:
-            before, after = leak(module, *pair)
-        except Exception as error:
+            pair = two_samples(module, args, ids, kwargs, known) if self.on else None
+        except Exception as failure:
+            error = failure
+        if _all_agree(pair is not None, ids, process.world):
+            self.tested = process.testing = True
+            try:
+                before, after = leak(module, *pair)
+                self.tell(module, before, after, pair, time.perf_counter() - begun)
+            except Exception as failure:
+                error = failure
+            finally:
+                process.testing = False
+        elif error is not None:
+            self.tested = process.world == 1
+        if error is not None:
             reason = f"{type(error).__name__}: {error}"
             self.record.write("packing_isolation", state="untested", reason=reason)
-            return
-        finally:
-            process.testing = False
-        self.tell(module, before, after, pair, time.perf_counter() - begun)
 
     def tell(self, module: Any, before: float, after: float, pair: Any, seconds: float) -> None:
         inner = base_of(module)
@@ -97,7 +98,7 @@ class Packing:
         state, known = "untested", math.isfinite(before) and math.isfinite(after)
         if known:
             # the same shapes give the same bits; only experts that swap places do not
-            tolerance = 1e-3 if shape_of(inner, config).get("experts") else 1e-6
+            tolerance = 1e-3 if shape_of(inner).get("experts") else 1e-6
             moved = abs(after - before) > tolerance * max(1.0, abs(before))
             state = "leaking" if moved else "isolated"
         _, _, first, second = pair
@@ -120,3 +121,142 @@ def _all_agree(mine: bool, ids: Any, world: int) -> bool:
     flag = torch.tensor([int(mine)], device=ids.device)
     distributed.all_reduce(flag, op=distributed.ReduceOp.MIN)
     return bool(flag.item())
+
+
+def run_on(module: Any, ids: Any, mask: Any) -> int | None:
+    """Where the first sample of a full row without boundaries ends, by its end-of-text token."""
+    if ids.dim() != 2 or (mask is not None and (mask.dim() != 2 or not bool(mask[0].all()))):
+        return None
+    end = getattr(getattr(module, "config", None), "eos_token_id", None)
+    ends = end if isinstance(end, (list, tuple)) else [] if end is None else [end]
+    row = ids[0].tolist()
+    found = [i + 1 for i, token in enumerate(row) if token in ends]
+    return next((i for i in found if 2 <= i <= len(row) - 2), None)
+
+
+def _spans(module: Any, ids: Any, kwargs: dict[str, Any]) -> tuple[int, list[tuple[int, int]]]:
+    """A row, and where its samples begin and end."""
+    ends, places = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
+    if ends is not None:
+        marks = ends.tolist()
+        return 0, list(itertools.pairwise(marks))
+    if places is not None and places.dim() == 2:
+        for row, values in enumerate(places.tolist()):
+            marks = [i for i, place in enumerate(values) if place == 0] + [len(values)]
+            if len(marks) > 2:
+                return row, list(itertools.pairwise(marks))
+    split = run_on(module, ids, kwargs.get("attention_mask"))
+    return 0, [] if split is None else [(0, split), (split, int(ids.shape[-1]))]
+
+
+def two_samples(
+    module: Any, args: Any, ids: Any, kwargs: dict[str, Any], seen: dict[str, Any] | None = None
+) -> tuple[dict[str, Any], Any, int, int] | None:
+    """The first two samples of a packed batch as a batch of their own, and other tokens for the first.
+
+    `kwargs` are what the model is given, `seen` also what is known of the batch besides. None where
+    there are no two; raises ValueError where the batch has parts whose meaning is not
+    known. Each sample is cut to `TOKENS`.
+    """
+    torch = sys.modules["torch"]
+    if ids.dim() != 2 or len(args) > 1:
+        raise ValueError("the batch is no plain rows of tokens")
+    if kwargs.get("shift_labels") is not None:
+        raise ValueError("the sequence is split over several GPUs")
+    row, spans = _spans(module, ids, kwargs if seen is None else seen)
+    whole = int(ids.shape[-1])
+    long = [(a, b) for a, b in spans if b - a >= 2]
+    near = [(x, y) for x, y in itertools.pairwise(long) if x[1] == y[0]]
+    if not near:
+        return None
+    (begin, split), (_, end) = near[0]
+    first, second = min(split - begin, TOKENS), min(end - split, TOKENS)
+
+    def cut(tensor: Any) -> Any:
+        line = tensor[row : row + 1]
+        return torch.cat([line[:, begin : begin + first], line[:, split : split + second]], dim=1)
+
+    made: dict[str, Any] = {}
+    for name, value in kwargs.items():
+        if name == "num_items_in_batch" or value is None:
+            continue
+        if name.startswith("cu_seq_lens"):
+            made[name] = torch.tensor(
+                [0, first, first + second], dtype=value.dtype, device=value.device
+            )
+        elif name.startswith("max_length"):
+            made[name] = max(first, second)
+        elif hasattr(value, "dim") and value.dim() == 2 and tuple(value.shape) == tuple(ids.shape):
+            made[name] = cut(value)
+        elif hasattr(value, "dim") and value.dim() and whole in tuple(value.shape):
+            raise ValueError(f"`{name}` has a shape that is not known")
+        else:
+            made[name] = value
+    made["input_ids"] = cut(ids)
+    if "seq_idx" in made:
+        made["seq_idx"] = (torch.arange(first + second, device=ids.device)[None] >= first).to(
+            made["seq_idx"].dtype
+        )
+    if "labels" in made:
+        # the loss is the second sample's alone, its first token belongs to nobody
+        labels = made["input_ids"].clone()
+        labels[:, : first + 1] = -100
+        made["labels"] = labels
+    other = made["input_ids"].clone()
+    other[:, :first] = other[:, :first].flip(1)
+    if bool((other == made["input_ids"]).all()):
+        other[:, :first] = made["input_ids"][:, -1:]
+    if bool((other == made["input_ids"]).all()):
+        return None
+    return made, other, first, second
+
+
+def leak(
+    module: Any, made: dict[str, Any], other: Any, first: int, second: int
+) -> tuple[float, float]:
+    """The second sample's loss beside the first sample as it is, and beside a changed one.
+
+    In the mode of training, with the same random numbers for both; nothing is left behind of it: no
+    gradient, no random number drawn, no weight cast without its history.
+    """
+    torch = sys.modules["torch"]
+    ids = made["input_ids"]
+    host = torch.get_rng_state()
+    card = torch.cuda.get_rng_state(ids.device) if ids.is_cuda else None
+
+    def rewind() -> None:
+        torch.set_rng_state(host)
+        if card is not None:
+            torch.cuda.set_rng_state(card, ids.device)
+
+    losses = []
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for tokens in (ids, other):
+                rewind()
+                result = module(**{**made, "input_ids": tokens})
+                losses.append(_loss_of(result, ids, first))
+                del result
+        before, after = torch.stack(losses).tolist()
+    finally:
+        rewind()
+        # a cast made without gradients would be used again by the forward that needs them
+        torch.clear_autocast_cache()
+    return before, after
+
+
+def _loss_of(result: Any, ids: Any, first: int) -> Any:
+    """The mean loss of the tokens behind `first`, in whatever form the model tells it."""
+    torch = sys.modules["torch"]
+    told = getattr(result, "log_probs", None)
+    if told is not None:
+        return -told.double().sum() / (ids.shape[1] - first - 1)
+    loss = getattr(result, "loss", None)
+    if loss is not None and loss.numel() > 1:
+        # OLMo-core's head under DPO: one log-probability a token, of the token behind it
+        return -loss[0, first:-1].detach().double().mean()
+    if loss is not None:
+        return loss.detach().double().reshape(())
+    logits = result.logits[0, first:-1]
+    return torch.nn.functional.cross_entropy(logits.float(), ids[0, first + 1 :]).double()

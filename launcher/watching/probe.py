@@ -9,22 +9,13 @@ import time
 from typing import Any
 
 from .caches import Caches
-from .contract import Contract
-from .data import Data
+from .contract import Contract, Liger
 from .gradients import Gradients
-from .kernels import Profile
-from .liger import Liger
-from .memory import Memory
-from .model import described, device
-from .movement import Movement
-from .optimizer import Optimizer
+from .model import Memory, described, device
+from .optimizer import Movement, Optimizer
 from .packing import Packing
-from .pairs import Pairs
-from .process import Process
-from .record import say
-from .settings import Settings
-from .steps import Steps
-from .tally import Tally
+from .process import Process, Settings, say
+from .steps import Pairs, Steps, Tally
 from .watchdog import Watchdog
 
 VIOLATION = 79
@@ -32,7 +23,10 @@ VIOLATION = 79
 
 
 class Probe:
-    """What happens in training, in its order: a model is loaded, batches go forward, steps are taken."""
+    """What happens in training, in its order: a model is loaded, batches go forward, steps are taken.
+
+    What is called from a wrapper takes whatever the wrapped function takes.
+    """
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.process = Process(Settings(settings))
@@ -47,10 +41,8 @@ class Probe:
         self.movement = Movement(self.process, self.optimizer)
         self.packing = Packing(self.process, self.contract)
         self.pairs = Pairs(self.process, self.packing)
-        self.data = Data(self.process)
         self.caches = Caches(self.process, self.contract, self.watchdog)
         self.steps = Steps(self.process, self.contract, self.caches, self.pairs)
-        self.profile = Profile(self.process)
         self.tally = Tally()
         self.open = False
         self.models: set[int] = set()
@@ -61,10 +53,10 @@ class Probe:
         if id(model) in self.models:
             return
         self.models.add(id(model))
-        told = described(model, self.record)
-        self.record.write("model", **told)
+        facts = described(model, self.record)
+        self.record.write("model", **facts)
         model.register_forward_pre_hook(self.forward_begins, with_kwargs=True)
-        self.contract.seen("attention", told["attention"])
+        self.contract.seen("attention", facts["attention"])
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -81,16 +73,14 @@ class Probe:
             self.steps.settle()
             if self.process.step_begun is None:
                 self.training_begins()
-            if self.profile.begins():
-                self.tally.interrupted = True
             # what was being saved or evaluated is over
             self.watchdog.armed = self.process.step > 0
-            if self.pairs.told is None:
+            if self.pairs.hidden is None:
                 self.tally.count(ids, kwargs)
             # what the model is not told (dpo_utils.py:992), the batch says
-            seen = {**kwargs, **(self.pairs.told or {})}
-            self.packing.look(module, ids, seen)
-            self.packing.test(module, args, ids, kwargs, seen)
+            known = {**kwargs, **(self.pairs.hidden or {})}
+            self.packing.look(module, ids, known)
+            self.packing.test(module, args, ids, kwargs, known)
 
     def training_begins(self) -> None:
         self.process.step_begun = time.perf_counter()
@@ -137,28 +127,28 @@ class Probe:
         self.gradients.before_step()
         self.movement.begin()
 
-    def before_clipping(self) -> None:
+    def before_clipping(self, *_: Any, **__: Any) -> None:
         """The gradients are whole, and are about to be scaled."""
         if self.open:
             self.gradients.before_step()
 
-    def clipped(self, norm: Any) -> None:
+    def clipped(self, norm: Any, *_: Any, **__: Any) -> None:
         """A norm that upstream computed anyway."""
         if norm is not None and self.open:
             self.tally.norm = [norm]
 
-    def before_optimizer(self, optimizer: Any) -> None:
+    def before_optimizer(self, optimizer: Any, *_: Any, **__: Any) -> None:
         """Where nobody computes a norm, a few small gradients tell: what is not finite spreads down."""
-        if self.open:
-            self.gradients.before_step()
-            self.movement.begin(optimizer)
-        if not self.open or self.tally.norm or self.optimizer.scaled:
+        if not self.open:
             return
-        norm = self.optimizer.sample(optimizer)
-        if norm is not None:
-            self.tally.scalars["sampled"] = [norm]
+        self.gradients.before_step()
+        self.movement.begin(optimizer)
+        if not self.tally.norm and not self.optimizer.scaled:
+            norm = self.optimizer.sample(optimizer)
+            if norm is not None:
+                self.tally.scalars["sampled"] = [norm]
 
-    def close_step(self) -> None:
+    def close_step(self, *_: Any, **__: Any) -> None:
         """The optimizer step that is open, if one is, has been taken."""
         if not self.open:
             return
@@ -166,41 +156,34 @@ class Probe:
         process, tally = self.process, self.tally
         if process.step == 1:
             self.memory.mark("optimizer")
-            with self.record.quietly("optimizer state"):
-                self.optimizer.tell_state()
         now = time.perf_counter()
-        allocated, reserved = None, None
+        facts = tally.facts() | {
+            "step": process.at,
+            "seconds": now - (process.step_begun or process.begun),
+            "elapsed": now - process.begun,
+            "scaled": self.optimizer.scaled,
+            # transformers' Trainer has already divided each micro-batch's loss, open-instruct has not
+            "parts": 1 if self.settings.backend == "trl" else max(1, len(tally.scalars["loss"])),
+            **dict.fromkeys(("allocated_gib", "reserved_gib", "learning_rate")),
+        }
         with self.record.quietly("memory"):
-            allocated, reserved = self.memory.peaks()
-        rate = None
+            facts |= self.memory.peaks()
         with self.record.quietly("learning rate"):
-            rate = self.optimizer.learning_rate()
-        # transformers' Trainer has already divided each micro-batch's loss, open-instruct has not
-        parts = 1 if self.settings.backend == "trl" else max(1, len(tally.scalars["loss"]))
-        known: dict[str, Any] = {
-            "step": process.at, "micro_batches": tally.micro_batches, "positions": tally.positions,
-            "seconds": now - (process.step_begun or process.begun), "elapsed": now - process.begun,
-            "allocated_gib": allocated, "reserved_gib": reserved, "learning_rate": rate,
-            "parts": parts, "scaled": self.optimizer.scaled, "interrupted": tally.interrupted,
-        }  # fmt: skip
-        self.watchdog.step(known["seconds"], first=process.step == 1)
-        self.steps.add({**tally.scalars, "norm": tally.norm}, known)
+            facts["learning_rate"] = self.optimizer.learning_rate()
+        self.watchdog.step(facts["seconds"], first=process.step == 1)
+        self.steps.add({**tally.scalars, "norm": tally.norm}, facts)
         # a step lasts from the end of the one before: its data loading and logging are part of it
         process.step_begun = now
         self.tally = Tally()
         self.steps.settle()
         self.gradients.settle()
-        if self.profile.kernels is not None:
-            self.watchdog.rest()
-            self.profile.ends()
-            self.tally.interrupted = True
         if process.step & (process.step - 1) == 0:
             self.liger.report()
         self.contract.after_step(process.step)
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def rests(self) -> None:
+    def rests(self, *_: Any, **__: Any) -> None:
         """Something is saved, evaluated or uploaded: first see that what is saved is any good."""
         with self.record.quietly("last step"):
             self.watchdog.rest()
@@ -228,7 +211,6 @@ class Probe:
     def ends(self) -> None:
         self.rests()
         self.gradients.ends()
-        self.profile.tell_missing()
         if self.process.step:
             self.memory.mark("end")
         self.liger.report()

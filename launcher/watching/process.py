@@ -1,13 +1,155 @@
-"""This training process, and where in the run it stands."""
+"""This training process: what `launch` wants of its probe, where in the run it stands, and its record.
+
+The record of a rank is a file of events, a JSON line each; what fails inside the probe is a note in it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
+import json
+import math
 import os
+import stat
+import sys
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
-from .record import Record
-from .settings import Settings
+NOTES = 20  # of trouble: what fails in every step fails in the same way
+ROOM = 2**20  # bytes of events that are kept while the disk is full
+
+
+class Console(io.FileIO):
+    """A console log that loses what a full disk does not take, and does not end the training."""
+
+    lost = 0
+
+    def write(self, block: Any, /) -> int:
+        """All of it counts as written where there is no room."""
+        left = memoryview(block)
+        try:
+            while left:
+                left = left[super().write(left) :]
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            Console.lost += len(left)
+        return len(block)
+
+
+def spare_streams() -> None:
+    """Have stdout and stderr go on when the disk that they are written to is full."""
+    for name in ("stdout", "stderr"):
+        with contextlib.suppress(Exception):
+            before = getattr(sys, name)
+            if not stat.S_ISREG(os.fstat(before.fileno()).st_mode):
+                continue
+            before.flush()
+            raw: Any = Console(before.fileno(), "w", closefd=False)
+            plain = isinstance(before.buffer, io.FileIO)
+            stream = io.TextIOWrapper(
+                raw if plain else io.BufferedWriter(raw), encoding=before.encoding,
+                errors=before.errors, line_buffering=before.line_buffering,
+                write_through=before.write_through,
+            )  # fmt: skip
+            setattr(sys, name, stream)
+
+
+class Record:
+    """Appends events to this rank's file; flushes each; only in the process that opened it."""
+
+    def __init__(self, folder: str, rank: int) -> None:
+        self.pid = os.getpid()
+        self.lock = threading.Lock()
+        self.stream: Any = None
+        self.stacks = os.path.join(folder, f"rank-{rank}.stacks.txt")
+        self.troubles = 0
+        self.supplied: set[str] = set()
+        with contextlib.suppress(OSError):
+            os.makedirs(folder, exist_ok=True)
+            path = os.path.join(folder, f"rank-{rank}.jsonl")
+            # what a full disk does not take is kept, and written once there is room again
+            self.stream = open(path, "a", ROOM, encoding="utf-8")  # noqa: SIM115 - open until the end
+
+    def ours(self) -> bool:
+        """False in forked data workers, which inherit the stream: their events would tear lines."""
+        return os.getpid() == self.pid
+
+    def write(self, event: str, **fields: Any) -> None:
+        if self.stream is None or not self.ours():
+            return
+        # whatever is wrong, with the disk or with a value, is no reason to stop training
+        with contextlib.suppress(Exception):
+            line = json.dumps({"t": round(time.time(), 3), "event": event, **fields}, default=str)
+            with self.lock:
+                self.stream.write(line + "\n")
+                self.stream.flush()
+
+    def trouble(self, where: str, error: BaseException) -> None:
+        self.troubles += 1
+        if self.troubles <= NOTES:
+            self.write("note", text=f"probe: {where}: {type(error).__name__}: {error}")
+
+    @contextlib.contextmanager
+    def quietly(self, where: str) -> Iterator[None]:
+        """What fails in here is noted, and not raised into training."""
+        try:
+            yield
+        except Exception as error:
+            self.trouble(where, error)
+
+    def supply(self, what: str, why: str) -> None:
+        """Note once that something was supplied that this machine lacks."""
+        if what not in self.supplied:
+            self.supplied.add(what)
+            self.write("supplied", what=what, why=why)
+
+
+def say(message: str) -> None:
+    """One line on stderr, which goes into the run's console log; a bar may stand on the line."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"\nlaunch: {message}\n".encode(errors="replace"))
+
+
+def finite(value: float | None) -> float | None:
+    """As JSON can hold it."""
+    return None if value is None or not math.isfinite(value) else value
+
+
+class Settings:
+    """What `launch` wants of the probe; whatever is missing asks for nothing.
+
+    `target` upstream's script, `out` folder of the records, `cpu`, `backend`, `stage`; `packed`
+    whether packing was asked for (the same on every rank, so that collectives may depend on it);
+    `gradients` whether those of autograd are compared with those that the optimizer uses; `expect`
+    point -> state; `on_violation` stop or warn; `within` optimizer steps until what is expected must be
+    proved; `isolation` whether packing is tested; `on_hang` stop or report; `hang_factor` times the
+    median step, and `hang_seconds` at least, make a hang; `first_loss` is what the first step must give
+    where the policy still is its own reference; without `final_save` the run ends after its last step.
+    """
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.target = str(values["target"])
+        self.out = str(values["out"])
+        self.cpu = bool(values.get("cpu"))
+        self.backend = values.get("backend")
+        self.stage = values.get("stage")
+        self.packed = bool(values.get("packed"))
+        expect = values.get("expect") or {}
+        self.expect = {point: state for point, state in expect.items() if state != "any"}
+        self.gradients = expect.get("gradients") != "any"
+        self.checks_loss = expect.get("loss", "finite") != "any"
+        self.stops = values.get("on_violation") == "stop"
+        self.within = int(values.get("within") or 3)
+        self.isolation = bool(values.get("isolation", True))
+        self.stops_hang = values.get("on_hang") == "stop"
+        self.hang_factor = float(values.get("hang_factor") or 20)
+        self.hang_seconds = float(values.get("hang_seconds") or 300)
+        self.first_loss = values.get("first_loss")
+        self.final_save = bool(values.get("final_save", True))
 
 
 class Process:

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .record import Record
+from .process import Record
 
 _CHECKPOINT = re.compile(r"(?:^|/)(?:step_|epoch_|global_step|(?:tmp-)?checkpoint-)\d+(?:/|$)")
 _WEIGHTS = re.compile(r"(?:adapter_|pytorch_)?model[\w.-]*\.(?:safetensors|bin)\Z")

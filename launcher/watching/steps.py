@@ -1,4 +1,7 @@
-"""Optimizer steps that were taken, on their way from the device into the record: nobody waits for them."""
+"""What an optimizer step adds up to, and its numbers' way from the device into the record.
+
+Nobody waits for them: they are written when they have arrived.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,121 @@ from typing import Any
 
 from .caches import Caches
 from .contract import Contract
-from .memory import torch_in_use
-from .pairs import Pairs
-from .process import Process
-from .record import finite
+from .model import torch_in_use
+from .packing import Packing
+from .process import Process, finite, say
+
+BRANCHES = ("chosen", "rejected")
+
+
+class Tally:
+    """The optimizer step in the making; its numbers stay on the device and are read once a step.
+
+    `positions` of the batches, `norm` of the gradients where somebody computes it; `interrupted` where
+    something else happened meanwhile, so that the step tells no speed.
+    """
+
+    def __init__(self) -> None:
+        self.scalars: dict[str, list[Any]] = {"loss": [], "tokens": [], "rows": []}
+        self.norm: list[Any] = []
+        self.micro_batches = 0
+        self.positions = 0
+        self.interrupted = False
+
+    def facts(self) -> dict[str, Any]:
+        """What is known of it on the host."""
+        return {
+            "micro_batches": self.micro_batches,
+            "positions": self.positions,
+            "interrupted": self.interrupted,
+        }
+
+    def loss(self, loss: Any) -> None:
+        """That of a micro-batch, as it is given to `backward`."""
+        self.scalars["loss"].append(loss.detach())
+        self.micro_batches += 1
+
+    def add(self, rows: Any, positions: int, tokens: Any) -> None:
+        """Rows, positions, and the positions that hold a token."""
+        self.positions += positions
+        self.scalars["tokens"].append(tokens)
+        self.scalars["rows"].append(rows)
+
+    def count(self, ids: Any, kwargs: dict[str, Any]) -> None:
+        """The same of a batch that the model is given."""
+        mask, places = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        ends = kwargs.get("cu_seq_lens_q")
+        rows: Any = int(ids.shape[0]) if ids.dim() == 2 else 1
+        real: Any = ids.numel()
+        if mask is not None and mask.dim() == 2:
+            real = mask.sum()
+        elif places is not None and places.dim() == 2 and places.shape[-1] == ids.shape[-1]:
+            # behind the last sample every position is said to be the first
+            start = places == 0
+            waste = (start[:, 1:] & start[:, :-1]).sum()
+            real, rows = places.numel() - waste, start.sum() - waste
+        elif ends is not None:
+            real, rows = ends[-1], int(ends.numel()) - 1
+        self.add(rows, int(ids.numel()), real)
+
+
+class Pairs:
+    """The pairs of each micro-batch, and what is known of the one that runs.
+
+    `hidden` is that of the model's batch which the model is not told, under transformers' names; None
+    where no micro-batch was seen. `alike` ranks share each batch.
+    """
+
+    def __init__(self, process: Process, packing: Packing) -> None:
+        self.process = process
+        self.packing = packing
+        self.hidden: dict[str, Any] | None = None
+        self.counts: list[int] = []
+        self.alike = 1
+
+    def begins(self, batch: dict[str, Any], tally: Tally) -> None:
+        ids = [batch[f"{branch}_input_ids"] for branch in BRANCHES]
+        ends: list[Any] = [batch.get(f"{branch}_cu_seq_lens_k") for branch in BRANCHES]
+        masks: list[Any] = [batch.get(f"{branch}_attention_mask") for branch in BRANCHES]
+        positions = sum(int(one.numel()) for one in ids)
+        real: Any = positions
+        rows = sum(int(one.shape[0]) for one in ids)
+        hidden: dict[str, Any] = {}
+        if ends[0] is not None and ends[1] is not None:
+            real = ends[0][-1] + ends[1][-1]
+            rows = int(ends[0].numel()) + int(ends[1].numel()) - 2
+            # of the row that both become, the first half
+            hidden = {"cu_seq_lens_q": ends[0], "samples": rows}
+            tally.scalars.setdefault("longer", []).append(ends[0][-1].maximum(ends[1][-1]))
+        elif masks[0] is not None and masks[1] is not None:
+            real = masks[0].sum() + masks[1].sum()
+            hidden = {"attention_mask": masks[0]}
+        self.hidden = hidden
+        self.counts.append(rows // 2)
+        # the same batch as another rank's, which counts it
+        if self.process.rank % self.alike == 0:
+            tally.add(rows, positions, real)
+
+    def tell_waste(self, tokens: int, positions: int, pairs: int, longer: float) -> None:
+        """Rows that are computed whole, and stay empty for more than half.
+
+        Chosen and rejected fill a half each: the one with more tokens, `longer`, decides how many pairs fit.
+        """
+        if not self.counts or not self.packing.on or not positions or tokens * 2 >= positions:
+            return
+        filled = tokens / positions
+        # by this step's own lengths; a row with fewer pairs than another had no room for the next one
+        known = longer > 0 and pairs >= max(self.counts)
+        fits = max(pairs, int(pairs * positions / 2 / longer)) if known else pairs
+        better = 1 << max(0, fits.bit_length() - 1)
+        message = f"batch {pairs} uses {filled:.0%} of each step"
+        if better > pairs:
+            message += f"; {better} fills {min(1.0, filled * better / max(1, pairs)):.0%}"
+        self.process.record.write(
+            "half_wasted", pairs=pairs, filled=round(filled, 4), better=better, message=message
+        )
+        if self.process.rank == 0:
+            say(f"warning: {message}: rows are computed whole, however many pairs stand in them")
 
 
 class Reading:
@@ -111,15 +225,27 @@ class Steps:
         if known["step"] == process.base + process.settings.within:
             longer = max(values.get("longer", [0]))
             self.pairs.tell_waste(tokens, known["positions"], rows // 2, longer)
+        kept = (
+            "micro_batches",
+            "positions",
+            "interrupted",
+            "learning_rate",
+            "allocated_gib",
+            "reserved_gib",
+        )
         self.record.write(
-            "step", step=known["step"], loss=mean, finite=whole,
-            micro_batches=known["micro_batches"], rows=rows, tokens=tokens,
-            positions=known["positions"], wasted=known["positions"] - tokens,
-            grad_norm=finite(norm), learning_rate=known["learning_rate"],
-            seconds=round(seconds, 4), elapsed=round(known["elapsed"], 4),
-            interrupted=known["interrupted"],
-            allocated_gib=known["allocated_gib"], reserved_gib=known["reserved_gib"],
-        )  # fmt: skip
+            "step",
+            step=known["step"],
+            loss=mean,
+            finite=whole,
+            rows=rows,
+            tokens=tokens,
+            wasted=known["positions"] - tokens,
+            grad_norm=finite(norm),
+            seconds=round(seconds, 4),
+            elapsed=round(known["elapsed"], 4),
+            **{name: known[name] for name in kept},
+        )
         if not valid:
             value = next(str(loss) for loss in losses if not math.isfinite(loss))
             self.contract.nonfinite("loss", value, known["step"])

@@ -11,7 +11,20 @@ from collections.abc import Callable
 from typing import Any
 
 from .hooks import wrap, wrap_known
-from .record import Record
+from .process import Record
+
+
+def answer(record: Record, what: str, why: str, value: Any = None) -> Callable[..., Any]:
+    """A function that answers `value`, whatever it is asked; one each time.
+
+    torch.compile's own table refuses one object under two of its names.
+    """
+
+    def call(*_: Any, **__: Any) -> Any:
+        record.supply(what, why)
+        return value
+
+    return call
 
 
 def supply_snapshot(record: Record, module: types.ModuleType) -> None:
@@ -48,39 +61,19 @@ def supply_gloo(record: Record, module: types.ModuleType) -> None:
 
 def supply_memory_monitor(record: Record, module: types.ModuleType) -> None:
     """dpo.py:70 watches the GPU's memory whether there is one or not."""
-
-    def nothing(original: Any, *_: Any, **__: Any) -> None:
-        record.supply("memory_monitor", "OLMo-core's memory monitor needs a GPU")
-
+    nothing = answer(record, "memory_monitor", "OLMo-core's memory monitor needs a GPU")
     wrap_known(module.GPUMemoryMonitorCallback, ("pre_train", "pre_step", "post_step"), nothing)
 
 
 def supply_cuda_counters(record: Record, module: types.ModuleType) -> None:
     """finetune.py:911 and dpo_utils.py:488 read them without asking whether there is a GPU."""
     why = "upstream reads CUDA memory counters at every log line"
-
-    def zero() -> Callable[..., int]:
-        # one function a name: torch.compile's own table refuses one object under two of its names
-        def counter(*_: Any, **__: Any) -> int:
-            record.supply("cuda_counters", why)
-            return 0
-
-        return counter
-
-    class Properties:
-        name = "cpu"
-        # upstream divides by it
-        total_memory = 1
-
-    def properties(*_: Any, **__: Any) -> Properties:
-        record.supply("cuda_counters", why)
-        return Properties()
-
+    # upstream divides by the memory
+    properties = types.SimpleNamespace(name="cpu", total_memory=1)
     # OLMo-core chooses its device without asking, too (olmo_core/distributed/utils.py: set_device)
     zeros = ("max_memory_allocated", "max_memory_reserved", "current_device", "set_device")
-    supplies = {**{name: zero() for name in zeros}, "get_device_properties": properties}
-    for name, supplied in supplies.items():
-        setattr(module, name, supplied)
+    for name, value in [*((name, 0) for name in zeros), ("get_device_properties", properties)]:
+        setattr(module, name, answer(record, "cuda_counters", why, value))
 
 
 def supply_locations(record: Record, module: types.ModuleType) -> None:
@@ -97,14 +90,6 @@ def supply_locations(record: Record, module: types.ModuleType) -> None:
 
 def supply_mfu(record: Record, module: types.ModuleType) -> None:
     """utils.py:1872: MFU needs a known GPU name; on a CPU the figure means nothing and is 0."""
-    dims = module.ModelDims
-
-    def none(value: Any) -> Callable[..., Any]:
-        def told(*_: Any, **__: Any) -> Any:
-            record.supply("mfu", "MFU needs a known GPU; reported as 0")
-            return value
-
-        return told
-
-    wrap(dims, "calculate_mfu", none(0.0))
-    wrap(dims, "approximate_learner_utilization", none({"mfu": 0.0}))
+    why = "MFU needs a known GPU; reported as 0"
+    for name, value in (("calculate_mfu", 0.0), ("approximate_learner_utilization", {"mfu": 0.0})):
+        wrap(module.ModelDims, name, answer(record, "mfu", why, value))

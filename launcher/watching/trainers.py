@@ -1,4 +1,4 @@
-"""accelerate, transformers' Trainer and open-instruct's saving: where training tells what it does."""
+"""accelerate, transformers' Trainer, OLMo-core, open-instruct's saving: where training tells what it does."""
 
 from __future__ import annotations
 
@@ -8,31 +8,29 @@ from collections.abc import Callable
 from typing import Any
 
 from . import saves
-from .hooks import wrap, wrap_known
+from .hooks import observed, wrap, wrap_known
 from .probe import Probe
 
 
 def watch_accelerate(probe: Probe, module: types.ModuleType) -> None:
-    def prepare(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-        model = False
-        for item in args:
+    def preparing(accelerator: Any, *items: Any, **_: Any) -> None:
+        for item in items:
             with probe.record.quietly("prepare"):
-                if hasattr(item, "named_parameters") and hasattr(item, "forward"):
-                    model = True
+                if _is_model(item):
                     probe.memory.mark("load")
                     probe.saw_model(item)
                 elif hasattr(item, "param_groups") and hasattr(item, "zero_grad"):
                     probe.optimizer.saw(item, accelerator)
-        result = original(accelerator, *args, **kwargs)
+
+    def prepared(result: Any, _: Any, *items: Any, **__: Any) -> None:
         for item in result if isinstance(result, (tuple, list)) else (result,):
             with probe.record.quietly("prepared"):
                 if hasattr(item, "zero_optimization_stage"):
                     probe.optimizer.saw_engine(item)
-                if hasattr(item, "named_parameters") and hasattr(item, "forward"):
+                if _is_model(item):
                     probe.gradients.prepared(item)
-        if model:
+        if any(map(_is_model, items)):
             probe.memory.mark("prepare")
-        return result
 
     def backward(original: Any, accelerator: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
         probe.backward_begins(loss)
@@ -41,24 +39,20 @@ def watch_accelerate(probe: Probe, module: types.ModuleType) -> None:
         return result
 
     owner = module.Accelerator
-    wrap(owner, "prepare", prepare)
+    wrap(owner, "prepare", observed(probe.record, before=preparing, after=prepared))
     wrap(owner, "backward", backward)
     wrap_known(owner, ("clip_grad_norm_",), clipping(probe))
     wrap_known(owner, ("save_state", "get_state_dict"), resting(probe))
     wrap_known(owner, ("load_state",), resuming(probe))
 
 
+def _is_model(item: Any) -> bool:
+    return hasattr(item, "named_parameters") and hasattr(item, "forward")
+
+
 def watch_optimizer(probe: Probe, module: types.ModuleType) -> None:
     """accelerate's wrapper steps in every micro-batch and acts in the last one."""
-
-    def step(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        with probe.record.quietly("gradients"):
-            probe.before_optimizer(optimizer)
-        result = original(optimizer, *args, **kwargs)
-        with probe.record.quietly("step"):
-            probe.close_step()
-        return result
-
+    step = observed(probe.record, before=probe.before_optimizer, after=probe.close_step)
     wrap(module.AcceleratedOptimizer, "step", step)
 
 
@@ -85,72 +79,135 @@ def of_script(*args: Any, **kwargs: Any) -> Any:
 
 
 def watch_saving(probe: Probe, module: types.ModuleType) -> None:
-    def save(original: Any, model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        probe.rests()
-        result = original(model, save_directory, *args, **kwargs)
+    def saved(_: Any, _model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("is_main_process", True):
             probe.record.write("saved", path=str(save_directory))
             with probe.record.quietly("saved model"):
                 saves.note(probe.record, save_directory)
         probe.memory.mark("save", again=True)
-        return result
 
+    save = observed(probe.record, before=probe.rests, after=saved)
     wrap(module.PreTrainedModel, "save_pretrained", save)
 
 
 def resting(probe: Probe) -> Callable[..., Any]:
     """For what takes long and is no step."""
-
-    def rest(original: Any, *args: Any, **kwargs: Any) -> Any:
-        probe.rests()
-        return original(*args, **kwargs)
-
-    return rest
+    return observed(probe.record, before=probe.rests)
 
 
 def saving(probe: Probe, folder: Callable[..., Any]) -> Callable[..., Any]:
     """For what writes the final model into `folder`; Trainer's checkpoints call it too, and say so."""
 
-    def save(original: Any, *args: Any, **kwargs: Any) -> Any:
+    def begin(*_: Any, **kwargs: Any) -> None:
         probe.rests()
         if not kwargs.get("_internal_call"):
             probe.leaves_out_final_save()
-        result = original(*args, **kwargs)
-        with probe.record.quietly("saved model"):
-            if not probe.process.rank:
-                saves.note(probe.record, folder(*args, **kwargs))
-        return result
 
-    return save
+    def saved(_: Any, *args: Any, **kwargs: Any) -> None:
+        if not probe.process.rank:
+            saves.note(probe.record, folder(*args, **kwargs))
+
+    return observed(probe.record, before=begin, after=saved)
 
 
 def resuming(probe: Probe) -> Callable[..., Any]:
     """For what loads a checkpoint, given as the first argument; afterwards its steps are counted."""
 
-    def resume(original: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
-        process = probe.process
-        given = args[0] if args else next(iter(kwargs.values()), None)
-        # Trainer calls it without a checkpoint too
-        process.resumed = process.resumed or given is not None or not (args or kwargs)
-        result = original(owner, *args, **kwargs)
-        with probe.record.quietly("resume"):
-            if isinstance(given, (str, os.PathLike)):
-                path = os.fspath(given)
-                process.resumes(path, probe.optimizer.steps_done(path))
-        return result
+    def checkpoint(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args[0] if args else next(iter(kwargs.values()), None)
 
-    return resume
+    def begin(_: Any, *args: Any, **kwargs: Any) -> None:
+        # Trainer calls it without a checkpoint too
+        if checkpoint(args, kwargs) is not None or not (args or kwargs):
+            probe.process.resumed = True
+
+    def resumed(_: Any, _owner: Any, *args: Any, **kwargs: Any) -> None:
+        path = checkpoint(args, kwargs)
+        if isinstance(path, (str, os.PathLike)):
+            path = os.fspath(path)
+            probe.process.resumes(path, probe.optimizer.steps_done(path))
+
+    return observed(probe.record, before=begin, after=resumed)
 
 
 def clipping(probe: Probe) -> Callable[..., Any]:
     """For what clips the gradients and returns their norm."""
+    return observed(probe.record, before=probe.before_clipping, after=probe.clipped)
 
-    def clip(original: Any, *args: Any, **kwargs: Any) -> Any:
-        with probe.record.quietly("gradients"):
-            probe.before_clipping()
-        norm = original(*args, **kwargs)
-        with probe.record.quietly("gradient norm"):
-            probe.clipped(norm)
-        return norm
 
-    return clip
+# -- OLMo-core's trainer, which dpo.py starts: it calls everything itself, with no accelerate around it
+
+
+def watch_olmo_module(probe: Probe, module: types.ModuleType) -> None:
+    """open-instruct's training module: the model, and each micro-batch."""
+
+    def building(*_: Any, **__: Any) -> None:
+        probe.memory.mark("load")
+
+    def built(_: Any, trained: Any, *args: Any, **kwargs: Any) -> None:
+        probe.saw_model(trained.model)
+        probe.optimizer.saw(trained.optim, None)
+        probe.gradients.prepared(trained.model)
+        # dpo.py:191
+        degree = getattr(trained.dpo_config, "tensor_parallel_degree", 1)
+        probe.pairs.alike = max(1, int(degree))
+        probe.memory.mark("prepare")
+
+    def before_batch(_: Any, micro_batch: Any, *args: Any, **kwargs: Any) -> None:
+        if not probe.process.testing:
+            probe.micro_batch_begins(micro_batch)
+
+    def after_batch(result: Any, *_: Any, **__: Any) -> None:
+        probe.pairs.hidden = None
+        if not probe.process.testing:
+            probe.backward_begins(result[0])
+
+    def train(original: Any, trained: Any, batch: Any, dry_run: bool = False) -> Any:
+        # a batch that only warms up is none of training
+        probe.process.testing = probe.process.testing or dry_run
+        try:
+            return original(trained, batch, dry_run=dry_run)
+        finally:
+            probe.process.testing = False if dry_run else probe.process.testing
+
+    owner, record = module.DPOTrainModule, probe.record
+    wrap(owner, "__init__", observed(record, before=building, after=built))
+    micro_batch = observed(record, before=before_batch, after=after_batch)
+    wrap(owner, "_compute_microbatch_loss", micro_batch)
+    wrap(owner, "train_batch", train)
+
+
+def watch_olmo_step(probe: Probe, module: types.ModuleType) -> None:
+    """OLMo-core's own training module: gradients and optimizer."""
+
+    def begin(trained: Any, *_: Any, **__: Any) -> None:
+        probe.step_begins()
+        if getattr(trained, "max_grad_norm", None) is None:
+            probe.before_optimizer(trained.optim)
+
+    owner = module.TransformerTrainModule
+    wrap(owner, "optim_step", observed(probe.record, before=begin, after=probe.close_step))
+    wrap_known(owner, ("_clip_grad_norm",), clipping(probe))
+
+
+def watch_olmo_trainer(probe: Probe, module: types.ModuleType) -> None:
+    """Checkpoints are loaded and saved by it; after `fit` the weights are gathered, which may take long."""
+
+    def loaded(_: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        done = int(getattr(trainer, "global_step", 0) or 0)
+        if done:
+            folder = args[0] if args else kwargs.get("dir")
+            probe.process.resumes(str(folder), done)
+
+    def begin(*_: Any, **__: Any) -> None:
+        # OLMo-core's memory monitor sets the counters back before its first step
+        probe.memory.mark("reference")
+
+    def over(*_: Any, **__: Any) -> None:
+        probe.rests()
+        probe.leaves_out_final_save()
+
+    owner, record = module.Trainer, probe.record
+    wrap_known(owner, ("load_checkpoint",), observed(record, after=loaded))
+    wrap_known(owner, ("save_checkpoint", "save_checkpoint_async"), resting(probe))
+    wrap(owner, "fit", observed(record, before=begin, after=over))

@@ -11,8 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from .process import Process
-from .record import say
+from .process import Process, say
 
 LEASE = "LAUNCH_LEASE"
 """The environment variable that names the lease of the output folder, for its heartbeat."""

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from launcher import panels, series
-from launcher.earlier import listed, mapping
 from launcher.markup import Html, details, join, number_cell, table, tag, text
 from launcher.panels import Panel
 from launcher.plan import titled
+from launcher.record import listed, mapping
 from launcher.series import Run, Series
 
 _ASSETS = Path(__file__).resolve().parent / "assets"

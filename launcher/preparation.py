@@ -10,16 +10,15 @@ from typing import Any
 
 from launcher import (
     caches,
-    checkpointing,
     command,
     config,
     contents,
     devices,
     doctor,
-    earlier,
     lease,
     machine,
     plan,
+    position,
     rendezvous,
     resume,
     rundir,
@@ -138,7 +137,7 @@ class Prepared:
             "resume": self.decision.as_json(),
             "asked_output": None if self.asked is None else str(self.asked),
             "contents": list(self.holds),
-            "checkpoints": checkpointing.interval(self.plan),
+            "checkpoints": position.interval(self.plan),
         }
 
 
@@ -311,7 +310,7 @@ def of_earlier_run(dry: Prepared) -> tuple[Finding, ...]:
             made = caches.applied(made, held)
             decision = resume.judge(
                 made, output=dry.output, folder=folder, trainer=dry.trainer, caches=held,
-                history=earlier.manifests(made.stage.options.stage, folder, dry.output),
+                history=resume.manifests(made.stage.options.stage, folder, dry.output),
                 now=contents.of_plan(made), allowed=dry.request.allowed,
             )  # fmt: skip
         except NotReady:
@@ -325,7 +324,7 @@ def _history(
     stage: stages.Stage, before: RunFolder | None, output: Path | None, here: Rendezvous | None
 ) -> list[Mapping[str, Any]]:
     """The manifests of the attempts so far."""
-    found = earlier.manifests(stage.options.stage, before, output)
+    found = resume.manifests(stage.options.stage, before, output)
     last = lease.newest(output) if here is not None and here.rank else None
     # the first of several machines has begun already: that is this very start
     return found[:-1] if last is not None and last.beats() else found

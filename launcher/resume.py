@@ -9,33 +9,26 @@ checkpoint cannot be resumed exactly and an older one can, that one is taken.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from launcher import (
-    changes,
-    checkpointing,
-    checkpoints,
-    checksums,
-    earlier,
-    lease,
-    position,
-    rundir,
-)  # fmt: skip
+from launcher import changes, checkpoints, checksums, evidence, files, lease, position, rundir
 from launcher.caches import Cache
 from launcher.changes import Change
 from launcher.checkpoints import Checkpoint
 from launcher.contents import Contents
-from launcher.earlier import Attempts, Manifest
 from launcher.errors import Finding, Severity, errors, not_ready, usage
 from launcher.machine import Trainer
 from launcher.paths import canonical, exists
 from launcher.plan import Derived, Plan, model_in
-from launcher.position import Place, Wrong
+from launcher.position import Place, Shape, Wrong
+from launcher.record import Record
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
 from launcher.schema import Values
@@ -43,7 +36,7 @@ from launcher.stage import Stage
 
 Kind = Literal["new", "resume", "finished"]
 
-SUPERSEDED: frozenset[str] = frozenset(
+SUPERSEDED = frozenset(
     {
         "foreign-checkpoints",
         "resume-position",
@@ -54,6 +47,9 @@ SUPERSEDED: frozenset[str] = frozenset(
     }
 )
 """Codes of rules that know the folder alone: of a run of ours, its `Decision` says more."""
+_LOOKED_AT = 64 * 2**20  # bytes of a log: training begins long before
+_ROWS = re.compile(rb"\*{5} Running training \*{5}.{0,400}?Num examples = ([\d,]+)", re.DOTALL)
+_REFERENCE = re.compile(rb"(?:Saving|Loading) reference logprobs cache (?:to|from) (\S[^\r\n]*)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,10 +110,10 @@ def place(stage: Stage, asked: Path | None, runs: Iterable[RunFolder], *, fresh:
     """
     if asked is None:
         return Placed(output=None)
-    told: list[tuple[RunFolder | None, Manifest]] = [*rundir.outlines(runs)]
+    known: list[tuple[RunFolder | None, Record]] = [*rundir.outlines(runs)]
     name = stage.entry.names.output
     if fresh:
-        used = {str(one.get("output")) for _, one in told}
+        used = {str(record.get("output")) for _, record in known}
         if not exists(asked) and _text(asked) not in used:
             return Placed(output=asked)
         value, folder = next(
@@ -130,20 +126,18 @@ def place(stage: Stage, asked: Path | None, runs: Iterable[RunFolder], *, fresh:
     # of runs whose folders are gone, their output folders tell
     beside = itertools.takewhile(lambda one: exists(one[1]), _beside(stage))
     for folder in reversed([asked, *(folder for _, folder in beside)]):
-        told += [(None, one) for one in lease.manifests(folder)[-1:]]
-    ours = ((f, one) for f, one in told if one.get("stage") == stage.options.stage)
-    begun, newest = next((pair for pair in ours if _asked(pair[1]) == _text(asked)), (None, {}))
-    if begun is not None:
-        newest = rundir.read_manifest(begun)
-    output, value = newest.get("output"), earlier.value_of(newest, name)
-    if output == _text(asked) or not isinstance(output, str) or not isinstance(value, str):
-        return Placed(output=asked)
-    why = "the run that was started over with --fresh goes on there"
-    return Placed(output=Path(output), derived={name: Derived(value=value, why=why)})
-
-
-def _asked(manifest: Manifest) -> Any:
-    return manifest.get("asked_output") or manifest.get("output")
+        known += [(None, record) for record in lease.manifests(folder)[-1:]]
+    for begun, newest in known:
+        requested = newest.get("asked_output") or newest.get("output")
+        if newest.get("stage") != stage.options.stage or requested != _text(asked):
+            continue
+        record = newest if begun is None else rundir.read_manifest(begun)
+        value = record.argument(name)
+        if record.output in (None, Path(_text(asked))) or not isinstance(value, str):
+            break
+        why = "the run that was started over with --fresh goes on there"
+        return Placed(output=record.output, derived={name: Derived(value=value, why=why)})
+    return Placed(output=asked)
 
 
 def _text(path: Path) -> str:
@@ -194,28 +188,26 @@ def set_aside(decision: Decision, attempt: int) -> list[Path]:
 # --- without the decision ---------------------------------------------------------------------------
 
 
-def would(decision: Decision | None) -> str | None:
+def describe(decision: Decision | None) -> str | None:
     """What `launch sft` and `launch dpo` do with a decision; None where they begin anew, as a bare command.
 
     The decision is None while that run is still going on.
     """
-    found = decision.findings if decision is not None else ()
-    refused = next((one for one in found if one.severity == "error"), None)
     if decision is None:
         return "refuse it, as that run is still going on"
-    if refused is not None:
-        return f"refuse it ({refused.code}: {refused.message})"
+    if refused := errors(decision.findings):
+        return f"refuse it ({refused[0].code}: {refused[0].message})"
     if decision.kind == "finished":
         return "train nothing, it is finished"
     return None if decision.checkpoint is None else f"go on from {decision.checkpoint.name}"
 
 
-def of_a_bare_command(
-    would: str, plan: Plan, output: Path | None, folder: RunFolder
+def warn_pasted_command(
+    action: str, plan: Plan, output: Path | None, folder: RunFolder
 ) -> tuple[Finding, ...]:
     """What to know of a command that is pasted where a run has been: it carries no decision out.
 
-    `would` is what launch itself does there.
+    `action` is what launch itself does there.
     """
     if plan.stage.options.backend == "trl":
         # trl/scripts/sft.py:113
@@ -225,14 +217,14 @@ def of_a_bare_command(
         does = f"goes on from {taken.name}, whatever has changed since"
     else:
         does = "trains into the same folder"
-    said = Finding(
+    warning = Finding(
         severity="warning", layer="launch", code="earlier-run",
         key=f"args.{plan.stage.entry.names.output}",
-        message=f"{output} is that of {folder.path.name}: launch itself would {would}; "
+        message=f"{output} is that of {folder.path.name}: launch itself would {action}; "
         f"this line {does}",
         help="say it without --dry-run, or with --fresh for a line that takes a folder beside it",
     )  # fmt: skip
-    return (plan.stage.config.placed(said),)
+    return (plan.stage.config.placed(warning),)
 
 
 def _taken_by_upstream(plan: Plan, output: Path | None) -> Path | None:
@@ -242,6 +234,133 @@ def _taken_by_upstream(plan: Plan, output: Path | None) -> Path | None:
         return None
 
 
+# --- the attempts so far ------------------------------------------------------------------------------
+
+
+def manifests(stage: str, folder: RunFolder | None, output: Path | None) -> list[Record]:
+    """The manifests of the attempts of a stage so far, the oldest first, without those that cannot be read.
+
+    They are in the run folder, and in the output folder too: there those of all starts into it, whichever
+    run folder these had, and whatever has become of that.
+    """
+    kept = [record for record in lease.manifests(output) if record.get("stage") == stage]
+    own: list[Record] = []
+    if folder is not None:
+        last = rundir.read_manifest(folder)
+        before = range(1, last.number("attempt") or 1)
+        own = [*(rundir.read_kept_manifest(folder, n) for n in before), last]
+    return max([record for record in own if record], kept, key=len)
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempts:
+    """The earlier attempts of a run, by their manifests, the oldest first.
+
+    A checkpoint is compared with the settings it was saved under, not with those of the last attempt: that
+    one may have been started with others and saved nothing. `folder` is None where it is gone, and `code`
+    then the exit code of the last one, as far as the output folder tells.
+    """
+
+    plan: Plan
+    folder: RunFolder | None
+    records: Sequence[Record]
+    code: int | None = None
+
+    @property
+    def last(self) -> Record:
+        """The manifest of the last one, empty without any."""
+        return self.records[-1] if self.records else Record()
+
+    def maker(self, checkpoint: Checkpoint) -> Record:
+        """The manifest of the attempt that saved it: the last that did not find it there."""
+        for record in reversed(self.records):
+            if checkpoint.name not in record.items_of("resume", "kept"):
+                return record
+        return self.records[0] if self.records else Record()
+
+    def shape(self, record: Record | None = None) -> Shape | None:
+        """How epochs are cut into steps, now or under an earlier manifest; None where rows are unknown.
+
+        The log of an earlier attempt says how many rows were left after filtering.
+        """
+        logged = self._in_logs(_ROWS)
+        plan, names = self.plan, self.plan.stage.entry.names
+        rows = plan.rows if logged is None else int(logged.replace(b",", b""))
+        if rows is None:
+            return None
+        if record is None:
+            value, count = plan.values.get, plan.processes
+            per_device, accumulation = plan.per_device, plan.accumulation
+        else:
+            value, count = record.argument, record.processes or 1
+            per_device = record.number("plan", "per_device") or plan.per_device
+            accumulation = record.number("plan", "accumulation") or plan.accumulation
+        shared, limit = value("sequence_parallel_size"), value(names.max_steps)
+        epochs = value(names.epochs)
+        return Shape(
+            rows=rows, per_device=per_device, devices=max(1, count // max(1, int(shared or 1))),
+            accumulation=accumulation, epochs=epochs if isinstance(epochs, int | float) else 1,
+            limit=limit if isinstance(limit, int) and limit > 0 else None,
+        )  # fmt: skip
+
+    def reference(self) -> Path | None:
+        """The file of reference log-probabilities that was used last."""
+        logged = self._in_logs(_REFERENCE)
+        return None if logged is None else Path(os.fsdecode(logged))
+
+    def _in_logs(self, pattern: re.Pattern[bytes]) -> bytes | None:
+        """The newest match in the logs of the attempts, each looked at where training begins."""
+        for attempt in range(self.folder.attempts() if self.folder else 0, 0, -1):
+            assert self.folder is not None
+            with contextlib.suppress(OSError):
+                with files.open_regular(self.folder.console(attempt)) as file:
+                    found = pattern.findall(file.read(_LOOKED_AT))
+                if found:
+                    return bytes(found[-1])
+        return None
+
+    def steps(self, checkpoint: Checkpoint) -> int:
+        """Optimizer steps that a checkpoint has behind it."""
+        if checkpoint.step is not None:
+            return checkpoint.step
+        shape = self.shape(self.maker(checkpoint) or None)
+        return (checkpoint.number + 1) * (shape.updates if shape is not None else 1)
+
+    def saved_at(self, checkpoint: Checkpoint, was: Shape) -> Place:
+        """Where in the data its attempt was: from where that began, by its own count of steps."""
+        begun = self.maker(checkpoint).part("resume")
+        at, step = begun.items_of("place"), begun.number("step")
+        if len(at) == 2 and step is not None and step <= checkpoint.number:
+            return position.advanced(was, Place(int(at[0]), int(at[1])), checkpoint.number - step)
+        return position.advanced(was, Place(0, 0), checkpoint.number)
+
+    def total(self, record: Record | None = None) -> int | None:
+        """The last step, now or under an earlier manifest."""
+        if self.plan.stage.options.backend == "open_instruct":
+            shape = self.shape(record)
+            return None if shape is None else shape.total
+        return self.plan.steps if record is None else record.number("plan", "steps")
+
+    def finished(self, output: Path | None) -> bool:
+        """Whether the last attempt ended well and its model lies in the output folder."""
+        if self.last.argument("cache_dataset_only") is True:
+            return False
+        if checkpoints.model_fault(output) is not None:
+            return False
+        if self.folder is None:
+            return self.code == 0
+        ended = rundir.read_json(self.folder.exit(max(1, self.folder.attempts()))).get("returncode")
+        if isinstance(ended, int):
+            return ended == 0
+        # whoever had to write that record did not live to: the probe's last word
+        with contextlib.suppress(OSError):
+            probe = evidence.read_run(self.folder.path).probe
+            records = probe.ranks.values() if probe is not None else ()
+            ends = [event.number("exit") for one in records if (event := one.last("end"))]
+            return bool(ends) and all(code == 0 for code in ends)
+        return False
+
+
 # --- the decision ----------------------------------------------------------------------------------
 
 
@@ -249,7 +368,7 @@ def judge(
     plan: Plan,
     *,
     output: Path | None,
-    history: Sequence[Manifest],
+    history: Sequence[Record],
     folder: RunFolder | None,
     trainer: Trainer,
     caches: Sequence[Cache] = (),
@@ -272,7 +391,7 @@ def judge(
     if plan.values.get("cache_dataset_only") is True:
         return Decision()
     last = lease.newest(output)
-    attempts = Attempts(plan, folder, history, None if last is None else last.code)
+    attempts = _Attempts(plan, folder, history, None if last is None else last.code)
     judged = _Judge(
         plan, output, attempts, trainer, frozenset(allowed), tuple(caches), tuple(now)
     )  # fmt: skip
@@ -290,11 +409,11 @@ class _Judge:
 
     plan: Plan
     output: Path | None
-    attempts: Attempts
+    attempts: _Attempts
     trainer: Trainer
     allowed: frozenset[str]
     caches: tuple[Cache, ...]
-    now: tuple[Mapping[str, Any], ...]
+    now: Contents
 
     @property
     def backend(self) -> str:
@@ -342,7 +461,7 @@ class _Judge:
         model = None if self.output is None else model_in(self.plan, self.output)
         if self.attempts.finished(model):
             return self._over(found)
-        before = earlier.mapping(self.attempts.last.get("resume")).get("asked")
+        before = self.attempts.last.value("resume", "asked")
         if self.named is not None and self.named != before:
             return self._as_named(Path(self.named), found)
         damaged = []
@@ -410,9 +529,8 @@ class _Judge:
         last = self.attempts.last
         repeated = [
             (one.get("what"), one.get("after"))
-            for one in map(
-                earlier.mapping, earlier.listed(earlier.mapping(last.get("resume")).get("changes"))
-            )
+            for one in last.items_of("resume", "changes")
+            if isinstance(one, dict)
         ]
         changed = [
             one
@@ -423,24 +541,25 @@ class _Judge:
             # nor what the last attempt was asked for already, and the checkpoint's value was used
             and not (one.restored and (one.what, one.after) in repeated)
         ]
+        what, help, severity, key = "already-finished", "trains again", "note", None
+        message = f"this run is finished: {self.output}"
         if changed and not all(one.what in self.allowed for one in changed):
             differs = "; ".join(one.differs for one in changed[:6])
-            said = self._finding(
-                "error", "finished-changed",
-                f"{self.output} holds the finished model of this run, and since then {differs}",
-                "--fresh trains with what is asked for now, beside it", changed[0].key,
-            )  # fmt: skip
+            what, help, severity, key = (
+                "finished-changed",
+                "trains with what is asked for now",
+                "error",
+                changed[0].key,
+            )
+            message = (
+                f"{self.output} holds the finished model of this run, and since then {differs}"
+            )
         elif self.attempts.folder is None:
-            said = self._finding(
-                "error", "already-finished",
-                f"{self.output} holds the model of a run that finished; its run folder is gone",
-                "--fresh trains again, beside it",
-            )  # fmt: skip
-        else:
-            said = self._finding(
-                "note", "already-finished", f"this run is finished: {self.output}",
-                "--fresh trains again, beside it",
-            )  # fmt: skip
+            severity = "error"
+            message = (
+                f"{self.output} holds the model of a run that finished; its run folder is gone"
+            )
+        said = self._finding(severity, what, message, f"--fresh {help}, beside it", key)
         return Decision(
             kind="finished", kept=_names(found), changes=tuple(changed),
             step=self.attempts.total() or 0, findings=(said,),
@@ -471,7 +590,7 @@ class _Judge:
         """All of them, in the order of training, with what ranks of their own attempt left out."""
         found = []
         for one in checkpoints.find(self.backend, self.output):
-            ranks = earlier.processes(self.attempts.maker(one))
+            ranks = self.attempts.maker(one).processes
             if one.complete and ranks is not None and (one.ranks or 0) < ranks:
                 why = f"{ranks} processes were training, {one.ranks or 0} left their random states"
                 one = replace(one, why_incomplete=why)
@@ -497,14 +616,13 @@ class _Judge:
         """Why upstream would not go on where this checkpoint was saved."""
         told = self.attempts.maker(one)
         if self.backend == "trl":
-            before = earlier.number(earlier.mapping(told.get("plan")).get("global"))
-            ignores = bool(self.plan.values.get("ignore_data_skip"))
+            skips = not self.plan.values.get("ignore_data_skip")
+            before, now = told.number("plan", "global"), self.plan.global_batch
             wrong = position.of_trl(
-                one.number, one.epochs, before, self.plan.global_batch, self.attempts.total(),
-                skips=not ignores,
-            )  # fmt: skip
-            ignored = bool(earlier.value_of(told, "ignore_data_skip"))
-            if wrong is None and ignored and not ignores and earlier.begun_at(told):
+                one.number, one.epochs, before, now, self.attempts.total(), skips=skips
+            )
+            begun = told.argument("ignore_data_skip") and told.number("resume", "step")
+            if wrong is None and begun and skips:
                 text = "the attempt that saved it had begun an epoch again, and rows that it never "
                 return Wrong("skipped", f"{text}reached would be skipped")
             return wrong
@@ -514,8 +632,8 @@ class _Judge:
         if one.kind == "epoch":
             return position.of_epoch(one.number, was, now)
         return position.of_step(
-            self.plan.stage.options.stage, one.number, self.attempts.saved_at(one, told, was), was, now,
-            keeps_order=checkpointing.keeps_order(self.trainer),
+            self.plan.stage.options.stage, one.number, self.attempts.saved_at(one, was), was, now,
+            keeps_order=position.keeps_order(self.trainer),
         )  # fmt: skip
 
     def _place(self, one: Checkpoint) -> Place:
@@ -538,7 +656,7 @@ class _Judge:
             if one is not chosen
             and (self.attempts.steps(one) > at or (steps_too and one.kind == "step"))
         ]
-        every = checkpointing.interval(self.plan)
+        every = position.interval(self.plan)
         written_over = None
         if isinstance(every, int):
             stem = "checkpoint-" if self.backend == "trl" else "step_"
@@ -549,8 +667,9 @@ class _Judge:
 
     # -- what has changed
 
-    def _since(self, told: Manifest) -> Iterator[Change]:
-        return changes.since(told, self.attempts, self.trainer, self.caches, self.now)
+    def _since(self, record: Record) -> Iterator[Change]:
+        steps = self.attempts.total(record), self.attempts.total()
+        return changes.since(record, self.plan, steps, self.trainer, self.caches, self.now)
 
     def _changed(
         self, found: list[Change], chosen: Checkpoint, wrong: Wrong | None
@@ -656,7 +775,7 @@ class _Judge:
 
     def _beforehand(self) -> Iterator[Finding]:
         """Which checkpoints will be exact to go on from."""
-        return checkpointing.findings(self.plan, self.attempts.shape(), self.trainer)
+        return position.findings(self.plan, self.attempts.shape(), self.trainer)
 
     def _finding(
         self, severity: Severity, code: str, message: str, help: str | None = None,

@@ -20,7 +20,6 @@ from launcher import (
     command,
     contents,
     devices,
-    earlier,
     evidence,
     judgement,
     keeper,
@@ -126,7 +125,7 @@ def _make(prepared: Prepared, attempt: Attempt) -> None:
     folder = prepared.folder
     resume.set_aside(prepared.decision, attempt.number)
     if rundir.read_manifest(folder).get("attempt") != attempt.number:
-        earlier.keep_manifest(folder)
+        rundir.keep_manifest(folder)
     rundir.create(
         folder, attempt.number, prepared.plan, prepared.command, prepared.trainer, prepared.output,
         [one.as_json() for one in prepared.caches],
@@ -224,9 +223,7 @@ def prepare_again(folder: RunFolder) -> Attempt:
 
 def _reached(folder: RunFolder) -> int:
     """The step that the last attempt began at."""
-    told = rundir.read_manifest(folder).get("resume")
-    step = told.get("step") if isinstance(told, dict) else 0
-    return step if isinstance(step, int) else 0
+    return rundir.read_manifest(folder).number("resume", "step") or 0
 
 
 def execute(
@@ -333,7 +330,7 @@ def finish(folder: RunFolder) -> check.Verdict:
     # a read-only or full disk costs these files, not the verdict
     with contextlib.suppress(OSError):
         rundir.write_json(folder.verdict, verdict.as_json())
-        rows = "".join(rundir.json_line(row) for row in earlier.rows_of(judged.attempts))
+        rows = "".join(rundir.json_line(row) for row in judgement.rows_of(judged.attempts))
         rundir.write_text(folder.metrics, rows)
         run = series.of_judged(folder.path, judged)
         rundir.write_text(folder.report, page.overlay([run]))

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from launcher import (
     check,
-    checkpointing,
     config,
     disk,
     facts,
@@ -23,6 +22,7 @@ from launcher import (
     lengths,
     memory,
     page,
+    position,
     rendezvous,
     report,
     shapes,
@@ -784,7 +784,7 @@ def test_its_resume_is_not_judged_by_the_other_scripts_arithmetic(tmp_path: Path
     codes = {}
     for script, more in (("dpo_olmo_core", ""), ("dpo", "deepspeed: zero2")):
         made = planned(from_text(tmp_path, text(*args, script=script, top=more)), gpus=1)
-        found = checkpointing.findings(made, uneven, trainer())
+        found = position.findings(made, uneven, trainer())
         codes[script] = {one.code for one in found}
     assert codes == {"dpo_olmo_core": set(), "dpo": {"resume-inexact"}}
 

@@ -34,6 +34,8 @@ _OPTIMIZER = re.compile(
     r"optim|optim_args|optim_target_modules|optimizer_type|optimizer_kwargs|use_8bit_optimizer|"
     r"dpo_use_paged_optimizer"
 )
+# torch's AdamW each time, None by default; whether it is fused lies in the state too
+_ADAMW = (None, "adamw_torch", "adamw_torch_fused")
 _ENGINE = re.compile(
     r"deepspeed|zero_stage|zero_hpz_partition_size|offload_(?:optimizer|param)|fsdp\w*"
 )
@@ -204,6 +206,8 @@ def _arguments(record: Record, plan: Plan, now: Contents) -> Iterator[Change]:
             effect, severity = "another name for the same content", "note"
         elif (_OPTIMIZER.fullmatch(name) or _ENGINE.fullmatch(name)) and _unread(plan, name):
             effect, severity = "nothing reads it here", "note"
+        elif name == "optim" and before in _ADAMW and after in _ADAMW:
+            effect, severity = _RESTORED, "warning"
         yield Change(
             what=name, key=name, before=before, after=after, effect=effect, severity=severity,
             restored=effect == _RESTORED,

@@ -14,7 +14,6 @@ from launcher import (
     evidence,
     gradient_doubt,
     measures,
-    process,
     rundir,
     runner,
     saved_model,
@@ -133,8 +132,8 @@ def _lost(folder: RunFolder) -> bool:
 
 def _here(folder: RunFolder) -> bool:
     """Whether the attempt that began last did so where its processes could be seen from here."""
-    told = process.identity(rundir.read_json(folder.process))
-    return told is not None and not told.elsewhere()
+    known = runner.processes(folder)
+    return known.leader is not None and not known.out_of_sight
 
 
 def _planned_gib(manifest: Record) -> Mapping[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,9 +29,11 @@ from launcher.backends import gradient_rules
 from launcher.command import Command
 from launcher.devices import Devices, Look
 from launcher.errors import Finding, InvalidConfig, NotReady, errors, usage
+from launcher.fingerprint import MissingContent
 from launcher.machine import Trainer
 from launcher.paths import exists
 from launcher.plan import Plan
+from launcher.record import Record
 from launcher.redaction import redact
 from launcher.rendezvous import Rendezvous
 from launcher.rundir import RunFolder
@@ -290,39 +293,28 @@ def of_earlier_run(dry: Prepared) -> tuple[Finding, ...]:
 
     The command itself knows nothing of it. Raises UsageError like `resume.judge`.
     """
-    folder, made = dry.folder, dry.plan
+    made, folder, decision = dry.plan, dry.folder, None
     if dry.attempt == 1 or not rundir.read_manifest(folder):
         return ()
     try:
+        now = contents.of_plan(made)
+    except MissingContent:
+        # a dry run may name what is not here, and then nothing starts here either
+        return ()
+    with contextlib.suppress(NotReady):
         lease.require_free(dry.output)
-    except NotReady:
-        would = resume.would(None)
-    else:
-        # as for a run: of what is installed here
-        made = plan.make(
-            made.stage, gpus=made.gpus, nodes=made.nodes, output=folder.path / "model",
-            packages=dry.trainer.packages,
+        decision = resume.judge(
+            made, output=dry.output, folder=folder, trainer=dry.trainer, caches=dry.caches, now=now,
+            history=resume.manifests(made.stage.options.stage, folder, dry.output),
+            allowed=dry.request.allowed,
         )  # fmt: skip
-        name = made.stage.entry.names.output
-        made = plan.applied(made, {n: d for n, d in dry.plan.derived.items() if n == name})
-        try:
-            held = caches.derive(made, dry.trainer.packages)
-            made = caches.applied(made, held)
-            decision = resume.judge(
-                made, output=dry.output, folder=folder, trainer=dry.trainer, caches=held,
-                history=resume.manifests(made.stage.options.stage, folder, dry.output),
-                now=contents.of_plan(made), allowed=dry.request.allowed,
-            )  # fmt: skip
-        except NotReady:
-            # a dry run may name what is not here, and then nothing starts here either
-            return ()
-        would = resume.would(decision)
-    return () if would is None else resume.of_a_bare_command(would, made, dry.output, folder)
+    action = resume.describe(decision)
+    return () if action is None else resume.warn_pasted_command(action, made, dry.output, folder)
 
 
 def _history(
     stage: stages.Stage, before: RunFolder | None, output: Path | None, here: Rendezvous | None
-) -> list[Mapping[str, Any]]:
+) -> list[Record]:
     """The manifests of the attempts so far."""
     found = resume.manifests(stage.options.stage, before, output)
     last = lease.newest(output) if here is not None and here.rank else None

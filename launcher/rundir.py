@@ -274,7 +274,7 @@ def read_head(folder: RunFolder) -> Record:
         told = None
     # in older records the folder that was asked for stands behind the arguments
     known = isinstance(told, dict) and "asked_output" in told
-    return Record(told) if known else read_manifest(folder)
+    return Record(told or {}) if known else read_manifest(folder)
 
 
 def outlines(folders: Iterable[RunFolder]) -> Iterator[tuple[RunFolder, Record]]:

@@ -82,7 +82,7 @@ def begin(
 def _require_not_queued(folder: RunFolder) -> None:
     """A job that waits, or runs elsewhere, has the attempt already."""
     waiting = slurm.job(folder)
-    if waiting is not None and slurm.active(waiting):
+    if waiting is not None and slurm.state(waiting) is not None:
         raise not_ready(
             "run-is-live", f"the run {folder.path.name} is Slurm's job {waiting.id}",
             f"wait for it, or launch stop {folder.path.name}", file=str(folder.path),

@@ -391,7 +391,7 @@ def test_data_that_are_not_skipped_begin_again(run: Make) -> None:
         (TRL, {"optim": "adamw_torch"}, {"optim": "adamw_bnb_8bit"}, {"optim": "error"}),
         # torch.optim.AdamW takes the state of either, and whether it is fused with it
         (TRL, {}, {"optim": "adamw_torch"}, {"optim": "warning"}),
-        (TRL, {}, {"optim": "adamw_torch_fused"}, {}),
+        (TRL, {}, {"optim": "adamw_torch_fused"}, {"optim": "warning"}),
         (TRL, {"gpus": 1}, {"gpus": 1, "deepspeed": "zero3"}, {"deepspeed": "error"}),
         (SFT, {}, {"fused_optimizer": "false"}, {"fused_optimizer": "warning"}),
         # without QLoRA nothing reads it (finetune.py:688)

@@ -313,11 +313,12 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode(errors="backslashreplace"))
 
 
-def write_bytes(path: Path, raw: bytes, *, durable: bool = False) -> None:
+def write_bytes(path: Path, raw: bytes, *, durable: bool = False, mode: int = 0o666) -> None:
     """Write atomically, by renaming a finished file over the old one; `durable` also after a power cut."""
     temporary = path.with_name(f".{path.name}.{os.urandom(6).hex()}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
-        with temporary.open("wb") as stream:
+        with os.fdopen(os.open(temporary, flags, mode), "wb") as stream:
             stream.write(raw)
             if durable:
                 stream.flush()

@@ -140,33 +140,26 @@ def _make(prepared: Prepared, attempt: Attempt) -> None:
 @contextlib.contextmanager
 def _taken_back(folder: RunFolder) -> Iterator[None]:
     """Have a run folder be as it was before, where what was prepared inside does not come to begin."""
-    begun, there = folder.attempts(), set(os.listdir(folder.path))
-    if there == {folder.lock.name}:
+    begun, names = folder.attempts(), set(os.listdir(folder.path))
+    if names == {folder.lock.name}:
         # that of this start: the run is a new one
-        there = set()
+        names = set()
     written = (folder.manifest, folder.start, folder.stage_file, folder.deepspeed)
-    kept = {path: path.with_name(f".before.{path.name}") for path in written if path.name in there}
-    for path, before in kept.items():
-        # all of them are replaced, never written into: a second name keeps one as it is
-        with contextlib.suppress(OSError):
-            before.unlink(missing_ok=True)
-            os.link(path, before)
+    before = {path: path.read_bytes() for path in written if path.name in names}
     try:
         yield
     except BaseException:
         ignored = (signal.SIGINT, signal.SIGTERM)
-        with process.handling(dict.fromkeys(ignored, process.ignore)):
-            for path in folder.path.iterdir() if folder.attempts() == begun else ():
-                with contextlib.suppress(OSError):
-                    if path in kept.values():
-                        os.replace(path, path.with_name(path.name.removeprefix(".before.")))
-                    elif path.name not in there and not path.is_dir():
+        with process.handling(dict.fromkeys(ignored, process.ignore)), contextlib.suppress(OSError):
+            if folder.attempts() == begun:
+                # first what gives room back, where the disk is full
+                for path in folder.path.iterdir():
+                    if path.name not in names and not path.is_dir():
                         path.unlink()
+                for path, raw in before.items():
+                    mode = 0o600 if path == folder.start else 0o666
+                    rundir.write_bytes(path, raw, mode=mode)
         raise
-    finally:
-        for before in kept.values():
-            with contextlib.suppress(OSError):
-                before.unlink(missing_ok=True)
 
 
 def _attempt(

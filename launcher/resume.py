@@ -496,11 +496,11 @@ class _Judge:
         self._check_names()
         self._judge_changes(changed, chosen)
         if passed is not None:
-            newest, why = passed
+            newest, mismatch = passed
             self._say(
                 "warning", "resume-earlier",
                 f"goes back to {chosen.name}, {self.attempts.steps(newest) - at} steps are trained again; "
-                f"from {newest.name} upstream would go on wrongly: {why.text}",
+                f"from {newest.name} upstream would go on wrongly: {mismatch.text}",
                 f"--allow-changed-resume position goes on from {newest.name} all the same",
             )  # fmt: skip
         self._check_reference(changed)

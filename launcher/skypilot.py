@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from launcher.errors import Complain, Finding, brief, not_ready, usage
-from launcher.redaction import is_secret, redact
+from launcher.redaction import redact
 
 if TYPE_CHECKING:
     from launcher.preparation import Request
@@ -37,11 +37,7 @@ PROJECT = Path(__file__).resolve().parent.parent
 LAUNCH, CHECKOUT = "~/launch", "~/open-instruct"
 """Where the task finds launch and the source, unless they are in the folder that goes along."""
 
-_KINDS: Mapping[str, Any] = {
-    **dict.fromkeys(("accelerator", "event_callback", "name", "setup"), str),
-    "secrets": Mapping | list, "workdir": str | Mapping,
-}  # fmt: skip
-"""Types of those that are no mapping."""
+_MAPPINGS = ("envs", "file_mounts", "resources", "secrets")
 _ACCELERATOR = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 _UNSAFE = re.compile(r"[^a-z0-9]+")
 
@@ -59,17 +55,6 @@ def read(given: Any, complain: Complain) -> tuple[dict[str, Any], list[Finding]]
             findings.append(complain("bad-skypilot", str(key), *fault))
         elif value is not None:
             settings[str(key)] = value
-    if "accelerators" in (settings.get("resources") or {}):
-        help = "`skypilot: {accelerator: H100}`; how many is given with --gpus"
-        message = "`--gpus` decides on the accelerators"
-        findings.append(complain("bad-skypilot", "resources.accelerators", message, help))
-    for key in ("envs", "secrets"):
-        inside = settings.get(key)
-        for name, value in inside.items() if isinstance(inside, Mapping) else ():
-            if value is not None and (key == "secrets" or is_secret(str(name))):
-                help = f"`secrets: [{name}]` names it; its value is given when the task is started"
-                message = f"`{name}` would be written into the task"
-                findings.append(complain("bad-skypilot", f"{key}.{name}", message, help))
     return settings, findings
 
 
@@ -81,9 +66,9 @@ def _fault(key: str, value: Any) -> tuple[str, str | None] | None:
         near = difflib.get_close_matches(key, FIELDS, n=1)
         help = f"did you mean `{near[0]}`?" if near else f"one of {', '.join(FIELDS)}"
         return f"`{brief(key)}` is no part of `skypilot`", help
-    kinds = _KINDS.get(key, Mapping)
-    if value is not None and not isinstance(value, kinds):
-        return f"`skypilot.{key}` cannot be `{brief(value)}`", None
+    kinds = Mapping | list | None if key == "secrets" else Mapping | None
+    if key in _MAPPINGS and not isinstance(value, kinds):
+        return f"`skypilot.{key}` is a mapping, not `{brief(value)}`", None
     if key == "accelerator" and value is not None and not _ACCELERATOR.match(str(value)):
         help = "its name alone, such as H100; how many is given with --gpus"
         return f"`{brief(value)}` is no name of an accelerator", help
@@ -116,6 +101,7 @@ def task(
         "resources": _resources(settings, gpus),
         "workdir": settings.get("workdir", str(cwd)),
         "envs": {str(k): _text(v) for k, v in (settings.get("envs") or {}).items()},
+        # names alone, whatever stands behind them
         "secrets": dict.fromkeys(map(str, tokens)),
         "file_mounts": {**mounts, **(settings.get("file_mounts") or {})},
         **{key: settings.get(key) for key in ("volumes", "config", "event_callback")},

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher import rundir
 from launcher.errors import not_ready
+from launcher.record import Record
 from launcher.rundir import RunFolder
 
 if TYPE_CHECKING:
@@ -73,12 +74,10 @@ class Attempt:
         # whoever looks on starts nothing, and should not wait for what plans and validates
         from launcher.command import Command
 
-        inside = {k: v for k, v in environ.items() if _given_by_scheduler(k)}
-        job = environ.get("SLURM_JOB_ID")
+        job, inside = environ.get("SLURM_JOB_ID"), dict[str, str]()
         if job and job != self.environ.get("SLURM_JOB_ID"):
-            inside |= {k: environ[k] for k in _OF_THE_JOB if k in environ}
-        else:
-            inside = {}
+            names = (k for k in environ if k.startswith(_SCHEDULER) or k in _OF_THE_JOB)
+            inside = {name: environ[name] for name in names}
         whole = {**self.environ, **inside, **self.env}
         # for a single GPU the command names one; which one is the job's to say
         given = inside.get("CUDA_VISIBLE_DEVICES")
@@ -100,15 +99,9 @@ class Attempt:
 
     def write(self, folder: RunFolder) -> None:
         """Write `start.json`, for the owner's eyes alone. Raises NotReady where that fails."""
-        temporary = folder.start.with_name(f".start.json.{self.token}")
         try:
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "wb") as stream:
-                stream.write(self._raw())
-            os.replace(temporary, folder.start)
+            rundir.write_bytes(folder.start, self._raw(), mode=0o600)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
             raise rundir.not_writable(folder.path, error.strerror) from None
 
 
@@ -190,13 +183,8 @@ def tokens(folder: RunFolder) -> dict[str, str]:
 
     For `redact`: whoever looks at a run later need not have its tokens to know them.
     """
-    start = rundir.read_json(folder.start)
-    told, borrowed = start.get("environ"), start.get("borrowed") or ()
-    then = told.items() if isinstance(told, dict) else ()
+    start = Record(rundir.read_json(folder.start))
+    borrowed, then = start.items_of("borrowed"), start.part("environ").items()
     # names of their own: both may have the same variable with another value
     held = {f"THEN_{'SECRET_' * (name in borrowed)}{name}": str(value) for name, value in then}
     return {**os.environ, **held}
-
-
-def _given_by_scheduler(name: str) -> bool:
-    return name.startswith(_SCHEDULER)

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from launcher import contents, machine, noops
 from launcher.caches import Cache
 from launcher.contents import Contents
-from launcher.earlier import (
-    Attempts,
-    Manifest,
-    listed,
-    mapping,
-    number,
-    processes,
-    recorded,
-    value_of,
-)
 from launcher.errors import Severity, brief
 from launcher.machine import Trainer
 from launcher.plan import Plan
+from launcher.record import Record
 from launcher.redaction import REDACTED, redact
 
 NAMES: tuple[str, ...] = (
@@ -34,33 +25,34 @@ NAMES: tuple[str, ...] = (
 BATCH = frozenset({"gpus", "per_device", "accumulation"})
 """Those that decide how rows make a step: `position` allows them too."""
 
-# Where things go, what is shown, how fast it is: none of it moves a weight.
-_HARMLESS = re.compile(
-    r"output_dir|overwrite_\w+|do_not_randomize_output_dir|exp_name|run_name|logging_\w+|log_\w+|"
-    r"report_to|with_tracking|wandb_\w+|trackio_\w+|project|push_to_hub|hf_\w+|hub_\w+|save_\w+|"
-    r"checkpointing_steps|keep_last_n_checkpoints|clean_checkpoints_at_end|resume_from_checkpoint|"
-    r"\w*local_cache_dir|\w*skip_cache|\w*cache_mode|cache_\w+_only|verbose|try_\w+|oe_eval\w*|eval_\w+|"
-    r"do_eval|per_device_eval_batch_size|dataloader_\w+|dataset_num_proc|preprocessing_num_workers|"
-    r"gs_bucket_path|timeout|ddp_\w+|disable_tqdm|low_cpu_mem_usage|gradient_checkpointing\w*|"
-    r"activation_memory_budget|include_\w+|load_best_model_at_end|metric_for_best_model|"
-    r"greater_is_better|torch_empty_cache_steps|skip_memory_metrics|ignore_data_skip|profiling|"
-    r"per_device_train_batch_size|gradient_accumulation_steps"
-)
+_RESTORED = "it comes out of the checkpoint: the new value does nothing"
 _ADAPTER = re.compile(r"lora_\w+|use_dora|use_rslora|use_qlora")
 # another class of optimizer, or another layout of its state, finds nothing of its own in what was saved
 _OPTIMIZER = re.compile(
     r"optim|optim_args|optim_target_modules|optimizer_type|optimizer_kwargs|use_8bit_optimizer|"
     r"dpo_use_paged_optimizer"
 )
+# torch's AdamW each time, None by default; whether it is fused lies in the state too
+_ADAMW = (None, "adamw_torch", "adamw_torch_fused")
 _ENGINE = re.compile(
     r"deepspeed|zero_stage|zero_hpz_partition_size|offload_(?:optimizer|param)|fsdp\w*"
 )
-# torch's AdamW either way; which of the two it is lies in the state too
-_ADAMW = ("adamw_torch", "adamw_torch_fused")
-# what upstream computes where nothing is said (transformers/training_args.py:809)
-_DEFAULTS = {"optim": "adamw_torch_fused"}
-_RESTORED = "it comes out of the checkpoint: the new value does nothing"
-_ARGUMENTS: tuple[tuple[re.Pattern[str], str, Severity], ...] = (
+_ARGUMENTS: tuple[tuple[re.Pattern[str], str, Severity | None], ...] = (
+    # where things go, what is shown, how fast it is: none of it moves a weight
+    (
+        re.compile(
+            r"output_dir|overwrite_\w+|do_not_randomize_output_dir|exp_name|run_name|logging_\w+|log_\w+|"
+            r"report_to|with_tracking|wandb_\w+|trackio_\w+|project|push_to_hub|hf_\w+|hub_\w+|save_\w+|"
+            r"checkpointing_steps|keep_last_n_checkpoints|clean_checkpoints_at_end|resume_from_checkpoint|"
+            r"\w*local_cache_dir|\w*skip_cache|\w*cache_mode|cache_\w+_only|verbose|try_\w+|oe_eval\w*|eval_\w+|"
+            r"do_eval|per_device_eval_batch_size|dataloader_\w+|dataset_num_proc|preprocessing_num_workers|"
+            r"gs_bucket_path|timeout|ddp_\w+|disable_tqdm|low_cpu_mem_usage|gradient_checkpointing\w*|"
+            r"activation_memory_budget|include_\w+|load_best_model_at_end|metric_for_best_model|"
+            r"greater_is_better|torch_empty_cache_steps|skip_memory_metrics|ignore_data_skip|profiling|"
+            r"per_device_train_batch_size|gradient_accumulation_steps"
+        ),
+        "", None,
+    ),
     (
         re.compile(
             r"model_name_or_path|model_revision|config_name|use_lora|use_peft|use_qlora|use_dora|"
@@ -130,108 +122,105 @@ class Change:
 
 
 def since(
-    told: Manifest, attempts: Attempts, trainer: Trainer, caches: Sequence[Cache], now: Contents
+    record: Record,
+    plan: Plan,
+    steps: tuple[int | None, int | None],
+    trainer: Trainer,
+    caches: Sequence[Cache],
+    now: Contents,
 ) -> Iterator[Change]:
     """Everything that differs between an attempt's manifest and what is about to start.
 
-    `caches` are the cache folders of this start, `now` its contents.
+    `steps` are all steps, then and now; `caches` are the cache folders of this start, `now` its contents.
     """
-    plan = attempts.plan
-    same = {role for role in ("data", "model") if _same(told, now, role)}
-    yield from _devices(told, plan)
-    yield from _batch(told, attempts)
-    yield from _arguments(told, plan, same)
-    yield from _contents(told, plan, now)
-    yield from _engine(told, plan, now)
-    yield from _reference(told, plan, caches)
-    yield from _versions(told, plan, trainer)
+    yield from _devices(record, plan)
+    yield from _batch(record, plan, steps)
+    yield from _arguments(record, plan, now)
+    yield from _contents(record, plan, now)
+    yield from _engine(record, plan, now)
+    yield from _reference(record, plan, caches)
+    yield from _versions(record, plan, trainer)
 
 
-def _devices(told: Manifest, plan: Plan) -> Iterator[Change]:
+def _devices(record: Record, plan: Plan) -> Iterator[Change]:
     """deepspeed/runtime/engine.py:4749: ZeRO's states belong to one number of processes."""
-    was, now = processes(told), plan.processes
-    gpus = number(mapping(told.get("plan")).get("gpus"))
-    if was is None or (was == now and gpus == plan.gpus):
-        return
+    was, gpus = record.processes, record.number("plan", "gpus")
+    own_engine = plan.values.get("zero_stage") is not None or bool(plan.values.get("fsdp"))
     severity: Severity = "error"
-    if was == now:
+    if was is None or (was == plan.processes and gpus == plan.gpus):
+        return
+    if was == plan.processes:
         effect, severity = "another kind of device rounds in another way", "warning"
-    elif plan.gpus and (plan.stage.options.deepspeed is not None or _own_engine(plan)):
+    elif plan.gpus and (plan.stage.options.deepspeed is not None or own_engine):
         effect = "its states were saved for that number of processes and cannot be loaded"
     elif plan.stage.options.backend == "open_instruct":
         # finetune.py:709, dpo_tune_cache.py:457
         effect = "the learning rate schedule counts every process and would go on at another place"
     else:
         effect, severity = "the random states of processes that are new begin anew", "warning"
-    before, after = (gpus, plan.gpus) if was == now else (was, now)
+    before, after = (gpus, plan.gpus) if was == plan.processes else (was, plan.processes)
     yield Change(what="gpus", before=before, after=after, effect=effect, severity=severity)
 
 
-def _own_engine(plan: Plan) -> bool:
-    return plan.values.get("zero_stage") is not None or bool(plan.values.get("fsdp"))
-
-
-def _batch(told: Manifest, attempts: Attempts) -> Iterator[Change]:
-    before, plan = mapping(told.get("plan")), attempts.plan
-    was, now = attempts.total(told), attempts.total()
-    longer = was is not None and now is not None and was != now
-    moved = number(before.get("global")) not in (None, plan.global_batch)
+def _batch(record: Record, plan: Plan, steps: tuple[int | None, int | None]) -> Iterator[Change]:
+    rows = record.number("plan", "global")
+    moved = rows not in (None, plan.global_batch)
     effect = "the same rows make a step, split in another way"
-    if longer:
-        effect = f"the run would have {now} steps, not {was}"
+    if None not in steps and steps[0] != steps[1]:
+        effect = f"the run would have {steps[1]} steps, not {steps[0]}"
     elif moved:
-        effect = f"a step took {before.get('global')} rows and takes {plan.global_batch}"
+        effect = f"a step took {rows} rows and takes {plan.global_batch}"
     for what, value in (("per_device", plan.per_device), ("accumulation", plan.accumulation)):
-        old = number(before.get(what))
-        if old is not None and old != value:
+        before = record.number("plan", what)
+        if before not in (None, value):
             yield Change(
-                what=what, before=old, after=value, effect=effect,
+                what=what, before=before, after=value, effect=effect,
                 severity="error" if moved else "note", key=getattr(plan.stage.entry.names, what),
             )  # fmt: skip
 
 
-def _arguments(told: Manifest, plan: Plan, same: Collection[str]) -> Iterator[Change]:
-    adapter = plan.values.get("use_lora") or plan.values.get("use_peft")
-    for name in plan.stage.schema.fields:
-        if _HARMLESS.fullmatch(name) or not recorded(told, name):
-            continue
-        was, now = (
-            _DEFAULTS.get(name) if value is None else value
-            for value in (value_of(told, name), _plain(plan.values[name]))
-        )
-        # what looks like a token is kept out of a manifest
-        if was == now or REDACTED in str(was) or redact({name: now}) != {name: now}:
-            continue
-        if adapter or not _ADAPTER.fullmatch(name):
-            yield _argument(plan, name, was, now, same)
-
-
-def _argument(plan: Plan, name: str, was: Any, now: Any, same: Collection[str]) -> Change:
+def _arguments(record: Record, plan: Plan, now: Contents) -> Iterator[Change]:
     names = plan.stage.entry.names
-    effect, severity = next(
-        (effect, severity) for pattern, effect, severity in _ARGUMENTS if pattern.fullmatch(name)
-    )
-    state = _OPTIMIZER.fullmatch(name) or _ENGINE.fullmatch(name)
-    if (name == names.model and "model" in same) or (name == names.data and "data" in same):
-        effect, severity = "another name for the same content", "note"
-    elif state and not noops.acts(plan.values, plan.stage.entry, name):
-        effect, severity = "nothing reads it here", "note"
-    elif was in _ADAMW and now in _ADAMW:
-        effect, severity = _RESTORED, "warning"
-    return Change(
-        what=name, key=name, before=was, after=now, effect=effect, severity=severity,
-        restored=effect == _RESTORED,
-    )  # fmt: skip
+    same = {
+        name
+        for name, role in ((names.model, "model"), (names.data, "data"))
+        if (was := contents.digests(record.get("contents"), role))
+        and None not in was
+        and was == contents.digests(now, role)
+    }
+    for name in plan.stage.schema.fields:
+        rule = ((e, s) for pattern, e, s in _ARGUMENTS if pattern.fullmatch(name))
+        effect, severity = next(rule)
+        before, after = record.argument(name), _plain(plan.values[name])
+        recorded = isinstance(record.value("args", name), dict)
+        if severity is None or not recorded or before == after:
+            continue
+        # what looks like a token is kept out of a manifest
+        if REDACTED in str(before) or redact({name: after}) != {name: after}:
+            continue
+        if _ADAPTER.fullmatch(name) and not _has_adapter(plan):
+            continue
+        if name in same:
+            effect, severity = "another name for the same content", "note"
+        elif (_OPTIMIZER.fullmatch(name) or _ENGINE.fullmatch(name)) and not noops.acts(
+            plan.values, plan.stage.entry, name
+        ):
+            effect, severity = "nothing reads it here", "note"
+        elif name == "optim" and before in _ADAMW and after in _ADAMW:
+            effect, severity = _RESTORED, "warning"
+        yield Change(
+            what=name, key=name, before=before, after=after, effect=effect, severity=severity,
+            restored=effect == _RESTORED,
+        )  # fmt: skip
+
+
+def _has_adapter(plan: Plan) -> bool:
+    return bool(plan.values.get("use_lora") or plan.values.get("use_peft"))
 
 
 def _plain(value: Any) -> Any:
     """A value as a manifest holds it."""
     return json.loads(json.dumps(value, default=str))
-
-
-def _same(told: Manifest, now: Contents, role: str) -> bool:
-    was, is_ = (contents.digests(listed, role) for listed in (told.get("contents"), now))
-    return bool(was) and was == is_ and None not in was
 
 
 _EFFECTS: tuple[tuple[str, str, str], ...] = (
@@ -243,63 +232,55 @@ _EFFECTS: tuple[tuple[str, str, str], ...] = (
 )
 
 
-def _contents(told: Manifest, plan: Plan, now: Contents) -> Iterator[Change]:
-    base = (
-        plan.stage.options.stage == "dpo"
-        or plan.values.get("use_lora")
-        or plan.values.get("use_peft")
-    )
+def _contents(record: Record, plan: Plan, now: Contents) -> Iterator[Change]:
+    before = record.items_of("contents")
+    base = plan.stage.options.stage == "dpo" or _has_adapter(plan)
     for role, what, effect in _EFFECTS:
-        was, is_ = (contents.digests(listed, role) for listed in (told.get("contents"), now))
-        if not was or not is_ or None in (*was, *is_) or was == is_:
+        was, digests = contents.digests(before, role), contents.digests(now, role)
+        if not was or not digests or None in (*was, *digests) or was == digests:
             continue
         # without an adapter or a reference the weights come out of the checkpoint alone
         severity: Severity = "warning" if role == "model" and not base else "error"
         yield Change(
-            what=what, before=contents.names(listed(told.get("contents")), role),
-            after=f"{contents.names(now, role)}, with other content", effect=effect, severity=severity,
+            what=what, before=contents.names(before, role), effect=effect, severity=severity,
+            after=f"{contents.names(now, role)}, with other content",
         )  # fmt: skip
 
 
-def _engine(told: Manifest, plan: Plan, now: Contents) -> Iterator[Change]:
+def _engine(record: Record, plan: Plan, now: Contents) -> Iterator[Change]:
     """With DeepSpeed or without, and in which precision; between a CPU and GPUs nothing is compared."""
-    gpus = number(mapping(told.get("plan")).get("gpus"))
+    gpus, before = record.number("plan", "gpus"), record.items_of("contents")
     if gpus is None or bool(gpus) is not bool(plan.gpus):
         return
     # the first record that was kept of contents tells whether there was none
-    if contents.digests(told.get("contents"), "code"):
-        was, is_ = (bool(contents.digests(one, "deepspeed")) for one in (told.get("contents"), now))
-        if was is not is_:
+    if contents.digests(before, "code"):
+        names = [
+            "DeepSpeed" if contents.digests(one, "deepspeed") else "none" for one in (before, now)
+        ]
+        if names[0] != names[1]:
+            effect = "the states of the one are not those of the other"
             yield Change(
-                what="deepspeed", before="DeepSpeed" if was else "none", severity="error",
-                after="DeepSpeed" if is_ else "none",
-                effect="the states of the one are not those of the other",
-            )  # fmt: skip
-    # TRL's own `bf16` and `fp16` decide there
-    before = _precision(told)
-    if plan.stage.options.backend == "open_instruct" and before not in (None, plan.mixed_precision):
+                what="deepspeed", before=names[0], after=names[1], effect=effect, severity="error"
+            )
+    # what accelerate was told; TRL's own `bf16` and `fp16` decide there
+    words = iter(record.items_of("argv"))
+    precision = next((next(words, None) for word in words if word == "--mixed_precision"), None)
+    trl = plan.stage.options.backend == "trl"
+    if not trl and precision not in (None, plan.mixed_precision):
         yield Change(
-            what="mixed_precision", before=before, after=plan.mixed_precision, severity="warning",
-            effect="it acts from there on only",
+            what="mixed_precision", before=precision, after=plan.mixed_precision,
+            effect="it acts from there on only", severity="warning",
         )  # fmt: skip
 
 
-def _precision(told: Manifest) -> str | None:
-    """What accelerate was told, of a run that accelerate started."""
-    words = [str(one) for one in listed(told.get("argv"))]
-    at = words.index("--mixed_precision") + 1 if "--mixed_precision" in words else len(words)
-    return words[at] if at < len(words) else None
-
-
-def _reference(told: Manifest, plan: Plan, caches: Sequence[Cache]) -> Iterator[Change]:
+def _reference(record: Record, plan: Plan, caches: Sequence[Cache]) -> Iterator[Change]:
     """dpo_tune_cache.py:503, dpo_tune_cache.py:528: loaded first, then made its own reference."""
     now = next((one for one in caches if one.kind == "reference"), None)
-    was = next(
-        (one for one in listed(told.get("caches")) if mapping(one).get("kind") == "reference"), None
-    )
+    kept = (Record(one) for one in record.items_of("caches") if isinstance(one, dict))
+    was = next((one for one in kept if one.get("kind") == "reference"), None)
     if now is None or was is None or plan.stage.options.backend != "open_instruct":
         return
-    key, before = _plain(dict(now.key)), mapping(was.get("key"))
+    key, before = _plain(dict(now.key)), was.part("key")
     other = [name for name in key if name in before and before[name] != key[name]]
     if was.get("digest") != now.digest or other:
         by = ", ".join(other) or "the content of the model, the data or upstream's code"
@@ -310,21 +291,17 @@ def _reference(told: Manifest, plan: Plan, caches: Sequence[Cache]) -> Iterator[
         )  # fmt: skip
 
 
-def _versions(told: Manifest, plan: Plan, trainer: Trainer) -> Iterator[Change]:
-    was, now = mapping(told.get("upstream")).get("version"), plan.stage.upstream.version
+def _versions(record: Record, plan: Plan, trainer: Trainer) -> Iterator[Change]:
+    was, now = record.value("upstream", "version"), plan.stage.upstream.version
     if plan.stage.options.backend == "open_instruct" and isinstance(was, str) and was != now:
         effect = "another version may count, tokenise and save in another way"
         yield Change(what="pin", before=was, after=now, effect=effect, severity="error")
-    before = mapping(mapping(told.get("trainer")).get("packages"))
-    other = [
-        name
-        for name in machine.DECISIVE
-        if before and before.get(name) != trainer.packages.get(name)
-    ]
+    before, after = record.part("trainer", "packages"), trainer.packages
+    other = [n for n in machine.DECISIVE if before and before.get(n) != after.get(n)]
     if other:
         yield Change(
             what="packages", severity="warning",
             before=", ".join(f"{name} {before.get(name) or 'none'}" for name in other),
-            after=", ".join(f"{name} {trainer.packages.get(name) or 'none'}" for name in other),
+            after=", ".join(f"{name} {after.get(name) or 'none'}" for name in other),
             effect="they may round, tokenise and shuffle in another way",
         )  # fmt: skip

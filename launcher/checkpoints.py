@@ -36,7 +36,6 @@ _WHOLE = (
 )  # fmt: skip
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _NO_WEIGHTS = "it holds no weights"
-_LARGEST_JSON = 2**28
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +165,7 @@ def _judged(backend: str, path: Path, ranks: int | None) -> Checkpoint | None:
 
 def _trl(path: Path, number: int, ranks: int | None) -> Checkpoint:
     names = set(_names(path))
-    state = _json(path / "trainer_state.json") or {}
+    state = files.read_json(path / "trainer_state.json")
     fault = None if "trainer_state.json" in names else "it was not finished: no trainer_state.json"
     if fault is None and state.get("global_step") != number:
         fault = f"trainer_state.json is not that of step {number}"
@@ -276,8 +275,7 @@ def _weights_fault(folder: Path, names: set[str]) -> str | None:
     """What is wrong with the weights of a folder: one file, or an index and all its shards."""
     for index in _INDEXES:
         if index in names:
-            told = _json(folder / index)
-            placed = told.get("weight_map") if told is not None else None
+            placed = files.read_json(folder / index).get("weight_map")
             if not isinstance(placed, dict) or not placed:
                 return f"{index} cannot be read"
             shards = sorted({str(name) for name in placed.values()})
@@ -376,14 +374,6 @@ def _archive_fault(path: Path) -> str | None:
         return f"{path.name} cannot be read: {error.strerror}"
     except (zipfile.BadZipFile, ValueError, NotImplementedError):
         return f"{path.name} is cut off"
-
-
-def _json(path: Path) -> dict[str, object] | None:
-    try:
-        told = files.parse_json(files.read_bytes(path, _LARGEST_JSON))
-    except (OSError, ValueError):
-        return None
-    return told if isinstance(told, dict) else None
 
 
 def _size(path: Path) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launcher import checkpointing, shapes
+from launcher import position, shapes
 from launcher.backends import model_config, model_files, trl_resolved
 from launcher.caches import REFERENCE_VARIABLE
 from launcher.errors import DISK_FULL, Finding, InvalidConfig, Severity
@@ -211,7 +211,7 @@ def _moments(optimizer: str, width: int) -> int:
 
 def _times(plan: Plan) -> int | None:
     """Checkpoints that are saved every so often in the whole run; None where that is not known."""
-    every, entry = checkpointing.interval(plan), plan.stage.entry
+    every, entry = position.interval(plan), plan.stage.entry
     if every is None or plan.steps == 0:
         return 0
     if every == "epoch":

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import BinaryIO
 
 from launcher import attempt as attempts
-from launcher import files, overview, process, rundir, runner
+from launcher import files, process, rundir, runner
 from launcher.attempt import Attempt
 from launcher.errors import NotReady, unreadable
 from launcher.printable import printable_bytes
@@ -81,16 +81,14 @@ def _require_sight(folder: RunFolder) -> None:
         raise NotReady(runner.unknown_here(folder, leader))
 
 
-def _elsewhere(folder: RunFolder) -> bool:
-    """Whether the run's keeper, which sees to its end, lived or lives out of sight."""
-    told = process.identity(rundir.read_json(folder.process))
-    return told is not None and told.elsewhere()
-
-
 def _see_to_the_end(folder: RunFolder, attempt: Attempt) -> None:
-    """Where the keeper did not live to do that."""
+    """Where the keeper did not live to do that, nor lives where nobody here can look."""
     began = folder.attempts() >= attempt.number
-    if began and not _elsewhere(folder) and not rundir.concluded(folder, attempt.number):
+    if (
+        began
+        and not runner.processes(folder).out_of_sight
+        and not rundir.concluded(folder, attempt.number)
+    ):
         # only here: who looks on should see the run at once
         from launcher import keeper
 
@@ -210,7 +208,7 @@ def _tail(log: BinaryIO, lines: int) -> int:
 
 def has_begun(folder: RunFolder, attempt: Attempt) -> bool:
     """Whether a process of the attempt is known, or was; its log may have been tidied away."""
-    known = rundir.read_json(folder.process).get("attempt")
+    known = runner.processes(folder).attempt
     return folder.attempts() >= attempt.number or known == attempt.number or _goes_on(folder)
 
 
@@ -219,11 +217,9 @@ def newest_attempt(folder: RunFolder) -> Attempt:
     with contextlib.suppress(NotReady):
         return attempts.read(folder)
     manifest = rundir.read_manifest(folder)
-    plan = manifest.get("plan")
-    steps = plan.get("steps") if isinstance(plan, dict) else None
     return Attempt(
         number=max(1, folder.attempts()), argv=(), env={}, environ={}, cwd=str(folder.path),
         stage=str(manifest.get("stage")), backend=str(manifest.get("backend")),
         title=folder.path.name, output=manifest.get("output"),
-        total=steps if isinstance(steps, int) else None, world=overview.processes(manifest),
+        total=manifest.number("plan", "steps"), world=manifest.processes or 1,
     )  # fmt: skip

@@ -11,17 +11,17 @@ from launcher import attempt as attempts
 from launcher import (
     check,
     checkpoints,
-    earlier,
+    evidence,
     fingerprint,
-    process,
+    measures,
     rundir,
     runner,
 )
 from launcher.backends.gradient_rules import fault
 from launcher.check import Point, Verdict
-from launcher.earlier import mapping
-from launcher.evidence import Evidence
+from launcher.evidence import Evidence, Probe, RankRecord
 from launcher.fingerprint import Memory, MissingContent
+from launcher.record import Record
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
 from launcher.watching import saves
@@ -39,7 +39,7 @@ class Judged:
     """The verdict without tokens, the manifest, and the evidence of each attempt."""
 
     verdict: Verdict
-    manifest: Mapping[str, Any]
+    manifest: Record
     attempts: tuple[Evidence, ...]
 
 
@@ -49,8 +49,8 @@ def judge(folder: RunFolder, asked: Mapping[str, str] | None = None) -> Judged:
     Raises OSError if a file that is there cannot be opened.
     """
     told = rundir.read_manifest(folder)
-    each = earlier.read(folder)
-    found = earlier.whole(each)
+    each = read(folder)
+    found = whole(each)
     expected = _expected(told) if asked is None else asked
     stage, output = told.get("stage"), told.get("output")
     if found.final_save:
@@ -94,7 +94,7 @@ def _with_earlier(
     """
     points = {point.name: point for point in verdict.points}
     for number, one, steps in _kept(each):
-        told = rundir.read_json(earlier.kept_manifest(folder, number))
+        told = rundir.read_kept_manifest(folder, number)
         before = check.judge(verdict.stage, _expected(told) if told else expected, one)
         for point in before.points:
             known = points.get(point.name) if point.name in _WHOLE_RUN else None
@@ -113,22 +113,22 @@ def _kept(each: Sequence[Evidence]) -> Iterator[tuple[int, Evidence, tuple[int, 
     """The earlier attempts whose steps later ones went on from: number, evidence, first and last step."""
     begun: float | None = None
     for number in range(len(each), 0, -1):
-        steps = [row["step"] for row in earlier.rows_of(each[number - 1 : number])]
+        steps = [row["step"] for row in rows_of(each[number - 1 : number])]
         kept = [step for step in steps if begun is None or step < begun]
         if kept and number < len(each):
             yield number, each[number - 1], (int(kept[0]), int(kept[-1]))
         begun = min([*steps, *([] if begun is None else [begun])], default=None)
 
 
-def _without_known_corruption(verdict: Verdict, manifest: Mapping[str, Any]) -> Verdict:
+def _without_known_corruption(verdict: Verdict, manifest: Record) -> Verdict:
     """No pass for gradients that nobody compared, of a DeepSpeed that is known to corrupt them."""
-    point, recorded = verdict.point("gradients"), mapping(manifest.get("deepspeed"))
-    plan = mapping(manifest.get("plan"))
+    point, recorded = verdict.point("gradients"), manifest.part("deepspeed")
+    plan = manifest.part("plan")
     if point.state != "unknown" or not plan.get("gpus") or not recorded:
         return verdict
     version, accumulation = recorded.get("version"), plan.get("accumulation")
     known = fault(
-        mapping(recorded.get("config")),
+        recorded.part("config"),
         version if isinstance(version, str) else None,
         accumulation=accumulation if isinstance(accumulation, int) else None,
     )
@@ -159,13 +159,13 @@ def _with_whole_model(verdict: Verdict, output: object) -> Verdict:
 
 def _here(folder: RunFolder) -> bool:
     """Whether the attempt that began last did so where its processes could be seen from here."""
-    told = process.identity(rundir.read_json(folder.process))
-    return told is not None and not told.elsewhere()
+    known = runner.processes(folder)
+    return known.leader is not None and not known.out_of_sight
 
 
-def _beside_plan(verdict: Verdict, manifest: Mapping[str, Any]) -> Verdict:
+def _beside_plan(verdict: Verdict, manifest: Record) -> Verdict:
     """The verdict with the peak that was planned, in GiB by part, beside what memory came to."""
-    parts = mapping(mapping(manifest.get("plan")).get("memory_gib"))
+    parts = manifest.part("plan", "memory_gib")
     planned = {k: float(v) for k, v in parts.items() if isinstance(v, int | float)}
     if "peak" not in planned:
         return verdict
@@ -225,3 +225,56 @@ def _change_of(path: Path, before: str, memory: Memory) -> dict[str, Any] | None
         return None
     reason = f"{path} was changed after the save: sha256 {before[:12]}, now {after[:12]}"
     return {"reason": reason, "before": before, "after": after}
+
+
+# --- several attempts as one run ------------------------------------------------------------------
+
+
+def read(folder: RunFolder) -> tuple[Evidence, ...]:
+    """The evidence of every attempt, the last one last. Raises OSError like `read_run`."""
+    before = (evidence.read_run(folder.path, attempt=n) for n in range(1, folder.attempts()))
+    return *before, evidence.read_run(folder.path)
+
+
+def rows_of(attempts: Sequence[Evidence]) -> list[measures.Row]:
+    """Every optimizer step of a run once; see `measures.merged_rows`."""
+    return measures.merged_rows(measures.metrics_rows(one) for one in attempts)
+
+
+def whole(attempts: Sequence[Evidence]) -> Evidence:
+    """The evidence of the last attempt, with the losses and gradient norms before it.
+
+    Where that had no step left to train, with the steps of one before: it was resumed from the last step
+    of all, and only saved the model.
+    """
+    found = _of_the_last(attempts)
+    if len(attempts) < 2:
+        return found
+    own = measures.metrics_rows(found)
+    kept = [row for row in rows_of(attempts[:-1]) if own and row["step"] < own[0]["step"]]
+    losses, norms = (
+        tuple(row[name] for row in kept if name in row) for name in ("loss", "grad_norm")
+    )
+    bad = tuple(int(row["step"]) for row in kept if row.get("finite") is False)
+    moved = max((measures.moved_share(one) or 0.0 for one in attempts[:-1]), default=0.0)
+    return replace(found, before=losses, norms_before=norms, bad_before=bad, moved_before=moved)
+
+
+def _of_the_last(attempts: Sequence[Evidence]) -> Evidence:
+    last = attempts[-1]
+    probe = last.probe
+    if probe is None or probe.last_step is not None or not last.events("resumed"):
+        return last
+    for one in reversed(attempts[:-1]):
+        before = one.probe
+        if before is not None and before.last_step is not None:
+            both = {rank: _joined(before.ranks.get(rank), own) for rank, own in probe.ranks.items()}
+            return replace(last, probe=Probe(ranks=both))
+    return last
+
+
+def _joined(before: RankRecord | None, last: RankRecord) -> RankRecord:
+    # one file holds both, so the lines of the later one are the higher ones
+    if before is None:
+        return last
+    return replace(last, events=(*before.events, *last.events), steps=before.steps)

@@ -21,7 +21,6 @@ from typing import Any
 from launcher import campaign as campaigns
 from launcher import (
     contents,
-    earlier,
     files,
     following,
     footprint,
@@ -44,6 +43,7 @@ from launcher.errors import Exit, Finding, LaunchError, not_ready, usage
 from launcher.forecast import Terms
 from launcher.gates import Facts, Flag
 from launcher.preparation import Asked, Prepared, Request
+from launcher.record import Record
 from launcher.rundir import RunFolder
 from launcher.stage import Stage
 from launcher.trial import Outcome
@@ -391,7 +391,7 @@ def _run(rung: Rung, *, quiet: bool) -> Outcome | None:
 def _ended_alone(rung: Rung, planned: Climb, known: Standing | None) -> Outcome | None:
     """What came of a rung whose command was killed, and which went on to its end; None where none did."""
     for run in rundir.newest_first(planned.folder):
-        if earlier.mapping(rundir.read_manifest(run).get("plan")).get("gpus") != rung.gpus:
+        if rundir.read_manifest(run).number("plan", "gpus") != rung.gpus:
             continue
         if known is None or known.record.get("run") != str(run.path):
             verdict, code = start.conclusion(run, following.newest_attempt(run))
@@ -428,7 +428,7 @@ class _Record:
 
     def keep(self, rung: Rung, outcome: Outcome, facts: Facts) -> None:
         known = {**outcome.as_json(), "facts": facts.as_json()}
-        self.data["rungs"] = {**earlier.mapping(self.data.get("rungs")), str(rung.gpus): known}
+        self.data["rungs"] = {**Record(self.data).part("rungs"), str(rung.gpus): known}
         self.write()
 
     def write(self) -> None:
@@ -436,7 +436,7 @@ class _Record:
 
     def standing(self, gpus: int, below: Sequence[Standing]) -> Standing | None:
         """What the gates say of a rung; None where it was not run, or not with this launch."""
-        known = earlier.mapping(earlier.mapping(self.data.get("rungs")).get(str(gpus)))
+        known = Record(self.data).part("rungs", str(gpus))
         try:
             facts = Facts.from_json(known["facts"])
         except (AttributeError, KeyError, TypeError):

@@ -28,6 +28,7 @@ from typing import Any
 from launcher import locks, process, rundir
 from launcher.errors import Finding, NotReady, not_ready
 from launcher.process import Identity
+from launcher.record import Record
 
 FOLDER = Path(".cache", "huggingface", "launch")
 """Below the output folder."""
@@ -147,11 +148,11 @@ def newest(output: Path | None) -> Lease | None:
     return read(place(output) / f"lease-{fences[-1]}.json") if output and fences else None
 
 
-def manifests(output: Path | None) -> list[dict[str, Any]]:
+def manifests(output: Path | None) -> list[Record]:
     """The manifests of all starts into an output folder, the oldest first."""
     folder = None if output is None else place(output)
     found = [rundir.read_json(folder / f"run-{n}.json") for n in _fences(folder)] if folder else []
-    return [one for one in found if one]
+    return [Record(one) for one in found if one]
 
 
 def _fences(folder: Path) -> list[int]:

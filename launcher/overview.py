@@ -8,10 +8,10 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from launcher import checkpoints, files, process, rundir, runner, slurm
+from launcher.record import Record
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
 from launcher.view import Progress, clock
@@ -33,14 +33,12 @@ def rows(folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
 def row(folder: RunFolder) -> dict[str, Any]:
     """One run for `launch runs`."""
     manifest = rundir.read_head(folder)
-    plan = manifest.get("plan")
-    plan = plan if isinstance(plan, dict) else {}
-    progress = Progress(total=plan.get("steps"), world=processes(manifest))
+    progress = Progress(total=manifest.value("plan", "steps"), world=manifest.processes or 1)
     last_steps(folder, progress)
     now = state(folder, progress)
     # the file of an attempt that goes on is that of the one before
     over = now in _ENDED and not _judged_before(folder)
-    judged = rundir.read_json(folder.verdict) if over else {}
+    judged = Record(rundir.read_json(folder.verdict) if over else {})
     rate = _steady(judged)
     rate = progress.tokens_per_second if rate is None else rate
     return {
@@ -54,7 +52,7 @@ def row(folder: RunFolder) -> dict[str, Any]:
         "loss": None if progress.loss is None else round(progress.loss, 4),
         "tokens/s": None if rate is None else round(rate),
         "age": age(manifest.get("created")),
-        "gpus": plan.get("gpus"),
+        "gpus": manifest.value("plan", "gpus"),
         "checkpoint": _last_checkpoint(manifest),
         "output": manifest.get("output"),
         "wandb": _tracked(folder, manifest),
@@ -67,18 +65,15 @@ def _judged_before(folder: RunFolder) -> bool:
     return not folder.concluded(number).exists() and rundir.judged(folder, number - 1)
 
 
-def _steady(judged: Mapping[str, Any]) -> float | None:
+def _steady(judged: Record) -> float | None:
     """The speed that a verdict came to: that of all steady steps, and of every rank."""
-    metrics = judged.get("metrics")
-    rate = metrics.get("tokens_per_second") if isinstance(metrics, dict) else None
+    rate = judged.value("metrics", "tokens_per_second")
     return rate if isinstance(rate, int | float) else None
 
 
-def _last_checkpoint(manifest: Mapping[str, Any]) -> str | None:
+def _last_checkpoint(manifest: Record) -> str | None:
     """How long ago the last checkpoint was written."""
-    output = manifest.get("output")
-    folder = Path(output) if isinstance(output, str) else None
-    written = checkpoints.last_written(str(manifest.get("backend")), folder)
+    written = checkpoints.last_written(str(manifest.get("backend")), manifest.output)
     return None if written is None else clock(max(0.0, time.time() - written))
 
 
@@ -93,14 +88,6 @@ def _tracked(folder: RunFolder, manifest: Mapping[str, Any]) -> str | None:
         return None
     # of an anonymous run the address holds its key
     return redact(found[1].decode(errors="replace")) if found else None
-
-
-def processes(manifest: Mapping[str, Any]) -> int:
-    """How many training processes a run has, over all its machines."""
-    plan = manifest.get("plan")
-    plan = plan if isinstance(plan, dict) else {}
-    gpus, nodes = plan.get("gpus"), plan.get("nodes")
-    return max(1, gpus if isinstance(gpus, int) else 1) * (nodes if isinstance(nodes, int) else 1)
 
 
 def state(folder: RunFolder, progress: Progress | None = None) -> str:
@@ -150,7 +137,7 @@ def _last_told(folder: RunFolder) -> bool:
 @lru_cache(maxsize=1)
 def _jobs(_second: int) -> dict[str, str] | None:
     """One squeue serves a whole list of runs too."""
-    return slurm.all_states()
+    return slurm.states()
 
 
 @lru_cache(maxsize=1)

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launcher import rundir, series
-from launcher.earlier import listed, mapping
 from launcher.errors import not_ready
 from launcher.markup import Html, details, join, number_cell, table, tag, text
 from launcher.plan import titled
+from launcher.record import listed, mapping
 from launcher.series import Run, Series, any_number
 
 _ASSETS = Path(__file__).resolve().parent / "assets"

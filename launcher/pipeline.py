@@ -177,7 +177,7 @@ def _earlier_runs(seen: Survey) -> Iterator[Finding]:
     for link in seen.links:
         dry = seen.steps[link.name].prepared
         if dry.attempt > 1 and rundir.read_manifest(dry.folder):
-            found = resume.of_a_bare_command(would, dry.plan, dry.output, dry.folder)
+            found = resume.warn_pasted_command(would, dry.plan, dry.output, dry.folder)
             yield from (placed(link, one) for one in found)
 
 

@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from launcher import (
     caches,
-    checkpointing,
     command,
     config,
     contents,
     devices,
     doctor,
-    earlier,
     lease,
     machine,
     plan,
+    position,
     rendezvous,
     resume,
     rundir,
 )  # fmt: skip
 from launcher import stage as stages
 from launcher.backends import gradient_rules
+from launcher.caches import Cache, environment
 from launcher.command import Command
 from launcher.devices import Devices, Look
 from launcher.errors import Finding, InvalidConfig, NotReady, errors, usage
+from launcher.fingerprint import MissingContent
 from launcher.machine import Trainer
 from launcher.paths import exists
 from launcher.plan import Plan
+from launcher.record import Record
 from launcher.redaction import redact
 from launcher.rendezvous import Rendezvous
 from launcher.rundir import RunFolder
@@ -138,7 +141,7 @@ class Prepared:
             "resume": self.decision.as_json(),
             "asked_output": None if self.asked is None else str(self.asked),
             "contents": list(self.holds),
-            "checkpoints": checkpointing.interval(self.plan),
+            "checkpoints": position.interval(self.plan),
         }
 
 
@@ -191,98 +194,156 @@ def ask(request: Request, *, running: bool) -> Asked:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Location:
+    """Where a start goes, and who has been there.
+
+    `requested` is the output folder that the stage file names, `earlier` the folder of the attempts that
+    `history` tells of, where it still is; for `apart` see `Prepared`.
+    """
+
+    requested: Path | None
+    output: resume.Placed
+    folder: RunFolder
+    attempt: int
+    apart: RunFolder | None
+    history: Sequence[Record]
+    earlier: RunFolder | None
+
+
+def _locate(
+    request: Request, stage: stages.Stage, here: Rendezvous | None, *, running: bool
+) -> _Location:
+    root = request.runs or rundir.runs_root()
+    # what launch derives does not move an output that the stage file names
+    given = stage.entry.names.output in stage.args
+    named = stage.backend.output_folder(stage.values) if given else None
+    requested = None if named is None else named.absolute()
+    placed = resume.place(stage, requested, rundir.newest_first(root), fresh=request.fresh)
+    kind, rank, apart = stage.options.stage, 0 if here is None else here.rank, None
+    if request.folder is None:
+        folder, attempt = rundir.choose(
+            kind, stage.name, placed.output, root, reserve=running, rank=rank
+        )
+    else:
+        folder = request.folder
+        attempt = max(one.attempts() for one in folder.nodes()) + 1
+    if not running and exists(folder.path):
+        # what is pasted is no attempt of that run, and must not write into its record
+        apart, _ = rundir.choose(kind, stage.name, None, root)
+    earlier = folder if attempt > 1 else None
+    history, last = resume.manifests(kind, earlier, placed.output), lease.newest(placed.output)
+    if rank and last is not None and last.beats():
+        # the first of several machines has begun already: that is this very start
+        history = history[:-1]
+    if earlier is None and history and last is not None and os.path.isdir(last.run):
+        earlier = RunFolder(Path(last.run))
+    return _Location(
+        requested=requested, output=placed, folder=folder, attempt=attempt, apart=apart,
+        history=history, earlier=earlier,
+    )  # fmt: skip
+
+
 def prepare(request: Request, *, running: bool) -> Prepared:
     """Load, check, plan; for a run also ask whether the machine is ready for it.
 
     Raises InvalidConfig, NotReady or UsageError. Writes nothing but, for a run, its empty folder, and
     the memory of fingerprints.
     """
-    asked = ask(request, running=running)
-    stage, trainer, gpus = asked.stage, asked.trainer, asked.gpus
-    here = None
+    resolved = ask(request, running=running)
+    here, chosen = None, None
     if running and not request.elsewhere:
         here = rendezvous.find(request.nodes, request.node_rank, request.main_address, os.environ)
-    chosen = asked.chosen() if running and not request.elsewhere else None
-    warnings: tuple[Finding, ...] = ()
-    root = request.runs or rundir.runs_root()
-    # what launch derives does not move an output that the stage file names
-    given = stage.entry.names.output in stage.args
-    named = stage.backend.output_folder(stage.values) if given else None
-    wanted = None if named is None else named.absolute()
-    placed = resume.place(stage, wanted, rundir.newest_first(root), fresh=request.fresh)
-    if request.folder is None:
-        folder, attempt = rundir.choose(
-            stage.options.stage, stage.name, placed.output, root, reserve=running,
-            rank=0 if here is None else here.rank,
-        )  # fmt: skip
-    else:
-        folder = request.folder
-        attempt = max(one.attempts() for one in folder.nodes()) + 1
-    apart = None
-    if not running and exists(folder.path):
-        # what is pasted is no attempt of that run, and must not write into its record
-        apart, _ = rundir.choose(stage.options.stage, stage.name, None, root)
-    before = folder if attempt > 1 else None
-    history = _history(stage, before, placed.output, here)
-    if before is None and history:
-        before = _elsewhere(placed.output)
-    decision, holds = resume.Decision(), list[dict[str, Any]]()
+        chosen = resolved.chosen()
+    location = _locate(request, resolved.stage, here, running=running)
     try:
-        made = plan.make(
-            stage, gpus=gpus, nodes=request.nodes, output=folder.path / "model",
-            # a dry run may be made anywhere: what lies here and is installed here says nothing
-            packages=trainer.packages if running else None,
-        )  # fmt: skip
-        made = plan.applied(made, placed.derived)
-        last = plan.output_folder(made)
-        where = None if last is None else last.absolute()
-        around = doctor.situation(made, trainer, where) if running else ()
-        made = replace(made, findings=_allowed(request, (*made.findings, *around)))
         if running:
-            # about the machine, not the stage file: --strict leaves them warnings
-            warnings = doctor.require_ready(made, trainer, chosen, elsewhere=request.elsewhere)
-        held = caches.derive(made, trainer.packages, running=running)
-        made = caches.applied(made, held)
-        if running:
-            said = caches.findings(made, held)
-            holds = contents.of_plan(made)
-            decision = resume.judge(
-                made, output=where, history=history, folder=before, trainer=trainer, caches=held, now=holds,
-                allowed=request.allowed,
-            )  # fmt: skip
-            if decision.kind == "finished" and before is not None and before != folder:
-                rundir.release(folder)
-                folder = before
-            # what a rule says of the output folder, the run's own record says better
-            known = (*made.findings, *said)
-            better = {f.code for f in decision.findings} | (resume.SUPERSEDED if history else set())
-            known = tuple(f for f in known if f.code not in better)
-            made = plan.applied(made, decision.derived)
-            made = replace(made, findings=(*known, *decision.findings))
-        if errors(made.findings, strict=request.strict):
-            raise InvalidConfig(made.findings)
+            return _ready(request, resolved, location, here, chosen)
+        # a dry run may be made anywhere: what lies here and is installed here says nothing
+        made = _plan(request, resolved, location, None)
+        held = caches.derive(made, resolved.trainer.packages, running=False)
+        return _prepared(request, resolved, location, caches.applied(made, held), caches=held)
     except BaseException:
-        rundir.release(folder)
+        rundir.release(location.folder)
         raise
+
+
+def _ready(
+    request: Request, resolved: Asked, location: _Location, here: Rendezvous | None,
+    chosen: Devices | None,
+) -> Prepared:  # fmt: skip
+    """What is derived, what the run's own record decides, and what this machine says of it."""
+    trainer = resolved.trainer
+    made = _plan(request, resolved, location, trainer.packages)
+    output = _output(made)
+    around = _allowed(request, doctor.situation(made, trainer, output))
+    made = replace(made, findings=(*made.findings, *around))
+    # about the machine, not the stage file: --strict leaves them warnings
+    warnings = doctor.require_ready(made, trainer, chosen, elsewhere=request.elsewhere)
+    held = caches.derive(made, trainer.packages)
+    made = caches.applied(made, held)
+    now = contents.of_plan(made)
+    decision = resume.judge(
+        made, output=output, history=location.history, folder=location.earlier, trainer=trainer,
+        caches=held, now=now, allowed=request.allowed,
+    )  # fmt: skip
+    if decision.kind == "finished" and location.earlier not in (None, location.folder):
+        rundir.release(location.folder)
+        location = replace(location, folder=location.earlier)
+    # what a rule says of the output folder, the run's own record says better
+    better = {f.code for f in decision.findings} | (
+        resume.SUPERSEDED if location.history else set()
+    )
+    known = [f for f in (*made.findings, *caches.findings(made, held)) if f.code not in better]
+    made = plan.applied(made, decision.derived)
+    made = replace(made, findings=(*known, *decision.findings))
+    return _prepared(
+        request, resolved, location, made, caches=held, here=here, devices=chosen,
+        warnings=warnings, decision=decision, holds=tuple(now),
+    )  # fmt: skip
+
+
+def _plan(
+    request: Request, resolved: Asked, location: _Location, packages: Mapping[str, str] | None
+) -> Plan:
+    made = plan.make(
+        resolved.stage, gpus=resolved.gpus, nodes=request.nodes,
+        output=location.folder.path / "model", packages=packages,
+    )  # fmt: skip
+    made = replace(made, findings=_allowed(request, made.findings))
+    return plan.applied(made, location.output.derived)
+
+
+def _output(made: Plan) -> Path | None:
+    folder = plan.output_folder(made)
+    return None if folder is None else folder.absolute()
+
+
+def _prepared(
+    request: Request, resolved: Asked, location: _Location, made: Plan, *,
+    caches: tuple[Cache, ...], devices: Devices | None = None, warnings: tuple[Finding, ...] = (),
+    **decided: Any,
+) -> Prepared:  # fmt: skip
+    """With the command. Raises InvalidConfig."""
+    if errors(made.findings, strict=request.strict):
+        raise InvalidConfig(made.findings)
     watched = made.stage.options.probe is not None
-    told = command.concealed(made.arguments(), made, os.environ, watched=watched)
-    if told.exposed:
-        rundir.release(folder)
-        raise InvalidConfig([_exposed(made, name) for name in told.exposed])
+    concealed = command.concealed(made.arguments(), made, os.environ, watched=watched)
+    if concealed.exposed:
+        raise InvalidConfig([_exposed(made, name) for name in concealed.exposed])
     built = command.build(
         made,
-        trainer,
-        (apart or folder).path,
+        resolved.trainer,
+        (location.apart or location.folder).path,
         environ=os.environ,
-        caches=caches.environment(held),
-        devices=None if chosen is None or not gpus else chosen.env(),
+        caches=environment(caches),
+        devices=None if devices is None or not resolved.gpus else devices.env(),
     )
-    warnings += tuple(_on_our_command_line(made))
     return Prepared(
-        request=request, here=here, plan=made, command=built, trainer=trainer, folder=folder, attempt=attempt,
-        output=where, caches=held, devices=chosen,
-        warnings=warnings, decision=decision, asked=wanted, holds=tuple(holds),
-        apart=apart,
+        request=request, plan=made, command=built, trainer=resolved.trainer,
+        folder=location.folder, attempt=location.attempt, output=_output(made), caches=caches,
+        devices=devices, warnings=(*warnings, *_on_our_command_line(made)),
+        asked=location.requested, apart=location.apart, **decided,
     )  # fmt: skip
 
 
@@ -291,53 +352,26 @@ def of_earlier_run(dry: Prepared) -> tuple[Finding, ...]:
 
     The command itself knows nothing of it. Raises UsageError like `resume.judge`.
     """
-    folder, made = dry.folder, dry.plan
+    made, folder, decision = dry.plan, dry.folder, None
     if dry.attempt == 1 or not rundir.read_manifest(folder):
         return ()
     try:
+        now = contents.of_plan(made)
+    except MissingContent:
+        # a dry run may name what is not here, and then nothing starts here either
+        return ()
+    with contextlib.suppress(NotReady):
         lease.require_free(dry.output)
-    except NotReady:
-        would = resume.would(None)
-    else:
-        # as for a run: of what is installed here
-        made = plan.make(
-            made.stage, gpus=made.gpus, nodes=made.nodes, output=folder.path / "model",
-            packages=dry.trainer.packages,
+        decision = resume.judge(
+            made, output=dry.output, folder=folder, trainer=dry.trainer, caches=dry.caches, now=now,
+            history=resume.manifests(made.stage.options.stage, folder, dry.output),
+            allowed=dry.request.allowed,
         )  # fmt: skip
-        name = made.stage.entry.names.output
-        made = plan.applied(made, {n: d for n, d in dry.plan.derived.items() if n == name})
-        try:
-            held = caches.derive(made, dry.trainer.packages)
-            made = caches.applied(made, held)
-            decision = resume.judge(
-                made, output=dry.output, folder=folder, trainer=dry.trainer, caches=held,
-                history=earlier.manifests(made.stage.options.stage, folder, dry.output),
-                now=contents.of_plan(made), allowed=dry.request.allowed,
-            )  # fmt: skip
-        except NotReady:
-            # a dry run may name what is not here, and then nothing starts here either
-            return ()
-        would = resume.would(decision)
-    return () if would is None else resume.of_a_bare_command(would, made, dry.output, folder)
+    action = resume.describe(decision)
+    return () if action is None else resume.warn_pasted_command(action, made, dry.output, folder)
 
 
-def _history(
-    stage: stages.Stage, before: RunFolder | None, output: Path | None, here: Rendezvous | None
-) -> list[Mapping[str, Any]]:
-    """The manifests of the attempts so far."""
-    found = earlier.manifests(stage.options.stage, before, output)
-    last = lease.newest(output) if here is not None and here.rank else None
-    # the first of several machines has begun already: that is this very start
-    return found[:-1] if last is not None and last.beats() else found
-
-
-def _elsewhere(output: Path | None) -> RunFolder | None:
-    """The run folder of the last start into an output folder, where it still is: it may be any."""
-    last = lease.newest(output)
-    return RunFolder(Path(last.run)) if last is not None and os.path.isdir(last.run) else None
-
-
-def _allowed(request: Request, findings: Sequence[Finding]) -> tuple[Finding, ...]:
+def _allowed(request: Request, findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """The findings, with an error that the command line allows as a warning."""
     if not request.allow_corrupting_overlap:
         return tuple(findings)

@@ -9,33 +9,26 @@ checkpoint cannot be resumed exactly and an older one can, that one is taken.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from launcher import (
-    changes,
-    checkpointing,
-    checkpoints,
-    checksums,
-    earlier,
-    lease,
-    position,
-    rundir,
-)  # fmt: skip
+from launcher import changes, checkpoints, checksums, evidence, files, lease, position, rundir
 from launcher.caches import Cache
 from launcher.changes import Change
 from launcher.checkpoints import Checkpoint
 from launcher.contents import Contents
-from launcher.earlier import Attempts, Manifest
 from launcher.errors import Finding, Severity, errors, not_ready, usage
 from launcher.machine import Trainer
 from launcher.paths import canonical, exists
 from launcher.plan import Derived, Plan, model_in
-from launcher.position import Place, Wrong
+from launcher.position import Place, Shape, Wrong
+from launcher.record import Record
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
 from launcher.schema import Values
@@ -43,7 +36,7 @@ from launcher.stage import Stage
 
 Kind = Literal["new", "resume", "finished"]
 
-SUPERSEDED: frozenset[str] = frozenset(
+SUPERSEDED = frozenset(
     {
         "foreign-checkpoints",
         "resume-position",
@@ -53,6 +46,9 @@ SUPERSEDED: frozenset[str] = frozenset(
     }
 )
 """Codes of rules that know the folder alone: of a run of ours, its `Decision` says more."""
+_LOOKED_AT = 64 * 2**20  # bytes of a log: training begins long before
+_ROWS = re.compile(rb"\*{5} Running training \*{5}.{0,400}?Num examples = ([\d,]+)", re.DOTALL)
+_REFERENCE = re.compile(rb"(?:Saving|Loading) reference logprobs cache (?:to|from) (\S[^\r\n]*)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,10 +109,10 @@ def place(stage: Stage, asked: Path | None, runs: Iterable[RunFolder], *, fresh:
     """
     if asked is None:
         return Placed(output=None)
-    told: list[tuple[RunFolder | None, Manifest]] = [*rundir.outlines(runs)]
+    known: list[tuple[RunFolder | None, Record]] = [*rundir.outlines(runs)]
     name = stage.entry.names.output
     if fresh:
-        used = {str(one.get("output")) for _, one in told}
+        used = {str(record.get("output")) for _, record in known}
         if not exists(asked) and _text(asked) not in used:
             return Placed(output=asked)
         value, folder = next(
@@ -129,20 +125,18 @@ def place(stage: Stage, asked: Path | None, runs: Iterable[RunFolder], *, fresh:
     # of runs whose folders are gone, their output folders tell
     beside = itertools.takewhile(lambda one: exists(one[1]), _beside(stage))
     for folder in reversed([asked, *(folder for _, folder in beside)]):
-        told += [(None, one) for one in lease.manifests(folder)[-1:]]
-    ours = ((f, one) for f, one in told if one.get("stage") == stage.options.stage)
-    begun, newest = next((pair for pair in ours if _asked(pair[1]) == _text(asked)), (None, {}))
-    if begun is not None:
-        newest = rundir.read_manifest(begun)
-    output, value = newest.get("output"), earlier.value_of(newest, name)
-    if output == _text(asked) or not isinstance(output, str) or not isinstance(value, str):
-        return Placed(output=asked)
-    why = "the run that was started over with --fresh goes on there"
-    return Placed(output=Path(output), derived={name: Derived(value=value, why=why)})
-
-
-def _asked(manifest: Manifest) -> Any:
-    return manifest.get("asked_output") or manifest.get("output")
+        known += [(None, record) for record in lease.manifests(folder)[-1:]]
+    for begun, newest in known:
+        requested = newest.get("asked_output") or newest.get("output")
+        if newest.get("stage") != stage.options.stage or requested != _text(asked):
+            continue
+        record = newest if begun is None else rundir.read_manifest(begun)
+        value = record.argument(name)
+        if record.output in (None, Path(_text(asked))) or not isinstance(value, str):
+            break
+        why = "the run that was started over with --fresh goes on there"
+        return Placed(output=record.output, derived={name: Derived(value=value, why=why)})
+    return Placed(output=asked)
 
 
 def _text(path: Path) -> str:
@@ -193,28 +187,26 @@ def set_aside(decision: Decision, attempt: int) -> list[Path]:
 # --- without the decision ---------------------------------------------------------------------------
 
 
-def would(decision: Decision | None) -> str | None:
+def describe(decision: Decision | None) -> str | None:
     """What `launch sft` and `launch dpo` do with a decision; None where they begin anew, as a bare command.
 
     The decision is None while that run is still going on.
     """
-    found = decision.findings if decision is not None else ()
-    refused = next((one for one in found if one.severity == "error"), None)
     if decision is None:
         return "refuse it, as that run is still going on"
-    if refused is not None:
-        return f"refuse it ({refused.code}: {refused.message})"
+    if refused := errors(decision.findings):
+        return f"refuse it ({refused[0].code}: {refused[0].message})"
     if decision.kind == "finished":
         return "train nothing, it is finished"
     return None if decision.checkpoint is None else f"go on from {decision.checkpoint.name}"
 
 
-def of_a_bare_command(
-    would: str, plan: Plan, output: Path | None, folder: RunFolder
+def warn_pasted_command(
+    action: str, plan: Plan, output: Path | None, folder: RunFolder
 ) -> tuple[Finding, ...]:
     """What to know of a command that is pasted where a run has been: it carries no decision out.
 
-    `would` is what launch itself does there.
+    `action` is what launch itself does there.
     """
     if plan.stage.options.backend == "trl":
         # trl/scripts/sft.py:113
@@ -224,14 +216,14 @@ def of_a_bare_command(
         does = f"goes on from {taken.name}, whatever has changed since"
     else:
         does = "trains into the same folder"
-    said = Finding(
+    warning = Finding(
         severity="warning", layer="launch", code="earlier-run",
         key=f"args.{plan.stage.entry.names.output}",
-        message=f"{output} is that of {folder.path.name}: launch itself would {would}; "
+        message=f"{output} is that of {folder.path.name}: launch itself would {action}; "
         f"this line {does}",
         help="say it without --dry-run, or with --fresh for a line that takes a folder beside it",
     )  # fmt: skip
-    return (plan.stage.config.placed(said),)
+    return (plan.stage.config.placed(warning),)
 
 
 def _taken_by_upstream(plan: Plan, output: Path | None) -> Path | None:
@@ -241,6 +233,134 @@ def _taken_by_upstream(plan: Plan, output: Path | None) -> Path | None:
         return None
 
 
+# --- the attempts so far ------------------------------------------------------------------------------
+
+
+def manifests(stage: str, folder: RunFolder | None, output: Path | None) -> list[Record]:
+    """The manifests of the attempts of a stage so far, the oldest first, without those that cannot be read.
+
+    They are in the run folder, and in the output folder too: there those of all starts into it, whichever
+    run folder these had, and whatever has become of that.
+    """
+    kept = [record for record in lease.manifests(output) if record.get("stage") == stage]
+    own: list[Record] = []
+    if folder is not None:
+        last = rundir.read_manifest(folder)
+        before = range(1, last.number("attempt") or 1)
+        own = [*(rundir.read_kept_manifest(folder, n) for n in before), last]
+    return max([record for record in own if record], kept, key=len)
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempts:
+    """The earlier attempts of a run, by their manifests, the oldest first.
+
+    A checkpoint is compared with the settings it was saved under, not with those of the last attempt: that
+    one may have been started with others and saved nothing. `folder` is None where it is gone, and `code`
+    then the exit code of the last one, as far as the output folder tells.
+    """
+
+    plan: Plan
+    folder: RunFolder | None
+    records: Sequence[Record]
+    code: int | None = None
+
+    @property
+    def last(self) -> Record:
+        """The manifest of the last one, empty without any."""
+        return self.records[-1] if self.records else Record()
+
+    def maker(self, checkpoint: Checkpoint) -> Record:
+        """The manifest of the attempt that saved it: the last that did not find it there."""
+        for record in reversed(self.records):
+            if checkpoint.name not in record.items_of("resume", "kept"):
+                return record
+        return self.records[0] if self.records else Record()
+
+    def shape(self, record: Record | None = None) -> Shape | None:
+        """How epochs are cut into steps, now or under an earlier manifest; None where rows are unknown.
+
+        The log of an earlier attempt says how many rows were left after filtering.
+        """
+        logged = self._in_logs(_ROWS)
+        plan, names = self.plan, self.plan.stage.entry.names
+        rows = plan.rows if logged is None else int(logged.replace(b",", b""))
+        if rows is None:
+            return None
+        value: Callable[[str], Any] = plan.values.get
+        if record is None:
+            count = plan.processes
+            per_device, accumulation = plan.per_device, plan.accumulation
+        else:
+            value, count = record.argument, record.processes or 1
+            per_device = record.number("plan", "per_device") or plan.per_device
+            accumulation = record.number("plan", "accumulation") or plan.accumulation
+        shared, limit = value("sequence_parallel_size"), value(names.max_steps)
+        epochs = value(names.epochs)
+        return Shape(
+            rows=rows, per_device=per_device, devices=max(1, count // max(1, int(shared or 1))),
+            accumulation=accumulation, epochs=epochs if isinstance(epochs, int | float) else 1,
+            limit=limit if isinstance(limit, int) and limit > 0 else None,
+        )  # fmt: skip
+
+    def reference(self) -> Path | None:
+        """The file of reference log-probabilities that was used last."""
+        logged = self._in_logs(_REFERENCE)
+        return None if logged is None else Path(os.fsdecode(logged))
+
+    def _in_logs(self, pattern: re.Pattern[bytes]) -> bytes | None:
+        """The newest match in the logs of the attempts, each looked at where training begins."""
+        for attempt in range(self.folder.attempts() if self.folder else 0, 0, -1):
+            assert self.folder is not None
+            with contextlib.suppress(OSError):
+                with files.open_regular(self.folder.console(attempt)) as file:
+                    found = pattern.findall(file.read(_LOOKED_AT))
+                if found:
+                    return bytes(found[-1])
+        return None
+
+    def steps(self, checkpoint: Checkpoint) -> int:
+        """Optimizer steps that a checkpoint has behind it."""
+        if checkpoint.step is not None:
+            return checkpoint.step
+        shape = self.shape(self.maker(checkpoint) or None)
+        return (checkpoint.number + 1) * (shape.updates if shape is not None else 1)
+
+    def saved_at(self, checkpoint: Checkpoint, was: Shape) -> Place:
+        """Where in the data its attempt was: from where that began, by its own count of steps."""
+        begun = self.maker(checkpoint).part("resume")
+        at, step = begun.items_of("place"), begun.number("step")
+        if len(at) == 2 and step is not None and step <= checkpoint.number:
+            return position.advanced(was, Place(int(at[0]), int(at[1])), checkpoint.number - step)
+        return position.advanced(was, Place(0, 0), checkpoint.number)
+
+    def total(self, record: Record | None = None) -> int | None:
+        """The last step, now or under an earlier manifest."""
+        if self.plan.stage.options.backend == "open_instruct":
+            shape = self.shape(record)
+            return None if shape is None else shape.total
+        return self.plan.steps if record is None else record.number("plan", "steps")
+
+    def finished(self, output: Path | None) -> bool:
+        """Whether the last attempt ended well and its model lies in the output folder."""
+        if self.last.argument("cache_dataset_only") is True:
+            return False
+        if checkpoints.model_fault(output) is not None:
+            return False
+        if self.folder is None:
+            return self.code == 0
+        ended = rundir.read_json(self.folder.exit(max(1, self.folder.attempts()))).get("returncode")
+        if isinstance(ended, int):
+            return ended == 0
+        # whoever had to write that record did not live to: the probe's last word
+        with contextlib.suppress(OSError):
+            probe = evidence.read_run(self.folder.path).probe
+            records = probe.ranks.values() if probe is not None else ()
+            ends = [event.number("exit") for one in records if (event := one.last("end"))]
+            return bool(ends) and all(code == 0 for code in ends)
+        return False
+
+
 # --- the decision ----------------------------------------------------------------------------------
 
 
@@ -248,7 +368,7 @@ def judge(
     plan: Plan,
     *,
     output: Path | None,
-    history: Sequence[Manifest],
+    history: Sequence[Record],
     folder: RunFolder | None,
     trainer: Trainer,
     caches: Sequence[Cache] = (),
@@ -271,29 +391,29 @@ def judge(
     if plan.values.get("cache_dataset_only") is True:
         return Decision()
     last = lease.newest(output)
-    attempts = Attempts(plan, folder, history, None if last is None else last.code)
-    judged = _Judge(
-        plan, output, attempts, trainer, frozenset(allowed), tuple(caches), tuple(now)
-    )  # fmt: skip
-    decision = judged.again() if history else judged.first()
-    found = tuple(plan.stage.config.placed(finding) for finding in decision.findings)
-    return replace(decision, findings=found, allowed=tuple(allowed), asked=judged.named)
+    attempts = _Attempts(plan, folder, history, None if last is None else last.code)
+    judge = _Judge(plan, output, attempts, trainer, frozenset(allowed), caches, now)
+    decision = judge.again() if history else judge.first()
+    found = tuple(plan.stage.config.placed(finding) for finding in judge.findings)
+    return replace(decision, findings=found, allowed=tuple(allowed), asked=judge.named)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Judge:
     """The checkpoints in an output folder, by the attempts that made them.
 
-    `allowed` are the changes that the user allows by name, `now` is what data and models hold.
+    `allowed` are the changes that the user allows by name, `now` is what data and models hold. What there
+    is to say gathers in `findings`.
     """
 
     plan: Plan
     output: Path | None
-    attempts: Attempts
+    attempts: _Attempts
     trainer: Trainer
     allowed: frozenset[str]
-    caches: tuple[Cache, ...]
-    now: tuple[Mapping[str, Any], ...]
+    caches: Sequence[Cache]
+    now: Contents
+    findings: list[Finding] = field(default_factory=list)
 
     @property
     def backend(self) -> str:
@@ -307,72 +427,84 @@ class _Judge:
         plain = isinstance(named, str) and named.lower() not in ("", "true", "false")
         return str(named) if plain and self.backend == "trl" else None
 
+    def _say(
+        self, severity: Severity, code: str, message: str, help: str | None = None,
+        key: str | None = None,
+    ) -> None:  # fmt: skip
+        """A finding, at the argument that it is about: by default the output folder's."""
+        finding = Finding(
+            severity=severity, layer="run" if severity == "error" else "launch", code=code,
+            key=f"args.{key or self.plan.stage.entry.names.output}", message=message, help=help,
+        )  # fmt: skip
+        self.findings.append(finding)
+
     # -- the ways out
 
     def first(self) -> Decision:
         """No run of ours has been here: what to know of checkpoints before there are any."""
         found = checkpoints.find(self.backend, self.output)
-        kept = tuple(one.name for one in found)
-        said = [*self._strange(), *self._beforehand()]
+        self._check_names()
+        self._check_schedule()
         if self.named is not None:
-            decision = self._as_named(Path(self.named), found)
-            return replace(decision, findings=(*said, *decision.findings))
-        taken = None if errors(said) else _taken_by_upstream(self.plan, self.output)
+            return self._as_named(Path(self.named), found)
+        taken = None if errors(self.findings) else _taken_by_upstream(self.plan, self.output)
         chosen = next((one for one in found if one.path == taken), None)
         if chosen is None:
-            return Decision(kept=kept, findings=(*said, *self._without_record(found)))
+            self._check_unrecorded(found)
+            return Decision(kept=_names(found))
         # open-instruct resumes by itself; that it is somebody else's is a rule of its own
         fault = chosen.why_incomplete or checksums.fault(None, chosen)
         if fault is not None:
             message = f"upstream would resume from {chosen.path}, and {fault}"
-            said.append(
-                self._finding(
-                    "error", "broken-checkpoint", message, "move it out of the output folder"
-                )
-            )
+            self._say("error", "broken-checkpoint", message, "move it out of the output folder")
+        self._check_reference(())
         return Decision(
             kind="resume", checkpoint=chosen, step=self.attempts.steps(chosen),
-            place=self._place(chosen), kept=kept, findings=(*said, *self._reference_gone(())),
+            place=self._place(chosen), kept=_names(found),
         )  # fmt: skip
 
     def again(self) -> Decision:
         """The run has been here: finished, to be continued, or with nothing to continue from."""
         found = self._found()
-        model = None if self.output is None else model_in(self.plan, self.output)
-        if self.attempts.finished(model):
+        if self.attempts.finished(self.output and model_in(self.plan, self.output)):
             return self._over(found)
-        before = earlier.mapping(self.attempts.last.get("resume")).get("asked")
+        before = self.attempts.last.value("resume", "asked")
         if self.named is not None and self.named != before:
             return self._as_named(Path(self.named), found)
-        damaged = []
         while whole := [one for one in found if one.complete]:
             chosen, wrong, passed = self._chosen(whole)
             fault = checksums.fault(self.attempts.folder, chosen)
             if fault is None:
-                break
-            damaged.append(
-                self._finding(
-                    "warning", "damaged-checkpoint", f"{chosen.name} is not used: {fault}",
-                    "look at the disk; an older checkpoint is taken where one is whole",
-                )
-            )  # fmt: skip
+                return self._go_on(found, chosen, wrong, passed)
+            help = "look at the disk; an older checkpoint is taken where one is whole"
+            self._say("warning", "damaged-checkpoint", f"{chosen.name} is not used: {fault}", help)
             found = [replace(one, why_incomplete=fault) if one is chosen else one for one in found]
-        else:
-            begins = self._from_zero(found)
-            return replace(begins, findings=(*damaged, *begins.findings))
-        changed = self._changed(list(self._since(self.attempts.maker(chosen))), chosen, wrong)
-        aside = self._in_the_way(found, chosen)
+        return self._from_zero(found)
+
+    def _go_on(
+        self, found: Sequence[Checkpoint], chosen: Checkpoint, wrong: Wrong | None,
+        passed: tuple[Checkpoint, Wrong] | None,
+    ) -> Decision:  # fmt: skip
+        """From a checkpoint of this run; `passed` is the newest one, where an older one is taken."""
         total, at = self.attempts.total(), self.attempts.steps(chosen)
         left = "" if total is None else f", {max(0, total - at)} of {total} steps are left"
-        resumes = self._finding(
+        self._say(
             "note", "resumes", f"goes on from {chosen.path}{left}", "--fresh starts over, beside it"
         )
-        said = [
-            *damaged, resumes, *self._strange(), *self._of_changes(changed, chosen),
-            *self._went_back(chosen, passed),
-            *self._reference_gone(changed), *self._moved(aside),
-        ]  # fmt: skip
-        restored = {
+        changed = self._changed(chosen, wrong)
+        self._check_names()
+        self._judge_changes(changed, chosen)
+        if passed is not None:
+            newest, mismatch = passed
+            self._say(
+                "warning", "resume-earlier",
+                f"goes back to {chosen.name}, {self.attempts.steps(newest) - at} steps are trained again; "
+                f"from {newest.name} upstream would go on wrongly: {mismatch.text}",
+                f"--allow-changed-resume position goes on from {newest.name} all the same",
+            )  # fmt: skip
+        self._check_reference(changed)
+        aside = self._aside(found, chosen)
+        derived = {
             one.what: Derived(
                 value=one.before, why=f"it comes out of {chosen.name}, not {one.after}"
             )
@@ -382,36 +514,30 @@ class _Judge:
         if self.backend == "trl":
             # told nothing it begins anew, told `true` it takes the highest number, whole or not
             why = "the same command goes on from the last complete checkpoint"
-            restored["resume_from_checkpoint"] = Derived(value=str(chosen.path), why=why)
+            derived["resume_from_checkpoint"] = Derived(value=str(chosen.path), why=why)
         return Decision(
             kind="resume", checkpoint=chosen, step=at, place=self._place(chosen),
-            changes=tuple(changed), kept=_names(found, aside), aside=tuple(aside), derived=restored,
-            findings=tuple(said),
+            changes=tuple(changed), kept=_names(found, aside), aside=aside, derived=derived,
         )  # fmt: skip
 
     def _as_named(self, named: Path, found: Sequence[Checkpoint]) -> Decision:
         """The stage file names a checkpoint for the first time: that one, whatever else is there."""
         same = next((one for one in found if canonical(one.path) == canonical(named)), None)
-        # what a run did not go on from, it must not rotate away
-        aside = self._in_the_way(found, same)
-        said = list(self._moved(aside))
         if same is not None and (fault := checksums.fault(self.attempts.folder, same)) is not None:
             message, help = f"{named}: {fault}", "name an older one"
-            key = "resume_from_checkpoint"
-            said.insert(0, self._finding("error", "broken-checkpoint", message, help, key))
+            self._say("error", "broken-checkpoint", message, help, "resume_from_checkpoint")
+        # what a run did not go on from, it must not rotate away
+        aside = self._aside(found, same)
         return Decision(
             kind="resume", checkpoint=same, step=same.number if same else 0,
-            kept=_names(found, aside), aside=tuple(aside), findings=tuple(said),
+            kept=_names(found, aside), aside=aside,
         )  # fmt: skip
 
     def _over(self, found: Sequence[Checkpoint]) -> Decision:
         """The run is finished; unless something that matters has changed, that is the answer."""
         last = self.attempts.last
         repeated = [
-            (one.get("what"), one.get("after"))
-            for one in map(
-                earlier.mapping, earlier.listed(earlier.mapping(last.get("resume")).get("changes"))
-            )
+            (one.get("what"), one.get("after")) for one in last.items_of("resume", "changes")
         ]
         changed = [
             one
@@ -422,47 +548,42 @@ class _Judge:
             # nor what the last attempt was asked for already, and the checkpoint's value was used
             and not (one.restored and (one.what, one.after) in repeated)
         ]
-        if changed and not all(one.what in self.allowed for one in changed):
+        again = "--fresh trains again, beside it"
+        if not all(one.what in self.allowed for one in changed):
             differs = "; ".join(one.differs for one in changed[:6])
-            said = self._finding(
-                "error", "finished-changed",
-                f"{self.output} holds the finished model of this run, and since then {differs}",
-                "--fresh trains with what is asked for now, beside it", changed[0].key,
-            )  # fmt: skip
+            message = (
+                f"{self.output} holds the finished model of this run, and since then {differs}"
+            )
+            help = "--fresh trains with what is asked for now, beside it"
+            self._say("error", "finished-changed", message, help, changed[0].key)
         elif self.attempts.folder is None:
-            said = self._finding(
-                "error", "already-finished",
-                f"{self.output} holds the model of a run that finished; its run folder is gone",
-                "--fresh trains again, beside it",
-            )  # fmt: skip
+            message = (
+                f"{self.output} holds the model of a run that finished; its run folder is gone"
+            )
+            self._say("error", "already-finished", message, again)
         else:
-            said = self._finding(
-                "note", "already-finished", f"this run is finished: {self.output}",
-                "--fresh trains again, beside it",
-            )  # fmt: skip
+            self._say("note", "already-finished", f"this run is finished: {self.output}", again)
         return Decision(
-            kind="finished", kept=_names(found), changes=tuple(changed),
-            step=self.attempts.total() or 0, findings=(said,),
-        )  # fmt: skip
+            kind="finished",
+            kept=_names(found),
+            changes=tuple(changed),
+            step=self.attempts.total() or 0,
+        )
 
     def _from_zero(self, found: Sequence[Checkpoint]) -> Decision:
-        if (
-            self.plan.stage.entry.torchrun
-            and self.output is not None
-            and any(self.output.glob("step[1-9]*"))
-        ):
+        self._check_names()
+        self._check_schedule()
+        torchrun = self.plan.stage.entry.torchrun
+        if torchrun and self.output is not None and any(self.output.glob("step[1-9]*")):
             # OLMo-core goes on from there, which a rule says (`resume-unjudged`)
-            return Decision(findings=(*self._strange(), *self._beforehand()))
-        aside = self._in_the_way(found, None)
+            return Decision()
         why = f": {found[-1].name}: {found[-1].why_incomplete}" if found else ""
-        note = self._finding(
-            "note", "nothing-to-resume",
-            f"the attempt before left no complete checkpoint in {self.output}{why}; it begins anew",
-        )  # fmt: skip
-        return Decision(
-            kept=_names(found, aside), aside=tuple(aside),
-            findings=(*self._strange(), note, *self._moved(aside), *self._beforehand()),
-        )  # fmt: skip
+        message = (
+            f"the attempt before left no complete checkpoint in {self.output}{why}; it begins anew"
+        )
+        self._say("note", "nothing-to-resume", message)
+        aside = self._aside(found, None)
+        return Decision(kept=_names(found, aside), aside=aside)
 
     # -- which checkpoint
 
@@ -470,7 +591,7 @@ class _Judge:
         """All of them, in the order of training, with what ranks of their own attempt left out."""
         found = []
         for one in checkpoints.find(self.backend, self.output):
-            ranks = earlier.processes(self.attempts.maker(one))
+            ranks = self.attempts.maker(one).processes
             if one.complete and ranks is not None and (one.ranks or 0) < ranks:
                 why = f"{ranks} processes were training, {one.ranks or 0} left their random states"
                 one = replace(one, why_incomplete=why)
@@ -486,7 +607,7 @@ class _Judge:
         """
         newest = whole[-1]
         wrong = self._wrong(newest)
-        if wrong is not None and not _is_asked_for(wrong) and "position" not in self.allowed:
+        if wrong is not None and not _is_requested(wrong) and "position" not in self.allowed:
             exact = (one for one in reversed(whole[:-1]) if self._wrong(one) is None)
             if (older := next(exact, None)) is not None:
                 return older, None, (newest, wrong)
@@ -496,14 +617,13 @@ class _Judge:
         """Why upstream would not go on where this checkpoint was saved."""
         told = self.attempts.maker(one)
         if self.backend == "trl":
-            before = earlier.number(earlier.mapping(told.get("plan")).get("global"))
-            ignores = bool(self.plan.values.get("ignore_data_skip"))
+            skips = not self.plan.values.get("ignore_data_skip")
             wrong = position.of_trl(
-                one.number, one.epochs, before, self.plan.global_batch, self.attempts.total(),
-                skips=not ignores,
+                one.number, one.epochs, told.number("plan", "global"), self.plan.global_batch,
+                self.attempts.total(), skips=skips,
             )  # fmt: skip
-            ignored = bool(earlier.value_of(told, "ignore_data_skip"))
-            if wrong is None and ignored and not ignores and earlier.begun_at(told):
+            begun = told.argument("ignore_data_skip") and told.number("resume", "step")
+            if wrong is None and begun and skips:
                 text = "the attempt that saved it had begun an epoch again, and rows that it never "
                 return Wrong("skipped", f"{text}reached would be skipped")
             return wrong
@@ -513,8 +633,8 @@ class _Judge:
         if one.kind == "epoch":
             return position.of_epoch(one.number, was, now)
         return position.of_step(
-            self.plan.stage.options.stage, one.number, self.attempts.saved_at(one, told, was), was, now,
-            keeps_order=checkpointing.keeps_order(self.trainer),
+            self.plan.stage.options.stage, one.number, self.attempts.saved_at(one, was), was, now,
+            keeps_order=position.keeps_order(self.trainer),
         )  # fmt: skip
 
     def _place(self, one: Checkpoint) -> Place:
@@ -524,7 +644,7 @@ class _Judge:
         shape = self.attempts.shape() if self.backend == "open_instruct" else None
         return Place(0, 0) if shape is None else position.counted(shape, one.number)
 
-    def _in_the_way(self, found: Sequence[Checkpoint], chosen: Checkpoint | None) -> list[Path]:
+    def _aside(self, found: Sequence[Checkpoint], chosen: Checkpoint | None) -> tuple[Path, ...]:
         """What upstream must not see: all that is newer, and steps where an epoch is resumed.
 
         A half-written one that this attempt writes next stays: it is written over.
@@ -537,56 +657,60 @@ class _Judge:
             if one is not chosen
             and (self.attempts.steps(one) > at or (steps_too and one.kind == "step"))
         ]
-        every = checkpointing.interval(self.plan)
+        every = position.interval(self.plan)
         written_over = None
         if isinstance(every, int):
             stem = "checkpoint-" if self.backend == "trl" else "step_"
             written_over = f"{stem}{(max(at, 0) // every + 1) * every}"
         elif every == "epoch" and self.backend == "open_instruct":
             written_over = f"epoch_{chosen.number + 1 if chosen is not None and steps_too else 0}"
-        return [one.path for one in newer if one.marked or one.name != written_over]
+        aside = tuple(one.path for one in newer if one.marked or one.name != written_over)
+        if aside and self.output is not None:
+            self._say(
+                "note", "set-aside",
+                f"{', '.join(path.name for path in aside[:4])} would be resumed from or marked wrongly by "
+                f"upstream, and moves to {aside_folder(self.output)}",
+                "delete it there if nobody needs it",
+            )  # fmt: skip
+        return aside
 
     # -- what has changed
 
-    def _since(self, told: Manifest) -> Iterator[Change]:
-        return changes.since(told, self.attempts, self.trainer, self.caches, self.now)
+    def _since(self, record: Record) -> Iterator[Change]:
+        steps = self.attempts.total(record), self.attempts.total()
+        return changes.since(record, self.plan, steps, self.trainer, self.caches, self.now)
 
-    def _changed(
-        self, found: list[Change], chosen: Checkpoint, wrong: Wrong | None
-    ) -> list[Change]:
+    def _changed(self, chosen: Checkpoint, wrong: Wrong | None) -> list[Change]:
         """The changes, with the place that they come to; a wrong place without any is one of its own."""
+        found = list(self._since(self.attempts.maker(chosen)))
+        batch = [one for one in found if one.what in changes.BATCH]
         if wrong is None:
             return found
-        if wrong.reason in ("place", "count") and any(one.what in changes.BATCH for one in found):
-            return [
-                replace(one, effect=wrong.text, severity="error") if one.what in changes.BATCH else one
-                for one in found
-            ]  # fmt: skip
-        asked = _is_asked_for(wrong)
+        if wrong.reason in ("place", "count") and batch:
+            worse = [replace(one, effect=wrong.text, severity="error") for one in batch]
+            return [one for one in found if one not in batch] + worse
+        requested = _is_requested(wrong)
         more = Change(
-            what="position", key="ignore_data_skip" if asked else None, before=chosen.name,
-            after=None, effect=wrong.text, severity="warning" if asked else "error",
+            what="position", key="ignore_data_skip" if requested else None, before=chosen.name,
+            after=None, effect=wrong.text, severity="warning" if requested else "error",
         )  # fmt: skip
         return [*found, more]
 
-    # -- findings
-
-    def _of_changes(self, changed: Sequence[Change], chosen: Checkpoint) -> Iterator[Finding]:
+    def _judge_changes(self, changed: Sequence[Change], chosen: Checkpoint) -> None:
         """One finding a change: an error where it is one and was not allowed."""
         for one in changed:
             names = {one.what, "position"} if one.what in changes.BATCH else {one.what}
             severity, help = one.severity, None
-            if severity == "error":
-                severity = "warning" if names & self.allowed else "error"
-            if severity == "error":
+            if severity == "error" and names & self.allowed:
+                severity = "warning"
+            elif severity == "error":
                 help = (
                     f"bring it back, start over with --fresh, or --allow-changed-resume {one.what}"
                 )
             code = "resume-inexact" if one.what == "position" else "resume-changed"
-            message = f"going on from {chosen.name}: {one.text}"
-            yield self._finding(severity, code, message, help, one.key)
+            self._say(severity, code, f"going on from {chosen.name}: {one.text}", help, one.key)
 
-    def _reference_gone(self, changed: Sequence[Change]) -> Iterator[Finding]:
+    def _check_reference(self, changed: Sequence[Change]) -> None:
         """The reference log-probabilities that the attempts before used must still be there."""
         cache = next((one for one in self.caches if one.kind == "reference"), None)
         other = any(one.what == "reference" for one in changed)
@@ -597,49 +721,21 @@ class _Judge:
             return
         # nobody can allow it for checkpoints without a record: what they were trained against is not known
         allowed = used is not None and "reference" in self.allowed
-        yield self._finding(
+        self._say(
             "warning" if allowed else "error", "reference-gone",
             f"{used or cache.path} is gone: the checkpoint is loaded before the reference is computed "
             "(dpo_tune_cache.py:503, dpo_tune_cache.py:528), and the half-trained model would be its own "
             "reference", "bring it back, or start over with --fresh", "model_name_or_path",
         )  # fmt: skip
 
-    def _went_back(
-        self, chosen: Checkpoint, passed: tuple[Checkpoint, Wrong] | None
-    ) -> Iterator[Finding]:
-        """An older checkpoint was taken instead of the newest."""
-        if passed is None:
-            return
-        newest, wrong = passed
-        steps = self.attempts.steps(newest) - self.attempts.steps(chosen)
-        yield self._finding(
-            "warning", "resume-earlier",
-            f"goes back to {chosen.name}, {steps} steps are trained again; from {newest.name} upstream "
-            f"would go on wrongly: {wrong.text}",
-            f"--allow-changed-resume position goes on from {newest.name} all the same",
-        )  # fmt: skip
-
-    def _moved(self, aside: Sequence[Path]) -> Iterator[Finding]:
-        """What is set aside."""
-        if aside and self.output is not None:
-            yield self._finding(
-                "note", "set-aside",
-                f"{', '.join(path.name for path in aside[:4])} would be resumed from or marked wrongly by "
-                f"upstream, and moves to {aside_folder(self.output)}",
-                "delete it there if nobody needs it",
-            )  # fmt: skip
-
-    def _strange(self) -> Iterator[Finding]:
+    def _check_names(self) -> None:
         """What upstream would take for a checkpoint, and is none."""
         names = checkpoints.strange_names(self.backend, self.output)
         if names:
-            yield self._finding(
-                "error", "checkpoint-name",
-                f"{self.output} holds {', '.join(names[:3])}, which upstream takes for a checkpoint "
-                "(utils.py:791)", "move or rename it",
-            )  # fmt: skip
+            message = f"{self.output} holds {', '.join(names[:3])}, which upstream takes for a checkpoint "
+            self._say("error", "checkpoint-name", f"{message}(utils.py:791)", "move or rename it")
 
-    def _without_record(self, found: Sequence[Checkpoint]) -> Iterator[Finding]:
+    def _check_unrecorded(self, found: Sequence[Checkpoint]) -> None:
         """Checkpoints of which no record tells, and which upstream would not go on from."""
         whole = [one for one in found if one.complete]
         if whole and not self.plan.stage.entry.torchrun:
@@ -647,28 +743,18 @@ class _Judge:
             if self.backend == "trl":
                 key = "resume_from_checkpoint"
                 help = f"`{key}: {whole[-1].path}` goes on from it; {help}"
-            yield self._finding(
-                "error", "not-resumed",
-                f"{self.output} holds {whole[-1].name}, and no record of the run that saved it: training "
-                "would begin at step 0, and rotation would delete what is there", help, key,
-            )  # fmt: skip
+            message = (
+                f"{self.output} holds {whole[-1].name}, and no record of the run that saved it: "
+            )
+            message += "training would begin at step 0, and rotation would delete what is there"
+            self._say("error", "not-resumed", message, help, key)
 
-    def _beforehand(self) -> Iterator[Finding]:
-        """Which checkpoints will be exact to go on from."""
-        return checkpointing.findings(self.plan, self.attempts.shape(), self.trainer)
-
-    def _finding(
-        self, severity: Severity, code: str, message: str, help: str | None = None,
-        key: str | None = None,
-    ) -> Finding:  # fmt: skip
-        """One of them, at the argument that it is about: by default the output folder's."""
-        return Finding(
-            severity=severity, layer="run" if severity == "error" else "launch", code=code,
-            key=f"args.{key or self.plan.stage.entry.names.output}", message=message, help=help,
-        )  # fmt: skip
+    def _check_schedule(self) -> None:
+        """Which checkpoints there will be, and whether it will be exact to go on from them."""
+        self.findings += position.findings(self.plan, self.attempts.shape(), self.trainer)
 
 
-def _is_asked_for(wrong: Wrong) -> bool:
+def _is_requested(wrong: Wrong) -> bool:
     """Whether the stage file itself says so: `ignore_data_skip` begins an epoch again."""
     return wrong.reason == "again"
 

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from launcher.errors import Finding, NotReady, not_ready, usage
 from launcher.files import parse_line as parse_line
 from launcher.files import read_json as read_json
 from launcher.paths import canonical
+from launcher.record import Record
 from launcher.redaction import redact
 
 if TYPE_CHECKING:
@@ -31,15 +32,32 @@ if TYPE_CHECKING:
     from launcher.plan import Plan
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
-JOB = "slurm.json"
-"""Which job of Slurm's a run was submitted as."""
 _NONE = "none"
 _HEAD = 16384
 OWN = 0o755
 """The mode of run folders, whatever the umask: what others could write is not run."""
-_OUTLINE = ("stage", "backend", "output", "asked_output")
 _ARGS = b'\n  "args": {'
 _NUMBERED = re.compile(r"(?:console|exit)(?:\.(\d{1,4}))?\.(?:log|json)\Z")
+
+
+class _File:
+    """A file of a run folder."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, folder: RunFolder, _owner: type[RunFolder]) -> Path:
+        return folder.path / self.name
+
+
+class _AttemptFile:
+    """A file of one attempt: `console.log` of the first, `console.2.log` of the second."""
+
+    def __init__(self, stem: str, suffix: str) -> None:
+        self.stem, self.suffix = stem, suffix
+
+    def __get__(self, folder: RunFolder, _owner: type[RunFolder]) -> Callable[[int], Path]:
+        return lambda n: folder.path / f"{self.stem}{'' if n == 1 else f'.{n}'}.{self.suffix}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,65 +66,40 @@ class RunFolder:
 
     path: Path
 
-    @property
-    def manifest(self) -> Path:
-        """Everything that was decided before the start."""
-        return self.path / "run.json"
-
-    @property
-    def probe(self) -> Path:
-        """One `rank-N.jsonl` a training process."""
-        return self.path / "probe"
-
-    @property
-    def metrics(self) -> Path:
-        """One line a step, over all attempts."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def verdict(self) -> Path:
-        """What `check` found."""
-        return self.path / "verdict.json"
-
-    @property
-    def process(self) -> Path:
-        """Which process the attempt that began last is."""
-        return self.path / "process.json"
-
-    @property
-    def lock(self) -> Path:
-        """Held, through the kernel, by the process of the attempt that runs."""
-        return self.path / "lock"
-
-    @property
-    def start(self) -> Path:
-        """What the keeper of the next attempt starts, environment included; for the owner alone."""
-        return self.path / "start.json"
-
-    @property
-    def stage_file(self) -> Path:
-        """The stage file as it was resolved: `launch sft RUN/stage.yaml` starts it again."""
-        return self.path / "stage.yaml"
-
-    @property
-    def deepspeed(self) -> Path:
-        """The DeepSpeed config that was used, where it is none that ships."""
-        return self.path / "deepspeed.json"
-
-    @property
-    def stop(self) -> Path:
-        """That, and how, somebody asked for this attempt to be stopped."""
-        return self.path / "stop.json"
-
-    @property
-    def diary(self) -> Path:
-        """What the keeper had to say, and what the command at the end printed."""
-        return self.path / "keeper.log"
-
-    @property
-    def report(self) -> Path:
-        """The verdict, the plan and the arguments as a page."""
-        return self.path / "report.html"
+    manifest = _File("run.json")
+    """Everything that was decided before the start."""
+    probe = _File("probe")
+    """One `rank-N.jsonl` a training process."""
+    metrics = _File("metrics.jsonl")
+    """One line a step, over all attempts."""
+    verdict = _File("verdict.json")
+    process = _File("process.json")
+    """Which process the attempt that began last is."""
+    lock = _File("lock")
+    """Held, through the kernel, by the process of the attempt that runs."""
+    start = _File("start.json")
+    """What the keeper of the next attempt starts, environment included; for the owner alone."""
+    stage_file = _File("stage.yaml")
+    """The stage file as it was resolved: `launch sft RUN/stage.yaml` starts it again."""
+    deepspeed = _File("deepspeed.json")
+    """The DeepSpeed config that was used, where it is none that ships."""
+    stop = _File("stop.json")
+    """That, and how, somebody asked for this attempt to be stopped."""
+    diary = _File("keeper.log")
+    """What the keeper had to say, and what the command at the end printed."""
+    report = _File("report.html")
+    checksums = _File("checksums.json")
+    """The digests of the files of every checkpoint that was complete."""
+    job = _File("slurm.json")
+    """Which job of Slurm's the run was submitted as."""
+    console = _AttemptFile("console", "log")
+    """What the training processes wrote, raw."""
+    exit = _AttemptFile("exit", "json")
+    """How the attempt ended."""
+    inputs = _AttemptFile("inputs", "json")
+    """What of data and model was not at the attempt's end what it was at its start."""
+    concluded = _AttemptFile(".concluded", "mark")
+    """There once somebody sees to the end of the attempt, and locked until that is done."""
 
     def node(self, rank: int) -> RunFolder:
         """What machine number `rank` keeps to itself: its log, its processes, its lock, its end."""
@@ -117,27 +110,6 @@ class RunFolder:
         others = sorted(self.path.glob("node[1-9]*"), key=lambda path: (len(path.name), path.name))
         return [self, *map(RunFolder, others)]
 
-    def console(self, attempt: int) -> Path:
-        """What the training processes wrote, raw."""
-        return self.path / _numbered("console", attempt, "log")
-
-    def exit(self, attempt: int) -> Path:
-        """How the attempt ended."""
-        return self.path / _numbered("exit", attempt, "json")
-
-    def inputs(self, attempt: int) -> Path:
-        """What of data and model was not at the attempt's end what it was at its start."""
-        return self.path / _numbered("inputs", attempt, "json")
-
-    @property
-    def checksums(self) -> Path:
-        """The digests of the files of every checkpoint that was complete."""
-        return self.path / "checksums.json"
-
-    def concluded(self, attempt: int) -> Path:
-        """There once somebody sees to the end of the attempt, and locked until that is done."""
-        return self.path / _numbered(".concluded", attempt, "mark")
-
     def attempts(self) -> int:
         """How many attempts have begun; a log that was tidied away still counts."""
         try:
@@ -146,10 +118,6 @@ class RunFolder:
             return 0
         found = (_NUMBERED.match(name) for name in names)
         return max((int(match[1] or 1) for match in found if match), default=0)
-
-
-def _numbered(stem: str, attempt: int, suffix: str) -> str:
-    return f"{stem}.{suffix}" if attempt == 1 else f"{stem}.{attempt}.{suffix}"
 
 
 def runs_root(environ: Mapping[str, str] | None = None) -> Path:
@@ -276,12 +244,27 @@ def create(
     enter("runs", folder.path)
 
 
-def read_manifest(folder: RunFolder) -> dict[str, Any]:
+def read_manifest(folder: RunFolder) -> Record:
     """The manifest, or an empty mapping where it is missing or half written."""
-    return read_json(folder.manifest)
+    return Record(read_json(folder.manifest))
 
 
-def read_head(folder: RunFolder) -> dict[str, Any]:
+def read_kept_manifest(folder: RunFolder, attempt: int) -> Record:
+    """The manifest of an attempt, once another has begun."""
+    return Record(read_json(folder.path / f"run.{attempt}.json"))
+
+
+def keep_manifest(folder: RunFolder) -> None:
+    """Copy the manifest of the last attempt before the next one writes its own."""
+    last = read_manifest(folder)
+    attempt = last.number("attempt")
+    if attempt is not None and not read_kept_manifest(folder, attempt):
+        # a full disk costs a comparison later, not this start
+        with contextlib.suppress(OSError):
+            write_json(folder.path / f"run.{attempt}.json", last)
+
+
+def read_head(folder: RunFolder) -> Record:
     """What the manifest says before it lists every argument: all that a list of runs needs."""
     try:
         with files.open_regular(folder.manifest) as stream:
@@ -289,23 +272,14 @@ def read_head(folder: RunFolder) -> dict[str, Any]:
         told = files.parse_json(head.rstrip().rstrip(b",") + b"}") if found else None
     except (OSError, ValueError):
         told = None
-    return told if isinstance(told, dict) else read_manifest(folder)
+    # in older records the folder that was asked for stands behind the arguments
+    known = isinstance(told, dict) and "asked_output" in told
+    return Record(told or {}) if known else read_manifest(folder)
 
 
-def outlines(folders: Iterable[RunFolder]) -> list[tuple[RunFolder, dict[str, Any]]]:
-    """Of each manifest what tells whose run it is; remembered, as long as the manifests are as they were."""
-    memory = state_folder() / "outlines.json"
-    known, found, changed = files.read_json(memory), list[tuple[RunFolder, dict[str, Any]]](), False
-    for folder in folders:
-        key = str(folder.path)
-        stamp, was = stamp_of(f"{key}/run.json"), known.get(key)
-        if not (isinstance(was, dict) and was.get("stamp") == stamp):
-            told, changed = read_manifest(folder), True
-            known[key] = was = {"stamp": stamp, **{k: told[k] for k in _OUTLINE if k in told}}
-        found.append((folder, was))
-    if changed:
-        remember(memory, known)
-    return found
+def outlines(folders: Iterable[RunFolder]) -> Iterator[tuple[RunFolder, Record]]:
+    """Each run with what the head of its manifest tells."""
+    return ((folder, read_head(folder)) for folder in folders)
 
 
 def stamp_of(path: str) -> list[int] | None:
@@ -339,11 +313,12 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode(errors="backslashreplace"))
 
 
-def write_bytes(path: Path, raw: bytes, *, durable: bool = False) -> None:
+def write_bytes(path: Path, raw: bytes, *, durable: bool = False, mode: int = 0o666) -> None:
     """Write atomically, by renaming a finished file over the old one; `durable` also after a power cut."""
     temporary = path.with_name(f".{path.name}.{os.urandom(6).hex()}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
-        with temporary.open("wb") as stream:
+        with os.fdopen(os.open(temporary, flags, mode), "wb") as stream:
             stream.write(raw)
             if durable:
                 stream.flush()
@@ -482,7 +457,7 @@ def find(name: str) -> RunFolder | None:
 
 def begun(folder: RunFolder) -> bool:
     """Whether a process of the run was ever started, or a job submitted: else its start was cut short."""
-    return folder.attempts() > 0 or folder.process.exists() or (folder.path / JOB).exists()
+    return folder.attempts() > 0 or folder.process.exists() or folder.job.exists()
 
 
 def _started(folder: RunFolder) -> tuple[float, str]:

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from launcher import lease, process, rundir
 from launcher.errors import DISK_FULL, Finding, brief, not_ready, usage
+from launcher.process import Identity
+from launcher.record import Record
 from launcher.rundir import RunFolder
 
 if TYPE_CHECKING:
@@ -85,7 +87,7 @@ def run(
     """
     started = rundir.now()
     inherited = os.environ if inherited is None else inherited
-    stop = _Stop(_Requests(folder, attempt, due), grace(os.environ.get(GRACE_VARIABLE)))
+    stop = _Stop(folder, attempt, due)
     with stop.listening(), _Reserve(folder.path / ".reserve") as reserve:
         with _console(folder, attempt) as console:
             try:
@@ -198,13 +200,38 @@ def _ended(code: int, stopped: int | None, started: str, attempt: int) -> Exit:
 
 def recorded(folder: RunFolder, attempt: int) -> Exit | None:
     """How an attempt ended, as its keeper recorded it; None where nobody lived to do that."""
-    data = rundir.read_json(folder.exit(attempt))
-    code = data.get("returncode")
-    if not isinstance(code, int):
-        return None
-    return Exit(
-        returncode=code, attempt=attempt, signal=data.get("signal"), stopped=data.get("stopped"),
-        started=str(data.get("started")), ended=str(data.get("ended")),
+    record = Record(rundir.read_json(folder.exit(attempt)))
+    code = record.number("returncode")
+    return None if code is None else Exit(
+        returncode=code, attempt=attempt, signal=record.number("signal"),
+        stopped=record.number("stopped"), started=str(record.get("started")),
+        ended=str(record.get("ended")),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Processes:
+    """The processes of the attempt that began last: the one that was started, and its supervisor."""
+
+    leader: Identity | None
+    keeper: Identity | None
+    attempt: int | None
+    mark: str
+    started: str
+
+    @property
+    def out_of_sight(self) -> bool:
+        """Whether they live, or lived, where nobody here can look."""
+        return self.leader is not None and self.leader.elsewhere()
+
+
+def processes(folder: RunFolder) -> Processes:
+    """What `process.json` says."""
+    record = Record(rundir.read_json(folder.process))
+    return Processes(
+        leader=process.identity(record), keeper=process.identity(record.part("keeper")),
+        attempt=record.number("attempt"), mark=str(record.get("mark", folder.path)),
+        started=str(record.get("started")),
     )  # fmt: skip
 
 
@@ -222,59 +249,33 @@ class Request:
 
 def request(folder: RunFolder) -> Request | None:
     """What was asked of the run last; None where nothing was, or the file is damaged."""
-    data = rundir.read_json(folder.stop)
-    attempt = data.get("attempt")
-    if not isinstance(attempt, int):
-        return None
-    return Request(attempt=attempt, after_checkpoint=data.get("after_checkpoint") is True)
-
-
-@dataclass(slots=True)
-class _Requests:
-    """Looks for a `Request` to this attempt; reads the file only when it has changed."""
-
-    folder: RunFolder
-    attempt: int
-    due: Callable[[Request], bool]
-    seen: tuple[int, int] | None = None
-    found: Request | None = None
-
-    def now(self) -> Request | None:
-        try:
-            status = self.folder.stop.stat()
-        except OSError:
-            return None
-        if (status.st_mtime_ns, status.st_ino) != self.seen:
-            self.seen = status.st_mtime_ns, status.st_ino
-            self.found = request(self.folder)
-        ours = self.found is not None and self.found.attempt == self.attempt
-        return self.found if ours else None
+    record = Record(rundir.read_json(folder.stop))
+    attempt, after = record.number("attempt"), record.get("after_checkpoint") is True
+    return None if attempt is None else Request(attempt=attempt, after_checkpoint=after)
 
 
 class _Stop:
     """Counts INT and TERM instead of raising in the middle of something; lets HUP pass."""
 
-    def __init__(self, requests: _Requests | None = None, waits: Grace | None = None) -> None:
+    def __init__(self, folder: RunFolder, attempt: int, due: Callable[[Request], bool]) -> None:
+        self.folder, self.attempt, self.due = folder, attempt, due
+        self.waits = grace(os.environ.get(GRACE_VARIABLE))
         self.asked: int | None = None
         self.times = 0
-        self.requests = requests
-        self.waits = GRACE_S if waits is None else waits
 
     def look(self) -> None:
-        """Take in a request from the run folder, where one is due."""
-        told = self.requests.now() if self.requests is not None else None
-        if told is None or (self.asked is None and not self._due(told)):
+        """Take in a request from the run folder, once it is due."""
+        found = None if self.asked is not None else request(self.folder)
+        if found is None or found.attempt != self.attempt:
             return
-        # upstream handles neither; INT at least shows where it stood
-        self.asked = self.asked or signal.SIGINT
-
-    def _due(self, told: Request) -> bool:
-        assert self.requests is not None
         try:
-            return self.requests.due(told)
+            due = self.due(found)
         except Exception:
             # whatever kept us from looking for a checkpoint: to stop was asked for
-            return True
+            due = True
+        if due:
+            # upstream handles neither; INT at least shows where it stood
+            self.asked = signal.SIGINT
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.asked = self.asked or number
@@ -358,32 +359,21 @@ def _signal_everything(child: subprocess.Popen[bytes], family: process.Family, n
 
 def end_orphans(folder: RunFolder, waits: Grace, attempt: int) -> None:
     """End the processes of a run whose keeper has gone, or stands still: INT, TERM, KILL; record it."""
-    started = str(rundir.read_json(folder.process).get("started"))
-    last = _end_orphans(folder, waits)
-    if last is not None:
-        ended = _ended(-last, signal.SIGINT, started, attempt)
-        with contextlib.suppress(OSError):
-            rundir.write_json(folder.exit(attempt), asdict(ended))
-
-
-def _end_orphans(folder: RunFolder, waits: Grace) -> int | None:
-    """Returns the signal that was sent last, None where nobody was left to be sent one."""
-    last = None
-    told = rundir.read_json(folder.process)
-    leader, keeper = process.identity(told), keeper_of(folder)
-    family = process.Family(
-        leader if leader is not None and leader.lives() else None,
-        str(told.get("mark", folder.path)),
-        keeper if keeper is not None and keeper.lives() else None,
+    known = processes(folder)
+    leader, keeper = (
+        one if one is not None and one.lives() else None for one in (known.leader, known.keeper)
     )
-    for number, seconds in zip(
-        (signal.SIGINT, signal.SIGTERM, signal.SIGKILL), (*waits[:2], KILLED_S), strict=True
-    ):
+    family, last = process.Family(leader, known.mark, keeper), None
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+    for number, seconds in zip(signals, (*waits[:2], KILLED_S), strict=True):
         if not family.living():
             break
         last = number
         _vanish(family, number, seconds)
-    return last
+    if last is not None:
+        ended = _ended(-last, signal.SIGINT, known.started, attempt)
+        with contextlib.suppress(OSError):
+            rundir.write_json(folder.exit(attempt), asdict(ended))
 
 
 def _signal_group(group: int, number: int) -> None:
@@ -391,10 +381,15 @@ def _signal_group(group: int, number: int) -> None:
         os.killpg(group, number)
 
 
+def keeper_of(folder: RunFolder) -> Identity | None:
+    """The process that watches, or watched, over the attempt that began last."""
+    return processes(folder).keeper
+
+
 def keeper_lives(folder: RunFolder) -> bool:
     """Whether the process that watches over the attempt that began last still does."""
-    told = keeper_of(folder)
-    return told is not None and told.lives()
+    keeper = keeper_of(folder)
+    return keeper is not None and keeper.lives()
 
 
 def wake(folder: RunFolder) -> bool:
@@ -408,23 +403,17 @@ def wake(folder: RunFolder) -> bool:
 
 def kill_keeper(folder: RunFolder) -> None:
     """End a keeper that does not do what it is for."""
-    told, until = keeper_of(folder), time.monotonic() + KILLED_S
-    if told is not None and told.lives():
-        process.signal_all([told.pid], signal.SIGKILL)
-        while told.lives() and time.monotonic() < until:
+    keeper, until = keeper_of(folder), time.monotonic() + KILLED_S
+    if keeper is not None and keeper.lives():
+        process.signal_all([keeper.pid], signal.SIGKILL)
+        while keeper.lives() and time.monotonic() < until:
             time.sleep(POLL_S / 4)
 
 
 def orphaned(folder: RunFolder) -> bool:
     """Whether the keeper that a run had has gone; one of an older launch never had any."""
-    told = keeper_of(folder)
-    return told is not None and not told.lives() and not told.elsewhere()
-
-
-def keeper_of(folder: RunFolder) -> process.Identity | None:
-    """The process that watches, or watched, over the attempt that began last."""
-    data = rundir.read_json(folder.process).get("keeper")
-    return process.identity(data) if isinstance(data, dict) else None
+    keeper = keeper_of(folder)
+    return keeper is not None and not keeper.lives() and not keeper.elsewhere()
 
 
 def alive(folder: Path, marks: Callable[[], frozenset[str]] = process.marks) -> bool:
@@ -434,26 +423,20 @@ def alive(folder: Path, marks: Callable[[], frozenset[str]] = process.marks) -> 
     those cannot be seen from here, the heartbeat counts, and the run's lock.
     """
     run = RunFolder(folder)
-    data = rundir.read_json(run.process)
-    leader = process.identity(data)
-    if leader is None:
+    known = processes(run)
+    if known.leader is None or known.leader.lives():
+        return known.leader is not None
+    if run.exit(known.attempt or 1).exists():
         return False
-    if leader.lives():
-        return True
-    if _end_recorded(run, data):
-        return False
-    if str(data.get("mark", folder)) in marks():
-        return True
-    return leader.elsewhere() and (lease.held(run.lock) or _beats(run))
+    return known.mark in marks() or (known.out_of_sight and (lease.held(run.lock) or _beats(run)))
 
 
-def unknown(folder: RunFolder) -> process.Identity | None:
+def unknown(folder: RunFolder) -> Identity | None:
     """The process of a run where nothing can be said of it here: out of sight, and without a heartbeat."""
-    data = rundir.read_json(folder.process)
-    leader = process.identity(data)
-    if leader is None or not leader.elsewhere() or _end_recorded(folder, data):
+    known = processes(folder)
+    if not known.out_of_sight or folder.exit(known.attempt or 1).exists():
         return None
-    return None if alive(folder.path) else leader
+    return None if alive(folder.path) else known.leader
 
 
 def unknown_here(folder: RunFolder, leader: process.Identity) -> Finding:
@@ -467,12 +450,6 @@ def unknown_here(folder: RunFolder, leader: process.Identity) -> Finding:
     )  # fmt: skip
 
 
-def _end_recorded(folder: RunFolder, told: Mapping[str, Any]) -> bool:
-    attempt = told.get("attempt")
-    return folder.exit(attempt if isinstance(attempt, int) else 1).exists()
-
-
 def _beats(folder: RunFolder) -> bool:
-    output = rundir.read_manifest(folder).get("output")
-    last = lease.newest(Path(output)) if isinstance(output, str) else None
+    last = lease.newest(rundir.read_manifest(folder).output)
     return last is not None and Path(last.run).name == folder.path.name and last.beats()

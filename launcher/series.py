@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from launcher import attempt as attempts
-from launcher import check, earlier, evidence, files, judgement, measures, rundir
-from launcher.earlier import mapping
+from launcher import check, evidence, files, judgement, measures, rundir
 from launcher.errors import not_ready, usage
 from launcher.evidence import Evidence
 from launcher.judgement import Judged
 from launcher.measures import Row
+from launcher.record import mapping
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
 
@@ -154,7 +154,7 @@ def read_folder(path: Path) -> Run:
 
 def of_judged(path: Path, judged: Judged) -> Run:
     """A run folder that has been judged already."""
-    rows = earlier.rows_of(judged.attempts)
+    rows = judgement.rows_of(judged.attempts)
     return of_kept(path, judged.manifest, judged.verdict.as_json(), rows, judged.attempts[-1])
 
 

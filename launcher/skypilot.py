@@ -10,35 +10,34 @@ import difflib
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from launcher.errors import Complain, Finding, brief, not_ready, usage
-from launcher.redaction import is_secret, redact
+from launcher.redaction import redact
 
 if TYPE_CHECKING:
     from launcher.preparation import Request
 
-# Fields of a task that a stage file may set, and their types; SkyPilot checks what is inside.
-FIELDS: Mapping[str, tuple[type, ...]] = {
-    "accelerator": (str,), "config": (dict,), "envs": (dict,), "event_callback": (str,),
-    "file_mounts": (dict,), "name": (str,), "resources": (dict,), "secrets": (dict, list),
-    "setup": (str,), "volumes": (dict,), "workdir": (str, dict),
-}  # fmt: skip
-_KINDS: Mapping[type, str] = {str: "text", dict: "a mapping", list: "a list"}
+FIELDS = (
+    "accelerator", "config", "envs", "event_callback", "file_mounts", "name", "resources", "secrets",
+    "setup", "volumes", "workdir",
+)  # fmt: skip
+"""Fields of a task that a stage file may set; SkyPilot checks what is inside."""
 OURS: Mapping[str, str] = {
     "run": "the task runs the command of this stage",
     "num_nodes": "the number of machines is given with --nodes",
 }
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
 """Secrets that a task asks for where this environment has them."""
+PROJECT = Path(__file__).resolve().parent.parent
 LAUNCH, CHECKOUT = "~/launch", "~/open-instruct"
 """Where the task finds launch and the source, unless they are in the folder that goes along."""
 
+_MAPPINGS = ("envs", "file_mounts", "resources", "secrets")
 _ACCELERATOR = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 _UNSAFE = re.compile(r"[^a-z0-9]+")
 
@@ -49,93 +48,66 @@ def read(given: Any, complain: Complain) -> tuple[dict[str, Any], list[Finding]]
         message = f"`skypilot` is a mapping, not `{brief(given)}`"
         help = "skypilot: {accelerator: H100, resources: {infra: aws}}"
         return {}, [complain("bad-skypilot", "", message, help)]
-    wrong = {str(key): _wrong(str(key), value) for key, value in (given or {}).items()}
-    findings = [complain("bad-skypilot", k, *fault) for k, fault in wrong.items() if fault]
-    settings = {
-        str(key): value
-        for key, value in (given or {}).items()
-        if value is not None and wrong[str(key)] is None
-    }
-    if "accelerators" in (settings.get("resources") or {}):
-        help = "`skypilot: {accelerator: H100}`; how many is given with --gpus"
-        message = "`--gpus` decides on the accelerators"
-        findings.append(complain("bad-skypilot", "resources.accelerators", message, help))
-    for key in ("envs", "secrets"):
-        inside = settings.get(key)
-        for name, value in inside.items() if isinstance(inside, Mapping) else ():
-            if value is not None and (key == "secrets" or is_secret(str(name))):
-                help = f"`secrets: [{name}]` names it; its value is given when the task is started"
-                message = f"`{name}` would be written into the task"
-                findings.append(complain("bad-skypilot", f"{key}.{name}", message, help))
+    settings: dict[str, Any] = {}
+    findings = []
+    for key, value in (given or {}).items():
+        if (fault := _fault(str(key), value)) is not None:
+            findings.append(complain("bad-skypilot", str(key), *fault))
+        elif value is not None:
+            settings[str(key)] = value
     return settings, findings
 
 
-def _wrong(key: str, value: Any) -> tuple[str, str | None] | None:
+def _fault(key: str, value: Any) -> tuple[str, str | None] | None:
     """Message and help of what is wrong with a key; None where nothing is."""
     if key in OURS:
         return f"`skypilot.{key}` is not for the stage file to set", OURS[key]
     if key not in FIELDS:
         near = difflib.get_close_matches(key, FIELDS, n=1)
-        help = f"did you mean `{near[0]}`?" if near else f"one of {', '.join(sorted(FIELDS))}"
+        help = f"did you mean `{near[0]}`?" if near else f"one of {', '.join(FIELDS)}"
         return f"`{brief(key)}` is no part of `skypilot`", help
-    if value is not None and not isinstance(value, FIELDS[key]):
-        kinds = " or ".join(_KINDS[kind] for kind in FIELDS[key])
-        return f"`skypilot.{key}` is {kinds}, not `{brief(value)}`", None
+    kinds = Mapping | list | None if key == "secrets" else Mapping | None
+    if key in _MAPPINGS and not isinstance(value, kinds):
+        return f"`skypilot.{key}` is a mapping, not `{brief(value)}`", None
     if key == "accelerator" and value is not None and not _ACCELERATOR.match(str(value)):
         help = "its name alone, such as H100; how many is given with --gpus"
         return f"`{brief(value)}` is no name of an accelerator", help
     return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
-    """Folders of this machine that a task takes along.
-
-    `cwd` is where launch was started; `project` is what launch is installed from; `checkout` is the
-    open-instruct source, None where that is not needed.
-    """
-
-    cwd: Path
-    project: Path
-    checkout: Path | None = None
-
-    @property
-    def launch(self) -> str:
-        """Where the task finds launch: in the folder that goes along, or beside it."""
-        return "." if self.project == self.cwd else LAUNCH
-
-    def mounts(self) -> dict[str, str]:
-        """What goes along besides `cwd`: path there -> path here."""
-        found = {} if self.project == self.cwd else {LAUNCH: str(self.project)}
-        if self.checkout is not None and not self.checkout.is_relative_to(self.project):
-            found[CHECKOUT] = str(self.checkout)
-        return found
-
-
 def task(
-    *, name: str, words: Sequence[str], gpus: int, nodes: int, backend: str, places: Places,
-    settings: Mapping[str, Any], environ: Mapping[str, str],
+    *, name: str, words: Sequence[str], gpus: int, nodes: int, backend: str, checkout: Path | None,
+    settings: Mapping[str, Any], environ: Mapping[str, str], cwd: Path, project: Path = PROJECT,
 ) -> dict[str, Any]:  # fmt: skip
     """The task of a run, as SkyPilot's YAML spells it.
 
-    `words` is the argv after `launch`, paths in it relative to `places.cwd`; `gpus` the number on
-    each node. Of `environ` only the names of tokens are taken. `settings` comes from `read`. Raises
-    UsageError where it does not say which GPUs, or where a token would get into the task.
+    `words` is the argv after `launch`, paths in it relative to `cwd`, where launch was started; `gpus` the
+    number on each node; `project` what launch is installed from; `checkout` the open-instruct source, None
+    where it is not here or not needed. Of `environ` only the names of tokens are taken. `settings` comes
+    from `read`. Raises UsageError where it does not say which GPUs, or where a token would get into it.
     """
+    launch = "." if project == cwd else LAUNCH
+    mounts = {} if project == cwd else {LAUNCH: str(project)}
+    if checkout is not None and not checkout.is_relative_to(project):
+        mounts[CHECKOUT] = str(checkout)
+    lines = [f"cd {launch}", f"make install-{backend.replace('_', '-')}"]
+    if gpus and backend == "open_instruct":
+        # with CUDA the pinned source cannot do without flash-attn
+        lines.append(".venv/bin/python -m pip install --no-build-isolation -e '.[gpu]'")
+    tokens = settings.get("secrets", [name for name in SECRETS if environ.get(name)])
     made: dict[str, Any] = {
         "name": settings.get("name") or _name(name),
         "num_nodes": nodes,
         "resources": _resources(settings, gpus),
-        "workdir": settings.get("workdir", str(places.cwd)),
+        "workdir": settings.get("workdir", str(cwd)),
         "envs": {str(k): _text(v) for k, v in (settings.get("envs") or {}).items()},
-        "secrets": dict.fromkeys(
-            map(str, settings.get("secrets", [name for name in SECRETS if environ.get(name)]))
-        ),
-        "file_mounts": {**places.mounts(), **(settings.get("file_mounts") or {})},
+        # names alone, whatever stands behind them
+        "secrets": dict.fromkeys(map(str, tokens)),
+        "file_mounts": {**mounts, **(settings.get("file_mounts") or {})},
         **{key: settings.get(key) for key in ("volumes", "config", "event_callback")},
-        "setup": settings.get("setup") or _setup(places.launch, backend, gpus),
+        "setup": settings.get("setup") or " &&\n".join(lines) + "\n",
         # every node runs it, and learns from SkyPilot which one it is
-        "run": f"{places.launch}/.venv/bin/launch {shlex.join(words)}\n",
+        "run": f"{launch}/.venv/bin/launch {shlex.join(words)}\n",
     }
     made = {key: value for key, value in made.items() if value not in (None, {}, [])}
     if redact(made) != made:
@@ -169,25 +141,6 @@ def _text(value: Any) -> str | None:
     return None if value is None else str(value)
 
 
-def _setup(launch: str, backend: str, gpus: int) -> str:
-    """Install what `launch` and the backend need, on the machine in the cloud."""
-    lines = [f"cd {launch}", f"make install-{'trl' if backend == 'trl' else 'open-instruct'}"]
-    if gpus and backend == "open_instruct":
-        # with CUDA the pinned source cannot do without flash-attn
-        lines.append(".venv/bin/python -m pip install --no-build-isolation -e '.[gpu]'")
-    return " &&\n".join(lines) + "\n"
-
-
-def outside(words: Iterable[str], places: Places, settings: Mapping[str, Any]) -> list[str]:
-    """The absolute paths among some words that are here and will not be there."""
-    mounted = [PurePosixPath(str(there)) for there in settings.get("file_mounts") or {}]
-    return [
-        word for word in words
-        if word.startswith("/") and os.path.exists(word)
-        and not any(PurePosixPath(word).is_relative_to(there) for there in mounted)
-    ]  # fmt: skip
-
-
 class _Dumper(yaml.SafeDumper):
     """Writes text of several lines as such."""
 
@@ -209,7 +162,7 @@ def text(task: Mapping[str, Any], path: Path) -> str:
 
 
 def write(request: Request, path: Path) -> tuple[Finding, ...]:
-    """Write the task of a run; returns what there is to say of the run, and of paths left behind.
+    """Write the task of a run; returns what there is to say of the run.
 
     Raises what a dry run raises, UsageError where it is not known which GPUs, NotReady where the file
     cannot be written.
@@ -220,11 +173,6 @@ def write(request: Request, path: Path) -> tuple[Finding, ...]:
 
     prepared = prepare(request, running=False)
     stage, planned = prepared.plan.stage, prepared.plan
-    settings = stage.options.skypilot
-    checkout = stage.upstream.root if stage.options.backend == "open_instruct" else None
-    places = Places(
-        cwd=Path.cwd(), project=Path(__file__).resolve().parent.parent, checkout=checkout
-    )
     # files below the working folder go along with it
     config = os.path.relpath(request.config)
     words = [str(request.stage), config, *request.overrides, "--gpus", str(planned.gpus)]
@@ -237,20 +185,13 @@ def write(request: Request, path: Path) -> tuple[Finding, ...]:
     words += [name for name, on in switches.items() if on]
     made = task(
         name=stage.name, words=words, gpus=planned.gpus, nodes=planned.nodes,
-        backend=stage.options.backend, places=places, settings=settings, environ=os.environ,
+        backend=stage.options.backend,
+        checkout=stage.upstream.root if stage.options.backend == "open_instruct" else None,
+        settings=stage.options.skypilot, environ=os.environ, cwd=Path.cwd(),
     )  # fmt: skip
     try:
         rundir.write_text(path, text(made, path))
     except OSError as error:
         reason = f"cannot be written: {error.strerror}"
         raise not_ready("unwritable-file", reason, file=str(path)) from None
-    named = (str(value) for value in stage.args.values())
-    left = [
-        Finding(
-            severity="warning", layer="launch", code="left-behind", file=word,
-            message="is on this machine, and will not be there",
-            help="name it relative to the working folder, or mount it: `skypilot: {file_mounts: ...}`",
-        )
-        for word in dict.fromkeys(outside([*words, *named], places, settings))
-    ]  # fmt: skip
-    return (*prepared.findings, *left)
+    return prepared.findings

@@ -6,20 +6,21 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from launcher import rundir
 from launcher.errors import Finding, NotReady, brief
+from launcher.record import Record
 from launcher.rundir import RunFolder
 from launcher.sbatch import LIMIT, VALUED, Options
 
 TIMEOUT_S = 20.0
 ASK_TIMEOUT_S = 5.0
 """For a list of runs: it is shown without Slurm's word rather than late."""
-SCRIPT, RECORD = "slurm.sh", rundir.JOB
-"""Files of a run folder: the batch script, and which job it became."""
+SCRIPT = "slurm.sh"
+"""The batch script in a run folder."""
 
 _JOB = re.compile(r"(\d+)(?:;.*)?\Z")
 
@@ -33,23 +34,16 @@ class Job:
     nodes: int
     options: Options
 
-    def as_json(self) -> dict[str, Any]:
-        """What `job` reads."""
-        return {
-            "job": self.id, "submitted": self.submitted, "nodes": self.nodes,
-            "options": dict(self.options),
-        }  # fmt: skip
-
 
 def job(folder: RunFolder) -> Job | None:
     """The job that a run was submitted as last; None where it was not."""
-    data = rundir.read_json(folder.path / RECORD)
-    number, options, nodes = data.get("job"), data.get("options"), data.get("nodes")
+    record = Record(rundir.read_json(folder.job))
+    number = record.get("job")
     if not isinstance(number, str) or not number.isdecimal():
         return None
     return Job(
-        id=number, submitted=str(data.get("submitted")), nodes=nodes if isinstance(nodes, int) else 1,
-        options=options if isinstance(options, dict) else {},
+        id=number, submitted=str(record.get("submitted")), nodes=record.number("nodes") or 1,
+        options=record.part("options"),
     )  # fmt: skip
 
 
@@ -70,9 +64,14 @@ def submit(
     found = _JOB.match(said.strip())
     if found is None:
         raise NotReady(_refused("sbatch", f"answered `{brief(said.strip())}`"))
-    made = Job(id=found[1], submitted=rundir.now(), nodes=nodes, options=options)
-    rundir.write_json(folder.path / RECORD, made.as_json())
-    return made
+    record: dict[str, Any] = {
+        "job": found[1],
+        "submitted": rundir.now(),
+        "nodes": nodes,
+        "options": dict(options),
+    }
+    rundir.write_json(folder.job, record)
+    return Job(id=found[1], submitted=record["submitted"], nodes=nodes, options=options)
 
 
 _PASSED = frozenset({"HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TZ", "USER"})
@@ -85,30 +84,20 @@ def _outside(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name in names}
 
 
-def states(
-    jobs: Collection[str], environ: Mapping[str, str] | None = None
-) -> dict[str, str] | None:
-    """Job -> state (`PENDING`, `RUNNING`, ...), for those that Slurm still knows.
+def states(environ: Mapping[str, str] | None = None) -> dict[str, str] | None:
+    """Job -> state (`PENDING`, `RUNNING`, ...) of all of the user's jobs that Slurm still knows.
 
-    None where Slurm cannot be asked: then nothing can be said. It is not called for no jobs.
+    None where Slurm cannot be asked: then nothing can be said.
     """
-    if not jobs:
-        return {}
-    told = all_states(environ)
-    return None if told is None else {job: told[job] for job in jobs if job in told}
-
-
-def all_states(environ: Mapping[str, str] | None = None) -> dict[str, str] | None:
-    """The same for all of the user's jobs, by one call; for a while Slurm knows those that are over."""
-    if shutil.which("squeue", path=_path(environ)) is None:
+    path = (os.environ if environ is None else environ).get("PATH")
+    if shutil.which("squeue", path=path) is None:
         return None
-    # a single unknown --jobs is an error to squeue: ask for all of the user's
     argv = ["squeue", "--noheader", f"--user={os.getuid()}", "--states=all", "--format=%A %T"]
     try:
-        said = _call(argv, environ, ASK_TIMEOUT_S)
+        answer = _call(argv, environ, ASK_TIMEOUT_S)
     except NotReady:
         return None
-    rows = [line.split() for line in said.splitlines()]
+    rows = [line.split() for line in answer.splitlines()]
     return {row[0]: row[1] for row in rows if len(row) == 2}
 
 
@@ -128,10 +117,9 @@ def word(state: str | None) -> str | None:
     return "running" if state in ACTIVE else None
 
 
-def active(made: Job) -> bool:
-    """Whether a job waits or runs, as far as Slurm can be asked."""
-    told = states([made.id])
-    return told is not None and word(told.get(made.id)) is not None
+def state(made: Job) -> str | None:
+    """`queued` or `running`; None for a job that is over, or where Slurm cannot be asked."""
+    return word((states() or {}).get(made.id))
 
 
 def cancel(made: Job, environ: Mapping[str, str] | None = None) -> None:
@@ -149,10 +137,6 @@ def cut_short(folder: RunFolder) -> bool:
     except OSError:
         return False
     return True
-
-
-def _path(environ: Mapping[str, str] | None) -> str | None:
-    return (os.environ if environ is None else environ).get("PATH")
 
 
 def _call(argv: Sequence[str], environ: Mapping[str, str] | None, timeout_s: float) -> str:

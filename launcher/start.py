@@ -20,7 +20,6 @@ from launcher import (
     command,
     contents,
     devices,
-    earlier,
     judgement,
     keeper,
     lease,
@@ -82,7 +81,7 @@ def begin(
 def _require_not_queued(folder: RunFolder) -> None:
     """A job that waits, or runs elsewhere, has the attempt already."""
     waiting = slurm.job(folder)
-    if waiting is not None and slurm.active(waiting):
+    if waiting is not None and slurm.state(waiting) is not None:
         raise not_ready(
             "run-is-live", f"the run {folder.path.name} is Slurm's job {waiting.id}",
             f"wait for it, or launch stop {folder.path.name}", file=str(folder.path),
@@ -125,7 +124,7 @@ def _make(prepared: Prepared, attempt: Attempt) -> None:
     folder = prepared.folder
     resume.set_aside(prepared.decision, attempt.number)
     if rundir.read_manifest(folder).get("attempt") != attempt.number:
-        earlier.keep_manifest(folder)
+        rundir.keep_manifest(folder)
     rundir.create(
         folder, attempt.number, prepared.plan, prepared.command, prepared.trainer, prepared.output,
         [one.as_json() for one in prepared.caches],
@@ -140,33 +139,26 @@ def _make(prepared: Prepared, attempt: Attempt) -> None:
 @contextlib.contextmanager
 def _taken_back(folder: RunFolder) -> Iterator[None]:
     """Have a run folder be as it was before, where what was prepared inside does not come to begin."""
-    begun, there = folder.attempts(), set(os.listdir(folder.path))
-    if there == {folder.lock.name}:
+    begun, names = folder.attempts(), set(os.listdir(folder.path))
+    if names == {folder.lock.name}:
         # that of this start: the run is a new one
-        there = set()
+        names = set()
     written = (folder.manifest, folder.start, folder.stage_file, folder.deepspeed)
-    kept = {path: path.with_name(f".before.{path.name}") for path in written if path.name in there}
-    for path, before in kept.items():
-        # all of them are replaced, never written into: a second name keeps one as it is
-        with contextlib.suppress(OSError):
-            before.unlink(missing_ok=True)
-            os.link(path, before)
+    before = {path: path.read_bytes() for path in written if path.name in names}
     try:
         yield
     except BaseException:
         ignored = (signal.SIGINT, signal.SIGTERM)
-        with process.handling(dict.fromkeys(ignored, process.ignore)):
-            for path in folder.path.iterdir() if folder.attempts() == begun else ():
-                with contextlib.suppress(OSError):
-                    if path in kept.values():
-                        os.replace(path, path.with_name(path.name.removeprefix(".before.")))
-                    elif path.name not in there and not path.is_dir():
+        with process.handling(dict.fromkeys(ignored, process.ignore)), contextlib.suppress(OSError):
+            if folder.attempts() == begun:
+                # first what gives room back, where the disk is full
+                for path in folder.path.iterdir():
+                    if path.name not in names and not path.is_dir():
                         path.unlink()
+                for path, raw in before.items():
+                    mode = 0o600 if path == folder.start else 0o666
+                    rundir.write_bytes(path, raw, mode=mode)
         raise
-    finally:
-        for before in kept.values():
-            with contextlib.suppress(OSError):
-                before.unlink(missing_ok=True)
 
 
 def _attempt(
@@ -223,9 +215,7 @@ def prepare_again(folder: RunFolder) -> Attempt:
 
 def _reached(folder: RunFolder) -> int:
     """The step that the last attempt began at."""
-    told = rundir.read_manifest(folder).get("resume")
-    step = told.get("step") if isinstance(told, dict) else 0
-    return step if isinstance(step, int) else 0
+    return rundir.read_manifest(folder).number("resume", "step") or 0
 
 
 def execute(
@@ -325,7 +315,7 @@ def finish(folder: RunFolder) -> check.Verdict:
     # a read-only or full disk costs these files, not the verdict
     with contextlib.suppress(OSError):
         rundir.write_json(folder.verdict, verdict.as_json())
-        rows = "".join(rundir.json_line(row) for row in earlier.rows_of(judged.attempts))
+        rows = "".join(rundir.json_line(row) for row in judgement.rows_of(judged.attempts))
         rundir.write_text(folder.metrics, rows)
         run = series.of_judged(folder.path, judged)
         rundir.write_text(folder.report, page.overlay([run]))

@@ -17,7 +17,6 @@ from launcher import (
     keeper,
     lease,
     overview,
-    process,
     rundir,
     runner,
     slurm,
@@ -65,10 +64,9 @@ def cost(folder: RunFolder) -> Cost:
     """What stopping this run now would lose."""
     progress = Progress(total=None)
     overview.last_steps(folder, progress)
-    told = rundir.read_manifest(folder)
-    output = told.get("output")
-    place = Path(output) if isinstance(output, str) else None
-    found = checkpoints.find(str(told.get("backend")), place, ranks=overview.processes(told))
+    record = rundir.read_manifest(folder)
+    ranks = record.processes or 1
+    found = checkpoints.find(str(record.get("backend")), record.output, ranks=ranks)
     last = next((one for one in reversed(found) if one.why_incomplete is None), None)
     return Cost(
         step=progress.step, saved=last.number if last is not None and last.kind == "step" else None,
@@ -78,16 +76,15 @@ def cost(folder: RunFolder) -> Cost:
 
 def due(folder: RunFolder) -> str:
     """When the next checkpoint comes, in words, as far as its record and its last step tell."""
-    told, progress = rundir.read_manifest(folder), Progress(total=None)
+    record, progress = rundir.read_manifest(folder), Progress(total=None)
     overview.last_steps(folder, progress)
-    every, plan = told.get("checkpoints", "epoch"), told.get("plan") or {}
-    last = plan.get("steps")
+    every, last = record.get("checkpoints", "epoch"), record.number("plan", "steps")
     if every is None:
         return "it saves no checkpoint: waiting for its end"
     if not isinstance(every, int):
         return "waiting for the next checkpoint"
     step = every * (progress.step // every + 1)
-    if isinstance(last, int) and step > last:
+    if last is not None and step > last:
         return f"no further checkpoint is due: waiting for its end, step {last}"
     return f"waiting for the checkpoint of step {step}; step {progress.step} is done"
 
@@ -100,8 +97,9 @@ def stop(folder: RunFolder, *, after_checkpoint: bool = False) -> runner.Exit | 
     UsageError where it does not run here, NotReady where it runs on another machine or cannot be asked.
     """
     job = slurm.job(folder)
-    if job is not None and slurm.active(job):
-        return _stop_job(folder, job, after_checkpoint=after_checkpoint)
+    if job is not None and (state := slurm.state(job)) is not None:
+        # one that waits has no checkpoint to wait for
+        return _stop_job(folder, job, after_checkpoint=after_checkpoint and state == "running")
     if (leader := runner.unknown(folder)) is not None:
         raise NotReady(runner.unknown_here(folder, leader))
     number = max(1, folder.attempts()) if runner.alive(folder.path) else _starting(folder)
@@ -145,14 +143,12 @@ def _waits(folder: RunFolder) -> runner.Grace:
 def _stop_job(folder: RunFolder, job: slurm.Job, *, after_checkpoint: bool) -> runner.Exit | None:
     """Slurm ends a job on all its machines; for a checkpoint, their keepers wait themselves."""
     number = max(1, folder.attempts())
-    state = (slurm.states([job.id]) or {}).get(job.id)
-    # one that waits has no checkpoint to wait for
-    if after_checkpoint and slurm.word(state) == "running":
+    if after_checkpoint:
         for node in folder.nodes():
             _ask(node, runner.Request(attempt=number, after_checkpoint=True))
     else:
         slurm.cancel(job)
-    while slurm.active(job):
+    while slurm.state(job) is not None:
         time.sleep(POLL_S * 5)
     return runner.recorded(folder, number)
 
@@ -193,7 +189,7 @@ def _starting(folder: RunFolder) -> int | None:
 
 def _begins(folder: RunFolder, number: int) -> bool:
     """Whether the attempt of this number was prepared, and no process of it is known as yet."""
-    known = rundir.read_json(folder.process).get("attempt")
+    known = runner.processes(folder).attempt
     return known != number and runner.recorded(folder, number) is None and lease.held(folder.lock)
 
 
@@ -215,17 +211,17 @@ def _wait_elsewhere(folder: RunFolder, request: runner.Request) -> None:
 
     Raises NotReady where it does not stop the run, as where it does not see this folder.
     """
-    told = process.identity(rundir.read_json(folder.process))
-    if told is None or not told.elsewhere():
+    known = runner.processes(folder)
+    if known.leader is None or not known.out_of_sight:
         return
     until = time.monotonic() + sum(runner.GRACE_S) + lease.SILENT_S
     while runner.alive(folder.path):
         if time.monotonic() > until and not request.after_checkpoint:
             raise not_ready(
                 "run-is-elsewhere",
-                f"{folder.path.name} was asked to stop, and its supervisor on {told.place} does not",
+                f"{folder.path.name} was asked to stop, and its supervisor on {known.leader.place} does not",
                 f"stop it there: launch stop {folder.path.name}", file=str(folder.path),
             )  # fmt: skip
         time.sleep(POLL_S * 5)
     if runner.recorded(folder, request.attempt) is None:
-        raise NotReady(runner.unknown_here(folder, told))
+        raise NotReady(runner.unknown_here(folder, known.leader))

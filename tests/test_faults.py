@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ import pytest
 from conftest import PATIENCE_S
 from fake_world import LAUNCH, World, cmdline, looks_on, made, needs_trl, until
 
-from launcher import claim, lease, process, rundir, runner, tmux
+from launcher import claim, lease, process, rundir, runner
 from launcher.rundir import RunFolder
 
 pytestmark = pytest.mark.slow
@@ -143,9 +142,6 @@ def test_a_run_on_a_full_disk_can_be_stopped(world: World, mount: Mount) -> None
     assert running.wait(PATIENCE_S) == 130
     assert world.quiet()
     assert not folder.stop.exists()
-
-
-# --- what cannot be written -----------------------------------------------------------------------
 
 
 # --- a log that is changed underneath -------------------------------------------------------------
@@ -307,7 +303,7 @@ def test_a_keeper_stops_its_run_on_term_and_not_on_hup(world: World) -> None:
 
 
 @needs_trl
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_start_that_is_cut_short_is_no_run(world: World, number: int) -> None:
     slow = world.root / "slow"
     slow.mkdir()
@@ -441,9 +437,6 @@ def test_streams_that_are_closed(world: World) -> None:
     assert shell(world, f"launch logs 'a run' {closed}").returncode == 0
 
 
-# --- logs of every kind ---------------------------------------------------------------------------
-
-
 # --- folders that are half written ----------------------------------------------------------------
 
 HALVES = ["run.json", "start.json", "process.json", "verdict.json", "probe/rank-0.jsonl"]  # fmt: skip
@@ -484,9 +477,6 @@ def test_a_half_written_file(world: World, complete: Path, name: str) -> None:
     assert set(codes) <= {0, 1, 2, 4, 5}, done.stdout
     assert codes[-1] == 0
     assert not list((world.root / "state").rglob("bug*"))
-
-
-# --- many -----------------------------------------------------------------------------------------
 
 
 # --- end to end, under every name -----------------------------------------------------------------
@@ -586,29 +576,6 @@ def test_two_starts_into_one_folder_at_once(world: World) -> None:
     assert world.quiet()
 
 
-def test_the_name_of_a_session_runs_nothing(world: World) -> None:
-    # tmux expands what is given for a name, and `#(...)` in it is a command
-    folder = world.prepared(name="#(touch pwned)#{pid}a.b:c\n")
-    assert "#" not in tmux.session(folder)
-    if shutil.which("tmux") is None:
-        pytest.skip("tmux is not installed")
-    short = tempfile.mkdtemp(prefix="lf-", dir="/tmp")
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in world.environ.items():
-                patch.setenv(name, value)
-            patch.setattr(tmux, "TIMEOUT_S", PATIENCE_S)
-            patch.setenv("TMUX_TMPDIR", short)
-            patch.delenv("TMUX", raising=False)
-            patch.chdir(world.root)
-            assert tmux.opened(folder) == tmux.session(folder)
-            until(folder.verdict.exists)
-            subprocess.run(["tmux", "kill-server"], capture_output=True)
-    finally:
-        shutil.rmtree(short, ignore_errors=True)
-    assert not list(world.root.rglob("pwned"))
-
-
 def test_a_training_that_does_not_mind_a_full_disk_goes_on(world: World, mount: Mount) -> None:
     mount(world.runs, "size=1m")
     filler = world.runs / "filler"
@@ -653,24 +620,6 @@ def test_a_log_without_room_does_not_end_the_training(world: World, mount: Mount
     events = [json.loads(line) for line in lines]
     assert [one["step"] for one in events[:-1]] == list(range(50)), "nothing of the record is lost"
     assert events[-1]["lost"] > 1_000_000
-
-
-def test_an_interrupt_while_it_starts_leaves_nothing_behind(world: World) -> None:
-    # its keeper hangs before it has begun
-    slow = world.root / "slow"
-    slow.mkdir()
-    (slow / "sitecustomize.py").write_text(
-        "import os, sys, time\n"
-        f"open({str(slow / 'pid')!r} + str(os.getpid()), 'w').close()\n"
-        "sys.argv[0] == '-m' and time.sleep(600 * (len(sys.orig_argv) == 7))\n"
-    )
-    world.prepared("pid=leader", "sleep=600")
-    running = world.started("exec", "a run", env={"PYTHONPATH": str(slow)})
-    until(lambda: len(list(slow.glob("pid*"))) == 2)
-    running.send_signal(signal.SIGINT)
-    assert running.wait(PATIENCE_S) == 130
-    assert world.quiet()
-    assert not (world.root / "pids" / "leader").exists()
 
 
 @needs_trl

@@ -282,6 +282,19 @@ def test_a_keeper_that_does_not_go_on_is_done_without(
     assert folder.verdict.exists()
 
 
+def test_asked_again_a_stop_does_not_wait(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAUNCH_GRACE", f"{2 * PATIENCE_S},{2 * PATIENCE_S},0.3")
+    folder = prepared(place, "note=INT,TERM", "pid=leader", "sleep=600")
+    running = shown("exec", "a run")
+    for name in ("SIGINT", "SIGTERM"):
+        running.send_signal(signal.SIGINT)
+        until((place / name).exists)
+    running.send_signal(signal.SIGINT)
+    running.communicate(timeout=PATIENCE_S)
+    ended = rundir.read_json(folder.exit(1))
+    assert (ended["returncode"], ended["signal"], ended["stopped"]) == (137, 9, 2)
+
+
 def test_what_does_not_run_is_not_stopped(place: Path) -> None:
     folder = prepared(place, "exit=0")
     launch("exec", "a run")
@@ -559,7 +572,8 @@ def screen(session: str) -> str:
 
 @pytest.mark.usefixtures("server")
 def test_a_session_shows_the_run_and_may_die(place: Path) -> None:
-    name = "20260101T000000Z-sft-v1.5 $(touch pwned) `x` ;\"'ü"
+    # tmux expands what is given for a name, and `#(...)` in it is a command
+    name = "20260101T000000Z-sft-v1.5 $(touch pwned) `x` ;\"'ü#(touch pwned)#{pid}a.b:c\n"
     folder = prepared(place, "pid=leader", f"wait={place / 'go'}", "print=1", name=name)
     started(folder)
     leader = pid_of(place, "leader")

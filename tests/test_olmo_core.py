@@ -14,13 +14,13 @@ from plans import PYTHON, built, from_text, planned, staged, trainer
 from typer.testing import CliRunner
 
 from launcher import (
-    checkpointing,
     config,
     disk,
     facts,
     footprint,
     lengths,
     memory,
+    position,
     rendezvous,
     shapes,
     upstream,
@@ -663,7 +663,7 @@ def test_its_resume_is_not_judged_by_the_other_scripts_arithmetic(tmp_path: Path
     codes = {}
     for script, more in (("dpo_olmo_core", ""), ("dpo", "deepspeed: zero2")):
         made = planned(from_text(tmp_path, text(*args, script=script, top=more)), gpus=1)
-        found = checkpointing.findings(made, uneven, trainer())
+        found = position.findings(made, uneven, trainer())
         codes[script] = {one.code for one in found}
     assert codes == {"dpo_olmo_core": set(), "dpo": {"resume-inexact"}}
 

@@ -18,7 +18,7 @@ from plans import built, from_text, planned, trainer
 from launcher import (
     check,
     contents,
-    earlier,
+    judgement,
     lease,
     manifest,
     measures,
@@ -32,6 +32,7 @@ from launcher.errors import UsageError
 from launcher.evidence import read_run
 from launcher.fingerprint import Memory
 from launcher.plan import Plan
+from launcher.record import Record
 from launcher.resume import Decision
 from launcher.rundir import RunFolder
 
@@ -111,15 +112,15 @@ class Run:
             trainer=self.trainer, now=contents.of_plan(self.made), allowed=allow,
         )  # fmt: skip
 
-    def history(self) -> list[earlier.Manifest]:
-        return earlier.manifests(self.made.stage.options.stage, self.folder, self.output)
+    def history(self) -> list[Record]:
+        return resume.manifests(self.made.stage.options.stage, self.folder, self.output)
 
     def start(self, *overrides: str, allow: tuple[str, ...] = (), **how: Any) -> Decision:
         """Begin an attempt, as far as what it leaves in the run folder."""
         decision = self.decide(*overrides, allow=allow, **how)
         attempt = self.folder.attempts() + 1
         resume.set_aside(decision, attempt)
-        earlier.keep_manifest(self.folder)
+        rundir.keep_manifest(self.folder)
         made = plan.applied(self.made, decision.derived)
         told = manifest.manifest(
             attempt, rundir.now(), made, built(made), self.trainer, self.output, []
@@ -390,7 +391,7 @@ def test_data_that_are_not_skipped_begin_again(run: Make) -> None:
         (TRL, {"optim": "adamw_torch"}, {"optim": "adamw_bnb_8bit"}, {"optim": "error"}),
         # torch.optim.AdamW takes the state of either, and whether it is fused with it
         (TRL, {}, {"optim": "adamw_torch"}, {"optim": "warning"}),
-        (TRL, {}, {"optim": "adamw_torch_fused"}, {}),
+        (TRL, {}, {"optim": "adamw_torch_fused"}, {"optim": "warning"}),
         (TRL, {"gpus": 1}, {"gpus": 1, "deepspeed": "zero3"}, {"deepspeed": "error"}),
         (SFT, {}, {"fused_optimizer": "false"}, {"fused_optimizer": "warning"}),
         # without QLoRA nothing reads it (finetune.py:688)
@@ -771,7 +772,7 @@ def test_a_resumed_run_is_judged_as_one_run(tmp_path: Path) -> None:
     path = made_runs.made(tmp_path / "run", steps=40, ended=False)
     first = [row["loss"] for row in measures.metrics_rows(read_run(path))]
     made_runs.made(path, attempt=2, first=38, steps=40)
-    found = earlier.whole(earlier.read(RunFolder(path)))
+    found = judgement.whole(judgement.read(RunFolder(path)))
     # what the first attempt did from step 38 on is not in the weights
     assert list(found.before) == first[:37] and len(measures.whole_losses(found)) == 40
     assert measures.metrics(found)["first_loss"] == first[0]
@@ -783,7 +784,7 @@ def test_an_attempt_with_nothing_left_is_judged_by_the_steps_before(tmp_path: Pa
     path = made_runs.made(tmp_path / "run", steps=40, ended=False)
     made_runs.made(path, attempt=2, first=41, steps=40)
     folder = RunFolder(path)
-    assert earlier.whole(earlier.read(folder)).probe is not None
+    assert judgement.whole(judgement.read(folder)).probe is not None
     with (path / "probe" / "rank-0.jsonl").open("a") as file:
         for event in (
             {"event": "start", "rank": 0, "world": 1, "attempt": 3},
@@ -792,7 +793,7 @@ def test_an_attempt_with_nothing_left_is_judged_by_the_steps_before(tmp_path: Pa
         ):
             file.write(json.dumps(event) + "\n")
     (path / "console.3.log").write_text("💾 Model saved to out/a.\n")
-    found = earlier.whole(earlier.read(folder))
+    found = judgement.whole(judgement.read(folder))
     assert found.probe is not None and found.probe.last_step == 40
     assert found.exit is None and found.log is not None and found.log.path.name == "console.3.log"
 
@@ -812,6 +813,6 @@ def test_the_largest_gradient_norm_is_that_of_the_whole_run(tmp_path: Path) -> N
             event["grad_norm"] = 99.0 if gone else norms.get(event["step"], 1.0)
         lines.append(json.dumps(event) + "\n")
     record.write_text("".join(lines))
-    found = measures.metrics(earlier.whole(earlier.read(RunFolder(path))))
+    found = measures.metrics(judgement.whole(judgement.read(RunFolder(path))))
     assert (found["max_grad_norm"], found["last_grad_norm"]) == (9.0, 1.0)
     assert measures.metrics(read_run(path))["max_grad_norm"] == 2.0

@@ -237,6 +237,18 @@ def test_tokens_never_reach_the_run_folder(
             assert value not in text, name
 
 
+def test_the_head_of_a_manifest_is_read_alone(root: Path) -> None:
+    root.mkdir()
+    folder = RunFolder(root / "run")
+    create(folder, output=Path("/models/one"))
+    head = rundir.read_head(folder)
+    assert (head["stage"], head.output, head["asked_output"]) == ("sft", Path("/models/one"), None)
+    assert "args" not in head
+    # in older records what was asked for stands behind the arguments
+    rundir.write_json(folder.manifest, {"stage": "sft", "args": {}, "asked_output": "/models/two"})
+    assert rundir.read_head(folder)["asked_output"] == "/models/two"
+
+
 # --- the index ------------------------------------------------------------------------------------
 
 

@@ -7,13 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PATIENCE_S
 from fake_world import FAKE, bearing, until
 
 from launcher import claim, process, rundir, runner
@@ -88,30 +86,14 @@ def test_the_exit_is_recorded(
     assert not runner.alive(folder.path)
 
 
-def test_training_writes_its_own_log_and_reads_nothing(folder: RunFolder) -> None:
-    runner.run(fake("print=3", "stdin=", "raise=the end"), folder, 1)
-    text = folder.console(1).read_text()
-    assert text.startswith("line 0\nline 1\nline 2\nstdin: ''\n")
-    assert text.endswith("RuntimeError: the end\n")
-
-
 def test_a_further_attempt_has_its_own_files_and_number(folder: RunFolder) -> None:
-    runner.run(fake("print=1", "exit=1"), folder, 1)
+    runner.run(fake("print=1", "stdin=", "exit=1"), folder, 1)
     ended = runner.run(fake("env=LAUNCH_ATTEMPT", "env=LAUNCH_RUN"), folder, 2)
-    assert folder.console(1).read_text() == "line 0\n"
+    assert folder.console(1).read_text() == "line 0\nstdin: ''\n"
     assert folder.console(2).name == "console.2.log"
     assert folder.console(2).read_text() == f"LAUNCH_ATTEMPT=2\nLAUNCH_RUN={folder.path}\n"
     assert (record(folder, 1)["returncode"], record(folder, 2)["returncode"]) == (1, 0)
     assert (ended.attempt, folder.attempts()) == (2, 2)
-
-
-@pytest.mark.parametrize("name", ["/no/such/python", "bad\0name"])
-def test_a_missing_interpreter(folder: RunFolder, name: str) -> None:
-    with pytest.raises(NotReady) as caught:
-        runner.run(Command(argv=(name,), env={}, cwd=Path.cwd()), folder, 1)
-    assert [f.code for f in caught.value.findings] == ["not-started"]
-    assert record(folder)["returncode"] == 127
-    assert not runner.alive(folder.path)
 
 
 def test_a_full_disk_costs_the_records_not_the_run(
@@ -139,95 +121,12 @@ def test_what_outlives_the_leader_is_ended(
     assert not runner.alive(folder.path)
 
 
-LAUNCHER = """
-import sys
-from pathlib import Path
-from launcher import claim, runner
-from launcher.command import Command
-from launcher.rundir import RunFolder
-
-runner.POLL_S, runner.GRACE_S = 0.02, {grace}
-command = Command(argv=tuple(sys.argv[2:]), env={{}}, cwd=Path.cwd())
-folder = RunFolder(Path(sys.argv[1]))
-with claim.claimed(folder, 1, None) as (_, locks):
-    ended = runner.run(command, folder, 1, held=locks)
-print(ended.returncode, ended.signal, ended.stopped)
-"""
-
-
-@pytest.fixture
-def launcher(folder: RunFolder, pids: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts a launcher process of its own around a fake trainer, and waits until that one trains."""
-    started = []
-
-    def start(
-        *steps: str, then: Sequence[str] = (), grace: runner.Grace = (0.3, 0.3, 0.3)
-    ) -> subprocess.Popen[str]:
-        code = textwrap.dedent(LAUNCHER).format(grace=grace)
-        argv = [sys.executable, "-c", code, str(folder.path), *fake(*steps, "pid=leader").argv]
-        running = subprocess.Popen(
-            [*argv, *then, "sleep=600"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-            start_new_session=True,
-        )  # fmt: skip
-        started.append(running)
-        pid_of(pids, "leader")
-        until(folder.process.exists)
-        return running
-
-    yield start
-    for running in started:
-        running.kill()
-        running.communicate()
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM])
-def test_a_signal_to_the_launcher_ends_the_whole_run(
-    launcher: Callable[..., subprocess.Popen[str]], folder: RunFolder, pids: Path, number: int
-) -> None:
-    running = launcher("child=session", "child=group")
-    child = pid_of(pids, "child")
-    running.send_signal(number)
-    out, _ = running.communicate(timeout=PATIENCE_S)
-    assert out.split()[2] == str(int(number))
-    assert not living(child)
-    assert not living(pid_of(pids, "leader"))
-    assert record(folder)["stopped"] == number
-    assert not process.family(None, str(folder.path))
-
-
-def test_training_that_ignores_both_is_killed(
-    launcher: Callable[..., subprocess.Popen[str]], folder: RunFolder
-) -> None:
-    running = launcher("ignore=INT,TERM")
-    running.send_signal(signal.SIGINT)
-    assert running.communicate(timeout=PATIENCE_S)[0].split() == ["137", "9", "2"]
-    assert record(folder)["signal"] == 9
-
-
-def test_asked_again_it_does_not_wait(
-    launcher: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
-    running = launcher("note=INT,TERM", grace=(2 * PATIENCE_S, 2 * PATIENCE_S, 0.3))
-    running.send_signal(signal.SIGINT)
-    until((tmp_path / "SIGINT").exists)
-    running.send_signal(signal.SIGINT)
-    until((tmp_path / "SIGTERM").exists)
-    running.send_signal(signal.SIGINT)
-    assert running.communicate(timeout=PATIENCE_S)[0].split() == ["137", "9", "2"]
-
-
 # --- who is alive ---------------------------------------------------------------------------------
 
 
 def written(folder: RunFolder, **changes: object) -> None:
     own = {**process.identify(os.getpid()).as_json(), "mark": "another", "attempt": 1}
     rundir.write_json(folder.process, {**own, **changes})
-
-
-def test_alive_is_exactly_this_process(folder: RunFolder) -> None:
-    assert not runner.alive(folder.path)
-    written(folder)
-    assert runner.alive(folder.path)
 
 
 @pytest.mark.parametrize(
@@ -237,6 +136,9 @@ def test_alive_is_exactly_this_process(folder: RunFolder) -> None:
     ],
 )  # fmt: skip
 def test_a_reused_number_is_not_alive(folder: RunFolder, changes: dict[str, object]) -> None:
+    assert not runner.alive(folder.path)
+    written(folder)
+    assert runner.alive(folder.path)
     written(folder, **changes)
     assert not runner.alive(folder.path)
 
@@ -283,11 +185,6 @@ def test_a_claim_is_held_once_and_freed(folder: RunFolder) -> None:
         with pytest.raises(NotReady) as caught, claim.claimed(folder, 1, None):
             pass
         assert [f.code for f in caught.value.findings] == ["run-is-live"]
-    with claim.claimed(folder, 1, None):
-        pass
-
-
-def test_a_claim_on_an_attempt_that_was_taken_is_refused(folder: RunFolder) -> None:
     folder.console(1).touch()
     with pytest.raises(NotReady, match="started before"), claim.claimed(folder, 1, None):
         pass

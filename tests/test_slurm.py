@@ -82,7 +82,7 @@ def until(true: Callable[[], bool], told: Callable[[], object]) -> None:
 
 def until_state(job: Job, environ: dict[str, str], *wanted: str) -> None:
     def state() -> str | None:
-        return (slurm.states([job.id], environ) or {}).get(job.id)
+        return (slurm.states(environ) or {}).get(job.id)
 
     until(lambda: state() in wanted, state)
 
@@ -142,7 +142,7 @@ def test_a_cancelled_job_may_write_down_how_it_ended(
     folder = tmp_path / "run"
     job = submitted(folder, stand_in, environ)
     until(nodes_up(folder), lambda: told(folder))
-    assert slurm.states([job.id, "999999"], environ) == {job.id: "RUNNING"}
+    assert (slurm.states(environ) or {})[job.id] == "RUNNING"
     slurm.cancel(job, environ)
     until_state(job, environ, "CANCELLED")
     assert [one["stopped"] for one in told(folder) if "stopped" in one] == [15, 15]
@@ -232,12 +232,11 @@ def test_without_an_answer_nothing_is_said(
     text = cluster.conf.read_text().replace("SlurmctldPort=", f"SlurmctldPort={port}\n#")
     nowhere.write_text(text + "MessageTimeout=2\n")
     lost = {**environ, "SLURM_CONF": str(nowhere)}
-    assert slurm.states(["1"], lost) is None
-    assert slurm.states([], lost) == {}
+    assert slurm.states(lost) is None
     with pytest.raises(NotReady):
         submitted(tmp_path / "run", stand_in, lost)
     # where there is no Slurm at all
-    assert slurm.states(["1"], {"PATH": str(tmp_path)}) is None
+    assert slurm.states({"PATH": str(tmp_path)}) is None
     with pytest.raises(NotReady) as error:
         submitted(tmp_path / "other", stand_in, {**environ, "PATH": str(tmp_path)})
     assert "not installed" in error.value.findings[0].message

@@ -380,14 +380,14 @@ def _alike(trials: Sequence[tuple[Variant, Prepared]]) -> Iterator[Finding]:
 
 
 @contextlib.contextmanager
-def opened(bench: Bench, *, fresh: bool = False, resume: bool = False) -> Iterator[Bench]:
+def opened(bench: Bench, *, fresh: bool = False) -> Iterator[Bench]:
     """The bench in its folder, with what an earlier start of the same measured.
 
     Raises what `Campaign.opened` raises.
     """
     root = bench.request.runs or rundir.runs_root()
-    found = Campaign(kind="bench", key=bench.key, name=bench.request.config.stem, root=root)
-    with found.opened(fresh=fresh, resume=resume) as bench.folder:
+    series = Campaign(kind="bench", key=bench.key, name=bench.request.config.stem, root=root)
+    with series.opened(fresh=fresh) as bench.folder:
         record = rundir.read_json(bench.folder / FILE)
         with contextlib.suppress(KeyError, TypeError, ValueError):
             samples = [Sample.from_json(data) for data in record.get("samples") or ()]
@@ -407,23 +407,20 @@ def run(bench: Bench, *, show: Callable[[str], None] = lambda _: None) -> Exit:
     Needs `opened`. What the user stops ends the comparison, whatever else happens only its trial.
     """
     bench.write()
-    try:
-        with trial.unwatched():
-            while due := bench.due():
-                repeat, variant = due[0]
-                show(f"{variant.name}, run {repeat + 1} of {bench.repeats} ({len(due)} to go)")
-                sample = measurement.measure(
-                    bench.request, variant, steps=bench.steps, root=bench.folder, repeat=repeat,
-                    timeout_s=bench.timeout_s, batch=bench.batch,
-                )  # fmt: skip
-                if sample.cause == "interrupted":
-                    return Exit.INTERRUPTED
-                bench.samples.append(sample)
-                bench.write()
-                show(f"  {_figures(sample)}")
-    except KeyboardInterrupt:
-        return Exit.INTERRUPTED
-    return conclusion(bench)
+    with trial.interruptible() as stop:
+        while due := bench.due():
+            repeat, variant = due[0]
+            show(f"{variant.name}, run {repeat + 1} of {bench.repeats} ({len(due)} to go)")
+            sample = measurement.measure(
+                bench.request, variant, steps=bench.steps, root=bench.folder, repeat=repeat,
+                timeout_s=bench.timeout_s, batch=bench.batch
+            )
+            if sample.cause == "interrupted":
+                raise KeyboardInterrupt
+            bench.samples.append(sample)
+            bench.write()
+            show(f"  {_figures(sample)}")
+    return Exit.INTERRUPTED if stop.requested else conclusion(bench)
 
 
 def conclusion(bench: Bench) -> Exit:

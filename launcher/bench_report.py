@@ -36,11 +36,6 @@ def _wasted(row: Row) -> str:
     return share if count is None else f"{share}, {count:,.0f}"
 
 
-def _utilisation(row: Row) -> str:
-    values = [row.median(f"gpu_utilisation_{p}") for p in ("p50", "p95")]
-    return "–" if None in values else " / ".join(f"{v:.0%}" for v in values if v is not None)
-
-
 def _runs(row: Row) -> str:
     speed = row.spreads.get(comparison.SPEED)
     failed = f", {len(row.failures)} failed" if row.failures else ""
@@ -55,7 +50,6 @@ COLUMNS: Mapping[str, Callable[[Row], str]] = {
     "tokens a step": _spread("tokens_per_step"),
     "s a step": _spread("seconds_per_step"),
     "s before": _spread("seconds_before_steps", digits=3),
-    "GPU p50 / p95": _utilisation,
     "peak GiB": _spread("peak_allocated_gib"),
     "loss per token": _spread(LOSS, digits=5),
     "loss to first": lambda row: "–" if row.loss_change is None else f"{row.loss_change:+.2%}",

@@ -415,7 +415,7 @@ RELATIVE = {
     "peak_memory": "peak_allocated_gib",
 }  # fmt: skip
 """Held to the first variant: `1.2` is a ratio, `20%` a change; of the loss either way."""
-ABSOLUTE = {"mfu": "mfu", "wasted": "wasted_share", "gpu_utilisation": "gpu_utilisation_p50"}
+ABSOLUTE = {"mfu": "mfu", "wasted": "wasted_share"}
 """Shares by themselves, of every variant: `48%` is 0.48."""
 
 _EXPRESSION = re.compile(r"\s*([a-z_]+)\s*(<=|>=|<|>)\s*([+-]?(?:\d+(?:\.\d*)?|\.\d+))\s*(%?)\s*")

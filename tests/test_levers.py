@@ -75,9 +75,8 @@ def test_dpo_of_older_commits_has_sfts_flag(monkeypatch: pytest.MonkeyPatch, wri
     kept = [line for line in lines if "activation_memory_budget" not in line]
     world = tuned.outlook(write("a.yaml", "".join(kept)), "model_name_or_path=Qwen/Qwen2.5-7B")
     assert turned(world, checkpointing=True) == {"args.gradient_checkpointing": True}
-    assert world.shape is not None
     found = footprint.Footprint(
-        plan=world.space.plan, shape=world.shape, rows=world.rows, attention="flash_2"
+        plan=world.space.plan, shape=world.shape, rows=world.space.rows, attention="flash_2"
     )
     assert not found.setup().fused_optimizer
 
@@ -100,7 +99,7 @@ def test_every_value_is_one_that_upstream_takes(
     for lever in world.space.levers:
         for value in lever.values:
             settings = {**world.space.base, lever.name: value}
-            total = levers.total_rows(made, world.rows, settings)
+            total = levers.total_rows(made, world.space.rows, settings)
             if lever.name != "per_device":
                 settings["per_device"] = min(
                     int(settings["per_device"]), total // levers.devices(made)
@@ -160,7 +159,6 @@ def test_rows_that_cannot_hold_as_many_tokens_are_no_choice() -> None:
         pytest.param(LORA, (), {"gpus": 1}, "liger", "adapters", marks=needs_trl),
         pytest.param("lora/dpo_qwen7b.yaml", (), {"gpus": 1}, "packing", "pads", marks=needs_trl),
         pytest.param(LORA, FULL, {"packages": {}}, "attention", "not installed", marks=needs_trl),
-        pytest.param(LORA, FULL, {"rows": None}, "packing", "--row-tokens", marks=needs_trl),
         pytest.param(
             LORA,
             (*FULL, "padding_free=true", "max_length=none"),

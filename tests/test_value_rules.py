@@ -12,7 +12,7 @@ import pytest
 from conftest import NO_PACKAGES, Write
 from test_rules import BASES, values_of
 
-from launcher import config, rehearsal, rules
+from launcher import config, rules
 from launcher import stage as stages
 from launcher.backends import stage_rules, value_rules
 from launcher.backends.context import Context
@@ -104,16 +104,6 @@ def test_epochs_beside_steps(script: str) -> None:
     assert said(script, **{key: 3}, max_train_steps=300) == [("conditional-key", "warning", key)]
     assert said(script, **{key: 3}) == []
     assert said(script, max_train_steps=300) == []
-
-
-def test_a_rehearsal_leaves_the_epochs_out(write: Write) -> None:
-    args = {**BASES["sft"][2], "num_train_epochs": 3}
-    path = write("sft.yaml", json.dumps({"stage": "sft", "args": args}))
-    full = stages.validate(stages.judge(config.load(path)))
-    words = rehearsal.overrides(full, steps=20, output=Path("out"), batch=8)
-    short = stages.validate(stages.judge(config.load(path, words)))
-    assert not short.values.given("num_train_epochs")
-    assert "conditional-key" not in {finding.code for finding in short.findings}
 
 
 @BOTH

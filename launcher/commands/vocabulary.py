@@ -160,9 +160,6 @@ class Shared:
     fresh: Annotated[
         bool, typer.Option("--fresh", help="start over, into a folder beside what is there")
     ] = False
-    resume: Annotated[
-        bool, typer.Option("--resume", help="continue an earlier search; error if there is none")
-    ] = False
     allow_changed_resume: Annotated[
         list[str] | None,
         typer.Option(
@@ -197,11 +194,6 @@ class Shared:
             "probe": not self.no_probe,
         }  # fmt: skip
         return Request(**{**fields, **more})
-
-    def require_one_start(self) -> None:
-        """Raise UsageError for `--resume` beside `--fresh`."""
-        if self.fresh and self.resume:
-            raise usage("useless-option", "--resume says nothing with --fresh")
 
 
 SOURCE = ("open_instruct", "allow_unpinned")

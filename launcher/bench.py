@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from launcher import (
     comparison,
     devices,
     measurement,
-    noops,
     preparation,
     rundir,
     trial,
@@ -50,8 +48,6 @@ FILE, PAGE = "bench.json", "bench.html"
 _AGAIN: tuple[Cause, ...] = ("refused", "interrupted")
 """What is tried again when the same comparison goes on: it says nothing of the setting."""
 _LONGEST_S = 366 * 24 * 3600.0
-_NOT_OF_A_TRIAL = frozenset({"name", "batch", "slurm", "skypilot"})
-"""Options that a trial does not see; `batch` comes to arguments."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -195,7 +191,7 @@ def plan(
         )  # fmt: skip
     if any(one.checkout for one in asked):
         request = replace(request, python=request.python or checkouts.python_of(request))
-    judged = _Judged(len(asked))
+    judged = _Judgements(len(asked))
     base = _base(request)
     full: list[tuple[Variant, Prepared]] = []
     for one in asked:
@@ -203,49 +199,54 @@ def plan(
             checkout = one.checkout and str(checkouts.find(request, one.checkout))
             variant = _adapted(request, replace(one, checkout=checkout), base)
             full.append((variant, preparation.prepare(of_variant(request, variant), running=False)))
-    judged.require_valid()
-    if len(full) < len(asked):
-        raise NotReady(judged.findings(judged.unready))
-    batch = max(made.plan.global_batch for _, made in full)
-    root = request.runs or rundir.runs_root()
-    trials: list[tuple[Variant, Prepared]] = []
+    judged.require(ready=len(full) == len(asked))
+    batch, root = (
+        max(made.plan.global_batch for _, made in full),
+        request.runs or rundir.runs_root(),
+    )
+    startable = 0
     for variant, made in full:
-        judged.say(variant.name, _warnings(made, named=variant.checkout is not None))
+        # whoever names a commit knows that it is not the pin; how long a trial is only the trial knows
+        known = {"profile-and-steps", "unpinned-checkout" if variant.checkout is not None else ""}
+        warnings = (f for f in made.findings if f.severity != "note" and f.code not in known)
+        judged.note(variant.name, warnings)
         with judged.of(variant.name):
-            # one place for all: what differs is then the variant's own
-            place = root / "models"
-            asked_trial = short(of_variant(request, variant), steps, place, batch, profile=True)
+            trial_request = short(
+                of_variant(request, variant), steps, root / "models", batch, profile=True
+            )
             # a trial that a killed command left may have the GPUs: it is ended later
-            asked_trial = replace(asked_trial, runs=root, elsewhere=True)
-            prepared = preparation.prepare(asked_trial, running=running)
+            trial_request = replace(trial_request, runs=root, elsewhere=True)
+            prepared = preparation.prepare(trial_request, running=running)
             if running:
                 rundir.release(prepared.folder)
-            trials.append((variant, prepared))
-            # how long a trial is only the trial knows
+            startable += 1
             profiles = (f for f in prepared.findings if f.code == "profile-and-steps")
-            judged.say(variant.name, profiles)
-    judged.require_valid()
-    if not trials:
-        raise NotReady(judged.findings(judged.unready))
+            judged.note(variant.name, profiles)
+    judged.require(ready=startable > 0)
+    first = full[0][1].plan
     key = [BENCH_VERSION, steps, [[variant.name, identity(made)] for variant, made in full]]
     return Bench(
-        request=replace(request, stage=full[0][1].plan.stage.options.stage, gpus=full[0][1].plan.gpus),
-        variants=tuple(variant for variant, _ in full), steps=steps, repeats=repeats,
-        timeout_s=timeout_s, assertions=tuple(assertions), batch=batch,
+        request=replace(request, stage=first.stage.options.stage, gpus=first.gpus),
+        variants=tuple(variant for variant, _ in full),
+        steps=steps,
+        repeats=repeats,
+        timeout_s=timeout_s,
+        assertions=tuple(assertions),
+        batch=batch,
         key=campaign.key_of(key),
-        findings=(*judged.findings(judged.notes), *_other_batches(full), *_alike(trials)),
-    )  # fmt: skip
+        findings=(*judged.findings(judged.notes), *_other_batches(full)),
+    )
 
 
-class _Judged:
+class _Judgements:
     """What was found of several variants: each finding once, with the names of those that it is about."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.notes, self.wrong, self.unready = (dict[Finding, list[str]]() for _ in range(3))
 
-    def say(self, name: str, found: Iterator[Finding]) -> None:
-        for finding in found:
+    def note(self, name: str, findings: Iterable[Finding]) -> None:
+        for finding in findings:
             self.notes.setdefault(finding, []).append(name)
 
     @contextlib.contextmanager
@@ -258,23 +259,22 @@ class _Judged:
             for finding in errors(error.findings) or error.findings:
                 kept.setdefault(finding, []).append(name)
 
-    def findings(self, kept: dict[Finding, list[str]]) -> list[Finding]:
-        found = []
-        for finding, names in kept.items():
-            whose = "every variant" if len(names) == self.count else ", ".join(names)
-            message = finding.message if self.count == 1 else f"[{whose}] {finding.message}"
-            found.append(replace(finding, message=message))
-        return found
-
-    def require_valid(self) -> None:
+    def require(self, *, ready: bool) -> None:
+        """Raise InvalidConfig where a variant is wrong, NotReady where none is ready."""
         if self.wrong:
             raise InvalidConfig(self.findings(self.wrong))
+        if not ready:
+            raise NotReady(self.findings(self.unready))
 
-
-def _warnings(made: Prepared, *, named: bool) -> Iterator[Finding]:
-    # whoever names a commit knows that it is not the pin
-    known = {"profile-and-steps", "unpinned-checkout" if named else ""}
-    return (f for f in made.findings if f.severity != "note" and f.code not in known)
+    def findings(self, kept: dict[Finding, list[str]]) -> list[Finding]:
+        """With the names in their messages."""
+        if self.count == 1:
+            return list(kept)
+        whose = {
+            finding: "every variant" if len(names) == self.count else ", ".join(names)
+            for finding, names in kept.items()
+        }
+        return [replace(f, message=f"[{names}] {f.message}") for f, names in whose.items()]
 
 
 def _base(request: Request) -> Plan | None:
@@ -354,28 +354,6 @@ def _other_batches(full: Sequence[tuple[Variant, Prepared]]) -> Iterator[Finding
             )  # fmt: skip
 
 
-def _alike(trials: Sequence[tuple[Variant, Prepared]]) -> Iterator[Finding]:
-    """Variants whose trials are the same, apart from what does nothing in them."""
-    known = dict[str, str]()
-    for variant, made in trials:
-        about, stage = identity(made), made.plan.stage
-        idle = {finding.key for finding in noops.find(stage.values, stage.entry)}
-        # its steps are counted out
-        idle.add(f"args.{stage.entry.names.epochs}")
-        about["options"] = {k: v for k, v in about["options"].items() if k not in _NOT_OF_A_TRIAL}
-        about["arguments"] = {
-            k: v for k, v in about["arguments"].items() if f"args.{k}" not in idle
-        }
-        same = known.setdefault(json.dumps(about, sort_keys=True, default=str), variant.name)
-        if same != variant.name:
-            yield Finding(
-                severity="warning", layer="launch", code="same-variant",
-                message=f"[{variant.name}] its trial is the same as that of {same}: what differs is noise",
-                help="bench itself sets steps, output, checkpoints, uploads, tracking, logging and the "
-                "rows that are read",
-            )  # fmt: skip
-
-
 # --- going through with it ------------------------------------------------------------------------
 
 
@@ -412,8 +390,13 @@ def run(bench: Bench, *, show: Callable[[str], None] = lambda _: None) -> Exit:
             repeat, variant = due[0]
             show(f"{variant.name}, run {repeat + 1} of {bench.repeats} ({len(due)} to go)")
             sample = measurement.measure(
-                bench.request, variant, steps=bench.steps, root=bench.folder, repeat=repeat,
-                timeout_s=bench.timeout_s, batch=bench.batch
+                bench.request,
+                variant,
+                steps=bench.steps,
+                root=bench.folder,
+                repeat=repeat,
+                timeout_s=bench.timeout_s,
+                batch=bench.batch,
             )
             if sample.cause == "interrupted":
                 raise KeyboardInterrupt

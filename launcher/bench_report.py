@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,6 @@ from launcher import comparison, page, report, rundir, series
 from launcher.bench import PAGE, Bench
 from launcher.comparison import LOSS, Row
 from launcher.markup import Html, figure, join, table, tag
-from launcher.printable import printable
 from launcher.redaction import redact
 
 
@@ -92,27 +90,18 @@ def facts(bench: Bench) -> list[str]:
 
 def show(bench: Bench) -> None:
     """The table to stdout."""
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     report.findings(comparison.baseline_fault(bench.samples))
     rows = redact(bench.rows)
     heads, body = cells(rows)
-    shown = Table(box=SIMPLE, pad_edge=False)
-    shown.add_column("variant", overflow="fold")
-    for head in heads:
-        shown.add_column(head, justify="right")
-    for row, texts in zip(rows, body, strict=True):
-        style = "bold" if row.recommended else None
-        shown.add_row(Text(printable(row.variant)), *map(Text, texts), style=style)
-    console = Console() if sys.stdout.isatty() else Console(width=200)
-    if rows:
-        console.print(shown)
-    lines = [f"{row.variant}: {standing(row)}" for row in rows]
-    for line in (*lines, *redact(facts(bench)), f"{bench.folder / PAGE}"):
-        console.print(Text(printable(line)), soft_wrap=True)
+    lines = [
+        {"variant": row.variant, **dict(zip(heads, texts, strict=True))}
+        for row, texts in zip(rows, body, strict=True)
+    ]
+    if lines:
+        report.table(lines, ("variant", *heads))
+    for line in [*(f"{row.variant}: {standing(row)}" for row in rows), *redact(facts(bench))]:
+        report.say(line)
+    report.say(str(bench.folder / PAGE))
 
 
 def html(bench: Bench) -> str:

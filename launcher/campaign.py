@@ -53,19 +53,20 @@ class Campaign:
         return rundir.new_folder(self.root, self.kind, self.name)
 
     @contextlib.contextmanager
-    def opened(self, *, fresh: bool = False) -> Iterator[Path]:
+    def opened(self, *, fresh: bool = False, taken: Finding | None = None) -> Iterator[Path]:
         """Its folder, for this command alone; what an earlier one left running there is ended.
 
-        `fresh` makes another one. Raises NotReady where it cannot be made, or where another process is at it.
+        `fresh` makes another one. Raises NotReady where it cannot be made, or (`taken`) where another process
+        is at it.
         """
         # two that begin at once have no folder in common yet
         place = claim.place(f"{self.kind}s", f"{self.root}\0{self.key}")
         with contextlib.ExitStack() as stack:
-            with locks.alone(place, taken=_under_way(self.root)):
+            with locks.alone(place, taken=taken or _under_way(self.root)):
                 before = None if fresh else self.earlier()
                 folder = before or self.new()
                 lock = folder / ".lock"
-                stack.enter_context(locks.alone(lock, taken=_under_way(lock)))
+                stack.enter_context(locks.alone(lock, taken=taken or _under_way(lock)))
                 if before is None:
                     # from now on the same command finds it, and its lock
                     write(folder / self.file, {"key": self.key})

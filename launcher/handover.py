@@ -7,7 +7,6 @@ with the folder that it will really be given.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +33,6 @@ from launcher.overrides import spelt
 from launcher.paths import canonical
 from launcher.plan import Plan
 from launcher.preparation import Asked, Prepared, Request
-from launcher.redaction import redact
 
 # every script calls the first two so; TRL's have no third
 MODEL, OUTPUT, TOKENIZER = "model_name_or_path", "output_dir", "tokenizer_name_or_path"
@@ -76,28 +74,6 @@ class Order:
             for text in link.overrides
             if link.name not in needed or text.partition("=")[0].removeprefix("args.") != OUTPUT
         ]
-
-    def again(self, *more: str, first: str | None = None) -> str:
-        """The command line that asks for the same once more, from `first` on, with further words.
-
-        Secrets are redacted.
-        """
-        common = self.common
-        given = {
-            "--from": first or self.first, "--until": self.last, "--gpus": common.gpus,
-            "--devices": common.devices, "--python": common.python, "--open-instruct": common.checkout,
-        }  # fmt: skip
-        flags = {
-            "--allow-unpinned": common.allow_unpinned, "--allow-unproven": self.allow_unproven,
-            "--strict": common.strict, "--no-probe": not common.probe,
-        }  # fmt: skip
-        words = ["launch", "pipeline", str(self.chain.path)]
-        words += [f"{one.name}.{text}" for one in self.chain.links for text in one.overrides]
-        words += [word for k, v in given.items() if v is not None for word in (k, str(v))]
-        words += [name for name, value in flags.items() if value]
-        words += [word for name in common.allowed for word in ("--allow-changed-resume", name)]
-        told: str = redact(shlex.join([*words, *more]))
-        return told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -424,5 +400,6 @@ def _require(source: Step, link: Link, order: Order) -> None:
         raise not_ready(
             "pipeline-needs",
             f"{link.name} begins from {source.model}, the model of {source.link.name}: {wrong}",
-            order.again(first=source.link.name), file=str(source.model),
-        )  # fmt: skip
+            f"`--from {source.link.name}` trains it first",
+            file=str(source.model),
+        )

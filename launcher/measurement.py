@@ -1,6 +1,6 @@
 """One trial of a setting -> `Sample`: a short real run of the stage, judged and measured.
 
-It is the stage as `launch ladder` shortens it, and goes through keeper, probe and verdict as any other run. What
+It is the stage as `launch ladder` shortens it, and goes through keeper, probe and verdict as any other. What
 fails ends that trial alone.
 """
 

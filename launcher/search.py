@@ -27,8 +27,6 @@ RUNS = 3
 """How often the best and the file are run, where the budget allows."""
 SAME = 0.01
 """Speeds that differ by less are taken for the same: then fewer changes are better."""
-SLOWEST = 2.5
-"""How many times as long as the best a trial may take before it is ended."""
 START_S = 60.0
 """Seconds that a start takes, before one was measured."""
 
@@ -41,7 +39,6 @@ _DOUBT: Mapping[str, float] = {
     "deepspeed": 0.1,
 }
 """By what share a change of a lever may gain more than the plan says."""
-_PATIENCE = 1.5
 
 Status = Cause | Literal["unproven", "loss changed", "no speed"]
 """The outcome of a trial; only `ok` counts. `contract` was disproved, `unproven` neither way."""
@@ -98,7 +95,6 @@ class Trial:
     """One run of a candidate: what was measured, what that means, and what was learned from it, in one line.
 
     `blamed` are the levers that a verdict names. `loss_change` is against the file as written, as a share.
-    `cut`: the budget ended it, which says nothing of the setting.
     """
 
     candidate: Candidate
@@ -107,7 +103,6 @@ class Trial:
     reason: str | None = None
     blamed: tuple[str, ...] = ()
     loss_change: float | None = None
-    cut: bool = False
     learned: str = ""
 
     @property
@@ -118,7 +113,7 @@ class Trial:
     @property
     def counts(self) -> bool:
         """Whether its end says something about the setting: the budget's end and a refusal do not."""
-        return not self.cut and self.status != "refused"
+        return self.status not in ("timeout", "refused")
 
     @property
     def speed(self) -> float:
@@ -369,15 +364,6 @@ class Search:
             own = own[1:]
         return max(own, default=self._start() + self.steps * self._step_seconds(candidate))
 
-    def timeout(self, candidate: Candidate, left: float) -> float:
-        """Seconds after which a trial is ended: it hangs, or is too slow to be the best."""
-        best = self.best
-        if best is None or best.step is None:
-            return left
-        same = best.step * candidate.expected.tokens / best.candidate.expected.tokens
-        step = max(SLOWEST * same, _PATIENCE * self._step_seconds(candidate))
-        return min(left, _PATIENCE * self._start() + self.steps * step + 30)
-
     # --- the next one ---
 
     def propose(self, left: float = math.inf) -> Candidate | None:
@@ -418,11 +404,11 @@ class Search:
         run = self.first.decisive
         if run.status in ("ok", "oom"):
             return None
-        if run.cut:
+        if run.status == "timeout":
             return (
                 "the budget: the file as written did not end within it (a larger --budget goes on)"
             )
-        if run.blamed or run.status == "timeout":
+        if run.blamed:
             return None
         return f"nothing can be compared with the file as written ({run.status}): {run.reason}"
 
@@ -505,7 +491,7 @@ class Search:
         candidate, status, speed = trial.candidate, trial.status, trial.speed
         earlier = self.runs_of(candidate)
         failure = f"{status}: {trial.reason or 'no reason given'}"
-        if trial.cut:
+        if status == "timeout":
             return "the budget was used up before it ended"
         if status == "oom":
             return "out of memory: nothing that needs at least as much is tried"
@@ -514,8 +500,6 @@ class Search:
             return failure if kept else f"{failure}; no longer kept: every run has to pass"
         if earlier:
             return f"now {Spread.of([speed, *(run.speed for run in earlier if run.ok)])}"
-        if status == "timeout" and before:
-            return f"ended: less than 1/{SLOWEST:g} of the best speed"
         if not trial.ok:
             return failure + self._blame(trial)
         parts = [f"{speed / before.speed - 1:+.1%} against the best before"] if before else []
@@ -532,8 +516,6 @@ class Search:
 
     def _blame(self, trial: Trial) -> str:
         """Which values must not come together again: those that a verdict names, else all that is new."""
-        if trial.status == "timeout":
-            return ""
         settings, names = trial.candidate.settings, list(trial.blamed)
         for name in names:
             items = {(name, settings[name])}

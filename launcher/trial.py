@@ -175,7 +175,7 @@ def interruptible() -> Iterator[Stop]:
 
 
 def unwatched() -> contextlib.AbstractContextManager[None]:
-    """HUP is left alone, and TERM is what INT is, while a run is being started too: nothing is left behind."""
+    """HUP is left alone, TERM is what INT is, while a run is being started too: nothing is left behind."""
     return process.handling(
         {signal.SIGHUP: lambda *_: None, signal.SIGTERM: signal.default_int_handler}
     )

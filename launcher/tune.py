@@ -7,7 +7,6 @@ means for a setting.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import shlex
 import time
@@ -117,15 +116,15 @@ class Tuning:
             more = self.terms.budget_s > record.get("budget_s", 0)
             for data in record.get("trials") or ():
                 sample = Sample.from_json(data["sample"])
-                if sample.cause == "refused" or (data["cut"] and more):
+                if sample.cause == "refused" or (sample.cause == "timeout" and more):
                     continue
                 candidate = self.outlook.candidate({**self.space.base, **data["settings"]})
                 candidate = replace(candidate, purpose=data["purpose"], why=data["why"])
-                self.learn(candidate, sample, cut=data["cut"])
+                self.learn(candidate, sample)
         except (AttributeError, KeyError, TypeError, ValueError):
             self.begin_again()
 
-    def learn(self, candidate: Candidate, sample: Sample, *, cut: bool = False) -> Trial:
+    def learn(self, candidate: Candidate, sample: Sample) -> Trial:
         """Judge one run of a setting, and have the search learn from it."""
         earlier = self.search.runs_of(candidate)
         # what losses are held to: runs of the file as written, or of the first that could be measured
@@ -135,7 +134,7 @@ class Tuning:
             # how far its own losses scatter, the table says
             reference = []
         runs = [*(one.sample for one in earlier if one.ok), sample]
-        return self.search.learn(replace(judged(candidate, runs, reference), cut=cut))
+        return self.search.learn(judged(candidate, runs, reference))
 
     @property
     def used(self) -> float:
@@ -208,7 +207,8 @@ class Tuning:
                 "peak_gib": expected.peak, "trial_peak_gib": expected.short,
                 "seconds_per_step": expected.seconds, "tokens_per_step": expected.tokens,
             },
-            "status": one.status, "reason": one.reason, "blamed": list(one.blamed), "cut": one.cut,
+            "status": one.status, "reason": one.reason, "blamed": list(one.blamed),
+            "cut": one.status == "timeout",
             "tokens_per_second_per_gpu": one.speed or None, "seconds_per_step": one.step,
             "peak_allocated_gib": one.peak, "loss_change": one.loss_change, "learned": one.learned,
             "seconds": round(one.seconds, 1), "sample": one.sample.as_json(),
@@ -384,14 +384,13 @@ def _try(tuning: Tuning, candidate: Candidate, left: float) -> Trial:
     earlier = search.runs_of(candidate)
     words = search.words(candidate, search.base) or AS_WRITTEN
     name = earlier[0].sample.variant if earlier else f"{len(search.runs) + 1}: {words}"
-    limit = search.timeout(candidate, left)
     sample = measurement.measure(
         tuning.request,
         Variant(name, levers.overrides(tuning.space, candidate.settings)),
         steps=tuning.terms.steps,
         root=tuning.folder,
         repeat=len(earlier),
-        timeout_s=limit,
+        timeout_s=left,
         batch=tuning.plan.global_batch,
         profile=False,
     )
@@ -403,8 +402,7 @@ def _try(tuning: Tuning, candidate: Candidate, left: float) -> Trial:
     unproved = tuple(point for point in sample.unproved if point in _POINTS)
     # with what preparing took
     seconds = max(sample.seconds, time.monotonic() - began)
-    cut = sample.cause == "timeout" and limit < search.timeout(candidate, math.inf)
-    return tuning.learn(candidate, replace(sample, unproved=unproved, seconds=seconds), cut=cut)
+    return tuning.learn(candidate, replace(sample, unproved=unproved, seconds=seconds))
 
 
 _STATUS: Mapping[str, Status] = {

@@ -550,27 +550,6 @@ def test_what_is_expected_follows_whichever_key_turns_it(
     assert made.variants[1].overrides == (*override.split(","), *follows)
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ("", ""),
-        ("batch.per_device=2", "name=another"),
-        ("batch.global=4", "batch.global=4,batch.per_device=2"),
-        ("max_steps=3", "max_steps=6"),
-        ("save_steps=5,num_train_epochs=1", "save_steps=10,num_train_epochs=2"),
-    ],
-)
-def test_variants_whose_trials_are_the_same_are_said_to_be(
-    world: World, one: str, other: str
-) -> None:
-    made = planned(world, f"a:{one}", f"b:{other}")
-    assert [f.message for f in made.findings if f.code == "same-variant"] == [
-        "[b] its trial is the same as that of a: what differs is noise"
-    ]
-    apart = planned(world, f"a:{one}", f"b:{other}{',' * bool(other)}learning_rate=0.2")
-    assert "same-variant" not in {finding.code for finding in apart.findings}
-
-
 def test_a_record_of_kernels_that_a_trial_is_too_short_for_is_said(world: World) -> None:
     def said(step: int) -> list[str]:
         found = planned(world, more=f"probe: {{profile: {step}}}\n", gpus=1).findings

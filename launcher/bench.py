@@ -23,7 +23,7 @@ from launcher import (
 )  # fmt: skip
 from launcher.backends.open_instruct_log import ATTENTION
 from launcher.campaign import Campaign
-from launcher.comparison import SPEED, Assertion, Broken, Cause, Row, Sample, compare
+from launcher.comparison import SPEED, Assertion, Cause, Row, Sample, compare
 from launcher.errors import (
     Exit,
     Finding,
@@ -92,7 +92,7 @@ class Bench:
         ]
 
     @property
-    def broken(self) -> list[Broken]:
+    def broken(self) -> list[dict[str, Any]]:
         """Assertions that do not hold, judged once the first variant is measured."""
         rows = self.rows
         first = rows[:1] and rows[0].variant == self.variants[0].name
@@ -130,7 +130,7 @@ class Bench:
                 "asserted": [one.text for one in self.assertions],
             },
             "complete": not self.due(), "rows": [row.as_json() for row in self.rows],
-            "broken": [one.as_json() for one in self.broken],
+            "broken": self.broken,
             "samples": [one.as_json() for one in self.samples], "folder": str(self.folder),
         }  # fmt: skip
 

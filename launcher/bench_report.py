@@ -83,8 +83,8 @@ def facts(bench: Bench) -> list[str]:
             "follows a save); median (least – most) of the runs"
         )
     for one in bench.broken:
-        why = "its figure was not measured" if one.unknown else "it does not hold"
-        lines.append(f"assert {one.text}, {one.variant}: {why}")
+        why = "its figure was not measured" if one["unknown"] else "it does not hold"
+        lines.append(f"assert {one['assert']}, {one['variant']}: {why}")
     return lines
 
 

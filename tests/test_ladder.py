@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import NO_PACKAGES, PATIENCE_S, REPOSITORY
+from conftest import PATIENCE_S, REPOSITORY
 from experiment import Here, shaped, started
 from fake_smi import Smi
 from fake_world import World, needs_trl, until
@@ -300,19 +299,3 @@ def test_interrupted_killed_and_gone_on_with(world: World) -> None:
     page = (ladders(world)[0] / "report.html").read_text()
     assert "stage-1gpu" in page and "stage-4gpu" in page
     assert not (ladders(world)[0] / "models").exists() and world.quiet()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason=NO_PACKAGES)
-def test_the_demo_for_real(
-    world: World, demo_assets: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Training of the tiny model on the CPU."""
-    shutil.copytree(demo_assets, world.root / "build" / "demo")
-    config = str(CONFIGS / "demo" / "sft.yaml")
-    words = ("batch.global=4", "batch.per_device=4", "--gpus", "0", "--steps", "8", *JSON)
-    code, out, err = Here(capsys).launch("ladder", config, *words)
-    assert code == 0, out + err
-    (rung,) = json.loads(out)["data"]["rungs"]
-    assert rung["last_loss"] < rung["first_loss"] and rung["tokens_per_second"] > 0
-    assert (rung["steps"], rung["status"]) == (8, "pass")

@@ -133,15 +133,15 @@ def test_warm_up_keeps_its_share(tmp_path: Path, given: float, steps: int, kept:
     assert short(tmp_path, args, steps, backend="trl").values["warmup_steps"] == kept
 
 
-def lines(tmp_path: Path, name: str, count: int) -> str:
+def lines(tmp_path: Path, name: str, count: int, **row: Any) -> str:
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
-    path.write_text((json.dumps({"messages": []}) + "\n") * count)
+    path.write_text((json.dumps(row or {"messages": []}) + "\n") * count)
     return str(path)
 
 
 def test_packed_rows_are_not_counted_as_rows(tmp_path: Path) -> None:
-    data = Path(lines(tmp_path, "data/train.jsonl", 1600)).parent
+    data = Path(lines(tmp_path, "data/train.jsonl", 1600, text="a")).parent
     args = {**TRL, "dataset_name": str(data), "num_train_epochs": 1, "warmup_steps": 50}
     options = {"backend": "trl", "batch": {"global": 16, "per_device": 16}}
     # of 100 steps half are warm-up; how many packed ones there are is not known

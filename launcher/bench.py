@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,14 @@ from launcher import (
     devices,
     measurement,
     preparation,
+    report,
     rundir,
     trial,
     variants,
 )  # fmt: skip
 from launcher.backends.open_instruct_log import ATTENTION
 from launcher.campaign import Campaign
-from launcher.comparison import SPEED, Assertion, Cause, Row, Sample, compare
+from launcher.comparison import LOSS, SPEED, Assertion, Cause, Row, Sample, compare
 from launcher.errors import (
     Exit,
     Finding,
@@ -35,6 +36,7 @@ from launcher.errors import (
     usage,
 )  # fmt: skip
 from launcher.keys import EXPECT
+from launcher.markup import figure
 from launcher.measurement import identity, of_variant, short
 from launcher.options import SWITCHED
 from launcher.plan import Plan
@@ -431,3 +433,108 @@ def _figures(sample: Sample) -> str:
     speed, loss = (sample.metrics.get(k) for k in (SPEED, "loss_per_token"))
     shown = "no speed" if speed is None else f"{speed:,.0f} tokens/s per GPU"
     return f"{shown}, loss {'unknown' if loss is None else format(loss, '.4f')}, {sample.seconds:.0f} s"
+
+
+# --- for people -----------------------------------------------------------------------------------
+
+
+def write_page(bench: Bench) -> None:
+    """The curves of one measured run of each variant. Raises NotReady where it cannot be written."""
+    runs = (
+        next((s.run for s in bench.samples if s.variant == row.variant and s.run), None)
+        for row in bench.rows
+    )
+    known = [Path(run) for run in runs if run is not None]
+    campaign.page([run for run in known if run.is_dir()], bench.folder / PAGE)
+
+
+def _spread(name: str, scale: float = 1.0, unit: str = "", digits: int = 4) -> Callable[[Row], str]:
+    """`median (least – most)`, or the one value."""
+
+    def cell(row: Row) -> str:
+        found = row.loss if name == LOSS else row.spreads.get(name)
+        if found is None:
+            return "–"
+        middle, low, high = (
+            figure(v * scale, digits) for v in (found.median, found.min, found.max)
+        )
+        return f"{middle}{unit}" if low == high else f"{middle}{unit} ({low} – {high})"
+
+    return cell
+
+
+def _wasted(row: Row) -> str:
+    """The share of positions without a token, and how many of a whole trial."""
+    share, count = _spread("wasted_share", 100, " %", 3)(row), row.median("wasted_tokens")
+    return share if count is None else f"{share}, {count:,.0f}"
+
+
+def _runs(row: Row) -> str:
+    speed = row.spreads.get(SPEED)
+    failed = f", {len(row.failures)} failed" if row.failures else ""
+    return f"{0 if speed is None else speed.n}{failed}"
+
+
+COLUMNS: Mapping[str, Callable[[Row], str]] = {
+    "tokens/s per GPU": _spread(SPEED),
+    "to first": lambda row: "–" if row.speed_ratio is None else f"{row.speed_ratio:.2f}x",
+    "MFU": _spread("mfu", 100, " %", 3),
+    "wasted, tokens": _wasted,
+    "tokens a step": _spread("tokens_per_step"),
+    "s a step": _spread("seconds_per_step"),
+    "s before": _spread("seconds_before_steps", digits=3),
+    "peak GiB": _spread("peak_allocated_gib"),
+    "loss per token": _spread(LOSS, digits=5),
+    "loss to first": lambda row: "–" if row.loss_change is None else f"{row.loss_change:+.2%}",
+    "runs": _runs,
+}
+
+
+def cells(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
+    """The heads of the columns of which anything is known, and each row's cells."""
+    heads = [head for head, cell in COLUMNS.items() if any(cell(row) != "–" for row in rows)]
+    return heads, [[COLUMNS[head](row) for head in heads] for row in rows]
+
+
+def standing(row: Row) -> str:
+    """In words what is to be thought of a variant."""
+    word = f"{row.standing}{', recommended' if row.recommended else ''}"
+    return f"{word}: {row.why}" if row.why else word
+
+
+def facts(bench: Bench) -> list[str]:
+    """What was compared, over what, and what does not hold."""
+    tokens = comparison.common_tokens(bench.samples)
+    lines = [f"error: {fault.message}" for fault in comparison.baseline_fault(bench.samples)]
+    if tokens is not None:
+        pair = " of a pair" if bench.weights == "rows" else ""
+        lines.append(
+            f"loss{pair}: mean of the probe's losses a step, weighted by {bench.weights}, over the first "
+            f"{tokens:,.0f} tokens of every run; tolerance {comparison.share(bench.tolerance)} of the first"
+        )
+    if any(sample.measured for sample in bench.samples):
+        lines.append(
+            "speed: real tokens of steady steps (without the first fifth, at least one, and what "
+            "follows a save); median (least – most) of the runs"
+        )
+    for one in bench.broken:
+        why = "its figure was not measured" if one["unknown"] else "it does not hold"
+        lines.append(f"assert {one['assert']}, {one['variant']}: {why}")
+    return lines
+
+
+def show(bench: Bench) -> None:
+    """The table to stdout."""
+    report.findings(comparison.baseline_fault(bench.samples))
+    rows = bench.rows
+    heads, body = cells(rows)
+    lines = [
+        {"variant": row.variant, **dict(zip(heads, texts, strict=True))}
+        for row, texts in zip(rows, body, strict=True)
+    ]
+    if lines:
+        report.table(lines, ("variant", *heads))
+    for line in [*(f"{row.variant}: {standing(row)}" for row in rows), *facts(bench)]:
+        report.say(line)
+    if (bench.folder / PAGE).exists():
+        report.say(str(bench.folder / PAGE))

@@ -245,9 +245,7 @@ def planned(
         # what the short stage is told of itself is not about the file
         findings += [*notes, *(known.findings if known is not None else ())]
         findings += [
-            one
-            for one in (*prepared.plan.findings, *prepared.warnings)
-            if one.severity != "note" and one.code != "finished-output"
+            one for one in (*prepared.plan.findings, *prepared.warnings) if one.severity != "note"
         ]
     findings += _not_constant(stage, rungs)
     if stopping := errors(findings, strict=request.strict):

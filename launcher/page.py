@@ -35,11 +35,8 @@ _MAIN_PACKAGES = (
 _MARKS = {"pass": "✓", "ok": "✓", "fail": "✗", "unproven": "?"}
 
 
-def overlay(runs: Sequence[Run], above: str = "") -> str:
-    """The page of one run, or of several with their curves in the same charts.
-
-    `above` is HTML, made with `markup`, that stands before all other sections.
-    """
+def overlay(runs: Sequence[Run]) -> str:
+    """The page of one run, or of several with their curves in the same charts."""
     runs = series.named_apart(runs)
     names = short_names(runs)
     style, script = _style(), _script()
@@ -57,7 +54,7 @@ def overlay(runs: Sequence[Run], above: str = "") -> str:
     parts = [
         _head(title, runs, there),
         _overview(runs, names),
-        tag("main", join([Html(above), *made.values()])),
+        tag("main", join(made.values())),
     ]
     policy = (
         f"default-src 'none'; script-src {_source(script)}; style-src {_source(style)}; "

@@ -85,7 +85,7 @@ def bench(
 ) -> Exit:  # fmt: skip
     """Measure settings side by side: speed, memory, waste, and the loss a token."""
     from launcher import bench as benches
-    from launcher import bench_report, comparison, report, variants
+    from launcher import comparison, report, variants
 
     asked = variants.combinations(vary or (), variant or ())
     expressions = [comparison.assertion(text) for text in asserted or ()]
@@ -98,11 +98,11 @@ def bench(
     report.findings(planned.findings if text else ())
     with benches.opened(planned, fresh=shared.fresh) as opened:
         code = benches.run(opened, show=shared.show_progress)
-        bench_report.write(opened)
+        benches.write_page(opened)
         found = (*planned.findings, *comparison.baseline_fault(opened.samples))
         data = opened.as_json()
         answer(
-            "bench", shared.format, data, lambda: bench_report.show(opened), code=code, before=found
+            "bench", shared.format, data, lambda: benches.show(opened), code=code, before=found
         )
         if text and code is Exit.INTERRUPTED:
             report.say(benches.interrupted(opened))
@@ -123,7 +123,7 @@ def tune(
     ] = None,
 ) -> Exit:  # fmt: skip
     """Search the fastest setting at the same global batch and loss; write it as a stage file."""
-    from launcher import bench, bench_report, comparison
+    from launcher import bench, comparison
     from launcher import tune as tuning
 
     terms = tuning.Terms(
@@ -134,12 +134,12 @@ def tune(
         code = tuning.run(opened, show=shared.show_progress)
         trials = opened.bench() if opened.search.runs else None
         if trials is not None:
-            bench_report.write(trials)
+            bench.write_page(trials)
         found = opened.findings
         if shared.format is Format.json:
             found = (*found, *comparison.baseline_fault([one.sample for one in opened.search.runs]))
         elif trials is not None:
-            bench_report.show(trials)
+            bench.show(trials)
         data, lines = opened.as_json(), tuning.ending(opened)
         answer("tune", shared.format, data, lines, found, code)
     return code

@@ -235,7 +235,7 @@ def planned(
     rungs = []
     for count in gpus:
         short = _request(stage, request, count, steps, batch)
-        changes, notes = _without_deepspeed(stage, short, terms)
+        changes, notes = _without_deepspeed(stage, short)
         short = replace(short, overrides=(*short.overrides, *changes))
         known = _predicted(short, terms)
         prepared = preparation.prepare(short, running=running)
@@ -321,23 +321,17 @@ def _predicted(request: Request, terms: Terms) -> forecast.Rung | None:
         return None
 
 
-def _without_deepspeed(
-    stage: Stage, request: Request, terms: Terms
-) -> tuple[list[str], list[Finding]]:
+def _without_deepspeed(stage: Stage, request: Request) -> tuple[list[str], list[Finding]]:
     """On one GPU: the override that leaves DeepSpeed out, or why it stays."""
     options = stage.options
     named = any(text.startswith(_NAMES_DEEPSPEED) for text in request.overrides)
     if request.gpus != 1 or options.deepspeed is None or named:
         return [], []
-    without = replace(request, overrides=(*request.overrides, "deepspeed=none"))
-    known = _predicted(without, terms)
+    # one process shards nothing: all that DeepSpeed can save there is what it keeps on the host
+    keep = "offload" in options.deepspeed_name
+    why = f"`{options.deepspeed_name}` keeps on the host what the card may not hold"
     if options.backend == "open_instruct" and options.stage == "dpo":
         keep, why = True, "without it one process has no process group (dpo_utils.py:453)"
-    elif known is None or known.spare is None:
-        keep = "offload" in options.deepspeed_name
-        why = f"`{options.deepspeed_name}` keeps on the host what the card may not hold"
-    else:
-        keep, why = known.spare < 0, "without it more is planned than the card holds"
     key = "deepspeed_config" if stage.config.shape == "wrapped" else "deepspeed"
     code, message, help = "deepspeed-kept", f"DeepSpeed stays on one GPU: {why}", None
     if not keep:

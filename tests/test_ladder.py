@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import signal
 import time
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 from conftest import PATIENCE_S, REPOSITORY
 from experiment import Here, shaped, started
-from fake_smi import Smi
 from fake_world import World, needs_trl, until
 
 from launcher import check, ladder, rundir, trial
@@ -225,7 +223,7 @@ def test_a_step_that_something_held_up_is_no_step() -> None:
     ("config", "kept"), [("tulu/sft_qwen7b", False), ("tulu/dpo_qwen7b", True)]
 )
 def test_deepspeed_on_one_gpu(
-    config: str, kept: bool, checkout: Path, monkeypatch: pytest.MonkeyPatch
+    config: str, kept: bool, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("LAUNCH_PYTHON", raising=False)
     request = Request(stage=None, config=CONFIGS / f"{config}.yaml", checkout=checkout)
@@ -237,26 +235,11 @@ def test_deepspeed_on_one_gpu(
 
     assert used() == ["zero2_fp32_comm" if kept else "none", "zero2_fp32_comm"]
     assert used("deepspeed=zero3") == ["zero3", "zero3"]
-
-
-def test_deepspeed_stays_where_the_card_is_too_small_without(
-    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    smi = Smi(tmp_path / "bin")
-    monkeypatch.setenv("PATH", f"{smi.folder}:{os.environ['PATH']}")
+    # what the file keeps on the host, the card may not hold
     path = tmp_path / "offload.yaml"
-    text = (CONFIGS / "tulu" / "sft_qwen7b.yaml").read_text()
-    path.write_text(text.replace("zero2_fp32_comm", "zero3_offload"))
-    request = Request(stage=None, config=path, checkout=checkout)
-
-    def used(memory_mib: int) -> str:
-        smi.cards(0, memory=memory_mib)
-        terms = Terms(row_tokens="290:1100")
-        planned = ladder.planned(request, [1], steps=20, terms=terms, running=False)
-        return planned.rungs[0].prepared.plan.stage.options.deepspeed_name
-
-    assert used(183_359) == "none"
-    assert used(49_140) == "zero3_offload"
+    path.write_text(request.config.read_text().replace("zero2_fp32_comm", "zero3_offload"))
+    request = replace(request, config=path)
+    assert used() == ["zero3_offload", "zero3_offload"]
 
 
 # --- rungs with processes -------------------------------------------------------------------------

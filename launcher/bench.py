@@ -193,15 +193,15 @@ def plan(
         )  # fmt: skip
     if any(one.checkout for one in asked):
         request = replace(request, python=request.python or checkouts.python_of(request))
-    judged = _Judgements(len(asked))
+    judgements = _Judgements(len(asked))
     base = _base(request)
     full: list[tuple[Variant, Prepared]] = []
     for one in asked:
-        with judged.of(one.name):
+        with judgements.of(one.name):
             checkout = one.checkout and str(checkouts.find(request, one.checkout))
             variant = _adapted(request, replace(one, checkout=checkout), base)
             full.append((variant, preparation.prepare(of_variant(request, variant), running=False)))
-    judged.require(ready=len(full) == len(asked))
+    judgements.require(ready=len(full) == len(asked))
     batch, root = (
         max(made.plan.global_batch for _, made in full),
         request.runs or rundir.runs_root(),
@@ -211,8 +211,8 @@ def plan(
         # whoever names a commit knows that it is not the pin; how long a trial is only the trial knows
         known = {"profile-and-steps", "unpinned-checkout" if variant.checkout is not None else ""}
         warnings = (f for f in made.findings if f.severity != "note" and f.code not in known)
-        judged.note(variant.name, warnings)
-        with judged.of(variant.name):
+        judgements.note(variant.name, warnings)
+        with judgements.of(variant.name):
             trial_request = short(
                 of_variant(request, variant), steps, root / "models", batch, profile=True
             )
@@ -223,8 +223,8 @@ def plan(
                 rundir.release(prepared.folder)
             startable += 1
             profiles = (f for f in prepared.findings if f.code == "profile-and-steps")
-            judged.note(variant.name, profiles)
-    judged.require(ready=startable > 0)
+            judgements.note(variant.name, profiles)
+    judgements.require(ready=startable > 0)
     first = full[0][1].plan
     key = [BENCH_VERSION, steps, [[variant.name, identity(made)] for variant, made in full]]
     return Bench(
@@ -236,7 +236,7 @@ def plan(
         assertions=tuple(assertions),
         batch=batch,
         key=campaign.key_of(key),
-        findings=(*judged.findings(judged.notes), *_other_batches(full)),
+        findings=(*judgements.findings(judgements.notes), *_other_batches(full)),
     )
 
 

@@ -218,7 +218,7 @@ def terms(
 # --- what is to be climbed ------------------------------------------------------------------------
 
 
-def planned(
+def plan_rungs(
     request: Request, gpus: Sequence[int], *, steps: int, terms: Terms, running: bool = True
 ) -> Climb:
     """All rungs, validated and planned before the first one starts.
@@ -299,7 +299,7 @@ def _request(stage: Stage, request: Request, count: int, steps: int, batch: int)
     name = json.dumps(f"{stage.name}-{_short_label(count)}", ensure_ascii=False)
     overrides = [
         *request.overrides,
-        *shortened(stage, steps=steps, output=place, batch=batch),
+        *short_overrides(stage, steps=steps, output=place, batch=batch),
         f"name={name}",
     ]
     if stage.config.options.get("on_hang") is None:
@@ -367,7 +367,7 @@ def _not_constant(stage: Stage, rungs: Sequence[Rung]) -> Iterator[Finding]:
 # --- the stage, short and without consequences ---------------------------------------------------
 
 
-def shortened(
+def short_overrides(
     stage: Stage, *, steps: int, output: Path, batch: int | None = None
 ) -> tuple[str, ...]:
     """`key=value` texts after which training does exactly `steps` optimizer steps into `output`.

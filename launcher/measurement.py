@@ -92,7 +92,7 @@ def short(asked: Request, steps: int, place: Path, batch: int | None, *, profile
     if stage.options.expect.get("loss") == "any":
         # what diverges would be compared by the steps before
         watched.append("expect.loss=finite")
-    shorter = ladder.shortened(stage, steps=steps, output=place, batch=batch)
+    shorter = ladder.short_overrides(stage, steps=steps, output=place, batch=batch)
     return replace(
         asked,
         overrides=(*asked.overrides, *shorter, *watched),

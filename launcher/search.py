@@ -130,14 +130,9 @@ class Trial:
         """GiB allocated at most."""
         return self.sample.metrics.get("peak_allocated_gib")
 
-    @property
-    def seconds(self) -> float:
-        """Wall time with the start."""
-        return self.sample.seconds
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tried:
+class SettingRuns:
     """A setting with all its runs: medians, and the largest peak; a failed run decides for all."""
 
     candidate: Candidate
@@ -257,7 +252,7 @@ class Search:
         self.threshold, self.start_s = threshold, start_s
         self.grid = {one.key: one for one in (base, *grid)}
         self.runs: list[Trial] = []
-        self.tried: list[Tried] = []
+        self.results: list[SettingRuns] = []
         """The settings of all runs, each once, in the order of their first."""
         self.guilty: list[frozenset[Item]] = []
         """Values that fail wherever all of a set are together."""
@@ -271,32 +266,28 @@ class Search:
         """The trials of one setting, as they came."""
         return [run for run in self.runs if run.candidate.key == candidate.key]
 
-    def differing(self, candidate: Candidate) -> list[str]:
-        """The levers that are not as in the file."""
-        return candidate.differing(self.base)
-
     @property
-    def good(self) -> list[Tried]:
+    def good(self) -> list[SettingRuns]:
         """All that may be proposed, fastest first; of those as fast, the one with the fewest changes."""
-        left = [one for one in self.tried if one.ok and self.fits(one)]
-        ranked: list[Tried] = []
+        left = [one for one in self.results if one.ok and self.fits(one)]
+        ranked: list[SettingRuns] = []
         while left:
             top = max(one.speed for one in left)
             near = [one for one in left if one.speed >= top * (1 - SAME)]
-            near.sort(key=lambda one: (len(self.differing(one.candidate)), -one.speed))
+            near.sort(key=lambda one: (len(one.candidate.differing(self.base)), -one.speed))
             ranked.append(near[0])
             left.remove(near[0])
         return ranked
 
     @property
-    def best(self) -> Tried | None:
+    def best(self) -> SettingRuns | None:
         """The first of `good`."""
         return next(iter(self.good), None)
 
     @property
-    def first(self) -> Tried | None:
+    def first(self) -> SettingRuns | None:
         """The file as written, where it was tried."""
-        return next((one for one in self.tried if one.candidate.key == self.base.key), None)
+        return next((one for one in self.results if one.candidate.key == self.base.key), None)
 
     # --- memory ---
 
@@ -305,7 +296,7 @@ class Search:
         """GiB that may be planned for."""
         return math.inf if self.room is None else memory.usable(self.room)
 
-    def fits(self, one: Tried | Trial) -> bool:
+    def fits(self, one: SettingRuns | Trial) -> bool:
         """Whether the whole run should fit, which meets longer rows than the trial that did.
 
         The file as written is the author's own: that it fits a trial is enough.
@@ -317,7 +308,7 @@ class Search:
         if candidate.expected.peak is None:
             return None
         alike, others = list[float](), [1.0]
-        for one in self.tried:
+        for one in self.results:
             full = one.decisive.status == "oom"
             # what ran out wanted more than there is, whatever was counted when it failed
             peak, estimate = self.room if full else one.peak, one.candidate.expected.short
@@ -353,13 +344,15 @@ class Search:
         return best.step * candidate.expected.seconds / best.candidate.expected.seconds
 
     def _start(self) -> float:
-        starts = [run.seconds - self.steps * run.step for run in self.runs if run.ok and run.step]
+        starts = [
+            run.sample.seconds - self.steps * run.step for run in self.runs if run.ok and run.step
+        ]
         # the first one fills caches that the others find
         return max(0.0, statistics.median(starts[1:] or starts)) if starts else self.start_s
 
     def trial_seconds(self, candidate: Candidate) -> float:
         """Wall time of a trial, learned from those before."""
-        own = [run.seconds for run in self.runs_of(candidate) if run.ok]
+        own = [run.sample.seconds for run in self.runs_of(candidate) if run.ok]
         if self.runs and self.runs[0].candidate.key == candidate.key:
             own = own[1:]
         return max(own, default=self._start() + self.steps * self._step_seconds(candidate))
@@ -416,10 +409,10 @@ class Search:
         """What may be tried next, with the share that it could gain at most; the most first."""
         best = self.best
         fresh = [one for one in self.grid.values() if self.eligible(one) and not self.runs_of(one)]
-        leaps = (one for one in self.tried if one.candidate.key != self.base.key)
+        leaps = (one for one in self.results if one.candidate.key != self.base.key)
         if best is None or all(one.decisive.status in ("oom", "refused") for one in leaps):
             # the fastest by the plan, until one runs
-            fresh.sort(key=lambda one: (-one.expected.speed, len(self.differing(one))))
+            fresh.sort(key=lambda one: (-one.expected.speed, len(one.differing(self.base))))
             gains = [(self.predicted(one) / best.speed - 1 if best else 1.0, one) for one in fresh]
             if gains and gains[0][0] >= self.threshold:
                 return gains
@@ -429,7 +422,9 @@ class Search:
             (self.predicted(one) / best.speed - 1 + _DOUBT[name], one)
             for name, one in self._neighbours(best.candidate, fresh)
         ]
-        return sorted(near, key=lambda pair: (-round(pair[0], 4), len(self.differing(pair[1]))))
+        return sorted(
+            near, key=lambda pair: (-round(pair[0], 4), len(pair[1].differing(self.base)))
+        )
 
     def _neighbours(
         self, best: Candidate, fresh: Sequence[Candidate]
@@ -456,7 +451,7 @@ class Search:
         keys = [one.candidate.key for one in self.good if one.candidate.key != self.base.key][:1]
         if keys and self.first is not None and self.first.ok:
             keys.append(self.base.key)
-        contenders = [one for one in self.tried if one.candidate.key in keys]
+        contenders = [one for one in self.results if one.candidate.key in keys]
         fewest = min((len(one.runs) for one in contenders), default=RUNS)
         turns = [one for one in contenders if len(one.runs) == fewest < RUNS]
         for one in turns[::-1] if fewest % 2 else turns:
@@ -484,10 +479,10 @@ class Search:
         self.runs.append(trial)
         keys = dict.fromkeys(run.candidate.key for run in self.runs)
         runs = [tuple(run for run in self.runs if run.candidate.key == key) for key in keys]
-        self.tried = [Tried(candidate=own[0].candidate, runs=own) for own in runs]
+        self.results = [SettingRuns(candidate=own[0].candidate, runs=own) for own in runs]
         return trial
 
-    def _learned(self, trial: Trial, before: Tried | None) -> str:
+    def _learned(self, trial: Trial, before: SettingRuns | None) -> str:
         candidate, status, speed = trial.candidate, trial.status, trial.speed
         earlier = self.runs_of(candidate)
         failure = f"{status}: {trial.reason or 'no reason given'}"
@@ -524,7 +519,7 @@ class Search:
                 items.add(("attention", settings["attention"]))
             self.guilty.append(frozenset(items))
         if not names:
-            proved = [one.candidate for one in self.tried if one.ok] or [self.base]
+            proved = [one.candidate for one in self.results if one.ok] or [self.base]
             nearest = min(proved, key=lambda one: len(trial.candidate.differing(one)))
             names = [name for name in trial.candidate.differing(nearest) if name in settings]
             if len(names) > 1 and len(set(names) - {"per_device"}) == 1:
@@ -557,7 +552,7 @@ class Search:
         return {
             "settings": len(self.grid),
             "too_large": sum(1 for one in grid if (one.expected.peak or 0.0) > self.limit),
-            "tried": len(self.tried),
+            "tried": len(self.results),
             "left": sum(1 for one in grid if self.eligible(one) and not self.runs_of(one)),
         }
 
@@ -568,7 +563,7 @@ def _changes_only(one: Candidate, other: Candidate, name: str) -> bool:
     return name in changed and set(changed) <= {name, "per_device"}
 
 
-def _whole_peak(one: Tried | Trial) -> float | None:
+def _whole_peak(one: SettingRuns | Trial) -> float | None:
     """The peak of the whole run in GiB, by what a trial measured; None where nobody can tell."""
     expected = one.candidate.expected
     if not expected.peak or not expected.short or one.peak is None:

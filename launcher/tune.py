@@ -38,7 +38,7 @@ from launcher.errors import Exit, Finding, InvalidConfig, NotReady, errors, usag
 from launcher.levers import Packages, Space
 from launcher.plan import Plan
 from launcher.preparation import Request
-from launcher.search import RUNS, Candidate, Outlook, Search, Status, Trial, Tried
+from launcher.search import RUNS, Candidate, Outlook, Search, SettingRuns, Status, Trial
 from launcher.variants import AS_WRITTEN, Variant
 
 TUNE_VERSION = 2
@@ -134,15 +134,15 @@ class Tuning:
             # how far its own losses scatter, the table says
             reference = []
         runs = [*(one.sample for one in earlier if one.ok), sample]
-        return self.search.learn(judged(candidate, runs, reference))
+        return self.search.learn(judge(candidate, runs, reference))
 
     @property
     def used(self) -> float:
         """Seconds of the budget that are gone, those of earlier starts included."""
-        return sum(one.seconds for one in self.search.runs)
+        return sum(one.sample.seconds for one in self.search.runs)
 
     @property
-    def chosen(self) -> Tried | None:
+    def chosen(self) -> SettingRuns | None:
         """The best that the judge of `launch bench` calls faster than the file as written; else that file.
 
         Where that file does not pass every time, the best.
@@ -154,7 +154,7 @@ class Tuning:
                 return one
         return next(iter(good), None)
 
-    def row(self, one: Tried) -> Row | None:
+    def row(self, one: SettingRuns) -> Row | None:
         """A setting beside the file as written, by all runs of both; None where that was not measured."""
         first = self.search.first
         if first is None or not any(run.ok for run in first.runs):
@@ -167,13 +167,13 @@ class Tuning:
         chosen = self.chosen
         return Bench(
             request=request,
-            variants=tuple(Variant(_name(one)) for one in self.search.tried),
+            variants=tuple(Variant(_name(one)) for one in self.search.results),
             steps=self.terms.steps,
             repeats=RUNS,
             key=self.key,
             batch=self.plan.global_batch,
             folder=self.folder,
-            samples=[sample for one in self.search.tried for sample in _samples(one)],
+            samples=[sample for one in self.search.results for sample in _samples(one)],
             proposed=None if chosen is None else _name(chosen),
         )
 
@@ -211,10 +211,10 @@ class Tuning:
             "cut": one.status == "timeout",
             "tokens_per_second_per_gpu": one.speed or None, "seconds_per_step": one.step,
             "peak_allocated_gib": one.peak, "loss_change": one.loss_change, "learned": one.learned,
-            "seconds": round(one.seconds, 1), "sample": one.sample.as_json(),
+            "seconds": round(one.sample.seconds, 1), "sample": one.sample.as_json(),
         }  # fmt: skip
 
-    def _best_json(self, best: Tried) -> dict[str, Any]:
+    def _best_json(self, best: SettingRuns) -> dict[str, Any]:
         first, row = self.search.first, self.row(best)
         base = None if row is None or first is None else first.spread.as_json()
         return {
@@ -227,7 +227,7 @@ class Tuning:
             "loss_change": self.loss_change(best), "peak_allocated_gib": best.peak,
         }  # fmt: skip
 
-    def loss_change(self, best: Tried) -> float | None:
+    def loss_change(self, best: SettingRuns) -> float | None:
         """By all runs of both, where the file as written was measured."""
         row = self.row(best)
         return best.decisive.loss_change if row is None else row.loss_change or 0.0
@@ -237,11 +237,11 @@ class Tuning:
         campaign.write(self.folder / FILE, self.as_json())
 
 
-def _name(one: Tried) -> str:
+def _name(one: SettingRuns) -> str:
     return one.runs[0].sample.variant
 
 
-def _samples(one: Tried) -> list[Sample]:
+def _samples(one: SettingRuns) -> list[Sample]:
     """All runs of a setting, but for later ones that did not end for a reason that is not the setting's."""
     return [run.sample for nth, run in enumerate(one.runs) if not nth or run.counts]
 
@@ -374,7 +374,7 @@ def _run_trials(tuning: Tuning, show: Callable[[str], None]) -> None:
         show(f"trial {len(tuning.search.runs) + 1}: {candidate.why}")
         one = _try(tuning, candidate, left)
         speed = f"{one.speed:,.0f} tokens/s per GPU, " if one.speed else ""
-        show(f"  {speed}{one.learned} ({one.seconds:.0f} s)")
+        show(f"  {speed}{one.learned} ({one.sample.seconds:.0f} s)")
         tuning.write()
 
 
@@ -414,7 +414,7 @@ _STATUS: Mapping[str, Status] = {
 """What the judge of `launch bench` says of runs that came to their end, as the status of a trial."""
 
 
-def judged(candidate: Candidate, runs: Sequence[Sample], reference: Sequence[Sample]) -> Trial:
+def judge(candidate: Candidate, runs: Sequence[Sample], reference: Sequence[Sample]) -> Trial:
     """What the last of a setting's runs means: it counts only if everything that it asks for was proved.
 
     Losses are compared by the medians of all. No `reference`: this setting is what others are held to.
@@ -496,7 +496,7 @@ def ending(tuning: Tuning) -> list[str]:
     return [*_summary(tuning, best), record, f"tuned: {tuned}"]
 
 
-def head(tuning: Tuning, best: Tried, place: Path) -> list[str]:
+def head(tuning: Tuning, best: SettingRuns, place: Path) -> list[str]:
     """What the stage file says of itself."""
     on = f"{tuning.plan.gpus} x {tuning.card.name or 'GPU'}" if tuning.plan.gpus else "the CPU"
     name, count = tuning.plan.stage.config.path.name, len(tuning.search.runs)
@@ -508,7 +508,7 @@ def head(tuning: Tuning, best: Tried, place: Path) -> list[str]:
     ]
 
 
-def _summary(tuning: Tuning, best: Tried) -> list[str]:
+def _summary(tuning: Tuning, best: SettingRuns) -> list[str]:
     """The figures of the best setting, and its changes, each with what it was."""
     row, first, loss = tuning.row(best), tuning.search.first, tuning.loss_change(best)
     speed = f"{best.spread} tokens/s per GPU"
@@ -522,7 +522,7 @@ def _summary(tuning: Tuning, best: Tried) -> list[str]:
     base, settings = tuning.search.base.settings, best.candidate.settings
     changes = [
         f"{levers.described(name, settings[name])} (was {_value(base.get(name, 'as it is'))})"
-        for name in tuning.search.differing(best.candidate)
+        for name in best.candidate.differing(tuning.search.base)
     ] or ["nothing that was tried is faster than the file as it is written"]
     return [f"{speed}.", *changes]
 

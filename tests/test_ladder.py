@@ -230,7 +230,7 @@ def test_deepspeed_on_one_gpu(
 
     def used(*overrides: str) -> list[str]:
         asked = replace(request, overrides=overrides)
-        planned = ladder.planned(asked, [1, 2], steps=20, terms=Terms(), running=False)
+        planned = ladder.plan_rungs(asked, [1, 2], steps=20, terms=Terms(), running=False)
         return [rung.prepared.plan.stage.options.deepspeed_name for rung in planned.rungs]
 
     assert used() == ["zero2_fp32_comm" if kept else "none", "zero2_fp32_comm"]

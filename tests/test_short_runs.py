@@ -46,7 +46,7 @@ def short(tmp_path: Path, args: dict[str, Any], steps: int = 20, **options: Any)
     """The same, shortened."""
     batch = options.pop("rows", None)
     full = made(tmp_path, args, **options)
-    words = ladder.shortened(full, steps=steps, output=OUTPUT, batch=batch)
+    words = ladder.short_overrides(full, steps=steps, output=OUTPUT, batch=batch)
     found = made(tmp_path, args, words, **options)
     assert not errors(found.findings)
     assert found.values[full.entry.names.max_steps] == steps
@@ -59,7 +59,7 @@ def short(tmp_path: Path, args: dict[str, Any], steps: int = 20, **options: Any)
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_config_of_ours(path: Path) -> None:
     full, steps = of(path), 50
-    found = of(path, ladder.shortened(full, steps=steps, output=OUTPUT))
+    found = of(path, ladder.short_overrides(full, steps=steps, output=OUTPUT))
     assert not errors(found.findings)
     planned = plan.make(found, gpus=8 if full.options.deepspeed else 1)
     assert planned.steps == steps
@@ -77,7 +77,7 @@ def test_the_other_shapes_of_files(tmp_path: Path, shape: str) -> None:
     wrapped = {"open_instruct": {"script": "finetune.py", "args": SFT}}
     path = tmp_path / "stage.yaml"
     path.write_text(yaml.safe_dump(wrapped if shape == "wrapped" else SFT))
-    words = ladder.shortened(of(path), steps=20, output=OUTPUT, batch=8)
+    words = ladder.short_overrides(of(path), steps=20, output=OUTPUT, batch=8)
     found = of(path, (*words, "name=short", "on_hang=stop", "deepspeed=none"))
     assert found.values["max_train_steps"] == 20
     assert found.values["dataset_mixer_list"] == ["a/b", "208"]

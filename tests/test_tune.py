@@ -70,7 +70,7 @@ def test_ten_trials_find_a_setting_near_the_best_of_all(name: str) -> None:
     build, found = MACHINES[name]
     world = build()
     search = tuned.searched(world, found, noise=(0.008, -0.01, 0.004))
-    assert len(search.tried) <= 10
+    assert len(search.results) <= 10
     assert search.first is not None or not search.base.expected.peak
     assert tuned.reached(world, found, search) >= 0.95
     first, *others = search.runs
@@ -99,7 +99,7 @@ def test_the_setting_that_one_h200_was_tuned_to_is_found_again() -> None:
 def failing(world: Outlook, machine: Machine, wrong: Any, trials: int = 12) -> Search:
     """A search; what `wrong` says of a candidate happens in place of what the machine does."""
     search = tuned.search_of(world)
-    while len(search.tried) < trials and (one := search.propose()) is not None:
+    while len(search.results) < trials and (one := search.propose()) is not None:
         search.learn(wrong(one) or machine.runs(world, one))
     return search
 
@@ -220,8 +220,8 @@ def test_no_trial_is_begun_that_would_not_end_within_the_budget() -> None:
         expected = search.trial_seconds(one)
         trial = H200.runs(world, one)
         if search.runs:
-            assert expected <= left and trial.seconds == pytest.approx(expected, rel=0.25)
-        left -= trial.seconds
+            assert expected <= left and trial.sample.seconds == pytest.approx(expected, rel=0.25)
+        left -= trial.sample.seconds
         search.learn(trial)
     assert left >= 0
     # what was left undone, and what it would have taken
@@ -256,7 +256,7 @@ def test_what_is_left_of_the_budget_repeats_the_file_and_the_best_in_turns() -> 
     search, tried = compared(1000, 1800, 2000)
     assert repeated(search, {0: 1010, 2: 1980}, tried) == [2, 0, 0, 2]
     assert search.best is not None and search.best.speed == 1980
-    assert search.best.spread.n == 3 and len(search.tried) == 3
+    assert search.best.spread.n == 3 and len(search.results) == 3
     assert "could gain" in (search.stopped or "")
     # a lucky run of the file hides nothing that is faster
     search, tried = compared(1000, 800, 900)
@@ -328,21 +328,21 @@ def sample(speed: float | None = 100.0, loss: float = 2.0, **parts: Any) -> Samp
 def test_a_setting_counts_only_if_everything_was_proved(
     run: Sample, status: str, blamed: tuple[str, ...]
 ) -> None:
-    found = tune.judged(hand().base(), [run], [sample(variant="first")])
+    found = tune.judge(hand().base(), [run], [sample(variant="first")])
     assert (found.status, found.blamed) == (status, blamed)
 
 
 def test_losses_are_compared_by_the_medians_of_all_runs() -> None:
     base = hand().base()
-    assert tune.judged(base, [sample()], []).loss_change == 0
+    assert tune.judge(base, [sample()], []).loss_change == 0
     first = [sample(variant="first", loss=loss) for loss in (2.0, 2.4, 2.0)]
-    assert tune.judged(base, [sample(loss=2.2)], first).status == "loss changed"
+    assert tune.judge(base, [sample(loss=2.2)], first).status == "loss changed"
     runs = [sample(loss=2.0), sample(loss=2.0), sample(loss=2.2)]
-    found = tune.judged(base, runs, first)
+    found = tune.judge(base, runs, first)
     assert (found.status, found.loss_change) == ("ok", 0.0)
     # but what the last one did not prove, no other proves for it
     leaking = [*runs, sample(flaws=("packing is leaking",))]
-    assert tune.judged(base, leaking, first).status == "contract"
+    assert tune.judge(base, leaking, first).status == "contract"
 
 
 def tuning_of(*runs: tuple[str, float, Mapping[str, Any]]) -> tune.Tuning:
@@ -353,7 +353,7 @@ def tuning_of(*runs: tuple[str, float, Mapping[str, Any]]) -> tune.Tuning:
         settings = {} if name == "base" else {"packing": True, "per_device": int(name)}
         candidate = tuned.one(found.search, **settings)
         run = sample(speed, variant=name, repeat=len(found.search.runs_of(candidate)), **more)
-        found.search.learn(tune.judged(candidate, [run], []))
+        found.search.learn(tune.judge(candidate, [run], []))
     return found
 
 

@@ -156,7 +156,7 @@ def searched(
 ) -> Search:
     """Through to its end, or so many trials; `noise` are shares by which measurements are off."""
     search = search_of(world, **terms)
-    while len(search.tried) < trials and (candidate := search.propose()) is not None:
+    while len(search.results) < trials and (candidate := search.propose()) is not None:
         trial = machine.runs(world, candidate)
         if noise and trial.speed:
             off = 1 + noise[len(search.runs) % len(noise)]

@@ -31,7 +31,7 @@ def ladder(
         counts, price=shared.price, rows=shared.rows, row_tokens=shared.row_tokens
     )
     quiet = shared.format is Format.json
-    planned = ladders.planned(
+    planned = ladders.plan_rungs(
         shared.request(), counts, steps=steps, terms=terms, running=not shared.dry_run
     )
     if shared.dry_run:
@@ -101,9 +101,7 @@ def bench(
         benches.write_page(opened)
         found = (*planned.findings, *comparison.baseline_fault(opened.samples))
         data = opened.as_json()
-        answer(
-            "bench", shared.format, data, lambda: benches.show(opened), code=code, before=found
-        )
+        answer("bench", shared.format, data, lambda: benches.show(opened), code=code, before=found)
         if text and code is Exit.INTERRUPTED:
             report.say(benches.interrupted(opened))
     return code

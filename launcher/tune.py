@@ -420,8 +420,8 @@ def judge(candidate: Candidate, runs: Sequence[Sample], reference: Sequence[Samp
     Losses are compared by the medians of all. No `reference`: this setting is what others are held to.
     """
     sample = runs[-1]
-    base = [replace(one, variant="reference") for one in reference or runs]
-    row = comparison.compare([*base, *(replace(one, variant="this") for one in runs)])[-1]
+    base = reference or [replace(one, variant="itself") for one in runs]
+    row = comparison.compare([*base, *runs])[-1]
     status, reason = _STATUS.get(row.standing, "ok"), sample.reason
     if not sample.measured:
         status = "crash" if sample.cause == "interrupted" else sample.cause

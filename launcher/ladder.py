@@ -250,13 +250,15 @@ def plan_rungs(
     findings += _not_constant(stage, rungs)
     if stopping := errors(findings, strict=request.strict):
         raise InvalidConfig(stopping)
+    # a dry run reads no model and no data
+    key = _key(asked, gpus, steps) if running else ""
     return Climb(
         stage=stage,
         request=request,
         rungs=tuple(rungs),
         steps=steps,
         terms=terms,
-        campaign=Campaign(kind=KIND, key=_key(asked, gpus, steps), name=stage.name, root=root),
+        campaign=Campaign(kind=KIND, key=key, name=stage.name, root=root),
         findings=tuple(dict.fromkeys(findings)),
     )
 

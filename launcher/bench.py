@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,15 @@ from launcher import (
     comparison,
     devices,
     measurement,
-    noops,
     preparation,
+    report,
     rundir,
     trial,
     variants,
 )  # fmt: skip
 from launcher.backends.open_instruct_log import ATTENTION
 from launcher.campaign import Campaign
-from launcher.comparison import SPEED, Assertion, Broken, Cause, Row, Sample, compare
+from launcher.comparison import LOSS, SPEED, Assertion, Cause, Row, Sample, compare
 from launcher.errors import (
     Exit,
     Finding,
@@ -37,6 +36,7 @@ from launcher.errors import (
     usage,
 )  # fmt: skip
 from launcher.keys import EXPECT
+from launcher.markup import figure
 from launcher.measurement import identity, of_variant, short
 from launcher.options import SWITCHED
 from launcher.plan import Plan
@@ -50,8 +50,6 @@ FILE, PAGE = "bench.json", "bench.html"
 _AGAIN: tuple[Cause, ...] = ("refused", "interrupted")
 """What is tried again when the same comparison goes on: it says nothing of the setting."""
 _LONGEST_S = 366 * 24 * 3600.0
-_NOT_OF_A_TRIAL = frozenset({"name", "batch", "slurm", "skypilot"})
-"""Options that a trial does not see; `batch` comes to arguments."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,7 +94,7 @@ class Bench:
         ]
 
     @property
-    def broken(self) -> list[Broken]:
+    def broken(self) -> list[dict[str, Any]]:
         """Assertions that do not hold, judged once the first variant is measured."""
         rows = self.rows
         first = rows[:1] and rows[0].variant == self.variants[0].name
@@ -134,7 +132,7 @@ class Bench:
                 "asserted": [one.text for one in self.assertions],
             },
             "complete": not self.due(), "rows": [row.as_json() for row in self.rows],
-            "broken": [one.as_json() for one in self.broken],
+            "broken": self.broken,
             "samples": [one.as_json() for one in self.samples], "folder": str(self.folder),
         }  # fmt: skip
 
@@ -195,54 +193,58 @@ def plan(
         )  # fmt: skip
     if any(one.checkout for one in asked):
         request = replace(request, python=request.python or checkouts.python_of(request))
-    judged = _Judged(len(asked))
+    judgements = _Judgements(len(asked))
     base = _base(request)
     full: list[tuple[Variant, Prepared]] = []
     for one in asked:
-        with judged.of(one.name):
+        with judgements.of(one.name):
             checkout = one.checkout and str(checkouts.find(request, one.checkout))
             variant = _adapted(request, replace(one, checkout=checkout), base)
             full.append((variant, preparation.prepare(of_variant(request, variant), running=False)))
-    judged.require_valid()
-    if len(full) < len(asked):
-        raise NotReady(judged.findings(judged.unready))
-    batch = max(made.plan.global_batch for _, made in full)
-    root = request.runs or rundir.runs_root()
-    trials: list[tuple[Variant, Prepared]] = []
+    judgements.require(ready=len(full) == len(asked))
+    batch, root = (
+        max(made.plan.global_batch for _, made in full),
+        request.runs or rundir.runs_root(),
+    )
+    startable = 0
     for variant, made in full:
-        judged.say(variant.name, _warnings(made, named=variant.checkout is not None))
-        with judged.of(variant.name):
-            # one place for all: what differs is then the variant's own
-            place = root / "models"
-            asked_trial = short(of_variant(request, variant), steps, place, batch)
+        # whoever names a commit knows that it is not the pin
+        known = "unpinned-checkout" if variant.checkout is not None else ""
+        warnings = (f for f in made.findings if f.severity != "note" and f.code != known)
+        judgements.note(variant.name, warnings)
+        with judgements.of(variant.name):
+            trial_request = short(of_variant(request, variant), steps, root / "models", batch)
             # a trial that a killed command left may have the GPUs: it is ended later
-            asked_trial = replace(asked_trial, runs=root, elsewhere=True)
-            prepared = preparation.prepare(asked_trial, running=running)
+            trial_request = replace(trial_request, runs=root, elsewhere=True)
+            prepared = preparation.prepare(trial_request, running=running)
             if running:
                 rundir.release(prepared.folder)
-            trials.append((variant, prepared))
-    judged.require_valid()
-    if not trials:
-        raise NotReady(judged.findings(judged.unready))
+            startable += 1
+    judgements.require(ready=startable > 0)
+    first = full[0][1].plan
     key = [BENCH_VERSION, steps, [[variant.name, identity(made)] for variant, made in full]]
     return Bench(
-        request=replace(request, stage=full[0][1].plan.stage.options.stage, gpus=full[0][1].plan.gpus),
-        variants=tuple(variant for variant, _ in full), steps=steps, repeats=repeats,
-        timeout_s=timeout_s, assertions=tuple(assertions), batch=batch,
+        request=replace(request, stage=first.stage.options.stage, gpus=first.gpus),
+        variants=tuple(variant for variant, _ in full),
+        steps=steps,
+        repeats=repeats,
+        timeout_s=timeout_s,
+        assertions=tuple(assertions),
+        batch=batch,
         key=campaign.key_of(key),
-        findings=(*judged.findings(judged.notes), *_other_batches(full), *_alike(trials)),
-    )  # fmt: skip
+        findings=(*judgements.findings(judgements.notes), *_other_batches(full)),
+    )
 
 
-class _Judged:
+class _Judgements:
     """What was found of several variants: each finding once, with the names of those that it is about."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.notes, self.wrong, self.unready = (dict[Finding, list[str]]() for _ in range(3))
 
-    def say(self, name: str, found: Iterator[Finding]) -> None:
-        for finding in found:
+    def note(self, name: str, findings: Iterable[Finding]) -> None:
+        for finding in findings:
             self.notes.setdefault(finding, []).append(name)
 
     @contextlib.contextmanager
@@ -255,23 +257,22 @@ class _Judged:
             for finding in errors(error.findings) or error.findings:
                 kept.setdefault(finding, []).append(name)
 
-    def findings(self, kept: dict[Finding, list[str]]) -> list[Finding]:
-        found = []
-        for finding, names in kept.items():
-            whose = "every variant" if len(names) == self.count else ", ".join(names)
-            message = finding.message if self.count == 1 else f"[{whose}] {finding.message}"
-            found.append(replace(finding, message=message))
-        return found
-
-    def require_valid(self) -> None:
+    def require(self, *, ready: bool) -> None:
+        """Raise InvalidConfig where a variant is wrong, NotReady where none is ready."""
         if self.wrong:
             raise InvalidConfig(self.findings(self.wrong))
+        if not ready:
+            raise NotReady(self.findings(self.unready))
 
-
-def _warnings(made: Prepared, *, named: bool) -> Iterator[Finding]:
-    # whoever names a commit knows that it is not the pin
-    known = "unpinned-checkout" if named else ""
-    return (f for f in made.findings if f.severity != "note" and f.code != known)
+    def findings(self, kept: dict[Finding, list[str]]) -> list[Finding]:
+        """With the names in their messages."""
+        if self.count == 1:
+            return list(kept)
+        whose = {
+            finding: "every variant" if len(names) == self.count else ", ".join(names)
+            for finding, names in kept.items()
+        }
+        return [replace(f, message=f"[{names}] {f.message}") for f, names in whose.items()]
 
 
 def _base(request: Request) -> Plan | None:
@@ -351,40 +352,18 @@ def _other_batches(full: Sequence[tuple[Variant, Prepared]]) -> Iterator[Finding
             )  # fmt: skip
 
 
-def _alike(trials: Sequence[tuple[Variant, Prepared]]) -> Iterator[Finding]:
-    """Variants whose trials are the same, apart from what does nothing in them."""
-    known = dict[str, str]()
-    for variant, made in trials:
-        about, stage = identity(made), made.plan.stage
-        idle = {finding.key for finding in noops.find(stage.values, stage.entry)}
-        # its steps are counted out
-        idle.add(f"args.{stage.entry.names.epochs}")
-        about["options"] = {k: v for k, v in about["options"].items() if k not in _NOT_OF_A_TRIAL}
-        about["arguments"] = {
-            k: v for k, v in about["arguments"].items() if f"args.{k}" not in idle
-        }
-        same = known.setdefault(json.dumps(about, sort_keys=True, default=str), variant.name)
-        if same != variant.name:
-            yield Finding(
-                severity="warning", layer="launch", code="same-variant",
-                message=f"[{variant.name}] its trial is the same as that of {same}: what differs is noise",
-                help="bench itself sets steps, output, checkpoints, uploads, tracking, logging and the "
-                "rows that are read",
-            )  # fmt: skip
-
-
 # --- going through with it ------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def opened(bench: Bench, *, fresh: bool = False, resume: bool = False) -> Iterator[Bench]:
+def opened(bench: Bench, *, fresh: bool = False) -> Iterator[Bench]:
     """The bench in its folder, with what an earlier start of the same measured.
 
     Raises what `Campaign.opened` raises.
     """
     root = bench.request.runs or rundir.runs_root()
-    found = Campaign(kind="bench", key=bench.key, name=bench.request.config.stem, root=root)
-    with found.opened(fresh=fresh, resume=resume) as bench.folder:
+    series = Campaign(kind="bench", key=bench.key, name=bench.request.config.stem, root=root)
+    with series.opened(fresh=fresh) as bench.folder:
         record = rundir.read_json(bench.folder / FILE)
         with contextlib.suppress(KeyError, TypeError, ValueError):
             samples = [Sample.from_json(data) for data in record.get("samples") or ()]
@@ -404,23 +383,25 @@ def run(bench: Bench, *, show: Callable[[str], None] = lambda _: None) -> Exit:
     Needs `opened`. What the user stops ends the comparison, whatever else happens only its trial.
     """
     bench.write()
-    try:
-        with trial.unwatched():
-            while due := bench.due():
-                repeat, variant = due[0]
-                show(f"{variant.name}, run {repeat + 1} of {bench.repeats} ({len(due)} to go)")
-                sample = measurement.measure(
-                    bench.request, variant, steps=bench.steps, root=bench.folder, repeat=repeat,
-                    timeout_s=bench.timeout_s, batch=bench.batch,
-                )  # fmt: skip
-                if sample.cause == "interrupted":
-                    return Exit.INTERRUPTED
-                bench.samples.append(sample)
-                bench.write()
-                show(f"  {_figures(sample)}")
-    except KeyboardInterrupt:
-        return Exit.INTERRUPTED
-    return conclusion(bench)
+    with trial.interruptible() as stop:
+        while due := bench.due():
+            repeat, variant = due[0]
+            show(f"{variant.name}, run {repeat + 1} of {bench.repeats} ({len(due)} to go)")
+            sample = measurement.measure(
+                bench.request,
+                variant,
+                steps=bench.steps,
+                root=bench.folder,
+                repeat=repeat,
+                timeout_s=bench.timeout_s,
+                batch=bench.batch,
+            )
+            if sample.cause == "interrupted":
+                raise KeyboardInterrupt
+            bench.samples.append(sample)
+            bench.write()
+            show(f"  {_figures(sample)}")
+    return Exit.INTERRUPTED if stop.requested else conclusion(bench)
 
 
 def conclusion(bench: Bench) -> Exit:
@@ -448,3 +429,108 @@ def _figures(sample: Sample) -> str:
     speed, loss = (sample.metrics.get(k) for k in (SPEED, "loss_per_token"))
     shown = "no speed" if speed is None else f"{speed:,.0f} tokens/s per GPU"
     return f"{shown}, loss {'unknown' if loss is None else format(loss, '.4f')}, {sample.seconds:.0f} s"
+
+
+# --- for people -----------------------------------------------------------------------------------
+
+
+def write_page(bench: Bench) -> None:
+    """The curves of one measured run of each variant. Raises NotReady where it cannot be written."""
+    runs = (
+        next((s.run for s in bench.samples if s.variant == row.variant and s.run), None)
+        for row in bench.rows
+    )
+    known = [Path(run) for run in runs if run is not None]
+    campaign.page([run for run in known if run.is_dir()], bench.folder / PAGE)
+
+
+def _spread(name: str, scale: float = 1.0, unit: str = "", digits: int = 4) -> Callable[[Row], str]:
+    """`median (least – most)`, or the one value."""
+
+    def cell(row: Row) -> str:
+        found = row.loss if name == LOSS else row.spreads.get(name)
+        if found is None:
+            return "–"
+        middle, low, high = (
+            figure(v * scale, digits) for v in (found.median, found.min, found.max)
+        )
+        return f"{middle}{unit}" if low == high else f"{middle}{unit} ({low} – {high})"
+
+    return cell
+
+
+def _wasted(row: Row) -> str:
+    """The share of positions without a token, and how many of a whole trial."""
+    share, count = _spread("wasted_share", 100, " %", 3)(row), row.median("wasted_tokens")
+    return share if count is None else f"{share}, {count:,.0f}"
+
+
+def _runs(row: Row) -> str:
+    speed = row.spreads.get(SPEED)
+    failed = f", {len(row.failures)} failed" if row.failures else ""
+    return f"{0 if speed is None else speed.n}{failed}"
+
+
+COLUMNS: Mapping[str, Callable[[Row], str]] = {
+    "tokens/s per GPU": _spread(SPEED),
+    "to first": lambda row: "–" if row.speed_ratio is None else f"{row.speed_ratio:.2f}x",
+    "MFU": _spread("mfu", 100, " %", 3),
+    "wasted, tokens": _wasted,
+    "tokens a step": _spread("tokens_per_step"),
+    "s a step": _spread("seconds_per_step"),
+    "s before": _spread("seconds_before_steps", digits=3),
+    "peak GiB": _spread("peak_allocated_gib"),
+    "loss per token": _spread(LOSS, digits=5),
+    "loss to first": lambda row: "–" if row.loss_change is None else f"{row.loss_change:+.2%}",
+    "runs": _runs,
+}
+
+
+def cells(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
+    """The heads of the columns of which anything is known, and each row's cells."""
+    heads = [head for head, cell in COLUMNS.items() if any(cell(row) != "–" for row in rows)]
+    return heads, [[COLUMNS[head](row) for head in heads] for row in rows]
+
+
+def standing(row: Row) -> str:
+    """In words what is to be thought of a variant."""
+    word = f"{row.standing}{', recommended' if row.recommended else ''}"
+    return f"{word}: {row.why}" if row.why else word
+
+
+def facts(bench: Bench) -> list[str]:
+    """What was compared, over what, and what does not hold."""
+    tokens = comparison.common_tokens(bench.samples)
+    lines = [f"error: {fault.message}" for fault in comparison.baseline_fault(bench.samples)]
+    if tokens is not None:
+        pair = " of a pair" if bench.weights == "rows" else ""
+        lines.append(
+            f"loss{pair}: mean of the probe's losses a step, weighted by {bench.weights}, over the first "
+            f"{tokens:,.0f} tokens of every run; tolerance {comparison.share(bench.tolerance)} of the first"
+        )
+    if any(sample.measured for sample in bench.samples):
+        lines.append(
+            "speed: real tokens of steady steps (without the first fifth, at least one, and what "
+            "follows a save); median (least – most) of the runs"
+        )
+    for one in bench.broken:
+        why = "its figure was not measured" if one["unknown"] else "it does not hold"
+        lines.append(f"assert {one['assert']}, {one['variant']}: {why}")
+    return lines
+
+
+def show(bench: Bench) -> None:
+    """The table to stdout."""
+    report.findings(comparison.baseline_fault(bench.samples))
+    rows = bench.rows
+    heads, body = cells(rows)
+    lines = [
+        {"variant": row.variant, **dict(zip(heads, texts, strict=True))}
+        for row, texts in zip(rows, body, strict=True)
+    ]
+    if lines:
+        report.table(lines, ("variant", *heads))
+    for line in [*(f"{row.variant}: {standing(row)}" for row in rows), *facts(bench)]:
+        report.say(line)
+    if (bench.folder / PAGE).exists():
+        report.say(str(bench.folder / PAGE))

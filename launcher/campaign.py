@@ -16,7 +16,7 @@ from typing import Any
 
 from launcher import claim, lease, locks, rundir, runner, series, stopping
 from launcher import page as report_page
-from launcher.errors import Finding, LaunchError, usage
+from launcher.errors import Finding, LaunchError
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
 
@@ -46,54 +46,44 @@ class Campaign:
 
     def earlier(self) -> Path | None:
         """The newest folder of it; None where it has never begun."""
-        told = records(self.kind, self.file, self.root)
-        return next((folder for folder, one in told if one.get("key") == self.key), None)
+        known = records(self.kind, self.file, self.root)
+        return next((folder for folder, record in known if record.get("key") == self.key), None)
 
     def new(self) -> Path:
         """Make another folder of it: `<UTC time>-<kind>-<name>`. Raises NotReady where it cannot be made."""
         return rundir.new_folder(self.root, self.kind, self.name)
 
-    def alone(self, help: str) -> contextlib.AbstractContextManager[None]:
-        """Hold it, whatever its folder is: two that begin at once have none in common yet.
-
-        Raises NotReady where another process does; `help` says what to do then.
-        """
-        place = claim.place(f"{self.kind}s", f"{self.root}\0{self.key}")
-        return locks.alone(place, taken=_under_way(self.root, help))
-
     @contextlib.contextmanager
-    def opened(self, *, fresh: bool = False, resume: bool = False) -> Iterator[Path]:
+    def opened(self, *, fresh: bool = False, taken: Finding | None = None) -> Iterator[Path]:
         """Its folder, for this command alone; what an earlier one left running there is ended.
 
-        `fresh` makes another one. Raises NotReady where it cannot be made, or where another process is at
-        it, UsageError where it is to `resume` what never began.
+        `fresh` makes another one. Raises NotReady where it cannot be made, or (`taken`) where another process
+        is at it.
         """
-        help = "wait for it, or --fresh for a folder of its own"
-        with contextlib.ExitStack() as held:
-            with self.alone(help):
-                earlier = None if fresh else self.earlier()
-                if resume and earlier is None:
-                    raise usage(
-                        "no-earlier-start",
-                        f"no earlier start of the same {self.kind} is among the runs",
-                        "without --resume it begins; settings, data, packages, source and machine have to "
-                        "be the same",
-                    )  # fmt: skip
-                folder = earlier or self.new()
+        # two that begin at once have no folder in common yet
+        place = claim.place(f"{self.kind}s", f"{self.root}\0{self.key}")
+        with contextlib.ExitStack() as stack:
+            with locks.alone(place, taken=taken or _under_way(self.root)):
+                before = None if fresh else self.earlier()
+                folder = before or self.new()
                 lock = folder / ".lock"
-                held.enter_context(locks.alone(lock, taken=_under_way(lock, help)))
-                if earlier is None:
+                stack.enter_context(locks.alone(lock, taken=taken or _under_way(lock)))
+                if before is None:
                     # from now on the same command finds it, and its lock
                     write(folder / self.file, {"key": self.key})
-            end_left_over(folder)
+            _end_left_over(folder)
             yield folder
 
 
-def _under_way(file: Path, help: str) -> Finding:
+def _under_way(file: Path) -> Finding:
     return Finding(
-        severity="error", layer="launch", code="under-way", file=str(file), help=help,
+        severity="error",
+        layer="launch",
+        code="under-way",
+        file=str(file),
         message="the same command is under way in another process",
-    )  # fmt: skip
+        help="wait for it, or --fresh for a folder of its own",
+    )
 
 
 def records(kind: str, file: str, root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -107,26 +97,20 @@ def records(kind: str, file: str, root: Path) -> Iterator[tuple[Path, dict[str, 
             yield root / name, rundir.read_json(root / name / file)
 
 
-def write(record: Path, told: Mapping[str, Any]) -> None:
+def write(file: Path, record: Mapping[str, Any]) -> None:
     """A record, whole or not at all. Raises NotReady where it cannot be written."""
     try:
-        rundir.write_json(record, redact(dict(told)))
+        rundir.write_json(file, redact(dict(record)))
     except OSError as error:
-        raise rundir.not_writable(record.parent, error.strerror) from None
+        raise rundir.not_writable(file.parent, error.strerror) from None
 
 
-def left_over(folder: Path) -> Iterator[RunFolder]:
-    """Runs of it that still train, or are about to, although their command has gone; newest first."""
+def _end_left_over(folder: Path) -> None:
+    """Stop runs that still train, or are about to, although their command has gone: nobody waits for them."""
     for run in rundir.newest_first(folder):
         if runner.alive(run.path) or lease.held(run.lock):
-            yield run
-
-
-def end_left_over(folder: Path) -> None:
-    """Stop them: nobody waits for them, and they have the GPUs of the next."""
-    for run in left_over(folder):
-        with contextlib.suppress(LaunchError, OSError):
-            stopping.stop(run)
+            with contextlib.suppress(LaunchError, OSError):
+                stopping.stop(run)
 
 
 def page(runs: Iterable[Path], path: Path) -> Path | None:

@@ -415,7 +415,7 @@ RELATIVE = {
     "peak_memory": "peak_allocated_gib",
 }  # fmt: skip
 """Held to the first variant: `1.2` is a ratio, `20%` a change; of the loss either way."""
-ABSOLUTE = {"mfu": "mfu", "wasted": "wasted_share", "gpu_utilisation": "gpu_utilisation_p50"}
+ABSOLUTE = {"mfu": "mfu", "wasted": "wasted_share"}
 """Shares by themselves, of every variant: `48%` is 0.48."""
 
 _EXPRESSION = re.compile(r"\s*([a-z_]+)\s*(<=|>=|<|>)\s*([+-]?(?:\d+(?:\.\d*)?|\.\d+))\s*(%?)\s*")
@@ -473,23 +473,10 @@ def assertion(text: str) -> Assertion:
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """An assertion that does not hold of a variant, or (`unknown`) whose figure was not measured."""
-
-    text: str
-    variant: str
-    unknown: bool
-
-    def as_json(self) -> dict[str, Any]:
-        """For the envelope."""
-        return {"assert": self.text, "variant": self.variant, "unknown": self.unknown}
-
-
-def broken(assertions: Sequence[Assertion], rows: Sequence[Row]) -> list[Broken]:
-    """Every assertion with every variant that it does not hold of."""
+def broken(assertions: Sequence[Assertion], rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Every assertion with every variant that it does not hold of; `unknown`: its figure was not measured."""
     return [
-        Broken(one.text, row.variant, holds is None)
+        {"assert": one.text, "variant": row.variant, "unknown": holds is None}
         for one in assertions
         for row in (rows[1:] if one.relative else rows)
         if (holds := one.holds(row, rows[0])) is not True

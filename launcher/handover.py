@@ -7,7 +7,6 @@ with the folder that it will really be given.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +32,6 @@ from launcher.errors import (
 from launcher.paths import canonical
 from launcher.plan import Plan
 from launcher.preparation import Asked, Prepared, Request
-from launcher.redaction import redact
 
 # every script calls the first two so; TRL's have no third
 MODEL, OUTPUT, TOKENIZER = "model_name_or_path", "output_dir", "tokenizer_name_or_path"
@@ -75,28 +73,6 @@ class Order:
             for text in link.overrides
             if link.name not in needed or text.partition("=")[0].removeprefix("args.") != OUTPUT
         ]
-
-    def again(self, *more: str, first: str | None = None) -> str:
-        """The command line that asks for the same once more, from `first` on, with further words.
-
-        Secrets are redacted.
-        """
-        common = self.common
-        given = {
-            "--from": first or self.first, "--until": self.last, "--gpus": common.gpus,
-            "--devices": common.devices, "--python": common.python, "--open-instruct": common.checkout,
-        }  # fmt: skip
-        flags = {
-            "--allow-unpinned": common.allow_unpinned, "--allow-unproven": self.allow_unproven,
-            "--strict": common.strict, "--no-probe": not common.probe,
-        }  # fmt: skip
-        words = ["launch", "pipeline", str(self.chain.path)]
-        words += [f"{one.name}.{text}" for one in self.chain.links for text in one.overrides]
-        words += [word for k, v in given.items() if v is not None for word in (k, str(v))]
-        words += [name for name, value in flags.items() if value]
-        words += [word for name in common.allowed for word in ("--allow-changed-resume", name)]
-        told: str = redact(shlex.join([*words, *more]))
-        return told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +213,7 @@ class _Surveyor:
         if not named:
             message = f"`{OUTPUT}` is missing: where a stage's model goes must be known beforehand"
             help = f"give it an `{OUTPUT}`, in its file or under `with:`"
-            self._add(link, "error", "launch", "pipeline-output", message, help, "args")
+            self._add(link, "pipeline-output", message, help, "args")
         fresh = order.common.fresh and within
         if within:
             self._examine(link, replace(order.request(link, facts), fresh=fresh))
@@ -318,7 +294,7 @@ class _Surveyor:
                 f"`{key}` is {brief(own)} here, and the pipeline hands over {source.model}, "
                 f"the model of {link.source}"
             )
-            self._add(link, "error", "launch", "pipeline-model", message, help, f"args.{key}")
+            self._add(link, "pipeline-model", message, help, f"args.{key}")
 
     def _has_own_output(self, step: Step) -> bool:
         """Whether no other stage's model goes to the same place."""
@@ -328,7 +304,7 @@ class _Surveyor:
                 message = f"{step.link.name} and {other.link.name} both write into {asked}"
                 help = f"give one of them another `{OUTPUT}`"
                 key = f"args.{OUTPUT}"
-                self._add(step.link, "error", "launch", "pipeline-output", message, help, key)
+                self._add(step.link, "pipeline-output", message, help, key)
                 return False
         return True
 
@@ -340,26 +316,19 @@ class _Surveyor:
             if given.get(name) is True:
                 message = f"`{name}` ends {before} before there is a model to go on from"
                 help = f"write `{name}: false`"
-                self._add(
-                    source.link, "error", "launch", "pipeline-output", message, help, f"args.{name}"
-                )
+                self._add(source.link, "pipeline-output", message, help, f"args.{name}")
         if any(given.get(name) for name in _ADAPTERS) or _left_an_adapter(source, self.order):
             # finetune.py:540, dpo_tune_cache.py:279, trl/trainer/utils.py:1354 read the model's config
-            message = (
-                f"{before} saves an adapter, without the model that it belongs to: "
-                f"{link.name} cannot load it"
-            )
+            message = f"{before} saves an adapter without its model: {link.name} cannot load it"
             help = "merge it into its model (`merge_and_unload` of peft), and begin from that"
-            self._add(link, "error", "run", "pipeline-adapter", message, help, "from")
+            self._add(link, "pipeline-adapter", message, help, "from", layer="run")
         own = step.plan.stage.options
         if own.backend == "open_instruct" and own.stage == "sft" and own.probe is None:
             message = (
                 f"finetune.py:528 asks the hub for {source.model}: without the probe, which answers "
                 "it, a local model cannot be trained"
             )
-            self._add(
-                link, "error", "run", "pipeline-probe", message, "leave the probe on", "probe"
-            )
+            self._add(link, "pipeline-probe", message, "leave the probe on", "probe", layer="run")
         # one tokenizer for all of them: its chat template, and the token that it begins with
         name = "chat_template_name"
         was, now = given.get(name), values.get(name)
@@ -369,31 +338,42 @@ class _Surveyor:
             help = (
                 f"one template for both: {f'write `{name}: {was}`' if was else 'delete the line'}"
             )
-            self._add(link, "warning", "launch", "pipeline-template", message, help, f"args.{name}")
+            self._add(link, "pipeline-template", message, help, f"args.{name}", severity="warning")
         elif now is None and given.get("add_bos") is True and values.get("add_bos") is True:
             # dataset_transformation.py:861
             message = (
-                f"`add_bos` crashes: {before} saves a chat template that begins with the "
-                "token already"
+                f"`add_bos` crashes: {before} saves a template that begins with the token already"
             )
             help = "write `add_bos: false`"
-            self._add(link, "error", "run", "pipeline-template", message, help, "args.add_bos")
+            self._add(link, "pipeline-template", message, help, "args.add_bos", layer="run")
 
     # -- findings
 
     def _add(
-        self, link: Link, severity: Severity, layer: Layer, code: str, message: str, help: str,
+        self,
+        link: Link,
+        code: str,
+        message: str,
+        help: str,
         key: str,
-    ) -> None:  # fmt: skip
+        *,
+        severity: Severity = "error",
+        layer: Layer = "launch",
+    ) -> None:
         """A finding about how stages fit: in the stage's file where the key stands there."""
         origin = link.origin("from")
         if key != "from":
             origin = config.load(link.config, link.texts()).origin(key)
-        found = Finding(
-            severity=severity, layer=layer, code=code, key=key, message=message, help=help,
+        finding = Finding(
+            severity=severity,
+            layer=layer,
+            code=code,
+            key=key,
+            message=message,
+            help=help,
             **origin.place,
-        )  # fmt: skip
-        self._say(link, [found])
+        )
+        self._say(link, [finding])
 
     def _say(self, link: Link, found: Iterable[Finding]) -> None:
         self.findings += [self._named(link, one) for one in found]
@@ -423,5 +403,6 @@ def _require(source: Step, link: Link, order: Order) -> None:
         raise not_ready(
             "pipeline-needs",
             f"{link.name} begins from {source.model}, the model of {source.link.name}: {wrong}",
-            order.again(first=source.link.name), file=str(source.model),
-        )  # fmt: skip
+            f"`--from {source.link.name}` trains it first",
+            file=str(source.model),
+        )

@@ -23,9 +23,7 @@ Setting = str | int | bool
 Settings = Mapping[str, Setting]
 """One value for each lever, by the names in ORDER."""
 
-ORDER = (
-    "attention", "packing", "liger", "per_device", "checkpointing", "deepspeed", "optimizer", "compile",
-)  # fmt: skip
+ORDER = ("attention", "packing", "liger", "per_device", "checkpointing", "deepspeed")
 
 _SPELT = {"flash_2": "flash_attention_2", "torch": "sdpa"}
 _ROUNDING = 0.1
@@ -55,7 +53,7 @@ class Space:
     """
 
     plan: Plan
-    rows: Lengths | None
+    rows: Lengths
     levers: tuple[Lever, ...]
     fixed: Mapping[str, str] = field(default_factory=dict)
     packages: Packages | None = None
@@ -94,27 +92,26 @@ def has(packages: Packages, name: str) -> bool:
     return name in packages or name.replace("-", "_") in packages
 
 
-def of_plan(made: Plan, packages: Packages, rows: Lengths | None) -> Space:
+def of_plan(made: Plan, packages: Packages, rows: Lengths) -> Space:
     """The levers of a stage on this machine.
 
     What the file expects of a lever's point follows the lever, as strict as it can be: see `changes`.
     """
     makers = {
         "attention": _attention, "packing": _packing, "liger": _liger, "per_device": _per_device,
-        "checkpointing": _checkpointing, "deepspeed": _deepspeed, "optimizer": _optimizer,
-        "compile": _compile,
+        "checkpointing": _checkpointing, "deepspeed": _deepspeed,
     }  # fmt: skip
     levers, fixed = [], {}
     for name in ORDER:
-        told = makers[name](made, packages, rows)
-        if isinstance(told, str):
-            fixed[name] = told
-        elif told is not None:
-            levers.append(told)
+        choice = makers[name](made, packages, rows)
+        if isinstance(choice, str):
+            fixed[name] = choice
+        elif choice is not None:
+            levers.append(choice)
     return Space(plan=made, rows=rows, levers=tuple(levers), fixed=fixed, packages=packages)
 
 
-Told = Lever | str | None
+Choice = Lever | str | None
 """A lever, why there is none, or None where the backend does not know it at all."""
 
 
@@ -131,7 +128,7 @@ def _adapters(made: Plan) -> bool:
                 or made.values.get("use_peft"))  # fmt: skip
 
 
-def _attention(made: Plan, packages: Packages, _rows: Lengths | None) -> Told:
+def _attention(made: Plan, packages: Packages, _rows: Lengths) -> Choice:
     flash_attn = has(packages, "flash-attn")
     if "attn_implementation" not in made.values:
         word = "is" if flash_attn else "is not"
@@ -156,7 +153,7 @@ def _attention(made: Plan, packages: Packages, _rows: Lengths | None) -> Told:
     return Lever(name="attention", now=str(now), values=(plain, flash))
 
 
-def _packing(made: Plan, _packages: Packages, rows: Lengths | None) -> Told:
+def _packing(made: Plan, _packages: Packages, rows: Lengths) -> Choice:
     names = made.stage.entry.names
     if names.packing is None or names.packing not in made.values:
         return None
@@ -175,14 +172,12 @@ def _packing(made: Plan, _packages: Packages, rows: Lengths | None) -> Told:
             return "`dataset_kwargs` prepares the rows in its own way"
         if not isinstance(limit, int):
             return f"without `{names.max_length}` there is no length to fill"
-        if rows is None:
-            return "how long the rows are is not known: --row-tokens MEAN:MAX"
         if not _tokens_kept(made, rows, not now):
             return f"a step of as many tokens in rows of {limit} cannot be made: fewer `{names.max_length}`"
     return Lever(name="packing", now=now, values=(_OFF, _ON))
 
 
-def _liger(made: Plan, packages: Packages, _rows: Lengths | None) -> Told:
+def _liger(made: Plan, packages: Packages, _rows: Lengths) -> Choice:
     name = made.stage.entry.names.liger
     # dpo.py has the argument and reads it nowhere
     if name not in made.values or made.stage.entry.torchrun:
@@ -197,7 +192,7 @@ def _liger(made: Plan, packages: Packages, _rows: Lengths | None) -> Told:
     return Lever(name="liger", now=now, values=(_OFF, _ON))
 
 
-def _per_device(made: Plan, _packages: Packages, _rows: Lengths | None) -> Told:
+def _per_device(made: Plan, _packages: Packages, _rows: Lengths) -> Choice:
     if made.stage.entry.torchrun and made.values.get("packing"):
         return "packed, dpo.py computes one row a GPU in a step, whatever stands in it"
     values = tuple(plan.splits(made.global_batch, devices(made)))
@@ -206,7 +201,7 @@ def _per_device(made: Plan, _packages: Packages, _rows: Lengths | None) -> Told:
     return Lever(name="per_device", now=made.per_device, values=values)
 
 
-def _checkpointing(made: Plan, _packages: Packages, _rows: Lengths | None) -> Told:
+def _checkpointing(made: Plan, _packages: Packages, _rows: Lengths) -> Choice:
     if _BUDGET in made.values:
         if _adapters(made):
             return "open-instruct's DPO reads it for the full model alone"
@@ -222,7 +217,7 @@ def _checkpointing(made: Plan, _packages: Packages, _rows: Lengths | None) -> To
     return Lever(name="checkpointing", now=now, values=(_OFF, _ON))
 
 
-def _deepspeed(made: Plan, _packages: Packages, _rows: Lengths | None) -> Told:
+def _deepspeed(made: Plan, _packages: Packages, _rows: Lengths) -> Choice:
     if not made.gpus:
         return "DeepSpeed is left out on the CPU"
     for key in ("zero_stage", "fsdp", "deepspeed"):
@@ -241,36 +236,10 @@ def _deepspeed(made: Plan, _packages: Packages, _rows: Lengths | None) -> Told:
     return Lever(name="deepspeed", now=now, values=tuple(dict.fromkeys((*values, now))))
 
 
-def _optimizer(made: Plan, packages: Packages, _rows: Lengths | None) -> Told:
-    if not _trl(made):
-        return None
-    if not made.gpus or _adapters(made):
-        return "its share of a step is small here"
-    now = str(made.values.get("optim") or "adamw_torch_fused")
-    known = ["adamw_torch_fused"]
-    if has(packages, "bitsandbytes") and made.stage.options.deepspeed is None:
-        known.append("adamw_bnb_8bit")
-    if now not in ("adamw_torch", *known):
-        return f"`optim: {now}` is the file's own choice"
-    values = tuple(dict.fromkeys((now, *known)))
-    return Lever(name="optimizer", now=now, values=values) if len(values) > 1 else None
-
-
-def _compile(made: Plan, _packages: Packages, _rows: Lengths | None) -> Told:
-    if not _trl(made):
-        return None
-    if not made.gpus:
-        return "compiling takes longer than a trial"
-    if _adapters(made) or made.stage.options.deepspeed is not None:
-        return "not with adapters or DeepSpeed: graphs break at every hook"
-    now = bool(made.values.get("torch_compile"))
-    return Lever(name="compile", now=now, values=(_OFF, _ON))
-
-
 # --- what a setting is in a stage file --------------------------------------------------------------
 
 
-def total_rows(made: Plan, rows: Lengths | None, settings: Settings) -> int:
+def total_rows(made: Plan, rows: Lengths, settings: Settings) -> int:
     """Rows of one step that hold as many tokens as the file's: TRL's `bfd` makes few full rows of many.
 
     Rounded to what the devices can share.
@@ -278,7 +247,7 @@ def total_rows(made: Plan, rows: Lengths | None, settings: Settings) -> int:
     now = _bfd(made)
     wanted = bool(settings.get("packing", now))
     limit = made.values.get(made.stage.entry.names.max_length)
-    if wanted == now or not _trl(made) or rows is None or not isinstance(limit, int):
+    if wanted == now or not _trl(made) or not isinstance(limit, int):
         return made.global_batch
     share = min(rows.mean, limit) / limit
     exact = made.global_batch * (share if wanted else 1 / share)
@@ -364,10 +333,11 @@ def _keys(made: Plan, name: str, value: Setting) -> dict[str, Any]:
     if name == "checkpointing" and _BUDGET in made.values:
         return {f"args.{_BUDGET}": 0.5 if value else 1.0}
     key = {
-        "attention": "attn_implementation", "packing": entry.packing or "packing",
-        "liger": entry.liger, "checkpointing": "gradient_checkpointing", "optimizer": "optim",
-        "compile": "torch_compile",
-    }[name]  # fmt: skip
+        "attention": "attn_implementation",
+        "packing": entry.packing or "packing",
+        "liger": entry.liger,
+        "checkpointing": "gradient_checkpointing",
+    }[name]
     return {f"args.{key}": value}
 
 
@@ -399,11 +369,9 @@ def planned(space: Space, settings: Settings) -> Plan:
 
 def described(name: str, value: Setting) -> str:
     """A lever and its value in a few words."""
-    words = {
-        "per_device": f"{value} row{'s' if value != 1 else ''} a device",
-        "deepspeed": str(value), "attention": str(value), "optimizer": str(value),
-    }  # fmt: skip
-    if name in words:
-        return words[name]
-    word = {"liger": "Liger", "compile": "torch.compile"}.get(name, name)
+    if name == "per_device":
+        return f"{value} row{'s' if value != 1 else ''} a device"
+    if name in ("deepspeed", "attention"):
+        return str(value)
+    word = "Liger" if name == "liger" else name
     return word if value else f"no {word}"

@@ -1,6 +1,6 @@
 """One trial of a setting -> `Sample`: a short real run of the stage, judged and measured.
 
-It is the stage as `rehearsal` makes it, and goes through keeper, probe and verdict as any other run. What
+It is the stage as `launch ladder` shortens it, and goes through keeper, probe and verdict as any other. What
 fails ends that trial alone.
 """
 
@@ -21,19 +21,17 @@ from launcher import (
     comparison,
     contents,
     evidence,
+    ladder,
     machine,
     measures,
     preparation,
-    rehearsal,
     rundir,
     trial,
-    utilisation,
 )  # fmt: skip
 from launcher.comparison import Cause, Sample, Step
 from launcher.errors import Exit, LaunchError, errors
 from launcher.evidence import Evidence, RankRecord
 from launcher.preparation import Prepared, Request
-from launcher.rundir import RunFolder
 from launcher.trial import Outcome
 from launcher.variants import Variant
 
@@ -56,8 +54,7 @@ def measure(
         asked = short(of_variant(request, variant), steps, place, batch)
         prepared = preparation.prepare(replace(asked, runs=root), running=True)
         left = None if timeout_s is None else timeout_s - (time.monotonic() - began)
-        with utilisation.sampled() as readings:
-            outcome = trial.of_prepared(prepared, timeout_s=left, allow_unproven=True, quiet=True)
+        outcome = trial.of_prepared(prepared, timeout_s=left, allow_unproven=True, quiet=True)
     except LaunchError as error:
         stops = errors(error.findings) or error.findings
         if any(finding.code == "runs-not-writable" for finding in stops):
@@ -67,7 +64,7 @@ def measure(
     finally:
         # all of it: one that was killed before may have left its own
         shutil.rmtree(models, ignore_errors=True)
-    return sample_of(outcome, variant.name, repeat, readings)
+    return sample_of(outcome, variant.name, repeat)
 
 
 def of_variant(request: Request, variant: Variant) -> Request:
@@ -92,7 +89,7 @@ def short(asked: Request, steps: int, place: Path, batch: int | None) -> Request
     if stage.options.expect.get("loss") == "any":
         # what diverges would be compared by the steps before
         watched.append("expect.loss=finite")
-    shorter = rehearsal.overrides(stage, steps=steps, output=place, batch=batch)
+    shorter = ladder.short_overrides(stage, steps=steps, output=place, batch=batch)
     return replace(
         asked,
         overrides=(*asked.overrides, *shorter, *watched),
@@ -105,10 +102,7 @@ def short(asked: Request, steps: int, place: Path, batch: int | None) -> Request
     )
 
 
-def sample_of(
-    outcome: Outcome, variant: str, repeat: int = 0,
-    readings: Sequence[utilisation.Reading] = (),
-) -> Sample:  # fmt: skip
+def sample_of(outcome: Outcome, variant: str, repeat: int = 0) -> Sample:
     """What one run says: its figures, or why it has none."""
     found = evidence.read_run(outcome.run.path)
     cause, points = _cause(outcome), outcome.verdict.points
@@ -121,7 +115,7 @@ def sample_of(
         unproved=tuple(p.name for p in points if p.ok is None and cause == "ok"),
         gradients=next((p.state for p in points if p.name == "gradients"), None),
         reason=None if cause == "ok" else outcome.reason or "it did not come to its end",
-        metrics=_metrics(found, outcome, curve, readings), curve=curve, pace=_pace(found),
+        metrics=_metrics(found, outcome, curve), curve=curve, pace=_pace(found),
         run=str(outcome.run.path), seconds=outcome.seconds,
     )  # fmt: skip
 
@@ -144,16 +138,12 @@ def _cause(outcome: Outcome) -> Cause:
     return "hang" if points["finish"].detail.get("reason") == "hang" else "contract"
 
 
-def _metrics(
-    found: Evidence, outcome: Outcome, curve: Sequence[Step],
-    readings: Sequence[utilisation.Reading],
-) -> dict[str, float | None]:  # fmt: skip
+def _metrics(found: Evidence, outcome: Outcome, curve: Sequence[Step]) -> dict[str, float | None]:
     ranks = list(found.probe.ranks.values()) if found.probe else []
     figures, steady = outcome.verdict.metrics, [measures.steady(record) for record in ranks]
     speed = figures.get("tokens_per_second")
     timed = [[s.seconds for s in steps if s.seconds is not None] for steps in steady]
     wasted = [s.wasted for record in ranks for s in record.steps if s.wasted is not None]
-    busy = _busy(outcome.run, ranks, readings)
     tokens = math.fsum(step.tokens for step in curve) or None
     return {
         "tokens_per_second_per_gpu": None if speed is None else speed / max(1, len(ranks)),
@@ -163,8 +153,6 @@ def _metrics(
         "mfu": figures.get("mfu"),
         "wasted_share": figures.get("wasted_share"),
         "wasted_tokens": math.fsum(wasted) if wasted else None,
-        "gpu_utilisation_p50": utilisation.percentile(busy, 0.5),
-        "gpu_utilisation_p95": utilisation.percentile(busy, 0.95),
         "peak_allocated_gib": figures.get("peak_allocated_gib"),
         "peak_reserved_gib": figures.get("peak_reserved_gib"),
         "loss_per_token": comparison.within(curve, tokens or 0.0)[0],
@@ -179,9 +167,7 @@ def _tokens_per_step(steady: Sequence[Sequence[evidence.ProbeStep]]) -> float | 
     return math.fsum(map(statistics.fmean, known)) if known and all(known) else None
 
 
-def _by_step(
-    some: Iterable[Iterable[evidence.ProbeStep]],
-) -> Iterator[list[evidence.ProbeStep]]:
+def _by_step(some: Iterable[Iterable[evidence.ProbeStep]]) -> Iterator[list[evidence.ProbeStep]]:
     """What the ranks recorded of each step, in order."""
     by_step: dict[int, list[evidence.ProbeStep]] = {}
     for step in itertools.chain.from_iterable(some):
@@ -205,27 +191,6 @@ def _before(ranks: Sequence[RankRecord]) -> float | None:
     start, begun = (ranks[0].last(name) if ranks else None for name in ("start", "device"))
     moments = [None if event is None else event.number("t") for event in (start, begun)]
     return moments[1] - moments[0] if moments[0] is not None and moments[1] is not None else None
-
-
-def _busy(
-    folder: RunFolder, ranks: Sequence[RankRecord], readings: Sequence[utilisation.Reading]
-) -> list[float]:
-    """The readings of this run's GPUs during its steady steps."""
-    told = rundir.read_manifest(folder).get("devices")
-    listed = told.get("gpus") if isinstance(told, dict) else None
-    gpus = {str(one.get("id")) for one in listed or () if isinstance(one, dict)}
-    begun = ranks[0].last("device") if ranks else None
-    start = begun.number("t") if begun else None
-    if not gpus or start is None:
-        return []
-    busy, steady = list[float](), {step.step for step in measures.steady(ranks[0])}
-    # each step lasts from the end of the one before; the first begins when the device is noted
-    for step in ranks[0].steps:
-        end = start + (step.seconds or 0.0)
-        if step.step in steady:
-            busy += utilisation.within(readings, gpus, start, end)
-        start = end
-    return sorted(busy)
 
 
 def _curve(found: Evidence, stage: str | None) -> tuple[Step, ...]:

@@ -150,11 +150,8 @@ PANELS: tuple[Panel, ...] = (
 """The charts that everybody looks at; any other column has one of its own, folded away."""
 
 
-def overlay(runs: Sequence[Run], above: str = "") -> str:
-    """The page of one run, or of several with their curves in the same charts.
-
-    `above` is HTML, made with `markup`, that stands before all other sections.
-    """
+def overlay(runs: Sequence[Run]) -> str:
+    """The page of one run, or of several with their curves in the same charts."""
     runs = series.named_apart(runs)
     titles = [_title(run) for run in runs]
     if len({*titles}) < len(runs):
@@ -178,7 +175,7 @@ def overlay(runs: Sequence[Run], above: str = "") -> str:
     parts = [
         _head(title, runs, [key for key, section in sections.items() if section]),
         _overview(shown),
-        tag("main", join([Html(above), *sections.values()])),
+        tag("main", join(sections.values())),
     ]
     policy = (
         f"default-src 'none'; script-src {_source(script)}; style-src {_source(style)}; "

@@ -13,12 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from launcher import footprint, levers, memory, shapes, throughput
+from launcher import footprint, levers, memory, throughput
 from launcher.cards import Card
-from launcher.comparison import Sample, Spread
+from launcher.comparison import SPEED, Cause, Sample, Spread
 from launcher.errors import InvalidConfig
 from launcher.footprint import Footprint
-from launcher.lengths import Lengths
 from launcher.levers import ORDER, Setting, Settings, Space, described
 from launcher.phases import usable
 from launcher.shapes import Shape
@@ -29,27 +28,21 @@ RUNS = 3
 """How often the best and the file are run, where the budget allows."""
 SAME = 0.01
 """Speeds that differ by less are taken for the same: then fewer changes are better."""
-SLOWEST = 2.5
-"""How many times as long as the best a trial may take before it is ended."""
 START_S = 60.0
 """Seconds that a start takes, before one was measured."""
 
 _DOUBT: Mapping[str, float] = {
-    "attention": 0.15, "packing": 0.2, "liger": 0.15, "per_device": 0.08, "checkpointing": 0.08,
-    "deepspeed": 0.1, "optimizer": 0.03, "compile": 0.1,
-}  # fmt: skip
+    "attention": 0.15,
+    "packing": 0.2,
+    "liger": 0.15,
+    "per_device": 0.08,
+    "checkpointing": 0.08,
+    "deepspeed": 0.1,
+}
 """By what share a change of a lever may gain more than the plan says."""
-_RISKY = ("optimizer", "compile")
-"""Levers that are only turned alone: the plan knows least of them, or they may fail."""
-_FULL = 0.6
-_PATIENCE = 1.5
 
-Status = Literal[
-    "ok", "oom", "crash", "hang", "diverged", "contract", "unproven", "loss changed", "timeout",
-    "refused", "no speed",
-]  # fmt: skip
+Status = Cause | Literal["unproven", "loss changed", "no speed"]
 """The outcome of a trial; only `ok` counts. `contract` was disproved, `unproven` neither way."""
-_NO_SAMPLE = Sample(variant="")
 
 Item = tuple[str, Setting]
 """A lever with its value."""
@@ -99,71 +92,99 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """The outcome of a trial. `speed` is in tokens a second and GPU, `step` in seconds, `peak` in GiB.
+class Trial:
+    """One run of a candidate: what was measured, what that means, and what was learned from it, in one line.
 
-    `seconds` is wall time with the start. `blamed` are the levers that a verdict names. `loss_change` is
-    against the file as written, as a share. `cut`: the budget ended it, which says nothing of the setting.
+    `blamed` are the levers that a verdict names. `loss_change` is against the file as written, as a share.
     """
 
-    status: Status
-    speed: float | None = None
-    step: float | None = None
-    peak: float | None = None
-    seconds: float = 0.0
-    loss_change: float | None = None
-    blamed: tuple[str, ...] = ()
-    reason: str | None = None
-    cut: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
-    """A candidate that was tried, its run, and what was learned from it, in one line."""
-
     candidate: Candidate
-    measured: Measured
+    sample: Sample
+    status: Status = "ok"
+    reason: str | None = None
+    blamed: tuple[str, ...] = ()
+    loss_change: float | None = None
     learned: str = ""
-    sample: Sample = _NO_SAMPLE
 
     @property
     def ok(self) -> bool:
         """Whether it may be proposed."""
-        return self.measured.status == "ok" and bool(self.measured.speed)
+        return self.status == "ok" and bool(self.speed)
 
     @property
     def counts(self) -> bool:
         """Whether its end says something about the setting: the budget's end and a refusal do not."""
-        return not self.measured.cut and self.measured.status != "refused"
+        return self.status not in ("timeout", "refused")
 
     @property
     def speed(self) -> float:
         """Tokens a second and GPU; 0 where none was measured."""
-        return self.measured.speed or 0.0
+        return self.sample.metrics.get(SPEED) or 0.0
+
+    @property
+    def step(self) -> float | None:
+        """Seconds of a step."""
+        return self.sample.metrics.get("seconds_per_step")
+
+    @property
+    def peak(self) -> float | None:
+        """GiB allocated at most."""
+        return self.sample.metrics.get("peak_allocated_gib")
 
 
-def together(runs: Sequence[Trial]) -> Trial:
-    """The runs of a setting as one trial: medians, and the largest peak; a failed one decides for all."""
-    counted = [run for run in runs if run.counts]
-    failed = [run for run in counted if not run.ok]
-    if failed or not counted:
-        return replace(runs[0], measured=(failed or runs)[-1].measured)
-    steps = [run.measured.step for run in counted if run.measured.step]
-    peaks = [run.measured.peak for run in counted if run.measured.peak is not None]
-    measured = replace(
-        counted[-1].measured, speed=statistics.median(run.speed for run in counted),
-        step=statistics.median(steps) if steps else None, peak=max(peaks, default=None),
-    )  # fmt: skip
-    return replace(runs[0], measured=measured)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingRuns:
+    """A setting with all its runs: medians, and the largest peak; a failed run decides for all."""
+
+    candidate: Candidate
+    runs: tuple[Trial, ...]
+
+    @property
+    def counted(self) -> list[Trial]:
+        """The runs whose end says something about the setting."""
+        return [run for run in self.runs if run.counts]
+
+    @property
+    def decisive(self) -> Trial:
+        """The run whose outcome is that of the setting."""
+        failed = [run for run in self.counted if not run.ok]
+        return (failed or self.counted or self.runs)[-1]
+
+    @property
+    def ok(self) -> bool:
+        """Whether it may be proposed: every run passed."""
+        return self.decisive.counts and self.decisive.ok
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second and GPU."""
+        return statistics.median([run.speed for run in self.counted] or [0.0])
+
+    @property
+    def step(self) -> float | None:
+        """Seconds of a step."""
+        steps = [run.step for run in self.counted if run.step]
+        return statistics.median(steps) if steps else None
+
+    @property
+    def peak(self) -> float | None:
+        """GiB allocated at most."""
+        return max((run.peak for run in self.counted if run.peak is not None), default=None)
+
+    @property
+    def spread(self) -> Spread:
+        """The speeds of the runs that passed; there has to be one."""
+        spread = Spread.of(run.speed for run in self.runs if run.ok)
+        assert spread is not None
+        return spread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """The basis of estimates: the levers, the model's shape, the rows, the card; a trial's `steps`."""
+    """The basis of estimates: the levers, the model's shape, the card; a trial's `steps`."""
 
     space: Space
-    shape: Shape | None
-    rows: Lengths
+    shape: Shape
     card: Card
     steps: int
     attention: str | None = None
@@ -184,34 +205,33 @@ class Outlook:
         return self.candidate(self.space.base)
 
     def expected(self, settings: Settings) -> Expected | None:
-        """The peak and the pace; None where these settings cannot be planned.
-
-        Without a shape the peak is unknown, and the pace is that of some other model.
-        """
+        """The peak and the pace; None where these settings cannot be planned."""
         try:
             whole = self.footprint(settings)
         except InvalidConfig:
             return None
         short = replace(whole, plan=replace(whole.plan, steps=self.steps))
         return Expected(
-            peak=self._peak(whole), short=self._peak(short),
-            seconds=throughput.step_seconds(whole, self.card), tokens=whole.tokens.real,
-        )  # fmt: skip
+            peak=self._peak(whole),
+            short=self._peak(short),
+            seconds=throughput.step_seconds(whole, self.card),
+            tokens=whole.tokens.real,
+        )
 
     def footprint(self, settings: Settings) -> Footprint:
         """What speed and memory follow from. Raises InvalidConfig where it cannot be planned."""
         plan = levers.planned(self.space, settings)
-        asked = None if "attention" in settings else self.attention
+        attention = None if "attention" in settings else self.attention
         return Footprint(
-            plan=plan, shape=self.shape or shapes.find("Qwen/Qwen2.5-1.5B", {}),
-            rows=footprint.rows_of(plan, self.rows), attention=footprint.attention_of(plan, asked),
-        )  # fmt: skip
+            plan=plan,
+            shape=self.shape,
+            rows=footprint.rows_of(plan, self.space.rows),
+            attention=footprint.attention_of(plan, attention),
+        )
 
-    def _peak(self, found: Footprint) -> float | None:
-        if self.shape is None:
-            return None
+    def _peak(self, setting: Footprint) -> float | None:
         try:
-            return memory.estimate(found.setup()).on(self.card.gib).peak
+            return memory.estimate(setting.setup()).on(self.card.gib).peak
         except InvalidConfig:
             return None
 
@@ -220,18 +240,19 @@ class Search:
     """Proposes candidates of a grid and learns from their trials.
 
     `base` is the file as written, `room` the card's memory in GiB where it is known. `runs` are all trials
-    as they came, `trials` one for each setting over all its runs; `stopped` says why nothing follows.
+    as they came; `stopped` says why nothing follows.
     """
 
     def __init__(
         self, grid: Iterable[Candidate], base: Candidate, *, steps: int, room: float | None = None,
-        repeats: int = RUNS, threshold: float = THRESHOLD, start_s: float = START_S,
+        threshold: float = THRESHOLD, start_s: float = START_S,
     ) -> None:  # fmt: skip
         self.base, self.steps, self.room = base, steps, room
-        self.repeats, self.threshold, self.start_s = repeats, threshold, start_s
+        self.threshold, self.start_s = threshold, start_s
         self.grid = {one.key: one for one in (base, *grid)}
         self.runs: list[Trial] = []
-        self.trials: list[Trial] = []
+        self.results: list[SettingRuns] = []
+        """The settings of all runs, each once, in the order of their first."""
         self.guilty: list[frozenset[Item]] = []
         """Values that fail wherever all of a set are together."""
         self.passed: set[Item] = set()
@@ -244,40 +265,28 @@ class Search:
         """The trials of one setting, as they came."""
         return [run for run in self.runs if run.candidate.key == candidate.key]
 
-    def differing(self, candidate: Candidate) -> list[str]:
-        """The levers that are not as in the file."""
-        return candidate.differing(self.base)
-
     @property
-    def good(self) -> list[Trial]:
+    def good(self) -> list[SettingRuns]:
         """All that may be proposed, fastest first; of those as fast, the one with the fewest changes."""
-        left = [one for one in self.trials if one.ok and self.fits(one.candidate, one.measured)]
-        ranked: list[Trial] = []
+        left = [one for one in self.results if one.ok and self.fits(one)]
+        ranked: list[SettingRuns] = []
         while left:
             top = max(one.speed for one in left)
             near = [one for one in left if one.speed >= top * (1 - SAME)]
-            ranked.append(
-                min(near, key=lambda one: (len(self.differing(one.candidate)), -one.speed))
-            )
-            left.remove(ranked[-1])
+            near.sort(key=lambda one: (len(one.candidate.differing(self.base)), -one.speed))
+            ranked.append(near[0])
+            left.remove(near[0])
         return ranked
 
     @property
-    def best(self) -> Trial | None:
+    def best(self) -> SettingRuns | None:
         """The first of `good`."""
         return next(iter(self.good), None)
 
     @property
-    def first(self) -> Trial | None:
+    def first(self) -> SettingRuns | None:
         """The file as written, where it was tried."""
-        runs = self.runs_of(self.base)
-        return together(runs) if runs else None
-
-    def speeds(self, candidate: Candidate) -> Spread:
-        """Tokens a second and GPU of all runs of a setting that passed; there has to be one."""
-        spread = Spread.of(run.measured.speed for run in self.runs_of(candidate) if run.ok)
-        assert spread is not None
-        return spread
+        return next((one for one in self.results if one.candidate.key == self.base.key), None)
 
     # --- memory ---
 
@@ -286,53 +295,38 @@ class Search:
         """GiB that may be planned for."""
         return math.inf if self.room is None else usable(self.room)
 
-    def fits(self, candidate: Candidate, measured: Measured) -> bool:
+    def fits(self, one: SettingRuns | Trial) -> bool:
         """Whether the whole run should fit, which meets longer rows than the trial that did.
 
         The file as written is the author's own: that it fits a trial is enough.
         """
-        whole = self._whole(candidate, measured) or 0
-        return candidate.key == self.base.key or whole <= self.limit
-
-    def _whole(self, candidate: Candidate, measured: Measured) -> float | None:
-        expected = candidate.expected
-        if not expected.peak or not expected.short or measured.peak is None:
-            return None
-        return expected.peak * measured.peak / expected.short
+        return one.candidate.key == self.base.key or (_whole_peak(one) or 0) <= self.limit
 
     def peak(self, candidate: Candidate) -> float | None:
         """The estimate in GiB, corrected by measured peaks: of its kind, else of any."""
         if candidate.expected.peak is None:
             return None
         alike, others = list[float](), [1.0]
-        for one in self.trials:
-            estimate, peak = one.candidate.expected.short, one.measured.peak
-            if one.measured.status == "oom":
-                # it wanted more than there is, whatever was counted when it failed
-                peak = self.room
-            if not estimate or not peak or not (one.ok or one.measured.status == "oom"):
-                continue
-            ratio = peak / estimate
-            others.append(ratio)
-            if _kind(one.candidate) == _kind(candidate):
-                # a run that left most of the card empty says little of one that fills it
-                full = self.room is not None and estimate >= _FULL * self.room
-                alike.append(ratio if ratio >= 1 or full else (1 + ratio) / 2)
+        for one in self.results:
+            full = one.decisive.status == "oom"
+            # what ran out wanted more than there is, whatever was counted when it failed
+            peak, estimate = self.room if full else one.peak, one.candidate.expected.short
+            if estimate and peak and (one.ok or full):
+                kinds = (_memory_kind(each) for each in (one.candidate, candidate))
+                others.append(peak / estimate)
+                alike += others[-1:] if len(set(kinds)) == 1 else []
         return candidate.expected.peak * max(alike or others)
 
     def eligible(self, candidate: Candidate) -> bool:
         """Whether nothing that was learned speaks against it."""
         if any(bad <= set(candidate.key) for bad in self.guilty):
             return False
-        full = [run.candidate for run in self.runs if run.measured.status == "oom"]
+        full = [run.candidate for run in self.runs if run.status == "oom"]
         peak, estimate = self.peak(candidate), candidate.expected.peak
-        if peak is not None and estimate is not None:
-            least = min((one.expected.peak for one in full if one.expected.peak), default=math.inf)
-            return estimate < least and peak <= self.limit
-        # without an estimate: fewer rows than what failed, at most twice those that fitted
-        fitted = [run.candidate.rows for run in self.runs if run.ok]
-        least = min((one.rows for one in full), default=math.inf)
-        return candidate.rows < least and candidate.rows <= 2 * max(fitted, default=candidate.rows)
+        if peak is None or estimate is None:
+            return candidate.rows < min((one.rows for one in full), default=math.inf)
+        least = min((one.expected.peak for one in full if one.expected.peak), default=math.inf)
+        return estimate < least and peak <= self.limit
 
     # --- time ---
 
@@ -344,31 +338,23 @@ class Search:
 
     def _step_seconds(self, candidate: Candidate) -> float:
         best = self.best
-        if best is None or best.measured.step is None:
+        if best is None or best.step is None:
             return candidate.expected.seconds
-        return best.measured.step * candidate.expected.seconds / best.candidate.expected.seconds
+        return best.step * candidate.expected.seconds / best.candidate.expected.seconds
 
     def _start(self) -> float:
-        done = [run.measured for run in self.runs if run.ok]
-        starts = [one.seconds - self.steps * one.step for one in done if one.step]
+        starts = [
+            run.sample.seconds - self.steps * run.step for run in self.runs if run.ok and run.step
+        ]
         # the first one fills caches that the others find
         return max(0.0, statistics.median(starts[1:] or starts)) if starts else self.start_s
 
     def trial_seconds(self, candidate: Candidate) -> float:
         """Wall time of a trial, learned from those before."""
-        own = [run.measured.seconds for run in self.runs_of(candidate) if run.ok]
+        own = [run.sample.seconds for run in self.runs_of(candidate) if run.ok]
         if self.runs and self.runs[0].candidate.key == candidate.key:
             own = own[1:]
         return max(own, default=self._start() + self.steps * self._step_seconds(candidate))
-
-    def timeout(self, candidate: Candidate, left: float) -> float:
-        """Seconds after which a trial is ended: it hangs, or is too slow to be the best."""
-        best = self.best
-        if best is None or best.measured.step is None:
-            return left
-        same = best.measured.step * candidate.expected.tokens / best.candidate.expected.tokens
-        step = max(SLOWEST * same, _PATIENCE * self._step_seconds(candidate))
-        return min(left, _PATIENCE * self._start() + self.steps * step + 30)
 
     # --- the next one ---
 
@@ -405,28 +391,28 @@ class Search:
 
     def _fault(self) -> str | None:
         """Why there is nothing to compare with: even the file as written did not come to its end."""
-        first = self.first
-        if first is None or first.measured.status in ("ok", "oom") or self.best is not None:
+        if self.first is None or self.best is not None:
             return None
-        if first.measured.cut:
+        run = self.first.decisive
+        if run.status in ("ok", "oom"):
+            return None
+        if run.status == "timeout":
             return (
                 "the budget: the file as written did not end within it (a larger --budget goes on)"
             )
-        if first.measured.blamed or first.measured.status == "timeout":
+        if run.blamed:
             return None
-        status, reason = first.measured.status, first.measured.reason
-        return f"nothing can be compared with the file as written ({status}): {reason}"
+        return f"nothing can be compared with the file as written ({run.status}): {run.reason}"
 
     def ranked(self) -> list[tuple[float, Candidate]]:
         """What may be tried next, with the share that it could gain at most; the most first."""
         best = self.best
         fresh = [one for one in self.grid.values() if self.eligible(one) and not self.runs_of(one)]
-        leaps = (one for one in self.trials if one.candidate.key != self.base.key)
-        if best is None or all(one.measured.status in ("oom", "refused") for one in leaps):
+        leaps = (one for one in self.results if one.candidate.key != self.base.key)
+        if best is None or all(one.decisive.status in ("oom", "refused") for one in leaps):
             # the fastest by the plan, until one runs
-            sure = [one for one in fresh if not set(self.differing(one)) & set(_RISKY)]
-            sure.sort(key=lambda one: (-one.expected.speed, len(self.differing(one))))
-            gains = [(self.predicted(one) / best.speed - 1 if best else 1.0, one) for one in sure]
+            fresh.sort(key=lambda one: (-one.expected.speed, len(one.differing(self.base))))
+            gains = [(self.predicted(one) / best.speed - 1 if best else 1.0, one) for one in fresh]
             if gains and gains[0][0] >= self.threshold:
                 return gains
         if best is None:
@@ -435,14 +421,16 @@ class Search:
             (self.predicted(one) / best.speed - 1 + _DOUBT[name], one)
             for name, one in self._neighbours(best.candidate, fresh)
         ]
-        return sorted(near, key=lambda pair: (-round(pair[0], 4), len(self.differing(pair[1]))))
+        return sorted(
+            near, key=lambda pair: (-round(pair[0], 4), len(pair[1].differing(self.base)))
+        )
 
     def _neighbours(
         self, best: Candidate, fresh: Sequence[Candidate]
     ) -> Iterator[tuple[str, Candidate]]:
         """For each value of a lever that had no trial, the fastest in micro-batches that fit."""
         for name in ORDER:
-            around = [one for one in fresh if _only(one, best, name)]
+            around = [one for one in fresh if _changes_only(one, best, name)]
             if name == "per_device":
                 # the next larger and the next smaller size
                 around.sort(key=lambda one: one.rows)
@@ -452,24 +440,19 @@ class Search:
             for value in dict.fromkeys(one.settings.get(name) for one in around):
                 if (name, value) not in self.passed:
                     alike = [one for one in around if one.settings.get(name) == value]
-                    if best.expected.peak is None:
-                        # nobody knows whether more rows fit: they are tried by themselves
-                        alike = [one for one in alike if len(one.differing(best)) == 1] or alike
                     yield name, max(alike, key=lambda one: one.expected.speed)
 
-    def _contenders(self) -> list[Trial]:
-        """The fastest beside the file, and the file itself, in the order of their first trials."""
-        others = [one for one in self.good if one.candidate.key != self.base.key][:1]
-        keys = [one.candidate.key for one in others]
-        if others and self.first is not None and self.first.ok:
-            keys.append(self.base.key)
-        return [one for one in self.trials if one.candidate.key in keys]
-
     def _again(self, left: float) -> Candidate | None:
-        """The contender whose turn it is, until each was run often enough: A B, B A, A B."""
-        counts = [(len(self.runs_of(one.candidate)), one) for one in self._contenders()]
-        fewest = min((count for count, _ in counts), default=self.repeats)
-        turns = [one for count, one in counts if count == fewest < self.repeats]
+        """The best beside the file, or the file, whose turn it is, until each was run often enough.
+
+        They take turns: A B, B A, A B.
+        """
+        keys = [one.candidate.key for one in self.good if one.candidate.key != self.base.key][:1]
+        if keys and self.first is not None and self.first.ok:
+            keys.append(self.base.key)
+        contenders = [one for one in self.results if one.candidate.key in keys]
+        fewest = min((len(one.runs) for one in contenders), default=RUNS)
+        turns = [one for one in contenders if len(one.runs) == fewest < RUNS]
         for one in turns[::-1] if fewest % 2 else turns:
             if self.trial_seconds(one.candidate) <= left:
                 words = self.words(one.candidate, self.base) or "the file as it is written"
@@ -479,76 +462,71 @@ class Search:
 
     # --- learning ---
 
-    def learn(self, candidate: Candidate, measured: Measured, sample: Sample = _NO_SAMPLE) -> Trial:
+    def learn(self, trial: Trial) -> Trial:
         """Take in the outcome of a trial; returns it with what was learned, in one line.
 
         Of a setting that was tried before it is one more run, which has to pass as the others.
         """
-        before, earlier = self.best, self.runs_of(candidate)
+        candidate, before = trial.candidate, self.best
         if before is not None and candidate.purpose == "search":
             changed = [
                 name for name in candidate.differing(before.candidate) if name != "per_device"
             ]
-            if len(changed) == 1 and measured.status not in ("refused", "oom") and not measured.cut:
+            if len(changed) == 1 and trial.counts and trial.status != "oom":
                 self.passed.add((changed[0], candidate.settings[changed[0]]))
-        learned = self._learned(candidate, measured, before, earlier)
-        trial = Trial(candidate=candidate, measured=measured, learned=learned, sample=sample)
+        trial = replace(trial, learned=self._learned(trial, before))
         self.runs.append(trial)
         keys = dict.fromkeys(run.candidate.key for run in self.runs)
-        self.trials = [together([r for r in self.runs if r.candidate.key == key]) for key in keys]
+        runs = [tuple(run for run in self.runs if run.candidate.key == key) for key in keys]
+        self.results = [SettingRuns(candidate=own[0].candidate, runs=own) for own in runs]
         return trial
 
-    def _learned(
-        self, candidate: Candidate, measured: Measured, before: Trial | None, earlier: Sequence[Trial]
-    ) -> str:  # fmt: skip
-        status, speed = measured.status, measured.speed
-        failure = f"{status}: {measured.reason or 'no reason given'}"
-        if measured.cut:
+    def _learned(self, trial: Trial, before: SettingRuns | None) -> str:
+        candidate, status, speed = trial.candidate, trial.status, trial.speed
+        earlier = self.runs_of(candidate)
+        failure = f"{status}: {trial.reason or 'no reason given'}"
+        if status == "timeout":
             return "the budget was used up before it ended"
         if status == "oom":
             return "out of memory: nothing that needs at least as much is tried"
-        if earlier and (status != "ok" or not speed):
+        if earlier and not trial.ok:
             kept = status == "refused"
             return failure if kept else f"{failure}; no longer kept: every run has to pass"
         if earlier:
             return f"now {Spread.of([speed, *(run.speed for run in earlier if run.ok)])}"
-        if status == "timeout" and before:
-            return f"ended: less than 1/{SLOWEST:g} of the best speed"
-        if status != "ok" or not speed:
-            return failure + self._blame(candidate, measured)
+        if not trial.ok:
+            return failure + self._blame(trial)
         parts = [f"{speed / before.speed - 1:+.1%} against the best before"] if before else []
-        if measured.peak is not None and candidate.expected.short:
-            parts.append(f"{measured.peak:.1f} GiB, {candidate.expected.short:.1f} estimated")
-        if not self.fits(candidate, measured):
-            whole = self._whole(candidate, measured)
+        if trial.peak is not None and candidate.expected.short:
+            parts.append(f"{trial.peak:.1f} GiB, {candidate.expected.short:.1f} estimated")
+        if not self.fits(trial):
             parts.append(
-                f"not kept: with its longest rows the run needs {whole:.0f} of {self.room:.0f} GiB"
+                f"not kept: with its longest rows the run needs {_whole_peak(trial):.0f} of "
+                f"{self.room:.0f} GiB"
             )
         elif before is not None:
             parts.append("kept" if speed > before.speed else "not kept")
         return "; ".join(parts) or "the others are compared with it"
 
-    def _blame(self, candidate: Candidate, measured: Measured) -> str:
+    def _blame(self, trial: Trial) -> str:
         """Which values must not come together again: those that a verdict names, else all that is new."""
-        if measured.status == "timeout":
-            return ""
-        names = list(measured.blamed)
+        settings, names = trial.candidate.settings, list(trial.blamed)
         for name in names:
-            items = {(name, candidate.settings[name])}
-            if name == "packing" and "attention" in candidate.settings:
+            items = {(name, settings[name])}
+            if name == "packing" and "attention" in settings:
                 # packing leaks under one attention, not under another
-                items.add(("attention", candidate.settings["attention"]))
+                items.add(("attention", settings["attention"]))
             self.guilty.append(frozenset(items))
         if not names:
-            proved = [one.candidate for one in self.trials if one.ok] or [self.base]
-            nearest = min(proved, key=lambda one: len(candidate.differing(one)))
-            names = [name for name in candidate.differing(nearest) if name in candidate.settings]
+            proved = [one.candidate for one in self.results if one.ok] or [self.base]
+            nearest = min(proved, key=lambda one: len(trial.candidate.differing(one)))
+            names = [name for name in trial.candidate.differing(nearest) if name in settings]
             if len(names) > 1 and len(set(names) - {"per_device"}) == 1:
                 # a micro-batch that fits comes with a lever
                 names.remove("per_device")
             if names:
-                self.guilty.append(frozenset((name, candidate.settings[name]) for name in names))
-        words = ", ".join(described(name, candidate.settings[name]) for name in names)
+                self.guilty.append(frozenset((name, settings[name]) for name in names))
+        words = ", ".join(described(name, settings[name]) for name in names)
         return f"; {words}: not tried again{' together' * (len(names) > 1)}" if names else ""
 
     # --- words ---
@@ -573,17 +551,25 @@ class Search:
         return {
             "settings": len(self.grid),
             "too_large": sum(1 for one in grid if (one.expected.peak or 0.0) > self.limit),
-            "tried": len(self.trials),
+            "tried": len(self.results),
             "left": sum(1 for one in grid if self.eligible(one) and not self.runs_of(one)),
-        }  # fmt: skip
+        }
 
 
-def _only(one: Candidate, other: Candidate, name: str) -> bool:
+def _changes_only(one: Candidate, other: Candidate, name: str) -> bool:
     """Whether one differs from the other in this lever, and at most in the micro-batch beside."""
     changed = one.differing(other)
     return name in changed and set(changed) <= {name, "per_device"}
 
 
-def _kind(candidate: Candidate) -> tuple[Setting | None, ...]:
+def _whole_peak(one: SettingRuns | Trial) -> float | None:
+    """The peak of the whole run in GiB, by what a trial measured; None where nobody can tell."""
+    expected = one.candidate.expected
+    if not expected.peak or not expected.short or one.peak is None:
+        return None
+    return expected.peak * one.peak / expected.short
+
+
+def _memory_kind(candidate: Candidate) -> tuple[Setting | None, ...]:
     """The levers that decide which of memory's moments is the peak."""
     return tuple(candidate.settings.get(name) for name in ("checkpointing", "packing", "liger"))

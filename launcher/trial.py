@@ -152,11 +152,30 @@ def _leave_nothing(folder: RunFolder) -> None:
         stopping.stop(folder)
 
 
-def unwatched() -> contextlib.AbstractContextManager[None]:
-    """The terminal may go: what it showed is in the run folders, and more runs are still to come.
+@dataclass(slots=True)
+class Stop:
+    """Whether the user has asked for an end."""
 
-    TERM is what INT is, between two runs and while one is being started too: nothing is left behind.
+    requested: bool = False
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[Stop]:
+    """Runs in turn, ended by INT and TERM: the block is left, and what is yielded says so.
+
+    The terminal may go: what it showed is in the run folders, and more runs are still to come.
     """
+    stop = Stop()
+    with unwatched():
+        try:
+            yield stop
+        except (KeyboardInterrupt, following.Detached):
+            # between two runs there is none to hand it to
+            stop.requested = True
+
+
+def unwatched() -> contextlib.AbstractContextManager[None]:
+    """HUP is left alone, TERM is what INT is, while a run is being started too: nothing is left behind."""
     return process.handling(
         {signal.SIGHUP: lambda *_: None, signal.SIGTERM: signal.default_int_handler}
     )

@@ -7,11 +7,10 @@ means for a setting.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,19 +28,17 @@ from launcher import (
     proposal,
     rundir,
     trial,
-)  # fmt: skip
+)
 from launcher.bench import Bench, require_gpu
 from launcher.campaign import Campaign
 from launcher.cards import CPU, Card, card_of
-from launcher.comparison import SPEED, TOLERANCE, Row, Sample
+from launcher.comparison import TOLERANCE, Row, Sample
 from launcher.devices import Devices
 from launcher.errors import Exit, Finding, InvalidConfig, NotReady, errors, usage
-from launcher.lengths import Lengths, log_normal
 from launcher.levers import Packages, Space
 from launcher.plan import Plan
-from launcher.preparation import Asked, Request
-from launcher.search import Candidate, Measured, Outlook, Search, Status, Trial
-from launcher.shapes import Shape
+from launcher.preparation import Request
+from launcher.search import RUNS, Candidate, Outlook, Search, SettingRuns, Status, Trial
 from launcher.variants import AS_WRITTEN, Variant
 
 TUNE_VERSION = 2
@@ -56,139 +53,96 @@ _POINTS = ("liger", "packing", "attention", "batch", "loss", "memory")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What the command line says beside the stage file. `gpu_memory` in GiB, `budget_s` in seconds."""
+    """What the command line says beside the stage file; `budget_s` in seconds."""
 
     budget_s: float = 600.0
     steps: int = 8
     row_tokens: str | None = None
-    gpu_memory: float | None = None
     output: Path | None = None
     fresh: bool = False
-    resume: bool = False
-
-
-_MEASURED = {
-    "status": "status", "reason": "reason", "blamed": "blamed", "cut": "cut",
-    "tokens_per_second_per_gpu": "speed", "seconds_per_step": "step", "peak_allocated_gib": "peak",
-    "loss_change": "loss_change",
-}  # fmt: skip
-"""The words of the record for what a trial measured."""
-
-
-def trial_json(one: Trial, space: Space) -> dict[str, Any]:
-    """A trial for the record; `trial_from_json` reads what it needs of that."""
-    candidate, expected = one.candidate, one.candidate.expected
-    return {
-        "name": one.sample.variant, "purpose": candidate.purpose, "why": candidate.why,
-        "settings": dict(candidate.settings),
-        "overrides": list(levers.overrides(space, candidate.settings)),
-        "expected": {
-            "peak_gib": expected.peak, "trial_peak_gib": expected.short,
-            "seconds_per_step": expected.seconds, "tokens_per_step": expected.tokens,
-        },
-        **{key: getattr(one.measured, name) for key, name in _MEASURED.items()},
-        "learned": one.learned, "seconds": round(one.measured.seconds, 1),
-        "sample": one.sample.as_json(),
-    }  # fmt: skip
-
-
-def trial_from_json(data: Mapping[str, Any], outlook: Outlook) -> Trial:
-    """Raises KeyError, TypeError or ValueError where `trial_json` did not write it."""
-    # a lever that needs to know the rows (TRL's packing) was as the file has it
-    candidate = outlook.candidate({**outlook.space.base, **data["settings"]})
-    known: dict[str, Any] = {name: data[key] for key, name in _MEASURED.items()}
-    return Trial(
-        candidate=replace(candidate, purpose=data["purpose"], why=data["why"]),
-        measured=Measured(seconds=float(data["seconds"]), **known),
-        sample=Sample.from_json(data["sample"]),
-    )
 
 
 @dataclass(slots=True, kw_only=True)
 class Tuning:
     """One search on one machine: what it is about, and what is known so far.
 
-    `key` names settings, contents and machine: another key is another search. `assumed` says that row
-    lengths are not known and the first trial has to tell them.
+    `key` names settings, contents and machine: another key is another search.
     """
 
     request: Request
     terms: Terms
-    plan: Plan
-    packages: Packages
-    card: Card
-    shape: Shape | None
-    rows: Lengths
-    attention: str
-    assumed: bool
+    outlook: Outlook
     key: str
     search: Search = field(init=False)
-    space: Space = field(init=False)
     folder: Path = Path()
     state: str = "running"
     findings: tuple[Finding, ...] = ()
     place: Path | None = None
 
     def __post_init__(self) -> None:
-        self.learn_again(())
+        self.begin_again()
 
-    def outlook(self) -> Outlook:
-        """The estimates, by what is known of the rows now."""
-        return Outlook(
-            space=self.space, shape=self.shape, rows=self.rows, card=self.card,
-            attention=self.attention, steps=self.terms.steps,
-        )  # fmt: skip
-
-    def learn_again(self, trials: Iterable[Mapping[str, Any]]) -> None:
-        """Make the grid from what is known of the rows now, and learn from these records again."""
-        self.space = levers.of_plan(self.plan, self.packages, None if self.assumed else self.rows)
-        outlook = self.outlook()
-        search = Search(
-            outlook.grid(), outlook.base(), steps=self.terms.steps, room=self.card.gib,
+    def begin_again(self) -> None:
+        """A search that knows of no trial."""
+        self.search = Search(
+            self.outlook.grid(),
+            self.outlook.base(),
+            steps=self.terms.steps,
+            room=self.card.gib,
             start_s=_START_S["gpu" if self.plan.gpus else "cpu"],
-        )  # fmt: skip
-        for data in trials:
-            one = trial_from_json(data, outlook)
-            search.learn(one.candidate, one.measured, one.sample)
-        self.search = search
+        )
+
+    @property
+    def space(self) -> Space:
+        """The levers."""
+        return self.outlook.space
+
+    @property
+    def plan(self) -> Plan:
+        """How the file as written would run."""
+        return self.space.plan
+
+    @property
+    def card(self) -> Card:
+        """The GPU that trains."""
+        return self.outlook.card
 
     def take_up(self, record: Mapping[str, Any]) -> None:
-        """What an earlier start has learned, by its record; one that cannot be read is none.
+        """Learn again what an earlier start has measured; a record that cannot be read is none.
 
         A trial that could not be started, or that a smaller budget ended, is run again.
         """
-        known = self.rows, self.assumed
         try:
-            rows = record.get("rows") or {"assumed": True}
-            if self.assumed and not rows["assumed"]:
-                self.rows = log_normal(rows["mean"], rows["longest"], rows["source"])
-                self.assumed = False
             more = self.terms.budget_s > record.get("budget_s", 0)
-            self.learn_again(
-                data for data in record.get("trials") or ()
-                if data["status"] != "refused" and not (data["cut"] and more)
-            )  # fmt: skip
+            for data in record.get("trials") or ():
+                sample = Sample.from_json(data["sample"])
+                if sample.cause == "refused" or (sample.cause == "timeout" and more):
+                    continue
+                candidate = self.outlook.candidate({**self.space.base, **data["settings"]})
+                candidate = replace(candidate, purpose=data["purpose"], why=data["why"])
+                self.learn(candidate, sample)
         except (AttributeError, KeyError, TypeError, ValueError):
-            self.rows, self.assumed = known
-            self.learn_again(())
+            self.begin_again()
+
+    def learn(self, candidate: Candidate, sample: Sample) -> Trial:
+        """Judge one run of a setting, and have the search learn from it."""
+        earlier = self.search.runs_of(candidate)
+        # what losses are held to: runs of the file as written, or of the first that could be measured
+        passed = [one for one in self.search.runs if one.ok]
+        reference = [one.sample for one in passed if one.candidate.key == passed[0].candidate.key]
+        if passed and passed[0].candidate.key == candidate.key:
+            # how far its own losses scatter, the table says
+            reference = []
+        runs = [*(one.sample for one in earlier if one.ok), sample]
+        return self.search.learn(judge(candidate, runs, reference))
 
     @property
     def used(self) -> float:
         """Seconds of the budget that are gone, those of earlier starts included."""
-        return sum(one.measured.seconds for one in self.trials)
+        return sum(one.sample.seconds for one in self.search.runs)
 
     @property
-    def trials(self) -> list[Trial]:
-        """All of them, as they came."""
-        return self.search.runs
-
-    def runs_of(self, candidate: Candidate) -> list[Trial]:
-        """All of one setting, but for later ones that did not end for a reason that is not the setting's."""
-        runs = self.search.runs_of(candidate)
-        return runs[:1] + [one for one in runs[1:] if one.counts]
-
-    @property
-    def chosen(self) -> Trial | None:
+    def chosen(self) -> SettingRuns | None:
         """The best that the judge of `launch bench` calls faster than the file as written; else that file.
 
         Where that file does not pass every time, the best.
@@ -200,85 +154,96 @@ class Tuning:
                 return one
         return next(iter(good), None)
 
-    def row(self, trial: Trial) -> Row | None:
+    def row(self, one: SettingRuns) -> Row | None:
         """A setting beside the file as written, by all runs of both; None where that was not measured."""
-        first = self.runs_of(self.search.base)
-        if not any(one.ok for one in first):
+        first = self.search.first
+        if first is None or not any(run.ok for run in first.runs):
             return None
-        runs = [*first, *self.runs_of(trial.candidate)]
-        return comparison.compare([one.sample for one in runs])[-1]
+        return comparison.compare([*_samples(first), *_samples(one)])[-1]
 
     def bench(self) -> Bench:
         """The trials as a comparison, for its table and its page."""
         request = replace(self.request, stage=self.plan.stage.options.stage, gpus=self.plan.gpus)
-        runs = [self.runs_of(one.candidate) for one in self.search.trials]
         chosen = self.chosen
         return Bench(
-            request=request, variants=tuple(Variant(own[0].sample.variant) for own in runs),
-            steps=self.terms.steps, repeats=self.search.repeats, key=self.key,
-            batch=self.plan.global_batch, folder=self.folder,
-            samples=[one.sample for own in runs for one in own],
-            proposed=None if chosen is None else self.runs_of(chosen.candidate)[0].sample.variant,
-        )  # fmt: skip
+            request=request,
+            variants=tuple(Variant(_name(one)) for one in self.search.results),
+            steps=self.terms.steps,
+            repeats=RUNS,
+            key=self.key,
+            batch=self.plan.global_batch,
+            folder=self.folder,
+            samples=[sample for one in self.search.results for sample in _samples(one)],
+            proposed=None if chosen is None else _name(chosen),
+        )
 
     def as_json(self) -> dict[str, Any]:
         """The record, and the data of `--format json`."""
-        best, rows = self.chosen, self.rows
+        best, rows = self.chosen, self.space.rows
         return {
             "tune_version": TUNE_VERSION, "key": self.key, "config": str(self.request.config),
             "overrides": list(self.request.overrides), "gpus": self.plan.gpus,
             "steps": self.terms.steps, "budget_s": self.terms.budget_s, "used_s": round(self.used, 1),
             "tolerance": TOLERANCE, "state": self.state, "stopped": self.search.stopped,
             "card": {"name": self.card.name, "gib": self.card.gib},
-            "rows": {"mean": rows.mean, "longest": rows.longest, "source": rows.source,
-                     "assumed": self.assumed},
-            "attention": self.attention, "shape": None if self.shape is None else self.shape.source,
+            "rows": {"mean": rows.mean, "longest": rows.longest, "source": rows.source},
+            "attention": self.outlook.attention, "shape": self.outlook.shape.source,
             **self.space.as_json(), "grid": self.search.summary(),
-            "trials": [trial_json(one, self.space) for one in self.trials],
+            "trials": [self._trial_json(one) for one in self.search.runs],
             "best": None if best is None else self._best_json(best),
             "proposal": None if self.place is None else str(self.place),
-            "bench": [row.as_json() for row in self.bench().rows] if self.trials else [],
+            "bench": [row.as_json() for row in self.bench().rows] if self.search.runs else [],
             "folder": str(self.folder),
         }  # fmt: skip
 
-    def _best_json(self, best: Trial) -> dict[str, Any]:
+    def _trial_json(self, one: Trial) -> dict[str, Any]:
+        """A trial for the record; `take_up` reads what it needs of that."""
+        candidate, expected = one.candidate, one.candidate.expected
+        return {
+            "name": one.sample.variant, "purpose": candidate.purpose, "why": candidate.why,
+            "settings": dict(candidate.settings),
+            "overrides": list(levers.overrides(self.space, candidate.settings)),
+            "expected": {
+                "peak_gib": expected.peak, "trial_peak_gib": expected.short,
+                "seconds_per_step": expected.seconds, "tokens_per_step": expected.tokens,
+            },
+            "status": one.status, "reason": one.reason, "blamed": list(one.blamed),
+            "cut": one.status == "timeout",
+            "tokens_per_second_per_gpu": one.speed or None, "seconds_per_step": one.step,
+            "peak_allocated_gib": one.peak, "loss_change": one.loss_change, "learned": one.learned,
+            "seconds": round(one.sample.seconds, 1), "sample": one.sample.as_json(),
+        }  # fmt: skip
+
+    def _best_json(self, best: SettingRuns) -> dict[str, Any]:
         first, row = self.search.first, self.row(best)
-        base = None if row is None or first is None else self.search.speeds(first.candidate)
-        # the file as written is itself what others are held to
-        ratio = None if row is None else round(row.speed_ratio or 1.0, 4)
+        base = None if row is None or first is None else first.spread.as_json()
         return {
             "settings": dict(best.candidate.settings),
             "changes": levers.changes(self.space, best.candidate.settings),
-            "tokens_per_second_per_gpu": best.measured.speed,
-            "spread": self.search.speeds(best.candidate).as_json(),
-            "spread_as_written": None if base is None else base.as_json(), "speed_ratio": ratio,
-            "loss_change": self.loss_change(best), "peak_allocated_gib": best.measured.peak,
-            "withheld": self.withheld(),
+            "tokens_per_second_per_gpu": best.speed, "spread": best.spread.as_json(),
+            "spread_as_written": base,
+            # the file as written is itself what others are held to
+            "speed_ratio": None if row is None else round(row.speed_ratio or 1.0, 4),
+            "loss_change": self.loss_change(best), "peak_allocated_gib": best.peak,
         }  # fmt: skip
 
-    def loss_change(self, best: Trial) -> float | None:
+    def loss_change(self, best: SettingRuns) -> float | None:
         """By all runs of both, where the file as written was measured."""
         row = self.row(best)
-        return best.measured.loss_change if row is None else row.loss_change or 0.0
+        return best.decisive.loss_change if row is None else row.loss_change or 0.0
 
     def write(self) -> None:
         """The record, whole or not at all. Raises NotReady where it cannot be written."""
         campaign.write(self.folder / FILE, self.as_json())
 
-    def withheld(self) -> str | None:
-        """Why the fastest setting is not what is proposed; None where it is."""
-        best, first = self.search.best, self.search.first
-        row = None if best is None else self.row(best)
-        if best is None or best is self.chosen or row is None or first is None:
-            return None
-        ours, base = (self.search.speeds(one.candidate) for one in (best, first))
-        # medians may differ by much where one run of the other lies among these
-        word = "not told apart" if row.standing == "no difference" else row.standing
-        why = f" ({row.why})" if row.why else ""
-        name = self.search.words(best.candidate, self.search.base)
-        return (
-            f"not proposed: {name}: {ours} tokens/s per GPU against {base} as written: {word}{why}"
-        )
+
+def _name(one: SettingRuns) -> str:
+    return one.runs[0].sample.variant
+
+
+def _samples(one: SettingRuns) -> list[Sample]:
+    """All runs of a setting, but for later ones that did not end for a reason that is not the setting's."""
+    return [run.sample for nth, run in enumerate(one.runs) if not nth or run.counts]
 
 
 # --- before the first trial -----------------------------------------------------------------------
@@ -287,10 +252,9 @@ class Tuning:
 def prepare(request: Request, terms: Terms, *, cpu: bool) -> Tuning:
     """Judge the stage file, look at the machine, and make the grid; nothing starts.
 
-    Raises InvalidConfig, NotReady (also without a GPU, unless `cpu`) or UsageError.
+    Raises InvalidConfig (also where rows or shape are not known), NotReady (also without a GPU, unless
+    `cpu`) or UsageError.
     """
-    if terms.gpu_memory is not None and (cpu or not 0 < terms.gpu_memory < math.inf):
-        raise usage("bad-gpu-memory", "--gpu-memory is more than 0, and not for --cpu")
     if terms.budget_s <= STOPPING_S:
         message = (
             f"not even one trial fits into {terms.budget_s:g} s: ending one takes {STOPPING_S:g} s"
@@ -307,40 +271,37 @@ def prepare(request: Request, terms: Terms, *, cpu: bool) -> Tuning:
         chosen = devices.choose(asked.gpus, asked.named, idle)
         if chosen.refused:
             raise NotReady(chosen.findings)
-    made = plan.make(
-        asked.stage, gpus=asked.gpus, output=Path("model"), packages=asked.trainer.packages
-    )
+    packages = asked.trainer.packages
+    made = plan.make(asked.stage, gpus=asked.gpus, output=Path("model"), packages=packages)
     if stopping := errors(made.findings, strict=request.strict):
         raise InvalidConfig(stopping)
-    packages, card = asked.trainer.packages, _card(terms, chosen)
-    rows, assumed = _rows(made, asked, terms)
+    rows = forecast.row_lengths(made, packages, forecast.Terms(row_tokens=terms.row_tokens))
+    outlook = Outlook(
+        space=levers.of_plan(made, packages, rows),
+        shape=footprint.shape_of(made),
+        card=_card(chosen),
+        steps=terms.steps,
+        attention=_attention(made, packages),
+    )
     request = replace(request, stage=asked.stage.options.stage, gpus=made.gpus)
-    # without rows: what is known of them may have become more since an earlier start
-    space = levers.of_plan(made, packages, None)
-    about = [TUNE_VERSION, terms.steps, terms.row_tokens, card.name, card.gib, space.as_json(),
-             measurement.identity(preparation.prepare(request, running=False))]  # fmt: skip
+    identity = measurement.identity(preparation.prepare(request, running=False))
+    key = [TUNE_VERSION, terms.steps, terms.row_tokens, outlook.card.name, outlook.card.gib,
+           outlook.space.as_json(), identity]  # fmt: skip
     return Tuning(
-        request=request, terms=terms, plan=made, packages=packages, card=card, shape=_shape(made), rows=rows,
-        assumed=assumed, attention=_attention(made, packages),
+        request=request,
+        terms=terms,
+        outlook=outlook,
+        key=campaign.key_of(key),
         findings=tuple(finding for finding in made.findings if finding.severity != "note"),
-        key=campaign.key_of(about),
-    )  # fmt: skip
+    )
 
 
-def _card(terms: Terms, chosen: Devices | None) -> Card:
+def _card(chosen: Devices | None) -> Card:
     """The GPU that trains, of several the smallest."""
     if chosen is None or not chosen.slots:
         return CPU
-    known = [slot.gpu.memory_mib for slot in chosen.slots if slot.gpu.memory_mib]
-    gib = terms.gpu_memory or (min(known) / 1024 if known else None)
-    return card_of(chosen.slots[0].gpu.name, gib)
-
-
-def _shape(made: Plan) -> Shape | None:
-    try:
-        return footprint.shape_of(made)
-    except InvalidConfig:
-        return None
+    sizes = [slot.gpu.memory_mib / 1024 for slot in chosen.slots if slot.gpu.memory_mib]
+    return card_of(chosen.slots[0].gpu.name, min(sizes, default=None))
 
 
 def _attention(made: Plan, packages: Packages) -> str:
@@ -352,18 +313,6 @@ def _attention(made: Plan, packages: Packages) -> str:
     return footprint.attention_of(made)
 
 
-def _rows(made: Plan, asked: Asked, terms: Terms) -> tuple[Lengths, bool]:
-    """How long rows are, and whether that is a mere assumption until the first trial."""
-    try:
-        given = forecast.Terms(row_tokens=terms.row_tokens)
-        return forecast.row_lengths(made, asked.trainer.packages, given), False
-    except (InvalidConfig, NotReady):
-        limit = made.values.get(made.stage.entry.names.max_length)
-        longest = limit if isinstance(limit, int) and limit > 0 else 2048
-        source = "not known: half of the longest, until the first trial tells"
-        return log_normal(longest / 2, longest, source), True
-
-
 # --- going through with it ------------------------------------------------------------------------
 
 
@@ -373,9 +322,9 @@ def opened(tuning: Tuning) -> Iterator[Tuning]:
 
     Raises what `Campaign.opened` raises, and NotReady where the GPUs are another's.
     """
-    root, terms = tuning.request.runs or rundir.runs_root(), tuning.terms
-    found = Campaign(kind="tune", key=tuning.key, name=tuning.request.config.stem, root=root)
-    with found.opened(fresh=terms.fresh, resume=terms.resume) as tuning.folder:
+    root = tuning.request.runs or rundir.runs_root()
+    series = Campaign(kind="tune", key=tuning.key, name=tuning.request.config.stem, root=root)
+    with series.opened(fresh=tuning.terms.fresh) as tuning.folder:
         _require_free_gpus(tuning)
         tuning.take_up(rundir.read_json(tuning.folder / FILE))
         yield tuning
@@ -399,18 +348,17 @@ def run(tuning: Tuning, *, show: Callable[[str], None] = lambda _: None) -> Exit
     tuning.write()
     for line in beginning(tuning):
         show(line)
-    before = len(tuning.trials)
-    try:
-        with trial.unwatched():
-            _run_trials(tuning, show)
-    except KeyboardInterrupt:
+    before = len(tuning.search.runs)
+    with trial.interruptible() as stop:
+        _run_trials(tuning, show)
+    if stop.requested:
         tuning.state = "interrupted"
         tuning.write()
         return Exit.INTERRUPTED
     show(f"end: {tuning.search.stopped}")
-    if before == len(tuning.trials) and before:
+    if before == len(tuning.search.runs) and before:
         show("nothing new was tried: --fresh starts over")
-    return _concluded(tuning)
+    return _conclude(tuning)
 
 
 def _run_trials(tuning: Tuning, show: Callable[[str], None]) -> None:
@@ -423,116 +371,89 @@ def _run_trials(tuning: Tuning, show: Callable[[str], None]) -> None:
         candidate = tuning.search.propose(left)
         if candidate is None:
             return
-        show(f"trial {len(tuning.trials) + 1}: {candidate.why}")
-        one = _tried(tuning, candidate, left)
+        show(f"trial {len(tuning.search.runs) + 1}: {candidate.why}")
+        one = _try(tuning, candidate, left)
         speed = f"{one.speed:,.0f} tokens/s per GPU, " if one.speed else ""
-        show(f"  {speed}{one.learned} ({one.measured.seconds:.0f} s)")
-        _learn_rows(tuning, one.sample)
+        show(f"  {speed}{one.learned} ({one.sample.seconds:.0f} s)")
         tuning.write()
 
 
-def _tried(tuning: Tuning, candidate: Candidate, left: float) -> Trial:
+def _try(tuning: Tuning, candidate: Candidate, left: float) -> Trial:
     """One trial, measured and learned from. Raises KeyboardInterrupt where the user stops it."""
-    began, earlier = time.monotonic(), tuning.runs_of(candidate)
-    words = tuning.search.words(candidate, tuning.search.base) or AS_WRITTEN
-    name = earlier[0].sample.variant if earlier else f"{len(tuning.trials) + 1}: {words}"
-    variant = Variant(name, levers.overrides(tuning.space, candidate.settings))
-    limit = tuning.search.timeout(candidate, left)
+    began, search = time.monotonic(), tuning.search
+    earlier = search.runs_of(candidate)
+    words = search.words(candidate, search.base) or AS_WRITTEN
+    name = earlier[0].sample.variant if earlier else f"{len(search.runs) + 1}: {words}"
     sample = measurement.measure(
-        tuning.request, variant, steps=tuning.terms.steps, root=tuning.folder,
-        repeat=len(earlier), timeout_s=limit, batch=tuning.plan.global_batch,
-    )  # fmt: skip
+        tuning.request,
+        Variant(name, levers.overrides(tuning.space, candidate.settings)),
+        steps=tuning.terms.steps,
+        root=tuning.folder,
+        repeat=len(earlier),
+        timeout_s=left,
+        batch=tuning.plan.global_batch,
+    )
     if sample.cause == "interrupted":
         raise KeyboardInterrupt
     if sample.cause == "refused":
         # that another took the GPUs is no setting's fault
         _require_free_gpus(tuning)
-    seconds = time.monotonic() - began
     unproved = tuple(point for point in sample.unproved if point in _POINTS)
-    sample, reference = replace(sample, unproved=unproved), _reference(tuning)
-    if name in (one.variant for one in reference):
-        # how far its own losses scatter, the table says
-        reference = []
-    runs = [*(one.sample for one in earlier if one.ok), sample]
-    measured = replace(judged(runs, reference), seconds=seconds)
-    blamed = tuple(lever for lever in measured.blamed if lever in candidate.settings)
-    cut = measured.status == "timeout" and limit < tuning.search.timeout(candidate, math.inf)
-    return tuning.search.learn(candidate, replace(measured, blamed=blamed, cut=cut), sample)
+    # with what preparing took
+    seconds = max(sample.seconds, time.monotonic() - began)
+    return tuning.learn(candidate, replace(sample, unproved=unproved, seconds=seconds))
 
 
-def _reference(tuning: Tuning) -> list[Sample]:
-    """What losses are held to: runs of the file as written, or of the first that could be measured."""
-    good = [one.sample for one in tuning.trials if one.ok]
-    return [sample for sample in good if sample.variant == good[0].variant]
+_STATUS: Mapping[str, Status] = {
+    "flawed": "contract",
+    "unproven": "unproven",
+    "loss changed": "loss changed",
+    "unknown": "no speed",
+}
+"""What the judge of `launch bench` says of runs that came to their end, as the status of a trial."""
 
 
-def judged(runs: Sequence[Sample], reference: Sequence[Sample]) -> Measured:
+def judge(candidate: Candidate, runs: Sequence[Sample], reference: Sequence[Sample]) -> Trial:
     """What the last of a setting's runs means: it counts only if everything that it asks for was proved.
 
-    Losses are compared as `launch bench` does, by the medians of all. No `reference`: this setting is what
-    others are held to.
+    Losses are compared by the medians of all. No `reference`: this setting is what others are held to.
     """
     sample = runs[-1]
-    figures = sample.metrics
-    result = Measured(
-        status="ok", speed=figures.get(SPEED), step=figures.get("seconds_per_step"),
-        peak=figures.get("peak_allocated_gib"), reason=sample.reason,
-    )  # fmt: skip
-    failed = tuple(p for p in _POINTS if any(flaw.startswith(f"{p} is ") for flaw in sample.flaws))
+    base = reference or [replace(one, variant="itself") for one in runs]
+    row = comparison.compare([*base, *runs])[-1]
+    status, reason = _STATUS.get(row.standing, "ok"), sample.reason
     if not sample.measured:
-        status: Status = "crash" if sample.cause == "interrupted" else sample.cause
-        return replace(result, status=status, blamed=failed if status == "contract" else ())
-    if sample.flaws:
-        return replace(result, status="contract", blamed=failed, reason="; ".join(sample.flaws))
-    unproved = tuple(point for point in sample.unproved if point in _POINTS)
-    unproved += ("gradients",) if sample.gradients == "unknown" else ()
-    if unproved:
-        reason = f"{', '.join(unproved)}: not proved"
-        return replace(result, status="unproven", blamed=unproved, reason=reason)
-    if not result.speed:
-        return replace(result, status="no speed", reason="the speed of its steps was not measured")
-    if not sample.curve:
-        return replace(result, status="unproven", reason="no loss was recorded")
-    if not reference:
-        return replace(result, loss_change=0.0)
-    row = comparison.compare([*reference, *runs])[-1]
-    change = row.loss_change
-    if change is None:
-        return replace(result, status="unproven", reason="no loss of both to compare")
-    unlike = comparison.unlike(runs, reference)
-    if abs(change) > TOLERANCE:
-        unlike = f"the loss per token is {change:+.1%} after the same tokens"
-    if unlike:
-        return replace(result, status="loss changed", loss_change=change, reason=unlike)
-    return replace(result, loss_change=change)
+        status = "crash" if sample.cause == "interrupted" else sample.cause
+    elif status != "ok":
+        reason = row.why
+    points = [flaw.partition(" is ")[0] for flaw in sample.flaws] if status == "contract" else []
+    points += [*sample.unproved, "gradients"] if status == "unproven" else []
+    return Trial(
+        candidate=candidate,
+        sample=sample,
+        status=status,
+        reason=reason,
+        blamed=tuple(point for point in points if point in candidate.settings),
+        loss_change=row.loss_change,
+    )
 
 
-def _learn_rows(tuning: Tuning, sample: Sample) -> None:
-    """The first trial that counted tokens says how long rows are, where nobody knew."""
-    tokens, made = sample.metrics.get("tokens_per_step"), tuning.plan
-    # full rows tell nothing of those that they were made of
-    if not tuning.assumed or not tokens or not sample.measured or footprint.refilled(made):
-        return
-    mean = tokens / (made.global_batch * (2 if made.stage.options.stage == "dpo" else 1))
-    source, longest = f"the first trial: {mean:.0f} on average", tuning.rows.longest
-    tuning.rows = log_normal(mean, max(longest, round(mean)), source)
-    tuning.assumed = False
-    tuning.learn_again([trial_json(one, tuning.space) for one in tuning.trials])
-
-
-def _concluded(tuning: Tuning) -> Exit:
+def _conclude(tuning: Tuning) -> Exit:
     tuning.state, best = "finished", tuning.chosen
     if best is None:
         tuning.write()
-        statuses = {one.measured.status for one in tuning.trials}
+        statuses = {one.status for one in tuning.search.runs}
         # nothing was tried, or nothing could be started
         return Exit.NOT_READY if statuses <= {"refused"} else Exit.TRAINING
     place = tuning.terms.output or tuning.folder / TUNED
     try:
         proposal.write(
-            place, tuning.space, best.candidate.settings, head=head(tuning, best, place),
+            place,
+            tuning.space,
+            best.candidate.settings,
+            head=head(tuning, best, place),
             overrides=tuning.request.overrides,
-        )  # fmt: skip
+        )
         tuning.place = place
     except NotReady as error:
         # what was measured is there all the same
@@ -547,68 +468,62 @@ def _concluded(tuning: Tuning) -> Exit:
 def beginning(tuning: Tuning) -> list[str]:
     """What is known before the first trial, one fact a line."""
     counts, space, card = tuning.search.summary(), tuning.space, tuning.card
-    values = {one.name: ", ".join(map(_value, one.values)) for one in space.levers}
+    values = [f"{one.name} ({', '.join(map(_value, one.values))})" for one in space.levers]
     room = "" if card.gib is None else f" of {card.gib:.0f} GiB"
     lines = [
-        f"levers: {'; '.join(f'{name} ({told})' for name, told in values.items())}",
+        f"levers: {'; '.join(values)}",
         f"{counts['settings']} settings on {card.name or 'this GPU'}{room}; the plan leaves out "
         f"{counts['too_large']} that do not fit",
-        f"rows: {tuning.rows.source}",
+        f"rows: {tuning.space.rows.source}",
         *(f"{name} stays: {why}" for name, why in space.fixed.items()),
     ]
-    if tuning.trials:
-        lines.append(
-            f"{len(tuning.trials)} trials of an earlier start, {tuning.used:.0f} s: {tuning.folder}"
-        )
+    if count := len(tuning.search.runs):
+        lines.append(f"{count} trials of an earlier start, {tuning.used:.0f} s: {tuning.folder}")
     return lines
 
 
 def ending(tuning: Tuning) -> list[str]:
     """What came of it: the changes, and what to run."""
-    best, record = tuning.chosen, tuning.folder / FILE
+    best, record = tuning.chosen, f"trials: {tuning.folder / FILE}"
     if tuning.state == "interrupted":
-        return ["interrupted: the same command goes on here", f"trials: {record}"]
+        return ["interrupted: the same command goes on here", record]
     if best is None:
-        return [f"nothing to propose: {tuning.search.stopped}", f"trials: {record}"]
-    lines = [*_summary(tuning, best), f"trials: {record}"]
-    if tuning.place is None:
-        return [*lines, "tuned: not written; the same command with another -o does no trial twice"]
-    return [*lines, f"tuned: {_command(tuning, tuning.place)}"]
+        return [f"nothing to propose: {tuning.search.stopped}", record]
+    tuned = "not written; the same command with another -o does no trial twice"
+    if tuning.place is not None:
+        tuned = _command(tuning, tuning.place)
+    return [*_summary(tuning, best), record, f"tuned: {tuned}"]
 
 
-def head(tuning: Tuning, best: Trial, place: Path) -> list[str]:
+def head(tuning: Tuning, best: SettingRuns, place: Path) -> list[str]:
     """What the stage file says of itself."""
     on = f"{tuning.plan.gpus} x {tuning.card.name or 'GPU'}" if tuning.plan.gpus else "the CPU"
-    name, steps = tuning.plan.stage.config.path.name, tuning.terms.steps
+    name, count = tuning.plan.stage.config.path.name, len(tuning.search.runs)
     return [
-        f"{name} on {on}, {len(tuning.trials)} trials of {steps} steps.",
-        f"  {_command(tuning, place)}", *_summary(tuning, best), f"Every trial: {tuning.folder / FILE}",
-    ]  # fmt: skip
+        f"{name} on {on}, {count} trials of {tuning.terms.steps} steps.",
+        f"  {_command(tuning, place)}",
+        *_summary(tuning, best),
+        f"Every trial: {tuning.folder / FILE}",
+    ]
 
 
-def _summary(tuning: Tuning, best: Trial) -> list[str]:
-    """The figures of the best setting, its changes, and what was faster without being proved so."""
+def _summary(tuning: Tuning, best: SettingRuns) -> list[str]:
+    """The figures of the best setting, and its changes, each with what it was."""
     row, first, loss = tuning.row(best), tuning.search.first, tuning.loss_change(best)
-    speed = f"{tuning.search.speeds(best.candidate)} tokens/s per GPU"
+    speed = f"{best.spread} tokens/s per GPU"
     if row is not None and first is not None and row.standing != "baseline":
-        speed = f"{tuning.search.speeds(first.candidate)} -> {speed}, {row.speed_ratio:.2f}x"
+        speed = f"{first.spread} -> {speed}, {row.speed_ratio:.2f}x"
     if loss is not None:
         # no minus before a zero
         speed += f", loss per token {round(loss, 4) + 0.0:+.2%} after the same tokens"
-    if best.measured.peak is not None and tuning.card.gib:
-        speed += f", peak {best.measured.peak:.0f} of {tuning.card.gib:.0f} GiB"
-    return [f"{speed}.", *_changes(tuning, best), *filter(None, [tuning.withheld()])]
-
-
-def _changes(tuning: Tuning, best: Trial) -> list[str]:
-    """What the best setting changes of the file, each with what it was."""
+    if best.peak is not None and tuning.card.gib:
+        speed += f", peak {best.peak:.0f} of {tuning.card.gib:.0f} GiB"
     base, settings = tuning.search.base.settings, best.candidate.settings
-    changed = tuning.search.differing(best.candidate)
-    lines = [
+    changes = [
         f"{levers.described(name, settings[name])} (was {_value(base.get(name, 'as it is'))})"
-        for name in changed
-    ]
-    return lines or ["nothing that was tried is faster than the file as it is written"]
+        for name in best.candidate.differing(tuning.search.base)
+    ] or ["nothing that was tried is faster than the file as it is written"]
+    return [f"{speed}.", *changes]
 
 
 def _command(tuning: Tuning, place: Path) -> str:

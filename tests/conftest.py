@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -96,6 +97,17 @@ def write(tmp_path: Path) -> Write:
         return path
 
     return written
+
+
+@pytest.fixture
+def world(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Any]:
+    """A machine with made-up cards for this process, as many as `CARDS` of the test's module says."""
+    from experiment import machine
+
+    with machine(tmp_path / "world", monkeypatch, getattr(request.module, "CARDS", 2)) as one:
+        yield one
 
 
 @pytest.fixture(scope="session")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import fake_world
 import pytest
-from fake_smi import Smi, uuid
+import saved
+from fake_smi import Smi
 from fake_world import World
 
 from launcher import cli
@@ -21,13 +22,13 @@ _BEGIN = """
 import os, sys
 os.execv(sys.executable, [sys.executable, "-u", {trainer!r}, *sys.argv[1:]])
 """
-_BUSY = """#!/bin/sh
-case "$*" in
-  *--query-gpu=uuid,utilization.gpu*) printf '{first}, 97\\n{second}, 12\\n'
-    printf . >> "$FAKE_WORLD/asked" ;;
-  *) exec {real} "$@" ;;
-esac
-"""
+SHAPE = {
+    "model_type": "qwen2", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1024, "torch_dtype": "float32",
+    "tie_word_embeddings": True, "max_position_embeddings": 2048,
+    "architectures": ["Qwen2ForCausalLM"],
+}  # fmt: skip
+"""What a config.json says of a model whose memory and speed can be planned."""
 
 
 @contextlib.contextmanager
@@ -36,12 +37,7 @@ def machine(root: Path, monkeypatch: pytest.MonkeyPatch, cards: int = 2) -> Iter
     with fake_world.made(root) as world:
         smi = Smi(world.root / "smi")
         smi.cards(*[0] * cards)
-        busy = world.root / "bin" / "nvidia-smi"
-        busy.parent.mkdir()
-        real = shlex.quote(str(smi.path))
-        busy.write_text(_BUSY.format(first=uuid(0), second=uuid(1), real=real))
-        busy.chmod(0o755)
-        world.environ["PATH"] = f"{busy.parent}:{os.environ['PATH']}"
+        world.environ["PATH"] = f"{smi.folder}:{os.environ['PATH']}"
         world.cuda_torch()
         (world.root / "begin.py").write_text(_BEGIN.format(trainer=str(TRAINER)))
         for name, value in world.environ.items():
@@ -55,6 +51,15 @@ def started(world: World, key: str) -> list[str]:
     path = world.root / "started"
     lines = path.read_text().splitlines() if path.exists() else []
     return [dict(part.split("=") for part in line.split(","))[key] for line in lines]
+
+
+def shaped(world: World) -> str:
+    """A model of which nothing but its shape is known; its name in a stage file."""
+    folder = world.root / "shaped"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(SHAPE))
+    saved.loadable(folder)
+    return folder.name
 
 
 class Here:

@@ -21,7 +21,6 @@ SCENE = {
     "waste": 100,
     "says": None,  # and crashes
     "sleep": 0,
-    "asked": 0,  # it goes on for as long as the driver was not asked so often
     "ago": 0,  # seconds since what is told began
     "first": 60.0,  # seconds of the first step
     "gib": 10.0,
@@ -33,12 +32,6 @@ SCENE = {
 def given(name: str, usual: str) -> str:
     """What an argument was set to."""
     return sys.argv[sys.argv.index(name) + 1] if name in sys.argv else usual
-
-
-def asked() -> int:
-    """How often the driver was asked how busy it is."""
-    path = Path(os.environ["FAKE_WORLD"], "asked")
-    return path.stat().st_size if path.exists() else 0
 
 
 def main() -> None:
@@ -61,8 +54,6 @@ def main() -> None:
     for step in range(1, steps + 1):
         print({"loss": str(loss(scene, step, steps)), "learning_rate": "1e-5"}, flush=True)
     Path(os.environ["FAKE_PIDS"], "trainer").write_text(str(os.getpid()))
-    while scene["asked"] and asked() < scene["asked"]:
-        time.sleep(0.02)
     time.sleep(scene["sleep"])
     if scene["says"]:
         raise RuntimeError(scene["says"])

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
-import math
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import PATIENCE_S, REPOSITORY, Write
-from experiment import Here, machine, started
+from experiment import Here, started
 from fake_world import World, needs_trl, until
-from hypothesis import given
-from hypothesis import strategies as st
 
 from launcher import (
     bench,
@@ -30,10 +24,9 @@ from launcher import (
     measurement,
     rundir,
     upstream,
-    utilisation,
     variants,
 )  # fmt: skip
-from launcher.comparison import SPEED, Sample, Step, compare, within
+from launcher.comparison import SPEED, Sample, Step, compare
 from launcher.errors import InvalidConfig, NotReady, UsageError
 from launcher.git import Repository
 from launcher.preparation import Request
@@ -97,15 +90,6 @@ def test_what_makes_no_sense_is_refused(vary: list[str], variant: list[str], wor
     with pytest.raises(UsageError) as refused:
         variants.combinations(vary, variant)
     assert words in str(refused.value)
-
-
-@given(st.text(alphabet="ab,[]{}'\"= "))
-def test_pieces_lose_nothing(text: str) -> None:
-    try:
-        found = variants.pieces(text)
-    except ValueError:
-        return
-    assert ",".join(found) == text
 
 
 def test_times() -> None:
@@ -215,28 +199,6 @@ def test_losses_are_compared_over_the_same_tokens() -> None:
     assert "1 steps against 4" in rows[1].why
 
 
-curves = st.lists(
-    st.builds(
-        lambda tokens, loss: Step(tokens, tokens, loss), st.floats(1, 1e6), st.floats(0.01, 20)
-    ),
-    min_size=1, max_size=30,
-)  # fmt: skip
-
-
-@given(curves, st.floats(0.01, 1))
-def test_a_mean_loss_is_of_its_tokens_however_they_are_cut_into_steps(
-    curve: list[Step], share: float
-) -> None:
-    whole = math.fsum(step.tokens for step in curve)
-    loss, _ = within(curve, share * whole)
-    losses = [step.loss for step in curve]
-    assert loss is not None and min(losses) - 1e-9 <= loss <= max(losses) + 1e-9
-    halves = [Step(s.tokens / 2, s.weight / 2, s.loss) for s in curve for _ in range(2)]
-    assert within(halves, share * whole)[0] == pytest.approx(loss)
-    # beyond its end it says nothing
-    assert within(curve, 1.1 * whole)[0] is None
-
-
 @pytest.mark.parametrize(
     ("text", "holds"),
     [
@@ -260,29 +222,14 @@ def test_what_cannot_be_asserted_is_refused(text: str) -> None:
 def test_an_assertion_speaks_of_the_others_or_of_all() -> None:
     rows = compare([sample("a"), sample("b", 90), sample("c", cause="oom")])
     asserted = [comparison.assertion(text) for text in ("tokens_per_second>=1", "mfu>=50%")]
-    broken = [(one.text, one.variant, one.unknown) for one in comparison.broken(asserted, rows)]
+    broken = [tuple(one.values()) for one in comparison.broken(asserted, rows)]
     assert broken == [
         ("tokens_per_second>=1", "b", False), ("tokens_per_second>=1", "c", True),
         ("mfu>=50%", "a", False), ("mfu>=50%", "b", False), ("mfu>=50%", "c", True),
     ]  # fmt: skip
 
 
-def test_utilisation_is_of_the_gpus_of_a_run_while_it_steps() -> None:
-    readings = [utilisation.Reading(float(n), "GPU-1", 10.0 * n) for n in range(10)]
-    readings += [utilisation.Reading(5.0, "GPU-2", 100.0)]
-    assert utilisation.within(readings, {"GPU-1"}, 3, 5) == [0.3, 0.4, 0.5]
-    ordered = [n / 100 for n in range(1, 101)]
-    assert [utilisation.percentile(ordered, share) for share in (0.5, 0.95)] == [0.5, 0.95]
-    assert utilisation.percentile([], 0.5) is None
-
-
 # --- from the command line, with trials that are made up ------------------------------------------
-
-
-@pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    with machine(tmp_path / "world", monkeypatch) as one:
-        yield one
 
 
 class Trials(Here):
@@ -327,22 +274,16 @@ def test_runs_take_turns_and_the_order_alternates(world: World, trials: Trials) 
     assert data["compared"]["tokens"] == 500
     folder = Path(data["folder"])
     assert json.loads((folder / "bench.json").read_text())["rows"] == data["rows"]
-    page = (folder / "bench.html").read_text()
-    assert '<span class="word pass">recommended</span>' in page and "learning_rate=0.2" in page
     code, out, _ = trials.launch(*words_for(world, *VARY[:-2]))
     assert code == 0 and "learning_rate=0.2: faster, recommended" in out and "2.00x" in out
 
 
 def test_the_same_command_again_measures_nothing_twice(world: World, trials: Trials) -> None:
     words = words_for(world, *VARY)
-    code, out, _ = trials.launch(*words, *ONCE, "--resume")
-    assert code == 2 and "no-earlier-start" in out and not list(world.runs.glob("*"))
     for repeats, count in (("1", 2), ("1", 2), ("2", 4), ("1", 4), ("2", 4)):
         code, out, _ = trials.launch(*words, "--repeats", repeats)
         assert (code, len(trials.started)) == (0, count)
     assert len(json.loads(out)["data"]["samples"]) == 4 and len(list(world.runs.iterdir())) == 1
-    assert trials.launch(*words, *ONCE, "--resume")[0] == 0 and len(trials.started) == 4
-    assert trials.launch(*words, *ONCE, "--resume", "--fresh")[0] == 2
     trials.launch(*words, *ONCE, "--fresh")
     # another length is another comparison
     trials.launch(*words_for(world, *VARY, "--steps", "11"), *ONCE)
@@ -414,7 +355,7 @@ def test_a_secret_is_neither_shown_nor_kept(world: World, trials: Trials) -> Non
     )  # fmt: skip
     shown = "".join(trials.launch(*words)[1:]) + "".join(trials.launch(*words, *VARY[-2:])[1:])
     (kept,) = world.root.rglob("bench.json")
-    shown += kept.read_text() + kept.with_name("bench.html").read_text()
+    shown += kept.read_text()
     assert "<redacted>" in shown
     assert token not in shown and "a-plain-password" not in shown
 
@@ -426,9 +367,8 @@ def test_a_secret_is_neither_shown_nor_kept(world: World, trials: Trials) -> Non
 def test_a_trial_is_a_real_run_and_is_measured(
     world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # the driver is asked once a second, whenever that is: steps of 100 s, the second of which is over
     scenes = {
-        "rate=0.1": {"speed": 5, "first": 0.1, "ago": 150, "asked": 3, "rested": [9, 10]},
+        "rate=0.1": {"speed": 5, "first": 0.1, "rested": [9, 10]},
         "rate=0.2": {"says": "CUDA out of memory. Tried to allocate 12.25 GiB."},
         # by the steps before it would be faster and the same
         "rate=0.3": {"speed": 2000, "nan": 4},
@@ -448,7 +388,6 @@ def test_a_trial_is_a_real_run_and_is_measured(
     assert figures[SPEED] == pytest.approx(5) and one["pace"] == pytest.approx([1 / 10] * 6)
     assert figures["tokens_per_step"] == 1000 and figures["tokens"] == 10_000
     assert figures["loss_per_token"] == 2 and figures["wasted_share"] == pytest.approx(1 / 6)
-    assert figures["gpu_utilisation_p50"] in (0.12, 0.97)
     # weights are not what a comparison leaves behind
     assert not list(Path(data["folder"]).rglob("model.safetensors")) and world.quiet()
 
@@ -473,13 +412,6 @@ def test_a_command_that_is_stopped_leaves_nothing_running(
     assert [one["variant"] for one in json.loads(again)["data"]["samples"]] == [
         "learning_rate=0.1", "learning_rate=0.2",
     ]  # fmt: skip
-
-
-def test_the_time_of_a_trial_ends_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SCENES", json.dumps({"": {"sleep": 600}}))
-    request = Request(stage=None, config=world.config(), gpus=0, python=world.root / "python")
-    found = measurement.measure(request, Variant("a"), steps=5, root=world.runs, timeout_s=2)
-    assert found.cause == "timeout" and world.quiet()
 
 
 def test_a_full_disk_is_no_fault_of_a_setting(
@@ -573,27 +505,6 @@ def test_what_is_expected_follows_whichever_key_turns_it(
     assert made.variants[1].overrides == (*override.split(","), *follows)
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ("", ""),
-        ("batch.per_device=2", "name=another"),
-        ("batch.global=4", "batch.global=4,batch.per_device=2"),
-        ("max_steps=3", "max_steps=6"),
-        ("save_steps=5,num_train_epochs=1", "save_steps=10,num_train_epochs=2"),
-    ],
-)
-def test_variants_whose_trials_are_the_same_are_said_to_be(
-    world: World, one: str, other: str
-) -> None:
-    made = planned(world, f"a:{one}", f"b:{other}")
-    assert [f.message for f in made.findings if f.code == "same-variant"] == [
-        "[b] its trial is the same as that of a: what differs is noise"
-    ]
-    apart = planned(world, f"a:{one}", f"b:{other}{',' * bool(other)}learning_rate=0.2")
-    assert "same-variant" not in {finding.code for finding in apart.findings}
-
-
 def test_without_a_gpu_it_is_refused_and_says_how_to_try_it(
     world: World, trials: Trials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -683,40 +594,3 @@ def test_commits_of_the_pinned_checkout_are_compared(
     asked = variants.combinations(["open_instruct=nowhere,HEAD"], [])
     with pytest.raises(InvalidConfig, match="neither a folder nor a commit"):
         bench.plan(request, asked, steps=5, repeats=1)
-
-
-# --- real training --------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.training
-@pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("torch", "trl", "datasets")),
-    reason="no training packages",
-)
-def test_real_trials_on_the_cpu(
-    tmp_path: Path, demo_assets: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    shutil.copytree(demo_assets, tmp_path / "build" / "demo")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
-    monkeypatch.chdir(tmp_path)
-    code, out, err = Here(capsys).launch(
-        "bench", str(REPOSITORY / "configs" / "demo" / "sft.yaml"), "--cpu", "--steps", "5", *ONCE,
-        "--format", "json", "batch.global=8", "batch.per_device=8", "--variant", "base:",
-        "--variant", "small:batch.per_device=4", "--variant", "wild:learning_rate=1e30,warmup_steps=0",
-    )  # fmt: skip
-    assert code == 0, err
-    data = json.loads(out)["data"]
-    base, small, wild = data["samples"]
-    # a loss of nan ends the run, though Trainer prints 0 for it
-    assert [one["cause"] for one in data["samples"]] == ["ok", "ok", "diverged"]
-    assert "loss is nan (step 2, rank 0)" in wild["reason"]
-    # the same rows in half the micro-batches: the same tokens and, but for rounding, the same loss
-    assert base["metrics"]["tokens"] == small["metrics"]["tokens"]
-    first, second, _ = data["rows"]
-    assert second["loss_change"] == pytest.approx(0, abs=0.01) and first[SPEED]["median"] > 0
-    # fewer rows side by side need less padding
-    assert second["wasted_share"]["median"] < first["wasted_share"]["median"]
-    assert not list(Path(data["folder"]).rglob("*.safetensors"))

@@ -11,7 +11,7 @@ from conftest import REPOSITORY
 
 from launcher import campaign, rundir
 from launcher.campaign import Campaign
-from launcher.errors import NotReady, UsageError
+from launcher.errors import NotReady
 
 
 @pytest.fixture
@@ -39,12 +39,6 @@ def test_a_folder_that_cannot_be_made_is_refused(about: Campaign) -> None:
     about.root.write_text("")
     with pytest.raises(NotReady), about.opened():
         pass
-
-
-def test_going_on_never_begins(about: Campaign) -> None:
-    with pytest.raises(UsageError), about.opened(resume=True):
-        pass
-    assert not about.root.exists()
 
 
 _TWO = """

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
-
 import pytest
 import tuned
-from conftest import REPOSITORY, Write
+from conftest import Write
 from fake_world import needs_trl
 
-from launcher import config, footprint, levers, stage
+from launcher import config, levers, stage
 from launcher.errors import errors
-from launcher.schema import Schema
 from launcher.search import Outlook
-from launcher.upstream import Locator
 
 HAND = "bench/hand_recipe.yaml"
 TULU = "tulu/dpo_qwen7b.yaml"
@@ -59,29 +54,6 @@ def test_what_is_turned_on_is_proved_even_where_the_file_does_not_care() -> None
     assert turned(world, liger=True)["expect.liger"] == "engaged"
 
 
-def test_dpo_of_older_commits_has_sfts_flag(monkeypatch: pytest.MonkeyPatch, write: Write) -> None:
-    really = Locator.schema
-
-    def older(self: Locator, backend: str, stage: str) -> Schema:
-        """As before the memory budget came, and a fused optimizer."""
-        known = really(self, backend, stage)
-        gone = {"activation_memory_budget", "fused_optimizer"}
-        fields = {name: one for name, one in known.fields.items() if name not in gone}
-        flag = replace(fields["use_lora"], name="gradient_checkpointing")
-        return replace(known, fields={**fields, flag.name: flag})
-
-    monkeypatch.setattr(Locator, "schema", older)
-    lines = (REPOSITORY / "configs" / TULU).read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if "activation_memory_budget" not in line]
-    world = tuned.outlook(write("a.yaml", "".join(kept)), "model_name_or_path=Qwen/Qwen2.5-7B")
-    assert turned(world, checkpointing=True) == {"args.gradient_checkpointing": True}
-    assert world.shape is not None
-    found = footprint.Footprint(
-        plan=world.space.plan, shape=world.shape, rows=world.rows, attention="flash_2"
-    )
-    assert not found.setup().fused_optimizer
-
-
 @pytest.mark.parametrize(
     ("path", "overrides", "gpus"),
     [
@@ -100,7 +72,7 @@ def test_every_value_is_one_that_upstream_takes(
     for lever in world.space.levers:
         for value in lever.values:
             settings = {**world.space.base, lever.name: value}
-            total = levers.total_rows(made, world.rows, settings)
+            total = levers.total_rows(made, world.space.rows, settings)
             if lever.name != "per_device":
                 settings["per_device"] = min(
                     int(settings["per_device"]), total // levers.devices(made)
@@ -160,7 +132,6 @@ def test_rows_that_cannot_hold_as_many_tokens_are_no_choice() -> None:
         pytest.param(LORA, (), {"gpus": 1}, "liger", "adapters", marks=needs_trl),
         pytest.param("lora/dpo_qwen7b.yaml", (), {"gpus": 1}, "packing", "pads", marks=needs_trl),
         pytest.param(LORA, FULL, {"packages": {}}, "attention", "not installed", marks=needs_trl),
-        pytest.param(LORA, FULL, {"rows": None}, "packing", "--row-tokens", marks=needs_trl),
         pytest.param(
             LORA,
             (*FULL, "padding_free=true", "max_length=none"),
@@ -191,47 +162,6 @@ def test_what_stays_as_it_is_has_a_reason(
     world = tuned.outlook(path, *overrides, **terms)  # type: ignore[arg-type]
     assert words in world.space.fixed[lever]
     assert lever not in names(world)
-
-
-def test_a_deepspeed_file_of_ones_own_stays(write: Write, tmp_path: Path) -> None:
-    own = write(
-        "own.json",
-        '{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": '
-        '"auto", "train_batch_size": "auto", "gradient_accumulation_steps": "auto", "bf16": '
-        '{"enabled": "auto"}}',
-    )
-    world = tuned.outlook(HAND, f"deepspeed={own}")
-    assert "file of your own" in world.space.fixed["deepspeed"]
-
-
-@pytest.mark.parametrize(
-    ("path", "overrides"),
-    [
-        (HAND, ()),
-        (TULU, ("model_name_or_path=Qwen/Qwen2.5-7B",)),
-        pytest.param(LORA, FULL, marks=needs_trl),
-    ],
-)
-def test_zero1_sends_once_a_step_and_keeps_whole_gradients(
-    path: str, overrides: tuple[str, ...]
-) -> None:
-    world = tuned.outlook(path, *overrides, "deepspeed=zero2")
-    assert {"zero1", "zero1_fp32_comm"} <= set(values(world, "deepspeed"))
-    assert turned(world, deepspeed="zero1") == {"deepspeed": "zero1"}
-    gained = []
-    for per_device in (2, 4, world.space.plan.global_batch // 2):
-        told = [
-            world.expected({**world.space.base, "per_device": per_device, "deepspeed": name})
-            for name in ("zero2", "zero1")
-        ]
-        parts, whole = told
-        assert parts and whole and parts.peak and whole.peak and whole.peak >= parts.peak
-        gained.append(parts.seconds - whole.seconds)
-    often, less, once = gained
-    assert often > less > once == pytest.approx(0)
-    # all but one of the micro-batches' messages are saved
-    rows = world.space.plan.global_batch
-    assert often / less == pytest.approx((rows / 4 - 1) / (rows / 8 - 1))
 
 
 def test_one_row_is_packed_with_none() -> None:

@@ -16,7 +16,7 @@ from conftest import PATIENCE_S
 from fake_world import World, looks_on, made, needs_trl
 
 from launcher import following, preparation, rundir, trial
-from launcher.errors import Exit, InvalidConfig
+from launcher.errors import Exit
 from launcher.preparation import Request
 from launcher.rundir import RunFolder
 from launcher.view import View
@@ -71,14 +71,6 @@ def test_one_whose_time_is_up_is_stopped_with_all_its_processes(
     assert world.quiet()
 
 
-def test_one_that_ends_in_time_is_not_stopped_later(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = run(asked(world, monkeypatch, "raise=no such thing"), timeout_s=60)
-    assert (told.exit, told.timed_out) == (Exit.TRAINING, False)
-    assert told.reason is not None and "no such thing" in told.reason
-
-
 @pytest.mark.parametrize(
     ("step", "reason"),
     [
@@ -92,15 +84,6 @@ def test_an_end_is_told_in_a_few_words(
 ) -> None:
     told = run(asked(world, monkeypatch, step))
     assert told.reason is not None and told.reason.startswith(reason)
-
-
-def test_nothing_starts_from_a_file_that_is_wrong(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shared = rundir.new_folder(world.runs, "bench", "x")
-    with pytest.raises(InvalidConfig):
-        run(asked(world, monkeypatch, "print=1", learning_rat=1), root=shared)
-    assert list(shared.iterdir()) == []
 
 
 def test_the_user_stops_it(world: World) -> None:

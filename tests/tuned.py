@@ -5,24 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from conftest import REPOSITORY
 
-from launcher import cards, footprint, lengths, levers, plan, preparation
+from launcher import cards, footprint, lengths, levers, plan, preparation, shapes
+from launcher.comparison import SPEED, Sample
 from launcher.errors import InvalidConfig
 from launcher.levers import Settings
 from launcher.preparation import Request
-from launcher.search import Candidate, Measured, Outlook, Search
+from launcher.search import Candidate, Outlook, Search, Trial
 
 STEPS = 8
-PACKAGES = {"flash-attn": "2.8.3", "liger-kernel": "0.7.0", "bitsandbytes": "0.49"}
+PACKAGES = {"flash-attn": "2.8.3", "liger-kernel": "0.7.0"}
 
 
 def outlook(
-    config: str | Path, *overrides: str, gpus: int = 2, rows: str | None = "400:1100",
+    config: str | Path, *overrides: str, gpus: int = 2, rows: str = "400:1100",
     card: str = "H200", gib: float | None = 139.8, packages: dict[str, str] | None = None,
 ) -> Outlook:  # fmt: skip
-    """A stage file on so many cards; `rows` None: nobody knows."""
+    """A stage file on so many cards."""
     path = REPOSITORY / "configs" / config
     request = Request(stage=None, config=path, gpus=gpus, overrides=overrides, elsewhere=True)
     asked = preparation.ask(request, running=False)
@@ -31,14 +33,26 @@ def outlook(
     try:
         shape = footprint.shape_of(made)
     except InvalidConfig:
-        shape = None
-    known = None if rows is None else lengths.parse(rows)
+        # a model that is not here
+        shape = shapes.find("Qwen/Qwen2.5-0.5B", {})
     return Outlook(
-        space=levers.of_plan(made, installed, known), shape=shape,
-        rows=known or lengths.parse("500:1000"),
+        space=levers.of_plan(made, installed, lengths.parse(rows)),
+        shape=shape,
         card=cards.card_of(card, gib) if gpus else cards.CPU,
-        attention="flash_2" if "flash-attn" in installed and gpus else "sdpa", steps=STEPS,
-    )  # fmt: skip
+        attention="flash_2" if "flash-attn" in installed and gpus else "sdpa",
+        steps=STEPS,
+    )
+
+
+def ran(candidate: Candidate, speed: float = 0.0, **parts: Any) -> Trial:
+    """A run of a candidate with this speed; `step`, `peak` and `seconds` are figures of it."""
+    figures = {
+        SPEED: speed or None,
+        "seconds_per_step": parts.pop("step", 1.0),
+        "peak_allocated_gib": parts.pop("peak", None),
+    }
+    sample = Sample(variant="", metrics=figures, seconds=parts.pop("seconds", 60.0))
+    return Trial(candidate=candidate, sample=sample, **parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,31 +77,22 @@ class Machine:
     liger: float = 0.6
     hidden: float = 0.5
 
-    def runs(self, world: Outlook, settings: Settings) -> Measured:
+    def runs(self, world: Outlook, candidate: Candidate) -> Trial:
         """What a trial of these settings shows."""
-        expected = world.expected(settings)
-        assert expected is not None
+        expected = candidate.expected
         peak = None if expected.short is None else expected.short * self.memory
         if peak is not None and peak > 0.95 * self.gib:
-            return Measured(status="oom", seconds=40, reason="CUDA out of memory")
-        step = self._step(world, settings)
+            return ran(candidate, status="oom", seconds=40, reason="CUDA out of memory")
+        step = self._step(world, candidate.settings)
         speed = expected.tokens / step / world.space.plan.processes
-        return Measured(
-            status="ok",
-            speed=speed,
-            step=step,
-            peak=peak,
-            seconds=50 + STEPS * step,
-            loss_change=0.0,
-        )
+        return ran(candidate, speed, step=step, peak=peak, seconds=50 + STEPS * step)
 
-    def lasts(self, world: Outlook, settings: Settings) -> float:
+    def lasts(self, world: Outlook, candidate: Candidate) -> float:
         """The speed where the whole run leaves the margin free, else 0."""
-        expected = world.expected(settings)
-        whole = None if expected is None else expected.peak
+        whole = candidate.expected.peak
         if whole is not None and whole * self.memory > 0.92 * self.gib:
             return 0.0
-        return self.runs(world, settings).speed or 0.0
+        return self.runs(world, candidate).speed
 
     def _step(self, world: Outlook, settings: Settings) -> float:
         found = world.footprint(settings)
@@ -107,7 +112,6 @@ class Machine:
         moved = shape.layers * layer * (self.liger if settings.get("liger") else 1.0)
         moved += (2 if settings.get("liger") else 14) * shape.vocab
         micro += tokens * moved / self.bandwidth
-        micro *= 0.95 if settings.get("compile") else 1.0
         micro = max(micro, shape.layers * self.least * passes) + 0.15 * shape.layers * self.least
         trained = found.adapters.parameters(shape) if found.adapters else shape.parameters
         count, sent = made.processes, 0.0
@@ -152,12 +156,13 @@ def searched(
 ) -> Search:
     """Through to its end, or so many trials; `noise` are shares by which measurements are off."""
     search = search_of(world, **terms)
-    while len(search.trials) < trials and (one := search.propose()) is not None:
-        told = machine.runs(world, one.settings)
-        if noise and told.speed:
-            off = noise[len(search.runs) % len(noise)]
-            told = replace(told, speed=told.speed * (1 + off))
-        search.learn(one, told)
+    while len(search.results) < trials and (candidate := search.propose()) is not None:
+        trial = machine.runs(world, candidate)
+        if noise and trial.speed:
+            off = 1 + noise[len(search.runs) % len(noise)]
+            figures = {**trial.sample.metrics, SPEED: trial.speed * off}
+            trial = replace(trial, sample=replace(trial.sample, metrics=figures))
+        search.learn(trial)
     return search
 
 
@@ -165,8 +170,8 @@ def reached(world: Outlook, machine: Machine, search: Search) -> float:
     """The speed of what was found, as a share of the best that there is in the whole grid."""
     best = search.best
     assert best is not None
-    top = max(machine.lasts(world, one.settings) for one in search.grid.values())
-    return (machine.runs(world, best.candidate.settings).speed or 0.0) / top
+    top = max(machine.lasts(world, candidate) for candidate in search.grid.values())
+    return machine.runs(world, best.candidate).speed / top
 
 
 def one(search: Search, **settings: object) -> Candidate:

@@ -107,7 +107,7 @@ def ladder(
     gpus: str = Option("1,2,8", "--gpus", metavar="1,2,8", help="the rungs, in turn; 0 is the CPU"),
     steps: int = Option(50, "--steps", min=5, help="optimizer steps of each rung"),
 ) -> Exit:
-    """Rehearse a stage on more and more GPUs, stop at the first red flag, say what the full run takes."""
+    """Try a stage on 1, 2, 8 GPUs, stop at the first red flag, say what the full run takes."""
     from launcher import ladder as ladders
     from launcher import report
 
@@ -116,33 +116,33 @@ def ladder(
         counts, price=shared.price, rows=shared.rows, row_tokens=shared.row_tokens
     )
     quiet = shared.format == "json"
-    with ladders.prepared(
-        shared.request(), counts, steps=steps, terms=terms, fresh=shared.fresh,
-        running=not shared.dry_run,
-    ) as planned:  # fmt: skip
-        if shared.dry_run:
-            rungs = [rung.prepared.as_json() for rung in planned.rungs]
+    planned = ladders.plan_rungs(
+        shared.request(), counts, steps=steps, terms=terms, running=not shared.dry_run
+    )
+    if shared.dry_run:
+        rungs = [rung.prepared.as_json() for rung in planned.rungs]
 
-            def show() -> None:
-                for rung in planned.rungs:
-                    report.say(f"# rung: {rung.name}")
-                    report.dry_run(rung.prepared.plan, rung.prepared.command)
+        def show() -> None:
+            for rung in planned.rungs:
+                report.say(f"# rung: {ladders.label(rung.gpus)}")
+                report.dry_run(rung.prepared.plan, rung.prepared.command)
 
-            return answer("ladder", shared.format, {"rungs": rungs}, show, planned.findings)
-        if not quiet:
-            report.findings(planned.findings)
-        result = ladders.climb(planned, allow_unproven=shared.allow_unproven, quiet=quiet)
-    data = result.as_json()
+        return answer("ladder", shared.format, {"rungs": rungs}, show, planned.findings)
+    if not quiet:
+        report.findings(planned.findings)
+    result = ladders.climb(
+        planned, fresh=shared.fresh, allow_unproven=shared.allow_unproven, quiet=quiet
+    )
     return answer(
-        "ladder", shared.format, data, lambda: ladders.show(result), code=result.exit,
-        before=result.findings,
+        "ladder", shared.format, result.as_json(), lambda: ladders.show(result), code=result.exit,
+        before=planned.findings,
     )  # fmt: skip
 
 
 @app.command(
     epilog="Example: launch bench configs/tulu/sft_qwen7b.yaml --vary packing=false,true --gpus 8"
 )
-@takes(*REQUEST, "gpus", "devices", "strict", "fresh", "resume")
+@takes(*REQUEST, "gpus", "devices", "strict", "fresh")
 def bench(
     shared: Shared,
     vary: list[str] | None = Option(
@@ -161,9 +161,8 @@ def bench(
 ) -> Exit:
     """Measure settings side by side: speed, memory, waste, and the loss a token."""
     from launcher import bench as benches
-    from launcher import bench_report, comparison, report, variants
+    from launcher import comparison, report, variants
 
-    shared.require_one_start()
     asked = variants.combinations(vary or (), variant or ())
     expressions = [comparison.assertion(text) for text in asserted or ()]
     limit = benches.seconds(timeout)
@@ -173,21 +172,19 @@ def bench(
     )  # fmt: skip
     text = shared.format == "text"
     report.findings(planned.findings if text else ())
-    with benches.opened(planned, fresh=shared.fresh, resume=shared.resume) as opened:
+    with benches.opened(planned, fresh=shared.fresh) as opened:
         code = benches.run(opened, show=shared.show_progress)
-        bench_report.write(opened)
+        benches.write_page(opened)
         found = (*planned.findings, *comparison.baseline_fault(opened.samples))
         data = opened.as_json()
-        answer(
-            "bench", shared.format, data, lambda: bench_report.show(opened), code=code, before=found
-        )
+        answer("bench", shared.format, data, lambda: benches.show(opened), code=code, before=found)
         if text and code is Exit.INTERRUPTED:
             report.say(benches.interrupted(opened))
     return code
 
 
 @app.command(epilog="Example: launch tune configs/bench/hand_recipe.yaml --gpus 2 -o tuned.yaml")
-@takes(*REQUEST, "gpus", "devices", "row_tokens", "fresh", "resume")
+@takes(*REQUEST, "gpus", "devices", "row_tokens", "fresh")
 def tune(
     shared: Shared,
     budget: str = Option("10m", "--budget", metavar="10m", help="all trials together, at most"),
@@ -196,27 +193,25 @@ def tune(
     output: Path | None = Option(
         None, "--output", "-o", help="the stage file; default: beside the trials"
     ),
-    gpu_memory: float | None = GPU_MEMORY,
 ) -> Exit:
     """Search the fastest setting at the same global batch and loss; write it as a stage file."""
-    from launcher import bench, bench_report, comparison
+    from launcher import bench, comparison
     from launcher import tune as tuning
 
-    shared.require_one_start()
     terms = tuning.Terms(
         budget_s=bench.seconds(budget), steps=steps, row_tokens=shared.row_tokens,
-        gpu_memory=gpu_memory, output=output, fresh=shared.fresh, resume=shared.resume,
+        output=output, fresh=shared.fresh,
     )  # fmt: skip
     with tuning.opened(tuning.prepare(shared.request(), terms, cpu=cpu)) as opened:
         code = tuning.run(opened, show=shared.show_progress)
-        trials = opened.bench() if opened.trials else None
+        trials = opened.bench() if opened.search.runs else None
         if trials is not None:
-            bench_report.write(trials)
+            bench.write_page(trials)
         found = opened.findings
         if shared.format == "json":
-            found = (*found, *comparison.baseline_fault([one.sample for one in opened.trials]))
+            found = (*found, *comparison.baseline_fault([one.sample for one in opened.search.runs]))
         elif trials is not None:
-            bench_report.show(trials)
+            bench.show(trials)
         data, lines = opened.as_json(), tuning.ending(opened)
         answer("tune", shared.format, data, lines, found, code)
     return code

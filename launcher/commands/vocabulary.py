@@ -117,9 +117,6 @@ class Shared:
         False, "--no-probe", help="upstream's script alone: nothing is counted or enforced"
     )
     fresh: bool = Option(False, "--fresh", help="start over, into a folder beside what is there")
-    resume: bool = Option(
-        False, "--resume", help="continue an earlier search; error if there is none"
-    )
     allow_changed_resume: list[str] | None = Option(
         None, "--allow-changed-resume", metavar="NAME", help="go on although NAME is not as it was"
     )
@@ -151,11 +148,6 @@ class Shared:
             "probe": not self.no_probe, "allowed": tuple(self.allow_changed_resume or ()),
         }  # fmt: skip
         return Request(**{**fields, **more})
-
-    def require_one_start(self) -> None:
-        """Raise UsageError for `--resume` beside `--fresh`."""
-        if self.fresh and self.resume:
-            raise usage("useless-option", "--resume says nothing with --fresh")
 
 
 SOURCE = ("open_instruct", "allow_unpinned")

@@ -10,6 +10,7 @@ from launcher.commands import (  # noqa: F401 - what registers them
     pins,
     pipeline,
     planning,
+    rehearsing,
     running,
     stages,
     trials,

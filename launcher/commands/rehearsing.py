@@ -19,7 +19,7 @@ def rehearse(
     ] = False,
 ) -> Exit:
     """Run two steps of the real script on the CPU: a tiny model of the same kind, your first 64 rows."""
-    from launcher import preparation, report
+    from launcher import preparation
     from launcher.rehearse import rehearsal
 
     judged, trainer = preparation.judge(shared.request())

@@ -28,7 +28,9 @@ JOBS = 2
 
 def environment(scratch: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """No GPU, no network, no tracker, and every temporary file in `scratch`."""
-    kept = {name: value for name, value in environ.items() if not name.startswith(("LAUNCH_", "WANDB_"))}
+    kept = {
+        name: value for name, value in environ.items() if not name.startswith(("LAUNCH_", "WANDB_"))
+    }
     return {
         **kept, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "WANDB_MODE": "disabled",
@@ -49,7 +51,9 @@ class Server:
         try:
             self.scratch = Path(tempfile.mkdtemp(prefix="launch-rehearsal-"))
         except OSError as error:
-            raise not_ready("no-space", f"no temporary folder can be made: {error.strerror}") from None
+            raise not_ready(
+                "no-space", f"no temporary folder can be made: {error.strerror}"
+            ) from None
         try:
             self._start()
         except BaseException:
@@ -106,7 +110,9 @@ class Server:
     def log(self, answer: Mapping[str, Any]) -> str:
         """The last lines that a request printed."""
         with contextlib.suppress(OSError):
-            return (self.scratch / f"{answer['id']}.log").read_bytes()[-4000:].decode(errors="replace")
+            return (
+                (self.scratch / f"{answer['id']}.log").read_bytes()[-4000:].decode(errors="replace")
+            )
         return ""
 
     def _send(self, data: Mapping[str, Any]) -> None:
@@ -151,7 +157,10 @@ def crash(answer: Mapping[str, Any], log: str) -> Finding:
     where = f"; it was in {stack[0].strip()}" if stack else ""
     code = answer["ended"]
     if answer["hung"]:
-        name, what = "rehearsal-hangs", f"the training script does not come to an end in {LIMIT_S:.0f} s"
+        name, what = (
+            "rehearsal-hangs",
+            f"the training script does not come to an end in {LIMIT_S:.0f} s",
+        )
     elif isinstance(code, int) and code < 0:
         name = "rehearsal-crash"
         what = f"the training script's process was ended by {signal.Signals(-code).name}"

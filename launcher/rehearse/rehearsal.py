@@ -15,7 +15,6 @@ from launcher.machine import Trainer
 from launcher.rehearse import arguments, memory
 from launcher.rehearse.arguments import ROWS, Arguments
 from launcher.rehearse.ask import Server, crash, described
-from launcher.schema import Schema
 from launcher.stage import Judged, entry_of
 
 PHASES = ("shrink", "parse", "data", "construct", "train", "evaluate", "save", "load")
@@ -211,7 +210,11 @@ class _Attempts:
         (alone,) = self.server.ask(self.request(self.whole, "parse"))
         refusal = answer.get("refusal")
         # what a CPU alone lacks is no fault of the file
-        if refusal is None or alone.get("refusal") or re.search(r"GPU|CUDA|cuda", refusal["message"]):
+        if (
+            refusal is None
+            or alone.get("refusal")
+            or re.search(r"GPU|CUDA|cuda", refusal["message"])
+        ):
             return
         culprits = [name for name in given if name in refusal["message"]] or list(given)
         self.findings.append(self.refusal(answer, culprits[:1]))
@@ -233,7 +236,10 @@ class _Attempts:
     def blame(self, answer: Mapping[str, Any]) -> list[str]:
         """The arguments of the file without any one of which this refusal does not come, likeliest first."""
         refusal = answer["refusal"]
-        given = {**self.whole.given, **({"report_to": self.whole.report_to} if self.whole.report_to else {})}
+        given = {
+            **self.whole.given,
+            **({"report_to": self.whole.report_to} if self.whole.report_to else {}),
+        }
         names = [name for name in given if name != self.entry.names.model]
         likely = _likely(refusal, given, names)
         if answer["phase"] in {"data", "construct"} or refusal["type"] == "KeyError":
@@ -249,15 +255,13 @@ class _Attempts:
         listed = list(names)
         tried = [self.request(self.without(self.whole, [name])) for name in listed]
         answers = self.server.ask(*tried) if tried else []
-        return [
-            name
-            for name, other in zip(listed, answers, strict=True)
-            if _gone(answer, other)
-        ]
+        return [name for name, other in zip(listed, answers, strict=True) if _gone(answer, other)]
 
     def halve(self, answer: Mapping[str, Any], names: list[str]) -> list[str]:
         """The one argument whose absence changes the refusal, by halves; none where it takes several."""
-        if names and not _gone(answer, *self.server.ask(self.request(self.without(self.whole, names)))):
+        if names and not _gone(
+            answer, *self.server.ask(self.request(self.without(self.whole, names)))
+        ):
             return []
         while len(names) > 1:
             middle = len(names) // 2
@@ -272,7 +276,13 @@ class _Attempts:
 
     def data(self) -> list[str]:
         """The arguments that name data."""
-        listed = (self.entry.names.data, "dataset_name", "datasets", "dataset_mixer", "dataset_config")
+        listed = (
+            self.entry.names.data,
+            "dataset_name",
+            "datasets",
+            "dataset_mixer",
+            "dataset_config",
+        )
         return [name for name in dict.fromkeys(listed) if name in self.whole.given]
 
     def without(self, whole: Arguments, names: Iterable[str]) -> Arguments:
@@ -289,9 +299,7 @@ class _Attempts:
         if self.entry.names.model in names:
             added[self.entry.names.model] = "launch/made-up-model"
         left = set(names) & set(whole.report_to and ("report_to",))
-        return replace(
-            whole, given=given, added=added, report_to=() if left else whole.report_to
-        )
+        return replace(whole, given=given, added=added, report_to=() if left else whole.report_to)
 
     def data_names(self) -> tuple[str, ...]:
         """The names of arguments that say which rows are read."""
@@ -330,13 +338,17 @@ def _likely(refusal: Mapping[str, Any], given: Mapping[str, Any], names: list[st
     words = set(re.findall(r"[A-Za-z_][\w.]*", message))
 
     def quoted(value: Any) -> bool:
-        texts = value if isinstance(value, list | tuple) else list(value.values()) if isinstance(value, dict) else [value]
+        texts = (
+            value
+            if isinstance(value, list | tuple)
+            else list(value.values())
+            if isinstance(value, dict)
+            else [value]
+        )
         return any(len(str(text)) > 2 and str(text) in message for text in texts)
 
     by_name = [name for name in names if name in words or f"--{name}" in message]
-    by_value = [
-        name for name in names if not isinstance(given[name], bool) and quoted(given[name])
-    ]
+    by_value = [name for name in names if not isinstance(given[name], bool) and quoted(given[name])]
     by_code = [name for name in names if re.search(rf"\b{re.escape(name)}\b", code)]
     return list(dict.fromkeys([*by_name, *by_value, *by_code]))
 
@@ -420,4 +432,3 @@ def _about(code: str, key: str, message: str, every: bool, help: str | None) -> 
 
 def _note(code: str, key: str | None, message: str) -> Finding:
     return Finding(severity="note", layer="launch", code=code, key=key, message=message)
-

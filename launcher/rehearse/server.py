@@ -1,4 +1,4 @@
-"""A fork server in the trainer's Python: it imports the training script's packages once, then forks per request.
+"""A fork server in the trainer's Python: it imports the training script's packages once, then forks.
 
 Standard library alone until the packages are imported; nothing of launch. The first line of stdin sets
 it up, `{"backend": ..., "paths": [...], "stage": ..., "jobs": 2}`; every further line is a request

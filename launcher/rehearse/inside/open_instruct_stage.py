@@ -1,4 +1,4 @@
-"""open-instruct's `finetune.py`, `dpo_tune_cache.py` and `dpo.py`, asked what they make of a stage's arguments."""
+"""open-instruct's scripts (`finetune.py`, `dpo_tune_cache.py`, `dpo.py`) on the CPU, with few rows."""
 
 from __future__ import annotations
 
@@ -87,14 +87,12 @@ def answer(request: dict[str, Any], seen: dict[str, Any]) -> None:
 
 def run(request: dict[str, Any], seen: dict[str, Any]) -> None:
     """Parse; then the script's own `main` on the small model and few rows."""
-    script = importlib.import_module(f"open_instruct.{_MODULES[request['entry']]}")
+    script: Any = importlib.import_module(f"open_instruct.{_MODULES[request['entry']]}")
     from open_instruct.dataset_transformation import TokenizerConfig
     from open_instruct.utils import ArgumentParserPlus
 
-    if request["entry"] == "sft":
-        kind = script.FlatArguments
-    else:
-        kind = script.dpo_utils.DPOExperimentConfig
+    sft = request["entry"] == "sft"
+    kind = script.FlatArguments if sft else script.dpo_utils.DPOExperimentConfig
     # as a command line is read, from sys.argv: ArgumentParserPlus looks there for a YAML file
     sys.argv = [script.__file__, *request["words"]]
     parser = ArgumentParserPlus((kind, TokenizerConfig))
@@ -105,12 +103,15 @@ def run(request: dict[str, Any], seen: dict[str, Any]) -> None:
     if request["level"] == "parse":
         return
     supply_for_cpu()
-    small_data(script, request, seen, arguments.max_seq_length)
+    small_data(arguments, request, seen)
     name = arguments.model_name_or_path
     if tokenizer.tokenizer_name_or_path in (None, name):
         tokenizer.tokenizer_name_or_path = request["model"]
     arguments.model_name_or_path = request["model"]
-    if getattr(arguments, "config_name", None) not in (None, name) and request["entry"] != "dpo_olmo_core":
+    if request["entry"] == "dpo_olmo_core":
+        # which model OLMo-core builds goes by this name (olmo_core_utils.py:234)
+        arguments.config_name = arguments.config_name or name
+    elif getattr(arguments, "config_name", None) not in (None, name):
         arguments.config_name = request["model"]
     if hasattr(script, "snapshot_download"):
         script.snapshot_download = lambda name, **_: name
@@ -120,7 +121,9 @@ def run(request: dict[str, Any], seen: dict[str, Any]) -> None:
     with steps.losses() as heard:
         script.main(arguments, tokenizer)
     seen["losses"] = heard
-    if getattr(arguments, "cache_dataset_only", False) or getattr(arguments, "cache_logprobs_only", False):
+    if getattr(arguments, "cache_dataset_only", False) or getattr(
+        arguments, "cache_logprobs_only", False
+    ):
         return
     steps.require_finite(heard)
     seen["phase"] = "save"
@@ -133,7 +136,7 @@ def run(request: dict[str, Any], seen: dict[str, Any]) -> None:
         steps.load_again(out)
 
 
-def small_data(script: Any, request: dict[str, Any], seen: dict[str, Any], longest: int) -> None:
+def small_data(arguments: Any, request: dict[str, Any], seen: dict[str, Any]) -> None:
     """Few rows of each set, described once they are tokenised, and short when they are trained on."""
     import datasets
     import open_instruct.dataset_transformation as transformation
@@ -151,17 +154,19 @@ def small_data(script: Any, request: dict[str, Any], seen: dict[str, Any], longe
 
     def prepared(*args: Any, **kwargs: Any) -> Any:
         made = prepare(*args, **kwargs)
-        seen["data"] = rows.describe(made, longest, request.get("special") or {})
+        seen["data"] = rows.describe(made, arguments.max_seq_length, request.get("special") or {})
         if not seen["data"].get("rows"):
             raise steps.Refused("no row is left after the trainer has prepared the data")
         seen["phase"] = "construct"
+        # packing fills rows of this length, and OLMo-core first tries a batch of it
+        arguments.max_seq_length = min(arguments.max_seq_length, rows.TOKENS)
         return rows.shorten(made)
 
     rows.replace_everywhere("open_instruct", "get_cached_dataset_tulu", prepare, prepared)
 
 
 def supply_for_cpu() -> None:
-    """What a CPU lacks and the scripts take for granted; the probe supplies the same (watching/supplies.py)."""
+    """What a CPU lacks and the scripts take for granted, as the probe supplies it (watching/supplies.py)."""
     import open_instruct.utils as utils
     import torch
     import torch.distributed as dist

@@ -28,7 +28,9 @@ class AnySplit(dict[str, Any]):
         return self.rows
 
 
-def limit(load: Callable[..., Any], request: dict[str, Any], seen: dict[str, Any]) -> Callable[..., Any]:
+def limit(
+    load: Callable[..., Any], request: dict[str, Any], seen: dict[str, Any]
+) -> Callable[..., Any]:
     """`datasets.load_dataset` that gives the first rows of each set; a hub set not here gets a stand-in."""
     import datasets
 
@@ -46,7 +48,9 @@ def limit(load: Callable[..., Any], request: dict[str, Any], seen: dict[str, Any
         local = path in _FILES or os.path.exists(str(path))
         if local and not kwargs.get("streaming"):
             kwargs.pop("num_proc", None)
-            return each(load(path, *args, **{**kwargs, "streaming": True}), lambda one: read(one, count))
+            return each(
+                load(path, *args, **{**kwargs, "streaming": True}), lambda one: read(one, count)
+            )
         try:
             loaded = load(path, *args, **kwargs)
         except absent:
@@ -79,15 +83,17 @@ def read(stream: Any, count: int) -> Any:
 
 
 def head(rows: Any, count: int) -> Any:
-    return rows.select(range(min(count, len(rows)))) if hasattr(rows, "select") else rows.take(count)
+    return (
+        rows.select(range(min(count, len(rows)))) if hasattr(rows, "select") else rows.take(count)
+    )
 
 
 def replace_everywhere(package: str, name: str, old: Any, new: Any) -> None:
     """Put `new` where modules of a package have imported `old` under a name."""
     for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").partition(".")[0] in {package, "datasets"}:
-            if module.__dict__.get(name) is old:
-                setattr(module, name, new)
+        top = getattr(module, "__name__", "").partition(".")[0]
+        if top in {package, "datasets"} and module.__dict__.get(name) is old:
+            setattr(module, name, new)
 
 
 def shorten(rows: Any) -> Any:
@@ -140,7 +146,11 @@ def describe(rows: Any, longest: int | None, special: dict[str, int | None]) -> 
 def tokens(row: dict[str, Any]) -> list[list[int]]:
     """The sequences of one prepared row: one of SFT, two of a pair."""
     listed = {key: as_list(value) for key, value in row.items()}
-    for names in (("chosen_input_ids", "rejected_input_ids"), ("chosen_ids", "rejected_ids"), ("input_ids",)):
+    for names in (
+        ("chosen_input_ids", "rejected_input_ids"),
+        ("chosen_ids", "rejected_ids"),
+        ("input_ids",),
+    ):
         if all(name in listed for name in names):
             return [listed.get("prompt_ids", []) + listed[name] for name in names]
     return []
@@ -155,7 +165,7 @@ def labels(row: dict[str, Any]) -> int:
     if "chosen_ids" in listed:
         return min(len(listed["chosen_ids"]), len(listed.get("rejected_ids", [])))
     if "labels" in listed:
-        return sum(label != -100 for label in listed["labels"])
+        return sum(int(label != -100) for label in listed["labels"])
     masks = [listed[name] for name in _MASKS if name in listed]
     if masks:
         return sum(all(column) for column in zip(*masks, strict=False))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import os
 import shutil
 from typing import Any
@@ -22,7 +24,17 @@ MOST_PARAMETERS = 4e8
 KINDS = 6
 """Layers kept at most, where a model has layers of several kinds."""
 # what a model's folder holds beside weights and other formats of them
-_SKIPPED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
+_SKIPPED = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".onnx",
+    ".h5",
+    ".msgpack",
+    ".index.json",
+)
 _LARGEST_FILE = 100 << 20
 
 
@@ -31,19 +43,19 @@ class NoShrink(Exception):
 
 
 def source_folder(name: str, revision: str | None) -> str | None:
-    """The folder that holds a model's files: a local one, or that of the hub's cache; None where neither is."""
+    """The folder that holds a model's files, a local one or one in the hub's cache; None without either."""
     if os.path.isdir(name):
         return name
     from huggingface_hub import snapshot_download
 
     try:
-        return snapshot_download(name, revision=revision, local_files_only=True)
+        return str(snapshot_download(name, revision=revision, local_files_only=True))
     except (OSError, ValueError):
         return None
 
 
 def make(folder: str | None, out: str, shape: dict[str, Any] | None) -> list[str]:
-    """Write the shrunk model and the tokenizer of `folder` into `out`; the notes on what is not the run's own.
+    """Write the shrunk model and the tokenizer of `folder` into `out`; what of them is not the run's own.
 
     Without a folder, or without a config.json in it, `shape` (a config as JSON) stands in.
     """
@@ -73,15 +85,13 @@ def copy_small_files(folder: str, out: str) -> None:
     """What lies beside a model's weights: config, tokenizer, chat template, generation config."""
     for name in os.listdir(folder):
         path = os.path.join(folder, name)
-        if os.path.isfile(path) and not name.endswith(_SKIPPED):
-            if os.path.getsize(path) <= _LARGEST_FILE:
-                shutil.copyfile(path, os.path.join(out, name))
+        small = os.path.isfile(path) and os.path.getsize(path) <= _LARGEST_FILE
+        if small and not name.endswith(_SKIPPED):
+            shutil.copyfile(path, os.path.join(out, name))
 
 
 def shrink(config: Any) -> Any:
     """A model of this config with thin layers; where a family refuses such sizes, with few full ones."""
-    import copy
-
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -130,7 +140,10 @@ def cut_layers(part: Any) -> None:
 
 def narrow(part: Any) -> None:
     """Each size at most that of `SIZES`; as many key and value heads as there are heads, or half of them."""
-    heads, shared = getattr(part, "num_attention_heads", None), getattr(part, "num_key_value_heads", None)
+    heads, shared = (
+        getattr(part, "num_attention_heads", None),
+        getattr(part, "num_key_value_heads", None),
+    )
     for name, size in SIZES.items():
         old = getattr(part, name, None)
         if isinstance(old, int) and not isinstance(old, bool):
@@ -142,7 +155,6 @@ def narrow(part: Any) -> None:
 def put(part: Any, name: str, value: Any) -> None:
     """Set an attribute that the config has and lets one set."""
     if getattr(part, name, None) is not None:
-        try:
+        # a config may compute it
+        with contextlib.suppress(Exception):
             setattr(part, name, value)
-        except Exception:  # noqa: S110 - a config may compute it
-            pass

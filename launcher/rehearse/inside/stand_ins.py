@@ -10,7 +10,14 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + "
     "'<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>", "<|begin_of_text|>", "<|eot_id|>")
+SPECIAL = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|pad|>",
+    "<|begin_of_text|>",
+    "<|eot_id|>",
+)
 ROWS = 64
 
 
@@ -39,7 +46,10 @@ def rows(stage: str) -> list[dict[str, Any]]:
     made = []
     for number in range(ROWS):
         question = {"role": "user", "content": f"What is {number} plus {number % 7}?"}
-        answer = {"role": "assistant", "content": f"It is {number + number % 7}. " * (1 + number % 3)}
+        answer = {
+            "role": "assistant",
+            "content": f"It is {number + number % 7}. " * (1 + number % 3),
+        }
         wrong = {"role": "assistant", "content": f"I do not know, perhaps {number}."}
         pair = {"chosen": [question, answer], "rejected": [question, wrong]}
         made.append(pair if stage == "dpo" else {"messages": [question, answer]})

@@ -34,11 +34,11 @@ def losses() -> Iterator[list[float]]:
             heard.append(float(self.detach()))
         return backward(self, *args, **kwargs)
 
-    torch.Tensor.backward = listen  # type: ignore[method-assign]
+    torch.Tensor.backward = listen
     try:
         yield heard
     finally:
-        torch.Tensor.backward = backward  # type: ignore[method-assign]
+        torch.Tensor.backward = backward
 
 
 def require_finite(heard: list[float]) -> None:

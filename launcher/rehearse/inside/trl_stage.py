@@ -74,7 +74,9 @@ def run(request: dict[str, Any], seen: dict[str, Any]) -> None:
     import transformers
 
     script = importlib.import_module(f"trl.scripts.{request['stage']}")
-    parts = script.make_parser().parse_args_and_config(request["words"], fail_with_unknown_args=False)
+    parts = script.make_parser().parse_args_and_config(
+        request["words"], fail_with_unknown_args=False
+    )
     training, model = parts[1], parts[2]
     if request.get("report_to"):
         transformers.integrations.get_reporting_integration_callbacks(request["report_to"])
@@ -107,7 +109,7 @@ def watch(kind: Any, request: dict[str, Any], seen: dict[str, Any]) -> None:
             control.should_training_stop = last
             control.should_evaluate = last and args.eval_strategy != "no"
             control.should_save = last and args.save_strategy != "no"
-            if last:
+            if control.should_evaluate:
                 seen["phase"] = "evaluate"
 
     train, save = kind.train, kind.save_model
@@ -123,10 +125,12 @@ def watch(kind: Any, request: dict[str, Any], seen: dict[str, Any]) -> None:
         if hasattr(self.eval_dataset, "column_names"):
             self.eval_dataset = rows.shorten(rows.head(self.eval_dataset, 8))
         self.add_callback(Two())
-        before = {n: p.detach().clone() for n, p in self.model.named_parameters() if p.requires_grad}
+        before = {
+            n: p.detach().clone() for n, p in self.model.named_parameters() if p.requires_grad
+        }
         seen["phase"] = "train"
         result = train(self, *args, **kwargs)
-        after = dict(self.model.named_parameters())
+        seen["phase"] = "train"
         seen["moved"] = steps.compare(before, dict(self.model.named_parameters()))
         return result
 

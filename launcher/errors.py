@@ -20,7 +20,7 @@ DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """The numbers of an OSError that a full disk, or a quota, is."""
 
 Severity = Literal["error", "warning", "note"]
-Layer = Literal["parser", "run", "launch"]
+Layer = Literal["parser", "run", "launch", "trainer"]
 
 
 class Exit(IntEnum):
@@ -41,7 +41,8 @@ class Finding:
     """One thing worth saying about a config, a plan or a machine.
 
     `layer` tells who objects: `parser` is upstream's own parser and `__post_init__`, `run` is
-    upstream later on (a crash, or a value that does nothing), `launch` is our own format and rules.
+    upstream later on (a crash, or a value that does nothing), `launch` is our own format and rules,
+    `trainer` is the training script itself in a rehearsal.
     `code` is stable and listed in docs/findings.md; `line` is 1-based. `override` is the `key=value` that
     set what it is about, where one did: then there is no line.
     """

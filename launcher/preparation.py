@@ -160,6 +160,19 @@ class Asked:
         return devices.choose(self.gpus, self.named, self.seen or devices.look(os.environ))
 
 
+def judge(request: Request, *, running: bool = False) -> tuple[stages.Judged, Trainer]:
+    """Load and check a stage file, and find the Python that trains it. Raises InvalidConfig or NotReady."""
+    loaded = config.load(request.config, request.overrides)
+    backend, checkout = stages.backend_of(loaded), None
+    locator = Locator(checkout=request.checkout, allow_unpinned=request.allow_unpinned)
+    if backend == "open_instruct":
+        checkout = locator.find(backend).root
+    trainer = machine.find_trainer(request.python, checkout)
+    locator.search = trainer.path
+    judged = stages.judge(loaded, stage=request.stage, locator=locator, running=running)
+    return replace(judged, findings=_allowed(request, judged.findings)), trainer
+
+
 def ask(request: Request, *, running: bool) -> Asked:
     """Load and judge a stage file. Raises InvalidConfig, NotReady or UsageError."""
     named, count = devices.named(request.devices), request.gpus
@@ -169,15 +182,8 @@ def ask(request: Request, *, running: bool) -> Asked:
         # a dry run looks at no GPU, and would plan for what no start gets
         message = f"--gpus {count}, but --devices names {len(named)}"
         raise usage("bad-devices", message, f"--gpus {len(named)}, or leave it out")
-    loaded = config.load(request.config, request.overrides)
-    backend, checkout = stages.backend_of(loaded), None
-    locator = Locator(checkout=request.checkout, allow_unpinned=request.allow_unpinned)
-    if backend == "open_instruct":
-        checkout = locator.find(backend).root
-    trainer = machine.find_trainer(request.python, checkout)
-    locator.search = trainer.path
-    judged = stages.judge(loaded, stage=request.stage, locator=locator, running=running)
-    judged = replace(judged, findings=_allowed(request, judged.findings))
+    judged, trainer = judge(request, running=running)
+    backend = stages.backend_of(judged.config)
     stage = stages.validate(judged, strict=request.strict)
     if not request.probe:
         stage = replace(stage, options=replace(stage.options, probe=None))

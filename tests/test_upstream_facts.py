@@ -507,7 +507,6 @@ FACTS = {
     "open_instruct/dpo.py:70": 'trainer_callbacks["gpu_memory"] = callbacks.GPUMemor',
     "open_instruct/dpo.py:76": "if args.with_tracking:",
     "open_instruct/dpo_utils.py:255": "max_seq_length: int | None = field(",
-    "open_instruct/dpo_utils.py:364": "def compute_reference_cache_hash(args: DPOExperiment",
     "open_instruct/dpo_utils.py:992": 'output = model(concatenated_batch["concatenated_inpu',
     "open_instruct/finetune.py:540": "config = AutoConfig.from_pretrained(",
     "open_instruct/olmo_core_train_modules.py:126": "rank_microbatch_size_tokens = sample_microbatch_size",

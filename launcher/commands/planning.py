@@ -1,4 +1,4 @@
-"""`launch plan`, `doctor`, `prepare`, `ladder`, `bench`, `tune`: before the long run."""
+"""`launch plan`, `doctor`, `rehearse`, `prepare`, `ladder`, `bench`, `tune`: before the long run."""
 
 from __future__ import annotations
 
@@ -86,6 +86,25 @@ def doctor(
         return Exit.OK
     data, lines = state.as_json(), state.lines()
     return answer("doctor", shared.format, data, lines, state.findings, state.exit_code)
+
+
+@app.command(epilog="Example: launch rehearse configs/tulu/sft_qwen7b_25pct.yaml")
+@takes(*REQUEST, "strict")
+def rehearse(
+    shared: Shared,
+    again: bool = Option(False, "--again", help="do not reuse the result of the same rehearsal"),
+) -> Exit:
+    """Run two steps of the real script on the CPU: a tiny model of the same kind, your first 64 rows."""
+    from launcher import preparation
+    from launcher.rehearse import rehearsal
+
+    judged, trainer = preparation.judge(shared.request())
+    if judged.schema is not None:
+        shared.show_progress("rehearsing; the trainer's packages are imported first")
+    done = rehearsal.rehearse(judged, trainer, anew=again)
+    found = rehearsal.combined(judged.findings, done.findings)
+    code = Exit.CONFIG if errors(found, strict=shared.strict) else Exit.OK
+    return answer("rehearse", shared.format, done.as_json(), done.lines(), found, code)
 
 
 @app.command(epilog="Example: launch prepare configs/tulu/sft_qwen7b_25pct.yaml --gpus 8")

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from launcher.upstream import Locator
 
 LISTED = (
-    "sft", "dpo", "validate-config", "plan", "prepare", "ladder", "pipeline", "bench", "tune", "runs",
+    "sft", "dpo", "validate-config", "rehearse", "plan", "prepare", "ladder", "pipeline", "bench", "tune",
+    "runs",
     "attach", "logs", "stop", "check", "report", "doctor", "explain", "schema", "pin", "cache", "exec",
 )  # fmt: skip
 """The commands in the order in which one meets them; whatever is not named here comes last."""

@@ -1,0 +1,5 @@
+"""The rehearsal: a stage's own training script on the CPU, with a tiny model and the run's first rows.
+
+`ask` talks to the trainer's Python, where `server` and `inside/` run; `arguments` makes a stage harmless;
+`rehearsal` turns what was refused and seen into findings. Start reading at `rehearsal.rehearse`.
+"""

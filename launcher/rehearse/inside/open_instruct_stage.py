@@ -1,0 +1,215 @@
+"""open-instruct's scripts (`finetune.py`, `dpo_tune_cache.py`, `dpo.py`) on the CPU, with few rows."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+from . import rows, steps
+from .trl_stage import listen_to_warnings, shrink_model
+
+_NEEDED = {"open_instruct", "torch", "transformers", "datasets", "accelerate", "olmo_core"}
+_MODULES = {"sft": "finetune", "dpo": "dpo_tune_cache", "dpo_olmo_core": "dpo"}
+
+
+class Dummies(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports packages that are not installed as modules in which every name is an empty class."""
+
+    def __init__(self) -> None:
+        self.packages: set[str] = set()
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name.partition(".")[0] not in self.packages:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        def attribute(name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return type(name, (), {})
+
+        module.__getattr__ = attribute  # type: ignore[method-assign]
+
+
+DUMMIES = Dummies()
+
+
+def import_with_dummies(name: str) -> None:
+    """dpo.py imports packages for other scripts' sake, vllm and docker among them (data_loader.py:29)."""
+    sys.meta_path.append(DUMMIES)
+    while True:
+        try:
+            importlib.import_module(name)
+            return
+        except ModuleNotFoundError as error:
+            top = (error.name or "").partition(".")[0]
+            if not top or top in DUMMIES.packages or top in _NEEDED:
+                raise
+            DUMMIES.packages.add(top)
+            for module in [one for one in sys.modules if one.startswith("open_instruct")]:
+                del sys.modules[module]
+
+
+def load(setup: dict[str, Any]) -> None:
+    """Import once what every request needs; the checkout is among the paths."""
+    import datasets
+    import torch
+    import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+
+    name = f"open_instruct.{_MODULES[setup['stage']]}"
+    if setup["stage"] == "dpo_olmo_core":
+        import_with_dummies(name)
+    importlib.import_module(name)
+    torch.set_num_threads(1)
+    datasets.disable_caching()
+    rows.prepare_in_process()
+    datasets.disable_progress_bars()
+
+
+def answer(request: dict[str, Any], seen: dict[str, Any]) -> None:
+    """One request: `shrink` makes the small model, `run` rehearses. Raises what the script raises."""
+    if request["kind"] == "shrink":
+        shrink_model(request, seen)
+        return
+    warned = listen_to_warnings(seen)
+    seen["notes"] += [["package", package] for package in sorted(DUMMIES.packages)]
+    try:
+        run(request, seen)
+    finally:
+        seen["warnings"] = list(dict.fromkeys(line[:300] for line in warned))[:20]
+
+
+def run(request: dict[str, Any], seen: dict[str, Any]) -> None:
+    """Parse; then the script's own `main` on the small model and few rows."""
+    script: Any = importlib.import_module(f"open_instruct.{_MODULES[request['entry']]}")
+    from open_instruct.dataset_transformation import TokenizerConfig
+    from open_instruct.utils import ArgumentParserPlus
+
+    sft = request["entry"] == "sft"
+    kind = script.FlatArguments if sft else script.dpo_utils.DPOExperimentConfig
+    # as a command line is read, from sys.argv: ArgumentParserPlus looks there for a YAML file
+    sys.argv = [script.__file__, *request["words"]]
+    parser = ArgumentParserPlus((kind, TokenizerConfig))
+    if request["entry"] == "dpo_olmo_core":
+        arguments, tokenizer = parser.parse()
+    else:
+        arguments, tokenizer = parser.parse_args_into_dataclasses()
+    if request["level"] == "parse":
+        return
+    supply_for_cpu()
+    small_data(arguments, request, seen)
+    name = arguments.model_name_or_path
+    if tokenizer.tokenizer_name_or_path in (None, name):
+        tokenizer.tokenizer_name_or_path = request["model"]
+    arguments.model_name_or_path = request["model"]
+    if request["entry"] == "dpo_olmo_core":
+        # which model OLMo-core builds goes by this name (olmo_core_utils.py:234)
+        arguments.config_name = arguments.config_name or name
+    elif getattr(arguments, "config_name", None) not in (None, name):
+        arguments.config_name = request["model"]
+    if hasattr(script, "snapshot_download"):
+        script.snapshot_download = lambda name, **_: name
+    if request["entry"] == "dpo_olmo_core":
+        shrink_olmo_core(script)
+    seen["phase"] = "construct"
+    with steps.losses() as heard:
+        script.main(arguments, tokenizer)
+    seen["losses"] = heard
+    if getattr(arguments, "cache_dataset_only", False) or getattr(
+        arguments, "cache_logprobs_only", False
+    ):
+        return
+    steps.require_finite(heard)
+    seen["phase"] = "save"
+    out = arguments.output_dir
+    out = os.path.join(out, "hf_model") if request["entry"] == "dpo_olmo_core" else out
+    saved = steps.look_at_saved(out, request["model"])
+    seen["moved"], seen["raw"] = saved["moved"], saved.get("raw", False)
+    seen["phase"] = "load"
+    if not seen["raw"]:
+        steps.load_again(out)
+
+
+def small_data(arguments: Any, request: dict[str, Any], seen: dict[str, Any]) -> None:
+    """Few rows of each set, described once they are tokenised, and short when they are trained on."""
+    import datasets
+    import open_instruct.dataset_transformation as transformation
+
+    real = datasets.load_dataset
+    rows.replace_everywhere("open_instruct", "load_dataset", real, rows.limit(real, request, seen))
+    transformation.get_commit_hash = lambda *_, **__: "0" * 40
+    update = transformation.DatasetConfig.update_range
+
+    def at_most(self: Any, dataset_range: int) -> Any:
+        return update(self, min(dataset_range, request["rows"]))
+
+    transformation.DatasetConfig.update_range = at_most
+    prepare = transformation.get_cached_dataset_tulu
+
+    def prepared(*args: Any, **kwargs: Any) -> Any:
+        made = prepare(*args, **kwargs)
+        seen["data"] = rows.describe(made, arguments.max_seq_length, request.get("special") or {})
+        if not seen["data"].get("rows"):
+            raise steps.Refused("no row is left after the trainer has prepared the data")
+        seen["phase"] = "construct"
+        # packing fills rows of this length, and OLMo-core first tries a batch of it
+        arguments.max_seq_length = min(arguments.max_seq_length, rows.TOKENS)
+        return rows.shorten(made)
+
+    rows.replace_everywhere("open_instruct", "get_cached_dataset_tulu", prepare, prepared)
+
+
+def supply_for_cpu() -> None:
+    """What a CPU lacks and the scripts take for granted, as the probe supplies it (watching/supplies.py)."""
+    import open_instruct.utils as utils
+    import torch
+    import torch.distributed as dist
+
+    for name in ("max_memory_allocated", "max_memory_reserved", "current_device", "set_device"):
+        # one function a name: torch.compile's own table refuses one object under two of its names
+        setattr(torch.cuda, name, constant(0))
+    properties = type("Properties", (), {"name": "cpu", "total_memory": 1})
+    torch.cuda.get_device_properties = constant(properties)
+    utils.ModelDims.calculate_mfu = constant(0.0)
+    utils.ModelDims.approximate_learner_utilization = constant({"mfu": 0.0})
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def constant(value: Any) -> Callable[..., Any]:
+    """A function that gives one value, whatever it is asked."""
+    return lambda *_, **__: value
+
+
+def shrink_olmo_core(script: Any) -> None:
+    """dpo.py builds its model by a name of OLMo-core's: the same with two thin layers, on one process."""
+    from olmo_core.train.callbacks import gpu_memory_monitor
+
+    real = script.olmo_core_utils.get_transformer_config
+
+    def small(*args: Any, **kwargs: Any) -> Any:
+        config = real(*args, **kwargs)
+        config.n_layers, config.d_model = 2, 64
+        blocks = config.block.values() if isinstance(config.block, dict) else [config.block]
+        for block in blocks:
+            heads = block.sequence_mixer
+            shared = heads.n_kv_heads not in (None, heads.n_heads)
+            heads.n_heads, heads.n_kv_heads = 4, 2 if shared else heads.n_kv_heads and 4
+            heads.head_dim = heads.head_dim and 16
+            if block.feed_forward is not None:
+                block.feed_forward.hidden_size = 128
+        return config
+
+    script.olmo_core_utils.get_transformer_config = small
+    # it would ask for NCCL beside gloo; the process group of one process is there
+    script.train.prepare_training_environment = constant(None)
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", NUM_NODES="1")
+    for name in ("pre_train", "pre_step", "post_step"):
+        setattr(gpu_memory_monitor.GPUMemoryMonitorCallback, name, constant(None))

@@ -1,0 +1,195 @@
+"""The first rows of a run's data, and what became of them once the trainer had tokenised them."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from . import stand_ins
+
+TOKENS = 256
+"""Tokens that are trained on of each row: the whole row has been prepared by then."""
+_FILES = {"json", "csv", "parquet", "arrow", "text", "pandas"}
+_HUB_NAME = re.compile(r"^[\w.-]+/[\w.-]+$")
+_MASKS = ("completion_mask", "assistant_masks")
+
+
+class AnySplit(dict[str, Any]):
+    """The splits of a data set that is not on this machine: it has every one that is asked for."""
+
+    def __init__(self, rows: Any) -> None:
+        super().__init__(train=rows, test=rows)
+        self.rows = rows
+
+    def __missing__(self, split: str) -> Any:
+        return self.rows
+
+
+def limit(
+    load: Callable[..., Any], request: dict[str, Any], seen: dict[str, Any]
+) -> Callable[..., Any]:
+    """`datasets.load_dataset` that gives the first rows of each set; a hub set not here gets a stand-in."""
+    import datasets
+
+    absent = (ConnectionError, datasets.exceptions.DatasetNotFoundError)
+    count = request["rows"]
+
+    def load_few(path: Any, *args: Any, **kwargs: Any) -> Any:
+        seen["phase"] = "data"
+        loaded = load_some(path, *args, **kwargs)
+        seen["phase"] = "construct"
+        return loaded
+
+    def load_some(path: Any, *args: Any, **kwargs: Any) -> Any:
+        # a hub's name may be a folder's too; a saved set (`save_to_disk`) is refused as it would be
+        local = path in _FILES or os.path.exists(str(path))
+        if local and not kwargs.get("streaming"):
+            kwargs.pop("num_proc", None)
+            return each(
+                load(path, *args, **{**kwargs, "streaming": True}), lambda one: read(one, count)
+            )
+        try:
+            loaded = load(path, *args, **kwargs)
+        except absent:
+            if local or not _HUB_NAME.match(str(path)):
+                raise
+            seen["notes"].append(["data", str(path)])
+            made = datasets.Dataset.from_list(stand_ins.rows(request["stage"])[:count])
+            made = made.to_iterable_dataset() if kwargs.get("streaming") else made
+            return made if kwargs.get("split") else AnySplit(made)
+        return each(loaded, lambda one: head(one, count))
+
+    return load_few
+
+
+def each(loaded: Any, change: Callable[[Any], Any]) -> Any:
+    """The same change to every split of what was loaded."""
+    if not isinstance(loaded, dict):
+        return change(loaded)
+    import datasets
+
+    return datasets.DatasetDict({split: change(rows) for split, rows in loaded.items()})
+
+
+def read(stream: Any, count: int) -> Any:
+    """The first rows of a stream as a data set in memory."""
+    import datasets
+
+    rows = list(stream.take(count))
+    return datasets.Dataset.from_list(rows, features=stream.features if not rows else None)
+
+
+def head(rows: Any, count: int) -> Any:
+    return (
+        rows.select(range(min(count, len(rows)))) if hasattr(rows, "select") else rows.take(count)
+    )
+
+
+def replace_everywhere(package: str, name: str, old: Any, new: Any) -> None:
+    """Put `new` where modules of a package have imported `old` under a name."""
+    for module in list(sys.modules.values()):
+        top = getattr(module, "__name__", "").partition(".")[0]
+        if top in {package, "datasets"} and module.__dict__.get(name) is old:
+            setattr(module, name, new)
+
+
+def prepare_in_process() -> None:
+    """Have `map` and `filter` of data sets start no processes: for few rows that takes longer.
+
+    Their sockets would also lie in the temporary folder, whose path may be longer than a socket's.
+    """
+    import datasets
+
+    for name in ("map", "filter"):
+        old = getattr(datasets.Dataset, name)
+
+        def alone(*args: Any, old: Callable[..., Any] = old, **kwargs: Any) -> Any:
+            if isinstance(kwargs.get("num_proc"), int) and kwargs["num_proc"] > 0:
+                kwargs["num_proc"] = None
+            return old(*args, **kwargs)
+
+        setattr(datasets.Dataset, name, alone)
+
+
+def shorten(rows: Any) -> Any:
+    """Rows of at most `TOKENS` tokens, so that a CPU trains on them in a moment."""
+
+    def cut(row: dict[str, Any]) -> dict[str, Any]:
+        short = {
+            key: value[:TOKENS] if isinstance(value, list) and len(value) > TOKENS else value
+            for key, value in row.items()
+        }
+        if isinstance(row.get("seq_lengths"), list):
+            left, lengths = TOKENS, []
+            for length in row["seq_lengths"]:
+                if left > 0:
+                    lengths.append(min(length, left))
+                left -= length
+            short["seq_lengths"] = lengths
+        return short
+
+    return rows.map(cut) if hasattr(rows, "column_names") and rows.column_names else rows
+
+
+def describe(rows: Any, longest: int | None, special: dict[str, int | None]) -> dict[str, Any]:
+    """Of prepared rows: how many, tokens a row, how many are cut, empty, or have no trained token.
+
+    `longest` is the limit in tokens, `special` the ids of the tokens whose presence is counted.
+    """
+    if not hasattr(rows, "__len__"):
+        return {}
+    lengths, trained, masked, cut = [], 0, 0, 0
+    present = dict.fromkeys(special, 0)
+    for row in rows:
+        parts = tokens(row)
+        ids = [token for part in parts for token in part]
+        own = max((len(part) for part in parts), default=0)
+        lengths.append(own)
+        learned = labels(row)
+        trained += learned
+        masked += learned == 0
+        cut += longest is not None and own >= longest
+        for name, number in special.items():
+            present[name] += number in ids
+    return {
+        "rows": len(lengths), "tokens": sum(lengths), "longest": max(lengths, default=0),
+        "empty": sum(length == 0 for length in lengths), "masked": masked, "cut": cut,
+        "trained": trained, "present": present,
+    }  # fmt: skip
+
+
+def tokens(row: dict[str, Any]) -> list[list[int]]:
+    """The sequences of one prepared row: one of SFT, two of a pair."""
+    listed = {key: as_list(value) for key, value in row.items()}
+    for names in (
+        ("chosen_input_ids", "rejected_input_ids"),
+        ("chosen_ids", "rejected_ids"),
+        ("input_ids",),
+    ):
+        if all(name in listed for name in names):
+            return [listed.get("prompt_ids", []) + listed[name] for name in names]
+    return []
+
+
+def labels(row: dict[str, Any]) -> int:
+    """How many tokens of a prepared row count in the loss; of a pair, of the answer that has fewer."""
+    listed = {key: as_list(value) for key, value in row.items()}
+    pairs = [listed[key] for key in ("chosen_labels", "rejected_labels") if key in listed]
+    if pairs:
+        return min(sum(int(label != -100) for label in part) for part in pairs)
+    if "chosen_ids" in listed:
+        return min(len(listed["chosen_ids"]), len(listed.get("rejected_ids", [])))
+    if "labels" in listed:
+        return sum(int(label != -100) for label in listed["labels"])
+    masks = [listed[name] for name in _MASKS if name in listed]
+    if masks:
+        return sum(all(column) for column in zip(*masks, strict=False))
+    return len(listed.get("input_ids", []))
+
+
+def as_list(value: Any) -> list[Any]:
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return value if isinstance(value, list) else []

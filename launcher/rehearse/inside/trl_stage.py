@@ -1,0 +1,142 @@
+"""TRL's `scripts/sft.py` and `scripts/dpo.py`, asked what they make of a stage's arguments."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import warnings
+from typing import Any
+
+from . import rows, shrink, steps
+
+
+def load(setup: dict[str, Any]) -> None:
+    """Import once what every request needs."""
+    import datasets
+    import datasets.packaged_modules.json.json
+    import peft  # noqa: F401
+    import torch
+    import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+    from trl import DPOTrainer, SFTTrainer  # noqa: F401
+
+    importlib.import_module("trl.scripts.sft")
+    importlib.import_module("trl.scripts.dpo")
+    torch.set_num_threads(1)
+    datasets.disable_caching()
+    rows.prepare_in_process()
+    datasets.disable_progress_bars()
+
+
+def answer(request: dict[str, Any], seen: dict[str, Any]) -> None:
+    """One request: `shrink` makes the small model, `run` rehearses. Raises what the trainer raises."""
+    if request["kind"] == "shrink":
+        shrink_model(request, seen)
+        return
+    warned = listen_to_warnings(seen)
+    try:
+        run(request, seen)
+    finally:
+        seen["warnings"] = list(dict.fromkeys(line[:300] for line in warned))[:20]
+
+
+def shrink_model(request: dict[str, Any], seen: dict[str, Any]) -> None:
+    """Make the small model of a request; `seen` says what of it is not the run's own."""
+    seen["phase"] = "shrink"
+    folder = shrink.source_folder(request["model"], request.get("revision"))
+    notes = shrink.make(folder, request["out"], request.get("shape"))
+    seen["notes"] += [["model", request["model"]]] if folder is None else []
+    seen["notes"] += [["tokenizer", request["model"]]] if notes else []
+    seen["special"] = steps.special_tokens(request["out"])
+
+
+def listen_to_warnings(seen: dict[str, Any]) -> list[str]:
+    """Warnings of the libraries, as they come."""
+    heard: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage().splitlines()[0] if record.getMessage() else "")
+
+    handler = Handler(logging.WARNING)
+    for name in ("transformers", "trl", "accelerate", "peft"):
+        logging.getLogger(name).addHandler(handler)
+
+    def show(message: Any, category: type[Warning], *_: Any, **__: Any) -> None:
+        if issubclass(category, UserWarning):
+            heard.append(str(message).splitlines()[0] if str(message) else "")
+
+    warnings.showwarning = show
+    warnings.simplefilter("default")
+    return heard
+
+
+def run(request: dict[str, Any], seen: dict[str, Any]) -> None:
+    """Parse; then the script's own `main` on the small model, two steps of it, evaluation, save, load."""
+    import transformers
+
+    script = importlib.import_module(f"trl.scripts.{request['stage']}")
+    parts = script.make_parser().parse_args_and_config(
+        request["words"], fail_with_unknown_args=False
+    )
+    training, model = parts[1], parts[2]
+    if request.get("report_to"):
+        transformers.integrations.get_reporting_integration_callbacks(request["report_to"])
+    if request["level"] == "parse":
+        return
+    import datasets
+    import trl
+
+    real = datasets.load_dataset
+    rows.replace_everywhere("trl", "load_dataset", real, rows.limit(real, request, seen))
+    model.model_name_or_path = request["model"]
+    kind = trl.SFTTrainer if request["stage"] == "sft" else trl.DPOTrainer
+    seen["phase"] = "construct"
+    watch(kind, request, seen)
+    with steps.losses() as heard:
+        script.main(*parts)
+    seen["losses"] = heard
+    steps.require_finite(heard)
+    seen["phase"] = "load"
+    steps.load_again(training.output_dir)
+
+
+def watch(kind: Any, request: dict[str, Any], seen: dict[str, Any]) -> None:
+    """Let the trainer train two steps, evaluate and save; its prepared rows are described before."""
+    from transformers import TrainerCallback
+
+    class Two(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            last = state.global_step >= steps.STEPS
+            control.should_training_stop = last
+            control.should_evaluate = last and args.eval_strategy != "no"
+            control.should_save = last and args.save_strategy != "no"
+            if control.should_evaluate:
+                seen["phase"] = "evaluate"
+
+    train, save = kind.train, kind.save_model
+
+    def train_two(self: Any, *args: Any, **kwargs: Any) -> Any:
+        special = request.get("special") or {}
+        longest = getattr(self.args, "max_length", None)
+        seen["data"] = rows.describe(self.train_dataset, longest, special)
+        seen["packed"] = bool(getattr(self.args, "packing", False))
+        if seen["data"].get("rows") == 0:
+            raise steps.Refused("no row is left after the trainer has prepared the data")
+        self.train_dataset = rows.shorten(self.train_dataset)
+        if hasattr(self.eval_dataset, "column_names"):
+            self.eval_dataset = rows.shorten(rows.head(self.eval_dataset, 8))
+        self.add_callback(Two())
+        before = {
+            n: p.detach().clone() for n, p in self.model.named_parameters() if p.requires_grad
+        }
+        seen["phase"] = "train"
+        result = train(self, *args, **kwargs)
+        seen["phase"] = "train"
+        seen["moved"] = steps.compare(before, dict(self.model.named_parameters()))
+        return result
+
+    def save_it(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen["phase"] = "save"
+        return save(self, *args, **kwargs)
+
+    kind.train, kind.save_model = train_two, save_it

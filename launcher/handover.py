@@ -126,6 +126,17 @@ class Survey:
     findings: tuple[Finding, ...]
     live: tuple[Step, ...] = ()
 
+    def requests(self, order: Order) -> dict[str, Request]:
+        """The command line of each stage that is to run, with the model that its chain begins from."""
+        steps = [self.steps[link.name] for link in self.links]
+        return {
+            step.link.name: order.request(
+                step.link, step.handed(step.root) if step.link.source else ()
+            )
+            for step in steps
+            if step.root is not None
+        }
+
 
 def survey(order: Order, *, running: bool) -> Survey:
     """Judge every stage that is to run, and what they hand to each other; nothing is started.

@@ -249,6 +249,10 @@ TABLE: tuple[Key, ...] = (
         ),
     ),
     Key(
+        name="rehearse", kind="switch", default="before what takes long: prepare, a job, a series of runs",
+        meaning="whether two steps of the script run on the CPU before it starts, or never do",
+    ),
+    Key(
         name="name", kind="text", takes="a word for the run", default="the file's name",
         meaning="the run's name",
     ),

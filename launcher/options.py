@@ -33,7 +33,8 @@ SCRIPTS = {
 
 # those whose value the table alone judges
 _READ = [KEYS[name] for name in (
-    "attention", "mixed_precision", "batch", "expect", "on_violation", "on_hang", "probe", "name",
+    "attention", "mixed_precision", "batch", "expect", "on_violation", "on_hang", "probe", "rehearse",
+    "name",
 )]  # fmt: skip
 NUM_GPUS = Key(name="num_gpus", kind="number", takes="a whole number", least=0)
 """A key of the wrapped shape alone."""
@@ -75,7 +76,7 @@ class Options:
 
     `script` is the key of a further script of the stage, None for the stage's own. `deepspeed` is a
     file, or None for no DeepSpeed; `attention` are implementations in the order of preference;
-    `probe` is None where training runs without it.
+    `probe` is None where training runs without it; `rehearse` where the file leaves that to the command.
     `slurm` are options of sbatch, None for one without a value; `skypilot` what goes into a task;
     `gates` those limits of a ladder that are not the usual ones.
     """
@@ -92,6 +93,7 @@ class Options:
     on_violation: str = "stop"
     on_hang: str = "report"
     probe: Watch | None = Watch()
+    rehearse: bool | None = None
     name: str | None = None
     gpus: int | None = None
     slurm: Mapping[str, str | None] = field(default_factory=dict)
@@ -156,7 +158,8 @@ def read(
         else Batch(total=batch.get("global"), per_device=batch.get("per_device")),
         expect={point: state or "any" for point, state in (values["expect"] or {}).items()},
         on_violation=values["on_violation"] or "stop", on_hang=values["on_hang"] or "report",
-        probe=None if probe is False else Watch(**watched), name=values["name"],
+        probe=None if probe is False else Watch(**watched),
+        rehearse=values["rehearse"], name=values["name"],
         gpus=values["num_gpus"], slurm=values["slurm"], skypilot=values["skypilot"],
         gates=values["gates"],
     ), findings  # fmt: skip

@@ -46,7 +46,8 @@ class Request:
     """One command line: which stage (None: as the file says), from which file, on what.
 
     `elsewhere`: other machines will train, whose GPUs this one cannot look at. `folder` is the run that
-    is to go on, where that is settled; `runs` is where its folder is made, else where runs live.
+    is to go on, where that is settled; `runs` is where its folder is made, else where runs live. `rehearse`
+    is None where the file, or the command, decides.
     """
 
     stage: str | None
@@ -58,6 +59,7 @@ class Request:
     checkout: Path | None = None
     allow_unpinned: bool = False
     allow_corrupting_overlap: bool = False
+    rehearse: bool | None = None
     strict: bool = False
     probe: bool = True
     final_save: bool = True
@@ -72,7 +74,7 @@ class Request:
 
     def as_json(self) -> dict[str, Any]:
         """What `from_json` reads, but for the folder and the names of machines."""
-        skipped = {"folder", "node_rank", "main_address", "fresh"}
+        skipped = {"folder", "node_rank", "main_address", "fresh", "rehearse"}
         named = [name for name in self.__dataclass_fields__ if name not in skipped]
         return {name: _plain(getattr(self, name)) for name in named}
 

@@ -75,6 +75,7 @@ def _environment(tmp_path: Path) -> Iterator[None]:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         patch.setenv("LAUNCH_GPU_LOCKS", str(tmp_path))
         patch.setenv("LAUNCH_RUNS", str(tmp_path / "runs"))
+        patch.setenv("LAUNCH_REHEARSE", "0")
         before = _environ()
         yield
         changed = [name for name, value in _environ().items() ^ before.items()]

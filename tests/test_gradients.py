@@ -121,7 +121,7 @@ def test_corrupt_gradients_stop_the_run_in_the_step_that_is_wrong(
         assert used == pytest.approx(2 * true, rel=0.02)
     if case["fault"] == "bucket":
         assert used > 10 * true
-    assert found.stopped is not None and found.stopped[1].text("point") == "gradients"
+    assert found.stopped is not None and found.stopped.text("point") == "gradients"
 
 
 @pytest.mark.parametrize("case", UNKNOWN, ids=named)

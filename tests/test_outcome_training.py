@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -65,31 +64,6 @@ def test_an_adapter_at_a_learning_rate_that_moves_nothing_fails(place: Path) -> 
     code, answer = launch(place, *SFT, *words, "expect.trend=any", "output_dir=build/demo/adapter")
     assert (code, status(answer), states(answer)["weights"]) == (1, "fail", "still")
     assert states(answer)["model"] == "saved"
-
-
-@pytest.mark.slow
-def test_rows_that_were_swapped_while_they_were_read_fail_and_are_not_hit(place: Path) -> None:
-    data = place / "swapped"
-    shutil.copytree(place / "build" / "demo" / "data" / "sft", data)
-    rows = data / "train.jsonl"
-    kept = shutil.copy2(rows, place / "kept.jsonl")
-    words = (*SFT, "max_steps=2", "expect.trend=any", f"dataset_name={data}")
-    launch(place, *words, "output_dir=build/demo/swap1", "--detach")
-    run = last_run(place)
-    was = rows.stat()
-    rows.write_text(rows.read_text().replace("the", "xxx"))
-    os.utime(rows, ns=(was.st_atime_ns, was.st_mtime_ns))
-    record = run / "probe" / "rank-0.jsonl"
-    until(lambda: record.exists() and '"step"' in record.read_text())
-    shutil.copy2(kept, rows)
-    until(lambda: (run / "verdict.json").exists())
-    found = json.loads((run / "verdict.json").read_text())
-    (inputs,) = [one for one in found["points"] if one["name"] == "inputs"]
-    assert (found["status"], inputs["state"], inputs["ok"]) == ("fail", "changed", False)
-    assert inputs["detail"]["file"] == str(rows)
-    assert inputs["detail"]["before"] != inputs["detail"]["after"]
-    code, answer = launch(place, *words, "output_dir=build/demo/swap2")
-    assert (code, states(answer)["dataset_cache"], states(answer)["inputs"]) == (0, "miss", "same")
 
 
 @pytest.mark.slow

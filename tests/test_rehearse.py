@@ -15,13 +15,16 @@ from typing import Any
 
 import pytest
 from test_training import needs_open_instruct
+from typer.testing import CliRunner
 
-from launcher.errors import Finding
+from launcher.commands import app
+from launcher.errors import Finding, InvalidConfig, NotReady, not_ready, said
 from launcher.machine import Trainer, find_trainer
 from launcher.preparation import Request, judge
-from launcher.rehearse import ask, rehearsal
+from launcher.rehearse import ask, first, rehearsal
 from launcher.rehearse.ask import Server
 from launcher.rehearse.rehearsal import Rehearsal
+from launcher.stage import Judged
 
 needs_trl = pytest.mark.skipif(
     importlib.util.find_spec("trl") is None, reason="no training packages: trl"
@@ -258,3 +261,109 @@ def test_most_families_of_transformers_shrink() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     failed: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert len(failed) <= 2, failed
+
+
+# --- before something long starts ----------------------------------------------------------------
+
+
+@pytest.fixture
+def rehearsals(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which stage files were rehearsed; the trainer refuses a learning rate of 7."""
+    seen: list[str] = []
+
+    def rehearse(judged: Judged, *_: object, **__: object) -> Rehearsal:
+        seen.append(judged.config.path.name)
+        refused = said("error", "trainer-refuses", "no", None)
+        warned = said("warning", "cut-rows", "half of the rows are cut", None)
+        wrong = judged.config.args.get("learning_rate") == 7
+        return Rehearsal(findings=(refused,) if wrong else (warned,), seconds=1)
+
+    monkeypatch.setattr(rehearsal, "rehearse", rehearse)
+    monkeypatch.delenv(first.VARIABLE)
+    return seen
+
+
+def begun(path: Path, *overrides: str, by_itself: bool, rehearse: bool | None = None) -> list[str]:
+    request = Request(stage=None, config=path, overrides=overrides, rehearse=rehearse)
+    return [one.code for one in first.require({"": request}, print, by_itself=by_itself)]
+
+
+@needs_trl
+def test_who_asks_for_a_rehearsal(stage_file: Path, rehearsals: list[str]) -> None:
+    text = stage_file.read_text()
+    for in_file, by_itself, option, expected in (
+        ("", True, None, 1), ("", False, None, 0), ("", False, True, 1), ("", True, False, 0),
+        ("rehearse: true\n", False, None, 1), ("rehearse: off\n", True, None, 0),
+        ("rehearse: off\n", True, True, 1),
+    ):  # fmt: skip
+        rehearsals.clear()
+        stage_file.write_text(in_file + text)
+        codes = begun(stage_file, by_itself=by_itself, rehearse=option)
+        assert (len(rehearsals), len(codes)) == (expected, expected), (in_file, by_itself, option)
+
+
+@needs_trl
+def test_a_variable_switches_off_what_nobody_asked_for(
+    stage_file: Path, rehearsals: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(first.VARIABLE, "0")
+    assert begun(stage_file, by_itself=True) == []
+    assert begun(stage_file, by_itself=True, rehearse=True) == ["cut-rows"]
+
+
+@needs_trl
+def test_what_the_trainer_refuses_does_not_start(stage_file: Path, rehearsals: list[str]) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        begun(stage_file, "learning_rate=7", by_itself=True)
+    assert [one.code for one in caught.value.findings] == ["trainer-refuses"]
+    # what rules refuse is not rehearsed: whoever starts it says so
+    assert begun(stage_file, "lr_scheduler_type=none", by_itself=True) == []
+    assert rehearsals == [stage_file.name]
+
+
+@needs_trl
+def test_only_who_asked_is_refused_for_a_python_that_cannot_rehearse(
+    stage_file: Path, rehearsals: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rehearse(*_: object, **__: object) -> Rehearsal:
+        raise not_ready("rehearsal-imports", "no trl")
+
+    monkeypatch.setattr(rehearsal, "rehearse", rehearse)
+    assert begun(stage_file, by_itself=True) == ["not-rehearsed"]
+    with pytest.raises(NotReady):
+        begun(stage_file, by_itself=True, rehearse=True)
+
+
+@needs_trl
+@pytest.mark.parametrize("command", [
+    ("sft", "FILE", "--gpus", "0", "--rehearse"),
+    ("ladder", "FILE", "--gpus", "0", "--steps", "5"),
+    ("bench", "FILE", "--cpu", "--vary", "learning_rate=7,1e-3", "--steps", "2"),
+    ("tune", "FILE", "--cpu", "--row-tokens", "80:200", "--budget", "60s"),
+])  # fmt: skip
+def test_commands_that_start_something_long_rehearse_first(
+    command: tuple[str, ...], stage_file: Path, rehearsals: list[str], tmp_path: Path
+) -> None:
+    rate = "7" if command[0] != "bench" else "1e-4"
+    stage_file.write_text(
+        stage_file.read_text() + f"  learning_rate: {rate}\n  output_dir: {tmp_path}/out\n"
+    )
+    words = [str(stage_file) if word == "FILE" else word for word in command]
+    done = CliRunner().invoke(app, words)
+    assert isinstance(done.exception, InvalidConfig), done.output
+    codes = [one.code for one in done.exception.findings if one.severity == "error"]
+    assert codes == ["trainer-refuses"]
+    assert not (tmp_path / "out").exists()
+
+
+@needs_trl
+@pytest.mark.slow
+def test_several_files_at_once(stage_file: Path) -> None:
+    other = stage_file.with_name("other.yaml")
+    other.write_text(stage_file.read_text() + "  dataset_kwargs: {skip_prepare_dataset: true}\n")
+    words = ["validate-config", "--deep", str(stage_file), str(other), "--format", "json"]
+    told = json.loads(CliRunner().invoke(app, words).stdout)
+    assert [one["valid"] for one in told["data"]["files"]] == [True, False]
+    assert [one["code"] for one in told["findings"] if one["severity"] == "error"] == [
+        "trainer-refuses"
+    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ import pytest
 from conftest import Write
 from verdicts import schema_of
 
-from launcher import config, rehearsal, rules
-from launcher import stage as stages
+from launcher import rules
 from launcher.errors import Finding
 from launcher.schema import Values
 
@@ -196,15 +194,6 @@ def test_paths_are_taken_as_they_are() -> None:
             messages = [one.message for one in found(script, **{key: path})]
             assert len(messages) == (folder is not None)
             assert all(f"make a folder {folder}:" in message for message in messages)
-
-
-def test_a_rehearsal_leaves_the_epochs_out(write: Write) -> None:
-    path = write("s.yaml", json.dumps({"stage": "sft", "args": {**SFT, "num_train_epochs": 3}}))
-    full = stages.validate(stages.judge(config.load(path)))
-    words = rehearsal.overrides(full, steps=20, output=Path("out"), batch=8)
-    short = stages.validate(stages.judge(config.load(path, words)))
-    assert not short.values.given("num_train_epochs")
-    assert "conditional-key" not in {finding.code for finding in short.findings}
 
 
 def test_local_files(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:

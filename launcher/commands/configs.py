@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,12 +42,13 @@ app.add_typer(pins, name="pin")
 @app.command(
     "validate-config", epilog="Example: launch validate-config configs/tulu/*.yaml --strict"
 )
-@takes("stage", *SOURCE, "strict")
+@takes("stage", "python", *SOURCE, "strict")
 def validate_config(
     shared: Shared,
     paths: list[Path] = Argument(..., help="stage files, or folders of them", show_default=False),
     fix: bool = Option(False, "--fix", help="rewrite what is mechanical, keep comments"),
     diff: bool = Option(False, "--diff", help="show what --fix would rewrite, write nothing"),
+    deep: bool = Option(False, "--deep", help="ask the trainer too: rehearse each stage file"),
     format: Findings = Option("text", "--format", help="json for machines, annotations for github"),
 ) -> Exit:
     """Say everything that upstream would refuse, ignore or misread; no GPU, no packages needed."""
@@ -58,16 +61,43 @@ def validate_config(
         mended, found = _fix(paths, stage, locator, write=not diff, quiet=quiet)
     not_ready = bool(found)
     files: list[dict[str, object]] = []
-    for path in paths:
-        facts, mine = _judge_file(path, stage, locator)
-        if path in mended:
-            facts["fix"] = mended[path].as_json()
-            mine = mended[path].with_reasons(mine)
-        files.append({"path": str(path), "valid": not errors(mine, strict=shared.strict), **facts})
-        found += mine
+    with contextlib.ExitStack() as stack:
+        rehearsed = _rehearser(shared, stack, quiet=format != "text") if deep else None
+        for path in paths:
+            facts, mine = _judge_file(path, stage, locator)
+            if path in mended:
+                facts["fix"] = mended[path].as_json()
+                mine = mended[path].with_reasons(mine)
+            if rehearsed is not None and facts.get("shape") != "pipeline":
+                facts["rehearsal"], mine = rehearsed(path, mine)
+            valid = not errors(mine, strict=shared.strict)
+            files.append({"path": str(path), "valid": valid, **facts})
+            found += mine
     ok = all(entry["valid"] for entry in files)
     code = Exit.NOT_READY if not_ready else Exit.OK if ok else Exit.CONFIG
     return answer("validate-config", format, {"files": files}, map(_line, files), found, code)
+
+
+def _rehearser(
+    shared: Shared, stack: contextlib.ExitStack, *, quiet: bool
+) -> Callable[[Path, tuple[Finding, ...]], tuple[object, tuple[Finding, ...]]]:
+    """What rehearses a file, and adds what the trainer says to what was found; one server for all files."""
+    from launcher import preparation
+    from launcher.rehearse import ask, rehearsal
+
+    servers = stack.enter_context(ask.Servers())
+    say: Callable[[str], None] = (lambda _: None) if quiet else shared.show_progress
+
+    def rehearsed(path: Path, found: tuple[Finding, ...]) -> tuple[object, tuple[Finding, ...]]:
+        try:
+            judged, trainer = preparation.judge(shared.request(config=path))
+            done = rehearsal.rehearse(judged, trainer, servers, say=say)
+        except InvalidConfig:
+            # it is too broken to be read, which was said
+            return None, found
+        return done.as_json(), rehearsal.combined(found, done.findings)
+
+    return rehearsed
 
 
 def _fix(

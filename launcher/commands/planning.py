@@ -99,28 +99,38 @@ def rehearse(
     from launcher.rehearse import rehearsal
 
     judged, trainer = preparation.judge(shared.request())
-    if judged.schema is not None:
-        shared.show_progress("rehearsing; the trainer's packages are imported first")
-    done = rehearsal.rehearse(judged, trainer, anew=again)
+    done = rehearsal.rehearse(judged, trainer, anew=again, say=shared.show_progress)
     found = rehearsal.combined(judged.findings, done.findings)
     code = Exit.CONFIG if errors(found, strict=shared.strict) else Exit.OK
     return answer("rehearse", shared.format, done.as_json(), done.lines(), found, code)
 
 
 @app.command(epilog="Example: launch prepare configs/tulu/sft_qwen7b_25pct.yaml --gpus 8")
-@takes(*REQUEST, "gpus", "nodes", "strict")
+@takes(*REQUEST, "gpus", "nodes", "strict", "rehearse")
 def prepare(shared: Shared) -> Exit:
     """Download, tokenise and check what a run on --gpus GPUs needs; no GPU is used."""
     from launcher import prefetch, report
 
     done = prefetch.prepare(shared.request(), report.aside)
+    # now that model, tokenizer and data are here
+    shared.rehearse_first({"": shared.request()})
     return answer("prepare", shared.format, done.as_json(), done.lines(), done.findings, done.exit)
 
 
 @app.command(
     epilog="Example: launch ladder configs/tulu/sft_qwen7b.yaml --gpus 1,2,8 --steps 50 --price 2.5"
 )
-@takes(*REQUEST, "price", "rows", "row_tokens", "dry_run", "allow_unproven", "strict", "fresh")
+@takes(
+    *REQUEST,
+    "price",
+    "rows",
+    "row_tokens",
+    "dry_run",
+    "allow_unproven",
+    "strict",
+    "rehearse",
+    "fresh",
+)
 def ladder(
     shared: Shared,
     gpus: str = Option("1,2,8", "--gpus", metavar="1,2,8", help="the rungs, in turn; 0 is the CPU"),
@@ -149,6 +159,7 @@ def ladder(
         return answer("ladder", shared.format, {"rungs": rungs}, show, planned.findings)
     if not quiet:
         report.findings(planned.findings)
+    shared.rehearse_first({"": shared.request()})
     result = ladders.climb(
         planned, fresh=shared.fresh, allow_unproven=shared.allow_unproven, quiet=quiet
     )
@@ -161,7 +172,7 @@ def ladder(
 @app.command(
     epilog="Example: launch bench configs/tulu/sft_qwen7b.yaml --vary packing=false,true --gpus 8"
 )
-@takes(*REQUEST, "gpus", "devices", "strict", "fresh")
+@takes(*REQUEST, "gpus", "devices", "strict", "rehearse", "fresh")
 def bench(
     shared: Shared,
     vary: list[str] | None = Option(
@@ -180,7 +191,7 @@ def bench(
 ) -> Exit:
     """Measure settings side by side: speed, memory, waste, and the loss a token."""
     from launcher import bench as benches
-    from launcher import comparison, report, variants
+    from launcher import comparison, measurement, report, variants
 
     asked = variants.combinations(vary or (), variant or ())
     expressions = [comparison.assertion(text) for text in asserted or ()]
@@ -191,6 +202,9 @@ def bench(
     )  # fmt: skip
     text = shared.format == "text"
     report.findings(planned.findings if text else ())
+    shared.rehearse_first(
+        {one.name: measurement.of_variant(planned.request, one) for one in planned.variants}
+    )
     with benches.opened(planned, fresh=shared.fresh) as opened:
         code = benches.run(opened, show=shared.show_progress)
         benches.write_page(opened)
@@ -203,7 +217,7 @@ def bench(
 
 
 @app.command(epilog="Example: launch tune configs/bench/hand_recipe.yaml --gpus 2 -o tuned.yaml")
-@takes(*REQUEST, "gpus", "devices", "row_tokens", "fresh")
+@takes(*REQUEST, "gpus", "devices", "row_tokens", "rehearse", "fresh")
 def tune(
     shared: Shared,
     budget: str = Option("10m", "--budget", metavar="10m", help="all trials together, at most"),
@@ -221,7 +235,9 @@ def tune(
         budget_s=bench.seconds(budget), steps=steps, row_tokens=shared.row_tokens,
         output=output, fresh=shared.fresh,
     )  # fmt: skip
-    with tuning.opened(tuning.prepare(shared.request(), terms, cpu=cpu)) as opened:
+    prepared = tuning.prepare(shared.request(), terms, cpu=cpu)
+    shared.rehearse_first({"": shared.request()})
+    with tuning.opened(prepared) as opened:
         code = tuning.run(opened, show=shared.show_progress)
         trials = opened.bench() if opened.search.runs else None
         if trials is not None:

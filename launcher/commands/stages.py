@@ -41,7 +41,8 @@ _APART = {
     ),
 }  # fmt: skip
 _START = (
-    "gpus", "dry_run", "python", *SOURCE, "allow_unproven", "strict", "no_probe", "devices", "fresh",
+    "gpus", "dry_run", "python", *SOURCE, "allow_unproven", "strict", "no_probe", "devices", "rehearse",
+    "fresh",
     "allow_changed_resume", "format",
 )  # fmt: skip
 
@@ -126,8 +127,9 @@ def _stage_command(stage: str) -> Callable[..., Exit]:
             return _write_task(request, skypilot, shared.format)
         at_end = _AtEnd.of(on_finish, on_finish_limit, shared.allow_unproven)
         if slurm:
+            shared.rehearse_first({"": request})
             return _queue(request, shared.format, at_end)
-        return _run(request, shared.format, at_end, detach=detach)
+        return _run(request, shared, at_end, detach=detach)
 
     command.__doc__ = f"Validate, plan and run one {stage.upper()} stage, then judge it."
     return command
@@ -153,7 +155,7 @@ def _dry_run(request: Request, format: Format) -> Exit:
     )  # fmt: skip
 
 
-def _run(request: Request, format: Format, at_end: _AtEnd, *, detach: bool) -> Exit:
+def _run(request: Request, shared: Shared, at_end: _AtEnd, *, detach: bool) -> Exit:
     from launcher import (
         forecast,
         keeper,
@@ -166,6 +168,7 @@ def _run(request: Request, format: Format, at_end: _AtEnd, *, detach: bool) -> E
         start,
     )
 
+    format = shared.format
     on_finish.require_here(at_end.on_finish)
     # the keeper reads it too late to say so
     runner.grace(os.environ.get(runner.GRACE_VARIABLE))
@@ -177,6 +180,8 @@ def _run(request: Request, format: Format, at_end: _AtEnd, *, detach: bool) -> E
                 return _conclude_finished(prepared, prepared.findings, format, at_end)
             if not (prepared.here and prepared.here.rank):
                 lease.require_free(prepared.output)
+                if request.rehearse or prepared.plan.stage.options.rehearse:
+                    shared.rehearse_first({"": request}, by_itself=False)
             if format == "text":
                 report.findings(prepared.findings)
                 report.beginning(prepared.plan, prepared.folder.console(prepared.attempt))
@@ -346,7 +351,7 @@ def pipeline(
 
         stages = [{"name": one.link.name, **one.prepared.as_json()} for one in steps]
         return answer("pipeline", shared.format, {"stages": stages}, show_plan, plan.findings)
-    result = pipeline.run(order, quiet=shared.format == "json")
+    result = pipeline.run(order, quiet=shared.format == "json", rehearse=shared.rehearse_first)
 
     def show() -> None:
         report.table([row.shown() for row in result.rows], pipeline.SUMMARY)

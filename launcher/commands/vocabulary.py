@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
@@ -117,6 +117,9 @@ class Shared:
     no_probe: bool = Option(
         False, "--no-probe", help="upstream's script alone: nothing is counted or enforced"
     )
+    rehearse: bool | None = Option(
+        None, "--rehearse/--no-rehearse", help="two steps of the script on the CPU first, or not"
+    )
     fresh: bool = Option(False, "--fresh", help="start over, into a folder beside what is there")
     allow_changed_resume: list[str] | None = Option(
         None, "--allow-changed-resume", metavar="NAME", help="go on although NAME is not as it was"
@@ -137,6 +140,17 @@ class Shared:
 
         return report.aside if self.format == "text" else lambda _: None
 
+    def rehearse_first(self, requests: Mapping[str, Request], *, by_itself: bool = True) -> None:
+        """Rehearse stages that are about to start, and show what is worth a warning.
+
+        Raises InvalidConfig where the trainer refuses one of them.
+        """
+        from launcher import report
+        from launcher.rehearse import first
+
+        found = first.require(requests, self.show_progress, by_itself=by_itself)
+        report.findings(found if self.format == "text" else ())
+
     def request(self, **more: Any) -> Request:
         """The request of these options; `more` are further fields, or others than these."""
         from launcher.preparation import Request
@@ -146,6 +160,7 @@ class Shared:
             "overrides": self.overrides or (), "gpus": self.gpus, "nodes": self.nodes,
             "devices": self.devices, "python": self.python, "checkout": self.open_instruct,
             "allow_unpinned": self.allow_unpinned, "strict": self.strict,
+            "rehearse": self.rehearse,
             "probe": not self.no_probe, "allowed": tuple(self.allow_changed_resume or ()),
         }  # fmt: skip
         return Request(**{**fields, **more})

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from launcher.backends import Entry
 from launcher.options import Batch, Options
 from launcher.schema import Schema
 
+OWN = "@own"
+"""In a request's words: its own folder, which is gone afterwards (`server.py`)."""
 ROWS = 64
 """Rows that are read of each data set."""
 LARGEST_BATCH = 2
@@ -98,10 +99,8 @@ class Arguments:
         ]
 
 
-def of_stage(
-    args: Mapping[str, Any], options: Options, schema: Schema, entry: Entry, scratch: Path
-) -> Arguments:
-    """What of a stage's arguments is rehearsed; the model goes to, and caches lie in, `scratch`."""
+def of_stage(args: Mapping[str, Any], options: Options, schema: Schema, entry: Entry) -> Arguments:
+    """What of a stage's arguments is rehearsed; the model and the caches go into a request's own folder."""
     fields, names = schema.fields, entry.names
     given = {name: value for name, value in args.items() if value is not None and name in fields}
     left: dict[str, tuple[str, ...]] = {}
@@ -125,7 +124,7 @@ def of_stage(
     for name in (names.output, "dataset_local_cache_dir", "local_cache_dir"):
         if name in fields:
             given.pop(name, None)
-            added[name] = str(scratch / ("model" if name == names.output else "cache"))
+            added[name] = f"{OWN}/{'model' if name == names.output else 'cache'}"
     for name in ("dataset_cache_mode", "cache_mode"):
         if given.pop(name, None) == "hf":
             left["the dataset cache on the hub"] = (name,)

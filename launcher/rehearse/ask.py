@@ -47,6 +47,11 @@ class Server:
         self.trainer, self.backend, self.stage, self.root = trainer, backend, stage, root
         self._count, self._text = 0, b""
 
+    def folder(self) -> Path:
+        """A folder of `scratch` that is not there yet."""
+        self._count += 1
+        return self.scratch / f"small-{self._count}"
+
     def __enter__(self) -> Server:
         try:
             self.scratch = Path(tempfile.mkdtemp(prefix="launch-rehearsal-"))
@@ -139,6 +144,27 @@ class Server:
                 if not piece:
                     return
                 self._text += piece
+
+
+class Servers:
+    """Servers for several stages: one for each script, started when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self._open: dict[tuple[Any, ...], Server] = {}
+
+    def __enter__(self) -> Servers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def of(self, trainer: Trainer, backend: str, stage: str, root: Path | None) -> Server:
+        """The server of a script. Raises NotReady where the Python cannot import it."""
+        key = (trainer.python, backend, stage, root)
+        if key not in self._open:
+            self._open[key] = self._stack.enter_context(Server(trainer, backend, stage, root))
+        return self._open[key]
 
 
 def described(refusal: Mapping[str, Any]) -> str:

@@ -6,16 +6,20 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from launcher.backends.model_config import commit
 from launcher.files import parse_json, read_bytes
 from launcher.fingerprint import cache_home
 from launcher.machine import DECISIVE, Trainer
-from launcher.stage import Judged
+from launcher.rehearse import arguments
+from launcher.stage import Judged, entry_of
 
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 FORM = 1
 KEPT = 200
 _HEAD = 1 << 20
@@ -51,22 +55,26 @@ def _path(judged: Judged, trainer: Trainer) -> Path:
 
 def _parts(judged: Judged, trainer: Trainer) -> Iterator[Any]:
     """Everything that a rehearsal depends on."""
-    assert judged.schema is not None and judged.upstream is not None
-    yield [judged.schema.key, judged.upstream.as_json(), str(judged.options)]
+    assert judged.schema is not None and judged.upstream is not None and judged.options is not None
+    entry = entry_of(judged.schema)
+    whole = arguments.of_stage(judged.config.args, judged.options, judged.schema, entry)
+    yield [judged.schema.key, judged.upstream.as_json()]
     yield {name: trainer.packages.get(name) for name in (*DECISIVE, "safetensors")}
-    yield dict(judged.config.args)
-    yield [one.code for one in judged.findings]
+    yield [whole.given, whole.added, whole.left_out, whole.report_to]
+    yield [[one.code, one.key] for one in judged.findings if one.severity == "error"]
     for folder in (Path(__file__).parent, Path(__file__).parent / "inside"):
         yield [[one.name, one.stat().st_mtime_ns] for one in sorted(folder.glob("*.py"))]
-    for value in _texts(dict(judged.config.args)):
+    for value in _texts(whole.given):
+        if _HUB_NAME.fullmatch(value):
+            yield [commit(value, os.environ, kind=kind) for kind in ("models", "datasets")]
         yield _state(Path(os.path.expanduser(value)))
 
 
 def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
-    elif isinstance(value, list | dict):
-        for below in value.values() if isinstance(value, dict) else value:
+    elif isinstance(value, list | Mapping):
+        for below in value.values() if isinstance(value, Mapping) else value:
             yield from _texts(below)
 
 

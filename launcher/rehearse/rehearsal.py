@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from launcher.errors import Finding, brief
 from launcher.machine import Trainer
 from launcher.rehearse import arguments, memory
 from launcher.rehearse.arguments import ROWS, Arguments
-from launcher.rehearse.ask import Server, crash, described
+from launcher.rehearse.ask import Server, Servers, crash, described
 from launcher.stage import Judged, entry_of
 
 PHASES = ("shrink", "parse", "data", "construct", "train", "evaluate", "save", "load")
@@ -74,11 +75,19 @@ class Rehearsal:
         yield f"rehearsed in {self.seconds:.0f} s" + (", earlier" if self.remembered else "")
 
 
-def rehearse(judged: Judged, trainer: Trainer, *, anew: bool = False) -> Rehearsal:
+def rehearse(
+    judged: Judged,
+    trainer: Trainer,
+    servers: Servers | None = None,
+    *,
+    anew: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+) -> Rehearsal:
     """Run a stage's own script on the CPU with a tiny model, and say everything it refuses.
 
-    `judged` may hold errors: what they are about is left out, so that the rest is found too. Raises
-    NotReady where the trainer's Python cannot import the script.
+    It uses one of the `servers`, else one of its own; `say` gets a line before what takes long. What errors
+    of `judged` are about is left out, so that the rest is found too. Raises NotReady where the trainer's
+    Python cannot import the script.
     """
     if judged.schema is None or judged.options is None or judged.upstream is None:
         return Rehearsal(findings=(), seconds=0)
@@ -86,9 +95,11 @@ def rehearse(judged: Judged, trainer: Trainer, *, anew: bool = False) -> Rehears
     if known is not None:
         return _from_json(known, judged)
     began = time.monotonic()
-    schema = judged.schema
-    with Server(trainer, schema.backend, schema.key, judged.upstream.root) as server:
-        done = replace(_Attempts(judged, server).all(), seconds=time.monotonic() - began)
+    say("rehearsing on the CPU; first the trainer's packages are imported")
+    with contextlib.nullcontext(servers) if servers is not None else Servers() as opened:
+        key = judged.schema.backend, judged.schema.key, judged.upstream.root
+        done = _Attempts(judged, opened.of(trainer, *key)).all()
+    done = replace(done, seconds=time.monotonic() - began)
     memory.keep(judged, trainer, {
         **done.as_json(), "findings": [one.as_json() for one in done.findings],
     })  # fmt: skip
@@ -122,9 +133,7 @@ class _Attempts:
         self.stand_ins: list[str] = []
         self.model: str | None = None
         self.special: Mapping[str, int] = {}
-        self.whole = arguments.of_stage(
-            self.config.args, judged.options, self.schema, self.entry, server.scratch
-        )
+        self.whole = arguments.of_stage(self.config.args, judged.options, self.schema, self.entry)
         refused = {
             str(one.key).removeprefix("args.").partition("[")[0]
             for one in judged.findings
@@ -185,7 +194,7 @@ class _Attempts:
         table = shapes.table()
         # where nothing else is known: as a hub model's name says, or the most common family
         shape = table.get(str(name).lower()) or table[_COMMON]
-        out = self.server.scratch / "small"
+        out = self.server.folder()
         own = {"kind": "shrink", "model": str(name), "out": str(out), "shape": None}
         revision = self.config.args.get("model_revision")
         (answer,) = self.server.ask({**own, "shape": dict(shape), "revision": revision})

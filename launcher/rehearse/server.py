@@ -13,10 +13,13 @@ import importlib
 import json
 import os
 import selectors
+import shutil
 import signal
 import sys
 import traceback
 from typing import Any
+
+OWN = "@own"
 
 
 class Child:
@@ -25,6 +28,7 @@ class Child:
     def __init__(self, request: dict[str, Any], stage: Any, unrelated: list[int]) -> None:
         self.id = request["id"]
         self.stack = os.path.join(request["scratch"], f"{self.id}.stack")
+        self.own = os.path.join(request["scratch"], str(self.id))
         self.read, write = os.pipe()
         self.text = b""
         self.pid = os.fork()
@@ -36,13 +40,14 @@ class Child:
         with os.fdopen(write, "wb") as pipe, open(self.stack, "w") as stack:
             faulthandler.enable(stack)
             faulthandler.dump_traceback_later(request["limit_s"], exit=True, file=stack)
-            pipe.write(json.dumps(respond(stage, request), default=str).encode())
+            pipe.write(json.dumps(respond(stage, request, self.own), default=str).encode())
         os._exit(0)
 
     def answer(self) -> dict[str, Any]:
         """What it said; where it ended without an answer, how."""
         os.close(self.read)
         _, status = os.waitpid(self.pid, 0)
+        shutil.rmtree(self.own, ignore_errors=True)
         with contextlib.suppress(ValueError):
             return {"id": self.id, **json.loads(self.text)}
         with open(self.stack, errors="replace") as file:
@@ -52,14 +57,18 @@ class Child:
         return {"id": self.id, "ended": ended, "hung": hung, "stack": stack[-4000:]}
 
 
-def respond(stage: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """The answer to one request, in the forked process: a refusal, or None, beside what was seen."""
+def respond(stage: Any, request: dict[str, Any], own: str) -> dict[str, Any]:
+    """The answer to one request, in the forked process: a refusal, or None, beside what was seen.
+
+    `own` is a folder that is gone afterwards: `OWN` in the words of the request stands for it.
+    """
     log = os.open(os.path.join(request["scratch"], f"{request['id']}.log"), os.O_RDWR | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
     seen: dict[str, Any] = {"phase": "parse", "notes": []}
     try:
         os.chdir(request["folder"])
+        request["words"] = [word.replace(OWN, own) for word in request.get("words", ())]
         stage.answer(request, seen)
     except SystemExit as stop:
         sys.stderr.flush()

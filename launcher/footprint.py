@@ -12,7 +12,6 @@ from launcher import lengths, setups, shapes
 from launcher.backends import model_config, olmo_core_rules, trl_resolved
 from launcher.backends.deepspeed_rules import engine_config
 from launcher.backends.model_rules import LIGER_MODELS
-from launcher.backends.trl_adapter_rules import DEFAULTS as PEFT_CHOOSES
 from launcher.errors import Finding, InvalidConfig
 from launcher.lengths import Batch, Lengths, Packed, pack
 from launcher.plan import Plan, limited, steps_of
@@ -28,7 +27,9 @@ _OPEN_INSTRUCT_TARGETS = (
     "q_proj", "o_proj", "v_proj", "k_proj", "gate_proj", "up_proj", "down_proj",
 )  # fmt: skip
 # peft/utils/constants.py: of the families of shapes.py for which it chooses itself
-_PEFT_TARGETS = ("q_proj", "v_proj")
+# peft/utils/constants.py:67: what PEFT adapts where nothing is named, and of the families in `shapes` those
+# for which it does
+_PEFT_TARGETS, _PEFT_CHOOSES = ("q_proj", "v_proj"), ("llama", "mistral", "qwen2", "qwen3")
 # what keeps Adam's two states, and whether it is the fused one; transformers/training_args.py:809
 _ADAM = {"adamw_torch_fused": True, "adamw_torch": False}
 _BITSANDBYTES = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_32bit", "paged_adamw_8bit")
@@ -135,7 +136,7 @@ class Footprint:
         if named in ("all-linear", ["all-linear"]):
             return tuple(linears), ""
         if not named:
-            chosen = self.shape.family in PEFT_CHOOSES
+            chosen = self.shape.family in _PEFT_CHOOSES
             fault = f"PEFT itself chooses no `lora_target_modules` for {self.shape.family} models"
             return _PEFT_TARGETS, "" if chosen else fault
         paths = [name.removesuffix(".weight") for name in self.shape.layer]

@@ -188,7 +188,7 @@ def test_the_columns_that_sft_reads(write: Write, row: dict[str, Any], read: boo
         ({"prompt": QUESTION, "chosen": "a", "rejected": "b"}, False),
         ({"prompt": QUESTION, "chosen": CHAT[1:], "rejected": "b"}, False),
         ({"chosen": CHAT, "rejected": "b"}, False),
-        ({"prompt": QUESTION, "chosen": [], "rejected": OTHER[1:]}, False),
+        ({"prompt": QUESTION, "chosen": [], "rejected": OTHER[1:]}, True),
         ({"prompt": None, "chosen": "a", "rejected": "b"}, False),
         ({"prompt": "q", "chosen": None, "rejected": None}, False),
         ({"prompt": 1, "chosen": 2, "rejected": 3}, False),

@@ -86,20 +86,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("sft", {"torch_empty_cache_steps": 0}, "empty-cache-steps error torch_empty_cache_steps"),
     ("dpo", {"parallelism_config": 2}, "parallelism-config error parallelism_config"),
     ("sft", {"pad_to_multiple_of": "x"}, "pad-multiple error pad_to_multiple_of"),
-    ("sft", {"accelerator_config": {"split_batch": True}},
-     "accelerator-config error accelerator_config"),
-    ("sft", {"accelerator_config": {"use_configured_state": True}},
-     "accelerator-config error accelerator_config"),
-    ("sft", {"accelerator_config": ""}, "accelerator-config error accelerator_config"),
     ("sft", {"deepspeed": {"fp16": {}}}, "deepspeed-mapping error deepspeed"),
     ("sft", {"deepspeed": {"zero_optimization": {}, "optimizer": "adamw"}},
      "deepspeed-mapping error deepspeed"),
     ("sft", {"deepspeed": "null"}, "deepspeed-mapping error deepspeed"),
-    ("sft", {"fsdp": True}, "fsdp-option error fsdp"),
-    ("sft", {"fsdp": "hybrid_shard"}, "fsdp-option error fsdp"),
-    ("sft", {**FULL_SHARD, "fsdp_config": {"reshard_after_forward": "full_shard"}},
-     "fsdp-config error fsdp_config"),
-    ("dpo", {**FULL_SHARD, "fsdp_config": {"version": "two"}}, "fsdp-config error fsdp_config"),
 ]  # fmt: skip
 
 # what parses, and then crashes or does nothing
@@ -109,27 +99,11 @@ GOES_WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("dpo", {"datasets": [{"path": "x"}]}, "datasets-by-flag error datasets"),
     ("sft", {"use_liger_kernel": True, **LORA}, "liger-with-lora warning use_liger_kernel"),
     ("sft", {"deepspeed": "no/such.json"}, "missing-config warning deepspeed"),
-    ("sft", {**FULL_SHARD, "fsdp_config": "no/such.json"}, "missing-config warning fsdp_config"),
-    ("sft", {"accelerator_config": "no/such.json"}, "missing-config warning accelerator_config"),
     ("sft", {"lr_scheduler_kwargs": "x"}, "not-a-mapping error lr_scheduler_kwargs"),
-    ("sft", {"report_to": "wandbb"}, "unknown-report error report_to"),
-    ("sft", {"eval_strategy": "epoch", "metric_for_best_model": "rewards/margins"},
-     "unknown-metric error metric_for_best_model"),
-    ("sft", {"model_init_kwargs": '{"dtype": "bf16"}'}, "model-arguments error model_init_kwargs"),
-    ("sft", {**LORA, "lora_task_type": "causal_lm"}, "lora-task error lora_task_type"),
     ("dpo", {"dtype": "bfloat16", "model_init_kwargs": '{"dtype": "float32"}'},
      "conditional-key warning dtype"),
     ("sft", {"model_init_kwargs": '{"torch_dtype": "bfloat16"}'},
      "conditional-key warning model_init_kwargs"),
-    ("sft", {"gradient_checkpointing_kwargs": '{"use_reentrant": true, "reentrant": true}'},
-     "checkpointing-kwargs error gradient_checkpointing_kwargs"),
-    ("dpo", {"gradient_checkpointing_kwargs": '{"use_reentrant": false, "selective": true}'},
-     "checkpointing-kwargs warning gradient_checkpointing_kwargs"),
-    ("sft", {"dataloader_persistent_workers": True},
-     "no-workers error dataloader_persistent_workers"),
-    ("sft", {"eval_on_start": True}, "eval-on-start error eval_on_start"),
-    ("sft", {"save_strategy": "best", "eval_strategy": "steps"},
-     "best-without-metric error save_strategy"),
     ("sft", {"save_strategy": "best", "metric_for_best_model": "loss"},
      "best-without-eval warning save_strategy"),
     ("sft", {"lr_scheduler_type": "constant", "warmup_steps": 10},
@@ -150,9 +124,6 @@ GOES_WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("sft", {"padding_free": True}, "padding-free-length error padding_free"),
     ("sft", {"dataset_kwargs": '{"add_special_tokens": false}'},
      "conditional-key warning dataset_kwargs"),
-    ("dpo", {"sync_ref_model": True, **LORA}, "moving-reference error use_peft"),
-    ("dpo", {"dataset_streaming": True, "max_steps": 5, "precompute_ref_log_probs": True},
-     "streamed-reference error precompute_ref_log_probs"),
     ("dpo", {"padding_free": True}, "padding-free-off warning padding_free"),
     ("dpo", {"train_sampling_strategy": "group_by_length"},
      "sampling-of-pairs error train_sampling_strategy"),
@@ -167,26 +138,14 @@ GOES_WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("dpo", {"precompute_ref_batch_size": 4}, "conditional-key warning precompute_ref_batch_size"),
     ("dpo", {"ref_model_sync_steps": 4}, "conditional-key warning ref_model_sync_steps"),
     ("dpo", {"label_smoothing_factor": 0.1}, "conditional-key warning label_smoothing_factor"),
-    # schedules
-    ("sft", {"lr_scheduler_type": "cosine_with_min_lr"},
-     "scheduler-kwargs error lr_scheduler_kwargs"),
-    ("sft", {"lr_scheduler_type": "warmup_stable_decay"},
-     "scheduler-kwargs error lr_scheduler_kwargs"),
-    ("sft", {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"min_lr": 1e-6}},
-     "scheduler-kwargs error lr_scheduler_kwargs"),
     ("sft", {"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"foo": 1}},
-     "scheduler-kwargs warning lr_scheduler_kwargs"),
+     "conditional-key warning lr_scheduler_kwargs"),
     # numbers
     ("sft", {"learning_rate": -0.1}, "out-of-range error learning_rate"),
     ("sft", {"learning_rate": 0.0}, "out-of-range warning learning_rate"),
     ("sft", {"weight_decay": -1}, "out-of-range warning weight_decay"),
     ("sft", {"max_grad_norm": -1}, "out-of-range warning max_grad_norm"),
-    ("dpo", {"seed": -1}, "seed-range error seed"),
-    ("sft", {"dataloader_num_workers": -1}, "negative-workers error dataloader_num_workers"),
-    ("sft", {**LORA, "lora_r": 0}, "lora-rank error lora_r"),
-    ("sft", {**LORA, "lora_dropout": 1.5}, "out-of-range error lora_dropout"),
     ("sft", {**LORA, "lora_alpha": 0}, "out-of-range warning lora_alpha"),
-    ("sft", {"dataset_num_proc": -1}, "out-of-range error dataset_num_proc"),
     ("sft", {"num_train_epochs": 0}, "out-of-range warning num_train_epochs"),
     ("sft", {"num_train_epochs": 0, "max_steps": 5}, "conditional-key warning num_train_epochs"),
     ("sft", {"max_steps": 0}, "out-of-range warning max_steps"),
@@ -195,11 +154,6 @@ GOES_WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("sft", {"save_steps": 0}, "out-of-range warning save_steps"),
     ("dpo", {"max_length": 0}, "out-of-range error max_length"),
     # losses of DPO
-    ("dpo", {"loss_type": ["orpo"]}, "unknown-loss error loss_type"),
-    ("dpo", {"f_divergence_type": "kl"}, "unknown-divergence error f_divergence_type"),
-    ("dpo", {"f_divergence_type": "forward_kl", "loss_type": ["apo_zero"]},
-     "divergence-of-loss error f_divergence_type"),
-    ("dpo", {"loss_type": ["exo_pair"]}, "exo-smoothing error label_smoothing"),
     ("dpo", {"loss_type": ["sigmoid", "ipo"], "beta": 0}, "zero-beta error beta"),
     ("dpo", {"beta": 0}, "zero-beta warning beta"),
     ("dpo", {"beta": -0.5}, "out-of-range warning beta"),
@@ -208,7 +162,6 @@ GOES_WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("dpo", {"label_smoothing": 0.1}, "conditional-key warning label_smoothing"),
     ("dpo", {"discopop_tau": 0}, "conditional-key warning discopop_tau"),
     ("dpo", {"f_alpha_divergence_coef": 0.2}, "conditional-key warning f_alpha_divergence_coef"),
-    ("dpo", {"loss_type": ["aot"], "use_weighting": True}, "weighting-of-loss error use_weighting"),
 ]  # fmt: skip
 
 
@@ -295,10 +248,8 @@ def _said(rule: Any, stage_name: str, changes: Mapping[str, Any]) -> list[Findin
         return []
 
 
-def test_every_schedule_and_every_number_is_an_argument_of_the_pair() -> None:
-    fields = schema_of("sft").fields
-    assert trl_rules.SCHEDULES.keys() == {*fields["lr_scheduler_type"].choices}
-    assert trl_rules.RANGES.keys() <= fields.keys()
+def test_every_number_is_an_argument_of_the_pair() -> None:
+    assert trl_rules.RANGES.keys() <= schema_of("sft").fields.keys()
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -311,20 +262,15 @@ def test_the_demo_is_quiet(name: str) -> None:
 # ---------------------------------------------------------------------
 
 GOOD_FILES = {
-    "accelerator_config": {"split_batches": True},
     "deepspeed": {"zero_optimization": {"stage": 2}},
-    "fsdp_config": {"version": 2},
 }
 BAD_FILES = {
-    "accelerator_config": {"split": True},
     "deepspeed": {"fp16": {"enabled": True}},
-    "fsdp_config": {"auto_wrap_policy": "x"},
 }
 
 
 def with_file(key: str, name: str) -> list[Finding]:
-    changes = FULL_SHARD if key == "fsdp_config" else {}
-    return found("sft", **{**changes, key: name})
+    return found("sft", **{key: name})
 
 
 @pytest.mark.parametrize("key", GOOD_FILES)
@@ -402,11 +348,8 @@ def test_no_rule_breaks_whatever_is_given(stage_name: str) -> None:
 @pytest.mark.parametrize(
     ("stage_name", "changes"),
     [
-        ("sft", {"report_to": "newest"}),
-        ("sft", {"accelerator_config": {"newest": True}}),
-        ("dpo", {"loss_type": ["newest"]}),
-        ("dpo", {"f_divergence_type": "newest"}),
         ("dpo", {"padding_free": True}),
+        ("sft", {"dataset_kwargs": {"newest": True}}),
     ],
 )
 def test_names_are_not_judged_at_another_release(stage_name: str, changes: dict[str, Any]) -> None:

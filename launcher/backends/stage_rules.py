@@ -50,7 +50,6 @@ def _trl(stage: str) -> tuple[StageRule, ...]:
         gradient_rules,
         loading_rules,
         model_rules,
-        trl_adapter_rules,
         trl_attention,
         trl_data_rules,
         trl_deepspeed_rules,
@@ -68,7 +67,6 @@ def _trl(stage: str) -> tuple[StageRule, ...]:
         *(trl_attention.RULES_OF_SFT if stage == "sft" else ()),
         *trl_data_rules.RULES,
         *trl_output_rules.RULES,
-        *trl_adapter_rules.STAGE_RULES,
     )
 
 

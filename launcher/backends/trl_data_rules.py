@@ -192,6 +192,9 @@ def _pairs(row: Mapping[str, Any], names: frozenset[str], values: Values) -> tup
     kinds = {
         name: _kind(row.get(name)) for name in ("prompt", "chosen", "rejected") if name in names
     }
+    if "an empty list" in kinds.values():
+        # a conversation without turns is tokenised, to nothing
+        return None
     odd = next((name for name, kind in kinds.items() if kind not in ("text", "conversation")), None)
     if odd is not None:
         return (

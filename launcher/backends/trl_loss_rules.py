@@ -5,26 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from launcher.backends.rule import Range, Rule, check, outside, plain, say, unread
-from launcher.errors import Finding, brief
+from launcher.backends.rule import Range, Rule, outside, plain, say, unread
+from launcher.errors import Finding
 from launcher.schema import Values
 
-# trl/trainer/dpo_trainer.py:1513
-_LOSSES = (
-    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",
-    "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
-)  # fmt: skip
-_DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
-# trl/trainer/dpo_trainer.py:810
-_ANY_DIVERGENCE = frozenset(
-    {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
-)
-_OF_PAIRS = frozenset(_LOSSES) - {"sft"}
-# which losses read a number: trl/trainer/dpo_trainer.py:1388,1410,1431,1454,1487,1498
+# numbers that all losses read but that of SFT (trl/trainer/dpo_trainer.py:1388), and those that few do:
+# trl/trainer/dpo_trainer.py:1410,1431,1454,1487,1498
+_OF_PAIRS = ("beta", "ld_alpha", "f_divergence_type")
 _READ_BY: Mapping[str, frozenset[str]] = {
-    "beta": _OF_PAIRS,
-    "ld_alpha": _OF_PAIRS,
-    "f_divergence_type": _OF_PAIRS,
     "label_smoothing": frozenset({"exo_pair", "robust", "aot", "aot_unpaired"}),
     "discopop_tau": frozenset({"discopop"}),
 }
@@ -43,9 +31,14 @@ def losses_of(values: Values) -> tuple[str, ...]:
     return tuple(map(str, given)) if isinstance(given, list) else (str(given),)
 
 
+def _compares(values: Values) -> bool:
+    """Whether any loss compares chosen with rejected answers."""
+    return any(loss != "sft" for loss in losses_of(values))
+
+
 def out_of_range(values: Values) -> Iterator[Finding]:
     """trl/trainer/dpo_trainer.py:1388."""
-    if not _OF_PAIRS.isdisjoint(losses_of(values)):
+    if _compares(values):
         for key, value, one in outside(values, _RANGES):
             yield say(
                 one.severity, "run", one.code, key, f"`{key}: {plain(value)}`: {one.otherwise}"
@@ -55,12 +48,14 @@ def out_of_range(values: Values) -> Iterator[Finding]:
 def unread_numbers(values: Values) -> Iterator[Finding]:
     """trl/trainer/dpo_trainer.py:1386: each loss reads its own numbers, and the others do nothing."""
     losses = {*losses_of(values)}
-    if not values.schema.tested or not losses <= {*_LOSSES}:
+    if not values.schema.tested:
         return
-    for key, readers in _READ_BY.items():
+    for key in (*_OF_PAIRS, *_READ_BY):
+        readers = _READ_BY.get(key)
+        read = _compares(values) if readers is None else not losses.isdisjoint(readers)
         idle = not values.given(key) or values[key] in (values.schema.fields[key].default, None)
-        if not idle and losses.isdisjoint(readers):
-            some = "any loss of pairs" if readers == _OF_PAIRS else " or ".join(sorted(readers))
+        if not idle and not read:
+            some = "any loss of pairs" if readers is None else " or ".join(sorted(readers))
             yield say(
                 "warning", "run", "conditional-key", key,
                 f"`{key}` does nothing here: the loss {', '.join(sorted(losses))} does not read it",
@@ -68,33 +63,11 @@ def unread_numbers(values: Values) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def unknown_loss(values: Values) -> Iterator[Finding]:
-    """trl/trainer/dpo_trainer.py:1513, in the first step."""
-    for word in losses_of(values):
-        if values.schema.tested and word not in _LOSSES:
-            yield say(
-                "error", "run", "unknown-loss", "loss_type",
-                f"`loss_type: {brief(word)}` is no loss of TRL's DPO", f"one of {', '.join(_LOSSES)}",
-            )  # fmt: skip
-
-
-def divergence_of_loss(values: Values) -> Iterator[Finding]:
-    """trl/trainer/dpo_trainer.py:811."""
-    kind, losses = values["f_divergence_type"], losses_of(values)
-    others = [loss for loss in losses if loss in _LOSSES and loss not in _ANY_DIVERGENCE]
-    if kind in _DIVERGENCES[1:] and others:
-        yield say(
-            "error", "run", "divergence-of-loss", "f_divergence_type",
-            f"`f_divergence_type: {kind}` is not defined for the loss {others[0]}",
-            "write `f_divergence_type: reverse_kl`",
-        )  # fmt: skip
-
-
 def zero_beta(values: Values) -> Iterator[Finding]:
     """trl/trainer/dpo_trainer.py:1404,1443 divide by it; the others multiply what they compare with it."""
     losses = losses_of(values)
     divided = [loss for loss in losses if loss in ("ipo", "sppo_hard")]
-    if values["beta"] != 0 or _OF_PAIRS.isdisjoint(losses):
+    if values["beta"] != 0 or not _compares(values):
         return
     if divided:
         message = f"`beta: 0` divides by zero in the loss {divided[0]}"
@@ -108,24 +81,7 @@ def zero_beta(values: Values) -> Iterator[Finding]:
 
 
 RULES: tuple[Rule, ...] = (
-    unknown_loss, divergence_of_loss, zero_beta, out_of_range, unread_numbers,
-    # in the first step
-    check(
-        "trl/trainer/dpo_trainer.py:1381", "unknown-divergence", "f_divergence_type",
-        lambda v: v["f_divergence_type"] not in _DIVERGENCES,
-        "`f_divergence_type: {f_divergence_type}` is not known to TRL",
-        f"one of {', '.join(_DIVERGENCES)}", tested=True,
-    ),
-    check(
-        "trl/trainer/dpo_trainer.py:829", "exo-smoothing", "label_smoothing",
-        lambda v: "exo_pair" in losses_of(v) and v["label_smoothing"] == 0,
-        "the loss exo_pair needs `label_smoothing` above 0", "add `label_smoothing: 1.0e-3`",
-    ),
-    check(
-        "trl/trainer/dpo_trainer.py:819", "weighting-of-loss", "use_weighting",
-        lambda v: v["use_weighting"] and {"aot", "aot_unpaired"} & {*losses_of(v)},
-        "`use_weighting` is not implemented for the losses aot and aot_unpaired",
-    ),
+    zero_beta, out_of_range, unread_numbers,
     unread(
         "trl/trainer/dpo_trainer.py:1366", "f_alpha_divergence_coef",
         lambda v: v["f_divergence_type"] == "alpha_divergence",

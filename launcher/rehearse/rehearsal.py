@@ -98,7 +98,7 @@ def rehearse(
     say("rehearsing on the CPU; first the trainer's packages are imported")
     with contextlib.nullcontext(servers) if servers is not None else Servers() as opened:
         key = judged.schema.backend, judged.schema.key, judged.upstream.root
-        done = _Attempts(judged, opened.of(trainer, *key)).all()
+        done = Attempts(judged, opened.of(trainer, *key)).all()
     done = replace(done, seconds=time.monotonic() - began)
     memory.keep(judged, trainer, {
         **done.as_json(), "findings": [one.as_json() for one in done.findings],
@@ -122,7 +122,7 @@ def _from_json(known: Mapping[str, Any], judged: Judged) -> Rehearsal:
     )  # fmt: skip
 
 
-class _Attempts:
+class Attempts:
     """The arguments of one stage, tried again without what was refused until nothing is."""
 
     def __init__(self, judged: Judged, server: Server) -> None:
@@ -143,13 +143,17 @@ class _Attempts:
         for name in refused:
             self.whole = self.without(self.whole, [name])
 
+    def first(self) -> dict[str, Any]:
+        """What came of all arguments together: `phase`, and `refusal` if there is one. Takes `model`."""
+        return self.server.ask(self.request(self.whole))[0]
+
     def all(self) -> Rehearsal:
         """Every refusal, and what the last attempt saw."""
         self.shrink()
         self.parse_what_is_left_out()
         answer: dict[str, Any] = {}
         for _ in range(MOST_REFUSALS):
-            (answer,) = self.server.ask(self.request(self.whole))
+            answer = self.first()
             self.note(answer)
             if "phase" not in answer:
                 self.findings.append(crash(answer, self.server.log(answer)))
@@ -209,12 +213,18 @@ class _Attempts:
         ))  # fmt: skip
 
     def parse_what_is_left_out(self) -> None:
-        """The arguments that are not rehearsed are at least parsed with the others."""
-        left = {name for names in self.whole.left_out.values() for name in names}
-        given = {name: self.config.args[name] for name in left - self.refused}
+        """The arguments that are not rehearsed as they are, are at least parsed so, with the others."""
+        given = {
+            name: value
+            for name, value in self.config.args.items()
+            if name in self.schema.fields
+            and name not in {*self.whole.given, *self.refused}
+            and value is not None
+        }
         if not given:
             return
-        whole = replace(self.whole, given={**self.whole.given, **given})
+        added = {name: value for name, value in self.whole.added.items() if name not in given}
+        whole = replace(self.whole, given={**self.whole.given, **given}, added=added)
         (answer,) = self.server.ask(self.request(whole, "parse"))
         (alone,) = self.server.ask(self.request(self.whole, "parse"))
         refusal = answer.get("refusal")

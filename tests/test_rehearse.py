@@ -114,6 +114,8 @@ def test_the_trainer_itself_names_what_no_rule_knows(stage_file: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("overrides", "key", "words"), [
     (["dataset_kwargs={skip_prepare_dataset: true}"], "dataset_kwargs", "No columns in the dataset"),
+    (["lr_scheduler_kwargs={min_lr: 1.0e-6}", "lr_scheduler_type=cosine"], "lr_scheduler_kwargs",
+     "unexpected keyword argument 'min_lr'"),
     (["learning_rate=1e-30"], "learning_rate", "change no weight"),
     (["learning_rate=1e30"], "learning_rate", "make weights"),
     (["model_init_kwargs={foo: 1}"], "model_init_kwargs", "unexpected keyword argument 'foo'"),

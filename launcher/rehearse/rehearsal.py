@@ -28,6 +28,7 @@ _DOING = {
     "train": "in the first two steps", "evaluate": "when it evaluates", "save": "when it saves",
     "load": "when the saved model is loaded",
 }  # fmt: skip
+MADE_UP_ROWS = "launch/made-up-rows"
 _COMMON = "qwen/qwen2.5-0.5b"
 _DISK_FULL = {28, 122}
 
@@ -244,7 +245,9 @@ class Attempts:
             text = {
                 "model": f"random weights in the shape of {name}, whose config is not on this machine",
                 "tokenizer": f"a tokenizer of single bytes, as that of {name} is not on this machine",
-                "data": f"made-up rows, as {name} is not on this machine",
+                "data": "made-up rows in place of those that are refused"
+                if name == MADE_UP_ROWS
+                else f"made-up rows, as {name} is not on this machine",
                 "package": f"an empty package, as {name} is not installed",
             }[kind]
             if text not in self.stand_ins:
@@ -264,29 +267,36 @@ class Attempts:
         if answer["phase"] in {"data", "construct"} or refusal["type"] == "KeyError":
             likely = [*likely, *(name for name in self.data() if name not in likely)]
         likely = likely[:6]
-        culprits = self.test(answer, likely)
-        if culprits:
+        culprits, change = self.test(answer, likely)
+        if change > _OTHER_WORDS:
             return culprits
-        return self.halve(answer, [name for name in names if name not in likely])
+        rest = [name for name in names if name not in likely]
+        return self.halve(answer, rest, more_than=change) or culprits
 
-    def test(self, answer: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-        """Those of some arguments whose absence changes the refusal; all are tried at once."""
+    def test(self, answer: Mapping[str, Any], names: Iterable[str]) -> tuple[list[str], int]:
+        """Those of some arguments whose absence changes the refusal most, and how; all are tried at once."""
         listed = list(names)
         tried = [self.request(self.without(self.whole, [name])) for name in listed]
         answers = self.server.ask(*tried) if tried else []
-        return [name for name, other in zip(listed, answers, strict=True) if _gone(answer, other)]
+        pairs = [
+            (name, _change(answer, other)) for name, other in zip(listed, answers, strict=True)
+        ]
+        best = max((change for _, change in pairs), default=0)
+        return [name for name, change in pairs if change == best > 0], best
 
-    def halve(self, answer: Mapping[str, Any], names: list[str]) -> list[str]:
-        """The one argument whose absence changes the refusal, by halves; none where it takes several."""
-        if names and not _gone(
-            answer, *self.server.ask(self.request(self.without(self.whole, names)))
-        ):
+    def halve(self, answer: Mapping[str, Any], names: list[str], more_than: int) -> list[str]:
+        """The one argument whose absence changes the refusal so, by halves; none where it takes several."""
+
+        def changes(some: list[str]) -> bool:
+            (other,) = self.server.ask(self.request(self.without(self.whole, some)))
+            return _change(answer, other) > more_than
+
+        if names and not changes(names):
             return []
         while len(names) > 1:
             middle = len(names) // 2
             for half in (names[:middle], names[middle:]):
-                (other,) = self.server.ask(self.request(self.without(self.whole, half)))
-                if _gone(answer, other):
+                if changes(half):
                     names = half
                     break
             else:
@@ -312,9 +322,8 @@ class Attempts:
         if names & set(self.data_names()):
             for name in self.data_names():
                 given.pop(name, None)
-            stand_in = "launch/made-up-rows"
             mixed = self.schema.backend != "trl"
-            added[self.entry.names.data] = [stand_in, "1.0"] if mixed else stand_in
+            added[self.entry.names.data] = [MADE_UP_ROWS, "1.0"] if mixed else MADE_UP_ROWS
         if self.entry.names.model in names:
             added[self.entry.names.model] = "launch/made-up-model"
         left = set(names) & set(whole.report_to and ("report_to",))
@@ -360,7 +369,7 @@ def _likely(refusal: Mapping[str, Any], given: Mapping[str, Any], names: list[st
         texts = (
             value
             if isinstance(value, list | tuple)
-            else list(value.values())
+            else [*value, *value.values()]
             if isinstance(value, dict)
             else [value]
         )
@@ -372,15 +381,22 @@ def _likely(refusal: Mapping[str, Any], given: Mapping[str, Any], names: list[st
     return list(dict.fromkeys([*by_name, *by_value, *by_code]))
 
 
-def _gone(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether a refusal does not come any more, and nothing came before it."""
+_OTHER_WORDS = 1
+
+
+def _change(before: Mapping[str, Any], now: Mapping[str, Any]) -> int:
+    """What became of a refusal: 0, it comes still, or nothing is known; 1, other words at the same place.
+
+    2, another refusal in its place or after it; 3, none.
+    """
     if "phase" not in now:
-        return False
+        return 0
     if now.get("refusal") is None:
-        return True
+        return 3
     if PHASES.index(now["phase"]) < PHASES.index(before["phase"]):
-        return False
-    return _signature(now["refusal"]) != _signature(before["refusal"])
+        return 0
+    was, is_ = _signature(before["refusal"]), _signature(now["refusal"])
+    return 0 if was == is_ else 1 if was[:3] == is_[:3] else 2
 
 
 def _signature(refusal: Mapping[str, Any]) -> tuple[Any, ...]:

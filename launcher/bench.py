@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -49,7 +48,6 @@ FILE, PAGE = "bench.json", "bench.html"
 
 _AGAIN: tuple[Cause, ...] = ("refused", "interrupted")
 """What is tried again when the same comparison goes on: it says nothing of the setting."""
-_LONGEST_S = 366 * 24 * 3600.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -139,18 +137,6 @@ class Bench:
     def write(self) -> None:
         """The record, whole or not at all. Raises NotReady where it cannot be written."""
         campaign.write(self.folder / FILE, self.as_json())
-
-
-def seconds(text: str) -> float:
-    """`90`, `90s`, `10m`, `1h30m` in seconds. Raises UsageError for what is no time."""
-    found = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text.strip())
-    total = 0.0
-    if found is not None:
-        total = sum(float(n or 0) * u for n, u in zip(found.groups(), (3600, 60, 1), strict=True))
-    # timers take no more than the platform's
-    if not 0 < total <= _LONGEST_S:
-        raise usage("bad-time", f"`{brief(text)}` is no time", "such as 90s, 10m or 1h30m")
-    return total
 
 
 def require_gpu(request: Request, *, cpu: bool) -> Request:

@@ -27,6 +27,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import stat
 import zlib
 from collections.abc import Iterator, Sequence
@@ -46,6 +47,9 @@ WHOLE_BELOW = 64 * 2**20
 """Bytes up to which a checkpoint's file is read whole: adapters and small models are."""
 # what the safetensors library itself accepts
 _LARGEST_HEADER = 100_000_000
+CHECKPOINT = re.compile(r"(?:^|/)(?:step_|epoch_|global_step|(?:tmp-)?checkpoint-)\d+(?:/|$)")
+"""A folder of checkpoints, by its path."""
+_WEIGHTS = re.compile(r"(?:adapter_|pytorch_)?model[\w.-]*\.(?:safetensors|bin)\Z")
 _READS = 256
 _ATTEMPTS = 3
 
@@ -228,3 +232,13 @@ def _tensors(descriptor: int, size: int) -> tuple[int, list[tuple[str, int, int]
             return None
         at = end
     return (data, tensors) if data + at == size else None
+
+
+def weights(folder: str) -> list[str]:
+    """The files of weights in a folder and, for PEFT's further adapters, in those right below it."""
+    found = []
+    for prefix in ("", *sorted(entry.name + "/" for entry in os.scandir(folder) if entry.is_dir())):
+        if not CHECKPOINT.search(prefix):
+            names = os.listdir(os.path.join(folder, prefix))
+            found += [prefix + name for name in sorted(names) if _WEIGHTS.match(name)]
+    return found

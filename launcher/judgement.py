@@ -11,6 +11,7 @@ from launcher import attempt as attempts
 from launcher import (
     check,
     checkpoints,
+    content,
     evidence,
     fingerprint,
     measures,
@@ -24,7 +25,6 @@ from launcher.fingerprint import Memory, MissingContent
 from launcher.record import Record
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
-from launcher.watching import saves
 
 _WHOLE_RUN = ("liger", "packing", "attention", "batch", "gradients", "inputs")
 """What a run is asked for in each of its steps, whichever attempt made them."""
@@ -197,7 +197,7 @@ def _saved_model(found: Evidence, output: object, *, here: bool) -> dict[str, An
     if not known:
         return {**told, "state": "missing", "reason": f"the save left no weights in {folder}"}
     try:
-        now = saves.weights(path)
+        now = content.weights(path)
     except OSError:
         return {**told, "state": "missing", "reason": f"{folder} is gone"}
     if gone := [name for name in known if name not in now]:

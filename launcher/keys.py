@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from launcher.backends import BACKENDS
 from launcher.errors import brief
 
 Kind = Literal["word", "number", "switch", "text", "list", "mapping", "path"]
 Fault = tuple[str, str, str | None]
 """Where a value is wrong (`probe.within`), the message, and what to write instead."""
 
+TRAINERS = ("open_instruct", "trl")
+"""The names of `backends.BACKENDS`: this table is read before any of them is imported."""
 ON, OFF = ("on", "yes", "true"), ("off", "no", "false")
 LARGEST = 999_999_999
 _SHAPES: Mapping[Kind, str] = {
@@ -179,7 +180,7 @@ TABLE: tuple[Key, ...] = (
         meaning="the training stage",
     ),
     Key(
-        name="backend", kind="word", words=tuple(BACKENDS), default="open_instruct",
+        name="backend", kind="word", words=TRAINERS, default="open_instruct",
         meaning="the trainer",
     ),
     Key(

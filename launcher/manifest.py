@@ -11,7 +11,8 @@ import yaml
 
 from launcher import machine, rundir
 from launcher.backends.deepspeed_rules import engine_config
-from launcher.command import HUB, Command, expectations
+from launcher.command import Command
+from launcher.commandline import HUB, expectations
 from launcher.errors import Finding
 from launcher.keys import DEEPSPEED, KEYS
 from launcher.machine import Trainer
@@ -165,3 +166,25 @@ def escaped(value: Any) -> Any:
     if isinstance(value, str):
         return value.replace("${", "\\${")
     return value if isinstance(value, bool | int | float) or value is None else str(value)
+
+
+def create(
+    folder: RunFolder, attempt: int, plan: Plan, command: Command, trainer: Trainer,
+    output: Path | None, caches: list[dict[str, Any]] | None = None, *,
+    devices: dict[str, Any] | None = None, warnings: Sequence[Finding] = (),
+    more: Mapping[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """Make the folder, write the manifest and what else it is to hold, enter the run in the index.
+
+    Raises NotReady where the folder cannot be written.
+    """
+    try:
+        folder.path.mkdir(rundir.OWN, parents=True, exist_ok=True)
+        told = manifest(
+            attempt, rundir.now(), plan, command, trainer, output, caches, devices=devices,
+            warnings=warnings,
+        )  # fmt: skip
+        rundir.write_json(folder.manifest, {**told, **redact(dict(more or {}))})
+    except OSError as error:
+        raise rundir.not_writable(folder.path, error.strerror) from None
+    rundir.enter("runs", folder.path)

@@ -52,9 +52,9 @@ def limit(text: str | None) -> float:
     """`--on-finish-limit` in seconds. Raises UsageError for what is no time."""
     if text is None:
         return ON_FINISH_S
-    from launcher import bench
+    from launcher import durations
 
-    return bench.seconds(text)
+    return durations.seconds(text)
 
 
 def require_here(command: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from launcher import (
     cache_folders,
     caches,
-    command,
+    commandline,
     doctor,
     entries,
     evidence,
@@ -398,7 +398,7 @@ class _Filling:
             if value is not None and name in stage.schema.fields:
                 arguments[name] = stage.schema.words(name, value)
         arguments[stage.entry.names.output] = [str(folder.path / "model")]
-        built = command.build(
+        built = commandline.build(
             made, self.trainer, folder.path, environ=os.environ, caches=caches.environment((cache,))
         )
         root = stage.upstream.root

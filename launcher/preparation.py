@@ -11,7 +11,7 @@ from typing import Any
 
 from launcher import (
     caches,
-    command,
+    commandline,
     config,
     contents,
     devices,
@@ -336,10 +336,10 @@ def _prepared(
     if errors(made.findings, strict=request.strict):
         raise InvalidConfig(made.findings)
     watched = made.stage.options.probe is not None
-    concealed = command.concealed(made.arguments(), made, os.environ, watched=watched)
+    concealed = commandline.concealed(made.arguments(), made, os.environ, watched=watched)
     if concealed.exposed:
         raise InvalidConfig([_exposed(made, name) for name in concealed.exposed])
-    built = command.build(
+    built = commandline.build(
         made,
         resolved.trainer,
         (location.apart or location.folder).path,

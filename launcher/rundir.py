@@ -12,13 +12,13 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher import files, locks
-from launcher.errors import Finding, NotReady, not_ready, usage
+from launcher.errors import NotReady, not_ready, usage
 from launcher.files import parse_line as parse_line
 from launcher.files import read_json as read_json
 from launcher.paths import canonical
@@ -27,9 +27,7 @@ from launcher.redaction import redact
 
 if TYPE_CHECKING:
     # looking at runs must not pay for importing what starts them
-    from launcher.command import Command
-    from launcher.machine import Trainer
-    from launcher.plan import Plan
+    pass
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 _NONE = "none"
@@ -218,30 +216,6 @@ def newest_first(root: Path) -> Iterator[RunFolder]:
     for name in names:
         if os.path.isfile(f"{root}/{name}/run.json"):
             yield RunFolder(root / name)
-
-
-def create(
-    folder: RunFolder, attempt: int, plan: Plan, command: Command, trainer: Trainer,
-    output: Path | None, caches: list[dict[str, Any]] | None = None, *,
-    devices: dict[str, Any] | None = None, warnings: Sequence[Finding] = (),
-    more: Mapping[str, Any] | None = None,
-) -> None:  # fmt: skip
-    """Make the folder, write the manifest and what else it is to hold, enter the run in the index.
-
-    Raises NotReady where the folder cannot be written.
-    """
-    from launcher.manifest import manifest
-
-    try:
-        folder.path.mkdir(OWN, parents=True, exist_ok=True)
-        told = manifest(
-            attempt, now(), plan, command, trainer, output, caches, devices=devices,
-            warnings=warnings,
-        )  # fmt: skip
-        write_json(folder.manifest, {**told, **redact(dict(more or {}))})
-    except OSError as error:
-        raise not_writable(folder.path, error.strerror) from None
-    enter("runs", folder.path)
 
 
 def read_manifest(folder: RunFolder) -> Record:

@@ -7,7 +7,6 @@ node. Tokens are named and never written: SkyPilot asks for them when the task i
 from __future__ import annotations
 
 import difflib
-import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -16,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from launcher.errors import Complain, Finding, brief, not_ready, usage
+from launcher.errors import Complain, Finding, brief, usage
 from launcher.redaction import redact
 
 if TYPE_CHECKING:
-    from launcher.preparation import Request
+    pass
 
 FIELDS = (
     "accelerator", "config", "envs", "event_callback", "file_mounts", "name", "resources", "secrets",
@@ -159,39 +158,3 @@ def text(task: Mapping[str, Any], path: Path) -> str:
     shown = shlex.quote(path.name) if path.name.isprintable() else "FILE"
     body = yaml.dump(dict(task), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)
     return f"# sky launch{asked} {shown}\n{body}"
-
-
-def write(request: Request, path: Path) -> tuple[Finding, ...]:
-    """Write the task of a run; returns what there is to say of the run.
-
-    Raises what a dry run raises, UsageError where it is not known which GPUs, NotReady where the file
-    cannot be written.
-    """
-    # stage files are read without all that starts runs
-    from launcher import rundir
-    from launcher.preparation import prepare
-
-    prepared = prepare(request, running=False)
-    stage, planned = prepared.plan.stage, prepared.plan
-    # files below the working folder go along with it
-    config = os.path.relpath(request.config)
-    words = [str(request.stage), config, *request.overrides, "--gpus", str(planned.gpus)]
-    words += ["--nodes", str(request.nodes)] if request.nodes > 1 else []
-    switches = {
-        "--strict": request.strict, "--allow-unpinned": request.allow_unpinned,
-        "--allow-corrupting-overlap": request.allow_corrupting_overlap,
-        "--no-probe": not request.probe,
-    }  # fmt: skip
-    words += [name for name, on in switches.items() if on]
-    made = task(
-        name=stage.name, words=words, gpus=planned.gpus, nodes=planned.nodes,
-        backend=stage.options.backend,
-        checkout=stage.upstream.root if stage.options.backend == "open_instruct" else None,
-        settings=stage.options.skypilot, environ=os.environ, cwd=Path.cwd(),
-    )  # fmt: skip
-    try:
-        rundir.write_text(path, text(made, path))
-    except OSError as error:
-        reason = f"cannot be written: {error.strerror}"
-        raise not_ready("unwritable-file", reason, file=str(path)) from None
-    return prepared.findings

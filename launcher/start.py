@@ -17,7 +17,7 @@ from launcher import (
     caches,
     check,
     claim,
-    command,
+    commandline,
     contents,
     devices,
     judgement,
@@ -125,7 +125,7 @@ def _make(prepared: Prepared, attempt: Attempt) -> None:
     resume.set_aside(prepared.decision, attempt.number)
     if rundir.read_manifest(folder).get("attempt") != attempt.number:
         rundir.keep_manifest(folder)
-    rundir.create(
+    manifest.create(
         folder, attempt.number, prepared.plan, prepared.command, prepared.trainer, prepared.output,
         [one.as_json() for one in prepared.caches],
         devices=prepared.devices.as_json() if prepared.devices else None,
@@ -324,7 +324,7 @@ def finish(folder: RunFolder) -> check.Verdict:
 
 def judged_now(folder: RunFolder, planned: Plan, verdict: check.Verdict) -> check.Verdict:
     """The verdict of a finished run by what is expected of it now: that may have been changed since."""
-    asked = command.expectations(planned)
+    asked = commandline.expectations(planned)
     if rundir.read_manifest(folder).get("expect") == asked:
         return verdict
     return judgement.judge(folder, asked).verdict

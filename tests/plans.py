@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from launcher import command, config, plan
+from launcher import commandline, config, plan
 from launcher import stage as stages
 from launcher.command import Command
 from launcher.machine import Trainer
@@ -62,7 +62,7 @@ def built(
     folder: Path = Path("/run"),
 ) -> Command:  # fmt: skip
     """Its command in a run folder."""
-    return command.build(made, trainer(python=python), folder, environ=environ or {})
+    return commandline.build(made, trainer(python=python), folder, environ=environ or {})
 
 
 def trainer(

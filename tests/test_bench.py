@@ -21,6 +21,7 @@ from launcher import (
     bench,
     checkouts,
     comparison,
+    durations,
     measurement,
     rundir,
     upstream,
@@ -93,12 +94,12 @@ def test_what_makes_no_sense_is_refused(vary: list[str], variant: list[str], wor
 
 
 def test_times() -> None:
-    read = [bench.seconds(text) for text in ("90", "90s", "10m", "1h30m", "0.5")]
+    read = [durations.seconds(text) for text in ("90", "90s", "10m", "1h30m", "0.5")]
     assert read == [90, 90, 600, 5400, 0.5]
     # no timer takes a longer one
     for text in ("", "0", "ten", "1d", "-5", "99999999999"):
         with pytest.raises(UsageError):
-            bench.seconds(text)
+            durations.seconds(text)
 
 
 # --- how it is compared ---------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from launcher import (
     cache_folders,
     cache_reasons,
     caches,
-    command,
+    commandline,
     config,
     machine,
     plan,
@@ -108,7 +108,7 @@ def dpo(name: str, *overrides: str) -> tuple[dict[str, str], dict[str, Cache], R
     found = caches.derive(made, trainer.packages)
     run = RunFolder(rundir.runs_root() / name)
     run.path.mkdir(parents=True)
-    built = command.build(caches.applied(made, found), trainer, run.path, environ=os.environ)
+    built = commandline.build(caches.applied(made, found), trainer, run.path, environ=os.environ)
     built = replace(built, env={**built.env, **caches.environment(found)})
     with cache_folders.held(found, run, 1, config=STAGE_FILE) as locks:
         ended = runner.run(built, run, 1, held=locks)

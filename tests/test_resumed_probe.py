@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from test_probe import Training
 
-from launcher.command import PROBE
+from launcher.commandline import PROBE
 
 SCRIPT = """
 from accelerate import Accelerator

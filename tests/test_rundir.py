@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from plans import CONFIGS, SFT, TRL, built, from_text, planned, staged, trainer
 
-from launcher import check, evidence, page, rundir, series
+from launcher import check, evidence, manifest, page, rundir, series
 from launcher.errors import NotReady, UsageError
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
@@ -36,7 +36,7 @@ def run(root: Path, name: str, **manifest: object) -> RunFolder:
 def create(folder: RunFolder, *overrides: str, output: Path | None = None) -> None:
     text = SFT.format(more="exp_name: one")
     made = planned(from_text(folder.path.parent, text, *overrides))
-    rundir.create(folder, 1, made, built(made), trainer("torch"), output)
+    manifest.create(folder, 1, made, built(made), trainer("torch"), output)
 
 
 # --- names and attempts ---------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def test_expectations_follow_from_the_arguments() -> None:
 
 
 def test_one_row_a_micro_batch_is_not_expected_to_be_packed(tmp_path: Path) -> None:
-    from launcher.command import expectations
+    from launcher.commandline import expectations
 
     def packing(text: str, *overrides: str) -> str:
         return expectations(planned(from_text(tmp_path, text, *overrides)))["packing"]

@@ -191,11 +191,11 @@ def bench(
 ) -> Exit:
     """Measure settings side by side: speed, memory, waste, and the loss a token."""
     from launcher import bench as benches
-    from launcher import comparison, measurement, report, variants
+    from launcher import comparison, durations, measurement, report, variants
 
     asked = variants.combinations(vary or (), variant or ())
     expressions = [comparison.assertion(text) for text in asserted or ()]
-    limit = benches.seconds(timeout)
+    limit = durations.seconds(timeout)
     planned = benches.plan(
         benches.require_gpu(shared.request(), cpu=cpu), asked, steps=steps, repeats=repeats,
         timeout_s=limit, assertions=expressions, running=True,
@@ -228,11 +228,11 @@ def tune(
     ),
 ) -> Exit:
     """Search the fastest setting at the same global batch and loss; write it as a stage file."""
-    from launcher import bench, comparison
+    from launcher import bench, comparison, durations
     from launcher import tune as tuning
 
     terms = tuning.Terms(
-        budget_s=bench.seconds(budget), steps=steps, row_tokens=shared.row_tokens,
+        budget_s=durations.seconds(budget), steps=steps, row_tokens=shared.row_tokens,
         output=output, fresh=shared.fresh,
     )  # fmt: skip
     prepared = tuning.prepare(shared.request(), terms, cpu=cpu)

@@ -229,9 +229,9 @@ def _queue(request: Request, format: Format, at_end: _AtEnd) -> Exit:
 
 def _write_task(request: Request, path: Path, format: Format) -> Exit:
     """Write the run as a SkyPilot task."""
-    from launcher import skypilot
+    from launcher import cloud
 
-    found = skypilot.write(request, path)
+    found = cloud.write(request, path)
     data = {"task": str(path)}
     return answer(str(request.stage), format, data, (f"sky launch {path}",), found)
 

@@ -108,10 +108,12 @@ def rehearse(
 
 
 def combined(first: Iterable[Finding], more: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Findings of validation, then those of a rehearsal about keys in which validation saw no error."""
+    """Findings of validation, then those of a rehearsal that it does not say itself, or worse."""
     first = tuple(first)
     wrong = {one.key for one in first if one.severity == "error" and one.key}
-    return (*first, *(one for one in more if one.severity == "note" or one.key not in wrong))
+    codes = {one.code for one in first}
+    kept = (one for one in more if one.severity == "note" or one.key not in wrong)
+    return (*first, *(one for one in kept if one.code not in codes))
 
 
 def _from_json(known: Mapping[str, Any], judged: Judged) -> Rehearsal:
@@ -422,7 +424,7 @@ def _no_room(refusal: Mapping[str, Any]) -> Finding:
 
 def _raw_state(entry: Entry) -> Finding:
     return Finding(
-        severity="warning", layer="trainer", code="no-export", key="args.config_name",
+        severity="warning", layer="trainer", code="no-hf-export", key="args.config_name",
         message="OLMo-core cannot export this model: the run leaves model_state_dict.pt, which "
         "transformers cannot load (olmo_core_utils.py:287)",
         help="an OLMo-2 or OLMo-3 model, or the script dpo_tune_cache.py",

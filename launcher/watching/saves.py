@@ -8,15 +8,11 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from .process import Record
-
-_CHECKPOINT = re.compile(r"(?:^|/)(?:step_|epoch_|global_step|(?:tmp-)?checkpoint-)\d+(?:/|$)")
-_WEIGHTS = re.compile(r"(?:adapter_|pytorch_)?model[\w.-]*\.(?:safetensors|bin)\Z")
 
 
 @functools.cache
@@ -32,23 +28,13 @@ def content() -> Any:
     return module
 
 
-def weights(folder: str) -> list[str]:
-    """The files of weights in a folder and, for PEFT's further adapters, in those right below it."""
-    found = []
-    for prefix in ("", *sorted(entry.name + "/" for entry in os.scandir(folder) if entry.is_dir())):
-        if not _CHECKPOINT.search(prefix):
-            names = os.listdir(os.path.join(folder, prefix))
-            found += [prefix + name for name in sorted(names) if _WEIGHTS.match(name)]
-    return found
-
-
 def note(record: Record, folder: Any) -> None:
     """Fingerprint a model that has just been saved; a checkpoint is none of the final ones."""
-    if not isinstance(folder, (str, os.PathLike)) or _CHECKPOINT.search(os.fspath(folder)):
+    if not isinstance(folder, (str, os.PathLike)) or content().CHECKPOINT.search(os.fspath(folder)):
         return
     path = os.path.abspath(os.fspath(folder))
     files = []
-    for name in weights(path) if os.path.isdir(path) else ():
+    for name in content().weights(path) if os.path.isdir(path) else ():
         found, _ = content().read(Path(path, name))
         files.append(
             {"name": name, "size": found.size, "method": found.method, "digest": found.digest}

@@ -1,0 +1,21 @@
+"""Times as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from launcher.errors import brief, usage
+
+_LONGEST_S = 366 * 24 * 3600.0
+
+
+def seconds(text: str) -> float:
+    """`90`, `90s`, `10m`, `1h30m` in seconds. Raises UsageError for what is no time."""
+    found = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text.strip())
+    total = 0.0
+    if found is not None:
+        total = sum(float(n or 0) * u for n, u in zip(found.groups(), (3600, 60, 1), strict=True))
+    # timers take no more than the platform's
+    if not 0 < total <= _LONGEST_S:
+        raise usage("bad-time", f"`{brief(text)}` is no time", "such as 90s, 10m or 1h30m")
+    return total

@@ -35,11 +35,6 @@ _MAIN_PACKAGES = (
 )  # fmt: skip
 _MARKS = {"pass": "✓", "ok": "✓", "fail": "✗", "unproven": "?"}
 _NAVIGATION = {"plan": "plan and measurement", "versions": "versions and command"}
-_THEME = Html(
-    '<form><label class="soft" for="theme">theme</label> <select id="theme" autocomplete="off">'
-    '<option value="auto">as the system</option><option value="light">light</option>'
-    '<option value="dark">dark</option></select></form>'
-)
 _TOOLS = Html(
     '<div class="tools"><label class="soft">smoothing <input type="range" id="smoothing" min="0" '
     'max="0.99" step="0.01" value="0" autocomplete="off"> <output id="smoothing-is">0.00</output></label>'
@@ -110,14 +105,9 @@ class Panel:
         caption = [
             tag("h3", join([self.title, unit if self.unit else ""]), id=f"{key}-title"),
             tag("span", join(lines), class_="lines") if lines else "",
-            Html(
-                '<button type="button" aria-pressed="false" title="logarithmic y axis">log</button>'
-            )
-            if self.floor != "share"
-            else "",
         ]
         return Html(
-            f'<figure id="{key}" tabindex="0" role="group" aria-labelledby="{key}-title">'
+            f'<figure id="{key}" role="group" aria-labelledby="{key}-title">'
             f"<figcaption>{join(caption)}</figcaption>"
             '<ul class="readout" aria-hidden="true"></ul>'
             '<div class="plot" aria-hidden="true"></div></figure>\n'
@@ -275,7 +265,7 @@ def _head(title: str, runs: Sequence[Run], sections: Sequence[str]) -> Html:
     folder = runs[0].name if len(runs) == 1 and runs[0].name != title else ""
     below = tag("p", folder, class_="folder") if folder else ""
     left = tag("div", join([tag("h1", join([title, badge])), below, tag("nav", join(links, " "))]))
-    return tag("header", join([left, _THEME]), class_="top")
+    return tag("header", left, class_="top")
 
 
 def _overview(shown: Sequence[Named]) -> Html:
@@ -342,7 +332,6 @@ def _curves(shown: Sequence[Named]) -> Html:
         Html("<noscript><p>The curves need scripts; everything else does not.</p></noscript>"),
         grids[0],
         details(f"{len(further)} more", grids[1], id="more-curves") if further else "",
-        Html('<div id="spoken" class="visually-hidden" aria-live="polite"></div>'),
         Html(
             '<script type="application/json" id="curves-data">'
             f"{_data(shown, charts, thin)}</script>"

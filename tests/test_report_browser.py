@@ -64,7 +64,6 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(autouse=True)
 def _nothing_goes_wrong(browser: Browser) -> Iterator[None]:
-    media(browser, "light")
     yield
     # what the policy forbids, what throws, what cannot be loaded: all of it is told here
     assert browser.get_log("browser") == []
@@ -72,16 +71,9 @@ def _nothing_goes_wrong(browser: Browser) -> Iterator[None]:
     assert browser.execute_script(loaded) == []
 
 
-def media(browser: Browser, scheme: str, kind: str = "screen") -> None:
-    """What the system prefers."""
-    features = [{"name": "prefers-color-scheme", "value": scheme}]
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": kind, "features": features})
-
-
 def show(browser: Browser, path: Path, runs: list[Run]) -> None:
     path.write_text(page.overlay(runs), encoding="utf-8")
     browser.get(path.as_uri())
-    browser.execute_script("try { localStorage.clear(); } catch {}")
     waited(browser, "performance.getEntriesByName('drawn').length > 0")
 
 
@@ -155,24 +147,6 @@ def test_hovering_shows_the_values_of_all_runs(
     assert readout(browser, "memory") == ["161.25/70.5", "230.63/35.25"]
 
 
-def test_the_keyboard_walks_through_the_steps(
-    browser: Browser, runs: list[Run], tmp_path: Path
-) -> None:
-    from selenium.webdriver.common.keys import Keys
-
-    show(browser, tmp_path / "a.html", runs)
-    figure = found(browser, "#panel-loss")
-    figure.send_keys(Keys.HOME)
-    assert found(browser, "#at").text == "step 1"
-    figure.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-    assert found(browser, "#at").text == "step 3"
-    spoken = found(browser, "#spoken").get_attribute("textContent")
-    assert spoken.startswith("step 3: dpo tulu")
-    assert f"{loss(3):.4g}" in spoken
-    figure.send_keys(Keys.ESCAPE)
-    assert found(browser, "#at").text == "last step"
-
-
 def test_a_run_that_is_switched_off_is_gone(
     browser: Browser, runs: list[Run], tmp_path: Path
 ) -> None:
@@ -185,7 +159,7 @@ def test_a_run_that_is_switched_off_is_gone(
     assert count(browser, "loss", "--c1") > 50
 
 
-def test_smoothing_the_log_axis_and_the_rest_of_the_curves(
+def test_smoothing_and_the_rest_of_the_curves(
     browser: Browser, runs: list[Run], tmp_path: Path
 ) -> None:
     show(browser, tmp_path / "a.html", runs)
@@ -202,13 +176,6 @@ def test_smoothing_the_log_axis_and_the_rest_of_the_curves(
     browser.execute_script(slide, 0)
     count(browser, "loss", "--c0")
     assert browser.execute_script(canvas) == plain
-    button = found(browser, "#panel-loss button")
-    button.click()
-    assert button.get_attribute("aria-pressed") == "true"
-    assert count(browser, "loss", "--c0") > 50
-    assert browser.execute_script(canvas) != plain
-    # rewards are negative
-    assert not browser.find_elements("css selector", "#panel-rewards button:not([hidden])")
     found(browser, "#more-curves summary").click()
     waited(browser, "document.querySelectorAll('#more-curves canvas').length > 0")
     drawn = browser.find_elements("css selector", "#more-curves canvas")
@@ -258,6 +225,5 @@ def test_a_report_without_curves_works_as_well(browser: Browser, tmp_path: Path)
     run = series.of_kept(tmp_path, manifest(), {"status": "fail"}, [])
     (tmp_path / "a.html").write_text(page.overlay([run]))
     browser.get((tmp_path / "a.html").as_uri())
-    found(browser, "#theme option[value='dark']").click()
     assert found(browser, "h1").text.startswith("dpo tulu")
     assert not browser.find_elements("css selector", "a[href='#curves']")

@@ -22,13 +22,11 @@ from launcher.errors import not_ready
 from launcher.markup import Html, details, join, number_cell, table, tag, text
 from launcher.plan import titled
 from launcher.record import listed, mapping
-from launcher.series import Run, Series, any_number
+from launcher.series import Run, any_number
 
 _ASSETS = Path(__file__).resolve().parent / "assets"
 _COLOURS = 8
 _CITES = 4
-_FIGURES, _STEPS = 200_000, 20_000
-"""How many figures and steps the curves of a page hold at most: 2 MB, and more than a screen can show."""
 _MAIN_PACKAGES = (
     "torch", "transformers", "trl", "accelerate", "deepspeed", "peft", "datasets", "liger-kernel",
     "flash-attn", "olmo-core", "ai2-olmo-core",
@@ -313,11 +311,6 @@ def _curves(shown: Sequence[Named]) -> Html:
     further = [
         _panel(f"column-{n}", name, name) for n, name in enumerate(names) if name not in drawn
     ]
-    share = _FIGURES // len(runs)
-    thin = [
-        series.thinned(run.series, min(_STEPS, share // (len(run.series.columns) + 1)))
-        for run in runs
-    ]
     charts = [panel.as_json(folded=False) for panel in first]
     charts += [panel.as_json(folded=True) for panel in further]
     grids = [
@@ -328,23 +321,18 @@ def _curves(shown: Sequence[Named]) -> Html:
     fieldset = tag("fieldset", join([title, *legend])) if legend else ""
     parts = [
         tag("div", join([fieldset, _TOOLS]), class_="controls"),
-        _thinning(shown, thin),
         Html("<noscript><p>The curves need scripts; everything else does not.</p></noscript>"),
         grids[0],
         details(f"{len(further)} more", grids[1], id="more-curves") if further else "",
-        Html(
-            '<script type="application/json" id="curves-data">'
-            f"{_data(shown, charts, thin)}</script>"
-        ),
+        Html(f'<script type="application/json" id="curves-data">{_data(shown, charts)}</script>'),
     ]
     return _section("curves", "Curves", join(parts))
 
 
-def _data(shown: Sequence[Named], charts: Sequence[object], thin: Sequence[Series]) -> str:
+def _data(shown: Sequence[Named], charts: Sequence[object]) -> str:
     """The curves as JSON that no text in it can end early."""
     curves = ",".join(
-        f'{{"name":{json.dumps(one.name)},{series.compact(curve)[1:]}'
-        for one, curve in zip(shown, thin, strict=True)
+        f'{{"name":{json.dumps(one.name)},{series.compact(one.run.series)[1:]}' for one in shown
     )
     whole = f'{{"version":1,"panels":{json.dumps(charts)},"runs":[{curves}]}}'
     return whole.replace("<", "\\u003c")
@@ -355,17 +343,6 @@ def _switch(one: Named) -> Html:
         f'<label><input type="checkbox" data-run="{one.nth}" checked autocomplete="off">'
         f"{one.heading}</label>"
     )
-
-
-def _thinning(shown: Sequence[Named], thin: Sequence[Series]) -> Html:
-    """That not every step is drawn, where that is so."""
-    lines = [
-        f"{one.name}: {len(curve.steps):,} of {len(one.run.series.steps):,} steps are drawn. "
-        for one, curve in zip(shown, thin, strict=True)
-        if len(curve.steps) < len(one.run.series.steps)
-    ]
-    why = "The least and the greatest value of every stretch are among them; metrics.jsonl has all steps."
-    return tag("p", "".join(lines) + why, class_="soft") if lines else Html("")
 
 
 # ---- verdict

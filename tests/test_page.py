@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -417,34 +417,3 @@ def test_finish_writes_the_page_of_the_run_that_was_judged(tmp_path: Path) -> No
     assert not [h for h in tree.all("h2") if h.attributes["id"] == "curves"]
     assert "#curves" not in [a.attributes["href"] for a in tree.all("a")]
     assert row_of(section(tree, "verdict"), "finish")[1] == "completed"
-
-
-# --- many steps -----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("columns", [1, 10])
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_page_of_many_steps_is_small_and_keeps_what_stands_out(columns: int, count: int) -> None:
-    steps = 60_000
-    rows: list[dict[str, Any]] = [
-        {"step": step, **{f"c{one}": (step * 7919 * (one + 1)) % 1000 for one in range(columns)}}
-        for step in range(steps)
-    ]
-    rows[12_345] |= {"c0": 5000.5, "finite": False}
-    rows[54_321]["c0"] = -3.25
-    whole = series.of_kept(Path("/none"), {}, {"status": "pass"}, rows)
-    runs = [replace(whole, name=f"run {nth}") for nth in range(count)]
-    told = page.overlay(runs)
-    assert len(told) < 3_000_000
-    tree = parsed(told)
-    for drawn in curves(tree)["runs"]:
-        at = dict(zip(drawn["steps"], drawn["columns"]["c0"], strict=True))
-        assert (at[12_345], at[54_321]) == (5000.5, -3.25)
-        assert {0, steps - 1} <= at.keys() and len(at) < steps
-        assert all(rows[step]["c0"] == value for step, value in at.items())
-        assert drawn["nonfinite"] == [12_345]
-        for begin in range(0, steps, 6000):
-            part = [value for step, value in at.items() if begin <= step < begin + 6000]
-            assert min(part) <= 1 and max(part) >= 998
-    assert f"of {steps:,} steps are drawn" in told

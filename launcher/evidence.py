@@ -170,8 +170,6 @@ class ExitRecord:
     returncode: int
     signal: int | None
     stopped: int | None
-    started: str | None
-    ended: str | None
     attempt: int
 
     def cite(self) -> Cite:
@@ -202,9 +200,8 @@ class Evidence:
     """All that is known of one attempt of a run.
 
     `pinned` is whether its source is the one whose log lines the patterns know; None where it is not
-    known which source it was. `before` are the losses of the attempts that this one goes on from, up to
-    its first step, `norms_before` their gradient norms, `bad_before` those steps of theirs that were not
-    finite, `moved_before` the largest share of the weights that one of them moved. `inputs` is what of
+    known which source it was. `earlier` are the steps (see `measures.Row`) of the attempts that this one
+    goes on from, `moved_before` the largest share of the weights that one of them moved. `inputs` is what of
     data and model had changed at the end (see `contents.changed`), `model` how the files of the saved
     model are now (see `judgement`); both None where it is not known.
     """
@@ -213,9 +210,7 @@ class Evidence:
     probe: Probe | None = None
     exit: ExitRecord | None = None
     pinned: bool | None = None
-    before: tuple[float, ...] = ()
-    norms_before: tuple[float, ...] = ()
-    bad_before: tuple[int, ...] = ()
+    earlier: Sequence[Mapping[str, float]] = ()
     planned: Planned = Planned()
     moved_before: float = 0.0
     inputs: Sequence[Mapping[str, object]] | None = None
@@ -441,8 +436,6 @@ def _read_exit(path: Path, attempt: int) -> ExitRecord | None:
         returncode=values["returncode"],
         signal=signal if isinstance(signal, int) else None,
         stopped=stopped if isinstance(stopped, int) else None,
-        started=values.get("started"),
-        ended=values.get("ended"),
         attempt=values.get("attempt") or attempt,
     )
 

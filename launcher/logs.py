@@ -85,17 +85,15 @@ class Log:
 
     `asked` is the arguments dump, `asked_at` the line of each value, and `blocks` the dataclasses
     it shows; `total_steps` the announced or displayed number of optimizer steps; `last_bar` the
-    (step, line) of the training bar's end; `begins` the line where the last of several runs begins;
-    `numbered` is False where nothing tells which step a loss is of: `step` then counts the losses.
-    `summed` is whether HF Trainer has summed the run up, as it does behind the last step of whatever
-    it trained. Of each signal some of the first and last are kept. Of many step lines some 50,000 are
-    read at even distances, with the first, the last, and those whose loss or gradient norm is not
-    finite (of every 4 MiB the first 64 for sure).
+    (step, line) of the training bar's end; `numbered` is False where nothing tells which step a loss
+    is of: `step` then counts the losses. `summed` is whether HF Trainer has summed the run up, as it
+    does behind the last step of whatever it trained. Of each signal some of the first and last are
+    kept. Of many step lines some 50,000 are read at even distances, with the first, the last, and
+    those whose loss or gradient norm is not finite (of every 4 MiB the first 64 for sure).
     """
 
     path: Path
     lines: int
-    begins: int
     signals: tuple[Signal, ...]
     steps: tuple[StepLine, ...]
     numbered: bool
@@ -383,7 +381,6 @@ class _Reading:
         return Log(
             path=self.path,
             lines=lines,
-            begins=self.begins,
             signals=tuple(signals),
             steps=tuple(self.steps),
             numbered=self.numbered,

@@ -182,27 +182,6 @@ def test_smoothing_and_the_rest_of_the_curves(
     assert len(drawn) == len(browser.find_elements("css selector", "#more-curves figure"))
 
 
-def test_dragging_zooms_all_charts_and_the_button_undoes_it(
-    browser: Browser, runs: list[Run], tmp_path: Path
-) -> None:
-    from selenium.webdriver.common.action_chains import ActionChains
-
-    show(browser, tmp_path / "a.html", runs)
-    whole = count(browser, "margin", "--c1")
-    canvas = "return document.querySelector('#panel-margin canvas').toDataURL()"
-    before = browser.execute_script(canvas)
-    over = found(browser, "#panel-loss .u-over")
-    chain = ActionChains(browser, duration=50)
-    chain.move_to_element_with_offset(over, -80, 0).click_and_hold().move_by_offset(
-        120, 0
-    ).release().perform()
-    assert count(browser, "margin", "--c1") > 0
-    assert browser.execute_script(canvas) != before
-    found(browser, "#reset").click()
-    # away from the charts: a crosshair must not be in the way
-    assert count(browser, "margin", "--c1") == whole
-
-
 def test_texts_of_a_run_run_nothing(browser: Browser, tmp_path: Path) -> None:
     nasty = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
     told = manifest(name=nasty)

@@ -29,7 +29,7 @@ from launcher.upstream import Locator
 BACKEND = BACKENDS["open_instruct"]
 _CACHE_MODULE, _CACHE_VERSION = f"{PACKAGE}.dataset_transformation", "DATASET_CACHE_VERSION"
 # findings about every commit that is not the pin
-_EVERYWHERE = {"unpinned-checkout", "log-lines-changed", "other-version"}
+_EVERYWHERE = {"unpinned-checkout", "other-version"}
 _FOREIGN = "for another backend than open-instruct"
 _WIDE = 160
 

@@ -170,8 +170,6 @@ class ExitRecord:
     returncode: int
     signal: int | None
     stopped: int | None
-    started: str | None
-    ended: str | None
     attempt: int
 
     def cite(self) -> Cite:
@@ -201,22 +199,18 @@ class Planned:
 class Evidence:
     """All that is known of one attempt of a run.
 
-    `reworded` are the log lines (see `signatures.key`) that the source of this run does not print
-    although the patterns look for them; None where it is not known which source it was. `before` are
-    the losses of the attempts that this one goes on from, up to its first step, `norms_before` their
-    gradient norms, `bad_before` those steps of theirs that were not finite, `moved_before` the largest
-    share of the weights that one of them moved. `inputs` is what of data and model had changed at the
-    end (see `contents.changed`), `model` how the files of the saved model are now (see
-    `judgement`); both None where it is not known.
+    `pinned` is whether its source is the one whose log lines the patterns know; None where it is not
+    known which source it was. `earlier` are the steps (see `measures.Row`) of the attempts that this one
+    goes on from, `moved_before` the largest share of the weights that one of them moved. `inputs` is what of
+    data and model had changed at the end (see `contents.changed`), `model` how the files of the saved
+    model are now (see `judgement`); both None where it is not known.
     """
 
     log: Log | None = None
     probe: Probe | None = None
     exit: ExitRecord | None = None
-    reworded: frozenset[str] | None = None
-    before: tuple[float, ...] = ()
-    norms_before: tuple[float, ...] = ()
-    bad_before: tuple[int, ...] = ()
+    pinned: bool | None = None
+    earlier: Sequence[Mapping[str, float]] = ()
     planned: Planned = Planned()
     moved_before: float = 0.0
     inputs: Sequence[Mapping[str, object]] | None = None
@@ -259,11 +253,6 @@ class Evidence:
         """The ranks that should be there and are not among those given, as a detail of a point."""
         absent = self.probe.without(present) if self.probe else ()
         return {"missing_ranks": list(absent)} if absent else {}
-
-    def rewords(self, *names: str) -> bool:
-        """Whether the source is known to say one of these signals in other words."""
-        known = self.reworded or ()
-        return any(key.partition(": ")[0] in names for key in known)
 
     @property
     def last_step(self) -> int | None:
@@ -354,12 +343,13 @@ def read_run(
     # that of an attempt which another one followed is kept beside it
     kept = rundir.read_json(folder / f"run.{attempt}.json")
     told = kept or rundir.read_json(folder / "run.json")
-    listed = told.get("reworded")
+    source = told.get("upstream")
+    pinned = source.get("pinned") if isinstance(source, dict) else None
     return Evidence(
         log=scan(console, patterns) if console.is_file() else None,
         probe=_read_probe(folder / "probe", attempt),
         exit=_read_exit(folder / f"exit{infix}.json", attempt or 1),
-        reworded=frozenset(map(str, listed)) if isinstance(listed, list) else None,
+        pinned=pinned if isinstance(pinned, bool) else None,
         planned=_planned(told),
         inputs=_changed_inputs(folder / f"inputs{infix}.json"),
     )
@@ -446,8 +436,6 @@ def _read_exit(path: Path, attempt: int) -> ExitRecord | None:
         returncode=values["returncode"],
         signal=signal if isinstance(signal, int) else None,
         stopped=stopped if isinstance(stopped, int) else None,
-        started=values.get("started"),
-        ended=values.get("ended"),
         attempt=values.get("attempt") or attempt,
     )
 

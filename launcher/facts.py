@@ -43,11 +43,10 @@ def read(
     whose script or dataclasses cannot be read stands under `unreadable` with the reason. `absent` are
     files that were looked for and are not there.
     """
-    from launcher import signatures
     from launcher.sources import Sources
 
     told: dict[str, Any] = {
-        "stages": {}, "classes": {}, "paths": {}, "said": {}, "fields": {}, "externals": {},
+        "stages": {}, "classes": {}, "paths": {}, "fields": {}, "externals": {},
         **({"tables": {}} if any(entry.tables for entry in backend.STAGES.values()) else {}),
         **({"models": {}} if any(entry.models for entry in backend.STAGES.values()) else {}),
         "unreadable": {}, "files": {}, "absent": [],
@@ -66,7 +65,6 @@ def read(
                 told["models"][stage] = _models(sources, *places)
         except (LookupError, OSError, RecursionError, SyntaxError, TypeError, ValueError) as error:
             told["unreadable"][stage] = str(error) or type(error).__name__
-        told["said"][stage] = signatures.said(backend.NAME, walked.parsed())
         told["files"] |= sources.digests | walked.digests
         told["absent"] += sources.absent | walked.absent
     told["absent"] = sorted(set(told["absent"]))
@@ -204,7 +202,6 @@ def schema_of(
         owner=entry.owner if entry.owner in owners else max(set(owners), key=owners.count),
         path=_path_from_json(facts.get("paths", {}).get(stage) or {}),
         beside=_beside(facts, backend, entry),
-        said=frozenset(facts.get("said", {}).get(stage, ())),
         tables=facts.get("tables", {}).get(stage, {}),
         models=facts.get("models", {}).get(stage, {}).get("names", {}),
         configs=frozenset(facts.get("models", {}).get(stage, {}).get("configs", ())),
@@ -309,7 +306,7 @@ def _reader() -> str:
     folder = Path(__file__).parent
     files = (
         "reads", "walk", "flow", "conditions",
-        "declarations", "schema", "sources", "signatures", "facts",
+        "declarations", "schema", "sources", "facts",
     )  # fmt: skip
     whole = hashlib.sha256()
     for name in files:

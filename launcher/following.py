@@ -49,9 +49,9 @@ def until_over(folder: RunFolder, attempt: Attempt, *, forward: bool) -> bool:
     with _signals(folder, asked, forward=forward):
         view = View(
             attempt.title, folder.console(attempt.number), folder.probe, attempt.total,
-            terminal=sys.stderr is not None and sys.stderr.isatty(), world=attempt.world,
+            terminal=sys.stderr is not None and sys.stderr.isatty(), attempt=attempt.number,
+            world=attempt.world,
         )  # fmt: skip
-        view.catch_up(attempt.number)
         with view.showing():
             _look_on(folder, view)
     _require_sight(folder)

@@ -242,7 +242,7 @@ def rows_of(attempts: Sequence[Evidence]) -> list[measures.Row]:
 
 
 def whole(attempts: Sequence[Evidence]) -> Evidence:
-    """The evidence of the last attempt, with the losses and gradient norms before it.
+    """The evidence of the last attempt, with the steps of those before it.
 
     Where that had no step left to train, with the steps of one before: it was resumed from the last step
     of all, and only saved the model.
@@ -252,12 +252,8 @@ def whole(attempts: Sequence[Evidence]) -> Evidence:
         return found
     own = measures.metrics_rows(found)
     kept = [row for row in rows_of(attempts[:-1]) if own and row["step"] < own[0]["step"]]
-    losses, norms = (
-        tuple(row[name] for row in kept if name in row) for name in ("loss", "grad_norm")
-    )
-    bad = tuple(int(row["step"]) for row in kept if row.get("finite") is False)
     moved = max((measures.moved_share(one) or 0.0 for one in attempts[:-1]), default=0.0)
-    return replace(found, before=losses, norms_before=norms, bad_before=bad, moved_before=moved)
+    return replace(found, earlier=kept, moved_before=moved)
 
 
 def _of_the_last(attempts: Sequence[Evidence]) -> Evidence:

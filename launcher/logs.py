@@ -85,17 +85,15 @@ class Log:
 
     `asked` is the arguments dump, `asked_at` the line of each value, and `blocks` the dataclasses
     it shows; `total_steps` the announced or displayed number of optimizer steps; `last_bar` the
-    (step, line) of the training bar's end; `begins` the line where the last of several runs begins;
-    `numbered` is False where nothing tells which step a loss is of: `step` then counts the losses.
-    `summed` is whether HF Trainer has summed the run up, as it does behind the last step of whatever
-    it trained. Of each signal some of the first and last are kept. Of many step lines some 50,000 are
-    read at even distances, with the first, the last, and those whose loss or gradient norm is not
-    finite (of every 4 MiB the first 64 for sure).
+    (step, line) of the training bar's end; `numbered` is False where nothing tells which step a loss
+    is of: `step` then counts the losses. `summed` is whether HF Trainer has summed the run up, as it
+    does behind the last step of whatever it trained. Of each signal some of the first and last are
+    kept. Of many step lines some 50,000 are read at even distances, with the first, the last, and
+    those whose loss or gradient norm is not finite (of every 4 MiB the first 64 for sure).
     """
 
     path: Path
     lines: int
-    begins: int
     signals: tuple[Signal, ...]
     steps: tuple[StepLine, ...]
     numbered: bool
@@ -281,36 +279,32 @@ class _Reading:
         """A second dump means a second run in one file; of the first only what came after its last
         sign of work stays, because DPO prints its attention line before the dump."""
         late = [s for s in self.kept.get("attention", []) if s.line > self.busy_line]
+        self._forget_arguments()
+        self._restart(line)
         self.kept = {"attention": late}
-        self.steps, self.dicts, self.shown, self.blocks = [], [], {}, []
-        self.asked, self.asked_at, self.bars = {}, {}, {}
-        self.announced, self.final_epoch, self.highest, self.begins = None, None, 0, line
 
-    def _follows_another(self) -> None:
-        """A dict of a run whose log is appended to an older one's: what is from its end on stays."""
+    def _forget_arguments(self) -> None:
+        self.steps, self.blocks, self.asked, self.asked_at = [], [], {}, {}
+        self.announced, self.highest = None, 0
+
+    def _restart(self, begins: int) -> None:
+        """What stands before this line is of an earlier run, to whose log this one's is appended."""
+        self.begins = begins
+        self.kept = {n: [s for s in ss if s.line >= begins] for n, ss in self.kept.items()}
+        self.bars = {total: bar for total, bar in self.bars.items() if bar[1] >= begins}
         self.dicts, self.shown, self.entries = [], {}, 0
         self.final_epoch, self.over, self.rated = None, False, None
-        self.begins = self.busy_line + 1
-        for kept in self.kept.values():
-            kept[:] = [s for s in kept if s.line > self.busy_line]
-        self.bars = {total: bar for total, bar in self.bars.items() if bar[1] > self.busy_line}
 
     def _leave_an_earlier(self) -> None:
         """What has begun behind the end of a run, and came to no step, is another one."""
         ends = [s.line for name in _ENDS for s in self.kept.get(name, [])]
-        ended, last = (
-            max(ends, default=0),
-            max((s.line for s in self.steps + self.dicts), default=0),
-        )
-        ended = max(ended, self.busy_line if self.over else 0)
+        ended = max([*ends, self.busy_line if self.over else 0])
+        last = max((s.line for s in self.steps + self.dicts), default=0)
         starts = [*self.kept.get("begun", []), *self.kept.get("refused", [])]
-        begun = sorted(s.line for s in starts if s.line > ended > last)
+        begun = [s.line for s in starts if s.line > ended > last]
         if begun:
-            kept, bars = self.kept, self.bars
-            self._begin_again(begun[0])
-            self.kept = {n: [s for s in ss if s.line >= self.begins] for n, ss in kept.items()}
-            self.bars = {total: bar for total, bar in bars.items() if bar[1] >= self.begins}
-            self.entries, self.over, self.rated = 0, False, None
+            self._forget_arguments()
+            self._restart(min(begun))
 
     def _step(self, match: re.Match[bytes], segment: bytes, line: int) -> None:
         step, loss, aux = int(match["step"]), number(match["loss"]), number(match["aux"])
@@ -332,7 +326,7 @@ class _Reading:
             return
         before = self.dicts[-1].extra.get("epoch", 0) if self.dicts else 0
         if self.over or values.get("epoch", 0) < before:
-            self._follows_another()
+            self._restart(self.busy_line + 1)
         self.entries += 1 + hit.skipped
         if hit.bar is not None:
             self.shown[line] = hit.bar
@@ -383,7 +377,6 @@ class _Reading:
         return Log(
             path=self.path,
             lines=lines,
-            begins=self.begins,
             signals=tuple(signals),
             steps=tuple(self.steps),
             numbered=self.numbered,

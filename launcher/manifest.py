@@ -64,7 +64,6 @@ def manifest(
         "cwd": str(command.cwd),
         "caches": caches or [],
         "upstream": stage.upstream.as_json(),
-        "reworded": sorted(stage.schema.reworded),
         "launch_commit": machine.git_version(project),
         "trainer": {
             "python": str(trainer.python),

@@ -29,7 +29,12 @@ def losses(evidence: Evidence) -> tuple[float, ...]:
 
 def whole_losses(evidence: Evidence) -> tuple[float, ...]:
     """The same with those of the attempts that it goes on from."""
-    return (*evidence.before, *losses(evidence))
+    return (*earlier(evidence, "loss"), *losses(evidence))
+
+
+def earlier(evidence: Evidence, name: str) -> list[float]:
+    """What the attempts that this one goes on from had of a quantity."""
+    return [row[name] for row in evidence.earlier if name in row]
 
 
 def moved_share(evidence: Evidence) -> float | None:
@@ -141,7 +146,7 @@ def _norms(evidence: Evidence) -> dict[str, float | None]:
     """The gradient norm of the last step, and the largest, of all attempts that came to this."""
     own = [s.grad_norm for r in evidence.records[:1] for s in r.steps if s.grad_norm is not None]
     # without the probe no norm is known of every step
-    norms = [*evidence.norms_before, *own] if own else []
+    norms = [*earlier(evidence, "grad_norm"), *own] if own else []
     return {
         "last_grad_norm": norms[-1] if norms else None,
         "max_grad_norm": max(norms, default=None),

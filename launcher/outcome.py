@@ -18,6 +18,7 @@ from launcher.ending import HELP, ending, fatal
 from launcher.evidence import Event, Evidence
 from launcher.logs import Log, Signal, StepLine
 from launcher.measures import (
+    earlier,
     losses,
     memory_phases,
     moved_share,
@@ -101,7 +102,8 @@ def _loss(evidence: Evidence, _want: str | None) -> Observation:
     steps = list(evidence.rank_steps)
     detail: dict[str, object] = {"logged": len(lines), "counted": len(steps)}
     bad = _bad_steps(evidence)
-    if (before := evidence.bad_before) and not any(one.seen for one in bad):
+    before = [int(row["step"]) for row in evidence.earlier if row.get("finite") is False]
+    if before and not any(one.seen for one in bad):
         return Observation(
             state="nonfinite",
             detail={"first_step": before[0], "nonfinite": len(before), "rank": None},
@@ -555,7 +557,7 @@ def _differs(one: Mapping[str, object]) -> str:
 
 def _resume(evidence: Evidence, _want: str | None) -> Observation:
     """Whether the first losses after a resume go on where those before it were."""
-    before = [loss for loss in evidence.before if math.isfinite(loss)][-_LOSSES_BEFORE:]
+    before = earlier(evidence, "loss")[-_LOSSES_BEFORE:]
     after = [loss for loss in losses(evidence) if math.isfinite(loss)][:_LOSSES_AFTER]
     if len(before) < _LEAST or not after:
         return UNKNOWN

@@ -22,24 +22,17 @@ from launcher.errors import not_ready
 from launcher.markup import Html, details, join, number_cell, table, tag, text
 from launcher.plan import titled
 from launcher.record import listed, mapping
-from launcher.series import Run, Series, any_number
+from launcher.series import Run, any_number
 
 _ASSETS = Path(__file__).resolve().parent / "assets"
 _COLOURS = 8
 _CITES = 4
-_FIGURES, _STEPS = 200_000, 20_000
-"""How many figures and steps the curves of a page hold at most: 2 MB, and more than a screen can show."""
 _MAIN_PACKAGES = (
     "torch", "transformers", "trl", "accelerate", "deepspeed", "peft", "datasets", "liger-kernel",
     "flash-attn", "olmo-core", "ai2-olmo-core",
 )  # fmt: skip
 _MARKS = {"pass": "✓", "ok": "✓", "fail": "✗", "unproven": "?"}
 _NAVIGATION = {"plan": "plan and measurement", "versions": "versions and command"}
-_THEME = Html(
-    '<form><label class="soft" for="theme">theme</label> <select id="theme" autocomplete="off">'
-    '<option value="auto">as the system</option><option value="light">light</option>'
-    '<option value="dark">dark</option></select></form>'
-)
 _TOOLS = Html(
     '<div class="tools"><label class="soft">smoothing <input type="range" id="smoothing" min="0" '
     'max="0.99" step="0.01" value="0" autocomplete="off"> <output id="smoothing-is">0.00</output></label>'
@@ -110,14 +103,9 @@ class Panel:
         caption = [
             tag("h3", join([self.title, unit if self.unit else ""]), id=f"{key}-title"),
             tag("span", join(lines), class_="lines") if lines else "",
-            Html(
-                '<button type="button" aria-pressed="false" title="logarithmic y axis">log</button>'
-            )
-            if self.floor != "share"
-            else "",
         ]
         return Html(
-            f'<figure id="{key}" tabindex="0" role="group" aria-labelledby="{key}-title">'
+            f'<figure id="{key}" role="group" aria-labelledby="{key}-title">'
             f"<figcaption>{join(caption)}</figcaption>"
             '<ul class="readout" aria-hidden="true"></ul>'
             '<div class="plot" aria-hidden="true"></div></figure>\n'
@@ -275,7 +263,7 @@ def _head(title: str, runs: Sequence[Run], sections: Sequence[str]) -> Html:
     folder = runs[0].name if len(runs) == 1 and runs[0].name != title else ""
     below = tag("p", folder, class_="folder") if folder else ""
     left = tag("div", join([tag("h1", join([title, badge])), below, tag("nav", join(links, " "))]))
-    return tag("header", join([left, _THEME]), class_="top")
+    return tag("header", left, class_="top")
 
 
 def _overview(shown: Sequence[Named]) -> Html:
@@ -323,11 +311,6 @@ def _curves(shown: Sequence[Named]) -> Html:
     further = [
         _panel(f"column-{n}", name, name) for n, name in enumerate(names) if name not in drawn
     ]
-    share = _FIGURES // len(runs)
-    thin = [
-        series.thinned(run.series, min(_STEPS, share // (len(run.series.columns) + 1)))
-        for run in runs
-    ]
     charts = [panel.as_json(folded=False) for panel in first]
     charts += [panel.as_json(folded=True) for panel in further]
     grids = [
@@ -338,24 +321,18 @@ def _curves(shown: Sequence[Named]) -> Html:
     fieldset = tag("fieldset", join([title, *legend])) if legend else ""
     parts = [
         tag("div", join([fieldset, _TOOLS]), class_="controls"),
-        _thinning(shown, thin),
         Html("<noscript><p>The curves need scripts; everything else does not.</p></noscript>"),
         grids[0],
         details(f"{len(further)} more", grids[1], id="more-curves") if further else "",
-        Html('<div id="spoken" class="visually-hidden" aria-live="polite"></div>'),
-        Html(
-            '<script type="application/json" id="curves-data">'
-            f"{_data(shown, charts, thin)}</script>"
-        ),
+        Html(f'<script type="application/json" id="curves-data">{_data(shown, charts)}</script>'),
     ]
     return _section("curves", "Curves", join(parts))
 
 
-def _data(shown: Sequence[Named], charts: Sequence[object], thin: Sequence[Series]) -> str:
+def _data(shown: Sequence[Named], charts: Sequence[object]) -> str:
     """The curves as JSON that no text in it can end early."""
     curves = ",".join(
-        f'{{"name":{json.dumps(one.name)},{series.compact(curve)[1:]}'
-        for one, curve in zip(shown, thin, strict=True)
+        f'{{"name":{json.dumps(one.name)},{series.compact(one.run.series)[1:]}' for one in shown
     )
     whole = f'{{"version":1,"panels":{json.dumps(charts)},"runs":[{curves}]}}'
     return whole.replace("<", "\\u003c")
@@ -366,17 +343,6 @@ def _switch(one: Named) -> Html:
         f'<label><input type="checkbox" data-run="{one.nth}" checked autocomplete="off">'
         f"{one.heading}</label>"
     )
-
-
-def _thinning(shown: Sequence[Named], thin: Sequence[Series]) -> Html:
-    """That not every step is drawn, where that is so."""
-    lines = [
-        f"{one.name}: {len(curve.steps):,} of {len(one.run.series.steps):,} steps are drawn. "
-        for one, curve in zip(shown, thin, strict=True)
-        if len(curve.steps) < len(one.run.series.steps)
-    ]
-    why = "The least and the greatest value of every stretch are among them; metrics.jsonl has all steps."
-    return tag("p", "".join(lines) + why, class_="soft") if lines else Html("")
 
 
 # ---- verdict

@@ -178,8 +178,7 @@ def _liger_logged(evidence: Evidence, want: str | None) -> Observation:
     # dpo.py does not read it), or where the source is known to announce it in these words.
     began = bool(asked and evidence.signals("total_steps", "progress"))
     ruled_out = asked.get("use_qlora") == "True" or bool(evidence.signals("progress"))
-    announced = evidence.reworded is not None and not evidence.rewords("liger_attempted")
-    never = began and (ruled_out or announced)
+    never = began and (ruled_out or evidence.pinned is True)
     return Observation(
         state="off" if never or asked_off else "unknown",
         proved=never or (asked_off and want == "off"),
@@ -405,11 +404,11 @@ def _cache_logged(
 ) -> Observation:
     """One rank fills a cache and the others then find it, so a single miss outweighs all finds.
 
-    Where the source may say a miss in other words, or the log is not `whole` and what was said before the
+    Where another source may say a miss in other words, or the log is not `whole` and what was said before the
     find is not there, a find proves nothing.
     """
     missed, found = evidence.signals(*misses), evidence.signals(hit)
-    if not missed and (not found or not whole or evidence.rewords(*misses, hit)):
+    if not missed and (not found or not whole or evidence.pinned is False):
         return UNKNOWN
     paths = [s.fields["path"] for s in (*found, *missed) if "path" in s.fields]
     return Observation(

@@ -212,11 +212,10 @@ class Schema:
     """What one entry script takes, what it does with it, and where that knowledge comes from.
 
     `version` is a commit or a package version; `digests` are sha256 of the files read. `owner` is the
-    dataclass to name to people; `path` what the script reads and refuses; `said` the log lines that
-    its source prints (see `signatures.key`), `reworded` those that only the pin prints. `beside` are
-    the reads of other scripts that parse the same dataclasses. `entry` is the script's key among those
-    of its backend: the stage's name, but for a further script of the stage. `models` are the hub names
-    that it knows, each with its config's name, and `configs` all such names; empty where it takes any.
+    dataclass to name to people; `path` what the script reads and refuses. `beside` are the reads of
+    other scripts that parse the same dataclasses. `entry` is the script's key among those of its
+    backend: the stage's name, but for a further script of the stage. `models` are the hub names that it
+    knows, each with its config's name, and `configs` all such names; empty where it takes any.
     `tables` are mappings by name in which it looks up what an argument names: each text, with the
     parameters of the function behind it.
     `stands` tells whether a line that a rule cites is still there; None at the pin, where all are.
@@ -232,8 +231,6 @@ class Schema:
     splits: frozenset[str] = frozenset()
     owner: str = ""
     path: Path = field(default_factory=Path)
-    said: frozenset[str] = frozenset()
-    reworded: frozenset[str] = frozenset()
     beside: Mapping[str, Mapping[str, tuple[Read, ...]]] = field(default_factory=dict)
     entry: str = ""
     models: Mapping[str, str] = field(default_factory=dict)

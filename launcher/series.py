@@ -40,10 +40,6 @@ class Series:
     columns: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
     nonfinite: tuple[int, ...] = ()
 
-    def last(self, name: str) -> float | None:
-        """The value that was seen last."""
-        return next((v for v in reversed(self.columns.get(name, ())) if v is not None), None)
-
     def as_json(self) -> dict[str, object]:
         """Plain values, no NaN; what a data frame is made of."""
         columns = {name: list(values) for name, values in self.columns.items()}
@@ -307,35 +303,6 @@ def named_apart(runs: Sequence[Run]) -> list[Run]:
         taken = {other.name for other in apart}
         apart.append(replace(run, name=f"{name} ({number})" if name in taken else name))
     return apart
-
-
-def thinned(series: Series, rows: int) -> Series:
-    """The series in about so many rows at most: of each stretch of steps the rows that hold the least and
-    the greatest value of any column, its first row that is not finite, and both ends of the whole.
-    """
-    count = len(series.steps)
-    if count <= rows:
-        return series
-    bad = set(series.nonfinite)
-    width = math.ceil(count / max(1, rows // (2 * len(series.columns) + 1)))
-    kept = {0, count - 1}
-    for begin in range(0, count, width):
-        stretch = range(begin, min(begin + width, count))
-        for values in series.columns.values():
-            there = [(v, at) for at in stretch if (v := values[at]) is not None]
-            if there:
-                kept |= {min(there)[1], max(there)[1]}
-        if bad:
-            kept |= set([at for at in stretch if series.steps[at] in bad][:1])
-    order = sorted(kept)
-    steps = tuple(series.steps[at] for at in order)
-    return Series(
-        steps=steps,
-        columns={
-            name: tuple(values[at] for at in order) for name, values in series.columns.items()
-        },
-        nonfinite=tuple(sorted(bad.intersection(steps))),
-    )
 
 
 def compact(series: Series) -> str:

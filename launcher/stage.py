@@ -97,7 +97,7 @@ def judge(
     pin = upstream.unpinned(source, running=running, allowed=locator.allow_unpinned)
     key, _ = options.entry_of(config, found, source.backend)
     schema = locator.schema(source.backend, key)
-    about_source = [*([pin] if pin is not None else []), *_reworded(schema)]
+    about_source = [] if pin is None else [pin]
     folders = (source.root,) if source.root is not None else ()
     opts, problems = options.read(config, found, folders, schema.fields)
     findings += problems
@@ -143,18 +143,6 @@ def entry_of(schema: Schema) -> Entry:
     """The description of a schema's entry script, in the names of its commit."""
     entry = BACKENDS[schema.backend].STAGES[schema.key]
     return entry if schema.tested else entry.at(schema.fields)
-
-
-def _reworded(schema: Schema) -> list[Finding]:
-    """Log lines that a verdict looks for and that this source does not print."""
-    if not schema.reworded:
-        return []
-    names = sorted({key.partition(":")[0] for key in schema.reworded})
-    message = f"this source does not print the log lines of {', '.join(names)}: a verdict "
-    message += "without the probe will say unknown there"
-    return [
-        said("warning", "log-lines-changed", message, "launch pin diff shows what else changed")
-    ]
 
 
 def _accepted(opts: Options, finding: Finding) -> Finding:

@@ -31,7 +31,7 @@ _TRIED = 8_000  # lines with a needle, where none of them matches
 _ALWAYS = 64  # lines of a piece that are read whatever the sample, or as many as that is
 _LAST = 17  # lines of a piece that are read too: the last steps, as told by eight ranks
 _LAST_BARS = 400  # of a piece, looked through from its end
-_DUMPS, _DUMP_LINES = 4, 4_000  # of a piece, from its beginning and from its end
+_DUMP_LINES = 4_000
 
 
 class Hit(NamedTuple):
@@ -115,10 +115,7 @@ class _Search:
         for index, known in enumerate(self.patterns):
             if not (self.edge or known.name in EVERYWHERE) or not self._holds(known.needle):
                 continue
-            if known.name == "arguments":
-                found += islice(self._walk(index, known.needle, self.start), _DUMPS)
-                found += islice(self._back(index, known.needle), _DUMPS)
-            elif known.name in SAMPLED:
+            if known.name in SAMPLED:
                 found += self._sample(index, known)
             else:
                 rest.append(index)

@@ -256,7 +256,7 @@ def load_schema(upstream: Upstream, stage: str, *, allow_unpinned: bool = False)
         schema = facts.schema_of(found, backend, stage, "source", upstream.version)
         known = told.get("models", {}).get(stage, {})
         return replace(
-            schema, reworded=frozenset(told["said"].get(stage, ())) - schema.said,
+            schema,
             # OLMo-core is no part of a checkout
             configs=schema.configs or frozenset(known.get("configs", ())),
             stands=_standing(upstream, schema.script),

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
@@ -36,64 +36,32 @@ BACKLOG = 16 * 2**20
 
 @dataclass(slots=True)
 class Tail:
-    """New complete lines of a growing file.
-
-    It holds on to the file that it began with, as those who write it do: a log that is moved or
-    removed is read on. What takes its place follows once it has something to say; a file that was
-    truncated is begun anew.
-    """
+    """New complete lines of a growing file; one that was truncated is begun anew."""
 
     path: Path
     offset: int = 0
     rest: bytes = b""
-    stream: BinaryIO | None = None
 
     def read(self, limit: int = 4 * 2**20) -> list[bytes]:
         """The lines that were finished since the last call, at most `limit` bytes of them."""
-        block = self._block(limit)
-        if not block and self._replaced():
-            self.close()
-            self.offset, self.rest = 0, b""
-            block = self._block(limit)
+        try:
+            with files.open_regular(self.path, buffering=0) as stream:
+                if os.fstat(stream.fileno()).st_size < self.offset:
+                    self.offset, self.rest = 0, b""
+                stream.seek(self.offset)
+                block = stream.read(limit)
+        except OSError:
+            return []
         self.offset += len(block)
         *lines, self.rest = _END.split(self.rest + block)
         # a line without end must not grow in memory
         self.rest = self.rest[-65536:]
         return lines
 
-    def _block(self, limit: int) -> bytes:
-        try:
-            if self.stream is None:
-                self.stream = files.open_regular(self.path, buffering=0)
-            if os.fstat(self.stream.fileno()).st_size < self.offset:
-                self.offset, self.rest = 0, b""
-            self.stream.seek(self.offset)
-            return self.stream.read(limit)
-        except OSError:
-            return b""
-
-    def _replaced(self) -> bool:
-        try:
-            now = self.path.stat()
-            return (
-                self.stream is not None
-                and now.st_size > 0
-                and not os.path.samestat(now, os.fstat(self.stream.fileno()))
-            )
-        except OSError:
-            return False
-
-    def close(self) -> None:
-        """Let go of the file."""
-        if self.stream is not None:
-            self.stream.close()
-            self.stream = None
-
     def skip(self, backlog: int) -> None:
         """Leave out what is more than `backlog` bytes behind, up to the next line."""
         with contextlib.suppress(OSError):
-            held = self.path if self.stream is None else self.stream.fileno()
-            behind = os.stat(held).st_size - backlog
+            behind = self.path.stat().st_size - backlog
             if behind > self.offset:
                 self.offset, self.rest = behind, b""
 
@@ -112,9 +80,14 @@ class Step(NamedTuple):
 
 @dataclass(slots=True)
 class Progress:
-    """What is known of the run right now; seconds since the probe began, memory in GiB."""
+    """What is known of the run right now; seconds since the probe began, memory in GiB.
+
+    Where an `attempt` is named, what the same record holds of others is left out.
+    """
 
     total: int | None
+    attempt: int | None = None
+    foreign: bool = False
     step: int = 0
     loss: float | None = None
     memory_gib: float | None = None
@@ -126,9 +99,13 @@ class Progress:
     def event(self, event: dict[str, Any]) -> None:
         """Take in one line of rank 0's record."""
         if event.get("event") == "start":
+            self.foreign = self.attempt not in (None, event.get("attempt", self.attempt))
             self.world = int(_number(event.get("world"))) or self.world
-            self.step, self.times, self.note, self.exit = 0, [], "loading", None
+            self.note = "starting" if self.foreign else "loading"
+            self.step, self.times, self.exit = 0, [], None
             self.loss = self.memory_gib = None
+        elif self.foreign:
+            return
         elif event.get("event") == "step" and isinstance(event.get("step"), int):
             self.step = event["step"]
             loss, memory = event.get("loss"), event.get("allocated_gib")
@@ -198,43 +175,20 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
-def _begin_of(record: Path, attempt: int) -> int:
-    """The offset in rank 0's record from which on it tells of this attempt, or of the end of it."""
-    try:
-        with files.open_regular(record) as stream:
-            size = os.fstat(stream.fileno()).st_size
-            offset = max(0, size - CAUGHT_UP)
-            stream.seek(offset)
-            window = stream.read(size - offset)
-    except OSError:
-        return 0
-    # a window without any start is of an attempt that has run for long: ours, unless it has ended
-    begin, place, ours = offset, offset, True
-    for raw in window.splitlines(keepends=True):
-        event = rundir.parse_line(raw)
-        if event.get("event") == "start":
-            ours = event.get("attempt") == attempt
-            begin = place
-        elif event.get("event") == "end" and begin == offset:
-            ours = False
-        place += len(raw)
-    return begin if ours else size
-
-
 class View:
     """Shows progress while something else waits: a live line on a terminal, plain lines elsewhere."""
 
     def __init__(
         self, title: str, console: Path, probe: Path, total: int | None, terminal: bool,
-        world: int = 1,
+        *, attempt: int = 1, world: int = 1,
     ):  # fmt: skip
         # a terminal is looked at over shoulders, and its lines end up in logs of jobs
         self.title = redact(title)
-        self.log = Tail(console)
-        record = probe / "rank-0.jsonl"
-        # a further attempt appends to the same record: begin where it begins
-        self.events = Tail(record, offset=record.stat().st_size if record.exists() else 0)
-        self.progress = Progress(total=total, world=world)
+        self.log, self.events = Tail(console), Tail(probe / "rank-0.jsonl")
+        # of a run that goes on, the last of what it has done is enough
+        self.log.skip(CAUGHT_UP)
+        self.events.skip(CAUGHT_UP)
+        self.progress = Progress(total=total, attempt=attempt, world=world)
         self.announced = False
         self.terminal = terminal
         self.live: Live | None = None
@@ -260,15 +214,6 @@ class View:
             if self.live is not None:
                 with contextlib.suppress(OSError, ValueError):
                     self.live.stop()
-            self.log.close()
-            self.events.close()
-
-    def catch_up(self, attempt: int) -> None:
-        """Begin with what this attempt has done so far, were it only the last of it."""
-        self.events.offset = _begin_of(self.events.path, attempt)
-        with contextlib.suppress(OSError):
-            # of a long log only what is new: it is there to tell the number of steps
-            self.log.skip(CAUGHT_UP)
 
     def tick(self) -> None:
         """Take in what is new and show it."""

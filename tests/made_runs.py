@@ -36,7 +36,7 @@ def manifest(name: str = "tulu", stage: str = "dpo", **changes: Any) -> dict[str
         "plan": plan, "args": args, "argv": ["python", "-m", "accelerate", "--run_name", "it's"],
         "env": ["CUDA_VISIBLE_DEVICES"], "cwd": "/data",
         "upstream": {"backend": "trl", "root": "/site", "version": "trl 1.16.0", "pinned": True},
-        "reworded": [], "launch_commit": "c0ffee",
+        "launch_commit": "c0ffee",
         "trainer": {"python": "/bin/python", "version": "3.11.7", "packages": {"torch": "2.13.0"}},
         "machine": {"host": "node7", "system": "Linux", "cpus": 8, "gpus": ["H200, 143771 MiB"]},
         "findings": [finding],

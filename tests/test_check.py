@@ -309,7 +309,7 @@ DETECTED = f"{STAMP}model_utils.py:93 - Auto-detected attention implementation: 
         ("liger", ATTEMPT, "off", ("attempted", False)),
         ("liger", ATTEMPT + "There are currently no Liger kernels supported for model type: gpt2.\n",
          "engaged", ("not_engaged", False)),
-        # a message may have been reworded where the commit is not known; these two cannot have been
+        # a message may be another where the commit is not known; these two cannot be
         ("liger", ASKED + total(3), "engaged", ("unknown", None)),
         ("liger", dump(use_liger_kernel=True, use_qlora=True) + total(3), "engaged", ("off", False)),
         ("liger", ASKED + "[step=1/3,epoch=1]\n", "engaged", ("off", False)),
@@ -602,26 +602,19 @@ def test_everything_asked_for_and_proved_passes(run: Run) -> None:
     assert verdict.steps == 9
 
 
-LIGER_LINE = "liger_attempted: Attempting to apply liger-kernel"
-MISS_LINE = "dataset_missed: Cache not found"
-
-
 @pytest.mark.parametrize(
-    ("name", "want", "content", "reworded", "answer"),
+    ("name", "want", "content", "pinned", "answer"),
     [
-        ("liger", "engaged", ASKED + total(3), [], ("off", False)),
-        ("liger", "engaged", ASKED + total(3), [MISS_LINE], ("off", False)),
-        ("liger", "engaged", ASKED + total(3), [LIGER_LINE], ("unknown", None)),
-        ("dataset_cache", "hit", FOUND, [], ("hit", True)),
-        ("dataset_cache", "hit", FOUND, [LIGER_LINE], ("hit", True)),
-        ("dataset_cache", "hit", FOUND, [MISS_LINE], ("unknown", None)),
+        ("liger", "engaged", ASKED + total(3), True, ("off", False)),
+        ("liger", "engaged", ASKED + total(3), False, ("unknown", None)),
+        ("dataset_cache", "hit", FOUND, True, ("hit", True)),
+        ("dataset_cache", "hit", FOUND, False, ("unknown", None)),
     ],
 )
-def test_a_message_that_the_source_does_not_print_proves_nothing_by_its_absence(
-    run: Run, name: str, want: str, content: str, reworded: list[str],
-    answer: tuple[str, bool | None],
-) -> None:  # fmt: skip
-    (run.folder / "run.json").write_text(json.dumps({"reworded": reworded}))
+def test_what_another_source_does_not_print_proves_nothing_by_its_absence(
+    run: Run, name: str, want: str, content: str, pinned: bool, answer: tuple[str, bool | None]
+) -> None:
+    (run.folder / "run.json").write_text(json.dumps({"upstream": {"pinned": pinned}}))
     assert brief(run.log(content).judge(**{name: want}).point(name)) == answer
 
 

@@ -118,14 +118,6 @@ def test_speed_is_steady_and_of_all_ranks(tmp_path: Path) -> None:
     assert numbers["peak_allocated_gib"] == 11.0
 
 
-@pytest.mark.parametrize(
-    ("name", "stage"),
-    [("sft_cpu_hit.log", "sft"), ("dpo_cpu_crash.log", "dpo"), ("trl_dpo.log", "dpo")],
-)
-def test_tells_the_stage(name: str, stage: str) -> None:
-    assert read_log(LOGS / name).stage == stage
-
-
 DICT = "{'loss': 1.25, 'grad_norm': 1.5, 'learning_rate': 1e-05, 'epoch': 0.1}\n"
 FRAME = '  File "/x/lib/python3.11/site-packages/trl/trainer/{}_trainer.py", line 9, in f\n'
 

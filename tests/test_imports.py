@@ -123,8 +123,7 @@ ARROWS = {
     "flow": {"conditions", "schema", "sources"},
     "walk": {"conditions", "flow", "schema", "sources"},
     "reads": {"conditions", "flow", "schema", "sources", "walk"},
-    "signatures": {"backends.open_instruct_log", "backends.trl_log", "patterns"},
-    "facts": {"backends", "declarations", "reads", "schema", "signatures", "sources"},
+    "facts": {"backends", "declarations", "reads", "schema", "sources"},
     "history": {"git"},
     "upstream": {
         "cited",

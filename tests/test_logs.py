@@ -134,7 +134,6 @@ def test_the_last_run_of_an_appended_log_counts(tmp_path: Path) -> None:
     assert [s.step for s in log.steps] == [3]
     assert [s.fields["value"] for s in log.all("attention")] == ["torch"]
     assert not log.all("exception")
-    assert log.begins > 1
 
 
 def test_follows_tracebacks_of_interleaved_ranks(tmp_path: Path) -> None:
@@ -186,12 +185,6 @@ def test_a_line_is_known_for_what_it_means(tmp_path: Path, name: str) -> None:
             assert " ".join(lines.split("\n")[found.line - 2].split())[:300].endswith(
                 " ".join(found.text.split())
             )
-
-
-def test_says_who_was_refused_what(tmp_path: Path) -> None:
-    lines = next(line for line in LINES["refused"] if "num_processes" in line)
-    (found,) = log_of(tmp_path, lines + "\n").all("refused")
-    assert found.fields["message"].startswith("argument --num_processes/--num-processes: invalid")
 
 
 def test_the_line_of_the_source_that_refuses_is_not_what_was_refused(tmp_path: Path) -> None:
@@ -326,40 +319,6 @@ def test_a_dump_of_arguments_begins_another_run(tmp_path: Path, second: str) -> 
     log = log_of(tmp_path, dump(packing=True) + sft_step(7) + dump(second, packing=False))
     assert (log.asked["packing"], log.steps) == ("False", ())
     assert log.blocks == (second, "TokenizerConfig")
-
-
-def test_what_an_open_traceback_hides_of_the_next_run_is_its_own(tmp_path: Path) -> None:
-    """The traceback of the first run has no end, so that it is followed into the second one."""
-    log = log_of(
-        tmp_path,
-        "Traceback (most recent call last):\n"
-        + dump(packing=True)
-        + dump(packing=True)
-        + '[rank0]: Traceback (most recent call last):\n[rank0]:   File "c.py", line 3\n'
-        "[rank0]: ValueError: 2\n",
-    )
-    assert [s.fields["message"] for s in log.all("exception")] == ["2"]
-
-
-TRL_BAR = "\r {share}%|█  | {n}/12 [00:00<00:01,  7.95it/s]"
-
-
-def trl_run(*losses: float | str, bars: bool = True) -> str:
-    """What TRL prints of a run of 12 steps that logs every second one."""
-    shown = []
-    for n, loss in enumerate(losses, start=1):
-        shown.append(TRL_BAR.format(share=n * 16, n=2 * n) if bars else "")
-        shown.append(f"{{'loss': '{loss}', 'grad_norm': '1.0', 'epoch': '{n / 100}'}}\n")
-    return "".join(shown)
-
-
-def test_a_bar_with_a_description_is_not_that_of_the_training_where_it_is_cut(
-    tmp_path: Path,
-) -> None:
-    bar = "\rLoading weights: 100%|██| 38/38 [00:00<00:00, 29570.23it/s]\n"
-    for filler in range(segments.BAR_BYTES - len(bar.encode()) - 3, segments.BAR_BYTES + 3):
-        content = "x" * 3_000 + bar + "y" * (filler - 1) + "\n" + trl_run(6.9, bars=False)
-        assert log_of(tmp_path, content).total_steps is None
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,12 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from made_runs import console, loss, made, manifest
 
 from launcher import page, rundir, series, start
@@ -152,16 +150,6 @@ def test_the_policy_allows_this_style_and_this_script_and_nothing_else(run: Run)
     assert not re.search(
         r"<[^>]*\s(style|on\w+)=", re.sub(r"(?s)<script>.*</script>", "", page.overlay([run]))
     )
-
-
-def test_ids_are_there_once_and_what_is_pointed_at_exists(run: Run) -> None:
-    other = replace(run, name="other")
-    text = re.sub(r"(?s)<script>.*</script>", "", page.overlay([run, other]))
-    ids = re.findall(r'\sid="([^"]+)"', text)
-    assert len(ids) == len(set(ids))
-    wanted = re.findall(r'(?:for|aria-labelledby|aria-describedby|data-copy)="([^"]+)"', text)
-    wanted += re.findall(r'href="#([^"]+)"', text)
-    assert set(wanted) <= set(ids)
 
 
 # ---- what it says
@@ -429,77 +417,3 @@ def test_finish_writes_the_page_of_the_run_that_was_judged(tmp_path: Path) -> No
     assert not [h for h in tree.all("h2") if h.attributes["id"] == "curves"]
     assert "#curves" not in [a.attributes["href"] for a in tree.all("a")]
     assert row_of(section(tree, "verdict"), "finish")[1] == "completed"
-
-
-ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda below: (
-        st.lists(below, max_size=3) | st.dictionaries(st.text(max_size=6), below, max_size=3)
-    ),
-    max_leaves=6,
-)
-KEYS = st.sampled_from(
-    [
-        "plan", "args", "findings", "trainer", "machine", "upstream", "argv", "env", "name", "stage",
-        "created", "output", "expect", "attempt",
-    ]
-)  # fmt: skip
-PLANS = st.fixed_dictionaries(
-    {},
-    optional={
-        key: ANYTHING for key in ("gpus", "nodes", "global", "rows", "steps", "hours", "memory_gib")
-    },
-)
-
-
-@pytest.mark.slow
-@settings(max_examples=60)
-@given(changes=st.dictionaries(KEYS, ANYTHING, max_size=5), plan=PLANS, verdict=ANYTHING)
-def test_a_damaged_manifest_never_costs_the_page(
-    changes: dict[str, Any], plan: dict[str, Any], verdict: Any
-) -> None:
-    told = {**manifest(), "plan": plan, **changes}
-    points = [
-        {"name": "loss", "state": verdict, "ok": verdict, "evidence": verdict, "detail": verdict},
-        verdict,
-    ]
-    for judged in (
-        verdict,
-        {"status": verdict, "points": verdict},
-        {"status": "pass", "points": points},
-    ):
-        run = series.of_kept(Path("run"), told, judged, [{"step": 1, "loss": 1.0}])
-        assert parsed(page.overlay([run]))
-        assert parsed(page.overlay([run, run]))
-        json.dumps(series.as_json([run]))
-
-
-# --- many steps -----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("columns", [1, 10])
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_page_of_many_steps_is_small_and_keeps_what_stands_out(columns: int, count: int) -> None:
-    steps = 60_000
-    rows: list[dict[str, Any]] = [
-        {"step": step, **{f"c{one}": (step * 7919 * (one + 1)) % 1000 for one in range(columns)}}
-        for step in range(steps)
-    ]
-    rows[12_345] |= {"c0": 5000.5, "finite": False}
-    rows[54_321]["c0"] = -3.25
-    whole = series.of_kept(Path("/none"), {}, {"status": "pass"}, rows)
-    runs = [replace(whole, name=f"run {nth}") for nth in range(count)]
-    told = page.overlay(runs)
-    assert len(told) < 3_000_000
-    tree = parsed(told)
-    for drawn in curves(tree)["runs"]:
-        at = dict(zip(drawn["steps"], drawn["columns"]["c0"], strict=True))
-        assert (at[12_345], at[54_321]) == (5000.5, -3.25)
-        assert {0, steps - 1} <= at.keys() and len(at) < steps
-        assert all(rows[step]["c0"] == value for step, value in at.items())
-        assert drawn["nonfinite"] == [12_345]
-        for begin in range(0, steps, 6000):
-            part = [value for step, value in at.items() if begin <= step < begin + 6000]
-            assert min(part) <= 1 and max(part) >= 998
-    assert f"of {steps:,} steps are drawn" in told

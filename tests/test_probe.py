@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import types
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -242,17 +241,6 @@ def test_all_of_it_is_there_before_the_script_begins_and_under_no_other_name(
     assert set(done.stdout.split()) == names | {"launch_probe"}, done.stderr
 
 
-def test_it_runs_from_a_folder_that_cannot_be_written(training: Training, tmp_path: Path) -> None:
-    place = tmp_path / "installed"
-    shutil.copytree(PIECES["__init__"].parent, place / "watching")
-    shutil.copy(PROBE, place)
-    shutil.rmtree(place / "watching" / "__pycache__", ignore_errors=True)
-    # what stands in the way of a folder stops root, too
-    (place / "watching" / "__pycache__").write_text("")
-    done = training.run("print('ran')", probe=place / "probe.py")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "ran\n", "")
-
-
 def test_the_script_is_main(training: Training) -> None:
     done = training.run(
         """
@@ -337,16 +325,6 @@ def test_a_record_that_cannot_be_written_stops_nothing(training: Training, how: 
         """
     )
     assert (done.returncode, done.stdout) == (0, "trained\n")
-
-
-def test_safe_path_keeps_its_meaning(training: Training) -> None:
-    if subprocess.run([OLDEST, "-P", "-c", ""], capture_output=True).returncode:
-        python = sys.executable
-    else:
-        python = OLDEST
-    script = "import sys; print(sys.path[0])"
-    done = training.run(script, python=python, options=("-S", "-P"))
-    assert done.stdout.strip() == str(training.folder / "packages")
 
 
 # --- what it sees ---------------------------------------------------------------------------------
@@ -475,11 +453,6 @@ def test_liger_kernels_are_counted_where_they_are_called(training: Training) -> 
     assert training.events("liger")[-1]["calls"] == {"rms_norm": 5, "swiglu": 1}
 
 
-def test_liger_that_is_never_called_is_not_counted(training: Training) -> None:
-    training.run("import liger_kernel.ops.rms_norm")
-    assert training.events("liger") == []
-
-
 def test_patches_are_recorded_wherever_they_are_looked_up(training: Training) -> None:
     done = training.run(
         """
@@ -573,24 +546,6 @@ def test_a_broken_package_fails_as_it_would_without(training: Training) -> None:
     shutil.rmtree(training.folder / "packages" / "accelerate")
     done = training.run("import accelerate")
     assert "ModuleNotFoundError: No module named 'accelerate'" in done.stderr
-
-
-def test_a_value_that_has_no_text(training: Training) -> None:
-    done = training.run(
-        """
-        from transformers.modeling_utils import PreTrainedModel
-        class Path:
-            def __str__(self): return "a \\ud800 path"
-        PreTrainedModel().save_pretrained(Path())
-        print("saved")
-        """
-    )
-    assert (done.returncode, done.stdout) == (0, "saved\n")
-
-
-def test_a_script_may_import_nothing_that_is_watched(training: Training) -> None:
-    done = training.run("import sys; print(sorted({'torch', 'accelerate'} & set(sys.modules)))")
-    assert done.stdout == "[]\n"
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -704,50 +659,3 @@ def test_nobody_waits_for_the_numbers_of_a_step(
 
 
 # --- with the real packages -----------------------------------------------------------------------
-
-
-@pytest.mark.skipif(
-    find_spec("torch") is None or find_spec("accelerate") is None, reason="no training packages"
-)
-def test_real_torch_and_accelerate(training: Training) -> None:
-    shutil.rmtree(training.folder / "packages")
-    done = training.run(
-        """
-        import torch
-        from accelerate import Accelerator
-
-        class Tiny(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.embed = torch.nn.Embedding(8, 4)
-            def forward(self, input_ids, attention_mask=None):
-                return self.embed(input_ids).pow(2).mean()
-
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-        model = Tiny()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        model, optimizer = accelerator.prepare(model, optimizer)
-        ids, mask = torch.ones(2, 6, dtype=torch.long), torch.ones(2, 6)
-        mask[0, 3:] = 0
-        for _ in range(4):
-            with accelerator.accumulate(model):
-                loss = model(input_ids=ids, attention_mask=mask)
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-        """,
-        python=sys.executable, cpu=True, options=(),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    steps = training.events("step")
-    assert [(s["step"], s["micro_batches"], s["tokens"], s["positions"]) for s in steps] == [
-        (1, 2, 18, 24), (2, 2, 18, 24),
-    ]  # fmt: skip
-    assert steps[1]["loss"] < steps[0]["loss"]
-    (model,) = training.events("model")
-    assert (model["class"], model["dtype"], model["parameters"]) == ("Tiny", "float32", 32)
-    (optimizer,) = training.events("optimizer")
-    assert optimizer["class"].endswith("AdamW")
-    (packing,) = training.events("packing")
-    assert packing["state"] == "off"
-    assert training.notes() == []

@@ -64,7 +64,6 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(autouse=True)
 def _nothing_goes_wrong(browser: Browser) -> Iterator[None]:
-    media(browser, "light")
     yield
     # what the policy forbids, what throws, what cannot be loaded: all of it is told here
     assert browser.get_log("browser") == []
@@ -72,16 +71,9 @@ def _nothing_goes_wrong(browser: Browser) -> Iterator[None]:
     assert browser.execute_script(loaded) == []
 
 
-def media(browser: Browser, scheme: str, kind: str = "screen") -> None:
-    """What the system prefers."""
-    features = [{"name": "prefers-color-scheme", "value": scheme}]
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": kind, "features": features})
-
-
 def show(browser: Browser, path: Path, runs: list[Run]) -> None:
     path.write_text(page.overlay(runs), encoding="utf-8")
     browser.get(path.as_uri())
-    browser.execute_script("try { localStorage.clear(); } catch {}")
     waited(browser, "performance.getEntriesByName('drawn').length > 0")
 
 
@@ -155,24 +147,6 @@ def test_hovering_shows_the_values_of_all_runs(
     assert readout(browser, "memory") == ["161.25/70.5", "230.63/35.25"]
 
 
-def test_the_keyboard_walks_through_the_steps(
-    browser: Browser, runs: list[Run], tmp_path: Path
-) -> None:
-    from selenium.webdriver.common.keys import Keys
-
-    show(browser, tmp_path / "a.html", runs)
-    figure = found(browser, "#panel-loss")
-    figure.send_keys(Keys.HOME)
-    assert found(browser, "#at").text == "step 1"
-    figure.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-    assert found(browser, "#at").text == "step 3"
-    spoken = found(browser, "#spoken").get_attribute("textContent")
-    assert spoken.startswith("step 3: dpo tulu")
-    assert f"{loss(3):.4g}" in spoken
-    figure.send_keys(Keys.ESCAPE)
-    assert found(browser, "#at").text == "last step"
-
-
 def test_a_run_that_is_switched_off_is_gone(
     browser: Browser, runs: list[Run], tmp_path: Path
 ) -> None:
@@ -185,7 +159,7 @@ def test_a_run_that_is_switched_off_is_gone(
     assert count(browser, "loss", "--c1") > 50
 
 
-def test_smoothing_the_log_axis_and_the_rest_of_the_curves(
+def test_smoothing_and_the_rest_of_the_curves(
     browser: Browser, runs: list[Run], tmp_path: Path
 ) -> None:
     show(browser, tmp_path / "a.html", runs)
@@ -202,38 +176,10 @@ def test_smoothing_the_log_axis_and_the_rest_of_the_curves(
     browser.execute_script(slide, 0)
     count(browser, "loss", "--c0")
     assert browser.execute_script(canvas) == plain
-    button = found(browser, "#panel-loss button")
-    button.click()
-    assert button.get_attribute("aria-pressed") == "true"
-    assert count(browser, "loss", "--c0") > 50
-    assert browser.execute_script(canvas) != plain
-    # rewards are negative
-    assert not browser.find_elements("css selector", "#panel-rewards button:not([hidden])")
     found(browser, "#more-curves summary").click()
     waited(browser, "document.querySelectorAll('#more-curves canvas').length > 0")
     drawn = browser.find_elements("css selector", "#more-curves canvas")
     assert len(drawn) == len(browser.find_elements("css selector", "#more-curves figure"))
-
-
-def test_dragging_zooms_all_charts_and_the_button_undoes_it(
-    browser: Browser, runs: list[Run], tmp_path: Path
-) -> None:
-    from selenium.webdriver.common.action_chains import ActionChains
-
-    show(browser, tmp_path / "a.html", runs)
-    whole = count(browser, "margin", "--c1")
-    canvas = "return document.querySelector('#panel-margin canvas').toDataURL()"
-    before = browser.execute_script(canvas)
-    over = found(browser, "#panel-loss .u-over")
-    chain = ActionChains(browser, duration=50)
-    chain.move_to_element_with_offset(over, -80, 0).click_and_hold().move_by_offset(
-        120, 0
-    ).release().perform()
-    assert count(browser, "margin", "--c1") > 0
-    assert browser.execute_script(canvas) != before
-    found(browser, "#reset").click()
-    # away from the charts: a crosshair must not be in the way
-    assert count(browser, "margin", "--c1") == whole
 
 
 def test_texts_of_a_run_run_nothing(browser: Browser, tmp_path: Path) -> None:
@@ -258,6 +204,5 @@ def test_a_report_without_curves_works_as_well(browser: Browser, tmp_path: Path)
     run = series.of_kept(tmp_path, manifest(), {"status": "fail"}, [])
     (tmp_path / "a.html").write_text(page.overlay([run]))
     browser.get((tmp_path / "a.html").as_uri())
-    found(browser, "#theme option[value='dark']").click()
     assert found(browser, "h1").text.startswith("dpo tulu")
     assert not browser.find_elements("css selector", "a[href='#curves']")

@@ -774,7 +774,7 @@ def test_a_resumed_run_is_judged_as_one_run(tmp_path: Path) -> None:
     made_runs.made(path, attempt=2, first=38, steps=40)
     found = judgement.whole(judgement.read(RunFolder(path)))
     # what the first attempt did from step 38 on is not in the weights
-    assert list(found.before) == first[:37] and len(measures.whole_losses(found)) == 40
+    assert measures.earlier(found, "loss") == first[:37] and len(measures.whole_losses(found)) == 40
     assert measures.metrics(found)["first_loss"] == first[0]
     (trend,) = (p for p in check.judge("sft", {"trend": "any"}, found).points if p.name == "trend")
     assert trend.detail["losses"] == 40

@@ -1,11 +1,10 @@
-"""What chance alone makes of runs that are the same, and what is told on a machine that is not quiet."""
+"""What chance alone makes of runs that are the same."""
 
 from __future__ import annotations
 
 import itertools
-import random
-from collections.abc import Callable, Sequence
-from math import comb, exp
+from collections.abc import Sequence
+from math import comb
 
 import pytest
 from hypothesis import given, settings
@@ -76,48 +75,3 @@ def test_very_many_ways_are_sampled_the_same_each_time() -> None:
     others = [[1.05 + nth / 100] for nth in range(9)]
     found = chance(ours, others)
     assert 0 < found == chance(ours, others) < ERROR < 1 - ERROR < chance(others, ours)
-
-
-# --- a machine that does other things too ---------------------------------------------------------
-
-Machine = Callable[[random.Random, int], list[list[float]]]
-"""So many runs in turn: seconds of each step of each, as a setting of 1 s a step would take."""
-
-
-def _quiet(dice: random.Random, runs: int) -> list[list[float]]:
-    return [
-        [exp(shift + dice.gauss(0, 0.02)) for _ in range(STEPS)]
-        for shift in (dice.gauss(0, 0.01) for _ in range(runs))
-    ]
-
-
-def _bursts(dice: random.Random, runs: int) -> list[list[float]]:
-    """One begins every 50 steps, lasts 6 on average, through the end of a run too, and slows by 1.2 to 3."""
-    told, left, factor = [], 0, 1.0
-    for run in _quiet(dice, runs):
-        for nth in range(STEPS):
-            if dice.random() < 0.02:
-                left, factor = 1, dice.uniform(1.2, 3)
-            run[nth] *= factor if left else 1.0
-            left = int(bool(left) and dice.random() > 1 / 6)
-        told.append(run)
-    return told
-
-
-@pytest.mark.parametrize(
-    ("machine", "runs", "faster", "least", "most"),
-    [(_quiet, 3, 0.0, 0.0, ERROR + 0.02), (_bursts, 3, 0.0, 0.0, ERROR + 0.02),
-     (_quiet, 3, 0.05, 0.95, 1.0), (_bursts, 3, 0.15, 0.6, 1.0)],
-)  # fmt: skip
-def test_faster_is_said_of_what_is_faster(
-    machine: Machine, runs: int, faster: float, least: float, most: float
-) -> None:
-    dice, found = random.Random(7), 0
-    for _ in range(200):
-        # A B, B A, A B, as bench has it
-        order = [nth ^ (turn % 2) for turn in range(runs) for nth in (0, 1)]
-        groups: list[list[list[float]]] = [[], []]
-        for which, run in zip(order, machine(dice, 2 * runs), strict=True):
-            groups[which].append([one / (1 + faster * which) for one in run])
-        found += word(groups[1], groups[0]) == "faster"
-    assert least <= found / 200 <= most

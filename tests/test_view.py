@@ -41,26 +41,6 @@ def test_a_truncated_file_is_begun_anew(tmp_path: Path) -> None:
     assert tail.read() == [b"three"]
 
 
-@pytest.mark.parametrize("how", ["moved", "removed"])
-def test_a_file_that_was_moved_or_removed_is_read_on(tmp_path: Path, how: str) -> None:
-    tail = Tail(tmp_path / "log")
-    with tail.path.open("ab", buffering=0) as writer:
-        writer.write(b"one\nunfinish")
-        assert tail.read() == [b"one"]
-        if how == "moved":
-            tail.path.rename(tmp_path / "log.1")
-        else:
-            tail.path.unlink()
-        assert tail.read() == []
-        # as logrotate does it
-        tail.path.touch()
-        writer.write(b"ed\n")
-        assert tail.read() == [b"unfinished"]
-    tail.path.write_bytes(b"a new file that is longer than the old one\n")
-    assert tail.read() == [b"a new file that is longer than the old one"]
-    tail.close()
-
-
 def test_it_does_not_fall_behind_for_ever(tmp_path: Path) -> None:
     tail = Tail(tmp_path / "log")
     tail.path.write_bytes(b"line\n" * 100_000 + b"the end\n")
@@ -105,7 +85,8 @@ def test_evaluations_and_saves_take_no_part_in_the_speed() -> None:
 
 def watching(folder: Path, total: int | None = None, *, terminal: bool = False) -> View:
     (folder / "probe").mkdir(exist_ok=True)
-    return View("sft demo", folder / "console.log", folder / "probe", total, terminal, world=1)
+    console, probe = folder / "console.log", folder / "probe"
+    return View("sft demo", console, probe, total, terminal, attempt=2)
 
 
 def write(folder: Path, *events: dict[str, object]) -> None:
@@ -142,11 +123,11 @@ def test_plain_lines_where_there_is_no_terminal(
 
 def test_a_further_attempt_does_not_show_the_steps_of_the_first(tmp_path: Path) -> None:
     (tmp_path / "probe").mkdir()
-    write(tmp_path, {"event": "start"}, step(9, 9.0))
+    write(tmp_path, {"event": "start", "attempt": 1}, step(9, 9.0))
     shown = watching(tmp_path)
     shown.take_in()
     assert shown.progress.step == 0
-    write(tmp_path, {"event": "start"}, step(1, 1.0))
+    write(tmp_path, {"event": "start", "attempt": 2}, step(1, 1.0))
     shown.take_in()
     assert shown.progress.step == 1
 

@@ -127,21 +127,9 @@
       this.figure = byId(`panel-${panel.key}`);
       this.box = this.figure.querySelector(".plot");
       this.list = this.figure.querySelector(".readout");
-      this.button = this.figure.querySelector("button");
       this.curves = curvesOf(panel);
       this.raw = this.curves.map(({ run, name }) => aligned(run, name, panel.marks));
-      this.log = false;
       this.#readout();
-      if (this.button) {
-        const positive = this.raw.every((column) => column.every((v) => v === undefined || v === null || v > 0));
-        this.button.hidden = !positive;
-        this.button.addEventListener("click", () => {
-          this.log = !this.log;
-          this.button.setAttribute("aria-pressed", String(this.log));
-          this.build();
-        });
-      }
-      this.figure.addEventListener("keydown", (event) => this.#key(event));
       this.build();
     }
 
@@ -176,7 +164,7 @@
         legend: { show: false },
         scales: {
           x: { time: false },
-          y: this.log ? { distr: 3 } : { range: span(panel.floor) },
+          y: { range: span(panel.floor) },
         },
         axes: [
           axis({ size: 26, gap: 4, space: 60, values: (u, splits) => splits.map((s) => (s === null || s % 1 ? "" : grouped.format(s))) }),
@@ -249,27 +237,6 @@
       byId("at").textContent = on ? `step ${grouped.format(steps[plot.cursor.idx])}` : "last step";
     }
 
-    #key(event) {
-      const plot = this.plot, last = steps.length - 1;
-      const now = plot.cursor.left >= 0 ? plot.cursor.idx : null;
-      const jump = event.shiftKey ? Math.max(1, Math.round(steps.length / 20)) : 1;
-      const target = {
-        ArrowLeft: now === null ? last : Math.max(0, now - jump),
-        ArrowRight: now === null ? 0 : Math.min(last, now + jump),
-        Home: 0, End: last, Escape: -1,
-      }[event.key];
-      if (target === undefined || event.target !== this.figure) return;
-      event.preventDefault();
-      if (target < 0) {
-        charts.forEach((chart) => chart.plot.setCursor({ left: -10, top: -10 }, true, false));
-        return;
-      }
-      const left = plot.valToPos(steps[target], "x");
-      plot.setCursor({ left, top: HEIGHT / 3 }, true, true);
-      const told = this.curves.flatMap(({ r, line }, i) => (
-        hidden.has(r) ? [] : [`${runs[r].name} ${line.label} ${this.values[i].textContent}`]));
-      byId("spoken").textContent = `step ${steps[target]}: ${told.join(", ")}`;
-    }
   }
 
   // ---- controls
@@ -321,43 +288,13 @@
 
   let waiting = 0;
   addEventListener("resize", () => { cancelAnimationFrame(waiting); waiting = requestAnimationFrame(fit); });
-  document.addEventListener("report:theme", redraw);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-  // paper is white, and narrower than most screens
-  let before = null;
+  // paper is narrower than most screens
   addEventListener("beforeprint", () => {
-    before = root.dataset.theme || "";
-    root.dataset.theme = "light";
     charts.forEach((chart) => chart.plot.setSize({ width: 330, height: HEIGHT }));
-    redraw();
   });
-  addEventListener("afterprint", () => {
-    if (before) root.dataset.theme = before; else delete root.dataset.theme;
-    fit();
-    redraw();
-  });
+  addEventListener("afterprint", fit);
   requestAnimationFrame(() => requestAnimationFrame(() => performance.mark("drawn")));
-})();
-
-// Light, dark, or as the system has it.
-(() => {
-  "use strict";
-  const choice = document.getElementById("theme");
-  if (!choice) return;
-  const remembered = (write) => {
-    try {
-      if (write !== undefined) localStorage.setItem("launch-report-theme", write);
-      return localStorage.getItem("launch-report-theme");
-    } catch { return null; }
-  };
-  const apply = () => {
-    if (choice.value === "auto") delete document.documentElement.dataset.theme;
-    else document.documentElement.dataset.theme = choice.value;
-    document.dispatchEvent(new Event("report:theme"));
-  };
-  choice.value = ["light", "dark"].includes(remembered()) ? remembered() : "auto";
-  choice.addEventListener("change", () => { remembered(choice.value); apply(); });
-  apply();
 })();
 
 // The command, to paste.

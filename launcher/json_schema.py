@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from launcher import gates, sbatch, skypilot
+from launcher import gates
 from launcher.backends import BACKENDS, Entry
 from launcher.document import plain
 from launcher.keys import KEYS, OFF, ON, STAGES, Key
@@ -141,10 +141,7 @@ def _options(stages: Sequence[str], backends: Sequence[str], schemas: Sequence[S
                 _silent("attention", [None]),
             ]
         },
-        "slurm": _mapping(
-            {name: {} for key in sbatch.KEYS for name in (key, key.replace("-", "_"))}
-        ),
-        "skypilot": _mapping({name: {} for name in skypilot.FIELDS}),
+        "slurm": {"type": ["object", "null"]},
         "gates": _mapping({name: {"description": what} for name, (_, what) in gates.GATES.items()}),
         "args": {"type": ["object", "null"]},
         "extends": {"type": ["string", "null"], "pattern": r"\S"},

@@ -141,7 +141,10 @@ def _options(stages: Sequence[str], backends: Sequence[str], schemas: Sequence[S
                 _silent("attention", [None]),
             ]
         },
-        "slurm": {"type": ["object", "null"]},
+        "slurm": {
+            "type": ["object", "null"],
+            "additionalProperties": {"type": ["string", "number", "boolean", "null"]},
+        },
         "gates": _mapping({name: {"description": what} for name, (_, what) in gates.GATES.items()}),
         "args": {"type": ["object", "null"]},
         "extends": {"type": ["string", "null"], "pattern": r"\S"},

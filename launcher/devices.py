@@ -309,25 +309,6 @@ def _ending(use: Use) -> str:
 
 
 @contextlib.contextmanager
-def taken(
-    count: int | None, asked: Sequence[str] | None, run: Path,
-    environ: Mapping[str, str] | None = None,
-) -> Iterator[tuple[Devices, tuple[int, ...]]]:  # fmt: skip
-    """Look, choose and lock in one: two starts in the same second get different GPUs.
-
-    Yields the GPUs and the descriptors that the started process must inherit. Raises NotReady where
-    the run cannot have them.
-    """
-    with contextlib.ExitStack() as stack:
-        with _turn():
-            chosen = choose(count, asked, look(environ))
-            if chosen.refused:
-                raise NotReady(chosen.findings)
-            locks = stack.enter_context(_locked(chosen, run, 0.0))
-        yield chosen, locks
-
-
-@contextlib.contextmanager
 def held(devices: Devices, run: Path, *, patience_s: float = 10.0) -> Iterator[tuple[int, ...]]:
     """Lock exactly these; yields the descriptors that the started process must inherit.
 

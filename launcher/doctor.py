@@ -176,7 +176,6 @@ def _quick(subject: Subject, chosen: Devices, imports: Imports | None = None) ->
             yield from hardware.driver_and_torch(hardware.torch_of(trainer), cuda, trainer)
         yield from hardware.shared_memory(subject.gpus)
     yield from hardware.open_files()
-    yield from _versions(subject)
     found = list(disk.places(subject.plan, subject.output, subject.runs, subject.environ))
     yield from disk.unwritable(found)
     needed = disk.Needs()
@@ -287,21 +286,6 @@ def _missing(subject: Subject, names: Sequence[str]) -> Iterator[Finding]:
         f"{'; then '.join(step.shell() for step in steps)} (`launch doctor{target} --install` has all that "
         "is needed); or name another interpreter with --python",
     )  # fmt: skip
-
-
-def _versions(subject: Subject) -> Iterator[Finding]:
-    """Packages here in other versions than the checkout asks for: a warning in all."""
-    root = subject.upstream.root
-    if subject.upstream.backend != "open_instruct" or root is None:
-        return
-    if differing := environment.deviations(root, subject.trainer) or ():
-        more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
-        yield said(
-            "warning", "other-requirements",
-            f"{subject.trainer.python} differs from the checkout's pyproject.toml: "
-            f"{', '.join(differing[:_SHOWN])}{more}",
-            "nothing to do where everything imports, which `launch doctor` tries",
-        )  # fmt: skip
 
 
 def _conflicts(subject: Subject) -> Iterator[Finding]:

@@ -23,10 +23,8 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
-from packaging.requirements import InvalidRequirement, Requirement
-from packaging.specifiers import InvalidSpecifier
+from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from packaging.version import InvalidVersion, Version
 
 from launcher.errors import Finding, not_ready
 from launcher.files import parse_line
@@ -78,32 +76,6 @@ def _has_module(name: str, path: list[str]) -> bool:
         return False
     # any folder of that name (`wandb` makes one) would do for a namespace
     return spec is not None and spec.origin is not None
-
-
-def deviations(root: Path, trainer: Trainer) -> tuple[str, ...] | None:
-    """Packages here in other versions than a checkout's pyproject.toml asks for; None without one."""
-    try:
-        project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-        listed, python = list(project.get("dependencies", ())), project.get("requires-python")
-    except (OSError, ValueError, LookupError, AttributeError, TypeError):
-        return None
-    versions = {**trainer.packages, "python": ".".join(map(str, trainer.version))}
-    # packages for other machines than this one, or for other versions of Python
-    where = {"python_version": ".".join(map(str, trainer.version[:2])), "extra": ""}
-    where["python_full_version"] = versions["python"]
-    found = []
-    for text in (*([f"python{python}"] if isinstance(python, str) else ()), *listed):
-        try:
-            one = Requirement(text)
-            name = str(canonicalize_name(one.name))
-            if one.marker is not None and not one.marker.evaluate(where):
-                continue
-            version = versions.get(name)
-            if version and not one.specifier.contains(Version(version), prereleases=True):
-                found.append(f"{name} {version} ({one.specifier})")
-        except (InvalidRequirement, InvalidSpecifier, InvalidVersion, TypeError, KeyError):
-            continue
-    return tuple(found)
 
 
 def conflicts(names: Sequence[str], trainer: Trainer) -> tuple[str, ...]:

@@ -53,19 +53,6 @@ def test_what_is_lacking(tmp_path: Path) -> None:
     assert environment.missing(names, trainer) == ("wandb", "pillow")
 
 
-@pytest.mark.parametrize("text", [None, "[project", "[tool]\nx = 1", "project = 3"])
-def test_a_project_file_that_says_nothing(write: Write, tmp_path: Path, text: str | None) -> None:
-    if text is not None:
-        write("pyproject.toml", text)
-    assert environment.deviations(tmp_path, WITH_PIP) is None
-
-
-def test_what_the_pin_asks_for(checkout: Path) -> None:
-    here = {"torch": "2.9.0", "transformers": "5.17.0", "wandb": "0.23.1", "ray": "2.60.0rc1+cpu"}
-    found = environment.deviations(checkout, replace(WITH_PIP, packages=here))
-    assert found == ("torch 2.9.0 (>=2.10.0)",)
-
-
 def test_what_pip_complains_of(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(

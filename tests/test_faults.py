@@ -20,7 +20,7 @@ import pytest
 from conftest import PATIENCE_S
 from fake_world import LAUNCH, World, cmdline, looks_on, made, needs_trl, until
 
-from launcher import claim, lease, process, rundir, runner
+from launcher import lease, process, rundir, runner
 from launcher.rundir import RunFolder
 
 pytestmark = pytest.mark.slow
@@ -380,7 +380,7 @@ def test_a_stop_while_it_starts(world: World) -> None:
 
 def test_a_request_to_stop_what_never_began_is_not_meant_for_the_next(world: World) -> None:
     folder = world.prepared("exit=0")
-    with claim.claimed(folder, 1, None):
+    with runner.lock_run(folder, 1, None):
         stopping = world.started("stop", "a run")
         until(folder.stop.exists)
     assert stopping.wait(PATIENCE_S) == 0

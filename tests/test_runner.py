@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from fake_world import FAKE, bearing, until
 
-from launcher import claim, process, rundir, runner
+from launcher import process, rundir, runner
 from launcher.command import Command
 from launcher.errors import NotReady
 from launcher.rundir import RunFolder
@@ -181,24 +181,24 @@ def test_a_command_name_with_brackets_is_read_right(tmp_path: Path) -> None:
 
 
 def test_a_claim_is_held_once_and_freed(folder: RunFolder) -> None:
-    with claim.claimed(folder, 1, None):
-        with pytest.raises(NotReady) as caught, claim.claimed(folder, 1, None):
+    with runner.lock_run(folder, 1, None):
+        with pytest.raises(NotReady) as caught, runner.lock_run(folder, 1, None):
             pass
         assert [f.code for f in caught.value.findings] == ["run-is-live"]
     folder.console(1).touch()
-    with pytest.raises(NotReady, match="started before"), claim.claimed(folder, 1, None):
+    with pytest.raises(NotReady, match="started before"), runner.lock_run(folder, 1, None):
         pass
-    with claim.claimed(folder, 2, None):
+    with runner.lock_run(folder, 2, None):
         pass
 
 
 def test_another_folder_with_the_same_output_is_refused(folder: RunFolder, tmp_path: Path) -> None:
     output, other = tmp_path / "model", RunFolder(tmp_path / "other")
-    with claim.claimed(folder, 1, output):
-        with pytest.raises(NotReady, match="a run"), claim.claimed(other, 1, output):
+    with runner.lock_run(folder, 1, output):
+        with pytest.raises(NotReady, match="a run"), runner.lock_run(other, 1, output):
             pass
         assert not other.path.exists()
-        with claim.claimed(other, 1, tmp_path / "elsewhere"):
+        with runner.lock_run(other, 1, tmp_path / "elsewhere"):
             pass
-    with claim.claimed(other, 1, output):
+    with runner.lock_run(other, 1, output):
         pass

@@ -46,11 +46,9 @@ MODULES: Mapping[str, str] = {
 """Distributions whose module has another name."""
 _CONFLICT = re.compile(r"(?:The package `)?([\w.-]+)[` ].*(?:requires|has requirement) ")
 # these import the torch that is there while they are built
-BUILT: Mapping[str, Mapping[str, str]] = {
-    # its kernels are compiled when they are first used
-    "deepspeed": {"DS_BUILD_OPS": "0"},
-    "flash-attn": {},
-}
+BUILT = ("deepspeed", "flash-attn")
+# DeepSpeed's kernels are compiled when they are first used
+BUILD_ENV = {"DS_BUILD_OPS": "0"}
 # its mistral-common wants an older numpy than constraints.txt has
 UNCONSTRAINED = ("vllm",)
 # what such a build needs beside torch, where it may not fetch it for itself
@@ -252,31 +250,24 @@ def steps(
 
 
 def install(trainer: Trainer, requirements: Sequence[str], why: str = "") -> tuple[Step, ...]:
-    """What installs these: the ordinary ones together, then one by one what torch must be there for."""
-    built = [text for text in dict.fromkeys(requirements) if _name(text) in BUILT]
-    last = [text for text in dict.fromkeys(requirements) if _name(text) in UNCONSTRAINED]
-    plain = [text for text in dict.fromkeys(requirements) if text not in (*built, *last)]
+    """What installs these: the ordinary ones together, then those that torch must be there for."""
+    wanted = list(dict.fromkeys(requirements))
+    built = [text for text in wanted if _name(text) in BUILT]
+    last = [text for text in wanted if _name(text) in UNCONSTRAINED]
+    plain = [text for text in wanted if text not in (*built, *last)]
+    tools = [*BUILD, *(() if "torch" in map(_name, plain) else (tested().get("torch", "torch"),))]
+    lacking = [text for text in tools if _name(text) not in trainer.packages]
+    plain += lacking if built else []
     pip, steps = pip_install(trainer), list[Step]()
     if "pip" not in trainer.packages and pip[0] == str(trainer.python):
         argv = (str(trainer.python), "-m", "ensurepip", "--upgrade")
         steps.append(Step(argv=argv, why="this Python has no pip"))
     if plain:
-        names = ", ".join(map(_name, plain))
-        steps.append(Step(argv=(*pip, *plain), why=why or names))
+        steps.append(Step(argv=(*pip, *plain), why=why or ", ".join(map(_name, plain))))
     if built:
-        needed = list(BUILD)
-        if "torch" not in {*trainer.packages, *map(_name, plain)}:
-            needed.append(tested().get("torch", "torch"))
-        if lacking := [text for text in needed if _name(text) not in trainer.packages]:
-            steps.append(Step(argv=(*pip, *lacking), why="what the next builds with"))
-    steps += [
-        Step(
-            argv=(*pip, "--no-build-isolation", text),
-            env=BUILT[_name(text)],
-            why=f"{_name(text)}: its build imports torch",
-        )
-        for text in built
-    ]
+        names = ", ".join(map(_name, built))
+        argv = (*pip, "--no-build-isolation", *built)
+        steps.append(Step(argv=argv, env=BUILD_ENV, why=f"{names}: their builds import torch"))
     if last:
         kept = [
             f"{name}=={trainer.packages[name]}"

@@ -282,22 +282,6 @@ def outlines(folders: Iterable[RunFolder]) -> Iterator[tuple[RunFolder, Record]]
     return ((folder, read_head(folder)) for folder in folders)
 
 
-def stamp_of(path: str) -> list[int] | None:
-    """What changes whenever a file or a folder is written; None where there is none."""
-    try:
-        told = os.stat(path)
-    except (OSError, ValueError):
-        return None
-    return [told.st_ino, told.st_mtime_ns, told.st_size]
-
-
-def remember(memory: Path, known: Mapping[str, Any]) -> None:
-    """Write what is only kept to be quick: a state folder that is read-only or full costs the speed alone."""
-    with contextlib.suppress(OSError, ValueError):
-        memory.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes(memory, json.dumps(known).encode())
-
-
 def write_json(path: Path, data: Any) -> None:
     """Write atomically: a reader sees the old file or the new one, never a half."""
     try:

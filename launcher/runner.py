@@ -445,15 +445,6 @@ def keeper_lives(folder: RunFolder) -> bool:
     return keeper is not None and keeper.lives()
 
 
-def wake(folder: RunFolder) -> bool:
-    """Whether the keeper stands still; it is told to go on (SIGCONT)."""
-    keeper = keeper_of(folder)
-    if keeper is None or not keeper.stopped():
-        return False
-    process.signal_all([keeper.pid], signal.SIGCONT)
-    return True
-
-
 def kill_keeper(folder: RunFolder) -> None:
     """End a keeper that does not do what it is for."""
     keeper, until = keeper_of(folder), time.monotonic() + KILLED_S

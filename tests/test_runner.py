@@ -86,16 +86,6 @@ def test_the_exit_is_recorded(
     assert not runner.alive(folder.path)
 
 
-def test_a_further_attempt_has_its_own_files_and_number(folder: RunFolder) -> None:
-    runner.run(fake("print=1", "stdin=", "exit=1"), folder, 1)
-    ended = runner.run(fake("env=LAUNCH_ATTEMPT", "env=LAUNCH_RUN"), folder, 2)
-    assert folder.console(1).read_text() == "line 0\nstdin: ''\n"
-    assert folder.console(2).name == "console.2.log"
-    assert folder.console(2).read_text() == f"LAUNCH_ATTEMPT=2\nLAUNCH_RUN={folder.path}\n"
-    assert (record(folder, 1)["returncode"], record(folder, 2)["returncode"]) == (1, 0)
-    assert (ended.attempt, folder.attempts()) == (2, 2)
-
-
 def test_a_full_disk_costs_the_records_not_the_run(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,18 +168,6 @@ def test_a_command_name_with_brackets_is_read_right(tmp_path: Path) -> None:
 
 
 # --- the right to run -----------------------------------------------------------------------------
-
-
-def test_a_claim_is_held_once_and_freed(folder: RunFolder) -> None:
-    with runner.lock_run(folder, 1, None):
-        with pytest.raises(NotReady) as caught, runner.lock_run(folder, 1, None):
-            pass
-        assert [f.code for f in caught.value.findings] == ["run-is-live"]
-    folder.console(1).touch()
-    with pytest.raises(NotReady, match="started before"), runner.lock_run(folder, 1, None):
-        pass
-    with runner.lock_run(folder, 2, None):
-        pass
 
 
 def test_another_folder_with_the_same_output_is_refused(folder: RunFolder, tmp_path: Path) -> None:

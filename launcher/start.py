@@ -264,7 +264,7 @@ def _keep(
         lease.keep_manifest(granted, rundir.read_manifest(folder))
     with (
         cache_folders.held(held, folder, attempt.number, config=config_path) as cache_locks,
-        devices.held(chosen, folder.path) as gpu_locks,
+        devices.lock_slots(chosen, folder.path) as gpu_locks,
     ):
         keeper.spawn(
             folder, attempt.number, (*cache_locks, *gpu_locks, *locks), attempt.digest(), granted

@@ -44,7 +44,7 @@ def chosen(
 @contextlib.contextmanager
 def taken(count: int, run: Path) -> Iterator[tuple[Devices, tuple[int, ...]]]:
     made = chosen(count)
-    with devices.held(made, run) as locks:
+    with devices.lock_slots(made, run) as locks:
         yield made, locks
 
 
@@ -188,7 +188,7 @@ def test_a_gpu_that_a_run_holds_is_not_free(smi: Smi, tmp_path: Path) -> None:
         code, text = refusal(chosen(None, ["1"]))
         assert (code, "GPU 1 is taken by the run" in text) == ("gpus-taken", True)
         # what another start had chosen a moment before
-        late = devices.held(Devices(slots=made.slots), tmp_path / "other")
+        late = devices.lock_slots(Devices(slots=made.slots), tmp_path / "other")
         with pytest.raises(NotReady, match="taken by the run"), late:
             pass
     assert chosen(4).visible == "0,1,2,3"
@@ -196,11 +196,11 @@ def test_a_gpu_that_a_run_holds_is_not_free(smi: Smi, tmp_path: Path) -> None:
 
 def test_the_same_run_takes_over_from_its_launcher(smi: Smi, tmp_path: Path) -> None:
     made = chosen(1)
-    first = devices.held(made, tmp_path / "run")
+    first = devices.lock_slots(made, tmp_path / "run")
     first.__enter__()
     timer = threading.Timer(0.3, lambda: first.__exit__(None, None, None))
     timer.start()
-    with devices.held(made, tmp_path / "run") as locks:
+    with devices.lock_slots(made, tmp_path / "run") as locks:
         assert len(locks) == 1
         timer.join()
         assert refusal(chosen(None, ["0"]))[0] == "gpus-taken"
@@ -248,7 +248,7 @@ def test_users_share_the_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         os.umask(0o077)
         os.setuid(65534)
         monkeypatch.setenv("XDG_STATE_HOME", "/nowhere")
-        with devices.held(Devices(slots=(card,)), Path("/theirs/run")):
+        with devices.lock_slots(Devices(slots=(card,)), Path("/theirs/run")):
             os.write(ready[1], b"x")
             os.read(go[0], 1)
         os._exit(0)
@@ -256,12 +256,12 @@ def test_users_share_the_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         os.read(ready[0], 1)
         with (
             pytest.raises(NotReady, match="taken by the run run"),
-            devices.held(Devices(slots=(card,)), tmp_path / "ours", patience_s=0),
+            devices.lock_slots(Devices(slots=(card,)), tmp_path / "ours", patience_s=0),
         ):
             pass
         os.write(go[1], b"x")
         assert os.waitpid(child, 0)[1] == 0
-        with devices.held(Devices(slots=(card,)), tmp_path / "ours", patience_s=0) as locks:
+        with devices.lock_slots(Devices(slots=(card,)), tmp_path / "ours", patience_s=0) as locks:
             assert len(locks) == 1
     finally:
         shutil.rmtree(place)

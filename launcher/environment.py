@@ -260,8 +260,8 @@ def install(trainer: Trainer, requirements: Sequence[str], why: str = "") -> tup
     plain += lacking if built else []
     pip, steps = pip_install(trainer), list[Step]()
     if "pip" not in trainer.packages and pip[0] == str(trainer.python):
-        argv = (str(trainer.python), "-m", "ensurepip", "--upgrade")
-        steps.append(Step(argv=argv, why="this Python has no pip"))
+        ensure = (str(trainer.python), "-m", "ensurepip", "--upgrade")
+        steps.append(Step(argv=ensure, why="this Python has no pip"))
     if plain:
         steps.append(Step(argv=(*pip, *plain), why=why or ", ".join(map(_name, plain))))
     if built:

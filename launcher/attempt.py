@@ -1,6 +1,6 @@
 """One attempt of a run as it waits to be started: everything that its keeper needs, in one private file.
 
-It holds the user's whole environment, tokens included: whoever starts the run later (Slurm,
+It holds the user's whole environment, tokens included: whoever starts the run later (tmux, Slurm,
 another shell) must not start it in another one. Hence mode 0600, and no other file repeats it.
 """
 

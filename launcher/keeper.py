@@ -151,7 +151,7 @@ def main(words: Sequence[str]) -> int:
                     "start-changed", f"{folder.start.name} is not what was written at the start",
                     "have runs in a folder that nobody else can write", file=str(folder.start),
                 )  # fmt: skip
-            # a job or another shell may have started us anywhere
+            # a tmux session, a job or another shell may have started us anywhere
             os.chdir(attempt.cwd)
             output = None if attempt.output is None or attempt.rank else Path(attempt.output)
             sums = checksums.Watch(folder, attempt.backend, output, attempt.world)

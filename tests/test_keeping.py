@@ -7,10 +7,12 @@ import fcntl
 import json
 import os
 import shlex
+import shutil
 import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from launcher import (
     runner,
     start,
     stopping,
+    tmux,
 )
 from launcher.attempt import Attempt
 from launcher.errors import NotReady, UsageError
@@ -522,6 +525,54 @@ def test_a_command_at_the_end_has_its_time(place: Path, capfd: pytest.CaptureFix
     on_finish.call(folder, attempts.read(folder), 0)
     assert "it took longer than 0.5 s" in capfd.readouterr().err
     assert (place / "ended").exists()
+
+
+# --- tmux -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A tmux server of its own."""
+    if shutil.which("tmux") is None:
+        pytest.skip("tmux is not installed")
+    short = tempfile.mkdtemp(prefix="lt-", dir="/tmp")
+    monkeypatch.setattr(tmux, "TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setenv("TMUX_TMPDIR", short)
+    monkeypatch.delenv("TMUX", raising=False)
+    yield
+    subprocess.run(["tmux", "kill-server"], capture_output=True)
+    shutil.rmtree(short, ignore_errors=True)
+
+
+def screen(session: str) -> str:
+    shown = subprocess.run(
+        ["tmux", "capture-pane", "-p", "-t", session], capture_output=True, text=True
+    )
+    return shown.stdout
+
+
+@pytest.mark.usefixtures("server")
+def test_a_session_shows_the_run_and_may_die(place: Path) -> None:
+    # tmux expands what is given for a name, and `#(...)` in it is a command
+    name = "20260101T000000Z-sft-v1.5 $(touch pwned) `x` ;\"'ü#(touch pwned)#{pid}a.b:c\n"
+    folder = prepared(place, "pid=leader", f"wait={place / 'go'}", "print=1", name=name)
+    started(folder)
+    leader = pid_of(place, "leader")
+    session = tmux.opened(folder)
+    assert session is not None
+    until(lambda: "sft fake" in screen(session))
+    subprocess.run(["tmux", "kill-server"], check=True)
+    assert living(leader)
+    (place / "go").touch()
+    until(folder.verdict.exists)
+    assert folder.console(1).read_text() == "line 0\n"
+    assert not list(place.rglob("pwned"))
+
+
+def test_without_tmux_there_is_no_session(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = prepared(place, "exit=0")
+    monkeypatch.setenv("PATH", str(place))
+    assert tmux.opened(folder) is None
 
 
 @pytest.mark.slow

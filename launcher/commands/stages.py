@@ -89,7 +89,7 @@ def _stage_command(stage: str) -> Callable[..., Exit]:
         context: typer.Context,
         overrides: list[str] | None = OVERRIDES,
         detach: bool = Option(
-            False, "--detach", help="come back at once; `launch attach` shows the run"
+            False, "--detach", help="come back at once; the run is in a tmux session of its own"
         ),
         on_finish: str | None = Option(
             None, "--on-finish", metavar="CMD", help="run this at the end; no shell"
@@ -223,12 +223,15 @@ def _detach(
     stage: str, folder: RunFolder, attempt: Attempt, found: tuple[Finding, ...], format: Format
 ) -> Exit:
     """Say where the run can be looked at; only the first of several machines has it by its name."""
-    name = str(folder.path) if attempt.rank else folder.path.name
-    lines = (
-        *(f"run: {folder.path}", f"launch attach {name}"),
-        *(f"launch logs {name} -f", f"launch stop {name}"),
-    )
-    return answer(stage, format, {"run": str(folder.path)}, lines, before=found)
+    from launcher import tmux
+
+    first = not attempt.rank
+    session = tmux.opened(folder) if first else None
+    name = folder.path.name if first else str(folder.path)
+    lines = [f"run: {folder.path}", *([f"tmux attach -t {session}"] if session is not None else [])]
+    lines += [f"launch attach {name}", f"launch logs {name} -f", f"launch stop {name}"]
+    data = {"run": str(folder.path), "session": session}
+    return answer(stage, format, data, lines, before=found)
 
 
 def until_over(
@@ -285,7 +288,7 @@ def exec_command(
     main_address: str | None = MAIN_ADDRESS,
     format: Format = FORMAT,
 ) -> Exit:
-    """Start the attempt that waits in a run folder and show it; what Slurm starts."""
+    """Start the attempt that waits in a run folder and show it; what tmux and Slurm start."""
     from launcher import keeper, start
 
     folder = found_run(run)

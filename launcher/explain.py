@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher import gates, history, noops, stage, upstream
+from launcher import gates, history, noops, skypilot, stage, upstream
 from launcher.backends import BACKENDS
 from launcher.config import Config
 from launcher.errors import Finding, InvalidConfig, brief
@@ -256,6 +256,8 @@ def _words(key: Key, schema: Schema) -> tuple[str, ...]:
             for name, entry in BACKENDS[schema.backend].STAGES.items()
             if schema.stage in {name, entry.stage}
         )
+    if key.name == "skypilot":
+        return tuple(skypilot.FIELDS)
     if key.name == "gates":
         return tuple(f"{gate}: {what}; {_limits(at)}" for gate, (at, what) in gates.GATES.items())
     return key.words or tuple(_part(part) for part in key.parts)

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from launcher import gates
+from launcher import gates, skypilot
 from launcher.backends import BACKENDS, Entry
 from launcher.document import plain
 from launcher.keys import KEYS, OFF, ON, STAGES, Key
@@ -145,6 +145,7 @@ def _options(stages: Sequence[str], backends: Sequence[str], schemas: Sequence[S
             "type": ["object", "null"],
             "additionalProperties": {"type": ["string", "number", "boolean", "null"]},
         },
+        "skypilot": _mapping({name: {} for name in skypilot.FIELDS}),
         "gates": _mapping({name: {"description": what} for name, (_, what) in gates.GATES.items()}),
         "args": {"type": ["object", "null"]},
         "extends": {"type": ["string", "null"], "pattern": r"\S"},

@@ -261,6 +261,10 @@ TABLE: tuple[Key, ...] = (
         meaning="options of sbatch, for --slurm",
     ),
     Key(
+        name="skypilot", kind="mapping", takes="a mapping, what goes into the task of --skypilot",
+        meaning="what goes into the task that --skypilot writes",
+    ),
+    Key(
         name="gates", kind="mapping", default="the limits above",
         takes="a mapping of limits of `launch ladder`: a number, `{red: N, yellow: N}` or off",
         meaning="what every rung of `launch ladder` must show",

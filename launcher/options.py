@@ -77,7 +77,7 @@ class Options:
     `script` is the key of a further script of the stage, None for the stage's own. `deepspeed` is a
     file, or None for no DeepSpeed; `attention` are implementations in the order of preference;
     `probe` is None where training runs without it; `rehearse` where the file leaves that to the command.
-    `slurm` are options of sbatch, None for one without a value;
+    `slurm` are options of sbatch, None for one without a value; `skypilot` what goes into a task;
     `gates` those limits of a ladder that are not the usual ones.
     """
 
@@ -97,6 +97,7 @@ class Options:
     name: str | None = None
     gpus: int | None = None
     slurm: Mapping[str, str | None] = field(default_factory=dict)
+    skypilot: Mapping[str, Any] = field(default_factory=dict)
     gates: Mapping[str, Any] = field(default_factory=dict)
 
     def read_deepspeed(self) -> tuple[Mapping[str, Any] | None, Finding | None]:
@@ -133,8 +134,8 @@ def read(
     for key in (*_READ, NUM_GPUS):
         values[key.name], faults = key.read(raw.get(key.name))
         findings += [_bad(*one) for one in faults]
-    # two that a module of their own reads, imported only where a file has one
-    for name in ("slurm", "gates"):
+    # three that a module of their own reads, imported only where a file has one
+    for name in ("slurm", "skypilot", "gates"):
         values[name], wrong = (
             _read_elsewhere(config, name) if raw.get(name) is not None else ({}, [])
         )
@@ -159,18 +160,21 @@ def read(
         on_violation=values["on_violation"] or "stop", on_hang=values["on_hang"] or "report",
         probe=None if probe is False else Watch(**watched),
         rehearse=values["rehearse"], name=values["name"],
-        gpus=values["num_gpus"], slurm=values["slurm"], gates=values["gates"],
+        gpus=values["num_gpus"], slurm=values["slurm"], skypilot=values["skypilot"],
+        gates=values["gates"],
     ), findings  # fmt: skip
 
 
 def _read_elsewhere(config: Config, key: str) -> tuple[Mapping[str, Any], list[Finding]]:
-    from launcher import gates, sbatch
+    from launcher import gates, sbatch, skypilot
 
     def complain(code: str, below: str, message: str, help: str | None) -> Finding:
         where = f"{key}.{below}" if below else key
         return replace(_bad(where, message, help), code=code)
 
-    readers: Mapping[str, Any] = {"slurm": sbatch.read, "gates": gates.read}
+    readers: Mapping[str, Any] = {
+        "slurm": sbatch.read, "skypilot": skypilot.read, "gates": gates.read,
+    }  # fmt: skip
     values, wrong = readers[key](config.options[key], complain)
     return values, wrong
 

@@ -269,7 +269,7 @@ def _devices_and_deepspeed(stage: Stage, gpus: int, nodes: int) -> Iterator[Find
         yield Finding(
             severity="note", layer="launch", code="several-nodes", key="nodes",
             message="the same command runs on each machine, with NODE_RANK (0, 1, ...), "
-            "HEAD_ADDRESS and HEAD_PORT filled in: by --node-rank and --main-address, or Slurm",
+            "HEAD_ADDRESS and HEAD_PORT filled in: by --node-rank and --main-address, Slurm or SkyPilot",
         )  # fmt: skip
 
 

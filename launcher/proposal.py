@@ -24,7 +24,7 @@ from launcher.manifest import escaped
 from launcher.redaction import redact
 
 MARK = "# Tuned by launch: "
-_NESTED = ("batch", "expect", "probe", "gates", "slurm")
+_NESTED = ("batch", "expect", "probe", "gates", "slurm", "skypilot")
 _LINE_ENDS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 

@@ -84,7 +84,7 @@ def find(
         return None
     told = None
     if rank is None or address is None:
-        told = _slurm(nodes, environ, resolves or _resolves)
+        told = _slurm(nodes, environ, resolves or _resolves) or _skypilot(nodes, environ)
     if rank is None:
         rank = told.rank if told is not None else None
     if address is None and told is not None:
@@ -158,6 +158,20 @@ def _resolves(host: str) -> bool:
         return bool(host and socket.getaddrinfo(host, None))
     except (OSError, UnicodeError):
         return False
+
+
+def _skypilot(nodes: int, environ: Mapping[str, str]) -> Rendezvous | None:
+    """What SkyPilot tells each node: its rank, and everybody's addresses in that order."""
+    rank, addresses = environ.get("SKYPILOT_NODE_RANK", ""), environ.get("SKYPILOT_NODE_IPS", "")
+    if not rank.isdecimal() or not addresses.split():
+        return None
+    count = len(addresses.split())
+    if count != nodes:
+        raise usage(
+            "wrong-step", f"SkyPilot runs this on {count} node(s), the run takes {nodes}",
+            f"--nodes {count}, or num_nodes: {nodes} in the task",
+        )  # fmt: skip
+    return Rendezvous(nodes=nodes, rank=int(rank), address=addresses.split()[0], port=DEFAULT_PORT)
 
 
 def check_port(here: Rendezvous | None) -> None:

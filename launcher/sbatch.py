@@ -7,6 +7,7 @@ lies in the run folder.
 
 from __future__ import annotations
 
+import difflib
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,23 @@ from launcher.errors import Complain, Finding, brief
 WARNING_S = 60
 """How long before its time is up a job is queued again; Slurm may say so up to a minute earlier."""
 
+# The long options of sbatch that a run may set; flags take no value, the last ones need none.
+VALUED = frozenset(
+    {
+        "account", "acctg-freq", "bb", "bbf", "begin", "cluster-constraint", "comment", "constraint",
+        "container", "core-spec", "cores-per-socket", "cpu-freq", "cpus-per-gpu", "cpus-per-task",
+        "deadline", "delay-boot", "dependency", "distribution", "exclude", "extra-node-info",
+        "gpu-bind", "gpu-freq", "gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres",
+        "gres-flags", "hint", "kill-on-invalid-dep", "licenses", "mail-type", "mail-user",
+        "mcs-label", "mem", "mem-bind", "mem-per-cpu", "mem-per-gpu", "mincpus", "network",
+        "nodefile", "nodelist", "ntasks-per-gpu", "partition", "power", "prefer", "priority",
+        "profile", "qos", "reservation", "sockets-per-node", "switches", "thread-spec",
+        "threads-per-core", "time", "time-min", "tmp", "tres-bind", "tres-per-task", "wait-all-nodes",
+        "wckey",
+    }
+)  # fmt: skip
+FLAGS = frozenset({"contiguous", "hold", "overcommit", "reboot", "spread-job", "use-min-nodes"})
+OPTIONAL = frozenset({"exclusive", "nice", "no-kill", "oversubscribe", "propagate"})
 OURS: Mapping[str, str] = {
     "nodes": "the number of machines is given with --nodes",
     "ntasks": "launch starts one process on each node, which starts the others",
@@ -32,14 +50,13 @@ OURS: Mapping[str, str] = {
     "export-file": "what training needs lies in the run folder, with tokens, for the owner alone",
     "get-user-env": "what training needs lies in the run folder, with tokens, for the owner alone",
     "wrap": "the job is `launch exec`", "array": "one run is one job",
-    "wait": "`launch runs` says what became of the job", "test-only": "the job is to be queued",
     "clusters": "a run stays on the cluster that `squeue` asks",
 }  # fmt: skip
 """Options that the run decides, and what to do instead."""
 ASKS_FOR_GPUS = frozenset({"gres", "gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket"})
 ASKS_FOR_CPUS = frozenset({"cpus-per-task", "cpus-per-gpu", "exclusive", "mincpus"})
+KEYS = (*sorted(VALUED | FLAGS | OPTIONAL), "requeue")
 
-_NAME = re.compile(r"[a-z][a-z0-9-]*\Z")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
@@ -73,14 +90,20 @@ def read(given: Any, complain: Complain) -> tuple[dict[str, str | None], list[Fi
 
 
 def _wrong(name: str, value: Any) -> tuple[str, str, str | None] | None:
-    """Code, message and help of what is wrong with an option; sbatch itself knows which ones there are."""
+    """Code, message and help of what is wrong with an option; None where nothing is."""
     if name in OURS:
         return "reserved-slurm-option", f"`{brief(name)}` is not for the run to set", OURS[name]
-    if not _NAME.match(name):
-        return "bad-slurm-option", f"`{brief(name)}` is no long option of sbatch", None
-    if value is None or isinstance(value, bool):
+    if name not in KEYS:
+        near = difflib.get_close_matches(name, KEYS, n=1, cutoff=0.6)
+        help = f"did you mean `{near[0]}`?" if near else "`sbatch --help` lists them"
+        return "unknown-slurm-option", f"`{brief(name)}` is no option of sbatch", help
+    if value is None:
         return None
-    if name == "requeue":
+    if isinstance(value, bool):
+        if name in VALUED:
+            return "bad-slurm-option", f"`{name}` needs a value", None
+        return None
+    if name in FLAGS or name == "requeue":
         return "bad-slurm-option", f"`{name}` is true or false, not `{brief(value)}`", None
     if not isinstance(value, str | int | float) or not str(value).strip():
         return "bad-slurm-option", f"`{name}` is one word, not `{brief(value)}`", None

@@ -14,7 +14,7 @@ from launcher import rundir
 from launcher.errors import Finding, NotReady, brief
 from launcher.record import Record
 from launcher.rundir import RunFolder
-from launcher.sbatch import LIMIT, Options
+from launcher.sbatch import LIMIT, VALUED, Options
 
 TIMEOUT_S = 20.0
 ASK_TIMEOUT_S = 5.0
@@ -75,18 +75,12 @@ def submit(
 
 
 _PASSED = frozenset({"HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TZ", "USER"})
-_DEFAULTS = frozenset(
-    f"SBATCH_{name}"
-    for name in (
-        *("ACCOUNT", "CONSTRAINT", "EXCLUSIVE", "GPUS", "GRES", "MEM_PER_NODE", "PARTITION", "QOS"),
-        *("RESERVATION", "TIMELIMIT"),
-    )
-)
+_DEFAULTS = frozenset(f"SBATCH_{name.upper().replace('-', '_')}" for name in VALUED | {"exclusive"})
 
 
 def _outside(environ: Mapping[str, str]) -> dict[str, str]:
     """What sbatch gets of an environment: Slurm keeps it, for its administrators to read."""
-    names = _PASSED | _DEFAULTS | {"SLURM_CONF", "SLURM_CONF_SERVER"}
+    names = _PASSED | _DEFAULTS | {"SBATCH_TIMELIMIT", "SLURM_CONF", "SLURM_CONF_SERVER"}
     return {name: value for name, value in environ.items() if name in names}
 
 

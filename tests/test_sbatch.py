@@ -124,11 +124,12 @@ def test_options() -> None:
 @pytest.mark.parametrize(
     ("given", "code", "help"),
     [
-        ({"a\n#SBATCH --wrap": "x"}, "bad-slurm-option", None),
+        ({"partion": "gpu"}, "unknown-slurm-option", "did you mean `partition`?"),
         ({"nodes": 2}, "reserved-slurm-option", "--nodes"),
         ({"no_requeue": True}, "reserved-slurm-option", "requeue: false"),
         ({"comment": "a\nb"}, "bad-slurm-option", None),
-        ({"requeue": "yes"}, "bad-slurm-option", None),
+        ({"partition": True}, "bad-slurm-option", None),
+        ({"hold": "yes"}, "bad-slurm-option", None),
         ("gpu", "bad-slurm", "slurm: {"),
     ],
 )  # fmt: skip

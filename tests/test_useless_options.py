@@ -23,6 +23,8 @@ STAGE = str(Path(__file__).parent.parent / "configs" / "demo" / "sft.yaml")
     [
         ("--on-finish-limit", "5m"),
         ("--slurm", "--devices", "0"),
+        ("--slurm", "--skypilot", "t.yaml"),
+        ("--skypilot", "t.yaml", "--on-finish", "true"),
     ],
 )
 def test_what_would_be_ignored_is_refused(words: tuple[str, ...]) -> None:
@@ -31,13 +33,14 @@ def test_what_would_be_ignored_is_refused(words: tuple[str, ...]) -> None:
     assert {finding.code for finding in told.exception.findings} == {"useless-option"}
 
 
+@pytest.mark.parametrize("where", ["--slurm", "--skypilot=t.yaml"])
 def test_other_machines_gpus_are_not_guessed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LAUNCH_RUNS", str(tmp_path / "runs"))
     told = CliRunner().invoke(
-        app, ["sft", STAGE, "model_name_or_path=some/model", "dataset_name=some/set", "--slurm"]
+        app, ["sft", STAGE, "model_name_or_path=some/model", "dataset_name=some/set", where]
     )
     assert isinstance(told.exception, LaunchError)
     assert "no-gpus" in {finding.code for finding in told.exception.findings}

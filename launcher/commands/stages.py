@@ -35,8 +35,11 @@ if TYPE_CHECKING:
 
 # options that would be taken and ignored beside another one
 _APART = {
-    "slurm": ("detach", "devices", "node_rank", "main_address"),
-}
+    "slurm": ("skypilot", "detach", "devices", "node_rank", "main_address"),
+    "skypilot": (
+        "detach", "devices", "node_rank", "main_address", "on_finish", "fresh", "allow_changed_resume",
+    ),
+}  # fmt: skip
 _START = (
     "gpus", "dry_run", "python", *SOURCE, "allow_unproven", "strict", "no_probe", "devices", "rehearse",
     "fresh",
@@ -103,6 +106,9 @@ def _stage_command(stage: str) -> Callable[..., Exit]:
         node_rank: int | None = NODE_RANK,
         main_address: str | None = MAIN_ADDRESS,
         slurm: bool = Option(False, "--slurm", help="queue it as a Slurm job, on --nodes machines"),
+        skypilot: Path | None = Option(
+            None, "--skypilot", metavar="FILE", help="write a SkyPilot task, start nothing"
+        ),
         allow_corrupting_overlap: bool = Option(
             False,
             "--allow-corrupting-overlap",
@@ -113,10 +119,12 @@ def _stage_command(stage: str) -> Callable[..., Exit]:
         request = shared.request(
             stage=stage, overrides=overrides or (), node_rank=node_rank, main_address=main_address,
             allow_corrupting_overlap=allow_corrupting_overlap, fresh=shared.fresh,
-            elsewhere=slurm,
+            elsewhere=slurm or skypilot is not None,
         )  # fmt: skip
         if shared.dry_run:
             return _dry_run(request, shared.format)
+        if skypilot is not None:
+            return _write_task(request, skypilot, shared.format)
         at_end = _AtEnd.of(on_finish, on_finish_limit, shared.allow_unproven)
         if slurm:
             shared.rehearse_first({"": request})
@@ -217,6 +225,15 @@ def _queue(request: Request, format: Format, at_end: _AtEnd) -> Exit:
     lines = (f"run: {folder.path}", f"job: {job.id}", "launch runs", f"launch stop {name}")
     data = {"run": str(folder.path), "job": job.id}
     return answer(str(request.stage), format, data, lines, found)
+
+
+def _write_task(request: Request, path: Path, format: Format) -> Exit:
+    """Write the run as a SkyPilot task."""
+    from launcher import skypilot
+
+    found = skypilot.write(request, path)
+    data = {"task": str(path)}
+    return answer(str(request.stage), format, data, (f"sky launch {path}",), found)
 
 
 def _detach(

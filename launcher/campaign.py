@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher import claim, lease, locks, rundir, runner, series, stopping
+from launcher import lease, locks, rundir, runner, series, stopping
 from launcher import page as report_page
 from launcher.errors import Finding, LaunchError
 from launcher.redaction import redact
@@ -61,7 +61,8 @@ class Campaign:
         is at it.
         """
         # two that begin at once have no folder in common yet
-        place = claim.place(f"{self.kind}s", f"{self.root}\0{self.key}")
+        name = hashlib.sha256(os.fsencode(f"{self.root}\0{self.key}")).hexdigest()[:32]
+        place = rundir.state_folder() / f"{self.kind}s" / name
         with contextlib.ExitStack() as stack:
             with locks.alone(place, taken=taken or _under_way(self.root)):
                 before = None if fresh else self.earlier()

@@ -35,7 +35,7 @@ _SHARED = ("/dev/shm", "/tmp")
 _NUMBER = re.compile(r"\d+")
 _NO_FILE_NAME = re.compile(r"[^\w.-]+")
 # another start that only looks holds a lock for microseconds
-_GLANCE_S, _TURN_S = 0.25, 90.0
+_GLANCE_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,42 +309,18 @@ def _ending(use: Use) -> str:
 
 
 @contextlib.contextmanager
-def taken(
-    count: int | None, asked: Sequence[str] | None, run: Path,
-    environ: Mapping[str, str] | None = None,
-) -> Iterator[tuple[Devices, tuple[int, ...]]]:  # fmt: skip
-    """Look, choose and lock in one: two starts in the same second get different GPUs.
-
-    Yields the GPUs and the descriptors that the started process must inherit. Raises NotReady where
-    the run cannot have them.
-    """
-    with contextlib.ExitStack() as stack:
-        with _turn():
-            chosen = choose(count, asked, look(environ))
-            if chosen.refused:
-                raise NotReady(chosen.findings)
-            locks = stack.enter_context(_locked(chosen, run, 0.0))
-        yield chosen, locks
-
-
-@contextlib.contextmanager
-def held(devices: Devices, run: Path, *, patience_s: float = 10.0) -> Iterator[tuple[int, ...]]:
+def lock_slots(
+    devices: Devices, run: Path, *, patience_s: float = 10.0
+) -> Iterator[tuple[int, ...]]:
     """Lock exactly these; yields the descriptors that the started process must inherit.
 
     A lock that the same run holds already (its launcher, about to go) is waited for. Raises NotReady
     where another start was quicker.
     """
-    with contextlib.ExitStack() as stack:
-        with _turn():
-            locks = stack.enter_context(_locked(devices, run, patience_s))
-        yield locks
-
-
-@contextlib.contextmanager
-def _locked(devices: Devices, run: Path, patience_s: float) -> Iterator[tuple[int, ...]]:
     locks: list[int] = []
     try:
-        for slot in devices.slots:
+        # all starts go in one order: of two that want the same GPUs one gets them
+        for slot in sorted(devices.slots, key=lambda slot: slot.id):
             lock = _opened(slot.id)
             if lock is None:
                 continue
@@ -429,16 +405,3 @@ def _shared(path: Path, *, make: bool) -> int:
         os.close(lock)
         raise FileNotFoundError(path)
     return lock
-
-
-@contextlib.contextmanager
-def _turn() -> Iterator[None]:
-    """One start at a time looks and locks; whoever waits too long goes on without."""
-    lock = _opened("choosing")
-    try:
-        if lock is not None:
-            _busy(lock, _TURN_S)
-        yield
-    finally:
-        if lock is not None:
-            os.close(lock)

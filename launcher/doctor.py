@@ -7,6 +7,7 @@ Before every run only what is cheap is looked at: metadata of packages, files, t
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import devices as gpus
-from launcher import disk, environment, hardware, rundir
+from launcher import disk, environment, rundir
 from launcher.backends import BACKENDS, Backend, Entry, stage_rules
 from launcher.backends.context import Context
 from launcher.devices import Devices, Look
@@ -37,6 +38,10 @@ _OPTIONAL = {
 }
 _MODULES = {"flash-attn": "flash_attn", "liger-kernel": "liger_kernel"}
 _SHOWN = 12
+SHM = Path("/dev/shm")
+LEAST_SHM = 2**30
+"""Bytes that several GPUs should find in /dev/shm: NCCL's buffers and the loaders' batches go there."""
+_TORCH = re.compile(r"^(cuda|hip)\b[^=\n]*=\s*(?:'([\d.]+)[^']*'|None)", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,10 +178,8 @@ def _quick(subject: Subject, chosen: Devices, imports: Imports | None = None) ->
     if subject.gpus:
         if chosen.slots:
             cuda = chosen.slots[0].gpu.cuda
-            yield from hardware.driver_and_torch(hardware.torch_of(trainer), cuda, trainer)
-        yield from hardware.shared_memory(subject.gpus)
-    yield from hardware.open_files()
-    yield from _versions(subject)
+            yield from driver_and_torch(torch_of(trainer), cuda, trainer)
+        yield from shared_memory(subject.gpus)
     found = list(disk.places(subject.plan, subject.output, subject.runs, subject.environ))
     yield from disk.unwritable(found)
     needed = disk.Needs()
@@ -289,21 +292,6 @@ def _missing(subject: Subject, names: Sequence[str]) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _versions(subject: Subject) -> Iterator[Finding]:
-    """Packages here in other versions than the checkout asks for: a warning in all."""
-    root = subject.upstream.root
-    if subject.upstream.backend != "open_instruct" or root is None:
-        return
-    if differing := environment.deviations(root, subject.trainer) or ():
-        more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
-        yield said(
-            "warning", "other-requirements",
-            f"{subject.trainer.python} differs from the checkout's pyproject.toml: "
-            f"{', '.join(differing[:_SHOWN])}{more}",
-            "nothing to do where everything imports, which `launch doctor` tries",
-        )  # fmt: skip
-
-
 def _conflicts(subject: Subject) -> Iterator[Finding]:
     """What pip says does not fit together, of the packages that training needs."""
     lines = environment.conflicts(needed(subject), subject.trainer)
@@ -364,11 +352,84 @@ def _cuda(subject: Subject, imports: Imports) -> Iterator[Finding]:
     )  # fmt: skip
 
 
+# --- driver, torch, shared memory -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Torch:
+    """What the trainer's torch was built for, from its own version file; None: neither."""
+
+    version: str
+    cuda: str | None = None
+    hip: str | None = None
+
+
+def torch_of(trainer: Trainer) -> Torch | None:
+    """The trainer's torch; None where it has none, or where its version file says nothing."""
+    for folder in trainer.path:
+        try:
+            text = (folder / "torch" / "version.py").read_text(encoding="utf-8")
+        except (OSError, ValueError):
+            continue
+        told = {m[1]: m[2] for m in _TORCH.finditer(text)}
+        if "cuda" in told:
+            version = trainer.packages.get("torch", "unknown")
+            return Torch(version=version, cuda=told["cuda"], hip=told.get("hip"))
+        return None
+    return None
+
+
+def driver_and_torch(
+    torch: Torch | None, cuda: tuple[int, int] | None, trainer: Trainer
+) -> Iterator[Finding]:
+    """Whether torch can use the GPUs that the driver serves. `cuda` is the driver's newest version.
+
+    Within one major version an older driver serves newer CUDA (NVIDIA's minor version compatibility).
+    """
+    if torch is None or torch.hip is not None:
+        return
+    install = f"{trainer.python} -m pip install --force-reinstall torch --index-url"
+    index = "https://download.pytorch.org/whl/cu" + ("" if cuda is None else f"{cuda[0]}{cuda[1]}")
+    if torch.cuda is None:
+        yield said(
+            "error", "cpu-torch", f"torch {torch.version} of {trainer.python} is built for the CPU",
+            f"install a CUDA build, such as {install} {index}, or --gpus 0",
+        )  # fmt: skip
+    elif cuda is not None and int(torch.cuda.partition(".")[0]) > cuda[0]:
+        yield said(
+            "error", "old-driver",
+            f"torch {torch.version} is built for CUDA {torch.cuda}, the driver serves CUDA "
+            f"{cuda[0]}.{cuda[1]} at most",
+            f"a newer driver, or a torch that is built for it: {install} {index} (see pytorch.org "
+            "for the builds that there are)",
+        )  # fmt: skip
+
+
+def shared_memory(processes: int) -> Iterator[Finding]:
+    """/dev/shm too small for several processes: Docker gives 64 MiB."""
+    size = shm_size()
+    if processes > 1 and size is not None and size < LEAST_SHM:
+        yield said(
+            "warning", "small-shm", f"{SHM} holds {size / 2**20:.0f} MiB: NCCL and the data loaders of "
+            f"{processes} processes may not fit",
+            "docker run --shm-size=16g (or --ipc=host), or mount -o remount,size=16g /dev/shm",
+        )  # fmt: skip
+
+
+def shm_size() -> int | None:
+    """Bytes of /dev/shm in all; None where there is none."""
+    try:
+        told = os.statvfs(SHM)
+    except OSError:
+        return None
+    return told.f_frsize * told.f_blocks
+
+
 # --- what was seen --------------------------------------------------------------------------------
 
 
 def _environment(subject: Subject, imports: Imports | None) -> Iterator[Fact]:
-    trainer, source, torch = subject.trainer, subject.upstream, hardware.torch_of(subject.trainer)
+    trainer, source, torch = subject.trainer, subject.upstream, torch_of(subject.trainer)
     version = ".".join(map(str, trainer.version))
     python = {"path": str(trainer.python), "version": version, "source": trainer.source}
     yield Fact("python", f"{trainer.python} ({trainer.source}), {version}", python)

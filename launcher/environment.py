@@ -23,10 +23,8 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
-from packaging.requirements import InvalidRequirement, Requirement
-from packaging.specifiers import InvalidSpecifier
+from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from packaging.version import InvalidVersion, Version
 
 from launcher.errors import Finding, not_ready
 from launcher.files import parse_line
@@ -48,11 +46,9 @@ MODULES: Mapping[str, str] = {
 """Distributions whose module has another name."""
 _CONFLICT = re.compile(r"(?:The package `)?([\w.-]+)[` ].*(?:requires|has requirement) ")
 # these import the torch that is there while they are built
-BUILT: Mapping[str, Mapping[str, str]] = {
-    # its kernels are compiled when they are first used
-    "deepspeed": {"DS_BUILD_OPS": "0"},
-    "flash-attn": {},
-}
+BUILT = ("deepspeed", "flash-attn")
+# DeepSpeed's kernels are compiled when they are first used
+BUILD_ENV = {"DS_BUILD_OPS": "0"}
 # its mistral-common wants an older numpy than constraints.txt has
 UNCONSTRAINED = ("vllm",)
 # what such a build needs beside torch, where it may not fetch it for itself
@@ -78,32 +74,6 @@ def _has_module(name: str, path: list[str]) -> bool:
         return False
     # any folder of that name (`wandb` makes one) would do for a namespace
     return spec is not None and spec.origin is not None
-
-
-def deviations(root: Path, trainer: Trainer) -> tuple[str, ...] | None:
-    """Packages here in other versions than a checkout's pyproject.toml asks for; None without one."""
-    try:
-        project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-        listed, python = list(project.get("dependencies", ())), project.get("requires-python")
-    except (OSError, ValueError, LookupError, AttributeError, TypeError):
-        return None
-    versions = {**trainer.packages, "python": ".".join(map(str, trainer.version))}
-    # packages for other machines than this one, or for other versions of Python
-    where = {"python_version": ".".join(map(str, trainer.version[:2])), "extra": ""}
-    where["python_full_version"] = versions["python"]
-    found = []
-    for text in (*([f"python{python}"] if isinstance(python, str) else ()), *listed):
-        try:
-            one = Requirement(text)
-            name = str(canonicalize_name(one.name))
-            if one.marker is not None and not one.marker.evaluate(where):
-                continue
-            version = versions.get(name)
-            if version and not one.specifier.contains(Version(version), prereleases=True):
-                found.append(f"{name} {version} ({one.specifier})")
-        except (InvalidRequirement, InvalidSpecifier, InvalidVersion, TypeError, KeyError):
-            continue
-    return tuple(found)
 
 
 def conflicts(names: Sequence[str], trainer: Trainer) -> tuple[str, ...]:
@@ -280,31 +250,24 @@ def steps(
 
 
 def install(trainer: Trainer, requirements: Sequence[str], why: str = "") -> tuple[Step, ...]:
-    """What installs these: the ordinary ones together, then one by one what torch must be there for."""
-    built = [text for text in dict.fromkeys(requirements) if _name(text) in BUILT]
-    last = [text for text in dict.fromkeys(requirements) if _name(text) in UNCONSTRAINED]
-    plain = [text for text in dict.fromkeys(requirements) if text not in (*built, *last)]
+    """What installs these: the ordinary ones together, then those that torch must be there for."""
+    wanted = list(dict.fromkeys(requirements))
+    built = [text for text in wanted if _name(text) in BUILT]
+    last = [text for text in wanted if _name(text) in UNCONSTRAINED]
+    plain = [text for text in wanted if text not in (*built, *last)]
+    tools = [*BUILD, *(() if "torch" in map(_name, plain) else (tested().get("torch", "torch"),))]
+    lacking = [text for text in tools if _name(text) not in trainer.packages]
+    plain += lacking if built else []
     pip, steps = pip_install(trainer), list[Step]()
     if "pip" not in trainer.packages and pip[0] == str(trainer.python):
-        argv = (str(trainer.python), "-m", "ensurepip", "--upgrade")
-        steps.append(Step(argv=argv, why="this Python has no pip"))
+        ensure = (str(trainer.python), "-m", "ensurepip", "--upgrade")
+        steps.append(Step(argv=ensure, why="this Python has no pip"))
     if plain:
-        names = ", ".join(map(_name, plain))
-        steps.append(Step(argv=(*pip, *plain), why=why or names))
+        steps.append(Step(argv=(*pip, *plain), why=why or ", ".join(map(_name, plain))))
     if built:
-        needed = list(BUILD)
-        if "torch" not in {*trainer.packages, *map(_name, plain)}:
-            needed.append(tested().get("torch", "torch"))
-        if lacking := [text for text in needed if _name(text) not in trainer.packages]:
-            steps.append(Step(argv=(*pip, *lacking), why="what the next builds with"))
-    steps += [
-        Step(
-            argv=(*pip, "--no-build-isolation", text),
-            env=BUILT[_name(text)],
-            why=f"{_name(text)}: its build imports torch",
-        )
-        for text in built
-    ]
+        names = ", ".join(map(_name, built))
+        argv = (*pip, "--no-build-isolation", *built)
+        steps.append(Step(argv=argv, env=BUILD_ENV, why=f"{names}: their builds import torch"))
     if last:
         kept = [
             f"{name}=={trainer.packages[name]}"

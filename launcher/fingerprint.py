@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import json
 import os
-import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,7 +18,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal
 
-from launcher import content, locks
+from launcher import content, locks, rundir
 from launcher.backends import model_config
 from launcher.backends.model_config import is_path
 from launcher.errors import Finding, NotReady
@@ -136,17 +135,11 @@ class Memory:
             return
         with contextlib.suppress(OSError, ValueError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # on a disk without locks entries of another writer may be lost, which costs time only
             with locks.alone(self.path.with_suffix(".lock")):
                 whole = {**self._stored(self.path), **self._fresh}
                 newest = sorted(whole.items(), key=lambda item: -item[1][5])[: self.LARGEST]
                 raw = json.dumps({"form": self.FORM, "files": dict(newest)}, separators=(",", ":"))
-                scratch = self.path.with_name(f".{self.path.name}.{secrets.token_hex(6)}")
-                try:
-                    scratch.write_text(raw, encoding="utf-8")
-                    os.replace(scratch, self.path)
-                finally:
-                    scratch.unlink(missing_ok=True)
+                rundir.write_text(self.path, raw)
             self._fresh.clear()
 
     @classmethod

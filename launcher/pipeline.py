@@ -25,7 +25,6 @@ from launcher import (
     plan,
     preparation,
     report,
-    resume,
     rundir,
     start,
     trial,
@@ -208,12 +207,9 @@ def dry_run(order: Order) -> Survey:
 
 def _earlier_runs(survey: Survey) -> Iterator[Finding]:
     """Printed commands that would write into the outputs of earlier runs."""
-    would = "skip what has not changed, and train beside it what has"
     for link in survey.links:
-        dry = survey.steps[link.name].prepared
-        if dry.attempt > 1 and rundir.read_manifest(dry.folder):
-            found = resume.warn_pasted_command(would, dry.plan, dry.output, dry.folder)
-            yield from (placed(link, one) for one in found)
+        found = preparation.of_earlier_run(survey.steps[link.name].prepared)
+        yield from (placed(link, one) for one in found)
 
 
 class _Runner:

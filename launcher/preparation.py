@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,8 +28,7 @@ from launcher.backends import gradient_rules
 from launcher.caches import Cache, environment
 from launcher.command import Command
 from launcher.devices import Devices, Look
-from launcher.errors import Finding, InvalidConfig, NotReady, errors, usage
-from launcher.fingerprint import MissingContent
+from launcher.errors import Finding, InvalidConfig, errors, usage
 from launcher.machine import Trainer
 from launcher.paths import exists
 from launcher.plan import Plan
@@ -356,27 +354,10 @@ def _prepared(
 
 
 def of_earlier_run(dry: Prepared) -> tuple[Finding, ...]:
-    """What a start would make of the run here whose output a dry run's command writes into.
-
-    The command itself knows nothing of it. Raises UsageError like `resume.judge`.
-    """
-    made, folder, decision = dry.plan, dry.folder, None
-    if dry.attempt == 1 or not rundir.read_manifest(folder):
+    """That a dry run's command writes into the output of a run here, of which it knows nothing."""
+    if dry.attempt == 1 or not rundir.read_manifest(dry.folder):
         return ()
-    try:
-        now = contents.of_plan(made)
-    except MissingContent:
-        # a dry run may name what is not here, and then nothing starts here either
-        return ()
-    with contextlib.suppress(NotReady):
-        lease.require_free(dry.output)
-        decision = resume.judge(
-            made, output=dry.output, folder=folder, trainer=dry.trainer, caches=dry.caches, now=now,
-            history=resume.manifests(made.stage.options.stage, folder, dry.output),
-            allowed=dry.request.allowed,
-        )  # fmt: skip
-    action = resume.describe(decision)
-    return () if action is None else resume.warn_pasted_command(action, made, dry.output, folder)
+    return resume.warn_pasted_command(dry.plan, dry.output, dry.folder)
 
 
 def _allowed(request: Request, findings: Iterable[Finding]) -> tuple[Finding, ...]:

@@ -64,11 +64,6 @@ class Identity:
         entry = _entry(self.pid)
         return entry is not None and entry.began == self.began and not entry.dead
 
-    def stopped(self) -> bool:
-        """Whether it lives and stands still: by SIGSTOP, or under a debugger."""
-        entry = _entry(self.pid) if self.lives() else None
-        return entry is not None and entry.state in b"Tt"
-
     def here(self) -> bool:
         """Whether it was started where this process sees all: on this machine, since it booted, and in
         this PID namespace."""

@@ -187,27 +187,8 @@ def set_aside(decision: Decision, attempt: int) -> list[Path]:
 # --- without the decision ---------------------------------------------------------------------------
 
 
-def describe(decision: Decision | None) -> str | None:
-    """What `launch sft` and `launch dpo` do with a decision; None where they begin anew, as a bare command.
-
-    The decision is None while that run is still going on.
-    """
-    if decision is None:
-        return "refuse it, as that run is still going on"
-    if refused := errors(decision.findings):
-        return f"refuse it ({refused[0].code}: {refused[0].message})"
-    if decision.kind == "finished":
-        return "train nothing, it is finished"
-    return None if decision.checkpoint is None else f"go on from {decision.checkpoint.name}"
-
-
-def warn_pasted_command(
-    action: str, plan: Plan, output: Path | None, folder: RunFolder
-) -> tuple[Finding, ...]:
-    """What to know of a command that is pasted where a run has been: it carries no decision out.
-
-    `action` is what launch itself does there.
-    """
+def warn_pasted_command(plan: Plan, output: Path | None, folder: RunFolder) -> tuple[Finding, ...]:
+    """What to know of a command that is pasted where a run has been: it knows nothing of that run."""
     if plan.stage.options.backend == "trl":
         # trl/scripts/sft.py:113
         named = plan.values.get("resume_from_checkpoint")
@@ -217,12 +198,14 @@ def warn_pasted_command(
     else:
         does = "trains into the same folder"
     warning = Finding(
-        severity="warning", layer="launch", code="earlier-run",
+        severity="warning",
+        layer="launch",
+        code="earlier-run",
         key=f"args.{plan.stage.entry.names.output}",
-        message=f"{output} is that of {folder.path.name}: launch itself would {action}; "
-        f"this line {does}",
+        message=f"{output} is that of {folder.path.name}, which launch itself would compare with this, "
+        f"to go on from there or to refuse; this line {does}",
         help="say it without --dry-run, or with --fresh for a line that takes a folder beside it",
-    )  # fmt: skip
+    )
     return (plan.stage.config.placed(warning),)
 
 

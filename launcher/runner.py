@@ -11,13 +11,13 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from launcher import lease, process, rundir
+from launcher import lease, locks, process, rundir
 from launcher.errors import DISK_FULL, Finding, brief, not_ready, usage
 from launcher.process import Identity
 from launcher.record import Record
@@ -64,6 +64,59 @@ def grace(told: str | None) -> Grace:
         )  # fmt: skip
     first, second, third = (*numbers, *GRACE_S[len(numbers) :])
     return first, second, third
+
+
+# --- the right to train into an output folder: one at a time --------------------------------------
+#
+# Who trains into an output folder has its lease. The kernel's locks confirm that: they are on a file beside
+# the lease and on one of the run folder, and the started process inherits them, so they are free as soon as
+# that process has gone, however it went, and never before.
+
+
+@contextlib.contextmanager
+def lock_run(
+    folder: RunFolder, attempt: int, output: Path | None
+) -> Iterator[tuple[lease.Lease | None, tuple[int, ...]]]:
+    """Hold the run folder and the output folder for this attempt, until a keeper has taken them over.
+
+    Yields the lease of the output folder, and the descriptors that `run` passes on. Raises NotReady
+    where another start holds either, or where they cannot be written.
+    """
+    process.hold_standard_streams()
+    with contextlib.ExitStack() as held:
+        granted, descriptors = None, tuple[int, ...]()
+        if output is not None:
+            granted = lease.take(output, folder.path, attempt)
+            held.callback(_give_back, granted)
+        try:
+            folder.path.mkdir(rundir.OWN, parents=True, exist_ok=True)
+            files = [folder.lock] if granted is None else [folder.lock, granted.lock]
+            for file in files:
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+                descriptors = (*descriptors, os.open(file, flags, 0o666))
+                held.callback(os.close, descriptors[-1])
+        except OSError as error:
+            raise rundir.not_writable(folder.path, error.strerror) from None
+        # the attempt: another start may have been quicker, and be over already
+        free = [locks.locked(one, seconds=locks.GLANCE_S) for one in descriptors]
+        taken = False in free or alive(folder.path)
+        if taken or folder.attempts() >= attempt:
+            where = f" into {output}" if output is not None else ""
+            raise not_ready(
+                "run-is-live", f"the run {folder.path.name} was started before and trains{where}",
+                "wait for it, stop it, or choose another output_dir", file=str(folder.path),
+            )  # fmt: skip
+        yield granted, descriptors
+
+
+def _give_back(granted: lease.Lease) -> None:
+    last = lease.read(granted.path)
+    if last is not None and last.owner == granted.owner:
+        # no keeper has taken it over
+        granted.discard()
+
+
+# --- the run ----------------------------------------------------------------------------------------
 
 
 def run(
@@ -390,15 +443,6 @@ def keeper_lives(folder: RunFolder) -> bool:
     """Whether the process that watches over the attempt that began last still does."""
     keeper = keeper_of(folder)
     return keeper is not None and keeper.lives()
-
-
-def wake(folder: RunFolder) -> bool:
-    """Whether the keeper stands still; it is told to go on (SIGCONT)."""
-    keeper = keeper_of(folder)
-    if keeper is None or not keeper.stopped():
-        return False
-    process.signal_all([keeper.pid], signal.SIGCONT)
-    return True
 
 
 def kill_keeper(folder: RunFolder) -> None:

@@ -16,7 +16,6 @@ from launcher import (
     cache_folders,
     caches,
     check,
-    claim,
     commandline,
     contents,
     devices,
@@ -64,7 +63,7 @@ def begin(
             _require_not_queued(folder)
         output = None if attempt.rank else prepared.output
         with (
-            claim.claimed(folder, attempt.number, output) as (granted, locks),
+            runner.lock_run(folder, attempt.number, output) as (granted, locks),
             _taken_back(folder),
         ):
             if not attempt.rank or not prepared.folder.manifest.exists():
@@ -99,7 +98,7 @@ def queue(
     folder, planned = prepared.folder, prepared.plan
     attempt = _attempt(prepared, on_finish, on_finish_s, allow_unproven)
     try:
-        with claim.claimed(folder, attempt.number, prepared.output), _taken_back(folder):
+        with runner.lock_run(folder, attempt.number, prepared.output), _taken_back(folder):
             _require_not_queued(folder)
             _make(prepared, attempt)
             attempt.write(folder)
@@ -205,7 +204,7 @@ def prepare_again(folder: RunFolder) -> Attempt:
         )  # fmt: skip
     if prepared.output is not None:
         lease.outlast(prepared.output, folder.path)
-    with claim.claimed(folder, prepared.attempt, prepared.output):
+    with runner.lock_run(folder, prepared.attempt, prepared.output):
         attempt = _attempt(prepared, waiting.on_finish, waiting.on_finish_s, waiting.allow_unproven)
         attempt = replace(attempt, environ=waiting.environ, request=waiting.request)
         _make(prepared, attempt)
@@ -240,7 +239,7 @@ def execute(
         rendezvous.check_port(here)
         # the first machine asks whether the output folder is free: it is the same for all
         output = None if attempt.output is None or attempt.rank else Path(attempt.output)
-        with claim.claimed(folder, attempt.number, output) as (granted, locks):
+        with runner.lock_run(folder, attempt.number, output) as (granted, locks):
             # the GPUs that it was given when it was prepared, if they still are to be had
             chosen = Devices()
             if attempt.devices:
@@ -265,7 +264,7 @@ def _keep(
         lease.keep_manifest(granted, rundir.read_manifest(folder))
     with (
         cache_folders.held(held, folder, attempt.number, config=config_path) as cache_locks,
-        devices.held(chosen, folder.path) as gpu_locks,
+        devices.lock_slots(chosen, folder.path) as gpu_locks,
     ):
         keeper.spawn(
             folder, attempt.number, (*cache_locks, *gpu_locks, *locks), attempt.digest(), granted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
@@ -26,8 +27,6 @@ from launcher.rundir import RunFolder
 from launcher.view import Progress
 
 POLL_S = 0.1
-STILL_S = 1.0
-"""Seconds that a keeper may stand still although it was told to go on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +92,7 @@ def stop(folder: RunFolder, *, after_checkpoint: bool = False) -> runner.Exit | 
     """Have a run stopped, and wait until every process of it has gone; returns how it ended.
 
     One that is about to begin is stopped as soon as it has; asked for twice at once, it is done once. Where
-    its keeper stands still, or does not do it in time, its processes are ended from here. Raises
+    its keeper does not do it in time, its processes are ended from here. Raises
     UsageError where it does not run here, NotReady where it runs on another machine or cannot be asked.
     """
     job = slurm.job(folder)
@@ -112,23 +111,24 @@ def stop(folder: RunFolder, *, after_checkpoint: bool = False) -> runner.Exit | 
     if earlier is None or earlier.attempt != number or not after_checkpoint:
         _ask(folder, request)
     _wait_elsewhere(folder, request)
-    still, until = 0.0, time.monotonic() + sum(_waits(folder)) + 2 * runner.KILLED_S
+    until = math.inf if after_checkpoint else time.monotonic() + _patience(folder)
     while runner.keeper_lives(folder) or _begins(folder, number):
-        if rundir.concluded(folder, number):
-            # what it waits for is the command at the end, which is no part of the run
-            break
-        still = still + POLL_S if runner.wake(folder) else 0.0
-        late = not after_checkpoint and time.monotonic() > until and runner.alive(folder.path)
-        if still > STILL_S or late:
+        # what a keeper that has concluded waits for is the command at the end, no part of the run
+        if rundir.concluded(folder, number) or time.monotonic() > until:
             break
         time.sleep(POLL_S)
-    if still > STILL_S or runner.alive(folder.path):
+    if runner.alive(folder.path):
         _end_orphan(folder, request)
     if folder.attempts() < number:
         # it never began; the next one gets its number, and was not meant
         with contextlib.suppress(OSError):
             folder.stop.unlink(missing_ok=True)
     return runner.recorded(folder, number)
+
+
+def _patience(folder: RunFolder) -> float:
+    """Seconds that a keeper may take: one that stands still, or hangs, is done without."""
+    return sum(_waits(folder)) + 2 * runner.KILLED_S
 
 
 def _waits(folder: RunFolder) -> runner.Grace:

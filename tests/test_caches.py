@@ -22,7 +22,6 @@ from launcher.caches import Cache
 from launcher.errors import NotReady, UsageError
 from launcher.plan import Plan
 from launcher.rundir import RunFolder
-from launcher.sizes import sized
 
 PACKAGES = {"transformers": "5.17.0", "tokenizers": "0.22.2", "trl": "1.16.0", "datasets": "5.2.0"}
 SFT = """
@@ -330,14 +329,6 @@ def test_a_folder_is_listed_with_what_it_was_derived_from(place: Path) -> None:
     assert shown["size"].endswith(" KiB") and shown["age"].endswith("s")
 
 
-def test_sizes_and_ages_for_people() -> None:
-    sizes = (0, 1023, 1024, 1.5 * 2**20, 3 * 2**40)
-    assert [sized(int(n)) for n in sizes] == [
-        "0 B", "1023 B", "1 KiB", "1.5 MiB", "3.0 TiB",
-    ]  # fmt: skip
-    assert [cache_folders.aged(n) for n in (0, 61, 3600, 90000)] == ["0s", "1m", "1h", "1d"]
-
-
 def test_folders_elsewhere_are_found_again(place: Path, tmp_path: Path) -> None:
     with used("r1", "sft", f"dataset_local_cache_dir={tmp_path / 'disk'}") as found:
         pass
@@ -545,15 +536,3 @@ def test_the_newest_attempt_is_told_of_and_the_manifest_helps_out(place: Path) -
     assert cleared() == {"dataset": "removed"}
     assert reasons("r1")["dataset"].kind == "dataset"
     assert cache_reasons.why(run("r9")) == []
-
-
-def test_broken_records_explain_nothing_and_break_nothing(place: Path) -> None:
-    with used("r1", "sft") as found:
-        probed("r1", seen("dataset", "miss"))
-    uses = found["dataset"].path / cache_folders.USES
-    for name, raw in (("a.json", "{"), ("b.json", "[]"), ("c.json", '{"time": 1, "cache": {}}')):
-        (uses / name).write_text(raw)
-    (uses / "d.json").write_text('{"time": 2, "run": 3, "cache": {"kind": "dataset", "inputs": 4}}')
-    (run("r1").probe / "rank-0.jsonl").open("ab").write(b"\xff{\n")
-    assert reasons("r1")["dataset"].state == "miss"
-    assert json.dumps([one.as_json() for one in reasons("r1").values()])

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY
 from fake_smi import Smi, uuid
 
 from launcher import devices, preparation, process
@@ -40,6 +39,13 @@ def chosen(
     count: int | None, asked: Sequence[str] | None = None, environ: Mapping[str, str] | None = None
 ) -> Devices:
     return devices.choose(count, asked, devices.look(environ or {}))
+
+
+@contextlib.contextmanager
+def taken(count: int, run: Path) -> Iterator[tuple[Devices, tuple[int, ...]]]:
+    made = chosen(count)
+    with devices.lock_slots(made, run) as locks:
+        yield made, locks
 
 
 def refusal(made: Devices) -> tuple[str, str]:
@@ -171,7 +177,7 @@ def test_a_busy_one_that_is_named_is_a_warning(smi: Smi) -> None:
 
 def test_a_gpu_that_a_run_holds_is_not_free(smi: Smi, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "20261121T000000Z-sft-a"
-    with devices.taken(2, None, run, {}) as (made, locks):
+    with taken(2, run) as (made, locks):
         assert (made.visible, len(locks)) == ("0,1", 2)
         assert chosen(2).visible == "2,3"
         code, text = refusal(chosen(3))
@@ -182,7 +188,7 @@ def test_a_gpu_that_a_run_holds_is_not_free(smi: Smi, tmp_path: Path) -> None:
         code, text = refusal(chosen(None, ["1"]))
         assert (code, "GPU 1 is taken by the run" in text) == ("gpus-taken", True)
         # what another start had chosen a moment before
-        late = devices.held(Devices(slots=made.slots), tmp_path / "other")
+        late = devices.lock_slots(Devices(slots=made.slots), tmp_path / "other")
         with pytest.raises(NotReady, match="taken by the run"), late:
             pass
     assert chosen(4).visible == "0,1,2,3"
@@ -190,11 +196,11 @@ def test_a_gpu_that_a_run_holds_is_not_free(smi: Smi, tmp_path: Path) -> None:
 
 def test_the_same_run_takes_over_from_its_launcher(smi: Smi, tmp_path: Path) -> None:
     made = chosen(1)
-    first = devices.held(made, tmp_path / "run")
+    first = devices.lock_slots(made, tmp_path / "run")
     first.__enter__()
     timer = threading.Timer(0.3, lambda: first.__exit__(None, None, None))
     timer.start()
-    with devices.held(made, tmp_path / "run") as locks:
+    with devices.lock_slots(made, tmp_path / "run") as locks:
         assert len(locks) == 1
         timer.join()
         assert refusal(chosen(None, ["0"]))[0] == "gpus-taken"
@@ -202,7 +208,7 @@ def test_the_same_run_takes_over_from_its_launcher(smi: Smi, tmp_path: Path) -> 
 
 
 def test_a_lock_lives_as_long_as_the_process_that_inherited_it(smi: Smi, tmp_path: Path) -> None:
-    with devices.taken(1, None, tmp_path / "run", {}) as (_, locks):
+    with taken(1, tmp_path / "run") as (_, locks):
         child = subprocess.Popen(["sleep", "600"], pass_fds=locks)
     try:
         assert chosen(1).visible == "1"
@@ -230,40 +236,6 @@ def test_a_process_of_a_run_names_the_run(smi: Smi, tmp_path: Path) -> None:
         child.wait()
 
 
-START = """
-import sys, time
-from pathlib import Path
-from launcher import devices
-from launcher.errors import NotReady
-try:
-    with devices.taken(2, None, Path(sys.argv[1])) as (made, locks):
-        print(made.visible, flush=True)
-        sys.stdin.read()
-except NotReady as error:
-    print(error.findings[0].code, flush=True)
-"""
-
-
-def test_starts_in_the_same_moment_get_different_cards(smi: Smi, tmp_path: Path) -> None:
-    smi.cards(*[4] * 4)
-    starts = [
-        subprocess.Popen(
-            [sys.executable, "-c", START, str(tmp_path / f"run-{number}")], cwd=REPOSITORY,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )
-        for number in range(3)
-    ]  # fmt: skip
-    try:
-        told = []
-        for start in starts:
-            assert start.stdout is not None
-            told.append(start.stdout.readline().strip())
-    finally:
-        for start in starts:
-            start.communicate("")
-    assert sorted(told) == ["0,1", "2,3", "gpus-taken"]
-
-
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user too")
 def test_users_share_the_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Path(tempfile.mkdtemp(dir="/dev/shm"))
@@ -276,7 +248,7 @@ def test_users_share_the_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         os.umask(0o077)
         os.setuid(65534)
         monkeypatch.setenv("XDG_STATE_HOME", "/nowhere")
-        with devices.held(Devices(slots=(card,)), Path("/theirs/run")):
+        with devices.lock_slots(Devices(slots=(card,)), Path("/theirs/run")):
             os.write(ready[1], b"x")
             os.read(go[0], 1)
         os._exit(0)
@@ -284,12 +256,12 @@ def test_users_share_the_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         os.read(ready[0], 1)
         with (
             pytest.raises(NotReady, match="taken by the run run"),
-            devices.held(Devices(slots=(card,)), tmp_path / "ours", patience_s=0),
+            devices.lock_slots(Devices(slots=(card,)), tmp_path / "ours", patience_s=0),
         ):
             pass
         os.write(go[1], b"x")
         assert os.waitpid(child, 0)[1] == 0
-        with devices.held(Devices(slots=(card,)), tmp_path / "ours", patience_s=0) as locks:
+        with devices.lock_slots(Devices(slots=(card,)), tmp_path / "ours", patience_s=0) as locks:
             assert len(locks) == 1
     finally:
         shutil.rmtree(place)
@@ -297,7 +269,7 @@ def test_users_share_the_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("kind", ["symlink", "fifo"])
 def test_a_lock_file_that_is_something_else(smi: Smi, tmp_path: Path, kind: str) -> None:
-    with devices.taken(1, None, tmp_path / "run", {}):
+    with taken(1, tmp_path / "run"):
         pass
     (place,) = tmp_path.glob("launch-GPU*")
     place.unlink()
@@ -307,7 +279,7 @@ def test_a_lock_file_that_is_something_else(smi: Smi, tmp_path: Path, kind: str)
         place.symlink_to(victim)
     else:
         os.mkfifo(place)
-    with devices.taken(1, None, tmp_path / "run", {}) as (made, locks):
+    with taken(1, tmp_path / "run") as (made, locks):
         assert (made.visible, locks) == ("0", ())
     assert victim.read_text() == "kept"
 

@@ -45,11 +45,6 @@ def model(tmp_path: Path) -> Path:
 # --- parameters -------------------------------------------------------------------------------------
 
 
-def test_parameters_in_a_unit_of_their_size() -> None:
-    shown = {7_615_616_512: "7.62 B", 494_032_768: "494 M", 1_340_000: "1.3 M", 700_000: "700 K"}
-    assert {count: disk.counted(count) for count in shown} == shown
-
-
 def test_parameters_from_headers(model: Path, write: Write) -> None:
     assert disk.parameters_of(str(model), {}) == 10**9
     mapped = {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-2.safetensors"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +14,7 @@ from conftest import PATIENCE_S, Write
 from fake_smi import Smi
 from plans import CONFIGS, SFT, TRL, from_text, planned, staged, trainer
 
-from launcher import devices, doctor, environment, hardware, machine, upstream
+from launcher import devices, doctor, environment, machine, upstream
 from launcher.backends import BACKENDS
 from launcher.devices import Devices
 from launcher.doctor import Report, Subject
@@ -74,13 +73,12 @@ def test_the_command_that_installs() -> None:
     made = planned(staged(TULU), 2)
     (found,) = doctor.packages(subject(made, *set(ALL) - {"flash-attn", "deepspeed", "wandb"}))
     assert found.message == "/env/bin/python (a test) lacks deepspeed, wandb, flash-attn"
-    plain, tools, *built = (found.help or "").split("; then ")
-    assert plain.startswith("/env/bin/python -m pip install") and plain.endswith("'wandb>=0.23.1'")
-    assert "ninja" in tools
+    plain, built = (found.help or "").split("; then ")
+    assert plain.startswith("/env/bin/python -m pip install")
+    assert "'wandb>=0.23.1'" in plain and "ninja" in plain
     # what torch must be there for has a command of its own
-    assert built[0].startswith("DS_BUILD_OPS=0 /env/bin/python -m pip install")
-    assert all("--no-build-isolation" in one for one in built)
-    assert f"`launch doctor {TULU} --install`" in built[1]
+    assert built.startswith("DS_BUILD_OPS=0 /env/bin/python -m pip install")
+    assert "--no-build-isolation" in built and f"`launch doctor {TULU} --install`" in built
 
 
 @pytest.mark.parametrize(
@@ -146,14 +144,11 @@ def test_torch_against_the_driver(
 # --- the machine beneath ---------------------------------------------------------------------------
 
 
-def test_shared_memory_and_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "LEAST_SHM", 2**60)
-    (finding,) = hardware.shared_memory(2)
+def test_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "LEAST_SHM", 2**60)
+    (finding,) = doctor.shared_memory(2)
     assert (finding.severity, finding.code) == ("warning", "small-shm")
-    assert list(hardware.shared_memory(1)) == []
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (512, 4096))
-    (finding,) = hardware.open_files()
-    assert finding.code == "few-open-files" and "ulimit -n 4096" in (finding.help or "")
+    assert list(doctor.shared_memory(1)) == []
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -183,8 +178,6 @@ CHECKOUT = {
     "open_instruct/finetune.py": "import thing\nfrom open_instruct import model_utils\n",
     "open_instruct/dpo_tune_cache.py": "import thing\n",
     "open_instruct/model_utils.py": "",
-    "pyproject.toml": '[project]\nname = "open-instruct"\nrequires-python = "==3.7.*"\n'
-    'dependencies = ["thing>=2", "old<2; python_version < \'3.9\'", "x ><", 7, "wandb"]\n',
 }
 
 
@@ -231,14 +224,10 @@ def test_what_is_missing_is_named_with_its_command(bare: Trainer, tmp_path: Path
     assert "import-error" not in codes(report)
 
 
-def test_versions_that_differ_are_a_warning(bare: Trainer, tmp_path: Path) -> None:
+def test_a_checkout_that_is_not_the_pin(bare: Trainer, tmp_path: Path) -> None:
     report = examined(bare, tmp_path, "", importing=False)
     assert "unpinned-checkout" in codes(report)
     assert "imports" not in report.as_json()["facts"]
-    (finding,) = [one for one in report.findings if one.code == "other-requirements"]
-    version = ".".join(map(str, bare.version))
-    assert finding.severity == "warning"
-    assert f"pyproject.toml: python {version} (==3.7.*), thing 1.5 (>=2)" in finding.message
 
 
 def test_the_second_dpo_script_has_packages_of_its_own(bare: Trainer) -> None:

@@ -53,19 +53,6 @@ def test_what_is_lacking(tmp_path: Path) -> None:
     assert environment.missing(names, trainer) == ("wandb", "pillow")
 
 
-@pytest.mark.parametrize("text", [None, "[project", "[tool]\nx = 1", "project = 3"])
-def test_a_project_file_that_says_nothing(write: Write, tmp_path: Path, text: str | None) -> None:
-    if text is not None:
-        write("pyproject.toml", text)
-    assert environment.deviations(tmp_path, WITH_PIP) is None
-
-
-def test_what_the_pin_asks_for(checkout: Path) -> None:
-    here = {"torch": "2.9.0", "transformers": "5.17.0", "wandb": "0.23.1", "ray": "2.60.0rc1+cpu"}
-    found = environment.deviations(checkout, replace(WITH_PIP, packages=here))
-    assert found == ("torch 2.9.0 (>=2.10.0)",)
-
-
 def test_what_pip_complains_of(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(
@@ -188,11 +175,10 @@ def test_everything_of_the_extras_is_installed() -> None:
 def test_what_imports_torch_while_it_is_built_comes_after_it() -> None:
     steps = environment.steps(WITH_PIP, "open-instruct", gpus=True)
     order = names(steps)
-    assert "torch" in order[0] and "deepspeed" not in order[0]
-    assert {"setuptools", "wheel", "ninja", "hjson"} <= set(order[1])
-    assert order[2:] == [["deepspeed"], ["flash-attn"]]
-    assert steps[2].env == {"DS_BUILD_OPS": "0"}
-    assert all("--no-build-isolation" in step.argv for step in steps[2:])
+    assert {"torch", "setuptools", "wheel", "ninja", "hjson"} <= set(order[0])
+    assert "deepspeed" not in order[0]
+    assert order[1:] == [["deepspeed", "flash-attn"]]
+    assert steps[1].env == {"DS_BUILD_OPS": "0"} and "--no-build-isolation" in steps[1].argv
     assert "flash-attn" not in str(names(environment.steps(WITH_PIP, "open-instruct", gpus=False)))
 
 
@@ -202,7 +188,7 @@ def test_it_is_what_the_makefile_does() -> None:
     first, second, third = recipe.strip().splitlines()[1:4]
     steps = environment.steps(WITH_PIP, "open-instruct", gpus=False)
     for tool in first.partition("constraints.txt ")[2].split():
-        assert tool in names(steps)[1]
+        assert tool in names(steps)[0]
     assert "DS_BUILD_OPS=0" in second and "--no-build-isolation deepspeed" in second
     assert "'.[open-instruct]'" in third
     versions = f"-c {REPOSITORY / 'constraints.txt'}"

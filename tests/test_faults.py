@@ -20,7 +20,7 @@ import pytest
 from conftest import PATIENCE_S
 from fake_world import LAUNCH, World, cmdline, looks_on, made, needs_trl, until
 
-from launcher import claim, lease, process, rundir, runner
+from launcher import lease, process, rundir, runner
 from launcher.rundir import RunFolder
 
 pytestmark = pytest.mark.slow
@@ -97,16 +97,6 @@ def test_a_disk_that_fills_with_the_log(world: World, mount: Mount) -> None:
     whole(folder)
     assert state(world) == "failed"
     assert world.quiet()
-
-
-def test_a_disk_that_fills_while_saving(world: World, mount: Mount) -> None:
-    output = mount(world.root / "out", "size=1m")
-    folder = world.prepared("print=3", f"fill={output / 'model.bin'}", output=str(output))
-    done = world.launch("exec", "a run")
-    assert (done.returncode, "disk_full" in done.stdout) == (4, True)
-    assert finish(folder)["detail"]["reason"] == "disk_full"
-    assert "free space" in finish(folder)["detail"]["help"]
-    whole(folder)
 
 
 def test_no_run_begins_on_a_disk_that_is_full(world: World, mount: Mount) -> None:
@@ -214,22 +204,6 @@ def test_a_lock_of_the_dead_is_free_and_one_of_a_stranger_is_not(world: World) -
     assert folder.lock.exists()
     assert not lease.held(folder.lock)
     assert world.launch("exec", "a run").returncode == 1
-
-
-def test_the_record_of_another_boot_is_of_nobody_who_lives(world: World) -> None:
-    told = world.root / "told"
-    folder = world.prepared(
-        on_finish=(sys.executable, "-c", f"open({str(told)!r}, 'a').write('x')")
-    )
-    gone = {**process.identify(os.getpid()).as_json(), "boot": "an earlier one"}
-    rundir.write_json(folder.process, {**gone, "keeper": gone, "mark": "x", "attempt": 1})
-    folder.console(1).write_text("line 0\n")
-    assert state(world) == "lost"
-    assert world.launch("stop", "a run").returncode == 2
-    for _ in range(2):
-        assert world.launch("attach", "a run").returncode == 1
-    assert told.read_text() == "x"
-    assert process.identify(os.getpid()).lives()
 
 
 def test_a_run_of_another_machine_is_looked_at_and_not_concluded_here(world: World) -> None:
@@ -380,7 +354,7 @@ def test_a_stop_while_it_starts(world: World) -> None:
 
 def test_a_request_to_stop_what_never_began_is_not_meant_for_the_next(world: World) -> None:
     folder = world.prepared("exit=0")
-    with claim.claimed(folder, 1, None):
+    with runner.lock_run(folder, 1, None):
         stopping = world.started("stop", "a run")
         until(folder.stop.exists)
     assert stopping.wait(PATIENCE_S) == 0
@@ -634,14 +608,3 @@ def test_term_stops_a_run_however_soon_it_comes(world: World) -> None:
     assert world.quiet()
     (row,) = json.loads(world.launch("runs", "--format", "json").stdout)["data"]
     assert row["state"] == "stopped"
-
-
-@needs_trl
-def test_the_time_that_the_command_at_the_end_has(world: World) -> None:
-    words = (str(world.config()), "--on-finish", "true", "--format", "json", "--on-finish-limit")
-    done = world.trained(*words, "1h30m", steps=("exit=0",))
-    folder = RunFolder(Path(json.loads(done.stdout)["data"]["run"]))
-    assert rundir.read_json(folder.start)["on_finish_s"] == 5400
-    done = world.trained(*words, "soon")
-    assert [f["code"] for f in json.loads(done.stdout)["findings"]] == ["bad-time"]
-    assert done.returncode == 2

@@ -8,8 +8,7 @@ import shutil
 import struct
 import subprocess
 import sys
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -132,17 +131,6 @@ def test_a_stretch_of_two_strata_never_escapes(checkpoint: Path, data: st.DataOb
     start = data.draw(st.integers(0, size - 2 * content.STRATUM))
     end = start + 2 * content.STRATUM
     assert any(start <= at and at + length <= end for at, length in regions(checkpoint))
-
-
-def test_a_smaller_tensor_has_sixteen_strata_and_a_small_one_is_whole(checkpoint: Path) -> None:
-    found = regions(checkpoint)
-    total = sum(length for _, length in found)
-    assert found[0][0] == 0
-    assert (checkpoint.stat().st_size - 3584, 3584) in found
-    blocks = [one for one in found if one[1] == content.BLOCK]
-    assert len(blocks) == 21 + content.STRATA
-    assert all(offset % content.BLOCK == 0 for offset, _ in blocks)
-    assert total < 200_000 < checkpoint.stat().st_size / 100
 
 
 def test_the_header_counts(write: Write) -> None:
@@ -374,28 +362,6 @@ def test_a_file_that_was_only_just_written_is_not_trusted(write: Write, tmp_path
 def test_a_broken_memory_is_no_memory(write: Write, raw: str) -> None:
     path = write("prints.json", raw)
     assert Memory(path).entries == {}
-
-
-def test_writers_at_once_keep_each_others_entries(
-    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Memory, "MARGIN_S", -1e9)
-    place = tmp_path / "prints.json"
-    paths = [write(f"{number}.jsonl", str(number)) for number in range(24)]
-
-    def work(mine: Sequence[Path]) -> None:
-        for path in mine:
-            memory = Memory(place)
-            of_file(path, memory)
-            memory.save()
-
-    threads = [threading.Thread(target=work, args=(paths[n::4],)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(Memory(place).entries) == len(paths)
-    assert {p.name for p in tmp_path.iterdir() if p.name.startswith(".")} == set()
 
 
 def test_the_digests_are_those_of_every_other_machine(write: Write) -> None:

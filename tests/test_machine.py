@@ -55,12 +55,6 @@ def test_gpus_as_nvidia_smi_reports_them(smi: Smi) -> None:
     assert machine.ask_driver().processes == ()
 
 
-def test_memory_that_is_shared_with_the_host(smi: Smi) -> None:
-    smi.cards(0, memory="[N/A]")
-    (gpu,) = machine.ask_driver().gpus
-    assert gpu.memory_mib == 0
-
-
 def test_a_driver_that_does_not_answer(smi: Smi) -> None:
     words = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
     smi.fails(words, 9)
@@ -181,20 +175,3 @@ def test_a_python_that_is_none(tmp_path: Path, text: str) -> None:
 def test_a_python_that_is_not_there(named: str) -> None:
     with pytest.raises(NotReady, match="--python names"):
         machine.find_trainer(Path(named), None, {})
-
-
-def test_only_the_head_of_metadata_counts(tmp_path: Path) -> None:
-    wrapper = script(tmp_path, "python", f'PYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@"')
-    (tmp_path / "nameless-1.0.dist-info").mkdir()
-    for name, text in {
-        "one-1.0.dist-info/METADATA": "Name: One_Thing.py\nVersion: 1.0\n\nName: another\nVersion: 9\n",
-        "two-2.0.egg-info/PKG-INFO": "Metadata-Version: 1.0\nVersion: 2.0\nName: two\n",
-        # as distutils left it: a file in the place of the folder
-        "four-4.0.egg-info": "Metadata-Version: 1.0\nName: four\nVersion: 4.0\n",
-    }.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    packages = machine.ask_trainer(wrapper, "a test").packages
-    found = packages["one-thing-py"], packages["two"], packages["four"]
-    assert found == ("1.0", "2.0", "4.0")
-    assert "another" not in packages

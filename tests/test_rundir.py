@@ -143,13 +143,6 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
     assert [p.name for p in tmp_path.iterdir()] == ["data.json"]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "\0"])
-def test_what_is_no_json_object_reads_as_nothing(tmp_path: Path, text: str) -> None:
-    (tmp_path / "a").write_text(text)
-    assert rundir.read_json(tmp_path / "a") == {}
-    assert rundir.parse_line(text.encode()) == {}
-
-
 # --- the manifest ---------------------------------------------------------------------------------
 
 
@@ -273,16 +266,6 @@ def test_a_run_is_listed_once_and_not_when_it_is_gone(root: Path) -> None:
     assert len(rundir.known_runs()) == 2
     (root / "one" / "run.json").unlink()
     assert [f.path.name for f in rundir.known_runs()] == ["two"]
-
-
-def test_a_state_folder_that_cannot_be_written_costs_only_the_index(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    root.mkdir()
-    create(RunFolder(root / "one"))
-    assert [f.path.name for f in rundir.known_runs()] == ["one"]
 
 
 def test_find_by_folder_name_prefix_and_last(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from fake_world import FAKE, bearing, until
 
-from launcher import claim, process, rundir, runner
+from launcher import process, rundir, runner
 from launcher.command import Command
 from launcher.errors import NotReady
 from launcher.rundir import RunFolder
@@ -84,16 +84,6 @@ def test_the_exit_is_recorded(
     }  # fmt: skip
     assert ended.started <= ended.ended
     assert not runner.alive(folder.path)
-
-
-def test_a_further_attempt_has_its_own_files_and_number(folder: RunFolder) -> None:
-    runner.run(fake("print=1", "stdin=", "exit=1"), folder, 1)
-    ended = runner.run(fake("env=LAUNCH_ATTEMPT", "env=LAUNCH_RUN"), folder, 2)
-    assert folder.console(1).read_text() == "line 0\nstdin: ''\n"
-    assert folder.console(2).name == "console.2.log"
-    assert folder.console(2).read_text() == f"LAUNCH_ATTEMPT=2\nLAUNCH_RUN={folder.path}\n"
-    assert (record(folder, 1)["returncode"], record(folder, 2)["returncode"]) == (1, 0)
-    assert (ended.attempt, folder.attempts()) == (2, 2)
 
 
 def test_a_full_disk_costs_the_records_not_the_run(
@@ -180,25 +170,13 @@ def test_a_command_name_with_brackets_is_read_right(tmp_path: Path) -> None:
 # --- the right to run -----------------------------------------------------------------------------
 
 
-def test_a_claim_is_held_once_and_freed(folder: RunFolder) -> None:
-    with claim.claimed(folder, 1, None):
-        with pytest.raises(NotReady) as caught, claim.claimed(folder, 1, None):
-            pass
-        assert [f.code for f in caught.value.findings] == ["run-is-live"]
-    folder.console(1).touch()
-    with pytest.raises(NotReady, match="started before"), claim.claimed(folder, 1, None):
-        pass
-    with claim.claimed(folder, 2, None):
-        pass
-
-
 def test_another_folder_with_the_same_output_is_refused(folder: RunFolder, tmp_path: Path) -> None:
     output, other = tmp_path / "model", RunFolder(tmp_path / "other")
-    with claim.claimed(folder, 1, output):
-        with pytest.raises(NotReady, match="a run"), claim.claimed(other, 1, output):
+    with runner.lock_run(folder, 1, output):
+        with pytest.raises(NotReady, match="a run"), runner.lock_run(other, 1, output):
             pass
         assert not other.path.exists()
-        with claim.claimed(other, 1, tmp_path / "elsewhere"):
+        with runner.lock_run(other, 1, tmp_path / "elsewhere"):
             pass
-    with claim.claimed(other, 1, output):
+    with runner.lock_run(other, 1, output):
         pass

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import saved
 from conftest import Write
 from test_rules import values_of
-from test_trl_machine_rules import ON_CPU, found, model, really, told
+from test_trl_machine_rules import ON_CPU, found, told
 
 from launcher import command, config, plan, stage
 from launcher.backends import trl_attention
@@ -268,52 +266,7 @@ def test_packing_without_flash_attention() -> None:
     assert "mask" not in finding.message
 
 
-def test_documents_that_attend_to_each_other(write: Write) -> None:
-    packed = {"packing": True, "model_name_or_path": model(write, model_type="gpt_oss")}
-    saved.loadable(Path("model"))
-    assert told("trl-sft", packed, gpus=8) == [LEAKS]
-    assert told("trl-sft", {**packed, "bf16": False}, **ON_CPU) == [LEAKS]
-    assert told("trl-sft", {**packed, "attn_implementation": "flash_attention_2"}, gpus=8) == []
-    assert told("trl-sft", {**packed, "packing": False}, gpus=8) == []
-    model(write, model_type="llama")
-    assert told("trl-sft", packed, gpus=8) == [SLOW]
-    wrapped = {**packed, "packing_strategy": "wrapped", "attn_implementation": "flash_attention_2"}
-    assert told("trl-sft", wrapped, gpus=8) == [LEAKS]
-    flash = {**packed, "attn_implementation": "flash_attention_2"}
-    for kind in ("mamba", "falcon_h1", "recurrent_gemma"):
-        model(write, model_type=kind)
-        assert told("trl-sft", flash, gpus=8) == [LEAKS]
-    model(write, model_type="qwen3_5", text_config={"model_type": "qwen3_5_text"})
-    flash_attn = {"flash-attn": "2.8.3"}
-    assert told("trl-sft", flash, gpus=8, packages=flash_attn) == [LEAKS]
-    installed = {**flash_attn, "flash-linear-attention": "0.4"}
-    assert told("trl-sft", flash, gpus=8, packages=installed) == []
-    assert told("trl-sft", flash, gpus=8) == []
-
-
-BASE = {
-    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-PLAIN = {**BASE, "num_key_value_heads": 2, "intermediate_size": 32}
-TINY: dict[str, dict[str, Any]] = {
-    "llama": PLAIN, "qwen2": PLAIN, "qwen3": {**PLAIN, "head_dim": 8}, "mistral": PLAIN, "olmo2": PLAIN,
-    "gemma3_text": {**PLAIN, "head_dim": 8}, "gpt2": {**BASE, "n_embd": 32, "n_head": 4, "n_layer": 2},
-    "gpt_oss": {**PLAIN, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
-    "opt": {**BASE, "ffn_dim": 32, "word_embed_proj_dim": 32, "max_position_embeddings": 64},
-    "falcon": BASE, "biogpt": {**BASE, "intermediate_size": 32}, "bloom": {**BASE, "n_head": 4},
-    "mamba": {**BASE, "state_size": 4}, "falcon_mamba": {**BASE, "state_size": 4},
-    "qwen3_5_text": {
-        **PLAIN, "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-        "layer_types": ["linear_attention", "full_attention"],
-    },
-}  # fmt: skip
-
-
-def test_what_is_said_of_packing_is_measured() -> None:
-    """A document's logits behind two different others, in one row as TRL's collator makes it."""
-    known = trl_attention.OWN_MASKS | trl_attention.STATES
-    known |= trl_attention.KERNELS.keys()
-    measured = json.loads(really("packing", json.dumps(TINY)))
-    assert measured == {kind: kind in known for kind in TINY}
+def test_packing_that_joins_examples_without_a_boundary() -> None:
+    wrapped = {"packing": True, "packing_strategy": "wrapped"}
+    for attention in ("sdpa", "flash_attention_2"):
+        assert told("trl-sft", {**wrapped, "attn_implementation": attention}, gpus=8) == [LEAKS]

@@ -1,4 +1,4 @@
-"""TRL on local data: the folder, its splits and columns, templates and tokens."""
+"""TRL on local data: the folder, its splits, columns and templates."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import saved
-from conftest import NO_PACKAGES, Write
+from conftest import Write
 from test_trl_machine_rules import SCRIPTS, found, told
-
-from launcher.backends import model_config
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 5}
 
@@ -98,40 +96,6 @@ def test_a_template_that_is_not_here(write: Write) -> None:
     assert told("trl-sft", args, running=True) == []
 
 
-def test_a_token_that_the_tokenizer_does_not_have(write: Write) -> None:
-    args = {"model_name_or_path": "model", "eos_token": "<|im_end|>"}
-    expected = ("unknown-token", "error", "eos_token")
-    write("model/config.json", "{}")
-    # without its tokenizer nothing is known of it
-    assert told("trl-sft", args) == []
-    added = {
-        "added_tokens": [{"id": 1, "content": "</s>"}],
-        "model": {"vocab": {"é": 0, "im_end": 2}},
-    }
-    write("model/config.json", '{"model_type": "llama"}')
-    saved.loadable(Path("model"))
-    write("model/tokenizer.json", json.dumps(added))
-    assert told("trl-sft", args) == [expected]
-    padded = {"model_name_or_path": "model", "pad_token": "<pad>"}
-    assert told("trl-dpo", padded) == [("unknown-token", "error", "pad_token")]
-    for token in ("</s>", "é", "im_end"):
-        assert told("trl-sft", {**args, "eos_token": token}) == []
-    # another tokenizer's template brings its tokens, after the end's was looked for
-    brought = {**args, **padded, "chat_template_path": "org/name"}
-    assert told("trl-sft", brought) == [expected]
-    write("model/tokenizer_config.json", json.dumps({"extra_special_tokens": ["<|im_end|>"]}))
-    assert told("trl-sft", args) == []
-
-
-def test_the_demo_tokenizer_has_what_transformers_finds_in_it(demo_assets: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers", reason=NO_PACKAGES)
-    model = demo_assets / "model"
-    vocabulary = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json")).get_vocab()
-    tokens = sorted(vocabulary)[:: max(1, len(vocabulary) // 100)]
-    assert all(model_config.has_token(str(model), {}, token) for token in tokens)
-    assert model_config.has_token(str(model), {}, "<|no_such_token|>") is False
-
-
 # --- columns
 # ---------------------------------------------------------------------------------------
 
@@ -184,26 +148,7 @@ def test_the_columns_that_sft_reads(write: Write, row: dict[str, Any], read: boo
         ({"prompt": "a", "completion": "b"}, False),
         ({"chosen": CHAT}, False),
         ({"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]}, False),
-        ({"prompt": "q", "chosen": CHAT, "rejected": OTHER}, False),
-        ({"prompt": QUESTION, "chosen": "a", "rejected": "b"}, False),
-        ({"prompt": QUESTION, "chosen": CHAT[1:], "rejected": "b"}, False),
-        ({"chosen": CHAT, "rejected": "b"}, False),
-        ({"prompt": QUESTION, "chosen": [], "rejected": OTHER[1:]}, True),
-        ({"prompt": None, "chosen": "a", "rejected": "b"}, False),
-        ({"prompt": "q", "chosen": None, "rejected": None}, False),
-        ({"prompt": 1, "chosen": 2, "rejected": 3}, False),
-        ({"prompt": "q", "chosen": CHAT[1], "rejected": OTHER[1]}, False),
-        (
-            {
-                "chosen": [{"from": "gpt", "value": "a"}],
-                "rejected": [{"from": "gpt", "value": "b"}],
-            },
-            False,
-        ),
-        # nothing that both begin with is left as the prompt
-        ({"chosen": CHAT[1:], "rejected": OTHER[1:]}, False),
         ({"prompt": "", "chosen": "a", "rejected": "b"}, True),
-        ({"prompt": QUESTION, "chosen": CHAT[1:], "rejected": CHAT[1:]}, True),
     ],
 )
 def test_the_columns_that_dpo_reads(write: Write, row: dict[str, Any], read: bool) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, islice
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from launcher.backends import model_config, prompts, rows
+from launcher.backends import model_config, rows
 from launcher.backends.context import Context, StageRule
 from launcher.backends.rule import say
 from launcher.backends.trl_resolved import prepared
@@ -86,10 +86,10 @@ def data_rows(context: Context) -> Iterator[Finding]:
 def data_columns(context: Context) -> Iterator[Finding]:
     """trl/trainer/sft_trainer.py:1333,1375,1383, dpo_trainer.py:1063: columns are read by their names."""
     values = context.values
-    judge = _pairs if values.schema.stage == "dpo" else _examples
+    judge = _missing_from_pairs if values.schema.stage == "dpo" else _missing_from_examples
     for files in _read(context):
         # a good first row is enough; for a bad one, all rows bring columns
-        first = rows.columns(files[0][1], most=1)
+        first = rows.columns(files[0][1])
         if first is None or not first[0] or judge(*first, values) is None:
             continue
         heads = [rows.columns(path) for _, path in files]
@@ -97,75 +97,24 @@ def data_columns(context: Context) -> Iterator[Finding]:
         if None not in heads and (wrong := judge(first[0], names, values)) is not None:
             yield say(
                 "error", "run", "data-columns", "dataset_name",
-                f"{brief(files[0][0])} has the columns {brief(', '.join(sorted(names)))}: "
-                f"{wrong[0]}",
+                f"{brief(files[0][0])} has the columns {brief(', '.join(sorted(names)))}: {wrong[0]}",
                 wrong[1],
             )  # fmt: skip
 
 
-def sft_rows(context: Context) -> Iterator[Finding]:
-    """trl/trainer/sft_trainer.py:1333,1375: every row is tokenised, and one that cannot be ends the run."""
-    if context.values.schema.stage != "sft":
-        return
-    for name, path in chain.from_iterable(_read(context)):
-        head = rows.head(path, most=_MOST)
-        for index, row in enumerate(head[0] if head is not None else [], 1):
-            if (fault := _untrainable(row, context.values)) is not None:
-                yield say(
-                    "error", "run", "data-columns", "dataset_name",
-                    f"{brief(name)}, row {index}: {fault}", "correct the row, or take it out",
-                )  # fmt: skip
-                break
-
-
-def _untrainable(row: Mapping[str, Any], values: Values) -> str | None:
-    """Why SFT cannot tokenise a row whose columns are those that it reads; None where nothing is known."""
-    other = row.keys() & {*_PICTURES, "conversations", "input_ids"}
-    if other or _examples(row, frozenset(row), values) is not None:
-        return None
-    answers = "messages"
-    if "prompt" in row or "completion" in row:
-        kinds = {name: _kind(row.get(name)) for name in ("prompt", "completion")}
-        odd = next((n for n, kind in kinds.items() if kind not in _ONE), None)
-        if odd is not None:
-            return f"`{odd}` is {kinds[odd]}, neither text nor a conversation"
-        if kinds["prompt"] != kinds["completion"]:
-            return (
-                f"`prompt` is {_ONE[kinds['prompt']]} and `completion` {_ONE[kinds['completion']]}"
-            )
-        answers = "completion"
-    elif "messages" in row:
-        if (kind := _kind(row["messages"])) != "conversation":
-            return f"`messages` is {kind}, and no conversation"
-    else:
-        text = str(values["dataset_text_field"])
-        kind = _kind(row.get(text))
-        return f"`{brief(text)}` is {kind}, and no text" if kind != "text" and text in row else None
-    turns = row[answers]
-    speaks = not isinstance(turns, list) or any(
-        isinstance(turn, dict) and turn.get("role") == "assistant" for turn in turns
-    )
-    # trl/trainer/sft_trainer.py:1389
-    if values["assistant_only_loss"] and not speaks:
-        return f"no turn in `{answers}` is the assistant's, which `assistant_only_loss` refuses"
-    return None
-
-
-def _examples(
+def _missing_from_examples(
     row: Mapping[str, Any], names: frozenset[str], values: Values
 ) -> tuple[str, str] | None:
     """What SFT misses in these rows, and what to do; None where nothing is known to be missing."""
     text = str(values["dataset_text_field"])
     # pictures are read in another way, tokens not at all
-    if names & {*_PICTURES, "input_ids"}:
+    if names & {*_PICTURES, "input_ids"} or {"prompt", "completion"} <= names:
         return None
     chat = row.get("conversations")
     turn = chat[0] if isinstance(chat, list) and chat else None
     # trl/data_utils.py:927
     converted = isinstance(turn, dict) and {"from", "value"} <= turn.keys()
     if "prompt" in names:
-        if "completion" in names:
-            return None
         missing = "beside `prompt` SFT reads `completion`"
     elif converted or names & {"messages", text}:
         return None
@@ -178,64 +127,16 @@ def _examples(
     return missing, "rename the columns, or name that of the text: `dataset_text_field: <column>`"
 
 
-def _pairs(row: Mapping[str, Any], names: frozenset[str], values: Values) -> tuple[str, str] | None:
-    """What DPO misses in these rows, and what to do; None where nothing is known to be missing."""
-    missing = [name for name in ("chosen", "rejected") if name not in names]
-    if missing:
-        return (
-            "DPO reads `chosen` and `rejected`, with or without `prompt`: there is no "
-            f"`{missing[0]}`",
-            "rename the columns, or train on them with `stage: sft`",
-        )  # fmt: skip
-    if names & _PICTURES:
+def _missing_from_pairs(
+    _row: Mapping[str, Any], names: frozenset[str], _values: Values
+) -> tuple[str, str] | None:
+    """What DPO misses in these rows, and what to do."""
+    missing = next((name for name in ("chosen", "rejected") if name not in names), None)
+    if missing is None:
         return None
-    kinds = {
-        name: _kind(row.get(name)) for name in ("prompt", "chosen", "rejected") if name in names
-    }
-    if "an empty list" in kinds.values():
-        # a conversation without turns is tokenised, to nothing
-        return None
-    odd = next((name for name, kind in kinds.items() if kind not in ("text", "conversation")), None)
-    if odd is not None:
-        return (
-            f"the first row's `{odd}` is {kinds[odd]}, neither text nor a conversation",
-            "write texts, or lists of `{role: ..., content: ...}`",
-        )  # fmt: skip
-    first = kinds.get("prompt", kinds["chosen"])
-    other = next((name for name, kind in kinds.items() if kind != first), None)
-    if other is not None:
-        named = "prompt" if "prompt" in kinds else "chosen"
-        return (
-            f"`{named}` is {_ONE[first]} and `{other}` {_ONE[kinds[other]]}, which upstream "
-            "cannot join",
-            "leave `prompt` out: it is then what both conversations begin with"
-            if named == "prompt" and "conversation" in (kinds["chosen"], kinds["rejected"])
-            else "write both as texts, or both as conversations",
-        )  # fmt: skip
-    if "prompt" not in kinds and first == "conversation" and row["chosen"][0] != row["rejected"][0]:
-        return (
-            "without `prompt` it is what both conversations begin with, and in the first row "
-            "that is "
-            "nothing", "begin both with the same turns, or name them `prompt`",
-        )  # fmt: skip
-    return None
-
-
-_ONE = {"text": "text", "conversation": "a conversation"}
-
-
-def _kind(value: Any) -> str:
-    """What a column of pairs holds: text, a conversation, or something that cannot be trained on."""
-    if isinstance(value, str):
-        return "text"
-    if not isinstance(value, list):
-        return "null" if value is None else type(value).__name__
-    if not value:
-        return "an empty list"
-    turn = value[0]
-    # trl/data_utils.py:161: turns are known by their role
     return (
-        "conversation" if isinstance(turn, dict) and "role" in turn else "a list of something else"
+        f"DPO reads `chosen` and `rejected`, with or without `prompt`: there is no `{missing}`",
+        "rename the columns, or train on them with `stage: sft`",
     )
 
 
@@ -342,9 +243,9 @@ def no_template(context: Context) -> Iterator[Finding]:
         return
     columns = ("prompt", "chosen") if values.schema.stage == "dpo" else ("messages", "prompt")
     for files in _read(context):
-        head = rows.columns(files[0][1], most=1)
-        chat = (one for one in columns if head and _kind(head[0].get(one)) == "conversation")
-        if (column := next(chat, None)) is None:
+        head = rows.columns(files[0][1])
+        chats = (name for name in columns if head and isinstance(head[0].get(name), list))
+        if (column := next(chats, None)) is None:
             continue
         path = "chat_template_path" in values.schema.fields
         yield say(
@@ -370,58 +271,6 @@ def _plain_tokenizer(name: Any) -> bool:
         return False
 
 
-def unknown_tokens(context: Context) -> Iterator[Finding]:
-    """trl/trainer/sft_trainer.py:729,970, trl/trainer/dpo_trainer.py:775: after the model was loaded."""
-    values = context.values
-    if not values.schema.tested:
-        return
-    for key in ("eos_token", "pad_token"):
-        token = values.get(key)
-        # a template that is taken from another tokenizer brings that one's tokens
-        brought = key == "pad_token" and values.get("chat_template_path") is not None
-        if not isinstance(token, str) or not token or brought:
-            continue
-        model, revision = values["model_name_or_path"], values["model_revision"]
-        if model_config.has_token(model, context.environ, token, revision) is False:
-            yield say(
-                "error", "run", "unknown-token", key,
-                f"`{key}: {brief(token)}` is not in the vocabulary of {brief(model)}",
-                "name one that is, or leave out the line: the tokenizer has its own",
-            )  # fmt: skip
-
-
-def prompts_too_long(context: Context) -> Iterator[Finding]:
-    """trl/trainer/sft_trainer.py:1461, trl/trainer/dpo_trainer.py:1140: such rows are dropped."""
-    values = context.values
-    dpo = values.schema.stage == "dpo"
-    files = next(_read(context), [])
-    if values["dataset_train_split"] != "train" or not values["max_length"]:
-        return
-    if not dpo and (values["packing"] or values["truncation_mode"] != "keep_start"):
-        return
-
-    def prompt(row: Mapping[str, Any]) -> Sequence[str] | None:
-        given = row.get("prompt")
-        if given is not None and not dpo and values["completion_only_loss"] is False:
-            return None
-        if isinstance(given, str):
-            return (given,)
-        if given is not None:
-            return _contents(given)
-        if not dpo and not values["assistant_only_loss"]:
-            return None
-        return prompts.before_answer(row.get("chosen" if dpo else "messages"))
-
-    yield from prompts.that_fill(context, "max_length", values["max_length"], files, prompt)
-
-
-def _contents(chat: Any) -> list[str] | None:
-    turns = chat if isinstance(chat, list) else []
-    texts = [turn.get("content") for turn in turns if isinstance(turn, dict)]
-    return [text for text in texts if isinstance(text, str)] or None
-
-
 RULES: tuple[StageRule, ...] = (
-    data_here, data_rows, data_columns, sft_rows, splits, template_here, no_template,
-    unknown_tokens, prompts_too_long,
+    data_here, data_rows, data_columns, splits, template_here, no_template,
 )  # fmt: skip

@@ -148,8 +148,6 @@ def test_what_it_refuses_or_ignores(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_two_keys_together(tmp_path: Path) -> None:
     said = found(tmp_path, text("activation_memory_budget: 0.5", "compile_model: false"))
     assert said["budget-without-compile", "args.activation_memory_budget"].line == 11
-    said = found(tmp_path, text("packing: true", "concatenated_forward: false"))
-    assert said["packing-separate-forward", "args.packing"].severity == "error"
 
 
 def test_a_leak_that_the_file_puts_up_with_is_a_note(tmp_path: Path) -> None:
@@ -852,17 +850,3 @@ def test_that_upstream_goes_on_by_itself_is_said(tmp_path: Path) -> None:
     assert codes() == set()
     (tmp_path / "out" / "x__7" / "step40").mkdir()
     assert codes() == {"resume-unjudged"}
-
-
-@pytest.mark.parametrize(
-    ("held", "refused"), [("pytorch_model.bin", False), ("tokenizer.json", True)]
-)
-def test_a_folder_holds_what_is_asserted(
-    tmp_path: Path, snapshot: Path, held: str, refused: bool
-) -> None:
-    (snapshot / "generation_config.json").unlink()
-    (snapshot / held).write_text("{}", encoding="utf-8")
-    said = starting(tmp_path, "config_name: qwen3_0_6B", model=str(snapshot))
-    assert set(said) == ({"folder-not-loaded"} if refused else set())
-    if refused:
-        assert "generation_config.json" in (said["folder-not-loaded"].help or "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -24,13 +23,12 @@ _KEYWORDS = {
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-# with these a folder describes its splits itself, or is read in another way
-_DESCRIBED = frozenset({
-    "readme.md", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json",
-    "task.toml", "instruction.md",
-})  # fmt: skip
-# files such as data/NAME-00000-of-00002.parquet bring splits of any name
-_SHARD = re.compile(r"-\d{5}-of-\d{5}")
+# with these a folder describes its splits itself, or is read in another way; files such as
+# data/NAME-00000-of-00002.parquet bring splits of any name
+_DESCRIBED = re.compile(
+    r"(^|/)(readme\.md|dataset_dict\.json|dataset_infos?\.json|state\.json|task\.toml|instruction\.md"
+    r"|[^/]*\.py|[^/]*-\d{5}-of-\d{5}[^/]*)\Z"
+)
 _PICTURES = frozenset({"image", "images"})
 _WORDS = re.compile(r"[-._ 0-9/\\]+")
 
@@ -60,22 +58,51 @@ def data_here(context: Context) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def _splits(name: str | None) -> Mapping[str, list[str]]:
+    """The files of each split of a local folder, by their names, as datasets/data_files.py:43 finds them.
+
+    Empty where it is no folder, describes itself, or holds too much to tell.
+    """
+    folder = Path(name or "/nonexistent")
+    try:
+        below = list(islice(folder.rglob("*"), _MOST + 1))
+        files = [str(path.relative_to(folder)) for path in below if path.is_file()]
+    except (OSError, ValueError):
+        return {}
+    shown = sorted(file for file in files if not file.startswith(".") and "/." not in file)
+    if len(below) > _MOST or any(_DESCRIBED.search(file.lower()) for file in shown):
+        return {}
+    words = {file: {*_WORDS.split(file.lower())} for file in shown}
+    found = {
+        split: [file for file in shown if not words[file].isdisjoint(keywords)]
+        for split, keywords in _KEYWORDS.items()
+    }
+    # where no name says anything, all of it is for training
+    found = found if any(found.values()) else {"train": shown}
+    return {split: files for split, files in found.items() if files}
+
+
+def _judged_splits(values: Values) -> Iterator[tuple[str, str]]:
+    """The arguments that name splits, each with the name that a folder's files give it."""
+    yield "dataset_train_split", "train"
+    if values["eval_strategy"] != "no":
+        yield "dataset_test_split", "test"
+
+
 def _read(context: Context) -> Iterator[list[tuple[str, Path]]]:
     """The local files of each split whose rows are tokenised, by the name to show; none that is empty."""
     values, name = context.values, _named(context)
     if prepared(values) or values["dataset_config"]:
         return
-    wanted = [("dataset_train_split", "train")]
-    wanted += [("dataset_test_split", "test")] if values["eval_strategy"] != "no" else []
-    for key, split in wanted:
-        if values[key] == split and (files := _of_split(name, split)):
+    for key, split in _judged_splits(values):
+        if values[key] == split and (files := _splits(name).get(split)):
             yield [(f"{name}/{file}", Path(name or "", file)) for file in files]
 
 
 def data_rows(context: Context) -> Iterator[Finding]:
     """datasets/packaged_modules/json/json.py:101: a file without rows ends the run in a StopIteration."""
     name = _named(context)
-    for file in _of_split(name, "train"):
+    for file in _splits(name).get("train", ()):
         if (what := rows.fault(Path(name or "", file))) is not None:
             yield say(
                 "error", "run", "bad-data", "dataset_name", f"{brief(f'{name}/{file}')}: {what}",
@@ -145,21 +172,18 @@ def splits(context: Context) -> Iterator[Finding]:
     values, name = context.values, _named(context)
     if name is None:
         return
-    wanted = ["dataset_train_split"]
-    wanted += ["dataset_test_split"] if values["eval_strategy"] != "no" else []
-    there = None if values["dataset_config"] else _splits(Path(name))
-    for key in wanted:
+    there = {} if values["dataset_config"] else _splits(name)
+    for key, _ in _judged_splits(values):
         split = values[key]
         if not isinstance(split, str):
             continue
         if "[" in split or "+" in split:
             yield say(
                 "error", "run", "no-such-split", key,
-                f"`{key}: {brief(split)}` is looked up as the name of a split: parts cannot be "
-                "named",
+                f"`{key}: {brief(split)}` is looked up as the name of a split: parts cannot be named",
                 "name a whole split",
             )  # fmt: skip
-        elif there is not None and split not in there:
+        elif there and split not in there:
             yield say(
                 "error", "run", "no-such-split", key,
                 f"`dataset_name: {brief(name)}` has no split `{brief(split)}`, only "
@@ -167,59 +191,6 @@ def splits(context: Context) -> Iterator[Finding]:
                 f"add a file such as {split}.jsonl, or write `eval_strategy: \"no\"`"
                 if key == "dataset_test_split" else f"write `{key}: {min(there)}`",
             )  # fmt: skip
-
-
-def _splits(folder: Path) -> frozenset[str] | None:
-    """The splits of a local folder by the names in it, as datasets/data_files.py:43 finds them.
-
-    None where it is no folder, describes itself, or holds too much to tell.
-    """
-    names = _plain(folder)
-    if not names:
-        return None
-    found = {split for name in names for split in _keywords(name)}
-    # where no name says anything, all of it is for training
-    return frozenset(found or {"train"})
-
-
-def _of_split(name: str | None, split: str) -> list[str]:
-    """The files of a local folder that a split is read from, in their order."""
-    files = _plain(Path(name)) if name is not None else []
-    said = [file for file in files if _keywords(file)]
-    if not said:
-        # where no name says anything, all of it is for training
-        return sorted(files) if split == "train" else []
-    return sorted(file for file in said if split in _keywords(file))
-
-
-def _plain(folder: Path) -> list[str]:
-    """The files of a local folder that is read by their names; empty where it describes itself."""
-    names = _files(folder)
-    return [] if any(_says_itself(name.lower()) for name in names) else names
-
-
-def _keywords(name: str) -> set[str]:
-    """The splits that a file's name speaks of."""
-    words = set(_WORDS.split(name.lower()))
-    return {split for split, keywords in _KEYWORDS.items() if not words.isdisjoint(keywords)}
-
-
-def _says_itself(name: str) -> bool:
-    last = name.rpartition("/")[2]
-    return last in _DESCRIBED or last.endswith(".py") or _SHARD.search(last) is not None
-
-
-def _files(folder: Path) -> list[str]:
-    """The files below a folder, by their paths from there; empty where they are too many."""
-    found: list[str] = []
-    try:
-        for base, _, names in islice(os.walk(folder), _MOST):
-            found += [str(Path(base, name).relative_to(folder)) for name in names]
-            if len(found) > _MOST:
-                return []
-    except (OSError, ValueError):
-        return []
-    return [name for name in found if not name.startswith(".") and "/." not in name]
 
 
 def template_here(context: Context) -> Iterator[Finding]:

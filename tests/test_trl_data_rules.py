@@ -53,32 +53,27 @@ def test_data_that_are_not_here() -> None:
     assert told("trl-sft", mixed, running=True) == []
 
 
-@pytest.mark.parametrize(
-    ("files", "args", "key"),
-    [
-        (["train.jsonl"], {}, None),
-        (["train.jsonl"], {"eval_strategy": "steps"}, "dataset_test_split"),
-        (["train.jsonl", "test.jsonl"], {"eval_strategy": "steps"}, None),
-        (["train.jsonl", "eval-0.jsonl"], {"eval_strategy": "steps"}, None),
-        (["train/a.jsonl", "testing/b.jsonl"], {"eval_strategy": "steps"}, None),
-        (["rows.jsonl"], {}, None),
-        (["rows.jsonl"], {"dataset_train_split": "train_sft"}, "dataset_train_split"),
-        (["test.jsonl"], {}, "dataset_train_split"),
-        (["train.jsonl"], {"dataset_train_split": "train[:10%]"}, "dataset_train_split"),
-        # the folder may say more about itself than names do
-        (["train.jsonl", "README.md"], {"eval_strategy": "steps"}, None),
-        (["data/gen-00000-of-00002.parquet"], {"dataset_train_split": "gen"}, None),
-        ([], {"eval_strategy": "steps"}, None),
-        (["train.jsonl"], {"eval_strategy": "steps", "dataset_config": "x"}, None),
-    ],
-)
-def test_splits_of_a_local_folder(
-    write: Write, files: list[str], args: dict[str, Any], key: str | None
-) -> None:
-    for name in files:
-        write(f"data/{name}", "{}\n")
-    expected = [] if key is None else [("no-such-split", "error", key)]
-    assert told("trl-sft", {"dataset_name": "data", **args}) == expected
+EVALUATING = {"eval_strategy": "steps"}
+SPLITS: list[tuple[list[str], dict[str, Any], str | None]] = [
+    (["train.jsonl"], {}, None), (["train.jsonl"], EVALUATING, "dataset_test_split"),
+    (["train.jsonl", "eval-0.jsonl"], EVALUATING, None),
+    (["train/a.jsonl", "testing/b.jsonl"], EVALUATING, None), (["rows.jsonl"], {}, None),
+    (["rows.jsonl"], {"dataset_train_split": "train_sft"}, "dataset_train_split"),
+    (["test.jsonl"], {}, "dataset_train_split"),
+    (["train.jsonl"], {"dataset_train_split": "train[:10%]"}, "dataset_train_split"),
+    # the folder may say more about itself than names do
+    (["train.jsonl", "README.md"], EVALUATING, None),
+    (["data/gen-00000-of-00002.parquet"], {"dataset_train_split": "gen"}, None),
+    ([], EVALUATING, None), (["train.jsonl"], {**EVALUATING, "dataset_config": "x"}, None),
+]  # fmt: skip
+
+
+def test_splits_of_a_local_folder(write: Write) -> None:
+    for number, (files, args, key) in enumerate(SPLITS):
+        for name in files:
+            write(f"data{number}/{name}", "{}\n")
+        expected = [] if key is None else [("no-such-split", "error", key)]
+        assert told("trl-sft", {"dataset_name": f"data{number}", **args}) == expected, files
 
 
 def test_a_part_of_a_split_is_no_split() -> None:
@@ -112,47 +107,26 @@ def columns(
     return told(script, {"dataset_name": "data", **args}, running=True)
 
 
-# each was trained on
-@pytest.mark.parametrize(
-    ("row", "read"),
-    [
-        ({"messages": CHAT}, True),
-        ({"messages": CHAT, "chosen": CHAT, "rejected": OTHER}, True),
-        ({"text": "hello"}, True),
-        ({"prompt": "a", "completion": "b"}, True),
-        ({"conversations": [{"from": "user", "value": "x"}]}, True),
-        ({"input_ids": [1, 2, 3]}, True),
-        ({"image": "x.png", "prompt": "a"}, True),
-        ({"chosen": CHAT, "rejected": OTHER}, False),
-        ({"chosen": "a", "rejected": "b"}, False),
-        ({"prompt": "q", "chosen": "a", "rejected": "b"}, False),
-        ({"prompt": "a"}, False),
-        ({"completion": "a"}, False),
-        ({"conversations": CHAT}, False),
-        ({"prompt": "a", "messages": CHAT}, False),
-        ({"instruction": "a", "output": "b"}, False),
-    ],
-)
-def test_the_columns_that_sft_reads(write: Write, row: dict[str, Any], read: bool) -> None:
-    assert columns(write, "trl-sft", row, row) == ([] if read else WRONG)
+# what is read was trained on
+COLUMNS: list[tuple[str, dict[str, Any], bool]] = [
+    ("sft", {"messages": CHAT, "chosen": CHAT, "rejected": OTHER}, True),
+    ("sft", {"text": "hello"}, True), ("sft", {"prompt": "a", "completion": "b"}, True),
+    ("sft", {"conversations": [{"from": "user", "value": "x"}]}, True),
+    ("sft", {"input_ids": [1, 2, 3]}, True), ("sft", {"image": "x.png", "prompt": "a"}, True),
+    ("sft", {"chosen": CHAT, "rejected": OTHER}, False),
+    ("sft", {"prompt": "q", "chosen": "a", "rejected": "b"}, False),
+    ("sft", {"prompt": "a", "messages": CHAT}, False), ("sft", {"completion": "a"}, False),
+    ("sft", {"conversations": CHAT}, False), ("sft", {"instruction": "a", "output": "b"}, False),
+    ("dpo", {"chosen": CHAT, "rejected": OTHER}, True),
+    ("dpo", {"prompt": "q", "chosen": "a", "rejected": "b", "label": True}, True),
+    ("dpo", {"messages": CHAT}, False), ("dpo", {"chosen": CHAT}, False),
+    ("dpo", {"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]}, False),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("row", "read"),
-    [
-        ({"chosen": CHAT, "rejected": OTHER}, True),
-        ({"prompt": QUESTION, "chosen": CHAT[1:], "rejected": OTHER[1:]}, True),
-        ({"prompt": "q", "chosen": "a", "rejected": "b"}, True),
-        ({"chosen": "a", "rejected": "b", "label": True}, True),
-        ({"messages": CHAT}, False),
-        ({"prompt": "a", "completion": "b"}, False),
-        ({"chosen": CHAT}, False),
-        ({"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]}, False),
-        ({"prompt": "", "chosen": "a", "rejected": "b"}, True),
-    ],
-)
-def test_the_columns_that_dpo_reads(write: Write, row: dict[str, Any], read: bool) -> None:
-    assert columns(write, "trl-dpo", row, row) == ([] if read else WRONG)
+def test_the_columns_that_are_read(write: Write) -> None:
+    for stage, row, read in COLUMNS:
+        assert columns(write, f"trl-{stage}", row, row) == ([] if read else WRONG), row
 
 
 def test_the_rows_that_are_evaluated_are_looked_at(write: Write) -> None:

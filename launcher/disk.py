@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher import position, shapes
-from launcher.backends import model_config, model_files, trl_resolved
+from launcher.backends import model_config, model_files
 from launcher.caches import REFERENCE_VARIABLE
 from launcher.errors import DISK_FULL, Finding, InvalidConfig, Severity
 from launcher.files import read_json
@@ -176,8 +176,7 @@ def _trl(plan: Plan, count: int, setup: Setup | None) -> Saved | None:
     values = plan.values
     # `auto` is what the files hold
     width = {"bfloat16": 2, "float16": 2, "float32": 4}.get(str(values.get("dtype")), 2)
-    file = plan.stage.options.deepspeed is not None
-    sharded = bool(plan.gpus) and (file or trl_resolved.own_deepspeed(values) is not None)
+    sharded = bool(plan.gpus) and plan.stage.options.deepspeed is not None
     final, alone = width * count, values.get("save_only_model")
     if values.get("use_peft"):
         if setup is None:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher import devices as gpus
-from launcher import disk, environment, rundir
-from launcher.backends import BACKENDS, Backend, Entry, stage_rules
+from launcher import disk, environment, rules, rundir
+from launcher.backends import BACKENDS, Backend, Entry
 from launcher.backends.context import Context
 from launcher.devices import Devices, Look
 from launcher.environment import TIMEOUT_S, Failure, Imports, Step
@@ -501,13 +501,13 @@ def situation(plan: Plan, trainer: Trainer, output: Path | None) -> Iterator[Fin
         cpus=os.cpu_count(), packages=trainer.packages, running=True, output=output,
     )  # fmt: skip
     known = {(finding.code, finding.key) for finding in stage.findings}
-    for finding in map(stage.config.placed, stage_rules.apply(context)):
+    for finding in map(stage.config.placed, rules.apply_in(context)):
         if finding.severity == "error" or (finding.code, finding.key) not in known:
             yield finding
 
 
 def local_files(plan: Plan) -> Iterator[Finding]:
-    """Data and config files that validation only warned about."""
+    """Data files that validation only warned about."""
     for finding in plan.stage.findings:
-        if finding.code in {"missing-data", "missing-config"}:
+        if finding.code == "missing-data":
             yield replace(finding, severity="error")

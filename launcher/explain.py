@@ -179,7 +179,7 @@ def notes(schema: Schema) -> dict[str, list[str]]:
     lines = {}
     for name, reads in schema.path.reads.items():
         alternatives = [noops.condition_of(read, entry) for read in reads]
-        if not reads and name not in entry.acts:
+        if not reads:
             lines[name] = [f"no read found: {noops.instead(schema, entry, name)}"]
         elif alternatives and all(alternatives):
             shortest = min(alternatives, key=len)

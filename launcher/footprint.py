@@ -165,7 +165,7 @@ class Footprint:
         if not self.plan.gpus:
             return None
         file, _ = self.plan.stage.options.read_deepspeed()
-        config = engine_config(self.plan.values, file, trl=self.trl)
+        config = engine_config(self.plan.values, file)
         return setups.zero_of(config, self.shape.hidden)
 
     @property

@@ -18,7 +18,7 @@ from launcher import (
     rundir,
     runner,
 )
-from launcher.backends.gradient_rules import fault
+from launcher.backends.deepspeed_rules import fault
 from launcher.check import Point, Verdict
 from launcher.evidence import Evidence, Probe, RankRecord
 from launcher.fingerprint import Memory, MissingContent

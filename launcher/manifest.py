@@ -81,7 +81,7 @@ def manifest(
 def _deepspeed(plan: Plan, trainer: Trainer) -> dict[str, Any] | None:
     """Release and settings that decide whether gradients can be trusted; None without DeepSpeed."""
     file, _ = plan.stage.options.read_deepspeed()
-    config = engine_config(plan.values, file, trl=plan.stage.options.backend == "trl")
+    config = engine_config(plan.values, file)
     if config is None or not plan.gpus:
         return None
     kept = {k: config[k] for k in ("zero_optimization", "communication_data_type") if k in config}

@@ -1,7 +1,6 @@
 """Arguments that upstream takes and then never uses: for this script, and for these values.
 
-Everything here comes from `reads`, so that it moves with the source; what the analysis cannot see is
-in the backend's `Entry.acts`.
+Everything here comes from `reads`, so that it moves with the source.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def find(values: Values, entry: Entry) -> Iterator[Finding]:
     known = effective(values, entry)
     for name in schema.fields:
         reads = schema.path.reads.get(name)
-        if reads is None or name in entry.acts or not values.given(name):
+        if reads is None or not values.given(name):
             continue
         if not reads:
             yield _unread(schema, entry, name, idle=_is_off(values, name))
@@ -43,7 +42,7 @@ def find(values: Values, entry: Entry) -> Iterator[Finding]:
 def acts(values: Values, entry: Entry, name: str) -> bool:
     """Whether these values may lead to a place that reads an argument; also where nothing is known of it."""
     reads = values.schema.path.reads.get(name)
-    if reads is None or name in entry.acts:
+    if reads is None:
         return True
     known = effective(values, entry)
     return any(not _false(read, known, entry) for read in reads)

@@ -24,7 +24,7 @@ from launcher import (
     rundir,
 )  # fmt: skip
 from launcher import stage as stages
-from launcher.backends import gradient_rules
+from launcher.backends import deepspeed_rules
 from launcher.caches import Cache, environment
 from launcher.command import Command
 from launcher.devices import Devices, Look
@@ -365,7 +365,7 @@ def _allowed(request: Request, findings: Iterable[Finding]) -> tuple[Finding, ..
     if not request.allow_corrupting_overlap:
         return tuple(findings)
     return tuple(
-        replace(one, severity="warning") if one.code == gradient_rules.OVERLAP else one
+        replace(one, severity="warning") if one.code == deepspeed_rules.OVERLAP else one
         for one in findings
     )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from launcher import arguments, noops, options, rules, upstream
-from launcher.backends import BACKENDS, Backend, Entry, stage_rules
+from launcher.backends import BACKENDS, Backend, Entry
 from launcher.backends.context import Context
 from launcher.config import Config
 from launcher.errors import Finding, InvalidConfig, errors, said
@@ -187,7 +187,7 @@ def _environment_faults(
     if fault is not None:
         yield fault
     batch = opts.batch or Batch()
-    yield from stage_rules.apply(Context(
+    yield from rules.apply_in(Context(
         values=values, environ=os.environ, deepspeed=deepspeed,
         mixed_precision=opts.mixed_precision, gpus=opts.gpus,
         per_device=batch.per_device or _number(values, entry.names.per_device),

@@ -14,7 +14,7 @@ import pytest
 from conftest import PATIENCE_S
 
 from launcher import judgement
-from launcher.backends.gradient_rules import fault
+from launcher.backends.deepspeed_rules import fault
 from launcher.check import judge
 from launcher.cli import main
 from launcher.comparison import Sample, Step, baseline_fault, compare

@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 import saved
 from conftest import Write
-from test_trl_adapters import QWEN2
 from test_trl_machine_rules import found
+
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64,
+    "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_hidden_layers": 2, "vocab_size": 100, "tie_word_embeddings": True,
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -158,111 +163,9 @@ def test_weights_are_those_of_the_config(write: Write) -> None:
     assert none.severity == "error" and "begin at random" in none.message
 
 
-# --- rows that do not come to training ------------------------------------------------------------
-
-WORDS = {
-    "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
-    "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None,
-    "model": {"type": "WordLevel", "vocab": {"[UNK]": 0}, "unk_token": "[UNK]"},
-}  # fmt: skip
-
-
-def turns(words: int) -> list[dict[str, str]]:
-    """A question of so many words, and its answer."""
-    asked = {"role": "user", "content": "word " * words}
-    return [asked, {"role": "assistant", "content": "an answer"}]
-
-
-def dropped(script: str, rows: list[dict[str, Any]], **args: Any) -> list[tuple[str, str]]:
-    """Severity and message of what is said of rows that leave no room for an answer."""
-    text = "".join(f"{json.dumps(row)}\n" for row in rows)
-    Path("data").mkdir(exist_ok=True)
-    Path("data/train.jsonl").write_text(text)
-    Path("model/tokenizer.json").write_text(json.dumps(WORDS))
-    name = "mixer_list" if script == "dpo" else "dataset_mixer_list"
-    data = (
-        {"dataset_name": "data"}
-        if script.startswith("trl")
-        else {name: ["data/train.jsonl", "1.0"]}
-    )
-    findings = found(script, {"model_name_or_path": "model", **data, **args})
-    return [(f.severity, f.message) for f in findings if f.code == "prompts-too-long"]
-
-
-@pytest.mark.parametrize(
-    ("script", "rows", "key"),
-    [
-        ("trl-sft", lambda n: {"prompt": turns(n)[:1], "completion": turns(n)[1:]}, "max_length"),
-        ("trl-sft", lambda n: {"prompt": "word " * n, "completion": "x"}, "max_length"),
-        ("trl-dpo", lambda n: {"chosen": turns(n), "rejected": turns(n)}, "max_length"),
-        ("sft", lambda n: {"messages": turns(n)}, "max_seq_length"),
-        ("dpo", lambda n: {"chosen": turns(n), "rejected": turns(n)}, "max_seq_length"),
-    ],
-)
-def test_prompts_that_leave_no_room_for_an_answer(script: str, rows: Any, key: str) -> None:
-    pytest.importorskip("tokenizers")
-    ((severity, message),) = dropped(script, [rows(20), rows(30)], **{key: 20})
-    assert severity == "error"
-    assert "all 2 rows" in message and "20 to 30 tokens" in message and "none is left" in message
-    ((severity, message),) = dropped(script, [rows(20), rows(30), rows(3)], **{key: 20})
-    assert severity == "warning" and "of all 3 rows" in message and "none is left" not in message
-    # a few such rows are in most sets
-    assert dropped(script, [rows(30), rows(3)], **{key: 20}) == []
-    assert dropped(script, [rows(20)], **{key: 21}) == []
-    # more bytes, and not more tokens
-    assert dropped(script, [rows(10)], **{key: 20}) == []
-    ((severity, _),) = dropped(script, [rows(30)] * 200, **{key: 20})
-    assert severity == "warning"
-    Path("model/tokenizer.json").write_text("{}")
-
-
-def test_what_has_a_loss_without_an_answer() -> None:
-    pytest.importorskip("tokenizers")
-    chats = [{"messages": turns(30)}]
-    assert dropped("trl-sft", chats, max_length=20) == []
-    assert len(dropped("trl-sft", chats, max_length=20, assistant_only_loss=True)) == 1
-    pairs = [{"prompt": "word " * 30, "completion": "x"}]
-    assert dropped("trl-sft", pairs, max_length=20, completion_only_loss=False) == []
-    assert dropped("trl-sft", pairs, max_length=20, truncation_mode="keep_end") == []
-    assert dropped("trl-sft", pairs, max_length=20, packing=True) == []
-
-
 def test_data_that_git_lfs_has_not_fetched(write: Write) -> None:
     for name, script in (("train.parquet", "trl-sft"), ("train.jsonl", "trl-dpo")):
         write(f"{name}d/{name}", POINTER)
         findings = found(script, {"dataset_name": f"{name}d"})
         (one,) = [f for f in findings if f.code == "bad-data"]
         assert "git-lfs" in one.message
-
-
-def test_rows_that_sft_cannot_tokenise(write: Write) -> None:
-    """Each was seen to end the real trainer, after the model was loaded."""
-    faults: list[tuple[dict[str, Any], str]] = [
-        ({"text": None}, "`text` is null"), ({"messages": "hello"}, "`messages` is text"),
-        ({"messages": []}, "`messages` is an empty list"),
-        ({"messages": [{"content": "x"}]}, "a list of something else"),
-        ({"prompt": "q", "completion": None}, "`completion` is null"),
-        ({"prompt": "q", "completion": turns(1)[1:]}, "is text and `completion` a conversation"),
-    ]  # fmt: skip
-    for row, fault in faults:
-        good = {name: turns(1) if name == "messages" else "x" for name in row}
-        write("data/train.jsonl", f"{json.dumps(good)}\n" * 2 + json.dumps(row))
-        (one,) = found("trl-sft", {"dataset_name": "data"})
-        assert (one.code, one.severity) == ("data-columns", "error")
-        assert "row 3: " in one.message and fault in one.message
-
-
-def test_rows_without_an_answer(write: Write) -> None:
-    asked = {"dataset_name": "data", "assistant_only_loss": True}
-    for row in ({"messages": turns(1)[:1]}, {"prompt": turns(1), "completion": turns(1)[:1]}):
-        write("data/train.jsonl", json.dumps(row))
-        (one,) = found("trl-sft", asked)
-        assert "row 1: no turn in" in one.message and "assistant_only_loss" in one.message
-        assert found("trl-sft", {"dataset_name": "data"}) == []
-    write("data/train.jsonl", json.dumps({"messages": turns(1)}))
-    assert found("trl-sft", asked) == []
-    # what is evaluated is tokenised too
-    write("data/test.jsonl", json.dumps({"messages": turns(1)[:1]}))
-    assert found("trl-sft", asked) == []
-    (one,) = found("trl-sft", {**asked, "eval_strategy": "steps", "eval_steps": 1})
-    assert "test.jsonl" in one.message

@@ -148,8 +148,6 @@ def test_what_it_refuses_or_ignores(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_two_keys_together(tmp_path: Path) -> None:
     said = found(tmp_path, text("activation_memory_budget: 0.5", "compile_model: false"))
     assert said["budget-without-compile", "args.activation_memory_budget"].line == 11
-    said = found(tmp_path, text("packing: true", "concatenated_forward: false"))
-    assert said["packing-separate-forward", "args.packing"].severity == "error"
 
 
 def test_a_leak_that_the_file_puts_up_with_is_a_note(tmp_path: Path) -> None:
@@ -158,7 +156,8 @@ def test_a_leak_that_the_file_puts_up_with_is_a_note(tmp_path: Path) -> None:
 
 
 def test_a_clean_file_is_clean(tmp_path: Path) -> None:
-    assert found(tmp_path, text()) == {}
+    for lines in ((), ("config_name: olmo2_7B",), ("config_name: allenai/OLMo-2-1124-7B",)):
+        assert found(tmp_path, text(*lines)) == {}
 
 
 def test_keys_of_this_script_are_told_to_the_other_one(tmp_path: Path) -> None:
@@ -197,11 +196,6 @@ def test_a_name_of_a_shape_is_no_model(tmp_path: Path) -> None:
     assert "`config_name: olmo2_7B`" in (fault.help or "")
 
 
-def test_the_same_shape_under_either_name_is_right(tmp_path: Path) -> None:
-    for name in ("olmo2_7B", "allenai/OLMo-2-1124-7B"):
-        assert found(tmp_path, text(f"config_name: {name}")) == {}
-
-
 def test_what_transformers_could_not_load_is_said_before(tmp_path: Path) -> None:
     written = text().replace("allenai/OLMo-2-1124-7B", "Qwen/Qwen3-8B")
     assert set(found(tmp_path, written)) == {("no-hf-export", "args.model_name_or_path")}
@@ -225,10 +219,6 @@ def test_a_folder_needs_its_config_name_and_the_right_one(
     assert found(tmp_path, right).keys() == {("no-hf-export", "args.config_name")}
 
 
-QWEN2 = {
-    "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
-}  # fmt: skip
 OLMO = {
     "model_type": "olmo2", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 100352,
@@ -262,19 +252,16 @@ def test_a_model_that_does_not_fit_the_shape(tmp_path: Path) -> None:
         assert unfit(tmp_path, "meta-llama/Llama-3.1-8B", f"config_name: {shape}") is None
 
 
-def test_the_config_of_a_folder_is_held_against_the_shape(tmp_path: Path) -> None:
+def test_the_config_of_a_folder_is_compared_with_the_shape(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], str | None]] = [
-        (QWEN2, "is of the family qwen2"),
-        ({**QWEN2, "model_type": "unheard"}, "hidden_size is 3584, not 4096"),
         # the model is built with the vocabulary of its own config
         ({**OLMO, "vocab_size": 64000}, None),
         ({**OLMO, "num_hidden_layers": 16}, "num_hidden_layers is 16, not 32"),
-        ({**OLMO, "num_hidden_layers": 40}, "num_hidden_layers is 40, not 32"),
         # what the file leaves out is not guessed
         ({"vocab_size": 64000}, None),
     ]
-    for held, words in cases:
-        (tmp_path / "config.json").write_text(json.dumps(held), encoding="utf-8")
+    for config_json, words in cases:
+        (tmp_path / "config.json").write_text(json.dumps(config_json), encoding="utf-8")
         fault = unfit(tmp_path, str(tmp_path), "config_name: olmo2_7B")
         assert (fault is None) is (words is None)
         assert fault is None or (words or "") in fault.message
@@ -299,38 +286,6 @@ def test_the_shapes_are_those_of_the_package(
         assert query[1] == hidden and query[0] * kv_heads == key[0] * heads, name
         assert sizes["blocks.0.feed_forward.w1.weight"] == (inner, hidden), name
         assert model.blocks["0"].attention.n_heads == heads, name
-
-
-SMALL = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64, "pad_token_id": 0,
-}  # fmt: skip
-# what a layer of each block of OLMo-core's has, beside attention and feed-forward
-NORMS = {
-    "gemma3_text": {"attention_norm", "post_attention_norm", "feed_forward_norm", "post_feed_forward_norm"}
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", sorted({*olmo_core_rules._LOADED, *shapes.FAMILIES}))
-def test_the_families_that_are_loaded_are_those_of_the_package(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str
-) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    convert = pytest.importorskip("olmo_core.nn.hf.convert").convert_state_from_hf
-    config = transformers.AutoConfig.for_model(family, **SMALL)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    try:
-        names = set(convert(config, model.state_dict(), model_type=family))
-    except RuntimeError as refused:
-        assert "not converted" in str(refused) and family not in olmo_core_rules._LOADED
-        return
-    norms = {one.split(".")[2] for one in names if one.startswith("blocks.0.") and "_norm." in one}
-    wanted = NORMS.get(family, {"attention_norm", "feed_forward_norm"})
-    assert (wanted <= norms) is (family in olmo_core_rules._LOADED)
 
 
 # --- offline --------------------------------------------------------------------------------------
@@ -397,22 +352,6 @@ def test_a_folder_that_is_not_there_is_said_as_ever(
     missing = str(snapshot.parent / "other")
     said = starting(tmp_path, "config_name: qwen3_0_6B", model=missing)
     assert said.keys() == {"missing-model"}
-
-
-def test_a_dry_run_warns_of_it_and_a_start_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Path, checkout: Path
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    path = tmp_path / "stage.yaml"
-    path.write_text(text().replace("allenai/OLMo-2-1124-7B", QWEN), encoding="utf-8")
-    words = ("dpo", str(path), "--gpus", "1", "--open-instruct", str(checkout))
-    dry = invoke(*words, "--dry-run")
-    assert dry.exit_code == 0 and "warning[offline-hub-model]" in dry.stderr
-    assert f"write `model_name_or_path: {snapshot}`" in dry.stderr
-    with pytest.raises(InvalidConfig) as refused:
-        invoke(*words)
-    errors = [one.code for one in refused.value.findings if one.severity == "error"]
-    assert errors == ["offline-hub-model"]
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -680,14 +619,6 @@ def test_attention_goes_over_the_whole_packed_row(tmp_path: Path) -> None:
     )
 
 
-def test_an_output_layer_of_its_own(tmp_path: Path) -> None:
-    written = text().replace("allenai/OLMo-2-1124-7B", "Qwen/Qwen3-0.6B")
-    made = planned(from_text(tmp_path, written), gpus=8)
-    shape = footprint.shape_of(made, None, {"ai2-olmo-core": "2.4.0"})
-    assert not shape.tied
-    assert shape.parameters == 596_049_920 + 151_936 * 1_024
-
-
 @pytest.mark.parametrize(
     ("release", "model", "tied"),
     [
@@ -852,17 +783,3 @@ def test_that_upstream_goes_on_by_itself_is_said(tmp_path: Path) -> None:
     assert codes() == set()
     (tmp_path / "out" / "x__7" / "step40").mkdir()
     assert codes() == {"resume-unjudged"}
-
-
-@pytest.mark.parametrize(
-    ("held", "refused"), [("pytorch_model.bin", False), ("tokenizer.json", True)]
-)
-def test_a_folder_holds_what_is_asserted(
-    tmp_path: Path, snapshot: Path, held: str, refused: bool
-) -> None:
-    (snapshot / "generation_config.json").unlink()
-    (snapshot / held).write_text("{}", encoding="utf-8")
-    said = starting(tmp_path, "config_name: qwen3_0_6B", model=str(snapshot))
-    assert set(said) == ({"folder-not-loaded"} if refused else set())
-    if refused:
-        assert "generation_config.json" in (said["folder-not-loaded"].help or "")

@@ -111,6 +111,7 @@ TRAINERS = {
     "neftune_noise_alpha": "uniform_ expects", "num_train_epochs": "change no weight",
     "report_to": "is not supported",
     "save_strategy": "metric_for_best_model", "seed": "Seed must be", "sync_ref_model": "sync_ref_model",
+    "eos_token": "vocabulary", "pad_token": "vocabulary", "train_sampling_strategy": "infer lengths",
     "dataset_num_proc": "num_proc", "lora_rank": "r` should be a positive", "use_weighting": "use_weighting",
     "warmup_ratio": "change no weight",
 }  # fmt: skip

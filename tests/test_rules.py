@@ -113,8 +113,6 @@ SPEAKS: list[tuple[str, dict[str, Any], str]] = [
     ("sft", {"get_tokenizer_fn": "tulu"}, "unknown-function error run get_tokenizer_fn"),
     ("sft", {"dataset_transform_fn": ["sft_tulu_tokenize_and_truncate_v1", "sft_filter"]},
      "unknown-function error run dataset_transform_fn[1]"),
-    ("sft", {"additional_model_arguments": "config.json"},
-     "model-arguments error run additional_model_arguments"),
     ("sft", {'additional_model_arguments': '{"dtype": "float32"}'},
      "model-arguments-unread warning run additional_model_arguments"),
     ("dpo", {"additional_model_arguments": {"attn_implementation": "eager"}},

@@ -23,7 +23,6 @@ from launcher.backends import (
     data_rules,
     model_config,
     model_rules,
-    stage_rules,
 )
 from launcher.backends.context import Context
 from launcher.errors import Finding
@@ -53,7 +52,7 @@ def context(script: str, args: dict[str, Any], **known: Any) -> Context:
 
 def found(script: str, args: dict[str, Any], **known: Any) -> list[Finding]:
     # what a release of DeepSpeed does to gradients: tests/test_gradients.py
-    told = stage_rules.apply(context(script, args, **known))
+    told = rules.apply_in(context(script, args, **known))
     return [finding for finding in told if finding.code != "overlap-corrupts"]
 
 
@@ -611,7 +610,7 @@ def of_the_loss(script: str, args: dict[str, Any]) -> list[Finding]:
 
 def everything() -> Iterator[Any]:
     for backend, stage in itertools.product(BACKENDS, ("sft", "dpo")):
-        yield from stage_rules.of_stage(backend, stage)
+        yield from rules.of_stage(backend, stage)
 
 
 def test_every_rule_says_where_upstream_says_so() -> None:
@@ -626,4 +625,4 @@ def test_another_commit_may_lack_any_field(script: str) -> None:
         fields = {k: v for k, v in whole.schema.fields.items() if k != missing}
         values = Values(replace(whole.schema, fields=fields), {})
         known: dict[str, Any] = {"deepspeed": ZERO3, "packages": {}, "environ": {}, "running": True}
-        assert isinstance(list(stage_rules.apply(Context(values=values, gpus=8, **known))), list)
+        assert isinstance(list(rules.apply_in(Context(values=values, gpus=8, **known))), list)

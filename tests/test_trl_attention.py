@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import saved
 from conftest import Write
 from test_rules import values_of
-from test_trl_machine_rules import ON_CPU, found, model, really, told
+from test_trl_machine_rules import ON_CPU, found, told
 
 from launcher import commandline, config, plan, stage
 from launcher.backends import trl_attention
@@ -52,52 +50,48 @@ def preferring(*names: str) -> str:
 # -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("names", "gpus", "packages", "chosen", "why"),
-    [
-        (("flash_attention_2", "sdpa"), 8, FLASH, "flash_attention_2", ""),
-        (("flash_attention_2", "sdpa"), 8, None, "flash_attention_2", ""),
-        (("flash_attention_2", "sdpa"), 8, {}, "sdpa", "has no flash-attn"),
-        (("flash_attention_2", "sdpa"), 8, {"flash-attn": "2.3.2"}, "sdpa", "older than 2.3.3"),
-        (("flash_attention_2", "sdpa"), 8, {"flash-attn": "2.3.3"}, "flash_attention_2", ""),
-        # a kernel of the hub comes under a name of its own
-        (("flash_attention_2", "sdpa"), 8, {"kernels": "0.10"}, "sdpa", "has no flash-attn"),
-        (("flash_attention_2", "sdpa"), 0, FLASH, "sdpa", "there is no GPU"),
-        (("flash_attention_3", "flash_attention_2", "sdpa"), 8, FLASH, "flash_attention_2", "flash-attn-3"),
-        (("flex_attention", "eager"), 0, {}, "eager", "there is no GPU"),
-        (("flex_attention", "eager"), 1, {}, "flex_attention", ""),
-        (("kernels-community/flash-attn2", "sdpa"), 1, {}, "sdpa", "has no kernels"),
-        (("sdpa", "flash_attention_2"), 8, FLASH, "sdpa", ""),
-        (("flash_attention_2",), 8, {}, None, "has no flash-attn"),
-    ],
-)  # fmt: skip
-def test_the_first_that_can_be_had(
-    names: tuple[str, ...], gpus: int, packages: Any, chosen: str | None, why: str
-) -> None:
-    context = Context(values=values_of("trl-sft", {}), gpus=gpus, packages=packages)
-    choice = trl_attention.choose(names, context)
-    assert choice.name == chosen and why in choice.why and bool(why) is bool(choice.passed)
+CHOICES: list[tuple[tuple[str, ...], int, Any, str | None, str]] = [
+    (("flash_attention_2", "sdpa"), 8, FLASH, "flash_attention_2", ""),
+    (("flash_attention_2", "sdpa"), 8, None, "flash_attention_2", ""),
+    (("flash_attention_2", "sdpa"), 8, {}, "sdpa", "has no flash-attn"),
+    (("flash_attention_2", "sdpa"), 8, {"flash-attn": "2.3.2"}, "sdpa", "older than 2.3.3"),
+    (("flash_attention_2", "sdpa"), 8, {"flash-attn": "2.3.3"}, "flash_attention_2", ""),
+    # a kernel of the hub comes under a name of its own
+    (("flash_attention_2", "sdpa"), 8, {"kernels": "0.10"}, "sdpa", "has no flash-attn"),
+    (("flash_attention_2", "sdpa"), 0, FLASH, "sdpa", "there is no GPU"),
+    (("flash_attention_3", "flash_attention_2", "sdpa"), 8, FLASH, "flash_attention_2", "flash-attn-3"),
+    (("flex_attention", "eager"), 0, {}, "eager", "there is no GPU"),
+    (("flex_attention", "eager"), 1, {}, "flex_attention", ""),
+    (("kernels-community/flash-attn2", "sdpa"), 1, {}, "sdpa", "has no kernels"),
+    (("sdpa", "flash_attention_2"), 8, FLASH, "sdpa", ""),
+    (("flash_attention_2",), 8, {}, None, "has no flash-attn"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("args", "mixed", "chosen"),
-    [
-        ({"bf16": False, "dtype": "float32"}, None, "sdpa"),
-        ({"bf16": False, "dtype": "float32"}, "no", "sdpa"),
-        ({"bf16": False, "dtype": "float32"}, "bf16", "flash_attention_2"),
-        ({"bf16": False, "model_init_kwargs": {"dtype": "float32"}}, None, "sdpa"),
-        ({"bf16": False, "dtype": "bfloat16"}, None, "flash_attention_2"),
-        ({"dtype": "float32"}, None, "flash_attention_2"),
-        ({"bf16": False, "dtype": "float32", "load_in_4bit": True}, None, "flash_attention_2"),
-    ],
-)
-def test_flash_attention_takes_16_bits(
-    args: dict[str, Any], mixed: str | None, chosen: str
-) -> None:
-    context = Context(
-        values=values_of("trl-sft", args), gpus=8, packages=FLASH, mixed_precision=mixed
-    )
-    assert trl_attention.choose(("flash_attention_2", "sdpa"), context).name == chosen
+def test_the_first_that_can_be_had() -> None:
+    for names, gpus, packages, chosen, why in CHOICES:
+        context = Context(values=values_of("trl-sft", {}), gpus=gpus, packages=packages)
+        choice = trl_attention.choose(names, context)
+        assert choice.name == chosen and why in choice.why and bool(why) is bool(choice.passed)
+
+
+SIXTEEN_BITS: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"bf16": False, "dtype": "float32"}, None, "sdpa"),
+    ({"bf16": False, "dtype": "float32"}, "no", "sdpa"),
+    ({"bf16": False, "dtype": "float32"}, "bf16", "flash_attention_2"),
+    ({"bf16": False, "model_init_kwargs": {"dtype": "float32"}}, None, "sdpa"),
+    ({"bf16": False, "dtype": "bfloat16"}, None, "flash_attention_2"),
+    ({"dtype": "float32"}, None, "flash_attention_2"),
+    ({"bf16": False, "dtype": "float32", "load_in_4bit": True}, None, "flash_attention_2"),
+]  # fmt: skip
+
+
+def test_flash_attention_takes_16_bits() -> None:
+    for args, mixed, chosen in SIXTEEN_BITS:
+        context = Context(
+            values=values_of("trl-sft", args), gpus=8, packages=FLASH, mixed_precision=mixed
+        )
+        assert trl_attention.choose(("flash_attention_2", "sdpa"), context).name == chosen
 
 
 def test_the_run_gets_what_was_chosen_and_is_held_to_it(write: Write) -> None:
@@ -151,37 +145,37 @@ def test_rules_see_the_first_choice(write: Write) -> None:
     assert preferred.values["attn_implementation"] == "flash_attention_2"
 
 
-@pytest.mark.parametrize(
-    ("text", "code", "told"),
-    [
-        (preferring("flash_attention"), "bad-attention", "did you mean `flash_attention_"),
-        (preferring("sdpa", "sdpa"), "bad-attention", "once"),
-        (FILE + "attention: []\n", "bad-attention", "once"),
-        (FILE + "attention: {a: b}\n", "bad-attention", "invalid value"),
-        (FILE + "attention: [1]\n", "bad-attention", "invalid value"),
-        (
-            FILE.replace("trl", "open_instruct") + "attention: sdpa\n",
-            "bad-attention",
-            "for TRL only",
-        ),
-        (
-            FILE + "  attn_implementation: sdpa\nattention: sdpa\n",
-            "attention-twice",
-            "keep `attention:`",
-        ),
-        (
-            FILE + "  model_init_kwargs: {attn_implementation: sdpa}\nattention: sdpa\n",
-            "attention-twice",
-            "keep `attention:`",
-        ),
-    ],
-)
-def test_what_cannot_be_meant(write: Write, text: str, code: str, told: str) -> None:
-    found = [f for f in judged(write, text).findings if f.code == code]
-    assert len(found) == 1 and found[0].severity == "error" and found[0].line
-    assert told in f"{found[0].message} {found[0].help}"
-    with pytest.raises(InvalidConfig):
-        stage.validate(judged(write, text))
+FAULTS: list[tuple[str, str, str]] = [
+    (preferring("flash_attention"), "bad-attention", "did you mean `flash_attention_"),
+    (preferring("sdpa", "sdpa"), "bad-attention", "once"),
+    (FILE + "attention: []\n", "bad-attention", "once"),
+    (FILE + "attention: {a: b}\n", "bad-attention", "invalid value"),
+    (FILE + "attention: [1]\n", "bad-attention", "invalid value"),
+    (
+        FILE.replace("trl", "open_instruct") + "attention: sdpa\n",
+        "bad-attention",
+        "for TRL only",
+    ),
+    (
+        FILE + "  attn_implementation: sdpa\nattention: sdpa\n",
+        "attention-twice",
+        "keep `attention:`",
+    ),
+    (
+        FILE + "  model_init_kwargs: {attn_implementation: sdpa}\nattention: sdpa\n",
+        "attention-twice",
+        "keep `attention:`",
+    ),
+]
+
+
+def test_what_cannot_be_meant(write: Write) -> None:
+    for text, code, words in FAULTS:
+        found = [f for f in judged(write, text).findings if f.code == code]
+        assert len(found) == 1 and found[0].severity == "error" and found[0].line
+        assert words in f"{found[0].message} {found[0].help}"
+        with pytest.raises(InvalidConfig):
+            stage.validate(judged(write, text))
 
 
 def test_an_override_replaces_the_list(write: Write) -> None:
@@ -200,30 +194,28 @@ def test_a_schema_without_the_field_chooses_nothing(write: Write) -> None:
 # -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "packages", "missing"),
-    [
-        ("flash_attention_2", {}, True),
-        ("flash_attention_2", {"flash-attn": "2.8.3"}, False),
-        ("flash_attention_2", {"flash-attn-3": "3.0"}, True),
-        ("flash_attention_3", {"flash-attn-3": "3.0"}, False),
-        ("paged|flash_attention_2", {}, True),
-        ("flash_attention_2", {"kernels": "0.16.0"}, False),
-        ("kernels-community/flash-attn2", {}, True),
-        ("kernels-community/flash-attn2", {"kernels": "0.16.0"}, False),
-        ("flex_attention", {}, False),
-        ("sdpa", {}, False),
-        ("eager", {}, False),
-        ("flash_attention_2", None, False),
-    ],
-)
-def test_attention_that_is_not_installed(
-    name: str, packages: dict[str, str] | None, missing: bool
-) -> None:
-    args = {"attn_implementation": name}
-    for running, severity in ((True, "error"), (False, "warning")):
-        expected = [("attention-missing", severity, "attn_implementation")] if missing else []
-        assert told("trl-sft", args, gpus=1, packages=packages, running=running) == expected
+PACKAGES: list[tuple[str, dict[str, str] | None, bool]] = [
+    ("flash_attention_2", {}, True),
+    ("flash_attention_2", {"flash-attn": "2.8.3"}, False),
+    ("flash_attention_2", {"flash-attn-3": "3.0"}, True),
+    ("flash_attention_3", {"flash-attn-3": "3.0"}, False),
+    ("paged|flash_attention_2", {}, True),
+    ("flash_attention_2", {"kernels": "0.16.0"}, False),
+    ("kernels-community/flash-attn2", {}, True),
+    ("kernels-community/flash-attn2", {"kernels": "0.16.0"}, False),
+    ("flex_attention", {}, False),
+    ("sdpa", {}, False),
+    ("eager", {}, False),
+    ("flash_attention_2", None, False),
+]  # fmt: skip
+
+
+def test_attention_that_is_not_installed() -> None:
+    for name, packages, missing in PACKAGES:
+        args = {"attn_implementation": name}
+        for running, severity in ((True, "error"), (False, "warning")):
+            expected = [("attention-missing", severity, "attn_implementation")] if missing else []
+            assert told("trl-sft", args, gpus=1, packages=packages, running=running) == expected
 
 
 @pytest.mark.parametrize("name", ["flash_2", "torch", "nonsense", "a/b/c"])
@@ -268,52 +260,7 @@ def test_packing_without_flash_attention() -> None:
     assert "mask" not in finding.message
 
 
-def test_documents_that_attend_to_each_other(write: Write) -> None:
-    packed = {"packing": True, "model_name_or_path": model(write, model_type="gpt_oss")}
-    saved.loadable(Path("model"))
-    assert told("trl-sft", packed, gpus=8) == [LEAKS]
-    assert told("trl-sft", {**packed, "bf16": False}, **ON_CPU) == [LEAKS]
-    assert told("trl-sft", {**packed, "attn_implementation": "flash_attention_2"}, gpus=8) == []
-    assert told("trl-sft", {**packed, "packing": False}, gpus=8) == []
-    model(write, model_type="llama")
-    assert told("trl-sft", packed, gpus=8) == [SLOW]
-    wrapped = {**packed, "packing_strategy": "wrapped", "attn_implementation": "flash_attention_2"}
-    assert told("trl-sft", wrapped, gpus=8) == [LEAKS]
-    flash = {**packed, "attn_implementation": "flash_attention_2"}
-    for kind in ("mamba", "falcon_h1", "recurrent_gemma"):
-        model(write, model_type=kind)
-        assert told("trl-sft", flash, gpus=8) == [LEAKS]
-    model(write, model_type="qwen3_5", text_config={"model_type": "qwen3_5_text"})
-    flash_attn = {"flash-attn": "2.8.3"}
-    assert told("trl-sft", flash, gpus=8, packages=flash_attn) == [LEAKS]
-    installed = {**flash_attn, "flash-linear-attention": "0.4"}
-    assert told("trl-sft", flash, gpus=8, packages=installed) == []
-    assert told("trl-sft", flash, gpus=8) == []
-
-
-BASE = {
-    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-PLAIN = {**BASE, "num_key_value_heads": 2, "intermediate_size": 32}
-TINY: dict[str, dict[str, Any]] = {
-    "llama": PLAIN, "qwen2": PLAIN, "qwen3": {**PLAIN, "head_dim": 8}, "mistral": PLAIN, "olmo2": PLAIN,
-    "gemma3_text": {**PLAIN, "head_dim": 8}, "gpt2": {**BASE, "n_embd": 32, "n_head": 4, "n_layer": 2},
-    "gpt_oss": {**PLAIN, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
-    "opt": {**BASE, "ffn_dim": 32, "word_embed_proj_dim": 32, "max_position_embeddings": 64},
-    "falcon": BASE, "biogpt": {**BASE, "intermediate_size": 32}, "bloom": {**BASE, "n_head": 4},
-    "mamba": {**BASE, "state_size": 4}, "falcon_mamba": {**BASE, "state_size": 4},
-    "qwen3_5_text": {
-        **PLAIN, "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-        "layer_types": ["linear_attention", "full_attention"],
-    },
-}  # fmt: skip
-
-
-def test_what_is_said_of_packing_is_measured() -> None:
-    """A document's logits behind two different others, in one row as TRL's collator makes it."""
-    known = trl_attention.OWN_MASKS | trl_attention.STATES
-    known |= trl_attention.KERNELS.keys()
-    measured = json.loads(really("packing", json.dumps(TINY)))
-    assert measured == {kind: kind in known for kind in TINY}
+def test_packing_that_joins_examples_without_a_boundary() -> None:
+    wrapped = {"packing": True, "packing_strategy": "wrapped"}
+    for attention in ("sdpa", "flash_attention_2"):
+        assert told("trl-sft", {**wrapped, "attn_implementation": attention}, gpus=8) == [LEAKS]

@@ -1,4 +1,4 @@
-"""TRL on local data: the folder, its splits and columns, templates and tokens."""
+"""TRL on local data: the folder, its splits, columns and templates."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import saved
-from conftest import NO_PACKAGES, Write
+from conftest import Write
 from test_trl_machine_rules import SCRIPTS, found, told
-
-from launcher.backends import model_config
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 5}
 
@@ -55,32 +53,27 @@ def test_data_that_are_not_here() -> None:
     assert told("trl-sft", mixed, running=True) == []
 
 
-@pytest.mark.parametrize(
-    ("files", "args", "key"),
-    [
-        (["train.jsonl"], {}, None),
-        (["train.jsonl"], {"eval_strategy": "steps"}, "dataset_test_split"),
-        (["train.jsonl", "test.jsonl"], {"eval_strategy": "steps"}, None),
-        (["train.jsonl", "eval-0.jsonl"], {"eval_strategy": "steps"}, None),
-        (["train/a.jsonl", "testing/b.jsonl"], {"eval_strategy": "steps"}, None),
-        (["rows.jsonl"], {}, None),
-        (["rows.jsonl"], {"dataset_train_split": "train_sft"}, "dataset_train_split"),
-        (["test.jsonl"], {}, "dataset_train_split"),
-        (["train.jsonl"], {"dataset_train_split": "train[:10%]"}, "dataset_train_split"),
-        # the folder may say more about itself than names do
-        (["train.jsonl", "README.md"], {"eval_strategy": "steps"}, None),
-        (["data/gen-00000-of-00002.parquet"], {"dataset_train_split": "gen"}, None),
-        ([], {"eval_strategy": "steps"}, None),
-        (["train.jsonl"], {"eval_strategy": "steps", "dataset_config": "x"}, None),
-    ],
-)
-def test_splits_of_a_local_folder(
-    write: Write, files: list[str], args: dict[str, Any], key: str | None
-) -> None:
-    for name in files:
-        write(f"data/{name}", "{}\n")
-    expected = [] if key is None else [("no-such-split", "error", key)]
-    assert told("trl-sft", {"dataset_name": "data", **args}) == expected
+EVALUATING = {"eval_strategy": "steps"}
+SPLITS: list[tuple[list[str], dict[str, Any], str | None]] = [
+    (["train.jsonl"], {}, None), (["train.jsonl"], EVALUATING, "dataset_test_split"),
+    (["train.jsonl", "eval-0.jsonl"], EVALUATING, None),
+    (["train/a.jsonl", "testing/b.jsonl"], EVALUATING, None), (["rows.jsonl"], {}, None),
+    (["rows.jsonl"], {"dataset_train_split": "train_sft"}, "dataset_train_split"),
+    (["test.jsonl"], {}, "dataset_train_split"),
+    (["train.jsonl"], {"dataset_train_split": "train[:10%]"}, "dataset_train_split"),
+    # the folder may say more about itself than names do
+    (["train.jsonl", "README.md"], EVALUATING, None),
+    (["data/gen-00000-of-00002.parquet"], {"dataset_train_split": "gen"}, None),
+    ([], EVALUATING, None), (["train.jsonl"], {**EVALUATING, "dataset_config": "x"}, None),
+]  # fmt: skip
+
+
+def test_splits_of_a_local_folder(write: Write) -> None:
+    for number, (files, args, key) in enumerate(SPLITS):
+        for name in files:
+            write(f"data{number}/{name}", "{}\n")
+        expected = [] if key is None else [("no-such-split", "error", key)]
+        assert told("trl-sft", {"dataset_name": f"data{number}", **args}) == expected, files
 
 
 def test_a_part_of_a_split_is_no_split() -> None:
@@ -96,40 +89,6 @@ def test_a_template_that_is_not_here(write: Write) -> None:
     assert told("trl-sft", {"chat_template_path": "org/name"}, running=True) == []
     write("templates/mine.jinja", "{{ messages }}")
     assert told("trl-sft", args, running=True) == []
-
-
-def test_a_token_that_the_tokenizer_does_not_have(write: Write) -> None:
-    args = {"model_name_or_path": "model", "eos_token": "<|im_end|>"}
-    expected = ("unknown-token", "error", "eos_token")
-    write("model/config.json", "{}")
-    # without its tokenizer nothing is known of it
-    assert told("trl-sft", args) == []
-    added = {
-        "added_tokens": [{"id": 1, "content": "</s>"}],
-        "model": {"vocab": {"é": 0, "im_end": 2}},
-    }
-    write("model/config.json", '{"model_type": "llama"}')
-    saved.loadable(Path("model"))
-    write("model/tokenizer.json", json.dumps(added))
-    assert told("trl-sft", args) == [expected]
-    padded = {"model_name_or_path": "model", "pad_token": "<pad>"}
-    assert told("trl-dpo", padded) == [("unknown-token", "error", "pad_token")]
-    for token in ("</s>", "é", "im_end"):
-        assert told("trl-sft", {**args, "eos_token": token}) == []
-    # another tokenizer's template brings its tokens, after the end's was looked for
-    brought = {**args, **padded, "chat_template_path": "org/name"}
-    assert told("trl-sft", brought) == [expected]
-    write("model/tokenizer_config.json", json.dumps({"extra_special_tokens": ["<|im_end|>"]}))
-    assert told("trl-sft", args) == []
-
-
-def test_the_demo_tokenizer_has_what_transformers_finds_in_it(demo_assets: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers", reason=NO_PACKAGES)
-    model = demo_assets / "model"
-    vocabulary = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json")).get_vocab()
-    tokens = sorted(vocabulary)[:: max(1, len(vocabulary) // 100)]
-    assert all(model_config.has_token(str(model), {}, token) for token in tokens)
-    assert model_config.has_token(str(model), {}, "<|no_such_token|>") is False
 
 
 # --- columns
@@ -148,66 +107,26 @@ def columns(
     return told(script, {"dataset_name": "data", **args}, running=True)
 
 
-# each was trained on
-@pytest.mark.parametrize(
-    ("row", "read"),
-    [
-        ({"messages": CHAT}, True),
-        ({"messages": CHAT, "chosen": CHAT, "rejected": OTHER}, True),
-        ({"text": "hello"}, True),
-        ({"prompt": "a", "completion": "b"}, True),
-        ({"conversations": [{"from": "user", "value": "x"}]}, True),
-        ({"input_ids": [1, 2, 3]}, True),
-        ({"image": "x.png", "prompt": "a"}, True),
-        ({"chosen": CHAT, "rejected": OTHER}, False),
-        ({"chosen": "a", "rejected": "b"}, False),
-        ({"prompt": "q", "chosen": "a", "rejected": "b"}, False),
-        ({"prompt": "a"}, False),
-        ({"completion": "a"}, False),
-        ({"conversations": CHAT}, False),
-        ({"prompt": "a", "messages": CHAT}, False),
-        ({"instruction": "a", "output": "b"}, False),
-    ],
-)
-def test_the_columns_that_sft_reads(write: Write, row: dict[str, Any], read: bool) -> None:
-    assert columns(write, "trl-sft", row, row) == ([] if read else WRONG)
+# what is read was trained on
+COLUMNS: list[tuple[str, dict[str, Any], bool]] = [
+    ("sft", {"messages": CHAT, "chosen": CHAT, "rejected": OTHER}, True),
+    ("sft", {"text": "hello"}, True), ("sft", {"prompt": "a", "completion": "b"}, True),
+    ("sft", {"conversations": [{"from": "user", "value": "x"}]}, True),
+    ("sft", {"input_ids": [1, 2, 3]}, True), ("sft", {"image": "x.png", "prompt": "a"}, True),
+    ("sft", {"chosen": CHAT, "rejected": OTHER}, False),
+    ("sft", {"prompt": "q", "chosen": "a", "rejected": "b"}, False),
+    ("sft", {"prompt": "a", "messages": CHAT}, False), ("sft", {"completion": "a"}, False),
+    ("sft", {"conversations": CHAT}, False), ("sft", {"instruction": "a", "output": "b"}, False),
+    ("dpo", {"chosen": CHAT, "rejected": OTHER}, True),
+    ("dpo", {"prompt": "q", "chosen": "a", "rejected": "b", "label": True}, True),
+    ("dpo", {"messages": CHAT}, False), ("dpo", {"chosen": CHAT}, False),
+    ("dpo", {"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]}, False),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("row", "read"),
-    [
-        ({"chosen": CHAT, "rejected": OTHER}, True),
-        ({"prompt": QUESTION, "chosen": CHAT[1:], "rejected": OTHER[1:]}, True),
-        ({"prompt": "q", "chosen": "a", "rejected": "b"}, True),
-        ({"chosen": "a", "rejected": "b", "label": True}, True),
-        ({"messages": CHAT}, False),
-        ({"prompt": "a", "completion": "b"}, False),
-        ({"chosen": CHAT}, False),
-        ({"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]}, False),
-        ({"prompt": "q", "chosen": CHAT, "rejected": OTHER}, False),
-        ({"prompt": QUESTION, "chosen": "a", "rejected": "b"}, False),
-        ({"prompt": QUESTION, "chosen": CHAT[1:], "rejected": "b"}, False),
-        ({"chosen": CHAT, "rejected": "b"}, False),
-        ({"prompt": QUESTION, "chosen": [], "rejected": OTHER[1:]}, True),
-        ({"prompt": None, "chosen": "a", "rejected": "b"}, False),
-        ({"prompt": "q", "chosen": None, "rejected": None}, False),
-        ({"prompt": 1, "chosen": 2, "rejected": 3}, False),
-        ({"prompt": "q", "chosen": CHAT[1], "rejected": OTHER[1]}, False),
-        (
-            {
-                "chosen": [{"from": "gpt", "value": "a"}],
-                "rejected": [{"from": "gpt", "value": "b"}],
-            },
-            False,
-        ),
-        # nothing that both begin with is left as the prompt
-        ({"chosen": CHAT[1:], "rejected": OTHER[1:]}, False),
-        ({"prompt": "", "chosen": "a", "rejected": "b"}, True),
-        ({"prompt": QUESTION, "chosen": CHAT[1:], "rejected": CHAT[1:]}, True),
-    ],
-)
-def test_the_columns_that_dpo_reads(write: Write, row: dict[str, Any], read: bool) -> None:
-    assert columns(write, "trl-dpo", row, row) == ([] if read else WRONG)
+def test_the_columns_that_are_read(write: Write) -> None:
+    for stage, row, read in COLUMNS:
+        assert columns(write, f"trl-{stage}", row, row) == ([] if read else WRONG), row
 
 
 def test_the_rows_that_are_evaluated_are_looked_at(write: Write) -> None:

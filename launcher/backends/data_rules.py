@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 
-from launcher.backends import prompts
 from launcher.backends.context import Context, StageRule, caches_only
 from launcher.backends.open_instruct_rules import listed
 from launcher.backends.rows import entry_rows
 from launcher.backends.rule import say
 from launcher.errors import Finding
 
-# Rows a second on one core, measured with upstream's own functions (chats of two turns, 556
-# tokens):
-# 572 chats, 263 pairs. Upstream reckons with 400 (dataset_transformation.py:115). Rounded up, so
-# that
-# the estimate is rather too short.
+# Rows a second on one core, measured with upstream's own functions (chats of two turns, 556 tokens): 572
+# chats, 263 pairs. Upstream reckons with 400 (dataset_transformation.py:115). Rounded up, so that the
+# estimate is rather too short.
 _CHATS_PER_SECOND = 600.0
 _PAIRS_PER_SECOND = 300.0
 # SFT then counts tokens row by row, on one core whatever there are (dataset_transformation.py:1966)
@@ -69,21 +65,6 @@ def known_rows(context: Context) -> int | None:
     return sum(known) if known else None
 
 
-def prompts_too_long(context: Context) -> Iterator[Finding]:
-    """dataset_transformation.py:1236, dataset_transformation.py:1351: a row without an answer is dropped."""
-    values = context.values
-    transforms = "dataset_transform_fn" if "dataset_transform_fn" in values else "transform_fn"
-    words = values[listed(values)] or []
-    if values.given(transforms):
-        return
-    files = [(str(name), Path(str(name))) for name in words[::2]]
-    column = "chosen" if listed(values) == "mixer_list" else "messages"
-    yield from prompts.that_fill(
-        context, "max_seq_length", values["max_seq_length"], files,
-        lambda row: prompts.before_answer(row.get(column)),
-    )  # fmt: skip
-
-
 def foreign_cache_key(context: Context) -> Iterator[Finding]:
     """dataset_transformation.py:2120, dataset_transformation.py:1977: no data are named beside such a key."""
     values = context.values
@@ -96,4 +77,4 @@ def foreign_cache_key(context: Context) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-RULES: tuple[StageRule, ...] = (tokenising_outlasts, foreign_cache_key, prompts_too_long)
+RULES: tuple[StageRule, ...] = (tokenising_outlasts, foreign_cache_key)

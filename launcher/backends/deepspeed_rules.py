@@ -1,35 +1,55 @@
-"""Rules about DeepSpeed under open-instruct: its file, its stages, what it cannot train.
+"""Rules about DeepSpeed: its file, its stages, what it cannot train, which releases corrupt gradients.
 
-Line numbers are those of the pin and of the packages named in tests/test_upstream_facts.py.
+docs/gradients.md has what was measured with each release. Line numbers are those of the pins, of the
+packages named in tests/test_upstream_facts.py, and of DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from packaging.version import InvalidVersion, Version
 
 from launcher.backends import model_config, trl_resolved
 from launcher.backends.context import Context, StageRule, caches_only, section
 from launcher.backends.rule import say
-from launcher.errors import Finding, Severity
+from launcher.errors import Finding, Severity, brief
 
+OVERLAP = "overlap-corrupts"
+SYNCHRONIZED = Version("0.17.5")  # DeepSpeed's PR 7371
+UNSYNCHRONIZED = (Version("0.18.5"), Version("0.19.0"))  # from PR 7805 on, until PR 7965
+ALL_STREAMS = Version("0.19.3")  # PR 8080
+LOSES_MICRO_BATCHES = (Version("0.17.6"), Version("0.18.3"))  # until PR 7665
+LARGEST_WEIGHT = 1e9  # elements; no gradient is then larger than the bucket, which is copied
+_FORMATS = {
+    "fp32": "no",
+    "float32": "no",
+    "fp16": "fp16",
+    "half": "fp16",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+}
+_GATHER = "stage3_gather_16bit_weights_on_model_save"
+_PASSES = "gradient_accumulation_steps"
+_MICRO = "train_micro_batch_size_per_gpu"
 # attention with biases whatever else their config says; `attention_bias` tells for the others
 _BIASED = frozenset({"qwen2", "qwen2_moe"})
-
-
-# --- the engine in use ----------------------------------------------------------------------------
+# accelerate/utils/deepspeed.py:48,53,84: those that stay what they are where DeepSpeed offloads
+_OFFLOADED = (
+    "adamw_torch", "adamw_torch_fused", "paged_adamw_32bit", "adagrad", "lion_32bit",
+    "paged_lion_32bit",
+)  # fmt: skip
 
 
 def engine_config(
-    values: Mapping[str, Any], file: Mapping[str, Any] | None, *, trl: bool = False
+    values: Mapping[str, Any], file: Mapping[str, Any] | None
 ) -> Mapping[str, Any] | None:
-    """The DeepSpeed config in use: the trainer's own argument wins over `file`, launch's `deepspeed`.
+    """The DeepSpeed config in use: DPO's own argument wins over `file`, launch's `deepspeed`.
 
     None without DeepSpeed. The caller knows whether a GPU is used.
     """
-    if trl:
-        own = trl_resolved.own_deepspeed(values)
-        return file if own is None else own
     stage = values.get("zero_stage")
     if not isinstance(stage, int) or isinstance(stage, bool):
         return file
@@ -46,7 +66,14 @@ def engine_config(
     return {"zero_optimization": zero}
 
 
-# --- the DeepSpeed file ---------------------------------------------------------------------------
+def _of_file(code: str, message: str, help: str, severity: Severity = "error") -> Finding:
+    """A finding about launch's own option instead of one of upstream's arguments."""
+    return Finding(
+        severity=severity, layer="run", code=code, key="deepspeed", message=message, help=help
+    )
+
+
+# --- the file, under any trainer ------------------------------------------------------------------
 
 
 def zero_section(context: Context) -> Iterator[Finding]:
@@ -59,12 +86,81 @@ def zero_section(context: Context) -> Iterator[Finding]:
         )
 
 
+def no_batch(context: Context) -> Iterator[Finding]:
+    """accelerate/utils/dataclasses.py:1369: an `auto` batch is filled from the micro-batch alone, but by
+    transformers, which fills in both (deepspeed/runtime/config.py:650).
+    """
+    file = context.file
+    # none or `auto` means that the other one has to say it
+    unknown = (None,) if context.values.schema.backend == "trl" else (None, "auto")
+    if file and file.get(_MICRO) is None and file.get("train_batch_size") in unknown:
+        yield _of_file(
+            "deepspeed-no-batch",
+            f"the DeepSpeed file has no `{_MICRO}`",
+            f'add `"{_MICRO}": "auto"` and `"train_batch_size": "auto"`',
+        )
+
+
+def unsaved_weights(context: Context) -> Iterator[Finding]:
+    """model_utils.py:555, transformers/trainer.py:3972; an adapter is gathered all the same
+    (transformers/trainer.py:3965).
+    """
+    file, trl = context.file, context.values.schema.backend == "trl"
+    if file is None or context.zero_stage != 3 or caches_only(context):
+        return
+    if section(file, "zero_optimization").get(_GATHER) is True or context.values.get("use_peft"):
+        return
+    yield _of_file(
+        "zero3-unsaved",
+        f"ZeRO-3 without `{_GATHER}: true` "
+        + (
+            "saves no model, only DeepSpeed's own checkpoint"
+            if trl
+            else "crashes when the trained model is saved"
+        ),
+        "add it to `zero_optimization` in the DeepSpeed file",
+        "warning" if trl else "error",
+    )
+
+
+def clipping(context: Context) -> Iterator[Finding]:
+    """accelerate/accelerator.py:3023 leaves it to DeepSpeed; `auto` is 1.0 (accelerator.py:2224).
+
+    What is not above 0 asks for none (finetune.py:855, dpo_tune_cache.py:592).
+    """
+    key = "clip_grad_norm" if "clip_grad_norm" in context.values else "max_grad_norm"
+    ours = context.values[key]
+    given = "auto" if context.file is None else context.file.get("gradient_clipping", 0.0)
+    if (
+        not context.distributed
+        or not context.values.given(key)
+        or not isinstance(ours, int | float)
+    ):
+        return
+    # transformers fills in what is `auto`, and refuses another number
+    if context.values.schema.backend == "trl" and given not in (None, 0.0):
+        return
+    wanted = ours if ours > 0 else 0.0
+    theirs = 1.0 if given == "auto" else given
+    if not isinstance(theirs, int | float) or not theirs > 0:
+        theirs = 0.0
+    if theirs != wanted:
+        what = f"clips at {theirs}" if theirs else "does not clip"
+        instead = ", in place of `zero_stage`" if context.file is None else ""
+        yield say(
+            "warning", "run", "clipping-unread", key,
+            f"`{key}: {ours}` is not read with DeepSpeed, which {what}",
+            f'write `"gradient_clipping": {wanted}` in the DeepSpeed file{instead}',
+        )  # fmt: skip
+
+
+# --- the file, under open-instruct ----------------------------------------------------------------
+
+
 def refused_file(context: Context) -> Iterator[Finding]:
     """accelerate/accelerator.py:2253, accelerate/accelerator.py:2268: the scripts bring their own optimizer.
 
-    accelerate/utils/dataclasses.py:1369: an `auto` batch is filled from the micro-batch alone.
-    accelerate/utils/dataclasses.py:1440: the precision.
-    model_utils.py:555: saving. All of it comes to light once the data are tokenised.
+    accelerate/utils/dataclasses.py:1440: the precision. It comes to light once the data are tokenised.
     """
     file = context.file
     if file is None:
@@ -76,23 +172,6 @@ def refused_file(context: Context) -> Iterator[Finding]:
                 f"the DeepSpeed file sets `{key}`, and so does upstream: accelerate refuses both",
                 f"delete `{key}` from the file; the arguments decide",
             )
-    gathers = "stage3_gather_16bit_weights_on_model_save"
-    zero = section(file, "zero_optimization")
-    if context.zero_stage == 3 and zero.get(gathers) is not True and not caches_only(context):
-        yield _of_file(
-            "zero3-unsaved",
-            f"ZeRO-3 without `{gathers}: true` crashes when the trained model is saved",
-            "add it to `zero_optimization` in the DeepSpeed file",
-        )
-    if file.get("train_micro_batch_size_per_gpu") is None and file.get("train_batch_size") in (
-        None,
-        "auto",
-    ):
-        yield _of_file(
-            "deepspeed-no-batch",
-            "the DeepSpeed file has no `train_micro_batch_size_per_gpu`",
-            'add `"train_micro_batch_size_per_gpu": "auto"` and `"train_batch_size": "auto"`',
-        )
     other = {"bf16": "fp16", "fp16": "bf16"}.get(context.mixed_precision or "", "")
     if str(section(file, other).get("enabled", False)).lower() == "true":
         yield _of_file(
@@ -110,18 +189,18 @@ def batch_of_the_file(context: Context) -> Iterator[Finding]:
     file, ours = context.file, context.accumulation
     if file is None or ours is None:
         return
-    passes = file.get("gradient_accumulation_steps", 1)
+    passes = file.get(_PASSES, 1)
     if isinstance(passes, int) and passes != ours:
-        verb = "sets" if "gradient_accumulation_steps" in file else "is silent, which means"
+        verb = "sets" if _PASSES in file else "is silent, which means"
         yield _of_file(
             "deepspeed-accumulation",
-            f"the DeepSpeed file {verb} `gradient_accumulation_steps: {passes}`: {ours} would not be used, "
+            f"the DeepSpeed file {verb} `{_PASSES}: {passes}`: {ours} would not be used, "
             "and the steps be counted wrongly",
-            'write `"gradient_accumulation_steps": "auto"` in the file',
-            severity="warning",
+            f'write `"{_PASSES}": "auto"` in the file',
+            "warning",
         )
     total = file.get("train_batch_size")
-    rows = _number(file.get("train_micro_batch_size_per_gpu"), context.per_device)
+    rows = _number(file.get(_MICRO), context.per_device)
     times = _number(passes, ours)
     devices = (context.gpus or 0) // max(1, context.values.get("sequence_parallel_size") or 1)
     if isinstance(total, int) and rows and times and devices and total != rows * times * devices:
@@ -137,37 +216,6 @@ def _number(given: Any, ours: int | None) -> int | None:
     if given in ("auto", None):
         return ours
     return given if isinstance(given, int) else None
-
-
-def _of_file(code: str, message: str, help: str, *, severity: Severity = "error") -> Finding:
-    """A finding about launch's own option instead of one of upstream's arguments."""
-    return Finding(
-        severity=severity, layer="run", code=code, key="deepspeed", message=message, help=help
-    )
-
-
-def clipping(context: Context) -> Iterator[Finding]:
-    """accelerate/accelerator.py:3023 leaves it to DeepSpeed; `auto` is 1.0 (accelerator.py:2224).
-
-    What is not above 0 asks for none (finetune.py:855, dpo_tune_cache.py:592).
-    """
-    key = "clip_grad_norm" if "clip_grad_norm" in context.values else "max_grad_norm"
-    ours = context.values[key]
-    if not context.distributed or not context.values.given(key):
-        return
-    wanted = ours if ours > 0 else 0.0
-    given = "auto" if context.file is None else context.file.get("gradient_clipping", 0.0)
-    theirs = 1.0 if given == "auto" else given
-    if not isinstance(theirs, int | float) or not theirs > 0:
-        theirs = 0.0
-    if theirs != wanted:
-        what = f"clips at {theirs}" if theirs else "does not clip"
-        instead = ", in place of `zero_stage`" if context.file is None else ""
-        yield say(
-            "warning", "run", "clipping-unread", key,
-            f"`{key}: {ours}` is not read with DeepSpeed, which {what}",
-            f'write `"gradient_clipping": {wanted}` in the DeepSpeed file{instead}',
-        )  # fmt: skip
 
 
 def half_precision(context: Context) -> Iterator[Finding]:
@@ -195,7 +243,7 @@ def two_zero_stages(context: Context) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-# --- adapters and quantised models ----------------------------------------------------------------
+# --- adapters and quantised models under open-instruct --------------------------------------------
 
 
 def quantised(context: Context) -> Iterator[Finding]:
@@ -239,12 +287,8 @@ def frozen_released(context: Context) -> Iterator[Finding]:
     """
     values = context.values
     lora = values["use_lora"] and not values["use_qlora"]
-    if (
-        lora
-        and values["gradient_checkpointing"]
-        and context.zero_stage == 3
-        and context.distributed
-    ):
+    zero3 = context.distributed and context.zero_stage == 3
+    if lora and zero3 and values["gradient_checkpointing"]:
         yield say(
             "error", "run", "lora-zero3-checkpointing", "gradient_checkpointing",
             "`gradient_checkpointing` with LoRA and ZeRO-3 crashes in the first backward pass: the frozen "
@@ -253,11 +297,232 @@ def frozen_released(context: Context) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-_SHARED: tuple[StageRule, ...] = (
-    zero_section, refused_file, batch_of_the_file, clipping, half_precision, quantised, frozen_biases,
-)  # fmt: skip
+# --- the file, under TRL --------------------------------------------------------------------------
 
-RULES: Mapping[str, tuple[StageRule, ...]] = {
-    "sft": (*_SHARED, frozen_released),
-    "dpo": (*_SHARED, two_zero_stages),
+
+def mismatches(context: Context) -> Iterator[Finding]:
+    """transformers/integrations/deepspeed.py:129,256: raised when training begins. What a file leaves out
+    is not compared, but for the accumulation: accelerate fills in 1 (accelerate/utils/dataclasses.py:1275).
+    """
+    if not context.file:
+        return
+    file = {_PASSES: 1, **context.file}
+    differing = [
+        f"`{name}: {brief(theirs)}` is not `{key}: {brief(ours)}`"
+        for name, key, ours in _expected(context)
+        if ours is not None and (theirs := _entry(file, name)) not in (None, "auto", ours)
+    ]
+    if differing:
+        yield _of_file(
+            "deepspeed-mismatch",
+            f"transformers refuses the DeepSpeed file: {'; '.join(differing)}",
+            'write "auto" for what the arguments say',
+        )
+
+
+def _expected(context: Context) -> Iterator[tuple[str, str, Any]]:
+    """What a config must say, under which name, and the argument that says it; None if unknown."""
+    values, rows, passes = context.values, context.per_device, context.accumulation
+    yield _MICRO, "per_device_train_batch_size", rows
+    yield _PASSES, _PASSES, passes
+    if rows is not None and passes is not None and context.gpus:
+        total = rows * passes * context.gpus
+        yield "train_batch_size", "rows x passes x devices", total
+    yield "gradient_clipping", "max_grad_norm", values["max_grad_norm"]
+    rate, decay = values["learning_rate"], values["weight_decay"]
+    yield "optimizer.params.lr", "learning_rate", rate
+    betas = [values["adam_beta1"], values["adam_beta2"]]
+    yield "optimizer.params.betas", "adam_beta1, adam_beta2", None if None in betas else betas
+    yield "optimizer.params.eps", "adam_epsilon", values["adam_epsilon"]
+    yield "optimizer.params.weight_decay", "weight_decay", decay
+    yield "scheduler.params.warmup_max_lr", "learning_rate", rate
+    warmup = values["warmup_steps"]
+    # a share below 1 is one of steps that are not known here
+    counted = isinstance(warmup, int | float) and (1 <= warmup < math.inf or warmup == 0)
+    yield "scheduler.params.warmup_num_steps", "warmup_steps", int(warmup) if counted else None
+
+
+def _entry(config: Mapping[str, Any], name: str) -> Any:
+    node: Any = config
+    for part in name.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node
+
+
+def precision(context: Context) -> Iterator[Finding]:
+    """accelerate/utils/dataclasses.py:1440,1446, transformers/integrations/deepspeed.py:129.
+
+    accelerate fills a file by the precision of training, transformers then compares it with that of
+    evaluation too.
+    """
+    file, values = context.file, context.values
+    if not file:
+        return
+    running = trl_resolved.precision(values)
+    if running is None and context.gpus is None:
+        # what stands in the stage file; once the GPUs are known its default is filled in
+        running = context.mixed_precision or "no"
+    for name, other in (("bf16", "fp16"), ("fp16", "bf16")):
+        evaluated = bool(values[f"{name}_full_eval"])
+        wanted = trl_resolved.precision(values) == name or evaluated
+        stated = _entry(file, f"{name}.enabled")
+        unset = stated == "auto" or not isinstance(file.get(name), Mapping)
+        if running == other and str(stated).lower() == "true":
+            what = f"enables {name}, and training runs in {other}"
+        elif stated is not None and not unset and stated != wanted:
+            what = f"has `{name}.enabled: {brief(stated)}`, and TRL's arguments say {wanted}"
+        elif unset and running is not None and (running == name) != wanted:
+            source = f"`{name}_full_eval`" if wanted else "`mixed_precision`"
+            what = f"takes {name} from training, which is {running}, against {source}"
+        else:
+            continue
+        yield _of_file(
+            "deepspeed-precision",
+            f"the DeepSpeed file {what}: that is refused",
+            f'write `"enabled": "auto"`; delete `{name}_full_eval`'
+            if evaluated
+            else f'write `"enabled": "auto"`, delete `mixed_precision`, and let `{name}` decide',
+        )
+        return
+
+
+def fsdp_too(context: Context) -> Iterator[Finding]:
+    """transformers/trainer.py:461; accelerate/utils/dataclasses.py:1265 reads launch's file."""
+    if context.file is not None and context.values["fsdp"]:
+        yield say(
+            "error", "run", "two-engines", "fsdp",
+            "`fsdp` beside `deepspeed:`: transformers refuses both", "write `deepspeed: none`",
+        )  # fmt: skip
+
+
+def optimizer_unread(context: Context) -> Iterator[Finding]:
+    """transformers/integrations/deepspeed.py:546: a config that has one decides.
+    accelerate/accelerator.py:2383: one that offloads makes DeepSpeed's own Adam of what was asked for.
+    """
+    file, name = context.file, str(context.values["optim"])
+    if not file or not context.values.given("optim"):
+        return
+    theirs = section(file, "optimizer").get("type")
+    if theirs is not None:
+        yield say(
+            "warning", "run", "optim-unread", "optim",
+            f"`optim: {name}` is not read: the DeepSpeed file has its own, {brief(theirs)}",
+            "delete one of them",
+        )  # fmt: skip
+    if "optimizer" in file or file.get("zero_force_ds_cpu_optimizer") is False:
+        return
+    offloaded = section(section(file, "zero_optimization"), "offload_optimizer").get("device")
+    if offloaded not in (None, "none") and name not in _OFFLOADED:
+        yield say(
+            "warning", "run", "optim-replaced", "optim",
+            f"`optim: {name}` becomes DeepSpeed's Adam on the CPU, with states of 32 bits and a weight "
+            "decay that is not decoupled: its file offloads the optimizer",
+            "write `optim: adamw_torch`, or a `deepspeed:` that does not offload",
+        )  # fmt: skip
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+def fault(
+    config: Mapping[str, Any], version: str | None, *, precision: str | None = None,
+    accumulation: int | None = None,
+) -> tuple[Severity, str, str, str] | None:  # fmt: skip
+    """What DeepSpeed is known to do to gradients: severity, code, message, help; None for nothing.
+
+    `precision` is accelerate's word (bf16, fp16, no), `accumulation` the micro-batches of a step.
+    """
+    zero = section(config, "zero_optimization")
+    stage, overlaps = zero.get("stage", 0), zero.get("overlap_comm") is True
+    if stage not in (1, 2):
+        return None
+    try:
+        release = Version(version or "")
+    except InvalidVersion:
+        release = None
+    serial = "or set `overlap_comm: false` in the DeepSpeed file"
+    wire = _FORMATS.get(str(config.get("communication_data_type")).lower())
+    bucket = zero.get("reduce_bucket_size")
+    whole = isinstance(bucket, int | float) and bucket >= LARGEST_WEIGHT
+    converts = wire is not None and wire != (precision or "bf16")
+    if stage == 2 and overlaps and converts and not whole:
+        # stage_1_and_2.py, allreduce_and_copy_with_multiple_ranks: only the converted copy is recorded on
+        # the stream of the reduction, so the gradient's memory is used again before it was read
+        return (
+            "error", OVERLAP,
+            "ZeRO-2 with `overlap_comm` and a `communication_data_type` of its own trains on corrupt "
+            "gradients: every release up to 0.19.8 reuses the memory of gradients larger than "
+            "`reduce_bucket_size` before they were sent",
+            "set `overlap_comm: false` in the DeepSpeed file, or use ZeRO-1 or ZeRO-3",
+        )  # fmt: skip
+    if stage == 2 and release and _within(release, LOSES_MICRO_BATCHES) and (accumulation or 1) > 1:
+        return (
+            "error", "accumulation-lost",
+            f"DeepSpeed {version} keeps only the last micro-batch of a step under ZeRO-2",
+            "install deepspeed 0.19.8, or do not accumulate",
+        )  # fmt: skip
+    if not overlaps:
+        return None
+    corrupts = "trains on corrupt gradients: buffers are reused before their reduction is done"
+    if release is None:
+        return (
+            "warning", OVERLAP,
+            "ZeRO 1 and 2 with `overlap_comm` " + corrupts + ", with DeepSpeed 0.18.5 to 0.18.9 and before "
+            "0.17.5; the installed version is not known here",
+            f"install deepspeed 0.19.8 where it trains, {serial}",
+        )  # fmt: skip
+    if release < SYNCHRONIZED or _within(release, UNSYNCHRONIZED):
+        message = f"DeepSpeed {version} with ZeRO-{stage} and `overlap_comm` {corrupts}"
+        return "error", OVERLAP, message, f"install deepspeed 0.19.8, {serial}"
+    if UNSYNCHRONIZED[1] <= release < ALL_STREAMS:
+        return (
+            "warning", OVERLAP,
+            f"DeepSpeed {version} with ZeRO-{stage} and `overlap_comm` may send gradients before they are "
+            "complete where several streams compute them, as under torch.compile",
+            f"install deepspeed 0.19.8, {serial}",
+        )  # fmt: skip
+    return None
+
+
+def _within(version: Version, span: tuple[Version, Version]) -> bool:
+    return span[0] <= version < span[1]
+
+
+def true_gradients(context: Context) -> Iterator[Finding]:
+    """deepspeed/runtime/zero/stage_1_and_2.py:1516; the probe compares gradients in each run."""
+    values, config = context.values, engine_config(context.values, context.file)
+    # at a start the packages are looked at in a moment
+    if context.gpus == 0 or not config or (context.running and context.packages is None):
+        return
+    trl = values.schema.backend == "trl"
+    found = fault(
+        config,
+        None if context.packages is None else context.packages.get("deepspeed"),
+        precision=trl_resolved.precision(values) or "no" if trl else context.mixed_precision,
+        accumulation=context.accumulation,
+    )
+    if found is None:
+        return
+    severity, code, message, help = found
+    key = "deepspeed"
+    if values.get("zero_stage") is not None:
+        key = "args.zero_stage"
+        help = "leave out `zero_stage` and set launch's `deepspeed: zero2`, which does not overlap"
+    yield Finding(severity=severity, layer="run", code=code, key=key, message=message, help=help)
+
+
+_SHARED: tuple[StageRule, ...] = (
+    zero_section, no_batch, unsaved_weights, clipping, true_gradients,
+)  # fmt: skip
+_OPEN_INSTRUCT: tuple[StageRule, ...] = (
+    *_SHARED, refused_file, batch_of_the_file, half_precision, quantised, frozen_biases,
+)  # fmt: skip
+_TRL: tuple[StageRule, ...] = (*_SHARED, mismatches, precision, fsdp_too, optimizer_unread)
+
+RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {
+    "open_instruct": {
+        "sft": (*_OPEN_INSTRUCT, frozen_released),
+        "dpo": (*_OPEN_INSTRUCT, two_zero_stages),
+    },
+    "trl": dict.fromkeys(("sft", "dpo"), _TRL),
 }

@@ -59,9 +59,9 @@ class Entry:
     write instead of a value that is refused, or of a key that always is. `derived` are values that
     launch sets where the stage file is silent, each with its reason. `older` are the names that ideas
     had at other commits. `recorders` are functions of upstream's that only write down what they read.
-    `acts` are arguments that do act although the analysis sees no read, `instead` what to write for
-    one that does not. `beside` are other scripts that parse the same dataclasses. `partial` are
-    switches that end the script early, on purpose: what it then leaves unread is no mistake.
+    `instead` says what to write for an argument that nothing reads. `beside` are other scripts that
+    parse the same dataclasses. `partial` are switches that end the script early, on purpose: what it
+    then leaves unread is no mistake.
     `stage` is what a further script of a stage is one of; the script that a stage starts by itself
     stands under the stage's own name. `torchrun` scripts are started by torchrun alone: no accelerate,
     no DeepSpeed. `models` says where its source lists the models that it can build, as (module, name of
@@ -82,7 +82,6 @@ class Entry:
     recorders: frozenset[str] = frozenset()
     beside: tuple[str, ...] = ()
     partial: frozenset[str] = frozenset()
-    acts: Mapping[str, str] = field(default_factory=dict)
     instead: Mapping[str, str] = field(default_factory=dict)
     stage: str = ""
     torchrun: bool = False

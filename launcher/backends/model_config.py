@@ -13,9 +13,6 @@ from launcher.paths import exists, is_file
 from launcher.schema import Values
 
 _LARGEST = 2**20
-_TOKENIZER = "tokenizer.json"
-# what adds tokens to those of the first one
-_TOKENS = (_TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 
 def read(
@@ -31,25 +28,6 @@ def where(name: object, environ: Mapping[str, str], revision: str | None = None)
     if not isinstance(name, str) or not name:
         return None
     return next((path for path in _places(name, environ, revision) if is_file(path)), None)
-
-
-def has_token(
-    name: object, environ: Mapping[str, str], token: str, revision: str | None = None
-) -> bool | None:
-    """Whether a model's tokenizer can have a token, by its files; None where they are not here.
-
-    They are searched as text: a vocabulary of 10 MB is not worth parsing for one word. A token that is
-    in them under another heading counts as one, so that False is certain.
-    """
-    config = where(name, environ, revision)
-    if config is None or not is_file(config.with_name(_TOKENIZER)):
-        return None
-    spellings = {json.dumps(token, ensure_ascii=plain).encode() for plain in (True, False)}
-    try:
-        texts = [read_bytes(path) for one in _TOKENS if is_file(path := config.with_name(one))]
-    except OSError:
-        return None
-    return any(spelling in text for text in texts for spelling in spellings)
 
 
 def built_from(values: Values, environ: Mapping[str, str]) -> Mapping[str, Any]:

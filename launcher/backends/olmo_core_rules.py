@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 from launcher import shapes
@@ -36,7 +35,6 @@ from launcher.backends.open_instruct_rules import (
 )
 from launcher.backends.rule import Rule, check, say
 from launcher.errors import Finding, brief
-from launcher.paths import is_file
 from launcher.schema import Values
 
 _OTHER = "leave out `script:`: dpo_tune_cache.py does that"
@@ -82,51 +80,39 @@ _EXPORTED = ("olmo2", "olmo3", "olmoe")
 
 def model(values: Values) -> Iterator[Finding]:
     """olmo_core_utils.py:208 looks the name up, olmo_core_utils.py:212 asks OLMo-core."""
-    name, config = values["model_name_or_path"], values["config_name"]
+    name, config = str(values["model_name_or_path"] or ""), values["config_name"]
     models, configs = values.schema.models, values.schema.configs
-    wanted = str(config or name)
+    requested = str(config or name)
+    key, names = "config_name" if config else "model_name_or_path", sorted(set(models.values()))
+    # the shapes are those of the pin's OLMo-core: another commit may want one that has more
+    surely = values.schema.stands is None or "/" in requested
     if not name or not models:
         return
-    if str(name) in configs and not model_config.here(str(name)):
+    if name in configs and not model_config.here(name):
         # the config's vocabulary is read from the model first (olmo_core_utils.py:230)
-        yield say(
-            "error", "run", "unsupported-model", "model_name_or_path",
-            f"{brief(name)} is OLMo-core's name of a shape, which has no weights",
-            f"write the model as `model_name_or_path` and `config_name: {name}`",
-        )  # fmt: skip
+        key, surely = "model_name_or_path", True
+        what = f"{brief(name)} is OLMo-core's name of a shape, which has no weights"
+        help = f"write the model as `model_name_or_path` and `config_name: {name}`"
+    elif requested in models or requested in configs or (config and not configs):
+        # of a commit read without OLMo-core beside it, the names of its shapes are not known
         return
-    # of a commit read without OLMo-core beside it, the names of its shapes are not known
-    if wanted in models or wanted in configs or (config and not configs):
-        return
-    key = "config_name" if config else "model_name_or_path"
-    names = sorted(set(models.values()))
-    folder = model_config.here(str(name)) or model_config.is_path(str(name))
-    if not config and folder:
-        yield say(
-            "error", "run", "unsupported-model", key,
-            f"OLMo-core knows models by name: of the folder {brief(name)} it cannot tell which one it is",
-            f"add `config_name:`, one of {', '.join(names)}",
-        )  # fmt: skip
-        return
-    near = difflib.get_close_matches(wanted, [*models, *configs], n=1, cutoff=0.8)
-    # the shapes are those of the pin's OLMo-core: another commit may want one that has more
-    surely = values.schema.stands is None or "/" in wanted
-    help = f"did you mean `{near[0]}`? " if near else ""
-    listed = (
-        f"the models {', '.join(models)}, or a `config_name` of OLMo-core's ({', '.join(names)})"
-    )
-    yield say(
-        "error" if surely else "warning", "run", "unsupported-model", key,
-        f"{brief(wanted)} is no model that dpo.py can build",
-        f"{help}{listed}; for any other leave out `script:`: dpo_tune_cache.py trains it",
-    )  # fmt: skip
+    elif not config and (model_config.here(name) or model_config.is_path(name)):
+        surely = True
+        what = f"OLMo-core knows models by name: of the folder {brief(name)} it cannot tell which one it is"
+        help = f"add `config_name:`, one of {', '.join(names)}"
+    else:
+        near = difflib.get_close_matches(requested, [*models, *configs], n=1, cutoff=0.8)
+        what = f"{brief(requested)} is no model that dpo.py can build"
+        help = (
+            (f"did you mean `{near[0]}`? " if near else "")
+            + f"the models {', '.join(models)}, or a `config_name` of OLMo-core's ({', '.join(names)}); for "
+            "any other leave out `script:`: dpo_tune_cache.py trains it"
+        )
+    yield say("error" if surely else "warning", "run", "unsupported-model", key, what, help)
 
 
 def budget(values: Values) -> Iterator[Finding]:
-    """olmo_core_utils.py:101: the budget acts below 1 and under compile alone.
-
-    OLMo-core takes 0 to 1 (olmo_core/nn/transformer/model.py: `apply_activation_checkpointing`).
-    """
+    """olmo_core_utils.py:101: the budget acts below 1 and under compile alone."""
     key = "activation_memory_budget"
     share = values[key]
     if not isinstance(share, int | float):
@@ -138,19 +124,16 @@ def budget(values: Values) -> Iterator[Finding]:
             "leave `compile_model` true",
         )  # fmt: skip
     elif not 0 < share <= 1:
-        what = "every activation is computed again" if share == 0 else "it does what 1.0 does"
         yield say(
             "error" if share < 0 else "warning", "run", "out-of-range", key,
-            f"`{key}: {share}`: {'OLMo-core refuses it' if share < 0 else what}",
-            "a share above 0 and up to 1: 0.1 is the lowest that was measured, 0.5 upstream's example",
+            f"`{key}: {share}` is no share above 0 and up to 1",
+            "0.1 is the lowest that was measured, 0.5 upstream's example",
         )  # fmt: skip
 
 
 def packing(values: Values) -> Iterator[Finding]:
     """dpo_utils.py:992 hands the model tokens and labels alone: no boundaries, no positions."""
-    if not values["packing"]:
-        return
-    if not values["concatenated_forward"]:
+    if not values["packing"] or not values["concatenated_forward"]:
         return
     row = values["max_seq_length"]
     size = f" of {2 * row:,} positions" if isinstance(row, int) else ""
@@ -207,13 +190,6 @@ RULES: tuple[Rule, ...] = (
         "without `max_seq_length` dpo.py crashes: its default is none",
         "add `max_seq_length: 2048`, or as long as the rows are",
     ),
-    # the one takes the forward that knows no packing, the other asks it for packing
-    check(
-        "dpo.py:259, dpo.py:262", "packing-separate-forward", "packing",
-        lambda v: v["packing"] and not v["concatenated_forward"],
-        "`packing` with `concatenated_forward: false` crashes in the reference pass",
-        "write `concatenated_forward: true`",
-    ),
     check(
         "dpo.py:57, dpo.py:59", "scheduler-replaced", "lr_scheduler_type",
         lambda v: v["lr_scheduler_type"] not in _SCHEDULERS,
@@ -254,29 +230,14 @@ def other_shape(context: Context) -> Iterator[Finding]:
     values, models = context.values, context.values.schema.models
     name, config = str(values["model_name_or_path"]), values["config_name"]
     named = models.get(str(config or name), str(config or name))
-    held = model_config.read(name, context.environ) or shapes.table().get(name.lower()) or {}
-    if named not in values.schema.configs or not held or caches_only(context):
+    model = model_config.read(name, context.environ) or shapes.table().get(name.lower()) or {}
+    if named not in values.schema.configs or not model or caches_only(context):
         return
     key = "config_name" if config else "model_name_or_path"
-    family, expected = (
-        held.get("model_type"),
-        dict(zip(_SIZES, _SHAPES.get(named, ()), strict=False)),
-    )
+    family, differing = model.get("model_type"), _differing(model, named)
     # OLMo-core does not scale llama's rotary embedding
-    fitting = next(
-        (
-            shape
-            for shape, sizes in _SHAPES.items()
-            if sizes[0] != "llama" and all(map(_agrees, map(held.get, _SIZES), sizes))
-        ),
-        None,
-    )
+    fitting = next((s for s in _SHAPES if s != "llama3_8B" and not _differing(model, s)), None)
     help = f"write `config_name: {fitting}`" if fitting else f"no `config_name` fits it: {_TRAINS}"
-    differing = [
-        f"{size} is {brief(held[size])}, not {wanted}"
-        for size, wanted in expected.items()
-        if not _agrees(held.get(size), wanted)
-    ]
     if family not in _LOADED and family in shapes.FAMILIES:
         yield say(
             "error", "run", "other-shape", key,
@@ -285,17 +246,21 @@ def other_shape(context: Context) -> Iterator[Finding]:
         )  # fmt: skip
     elif differing:
         # the one trains as the other, but for the attention beyond 4,096 positions
-        alike = len(differing) == 1 and {family, expected["model_type"]} == {"olmo2", "olmo3"}
+        alike = [*differing] == ["model_type"] and {family, _SHAPES[named][0]} == {"olmo2", "olmo3"}
+        what = ", ".join(
+            f"{size} is {brief(model[size])}, not {n}" for size, n in differing.items()
+        )
         yield say(
             "warning" if alike else "error", "run", "other-shape", key,
-            f"{brief(name)} does not fit OLMo-core's {named}: {', '.join(differing)}: loading fails once "
+            f"{brief(name)} does not fit OLMo-core's {named}: {what}: loading fails once "
             "the data are tokenised, or layers keep random weights", help,
         )  # fmt: skip
 
 
-def _agrees(held: object, wanted: object) -> bool:
-    # what a config leaves out is not guessed
-    return held is None or held == wanted
+def _differing(model: Mapping[str, Any], shape: str) -> dict[str, str | int]:
+    """What OLMo-core's shape has otherwise than a model's config, which may leave something out."""
+    expected = zip(_SIZES, _SHAPES.get(shape, ()), strict=False)
+    return {size: n for size, n in expected if model.get(size) not in (None, n)}
 
 
 def offline_model(context: Context) -> Iterator[Finding]:
@@ -319,24 +284,6 @@ def offline_model(context: Context) -> Iterator[Finding]:
         "OLMo-core asks the hub whether it has that name, and crashes, whatever lies in the hub's cache",
         f"write `model_name_or_path: {folder}`{'' if values['config_name'] else config}; or unset {variable}",
     )  # fmt: skip
-
-
-def folder_unread(context: Context) -> Iterator[Finding]:
-    """dpo.py:329: of a folder OLMo-core wants to see a file that one of 0.6B need not have.
-
-    Weights in one file and no generation settings end in an assertion (olmo_core/nn/hf/checkpoint.py:90).
-    """
-    folder = Path(str(context.values["model_name_or_path"]))
-    asserted = ("generation_config.json", "model.safetensors.index.json", "pytorch_model.bin")
-    # a folder without weights is one to plan with
-    if not is_file(folder / "model.safetensors") or caches_only(context):
-        return
-    if not any(is_file(folder / one) for one in asserted):
-        yield say(
-            "error", "run", "folder-not-loaded", "model_name_or_path",
-            f"{brief(folder)} holds none of {', '.join(asserted)}: OLMo-core ends there, the model built",
-            f"write {{}} into its {asserted[0]}, which training does not read",
-        )  # fmt: skip
 
 
 def goes_on(context: Context) -> Iterator[Finding]:
@@ -399,7 +346,7 @@ def tokenising(context: Context) -> Iterator[Finding]:
 STAGE_RULES: tuple[StageRule, ...] = (
     no_deepspeed, precision, other_shape, goes_on, no_compiler, accumulation, wandb_key, tokenising,
     model_rules.beyond_positions, offline_model,
-    folder_unread, service_rules.hub_token, service_rules.remote_code,
+    service_rules.hub_token, service_rules.remote_code,
 )  # fmt: skip
 
 

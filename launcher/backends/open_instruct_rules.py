@@ -423,16 +423,8 @@ def scheduler_type(values: Values) -> Iterator[Finding]:
 
 
 def model_arguments(values: Values) -> Iterator[Finding]:
-    """finetune.py:544, dpo_tune_cache.py:283: only a text that starts with a brace becomes a mapping. What
-    the model is loaded with wins over it (finetune.py:597,598, dpo_tune_cache.py:337,338).
-    """
+    """finetune.py:597,598, dpo_tune_cache.py:337,338: what the model is loaded with wins over the mapping."""
     key, given = "additional_model_arguments", values["additional_model_arguments"]
-    if isinstance(given, str) and not given.startswith("{"):
-        yield say(
-            "error", "run", "model-arguments", key,
-            f"`{key}` is a mapping, upstream reads no file: `{brief(given)}`", "write the mapping itself",
-        )  # fmt: skip
-        return
     # Liger's loader is given no precision
     own_precision = values["use_qlora"] or not values["use_liger_kernel"]
     unread = {"attn_implementation", *(("dtype", "torch_dtype") if own_precision else ())}

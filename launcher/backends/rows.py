@@ -1,4 +1,4 @@
-"""The first row of a local data file: what would crash once a run has begun."""
+"""Local data files and mixer lists: how many rows, which columns, and what cannot be read."""
 
 from __future__ import annotations
 
@@ -26,34 +26,21 @@ HUB_ROWS = {
 }
 
 
-def columns(path: Path, most: int | None = None) -> tuple[dict[str, Any], frozenset[str]] | None:
-    """The first row of a .jsonl, and the names in so many rows of its head, or in all of them.
-
-    None where it cannot be told.
-    """
-    told = head(path, most)
-    return None if told is None else (told[0][0], frozenset().union(*told[0]))
-
-
-def head(path: Path, most: int | None = 64) -> tuple[list[dict[str, Any]], bool] | None:
-    """The first rows of a .jsonl, and whether those are all; None where it cannot be told."""
+def columns(path: Path) -> tuple[dict[str, Any], frozenset[str]] | None:
+    """The first row of a .jsonl, and the names in the rows of its head; None where it cannot be told."""
     if path.suffix != ".jsonl" or fault(path) is not None:
         return None
     try:
         with open_regular(path) as file:
             read = file.read(_HEAD)
-    except OSError:
-        return None
-    lines = [line for line in read.split(b"\n") if line.strip()]
-    # the last one may be cut off
-    kept = (lines if len(read) < _HEAD else lines[:-1])[:most]
-    try:
-        found = [json.loads(line) for line in kept]
-    except (RecursionError, ValueError):
+        lines = [line for line in read.split(b"\n") if line.strip()]
+        # the last one may be cut off
+        found = [json.loads(line) for line in (lines if len(read) < _HEAD else lines[:-1])]
+    except (OSError, RecursionError, ValueError):
         return None
     if not found or not all(isinstance(row, dict) for row in found):
         return None
-    return found, len(kept) == len(lines) and len(read) < _HEAD
+    return found[0], frozenset().union(*found)
 
 
 def lines_of(paths: Sequence[Path]) -> int | None:

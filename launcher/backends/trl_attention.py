@@ -1,16 +1,12 @@
-"""Attention and packing under TRL: which implementation a run can have, and who can attend to whom.
-
-Which models keep packed documents apart was measured with transformers 5.17: logits of a document
-behind two different others, on tiny models with sdpa or eager attention.
-"""
+"""Attention and packing under TRL: which implementation a run can have, and what packing costs with it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from launcher.backends import model_config, trl_resolved
+from launcher.backends import trl_resolved
 from launcher.backends.context import Context, StageRule
 from launcher.backends.rule import say
 from launcher.backends.trl_resolved import inline
@@ -29,25 +25,10 @@ PACKAGES = {
 _OLDEST = (2, 3, 3)  # transformers/utils/import_utils.py:1199
 # transformers/integrations/hub_kernels.py:648
 _KERNEL = re.compile(r"[^/:]+/[^/:]+(?:@[^/:]+)?(?::[^/:]+)?\Z")
-# their masks are made without positions, such as
-# transformers/models/gpt_oss/modeling_gpt_oss.py:475
-OWN_MASKS = frozenset({
-    "afmoe", "biogpt", "bloom", "falcon", "gpt_oss", "granitemoehybrid", "mpt", "opt", "xglm",
-})  # fmt: skip
-# states that run on from one document into the next, and nothing tells them where it begins
-STATES = frozenset({
-    "bamba", "falcon_h1", "falcon_mamba", "jamba", "kimi_linear", "mamba", "mamba2", "minimax",
-    "nemotron_h", "recurrent_gemma", "rwkv", "zamba2",
-})  # fmt: skip
-# these are told, by kernels of such a package; without it the plain code runs on
-_FLA, _CONV = ("flash-linear-attention", "fla-core", "kernels"), ("causal-conv1d", "kernels")
-_GATED = ("olmo_hybrid", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
-KERNELS = {"lfm2": _CONV, **dict.fromkeys(_GATED, _FLA)}
 _MASKED = (None, "sdpa", "eager")
 
 
-# --- launch's own option
-# ---------------------------------------------------------------------------
+# --- launch's own option --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +91,7 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
-# --- TRL's arguments
-# -------------------------------------------------------------------------------
+# --- TRL's arguments ------------------------------------------------------------------------------
 
 
 def unknown(context: Context) -> Iterator[Finding]:
@@ -158,21 +138,17 @@ def flash_in_full_precision(context: Context) -> Iterator[Finding]:
         yield say(
             "error", "run", "flash-in-float32", key,
             f"`attn_implementation: {name}` takes 16 bits only, and the model is float32 with "
-            "neither "
-            "`bf16` nor `fp16`",
+            "neither `bf16` nor `fp16`",
             "write `bf16: true`, or `dtype: bfloat16`",
         )  # fmt: skip
 
 
-# --- packing
-# ---------------------------------------------------------------------------------------
+# --- packing --------------------------------------------------------------------------------------
 
 
 def packing(context: Context) -> Iterator[Finding]:
-    """transformers/masking_utils.py:860 tells documents apart by their positions, for most models.
-
-    TRL says nothing when that fails; it calls a flattened batch supported by flash attention only
-    (trl/trainer/sft_config.py:243).
+    """trl/trainer/sft_config.py:243 calls a flattened batch supported by flash attention only. Whether
+    examples see each other is measured in the run, for any model.
     """
     values = context.values
     key = "packing" if values["packing"] else "padding_free"
@@ -189,11 +165,12 @@ def packing(context: Context) -> Iterator[Finding]:
     # trl/trainer/sft_trainer.py:916: all rows of a device become one
     flattened = values["padding_free"] or values["packing_strategy"] in ("bfd", "bfd_split")
     name, _ = trl_resolved.attention(values)
-    why = _leak(context, name) if values.schema.tested else None
-    if why is not None:
+    if values["packing"] and values["packing_strategy"] == "wrapped" and values.schema.tested:
         yield say(
             "warning", "run", "packing-leaks", key,
-            f"`{key}`: examples in a row attend to each other: {why[0]}", why[1],
+            f"`{key}`: examples in a row attend to each other: `packing_strategy: wrapped` cuts and joins "
+            "them without a boundary",
+            "leave `packing_strategy` out: bfd keeps them whole and apart",
         )  # fmt: skip
     elif flattened and context.gpus != 0 and name in _MASKED:
         yield say(
@@ -201,28 +178,6 @@ def packing(context: Context) -> Iterator[Finding]:
             f"`{key}` without flash attention: the rows of a device become one{_size(context)}",
             "write `attn_implementation: flash_attention_2`, or fewer rows a device",
         )  # fmt: skip
-
-
-def _leak(context: Context, name: str | None) -> tuple[str, str] | None:
-    """Why examples are not kept apart, and what to do; None where they are, or it is not known."""
-    values = context.values
-    if values["packing"] and values["packing_strategy"] == "wrapped":
-        why = "`packing_strategy: wrapped` cuts and joins them without a boundary"
-        return why, "leave `packing_strategy` out: bfd keeps them whole and apart"
-    config = model_config.built_from(values, context.environ)
-    named = (config.get("model_type"), model_config.text_part(config).get("model_type"))
-    kinds = {kind for kind in named if isinstance(kind, str)}
-    if found := kinds & STATES:
-        return f"the state of a {min(found)} model runs on", "write `packing: false`"
-    if (found := kinds & OWN_MASKS) and name in _MASKED:
-        what = f"the masks of a {min(found)} model do not see where one begins"
-        return what, "write `attn_implementation: flash_attention_2`, or `packing: false`"
-    for kind in sorted(kinds & KERNELS.keys()):
-        if context.lacks(*KERNELS[kind]):
-            package = KERNELS[kind][0]
-            what = f"without {package} the state of a {kind} model runs on"
-            return what, f"pip install {package}, or `packing: false`"
-    return None
 
 
 def _size(context: Context) -> str:
@@ -235,5 +190,6 @@ def _size(context: Context) -> str:
     )
 
 
-RULES: tuple[StageRule, ...] = (unknown, missing, flash_in_full_precision)
-RULES_OF_SFT: tuple[StageRule, ...] = (packing,)
+_SHARED: tuple[StageRule, ...] = (unknown, missing, flash_in_full_precision)
+
+RULES: Mapping[str, tuple[StageRule, ...]] = {"sft": (*_SHARED, packing), "dpo": _SHARED}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, islice
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from launcher.backends import model_config, prompts, rows
+from launcher.backends import model_config, rows
 from launcher.backends.context import Context, StageRule
 from launcher.backends.rule import say
 from launcher.backends.trl_resolved import prepared
@@ -24,13 +23,12 @@ _KEYWORDS = {
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-# with these a folder describes its splits itself, or is read in another way
-_DESCRIBED = frozenset({
-    "readme.md", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json",
-    "task.toml", "instruction.md",
-})  # fmt: skip
-# files such as data/NAME-00000-of-00002.parquet bring splits of any name
-_SHARD = re.compile(r"-\d{5}-of-\d{5}")
+# with these a folder describes its splits itself, or is read in another way; files such as
+# data/NAME-00000-of-00002.parquet bring splits of any name
+_DESCRIBED = re.compile(
+    r"(^|/)(readme\.md|dataset_dict\.json|dataset_infos?\.json|state\.json|task\.toml|instruction\.md"
+    r"|[^/]*\.py|[^/]*-\d{5}-of-\d{5}[^/]*)\Z"
+)
 _PICTURES = frozenset({"image", "images"})
 _WORDS = re.compile(r"[-._ 0-9/\\]+")
 
@@ -60,22 +58,51 @@ def data_here(context: Context) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def _splits(name: str | None) -> Mapping[str, list[str]]:
+    """The files of each split of a local folder, by their names, as datasets/data_files.py:43 finds them.
+
+    Empty where it is no folder, describes itself, or holds too much to tell.
+    """
+    folder = Path(name or "/nonexistent")
+    try:
+        below = list(islice(folder.rglob("*"), _MOST + 1))
+        files = [str(path.relative_to(folder)) for path in below if path.is_file()]
+    except (OSError, ValueError):
+        return {}
+    shown = sorted(file for file in files if not file.startswith(".") and "/." not in file)
+    if len(below) > _MOST or any(_DESCRIBED.search(file.lower()) for file in shown):
+        return {}
+    words = {file: {*_WORDS.split(file.lower())} for file in shown}
+    found = {
+        split: [file for file in shown if not words[file].isdisjoint(keywords)]
+        for split, keywords in _KEYWORDS.items()
+    }
+    # where no name says anything, all of it is for training
+    found = found if any(found.values()) else {"train": shown}
+    return {split: files for split, files in found.items() if files}
+
+
+def _judged_splits(values: Values) -> Iterator[tuple[str, str]]:
+    """The arguments that name splits, each with the name that a folder's files give it."""
+    yield "dataset_train_split", "train"
+    if values["eval_strategy"] != "no":
+        yield "dataset_test_split", "test"
+
+
 def _read(context: Context) -> Iterator[list[tuple[str, Path]]]:
     """The local files of each split whose rows are tokenised, by the name to show; none that is empty."""
     values, name = context.values, _named(context)
     if prepared(values) or values["dataset_config"]:
         return
-    wanted = [("dataset_train_split", "train")]
-    wanted += [("dataset_test_split", "test")] if values["eval_strategy"] != "no" else []
-    for key, split in wanted:
-        if values[key] == split and (files := _of_split(name, split)):
+    for key, split in _judged_splits(values):
+        if values[key] == split and (files := _splits(name).get(split)):
             yield [(f"{name}/{file}", Path(name or "", file)) for file in files]
 
 
 def data_rows(context: Context) -> Iterator[Finding]:
     """datasets/packaged_modules/json/json.py:101: a file without rows ends the run in a StopIteration."""
     name = _named(context)
-    for file in _of_split(name, "train"):
+    for file in _splits(name).get("train", ()):
         if (what := rows.fault(Path(name or "", file))) is not None:
             yield say(
                 "error", "run", "bad-data", "dataset_name", f"{brief(f'{name}/{file}')}: {what}",
@@ -86,10 +113,10 @@ def data_rows(context: Context) -> Iterator[Finding]:
 def data_columns(context: Context) -> Iterator[Finding]:
     """trl/trainer/sft_trainer.py:1333,1375,1383, dpo_trainer.py:1063: columns are read by their names."""
     values = context.values
-    judge = _pairs if values.schema.stage == "dpo" else _examples
+    judge = _missing_from_pairs if values.schema.stage == "dpo" else _missing_from_examples
     for files in _read(context):
         # a good first row is enough; for a bad one, all rows bring columns
-        first = rows.columns(files[0][1], most=1)
+        first = rows.columns(files[0][1])
         if first is None or not first[0] or judge(*first, values) is None:
             continue
         heads = [rows.columns(path) for _, path in files]
@@ -97,75 +124,24 @@ def data_columns(context: Context) -> Iterator[Finding]:
         if None not in heads and (wrong := judge(first[0], names, values)) is not None:
             yield say(
                 "error", "run", "data-columns", "dataset_name",
-                f"{brief(files[0][0])} has the columns {brief(', '.join(sorted(names)))}: "
-                f"{wrong[0]}",
+                f"{brief(files[0][0])} has the columns {brief(', '.join(sorted(names)))}: {wrong[0]}",
                 wrong[1],
             )  # fmt: skip
 
 
-def sft_rows(context: Context) -> Iterator[Finding]:
-    """trl/trainer/sft_trainer.py:1333,1375: every row is tokenised, and one that cannot be ends the run."""
-    if context.values.schema.stage != "sft":
-        return
-    for name, path in chain.from_iterable(_read(context)):
-        head = rows.head(path, most=_MOST)
-        for index, row in enumerate(head[0] if head is not None else [], 1):
-            if (fault := _untrainable(row, context.values)) is not None:
-                yield say(
-                    "error", "run", "data-columns", "dataset_name",
-                    f"{brief(name)}, row {index}: {fault}", "correct the row, or take it out",
-                )  # fmt: skip
-                break
-
-
-def _untrainable(row: Mapping[str, Any], values: Values) -> str | None:
-    """Why SFT cannot tokenise a row whose columns are those that it reads; None where nothing is known."""
-    other = row.keys() & {*_PICTURES, "conversations", "input_ids"}
-    if other or _examples(row, frozenset(row), values) is not None:
-        return None
-    answers = "messages"
-    if "prompt" in row or "completion" in row:
-        kinds = {name: _kind(row.get(name)) for name in ("prompt", "completion")}
-        odd = next((n for n, kind in kinds.items() if kind not in _ONE), None)
-        if odd is not None:
-            return f"`{odd}` is {kinds[odd]}, neither text nor a conversation"
-        if kinds["prompt"] != kinds["completion"]:
-            return (
-                f"`prompt` is {_ONE[kinds['prompt']]} and `completion` {_ONE[kinds['completion']]}"
-            )
-        answers = "completion"
-    elif "messages" in row:
-        if (kind := _kind(row["messages"])) != "conversation":
-            return f"`messages` is {kind}, and no conversation"
-    else:
-        text = str(values["dataset_text_field"])
-        kind = _kind(row.get(text))
-        return f"`{brief(text)}` is {kind}, and no text" if kind != "text" and text in row else None
-    turns = row[answers]
-    speaks = not isinstance(turns, list) or any(
-        isinstance(turn, dict) and turn.get("role") == "assistant" for turn in turns
-    )
-    # trl/trainer/sft_trainer.py:1389
-    if values["assistant_only_loss"] and not speaks:
-        return f"no turn in `{answers}` is the assistant's, which `assistant_only_loss` refuses"
-    return None
-
-
-def _examples(
+def _missing_from_examples(
     row: Mapping[str, Any], names: frozenset[str], values: Values
 ) -> tuple[str, str] | None:
     """What SFT misses in these rows, and what to do; None where nothing is known to be missing."""
     text = str(values["dataset_text_field"])
     # pictures are read in another way, tokens not at all
-    if names & {*_PICTURES, "input_ids"}:
+    if names & {*_PICTURES, "input_ids"} or {"prompt", "completion"} <= names:
         return None
     chat = row.get("conversations")
     turn = chat[0] if isinstance(chat, list) and chat else None
     # trl/data_utils.py:927
     converted = isinstance(turn, dict) and {"from", "value"} <= turn.keys()
     if "prompt" in names:
-        if "completion" in names:
-            return None
         missing = "beside `prompt` SFT reads `completion`"
     elif converted or names & {"messages", text}:
         return None
@@ -178,64 +154,16 @@ def _examples(
     return missing, "rename the columns, or name that of the text: `dataset_text_field: <column>`"
 
 
-def _pairs(row: Mapping[str, Any], names: frozenset[str], values: Values) -> tuple[str, str] | None:
-    """What DPO misses in these rows, and what to do; None where nothing is known to be missing."""
-    missing = [name for name in ("chosen", "rejected") if name not in names]
-    if missing:
-        return (
-            "DPO reads `chosen` and `rejected`, with or without `prompt`: there is no "
-            f"`{missing[0]}`",
-            "rename the columns, or train on them with `stage: sft`",
-        )  # fmt: skip
-    if names & _PICTURES:
+def _missing_from_pairs(
+    _row: Mapping[str, Any], names: frozenset[str], _values: Values
+) -> tuple[str, str] | None:
+    """What DPO misses in these rows, and what to do."""
+    missing = next((name for name in ("chosen", "rejected") if name not in names), None)
+    if missing is None:
         return None
-    kinds = {
-        name: _kind(row.get(name)) for name in ("prompt", "chosen", "rejected") if name in names
-    }
-    if "an empty list" in kinds.values():
-        # a conversation without turns is tokenised, to nothing
-        return None
-    odd = next((name for name, kind in kinds.items() if kind not in ("text", "conversation")), None)
-    if odd is not None:
-        return (
-            f"the first row's `{odd}` is {kinds[odd]}, neither text nor a conversation",
-            "write texts, or lists of `{role: ..., content: ...}`",
-        )  # fmt: skip
-    first = kinds.get("prompt", kinds["chosen"])
-    other = next((name for name, kind in kinds.items() if kind != first), None)
-    if other is not None:
-        named = "prompt" if "prompt" in kinds else "chosen"
-        return (
-            f"`{named}` is {_ONE[first]} and `{other}` {_ONE[kinds[other]]}, which upstream "
-            "cannot join",
-            "leave `prompt` out: it is then what both conversations begin with"
-            if named == "prompt" and "conversation" in (kinds["chosen"], kinds["rejected"])
-            else "write both as texts, or both as conversations",
-        )  # fmt: skip
-    if "prompt" not in kinds and first == "conversation" and row["chosen"][0] != row["rejected"][0]:
-        return (
-            "without `prompt` it is what both conversations begin with, and in the first row "
-            "that is "
-            "nothing", "begin both with the same turns, or name them `prompt`",
-        )  # fmt: skip
-    return None
-
-
-_ONE = {"text": "text", "conversation": "a conversation"}
-
-
-def _kind(value: Any) -> str:
-    """What a column of pairs holds: text, a conversation, or something that cannot be trained on."""
-    if isinstance(value, str):
-        return "text"
-    if not isinstance(value, list):
-        return "null" if value is None else type(value).__name__
-    if not value:
-        return "an empty list"
-    turn = value[0]
-    # trl/data_utils.py:161: turns are known by their role
     return (
-        "conversation" if isinstance(turn, dict) and "role" in turn else "a list of something else"
+        f"DPO reads `chosen` and `rejected`, with or without `prompt`: there is no `{missing}`",
+        "rename the columns, or train on them with `stage: sft`",
     )
 
 
@@ -244,21 +172,18 @@ def splits(context: Context) -> Iterator[Finding]:
     values, name = context.values, _named(context)
     if name is None:
         return
-    wanted = ["dataset_train_split"]
-    wanted += ["dataset_test_split"] if values["eval_strategy"] != "no" else []
-    there = None if values["dataset_config"] else _splits(Path(name))
-    for key in wanted:
+    there = {} if values["dataset_config"] else _splits(name)
+    for key, _ in _judged_splits(values):
         split = values[key]
         if not isinstance(split, str):
             continue
         if "[" in split or "+" in split:
             yield say(
                 "error", "run", "no-such-split", key,
-                f"`{key}: {brief(split)}` is looked up as the name of a split: parts cannot be "
-                "named",
+                f"`{key}: {brief(split)}` is looked up as the name of a split: parts cannot be named",
                 "name a whole split",
             )  # fmt: skip
-        elif there is not None and split not in there:
+        elif there and split not in there:
             yield say(
                 "error", "run", "no-such-split", key,
                 f"`dataset_name: {brief(name)}` has no split `{brief(split)}`, only "
@@ -266,59 +191,6 @@ def splits(context: Context) -> Iterator[Finding]:
                 f"add a file such as {split}.jsonl, or write `eval_strategy: \"no\"`"
                 if key == "dataset_test_split" else f"write `{key}: {min(there)}`",
             )  # fmt: skip
-
-
-def _splits(folder: Path) -> frozenset[str] | None:
-    """The splits of a local folder by the names in it, as datasets/data_files.py:43 finds them.
-
-    None where it is no folder, describes itself, or holds too much to tell.
-    """
-    names = _plain(folder)
-    if not names:
-        return None
-    found = {split for name in names for split in _keywords(name)}
-    # where no name says anything, all of it is for training
-    return frozenset(found or {"train"})
-
-
-def _of_split(name: str | None, split: str) -> list[str]:
-    """The files of a local folder that a split is read from, in their order."""
-    files = _plain(Path(name)) if name is not None else []
-    said = [file for file in files if _keywords(file)]
-    if not said:
-        # where no name says anything, all of it is for training
-        return sorted(files) if split == "train" else []
-    return sorted(file for file in said if split in _keywords(file))
-
-
-def _plain(folder: Path) -> list[str]:
-    """The files of a local folder that is read by their names; empty where it describes itself."""
-    names = _files(folder)
-    return [] if any(_says_itself(name.lower()) for name in names) else names
-
-
-def _keywords(name: str) -> set[str]:
-    """The splits that a file's name speaks of."""
-    words = set(_WORDS.split(name.lower()))
-    return {split for split, keywords in _KEYWORDS.items() if not words.isdisjoint(keywords)}
-
-
-def _says_itself(name: str) -> bool:
-    last = name.rpartition("/")[2]
-    return last in _DESCRIBED or last.endswith(".py") or _SHARD.search(last) is not None
-
-
-def _files(folder: Path) -> list[str]:
-    """The files below a folder, by their paths from there; empty where they are too many."""
-    found: list[str] = []
-    try:
-        for base, _, names in islice(os.walk(folder), _MOST):
-            found += [str(Path(base, name).relative_to(folder)) for name in names]
-            if len(found) > _MOST:
-                return []
-    except (OSError, ValueError):
-        return []
-    return [name for name in found if not name.startswith(".") and "/." not in name]
 
 
 def template_here(context: Context) -> Iterator[Finding]:
@@ -342,9 +214,9 @@ def no_template(context: Context) -> Iterator[Finding]:
         return
     columns = ("prompt", "chosen") if values.schema.stage == "dpo" else ("messages", "prompt")
     for files in _read(context):
-        head = rows.columns(files[0][1], most=1)
-        chat = (one for one in columns if head and _kind(head[0].get(one)) == "conversation")
-        if (column := next(chat, None)) is None:
+        head = rows.columns(files[0][1])
+        chats = (name for name in columns if head and isinstance(head[0].get(name), list))
+        if (column := next(chats, None)) is None:
             continue
         path = "chat_template_path" in values.schema.fields
         yield say(
@@ -370,58 +242,6 @@ def _plain_tokenizer(name: Any) -> bool:
         return False
 
 
-def unknown_tokens(context: Context) -> Iterator[Finding]:
-    """trl/trainer/sft_trainer.py:729,970, trl/trainer/dpo_trainer.py:775: after the model was loaded."""
-    values = context.values
-    if not values.schema.tested:
-        return
-    for key in ("eos_token", "pad_token"):
-        token = values.get(key)
-        # a template that is taken from another tokenizer brings that one's tokens
-        brought = key == "pad_token" and values.get("chat_template_path") is not None
-        if not isinstance(token, str) or not token or brought:
-            continue
-        model, revision = values["model_name_or_path"], values["model_revision"]
-        if model_config.has_token(model, context.environ, token, revision) is False:
-            yield say(
-                "error", "run", "unknown-token", key,
-                f"`{key}: {brief(token)}` is not in the vocabulary of {brief(model)}",
-                "name one that is, or leave out the line: the tokenizer has its own",
-            )  # fmt: skip
-
-
-def prompts_too_long(context: Context) -> Iterator[Finding]:
-    """trl/trainer/sft_trainer.py:1461, trl/trainer/dpo_trainer.py:1140: such rows are dropped."""
-    values = context.values
-    dpo = values.schema.stage == "dpo"
-    files = next(_read(context), [])
-    if values["dataset_train_split"] != "train" or not values["max_length"]:
-        return
-    if not dpo and (values["packing"] or values["truncation_mode"] != "keep_start"):
-        return
-
-    def prompt(row: Mapping[str, Any]) -> Sequence[str] | None:
-        given = row.get("prompt")
-        if given is not None and not dpo and values["completion_only_loss"] is False:
-            return None
-        if isinstance(given, str):
-            return (given,)
-        if given is not None:
-            return _contents(given)
-        if not dpo and not values["assistant_only_loss"]:
-            return None
-        return prompts.before_answer(row.get("chosen" if dpo else "messages"))
-
-    yield from prompts.that_fill(context, "max_length", values["max_length"], files, prompt)
-
-
-def _contents(chat: Any) -> list[str] | None:
-    turns = chat if isinstance(chat, list) else []
-    texts = [turn.get("content") for turn in turns if isinstance(turn, dict)]
-    return [text for text in texts if isinstance(text, str)] or None
-
-
 RULES: tuple[StageRule, ...] = (
-    data_here, data_rows, data_columns, sft_rows, splits, template_here, no_template,
-    unknown_tokens, prompts_too_long,
+    data_here, data_rows, data_columns, splits, template_here, no_template,
 )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Rules for TRL that need the machine: its devices and processes, engines, packages and services.
+"""Rules for TRL that need the machine: its devices, packages and services.
 
 Line numbers are those of the packages named in tests/test_upstream_facts.py. What was seen to work is
-left alone: quantised models on the CPU and with ZeRO-3, paged optimizers on the CPU. Recompilations were
+left alone: quantised models and paged optimizers on the CPU. Recompilations were
 counted on the CPU with TRL 1.16 and torch 2.13, six steps of the demo's SFT with `torch_compile`: 12 with
 padded rows, 15 with packed ones, none with `pad_to_multiple_of: 256`.
 """
@@ -12,36 +12,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from launcher.backends import service_rules, trl_resolved
-from launcher.backends.context import Context, StageRule, section
+from launcher.backends.context import Context, StageRule
 from launcher.backends.rule import say
-from launcher.errors import Finding, brief
+from launcher.errors import Finding
 
-# what an optimizer's name begins with, and the package that brings it
-# (transformers/trainer_optimizer.py:254)
-_OPTIMIZERS = {
-    "galore": "galore-torch", "apollo": "apollo-torch", "lomo": "lomo-optim", "adalomo": "lomo-optim",
-    "grokadamw": "grokadamw", "schedule_free": "schedulefree", "stable_adamw": "torch-optimi",
-    "adamw_anyprecision": "torchdistx", "adamw_torch_4bit": "torchao", "adamw_torch_8bit": "torchao",
-    **dict.fromkeys(
-        ("adamw_bnb", "adamw_8bit", "paged_", "ademamix", "lion", "rmsprop_bnb"), "bitsandbytes"
-    ),
-}  # fmt: skip
-# transformers/integrations/integration_utils.py:703 and the other integrations
+# what an optimizer's name begins with that bitsandbytes brings (transformers/trainer_optimizer.py:254)
+_BITSANDBYTES = ("adamw_bnb", "adamw_8bit", "paged_", "ademamix", "lion", "rmsprop_bnb")
+# transformers/integrations/integration_utils.py:703 and the other integrations, called as their packages
 _REPORTS = {
-    "tensorboard": ("tensorboard", "tensorboardx"), "wandb": ("wandb",), "trackio": ("trackio",),
-    "mlflow": ("mlflow", "mlflow-skinny"), "comet_ml": ("comet-ml",), "clearml": ("clearml",),
-    "codecarbon": ("codecarbon",), "dvclive": ("dvclive",), "swanlab": ("swanlab",),
-    "dagshub": ("dagshub",), "flyte": ("flytekit",),
-}  # fmt: skip
-# accelerate/utils/deepspeed.py:48,53,84: those that stay what they are where DeepSpeed offloads
-_OFFLOADED = (
-    "adamw_torch", "adamw_torch_fused", "paged_adamw_32bit", "adagrad", "lion_32bit",
-    "paged_lion_32bit",
-)  # fmt: skip
+    "tensorboard": ("tensorboard", "tensorboardx"),
+    **{name: (name,) for name in ("wandb", "trackio", "mlflow", "swanlab")},
+}
 
 
-# --- devices and precision
-# -------------------------------------------------------------------------
+# --- devices and precision ------------------------------------------------------------------------
 
 
 def bf16_on_cpu(context: Context) -> Iterator[Finding]:
@@ -98,127 +82,17 @@ def precision_option(context: Context) -> Iterator[Finding]:
     yield replace(finding, key="mixed_precision")
 
 
-# --- processes and engines
-# -------------------------------------------------------------------------
-
-
-def sharding_alone(context: Context) -> Iterator[Finding]:
-    """transformers/trainer.py:463."""
-    config = trl_resolved.fsdp(context.values)
-    if config is not None and not config.get("xla") and trl_resolved.alone(context):
-        yield say(
-            "error", "run", "fsdp-alone", "fsdp",
-            "`fsdp` is refused where a single process runs: there is nothing to shard over",
-            "delete the line, or use several GPUs",
-        )  # fmt: skip
-
-
-def sharded_weights(context: Context) -> Iterator[Finding]:
-    """transformers/trainer.py:3952."""
-    config = trl_resolved.fsdp(context.values) or {}
-    if "SHARDED_STATE_DICT" in str(config.get("state_dict_type", "")).upper():
-        yield say(
-            "warning", "run", "fsdp-unsaved", "fsdp_config",
-            "with `state_dict_type: SHARDED_STATE_DICT` no model is saved when training has ended, "
-            "checkpoints apart",
-            "write `state_dict_type: FULL_STATE_DICT`",
-        )  # fmt: skip
-
-
-def two_engines(context: Context) -> Iterator[Finding]:
-    """transformers/trainer.py:461; accelerate/utils/dataclasses.py:1265 reads launch's file where TRL
-    has none of its own.
-    """
-    values = context.values
-    if context.file is None:
-        return
-    if values["fsdp"]:
-        yield say(
-            "error", "run", "two-engines", "fsdp",
-            "`fsdp` beside `deepspeed:`: transformers refuses both", "write `deepspeed: none`",
-        )  # fmt: skip
-    if trl_resolved.own_deepspeed(values) is not None:
-        yield say(
-            "warning", "run", "two-engines", "deepspeed",
-            "TRL's own `deepspeed` replaces `deepspeed:` beside `args:`: nothing of that file "
-            "is read",
-            "keep launch's own",
-        )  # fmt: skip
-
-
-def own_deepspeed_alone(context: Context) -> Iterator[Finding]:
-    """deepspeed/comm/comm.py:890: without a launcher's variables it looks for MPI's."""
-    if trl_resolved.own_deepspeed(context.values) is None or not trl_resolved.alone(context):
-        return
-    help = "launch's own `deepspeed:` beside `args:` starts it as it needs"
-    if context.gpus == 0:
-        yield say(
-            "warning", "run", "deepspeed-left-out", "deepspeed",
-            "TRL's own `deepspeed` does nothing on the CPU", help,
-        )  # fmt: skip
-    elif context.lacks("mpi4py"):
-        yield say(
-            "error", "run", "deepspeed-alone", "deepspeed",
-            "TRL's own `deepspeed` crashes where a single process is started without its launcher",
-            help,
-        )  # fmt: skip
-
-
-def best_without_states(context: Context) -> Iterator[Finding]:
-    """transformers/trainer.py:864."""
-    values = context.values
-    sharded = trl_resolved.fsdp(values) is not None
-    if not sharded and trl_resolved.engine(context) is None:
-        return
-    if values["save_only_model"] and values["load_best_model_at_end"]:
-        yield say(
-            "error", "run", "best-without-states", "save_only_model",
-            "`save_only_model` and `load_best_model_at_end` exclude each other under "
-            + ("FSDP" if sharded else "DeepSpeed"),
-            "write `save_only_model: false`",
-        )  # fmt: skip
-
-
-# --- optimizers and compilation
-# --------------------------------------------------------------------
+# --- optimizers and compilation -------------------------------------------------------------------
 
 
 def optimizer_package(context: Context) -> Iterator[Finding]:
     """transformers/trainer_optimizer.py:254 and what follows there."""
     name = str(context.values["optim"])
-    package = next((pip for start, pip in _OPTIMIZERS.items() if name.startswith(start)), None)
-    if package is not None and context.lacks(package):
+    if name.startswith(_BITSANDBYTES) and context.lacks("bitsandbytes"):
         yield say(
             "error", "run", "optim-missing", "optim",
-            f"`optim: {name}`: the trainer's Python has no {package}",
-            f"pip install {package}, or write `optim: adamw_torch`",
-        )  # fmt: skip
-
-
-def optimizer_unread(context: Context) -> Iterator[Finding]:
-    """transformers/integrations/deepspeed.py:546: a config that has one decides.
-    accelerate/accelerator.py:2383: one that offloads makes DeepSpeed's own Adam of what was asked for.
-    """
-    config, name = trl_resolved.engine(context), str(context.values["optim"])
-    if not config or not context.values.given("optim"):
-        return
-    theirs = section(config, "optimizer").get("type")
-    if theirs is not None:
-        yield say(
-            "warning", "run", "optim-unread", "optim",
-            f"`optim: {name}` is not read: the DeepSpeed config has its own, {brief(theirs)}",
-            "delete one of them",
-        )  # fmt: skip
-    if "optimizer" in config or config.get("zero_force_ds_cpu_optimizer") is False:
-        return
-    offloaded = section(section(config, "zero_optimization"), "offload_optimizer").get("device")
-    if offloaded not in (None, "none") and name not in _OFFLOADED:
-        yield say(
-            "warning", "run", "optim-replaced", "optim",
-            f"`optim: {name}` becomes DeepSpeed's Adam on the CPU, with states of 32 bits and "
-            "a weight "
-            "decay that is not decoupled: its config offloads the optimizer",
-            "write `optim: adamw_torch`, or a `deepspeed:` that does not offload",
+            f"`optim: {name}`: the trainer's Python has no bitsandbytes",
+            "pip install bitsandbytes, or write `optim: adamw_torch`",
         )  # fmt: skip
 
 
@@ -230,8 +104,7 @@ def lengths_compiled(context: Context) -> Iterator[Finding]:
         keys = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
         yield say(
             "warning", "run", "compile-lengths", next(filter(values.given, keys), keys[0]),
-            "batches differ in length, and what is compiled is compiled again for new ones, up "
-            "to eight "
+            "batches differ in length, and what is compiled is compiled again for new ones, up to eight "
             "times: 12 times were counted in the first six steps, and none with few lengths",
             "add `pad_to_multiple_of: 512`, so that there are few lengths",
         )  # fmt: skip
@@ -245,8 +118,7 @@ def no_compiler(context: Context) -> Iterator[Finding]:
         yield from service_rules.no_compiler(context, "torch_compile", cpp=not context.gpus)
 
 
-# --- reports and references
-# ------------------------------------------------------------------------
+# --- reports and references -----------------------------------------------------------------------
 
 
 def _reports(context: Context) -> tuple[str, ...]:
@@ -284,9 +156,8 @@ def reference_price(context: Context) -> Iterator[Finding]:
     """trl/trainer/dpo_trainer.py:909,1168. Measured with LoRA: Qwen2.5-7B on one GPU."""
     key = "precompute_ref_log_probs"
     if context.values.get(key):
-        told = (
-            "with LoRA there is no second model to save: 20 % faster was measured, with 63 % "
-            "more memory "
+        price = (
+            "with LoRA there is no second model to save: 20 % faster was measured, with 63 % more memory "
             "(19 -> 31 GB for Qwen2.5-7B on one GPU)"
             if context.values["use_peft"]
             else "no reference model is kept beside the trained one, which saves its weights"
@@ -294,13 +165,12 @@ def reference_price(context: Context) -> Iterator[Finding]:
         yield say(
             "note", "run", "reference-price", key,
             f"`{key}`: all rows pass the reference before the first step, however few are "
-            f"trained on; {told}",
+            f"trained on; {price}",
         )  # fmt: skip
 
 
 RULES: tuple[StageRule, ...] = (
-    bf16_on_cpu, fp16_on_cpu, cpu_beside_gpus, precision_option, sharding_alone, sharded_weights,
-    two_engines, own_deepspeed_alone, best_without_states, optimizer_package, optimizer_unread,
+    bf16_on_cpu, fp16_on_cpu, cpu_beside_gpus, precision_option, optimizer_package,
     lengths_compiled, no_compiler, report_package, wandb_key, service_rules.hub_token,
     service_rules.remote_code, reference_price,
 )  # fmt: skip

@@ -10,22 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
-from launcher.backends import trl_resolved
 from launcher.backends.rule import Rule, check, number, plain, say
-from launcher.backends.trl_resolved import Missing, Unreadable
-from launcher.errors import Finding, brief
+from launcher.errors import Finding
 from launcher.schema import Values, json_fault
 
 _JSON = (
     "accelerator_config", "fsdp_config", "deepspeed", "gradient_checkpointing_kwargs",
     "lr_scheduler_kwargs", "model_init_kwargs", "dataset_kwargs",
-)  # fmt: skip
-# accelerate/utils/deepspeed.py:188 steps into these without a look
-_DEEPSPEED = (
-    "optimizer", "optimizer.params", "scheduler", "scheduler.params", "fp16", "bf16",
-    "zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param",
 )  # fmt: skip
 _RATIO = 1_000_000
 _WITH_METRIC = ("reduce_lr_on_plateau", "greedy")
@@ -40,8 +32,7 @@ def json_mappings(values: Values) -> Iterator[Finding]:
             yield say("error", "parser", "bad-json", key, f"`{key}` is not JSON: {fault}")
 
 
-# --- steps and strategies
-# --------------------------------------------------------------------------
+# --- steps and strategies -------------------------------------------------------------------------
 
 
 def _eval_steps(values: Values) -> tuple[str, float | None]:
@@ -135,73 +126,9 @@ def _no_multiple(values: Values) -> bool:
     return False
 
 
-# --- configs that arguments hold or name
-# -----------------------------------------------------------
-
-
-def missing_file(key: str, fault: Missing) -> Finding:
-    """What to say about a file that is not here: the machine that trains may have it."""
-    return say(
-        "warning", "run", "missing-config", key, f"`{key}`: {fault}",
-        "relative paths start where launch is started; `~` is not expanded",
-    )  # fmt: skip
-
-
-def deepspeed(values: Values) -> Iterator[Finding]:
-    """accelerate/utils/dataclasses.py:1276, accelerate/utils/deepspeed.py:188."""
-    key, text = "deepspeed", values["deepspeed"]
-    if not isinstance(text, str) or not text or json_fault(text) is not None:
-        return
-    try:
-        config = trl_resolved.mapping(text, encoded=True)
-    except Missing as fault:
-        yield missing_file(key, fault)
-        return
-    except Unreadable as fault:
-        yield say("error", "parser", "deepspeed-mapping", key, f"`{key}`: {fault}")
-        return
-    reason = deepspeed_fault(config, on_each_node=bool(values.get("save_on_each_node")))
-    if reason is not None and trl_resolved.inline(text) != {}:
-        yield say(
-            "error", "parser", "deepspeed-mapping", key, f"`{key}`: {reason}",
-            "launch's own `deepspeed:` beside `args:` names configs that work",
-        )  # fmt: skip
-
-
-def deepspeed_fault(config: dict[str, Any], *, on_each_node: bool) -> str | None:
-    """Why accelerate cannot read a DeepSpeed config; None where it can."""
-    if "zero_optimization" not in config:
-        return "it has no `zero_optimization`"
-    nodes = {name: _node(config, name) for name in _DEEPSPEED}
-    if on_each_node and "checkpoint" in config and config["checkpoint"] is None:
-        return "`checkpoint` is empty, and `save_on_each_node` writes into it"
-    if on_each_node:
-        nodes["checkpoint"] = config.get("checkpoint")
-    for name, node in nodes.items():
-        if node is not None and not isinstance(node, dict):
-            return f"`{name}` is a mapping, not `{brief(node)}`"
-    if nodes["zero_optimization"] and nodes["zero_optimization"].get("stage") in (2, 3, "auto"):
-        for what in ("optimizer", "param"):
-            device = _node(config, f"zero_optimization.offload_{what}.device")
-            if isinstance(device, dict | list):
-                return f"an offload `device` is a name, not `{brief(device)}`"
-    return None
-
-
-def _node(config: dict[str, Any], name: str) -> Any:
-    """The entry under a dotted name; None where there is none, or where something else is above it."""
-    node: Any = config
-    for part in name.split("."):
-        node = node.get(part) if isinstance(node, dict) else None
-    return node
-
-
-# --- all of them
-# -----------------------------------------------------------------------------------
-
 RULES: tuple[Rule, ...] = (
     json_mappings, eval_without_steps, whole_steps, best_model_strategies, best_model_steps,
-    loss_weights, deepspeed,
+    loss_weights,
     _refused(
         "transformers/training_args.py:1753", "two-precisions", "fp16",
         lambda v: v["fp16"] and v["bf16"], "`fp16` and `bf16` exclude each other",

@@ -1,22 +1,27 @@
 """Rules for TRL: what parses and then stops, or does nothing, in its trainers, by the arguments alone.
 
-What its `__post_init__`s refuse is in `trl_parser_rules`, the losses of DPO in `trl_loss_rules`. What a
-rehearsal shows, and is neither common nor silent, has no rule: names of metrics, schedules, tasks, losses.
+What its `__post_init__`s refuse is in `trl_parser_rules`. What a rehearsal shows, and is neither common
+nor silent, has no rule: names of metrics, schedules, tasks, losses, modules.
 Line numbers are those of the pinned pair; tests/test_upstream_facts.py holds them against it.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Iterator, Mapping
+from operator import itemgetter
 
-from launcher.backends import trl_adapter_rules, trl_loss_rules, trl_parser_rules
+from launcher.backends import trl_parser_rules
 from launcher.backends.rule import Range, Rule, check, number, outside, plain, say, unread
 from launcher.backends.trl_resolved import inline, prepared
 from launcher.errors import Finding, brief
 from launcher.schema import Values
 
-# --- numbers
-# ---------------------------------------------------------------------------------------
+# --- numbers --------------------------------------------------------------------------------------
+
+# names between commas or spaces: no module has either, and no pattern is made of such
+_SEVERAL = re.compile(r"[\w.-]+(?:\s*,\s*|\s+)[\w.,\s-]*")
 
 RANGES: Mapping[str, tuple[Range, ...]] = {
     # torch/optim/adam.py:58
@@ -37,12 +42,19 @@ RANGES: Mapping[str, tuple[Range, ...]] = {
     "lora_alpha": (
         Range(lambda n: n != 0, "warning", "the adapter counts for nothing", needs="use_peft"),
     ),
+    # trl/trainer/dpo_trainer.py:1388 and the other losses: the same as in open-instruct
+    "beta": (
+        Range(math.isfinite, "error", "the loss is no number"),
+        Range(lambda n: not -math.inf < n < 0, "warning", "the rejected answers are preferred"),
+    ),
 }  # fmt: skip
 
 
 def out_of_range(values: Values) -> Iterator[Finding]:
     """transformers/trainer.py:1863 and the places that the table above names."""
     for key, value, one in outside(values, RANGES):
+        if key == "beta" and not _compares(values):
+            continue
         yield say(one.severity, "run", one.code, key, f"`{key}: {plain(value)}`: {one.otherwise}")
 
 
@@ -103,26 +115,7 @@ def no_length(values: Values) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-# --- names and mappings
-# ----------------------------------------------------------------------------
-
-
-def plain_texts(values: Values) -> Iterator[Finding]:
-    """trl/scripts/sft.py:83, dpo.py:81: a text that is no JSON stays one, and the first read crashes.
-
-    Those that may name a file are read by their own rules.
-    """
-    for key in (
-        "model_init_kwargs", "dataset_kwargs", "gradient_checkpointing_kwargs",
-        "lr_scheduler_kwargs",
-    ):  # fmt: skip
-        text = values.get(key)
-        if isinstance(text, str) and text and not text.startswith("{"):
-            yield say(
-                "error", "run", "not-a-mapping", key,
-                f"`{key}` is a mapping, `{brief(text)}` would crash when it is read",
-                f"write `{key}: {{name: value}}`",
-            )  # fmt: skip
+# --- names and mappings ---------------------------------------------------------------------------
 
 
 def model_set_twice(values: Values) -> Iterator[Finding]:
@@ -169,8 +162,96 @@ def packing_without_length(values: Values) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-# --- one condition, one message
-# --------------------------------------------------------------------
+# --- adapters -------------------------------------------------------------------------------------
+
+
+def lora_targets(values: Values) -> Iterator[Finding]:
+    """trl/trainer/model_config.py:177: a single word is a pattern, and peft wants it to match a module.
+
+    Which modules the model has is PEFT's to say, in a rehearsal.
+    """
+    key = "lora_target_modules"
+    given = values[key]
+    words = [str(word) for word in (given if isinstance(given, list) else [given]) if word]
+    if not values["use_peft"]:
+        return
+    # a word without dots or stars is the name of no module inside of another
+    if len(words) == 1 and re.fullmatch(r"\w+", words[0]) and not values["lora_target_parameters"]:
+        yield say(
+            "error", "run", "lora-targets", key,
+            f"`{key}: {brief(words[0])}`: a single word is a pattern for whole names, which begin with "
+            "model.layers, and matches none",
+            f"write `{key}: .*{words[0]}`, or a list of several",
+        )  # fmt: skip
+    joined = next(filter(_SEVERAL.fullmatch, words), None)
+    if joined is not None:
+        names = [name for name in re.split(r"[,\s]+", joined) if name]
+        yield say(
+            "error", "run", "lora-targets", key,
+            f"`{key}: {brief(joined)}` is one name, which no module has: nothing is trained for it",
+            f"write a list: `{key}: [{', '.join(names)}]`",
+        )  # fmt: skip
+
+
+# --- losses of DPO --------------------------------------------------------------------------------
+
+
+# numbers that all losses read but that of SFT (trl/trainer/dpo_trainer.py:1388), and those that few do:
+# trl/trainer/dpo_trainer.py:1410,1431,1454,1487,1498
+_OF_PAIRS = ("beta", "ld_alpha", "f_divergence_type")
+_READ_BY: Mapping[str, frozenset[str]] = {
+    "label_smoothing": frozenset({"exo_pair", "robust", "aot", "aot_unpaired"}),
+    "discopop_tau": frozenset({"discopop"}),
+}
+
+
+def _losses(values: Values) -> tuple[str, ...]:
+    """The losses that are added up: one word, or a list of them."""
+    given = values["loss_type"]
+    return tuple(map(str, given)) if isinstance(given, list) else (str(given),)
+
+
+def _compares(values: Values) -> bool:
+    """Whether any loss compares chosen with rejected answers."""
+    return any(loss != "sft" for loss in _losses(values))
+
+
+def unread_numbers(values: Values) -> Iterator[Finding]:
+    """trl/trainer/dpo_trainer.py:1386: each loss reads its own numbers, and the others do nothing."""
+    losses = {*_losses(values)}
+    if not values.schema.tested:
+        return
+    for key in (*_OF_PAIRS, *_READ_BY):
+        readers = _READ_BY.get(key)
+        read = _compares(values) if readers is None else not losses.isdisjoint(readers)
+        idle = not values.given(key) or values[key] in (values.schema.fields[key].default, None)
+        if not idle and not read:
+            some = "any loss of pairs" if readers is None else " or ".join(sorted(readers))
+            yield say(
+                "warning", "run", "conditional-key", key,
+                f"`{key}` does nothing here: the loss {', '.join(sorted(losses))} does not read it",
+                f"it is read by {some}: delete the line, or name another `loss_type`",
+            )  # fmt: skip
+
+
+def zero_beta(values: Values) -> Iterator[Finding]:
+    """trl/trainer/dpo_trainer.py:1404,1443 divide by it; the others multiply what they compare with it."""
+    losses = _losses(values)
+    divided = [loss for loss in losses if loss in ("ipo", "sppo_hard")]
+    if values["beta"] != 0 or not _compares(values):
+        return
+    if divided:
+        message = f"`beta: 0` divides by zero in the loss {divided[0]}"
+        yield say("error", "run", "zero-beta", "beta", message)
+    else:
+        yield say(
+            "warning", "run", "zero-beta", "beta",
+            "`beta: 0`: the loss does not tell chosen from rejected answers: no preference is "
+            "learnt",
+        )  # fmt: skip
+
+
+# --- one condition, one message -------------------------------------------------------------------
 
 
 def _both(first: str, second: str) -> Callable[[Values], bool]:
@@ -187,8 +268,8 @@ _EVALUATION = (
     "greater_is_better",
 )  # fmt: skip
 _SHARED: tuple[Rule, ...] = (
-    *trl_parser_rules.RULES, *trl_adapter_rules.RULES, out_of_range, no_steps, endless_warmup,
-    no_length, plain_texts, model_set_twice,
+    *trl_parser_rules.RULES, out_of_range, no_steps, endless_warmup, no_length, model_set_twice,
+    lora_targets,
     check(
         "trl/scripts/sft.py:104 hands the trainer None.", "no-model", "model_name_or_path",
         lambda v: not v["model_name_or_path"], "no model named",
@@ -250,20 +331,16 @@ _SHARED: tuple[Rule, ...] = (
         "themselves", "add `use_peft: true`",
     ),
     check(
-        "trl/trainer/sft_trainer.py:687, dpo_trainer.py:565", "quantised-twice", "model_init_kwargs",
-        lambda v: _quantised(v) and "quantization_config" in (inline(v["model_init_kwargs"]) or {}),
-        "`quantization_config` in `model_init_kwargs` beside `load_in_4bit` or `load_in_8bit`",
-        "keep one of them",
+        "accelerate/utils/dataclasses.py:1276 reads both: launch's is checked, planned with and started.",
+        "own-deepspeed", "deepspeed", itemgetter("deepspeed"),
+        "TRL's own `deepspeed` is not taken: launch reads DeepSpeed's config from `deepspeed:` beside "
+        "`args:`", "move the line out of `args:`", layer="launch",
     ),
     check(
-        "trl/trainer/sft_trainer.py:1070, dpo_trainer.py:839", "lora-on-head", "lora_target_modules",
-        lambda v: v["use_peft"] and "lm_head" in (v["lora_target_modules"] or ()),
-        "an adapter on `lm_head` is refused: the losses read its own weights",
-        "leave lm_head out of `lora_target_modules`",
-    ),
-    check(
-        "transformers/trainer.py:461", "two-engines", "fsdp", _both("fsdp", "deepspeed"),
-        "`fsdp` and `deepspeed` exclude each other",
+        "transformers/trainer.py:3952", "fsdp-unsaved", "fsdp_config",
+        lambda v: v["fsdp"] and "SHARDED_STATE_DICT" in str(v["fsdp_config"]).upper(),
+        "with `state_dict_type: SHARDED_STATE_DICT` no model is saved when training has ended, "
+        "checkpoints apart", "write `state_dict_type: FULL_STATE_DICT`", severity="warning",
     ),
     unread(
         "transformers/optimization.py:1015", "lr_scheduler_kwargs",
@@ -274,12 +351,6 @@ _SHARED: tuple[Rule, ...] = (
         "transformers/trainer.py:1466", "gradient_checkpointing_kwargs",
         lambda v: v["gradient_checkpointing"], "where `gradient_checkpointing` is set",
         "add `gradient_checkpointing: true`, or delete the line",
-    ),
-    # the scripts give no function that computes metrics
-    *(
-        unread("transformers/trainer.py:2964", key, lambda v: not v.schema.tested,
-               "by scripts that compute metrics of their own, as TRL's do not")
-        for key in ("include_for_metrics", "batch_eval_metrics")
     ),
     # without a strategy the scripts hand over no set to evaluate
     *(
@@ -305,21 +376,17 @@ _SFT: tuple[Rule, ...] = (
 )  # fmt: skip
 
 _DPO: tuple[Rule, ...] = (
-    *trl_loss_rules.RULES,
+    zero_beta, unread_numbers,
+    unread(
+        "trl/trainer/dpo_trainer.py:1366", "f_alpha_divergence_coef",
+        lambda v: v["f_divergence_type"] == "alpha_divergence",
+        "with `f_divergence_type: alpha_divergence`",
+    ),
     check(
         "trl/trainer/dpo_trainer.py:735", "padding-free-off", "padding_free",
         lambda v: v["padding_free"],
         "`padding_free` does nothing for DPO in this release: the batches are padded",
         "delete the line", severity="warning", tested=True,
-    ),
-    # pairs have no `input_ids` to measure, nor a column of lengths
-    check(
-        "transformers/trainer.py:1061", "sampling-of-pairs", "train_sampling_strategy",
-        lambda v: v["train_sampling_strategy"] in ("group_by_length", "batch_rebalance")
-        and v["remove_unused_columns"] and not v["dataset_streaming"],
-        "`train_sampling_strategy: {train_sampling_strategy}` is refused in DPO: pairs have no "
-        "single "
-        "length", "delete the line",
     ),
     # its losses are its own
     unread(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import cited, facts, history, rules, upstream
-from launcher.backends import BACKENDS, stage_rules
+from launcher.backends import BACKENDS
 from launcher.git import Repository
 from launcher.pin import gitlink
 from launcher.sources import Folder, find_package
@@ -82,7 +82,7 @@ def cited_of(backend: str, packages: Mapping[str, Folder]) -> dict[str, list[str
     for stage in BACKENDS[backend].STAGES:
         for rule in rules.of_script(backend, stage):
             places += cited.of_rule(rule)
-        for wider in stage_rules.of_stage(backend, stage):
+        for wider in rules.of_stage(backend, stage):
             places += cited.of_rule(wider)
     return cited.table(packages, places)
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from made_runs import made, manifest  # type: ignore[import-not-found]
 
-from launcher import rundir, runner, start
+from launcher import files, rundir, runner, start
 from launcher.attempt import Attempt
 from launcher.rundir import RunFolder
 
@@ -66,7 +66,7 @@ def waiting(place: Path, name: str) -> RunFolder:
     """A run that does nothing for a while, with a log of a gigabyte."""
     folder = RunFolder(place / "runs" / name)
     folder.path.mkdir(parents=True)
-    rundir.write_json(folder.manifest, manifest())
+    files.write_json(folder.manifest, manifest())
     Attempt(
         number=1, argv=(sys.executable, "-c", f"import time; time.sleep({WATCHED_S * 2})"), env={},
         environ=dict(os.environ), cwd=str(place), stage="sft", backend="trl", title="sft waiting",

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks import ratio
 from benchmarks.ratio import ROOT, Pair, Taken
-from launcher import rundir
+from launcher import files
 from launcher.attempt import Attempt
 from launcher.rundir import RunFolder
 
@@ -64,7 +64,7 @@ def kept(folder: Path) -> Taken:
     def taken() -> float:
         run = RunFolder(folder / "runs" / f"20260101T{next(numbers):06d}Z-sft-kept")
         run.path.mkdir(parents=True)
-        rundir.write_json(
+        files.write_json(
             run.manifest, {"stage": "sft", "backend": "trl", "name": "kept", "attempt": 1}
         )
         Attempt(

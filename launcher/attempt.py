@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher import rundir
+from launcher import files, rundir
 from launcher.errors import not_ready
 from launcher.record import Record
 from launcher.rundir import RunFolder
@@ -100,7 +100,7 @@ class Attempt:
     def write(self, folder: RunFolder) -> None:
         """Write `start.json`, for the owner's eyes alone. Raises NotReady where that fails."""
         try:
-            rundir.write_bytes(folder.start, self._raw(), mode=0o600)
+            files.write_bytes(folder.start, self._raw(), mode=0o600)
         except OSError as error:
             raise rundir.not_writable(folder.path, error.strerror) from None
 

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher import locks, rundir, runner, sizes
+from launcher import files, locks, rundir, runner, sizes
 from launcher.caches import KINDS, Cache
 from launcher.errors import NotReady, not_ready, usage
 from launcher.fingerprint import cache_home
@@ -188,14 +188,14 @@ def _record(cache: Cache, run: RunFolder, attempt: int, config: Path | None) -> 
     uses.mkdir(exist_ok=True)
     if not _is_ours(cache.path, rundir.read_json(cache.path / RECORD)):
         head = {"launch_cache": RECORD_VERSION, "created": rundir.now()}
-        rundir.write_json(cache.path / RECORD, {**head, **told})
+        files.write_json(cache.path / RECORD, {**head, **told})
     place = str(run.path.absolute())
     name = hashlib.sha256(os.fsencode(place)).hexdigest()[:16]
     use = {
         "run": place, "attempt": attempt, "time": time.time(),
         "config": None if config is None else str(config), "cache": told,
     }  # fmt: skip
-    rundir.write_json(uses / f"{name}-{attempt}.json", use)
+    files.write_json(uses / f"{name}-{attempt}.json", use)
     rundir.enter("caches", cache.path)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher import lease, locks, rundir, runner, series, stopping
+from launcher import files, lease, locks, rundir, runner, series, stopping
 from launcher import page as report_page
 from launcher.errors import Finding, LaunchError
 from launcher.redaction import redact
@@ -101,7 +101,7 @@ def records(kind: str, file: str, root: Path) -> Iterator[tuple[Path, dict[str, 
 def write(file: Path, record: Mapping[str, Any]) -> None:
     """A record, whole or not at all. Raises NotReady where it cannot be written."""
     try:
-        rundir.write_json(file, redact(dict(record)))
+        files.write_json(file, redact(dict(record)))
     except OSError as error:
         raise rundir.not_writable(file.parent, error.strerror) from None
 

@@ -59,9 +59,9 @@ class Watch(threading.Thread):
                 self.backend, self.output, ranks=self.ranks, known=self.known.keys()
             )
             for one in found:
-                if one.complete and (files := _taken(one.path, quiet_s)):
-                    self.known[one.name] = files
-                    rundir.write_json(self.folder.checksums, {"checkpoints": self.known})
+                if one.complete and (taken := _taken(one.path, quiet_s)):
+                    self.known[one.name] = taken
+                    files.write_json(self.folder.checksums, {"checkpoints": self.known})
 
 
 def read(folder: RunFolder) -> dict[str, dict[str, Any]]:

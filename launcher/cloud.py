@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from launcher import rundir, skypilot
+from launcher import files, skypilot
 from launcher.errors import Finding, not_ready
 from launcher.preparation import Request, prepare
 
@@ -35,7 +35,7 @@ def write(request: Request, path: Path) -> tuple[Finding, ...]:
         settings=stage.options.skypilot, environ=os.environ, cwd=Path.cwd(),
     )  # fmt: skip
     try:
-        rundir.write_text(path, skypilot.text(made, path))
+        files.write_text(path, skypilot.text(made, path))
     except OSError as error:
         reason = f"cannot be written: {error.strerror}"
         raise not_ready("unwritable-file", reason, file=str(path)) from None

@@ -7,6 +7,7 @@ ever, and a single line of brackets or a number of 400 digits would end a whole 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -120,3 +121,35 @@ def parse_line(raw: bytes) -> dict[str, Any]:
     except ValueError:
         return {}
     return data if isinstance(data, dict) else {}
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write atomically: a reader sees the old file or the new one, never a half."""
+    try:
+        raw = json.dumps(data, indent=2, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        # a path that is no UTF-8: escaped, it is still JSON
+        raw = json.dumps(data, indent=2, default=str).encode()
+    write_bytes(path, raw + b"\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write atomically, by renaming a finished file over the old one."""
+    write_bytes(path, text.encode(errors="backslashreplace"))
+
+
+def write_bytes(path: Path, raw: bytes, *, durable: bool = False, mode: int = 0o666) -> None:
+    """Write atomically, by renaming a finished file over the old one; `durable` also after a power cut."""
+    temporary = path.with_name(f".{path.name}.{os.urandom(6).hex()}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        with os.fdopen(os.open(temporary, flags, mode), "wb") as stream:
+            stream.write(raw)
+            if durable:
+                stream.flush()
+                os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise

@@ -18,7 +18,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal
 
-from launcher import content, locks, rundir
+from launcher import content, files, locks
 from launcher.backends import model_config
 from launcher.backends.model_config import is_path
 from launcher.errors import Finding, NotReady
@@ -139,7 +139,7 @@ class Memory:
                 whole = {**self._stored(self.path), **self._fresh}
                 newest = sorted(whole.items(), key=lambda item: -item[1][5])[: self.LARGEST]
                 raw = json.dumps({"form": self.FORM, "files": dict(newest)}, separators=(",", ":"))
-                rundir.write_text(self.path, raw)
+                files.write_text(self.path, raw)
             self._fresh.clear()
 
     @classmethod

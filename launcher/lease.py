@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launcher import locks, process, rundir
+from launcher import files, locks, process, rundir
 from launcher.errors import Finding, NotReady, not_ready
 from launcher.process import Identity
 from launcher.record import Record
@@ -102,7 +102,7 @@ class Lease:
             "owner": None if self.owner is None else self.owner.as_json(), "user": self.user,
         }  # fmt: skip
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        rundir.write_bytes(self.path, json.dumps(told, indent=1).encode(), durable=True)
+        files.write_bytes(self.path, json.dumps(told, indent=1).encode(), durable=True)
 
     def discard(self) -> None:
         """Take it back: nothing was trained under it."""
@@ -317,11 +317,11 @@ def _beat(mine: Lease, over: threading.Event, overtaken: Callable[[Lease], None]
             if last is None:
                 # somebody tidied the folder
                 mine.write()
-                rundir.write_json(mine.manifest, told)
+                files.write_json(mine.manifest, told)
             os.utime(mine.path)
 
 
 def keep_manifest(lease: Lease, told: Mapping[str, Any]) -> None:
     """Keep the manifest of a start beside its lease; a full disk costs a comparison later, not the start."""
     with contextlib.suppress(OSError):
-        rundir.write_json(lease.manifest, told)
+        files.write_json(lease.manifest, told)

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from launcher import machine, rundir
+from launcher import files, machine, rundir
 from launcher.backends.deepspeed_rules import engine_config
 from launcher.command import Command
 from launcher.commandline import HUB, expectations
@@ -134,7 +134,7 @@ def write_stage_file(
         batch = {"global": options.batch.total, "per_device": options.batch.per_device}
         given["batch"] = {key: value for key, value in batch.items() if value is not None}
     if options.deepspeed is not None and options.deepspeed_name not in DEEPSPEED:
-        rundir.write_bytes(folder.deepspeed, options.deepspeed.read_bytes())
+        files.write_bytes(folder.deepspeed, options.deepspeed.read_bytes())
         given["deepspeed"] = folder.deepspeed.name
     shown = {key: value for key, value in given.items() if value is not None}
     told = escaped(redact({**shown, "args": {**plan.stage.args, **(restored or {})}}))
@@ -145,7 +145,7 @@ def write_stage_file(
             whole = f"${{oc.env:{HUB},null}}"
         told["args"][name] = value if whole is None else whole
     text = yaml.safe_dump(told, sort_keys=False, allow_unicode=True, width=100)
-    rundir.write_text(folder.stage_file, _HEAD.format(stage=plan.stage.config.path) + text)
+    files.write_text(folder.stage_file, _HEAD.format(stage=plan.stage.config.path) + text)
 
 
 def _told(watch: Watch) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def create(
             attempt, rundir.now(), plan, command, trainer, output, caches, devices=devices,
             warnings=warnings,
         )  # fmt: skip
-        rundir.write_json(folder.manifest, {**told, **redact(dict(more or {}))})
+        files.write_json(folder.manifest, {**told, **redact(dict(more or {}))})
     except OSError as error:
         raise rundir.not_writable(folder.path, error.strerror) from None
     rundir.enter("runs", folder.path)

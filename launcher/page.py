@@ -17,7 +17,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launcher import rundir, series
+from launcher import files, rundir, series
 from launcher.errors import not_ready
 from launcher.markup import Html, details, join, number_cell, table, tag, text
 from launcher.plan import titled
@@ -190,7 +190,7 @@ def write(runs: Sequence[Run], path: Path) -> None:
     whole = overlay(runs)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        rundir.write_text(path, whole)
+        files.write_text(path, whole)
     except OSError as error:
         message = f"cannot be written: {error.strerror or error}"
         raise not_ready("unwritable-file", message, file=str(path)) from None

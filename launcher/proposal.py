@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from launcher import config, levers, rundir
+from launcher import config, files, levers
 from launcher.config import Config
 from launcher.errors import NotReady, not_ready, usage
 from launcher.keys import DEEPSPEED
@@ -54,7 +54,7 @@ def write(
     text = MARK + "\n# ".join(lines) + "\n" + body
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        rundir.write_text(place, text)
+        files.write_text(place, text)
     except OSError as error:
         raise _unwritable(place, error.strerror) from None
 

@@ -235,7 +235,7 @@ def keep_manifest(folder: RunFolder) -> None:
     if attempt is not None and not read_kept_manifest(folder, attempt):
         # a full disk costs a comparison later, not this start
         with contextlib.suppress(OSError):
-            write_json(folder.path / f"run.{attempt}.json", last)
+            files.write_json(folder.path / f"run.{attempt}.json", last)
 
 
 def read_head(folder: RunFolder) -> Record:
@@ -254,38 +254,6 @@ def read_head(folder: RunFolder) -> Record:
 def outlines(folders: Iterable[RunFolder]) -> Iterator[tuple[RunFolder, Record]]:
     """Each run with what the head of its manifest tells."""
     return ((folder, read_head(folder)) for folder in folders)
-
-
-def write_json(path: Path, data: Any) -> None:
-    """Write atomically: a reader sees the old file or the new one, never a half."""
-    try:
-        raw = json.dumps(data, indent=2, ensure_ascii=False, default=str).encode()
-    except UnicodeEncodeError:
-        # a path that is no UTF-8: escaped, it is still JSON
-        raw = json.dumps(data, indent=2, default=str).encode()
-    write_bytes(path, raw + b"\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write atomically, by renaming a finished file over the old one."""
-    write_bytes(path, text.encode(errors="backslashreplace"))
-
-
-def write_bytes(path: Path, raw: bytes, *, durable: bool = False, mode: int = 0o666) -> None:
-    """Write atomically, by renaming a finished file over the old one; `durable` also after a power cut."""
-    temporary = path.with_name(f".{path.name}.{os.urandom(6).hex()}")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    try:
-        with os.fdopen(os.open(temporary, flags, mode), "wb") as stream:
-            stream.write(raw)
-            if durable:
-                stream.flush()
-                os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
 
 
 def judged(folder: RunFolder, number: int) -> bool:
@@ -358,7 +326,7 @@ def enter(index: str, path: Path) -> None:
     # a read-only home costs the overview from elsewhere, not the run
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        write_bytes(folder / _entry(path), place)
+        files.write_bytes(folder / _entry(path), place)
 
 
 def _entry(path: Path) -> str:

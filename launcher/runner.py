@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from launcher import lease, locks, process, rundir
+from launcher import files, lease, locks, process, rundir
 from launcher.errors import DISK_FULL, Finding, brief, not_ready, usage
 from launcher.process import Identity
 from launcher.record import Record
@@ -195,7 +195,7 @@ class _Reserve:
         """A record, written whole or not at all: a disk that fails must not take the watch with it."""
         for _ in range(2):
             try:
-                return rundir.write_json(path, data)
+                return files.write_json(path, data)
             except OSError as error:
                 if error.errno not in DISK_FULL:
                     return
@@ -297,7 +297,7 @@ class Request:
 
     def write(self, folder: RunFolder) -> None:
         """Leave it where the keeper looks. Raises OSError."""
-        rundir.write_json(folder.stop, {**asdict(self), "asked": rundir.now()})
+        files.write_json(folder.stop, {**asdict(self), "asked": rundir.now()})
 
 
 def request(folder: RunFolder) -> Request | None:
@@ -426,7 +426,7 @@ def end_orphans(folder: RunFolder, waits: Grace, attempt: int) -> None:
     if last is not None:
         ended = _ended(-last, signal.SIGINT, known.started, attempt)
         with contextlib.suppress(OSError):
-            rundir.write_json(folder.exit(attempt), asdict(ended))
+            files.write_json(folder.exit(attempt), asdict(ended))
 
 
 def _signal_group(group: int, number: int) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launcher import rundir
+from launcher import files, rundir
 from launcher.errors import Finding, NotReady, brief
 from launcher.record import Record
 from launcher.rundir import RunFolder
@@ -57,7 +57,7 @@ def submit(
     """
     path = folder.path / SCRIPT
     try:
-        rundir.write_bytes(path, os.fsencode(text))
+        files.write_bytes(path, os.fsencode(text))
     except OSError as error:
         raise rundir.not_writable(folder.path, error.strerror) from None
     said = _call(["sbatch", "--parsable", str(path)], _outside(environ), TIMEOUT_S)
@@ -70,7 +70,7 @@ def submit(
         "nodes": nodes,
         "options": dict(options),
     }
-    rundir.write_json(folder.job, record)
+    files.write_json(folder.job, record)
     return Job(id=found[1], submitted=record["submitted"], nodes=nodes, options=options)
 
 

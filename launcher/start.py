@@ -19,6 +19,7 @@ from launcher import (
     commandline,
     contents,
     devices,
+    files,
     judgement,
     keeper,
     lease,
@@ -156,7 +157,7 @@ def _taken_back(folder: RunFolder) -> Iterator[None]:
                         path.unlink()
                 for path, raw in before.items():
                     mode = 0o600 if path == folder.start else 0o666
-                    rundir.write_bytes(path, raw, mode=mode)
+                    files.write_bytes(path, raw, mode=mode)
         raise
 
 
@@ -276,7 +277,7 @@ def record_inputs(folder: RunFolder, attempt: Attempt) -> None:
     holds = rundir.read_manifest(folder).get("contents")
     if isinstance(holds, list):
         changed = contents.changed(holds, Path(attempt.cwd))
-        rundir.write_json(folder.inputs(attempt.number), {"changed": redact(changed)})
+        files.write_json(folder.inputs(attempt.number), {"changed": redact(changed)})
 
 
 def discard_spoiled(folder: RunFolder, attempt: Attempt) -> None:
@@ -313,11 +314,11 @@ def finish(folder: RunFolder) -> check.Verdict:
     verdict = judged.verdict
     # a read-only or full disk costs these files, not the verdict
     with contextlib.suppress(OSError):
-        rundir.write_json(folder.verdict, verdict.as_json())
+        files.write_json(folder.verdict, verdict.as_json())
         rows = "".join(rundir.json_line(row) for row in judgement.rows_of(judged.attempts))
-        rundir.write_text(folder.metrics, rows)
+        files.write_text(folder.metrics, rows)
         run = series.of_judged(folder.path, judged)
-        rundir.write_text(folder.report, page.overlay([run]))
+        files.write_text(folder.report, page.overlay([run]))
     return verdict
 
 

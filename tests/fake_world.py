@@ -22,7 +22,7 @@ import saved
 import yaml
 from conftest import NO_PACKAGES, PATIENCE_S
 
-from launcher import process, rundir
+from launcher import files, process
 from launcher.attempt import Attempt
 from launcher.rundir import RunFolder
 
@@ -115,7 +115,7 @@ class World:
         folder = RunFolder(self.runs / name)
         folder.path.mkdir(parents=True, exist_ok=True)
         told = {"stage": "sft", "backend": "trl", "plan": {"gpus": 0}, "args": {}}
-        rundir.write_json(folder.manifest, {**told, "output": changes.get("output")})
+        files.write_json(folder.manifest, {**told, "output": changes.get("output")})
         given: dict[str, Any] = {
             "number": 1, "argv": (sys.executable, "-u", str(FAKE), *steps), "env": {},
             "environ": self.environ, "cwd": str(self.root), "stage": "sft", "backend": "trl",

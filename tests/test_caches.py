@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from plans import from_text, planned
 
-from launcher import cache_folders, cache_reasons, caches, rundir
+from launcher import cache_folders, cache_reasons, caches, files, rundir
 from launcher.caches import Cache
 from launcher.errors import NotReady, UsageError
 from launcher.plan import Plan
@@ -532,7 +532,7 @@ def test_the_newest_attempt_is_told_of_and_the_manifest_helps_out(place: Path) -
     told = reasons("r1")["dataset"]
     assert (told.state, Path(str(told.compared)).name) == ("hit", "r1")
     manifest = {"created": rundir.now(), "caches": [found["dataset"].as_json()]}
-    rundir.write_json(run("r1").manifest, manifest)
+    files.write_json(run("r1").manifest, manifest)
     assert cleared() == {"dataset": "removed"}
     assert reasons("r1")["dataset"].kind == "dataset"
     assert cache_reasons.why(run("r9")) == []

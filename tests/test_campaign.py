@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY
 
-from launcher import campaign, rundir
+from launcher import campaign, files
 from launcher.campaign import Campaign
 from launcher.errors import NotReady
 
@@ -24,7 +24,7 @@ def test_the_newest_of_the_same_key_is_found_again(about: Campaign) -> None:
     folders = [about.new() for _ in range(3)]
     assert len(set(folders)) == 3 and folders[0].name.endswith("-bench-a-b-c")
     for folder, key in zip(folders, ("k", "k", "other"), strict=True):
-        rundir.write_json(folder / "bench.json", {"key": key})
+        files.write_json(folder / "bench.json", {"key": key})
     assert about.earlier() == folders[1]
     told = [one["key"] for _, one in campaign.records("bench", "bench.json", about.root)]
     assert told == ["other", "k", "k"]

@@ -20,7 +20,7 @@ import pytest
 from conftest import PATIENCE_S
 from fake_world import LAUNCH, World, cmdline, looks_on, made, needs_trl, until
 
-from launcher import lease, process, rundir, runner
+from launcher import files, lease, process, rundir, runner
 from launcher.rundir import RunFolder
 
 pytestmark = pytest.mark.slow
@@ -212,7 +212,7 @@ def test_a_run_of_another_machine_is_looked_at_and_not_concluded_here(world: Wor
         on_finish=(sys.executable, "-c", f"open({str(told)!r}, 'a').write('x')"), output=str(output)
     )
     other = {"pid": os.getpid(), "began": 1, "boot": "b", "host": "another-machine"}
-    rundir.write_json(folder.process, {**other, "keeper": other, "mark": "x", "attempt": 1})
+    files.write_json(folder.process, {**other, "keeper": other, "mark": "x", "attempt": 1})
     folder.console(1).write_text("line 0\n")
     for word in ("attach", "stop"):
         done = world.launch(word, "a run")
@@ -229,7 +229,7 @@ def test_a_run_of_another_machine_is_looked_at_and_not_concluded_here(world: Wor
         stopping = world.started("stop", "a run")
         until(folder.stop.exists)
         assert (looking.poll(), reading.poll(), stopping.poll()) == (None, None, None)
-        rundir.write_json(folder.exit(1), {"returncode": 0, "stopped": None})
+        files.write_json(folder.exit(1), {"returncode": 0, "stopped": None})
         codes = [one.wait(PATIENCE_S) for one in (looking, reading, stopping)]
     finally:
         beating.set()
@@ -243,9 +243,9 @@ def test_a_keeper_that_was_killed_before_it_told_anybody(world: World) -> None:
     script = f"import os; open({str(told)!r}, 'a').write(os.environ['LAUNCH_FINISHED_CODE'])"
     folder = world.prepared(on_finish=(sys.executable, "-c", script))
     dead = {**process.identify(os.getpid()).as_json(), "began": 1}
-    rundir.write_json(folder.process, {**dead, "keeper": dead, "mark": "x", "attempt": 1})
+    files.write_json(folder.process, {**dead, "keeper": dead, "mark": "x", "attempt": 1})
     folder.console(1).write_text("line 0\n")
-    rundir.write_json(folder.exit(1), {"returncode": 3, "stopped": None})
+    files.write_json(folder.exit(1), {"returncode": 3, "stopped": None})
     for _ in range(2):
         assert world.launch("attach", "a run").returncode == 4
     assert told.read_text() == "4", "told once, and how it ended is not forgotten"

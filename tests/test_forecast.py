@@ -12,7 +12,7 @@ from conftest import Write
 from made_runs import made, manifest
 from typer.testing import CliRunner
 
-from launcher import forecast, preparation, rundir, series, start
+from launcher import files, forecast, preparation, series, start
 from launcher.cli import main
 from launcher.commands import app
 from launcher.devices import Devices, Slot
@@ -308,7 +308,7 @@ def test_an_earlier_run_on_such_cards_gives_the_speed(place: Path) -> None:
         plan={"gpus": 4, "nodes": 1, "steps": 9},
     )  # fmt: skip
     run = made(place / "runs" / "20260101T000000Z-sft-a", told=told)
-    rundir.write_json(run / "verdict.json", {"metrics": {"tokens_per_second": 40_000}})
+    files.write_json(run / "verdict.json", {"metrics": {"tokens_per_second": 40_000}})
     words = (TULU, "--gpus", "2", *ROWS, "--gpu", "H200", "--rows", "1000")
     (two,) = planned(*words)["gpus"]
     assert (two["tokens_per_second"], "20260101T000000Z" in two["speed_source"]) == (20_000, True)

@@ -23,6 +23,7 @@ from fake_world import FAKE, LAUNCH, bearing, looks_on, until
 
 from launcher import attempt as attempts
 from launcher import (
+    files,
     following,
     keeper,
     on_finish,
@@ -61,7 +62,7 @@ def prepared(place: Path, *steps: str, name: str = "a run", **changes: Any) -> R
     """A run folder as a start leaves it, around a fake trainer."""
     folder = RunFolder(place / "runs" / name)
     folder.path.mkdir(parents=True, exist_ok=True)
-    rundir.write_json(folder.manifest, {"stage": "sft", "backend": "trl", "plan": {"gpus": 0}})
+    files.write_json(folder.manifest, {"stage": "sft", "backend": "trl", "plan": {"gpus": 0}})
     given: dict[str, Any] = {
         "number": 1, "argv": (sys.executable, "-u", str(FAKE), *steps), "env": {},
         "environ": dict(os.environ), "cwd": str(place), "stage": "sft", "backend": "trl",
@@ -179,7 +180,7 @@ def test_what_cannot_be_started_is_said_by_who_asked(place: Path) -> None:
 def test_a_folder_where_nothing_waits(place: Path) -> None:
     folder = RunFolder(place / "runs" / "old")
     folder.path.mkdir(parents=True)
-    rundir.write_json(folder.manifest, {"stage": "sft"})
+    files.write_json(folder.manifest, {"stage": "sft"})
     done = launch("exec", "old")
     assert (done.returncode, "not-prepared" in done.stderr) == (5, True)
     folder.start.write_text('{"number": 1')
@@ -298,7 +299,7 @@ def test_a_reused_number_is_never_killed(place: Path) -> None:
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
         other = {**process.identify(bystander.pid).as_json(), "began": 1}
-        rundir.write_json(folder.process, {**other, "keeper": other, "mark": str(folder.path)})
+        files.write_json(folder.process, {**other, "keeper": other, "mark": str(folder.path)})
         folder.console(1).touch()
         assert launch("stop", "a run").returncode == 2
         runner.end_orphans(folder, (0, 0, 0), 1)
@@ -311,7 +312,7 @@ def test_a_reused_number_is_never_killed(place: Path) -> None:
 def test_a_stop_tells_what_it_loses(place: Path) -> None:
     folder = prepared(place, "pid=leader", "sleep=600")
     output = place / "out"
-    rundir.write_json(
+    files.write_json(
         folder.manifest, {"stage": "sft", "backend": "trl", "output": str(output), "plan": {}}
     )
     started(folder)
@@ -375,7 +376,7 @@ def test_when_the_next_checkpoint_comes(
 ) -> None:
     folder = prepared(place, "exit=0")
     told = {**rundir.read_manifest(folder), "checkpoints": every, "plan": {"gpus": 0, "steps": 110}}
-    rundir.write_json(folder.manifest, told)
+    files.write_json(folder.manifest, told)
     folder.probe.mkdir()
     line = rundir.json_line({"event": "step", "step": done, "t": 1.0})
     (folder.probe / "rank-0.jsonl").write_text(line)
@@ -433,9 +434,9 @@ def over(place: Path, **changes: Any) -> RunFolder:
     """A run that ended, whose keeper was killed before it told anybody."""
     folder = prepared(place, **changes)
     dead = {**process.identify(os.getpid()).as_json(), "began": 1}
-    rundir.write_json(folder.process, {**dead, "keeper": dead, "mark": "x", "attempt": 1})
+    files.write_json(folder.process, {**dead, "keeper": dead, "mark": "x", "attempt": 1})
     folder.console(1).write_text("line 0\n")
-    rundir.write_json(folder.exit(1), {"returncode": 0, "stopped": None})
+    files.write_json(folder.exit(1), {"returncode": 0, "stopped": None})
     return folder
 
 

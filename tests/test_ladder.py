@@ -16,7 +16,7 @@ from conftest import PATIENCE_S, REPOSITORY
 from experiment import Here, shaped, started
 from fake_world import World, needs_trl, until
 
-from launcher import check, ladder, rundir, trial
+from launcher import check, files, ladder, trial
 from launcher.errors import Exit
 from launcher.forecast import Terms
 from launcher.preparation import Prepared, Request
@@ -51,7 +51,7 @@ class Rungs(Here):
             if scene["accuracy"] is not None:
                 row |= {"rewards/accuracies": scene["accuracy"], "rewards/margins": 0.1}
             lines.append(json.dumps(row))
-        rundir.write_text(prepared.folder.metrics, "".join(f"{line}\n" for line in lines))
+        files.write_text(prepared.folder.metrics, "".join(f"{line}\n" for line in lines))
         metrics = {"tokens_per_second": 2000.0 * plan.processes * scene["speed"],
                    "peak_allocated_gib": scene["gib"], "peak_reserved_gib": scene["gib"]}  # fmt: skip
         trend = check.Point(name="trend", state=scene["trend"], expected="any", ok=True)

@@ -20,7 +20,7 @@ import test_resume
 from test_check import Run, brief, sft, step
 from test_resume import TRL, Make, codes
 
-from launcher import checksums, contents, judgement, rundir, series, start
+from launcher import checksums, contents, files, judgement, series, start
 from launcher.attempt import Attempt
 from launcher.check import Point, Verdict
 from launcher.rundir import RunFolder
@@ -181,7 +181,7 @@ def trained(run: Run, place: Path, name: str = "model.safetensors") -> Path:
         json.loads(told),
         DONE,
     )
-    rundir.write_json(run.folder / "process.json", dict(_identity()))
+    files.write_json(run.folder / "process.json", dict(_identity()))
     return output
 
 
@@ -238,13 +238,13 @@ def test_a_save_that_left_nothing_is_no_pass_and_an_old_record_says_nothing(
     names = {one.name for one in judged(run.folder).points}
     assert names.isdisjoint({"weights", "model", "inputs", "resume"})
     run.rank(0, *lines, {"event": "saved_model", "path": nowhere, "files": []}, DONE)
-    rundir.write_json(run.folder / "process.json", dict(_identity()))
+    files.write_json(run.folder / "process.json", dict(_identity()))
     assert judged(run.folder).point("model").state == "missing"
 
 
 def test_of_a_model_on_another_machine_nothing_is_known(run: Run, tmp_path: Path) -> None:
     output = trained(run, tmp_path)
-    rundir.write_json(run.folder / "process.json", {**_identity(), "host": "another"})
+    files.write_json(run.folder / "process.json", {**_identity(), "host": "another"})
     remove(output)
     assert point(judged(run.folder), "model") is None
     assert judged(run.folder, model="saved").point("model").ok is None
@@ -311,7 +311,7 @@ def model_of(path: Path) -> dict[str, Any]:
 
 def record(run: Run, before: list[dict[str, Any]], cwd: Path) -> None:
     changed = contents.changed(before, cwd)
-    rundir.write_json(RunFolder(run.folder).inputs(1), {"changed": changed})
+    files.write_json(RunFolder(run.folder).inputs(1), {"changed": changed})
 
 
 def test_a_run_that_waited_takes_the_data_as_they_are_when_it_begins(
@@ -430,7 +430,7 @@ def test_losses_that_jump_after_a_resume_are_no_pass(
     run.rank(0, *(step(n, noisy[n - 1]) for n in range(1, 11)))
     first = (run.folder / "probe" / "rank-0.jsonl").read_text()
     (run.folder / "console.2.log").write_text("")
-    rundir.write_json(run.folder / "exit.2.json", {"returncode": 0, "attempt": 2})
+    files.write_json(run.folder / "exit.2.json", {"returncode": 0, "attempt": 2})
     more = [
         {"event": "start", "rank": 0, "world": 1, "attempt": 2},
         {"event": "resumed", "path": "checkpoint-8", "step": 8},
@@ -473,8 +473,8 @@ def test_without_a_probe_the_output_folder_must_be_there(run: Run, tmp_path: Pat
     run.log(sft(5) + "Model weights saved in out/model.safetensors\n")
     run.exit(0)
     shutil.rmtree(run.folder / "probe")
-    rundir.write_json(run.folder / "process.json", dict(_identity()))
-    rundir.write_json(run.folder / "run.json", {"output": str(tmp_path / "nowhere")})
+    files.write_json(run.folder / "process.json", dict(_identity()))
+    files.write_json(run.folder / "run.json", {"output": str(tmp_path / "nowhere")})
     verdict = judged(run.folder)
     assert verdict.point("finish").state == "completed"
     assert verdict.point("model").state == "missing"

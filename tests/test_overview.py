@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import overview, process, rundir
+from launcher import files, overview, process, rundir
 from launcher.rundir import RunFolder
 
 
@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> RunFolder:
 def manifest(folder: RunFolder, **changes: object) -> None:
     plan = {"gpus": 2, "nodes": 1, "steps": 10}
     base = {"stage": "sft", "plan": plan, "created": rundir.now(), "output": "/models/demo"}
-    rundir.write_json(folder.manifest, {**base, **changes})
+    files.write_json(folder.manifest, {**base, **changes})
 
 
 def record(folder: RunFolder, *lines: object) -> None:
@@ -37,14 +37,14 @@ def step(number: int) -> dict[str, object]:
 
 def live(folder: RunFolder) -> None:
     own = process.identify(os.getpid()).as_json()
-    rundir.write_json(folder.process, {**own, "mark": str(folder.path), "attempt": 1})
+    files.write_json(folder.process, {**own, "mark": str(folder.path), "attempt": 1})
 
 
 def test_a_row(folder: RunFolder) -> None:
     manifest(folder)
     record(folder, {"event": "start", "world": 2}, step(1), step(2), step(3))
-    rundir.write_json(folder.exit(1), {"returncode": 0, "stopped": None})
-    rundir.write_json(folder.verdict, {"status": "pass"})
+    files.write_json(folder.exit(1), {"returncode": 0, "stopped": None})
+    files.write_json(folder.verdict, {"status": "pass"})
     row = overview.row(folder)
     assert row.pop("age") in {"0:00", "0:01"}
     assert row == {
@@ -59,13 +59,13 @@ def test_a_run_that_is_over_has_the_speed_of_its_verdict(folder: RunFolder) -> N
     manifest(folder)
     record(folder, {"event": "start", "world": 2}, step(1), step(2), step(3))
     judged = {"status": "pass", "metrics": {"tokens_per_second": 2266.4}}
-    rundir.write_json(folder.verdict, judged)
-    rundir.write_json(folder.exit(1), {"returncode": 0, "stopped": None})
+    files.write_json(folder.verdict, judged)
+    files.write_json(folder.exit(1), {"returncode": 0, "stopped": None})
     assert overview.row(folder)["tokens/s"] == 2266
-    rundir.write_json(folder.verdict, {"metrics": {"tokens_per_second": None}})
+    files.write_json(folder.verdict, {"metrics": {"tokens_per_second": None}})
     assert overview.row(folder)["tokens/s"] == 100
     # a further attempt goes on: the verdict is still that of the one before
-    rundir.write_json(folder.verdict, judged)
+    files.write_json(folder.verdict, judged)
     live(folder)
     row = overview.row(folder)
     assert (row["state"], row["verdict"], row["tokens/s"]) == ("running", None, 100)
@@ -104,7 +104,7 @@ def test_the_last_checkpoint_and_the_tracker(folder: RunFolder, tmp_path: Path) 
 def test_states(folder: RunFolder, ended: dict[str, object], state: str) -> None:
     manifest(folder)
     if ended:
-        rundir.write_json(folder.exit(1), ended)
+        files.write_json(folder.exit(1), ended)
     assert overview.state(folder) == state
     live(folder)
     assert overview.state(folder) == "running"
@@ -113,7 +113,7 @@ def test_states(folder: RunFolder, ended: dict[str, object], state: str) -> None
 def test_the_last_attempt_counts(folder: RunFolder) -> None:
     for attempt, code in ((1, 0), (2, 1)):
         folder.console(attempt).touch()
-        rundir.write_json(folder.exit(attempt), {"returncode": code, "stopped": None})
+        files.write_json(folder.exit(attempt), {"returncode": code, "stopped": None})
     assert overview.state(folder) == "failed"
     folder.console(3).touch()
     assert overview.state(folder) == "lost"
@@ -137,13 +137,13 @@ def test_the_end_of_an_attempt_before_is_none_of_the_last(folder: RunFolder) -> 
     for attempt in (1, 2):
         folder.console(attempt).touch()
     record(folder, *ended)
-    rundir.write_json(folder.exit(1), {"returncode": 1, "stopped": None})
-    rundir.write_json(folder.verdict, {"status": "fail", "metrics": {"tokens_per_second": 7.0}})
+    files.write_json(folder.exit(1), {"returncode": 1, "stopped": None})
+    files.write_json(folder.verdict, {"status": "fail", "metrics": {"tokens_per_second": 7.0}})
     rundir.seal(folder, 1)
     row = overview.row(folder)
     assert (row["state"], row["verdict"], row["step"], row["tokens/s"]) == ("lost", None, 1, None)
     # somebody looked since
-    rundir.write_json(folder.verdict, {"status": "unproven"})
+    files.write_json(folder.verdict, {"status": "unproven"})
     assert overview.row(folder)["verdict"] == "unproven"
     record(folder, *ended, {"event": "start", "attempt": 2}, step(2), {"event": "end", "exit": 0})
     assert overview.row(folder)["state"] == "finished"

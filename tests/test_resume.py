@@ -17,6 +17,7 @@ from plans import built, from_text, planned, trainer
 from launcher import (
     check,
     contents,
+    files,
     judgement,
     lease,
     manifest,
@@ -124,12 +125,12 @@ class Run:
             attempt, rundir.now(), made, built(made), self.trainer, self.output, []
         )
         more = {"resume": decision.as_json(), "contents": contents.of_plan(made)}
-        rundir.write_json(self.folder.manifest, {**told, **more})
+        files.write_json(self.folder.manifest, {**told, **more})
         self.folder.console(attempt).write_text("")
         return decision
 
     def ended(self, code: int = 0) -> None:
-        rundir.write_json(self.folder.exit(self.folder.attempts()), {"returncode": code})
+        files.write_json(self.folder.exit(self.folder.attempts()), {"returncode": code})
 
 
 Make = Callable[..., Run]
@@ -542,7 +543,7 @@ def test_another_commit_and_other_packages(run: Make) -> None:
     told = rundir.read_manifest(one.folder)
     told["upstream"]["version"] = "another"
     told["trainer"]["packages"]["torch"] = "0.1"
-    rundir.write_json(one.folder.manifest, told)
+    files.write_json(one.folder.manifest, told)
     assert {c.what: c.severity for c in one.decide().changes} == {
         "pin": "error", "packages": "warning",
     }  # fmt: skip
@@ -618,7 +619,7 @@ def test_a_reference_that_is_gone_is_never_made_of_a_half_trained_model(run: Mak
     again()
     cache = next(c for c in held if c.kind == "reference")
     told = rundir.read_manifest(one.folder)
-    rundir.write_json(one.folder.manifest, {**told, "caches": [c.as_json() for c in held]})
+    files.write_json(one.folder.manifest, {**told, "caches": [c.as_json() for c in held]})
     file = cache.path / "0123456789abcdef.pt"
     one.folder.console(1).write_text(f"INFO Saving reference logprobs cache to {file}\n")
     assert "reference-gone" in codes(again())
@@ -651,7 +652,7 @@ def test_fresh_takes_a_folder_beside_and_the_same_command_then_goes_on_there(run
     assert (one.output / "step_2").is_dir()
 
     told = manifest.manifest(1, rundir.now(), made, built(made), one.trainer, placed.output, [])
-    rundir.write_json(one.folder.manifest, {**told, "asked_output": str(one.output)})
+    files.write_json(one.folder.manifest, {**told, "asked_output": str(one.output)})
     again = resume.place(stage, one.output, [one.folder], fresh=False)
     assert again.output == one.place / "out-3"
     assert again.derived["output_dir"].value == str(one.place / "out-3")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from plans import CONFIGS, SFT, TRL, built, from_text, planned, staged, trainer
 
-from launcher import check, evidence, manifest, page, rundir, series
+from launcher import check, evidence, files, manifest, page, rundir, series
 from launcher.errors import NotReady, UsageError
 from launcher.redaction import redact
 from launcher.rundir import RunFolder
@@ -29,7 +29,7 @@ def root(tmp_path: Path) -> Path:
 def run(root: Path, name: str, **manifest: object) -> RunFolder:
     folder = RunFolder(root / name)
     folder.path.mkdir(parents=True)
-    rundir.write_json(folder.manifest, manifest)
+    files.write_json(folder.manifest, manifest)
     return folder
 
 
@@ -107,7 +107,7 @@ def test_a_runs_folder_that_is_a_file(tmp_path: Path) -> None:
 
 def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     path = tmp_path / "data.json"
-    rundir.write_json(path, {"n": -1})
+    files.write_json(path, {"n": -1})
     stop = threading.Event()
     torn = []
 
@@ -120,7 +120,7 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     reader = threading.Thread(target=read)
     reader.start()
     for number in range(40):
-        rundir.write_json(path, {"n": number, "body": [number] * 2000})
+        files.write_json(path, {"n": number, "body": [number] * 2000})
     stop.set()
     reader.join()
     assert not torn
@@ -131,14 +131,14 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "data.json"
-    rundir.write_json(path, {"n": 1})
+    files.write_json(path, {"n": 1})
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="No space"):
-        rundir.write_json(path, {"n": 2})
+        files.write_json(path, {"n": 2})
     assert rundir.read_json(path) == {"n": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["data.json"]
 
@@ -215,13 +215,13 @@ def test_tokens_never_reach_the_run_folder(
         f"│   hub_token='{TOKEN}',\n"
         f"Traceback (most recent call last):\nValueError: bad token {TOKEN} 0123456789abcdef\n"
     )
-    rundir.write_json(folder.exit(1), {"returncode": 1, "attempt": 1})
+    files.write_json(folder.exit(1), {"returncode": 1, "attempt": 1})
     found = evidence.read_run(folder.path)
     judged = redact(check.judge("sft", {"finish": "completed"}, found))
-    rundir.write_json(folder.verdict, judged.as_json())
+    files.write_json(folder.verdict, judged.as_json())
     told = rundir.read_manifest(folder)
     shown = page.overlay([series.of_kept(folder.path, told, judged.as_json(), [])])
-    rundir.write_text(folder.path / "page", shown)
+    files.write_text(folder.path / "page", shown)
     for name in ("run.json", "verdict.json", "page"):
         text = (folder.path / name).read_text()
         assert TOKEN not in text, name
@@ -238,7 +238,7 @@ def test_the_head_of_a_manifest_is_read_alone(root: Path) -> None:
     assert (head["stage"], head.output, head["asked_output"]) == ("sft", Path("/models/one"), None)
     assert "args" not in head
     # in older records what was asked for stands behind the arguments
-    rundir.write_json(folder.manifest, {"stage": "sft", "args": {}, "asked_output": "/models/two"})
+    files.write_json(folder.manifest, {"stage": "sft", "args": {}, "asked_output": "/models/two"})
     assert rundir.read_head(folder)["asked_output"] == "/models/two"
 
 
@@ -295,5 +295,5 @@ def test_last_is_the_run_that_was_started_last(root: Path) -> None:
     os.utime(second.manifest, (now - 10, now - 10))
     assert rundir.find("last") == second
     # a further attempt writes its manifest anew
-    rundir.write_json(first.manifest, {"attempt": 2})
+    files.write_json(first.manifest, {"attempt": 2})
     assert rundir.find("last") == first

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from fake_world import FAKE, bearing, until
 
-from launcher import process, rundir, runner
+from launcher import files, process, rundir, runner
 from launcher.command import Command
 from launcher.errors import NotReady
 from launcher.rundir import RunFolder
@@ -92,7 +92,7 @@ def test_a_full_disk_costs_the_records_not_the_run(
     def full(path: Path, data: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(rundir, "write_json", full)
+    monkeypatch.setattr(files, "write_json", full)
     assert runner.run(fake("print=1", "exit=0"), folder, 1).returncode == 0
     assert folder.console(1).read_text() == "line 0\n"
 
@@ -116,7 +116,7 @@ def test_what_outlives_the_leader_is_ended(
 
 def written(folder: RunFolder, **changes: object) -> None:
     own = {**process.identify(os.getpid()).as_json(), "mark": "another", "attempt": 1}
-    rundir.write_json(folder.process, {**own, **changes})
+    files.write_json(folder.process, {**own, **changes})
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_worker_without_its_leader_is_alive_until_it_ends(folder: RunFolder, p
     written(folder, **process.identify(leader.pid).as_json(), mark=str(folder.path))
     leader.wait()
     assert runner.alive(folder.path)
-    rundir.write_json(folder.exit(1), {"returncode": 0})
+    files.write_json(folder.exit(1), {"returncode": 0})
     assert not runner.alive(folder.path)
     folder.exit(1).unlink()
     os.kill(pid_of(pids, "child"), signal.SIGKILL)

@@ -14,7 +14,7 @@ import pytest
 from conftest import PATIENCE_S
 from fake_world import World, cmdline, made, needs_trl, until
 
-from launcher import cli, on_finish, overview, process, rundir
+from launcher import cli, files, on_finish, overview, process, rundir
 from launcher.attempt import Attempt
 from launcher.rundir import RunFolder
 from launcher.watching import script
@@ -222,7 +222,7 @@ def test_a_bug_is_reported_without_them(
 
 def test_an_address_with_a_key_in_it_is_listed_without(world: World) -> None:
     folder = world.prepared()
-    rundir.write_json(folder.manifest, {"tracked": True, **rundir.read_manifest(folder)})
+    files.write_json(folder.manifest, {"tracked": True, **rundir.read_manifest(folder)})
     folder.console(1).write_text(
         f"wandb: View run at https://wandb.ai/anony/p/runs/abc?apiKey={WANDB}\n"
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from launcher import rundir, start
+from launcher import files, start
 from launcher.attempt import Attempt
 from launcher.commands import app
 from launcher.errors import LaunchError, NotReady, UsageError
@@ -72,8 +72,8 @@ def test_a_job_is_not_queued_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
     start._require_not_queued(folder)
-    rundir.write_json(folder.job, {"job": "41", "nodes": 1})
+    files.write_json(folder.job, {"job": "41", "nodes": 1})
     with pytest.raises(NotReady, match="job 41"):
         start._require_not_queued(folder)
-    rundir.write_json(folder.job, {"job": "40", "nodes": 1})
+    files.write_json(folder.job, {"job": "40", "nodes": 1})
     start._require_not_queued(folder)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launcher import checkpoints, content, rundir
+from launcher import checkpoints, content, files, rundir
 from launcher.checkpoints import Checkpoint
 from launcher.rundir import RunFolder
 
